@@ -1,0 +1,1 @@
+"""weft trains any PyTorch model in parallel."""

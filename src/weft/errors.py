@@ -1,0 +1,60 @@
+"""One tree of errors. Each says what happened, the numbers, and the remedy; each has its exit code.
+
+Exit codes: 2 wrong use or configuration, 3 infeasible, 4 a run or a check failed.
+"""
+
+from __future__ import annotations
+
+
+class WeftError(Exception):
+    """Anything weft reports to a user. `exit_code` is what the command line ends with."""
+
+    exit_code = 4
+
+
+class UsageError(WeftError):
+    """A wrong argument, key, type or file: the user's input cannot mean anything."""
+
+    exit_code = 2
+
+
+class ConfigError(UsageError):
+    """A configuration file that cannot be read; names the file, the line and the nearest known key."""
+
+
+class LayoutError(UsageError):
+    """A layout that cannot be parsed, or names something that does not exist yet."""
+
+
+class ModelError(UsageError):
+    """A model that cannot be loaded, or that raises when it is called."""
+
+
+class Infeasible(WeftError):
+    """The input is meaningful but no plan satisfies it: a size that does not divide, too few layers, too little memory."""
+
+    exit_code = 3
+
+
+class ProgramError(WeftError):
+    """A schedule or a collective algorithm that is not proven: names the rank, the step and the reason."""
+
+
+class CheckpointError(WeftError):
+    """A checkpoint that is missing, damaged, or of another model."""
+
+
+class RunError(WeftError):
+    """A run that failed: the first rank that failed, the cause and the remedy."""
+
+
+class RankError(RunError):
+    """One rank failed. `rank` is the first that did."""
+
+    def __init__(self, message: str, rank: int = -1) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+class VerifyError(RunError):
+    """The parallel run differs from the serial one by more than the tolerance."""

@@ -1,0 +1,69 @@
+"""A mesh: ranks arranged along named axes. In: axis sizes. Out: coordinates, ranks, groups."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+from weft.errors import LayoutError
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Named axes with sizes, outermost (farthest apart) first; ranks count along the last axis fastest.
+
+    >>> mesh = Mesh((("pipeline", 2), ("data", 2), ("tensor", 2)))
+    >>> mesh.coordinates(5)
+    {'pipeline': 1, 'data': 0, 'tensor': 1}
+    >>> mesh.group(5, "tensor")
+    (4, 5)
+    """
+
+    axes: tuple[tuple[str, int], ...]
+
+    def __post_init__(self) -> None:
+        names = [name for name, _ in self.axes]
+        if len(set(names)) != len(names):
+            raise LayoutError(f"a mesh names an axis twice: {', '.join(names)}")
+        for name, size in self.axes:
+            if size < 1:
+                raise LayoutError(f"mesh axis {name}={size}; every axis needs at least 1 rank")
+
+    @property
+    def num_ranks(self) -> int:
+        return prod(size for _, size in self.axes)
+
+    def size(self, axis: str) -> int:
+        """Ranks along `axis`; 1 for an axis that the mesh does not have."""
+        return dict(self.axes).get(axis, 1)
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Position of `rank` along every axis."""
+        if not 0 <= rank < self.num_ranks:
+            raise LayoutError(f"rank {rank} is not one of the mesh's {self.num_ranks} ranks")
+        at: dict[str, int] = {}
+        for name, size in reversed(self.axes):
+            rank, at[name] = divmod(rank, size)
+        return {name: at[name] for name, _ in self.axes}
+
+    def rank(self, at: Mapping[str, int]) -> int:
+        """The rank at these coordinates; a missing axis means 0."""
+        result = 0
+        for name, size in self.axes:
+            result = result * size + at.get(name, 0)
+        return result
+
+    def group(self, rank: int, *axes: str) -> tuple[int, ...]:
+        """The ranks that differ from `rank` only along `axes`, in order; (rank,) where none has a size."""
+        at = self.coordinates(rank)
+        mine = [(name, size) for name, size in self.axes if name in axes]
+        return tuple(
+            self.rank({**at, **dict(zip((n for n, _ in mine), place, strict=True))})
+            for place in product(*(range(size) for _, size in mine))
+        )
+
+    def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
+        """All groups along `axes`: a partition of the ranks."""
+        return tuple(sorted({self.group(rank, *axes) for rank in range(self.num_ranks)}))
