@@ -1,0 +1,144 @@
+"""`Graph`: what is trained. Operators in a legal order, the tensors between them, parameters, buffers and inputs.
+
+One graph is the forward pass of one microbatch down to a scalar loss, at its *global* shapes. It needs no torch: an
+operator names what it calls ("aten.linear.default") and `lower/` looks it up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+DTYPE_BYTES = {
+    "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1,
+    "uint8": 1, "bool": 1, "complex64": 8, "complex128": 16, "float8_e4m3fn": 1, "float8_e5m2": 1,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """Shape and dtype ("float32") of a tensor that has no data."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def size(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def size_bytes(self) -> int:
+        return prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+    @property
+    def is_float(self) -> bool:
+        return "float" in self.dtype
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """An argument that is a value of the graph: a parameter, a buffer, an input, a constant or an operator's output."""
+
+    value: str
+
+    def __str__(self) -> str:
+        return f"%{self.value}"
+
+
+Arg = object  # Ref, a Python constant, Dtype, or a tuple of Args
+
+
+@dataclass(frozen=True, slots=True)
+class Word:
+    """A torch constant by name, as an argument: dtype "float32", device "cpu", layout "strided", memory format."""
+
+    kind: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """One call. `site` names where in the user's model it stands, stable across runs: `h.0.mlp.up/linear`."""
+
+    name: str
+    target: str
+    args: tuple[Arg, ...]
+    kwargs: tuple[tuple[str, Arg], ...]
+    outputs: tuple[str, ...]  # names of the values it makes
+    site: str
+    multiple: bool = False  # the call returns a tuple or list, even where that has one element
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of the values it reads, in order, each as often as it is used."""
+        return tuple(_refs((self.args, tuple(v for _, v in self.kwargs))))
+
+    @property
+    def layer(self) -> str:
+        """Path of the module that it stands in; empty for the outermost."""
+        return self.site.rpartition("/")[0]
+
+
+def _refs(arg: Arg) -> Iterator[str]:
+    if isinstance(arg, Ref):
+        yield arg.value
+    elif isinstance(arg, tuple | list):
+        for item in arg:
+            yield from _refs(item)
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """A value that no operator makes. `value` is its name in the graph, `name` the user's (state-dict name or batch path).
+
+    A tied parameter is one variable; `aliases` are its further names. `trainable` is for parameters, `batched` for inputs
+    whose dimension 0 counts samples.
+    """
+
+    value: str
+    name: str
+    tensor: Tensor
+    aliases: tuple[str, ...] = ()
+    trainable: bool = False
+    batched: bool = False
+
+
+@dataclass(frozen=True)
+class Graph:
+    """The forward pass of one microbatch. `loss` names a scalar value; `tensors` has the spec of every value.
+
+    `writes` are buffers updated in place while it runs (batch-norm statistics).
+    """
+
+    parameters: tuple[Variable, ...]
+    buffers: tuple[Variable, ...]
+    inputs: tuple[Variable, ...]
+    constants: tuple[Variable, ...]
+    operators: tuple[Operator, ...]
+    tensors: dict[str, Tensor]
+    loss: str
+    batch_size: int  # samples in dimension 0 of the batched inputs
+
+    @property
+    def variables(self) -> tuple[Variable, ...]:
+        return (*self.parameters, *self.buffers, *self.inputs, *self.constants)
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(v.tensor.size for v in self.parameters)
+
+    def producer(self) -> dict[str, Operator]:
+        """The operator that makes each value; variables are not in it."""
+        return {value: op for op in self.operators for value in op.outputs}
+
+    def consumers(self) -> dict[str, list[Operator]]:
+        """The operators that read each value, in order."""
+        found: dict[str, list[Operator]] = {}
+        for op in self.operators:
+            for value in dict.fromkeys(op.inputs):
+                found.setdefault(value, []).append(op)
+        return found

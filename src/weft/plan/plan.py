@@ -1,0 +1,83 @@
+"""`Plan`: the decision. Layout, where stages begin, how parameters are cut, and what was predicted, with the reasons."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from weft.errors import Infeasible
+from weft.plan.layout import Layout
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes on the fullest device, by what they hold."""
+
+    parameters: float = 0.0
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    activations: float = 0.0
+    buffers: float = 0.0
+    margin: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.buffers + self.margin
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What one step costs: seconds, bytes on the fullest device, model FLOPs utilisation (0 to 1).
+
+    `parts` splits `step_time_s` by cause: compute, tensor, pipeline, gradients, optimizer, overhead.
+    """
+
+    step_time_s: float
+    mfu: float
+    model_flops: float
+    memory: Memory
+    parts: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A layout that was considered: its prediction, or why it was refused."""
+
+    layout: Layout
+    prediction: Prediction | None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How to train `model` on `cluster`, `batch_size` samples a step.
+
+    `stages`: site of the first operator of every stage after the first (pipeline - 1 of them).
+    `shards`: per mesh axis other than data, (parameter name or pattern with `*` for layer numbers, dim that is cut).
+    The placement of everything else follows from these by propagation.
+    """
+
+    layout: Layout
+    model: str
+    cluster: str
+    batch_size: int
+    stages: tuple[str, ...] = ()
+    shards: tuple[tuple[str, tuple[tuple[str, int], ...]], ...] = ()
+    prediction: Prediction | None = None
+    reasons: tuple[tuple[str, str], ...] = ()  # (axis or choice, why)
+    candidates: tuple[Candidate, ...] = ()
+    replicated_operators: tuple[str, ...] = ()  # sites whose operator has no rule
+    uncaptured: str = ""  # why the model could not be captured; then only data and zero apply
+    planning_time_s: float = field(default=0.0, compare=False)
+
+    def __post_init__(self) -> None:
+        if len(self.stages) != self.layout.pipeline - 1 and not self.uncaptured:
+            raise Infeasible(
+                f"pipeline={self.layout.pipeline} needs {self.layout.pipeline - 1} stage boundaries, the plan has {len(self.stages)}"
+            )
+        if self.batch_size % (self.layout.data * self.layout.microbatches):
+            raise Infeasible(
+                f"a batch of {self.batch_size} samples does not divide into data={self.layout.data} x "
+                f"microbatches={self.layout.microbatches}; use a multiple of {self.layout.data * self.layout.microbatches}"
+            )
