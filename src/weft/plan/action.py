@@ -1,0 +1,104 @@
+"""Actions and their notation: `0F3` computes, `x(0,1,3)>1` sends, `x(0,1,3)<0` receives, `chunk(2)+<0` receives and adds."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+
+from weft.errors import ProgramError
+
+
+class Op(StrEnum):
+    """What a compute action does with one stage and one microbatch."""
+
+    F = "F"  # forward
+    B = "B"  # the whole backward
+    I = "I"  # backward, input gradients only  # noqa: E741
+    W = "W"  # backward, parameter gradients only; after I
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A named thing that one rank can hold: `Value("x", (0, 1, 5))` prints as `x(0,1,5)`."""
+
+    name: str
+    index: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name}({','.join(map(str, self.index))})"
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Run `op` of `stage` on `microbatch`: `1B2` is the backward of stage 1 on microbatch 2."""
+
+    op: Op
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.op}{self.microbatch}"
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send `value` to rank `to`: `x(0,1,3)>1`."""
+
+    value: Value
+    to: int
+
+    def __str__(self) -> str:
+        return f"{self.value}>{self.to}"
+
+
+@dataclass(frozen=True, slots=True)
+class Recv:
+    """Receive `value` from rank `source`: `x(0,1,3)<0`; with `add` it is added to what is held: `chunk(2)+<0`."""
+
+    value: Value
+    source: int
+    add: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.value}{'+' if self.add else ''}<{self.source}"
+
+
+Action = Compute | Send | Recv
+
+_COMPUTE = re.compile(r"(\d+)([FBIW])(\d+)")
+_VALUE = r"([A-Za-z_]\w*)\((\d+(?:,\d+)*|)\)"
+_TRANSFER = re.compile(_VALUE + r"(>|<|\+<)(\d+)")
+_WHOLE_VALUE = re.compile(_VALUE)
+
+
+def parse_value(text: str) -> Value:
+    """Read a value as it prints.
+
+    >>> parse_value("x(0,1,5)")
+    Value(name='x', index=(0, 1, 5))
+    """
+    found = _WHOLE_VALUE.fullmatch(text)
+    if not found:
+        raise ProgramError(f"value {text!r} is not name(numbers), for example x(0,1,5)")
+    return Value(found[1], _numbers(found[2]))
+
+
+def parse_action(text: str) -> Action:
+    """Read an action as it prints.
+
+    >>> parse_action("1B2"), parse_action("chunk(2)+<0")
+    (Compute(op=<Op.B: 'B'>, stage=1, microbatch=2), Recv(value=Value(name='chunk', index=(2,)), source=0, add=True))
+    """
+    if found := _COMPUTE.fullmatch(text):
+        return Compute(Op(found[2]), int(found[1]), int(found[3]))
+    if found := _TRANSFER.fullmatch(text):
+        value, peer = Value(found[1], _numbers(found[2])), int(found[4])
+        return Send(value, peer) if found[3] == ">" else Recv(value, peer, add=found[3] == "+<")
+    raise ProgramError(
+        f"action {text!r} is none of 0F3 (also B, I, W), x(0,1,3)>1 (send to rank 1), x(0,1,3)<0 (receive from rank 0), +< (and add)"
+    )
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(n) for n in text.split(",")) if text else ()

@@ -1,0 +1,310 @@
+"""`Program`: what each rank holds at first, what it does in which order, and what must be true at the end.
+
+In: sizes and orders, from `schedules/` and `collectives/`, or text written by a person. Out: the one thing that is
+checked, timed, drawn and run. `effects` is the only statement of what an action needs and leaves behind; `walk` is the
+only statement of which orders are legal. Not modelled here: how long anything takes, and how large a value is.
+
+Values of a pipeline, for a microbatch m and stages linked src -> dst:
+
+    x(src,dst,m)  the activation that stage src makes for stage dst; one value per link, since each has one reader
+    g(dst,src,m)  the gradient of x(src,dst,m), on its way back
+    saved(s,m)    all that stage s keeps from its forward to its backward: its inputs, its outputs or loss, intermediates
+    half(s,m)     what is left of saved and of the gradients after the input part I of a split backward, for W
+    dw(s)         the accumulated gradient of stage s's parameters
+
+The stage's own slice of the batch is at hand on its rank and needs no value. A collective has values of its own names.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Generator, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from weft.errors import ProgramError
+from weft.plan.action import Action, Compute, Op, Recv, Send, Value
+
+__all__ = [
+    "Action", "Compute", "Content", "Effects", "Held", "Links", "Op", "Program", "Recv", "Send", "Value",
+    "chain", "effects", "is_pair", "order", "walk",
+]  # fmt: skip
+
+Content = Mapping[int, int]  # contribution (a microbatch, or a rank's summand) -> how many times it is in the value
+Held = Mapping[Value, Content]
+Links = tuple[tuple[int, int], ...]
+
+_CHAIN: Links = ((-1, -1),)  # stands for "each stage feeds the next" until the number of stages is known
+# A link value has exactly one reader, so its send moves it. Any other value (a chunk, a dw) is copied by a send.
+_MOVED_BY_SEND = frozenset({"x", "g"})
+
+
+def chain(num_stages: int) -> Links:
+    """Each stage feeds the next: `chain(3) == ((0, 1), (1, 2))`."""
+    return tuple((s, s + 1) for s in range(num_stages - 1))
+
+
+@dataclass(frozen=True)
+class Program:
+    """Per rank: what is `given`, the `actions` in order, and what it `wants` to hold at the end.
+
+    `links` are pairs (producer stage, consumer stage), producer first in number; by default the chain. A collective has
+    `num_stages=0`. Ranks are positions in the program (for a schedule: pipeline coordinates), not global ranks.
+
+    >>> program = Program.parse("rank 0: 0F0 x(0,1,0)>1 g(1,0,0)<1 0B0\\nrank 1: x(0,1,0)<0 1F0 1B0 g(1,0,0)>0")
+    >>> [str(action) for _, action in walk(program)][:3]
+    ['0F0', 'x(0,1,0)>1', 'x(0,1,0)<0']
+    >>> Program.parse(str(program)) == program
+    True
+
+    Raises:
+        ProgramError: it names a rank, stage or link that does not exist.
+    """
+
+    name: str
+    num_stages: int
+    given: tuple[Held, ...]  # [rank]
+    actions: tuple[tuple[Action, ...], ...]  # [rank][step]
+    wants: tuple[Held, ...]  # [rank]
+    links: Links = field(default=_CHAIN)
+
+    def __post_init__(self) -> None:
+        if self.links is _CHAIN:
+            object.__setattr__(self, "links", chain(self.num_stages))
+        if not len(self.given) == len(self.actions) == len(self.wants):
+            raise ProgramError(
+                f"{self.name}: given, actions and wants are for {len(self.given)}, {len(self.actions)} and {len(self.wants)} ranks"
+            )
+        if len(set(self.links)) != len(self.links):
+            raise ProgramError(f"{self.name}: a link is named twice in {' '.join(f'{p}>{q}' for p, q in self.links)}")
+        for source, target in self.links:
+            if not 0 <= source < target < self.num_stages:
+                raise ProgramError(
+                    f"{self.name}: link {source}>{target} must go from a lower to a higher of the stages 0 to {self.num_stages - 1}"
+                )
+        for rank, row in enumerate(self.actions):
+            for step, action in enumerate(row):
+                reason = self._refuse(action, rank)
+                if reason:
+                    raise ProgramError(f"{self.name}: rank {rank} step {step}: {action} {reason}")
+
+    def _refuse(self, action: Action, rank: int) -> str:
+        if isinstance(action, Compute):
+            known = 0 <= action.stage < self.num_stages and action.microbatch >= 0
+            return "" if known else f"is not of the stages 0 to {self.num_stages - 1}"
+        peer = action.to if isinstance(action, Send) else action.source
+        if peer == rank:
+            return "is a transfer of a rank with itself; what a rank holds it needs not send"
+        return "" if 0 <= peer < len(self.actions) else f"names a rank outside 0 to {len(self.actions) - 1}"
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.actions)
+
+    @property
+    def num_actions(self) -> int:
+        return sum(map(len, self.actions))
+
+    @cached_property
+    def microbatches(self) -> tuple[int, ...]:
+        """Every microbatch that some action names, in order."""
+        return tuple(sorted({a.microbatch for row in self.actions for a in row if isinstance(a, Compute)}))
+
+    @cached_property
+    def predecessors(self) -> tuple[tuple[int, ...], ...]:
+        """[stage] -> the stages that feed it, in order."""
+        return tuple(tuple(sorted(p for p, q in self.links if q == s)) for s in range(self.num_stages))
+
+    @cached_property
+    def successors(self) -> tuple[tuple[int, ...], ...]:
+        """[stage] -> the stages that it feeds, in order."""
+        return tuple(tuple(sorted(q for p, q in self.links if p == s)) for s in range(self.num_stages))
+
+    @cached_property
+    def stages_of(self) -> tuple[tuple[int, ...], ...]:
+        """[rank] -> the stages that it computes, in order."""
+        return tuple(tuple(sorted({a.stage for a in row if isinstance(a, Compute)})) for row in self.actions)
+
+    def __str__(self) -> str:
+        """The text form; `Program.parse` reads it back."""
+        from weft.plan.text import format_program  # here, since the text form is written in terms of Program
+
+        return format_program(self)
+
+    @classmethod
+    def parse(cls, text: str) -> Program:
+        """Read the text form, see `weft.plan.text`."""
+        from weft.plan.text import parse_program
+
+        return parse_program(text)
+
+
+@dataclass(frozen=True, slots=True)
+class Effects:
+    """What one action does to what its own rank holds.
+
+    Every value of `reads` must be held before; `frees` are not held after. `becomes` is the written value that what is
+    freed passes into, so that memory does not count it twice.
+    """
+
+    reads: tuple[Value, ...] = ()
+    writes: tuple[Value, ...] = ()
+    adds: tuple[Value, ...] = ()  # accumulated into; made by the first add
+    frees: tuple[Value, ...] = ()
+    becomes: Value | None = None
+
+
+def effects(action: Action, program: Program) -> Effects:
+    """What an action needs and leaves behind on its own rank. The only statement of the rules."""
+    if isinstance(action, Send):
+        value = (action.value,)
+        return Effects(reads=value, frees=value if action.value.name in _MOVED_BY_SEND else ())
+    if isinstance(action, Recv):
+        value = (action.value,)
+        return Effects(reads=value, adds=value) if action.add else Effects(writes=value)
+    s, m = action.stage, action.microbatch
+    before, after = program.predecessors[s], program.successors[s]
+    match action.op:
+        case Op.F:
+            inputs, saved = tuple([Value("x", (p, s, m)) for p in before]), Value("saved", (s, m))
+            return Effects(inputs, (*[Value("x", (s, q, m)) for q in after], saved), (), inputs, saved)
+        case Op.B | Op.I:
+            kept = (Value("saved", (s, m)), *[Value("g", (q, s, m)) for q in after])
+            out = tuple([Value("g", (s, p, m)) for p in before])
+            if action.op is Op.B:
+                return Effects(kept, out, (Value("dw", (s,)),), kept)
+            half = Value("half", (s, m))
+            return Effects(kept, (*out, half), (), kept, half)
+        case Op.W:
+            kept = (Value("half", (s, m)),)
+            return Effects(kept, (), (Value("dw", (s,)),), kept)
+
+
+def walk(program: Program, rendezvous: bool = False) -> Iterator[tuple[int, Action]]:
+    """Yield (rank, action) in a legal order, each rank's actions in their own order.
+
+    A receive waits for its send. By default a send is posted and does not wait (gloo, or NCCL with a stream for each
+    direction); with `rendezvous` it blocks its rank until its receive is reached (NCCL on one stream), and both are
+    yielded together.
+
+    Only a transfer can wait for another rank: what a rank holds changes by its own actions alone, so a read of what is
+    not held is refused at once.
+
+    Raises:
+        ProgramError: a read of what is not held, a value made while it is held, or no rank can move; names rank, step,
+            action and what it waits for.
+    """
+    held = [set(values) for values in program.given]
+    at = [0] * program.num_ranks
+    for rank, action in order(program, rendezvous):
+        here, e = held[rank], effects(action, program)
+        if not here.issuperset(e.reads):
+            raise ProgramError(_missing(program, rank, at[rank], next(v for v in e.reads if v not in here)))
+        if isinstance(action, Compute) and not here.isdisjoint(e.writes):
+            again = next(v for v in e.writes if v in here)
+            raise ProgramError(f"{program.name}: rank {rank} step {at[rank]}: {action} makes {again}, which is held already")
+        here.update(e.writes)
+        here.update(e.adds)
+        here.difference_update(e.frees)
+        at[rank] += 1
+        yield rank, action
+
+
+def order(program: Program, rendezvous: bool = False) -> Iterator[tuple[int, Action]]:
+    """`walk` without looking at what is held: for programs that have been checked, at a fraction of the cost.
+
+    Raises:
+        ProgramError: no rank can move.
+    """
+    at = yield from _rendezvous(program) if rendezvous else _posted(program)
+    if any(step < len(row) for step, row in zip(at, program.actions, strict=True)):
+        raise ProgramError(_stuck(program, at, rendezvous))
+
+
+Steps = Generator[tuple[int, Action], None, list[int]]  # returns how far each rank came
+
+
+def _posted(program: Program) -> Steps:
+    wire: Counter[tuple[int, int, Value]] = Counter()
+    waits: dict[tuple[int, int, Value], int] = {}  # message -> the rank that is blocked on it
+    at = [0] * program.num_ranks
+    ready = deque(range(program.num_ranks))
+    while ready:
+        rank = ready.popleft()
+        row = program.actions[rank]
+        for step in range(at[rank], len(row)):
+            action = row[step]
+            if isinstance(action, Send):
+                key = (rank, action.to, action.value)
+                wire[key] += 1
+                if key in waits:
+                    ready.append(waits.pop(key))
+            elif isinstance(action, Recv):
+                key = (action.source, rank, action.value)
+                if not wire[key]:
+                    waits[key] = rank
+                    break
+                wire[key] -= 1
+            at[rank] = step + 1
+            yield rank, action
+    return at
+
+
+def _rendezvous(program: Program) -> Steps:
+    at = [0] * program.num_ranks
+    ready = deque(range(program.num_ranks))
+    while ready:
+        rank = ready.popleft()
+        row = program.actions[rank]
+        while at[rank] < len(row):
+            action = row[at[rank]]
+            if not isinstance(action, Compute):
+                peer = action.to if isinstance(action, Send) else action.source
+                there = program.actions[peer]
+                if at[peer] == len(there) or not is_pair(rank, action, there[at[peer]]):
+                    break
+                other = there[at[peer]]
+                at[rank] += 1
+                at[peer] += 1
+                ready.append(peer)
+                pair = [(rank, action), (peer, other)]
+                yield from pair if isinstance(action, Send) else pair[::-1]
+                continue
+            at[rank] += 1
+            yield rank, action
+    return at
+
+
+def is_pair(rank: int, action: Send | Recv, other: Action) -> bool:
+    """Whether `other`, an action of the peer that `action` names, is the other end of the same transfer."""
+    if isinstance(action, Send):
+        return isinstance(other, Recv) and other.source == rank and other.value == action.value
+    return isinstance(other, Send) and other.to == rank and other.value == action.value
+
+
+def _missing(program: Program, rank: int, step: int, value: Value) -> str:
+    row = program.actions[rank]
+    freed = [i for i in range(step) if value in effects(row[i], program).frees]
+    later = [i for i in range(step, len(row)) if value in (*(e := effects(row[i], program)).writes, *e.adds)]
+    if freed:
+        reason = f"{row[freed[-1]]} at step {freed[-1]} freed it"
+    elif later:
+        reason = f"it comes only at step {later[0]} with {row[later[0]]}"
+    else:
+        reason = "no action of this rank makes or receives it"
+    return f"{program.name}: rank {rank} step {step}: {row[step]} reads {value}, which is not held: {reason}"
+
+
+def _stuck(program: Program, at: list[int], rendezvous: bool) -> str:
+    """Who waits for whom, as far as it takes to see it."""
+    heads = {rank: row[at[rank]] for rank, row in enumerate(program.actions) if at[rank] < len(row)}
+    lines = []
+    for rank, action in heads.items():
+        if isinstance(action, Compute):
+            continue
+        peer, verb = (action.to, "receive") if isinstance(action, Send) else (action.source, "send")
+        there = f"is at step {at[peer]}: {heads[peer]}" if peer in heads else "has ended"
+        lines.append(f"rank {rank} step {at[rank]}: {action} waits for rank {peer} to {verb} it; rank {peer} {there}")
+    more = [f"and {len(lines) - 8} more ranks wait"] if len(lines) > 8 else []
+    rule = "no rank can move, where a send waits for its receive" if rendezvous else "no rank can move"
+    return f"{program.name}: {rule}\n  " + "\n  ".join(lines[:8] + more)

@@ -1,0 +1,49 @@
+"""Pipeline schedules: from sizes to a `Program`.
+
+A schedule is one short function from sizes to the order of computes on each rank; `lower` adds the transfers. A new one
+is a new file and a new line in `SCHEDULES`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+
+from weft.errors import UsageError
+from weft.plan.program import Compute, Links, Program, chain
+from weft.schedules.gpipe import gpipe
+from weft.schedules.lower import pipeline
+from weft.schedules.one_f_one_b import one_f_one_b
+from weft.schedules.sequential import sequential
+
+__all__ = ["NAMES", "SCHEDULES", "build"]
+
+Schedule = Callable[[int, int, Links], list[list[Compute]]]  # stages, microbatches, links -> [rank] its computes in order
+SCHEDULES: dict[str, Schedule] = {"sequential": sequential, "gpipe": gpipe, "1f1b": one_f_one_b}
+NAMES = tuple(SCHEDULES)
+
+
+def build(name: str, num_stages: int, num_microbatches: int, links: Links | None = None, rendezvous: bool = False) -> Program:
+    """The program of a schedule by name, one stage per rank.
+
+    Args:
+        links: which stage feeds which, (producer, consumer) with producer < consumer; by default each the next.
+        rendezvous: order transfers so that it runs even where a send waits for its receive (NCCL on one stream).
+            sequential and gpipe need no change for that on a chain; 1f1b does, and is slower by it where sends are posted.
+
+    >>> print(build("1f1b", 2, 2))
+    program 1f1b
+    rank 0: 0F0 x(0,1,0)>1 0F1 x(0,1,1)>1 g(1,0,0)<1 0B0 g(1,0,1)<1 0B1
+    rank 1: x(0,1,0)<0 1F0 1B0 g(1,0,0)>0 x(0,1,1)<0 1F1 1B1 g(1,0,1)>0
+
+    Raises:
+        UsageError: an unknown name, or fewer than one stage or microbatch.
+    """
+    if name not in SCHEDULES:
+        close = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.4)
+        hint = f" (did you mean {close[0]}?)" if close else ""
+        raise UsageError(f"unknown schedule {name}{hint}; known: {', '.join(NAMES)}")
+    if num_stages < 1 or num_microbatches < 1:
+        raise UsageError(f"{name} of {num_stages} stages and {num_microbatches} microbatches; it needs at least 1 of each")
+    links = chain(num_stages) if links is None else links
+    return pipeline(name, SCHEDULES[name](num_stages, num_microbatches, links), links, rendezvous)

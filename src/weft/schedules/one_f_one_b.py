@@ -1,0 +1,30 @@
+"""1F1B: after a few forwards to fill the pipeline, each stage alternates one forward and one backward.
+
+In: sizes and links. Out: the computes of each rank, rank s having stage s.
+"""
+
+from __future__ import annotations
+
+from weft.plan.program import Compute, Links, Op
+
+
+def one_f_one_b(num_stages: int, num_microbatches: int, links: Links) -> list[list[Compute]]:
+    """GPipe's time with at most p microbatches in flight.
+
+    A stage runs as many forwards ahead as there are links on the longest way from it to the end, p - 1 - s in a chain,
+    and so holds at most min(p - s, m) microbatches. (Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training",
+    ICML 2021: PipeDream-Flush.)
+    """
+    ahead = [0] * num_stages
+    for source, target in sorted(links, reverse=True):
+        ahead[source] = max(ahead[source], ahead[target] + 1)
+    rows = []
+    for s in range(num_stages):
+        warmup = min(ahead[s], num_microbatches)
+        row = [Compute(Op.F, s, m) for m in range(warmup)]
+        for m in range(num_microbatches):
+            if warmup + m < num_microbatches:
+                row.append(Compute(Op.F, s, warmup + m))
+            row.append(Compute(Op.B, s, m))
+        rows.append(row)
+    return rows

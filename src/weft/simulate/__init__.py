@@ -1,0 +1,1 @@
+"""`Program` and costs to a `Timeline` and to memory, exactly and without running anything."""
