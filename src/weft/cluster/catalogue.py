@@ -1,0 +1,201 @@
+"""Clusters by name and by file: strict TOML in, `Cluster` out, and back.
+
+An unknown key is an error that names the nearest known one and, where it can, the line. Mixed clusters (`A+B`) are refused by name.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import fields
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from weft.cluster.cluster import Cluster, Device, Level, Link, Speed, Table
+from weft.errors import ConfigError, UsageError
+
+FORMAT = 1
+
+
+def find(text: str) -> Cluster:
+    """The cluster that `text` names; see `Cluster.parse`."""
+    if text == "here":
+        from weft.cluster.probe import probe  # needs torch, and nothing else here does
+
+        return probe()
+    if text.endswith(".toml"):
+        return load(Path(text))
+    if "+" in text:
+        raise UsageError(f"the mixed cluster {text} is not built yet; name one kind of machine, for example {text.split('+')[0]}")
+    match = re.fullmatch(r"(?:(\d+)x)?(.+)", text)
+    if match is None:
+        raise UsageError(f"cluster {text!r} names nothing; use here, COUNTxNAME such as 8xp3.16xlarge, or a TOML file")
+    count, name = int(match[1] or 1), match[2]
+    if count < 1:
+        raise UsageError(f"cluster {text}: {count} machines; use 1 or more")
+    return _machine(text, count, name)
+
+
+def names() -> tuple[str, ...]:
+    """The machines of the catalogue."""
+    return tuple(_catalogue()["node"])
+
+
+@cache
+def _catalogue() -> dict[str, Any]:
+    text = resources.files("weft.cluster").joinpath("catalogue.toml").read_text()
+    return tomllib.loads(text)
+
+
+def _machine(text: str, count: int, name: str) -> Cluster:
+    catalogue = _catalogue()
+    node = catalogue["node"].get(name)
+    if node is None:
+        raise UsageError(f"unknown cluster {text}{nearest(name, catalogue['node'])}; known machines: {', '.join(catalogue['node'])}")
+    _only(f"catalogue node {name}", node, {"device", "size", "link", "network", "price_per_hour", "power_w", "source"}, "")
+    device = _build(Device, f"device {node['device']}", {"name": node["device"], **catalogue["device"][node["device"]]}, "")
+    levels = [Level("node", node["size"], _build(Link, f"link of {name}", catalogue["link"][node["link"]], ""))]
+    if count > 1:
+        levels.append(Level("cluster", count, _build(Link, f"network of {name}", catalogue["link"][node["network"]], "")))
+    return Cluster(text, device, tuple(levels), node.get("price_per_hour", 0.0) * count, node.get("power_w", 0.0) * count)
+
+
+def load(path: Path) -> Cluster:
+    """Read a cluster file. Raises `ConfigError` with the file, the key, the nearest known key and the line."""
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise UsageError(f"cannot read the cluster file {path}: {error.strerror}; `weft probe -o {path}` writes one") from error
+    return loads(text, str(path))
+
+
+def loads(text: str, where: str = "cluster") -> Cluster:
+    """A cluster from TOML text; `where` names it in errors."""
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{where} is not TOML: {error}") from error
+    if data.pop("format", FORMAT) != FORMAT:
+        raise ConfigError(f"{where}: this weft reads cluster format {FORMAT}; probe again")
+    _only(where, data, {"name", "device", "level", "price_per_hour", "power_w", "speed", "table", "fingerprint"}, text)
+    for key in ("name", "device"):
+        if key not in data:
+            raise ConfigError(f"{where} has no {key}; a cluster needs name, [device] and [[level]]")
+    levels = []
+    for entry in _list(where, data, "level"):
+        _only(f"{where} [[level]]", entry, {"name", "size", *_names(Link)}, text)
+        for key in ("name", "size"):
+            if key not in entry:
+                raise ConfigError(f"{where} [[level]] has no {key}")
+        _check_type(f"{where} [[level]]", "size", entry["size"], "int")
+        link = {k: v for k, v in entry.items() if k not in ("name", "size")}
+        levels.append(Level(entry["name"], entry["size"], _build(Link, f"{where} [[level]] {entry['name']}", link, text)))
+    tables = []
+    for entry in _list(where, data, "table"):
+        points = [tuple(point) for point in entry.get("points", [])]
+        tables.append(_build(Table, f"{where} [[table]]", {**entry, "points": tuple(points)}, text))
+    device = data["device"]
+    if not isinstance(device, dict):
+        raise ConfigError(f"{where}: device is a table, [device]")
+    numbers = {key: data.get(key, 0.0) for key in ("price_per_hour", "power_w")}
+    for key, value in numbers.items():
+        _check_type(where, key, value, "float")
+    return Cluster(
+        data["name"],
+        _build(Device, f"{where} [device]", {"name": data["name"], **device}, text),
+        tuple(levels),
+        **numbers,
+        speeds=tuple(_build(Speed, f"{where} [[speed]]", entry, text) for entry in _list(where, data, "speed")),
+        tables=tuple(tables),
+        fingerprint=data.get("fingerprint", ""),
+    )
+
+
+def dump(cluster: Cluster) -> str:
+    """A cluster as TOML text, numbers in SI units."""
+    lines = [f"format = {FORMAT}", f"name = {_value(cluster.name)}"]
+    for key in ("price_per_hour", "power_w", "fingerprint"):
+        if getattr(cluster, key):
+            lines.append(f"{key} = {_value(getattr(cluster, key))}")
+    lines += ["", "[device]", *_fields(cluster.device)]
+    for level in cluster.levels:
+        lines += ["", "[[level]]", f"name = {_value(level.name)}", f"size = {level.size}", *_fields(level.link)]
+    for speed in cluster.speeds:
+        lines += ["", "[[speed]]", *_fields(speed)]
+    for table in cluster.tables:
+        lines += ["", "[[table]]", *_fields(table)]
+    return "\n".join(lines) + "\n"
+
+
+def nearest(word: str, known: Any) -> str:
+    """` (did you mean X?)`, or nothing where no known word is near."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def _names(kind: type) -> tuple[str, ...]:
+    return tuple(f.name for f in fields(kind))
+
+
+def _list(where: str, data: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
+    found = data.get(key, [])
+    if not isinstance(found, list) or not all(isinstance(item, dict) for item in found):
+        raise ConfigError(f"{where}: {key} is a list of tables, [[{key}]]")
+    return found
+
+
+def _only(where: str, given: Mapping[str, Any], known: set[str], text: str) -> None:
+    for key in given:
+        if key not in known:
+            line = next((f" (line {i})" for i, row in enumerate(text.splitlines(), 1) if re.match(rf"\s*\[*{re.escape(key)}\b", row)), "")
+            raise ConfigError(f"{where}: unknown key {key}{line}{nearest(key, known)}; known: {', '.join(sorted(known))}")
+
+
+def _check_type(where: str, key: str, value: Any, kind: str) -> None:
+    wanted = {"int": "a whole number", "float": "a number", "str": "text"}
+    ok = {
+        "int": isinstance(value, int) and not isinstance(value, bool),
+        "float": isinstance(value, int | float) and not isinstance(value, bool),
+        "str": isinstance(value, str),
+    }.get(kind, True)
+    if not ok:
+        raise ConfigError(f"{where}: {key} = {value!r}; it is {wanted[kind]}")
+
+
+def _build(kind: Any, where: str, given: Mapping[str, Any], text: str) -> Any:
+    """An instance of a frozen dataclass from a TOML table; a table of numbers becomes pairs."""
+    known = {f.name: str(f.type) for f in fields(kind)}
+    _only(where, given, set(known), text)
+    values: dict[str, Any] = {}
+    for key, value in given.items():
+        _check_type(where, key, value, known[key])
+        if isinstance(value, dict):
+            for inner, number in value.items():
+                _check_type(where, f"{key}.{inner}", number, "float")
+            value = tuple((inner, float(number)) for inner, number in value.items())
+        values[key] = float(value) if known[key] == "float" else value
+    try:
+        return kind(**values)
+    except TypeError as error:
+        missing = [key for key in known if f"'{key}'" in str(error)]
+        raise ConfigError(f"{where} has no {', '.join(missing) or str(error)}") from error
+
+
+def _fields(item: Any) -> list[str]:
+    return [f"{f.name} = {_value(getattr(item, f.name))}" for f in fields(item) if getattr(item, f.name) != f.default]
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, str):
+        return '"' + value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
+    if isinstance(value, float):
+        return f"{value:.6g}" if abs(value) < 1e15 and "e" in f"{value:.6g}" else repr(value)
+    if isinstance(value, tuple) and value and isinstance(value[0][0], str):
+        return "{ " + ", ".join(f"{key} = {_value(number)}" for key, number in value) + " }"
+    if isinstance(value, tuple):
+        return "[" + ", ".join("[" + ", ".join(_value(float(n)) for n in point) + "]" for point in value) + "]"
+    return str(value)

@@ -1,0 +1,277 @@
+"""`Cluster`: what a model trains on. In: a name with a count, a TOML file, or `here`. Out: frozen numbers in SI units.
+
+A cluster is one kind of device and a hierarchy of links, innermost first: 8 GPUs to a node over NVLink, 4 nodes over InfiniBand.
+On processors the device is one core, and a rank is as many cores as it has threads.
+
+Not modelled: mixed devices, links of different speed on one level, the routes inside a switch, and other people's traffic.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import log, prod
+
+from weft.errors import ConfigError, Infeasible
+
+KINDS = ("cpu", "gpu", "tpu")
+PRECISIONS = ("float64", "float32", "tf32", "float16", "bfloat16", "float8")
+
+
+def positive(what: str, **values: float) -> None:
+    """Raise `ConfigError` naming `what`, the field and its value for the first value that is not finite and above zero."""
+    for key, value in values.items():
+        if not 0 < value < float("inf"):
+            raise ConfigError(f"{what}: {key} = {value:g}; it must be above zero")
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One processor core, GPU or TPU chip.
+
+    `peak_flops`: FLOP/s by precision. `memory_bytes`: for a core, its share of the machine's. `memory_bandwidth_bytes_per_s`: to that
+    memory. `matmul_efficiency`: part of the peak that large matrix products reach in training. `launch_s`: host time of one operator.
+    `scratch_bytes`: what a process holds before it has any tensor (context, libraries).
+    """
+
+    name: str
+    kind: str
+    peak_flops: tuple[tuple[str, float], ...]
+    memory_bytes: float
+    memory_bandwidth_bytes_per_s: float
+    matmul_efficiency: float = 1.0
+    launch_s: float = 5e-6
+    scratch_bytes: float = 0.0
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ConfigError(f"device {self.name}: kind {self.kind!r} is unknown; use one of {', '.join(KINDS)}")
+        if not self.peak_flops:
+            raise ConfigError(f"device {self.name} has no peak_flops; give at least float32")
+        for precision, flops in self.peak_flops:
+            if precision not in PRECISIONS:
+                raise ConfigError(f"device {self.name}: precision {precision!r} is unknown; use one of {', '.join(PRECISIONS)}")
+            positive(f"device {self.name}", **{f"peak_flops.{precision}": flops})
+        positive(f"device {self.name}", memory_bytes=self.memory_bytes, memory_bandwidth_bytes_per_s=self.memory_bandwidth_bytes_per_s)
+        positive(f"device {self.name}", matmul_efficiency=self.matmul_efficiency)
+        if self.matmul_efficiency > 1:
+            raise ConfigError(f"device {self.name}: matmul_efficiency = {self.matmul_efficiency:g}; it is a part of the peak, at most 1")
+        if self.launch_s < 0 or self.scratch_bytes < 0:
+            raise ConfigError(
+                f"device {self.name}: launch_s = {self.launch_s:g}, scratch_bytes = {self.scratch_bytes:g}; neither is below zero"
+            )
+
+    def peak(self, precision: str) -> float:
+        """FLOP/s at `precision`. Raises `Infeasible` where the device does not have it."""
+        found = dict(self.peak_flops).get(precision)
+        if found is None:
+            have = ", ".join(name for name, _ in self.peak_flops)
+            raise Infeasible(f"precision={precision}: {self.name} has no {precision} matrix products; use one of {have}")
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What joins the units of one level: each unit's port, one direction.
+
+    `latency_s`: one message of no size. `bandwidth_bytes_per_s`: of one unit's port, datasheet. `ports`: equal ports that make
+    it up; one message uses one. `efficiency`: part of the bandwidth that large collectives reach.
+    """
+
+    latency_s: float
+    bandwidth_bytes_per_s: float
+    ports: int = 1
+    efficiency: float = 1.0
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        positive("link", bandwidth_bytes_per_s=self.bandwidth_bytes_per_s, ports=self.ports, efficiency=self.efficiency)
+        if self.latency_s < 0:
+            raise ConfigError(f"link: latency_s = {self.latency_s:g}; it is not below zero")
+        if self.efficiency > 1:
+            raise ConfigError(f"link: efficiency = {self.efficiency:g}; it is a part of the bandwidth, at most 1")
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """`size` units of the level below (devices, at the innermost) joined by `link`."""
+
+    name: str
+    size: int
+    link: Link
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ConfigError(f"level {self.name}: size = {self.size}; it joins at least 1 unit")
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """What one rank gets while `ranks` ranks of a node, of `threads` threads each, work at once (threads 0: a GPU).
+
+    `flops`: FLOP/s of large matrix products by precision. `memory_bandwidth_bytes_per_s`: of elementwise operators.
+    `launch_s`: host time of one operator. `rates`: what other kinds of operator reach, by kind ("norm", "attention.bfloat16"):
+    bytes/s, or FLOP/s for "attention", "convolution" and "recurrent"; a kind that is not there runs at the roofline of the rest.
+    """
+
+    ranks: int
+    threads: int
+    flops: tuple[tuple[str, float], ...]
+    memory_bandwidth_bytes_per_s: float
+    launch_s: float
+    rates: tuple[tuple[str, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        positive("speed", **{f"flops.{p}": v for p, v in self.flops}, memory_bandwidth_bytes_per_s=self.memory_bandwidth_bytes_per_s)
+        positive("speed", **{f"rates.{kind}": v for kind, v in self.rates})
+
+    def scaled(self, ranks: int, threads: int, by: float, launch_s: float) -> Speed:
+        """The same with every rate times `by`."""
+        return Speed(
+            ranks,
+            threads,
+            tuple((p, v * by) for p, v in self.flops),
+            self.memory_bandwidth_bytes_per_s * by,
+            launch_s,
+            tuple((kind, v * by) for kind, v in self.rates),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Measured seconds of one collective (or `send`) between `ranks` ranks of a node, by bytes of the whole tensor, ascending."""
+
+    collective: str
+    ranks: int
+    points: tuple[tuple[float, float], ...]
+
+    def __post_init__(self) -> None:
+        sizes = [size for size, _ in self.points]
+        if not sizes or sizes != sorted(set(sizes)) or any(size <= 0 or s <= 0 for size, s in self.points):
+            raise ConfigError(f"table {self.collective} of {self.ranks} ranks: sizes must ascend, and sizes and seconds be above zero")
+
+    def seconds(self, size_bytes: float) -> float:
+        """Interpolated in log size and log time between points, at constant latency below them, at constant bandwidth above."""
+        (first, least), (last, most) = self.points[0], self.points[-1]
+        if size_bytes <= first:
+            return least
+        if size_bytes >= last:
+            return most * size_bytes / last
+        for (a, ta), (b, tb) in zip(self.points, self.points[1:], strict=False):
+            if size_bytes <= b:
+                part = log(size_bytes / a) / log(b / a)
+                return float(ta ** (1 - part) * tb**part)
+        return most
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """`device`s joined by `levels`, innermost first. Prices in dollars, power in watts, both of the whole cluster; 0 is unknown.
+
+    `speeds` and `tables` are measured (`weft probe`) and win over what follows from `device` and `levels`.
+
+    >>> Cluster.parse("8xp3.16xlarge").num_devices
+    64
+    """
+
+    name: str
+    device: Device
+    levels: tuple[Level, ...]
+    price_per_hour: float = 0.0
+    power_w: float = 0.0
+    speeds: tuple[Speed, ...] = ()
+    tables: tuple[Table, ...] = ()
+    fingerprint: str = ""  # of the measured machine and software
+
+    def __post_init__(self) -> None:
+        if not self.levels:
+            raise ConfigError(f"cluster {self.name} has no links; give at least one level with a size, a latency and a bandwidth")
+        if self.price_per_hour < 0 or self.power_w < 0:
+            raise ConfigError(
+                f"cluster {self.name}: price_per_hour = {self.price_per_hour:g}, power_w = {self.power_w:g}; neither is below zero"
+            )
+
+    @property
+    def num_devices(self) -> int:
+        return prod(level.size for level in self.levels)
+
+    @property
+    def node_size(self) -> int:
+        """Devices of one innermost unit."""
+        return self.levels[0].size
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.device.kind == "cpu"
+
+    def threads_of(self, num_ranks: int, threads: int = 0) -> int:
+        """Threads of each of `num_ranks` ranks: as asked for, or an equal share of the cores (at least 1); 0 on GPUs."""
+        if not self.is_cpu:
+            return 0
+        return threads or max(1, self.num_devices // max(1, num_ranks))
+
+    def memory_of(self, num_ranks: int) -> float:
+        """Bytes that one of `num_ranks` ranks may use: the device's, or its node's shared equally by the ranks on it."""
+        if not self.is_cpu:
+            return self.device.memory_bytes
+        return self.device.memory_bytes * self.node_size / min(self.node_size, self.ranks_per_node(num_ranks))
+
+    def ranks_per_node(self, num_ranks: int) -> int:
+        """Ranks that share one node when `num_ranks` fill nodes in order (processors: spread evenly over them)."""
+        if not self.is_cpu:
+            return min(num_ranks, self.node_size)
+        nodes = self.num_devices // self.node_size
+        return -(-num_ranks // min(nodes, num_ranks))
+
+    def speed(self, num_ranks: int, threads: int = 0) -> Speed:
+        """What one rank gets when `num_ranks` work at once; measured where it was measured, else scaled from what was.
+
+        Cores that do not exist are shared: 4 ranks on 2 cores get half a core each.
+        """
+        here = self.ranks_per_node(num_ranks)
+        threads = self.threads_of(num_ranks, threads)
+        for speed in self.speeds:
+            if (speed.ranks, speed.threads) == (here, threads):
+                return speed
+        if self.speeds:
+            # The nearest measurement with as many busy cores, scaled by the cores that a rank really gets.
+            cores = min(threads, self.node_size / here)
+            busy = min(here * threads, self.node_size)
+            near = min(self.speeds, key=lambda s: (abs(log(s.ranks * s.threads / busy)), abs(log(s.threads / threads))))
+            by = cores / min(near.threads, self.node_size / near.ranks)
+            return near.scaled(here, threads, by, near.launch_s * max(1.0, here * threads / self.node_size))
+        cores = 1.0 if not self.is_cpu else min(threads, self.node_size / here)
+        device = self.device
+        return Speed(
+            here,
+            threads,
+            tuple((p, v * device.matmul_efficiency * cores) for p, v in device.peak_flops),
+            device.memory_bandwidth_bytes_per_s * cores,
+            device.launch_s,
+        )
+
+    def table(self, collective: str, ranks: int) -> Table | None:
+        """The measured table of `collective` between exactly `ranks` ranks of a node."""
+        for table in self.tables:
+            if (table.collective, table.ranks) == (collective, ranks):
+                return table
+        return None
+
+    @classmethod
+    def parse(cls, text: str) -> Cluster:
+        """`8xp3.16xlarge`, `dgx-h100`, `path/cluster.toml`; `here` is measured by `weft.cluster.probe`, which needs torch.
+
+        Raises:
+            UsageError: an unknown name (names the nearest), a count below 1, a mixed cluster, a file that cannot be read.
+        """
+        from weft.cluster.catalogue import find
+
+        return find(text)
+
+    def to_toml(self) -> str:
+        """The cluster as text that `Cluster.parse` reads back from a file."""
+        from weft.cluster.catalogue import dump
+
+        return dump(self)
+
+
