@@ -1,0 +1,76 @@
+"""How much each rank holds at most.
+
+In: a program and the bytes of each value. Out: per rank the peak, and at which action. It follows from `effects` alone:
+a rank's own actions decide what it holds, whatever the times. Not modelled: what a compute needs only while it runs, and
+a sent value that the transport still keeps.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from weft.plan.program import Program, Recv, Value, effects
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The most bytes that `rank` holds, first during action number `step`; `parts` are (name of value, bytes) of the total."""
+
+    rank: int
+    size_bytes: float
+    step: int
+    action: str
+    parts: tuple[tuple[str, float], ...]
+
+
+def peak(program: Program, size_bytes: Callable[[Value], float]) -> tuple[Peak, ...]:
+    """[rank] -> its peak.
+
+    While an action runs, what it writes and what it will free are both there; only what passes into another value (the
+    inputs of a forward into `saved`, `saved` into `half`) is counted once. A received value that is added needs a buffer
+    of its own. Count `saved` with the stage's inputs and outputs in it.
+
+    >>> from weft.schedules import build
+    >>> [p.size_bytes for p in peak(build("1f1b", 4, 8), lambda value: float(value.name == "saved"))]
+    [4.0, 3.0, 2.0, 1.0]
+    """
+    return tuple(_peak_of_rank(program, rank, size_bytes) for rank in range(program.num_ranks))
+
+
+def in_flight(program: Program) -> tuple[int, ...]:
+    """[rank] -> the most microbatches whose forward has run and whose backward has not, over its stages."""
+    return tuple(int(p.size_bytes) for p in peak(program, lambda value: float(value.name == "saved")))
+
+
+def _peak_of_rank(program: Program, rank: int, size_bytes: Callable[[Value], float]) -> Peak:
+    held: dict[Value, float] = {}
+    by_name: dict[str, float] = defaultdict(float)
+
+    def hold(value: Value, size: float) -> None:
+        held[value] = size
+        by_name[value.name] += size
+
+    for value in program.given[rank]:
+        hold(value, size_bytes(value))
+    most, parts, step_of = sum(by_name.values()), dict(by_name), -1
+    for step, action in enumerate(program.actions[rank]):
+        e = effects(action, program)
+        made = {value: size_bytes(value) for value in (*e.writes, *e.adds) if value not in held}
+        extra = dict(made)
+        if e.becomes in made:
+            extra[e.becomes] = max(0.0, made[e.becomes] - sum(held.get(value, 0.0) for value in e.frees))
+        if isinstance(action, Recv) and action.add:
+            extra[action.value] = size_bytes(action.value)
+        during = sum(by_name.values()) + sum(extra.values())
+        if during > most:
+            most, parts, step_of = during, dict(by_name), step
+            for value, size in extra.items():
+                parts[value.name] = parts.get(value.name, 0.0) + size
+        for value, size in made.items():
+            hold(value, size)
+        for value in e.frees:
+            by_name[value.name] -= held.pop(value, 0.0)
+    action_text = str(program.actions[rank][step_of]) if step_of >= 0 else "start"
+    return Peak(rank, most, max(step_of, 0), action_text, tuple(sorted(parts.items())))
