@@ -1,0 +1,244 @@
+"""What each operator of a `Graph` costs: FLOPs, bytes it moves, what backward keeps. In: a graph. Out: one `Work` an operator.
+
+FLOPs count the multiplications and additions of matrix-product-like operators only (2 a multiply-add), attention in full even
+where it is causal, as is the custom (Narayan et al. 2021, equation 3). Everything else is priced by the bytes that it moves.
+Not modelled: kernels that a compiler fuses, operators that an autograd formula of the user's own replaces, and sparsity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+
+from weft.model.graph import Graph, Operator, Ref, Tensor
+
+MATMUL_KINDS = ("linear", "attention", "convolution", "recurrent")
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One operator, whole, for the graph's batch.
+
+    `kind`: linear, attention, convolution, recurrent, elementwise, activation, norm, softmax, gather, make or view.
+    `flops` and `backward_flops`: of matrix products. `bytes` and `backward_bytes`: read and written. `keeps`: values that backward
+    needs; `extra_bytes`: tensors that backward needs and that are no value of the graph (masks, logarithms of softmax).
+    """
+
+    kind: str
+    flops: float = 0.0
+    backward_flops: float = 0.0
+    bytes: float = 0.0
+    backward_bytes: float = 0.0
+    keeps: tuple[str, ...] = ()
+    extra_bytes: float = 0.0
+
+
+def _kinds() -> dict[str, str]:
+    names = {
+        "linear": "linear mm matmul bmm addmm baddbmm einsum dot mv addmv _grouped_mm grouped_mm tensordot",
+        "convolution": "conv1d conv2d conv3d convolution _convolution conv_transpose1d conv_transpose2d conv_transpose3d",
+        "attention": "scaled_dot_product_attention _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention "
+        "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_attention_math",
+        "recurrent": "lstm gru rnn_tanh rnn_relu",
+        "activation": "gelu silu tanh sigmoid exp erf mish softplus elu selu pow sqrt rsqrt cos sin log log1p log_sigmoid logsigmoid "
+        "log_sigmoid_forward hardswish exp2 expm1 atan2",
+        "norm": "layer_norm native_layer_norm rms_norm _fused_rms_norm batch_norm native_batch_norm _native_batch_norm_legit group_norm "
+        "native_group_norm instance_norm cudnn_batch_norm",
+        "softmax": "softmax _softmax _safe_softmax log_softmax _log_softmax cross_entropy_loss logsumexp",
+        "gather": "embedding index index_select gather nll_loss nll_loss_forward nll_loss_nd take_along_dim",
+        "make": "arange zeros ones full empty zeros_like ones_like full_like empty_like scalar_tensor new_zeros new_ones new_full "
+        "lift_fresh_copy tril triu one_hot eye linspace",
+        "view": "view reshape _unsafe_view transpose permute t unsqueeze squeeze expand expand_as select slice split split_with_sizes "
+        "chunk unbind detach alias unflatten flatten movedim narrow numpy_T view_as unfold diagonal swapaxes swapdims mT identity tensor_split",
+    }
+    return {name: kind for kind, packed in names.items() for name in packed.split()}
+
+
+KINDS = _kinds()
+# What an elementwise operator's backward keeps; those of neither list keep nothing (add), or are told apart below (mul).
+_OUTPUT = "relu tanh sigmoid exp exp2 expm1 sqrt rsqrt softmax _softmax _safe_softmax log_softmax _log_softmax"
+_NOTHING = (
+    "add sub rsub neg cat stack sum mean clone contiguous to _to_copy type_as pad constant_pad_nd roll flip repeat repeat_interleave "
+    "fill zeros_like copy masked_fill masked_scatter where bitwise_not logical_not eq ne lt le gt ge avg_pool1d avg_pool2d avg_pool3d "
+    "adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d upsample_nearest1d upsample_nearest2d upsample_bilinear2d cumsum round "
+    "floor ceil pixel_shuffle slice_scatter select_scatter index_put scatter scatter_add index_add im2col col2im"
+)
+KEEPS_OUTPUT, KEEPS_NOTHING = frozenset(_OUTPUT.split()), frozenset(_NOTHING.split())
+
+
+def packet(op: Operator) -> str:
+    """`aten.linear.default` -> `linear`."""
+    parts = op.target.split(".")
+    return parts[1] if len(parts) > 1 else op.target
+
+
+def kind_of(op: Operator) -> str:
+    """Kind of an operator: what its speed depends on; elementwise where it is not listed."""
+    name = packet(op)
+    if name in ("dropout", "feature_dropout", "alpha_dropout") and not drops(op):
+        return "view"
+    return KINDS.get(name, "elementwise")
+
+
+def drops(op: Operator) -> bool:
+    """Whether a dropout operator does anything."""
+    chance = op.args[1] if len(op.args) > 1 else 0.5
+    training = op.args[2] if len(op.args) > 2 else True
+    return bool(training) and isinstance(chance, int | float) and chance > 0
+
+
+def operator_flops(op: Operator, tensors: dict[str, Tensor]) -> float:
+    """FLOPs of a matrix-product-like operator, 2 a multiply-add; 0 for the rest.
+
+    Linear, matmul, einsum: 2 x (size of the product space). Convolution: 2 x outputs x (kernel x channels of a group). Attention:
+    2·L·S·(E + Ev) a head. Recurrent: 2 x (weights) a step and layer.
+    """
+    kind, name = kind_of(op), packet(op)
+    if kind not in MATMUL_KINDS:
+        return 0.0
+    shapes = [tensors[v].shape for v in op.inputs]
+    out = tensors[op.outputs[0]].size
+    if kind == "attention":
+        query, key, value = shapes[:3]
+        return 2.0 * prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
+    if kind == "convolution":
+        transposed = "transpose" in name or (name in ("convolution", "_convolution") and len(op.args) > 6 and op.args[6] is True)
+        return 2.0 * (prod(shapes[0]) if transposed else out) * prod(shapes[1][1:])
+    if kind == "recurrent":
+        steps = prod(shapes[0][:-1])
+        return sum(2.0 * steps * prod(shape) for shape in shapes[1:] if len(shape) == 2)
+    if name == "einsum":
+        return _einsum_flops(str(op.args[0]), shapes)
+    first = shapes[1] if name in ("addmm", "baddbmm", "addmv") else shapes[0]
+    return 2.0 * out * (first[-1] if first else 1)
+
+
+def operator_bytes(op: Operator, tensors: dict[str, Tensor]) -> float:
+    """Bytes that an operator reads and writes in forward; a view moves none, a look-up only what it finds."""
+    kind = kind_of(op)
+    if kind == "view":
+        return 0.0
+    written = sum(tensors[v].size_bytes for v in op.outputs)
+    if kind == "gather":
+        return 2.0 * written
+    read = sum(tensors[v].size_bytes for v in dict.fromkeys(op.inputs))
+    # The fused loss also writes the logarithms of the softmax, which backward keeps.
+    return float(written + read + (tensors[op.inputs[0]].size_bytes if packet(op) == "cross_entropy_loss" else 0))
+
+
+def _einsum_flops(equation: str, shapes: list[tuple[int, ...]]) -> float:
+    """Two operands: the whole product space once; more: one such product for each operand after the first."""
+    sizes: dict[str, int] = {}
+    for term, shape in zip(equation.replace(" ", "").partition("->")[0].split(","), shapes, strict=False):
+        head, dots, tail = term.partition("...")
+        names = [*head, *(f"_{i}" for i in range(len(shape) - len(head) - len(tail))), *tail] if dots else [*term]
+        sizes.update(zip(names, shape, strict=False))
+    return 2.0 * prod(sizes.values()) * max(1, len(shapes) - 1)
+
+
+def closure(graph: Graph, start: set[str], through: Callable[[Operator], bool] = lambda op: True) -> set[str]:
+    """Values that depend on those of `start`, by operators that `through` accepts."""
+    found = set(start)
+    for op in graph.operators:
+        if through(op) and any(value in found for value in op.inputs):
+            found.update(op.outputs)
+    return found
+
+
+def differentiable(graph: Graph) -> set[str]:
+    """Values whose gradient backward computes: trainable parameters and float values that depend on them."""
+    start = {v.value for v in graph.parameters if v.trainable}
+    reached = closure(graph, start, lambda op: packet(op) != "detach" and graph.tensors[op.outputs[0]].is_float)
+    return {value for value in reached if graph.tensors[value].is_float}
+
+
+def batched(graph: Graph) -> set[str]:
+    """Values whose size follows the number of samples: everything that depends on a batched input."""
+    return closure(graph, {v.value for v in graph.inputs if v.batched})
+
+
+def storages(graph: Graph) -> dict[str, str]:
+    """For every value, the value whose memory it is: views share their source's."""
+    root: dict[str, str] = {}
+    for op in graph.operators:
+        same = kind_of(op) == "view" or (
+            packet(op) in ("to", "_to_copy", "contiguous") and graph.tensors[op.inputs[0]].dtype == graph.tensors[op.outputs[0]].dtype
+        )
+        for value in op.outputs:
+            root[value] = root.get(op.inputs[0], op.inputs[0]) if same and op.inputs else value
+    return root
+
+
+def work(graph: Graph) -> dict[str, Work]:
+    """The work of every operator, by its name."""
+    grads = differentiable(graph)
+    return {op.name: _work(op, graph.tensors, grads) for op in graph.operators}
+
+
+def _work(op: Operator, tensors: dict[str, Tensor], grads: set[str]) -> Work:
+    kind, name = kind_of(op), packet(op)
+    if kind == "view":
+        return Work("view")
+    inputs = tuple(dict.fromkeys(op.inputs))
+    flops = operator_flops(op, tensors)
+    into = [v for v in inputs if v in grads]
+    moved = operator_bytes(op, tensors)
+    if not any(v in grads for v in op.outputs):
+        return Work(kind, flops, 0.0, moved)
+    keeps, extra = _keeps(op, name, kind, tensors, grads)
+    through = (*op.outputs, *into) if kind == "gather" else (*op.outputs, *into, *keeps)
+    back = sum(tensors[v].size_bytes for v in through) + extra * (2 if name == "cross_entropy_loss" else 1)
+    back_flops = 0.0
+    if kind in MATMUL_KINDS:
+        # A product differentiates to one product for each operand; attention also forms its scores again.
+        operands = {"attention": 2.5, "recurrent": 2.0}.get(kind, float(sum(1 for v in into if len(tensors[v].shape) > 1)))
+        back_flops = flops * operands
+    return Work(kind, flops, back_flops, moved, back, keeps, extra)
+
+
+def _keeps(op: Operator, name: str, kind: str, tensors: dict[str, Tensor], grads: set[str]) -> tuple[tuple[str, ...], float]:
+    """Values that backward keeps, and bytes of what it keeps that is no value of the graph."""
+    inputs = tuple(dict.fromkeys(op.inputs))
+    floats = tuple(v for v in inputs if tensors[v].is_float)
+    out = op.outputs[0]
+    if kind == "attention":
+        query = tensors[inputs[0]]
+        return (*inputs[:3], out), 4.0 * query.size / query.shape[-1]
+    if kind == "recurrent":
+        # Gates and cell state of every step and layer: 4 + 1 of the output's size (LSTM; fewer for the others).
+        layers = sum(1 for v in inputs[1:] if len(tensors[v].shape) == 2) / 2
+        return (*inputs[:1], out), 5.0 * tensors[out].size_bytes * layers
+    if kind in ("linear", "convolution") or name in ("mul", "div"):
+        bias = name in ("addmm", "baddbmm", "addmv")
+        operands = [a.value for a in op.args if isinstance(a, Ref)][bias : bias + 2] if name != "einsum" else list(inputs)
+        kept = [v for i, v in enumerate(operands) if any(o in grads for j, o in enumerate(operands) if j != i)]
+        if len(operands) == 2 and operands[0] == operands[1]:
+            kept = operands[:1]
+        if name == "div" and len(operands) == 2 and operands[1] in grads:
+            kept = operands
+        return tuple(dict.fromkeys(kept)), 0.0
+    if name == "cross_entropy_loss":
+        return tuple(inputs[1:2]), float(tensors[inputs[0]].size_bytes)
+    if name in KEEPS_OUTPUT:
+        return (out,), 0.0
+    if kind == "norm":
+        return inputs[:1], 0.0
+    if kind == "gather":
+        return tuple(v for v in inputs if not tensors[v].is_float), 0.0
+    if "dropout" in name:
+        return (), float(tensors[out].size_bytes)
+    if "max_pool" in name:
+        return inputs[:1], 0.0 if len(op.outputs) > 1 else 8.0 * tensors[out].size
+    if name in KEEPS_NOTHING or kind == "make":
+        return tuple(v for v in inputs if tensors[v].dtype == "bool"), 0.0
+    return floats, 0.0
+
+
+def model_flops(graph: Graph) -> float:
+    """FLOPs of one training step on the graph's batch: three times those of forward; recomputation is not counted.
+
+    For a GPT of l layers, hidden size h, sequence s, vocabulary V and batch B: 72·B·s·l·h²·(1 + s/(6h) + V/(12·l·h)), which is
+    equation 3 of Narayan et al. 2021 without its recomputation (72 in place of 96).
+    """
+    return 3.0 * sum(operator_flops(op, graph.tensors) for op in graph.operators)
