@@ -1,0 +1,1 @@
+"""What a person sees of a plan, a run or a timeline: tables, text pictures, and a page."""

@@ -1,0 +1,182 @@
+"""Pictures as HTML without scripts or network: in, numbers and names; out, text to put into a page.
+
+Lines are SVG stretched to the width at hand; words are HTML beside it, so that they keep their size on a narrow window.
+Every name is escaped here. Not modelled: interaction beyond a browser's own tooltips.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from math import ceil, floor, isfinite, log10
+
+from weft.plan.timeline import COMPUTE_LANE, Span, Timeline
+from weft.units import format_seconds
+
+# Okabe and Ito's palette, told apart by most colour-blind readers.
+PALETTE = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8c8c8c")
+KIND_COLOURS = {"F": "#0072b2", "B": "#e69f00", "I": "#e69f00", "W": "#009e73", "send": "#8c8c8c", "recv": "#b8b8b8"}
+KIND_NAMES = {"F": "forward", "B": "backward", "I": "backward, inputs", "W": "backward, weights", "recv": "waiting to receive"}
+MOST_POINTS = 600
+MOST_SPANS = 3000
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One line: (x, y) points by ascending x. `faint` for raw values behind a smoothed line; `dots` for few points."""
+
+    name: str
+    points: tuple[tuple[float, float], ...]
+    colour: str = PALETTE[0]
+    faint: bool = False
+    dots: bool = False
+
+
+def line_chart(
+    series: Sequence[Series], x_name: str, y_name: str, levels: Sequence[tuple[str, float]] = (), from_zero: bool = False
+) -> str:
+    """Lines over a common x; `levels` are named horizontal lines. Empty text where nothing can be drawn."""
+    series = [Series(s.name, _finite(s.points), s.colour, s.faint, s.dots) for s in series]
+    points = [point for s in series for point in s.points]
+    if not points:
+        return ""
+    low = min([y for _, y in points] + [y for _, y in levels])
+    high = max([y for _, y in points] + [y for _, y in levels])
+    ticks_y = ticks(min(0.0, low) if from_zero else low, high)
+    left, right = min(x for x, _ in points), max(x for x, _ in points)
+    right = right if right > left else left + 1
+    low, high = min(low, ticks_y[0]), max(high, ticks_y[-1])
+
+    def at_x(x: float) -> float:
+        return (x - left) / (right - left) * 100
+
+    def at_y(y: float) -> float:
+        return (high - y) / (high - low) * 100
+
+    drawn, words = [], []
+    for y in ticks_y:
+        drawn.append(f'<line class="grid" x1="0" x2="100" y1="{at_y(y):.2f}" y2="{at_y(y):.2f}"/>')
+        words.append(f'<span class="y" style="top:{at_y(y):.2f}%">{_number(y)}</span>')
+    for x in (tick for tick in ticks(left, right) if left <= tick <= right):
+        words.append(f'<span class="x" style="left:{at_x(x):.2f}%">{_number(x)}</span>')
+    for name, y in levels:
+        drawn.append(f'<line class="level" x1="0" x2="100" y1="{at_y(y):.2f}" y2="{at_y(y):.2f}"/>')
+        words.append(f'<span class="level" style="top:{at_y(y):.2f}%">{escape(name)} {_number(y)}</span>')
+    for s in series:
+        path = " ".join(f"{at_x(x):.2f},{at_y(y):.2f}" for x, y in thin(s.points, MOST_POINTS))
+        kind = "faint" if s.faint else "line"
+        if s.dots or len(s.points) == 1:
+            words += [
+                f'<i class="dot" style="left:{at_x(x):.2f}%;top:{at_y(y):.2f}%;background:{s.colour}" '
+                f'title="{escape(s.name)}: {y:.4g}"></i>'
+                for x, y in thin(s.points, MOST_POINTS)
+            ]
+        if len(s.points) > 1:
+            drawn.append(f'<polyline class="{kind}" points="{path}" stroke="{s.colour}"/>')
+    legend = _legend([(s.name, s.colour) for s in series if not s.faint or len(series) == 1])
+    return (
+        f'<figure class="chart">{legend}<div class="plot" role="img" aria-label="{escape(y_name)} against {escape(x_name)}">'
+        f'<svg viewBox="0 0 100 100" preserveAspectRatio="none" aria-hidden="true">{"".join(drawn)}</svg>{"".join(words)}</div>'
+        f"<figcaption>{escape(y_name)} against {escape(x_name)}</figcaption></figure>"
+    )
+
+
+def stacked_bar(parts: Sequence[tuple[str, float, str]], whole: float = 0.0) -> str:
+    """One bar of (name, amount, words for the amount); `whole` is its full length where more fits than is used."""
+    parts = [part for part in parts if part[1] > 0]
+    used = sum(amount for _, amount, _ in parts)
+    whole = max(whole, used)
+    if whole <= 0:
+        return ""
+    pieces = [
+        f'<i style="width:{amount / whole * 100:.3f}%;background:{PALETTE[i % len(PALETTE)]}" title="{escape(name)}: {escape(words)}"></i>'
+        for i, (name, amount, words) in enumerate(parts)
+    ]
+    legend = _legend([(f"{name} {words}", PALETTE[i % len(PALETTE)]) for i, (name, _, words) in enumerate(parts)])
+    return f'<div class="bar">{"".join(pieces)}</div>{legend}'
+
+
+def gantt(timeline: Timeline) -> str:
+    """A row for each lane of each rank. Lanes on which nothing takes time are left out; very many spans are thinned."""
+    total_s = timeline.total_s
+    spans = [span for span in timeline.spans if span.duration_s > 0]
+    if not spans or total_s <= 0:
+        return ""
+    if len(spans) > MOST_SPANS:
+        spans = sorted(spans, key=lambda span: -span.duration_s)[:MOST_SPANS]
+    rows: dict[tuple[int, str], list[Span]] = {}
+    for rank, lanes in enumerate(timeline.lanes):
+        for lane in sorted(lanes, key=lambda lane: (lane != COMPUTE_LANE, lane)):
+            rows[rank, lane] = []
+    for span in spans:
+        rows[span.rank, span.lane].append(span)
+    colours = kind_colours([span.kind for span in spans])
+    drawn = []
+    for (rank, lane), found in rows.items():
+        if not found:
+            continue
+        cells = "".join(
+            f'<i style="left:{(s.start_s - timeline.start_s) / total_s * 100:.3f}%;width:{s.duration_s / total_s * 100:.3f}%;'
+            f'background:{colours[s.kind]}" title="{escape(s.name)}: {format_seconds(s.duration_s)}">{escape(s.name)}</i>'
+            for s in found
+        )
+        drawn.append(f'<span class="name">rank {rank} {escape(lane)}</span><div class="lane">{cells}</div>')
+    legend = _legend([(KIND_NAMES.get(kind, kind), colour) for kind, colour in colours.items()])
+    caption = f"{timeline.name}: {format_seconds(total_s)} from left to right; idle {timeline.bubble * 100:.0f} % of all ranks' time"
+    return f'<figure class="gantt">{legend}<div class="rows">{"".join(drawn)}</div><figcaption>{escape(caption)}</figcaption></figure>'
+
+
+def kind_colours(kinds: Sequence[str]) -> dict[str, str]:
+    """A colour for each kind, in order of appearance; forward and backward are always the same ones."""
+    found = {kind: KIND_COLOURS[kind] for kind in dict.fromkeys(kinds) if kind in KIND_COLOURS}
+    free = [colour for colour in PALETTE if colour not in found.values()] or list(PALETTE)
+    for kind in dict.fromkeys(kinds):
+        found.setdefault(kind, free[len(found) % len(free)])
+    return found
+
+
+def ticks(low: float, high: float, most: int = 6) -> list[float]:
+    """Round numbers (1, 2 or 5 times a power of ten) that enclose low to high, at most about `most` of them.
+
+    >>> ticks(1.3, 5.6)
+    [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+    """
+    if high <= low:
+        low, high = low - (abs(low) or 1.0) / 2, high + (abs(high) or 1.0) / 2
+    rough = (high - low) / (most - 1)
+    power = 10.0 ** floor(log10(rough))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
+    first, last = floor(low / step + 1e-9), ceil(high / step - 1e-9)
+    return [round(i * step, 12) for i in range(first, last + 1)]
+
+
+def smooth(points: Sequence[tuple[float, float]], weight: float = 0.9) -> tuple[tuple[float, float], ...]:
+    """Exponentially weighted mean, corrected for its start (Kingma and Ba, 2015, section 3)."""
+    mean, result = 0.0, []
+    for i, (x, y) in enumerate(points, start=1):
+        mean = weight * mean + (1 - weight) * y
+        result.append((x, mean / (1 - weight**i)))
+    return tuple(result)
+
+
+def thin(points: Sequence[tuple[float, float]], most: int) -> Sequence[tuple[float, float]]:
+    """At most about `most` points, evenly picked, the last among them."""
+    stride = max(1, ceil(len(points) / most))
+    picked = list(points[::stride])
+    if points and picked[-1] != points[-1]:
+        picked.append(points[-1])
+    return picked
+
+
+def _finite(points: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
+    return tuple((x, y) for x, y in points if isfinite(x) and isfinite(y))
+
+
+def _legend(entries: Sequence[tuple[str, str]]) -> str:
+    items = "".join(f'<li><i style="background:{colour}"></i>{escape(name)}</li>' for name, colour in entries)
+    return f'<ul class="legend">{items}</ul>'
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

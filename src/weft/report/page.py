@@ -1,0 +1,180 @@
+"""One self-contained HTML page about a run or a plan: in, a `Subject`; out, the text of `report.html`.
+
+The page loads nothing and runs nothing: no scripts, no network (its content-security policy says so to the browser too).
+Every name in it is escaped. Not modelled: which files a run folder holds; `folder` reads those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from importlib import resources
+
+from weft.plan.plan import Plan
+from weft.plan.timeline import Timeline
+from weft.report.chart import PALETTE, Series, gantt, line_chart, smooth, stacked_bar
+from weft.report.tables import PARTS, Table, candidates_table, parts_table, reasons_table, summary_table
+from weft.units import format_bytes, format_count, format_percent, format_seconds
+
+SMOOTH_FROM = 40  # fewer steps than this are drawn as they are
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What the page is about; everything but the title may be missing.
+
+    `metrics`: rows of numbers by name, ascending `step` (`loss`, `eval_loss`, `tokens_per_s`, `step_time_s`, `mfu`).
+    `levels`: named losses to compare with. `memory_limit_bytes`: what a device has. `again`: shell lines to go on with.
+    """
+
+    title: str
+    lead: str = ""
+    plan: Plan | None = None
+    metrics: tuple[dict[str, float], ...] = ()
+    levels: tuple[tuple[str, float], ...] = ()
+    simulated: Timeline | None = None
+    measured: Timeline | None = None
+    machine: tuple[tuple[str, str], ...] = ()
+    files: tuple[tuple[str, str], ...] = ()
+    config: str = ""
+    sample: str = ""
+    again: tuple[str, ...] = ()
+    memory_limit_bytes: float = 0.0
+
+
+def page(subject: Subject) -> str:
+    """The whole page as text.
+
+    >>> "<b>" in page(Subject("<b>bold</b>")), "&lt;b&gt;bold" in page(Subject("<b>bold</b>"))
+    (False, True)
+    """
+    plan = subject.plan
+    parts = [_tiles(subject), _curves(subject)]
+    if plan is not None:
+        summary = summary_table(plan)
+        parts.append(_section(summary.title, _facts(summary.rows)))
+        parts.append(_table_section(reasons_table(plan)))
+        parts.append(_pair(_time_section(plan), _memory_section(plan, subject.memory_limit_bytes)))
+    for name, timeline in (("Timeline, simulated", subject.simulated), ("Timeline, measured", subject.measured)):
+        parts.append(_section(name, gantt(timeline)) if timeline is not None else "")
+    if plan is not None:
+        parts.append(_table_section(candidates_table(plan)))
+    if subject.sample:
+        parts.append(_section("Generated text", f"<pre>{escape(subject.sample)}</pre>"))
+    parts.append(_pair(_section("Machine", _facts(subject.machine)), _section("Files", _facts(subject.files))))
+    if subject.again:
+        parts.append(_section("Go on", f"<pre>{escape(chr(10).join(subject.again))}</pre>"))
+    if subject.config:
+        parts.append(_section("Configuration", f"<pre>{escape(subject.config)}</pre>"))
+    css = resources.files("weft.report").joinpath("page.css").read_text()
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(subject.title)}</title><style>\n{css}</style></head>\n<body><main>"
+        f'<h1>{escape(subject.title)}</h1><p class="lead">{escape(subject.lead)}</p>\n'
+        + "\n".join(filter(None, parts))
+        + "\n</main></body></html>\n"
+    )
+
+
+def _tiles(subject: Subject) -> str:
+    """The few numbers that are looked for first: measured where there was a run, predicted otherwise."""
+    plan, metrics = subject.plan, subject.metrics
+    predicted = plan.prediction if plan is not None else None
+    step_s, mfu, speed = (_typical(metrics, key) for key in ("step_time_s", "mfu", "tokens_per_s"))
+    loss = [row["loss"] for row in metrics if "loss" in row]
+    tiles = []
+    if loss:
+        tiles.append(("loss", f"{loss[-1]:.3f}", f"from {loss[0]:.3f}, {len(loss)} steps recorded"))
+    if speed is not None:
+        tiles.append(("tokens/s", format_count(speed), "median over the run"))
+    if step_s is not None:
+        note = f"predicted {format_seconds(predicted.step_time_s)}" if predicted else "median over the run"
+        tiles.append(("step time", format_seconds(step_s), note))
+    elif predicted:
+        tiles.append(("step time", format_seconds(predicted.step_time_s), "predicted"))
+    if mfu is not None:
+        tiles.append(("MFU", format_percent(mfu), "of the machines' peak, measured"))
+    elif predicted:
+        tiles.append(("MFU", format_percent(predicted.mfu), "of the machines' peak, predicted"))
+    if predicted:
+        tiles.append(("memory", format_bytes(predicted.memory.total), "fullest device, predicted"))
+    if plan is not None:
+        tiles.append(("ranks", str(plan.layout.num_ranks), plan.layout.precision))
+    cells = "".join(f"<div><span>{escape(a)}</span><b>{escape(b)}</b><span>{escape(c)}</span></div>" for a, b, c in tiles)
+    return f'<div class="tiles">{cells}</div>' if tiles else ""
+
+
+def _curves(subject: Subject) -> str:
+    loss = _points(subject.metrics, "loss")
+    lines = [Series("loss", loss)]
+    if len(loss) >= SMOOTH_FROM:
+        lines = [Series("loss, each step", loss, faint=True), Series("loss, smoothed", smooth(loss))]
+    held_out = _points(subject.metrics, "eval_loss")
+    if held_out:
+        lines.append(Series("loss, held out", held_out, PALETTE[5], dots=True))
+    speed = Series("tokens/s", _points(subject.metrics, "tokens_per_s"), PALETTE[2])
+    return _pair(
+        _section("Loss", line_chart(lines, "step", "loss", subject.levels)),
+        _section("Throughput", line_chart([speed], "step", "tokens/s", from_zero=True)),
+    )
+
+
+def _time_section(plan: Plan) -> str:
+    if plan.prediction is None:
+        return ""
+    table = parts_table(plan.prediction)
+    parts = [(name, time_s, format_seconds(time_s)) for name, time_s in sorted(plan.prediction.parts, key=lambda part: -part[1])]
+    return _section(table.title, stacked_bar(parts))
+
+
+def _memory_section(plan: Plan, limit_bytes: float) -> str:
+    if plan.prediction is None:
+        return ""
+    memory = plan.prediction.memory
+    bar = stacked_bar([(name, getattr(memory, name), format_bytes(getattr(memory, name))) for name in PARTS], limit_bytes)
+    note = f"{format_bytes(memory.total)} of {format_bytes(limit_bytes)}" if limit_bytes else f"{format_bytes(memory.total)} in all"
+    return _section("Memory on the fullest device", bar and bar + f'<p class="note">{escape(note)}</p>')
+
+
+def _table_section(table: Table) -> str:
+    if not table.rows:
+        return ""
+    head = "".join(f"<th{_number_class(i, table)}>{escape(name)}</th>" for i, name in enumerate(table.columns))
+    body = "".join(
+        ('<tr class="mark">' if r in table.marked else "<tr>")
+        + "".join(f"<td{_number_class(i, table)}>{escape(cell)}</td>" for i, cell in enumerate(row))
+        + "</tr>"
+        for r, row in enumerate(table.rows)
+    )
+    note = f'<p class="note">{escape(table.note)}</p>' if table.note else ""
+    return _section(table.title, f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{note}')
+
+
+def _number_class(column: int, table: Table) -> str:
+    return ' class="number"' if column in table.right else ""
+
+
+def _facts(rows: Sequence[tuple[str, ...]]) -> str:
+    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f'<table class="facts"><tbody>{body}</tbody></table>' if body else ""
+
+
+def _section(title: str, body: str) -> str:
+    return f"<section><h2>{escape(title)}</h2>{body}</section>" if body else ""
+
+
+def _pair(left: str, right: str) -> str:
+    return f'<div class="pair">{left}{right}</div>' if left or right else ""
+
+
+def _points(metrics: Sequence[dict[str, float]], key: str) -> tuple[tuple[float, float], ...]:
+    return tuple((row["step"], row[key]) for row in metrics if key in row and "step" in row)
+
+
+def _typical(metrics: Sequence[dict[str, float]], key: str) -> float | None:
+    """The median, which the slow first step does not move."""
+    values = sorted(row[key] for row in metrics if key in row)
+    return values[len(values) // 2] if values else None

@@ -1,0 +1,153 @@
+"""A plan as tables of words: in, a `Plan`; out, `Table`s that the command line and the page both show, and the JSON object.
+
+Not modelled: how a table looks. `cli/output` draws it with rich, `page` as HTML; both escape the cells.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from weft.errors import UsageError
+from weft.plan.plan import Memory, Plan, Prediction
+from weft.units import format_bytes, format_flops, format_percent, format_seconds
+
+PARTS = tuple(field.name for field in fields(Memory))
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Words in rows. `right` are the columns that hold numbers; a row that has a `mark` is the chosen one."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    right: tuple[int, ...] = ()
+    marked: tuple[int, ...] = ()
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        for row in self.rows:
+            if len(row) != len(self.columns):
+                raise UsageError(f"table {self.title!r} has {len(self.columns)} columns, but a row of {len(row)} cells: {row}")
+
+
+def summary_table(plan: Plan) -> Table:
+    """What was chosen and what it is predicted to cost: one line a fact."""
+    layout = plan.layout
+    per_rank = plan.batch_size // (layout.data * layout.microbatches)
+    rows = [
+        ("model", plan.model),
+        ("machines", plan.cluster),
+        ("layout", str(layout)),
+        ("ranks", f"{layout.num_ranks}"),
+        ("batch", f"{plan.batch_size} samples a step: {layout.data} x {layout.microbatches} microbatches of {per_rank}"),
+    ]
+    if plan.prediction is not None:
+        p = plan.prediction
+        rows += [
+            ("step time", f"{format_seconds(p.step_time_s)} (predicted)"),
+            ("throughput", f"{plan.batch_size / p.step_time_s:.3g} samples/s" if p.step_time_s > 0 else "unknown"),
+            ("MFU", f"{format_percent(p.mfu)} of the machines' peak; {format_flops(p.model_flops)} a step"),
+            ("memory", f"{format_bytes(p.memory.total)} on the fullest device"),
+        ]
+    if plan.stages:
+        rows.append(("stages begin at", ", ".join(plan.stages)))
+    if plan.uncaptured:
+        rows.append(("not captured", f"{plan.uncaptured}; only data parallelism and ZeRO apply"))
+    if plan.replicated_operators:
+        rows.append(("replicated", f"{len(plan.replicated_operators)} operators without a rule: {_some(plan.replicated_operators)}"))
+    return Table("Plan", ("", ""), tuple(rows))
+
+
+def reasons_table(plan: Plan) -> Table:
+    """Why each axis and choice is what it is."""
+    return Table("Why", ("choice", "reason"), plan.reasons)
+
+
+def parts_table(prediction: Prediction) -> Table:
+    """Where the step's time goes, longest first."""
+    parts = sorted(prediction.parts, key=lambda part: -part[1])
+    rows = tuple((name, format_seconds(time_s), _share(time_s, prediction.step_time_s)) for name, time_s in parts if time_s > 0)
+    return Table("Step time by cause", ("cause", "time", "share"), rows, right=(1, 2))
+
+
+def memory_table(memory: Memory) -> Table:
+    """Bytes on the fullest device by what they hold."""
+    held = [(name, getattr(memory, name)) for name in PARTS]
+    rows = [(name, format_bytes(size_bytes), _share(size_bytes, memory.total)) for name, size_bytes in held]
+    rows.append(("total", format_bytes(memory.total), format_percent(1.0)))
+    return Table("Memory on the fullest device", ("holds", "size", "share"), tuple(rows), right=(1, 2), marked=(len(rows) - 1,))
+
+
+def candidates_table(plan: Plan, most: int = 8) -> Table:
+    """The chosen layout, then the runners-up by predicted step time, then what was refused and why."""
+    timed = [c for c in plan.candidates if c.prediction is not None]
+    timed.sort(key=lambda c: c.prediction.step_time_s if c.prediction else 0.0)
+    refused = [c for c in plan.candidates if c.prediction is None]
+    best = plan.prediction.step_time_s if plan.prediction else (timed[0].prediction.step_time_s if timed and timed[0].prediction else 0.0)
+    shown = timed[:most]
+    rows = []
+    for c in shown:
+        p = c.prediction
+        if p is not None:
+            numbers = (format_seconds(p.step_time_s), _ratio(p.step_time_s, best), format_percent(p.mfu), format_bytes(p.memory.total))
+            rows.append((str(c.layout), *numbers, c.note))
+    rows += [(str(c.layout), "", "", "", "", c.note) for c in refused[: max(0, most - len(rows))]]
+    marked = tuple(i for i, c in enumerate(shown) if c.layout == plan.layout)
+    left = len(plan.candidates) - len(rows)
+    note = f"{left} more were considered" if left > 0 else ""
+    columns = ("layout", "step time", "against chosen", "MFU", "memory", "note")
+    return Table("Candidates", columns, tuple(rows), right=(1, 2, 3, 4), marked=marked, note=note)
+
+
+def plan_tables(plan: Plan) -> tuple[Table, ...]:
+    """Everything there is to say about a plan; a table without rows is left out."""
+    tables = [summary_table(plan), reasons_table(plan)]
+    if plan.prediction is not None:
+        tables += [parts_table(plan.prediction), memory_table(plan.prediction.memory)]
+    tables.append(candidates_table(plan))
+    return tuple(table for table in tables if table.rows)
+
+
+def plan_record(plan: Plan) -> dict[str, object]:
+    """The plan for programs, in SI units: the JSON object of `weft plan`."""
+    return {
+        "layout": str(plan.layout),
+        "model": plan.model,
+        "cluster": plan.cluster,
+        "batch_size": plan.batch_size,
+        **_prediction_record(plan.prediction),
+        "planning_time_s": plan.planning_time_s,
+        "bound_gap": None,  # a search without a lower bound claims none
+        "reasons": [{"choice": choice, "reason": reason} for choice, reason in plan.reasons],
+        "stages": list(plan.stages),
+        "replicated_operators": list(plan.replicated_operators),
+        "uncaptured": plan.uncaptured or None,
+        "candidates": [{"layout": str(c.layout), **_prediction_record(c.prediction), "note": c.note} for c in plan.candidates],
+    }
+
+
+def _prediction_record(prediction: Prediction | None) -> dict[str, object]:
+    if prediction is None:
+        return {"step_time_s": None, "mfu": None, "model_flops": None, "memory_bytes": None}
+    memory = {name: getattr(prediction.memory, name) for name in PARTS} | {"total": prediction.memory.total}
+    return {
+        "step_time_s": prediction.step_time_s,
+        "mfu": prediction.mfu,
+        "model_flops": prediction.model_flops,
+        "memory_bytes": memory,
+        "step_time_parts_s": dict(prediction.parts),
+    }
+
+
+def _share(part: float, whole: float) -> str:
+    return format_percent(part / whole) if whole > 0 else ""
+
+
+def _ratio(step_time_s: float, best_s: float) -> str:
+    return f"{step_time_s / best_s:.2f}x" if best_s > 0 else ""
+
+
+def _some(names: tuple[str, ...], most: int = 6) -> str:
+    rest = len(names) - most
+    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
