@@ -46,7 +46,7 @@ def gantt(timeline: Timeline, width: int = 100) -> str:
     gpipe: 6.00 s, 2 ranks, idle 33.3 % of the time
     rank 0 |F0==F1==........B0==B1==| busy 66.7 %
     rank 1 |....F0==F1==B0==B1==....| busy 66.7 %
-           0                   6.00 s
+            0                 6.00 s
     """
     return gantt_text(timeline, width).plain
 
@@ -133,11 +133,8 @@ def _computes(timeline: Timeline, rank: int) -> list[Span]:
 
 
 def _several_stages(timeline: Timeline) -> bool:
-    stages: dict[int, str] = {}
-    for span in timeline.spans:
-        if (found := _ACTION.fullmatch(span.name)) and stages.setdefault(span.rank, found[1]) != found[1]:
-            return True
-    return False
+    stage_of = {(span.rank, found[1]) for span in timeline.spans if (found := _ACTION.fullmatch(span.name))}
+    return len(stage_of) > len({rank for rank, _ in stage_of})
 
 
 def _label(span: Span, several: bool) -> str:

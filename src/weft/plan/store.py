@@ -1,0 +1,288 @@
+"""`Plan` as a short TOML file that a person can read and edit, and back.
+
+In: a `Plan`, or text. Out: the other; what is read equals what was written. Reading is strict: an unknown key, a wrong
+type or a newer format is refused with the line, never ignored. Sizes are bytes, times are seconds.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+import tomllib
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from weft.errors import ConfigError, LayoutError, UsageError, WeftError
+from weft.plan.layout import Layout
+from weft.plan.plan import FORMAT_VERSION, Candidate, Memory, Plan, Prediction
+
+KIND = "weft plan"
+_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
+    "int": ((int,), "a whole number"),
+    "float": ((float, int), "a number"),
+    "str": ((str,), "text in quotes"),
+    "bool": ((bool,), "true or false"),
+    "list": ((list,), "a list in brackets"),
+    "dict": ((dict,), "a table"),
+}
+_LAYOUT = {field.name: str(field.type) for field in fields(Layout)}
+_MEMORY = tuple(field.name for field in fields(Memory))
+
+
+def write_plan(plan: Plan, path: str | Path) -> None:
+    """Write `plan.toml`; the file is there whole or not at all.
+
+    Raises:
+        UsageError: the folder cannot be written to.
+    """
+    path = Path(path)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_text(format_plan(plan), encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise UsageError(f"cannot write the plan to {path}: {error.strerror}; choose a folder that can be written to") from None
+
+
+def read_plan(path: str | Path) -> Plan:
+    """Read `plan.toml`.
+
+    Raises:
+        ConfigError: no such file, or all that `parse_plan` refuses.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read the plan {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"the plan {path} is not text in UTF-8") from None
+    return parse_plan(text, str(path))
+
+
+def format_plan(plan: Plan) -> str:
+    """The text of a plan; what is empty is left out.
+
+    >>> plan = Plan(Layout(data=2, microbatches=2), "gpt:layers=4", "here", 8, reasons=(("data", "communication is cheap"),))
+    >>> parse_plan(format_plan(plan)) == plan
+    True
+    """
+    lines = [
+        "# How weft trains this model on this cluster. To change it, edit it: keys are checked, and predictions are only notes.",
+        f"kind = {_string(KIND)}",
+        f"format_version = {FORMAT_VERSION}",
+        f"model = {_string(plan.model)}",
+        f"cluster = {_string(plan.cluster)}",
+        f"batch_size = {plan.batch_size}  # samples a step, over all ranks",
+        f"planning_time_s = {_number(plan.planning_time_s)}",
+    ]
+    if plan.uncaptured:
+        lines.append(f"uncaptured = {_string(plan.uncaptured)}  # why the model is not a graph; it trains by data parallelism")
+    if plan.stages:
+        lines += ["# site of the first operator of each stage after the first", *_array("stages", [_string(s) for s in plan.stages])]
+    if plan.reasons:
+        lines += ["# what was chosen, and why", *_array("reasons", [_list(_string(a), _string(b)) for a, b in plan.reasons])]
+    if plan.replicated_operators:
+        sites = [_string(s) for s in plan.replicated_operators]
+        lines += ["# operators without a rule for splitting them; every rank computes them whole", *_array("replicated_operators", sites)]
+    if plan.candidates:
+        lines += [
+            f"# layout, note, then where it was priced: step_time_s, mfu, model_flops, bytes of [{', '.join(_MEMORY)}], seconds by part",
+            *_array("candidates", [_candidate(c) for c in plan.candidates]),
+        ]
+    lines += ["", f"[layout]  # {plan.layout.num_ranks} ranks = data x tensor x pipeline"]
+    for key in _LAYOUT:
+        value = getattr(plan.layout, key)
+        lines.append(f"{key} = {_string(value) if isinstance(value, str) else value}")
+    if len(dict(plan.shards)) != len(plan.shards):
+        raise UsageError("the plan names an axis twice in shards")
+    for axis, cuts in plan.shards:
+        lines += ["", f"[shards.{_key(axis)}]  # parameter = dimension that is cut; * stands for any layer number"]
+        if len(dict(cuts)) != len(cuts):
+            raise UsageError(f"the plan cuts a parameter twice over axis {axis}")
+        lines += [f"{_key(name)} = {dim}" for name, dim in cuts]
+    if plan.prediction:
+        lines += ["", "[prediction]  # of one step"]
+        lines += [f"{key} = {_number(getattr(plan.prediction, key))}" for key in ("step_time_s", "mfu", "model_flops")]
+        lines.append(f"parts_s = {_parts(plan.prediction.parts)}")
+        lines += ["", "[prediction.memory_bytes]  # on the fullest device"]
+        lines += [f"{key} = {_number(getattr(plan.prediction.memory, key))}" for key in _MEMORY]
+    return "\n".join(lines) + "\n"
+
+
+def parse_plan(text: str, source: str = "plan.toml") -> Plan:
+    """Read the text of a plan; `source` is named in errors.
+
+    Raises:
+        ConfigError: not TOML, another kind of file, a newer format, an unknown or missing key, a wrong type.
+        LayoutError, Infeasible: a layout or a plan that cannot be.
+    """
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{source}: {error}") from None
+    top = _Table(data, (), text, source)
+    kind = top.take("kind", "str")
+    if kind != KIND:
+        raise top.error("kind", f'kind is "{kind}"; a plan has kind = "{KIND}"')
+    version = top.take("format_version", "int")
+    if version > FORMAT_VERSION:
+        raise top.error("format_version", f"format version {version} is newer than {FORMAT_VERSION}, which this weft reads; update weft")
+    if version < 1:
+        raise top.error("format_version", f"format version {version} does not exist; the first is 1")
+    sharded = _Table(top.take("shards", "dict", {}), ("shards",), text, source)
+    priced = top.take("prediction", "dict", None)
+    given = {
+        "layout": top.table("layout"),
+        "model": top.take("model", "str"),
+        "cluster": top.take("cluster", "str"),
+        "batch_size": top.take("batch_size", "int"),
+        "planning_time_s": float(top.take("planning_time_s", "float", 0.0)),
+        "uncaptured": top.take("uncaptured", "str", ""),
+        "stages": top.rows("stages", "str"),
+        "replicated_operators": top.rows("replicated_operators", "str"),
+        "reasons": tuple(tuple(row) for row in top.rows("reasons", "list", ["str", "str"])),
+        "shards": tuple((axis, _cuts(sharded.table(axis))) for axis in sharded.data),
+        "prediction": _prediction(_Table(priced, ("prediction",), text, source)) if priced is not None else None,
+        "candidates": tuple(_read_candidate(row, top) for row in top.rows("candidates", "list")),
+    }
+    layout = given["layout"]
+    words = {key: layout.take(key, kind, next(f.default for f in fields(Layout) if f.name == key)) for key, kind in _LAYOUT.items()}
+    layout.finish()
+    top.finish()
+    try:
+        return Plan(**{**given, "layout": Layout(**words)})
+    except WeftError as error:
+        raise type(error)(f"{source}: {error}") from None
+
+
+class _Table:
+    """A table of the file while it is read: what is taken from it, and the lines on which its keys stand."""
+
+    def __init__(self, data: dict[str, Any], path: tuple[str, ...], text: str, source: str) -> None:
+        self.data, self.path, self.text, self.source = data, path, text, source
+        self.known: list[str] = []
+
+    def take(self, key: str, kind: str, *default: Any) -> Any:
+        self.known.append(key)
+        if key not in self.data:
+            if default:
+                return default[0]
+            self.finish(only_close_to=key)
+            where = f"[{'.'.join(self.path)}]" if self.path else "the top"
+            raise ConfigError(f"{self.source}: {where} lacks {key} = ..., {_TYPES[kind][1]}")
+        return self.typed(key, self.data[key], kind)
+
+    def typed(self, key: str, value: Any, kind: str) -> Any:
+        types, words = _TYPES[kind]
+        if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+            raise self.error(key, f"{key} has {json.dumps(value, default=str)[:60]}, but it takes {words}")
+        return value
+
+    def table(self, key: str) -> _Table:
+        return _Table(self.take(key, "dict"), (*self.path, key), self.text, self.source)
+
+    def rows(self, key: str, kind: str, columns: list[str] | None = None) -> tuple[Any, ...]:
+        rows = tuple(self.typed(key, row, kind) for row in self.take(key, "list", []))
+        for row in rows if columns else ():
+            self.columns(key, row, columns or [])
+        return rows
+
+    def columns(self, key: str, row: list[Any], kinds: list[str]) -> list[Any]:
+        if len(row) != len(kinds):
+            raise self.error(key, f"a row of {key} has {len(row)} entries, but it takes {len(kinds)}: {json.dumps(row, default=str)[:60]}")
+        return [self.typed(key, value, kind) for value, kind in zip(row, kinds, strict=True)]
+
+    def finish(self, only_close_to: str = "") -> None:
+        """Refuse a key that nobody took; while a key is missing, only one that may be its misspelling."""
+        for key in self.data:
+            if key in self.known:
+                continue
+            close = difflib.get_close_matches(key, [only_close_to] if only_close_to else self.known, n=1, cutoff=0.5)
+            if only_close_to and not close:
+                continue
+            hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(self.known)}"
+            where = f" in [{'.'.join(self.path)}]" if self.path else ""
+            raise self.error(key, f"unknown key {key}{where}; {hint}")
+
+    def error(self, key: str, reason: str) -> ConfigError:
+        line = _line_of(self.text, (*self.path, key))
+        return ConfigError(f"{self.source} line {line}: {reason}" if line else f"{self.source}: {reason}")
+
+
+def _line_of(text: str, path: tuple[str, ...]) -> int:
+    """Line of a key or table header, counted from 1; 0 where it is written in a way that is not searched for (a.b = 1)."""
+    table: tuple[str, ...] = ()
+    for number, line in enumerate(text.split("\n"), 1):
+        if header := re.match(r"\s*\[\[?([^\[\]]+)\]", line):
+            table = tuple(part.strip().strip("\"'") for part in header[1].split("."))
+            if table == path:
+                return number
+        elif (key := re.match(r"\s*(\"(?:[^\"\\]|\\.)*\"|[^=\s]+)\s*=", line)) and (*table, key[1].strip("\"'")) == path:
+            return number
+    return 0
+
+
+def _prediction(table: _Table) -> Prediction:
+    step, mfu, flops = (float(table.take(key, "float")) for key in ("step_time_s", "mfu", "model_flops"))
+    parts = tuple((name, float(seconds)) for name, seconds in table.rows("parts_s", "list", ["str", "float"]))
+    sizes = table.table("memory_bytes")
+    memory = Memory(**{key: float(sizes.take(key, "float", 0.0)) for key in _MEMORY})
+    sizes.finish()
+    table.finish()
+    return Prediction(step, mfu, flops, memory, parts)
+
+
+def _read_candidate(row: list[Any], top: _Table) -> Candidate:
+    try:
+        layout = Layout.parse(top.typed("candidates", row[0] if row else None, "str"))
+    except LayoutError as error:
+        raise top.error("candidates", f"a candidate's layout: {error}") from None
+    if len(row) == 2:
+        return Candidate(layout, None, top.columns("candidates", row, ["str", "str"])[1])
+    _, note, step, mfu, flops, sizes, parts = top.columns("candidates", row, ["str", "str", "float", "float", "float", "list", "list"])
+    memory = Memory(*map(float, top.columns("candidates", sizes, ["float"] * len(_MEMORY))))
+    pairs = [top.columns("candidates", top.typed("candidates", part, "list"), ["str", "float"]) for part in parts]
+    priced = Prediction(float(step), float(mfu), float(flops), memory, tuple((name, float(s)) for name, s in pairs))
+    return Candidate(layout, priced, note)
+
+
+def _cuts(table: _Table) -> tuple[tuple[str, int], ...]:
+    return tuple((name, int(table.take(name, "int"))) for name in table.data)
+
+
+def _candidate(candidate: Candidate) -> str:
+    head = [_string(str(candidate.layout)), _string(candidate.note)]
+    if not candidate.prediction:
+        return _list(*head)
+    p = candidate.prediction
+    sizes = _list(*(_number(getattr(p.memory, key)) for key in _MEMORY))
+    return _list(*head, _number(p.step_time_s), _number(p.mfu), _number(p.model_flops), sizes, _parts(p.parts))
+
+
+def _parts(parts: tuple[tuple[str, float], ...]) -> str:
+    return _list(*(_list(_string(name), _number(seconds)) for name, seconds in parts))
+
+
+def _array(key: str, rows: list[str]) -> list[str]:
+    return [f"{key} = [", *(f"    {row}," for row in rows), "]"]
+
+
+def _list(*items: str) -> str:
+    return f"[{', '.join(items)}]"
+
+
+def _number(number: float) -> str:
+    return str(number) if isinstance(number, int) else repr(float(number))
+
+
+def _key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _string(key)
+
+
+def _string(text: str) -> str:
+    """A TOML basic string; JSON's escapes are TOML's, except that TOML also wants DEL escaped."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
