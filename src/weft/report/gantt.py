@@ -1,7 +1,7 @@
 """A timeline as a picture: text for a terminal, with colours where it has them, and SVG for a page.
 
 In: a `Timeline`, simulated or measured. Out: text, or SVG. One row per rank; computes are drawn, and in the SVG transfers
-as thin strips below them. A label is the microbatch, with the stage before it where a rank has several.
+as thin strips below the sender. A label is the microbatch, with the stage before it where a rank has several.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ FILL = {"F": "#4c78a8", "B": "#f58518", "I": "#f58518", "W": "#ffbf79"}
 INK = {"F": "#ffffff", "B": "#3a1c00", "I": "#3a1c00", "W": "#5c3200"}
 OTHER_FILL, OTHER_INK = "#9d9da1", "#1b1b1d"
 KIND_WORDS = {"F": "forward", "B": "backward", "I": "backward, input", "W": "backward, weights"}
+SEND_LANE = "send"
 _ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
 
 
@@ -56,10 +57,11 @@ def gantt_text(timeline: Timeline, width: int = 100) -> Text:
     columns = _columns(timeline, width)
     out = Text(f"{_headline(timeline)}\n", no_wrap=True, overflow="crop")
     margin = len(f"rank {timeline.num_ranks - 1}")
-    for rank in range(timeline.num_ranks):
+    several = _several_stages(timeline)
+    for rank, computes in enumerate(_computes(timeline)):
         out.append(f"{f'rank {rank}':<{margin}} |")
         at = 0
-        for cell in _cells(timeline, rank, columns):
+        for cell in _cells(timeline, computes, several, columns):
             out.append("." * (cell.start - at), "dim")
             out.append(cell.text, f"{INK.get(cell.kind, OTHER_INK)} on {FILL.get(cell.kind, OTHER_FILL)}")
             at = cell.end
@@ -75,16 +77,16 @@ def svg(timeline: Timeline, width: int = 960) -> str:
     Spans of less than a third of a pixel are left out. Names are escaped, so that a page may show any timeline.
     """
     row, bar, strip, left, right, top = 34, 24, 5, 64, 66, 58
-    lanes = [lane for lane in ("send", "recv") if any(s.lane == lane and s.duration_s > 0 for s in timeline.spans)]
-    height_of_row = row + (strip + 1) * len(lanes)
+    sends = any(span.lane == SEND_LANE and span.duration_s > 0 for span in timeline.spans)
+    height_of_row = row + strip * sends
     bottom = top + height_of_row * timeline.num_ranks
     scale = (width - left - right) / (timeline.total_s or 1.0)
     several = _several_stages(timeline)
-    body = [_legend(timeline, lanes, left, 34)]
+    body = [_legend(timeline, sends, left, 34)]
     for tick_s in _ticks(timeline.total_s):
         x = left + tick_s * scale
         body.append(f'<line x1="{x:.1f}" y1="{top - 4}" x2="{x:.1f}" y2="{bottom}" class="grid"/>')
-        body.append(f'<text x="{x:.1f}" y="{bottom + 16}" class="axis" text-anchor="middle">{format_seconds(tick_s)}</text>')
+        body.append(f'<text x="{x:.1f}" y="{bottom + 16}" class="axis" text-anchor="middle">{_short(tick_s)}</text>')
     for rank in range(timeline.num_ranks):
         y = top + rank * height_of_row
         body.append(f'<text x="{left - 10}" y="{y + bar / 2 + 4:.0f}" class="rank" text-anchor="end">rank {rank}</text>')
@@ -103,23 +105,22 @@ def svg(timeline: Timeline, width: int = 960) -> str:
                 f'<rect x="{x:.2f}" y="{y}" width="{max(wide - 0.8, 0.33):.2f}" height="{bar}" rx="1.5" fill="{fill}">{hint}</rect>'
             )
             label = _label(span, several)
-            if wide > 7 * len(label) + 3:
+            if wide > 5.6 * len(label) + 0.8:
                 middle = f'x="{x + wide / 2:.1f}" y="{y + bar / 2 + 4:.0f}"'
-                body.append(f'<text {middle} class="label" fill="{ink}" text-anchor="middle">{escape(label)}</text>')
-        elif span.lane in lanes:
-            strip_y = y + bar + 1 + lanes.index(span.lane) * (strip + 1)
-            body.append(f'<rect x="{x:.2f}" y="{strip_y}" width="{wide:.2f}" height="{strip}" class="{span.lane}">{hint}</rect>')
+                body.append(f'<text {middle} class="label" style="fill:{ink}" text-anchor="middle">{escape(label)}</text>')
+        elif span.lane == SEND_LANE:
+            body.append(f'<rect x="{x:.2f}" y="{y + bar + 1}" width="{wide:.2f}" height="{strip}" class="send">{hint}</rect>')
     title = f'<text x="{left}" y="18" class="title">{escape(_headline(timeline))}</text>'
     axis = f'<text x="{left + (width - left - right) / 2:.0f}" y="{bottom + 34}" class="axis" text-anchor="middle">time</text>'
     busy = f'<text x="{width - right + 8}" y="{top - 8}" class="axis">busy</text>'
-    size = f'width="{width}" height="{bottom + 44}" viewBox="0 0 {width} {bottom + 44}"'
+    size = f'class="weft-gantt" width="{width}" height="{bottom + 44}" viewBox="0 0 {width} {bottom + 44}"'
     return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">', _STYLE, title, *body, axis, busy, "</svg>"])
 
 
 _STYLE = """<style>
-text{font-family:system-ui,-apple-system,"Segoe UI",Helvetica,Arial,sans-serif;font-size:12px;fill:#3b3b40}
-text.title{font-size:14px;font-weight:600}text.axis{font-size:11px;fill:#6b6b72}text.label{font-size:11px}
-.idle{fill:#f1f1f4}.grid{stroke:#dcdce2;stroke-width:1}.send{fill:#54a24b}.recv{fill:#b8b8c0}
+.weft-gantt text{font-family:system-ui,-apple-system,"Segoe UI",Helvetica,Arial,sans-serif;font-size:12px;fill:#3b3b40}
+.weft-gantt text.title{font-size:14px;font-weight:600}.weft-gantt text.axis{font-size:11px;fill:#6b6b72}
+.weft-gantt text.label{font-size:10px}.weft-gantt .idle{fill:#f1f1f4}.weft-gantt .grid{stroke:#dcdce2}.weft-gantt .send{fill:#54a24b}
 </style>"""
 
 
@@ -128,8 +129,12 @@ def _headline(timeline: Timeline) -> str:
     return f"{timeline.name}: {format_seconds(timeline.total_s)}, {ranks}, idle {format_percent(timeline.bubble)} of the time"
 
 
-def _computes(timeline: Timeline, rank: int) -> list[Span]:
-    return sorted((s for s in timeline.spans if s.rank == rank and s.lane == COMPUTE_LANE), key=lambda s: s.start_s)
+def _computes(timeline: Timeline) -> list[list[Span]]:
+    """[rank] -> its computes in order of time."""
+    rows: list[list[Span]] = [[] for _ in range(timeline.num_ranks)]
+    for span in sorted((s for s in timeline.spans if s.lane == COMPUTE_LANE), key=lambda s: s.start_s):
+        rows[span.rank].append(span)
+    return rows
 
 
 def _several_stages(timeline: Timeline) -> bool:
@@ -156,11 +161,11 @@ def _columns(timeline: Timeline, width: int) -> int:
     return round(num_ticks) * (width // round(num_ticks)) if even and num_ticks <= width else width
 
 
-def _cells(timeline: Timeline, rank: int, columns: int) -> Iterator[_Cell]:
-    several, at = _several_stages(timeline), 0
-    for span in _computes(timeline, rank):
-        start = max(at, round((span.start_s - timeline.start_s) / timeline.total_s * columns)) if timeline.total_s else 0
-        end = round((span.end_s - timeline.start_s) / timeline.total_s * columns) if timeline.total_s else 0
+def _cells(timeline: Timeline, computes: list[Span], several: bool, columns: int) -> Iterator[_Cell]:
+    scale, at = columns / (timeline.total_s or 1.0), 0
+    for span in computes:
+        start = max(at, round((span.start_s - timeline.start_s) * scale))
+        end = round((span.end_s - timeline.start_s) * scale)
         if end <= start:
             continue
         at = end
@@ -181,14 +186,19 @@ def _ticks(total_s: float) -> list[float]:
     return [i * step for i in range(int(total_s / step + 1e-9) + 1)]
 
 
+def _short(seconds: float) -> str:
+    """A round time without the zeros behind its point: 50 ms, not 50.0 ms."""
+    return re.sub(r"\.(\d*?)0+(?=\s)", lambda found: f".{found[1]}" if found[1] else "", format_seconds(seconds))
+
+
 def _floor_log10(number: float) -> int:
     return int(f"{number:e}".partition("e")[2])
 
 
-def _legend(timeline: Timeline, lanes: list[str], x: float, y: float) -> str:
+def _legend(timeline: Timeline, sends: bool, x: float, y: float) -> str:
     kinds = dict.fromkeys(s.kind for s in timeline.spans if s.lane == COMPUTE_LANE)
     entries = [(KIND_WORDS.get(kind, kind), f'fill="{FILL.get(kind, OTHER_FILL)}"') for kind in kinds]
-    entries += [({"send": "sending", "recv": "waiting to receive"}[lane], f'class="{lane}"') for lane in lanes]
+    entries += [("sending", 'class="send"')] if sends else []
     parts = []
     for words, paint in entries:
         parts.append(f'<rect x="{x:.0f}" y="{y - 9:.0f}" width="10" height="10" rx="1.5" {paint}/>')
