@@ -11,15 +11,9 @@ from dataclasses import dataclass
 from html import escape
 from math import ceil, floor, isfinite, log10
 
-from weft.plan.timeline import COMPUTE_LANE, Span, Timeline
-from weft.units import format_seconds
-
 # Okabe and Ito's palette, told apart by most colour-blind readers.
 PALETTE = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8c8c8c")
-KIND_COLOURS = {"F": "#0072b2", "B": "#e69f00", "I": "#e69f00", "W": "#009e73", "send": "#8c8c8c", "recv": "#b8b8b8"}
-KIND_NAMES = {"F": "forward", "B": "backward", "I": "backward, inputs", "W": "backward, weights", "recv": "waiting to receive"}
 MOST_POINTS = 600
-MOST_SPANS = 3000
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,45 +89,6 @@ def stacked_bar(parts: Sequence[tuple[str, float, str]], whole: float = 0.0) -> 
     ]
     legend = _legend([(f"{name} {words}", PALETTE[i % len(PALETTE)]) for i, (name, _, words) in enumerate(parts)])
     return f'<div class="bar">{"".join(pieces)}</div>{legend}'
-
-
-def gantt(timeline: Timeline) -> str:
-    """A row for each lane of each rank. Lanes on which nothing takes time are left out; very many spans are thinned."""
-    total_s = timeline.total_s
-    spans = [span for span in timeline.spans if span.duration_s > 0]
-    if not spans or total_s <= 0:
-        return ""
-    if len(spans) > MOST_SPANS:
-        spans = sorted(spans, key=lambda span: -span.duration_s)[:MOST_SPANS]
-    rows: dict[tuple[int, str], list[Span]] = {}
-    for rank, lanes in enumerate(timeline.lanes):
-        for lane in sorted(lanes, key=lambda lane: (lane != COMPUTE_LANE, lane)):
-            rows[rank, lane] = []
-    for span in spans:
-        rows[span.rank, span.lane].append(span)
-    colours = kind_colours([span.kind for span in spans])
-    drawn = []
-    for (rank, lane), found in rows.items():
-        if not found:
-            continue
-        cells = "".join(
-            f'<i style="left:{(s.start_s - timeline.start_s) / total_s * 100:.3f}%;width:{s.duration_s / total_s * 100:.3f}%;'
-            f'background:{colours[s.kind]}" title="{escape(s.name)}: {format_seconds(s.duration_s)}">{escape(s.name)}</i>'
-            for s in found
-        )
-        drawn.append(f'<span class="name">rank {rank} {escape(lane)}</span><div class="lane">{cells}</div>')
-    legend = _legend([(KIND_NAMES.get(kind, kind), colour) for kind, colour in colours.items()])
-    caption = f"{timeline.name}: {format_seconds(total_s)} from left to right; idle {timeline.bubble * 100:.0f} % of all ranks' time"
-    return f'<figure class="gantt">{legend}<div class="rows">{"".join(drawn)}</div><figcaption>{escape(caption)}</figcaption></figure>'
-
-
-def kind_colours(kinds: Sequence[str]) -> dict[str, str]:
-    """A colour for each kind, in order of appearance; forward and backward are always the same ones."""
-    found = {kind: KIND_COLOURS[kind] for kind in dict.fromkeys(kinds) if kind in KIND_COLOURS}
-    free = [colour for colour in PALETTE if colour not in found.values()] or list(PALETTE)
-    for kind in dict.fromkeys(kinds):
-        found.setdefault(kind, free[len(found) % len(free)])
-    return found
 
 
 def ticks(low: float, high: float, most: int = 6) -> list[float]:

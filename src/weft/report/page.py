@@ -13,7 +13,8 @@ from importlib import resources
 
 from weft.plan.plan import Plan
 from weft.plan.timeline import Timeline
-from weft.report.chart import PALETTE, Series, gantt, line_chart, smooth, stacked_bar
+from weft.report.chart import PALETTE, Series, line_chart, smooth, stacked_bar
+from weft.report.gantt import svg
 from weft.report.tables import PARTS, Table, candidates_table, parts_table, reasons_table, summary_table
 from weft.units import format_bytes, format_count, format_percent, format_seconds
 
@@ -57,7 +58,7 @@ def page(subject: Subject) -> str:
         parts.append(_table_section(reasons_table(plan)))
         parts.append(_pair(_time_section(plan), _memory_section(plan, subject.memory_limit_bytes)))
     for name, timeline in (("Timeline, simulated", subject.simulated), ("Timeline, measured", subject.measured)):
-        parts.append(_section(name, gantt(timeline)) if timeline is not None else "")
+        parts.append(_section(name, f'<div class="scroll picture">{svg(timeline)}</div>') if timeline is not None else "")
     if plan is not None:
         parts.append(_table_section(candidates_table(plan)))
     if subject.sample:
