@@ -1,0 +1,201 @@
+"""The house's rules that a syntax tree can show: which part may import which, where torch and the environment are allowed.
+
+Each rule is a function from a file's text to complaints, so that every one has a broken twin below that it must refuse.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2] / "src" / "weft"
+FILES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py"))
+MOST_LINES = 600
+
+# part -> the parts that it may import besides itself; everything points left in the house's order.
+BASE = {"errors", "units"}
+DATA = BASE | {"plan"}
+PRICED = DATA | {"model", "cluster", "schedules", "collectives", "cost"}
+RANKS = DATA | {"model", "schedules", "collectives", "world"}
+ALLOWED: dict[str, set[str]] = {
+    "errors": set(),
+    "units": {"errors"},
+    "plan": BASE,
+    "model": DATA,
+    "cluster": DATA,
+    "schedules": DATA,
+    "collectives": DATA,
+    "cost": PRICED,
+    "simulate": PRICED,
+    "solve": PRICED | {"simulate"},
+    "report": PRICED | {"simulate"},
+    "zoo": DATA | {"model"},
+    "world": DATA,
+    "lower": RANKS,
+    "run": RANKS | {"lower"},
+    "train": RANKS | {"lower", "run", "zoo"},
+}
+EVERYTHING = {"cli", "api", "__init__"}
+# Measuring a machine with several ranks needs ranks.
+EXTRA = {"cluster/probe.py": {"world"}}
+
+TORCH_PARTS = {"zoo", "world", "lower", "run", "train"}
+TORCH_FILES = {"model/capture.py", "model/deferred.py", "cluster/probe.py", "api.py"}
+ENVIRONMENT_FILES = ("cli/", "world/launch", "world/prepared")
+# What unpickles, or is unpickled: none of these ever reads or writes a byte for weft.
+PICKLING = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
+
+
+def part_of(file: str) -> str:
+    """The part of the house that a file lies in: `plan/mesh.py` is of `plan`, `units.py` of `units`."""
+    return file.partition("/")[0].removesuffix(".py")
+
+
+def imported(tree: ast.AST, file: str) -> Iterator[str]:
+    """Full names of all imported modules, inside functions and for type checkers only included."""
+    package = ["weft", *file.split("/")[:-1]]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            yield module
+            if module == "weft":
+                yield from (f"weft.{alias.name}" for alias in node.names)
+
+
+def wrong_imports(text: str, file: str) -> list[str]:
+    part = part_of(file)
+    if part in EVERYTHING:
+        return []
+    allowed = ALLOWED[part] | {part} | EXTRA.get(file, set())
+    targets = {name.split(".")[1] for name in imported(ast.parse(text), file) if name.startswith("weft.")}
+    return [f"{file} imports weft.{target}; {part} may import {', '.join(sorted(allowed))}" for target in sorted(targets - allowed)]
+
+
+def wrong_torch(text: str, file: str) -> list[str]:
+    names = {name.split(".")[0] for name in imported(ast.parse(text), file)}
+    if "torch" not in names or part_of(file) in TORCH_PARTS or file in TORCH_FILES:
+        return []
+    if part_of(file) == "cli" and not _at_the_top(ast.parse(text), "torch"):
+        return []
+    return [f"{file} imports torch; only {', '.join(sorted(TORCH_PARTS | TORCH_FILES))} may, and cli inside its functions"]
+
+
+def wrong_pickle(text: str, file: str) -> list[str]:
+    tree = ast.parse(text)
+    found = [f"{file} imports {name}" for name in imported(tree, file) if name.split(".")[0] in PICKLING]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            if node.value.id == "torch" and node.attr in ("load", "save"):
+                found.append(f"{file}:{node.lineno} uses torch.{node.attr}, which pickles")
+            if node.attr.endswith(("_object", "_object_list")) and node.value.id in ("dist", "distributed"):
+                found.append(f"{file}:{node.lineno} uses {node.attr}, which pickles")
+    return found
+
+
+def wrong_environment(text: str, file: str) -> list[str]:
+    if file.startswith(ENVIRONMENT_FILES):
+        return []
+    return [
+        f"{file}:{node.lineno} reads the environment; only {', '.join(ENVIRONMENT_FILES)} may, the rest takes arguments"
+        for node in ast.walk(ast.parse(text))
+        if (isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv"))
+        or (isinstance(node, ast.Attribute) and node.attr == "argv" and isinstance(node.value, ast.Name) and node.value.id == "sys")
+        or (isinstance(node, ast.ImportFrom) and node.module == "os" and {a.name for a in node.names} & {"environ", "getenv"})
+    ]
+
+
+def too_long(text: str, file: str) -> list[str]:
+    lines = text.count("\n")
+    return [f"{file} has {lines} lines; past {MOST_LINES} it is two files"] if lines > MOST_LINES else []
+
+
+def undescribed(text: str, file: str) -> list[str]:
+    return [] if not text.strip() or ast.get_docstring(ast.parse(text)) else [f"{file} has no docstring: what goes in, what comes out"]
+
+
+def _at_the_top(tree: ast.Module, name: str) -> bool:
+    """Whether importing the file imports `name`: not inside a function, and not for type checkers only."""
+
+    def statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+        for node in body:
+            yield node
+            if isinstance(node, ast.If) and "TYPE_CHECKING" not in ast.dump(node.test):
+                yield from statements(node.body + node.orelse)
+            elif isinstance(node, ast.Try):
+                yield from statements(node.body)
+
+    for node in statements(tree.body):
+        if isinstance(node, ast.Import) and any(alias.name.split(".")[0] == name for alias in node.names):
+            return True
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == name:
+            return True
+    return False
+
+
+Rule = Callable[[str, str], list[str]]
+RULES: tuple[Rule, ...] = (wrong_imports, wrong_torch, wrong_pickle, wrong_environment, too_long, undescribed)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_every_file_keeps_the_rule(rule: Rule) -> None:
+    complaints = [line for file in FILES for line in rule((ROOT / file).read_text(), file)]
+    assert not complaints, "\n" + "\n".join(complaints)
+
+
+@pytest.mark.parametrize(
+    ("rule", "text", "file"),
+    [
+        (wrong_imports, "from weft.solve.search import search", "run/engine.py"),
+        (wrong_imports, "def f():\n    import weft.run.engine", "report/page.py"),
+        (wrong_imports, "from ..run import engine", "solve/search.py"),
+        (wrong_imports, "from weft import cli", "plan/plan.py"),
+        (wrong_imports, "from weft.world.launch import launch", "cluster/cluster.py"),
+        (wrong_torch, "import torch", "plan/mesh.py"),
+        (wrong_torch, "def f():\n    from torch import nn", "solve/search.py"),
+        (wrong_torch, "import torch", "cli/plan.py"),
+        (wrong_pickle, "import pickle", "run/checkpoint.py"),
+        (wrong_pickle, "import torch\ntorch.load('x')", "run/checkpoint.py"),
+        (wrong_pickle, "from torch import distributed as dist\ndist.all_gather_object([], 1)", "world/world.py"),
+        (wrong_environment, "import os\nx = os.environ['RANK']", "run/engine.py"),
+        (wrong_environment, "from os import getenv", "lower/local.py"),
+        (wrong_environment, "import sys\nx = sys.argv", "train/config.py"),
+        (too_long, "x = 1\n" * 601, "run/engine.py"),
+        (undescribed, "x = 1", "run/engine.py"),
+    ],
+)
+def test_a_broken_file_is_refused(rule: Rule, text: str, file: str) -> None:
+    assert rule(text, file)
+
+
+@pytest.mark.parametrize(
+    ("rule", "text", "file"),
+    [
+        (wrong_imports, "from weft.plan.plan import Plan", "report/page.py"),
+        (wrong_imports, "from weft.world.launch import launch", "cluster/probe.py"),
+        (wrong_torch, "def f():\n    import torch", "cli/plan.py"),
+        (wrong_environment, "import os\nx = os.environ['RANK']", "world/launch.py"),
+    ],
+)
+def test_a_right_file_passes(rule: Rule, text: str, file: str) -> None:
+    assert not rule(text, file)
+
+
+def test_the_order_of_the_parts_has_no_circle() -> None:
+    placed: set[str] = set()
+    left = {part: set(needs) for part, needs in ALLOWED.items()}
+    while left:
+        ready = {part for part, needs in left.items() if needs - {part} <= placed}
+        assert ready, f"these parts import each other in a circle: {sorted(left)}"
+        placed |= ready
+        left = {part: needs for part, needs in left.items() if part not in ready}
+
+
+def test_every_part_has_its_place_in_the_order() -> None:
+    unknown = {part_of(file) for file in FILES} - set(ALLOWED) - EVERYTHING
+    assert not unknown, f"parts without a place in the order: {sorted(unknown)}"
