@@ -1,0 +1,89 @@
+"""Seconds of one operator on one rank. In: its `Work`, how it is cut, a rank's `Speed`. Out: forward and backward seconds.
+
+Roofline (Williams et al. 2009) of the rate that each kind of operator reaches in training: matrix products by FLOPs, the rest by the
+bytes that they move, and never less than what a launch costs. A label cut over an axis divides FLOPs and bytes by the axis's size.
+Not modelled: the lower efficiency of small or odd shapes beyond launch and bytes, tensors that stay in caches between
+operators, fusion by a compiler, clocks that fall under load.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from weft.cluster.cluster import Speed
+from weft.model.work import MATMUL_KINDS, Work
+
+# Part of an operator's float32 bytes that are left under bfloat16 autocast: products and what follows them are half as wide,
+# sums with float32 residuals in between, statistics and losses stay float32.
+BFLOAT16_BYTES = {
+    "linear": 0.5, "attention": 0.5, "convolution": 0.5, "recurrent": 0.5, "activation": 0.5, "elementwise": 0.75,
+}  # fmt: skip
+CAST = 1.5 / 2  # a cast reads 4 bytes and writes 2 of every 4 that a product reads; about half of what it moves is operands
+SCORES = 0.6  # attention against large products, where it was not measured
+
+
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """Forward and backward of one operator or stage, for one microbatch."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.backward
+
+    def __add__(self, other: Seconds) -> Seconds:
+        return Seconds(self.forward + other.forward, self.backward + other.backward)
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """A rank's rates at one precision: FLOP/s and bytes/s by kind of operator; made once, asked for every operator."""
+
+    speed: Speed
+    precision: str
+    overlapped: bool  # launches run ahead of the device, so they only matter where a kernel is shorter (GPUs)
+    flops: float
+    moved: float  # part of float32 bytes that an operator whose kind is not listed moves
+
+    @classmethod
+    def of(cls, speed: Speed, precision: str, overlapped: bool) -> Rates:
+        """Raises `KeyError` where the speed has no such precision: the search asks for none that the device lacks."""
+        return cls(speed, precision, overlapped, dict(speed.flops)[precision], 2.0 if precision == "float64" else 1.0)
+
+    def seconds(self, work: Work, divide: float = 1.0, scale: float = 1.0) -> Seconds:
+        """One operator cut `divide` ways, at `scale` times the graph's batch."""
+        if work.kind == "view":
+            return Seconds(self._host(1), self._host(1 if self.overlapped else 2)) if not self.overlapped else Seconds()
+        part = scale / divide
+        return Seconds(
+            self._one(work.kind, work.flops * part, work.bytes * part, 1),
+            self._one(work.kind, work.backward_flops * part, work.backward_bytes * part, 2) if work.backward_bytes else 0.0,
+        )
+
+    def _host(self, launches: int) -> float:
+        return self.speed.launch_s * launches
+
+    def _one(self, kind: str, flops: float, moved: float, launches: int) -> float:
+        rates = dict(self.speed.rates)
+        bandwidth = self.speed.memory_bandwidth_bytes_per_s
+        if self.precision == "bfloat16":
+            casts = moved * CAST / bandwidth * 0.5 if kind in ("linear", "convolution") else 0.0
+            moved = moved * BFLOAT16_BYTES.get(kind, 1.0)
+        else:
+            casts = 0.0
+            moved = moved * self.moved
+        if kind in MATMUL_KINDS:
+            reached = rates.get(f"{kind}.{self.precision}", self.flops * (SCORES if kind == "attention" else 1.0))
+            busy = max(flops / reached, moved / bandwidth) + casts
+        else:
+            busy = moved / rates.get(kind, bandwidth)
+        host = self._host(launches)
+        return max(host, busy) if self.overlapped else host + busy
+
+
+def optimizer_s(speed: Speed, num_parameters: float, states: int = 2) -> float:
+    """Seconds of an optimizer step: reads weight, gradient and states, writes weight and states, in float32."""
+    moved = 4.0 * num_parameters * (3 + 2 * states)
+    return moved / dict(speed.rates).get("optimizer", speed.memory_bandwidth_bytes_per_s)
