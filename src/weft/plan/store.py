@@ -11,6 +11,7 @@ import json
 import os
 import re
 import tomllib
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,6 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "list": ((list,), "a list in brackets"),
     "dict": ((dict,), "a table"),
 }
-_LAYOUT = {field.name: str(field.type) for field in fields(Layout)}
 _MEMORY = tuple(field.name for field in fields(Memory))
 
 
@@ -77,7 +77,6 @@ def format_plan(plan: Plan) -> str:
         f"model = {_string(plan.model)}",
         f"cluster = {_string(plan.cluster)}",
         f"batch_size = {plan.batch_size}  # samples a step, over all ranks",
-        f"planning_time_s = {_number(plan.planning_time_s)}",
     ]
     if plan.uncaptured:
         lines.append(f"uncaptured = {_string(plan.uncaptured)}  # why the model is not a graph; it trains by data parallelism")
@@ -88,15 +87,10 @@ def format_plan(plan: Plan) -> str:
     if plan.replicated_operators:
         sites = [_string(s) for s in plan.replicated_operators]
         lines += ["# operators without a rule for splitting them; every rank computes them whole", *_array("replicated_operators", sites)]
-    if plan.candidates:
-        lines += [
-            f"# layout, note, then where it was priced: step_time_s, mfu, model_flops, bytes of [{', '.join(_MEMORY)}], seconds by part",
-            *_array("candidates", [_candidate(c) for c in plan.candidates]),
-        ]
     lines += ["", f"[layout]  # {plan.layout.num_ranks} ranks = data x tensor x pipeline"]
-    for key in _LAYOUT:
-        value = getattr(plan.layout, key)
-        lines.append(f"{key} = {_string(value) if isinstance(value, str) else value}")
+    for field in fields(Layout):
+        value = getattr(plan.layout, field.name)
+        lines.append(f"{field.name} = {_string(value) if isinstance(value, str) else value}")
     if len(dict(plan.shards)) != len(plan.shards):
         raise UsageError("the plan names an axis twice in shards")
     for axis, cuts in plan.shards:
@@ -110,6 +104,13 @@ def format_plan(plan: Plan) -> str:
         lines.append(f"parts_s = {_parts(plan.prediction.parts)}")
         lines += ["", "[prediction.memory_bytes]  # on the fullest device"]
         lines += [f"{key} = {_number(getattr(plan.prediction.memory, key))}" for key in _MEMORY]
+    lines += ["", "[search]  # how this was found", f"planning_time_s = {_number(plan.planning_time_s)}"]
+    if plan.candidates:
+        lines += [
+            "# layout, note; and of those that were priced step_time_s, mfu, model_flops,",
+            f"# bytes of [{', '.join(_MEMORY)}], seconds by part",
+            *_array("candidates", [_candidate(c) for c in plan.candidates]),
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -133,28 +134,27 @@ def parse_plan(text: str, source: str = "plan.toml") -> Plan:
         raise top.error("format_version", f"format version {version} is newer than {FORMAT_VERSION}, which this weft reads; update weft")
     if version < 1:
         raise top.error("format_version", f"format version {version} does not exist; the first is 1")
-    sharded = _Table(top.take("shards", "dict", {}), ("shards",), text, source)
-    priced = top.take("prediction", "dict", None)
-    given = {
-        "layout": top.table("layout"),
+    given: dict[str, Any] = {
         "model": top.take("model", "str"),
         "cluster": top.take("cluster", "str"),
         "batch_size": top.take("batch_size", "int"),
-        "planning_time_s": float(top.take("planning_time_s", "float", 0.0)),
         "uncaptured": top.take("uncaptured", "str", ""),
         "stages": top.rows("stages", "str"),
         "replicated_operators": top.rows("replicated_operators", "str"),
-        "reasons": tuple(tuple(row) for row in top.rows("reasons", "list", ["str", "str"])),
-        "shards": tuple((axis, _cuts(sharded.table(axis))) for axis in sharded.data),
-        "prediction": _prediction(_Table(priced, ("prediction",), text, source)) if priced is not None else None,
-        "candidates": tuple(_read_candidate(row, top) for row in top.rows("candidates", "list")),
+        "reasons": tuple(tuple(top.columns("reasons", row, ["str", "str"])) for row in top.rows("reasons", "list")),
     }
-    layout = given["layout"]
-    words = {key: layout.take(key, kind, next(f.default for f in fields(Layout) if f.name == key)) for key, kind in _LAYOUT.items()}
-    layout.finish()
+    layout, sharded, search = top.table("layout"), top.table("shards", {}), top.table("search", {})
+    prediction = top.table("prediction", {})
     top.finish()
+    words = {field.name: layout.take(field.name, str(field.type), field.default) for field in fields(Layout)}
+    layout.finish()
+    given["shards"] = tuple((axis, _cuts(sharded.table(axis))) for axis in sharded.data)
+    given["prediction"] = _prediction(prediction) if prediction.data else None
+    given["planning_time_s"] = float(search.take("planning_time_s", "float", 0.0))
+    given["candidates"] = tuple(_read_candidate(row, search) for row in search.rows("candidates", "list"))
+    search.finish()
     try:
-        return Plan(**{**given, "layout": Layout(**words)})
+        return Plan(layout=Layout(**words), **given)
     except WeftError as error:
         raise type(error)(f"{source}: {error}") from None
 
@@ -182,14 +182,11 @@ class _Table:
             raise self.error(key, f"{key} has {json.dumps(value, default=str)[:60]}, but it takes {words}")
         return value
 
-    def table(self, key: str) -> _Table:
-        return _Table(self.take(key, "dict"), (*self.path, key), self.text, self.source)
+    def table(self, key: str, *default: dict[str, Any]) -> _Table:
+        return _Table(self.take(key, "dict", *default), (*self.path, key), self.text, self.source)
 
-    def rows(self, key: str, kind: str, columns: list[str] | None = None) -> tuple[Any, ...]:
-        rows = tuple(self.typed(key, row, kind) for row in self.take(key, "list", []))
-        for row in rows if columns else ():
-            self.columns(key, row, columns or [])
-        return rows
+    def rows(self, key: str, kind: str) -> tuple[Any, ...]:
+        return tuple(self.typed(key, row, kind) for row in self.take(key, "list", []))
 
     def columns(self, key: str, row: list[Any], kinds: list[str]) -> list[Any]:
         if len(row) != len(kinds):
@@ -228,7 +225,7 @@ def _line_of(text: str, path: tuple[str, ...]) -> int:
 
 def _prediction(table: _Table) -> Prediction:
     step, mfu, flops = (float(table.take(key, "float")) for key in ("step_time_s", "mfu", "model_flops"))
-    parts = tuple((name, float(seconds)) for name, seconds in table.rows("parts_s", "list", ["str", "float"]))
+    parts = _read_parts(table, "parts_s", table.rows("parts_s", "list"))
     sizes = table.table("memory_bytes")
     memory = Memory(**{key: float(sizes.take(key, "float", 0.0)) for key in _MEMORY})
     sizes.finish()
@@ -236,17 +233,21 @@ def _prediction(table: _Table) -> Prediction:
     return Prediction(step, mfu, flops, memory, parts)
 
 
-def _read_candidate(row: list[Any], top: _Table) -> Candidate:
+def _read_parts(table: _Table, key: str, rows: Sequence[Any]) -> tuple[tuple[str, float], ...]:
+    pairs = (table.columns(key, table.typed(key, row, "list"), ["str", "float"]) for row in rows)
+    return tuple((name, float(seconds)) for name, seconds in pairs)
+
+
+def _read_candidate(row: list[Any], table: _Table) -> Candidate:
     try:
-        layout = Layout.parse(top.typed("candidates", row[0] if row else None, "str"))
+        layout = Layout.parse(table.typed("candidates", row[0] if row else None, "str"))
     except LayoutError as error:
-        raise top.error("candidates", f"a candidate's layout: {error}") from None
+        raise table.error("candidates", f"a candidate's layout: {error}") from None
     if len(row) == 2:
-        return Candidate(layout, None, top.columns("candidates", row, ["str", "str"])[1])
-    _, note, step, mfu, flops, sizes, parts = top.columns("candidates", row, ["str", "str", "float", "float", "float", "list", "list"])
-    memory = Memory(*map(float, top.columns("candidates", sizes, ["float"] * len(_MEMORY))))
-    pairs = [top.columns("candidates", top.typed("candidates", part, "list"), ["str", "float"]) for part in parts]
-    priced = Prediction(float(step), float(mfu), float(flops), memory, tuple((name, float(s)) for name, s in pairs))
+        return Candidate(layout, None, table.columns("candidates", row, ["str", "str"])[1])
+    _, note, step, mfu, flops, sizes, parts = table.columns("candidates", row, ["str", "str", "float", "float", "float", "list", "list"])
+    memory = Memory(*map(float, table.columns("candidates", sizes, ["float"] * len(_MEMORY))))
+    priced = Prediction(float(step), float(mfu), float(flops), memory, _read_parts(table, "candidates", parts))
     return Candidate(layout, priced, note)
 
 
