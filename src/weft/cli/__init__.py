@@ -1,0 +1,103 @@
+"""The command line `weft VERB ...`: one file a verb. Here: the list of verbs, and how every one of them ends.
+
+A verb's function reads its arguments, calls the parts, and writes with `output`. torch is imported only inside those that
+need it, so that `weft --help` is quick. Exit codes: 0 done, 2 wrong use or configuration, 3 infeasible, 4 a run or a check
+failed, 130 interrupted. An error of the user's is one message, never a traceback.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from weft.cli import checkpoint, demo, doctor, plan, probe, report, schedule, simulate, train, verify
+from weft.errors import RunError, UsageError, WeftError
+
+INTERRUPTED = 130
+
+app = typer.Typer(
+    name="weft",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        print(f"weft {version('weft')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and leave.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", envvar="WEFT_DEBUG", hidden=True)] = False,
+) -> None:
+    """Train any PyTorch model in parallel: plan, predict, run and prove it.
+
+    \b
+    First steps:
+      weft probe                                    measure this machine
+      weft plan gpt-10m --batch 16                  choose a layout, and show why
+      weft train examples/gpt_text.toml             plan, launch and train
+    """
+
+
+app.command("train")(train.train)
+app.command("plan")(plan.plan)
+app.command("verify")(verify.verify)
+app.command("simulate")(simulate.simulate)
+app.command("schedule")(schedule.schedule)
+app.command("probe")(probe.probe)
+app.command("doctor")(doctor.doctor)
+app.command("report")(report.report)
+app.command("demo", hidden=True)(demo.demo)
+app.add_typer(checkpoint.app, name="checkpoint")
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command line and return its exit code. Nothing is raised: errors are printed to standard error."""
+    debug = "--debug" in arguments or bool(os.environ.get("WEFT_DEBUG"))
+    try:
+        app(args=list(arguments), prog_name="weft")
+        return 0
+    except SystemExit as left:
+        code = left.code if isinstance(left.code, int) else 0 if left.code is None else RunError.exit_code
+        if code == INTERRUPTED:
+            print("weft: interrupted; nothing that was committed is lost, and the same command goes on from there", file=sys.stderr)
+        return code
+    except KeyboardInterrupt:
+        print("weft: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except WeftError as error:
+        if debug:
+            traceback.print_exc()
+        print(f"weft: {error}", file=sys.stderr)
+        return error.exit_code
+    except OSError as error:
+        if debug or error.filename is None:
+            traceback.print_exc()
+        print(f"weft: cannot use {error.filename}: {error.strerror}; give another path, or change its permissions", file=sys.stderr)
+        return UsageError.exit_code
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        else:
+            print("weft: this is a fault in weft, not in what you gave it; WEFT_DEBUG=1 shows where. Please report it:", file=sys.stderr)
+        print(f"weft: {type(error).__name__}: {error}", file=sys.stderr)
+        return RunError.exit_code
+
+
+def main() -> None:
+    """The entry point `weft`."""
+    sys.exit(run(sys.argv[1:]))

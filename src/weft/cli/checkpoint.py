@@ -1,0 +1,97 @@
+"""`weft checkpoint`: what a checkpoint holds, and whether it is whole. In: a checkpoint, or the folder of several."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from weft.cli import options
+from weft.cli.output import Output, output
+from weft.errors import CheckpointError, UsageError
+from weft.report.tables import Table
+from weft.units import format_bytes, format_count
+
+if TYPE_CHECKING:
+    from weft.run.checkpoint.manifest import Manifest
+
+app = typer.Typer(help="Look into checkpoints, prove them whole.", no_args_is_help=True, rich_markup_mode=None)
+Where = Annotated[
+    Path, typer.Argument(metavar="PATH", help="A checkpoint, a folder of them (the newest counts), or a run folder.", show_default=False)
+]
+FOLDER = "checkpoints"
+MOST_ROWS = 40
+
+
+@app.command("inspect")
+def inspect(path: Where, as_json: options.Json = False) -> None:
+    """Say what a checkpoint holds, from its manifest alone.
+
+    \b
+    Example:
+      weft checkpoint inspect runs/gpt_text
+    """
+    with output(as_json) as out:
+        from weft.run.checkpoint.folder import read_manifest
+
+        found = newest(path)
+        _show(found, read_manifest(found), out, whole=None)
+
+
+@app.command("verify")
+def verify(path: Where, as_json: options.Json = False) -> None:
+    """Check every file of a checkpoint against its size and SHA-256; exit 4 where one is damaged, missing or too many.
+
+    \b
+    Example:
+      weft checkpoint verify runs/gpt_text
+    """
+    with output(as_json) as out:
+        from weft.run.checkpoint import verify as check
+
+        found = newest(path)
+        with out.working(f"reading {found}"):
+            manifest = check(found)
+        _show(found, manifest, out, whole=True)
+
+
+def newest(path: Path) -> Path:
+    """The checkpoint that is meant: `path` itself, or the newest in it or in its `checkpoints`.
+
+    Raises:
+        UsageError: no such folder; CheckpointError: there is none in it.
+    """
+    from weft.run.checkpoint.folder import committed
+    from weft.run.checkpoint.manifest import MANIFEST
+
+    if not path.is_dir():
+        raise UsageError(f"{path} is not a folder; name a checkpoint, or the run folder that `weft train` printed")
+    if (path / MANIFEST).exists():
+        return path
+    for folder in (path, path / FOLDER):
+        if saved := committed(folder):
+            return folder / saved[-1].name
+    raise CheckpointError(f"{path} holds no checkpoint; a run writes one every so many steps and at its end")
+
+
+def _show(path: Path, manifest: Manifest, out: Output, whole: bool | None) -> None:
+    from weft.run.checkpoint import inspect as summarize
+
+    tensors = manifest.tensors
+    parameters = [t for t in tensors if t.kind == "parameter"]
+    size_bytes = sum(file.size_bytes for file in manifest.files)
+    count = sum(t.size_bytes // t.item_bytes for t in parameters)
+    facts = [
+        ("checkpoint", str(path)),
+        ("step", str(manifest.step)),
+        ("parameters", f"{len(parameters)} tensors, {format_count(count)} numbers"),
+        ("size", f"{format_bytes(size_bytes)} in {len(manifest.files)} files, written by {manifest.num_ranks} ranks"),
+    ]
+    if whole is not None:
+        facts.append(("whole", "yes: every file has its size and SHA-256"))
+    out.table(Table("Checkpoint", ("", ""), tuple(facts)))
+    rows = tuple((t.kind, t.slot, t.name, f"{t.dtype}{t.shape}", format_bytes(t.size_bytes)) for t in tensors[:MOST_ROWS])
+    left = len(tensors) - len(rows)
+    out.table(Table("Tensors", ("kind", "slot", "name", "shape", "size"), rows, right=(4,), note=f"{left} more" if left else ""))
+    out.answer({"path": str(path), "whole": whole, **summarize(path)})

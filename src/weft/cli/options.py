@@ -1,0 +1,23 @@
+"""Arguments and options that several verbs share, so that each reads the same everywhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+_MODEL = """A zoo name (gpt-10m, gpt:layers=12,hidden=768), hf:CONFIG.json, or FILE.py:FACTORY that returns a module,
+(module, batch) or (module, batch, loss)."""
+_LAYOUT = 'The layout by hand: "data=2 tensor=2 pipeline=2 microbatches=4".'
+_CLUSTER = "Machines: here (measured), COUNTxNAME such as 8xp3.16xlarge, or a file that probe wrote."
+_CONSTRAIN = 'Restrict the search, as often as needed: --constrain "tensor<=8".'
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", help=_MODEL, show_default=False)]
+Batch = Annotated[int | None, typer.Option("--batch", min=1, metavar="N", help="Samples a step, over all ranks.", show_default=False)]
+Sequence = Annotated[int | None, typer.Option("--sequence", min=1, metavar="N", help="Tokens a sample.", show_default=False)]
+LayoutText = Annotated[str | None, typer.Option("--layout", metavar='"KEY=N ..."', help=_LAYOUT, show_default=False)]
+ClusterText = Annotated[str, typer.Option("--cluster", metavar="CLUSTER", help=_CLUSTER)]
+Constraints = Annotated[list[str] | None, typer.Option("--constrain", metavar='"KEY<=N"', help=_CONSTRAIN, show_default=False)]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output and nothing else there.")]
+OutFile = Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write it to this file.", show_default=False)]

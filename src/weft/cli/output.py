@@ -1,0 +1,105 @@
+"""What a verb says and where: tables and text on standard output, messages on standard error, or one JSON object.
+
+With `--json` the process's standard output is kept for that object: whatever else writes there, the user's model and the
+ranks included, goes to standard error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
+from math import isfinite
+from typing import TYPE_CHECKING
+
+from weft.errors import WeftError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from weft.report.tables import Table
+
+
+class Output:
+    """Where one verb writes. Made by `output`; `to_json` is true where the answer is one JSON object."""
+
+    def __init__(self, json_fd: int | None) -> None:
+        self._json_fd = json_fd
+        self.to_json = json_fd is not None
+
+    def text(self, text: str) -> None:
+        """Lines for a person; nothing with `--json`."""
+        if not self.to_json:
+            print(text, flush=True)
+
+    def table(self, table: Table) -> None:
+        """Draw a table as wide as the terminal; cells are words, never markup."""
+        if self.to_json:
+            return
+        from rich.table import Table as Drawn
+        from rich.text import Text
+
+        drawn = Drawn(title=table.title, title_justify="left", title_style="bold", show_header=any(table.columns), header_style="dim")
+        for i, column in enumerate(table.columns):
+            drawn.add_column(Text(column), justify="right" if i in table.right else "left", overflow="fold")
+        for i, row in enumerate(table.rows):
+            drawn.add_row(*(Text(cell) for cell in row), style="bold" if i in table.marked else None)
+        console = _console(stderr=False)
+        console.print(drawn)
+        if table.note:
+            console.print(Text(table.note, style="dim"))
+
+    def message(self, text: str) -> None:
+        """A message beside the answer, on standard error."""
+        print(f"weft: {text}", file=sys.stderr, flush=True)
+
+    def working(self, text: str) -> AbstractContextManager[object]:
+        """Shows that something takes a while, on a terminal only."""
+        return _console(stderr=True).status(text) if sys.stderr.isatty() else nullcontext()
+
+    def answer(self, record: Mapping[str, object]) -> None:
+        """The JSON object, with `--json`. Numbers that JSON does not have (infinity) become null."""
+        if self._json_fd is not None:
+            data = (json.dumps(_plain(record), allow_nan=False) + "\n").encode()
+            while data:
+                data = data[os.write(self._json_fd, data) :]
+
+
+def _console(stderr: bool) -> Console:
+    from rich.console import Console
+
+    return Console(stderr=stderr, highlight=False, markup=False, emoji=False)
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float):
+        return value if isfinite(value) else None
+    return value if value is None or isinstance(value, bool | int | str) else str(value)
+
+
+@contextmanager
+def output(to_json: bool) -> Iterator[Output]:
+    """The place where one verb writes. An error is an answer too: with `--json` it is the object, with its exit code."""
+    if not to_json:
+        yield Output(None)
+        return
+    sys.stdout.flush()
+    json_fd = os.dup(1)
+    os.dup2(2, 1)
+    out = Output(json_fd)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield out
+    except WeftError as error:
+        out.answer({"error": str(error), "kind": type(error).__name__, "exit_code": error.exit_code})
+        raise
+    finally:
+        sys.stderr.flush()
+        os.dup2(json_fd, 1)
+        os.close(json_fd)

@@ -1,0 +1,51 @@
+"""`weft plan`: choose a layout and show why, or price one given by hand. In: a model and machines. Out: tables, `plan.toml`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from weft.cli import options
+from weft.cli.output import output
+
+
+def plan(
+    model: options.Model,
+    cluster: options.ClusterText = "here",
+    batch: options.Batch = None,
+    sequence: options.Sequence = None,
+    layout: options.LayoutText = None,
+    constrain: options.Constraints = None,
+    objective: Annotated[str, typer.Option("--objective", metavar="time", help="What is made least.")] = "time",
+    target: options.OutFile = None,
+    as_json: options.Json = False,
+) -> None:
+    """Choose a layout and show why.
+
+    With --layout it prices that one instead.
+
+    \b
+    Example:
+      weft plan gpt-10m --cluster here --batch 16 -o plan.toml
+      weft plan gpt-39b --cluster 8xp3.16xlarge --batch 1024 --constrain "tensor<=8"
+      weft plan gpt-10m --batch 16 --layout "data=2 pipeline=2 microbatches=4"
+    """
+    with output(as_json) as out:
+        from weft.cli.subject import load_cluster, load_model, refuse_objective
+        from weft.plan.layout import Layout
+        from weft.plan.store import write_plan
+        from weft.report.tables import plan_record, plan_tables
+
+        refuse_objective(objective)
+        wanted = Layout.parse(layout) if layout is not None else None
+        machines = load_cluster(cluster, out)
+        subject = load_model(model, batch, sequence)
+        with out.working(f"planning {model} on {machines.name}"):
+            chosen = subject.plan(machines, wanted, constrain or ())
+        for table in plan_tables(chosen):
+            out.table(table)
+        if target is not None:
+            write_plan(chosen, target)
+            out.message(f'written to {target}; edit it if you like, then: weft simulate {target}, or plan = "{target}" in a training file')
+        out.answer(plan_record(chosen))

@@ -1,0 +1,65 @@
+"""`weft simulate`: one step of a plan as a timeline. In: a plan, or a model and a layout. Out: a picture, a trace for Perfetto."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from weft.cli import options
+from weft.cli.output import output
+from weft.errors import UsageError
+
+
+def simulate(
+    subject: Annotated[str, typer.Argument(metavar="PLAN|MODEL", help="A plan.toml, or a model with --layout.", show_default=False)],
+    layout: options.LayoutText = None,
+    cluster: Annotated[
+        str | None, typer.Option("--cluster", metavar="CLUSTER", help="As for plan; of the plan, or here.", show_default=False)
+    ] = None,
+    batch: options.Batch = None,
+    sequence: options.Sequence = None,
+    target: options.OutFile = None,
+    as_json: options.Json = False,
+) -> None:
+    """Draw one step of a plan.
+
+    What each rank does, and when; -o writes a trace that ui.perfetto.dev opens.
+
+    \b
+    Example:
+      weft simulate plan.toml -o trace.json
+      weft simulate gpt-10m --batch 16 --layout "pipeline=2 microbatches=4 schedule=1f1b"
+    """
+    with output(as_json) as out:
+        from weft import api
+        from weft.cli.subject import load_cluster, load_model
+        from weft.plan.layout import Layout
+        from weft.plan.store import read_plan
+        from weft.report.gantt import gantt
+
+        if subject.endswith(".toml"):
+            if layout is not None:
+                raise UsageError(f"{subject} is a plan and has its layout; edit it there, or name the model with --layout")
+            chosen = read_plan(subject)
+        else:
+            machines = load_cluster(cluster or "here", out)
+            chosen = load_model(subject, batch, sequence).plan(machines, Layout.parse(layout) if layout else None, ())
+        timeline = api.simulate(chosen)
+        if target is not None:
+            try:
+                Path(target).write_text(timeline.to_perfetto())
+            except OSError as error:
+                raise UsageError(f"cannot write {target}: {error.strerror}; choose a folder that can be written to") from None
+            out.message(f"written to {target}; open it in ui.perfetto.dev")
+        out.text(gantt(timeline))
+        out.answer(
+            {
+                "layout": str(chosen.layout),
+                "step_time_s": timeline.total_s,
+                "bubble": timeline.bubble,
+                "busy": [timeline.busy(rank) for rank in range(timeline.num_ranks)],
+                "spans": len(timeline.spans),
+            }
+        )

@@ -1,0 +1,130 @@
+"""A run folder as the subject of a page. In: the folder that `weft train` fills. Out: a `Subject`.
+
+Whatever is missing is left out, since a run that was interrupted is looked at too; so is a last line of metrics that was cut
+off. A file that is there but is something else is an error.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from weft.errors import UsageError
+from weft.plan.store import read_plan
+from weft.plan.timeline import Span, Timeline
+from weft.report.page import Subject
+from weft.units import format_bytes
+
+PLAN, CONFIG, METRICS, TIMELINE, SAMPLE, PAGE = "plan.toml", "config.toml", "metrics.jsonl", "timeline.json", "sample.txt", "report.html"
+WHAT: tuple[tuple[str, str], ...] = (
+    (PLAN, "the plan: edit it, and train, verify or simulate it"),
+    (CONFIG, "the whole configuration of this run"),
+    (METRICS, "one line of numbers a step"),
+    (TIMELINE, "when each rank did what; opens in ui.perfetto.dev"),
+    (SAMPLE, "text that the trained model wrote"),
+    (PAGE, "this page"),
+    ("checkpoints", "to go on from, whole or not at all, with checksums"),
+)
+
+
+def read_folder(folder: Path) -> Subject:
+    """What a run left behind.
+
+    Raises:
+        UsageError: no such folder, or nothing of a run in it; ConfigError: a plan that cannot be read.
+    """
+    if not folder.is_dir():
+        raise UsageError(f"{folder} is not a folder; name the run folder that `weft train` printed, or a plan.toml")
+    if not any((folder / name).exists() for name in (PLAN, METRICS, CONFIG)):
+        raise UsageError(f"{folder} is not a run folder: it has none of {PLAN}, {METRICS}, {CONFIG}")
+    plan = read_plan(folder / PLAN) if (folder / PLAN).exists() else None
+    metrics = read_metrics(folder / METRICS)
+    timeline = folder / TIMELINE
+    lead = f"{len(metrics)} steps recorded" if metrics else "no step recorded yet"
+    return Subject(
+        title=f"{plan.model if plan else folder.name}",
+        lead=f"{lead} in {folder.name}",
+        plan=plan,
+        metrics=metrics,
+        measured=read_trace(timeline) if timeline.exists() else None,
+        files=list_files(folder),
+        config=_text(folder / CONFIG),
+        sample=_text(folder / SAMPLE),
+        again=(f"weft train {folder / CONFIG}      # goes on from the last checkpoint", f"weft simulate {folder / PLAN}"),
+    )
+
+
+def list_files(folder: Path) -> tuple[tuple[str, str], ...]:
+    """What is in a run folder: name, and its size with what it is for."""
+    known = dict(WHAT)
+    found = []
+    order = [name for name, _ in WHAT]
+    for path in sorted(folder.iterdir(), key=lambda p: (order.index(p.name) if p.name in order else len(order), p.name)):
+        if path.name.startswith("."):
+            continue
+        size_bytes = sum(p.stat().st_size for p in path.rglob("*") if p.is_file()) if path.is_dir() else path.stat().st_size
+        what = known.get(path.name, "")
+        found.append((path.name + ("/" if path.is_dir() else ""), f"{format_bytes(size_bytes)}{', ' + what if what else ''}"))
+    return tuple(found)
+
+
+def read_metrics(path: Path) -> tuple[dict[str, float], ...]:
+    """Numbers by name, a row for each line; words and what JSON cannot say are left out.
+
+    Raises:
+        UsageError: a line before the last that is not a JSON object.
+    """
+    lines = _text(path).splitlines()
+    rows: list[dict[str, float]] = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            if number == len(lines):
+                continue
+            raise UsageError(f"{path}, line {number} is not JSON; it is damaged, or not a metrics file") from None
+        if isinstance(row, dict):
+            rows.append({key: float(value) for key, value in row.items() if _is_number(value)})
+    return tuple(rows)
+
+
+def read_trace(path: Path) -> Timeline:
+    """A timeline from its own JSON or from trace events (microseconds), as `Timeline.to_perfetto` writes them.
+
+    Raises:
+        UsageError: neither.
+    """
+    text = _text(path)
+    try:
+        data = json.loads(text)
+        if not isinstance(data, dict) or "traceEvents" not in data:
+            return Timeline.from_json(text)
+        events = [event for event in data["traceEvents"] if isinstance(event, dict)]
+        threads = {(e["pid"], e["tid"]): str(e["args"]["name"]) for e in events if e.get("name") == "thread_name"}
+        spans = tuple(_span(e, threads) for e in events if e.get("ph") == "X")
+        num_ranks = 1 + max((int(e["pid"]) for e in events), default=-1)
+        return Timeline(str(data.get("otherData", {}).get("name", path.stem)), num_ranks, spans)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(f"{path} is not a timeline that can be read: {error!r}") from None
+
+
+def _span(event: Mapping[str, Any], threads: Mapping[tuple[int, int], str]) -> Span:
+    start_s = float(event["ts"]) / 1e6
+    lane = threads.get((event["pid"], event["tid"]), f"lane {event['tid']}")
+    return Span(int(event["pid"]), lane, str(event["name"]), start_s, start_s + float(event["dur"]) / 1e6, str(event.get("cat", "")))
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} cannot be read: {error}") from None
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
