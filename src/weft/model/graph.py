@@ -7,7 +7,7 @@ operator names what it calls ("aten.linear.default") and `lower/` looks it up.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 DTYPE_BYTES = {
@@ -49,7 +49,7 @@ class Ref:
         return f"%{self.value}"
 
 
-Arg = object  # Ref, a Python constant, Dtype, or a tuple of Args
+Arg = object  # Ref, a Python constant, Word, or a tuple of Args
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +71,7 @@ class Operator:
     outputs: tuple[str, ...]  # names of the values it makes
     site: str
     multiple: bool = False  # the call returns a tuple or list, even where that has one element
+    full_precision: bool = False  # stands in a block that switches autocast off
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -111,7 +112,7 @@ class Variable:
 class Graph:
     """The forward pass of one microbatch. `loss` names a scalar value; `tensors` has the spec of every value.
 
-    `writes` are buffers updated in place while it runs (batch-norm statistics).
+    Buffers may be updated in place while it runs (batch-norm statistics); nothing else is.
     """
 
     parameters: tuple[Variable, ...]
@@ -122,6 +123,7 @@ class Graph:
     tensors: dict[str, Tensor]
     loss: str
     batch_size: int  # samples in dimension 0 of the batched inputs
+    outputs: tuple[str, ...] = ()  # the model's outputs, where it was captured without a loss
 
     @property
     def variables(self) -> tuple[Variable, ...]:
@@ -130,6 +132,30 @@ class Graph:
     @property
     def num_parameters(self) -> int:
         return sum(v.tensor.size for v in self.parameters)
+
+    def cast(self, source: str, target: str) -> Graph:
+        """The same graph with dtype `source` replaced by `target`, in tensors and in arguments (`x.to(torch.float32)`)."""
+
+        def tensor(t: Tensor) -> Tensor:
+            return replace(t, dtype=target) if t.dtype == source else t
+
+        def arg(a: Arg) -> Arg:
+            if isinstance(a, tuple):
+                return tuple(arg(item) for item in a)
+            return Word("dtype", target) if a == Word("dtype", source) else a
+
+        def variables(group: tuple[Variable, ...]) -> tuple[Variable, ...]:
+            return tuple(replace(v, tensor=tensor(v.tensor)) for v in group)
+
+        return replace(
+            self,
+            parameters=variables(self.parameters),
+            buffers=variables(self.buffers),
+            inputs=variables(self.inputs),
+            constants=variables(self.constants),
+            operators=tuple(replace(op, args=arg(op.args), kwargs=tuple((k, arg(a)) for k, a in op.kwargs)) for op in self.operators),  # type: ignore[arg-type]
+            tensors={value: tensor(t) for value, t in self.tensors.items()},
+        )
 
     def producer(self) -> dict[str, Operator]:
         """The operator that makes each value; variables are not in it."""

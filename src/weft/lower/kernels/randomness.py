@@ -1,0 +1,55 @@
+"""Dropout whose mask depends on (seed, step, microbatch, operator) and on the piece that the rank has, and on nothing else.
+
+So ranks that hold the same tensor draw the same mask, ranks that hold different pieces draw different ones, and a recomputed
+forward draws what the first one drew.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass
+class Draw:
+    """What the randomness of a step depends on; the executor moves `step` and `microbatch` on."""
+
+    seed: int = 0
+    step: int = 0
+    microbatch: int = 0
+    recomputing: bool = field(default=False)  # buffers are not written a second time
+    _generators: dict[torch.device, torch.Generator] = field(default_factory=dict)
+
+    def generator(self, device: torch.device, operator: int, part: int) -> torch.Generator:
+        """A generator in the state that belongs to this operator, microbatch, step and piece."""
+        made = self._generators.get(device)
+        if made is None:
+            made = self._generators[device] = torch.Generator(device)
+        key = 0
+        for number in (self.seed, self.step, self.microbatch, operator, part):
+            key = (key * 6364136223846793005 + number + 1442695040888963407) % (1 << 63)
+            key ^= key >> 29
+        return made.manual_seed(key)
+
+
+def dropout(x: Tensor, p: float, draw: Draw, operator: int, part: int) -> Tensor:
+    """Each element kept with probability 1 - p and scaled by 1 / (1 - p)."""
+    if p == 0.0:
+        return x
+    if p == 1.0:
+        return x * 0.0
+    mask = torch.empty_like(x).bernoulli_(1.0 - p, generator=draw.generator(x.device, operator, part))
+    return x * mask.div_(1.0 - p)
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, causal: bool, scale: float | None, enable_gqa: bool, draw: Draw, operator: int, part: int
+) -> Tensor:
+    """Scaled dot-product attention with dropout on its weights: torch's global generator is borrowed and put back."""
+    device = q.device
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(draw.generator(torch.device("cpu"), operator, part).initial_seed())
+        return F.scaled_dot_product_attention(q, k, v, mask, p, causal, scale=scale, enable_gqa=enable_gqa)

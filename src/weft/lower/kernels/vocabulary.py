@@ -1,0 +1,82 @@
+"""Look-ups and cross-entropy over cut rows (samples, over `data`) and a cut class dimension (the vocabulary, over `tensor`).
+
+Each rank has the classes [start, start + length) of `piece`. Megatron-LM's vocabulary parallelism (Shoeybi et al. 2019), with
+the mean taken over all rows that count, whichever rank they lie on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from weft.plan.placement import piece
+from weft.world.world import Group
+
+
+def embedding(weight: Tensor, ids: Tensor, padding: int, num_rows: int, group: Group) -> Tensor:
+    """Rows of a table whose rows are cut: `weight_vE` local, `ids` whole. A summand: zero where another rank has the row."""
+    start, length = piece(num_rows, group.size, group.index)
+    local = ids - start
+    elsewhere = (local < 0) | (local >= length)
+    local = local.masked_fill(elsewhere, 0)
+    rows = F.embedding(local, weight)
+    if padding >= 0:
+        elsewhere = elsewhere | (ids == padding)
+        # The padding row is read like any other, only its gradient is dropped.
+        kept = rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        if start <= padding < start + length:
+            kept = torch.where((ids == padding).unsqueeze(-1), weight[padding - start].detach(), kept)
+        return kept
+    return rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+
+
+def cross_entropy(logits: Tensor, target: Tensor, ignore: int, num_classes: int, rows: Group | None, classes: Group | None, smoothing: float = 0.0, weight: Tensor | None = None) -> Tensor:
+    """Mean cross-entropy of `logits_NC` against `target_N`; rows over group `rows`, classes over group `classes`.
+
+    With `rows` the result is this rank's summand of the mean over all rows; otherwise it is the mean.
+    """
+    logits = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+    counted = target != ignore
+    if classes is not None:
+        loss: Tensor = _CutClasses.apply(logits, target, counted, num_classes, classes)  # type: ignore[no-untyped-call]
+        count = counted.sum().to(loss.dtype)
+    else:
+        loss = F.cross_entropy(logits, target, weight=weight, ignore_index=ignore, reduction="sum", label_smoothing=smoothing)
+        count = weight[target.masked_fill(~counted, 0)].masked_fill(~counted, 0.0).sum() if weight is not None else counted.sum().to(loss.dtype)
+    if rows is not None:
+        rows.all_reduce(count)
+    return loss / count
+
+
+class _CutClasses(torch.autograd.Function):
+    """Sum over rows of log-sum-exp minus the target's logit, with max, sum and target logit each reduced over the classes' group."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, counted: Tensor, num_classes: int, group: Group) -> Tensor:
+        start, length = piece(num_classes, group.size, group.index)
+        top = logits.amax(dim=-1)
+        group.all_reduce(top, op="max")
+        local = target - start
+        elsewhere = (local < 0) | (local >= length)
+        local = local.masked_fill(elsewhere, 0)
+        shifted = logits - top.unsqueeze(-1)
+        at_target = shifted.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(elsewhere, 0.0)
+        probabilities = shifted.exp_()
+        # One all-reduce for both sums: latency counts, the bytes do not.
+        both = torch.stack((probabilities.sum(dim=-1), at_target))
+        group.all_reduce(both)
+        total, at_target = both[0], both[1]
+        probabilities.div_(total.unsqueeze(-1))
+        ctx.save_for_backward(probabilities, local, elsewhere, counted)
+        return (total.log() - at_target).masked_fill(~counted, 0.0).sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        probabilities, local, elsewhere, counted = ctx.saved_tensors
+        one = (~elsewhere).to(probabilities.dtype).unsqueeze(-1)
+        out = probabilities.scatter_add(-1, local.unsqueeze(-1), -one)
+        out *= counted.unsqueeze(-1)
+        return out.mul_(grad), None, None, None, None

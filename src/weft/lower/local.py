@@ -1,0 +1,341 @@
+"""One rank's part of one stage, as a callable: local shapes, redistributions where forms differ, kernels where a cut needs one.
+
+In: a stage, the sharding of the whole graph, and the group of each mesh axis. Out: `LocalStage`, a `torch.fx.GraphModule`
+with one positional argument for each variable and each received value.
+"""
+
+from __future__ import annotations
+
+import operator as python_operator
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from weft.lower.kernels.randomness import Draw, attention, dropout
+from weft.lower.kernels.statistics import batch_norm
+from weft.lower.kernels.vocabulary import cross_entropy, embedding
+from weft.lower.redistribute import redistribute
+from weft.model.graph import Arg, Graph, Operator, Ref, Word
+from weft.model.propagate import Form, Sharding, move_collectives, writes_buffer
+from weft.model.rules import Rule, rule_of
+from weft.model.stages import Stage
+from weft.world.world import Group
+
+Variant = tuple[Form, ...]  # a value's form along every axis, in the order of `Lowering.axes`
+_RESHAPES = {"view", "reshape", "_unsafe_view", "unflatten", "flatten", "view_as", "reshape_as", "squeeze", "unsqueeze"}
+_LAYER = re.compile(r"^(?:[^/]*?\.)?\d+(?=\.|/|$)")
+_EXPANDS = {"expand", "expand_as", "broadcast_to"}
+
+
+@dataclass(frozen=True)
+class LocalStage:
+    """`module(*variables, *received)` -> what is sent, stage by stage and in order, then the stage's results.
+
+    `forms[value]`: the local form of every variable, received, sent or resulting value, by axis.
+    """
+
+    module: fx.GraphModule
+    variables: tuple[str, ...]
+    received: tuple[str, ...]
+    sent: tuple[str, ...]
+    results: tuple[str, ...]
+    forms: Mapping[str, Mapping[str, Form]]
+
+
+@dataclass(frozen=True)
+class Lowering:
+    """What every operator is lowered with."""
+
+    graph: Graph
+    sharding: Sharding
+    groups: Mapping[str, Group]
+    device: torch.device
+    draw: Draw
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return tuple(self.sharding.sizes)
+
+    def variant(self, forms: Mapping[str, Form]) -> Variant:
+        return tuple(forms[axis] for axis in self.axes)
+
+    def crossing(self, value: str) -> Variant:
+        """The form in which a value crosses to another stage: as it is made, summands summed."""
+        return tuple("R" if form == "P" else form for form in self.variant(self.sharding.forms[value]))
+
+
+def lower(stage: Stage, lowering: Lowering) -> LocalStage:
+    """Lower one stage. Raises LayoutError where two forms cannot be brought together."""
+    builder = _Builder(stage, lowering)
+    return builder.build()
+
+
+class _Builder:
+    def __init__(self, stage: Stage, lowering: Lowering) -> None:
+        self.stage, self.low = stage, lowering
+        self.fx = fx.Graph()
+        self.env: dict[str, dict[Variant, fx.Node]] = {}
+        self.placed = {v.value: v for v in (*lowering.graph.parameters, *lowering.graph.buffers)}
+        self.ordinal = {op.name: i for i, op in enumerate(lowering.graph.operators)}
+        self.tensors = lowering.graph.tensors
+        self.part = (0, False)  # number of the run of operators of one layer, and whether it is a repeated layer
+
+    def build(self) -> LocalStage:
+        low, stage = self.low, self.stage
+        forms: dict[str, Mapping[str, Form]] = {}
+        for value in stage.variables:
+            self.env[value] = {low.variant(low.sharding.forms[value]): self.fx.placeholder(_identifier(value))}
+            forms[value] = low.sharding.forms[value]
+        received = tuple(dict.fromkeys(v for _, values in stage.receives for v in values))
+        for value in received:
+            self.env[value] = {low.crossing(value): self.fx.placeholder(_identifier(value))}
+            forms[value] = dict(zip(low.axes, low.crossing(value), strict=True))
+        layer: str | None = None
+        for op in stage.operators:
+            here = layer_of(op.site)
+            if here != layer:
+                layer, self.part = here, (self.part[0] + 1, bool(here))
+            self._operator(op)
+        sent = tuple(dict.fromkeys(v for _, values in stage.sends for v in values))
+        out = []
+        for value in sent:
+            out.append(self.get(value, low.crossing(value)))
+            forms[value] = dict(zip(low.axes, low.crossing(value), strict=True))
+        for value in stage.results:
+            # A loss stays a summand: its gradient is 1 on every rank, and the sum is only asked for to be shown.
+            want = low.variant(low.sharding.forms[value]) if value == low.graph.loss and not low.graph.outputs else low.crossing(value)
+            out.append(self.get(value, want))
+            forms[value] = dict(zip(low.axes, want, strict=True))
+        self.fx.output(tuple(out))
+        self.fx.lint()
+        module = fx.GraphModule(torch.nn.Module(), self.fx, class_name=f"Stage{stage.index}")
+        return LocalStage(module, stage.variables, received, sent, stage.results, forms)
+
+    def _node(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> fx.Node:
+        node = self.fx.call_function(target, args, kwargs)
+        node.meta["part"] = self.part
+        return node
+
+    def get(self, value: str, want: tuple[Form | None, ...]) -> fx.Node:
+        """The node of `value` in form `want` (None: any), moving it where no earlier move did."""
+        have = self.env[value]
+        for variant, node in have.items():
+            if all(w is None or w == v for w, v in zip(want, variant, strict=True)):
+                return node
+        source = min(have, key=lambda variant: self._moves(variant, want))
+        node, at = have[source], list(source)
+        # Summands are summed before anything else, so that later moves carry whole tensors.
+        order = sorted(range(len(at)), key=lambda i: at[i][0] != "P")
+        for i in order:
+            target = want[i]
+            if target is None or target == at[i]:
+                continue
+            axis = self.low.axes[i]
+            node = self._node(redistribute, (node, self.low.groups[axis], at[i], target))
+            at[i] = target
+            have[tuple(at)] = node
+        return node
+
+    def _moves(self, variant: Variant, want: tuple[Form | None, ...]) -> tuple[int, int]:
+        """(collectives, moves) from one variant to another: fewest first."""
+        collectives = moves = 0
+        for a, b in zip(variant, want, strict=True):
+            if b is None or a == b:
+                continue
+            if (a, b) == ("+", "R"):
+                return 1000, 0
+            forward, backward = move_collectives(a, b)
+            collectives += (forward not in ("", "slice")) + (backward not in ("", "slice", "pad"))
+            moves += 1
+        return collectives, moves
+
+    def _operator(self, op: Operator) -> None:
+        low = self.low
+        rows = low.sharding.needs[op.name]
+        inputs = [self.get(value, tuple(row[axis] for axis in low.axes)) for value, row in zip(op.inputs, rows, strict=True)]
+        node = self._call(op, inputs)
+        made = [low.variant(low.sharding.forms[value]) for value in op.outputs]
+        if op.multiple:
+            for i, (value, variant) in enumerate(zip(op.outputs, made, strict=True)):
+                self.env[value] = {variant: self._node(python_operator.getitem, (node, i))}
+        else:
+            self.env[op.outputs[0]] = {made[0]: node}
+
+    def _shape(self, value: str) -> tuple[int, ...]:
+        return self.low.sharding.shape(value, self.tensors[value].shape)
+
+    def _call(self, op: Operator, inputs: list[fx.Node]) -> fx.Node:
+        given = iter(inputs)
+        args = [self._arg(a, given) for a in op.args]
+        kwargs = {k: self._arg(a, given) for k, a in op.kwargs}
+        name = op.target.split(".")[1]
+        cut = {axis: label for axis, label in self.low.sharding.ops[op.name].items() if label}
+        special = self._special(op, name, cut, args, kwargs)
+        if special is not None:
+            return special
+        if name in _RESHAPES:
+            return self._emit(op, torch.ops.aten.reshape.default, [args[0], list(self._shape(op.outputs[0]))], {})
+        if name in _EXPANDS:
+            return self._emit(op, torch.ops.aten.expand.default, [args[0], list(self._shape(op.outputs[0]))], {})
+        return self._emit(op, _lookup(op.target), args, kwargs)
+
+    def _emit(self, op: Operator, target: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
+        if op.full_precision:
+            return self._node(_full_precision, (target, *args), kwargs)
+        return self._node(target, tuple(args), kwargs)
+
+    def _arg(self, arg: Arg, given: Any) -> Any:
+        if isinstance(arg, Ref):
+            return next(given)
+        if isinstance(arg, tuple):
+            return [self._arg(a, given) for a in arg]
+        if isinstance(arg, Word):
+            return self.low.device if arg.kind == "device" else getattr(torch, arg.name)
+        return arg
+
+    def _special(self, op: Operator, name: str, cut: dict[str, str], args: list[Any], kwargs: dict[str, Any]) -> fx.Node | None:
+        """Operators that are more than themselves: where a cut needs a kernel, where they are random, where they write a buffer."""
+        low = self.low
+        if writes_buffer(op, self.placed):
+            return self._node(_bind(_write_buffer, _lookup(op.target), low.draw), tuple(args), kwargs)
+        training = name != "native_dropout" and (args[2] if len(args) > 2 else True)
+        if name == "dropout":
+            if not training or args[1] == 0.0:
+                return args[0]  # type: ignore[no-any-return]
+            return self._node(_bind(dropout, draw=low.draw, operator=self.ordinal[op.name], part=self._part(cut)), (args[0], args[1]))
+        if name == "scaled_dot_product_attention" and len(args) > 4 and args[4] > 0.0:
+            q, k, v, mask, p, causal = (*args, False)[:6]
+            call = _bind(attention, draw=low.draw, operator=self.ordinal[op.name], part=self._part(cut))
+            return self._node(call, (q, k, v, mask, p, causal, kwargs.get("scale"), kwargs.get("enable_gqa", False)))
+        if name == "batch_norm" and len(args) > 5 and args[5]:
+            rule = self._rule(op)
+            groups = tuple(low.groups[axis] for axis, label in cut.items() if label in rule.kernels)
+            return self._node(_bind(_batch_norm, low.draw, groups), tuple(args))
+        kernels = self._kernels(op, cut)
+        if name == "embedding" and "vocabulary" in kernels:
+            rows = self.tensors[op.inputs[0]].shape[0]
+            return self._node(embedding, (args[0], args[1], args[2] if len(args) > 2 else -1, rows, kernels["vocabulary"]))
+        if name in ("cross_entropy_loss", "nll_loss", "nll_loss_nd") and kernels:
+            if name == "cross_entropy_loss":
+                weight, ignore, smoothing = (*args, *(None, 1, -100, 0.0)[len(args) - 2 :])[2], (*args, *(None, 1, -100, 0.0)[len(args) - 2 :])[4], 0.0
+                smoothing = args[5] if len(args) > 5 else kwargs.get("label_smoothing", 0.0)
+                classes = self.tensors[op.inputs[0]].shape[1]
+                call = _bind(cross_entropy, rows=kernels.get("average"), classes=kernels.get("vocabulary"), smoothing=smoothing)
+                return self._node(call, (args[0], args[1], ignore, classes), {"weight": weight})
+            return self._node(_bind(_nll, kernels["average"]), tuple(args))
+        average = [low.sharding.sizes[axis] for axis, group in self._averages(op, cut).items() if group]
+        if average:
+            scale = 1.0
+            for n in average:
+                scale /= n
+            whole = self._emit(op, _lookup(op.target), args, kwargs)
+            return self._node(torch.ops.aten.mul.Tensor, (whole, scale))
+        position = {"linear": 2, "conv1d": 2, "conv2d": 2, "conv3d": 2, "bilinear": 3}.get(name)
+        if position is not None and len(args) > position and args[position] is not None and self._contracted(op, cut):
+            groups = [low.groups[axis] for axis in self._contracted(op, cut)]
+            bias, args[position] = args[position], None
+            partial_sum = self._emit(op, _lookup(op.target), args, kwargs)
+            for group in groups:
+                partial_sum = self._node(redistribute, (partial_sum, group, "P", "R"))
+            shape = [-1] + [1] * (len(self.tensors[op.outputs[0]].shape) - 2) if name.startswith("conv") else [-1]
+            bias = self._node(torch.ops.aten.reshape.default, (bias, shape)) if len(shape) > 1 else bias
+            return self._node(_add_bias, (partial_sum, bias))
+        return None
+
+    def _rule(self, op: Operator) -> Rule:
+        rule = rule_of(op, self.tensors)
+        assert rule is not None, op.name  # only an operator with a rule is ever cut
+        return rule
+
+    def _kernels(self, op: Operator, cut: dict[str, str]) -> dict[str, Group]:
+        if not cut:
+            return {}
+        rule = self._rule(op)
+        return {rule.kernels[label]: self.low.groups[axis] for axis, label in cut.items() if label in rule.kernels}
+
+    def _averages(self, op: Operator, cut: dict[str, str]) -> dict[str, bool]:
+        if not cut:
+            return {}
+        rule = self._rule(op)
+        return {axis: rule.kernels.get(label) == "average" for axis, label in cut.items()}
+
+    def _contracted(self, op: Operator, cut: dict[str, str]) -> list[str]:
+        if not cut:
+            return []
+        rule = self._rule(op)
+        return [axis for axis, label in cut.items() if all(label not in out for out in rule.outputs)]
+
+    def _part(self, cut: dict[str, str]) -> int:
+        """Which piece of a cut operator this rank has."""
+        part = 0
+        for axis in cut:
+            part = part * self.low.groups[axis].size + self.low.groups[axis].index
+        return part
+
+
+def layer_of(site: str) -> str:
+    """The repeated layer that a site stands in: its path up to the first number; empty outside of layers.
+
+    >>> layer_of("encoder.layers.3.mlp/linear"), layer_of("head/linear")
+    ('encoder.layers.3', '')
+    """
+    found = _LAYER.match(site)
+    return found.group(0) if found else ""
+
+
+def _lookup(target: str) -> Callable[..., Any]:
+    namespace, packet, overload = target.split(".")
+    return getattr(getattr(getattr(torch.ops, namespace), packet), overload)  # type: ignore[no-any-return]
+
+
+def _bind(function: Callable[..., Any], *first: Any, **named: Any) -> Callable[..., Any]:
+    """`functools.partial`, with the name that fx writes into the code it generates."""
+
+    def bound(*args: Any, **kwargs: Any) -> Any:
+        return function(*first, *args, **named, **kwargs)
+
+    bound.__name__ = bound.__qualname__ = function.__name__.lstrip("_")
+    bound.__module__ = function.__module__
+    return bound
+
+
+def _identifier(value: str) -> str:
+    return value.replace(".", "_")
+
+
+def _full_precision(target: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Any:
+    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        return target(*args, **kwargs)
+
+
+def _write_buffer(target: Callable[..., Any], draw: Draw, buffer: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    if not draw.recomputing:
+        with torch.no_grad():
+            target(buffer, *args, **kwargs)
+    return buffer
+
+
+def _batch_norm(
+    draw: Draw, groups: tuple[Group, ...], x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, var: Tensor | None,
+    training: bool, momentum: float, eps: float, *rest: Any,
+) -> Tensor:  # fmt: skip
+    if draw.recomputing:
+        mean = var = None
+    if not groups:
+        return torch.ops.aten.batch_norm.default(x, weight, bias, mean, var, training, momentum, eps, False)  # type: ignore[no-any-return]
+    return batch_norm(x, weight, bias, mean, var, momentum, eps, groups)
+
+
+def _nll(rows: Group, log_probabilities: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = 1, ignore: int = -100) -> Tensor:
+    loss = torch.nn.functional.nll_loss(log_probabilities, target, weight, ignore_index=ignore, reduction="sum")
+    count = (target != ignore).sum().to(loss.dtype)
+    rows.all_reduce(count)
+    return loss / count
+
+
+def _add_bias(x: Tensor, bias: Tensor) -> Tensor:
+    return x + bias.to(x.dtype)

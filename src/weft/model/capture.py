@@ -1,0 +1,353 @@
+"""From a module, a batch and a loss to a `Graph`: one microbatch, forward, down to the loss, at global shapes.
+
+In: a module whose parameters are fake tensors (no memory), the example batch, and optionally `loss(output, batch)`.
+Out: a `Captured` graph, or `ModelError` where `torch.export` cannot follow the model (data-dependent branches).
+In-place operators are made functional; only buffers (batch-norm statistics) are still written in place.
+Not modelled: dynamic shapes. Another microbatch size is another capture.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from weft.errors import ModelError
+from weft.model.functional import make_functional
+from weft.model.graph import Arg, Graph, Operator, Ref, Tensor, Variable, Word
+
+Loss = Callable[[Any, Any], torch.Tensor]
+_IGNORED = ("aten._assert_tensor_metadata.default", "aten._assert_async.msg", "aten.sym_constrain_range_for_size.default")
+_PACKET_WORDS = {torch.strided: Word("layout", "strided"), **{f: Word("format", str(f).split(".")[1]) for f in (
+    torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d)}}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A graph with the values of its constants (small tensors that the model's code made while it was traced)."""
+
+    graph: Graph
+    constants: Mapping[str, torch.Tensor]
+
+
+def leaves(batch: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """(path, leaf) of every leaf of nested tuples, lists and dicts, in order: `0`, `1.mask`, `input_ids`."""
+    if isinstance(batch, Mapping):
+        for key, value in batch.items():
+            yield from leaves(value, f"{path}.{key}" if path else str(key))
+    elif isinstance(batch, tuple | list):
+        for i, value in enumerate(batch):
+            yield from leaves(value, f"{path}.{i}" if path else str(i))
+    else:
+        yield path, batch
+
+
+def rebuild(batch: Any, new: Mapping[str, Any], path: str = "") -> Any:
+    """The same nesting with the leaves of `new`, by path."""
+    if isinstance(batch, Mapping):
+        return {key: rebuild(value, new, f"{path}.{key}" if path else str(key)) for key, value in batch.items()}
+    if isinstance(batch, tuple | list):
+        items = [rebuild(value, new, f"{path}.{i}" if path else str(i)) for i, value in enumerate(batch)]
+        return tuple(items) if isinstance(batch, tuple) else items
+    return new[path]
+
+
+def batch_size_of(batch: Any) -> int:
+    """Samples in dimension 0 of the first tensor that has one. Raises ModelError where there is none."""
+    for _, leaf in leaves(batch):
+        if isinstance(leaf, torch.Tensor) and leaf.dim():
+            return leaf.shape[0]
+    raise ModelError("the batch has no tensor with a dimension; its tensors need the samples in dimension 0")
+
+
+def call(model: nn.Module, batch: Any, loss: Loss | None) -> torch.Tensor:
+    """Run the model on a batch as `MODEL` says: dicts by keyword, tuples in order; then the loss, a scalar.
+
+    Raises:
+        ModelError: no loss is given and the output is neither a scalar nor has a scalar `.loss`.
+    """
+    output = model(**batch) if isinstance(batch, Mapping) else model(*batch) if isinstance(batch, tuple | list) else model(batch)
+    if loss is not None:
+        value = loss(output, batch)
+    else:
+        value = output if isinstance(output, torch.Tensor) else getattr(output, "loss", None)
+        if value is None and isinstance(output, Mapping):
+            value = output.get("loss")
+    if not isinstance(value, torch.Tensor) or value.numel() != 1:
+        got = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else f"{type(output).__name__}"
+        raise ModelError(f"the loss must be a scalar tensor, got {got}; pass loss=f with f(output, batch) -> scalar")
+    return value.reshape(())
+
+
+class _Step(nn.Module):
+    """Model and loss as one module of tensor leaves, which is what `torch.export` takes."""
+
+    def __init__(self, model: nn.Module, batch: Any, loss: Loss | None, outputs: bool) -> None:
+        super().__init__()
+        self.model = model
+        self._batch = batch
+        self._loss = loss
+        self._outputs = outputs
+
+    def forward(self, *tensors: torch.Tensor) -> Any:
+        given = iter(tensors)
+        new = {path: next(given) if isinstance(leaf, torch.Tensor) else leaf for path, leaf in leaves(self._batch)}
+        batch = rebuild(self._batch, new)
+        if self._outputs:
+            output = self.model(**batch) if isinstance(batch, Mapping) else self.model(*batch)
+            return tuple(leaf for _, leaf in leaves(output) if isinstance(leaf, torch.Tensor))
+        return call(self.model, batch, self._loss)
+
+
+def capture(
+    model: nn.Module, batch: Any, loss: Loss | None = None, *, batch_size: int | None = None, fake_mode: Any = None, outputs: bool = False
+) -> Captured:
+    """Capture `model` and `loss` on a batch of `batch_size` samples (default: the batch's own).
+
+    `model` has fake parameters of `fake_mode`. With `outputs` the graph ends at the model's output tensors instead of a loss.
+
+    Raises:
+        ModelError: the model cannot be followed, with the reason.
+    """
+    samples = batch_size_of(batch)
+    size = batch_size or samples
+
+    def resized(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        batched = leaf.dim() and leaf.shape[0] == samples
+        shape = (size, *leaf.shape[1:]) if batched else tuple(leaf.shape)
+        return torch.empty(shape, dtype=leaf.dtype)
+
+    with fake_mode if fake_mode is not None else contextlib.nullcontext():
+        fakes = {path: resized(leaf) for path, leaf in leaves(batch)}
+    step = _Step(model, batch, loss, outputs)
+    step.train(model.training)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            tensors = tuple(leaf for leaf in fakes.values() if isinstance(leaf, torch.Tensor))
+            program = torch.export.export(step, tensors, strict=False)
+        except ModelError:
+            raise
+        except Exception as error:
+            said = str(error).strip().splitlines()
+            raise ModelError(f"torch.export cannot follow the model: {type(error).__name__}: {said[0] if said else ''}") from error
+        try:
+            return _read(program, step, batch, samples, size, outputs)
+        except _Aliased:
+            return _read(program.run_decompositions({}), step, batch, samples, size, outputs)
+
+
+class _Aliased(Exception):
+    """An in-place write whose aliases cannot be followed here; torch's own functionalisation is asked instead."""
+
+
+def _read(program: Any, step: _Step, batch: Any, samples: int, size: int, outputs: bool) -> Captured:
+    signature = program.graph_signature
+    names = {spec.arg.name: spec for spec in signature.input_specs if hasattr(spec.arg, "name")}
+    owners: dict[int, str] = {}
+    aliases: dict[str, list[str]] = {}
+    for name, tensor in (*step.model.named_parameters(remove_duplicate=False), *step.model.named_buffers(remove_duplicate=False)):
+        first = owners.setdefault(id(tensor), name)
+        if first != name:
+            aliases.setdefault(first, []).append(name)
+    by_name = {
+        name: owners[id(tensor)]
+        for name, tensor in (*step.model.named_parameters(remove_duplicate=False), *step.model.named_buffers(remove_duplicate=False))
+    }
+    trainable = {name for name, p in step.model.named_parameters() if p.requires_grad}
+    paths = [path for path, leaf in leaves(batch) if isinstance(leaf, torch.Tensor)]
+    batched = {path for path, leaf in leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == samples}
+
+    reader = _Reader()
+    parameters: dict[str, Variable] = {}
+    buffers: dict[str, Variable] = {}
+    inputs: list[Variable] = []
+    constants: dict[str, torch.Tensor] = {}
+    constant_variables: list[Variable] = []
+    num_inputs = 0
+    for node in program.graph.nodes:
+        if node.op != "placeholder":
+            continue
+        spec = names[node.name]
+        kind = spec.kind.name
+        target = (spec.target or "").removeprefix("model.")
+        tensor = _spec(node.meta.get("val"))
+        if kind == "USER_INPUT":
+            path = paths[num_inputs]
+            num_inputs += 1
+            inputs.append(Variable(node.name, path, tensor, batched=path in batched))
+        elif kind == "CONSTANT_TENSOR" or target not in by_name:
+            constants[node.name] = program.constants[spec.target]
+            constant_variables.append(Variable(node.name, spec.target, tensor))
+        else:
+            first = by_name[target]
+            table = parameters if kind == "PARAMETER" else buffers
+            if first in table:
+                reader.rename[node.name] = table[first].value
+                continue
+            table[first] = Variable(node.name, first, tensor, tuple(aliases.get(first, ())), first in trainable)
+        reader.tensors[node.name] = tensor
+    reader.read(program.graph, program.graph_module)
+    operators = make_functional(reader.operators, reader.tensors, {b.value for b in buffers.values()})
+    if operators is None:
+        raise _Aliased
+    ops, rename = operators
+    results = [rename.get(v, v) for v in reader.results]
+    wanted = _keep(ops, results, {b.value for b in buffers.values()})
+    if outputs and not results:
+        raise ModelError("the model's output holds no tensor; it must return tensors")
+    used = {value for op in wanted for value in op.inputs} | set(results)
+    tensors = {value: spec for value, spec in reader.tensors.items() if value in used or any(value in op.outputs for op in ())}
+    for op in wanted:
+        tensors.update({value: reader.tensors[value] for value in op.outputs})
+    everything = (*parameters.values(), *buffers.values(), *inputs, *constant_variables)
+    tensors.update({v.value: v.tensor for v in everything})
+    graph = Graph(
+        tuple(parameters.values()),
+        tuple(buffers.values()),
+        tuple(inputs),
+        tuple(v for v in constant_variables if v.value in used),
+        tuple(wanted),
+        tensors,
+        results[-1],
+        size,
+        tuple(results) if outputs else (),
+    )
+    return Captured(graph, {v: t for v, t in constants.items() if v in used})
+
+
+def _keep(operators: list[Operator], results: list[str], buffers: set[str]) -> list[Operator]:
+    """Operators that a result or a buffer needs, in order."""
+    needed = set(results)
+    kept = []
+    for op in reversed(operators):
+        if op.target in _IGNORED:
+            continue
+        writes = op.target.split(".")[1].endswith("_") and op.args and isinstance(op.args[0], Ref) and op.args[0].value in buffers
+        if writes or any(value in needed for value in op.outputs) or any(value in buffers for value in op.inputs[:1]) and writes:
+            needed.update(op.inputs)
+            kept.append(op)
+    return kept[::-1]
+
+
+def _spec(value: Any) -> Tensor:
+    if isinstance(value, torch.Tensor):
+        return Tensor(tuple(int(n) for n in value.shape), str(value.dtype).removeprefix("torch."))
+    return Tensor((), {bool: "bool", int: "int64", float: "float64"}.get(type(value), "int64"))
+
+
+class _Reader:
+    """Walks an fx graph, sub-graphs of gradient and autocast blocks included, into operators."""
+
+    def __init__(self) -> None:
+        self.operators: list[Operator] = []
+        self.tensors: dict[str, Tensor] = {}
+        self.rename: dict[str, str] = {}
+        self.results: list[str] = []
+        self._sites: dict[str, int] = {}
+        self._tuples: dict[str, tuple[str, ...]] = {}
+
+    def read(self, graph: Any, owner: nn.Module) -> None:
+        for node in graph.nodes:
+            if node.op == "call_function":
+                self._call(node, owner, "", node.name, full_precision=False)
+            elif node.op == "output":
+                self.results = [self._name(n.name) for n in node.args[0] if hasattr(n, "name")]
+
+    def _name(self, name: str) -> str:
+        while name in self.rename:
+            name = self.rename[name]
+        return name
+
+    def _call(self, node: Any, owner: nn.Module, prefix: str, name: str, full_precision: bool) -> None:
+        target = node.target
+        if target is operator.getitem:
+            source = self._tuples[prefix + node.args[0].name]
+            self.rename[prefix + node.name] = source[node.args[1]]
+            return
+        if not isinstance(target, torch._ops.OpOverload):  # type: ignore[attr-defined]
+            self._block(node, owner, prefix)
+            return
+        value = node.meta.get("val")
+        multiple = isinstance(value, tuple | list)
+        full = prefix + node.name
+        outputs = tuple(f"{full}.{i}" for i in range(len(value))) if multiple else (full,)
+        for output, item in zip(outputs, value if multiple else (value,), strict=True):
+            self.tensors[output] = _spec(item)
+        if multiple:
+            self._tuples[full] = outputs
+        self.operators.append(
+            Operator(
+                full,
+                str(target),
+                tuple(self._arg(a, prefix) for a in node.args),
+                tuple((k, self._arg(a, prefix)) for k, a in node.kwargs.items() if k != "pin_memory"),
+                outputs,
+                self._site(node, str(target)),
+                multiple,
+                full_precision,
+            )
+        )
+
+    def _block(self, node: Any, owner: nn.Module, prefix: str) -> None:
+        """Inline `with torch.no_grad()` (its outputs are detached) and `with torch.autocast(...)` blocks."""
+        kind = str(node.target)
+        if "set_grad_enabled" in kind:
+            keep_grad, body, operands, full_precision = node.args[0], node.args[1], node.args[2:], False
+        elif "autocast" in kind:
+            keep_grad, body, operands, full_precision = True, node.args[4], node.args[5:], not node.args[2]
+        else:
+            raise ModelError(f"the model calls {kind}, which weft cannot take apart")
+        inner = getattr(owner, body.target)
+        within = f"{prefix}{node.name}."
+        given = iter(operands)
+        for child in inner.graph.nodes:
+            if child.op == "placeholder":
+                self.rename[within + child.name] = self._name(prefix + next(given).name)
+            elif child.op == "call_function":
+                self._call(child, inner, within, child.name, full_precision)
+            elif child.op == "output":
+                results = child.args[0] if isinstance(child.args[0], tuple | list) else (child.args[0],)
+                made = []
+                for i, result in enumerate(results):
+                    value = self._name(within + result.name)
+                    if not keep_grad and self.tensors[value].is_float:
+                        out = f"{within}detach{i}"
+                        self.tensors[out] = self.tensors[value]
+                        self.operators.append(Operator(out, "aten.detach.default", (Ref(value),), (), (out,), self._site(node, "aten.detach.default")))
+                        value = out
+                    made.append(value)
+                self._tuples[prefix + node.name] = tuple(made)
+                if not isinstance(child.args[0], tuple | list):
+                    self.rename[prefix + node.name] = made[0]
+
+    def _arg(self, arg: Any, prefix: str) -> Arg:
+        if isinstance(arg, torch.fx.Node):
+            return Ref(self._name(prefix + arg.name))
+        if isinstance(arg, tuple | list):
+            return tuple(self._arg(a, prefix) for a in arg)
+        if isinstance(arg, torch.dtype):
+            return Word("dtype", str(arg).removeprefix("torch."))
+        if isinstance(arg, torch.device):
+            return Word("device", "run")
+        if isinstance(arg, torch.layout | torch.memory_format):
+            return _PACKET_WORDS[arg]
+        if arg is None or isinstance(arg, bool | int | float | str | complex):
+            return arg
+        raise ModelError(f"the model passes {type(arg).__name__} to an operator; weft knows numbers, text, dtypes and tensors")
+
+    def _site(self, node: Any, target: str) -> str:
+        stack = node.meta.get("nn_module_stack") or {}
+        path = next(reversed(stack.values()))[0] if stack else ""
+        path = path.removeprefix("model").removeprefix(".")
+        base = f"{path}/{target.split('.')[1]}"
+        count = self._sites[base] = self._sites.get(base, -1) + 1
+        return base if not count else f"{base}#{count}"

@@ -1,0 +1,489 @@
+"""From factor rules to a complete sharding: which label of every operator is cut over each mesh axis, and what moves.
+
+In: a graph, the axes with their sizes, and where parameters (and buffers) are cut; or nothing for an axis, and the best cut is
+searched. Out: `Sharding`: for every operator the label that is cut, for every value the form it is made in and the forms it
+is needed in.
+
+A value's form along one axis is one of
+
+    "R"    whole on every rank, and so is its gradient
+    "+"    whole on every rank, but each rank's gradient is a summand of the true one
+    "P"    every rank holds a summand
+    "S2"   rank i holds piece i of dimension 2
+
+A consumer that is cut on a label which an input lacks computes only its share of that input's gradient: it needs "+". Getting
+"+" from "R" costs nothing forward and an all-reduce backward (Megatron's f); "P" to "R" is its dual (g). A parameter that is
+needed as "+" everywhere needs no operator at all: its gradient is summed once a step (`Sharding.gradients`).
+
+The search is a frontier dynamic programme: operators in order, states are the forms of the values still needed, the
+`beam` cheapest distinct states are kept. It is exact while the frontier has at most `beam` distinct states.
+
+Not modelled: overlap, memory. One dimension of a tensor is cut by at most one axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from weft.errors import LayoutError
+from weft.model.graph import Graph, Operator, Ref
+from weft.model.rules import Rule, rule_of
+from weft.model.work import operator_bytes, operator_flops
+
+Form = str
+Shards = tuple[tuple[str, int], ...]  # (parameter or buffer name, dim that is cut)
+
+# Operators whose output is the sum over a contracted label, so that a cut leaves summands.
+_SUMS = {"linear", "mm", "bmm", "mv", "dot", "matmul", "einsum", "sum", "mean", "conv1d", "conv2d", "conv3d", "bilinear"}
+_BIASED = {"linear": 2, "conv1d": 2, "conv2d": 2, "conv3d": 2, "bilinear": 3}  # position of a bias, added once, after the sum
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """What the search weighs against each other, per rank: FLOP/s, bytes/s of memory and of the axis' links, seconds of latency."""
+
+    flops_per_s: float = 1e9
+    memory_bytes_per_s: float = 1e10
+    link_bytes_per_s: float = 1e9
+    latency_s: float = 2e-4
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One redistribution. `forward` and `backward` name collectives ("" = none), on the value's tensor along `axis`."""
+
+    value: str
+    op: str  # the operator that needs it first
+    axis: str
+    source: Form
+    target: Form
+    forward: str
+    backward: str
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """The complete sharding of one graph.
+
+    `ops[name][axis]`: label that is cut, "" where the operator is replicated. `forms[value][axis]`: as made.
+    `needs[name][i][axis]`: the form in which input i is read (None: any). `gradients[value]`: axes over which the
+    gradient of this parameter, buffer or input must still be summed.
+    """
+
+    sizes: Mapping[str, int]
+    ops: Mapping[str, Mapping[str, str]]
+    forms: Mapping[str, Mapping[str, Form]]
+    needs: Mapping[str, tuple[Mapping[str, Form | None], ...]]
+    gradients: Mapping[str, tuple[str, ...]]
+    moves: tuple[Move, ...]
+    replicated: tuple[str, ...]  # sites of operators that have no rule
+    shards: Mapping[str, Shards] = field(default_factory=dict)  # by axis
+
+    def shape(self, value: str, shape: tuple[int, ...], forms: Mapping[str, Form] | None = None) -> tuple[int, ...]:
+        """The local shape of a value of global `shape`, in its own or the given forms."""
+        local = list(shape)
+        for axis, form in (self.forms[value] if forms is None else forms).items():
+            if form[0] == "S":
+                local[int(form[1:])] //= self.sizes[axis]
+        return tuple(local)
+
+
+def move_collectives(source: Form, target: Form) -> tuple[str, str]:
+    """(forward, backward) collectives of a redistribution: a collective and its dual. `slice` and "" move no bytes.
+
+    >>> move_collectives("P", "R"), move_collectives("R", "+"), move_collectives("S1", "+")
+    (('all_reduce', ''), ('', 'all_reduce'), ('all_gather', 'reduce_scatter'))
+    """
+    a, b = source[0], target[0]
+    table = {
+        ("R", "+"): ("", "all_reduce"),
+        ("R", "S"): ("slice", "all_gather"),
+        ("+", "S"): ("slice", "pad"),
+        ("P", "R"): ("all_reduce", ""),
+        ("P", "+"): ("all_reduce", "all_reduce"),
+        ("P", "S"): ("reduce_scatter", "all_gather"),
+        ("S", "R"): ("all_gather", "slice"),
+        ("S", "+"): ("all_gather", "reduce_scatter"),
+        ("S", "S"): ("all_to_all", "all_to_all"),
+    }
+    try:
+        return table[a, b]
+    except KeyError:
+        raise LayoutError(f"no redistribution from {source} to {target}") from None
+
+
+def _collective_s(name: str, size_bytes: float, n: int, prices: Prices) -> float:
+    factor = {"": 0.0, "slice": 0.0, "pad": 0.0, "all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0 / n}[name]
+    return factor * size_bytes * (n - 1) / n / prices.link_bytes_per_s + prices.latency_s if factor else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    label: str
+    needs: tuple[Form | None, ...]
+    makes: tuple[Form, ...]
+    cost_s: float
+
+
+class _Axis:
+    """The problem along one axis, with the other axes' decisions given."""
+
+    def __init__(self, graph: Graph, axis: str, n: int, taken: Mapping[str, set[int]], fixed: Mapping[str, int] | None, prices: Prices, divide: int):
+        self.graph, self.axis, self.n, self.prices = graph, axis, n, prices
+        self.taken = taken  # value -> dims that other axes cut
+        self.fixed = fixed
+        self.divide = divide  # ranks along the other axes, to scale bytes and FLOPs
+        self.grads = needs_gradient(graph)
+        self.placed = {v.value: v for v in (*graph.parameters, *graph.buffers)}
+        self.rules = {op.name: rule_of(op, graph.tensors) for op in graph.operators}
+        self.heavy = {op.name for op in graph.operators if operator_flops(op, graph.tensors) > 0}
+        if axis == "data":
+            # Every operator that can follow the samples does, whatever its latency: that is what the axis is for.
+            self.prices = replace(prices, latency_s=0.0)
+
+    def cuttable(self, value: str, dim: int) -> bool:
+        size = self.graph.tensors[value].shape[dim]
+        return size % self.n == 0 and size >= self.n and dim not in self.taken.get(value, ())
+
+    def choices(self, op: Operator) -> list[_Choice]:
+        rule = self.rules[op.name]
+        tensors = self.graph.tensors
+        seconds = 3 * max(operator_flops(op, tensors) / self.prices.flops_per_s, operator_bytes(op, tensors) / self.prices.memory_bytes_per_s)
+        seconds /= self.divide
+        whole: list[Form | None] = ["R"] * len(op.inputs)
+        if rule is not None:
+            whole = [None if labels is None else "R" for labels in rule.inputs]
+        found = [_Choice("", tuple(whole), ("R",) * len(op.outputs), seconds)]
+        if rule is None or writes_buffer(op, self.placed):
+            return found
+        name = op.target.split(".")[1]
+        for label in rule.labels:
+            choice = self._cut(op, name, rule, label, seconds / self.n)
+            if choice is not None:
+                found.append(choice)
+        return found
+
+    def worth(self, op: Operator, choice: _Choice, held: Mapping[str, tuple[Form, ...]]) -> bool:
+        """Whether a cut follows from something: an input that is cut there already, or (not over data) work that a cut saves.
+
+        Cuts of cheap operators out of the blue are legal, and crowd out the states that matter.
+        """
+        if not choice.label:
+            return True
+        for value, need in zip(op.inputs, choice.needs, strict=True):
+            if need is not None and need[0] == "S":
+                have = held.get(value) or self.start(value) or ()
+                if need in have:
+                    return True
+                if self.axis != "data" and value in self.placed and len(self.graph.tensors[value].shape) > 1 and not have:
+                    return True
+        return self.axis != "data" and op.name in self.heavy
+
+    def _cut(self, op: Operator, name: str, rule: Rule, label: str, seconds: float) -> _Choice | None:
+        kernel = rule.kernels.get(label)
+        makes: list[Form] = []
+        for value, labels in zip(op.outputs, rule.outputs, strict=True):
+            if label in labels:
+                dim = labels.index(label)
+                if not self.cuttable(value, dim):
+                    return None
+                makes.append(f"S{dim}")
+            elif kernel == "vocabulary":
+                makes.append("P" if name == "embedding" else "R")
+            elif kernel in ("average", "statistics") or name in _SUMS or name.endswith("_loss") or name == "kl_div":
+                makes.append("P")
+            else:
+                return None
+        contracted = any(form == "P" for form in makes) and kernel is None
+        bias = op.args[_BIASED[name]] if contracted and name in _BIASED and len(op.args) > _BIASED[name] else None
+        if isinstance(bias, Ref):
+            makes = ["R"] * len(makes)  # the kernel reduces before it adds the bias
+            seconds += _collective_s("all_reduce", self._bytes(op.outputs[0]), self.n, self.prices)
+        needs: list[Form | None] = []
+        for value, labels in zip(op.inputs, rule.inputs, strict=True):
+            if labels is None:
+                needs.append(None)
+            elif label in labels:
+                dim = labels.index(label)
+                if not self.cuttable(value, dim):
+                    return None
+                needs.append(f"S{dim}")
+            elif isinstance(bias, Ref) and value == bias.value:
+                needs.append("R")
+            else:
+                needs.append("+" if value in self.grads else "R")
+        if name == "batch_norm":
+            # Running statistics are written where they are stored, so they cannot be moved first.
+            for value, form in zip(op.inputs, needs, strict=True):
+                stored = self.fixed.get(value) if self.fixed is not None and value in self.placed else None
+                if value in self.placed and value not in self.grads and self.fixed is not None and form != ("R" if stored is None else f"S{stored}"):
+                    return None
+        if kernel == "statistics":
+            seconds += 2 * _collective_s("all_reduce", 16.0 * self.graph.tensors[op.inputs[0]].shape[1], self.n, self.prices)
+        return _Choice(label, tuple(needs), tuple(makes), seconds)
+
+    def _bytes(self, value: str) -> float:
+        return self.graph.tensors[value].size_bytes / self.divide
+
+    def move_s(self, value: str, source: Form, target: Form) -> float:
+        """Seconds of a redistribution, forward and (where the value has a gradient) backward."""
+        if source == target:
+            return 0.0
+        if (source, target) == ("+", "R"):
+            return float("inf")
+        forward, backward = move_collectives(source, target)
+        if target[0] == "S" and not self.cuttable(value, int(target[1:])):
+            return float("inf")
+        size = self._bytes(value)
+        cost = _collective_s(forward, size, self.n, self.prices)
+        if value in self.grads:
+            cost += _collective_s(backward, size, self.n, self.prices)
+        return cost
+
+    def place(self, value: str, need: Form) -> tuple[Form, float] | None:
+        """A parameter or buffer met for the first time, free to lie as it is needed: (stored form, seconds a step)."""
+        size = self.graph.tensors[value].size_bytes
+        touched = size * 8 / self.prices.memory_bytes_per_s  # gradient and optimizer states, read and written
+        if need[0] == "S":
+            return (need, touched / self.n) if self.cuttable(value, int(need[1:])) else None
+        extra = _collective_s("all_reduce", size, self.n, self.prices) if need == "+" and value in self.grads else 0.0
+        return "R", touched + extra
+
+    def start(self, value: str) -> tuple[Form, ...] | None:
+        """Forms in which a variable is there at the beginning; None for a parameter that may still lie anywhere."""
+        if value in self.placed:
+            if self.fixed is None:
+                return None
+            dim = self.fixed.get(value)
+            return ("R",) if dim is None else (f"S{dim}",)
+        for v in self.graph.inputs:
+            if v.value == value:
+                return ("S0",) if v.batched and self.axis == "data" else ("R",)
+        return ("R",)
+
+    def solve(self, beam: int) -> tuple[dict[str, _Choice], dict[str, Form]]:
+        """The cheapest choices found, and where parameters and buffers lie."""
+        last: dict[str, int] = {}
+        for i, op in enumerate(self.graph.operators):
+            for value in op.inputs:
+                last[value] = i
+        State = tuple[float, dict[str, tuple[Form, ...]], tuple[object, ...] | None]
+        states: list[State] = [(0.0, {}, None)]
+        for i, op in enumerate(self.graph.operators):
+            choices = self.choices(op)
+            best: dict[tuple[object, ...], State] = {}
+            for cost, held, path in states:
+                for choice in choices:
+                    if not self.worth(op, choice, held):
+                        continue
+                    tried = self._apply(op, choice, cost, held)
+                    if tried is None:
+                        continue
+                    total, after, stored = tried
+                    for value in set(op.inputs):
+                        if last[value] == i:
+                            after.pop(value, None)
+                    for value, form in zip(op.outputs, choice.makes, strict=True):
+                        if last.get(value, -1) > i:
+                            after[value] = (form,)
+                    key = tuple(sorted(after.items()))
+                    if key not in best or total < best[key][0]:
+                        best[key] = (total, after, (path, op.name, choice, stored))
+            states = sorted(best.values(), key=lambda s: s[0])[:beam]
+        chosen: dict[str, _Choice] = {}
+        placed: dict[str, Form] = {}
+        node = states[0][2]
+        while node is not None:
+            node, name, choice, stored = node  # type: ignore[assignment,misc]
+            chosen[name] = choice  # type: ignore[has-type,index,assignment]
+            placed.update(stored)  # type: ignore[has-type]
+        return chosen, placed
+
+    def _apply(
+        self, op: Operator, choice: _Choice, cost: float, held: dict[str, tuple[Form, ...]]
+    ) -> tuple[float, dict[str, tuple[Form, ...]], dict[str, Form]] | None:
+        after = dict(held)
+        stored: dict[str, Form] = {}
+        cost += choice.cost_s
+        for value, need in zip(op.inputs, choice.needs, strict=True):
+            have = after.get(value)
+            if have is None:
+                have = self.start(value)
+                if have is None:
+                    found = self.place(value, need or "R")
+                    if found is None:
+                        return None
+                    stored[value], extra = found
+                    cost += extra
+                    have = (found[0],) if need in (None, found[0]) else (found[0], need)
+                elif value in self.placed and need == "+" and have == ("R",):
+                    have = ("R", "+")  # its gradient is summed with all the others, whatever this use needs
+                after[value] = have
+            if need is None or need in have:
+                continue
+            price = min(self.move_s(value, source, need) for source in have)
+            if price == float("inf"):
+                return None
+            cost += price
+            after[value] = (*have, need)
+        return cost, after, stored
+
+
+def needs_gradient(graph: Graph) -> set[str]:
+    """Values whose gradient may be asked for: floating point, and made from a trainable parameter or a floating-point input."""
+    found = {v.value for v in graph.parameters if v.trainable and v.tensor.is_float}
+    found |= {v.value for v in graph.inputs if v.tensor.is_float}
+    for op in graph.operators:
+        if op.target.split(".")[1] == "detach" or not any(value in found for value in op.inputs):
+            continue
+        found.update(value for value in op.outputs if graph.tensors[value].is_float)
+    return found
+
+
+def writes_buffer(op: Operator, placed: Mapping[str, object]) -> bool:
+    """Whether the operator updates a buffer in place (`num_batches_tracked.add_(1)`); batch norm has a kernel of its own."""
+    name = op.target.split(".")[1]
+    return name.endswith("_") and not name.endswith("__") and bool(op.args) and isinstance(op.args[0], Ref) and op.args[0].value in placed
+
+
+def propagate(
+    graph: Graph,
+    sizes: Mapping[str, int],
+    shards: Mapping[str, Shards] | None = None,
+    *,
+    prices: Prices | Mapping[str, Prices] | None = None,
+    beam: int = 24,
+) -> Sharding:
+    """Complete the sharding over the axes of `sizes` (those of size 1 are left out), `data` first.
+
+    `shards[axis]` says where parameters and buffers are cut; an axis that is missing there is searched (`data` keeps all whole).
+
+    Raises:
+        LayoutError: a shard names a parameter that the graph does not have, or a dimension that does not divide.
+    """
+    names = {v.name: v for v in (*graph.parameters, *graph.buffers)}
+    ops: dict[str, dict[str, str]] = {op.name: {} for op in graph.operators}
+    forms: dict[str, dict[str, Form]] = {value: {} for value in graph.tensors}
+    needs: dict[str, list[dict[str, Form | None]]] = {op.name: [{} for _ in op.inputs] for op in graph.operators}
+    gradients: dict[str, list[str]] = {}
+    taken: dict[str, set[int]] = {}
+    cut: dict[str, Shards] = {}
+    moves: list[Move] = []
+    done = 1
+    for axis in sorted((a for a in sizes if sizes[a] > 1), key=lambda a: a != "data"):
+        n = sizes[axis]
+        given = (shards or {}).get(axis)
+        fixed: dict[str, int] | None = None
+        if given is not None or axis == "data":
+            fixed = {}
+            for name, dim in given or ():
+                if name not in names:
+                    raise LayoutError(f"the plan cuts {name} over {axis}, but the model has no such parameter or buffer")
+                shape = names[name].tensor.shape
+                if dim >= len(shape) or shape[dim] % n:
+                    raise LayoutError(f"the plan cuts dimension {dim} of {name} {list(shape)} over {axis}={n}, which does not divide it")
+                fixed[names[name].value] = dim
+        price = prices.get(axis, Prices()) if isinstance(prices, Mapping) else prices or Prices()
+        problem = _Axis(graph, axis, n, taken, fixed, price, done)
+        chosen, placed = problem.solve(beam)
+        _record(graph, problem, chosen, placed, ops, forms, needs, gradients, moves)
+        cut[axis] = tuple((v.name, int(forms[v.value][axis][1:])) for v in names.values() if forms[v.value][axis][0] == "S")
+        for value, by_axis in forms.items():
+            if by_axis[axis][0] == "S":
+                taken.setdefault(value, set()).add(int(by_axis[axis][1:]))
+        for op in graph.operators:
+            for value, by in zip(op.inputs, needs[op.name], strict=True):
+                form = by[axis]
+                if form is not None and form[0] == "S":
+                    taken.setdefault(value, set()).add(int(form[1:]))
+        done *= n
+    buffers = {v.value: v for v in (*graph.parameters, *graph.buffers)}
+    return Sharding(
+        {a: n for a, n in sizes.items() if n > 1},
+        ops,
+        forms,
+        {name: tuple(rows) for name, rows in needs.items()},
+        {value: tuple(axes) for value, axes in gradients.items()},
+        tuple(moves),
+        tuple(op.site for op in graph.operators if rule_of(op, graph.tensors) is None and not writes_buffer(op, buffers)),
+        cut,
+    )
+
+
+def _record(
+    graph: Graph,
+    problem: _Axis,
+    chosen: Mapping[str, _Choice],
+    placed: Mapping[str, Form],
+    ops: dict[str, dict[str, str]],
+    forms: dict[str, dict[str, Form]],
+    needs: dict[str, list[dict[str, Form | None]]],
+    gradients: dict[str, list[str]],
+    moves: list[Move],
+) -> None:
+    """Write one axis' solution down: forms, needs, deferred gradients, moves."""
+    axis = problem.axis
+    for v in graph.variables:
+        start = problem.start(v.value)
+        forms[v.value][axis] = placed.get(v.value, "R") if start is None else start[0]
+    for op in graph.operators:
+        choice = chosen[op.name]
+        ops[op.name][axis] = choice.label
+        for value, form in zip(op.outputs, choice.makes, strict=True):
+            forms[value][axis] = form
+        for row, form in zip(needs[op.name], choice.needs, strict=True):
+            row[axis] = form
+    _defer(graph, problem, ops, forms, needs)
+    uses: dict[str, list[Form | None]] = {}
+    for op in graph.operators:
+        for value, row in zip(op.inputs, needs[op.name], strict=True):
+            uses.setdefault(value, []).append(row[axis])
+    for v in (*graph.parameters, *graph.inputs):
+        wanted = {form for form in uses.get(v.value, ()) if form is not None}
+        summands = wanted == {"+"} or (axis == "data" and wanted and all(form == "+" or form[0] == "S" for form in wanted))
+        if forms[v.value][axis] == "R" and summands and v.value in problem.grads:
+            forms[v.value][axis] = "+"
+            gradients.setdefault(v.value, []).append(axis)
+    have = {value: [forms[value][axis]] for value in graph.tensors if value in forms and axis in forms[value]}
+    for op in graph.operators:
+        for value, row in zip(op.inputs, needs[op.name], strict=True):
+            need = row[axis]
+            if need is None or need in have[value]:
+                continue
+            source = cheapest(problem, value, have[value], need)
+            forward, backward = move_collectives(source, need)
+            moves.append(Move(value, op.name, axis, source, need, forward, backward if value in problem.grads else ""))
+            have[value].append(need)
+
+
+def cheapest(problem: _Axis, value: str, have: Iterable[Form], need: Form) -> Form:
+    """The form from which `need` is cheapest to get."""
+    return min(have, key=lambda source: problem.move_s(value, source, need))
+
+
+def _defer(graph: Graph, problem: _Axis, ops: dict[str, dict[str, str]], forms: dict[str, dict[str, Form]], needs: dict[str, list[dict[str, Form | None]]]) -> None:
+    """Let gradient summands travel backward through replicated operators, so that they are summed once, at the parameter.
+
+    A replicated operator whose results are needed only as "+" passes summands on: its own inputs become "+". Over `data` a piece
+    counts as well: what is cut from "+" hands back a summand without a collective, where cutting "R" would need one.
+    """
+    axis = problem.axis
+
+    def passes(needed: set[Form | None]) -> bool:
+        return all(form == "+" or (axis == "data" and form is not None and form[0] == "S") for form in needed)
+
+    uses: dict[str, set[Form | None]] = {}
+    final = {graph.loss, *graph.outputs}
+    for op in reversed(graph.operators):
+        made = [value for value in op.outputs if value in problem.grads]
+        if ops[op.name][axis] == "" and made and all(passes(uses.get(v, set())) and v not in final and forms[v][axis] == "R" for v in made):
+            if any(v in uses for v in made):
+                for value in made:
+                    forms[value][axis] = "+"
+                for value, row in zip(op.inputs, needs[op.name], strict=True):
+                    if row[axis] == "R" and value in problem.grads:
+                        row[axis] = "+"
+        for value, row in zip(op.inputs, needs[op.name], strict=True):
+            if row[axis] is not None:
+                uses.setdefault(value, set()).add(row[axis])

@@ -1,0 +1,254 @@
+"""Factor rules: in how many ways each operator can be split. In: an operator and its tensors. Out: its `Rule`, or None.
+
+An operator without a rule is replicated by whoever asks, and reported by name; it is never split by a guess.
+"""
+
+from __future__ import annotations
+
+from weft.model.graph import Arg, Operator, Ref, Tensor
+from weft.model.rules.rule import BLOCKED, Labels, Rule, parse
+from weft.model.rules.table import ALONG_DIM, FACTORIES, LOSSES, NOTATION, POINTWISE, REDUCTIONS, SHAPED_LIKE
+from weft.model.rules.views import VIEWS, index
+
+__all__ = ["BLOCKED", "Labels", "Rule", "parse", "rule_of"]
+
+Shape = tuple[int, ...]
+
+
+def rule_of(op: Operator, tensors: dict[str, Tensor]) -> Rule | None:
+    """The factor rule of one operator at its shapes; None where it has none."""
+    name = op.target.split(".")[1]
+    ins = [tensors[v].shape for v in op.inputs]
+    outs = [tensors[v].shape for v in op.outputs]
+    if name in FACTORIES:
+        return Rule(tuple(None for _ in ins), tuple((BLOCKED,) * len(s) for s in outs))
+    if name in SHAPED_LIKE:
+        return Rule((None,) * len(ins), tuple((BLOCKED,) * len(s) for s in outs))
+    if name in POINTWISE:
+        return _pointwise(ins, outs)
+    if name in VIEWS and ins:
+        return VIEWS[name](op, ins, outs)
+    if name in ALONG_DIM:
+        return _along_dim(op, name, ins, outs)
+    if name in REDUCTIONS:
+        return _reduction(op, name, ins, outs)
+    if name in LOSSES:
+        return _loss(op, ins, outs)
+    if name == "index":
+        return index(op, tensors)
+    if name == "matmul":
+        return _matmul(ins, outs)
+    if name == "einsum":
+        return _einsum(op, ins, outs)
+    if name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+        return _recurrent(op, ins, outs)
+    if name in ("nll_loss", "nll_loss_nd"):
+        return _nll(op, ins, outs)
+    for text in NOTATION.get(name, ()):
+        found = parse(text, _given(op, text, tensors), outs)
+        if found is not None:
+            return _adjust(op, name, found, ins)
+    return None
+
+
+def _given(op: Operator, text: str, tensors: dict[str, Tensor]) -> list[Shape | None]:
+    """Shapes of the leading arguments that a line of notation speaks of; None for one that is absent or no tensor."""
+    given: list[Shape | None] = []
+    kwargs = dict(op.kwargs)
+    entries = text.partition("->")[0].count(",") + 1
+    extra: list[Arg] = [kwargs[k] for k in ("attn_mask", "weight", "bias") if k in kwargs]
+    for position in range(entries):
+        arg: Arg = op.args[position] if position < len(op.args) else extra.pop(0) if extra else None
+        given.append(tensors[arg.value].shape if isinstance(arg, Ref) else None)
+    return given
+
+
+def _pointwise(ins: list[Shape], outs: list[Shape]) -> Rule:
+    rank = len(outs[0])
+    out = tuple(f"d{i}" if n > 1 else BLOCKED for i, n in enumerate(outs[0]))
+    rows = []
+    for shape in ins:
+        extra = rank - len(shape)
+        rows.append(tuple(out[i + extra] if n == outs[0][i + extra] else BLOCKED for i, n in enumerate(shape)))
+    return Rule(tuple(rows), tuple(out for _ in outs))
+
+
+def _dims(op: Operator, position: int, rank: int) -> list[int] | None:
+    """The reduced dimensions: None means all."""
+    value = op.args[position] if len(op.args) > position else dict(op.kwargs).get("dim")
+    if value is None or value == ():
+        return None
+    items = value if isinstance(value, tuple) else (value,)
+    if not all(isinstance(i, int) and not isinstance(i, bool) for i in items):
+        return None
+    return [int(i) % max(rank, 1) for i in items]  # type: ignore[call-overload]
+
+
+def _along_dim(op: Operator, name: str, ins: list[Shape], outs: list[Shape]) -> Rule | None:
+    """Every dimension but the one that the operator works along; all tensors must agree in size there."""
+    position = {"topk": 2, "kthvalue": 2, "roll": 2, "diff": 2}.get(name, 1)
+    dims = _dims(op, position, len(ins[0])) or ([len(ins[0]) - 1] if name in ("topk", "sort", "glu", "argsort", "kthvalue") else None)
+    if dims is None:
+        return None
+    reduces = name in ("logsumexp", "kthvalue") and len(outs[0]) != len(ins[0])
+    shapes = [*ins, *([] if reduces else outs)]
+    if any(len(s) != len(ins[0]) for s in shapes) and name not in ("index_select", "index_add", "index_copy"):
+        return None
+    labels = tuple(
+        f"d{i}" if i not in dims and n > 1 and all(len(s) != len(ins[0]) or s[i] == n for s in shapes) else BLOCKED for i, n in enumerate(ins[0])
+    )
+    rows = tuple(labels if len(s) == len(ins[0]) else (BLOCKED,) * len(s) for s in ins)
+    if reduces:
+        return Rule(rows, tuple(tuple(x for i, x in enumerate(labels) if i not in dims) for _ in outs))
+    return Rule(rows, tuple(labels for _ in outs))
+
+
+def _reduction(op: Operator, name: str, ins: list[Shape], outs: list[Shape]) -> Rule | None:
+    """Kept dimensions pass through. A sum over a cut dimension is a partial sum, a mean an average; the rest come whole."""
+    if len(ins) > 1:  # max(x, y) of two tensors
+        return _pointwise(ins, outs)
+    rank = len(ins[0])
+    position = 2 if name in ("norm", "linalg_vector_norm") else 1
+    dims = _dims(op, position, rank)
+    if dims is None:
+        dims = list(range(rank))
+    keeps = len(outs[0]) == rank and rank > 0
+    contracted = name in ("sum", "mean")
+    labels = tuple(f"d{i}" if n > 1 and (i not in dims or contracted) else BLOCKED for i, n in enumerate(ins[0]))
+    kept = tuple(BLOCKED if i in dims else labels[i] for i in range(rank)) if keeps else tuple(labels[i] for i in range(rank) if i not in dims)
+    if any(len(kept) != len(o) for o in outs):
+        return None
+    kernels = {labels[i]: "average" for i in dims if labels[i]} if name == "mean" else {}
+    return Rule((labels,), tuple(kept for _ in outs), kernels)
+
+
+def _loss(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
+    """mean or sum over all elements (reduction 1 or 2), or none (0)."""
+    position = {"binary_cross_entropy": 3, "binary_cross_entropy_with_logits": 4}.get(op.target.split(".")[1], 2)
+    reduction = op.args[position] if len(op.args) > position else dict(op.kwargs).get("reduction", 1)
+    if outs[0] or reduction == 0:
+        return _pointwise(ins, outs)
+    rank = max(len(s) for s in ins)
+    full = next(s for s in ins if len(s) == rank)
+    labels = tuple(f"d{i}" if n > 1 else BLOCKED for i, n in enumerate(full))
+    rows = []
+    for s in ins:
+        extra = rank - len(s)
+        rows.append(tuple(labels[i + extra] if n == full[i + extra] else BLOCKED for i, n in enumerate(s)))
+    return Rule(tuple(rows), ((),), {x: "average" for x in labels if x} if reduction == 1 else {})
+
+
+def _nll(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
+    reduction = op.args[3] if len(op.args) > 3 else 1
+    if reduction != 1 or len(ins[0]) != 2 or len(ins) != 2:
+        return None
+    return Rule((("n", BLOCKED), ("n",)), ((),), {"n": "average"})
+
+
+def _matmul(ins: list[Shape], outs: list[Shape]) -> Rule | None:
+    a, b = ins
+    if len(a) < 2 or len(b) < 2:
+        return None
+    rank = len(outs[0])
+    batch = [f"b{i}" if n > 1 else BLOCKED for i, n in enumerate(outs[0][:-2])]
+
+    def row(shape: Shape, first: str, second: str) -> Labels:
+        extra = rank - len(shape)
+        lead = [batch[i + extra] if n == outs[0][i + extra] else BLOCKED for i, n in enumerate(shape[:-2])]
+        last = [x if n > 1 else BLOCKED for x, n in zip((first, second), shape[-2:], strict=True)]
+        return tuple(lead + last)
+
+    ends = [x if n > 1 else BLOCKED for x, n in zip(("n", "m"), outs[0][-2:], strict=True)]
+    return Rule((row(a, "n", "k"), row(b, "k", "m")), (tuple(batch + ends),))
+
+
+def _einsum(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
+    equation = str(op.args[0]).replace(" ", "")
+    if "." in equation or "->" not in equation:
+        return None
+    left, right = equation.split("->")
+    terms = left.split(",")
+    if any(len(set(t)) != len(t) for t in terms):
+        return None
+    sizes: dict[str, int] = {}
+    for term, shape in zip(terms, ins, strict=True):
+        for x, n in zip(term, shape, strict=True):
+            sizes[x] = max(sizes.get(x, 1), n)
+
+    def row(term: str, shape: Shape) -> Labels:
+        return tuple(x if n == sizes[x] and n > 1 else BLOCKED for x, n in zip(term, shape, strict=True))
+
+    return Rule(tuple(row(t, s) for t, s in zip(terms, ins, strict=True)), (row(right, outs[0]),))
+
+
+def _recurrent(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
+    """Samples can be cut; states are (layers, samples, width), weights come whole. Packed sequences have no rule."""
+    if len(ins[0]) != 3 or not isinstance(op.args[-1], bool):
+        return None
+    batch_first = bool(op.args[-1])
+    num_states = 2 if op.target.split(".")[1] == "lstm" else 1
+    x = ("b", BLOCKED, BLOCKED) if batch_first else (BLOCKED, "b", BLOCKED)
+    state = (BLOCKED, "b", BLOCKED)
+    rows: list[Labels] = [x] + [state] * num_states + [(BLOCKED,) * len(s) for s in ins[1 + num_states :]]
+    return Rule(tuple(rows), (x, *([state] * num_states)))
+
+
+def _adjust(op: Operator, name: str, rule: Rule, ins: list[Shape]) -> Rule | None:
+    """What notation cannot say: groups of convolutions, options that couple dimensions."""
+    if name.startswith("conv"):
+        transposed = "transpose" in name
+        position = 7 if transposed else 6
+        groups = op.args[position - (1 if transposed else 0)] if len(op.args) > position - (1 if transposed else 0) else 1
+        if groups != 1:
+            # Cut samples only; a depthwise convolution could be cut by channel, with its own number of groups.
+            return _only(rule, {"n"})
+        return rule
+    if name == "cross_entropy_loss":
+        return _cross_entropy(op, rule, ins)
+    if name == "embedding":
+        options = (*op.args[2:], *(v for _, v in op.kwargs))
+        if any(option is True for option in options):  # scale_grad_by_freq, sparse
+            return _only(rule, {x for x in rule.labels if x != "v"})
+        return rule
+    if name == "batch_norm" and not (len(op.args) > 5 and op.args[5] is True):
+        return Rule(rule.inputs, rule.outputs, {})  # evaluation: running statistics are constants
+    if name == "instance_norm":
+        return _only(rule, {"n"}) if len(ins) > 1 else rule
+    if name == "scaled_dot_product_attention":
+        return _attention(op, rule, ins)
+    return rule
+
+
+def _only(rule: Rule, keep: set[str]) -> Rule:
+    def row(labels: Labels) -> Labels:
+        return tuple(x if x in keep else BLOCKED for x in labels)
+
+    kernels = {x: k for x, k in rule.kernels.items() if x in keep}
+    return Rule(tuple(None if i is None else row(i) for i in rule.inputs), tuple(row(o) for o in rule.outputs), kernels)
+
+
+def _cross_entropy(op: Operator, rule: Rule, ins: list[Shape]) -> Rule | None:
+    """Hard labels and the mean over rows; class weights and label smoothing keep the classes whole."""
+    weight = op.args[2] if len(op.args) > 2 else None
+    reduction = op.args[3] if len(op.args) > 3 else 1
+    smoothing = op.args[5] if len(op.args) > 5 else dict(op.kwargs).get("label_smoothing", 0.0)
+    if reduction != 1 or len(ins[0]) != 2 or len(ins[1]) != 1:
+        return None
+    return _only(rule, {"n"}) if weight is not None or smoothing else rule
+
+
+def _attention(op: Operator, rule: Rule, ins: list[Shape]) -> Rule:
+    """Heads of grouped-query attention differ in number: the head label is on all of them, each cut into the same parts."""
+    rows = list(rule.inputs)
+    heads = [i for i, s in enumerate(ins[:3]) if len(s) >= 4]
+    for i in heads:
+        row = list(rows[i] or ())
+        row[-3] = "h" if ins[i][-3] > 1 else BLOCKED
+        rows[i] = tuple(row)
+    out = list(rule.outputs[0])
+    if len(out) >= 4 and out[-3]:
+        out[-3] = "h"
+    if any("h" not in (rows[i] or ()) for i in heads):
+        # One key head for all query heads: cutting queries needs every rank's whole key.
+        return Rule(tuple(rows), (tuple(out),)) if all(ins[i][-3] > 1 for i in heads) else _only(Rule(tuple(rows), (tuple(out),)), set(rule.labels) - {"h"})
+    return Rule(tuple(rows), (tuple(out),))

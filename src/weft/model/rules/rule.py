@@ -1,0 +1,103 @@
+"""What a factor rule is, and the notation that writes one down.
+
+A rule gives every dimension of an operator's tensors a label. To cut a label over a mesh axis is to parallelise the operator:
+
+    linear: "b* i, o i, o -> b* o"
+
+Cut `b` and the samples are divided, cut `o` and the output features are, cut `i` and every rank holds a summand of the output.
+Notation: one entry a tensor argument, `->`, one entry an output. `b*` stands for as many dimensions as are left. `!x` cannot be
+cut. A mark behind a label says that cutting it needs more than the same operator on a smaller tensor:
+
+    x/  the output is an average over x              x^  vocabulary: look-ups and softmax over a cut class dimension
+    x+  statistics over x (batch norm)               _   any placement will do, the values are not read
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+MARKS = {"/": "average", "^": "vocabulary", "+": "statistics"}
+BLOCKED = ""  # a dimension without a label stays whole
+Labels = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Labels of every tensor input (in the order of `Operator.inputs`; None = any placement) and output.
+
+    `kernels`: label -> name of the implementation that cutting it needs. A label of an input that is in no output
+    is contracted: cutting it leaves a partial sum.
+    """
+
+    inputs: tuple[Labels | None, ...]
+    outputs: tuple[Labels, ...]
+    kernels: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Labels that can be cut, in the order of appearance."""
+        seen = [x for labels in (*self.outputs, *(i for i in self.inputs if i is not None)) for x in labels if x]
+        return tuple(dict.fromkeys(seen))
+
+
+def parse(text: str, inputs: Sequence[tuple[int, ...] | None], outputs: Sequence[tuple[int, ...]]) -> Rule | None:
+    """Read the notation for tensors of these shapes (None: an argument that was not given). None where ranks do not fit.
+
+    A dimension of size 1 beside a larger one of the same label is broadcast: it stays whole.
+    """
+    left, _, right = text.partition("->")
+    entries_in, entries_out = ([e.split() for e in side.split(",")] for side in (left, right))
+    kernels: dict[str, str] = {}
+    sizes: dict[str, int] = {}
+
+    def labels(entry: list[str], shape: tuple[int, ...]) -> list[str] | None:
+        plain = [word for word in entry if not word.endswith("*")]
+        spare = len(shape) - len(plain)
+        if spare < 0 or (spare and len(plain) == len(entry)):
+            return None
+        found: list[str] = []
+        for word in entry:
+            if word.endswith("*"):
+                found += [f"{word[:-1]}{i - spare}" for i in range(spare)]
+            elif word.startswith("!") or word == "1":
+                found.append(BLOCKED)
+            else:
+                name = word.rstrip("".join(MARKS))
+                if name != word:
+                    kernels[name] = MARKS[word[-1]]
+                found.append(name)
+        for label, size in zip(found, shape, strict=True):
+            if label:
+                sizes[label] = max(sizes.get(label, 1), size)
+        return found
+
+    rows: list[list[str] | None] = []
+    shapes: list[tuple[int, ...]] = []
+    for entry, shape in zip(entries_in, inputs, strict=False):
+        if shape is None:
+            continue
+        if entry == ["_"]:
+            rows.append(None)
+            shapes.append(())
+            continue
+        row = labels(entry, shape)
+        if row is None:
+            return None
+        rows.append(row)
+        shapes.append(shape)
+    results = []
+    for entry, shape in zip(entries_out, outputs, strict=True):
+        row = labels(entry, shape)
+        if row is None:
+            return None
+        results.append(row)
+
+    def whole(row: list[str], shape: tuple[int, ...]) -> Labels:
+        return tuple(label if label and size == sizes[label] and size > 1 else BLOCKED for label, size in zip(row, shape, strict=True))
+
+    return Rule(
+        tuple(None if row is None else whole(row, shape) for row, shape in zip(rows, shapes, strict=True)),
+        tuple(whole(row, shape) for row, shape in zip(results, outputs, strict=True)),
+        kernels,
+    )

@@ -1,0 +1,81 @@
+"""Factor rules that are one line of notation: operator -> rule, by the operator's name without overload.
+
+Several lines may be tried in order (convolution has one for every number of image dimensions, attention one for three and
+one for four dimensions). Arguments that are not tensors have no entry; a tensor argument that was not given is skipped.
+"""
+
+NOTATION: dict[str, tuple[str, ...]] = {
+    "linear": ("b* i, o i, o -> b* o",),
+    "mm": ("n k, k m -> n m",),
+    "bmm": ("b n k, b k m -> b n m",),
+    "addmm": ("n m, n k, k m -> n m", "m, n k, k m -> n m"),
+    "baddbmm": ("b n m, b n k, b k m -> b n m",),
+    "dot": ("k, k -> ",),
+    "mv": ("n k, k -> n",),
+    "embedding": ("v^ e, b* -> b* e",),
+    "cross_entropy_loss": ("n/ c^, n/, !c -> ",),
+    "layer_norm": ("b* !n, _, !n, !n -> b* !n", "b* !n !m, _, !n !m, !n !m -> b* !n !m", "b* !n !m !l, _, !n !m !l, !n !m !l -> b* !n !m !l"),
+    "rms_norm": ("b* !n, _, !n -> b* !n",),
+    "batch_norm": ("n+ c s+*, c, c, c, c -> n c s*",),
+    "group_norm": ("n !c !s*, _, !c, !c -> n !c !s*",),
+    "instance_norm": ("n c !s*, c, c, c, c -> n c !s*",),
+    "scaled_dot_product_attention": ("b* h !s !d, b* h !t !d, b* h !t !e, b* h !s !t -> b* h !s !e",),
+    "conv1d": ("n i !w, o i !x, o -> n o !w",),
+    "conv2d": ("n i !h !w, o i !x !y, o -> n o !h !w",),
+    "conv3d": ("n i !z !h !w, o i !x !y !u, o -> n o !z !h !w",),
+    "conv_transpose1d": ("n i !w, i o !x, o -> n o !w",),
+    "conv_transpose2d": ("n i !h !w, i o !x !y, o -> n o !h !w",),
+    "conv_transpose3d": ("n i !z !h !w, i o !x !y !u, o -> n o !z !h !w",),
+    "max_pool1d": ("n c !w -> n c !w",),
+    "max_pool2d": ("n c !h !w -> n c !h !w",),
+    "max_pool3d": ("n c !z !h !w -> n c !z !h !w",),
+    "avg_pool1d": ("n c !w -> n c !w",),
+    "avg_pool2d": ("n c !h !w -> n c !h !w",),
+    "avg_pool3d": ("n c !z !h !w -> n c !z !h !w",),
+    "adaptive_avg_pool1d": ("n c !w -> n c !w",),
+    "adaptive_avg_pool2d": ("n c !h !w -> n c !h !w",),
+    "adaptive_avg_pool3d": ("n c !z !h !w -> n c !z !h !w",),
+    "adaptive_max_pool2d": ("n c !h !w -> n c !h !w, n c !h !w",),
+    "upsample_nearest1d": ("n c !w -> n c !w",),
+    "upsample_nearest2d": ("n c !h !w -> n c !h !w",),
+    "upsample_nearest3d": ("n c !z !h !w -> n c !z !h !w",),
+    "upsample_bilinear2d": ("n c !h !w -> n c !h !w",),
+    "upsample_bicubic2d": ("n c !h !w -> n c !h !w",),
+    "upsample_trilinear3d": ("n c !z !h !w -> n c !z !h !w",),
+    "pixel_shuffle": ("n !c !h !w -> n !c !h !w",),
+    "one_hot": ("b* -> b* !c",),
+    "grid_sampler": ("n c !h !w, n !x !y !z -> n c !x !y",),
+    "bilinear": ("b* i, b* j, o i j, o -> b* o",),
+    "outer": ("n, m -> n m",),
+    "channel_shuffle": ("n !c !h !w -> n !c !h !w",),
+    "native_dropout": ("b* -> b*, b*",),
+    "triu": ("b* !i !j -> b* !i !j",),
+    "tril": ("b* !i !j -> b* !i !j",),
+}
+
+# Each output element depends on the elements at its own (broadcast) position alone.
+POINTWISE = frozenset(
+    """
+    add sub mul div rsub pow neg abs sign exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square reciprocal sin cos tan asin acos atan atan2
+    sinh cosh tanh erf erfc sigmoid relu relu6 gelu silu mish hardswish hardsigmoid hardtanh leaky_relu elu selu celu softplus softsign
+    log_sigmoid logit threshold clamp clamp_min clamp_max clip minimum maximum fmin fmax floor ceil round trunc frac remainder fmod
+    floor_divide true_divide where masked_fill eq ne lt le gt ge fill logical_and logical_or logical_not logical_xor bitwise_and bitwise_or
+    bitwise_not bitwise_xor __and__ __or__ __xor__ __lshift__ __rshift__ isnan isinf isfinite nan_to_num lerp addcmul addcdiv dropout
+    alpha_dropout feature_dropout to type_as clone contiguous detach alias zeros_like ones_like full_like rand_like randn_like empty_like
+    _to_copy copy hypot xlogy heaviside sinc angle conj sgn square_ positive float double half bool int long bfloat16 lift_fresh_copy
+    lift
+    """.split()
+)
+
+# (operator, does the dimension's result depend on the whole dimension): every other dimension can be cut.
+ALONG_DIM = frozenset(
+    """
+    softmax _softmax log_softmax _log_softmax cumsum cumprod logcumsumexp flip sort topk argsort glu renorm kthvalue roll gather
+    index_select scatter scatter_add cummax cummin logsumexp softmin take_along_dim scatter_reduce index_add index_copy diff
+    """.split()
+)
+
+REDUCTIONS = frozenset("sum mean amax amin max min any all argmax argmin var std prod norm linalg_vector_norm var_mean std_mean count_nonzero".split())
+LOSSES = frozenset("mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits soft_margin_loss kl_div".split())
+FACTORIES = frozenset("arange zeros ones full empty scalar_tensor eye linspace rand randn randint randperm tril_indices triu_indices hann_window".split())
+SHAPED_LIKE = frozenset("new_zeros new_ones new_full new_empty".split())

@@ -1,0 +1,157 @@
+"""Cutting a graph into pipeline stages. In: a graph and the sites at which stages begin. Out: each stage's operators, what
+it receives from and sends to which other stage.
+
+An operator that follows from the batch and from constants alone (masks, position numbers, shifted labels) belongs to no
+stage: every stage that needs it computes it for itself, so it never crosses. A value that several stages need is sent to each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from weft.errors import Infeasible, LayoutError
+from weft.model.graph import Graph, Operator
+from weft.model.propagate import writes_buffer
+
+_RANDOM = ("dropout", "bernoulli", "rand", "normal", "multinomial", "uniform", "rrelu")
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A stage may begin at operator number `index` (its `site`); `values` then cross from before it to it or after it."""
+
+    index: int
+    site: str
+    values: tuple[str, ...]
+    size_bytes: float
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage: its operators in order, the variables it reads, and what crosses its borders, by the other stage."""
+
+    index: int
+    operators: tuple[Operator, ...]
+    variables: tuple[str, ...]  # values of parameters, buffers, inputs and constants, in the graph's order
+    receives: tuple[tuple[int, tuple[str, ...]], ...]
+    sends: tuple[tuple[int, tuple[str, ...]], ...]
+    results: tuple[str, ...]  # the loss or the outputs, where this stage makes them
+
+
+def free_operators(graph: Graph) -> set[str]:
+    """Names of operators that follow from the batch and constants alone: no parameter, nothing random, nothing written."""
+    placed = {v.value: v for v in (*graph.parameters, *graph.buffers)}
+    held = {v.value for v in graph.parameters}
+    written = {value for op in graph.operators for value in op.inputs[:1] if writes_buffer(op, placed)}
+    written |= {value for op in graph.operators if "batch_norm" in op.target for value in op.inputs if value in placed}
+    held |= written
+    found = set()
+    for op in graph.operators:
+        name = op.target.split(".")[1]
+        if any(value in held for value in op.inputs) or any(word in name for word in _RANDOM) or writes_buffer(op, placed):
+            held.update(op.outputs)
+        else:
+            found.add(op.name)
+    return found
+
+
+def cuts(graph: Graph) -> tuple[Cut, ...]:
+    """Every place where a stage may begin, in order, with what would cross there (global bytes of one microbatch)."""
+    free = free_operators(graph)
+    last: dict[str, int] = {}
+    for i, op in enumerate(graph.operators):
+        if op.name not in free:
+            for value in op.inputs:
+                last[value] = i
+    for value in (graph.loss, *graph.outputs):
+        last[value] = len(graph.operators)
+    found = []
+    live: dict[str, None] = {}
+    for i, op in enumerate(graph.operators):
+        if op.name in free:
+            continue
+        for value in [v for v in live if last.get(v, -1) < i]:
+            del live[value]
+        if live:
+            found.append(Cut(i, op.site, tuple(live), float(sum(graph.tensors[v].size_bytes for v in live))))
+        live.update(dict.fromkeys(v for v in op.outputs if last.get(v, -1) > i))
+    return tuple(found)
+
+
+def split(graph: Graph, sites: Sequence[str]) -> tuple[Stage, ...]:
+    """Cut the graph into `len(sites) + 1` stages that begin at these sites.
+
+    Raises:
+        LayoutError: a site that the graph does not have, or sites out of order.
+        Infeasible: a stage without operators.
+    """
+    order = {op.site: i for i, op in enumerate(graph.operators)}
+    starts = [0]
+    for site in sites:
+        if site not in order:
+            raise LayoutError(f"the plan begins a stage at {site!r}, but the model has no such operator; plan again for this model")
+        if order[site] <= starts[-1]:
+            raise LayoutError(f"the plan's stage at {site!r} begins before or with the one before it; list stages in the model's order")
+        starts.append(order[site])
+    free = free_operators(graph)
+    home: dict[str, int] = {}  # value -> the stage that makes it
+    mine: list[list[Operator]] = [[] for _ in starts]
+    stage = 0
+    for i, op in enumerate(graph.operators):
+        while stage + 1 < len(starts) and i >= starts[stage + 1]:
+            stage += 1
+        if op.name not in free:
+            mine[stage].append(op)
+            home.update(dict.fromkeys(op.outputs, stage))
+    for s, ops in enumerate(mine):
+        if not ops:
+            raise Infeasible(f"stage {s} of {len(starts)} has no operator; use fewer stages")
+    finals = graph.outputs or (graph.loss,)
+    # What follows from the batch is made wherever it is read (and with the last stage, where it is a result).
+    producer = graph.producer()
+    needed: list[set[str]] = [set() for _ in starts]
+    reads: list[dict[str, None]] = [{} for _ in starts]
+    for s, ops in enumerate(mine):
+        todo = [v for op in ops for v in op.inputs]
+        if s == len(starts) - 1:
+            todo += [v for v in finals if v not in home]
+        while todo:
+            value = todo.pop()
+            op = producer.get(value)
+            if op is None or value in reads[s]:
+                reads[s][value] = None
+                continue
+            reads[s][value] = None
+            if op.name in free and op.name not in needed[s]:
+                needed[s].add(op.name)
+                todo += op.inputs
+    receives: list[dict[int, dict[str, None]]] = [{} for _ in starts]
+    sends: list[dict[int, dict[str, None]]] = [{} for _ in starts]
+    for s in range(len(starts)):
+        for op in graph.operators:
+            for value in op.outputs:
+                if value in reads[s] and home.get(value, s) != s:
+                    receives[s].setdefault(home[value], {})[value] = None
+                    sends[home[value]].setdefault(s, {})[value] = None
+    stages = []
+    for s in range(len(starts)):
+        own = {op.name for op in mine[s]} | needed[s]
+        results = tuple(v for v in finals if home.get(v, len(starts) - 1) == s)
+        stages.append(
+            Stage(
+                s,
+                tuple(op for op in graph.operators if op.name in own),
+                tuple(v.value for v in graph.variables if v.value in reads[s] or v.value in results),
+                tuple((p, tuple(values)) for p, values in sorted(receives[s].items())),
+                tuple((q, tuple(values)) for q, values in sorted(sends[s].items())),
+                results,
+            )
+        )
+    return tuple(stages)
+
+
+def links(stages: Sequence[Stage]) -> tuple[tuple[int, int], ...]:
+    """(producer stage, consumer stage) of every pair between which something crosses, in order."""
+    found = {(p, stage.index) for stage in stages for p, _ in stage.receives}
+    return tuple(sorted(found))

@@ -1,0 +1,1 @@
+"""One step: parameters, gradients, optimizer, executor, and the engine that holds them."""

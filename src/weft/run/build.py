@@ -1,0 +1,237 @@
+"""From a plan to this rank's parts: captured graph, sharding, stage, parameters with their initial values.
+
+In: a plan, a model (deferred, real, or a function that makes one), the batch and the loss. Out: `Parts`, from which the engine runs.
+Every rank does this by itself from the same inputs, so nothing but gradients and activations is ever sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.errors import Infeasible
+from weft.lower.kernels.randomness import Draw
+from weft.lower.local import LocalStage, Lowering, lower
+from weft.model.capture import Captured, Loss, batch_size_of, capture
+from weft.model.deferred import Deferred, fake_copy, materialize, materialize_real
+from weft.model.graph import Graph, Variable
+from weft.model.propagate import Sharding, Shards, needs_gradient, propagate
+from weft.model.stages import Stage, split
+from weft.plan.placement import piece
+from weft.plan.plan import Plan
+from weft.run.optimizer import OptimizerSpec
+from weft.run.parameters import FlatGroup, LocalParameter, build_groups
+from weft.world.world import World
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.float32}  # bfloat16 keeps float32 master weights
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model that has not taken memory yet (`deferred` made it), or a real one (`deferred` is None)."""
+
+    model: nn.Module
+    deferred: Deferred | None
+
+    @classmethod
+    def of(cls, model: nn.Module | Callable[[], nn.Module]) -> Source:
+        """A module as it is; a function is called under deferred construction."""
+        if isinstance(model, nn.Module):
+            return cls(model, None)
+        with Deferred() as deferred:
+            made = model()
+        return cls(made, deferred)
+
+    def capture(self, batch: Any, loss: Loss | None, batch_size: int | None, outputs: bool = False) -> Captured:
+        """Capture the model on a batch of `batch_size` samples. Raises ModelError where it cannot be followed."""
+        if self.deferred is not None:
+            return capture(self.model, batch, loss, batch_size=batch_size, fake_mode=self.deferred.fake_mode, outputs=outputs)
+        twin, mode = fake_copy(self.model)
+        return capture(twin, batch, loss, batch_size=batch_size, fake_mode=mode, outputs=outputs)
+
+    def take(self, take: Callable[[str, Tensor], Tensor | None], dtype: torch.dtype | None) -> dict[str, Tensor]:
+        """Initial values, one tensor at a time: what `take(name, tensor)` returns is kept."""
+        if self.deferred is not None:
+            return materialize(self.deferred, self.model, take, dtype)
+        return materialize_real(self.model, take, dtype)
+
+
+@dataclass
+class Parts:
+    """All that one rank trains with."""
+
+    graph: Graph
+    sharding: Sharding
+    stages: tuple[Stage, ...]
+    stage: Stage
+    local: LocalStage
+    parameters: dict[str, nn.Parameter]  # by name
+    specs: dict[str, LocalParameter]
+    groups: list[FlatGroup]
+    buffers: dict[str, Tensor]  # by name
+    blocks: dict[str, tuple[Variable, tuple[int, ...]]]  # buffer name -> (variable, offsets)
+    variables: dict[str, Tensor]  # what the stage is called with, by graph value
+    draw: Draw = field(default_factory=Draw)
+
+
+def cut_of(plan: Plan, names: Mapping[str, object]) -> dict[str, Shards]:
+    """The plan's shards with patterns (`h.*.weight`) written out for the names that the model has."""
+    found: dict[str, Shards] = {}
+    for axis, entries in plan.shards:
+        cuts: dict[str, int] = {}
+        for pattern, dim in entries:
+            if "*" not in pattern:
+                cuts[pattern] = dim
+                continue
+            want = pattern.split(".")
+            for name in names:
+                have = name.split(".")
+                if len(have) == len(want) and all(w == h or (w == "*" and h.isdigit()) for w, h in zip(want, have, strict=True)):
+                    cuts[name] = dim
+        found[axis] = tuple(cuts.items())
+    return found
+
+
+def shard_of(plan: Plan, graph: Graph) -> Sharding:
+    """The complete sharding that a plan means for a graph."""
+    names = {v.name: v for v in (*graph.parameters, *graph.buffers)}
+    sizes = {"data": plan.layout.data, "tensor": plan.layout.tensor}
+    return propagate(graph, sizes, cut_of(plan, names))
+
+
+def build(plan: Plan, source: Source, batch: Any, loss: Loss | None, world: World, optimizer: OptimizerSpec, seed: int, outputs: bool = False) -> Parts:
+    """Capture, shard, cut into stages, lower this rank's stage, and give it its initial values.
+
+    Raises:
+        Infeasible: the world has another number of ranks than the layout, or the batch does not divide.
+        ModelError: the model cannot be captured.
+    """
+    layout = plan.layout
+    mesh = layout.mesh
+    if mesh.num_ranks != world.num_ranks:
+        raise Infeasible(f"the layout {layout} needs {mesh.num_ranks} ranks, {world.num_ranks} were started")
+    size = plan.batch_size // layout.microbatches
+    captured = source.capture(batch, loss, size, outputs)
+    graph = captured.graph
+    dtype = DTYPES[layout.precision]
+    if dtype is not torch.float32:
+        graph = graph.cast("float32", "float64")
+    sharding = shard_of(plan, graph)
+    stages = split(graph, plan.stages)
+    at = mesh.coordinates(world.rank)
+    mine = stages[at["pipeline"]]
+    draw = Draw(seed=seed)
+    groups = {axis: world.group(mesh.group(world.rank, axis)) for axis in sharding.sizes}
+    local = lower(mine, Lowering(graph, sharding, groups, world.device, draw))
+
+    used = set(mine.variables)
+    holders: dict[str, list[int]] = {}
+    for stage in stages:
+        for value in stage.variables:
+            holders.setdefault(value, []).append(stage.index)
+    specs: dict[str, LocalParameter] = {}
+    first_use = {value: i for i, op in reversed(list(enumerate(graph.operators))) for value in op.inputs}
+    trainable = needs_gradient(graph)
+    for v in graph.parameters:
+        if v.value not in used:
+            # A parameter that no operator reads is kept by the first stage, so that checkpoints are whole.
+            if v.value in holders or at["pipeline"] != 0:
+                continue
+        specs[v.name] = _spec(v, plan, sharding, holders.get(v.value, [0]), at, first_use.get(v.value, -1), optimizer, v.value in trainable, dtype)
+    flat, parameters = build_groups(list(specs.values()), world.device, sharded=layout.zero > 0)
+
+    offsets: dict[str, tuple[int, ...]] = {name: spec.offsets for name, spec in specs.items()}
+    kept_buffers: dict[str, tuple[Variable, tuple[int, ...]]] = {}
+    for v in graph.buffers:
+        if v.value in used:
+            block = _block(v, sharding, at)
+            kept_buffers[v.name] = (v, block[0])
+            offsets[v.name] = block[0]
+
+    def take(name: str, tensor: Tensor) -> Tensor | None:
+        if name not in offsets:
+            return None
+        start = offsets[name]
+        shape = specs[name].shape if name in specs else sharding.shape(kept_buffers[name][0].value, tuple(tensor.shape))
+        view = tensor[tuple(slice(s, s + n) for s, n in zip(start, shape, strict=True))]
+        if name in parameters:
+            with torch.no_grad():
+                parameters[name].copy_(view)
+            return None
+        floating = view.is_floating_point() and dtype is torch.float64
+        return view.to(device=world.device, dtype=torch.float64 if floating else view.dtype, copy=True)
+
+    buffers = source.take(take, None)
+    constants = {value: tensor.to(world.device) for value, tensor in captured.constants.items()}
+    if dtype is torch.float64:
+        constants = {value: t.double() if t.dtype is torch.float32 else t for value, t in constants.items()}
+    variables: dict[str, Tensor] = {v: t for v, t in constants.items() if v in used}
+    for v in graph.parameters:
+        if v.value in used:
+            variables[v.value] = parameters[v.name]
+    for v in graph.buffers:
+        if v.value in used:
+            variables[v.value] = buffers[v.name]
+    return Parts(graph, sharding, stages, mine, local, parameters, specs, flat, buffers, kept_buffers, variables, draw)
+
+
+def _block(v: Variable, sharding: Sharding, at: Mapping[str, int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(offsets, shape) of this rank's block of a parameter or buffer."""
+    shape = list(v.tensor.shape)
+    offsets = [0] * len(shape)
+    for axis, form in sharding.forms[v.value].items():
+        if form[0] == "S":
+            dim = int(form[1:])
+            offsets[dim], shape[dim] = piece(v.tensor.shape[dim], sharding.sizes[axis], at[axis])
+    return tuple(offsets), tuple(shape)
+
+
+def _spec(
+    v: Variable,
+    plan: Plan,
+    sharding: Sharding,
+    holders: list[int],
+    at: Mapping[str, int],
+    first_use: int,
+    optimizer: OptimizerSpec,
+    trainable: bool,
+    dtype: torch.dtype,
+) -> LocalParameter:
+    mesh = plan.layout.mesh
+    offsets, shape = _block(v, sharding, at)
+    axes = sharding.gradients.get(v.value, ())
+    ranks = [
+        mesh.rank({**at, "pipeline": stage, **({"data": d} if "data" in axes else {}), **({"tensor": t} if "tensor" in axes else {})})
+        for stage in holders
+        for d in (range(plan.layout.data) if "data" in axes else (0,))
+        for t in (range(plan.layout.tensor) if "tensor" in axes else (0,))
+    ]
+    cut = {axis for axis, form in sharding.forms[v.value].items() if form[0] == "S"}
+    # Each element is counted once: by the first of the ranks that hold the same block.
+    same = [a for a in ("data", "tensor") if a not in cut]
+    counted = at["pipeline"] == holders[0] and all(at[a] == 0 for a in same)
+    counted_piece = all(at[a] == 0 for a in same if a not in axes)
+    return LocalParameter(
+        v.name,
+        v.tensor.shape,
+        offsets,
+        shape,
+        dtype if v.tensor.is_float else getattr(torch, v.tensor.dtype),
+        trainable and v.trainable,
+        tuple(sorted(ranks)),
+        counted,
+        counted_piece,
+        optimizer.decays(v.tensor.shape),
+        -first_use,
+    )
+
+
+def check_batch(batch: Any, batch_size: int) -> None:
+    """Raise Infeasible where the batch's samples are not those that the plan is for."""
+    got = batch_size_of(batch)
+    if got != batch_size:
+        raise Infeasible(f"the batch has {got} samples, the plan is for {batch_size}; plan again for batches of {got}")

@@ -1,0 +1,94 @@
+"""Gradient exchange that overlaps backward (Li et al., VLDB 2020, Algorithm 1), and its ZeRO-1 form.
+
+A hook on every parameter moves its finished gradient into the flat buffer; when the last microbatch completes a bucket, the bucket
+is summed over the ranks that share it while backward goes on. Buckets are launched strictly in order, so that all ranks launch the
+same ones in the same order, whatever autograd does. A parameter whose gradient never comes (unused in this step) counts as zero.
+
+With ZeRO-1 (Rajbhandari et al. 2020) each of the `data` ranks keeps the sum of its own piece of every bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from weft.run.parameters import Bucket, FlatGroup
+from weft.world.world import Group, Work
+
+
+class Gradients:
+    """Collects the gradients of one rank's parameters over a step's microbatches and sums them over ranks.
+
+    Call `begin(last_backward=...)` before each backward, `finish()` after the last; gradients then lie in the flat groups.
+    """
+
+    def __init__(self, groups: Sequence[FlatGroup], parameters: Mapping[str, torch.nn.Parameter], sums: Sequence[Group | None]) -> None:
+        self.groups, self.parameters = list(groups), parameters
+        self._sums = list(sums)
+        self._order = [(g, bucket) for g, group in enumerate(groups) for bucket in group.buckets]
+        self._of = {name: k for k, (_, bucket) in enumerate(self._order) for name in bucket.names}
+        self._last = True
+        self._first = {name: True for name in self._of}
+        self._waiting: list[int] = []
+        self._next = 0
+        self._works: list[Work] = []
+        self.exchange = True
+        for group in groups:
+            for name, view in group.views.items():
+                self._hook(name, view)
+
+    def _hook(self, name: str, view: Tensor) -> None:
+        number = self._of[name]
+
+        def done(parameter: Tensor) -> None:
+            grad = parameter.grad
+            if grad is None:
+                return
+            if self._first[name]:
+                view.copy_(grad)
+                self._first[name] = False
+            else:
+                view.add_(grad)
+            parameter.grad = None
+            if self._last:
+                self._waiting[number] -= 1
+                self._launch()
+
+        self.parameters[name].register_post_accumulate_grad_hook(done)
+
+    def start(self) -> None:
+        """Begin a step: nothing has been collected."""
+        self._first = dict.fromkeys(self._first, True)
+        self._waiting = [len(bucket.names) for _, bucket in self._order]
+        self._next = 0
+        self._last = False
+
+    def begin(self, last_backward: bool) -> None:
+        """Before each backward: with the last one, finished buckets are exchanged at once."""
+        self._last = last_backward
+
+    def _launch(self) -> None:
+        while self._next < len(self._order) and self._waiting[self._next] <= 0:
+            self._sum(*self._order[self._next])
+            self._next += 1
+
+    def _sum(self, number: int, bucket: Bucket) -> None:
+        group = self.groups[number]
+        for name in bucket.names:
+            if self._first[name]:
+                group.views[name].zero_()
+                self._first[name] = False
+        over = self._sums[number]
+        if over is not None and over.size > 1 and self.exchange:
+            self._works.append(over.all_reduce(group.grad[bucket.start : bucket.stop], wait=False))
+
+    def finish(self) -> None:
+        """Launch what is left, in order, and wait for all sums."""
+        while self._next < len(self._order):
+            self._sum(*self._order[self._next])
+            self._next += 1
+        for work in self._works:
+            work.wait()
+        self._works.clear()

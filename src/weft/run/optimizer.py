@@ -1,0 +1,160 @@
+"""The update of one rank's parameters: AdamW or SGD on flat buffers, clipping by the global norm, ZeRO-1.
+
+In: flat groups whose gradients are summed. Out: updated parameters. The update rules are torch's own, fused where torch has
+them; both are elementwise, so one flat tensor is updated exactly as its parameters would be one by one.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.errors import UsageError
+from weft.run.parameters import FlatGroup
+from weft.world.world import Group
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerSpec:
+    """Which optimizer, with torch's defaults. `clip`: largest global gradient norm (0 = none).
+
+    `decay`: "all" parameters as torch.optim does, or "matrices" (two dimensions or more) as language models are trained.
+    """
+
+    name: str = "adamw"
+    lr: float = 1e-3
+    weight_decay: float | None = None  # torch's default: 0.01 for AdamW, 0 for SGD
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    momentum: float = 0.0
+    clip: float = 0.0
+    decay: str = "all"
+
+    def __post_init__(self) -> None:
+        if self.name not in ("adamw", "sgd"):
+            close = difflib.get_close_matches(self.name, ("adamw", "sgd"), n=1)
+            raise UsageError(f"optimizer {self.name!r} is unknown{f' (did you mean {close[0]}?)' if close else ''}; use adamw or sgd")
+        if self.decay not in ("all", "matrices"):
+            raise UsageError(f"decay={self.decay!r} is unknown; use all or matrices")
+        if self.lr < 0 or self.clip < 0:
+            raise UsageError(f"lr={self.lr} and clip={self.clip} must not be negative")
+
+    @classmethod
+    def of(cls, value: OptimizerSpec | str | Mapping[str, Any]) -> OptimizerSpec:
+        """A name, a mapping of fields, or a spec. Raises UsageError for an unknown field."""
+        if isinstance(value, OptimizerSpec):
+            return value
+        if isinstance(value, str):
+            return cls(value)
+        known = [f.name for f in fields(cls)]
+        for key in value:
+            if key not in known:
+                close = difflib.get_close_matches(key, known, n=1)
+                raise UsageError(f"optimizer option {key!r} is unknown{f' (did you mean {close[0]}?)' if close else ''}; known: {', '.join(known)}")
+        return cls(**value)
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """Names of the optimizer's state tensors."""
+        return ("exp_avg", "exp_avg_sq") if self.name == "adamw" else ("momentum_buffer",) if self.momentum else ()
+
+    def build(self, tensors: Sequence[tuple[Tensor, bool]]) -> torch.optim.Optimizer:
+        """torch's optimizer over (tensor, does it decay) pairs; also what the serial reference uses."""
+        default = 0.01 if self.name == "adamw" else 0.0
+        decay = default if self.weight_decay is None else self.weight_decay
+        params = [{"params": [t], "weight_decay": decay if decays else 0.0} for t, decays in tensors]
+        if self.name == "adamw":
+            return torch.optim.AdamW(params, lr=self.lr, betas=self.betas, eps=self.eps, fused=True)
+        return torch.optim.SGD(params, lr=self.lr, momentum=self.momentum, fused=True)
+
+    def decays(self, shape: Sequence[int]) -> bool:
+        """Whether a parameter of this shape decays."""
+        return self.decay == "all" or len(shape) > 1
+
+
+class Optimizer:
+    """Updates flat groups, whole or (ZeRO-1) this rank's piece of every bucket."""
+
+    def __init__(self, spec: OptimizerSpec, groups: Sequence[FlatGroup], sums: Sequence[Group | None], world: Group, sharded: bool) -> None:
+        self.spec, self._groups, self._sums, self._world = spec, list(groups), list(sums), world
+        self.sharded = [sharded and over is not None and over.size > 1 for over in self._sums]
+        self.params: list[Tensor] = []
+        self.grads: list[Tensor] = []
+        for group, over, cut in zip(self._groups, self._sums, self.sharded, strict=True):
+            if cut:
+                assert over is not None
+                size = group.data.numel() // over.size
+                self.params.append(torch.zeros(size, dtype=group.data.dtype, device=group.data.device))
+                self.grads.append(torch.zeros_like(self.params[-1]))
+            else:
+                self.params.append(group.data)
+                self.grads.append(group.grad)
+        self.inner = spec.build([(p, g.decay) for p, g in zip(self.params, self._groups, strict=True)])
+
+    def pieces(self, number: int) -> list[tuple[int, int, int]]:
+        """(start in the flat group, start in the piece, length) of what this rank updates of group `number`."""
+        group, over = self._groups[number], self._sums[number]
+        if not self.sharded[number] or over is None:
+            return [(0, 0, group.data.numel())]
+        found, at = [], 0
+        for bucket in group.buckets:
+            length = (bucket.stop - bucket.start) // over.size
+            found.append((bucket.start + over.index * length, at, length))
+            at += length
+        return found
+
+    def load_parameters(self) -> None:
+        """After parameters were written from outside (initial values, a checkpoint): take this rank's pieces of them."""
+        for number, group in enumerate(self._groups):
+            if self.sharded[number]:
+                for start, at, length in self.pieces(number):
+                    self.params[number][at : at + length].copy_(group.data[start : start + length])
+
+    def step(self, lr: float | None = None) -> float | None:
+        """Clip, update, and (ZeRO-1) gather the parameters. Returns the global gradient norm where it was needed."""
+        for number, group in enumerate(self._groups):
+            if self.sharded[number]:
+                for start, at, length in self.pieces(number):
+                    self.grads[number][at : at + length].copy_(group.grad[start : start + length])
+        norm = self._clip() if self.spec.clip else None
+        for entry in self.inner.param_groups:
+            if lr is not None:
+                entry["lr"] = lr
+        for p, g in zip(self.params, self.grads, strict=True):
+            p.grad = g
+        self.inner.step()
+        works = []
+        for number, group in enumerate(self._groups):
+            over = self._sums[number]
+            if self.sharded[number] and over is not None:
+                for (_, at, length), bucket in zip(self.pieces(number), group.buckets, strict=True):
+                    works.append(over.all_gather_into(group.data[bucket.start : bucket.stop], self.params[number][at : at + length], wait=False))
+        for work in works:
+            work.wait()
+        return norm
+
+    def norm(self) -> float:
+        """The norm of all gradients of the whole model, each element counted once."""
+        total = torch.zeros((), dtype=torch.float64)
+        for number, group in enumerate(self._groups):
+            # A piece is counted by its owner; what is whole on many ranks is counted by the first of them.
+            if group.counted or (self.sharded[number] and self._tensor_counts(group)):
+                total += torch.linalg.vector_norm(self.grads[number]).double().cpu() ** 2
+        self._world.all_reduce(total)
+        return float(total.sqrt())
+
+    def _tensor_counts(self, group: FlatGroup) -> bool:
+        return any(p.counted_piece for p in group.members[:1])
+
+    def _clip(self) -> float:
+        norm = self.norm()
+        if norm > self.spec.clip:
+            scale = self.spec.clip / (norm + 1e-6)
+            for g in self.grads:
+                g.mul_(scale)
+        return norm
