@@ -1,0 +1,105 @@
+"""Everything that a checkpoint does to a disk, so that the order of writes, fsyncs and renames is read in one place.
+
+In: paths and bytes. Out: files that are on the disk when the call returns. POSIX only. Not modelled: disks that lie about fsync.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+
+from weft import units
+from weft.errors import CheckpointError
+
+Buffer = bytes | memoryview
+
+
+def write_file(path: Path, parts: Iterable[Buffer]) -> tuple[int, str]:
+    """Write a new file and fsync it. Returns its size in bytes and its SHA-256.
+
+    The digest is of what was handed over, so that damage on the way to the disk shows too.
+    """
+    digest, size = hashlib.sha256(), 0
+    with open(path, "xb") as file:
+        for part in parts:
+            digest.update(part)
+            file.write(part)
+            size += len(part)
+        file.flush()
+        os.fsync(file.fileno())
+    return size, digest.hexdigest()
+
+
+def fsync_folder(path: Path) -> None:
+    """Make the names in a folder durable."""
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Atomically and durably put `data` in the place of a small file."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        write_file(temporary, [data])
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    fsync_folder(path.parent)
+
+
+def open_plain(path: Path) -> int:
+    """A descriptor of a regular file; a link or anything else raises `CheckpointError`."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise CheckpointError(f"{path} is a link; a checkpoint holds regular files only") from error
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise CheckpointError(f"{path} is not a regular file")
+    return handle
+
+
+def read_plain(path: Path) -> bytes:
+    """All of a regular file."""
+    with os.fdopen(open_plain(path), "rb") as file:
+        return file.read()
+
+
+def sha256_of(path: Path) -> str:
+    with os.fdopen(open_plain(path), "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a folder that may be incomplete; what cannot be removed stays, hidden, and is tried again at the next save."""
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def explain(error: OSError, folder: Path, need_bytes: int) -> str:
+    """What went wrong while writing, with the numbers and the remedy."""
+    what = error.strerror or str(error)
+    match error.errno:
+        case errno.ENOSPC | errno.EDQUOT:
+            try:
+                free = units.format_bytes(shutil.disk_usage(folder).free)
+            except OSError:
+                free = "an unknown amount"
+            need = f"this rank writes {units.format_bytes(need_bytes)}, " if need_bytes else ""
+            return f"{what}: {need}{free} is free in {folder}; free space, keep fewer checkpoints or use another folder"
+        case errno.EROFS | errno.EACCES | errno.EPERM:
+            return f"{what}: {folder} cannot be written; use a folder that can"
+        case errno.EIO:
+            return f"{what}: the disk under {folder} fails; use another"
+        case _:
+            return f"{what} in {folder}"
