@@ -1,0 +1,68 @@
+"""Why a plan is what it is, in plain words with numbers. In: the chosen layout and all that were priced. Out: (key, sentence)s.
+
+Each reason compares the choice with the best candidate that differs in that key; nothing is said that was not priced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from weft.cluster.cluster import Cluster
+from weft.plan.layout import Layout
+from weft.plan.plan import Candidate, Prediction
+from weft.units import format_bytes, format_seconds
+
+KEYS = ("data", "tensor", "pipeline", "microbatches", "precision", "threads", "zero", "recompute", "schedule")
+# The part of a step that each key's choice shows in.
+CAUSE = {
+    "data": ("gradients", "summing gradients"),
+    "tensor": ("tensor", "collectives inside layers"),
+    "pipeline": ("pipeline", "the pipeline's bubble and transfers"),
+    "microbatches": ("pipeline", "the pipeline's bubble and transfers"),
+    "precision": ("compute", "compute"),
+    "threads": ("compute", "compute"),
+    "zero": ("optimizer", "the optimizer"),
+    "recompute": ("compute", "compute"),
+    "schedule": ("pipeline", "the pipeline's bubble and transfers"),
+}
+
+
+def reasons(
+    layout: Layout, prediction: Prediction, candidates: Sequence[Candidate], refused: Sequence[Candidate], cluster: Cluster, by_hand: bool
+) -> tuple[tuple[str, str], ...]:
+    """One sentence a key that had a choice; for a layout by hand, where its time goes."""
+    parts = dict(prediction.parts)
+    step = prediction.step_time_s
+    spent = ", ".join(f"{name} {format_seconds(s)}" for name, s in prediction.parts if s >= 0.005 * step)
+    found = [("step", f"{format_seconds(step)}: {spent}")]
+    if by_hand:
+        return (*found, ("layout", "given by hand; nothing else was tried"))
+    for key in KEYS:
+        mine = getattr(layout, key)
+        other = next((c for c in candidates if getattr(c.layout, key) != mine and c.prediction is not None), None)
+        if other is not None and other.prediction is not None:
+            found.append((key, _compared(key, mine, layout, parts, step, other)))
+            continue
+        barred = next((c for c in refused if getattr(c.layout, key) != mine and c.note), None)
+        if barred is not None:
+            found.append((key, f"{key}={mine}: no other fits. {barred.note}"))
+    have = cluster.memory_of(layout.num_ranks)
+    found.append(("memory", f"{format_bytes(prediction.memory.total)} of {format_bytes(have)} on the fullest device"))
+    return tuple(found)
+
+
+def _compared(key: str, mine: object, layout: Layout, parts: dict[str, float], step: float, other: Candidate) -> str:
+    assert other.prediction is not None
+    theirs = getattr(other.layout, key)
+    seconds = other.prediction.step_time_s
+    ratio = seconds / step
+    name, words = CAUSE[key]
+    after = dict(other.prediction.parts).get(name, 0.0)
+    text = f"{key}={mine}: the best plan with {key}={theirs} takes {format_seconds(seconds)} a step"
+    if ratio > 1.005:
+        text += f", {ratio:.2f} times as long"
+    elif ratio > 0.995:
+        text += ", the same within half a per cent"
+    if abs(after - parts.get(name, 0.0)) > 0.002 * step:
+        text += f"; {words} would take {format_seconds(after)} and not {format_seconds(parts.get(name, 0.0))}"
+    return text + f" ({other.layout})"
