@@ -149,3 +149,9 @@ def test_files_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
         write_plan(PLAN, tmp_path / "none" / "plan.toml")
     with pytest.raises(UsageError, match="cuts a parameter twice over axis tensor"):
         format_plan(replace(PLAN, shards=(("tensor", (("a", 0), ("a", 1))),)))
+
+
+@pytest.mark.parametrize("text", ["a = " + "9" * 5000, "a = " + "[" * 5000, "\x00", "a = 1\r"])
+def test_text_beyond_all_bounds_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"plan.toml: "):
+        parse_plan(text)

@@ -68,6 +68,8 @@ def test_json_round_trip(name: str, some: list[Span]) -> None:
     ("text", "reason"),
     [
         ("{", "not JSON: line 1"),
+        ("[" * 100_000, "cannot be read"),
+        ("9" * 5000, "cannot be read"),
         ("[]", "not a timeline"),
         ('{"kind": "weft plan"}', "not a timeline"),
         ('{"kind": "weft timeline", "format_version": 2}', "format version 2; this weft reads version 1"),

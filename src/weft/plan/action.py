@@ -66,9 +66,9 @@ class Recv:
 
 Action = Compute | Send | Recv
 
-_COMPUTE = re.compile(r"(\d+)([FBIW])(\d+)")
-_VALUE = r"([A-Za-z_]\w*)\((\d+(?:,\d+)*|)\)"
-_TRANSFER = re.compile(_VALUE + r"(>|<|\+<)(\d+)")
+_COMPUTE = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})")
+_VALUE = r"([A-Za-z_]\w*)\((\d{1,9}(?:,\d{1,9})*|)\)"
+_TRANSFER = re.compile(_VALUE + r"(>|<|\+<)(\d{1,9})")
 _WHOLE_VALUE = re.compile(_VALUE)
 
 

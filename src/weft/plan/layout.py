@@ -95,7 +95,7 @@ class Layout:
             if key in given:
                 raise LayoutError(f"layout key {key} is given twice")
             if known[key] == "int":
-                if not value.isdigit():
+                if not value.isdecimal() or len(value) > 9:
                     raise LayoutError(f"{key}={value}: {key} is a whole number, for example {key}=2")
                 given[key] = int(value)
             else:

@@ -44,7 +44,7 @@ def parse_placement(text: str) -> Placement:
         return R
     if text == "P":
         return P
-    if text[:1] == "S" and text[1:].isdigit():
+    if text[:1] == "S" and text[1:].isdecimal() and len(text) < 10:
         return Shard(int(text[1:]))
     raise LayoutError(f"placement {text!r} is not R, P or S<dim>")
 

@@ -18,7 +18,7 @@ The stage's own slice of the batch is at hand on its rank and needs no value. A 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -113,12 +113,18 @@ class Program:
     @cached_property
     def predecessors(self) -> tuple[tuple[int, ...], ...]:
         """[stage] -> the stages that feed it, in order."""
-        return tuple(tuple(sorted(p for p, q in self.links if q == s)) for s in range(self.num_stages))
+        return self._neighbours([(q, p) for p, q in self.links])
 
     @cached_property
     def successors(self) -> tuple[tuple[int, ...], ...]:
         """[stage] -> the stages that it feeds, in order."""
-        return tuple(tuple(sorted(q for p, q in self.links if p == s)) for s in range(self.num_stages))
+        return self._neighbours(self.links)
+
+    def _neighbours(self, links: Iterable[tuple[int, int]]) -> tuple[tuple[int, ...], ...]:
+        found: list[list[int]] = [[] for _ in range(self.num_stages)]
+        for here, there in sorted(links):
+            found[here].append(there)
+        return tuple(map(tuple, found))
 
     @cached_property
     def stages_of(self) -> tuple[tuple[int, ...], ...]:

@@ -123,7 +123,7 @@ def parse_plan(text: str, source: str = "plan.toml") -> Plan:
     """
     try:
         data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # beside what is not TOML, numbers and nesting beyond all bounds
         raise ConfigError(f"{source}: {error}") from None
     top = _Table(data, (), text, source)
     kind = top.take("kind", "str")

@@ -21,7 +21,7 @@ from weft.errors import ProgramError
 from weft.plan.action import Action, Compute, Op, Value, parse_action, parse_value
 from weft.plan.program import Held, Links, Program, chain
 
-_LINE = re.compile(r"(rank|given|wants)\s+(\d+)\s*:\s*(.*)|(program|stages|links)\s+(.*)|links")
+_LINE = re.compile(r"(rank|given|wants)\s+(\d{1,9})\s*:\s*(.*)|(program|stages|links)\s+(.*)|links")
 
 
 def default_wants(actions: Sequence[Sequence[Action]]) -> tuple[Held, ...]:
@@ -82,11 +82,14 @@ def parse_program(text: str) -> Program:
         except ProgramError as error:
             raise ProgramError(f"line {number}: {error}") from None
     num_ranks = 1 + max((rank for row in rows.values() for rank in row), default=-1)
-    missing = [rank for rank in range(num_ranks) if rank not in actions]
-    if missing or not num_ranks:
-        raise ProgramError(f"no line for rank {missing[0] if missing else 0}; write one line per rank, `rank 0:` where it does nothing")
+    missing = next((rank for rank in range(num_ranks or 1) if rank not in actions), None)
+    if missing is not None:
+        raise ProgramError(f"no line for rank {missing}; write one line per rank, `rank {missing}:` where it does nothing")
     all_actions = tuple(actions[rank] for rank in range(num_ranks))
     stages = _count_stages(all_actions) if num_stages is None else num_stages
+    num_computes = sum(isinstance(a, Compute) for row in all_actions for a in row)
+    if stages > num_computes:
+        raise ProgramError(f"{stages} stages, but only {num_computes} computes; stages are numbered from 0 without gaps")
     return Program(
         name,
         stages,
@@ -109,7 +112,7 @@ def _parse_held(text: str) -> Held:
     result: dict[Value, dict[int, int]] = {}
     for word in text.split():
         value, equals, content = word.partition("=")
-        if not equals or not all(part.isdigit() for part in content.split(",") if content):
+        if not equals or not re.fullmatch(r"(\d{1,9}(,\d{1,9})*)?", content):
             raise ProgramError(f"{word!r} is not value=contributions, for example dw(0)=0,1,2")
         result[parse_value(value)] = dict(Counter(int(part) for part in content.split(",") if content))
     return result
@@ -118,7 +121,7 @@ def _parse_held(text: str) -> Held:
 def _parse_links(text: str) -> Links:
     pairs = []
     for word in text.split():
-        found = re.fullmatch(r"(\d+)>(\d+)", word)
+        found = re.fullmatch(r"(\d{1,9})>(\d{1,9})", word)
         if not found:
             raise ProgramError(f"link {word!r} is not producer>consumer, for example 0>1")
         pairs.append((int(found[1]), int(found[2])))
@@ -126,6 +129,6 @@ def _parse_links(text: str) -> Links:
 
 
 def _parse_count(text: str) -> int:
-    if not text.isdigit():
+    if not re.fullmatch(r"\d{1,9}", text):
         raise ProgramError(f"stages {text!r} is not a whole number")
     return int(text)

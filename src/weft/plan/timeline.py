@@ -120,6 +120,8 @@ class Timeline:
             data = json.loads(text)
         except json.JSONDecodeError as error:
             raise UsageError(f"a timeline that is not JSON: line {error.lineno}: {error.msg}") from None
+        except (ValueError, RecursionError) as error:  # numbers and nesting beyond all bounds
+            raise UsageError(f"a timeline that cannot be read: {error}") from None
         if not isinstance(data, dict) or data.get("kind") != "weft timeline":
             raise UsageError('JSON that is not a timeline: it has no "kind": "weft timeline"')
         version = data.get("format_version")
@@ -128,7 +130,7 @@ class Timeline:
         try:
             spans = tuple(_span(row) for row in data["spans"])
             return cls(str(data["name"]), int(data["num_ranks"]), spans)
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise UsageError(f"timeline with a part that cannot be read: {error!r}") from None
 
     def to_perfetto(self) -> str:
