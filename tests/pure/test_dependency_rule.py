@@ -43,7 +43,7 @@ EVERYTHING = {"cli", "api", "__init__"}
 EXTRA = {"cluster/probe.py": {"world"}}
 
 TORCH_PARTS = {"zoo", "world", "lower", "run", "train"}
-TORCH_FILES = {"model/capture.py", "model/deferred.py", "cluster/probe.py", "api.py"}
+TORCH_FILES = {"model/capture.py", "model/deferred/", "cluster/probe.py", "api.py"}
 ENVIRONMENT_FILES = ("cli/", "world/launch", "world/prepared")
 # What unpickles, or is unpickled: none of these ever reads or writes a byte for weft.
 PICKLING = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
@@ -79,7 +79,7 @@ def wrong_imports(text: str, file: str) -> list[str]:
 
 def wrong_torch(text: str, file: str) -> list[str]:
     names = {name.split(".")[0] for name in imported(ast.parse(text), file)}
-    if "torch" not in names or part_of(file) in TORCH_PARTS or file in TORCH_FILES:
+    if "torch" not in names or part_of(file) in TORCH_PARTS or file.startswith(tuple(TORCH_FILES)):
         return []
     if part_of(file) == "cli" and not _at_the_top(ast.parse(text), "torch"):
         return []

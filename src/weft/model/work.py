@@ -49,8 +49,9 @@ def _kinds() -> dict[str, str]:
         "gather": "embedding index index_select gather nll_loss nll_loss_forward nll_loss_nd take_along_dim",
         "make": "arange zeros ones full empty zeros_like ones_like full_like empty_like scalar_tensor new_zeros new_ones new_full "
         "lift_fresh_copy tril triu one_hot eye linspace",
-        "view": "view reshape _unsafe_view transpose permute t unsqueeze squeeze expand expand_as select slice split chunk unbind detach "
-        "split_with_sizes tensor_split alias unflatten flatten movedim narrow numpy_T view_as unfold diagonal swapaxes swapdims mT identity",
+        "view": "view reshape _unsafe_view transpose permute t unsqueeze squeeze expand expand_as select slice split chunk unbind "
+        "detach split_with_sizes tensor_split alias unflatten flatten movedim narrow numpy_T view_as unfold diagonal swapaxes swapdims mT "
+        "identity",
     }
     return {name: kind for kind, packed in names.items() for name in packed.split()}
 

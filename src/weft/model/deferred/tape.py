@@ -59,7 +59,11 @@ class View:
 
 @dataclass(slots=True)
 class Op:
-    """One call. `reads`, `changes`: versions consumed; `overwrites`: storages written in full; `makes`: (position in the flat output, view)."""
+    """One call.
+
+    It consumes the versions of `reads` and `changes` (storages written in part), writes `overwrites` in full, and its output has `makes`:
+    (position in the flat output, view) of every new storage. `draw` is its number among the draws of `stream`.
+    """
 
     func: Callable[..., Any]
     args: Any
@@ -70,7 +74,7 @@ class Op:
     makes: tuple[tuple[int, View], ...] = ()
     default_dtype: torch.dtype = torch.float32
     stream: Stream | None = None
-    draw: int = -1  # which draw of its stream it is
+    draw: int = -1
 
     @property
     def consumes(self) -> tuple[Version, ...]:
@@ -96,7 +100,8 @@ class Stream:
     states: dict[int, torch.Tensor] = field(default_factory=dict)
     before: list[int | torch.Tensor] = field(default_factory=list)
     ops: list[Op] = field(default_factory=list)
-    shape: torch.Tensor = field(init=False)
+    final: int | torch.Tensor = 0  # where the program leaves the generator
+    shape: torch.Tensor = field(init=False)  # the state that tokens are made from
 
     def __post_init__(self) -> None:
         if self.generator.device.type != "cpu":
@@ -179,19 +184,17 @@ class Tape:
             if op.reads:  # how much it draws may depend on what it reads
                 Replay(self, (), also=(op,)).run(op)
             else:
-                windows = {view.storage: view for view in _views((op.args, op.kwargs))}
-                scratch = {s: torch.empty(w.size_bytes, dtype=torch.uint8).untyped_storage() if w.covers else None for s, w in windows.items()}
-                self.call(op, scratch)
+                self.call(op, {})
             state = stream.states[draw + 1]
         return state
 
-    def call(self, op: Op, storages: dict[int, Any]) -> list[Any]:
-        """Run one operator on real storages (None: scratch of the window's own size), as the program ran it. Returns the flat output."""
+    def call(self, op: Op, storages: dict[int, torch.UntypedStorage]) -> list[Any]:
+        """Run one operator on real storages, as the program ran it; scratch memory stands for what is missing. Returns the flat output."""
 
         def real(arg: Any) -> Any:
             if not isinstance(arg, View):
                 return arg
-            storage = storages[arg.storage]
+            storage = storages.get(arg.storage)
             return torch.empty_strided(arg.shape, arg.stride, dtype=arg.dtype) if storage is None else arg.on(storage)
 
         args, kwargs = tree_map(real, op.args), tree_map(real, op.kwargs)
@@ -224,10 +227,6 @@ class Tape:
         return found
 
 
-def _views(tree: Any) -> list[View]:
-    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, View)]
-
-
 class Replay:
     """Real values of wanted versions, each given out once; holds a value only while something wanted still consumes it."""
 
@@ -237,14 +236,10 @@ class Replay:
         self.held: dict[Version, torch.UntypedStorage] = dict(tape.kept)
         self.current: dict[Version, torch.UntypedStorage] = {}
         self.uses: Counter[Version] = Counter()
-        self.done: set[int] = set()
-        self._want(wanted, also)
-
-    def _want(self, wanted: Iterable[Version], also: Iterable[Op]) -> None:
         self.uses.update(wanted)
         for op in also:
             self.uses.update(op.consumes)
-        todo = [i for version in self.uses if version not in self.held for i in (version[1],)]
+        todo = [version[1] for version in self.uses if version not in self.held]
         seen: set[int] = set()
         while todo:
             i = todo.pop()
@@ -290,7 +285,7 @@ class Replay:
         if index < 0:
             self._ready(op.consumes)
         if index in self.tape.consts:
-            self._hold({op.makes[0][1].storage: self.tape.consts[index].clone()}, index)
+            self._hold({op.makes[0][1].storage: _copy(self.tape.consts[index])}, index)
             return
         storages: dict[int, torch.UntypedStorage] = {}
         for version in op.reads:
@@ -298,9 +293,9 @@ class Replay:
         for version in op.changes:
             storage = self._consume(version)
             others = version in self.held or version in self.tape.kept or version in self.current
-            storages[version[0]] = storage.clone() if others else storage
+            storages[version[0]] = _copy(storage) if others else storage
         for view in op.overwrites:
-            storages[view.storage] = torch.empty(view.size_bytes, dtype=torch.uint8).untyped_storage()
+            storages[view.storage] = _allocate(view.size_bytes)
         out = self.tape.call(op, storages)
         written = {s: storages[s] for s, _ in op.changes} | {v.storage: storages[v.storage] for v in op.overwrites}
         inputs = {id(storage) for storage in storages.values()}
@@ -315,10 +310,21 @@ class Replay:
                 self.held[(s, index)] = storage
 
 
+def _allocate(size_bytes: int) -> torch.UntypedStorage:
+    return torch.empty(size_bytes, dtype=torch.uint8).untyped_storage()
+
+
+def _copy(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    whole = View(0, torch.uint8, (storage.nbytes(),), (1,), 0, storage.nbytes())
+    own = _allocate(storage.nbytes())
+    whole.on(own).copy_(whole.on(storage))
+    return own
+
+
 def _storage(tensor: torch.Tensor, view: View, inputs: set[int], op: Op) -> torch.UntypedStorage:
     """The storage of an operator's output, laid out as it was recorded."""
     if tensor.device.type != "cpu":
-        raise ModelError(f"{op.func} makes a tensor on {tensor.device} in the model's constructor, which has no values; build it on the CPU")
+        raise ModelError(f"{op.func} in the model's constructor makes a tensor on {tensor.device}, which has no values; make it on the CPU")
     if tuple(tensor.shape) != view.shape or tensor.dtype != view.dtype:
         raise ModelError(f"{op.func} gives {tensor.dtype}{list(tensor.shape)} where {view.dtype}{list(view.shape)} was recorded; build the "
                          "model outside the block and pass it to weft.parallelize")  # fmt: skip
@@ -326,6 +332,6 @@ def _storage(tensor: torch.Tensor, view: View, inputs: set[int], op: Op) -> torc
     same = tensor.stride() == view.stride and tensor.storage_offset() == view.offset and storage.nbytes() == view.size_bytes
     if same and id(storage) not in inputs:
         return storage
-    own = torch.empty(view.size_bytes, dtype=torch.uint8).untyped_storage()
+    own = _allocate(view.size_bytes)
     view.on(own).copy_(tensor)
     return own
