@@ -154,3 +154,16 @@ def test_a_rank_with_several_stages_shows_which() -> None:
     timeline = simulate(Program.parse("rank 0: 0F0 1F0 1B0 0B0"), lambda action: 1.0, lambda *_: 0.0)
     assert "|0F0==1F0==1B0==0B0==|" in gantt(timeline, 20)
     assert ">1.0</text>" in svg(timeline)
+
+
+def test_a_busy_rank_looks_busy_however_many_spans_it_has() -> None:
+    timeline = simulate(build("1f1b", 1, 3000), per_op(1.0), lambda *_: 0.0)
+    row = gantt(timeline, 50).splitlines()[1]
+    assert "." not in row.partition("|")[2].partition("|")[0]
+    bars = [
+        float(r.get("width", 0))
+        for r in ElementTree.fromstring(svg(timeline)).iter("{http://www.w3.org/2000/svg}rect")
+        if r.get("y") == "58"
+    ]
+    assert sum(bars[1:]) > 0.5 * bars[0]
+    assert len(bars) < 4000

@@ -74,7 +74,7 @@ def gantt_text(timeline: Timeline, width: int = 100) -> Text:
 def svg(timeline: Timeline, width: int = 960) -> str:
     """A picture of `width` pixels as one self-contained `<svg>` element: no script, no font or file from elsewhere.
 
-    Spans of less than a third of a pixel are left out. Names are escaped, so that a page may show any timeline.
+    Of spans that end within a third of a pixel the first is drawn. Names are escaped, so that a page may show any timeline.
     """
     row, bar, strip, left, right, top = 34, 24, 5, 64, 66, 58
     sends = any(span.lane == SEND_LANE and span.duration_s > 0 for span in timeline.spans)
@@ -92,17 +92,19 @@ def svg(timeline: Timeline, width: int = 960) -> str:
         body.append(f'<text x="{left - 10}" y="{y + bar / 2 + 4:.0f}" class="rank" text-anchor="end">rank {rank}</text>')
         body.append(f'<rect x="{left}" y="{y}" width="{width - left - right}" height="{bar}" class="idle"/>')
         body.append(f'<text x="{width - right + 8}" y="{y + bar / 2 + 4:.0f}" class="axis">{format_percent(timeline.busy(rank))}</text>')
-    for span in timeline.spans:
+    drawn: dict[tuple[int, str], float] = {}  # up to which pixel
+    for span in sorted(timeline.spans, key=lambda span: span.start_s):
         wide = span.duration_s * scale
-        if wide < 1 / 3:
-            continue
         x, y = left + (span.start_s - timeline.start_s) * scale, top + span.rank * height_of_row
+        if span.duration_s <= 0 or x + wide < drawn.get((span.rank, span.lane), 0.0) + 1 / 3:
+            continue
+        drawn[span.rank, span.lane] = x + wide
         hint = f"<title>{escape(span.name)} on rank {span.rank}, {format_seconds(span.duration_s)}</title>"
         if span.lane == COMPUTE_LANE:
             fill, ink = FILL.get(span.kind, OTHER_FILL), INK.get(span.kind, OTHER_INK)
             # A hair narrower than the time it took, so that neighbours of one colour stay apart.
             body.append(
-                f'<rect x="{x:.2f}" y="{y}" width="{max(wide - 0.8, 0.33):.2f}" height="{bar}" rx="1.5" fill="{fill}">{hint}</rect>'
+                f'<rect x="{x:.2f}" y="{y}" width="{max(wide - min(0.8, 0.1 * wide), 0.33):.2f}" height="{bar}" rx="1.5" fill="{fill}">{hint}</rect>'
             )
             label = _label(span, several)
             if wide > 5.6 * len(label) + 0.8:
@@ -165,8 +167,8 @@ def _cells(timeline: Timeline, computes: list[Span], several: bool, columns: int
     scale, at = columns / (timeline.total_s or 1.0), 0
     for span in computes:
         start = max(at, round((span.start_s - timeline.start_s) * scale))
-        end = round((span.end_s - timeline.start_s) * scale)
-        if end <= start:
+        end = min(columns, max(round((span.end_s - timeline.start_s) * scale), round((span.start_s - timeline.start_s) * scale) + 1))
+        if end <= start:  # where many fall into one column the first stands for all
             continue
         at = end
         found = _ACTION.fullmatch(span.name)
