@@ -102,10 +102,9 @@ def svg(timeline: Timeline, width: int = 960) -> str:
         hint = f"<title>{escape(span.name)} on rank {span.rank}, {format_seconds(span.duration_s)}</title>"
         if span.lane == COMPUTE_LANE:
             fill, ink = FILL.get(span.kind, OTHER_FILL), INK.get(span.kind, OTHER_INK)
+            shown = max(wide - min(0.8, 0.1 * wide), 0.33)
             # A hair narrower than the time it took, so that neighbours of one colour stay apart.
-            body.append(
-                f'<rect x="{x:.2f}" y="{y}" width="{max(wide - min(0.8, 0.1 * wide), 0.33):.2f}" height="{bar}" rx="1.5" fill="{fill}">{hint}</rect>'
-            )
+            body.append(f'<rect x="{x:.2f}" y="{y}" width="{shown:.2f}" height="{bar}" rx="1.5" fill="{fill}">{hint}</rect>')
             label = _label(span, several)
             if wide > 5.6 * len(label) + 0.8:
                 middle = f'x="{x + wide / 2:.1f}" y="{y + bar / 2 + 4:.0f}"'
