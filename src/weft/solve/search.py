@@ -263,6 +263,6 @@ def _nothing(
     more = -(-need.total * leanest.layout.num_ranks // have)
     return Infeasible(
         f"none of {tried} layouts fits {cluster.name}{said}: the leanest, {leanest.layout}, needs {need.total / 2**30:.2f} GiB on its "
-        f"fullest device ({state / 2**30:.2f} for weights, gradients and optimizer, {need.activations / 2**30:.2f} for activations), which has "
-        f"{have / 2**30:.2f} GiB; use about {more:.0f} such devices, or a smaller batch or model"
+        f"fullest device ({state / 2**30:.2f} for weights, gradients and optimizer, {need.activations / 2**30:.2f} for activations), "
+        f"which has {have / 2**30:.2f} GiB; use about {more:.0f} such devices, or a smaller batch or model"
     )

@@ -1,0 +1,151 @@
+"""What works on this machine. In: nothing. Out: checks, each with what was found and the remedy where it is not well.
+
+Only looks; it starts no processes and changes nothing. What it cannot see: a firewall between hosts, a full disk elsewhere.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import socket
+import sys
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+
+LEAST_FILES = 1024
+LEAST_SHARED_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing looked at. `needed`: weft does not run without it; the others only cost speed or a feature."""
+
+    name: str
+    ok: bool
+    found: str
+    remedy: str = ""
+    needed: bool = True
+
+
+def doctor() -> tuple[Check, ...]:
+    """Every check, the needed ones first.
+
+    >>> doctor()[0].name
+    'python'
+    """
+    return (_python(), *_packages(), _loopback(), _shared_memory(), _files(), *_hardware(), _compiler(), _transformers())
+
+
+def _python() -> Check:
+    found = ".".join(str(n) for n in sys.version_info[:3])
+    return Check("python", sys.version_info >= (3, 11), found, "install Python 3.11 or newer")
+
+
+def _packages() -> list[Check]:
+    """weft's own requirements against what is installed; only lower and upper bounds of plain numbers are compared."""
+    checks = []
+    try:
+        wanted = [r for r in requires("weft") or () if "extra ==" not in r]
+    except PackageNotFoundError:
+        return [Check("weft", False, "not installed", "pip install . in weft's folder")]
+    for text in wanted:
+        name = text.split(";")[0].strip()
+        cut = next((i for i, c in enumerate(name) if c in "<>=!~ "), len(name))
+        name, bounds = name[:cut], name[cut:]
+        try:
+            have = version(name)
+        except PackageNotFoundError:
+            checks.append(Check(name, False, "not installed", f"pip install '{name}{bounds}'"))
+            continue
+        ok = all(_within(have, bound.strip()) for bound in bounds.split(",") if bound.strip())
+        checks.append(Check(name, ok, f"{have} (wanted {bounds})" if not ok else have, f"pip install '{name}{bounds}'"))
+    return checks
+
+
+def _within(have: str, bound: str) -> bool:
+    digits = bound.lstrip("<>=!~")
+    a, b = (tuple(int(part) for part in v.split("+")[0].split(".") if part.isdigit()) for v in (have, digits))
+    relation = bound[: len(bound) - len(digits)]
+    length = max(len(a), len(b))
+    a, b = a + (0,) * (length - len(a)), b + (0,) * (length - len(b))
+    return {">=": a >= b, "<": a < b, "<=": a <= b, ">": a > b, "==": a == b, "!=": a != b}.get(relation, True)
+
+
+def _loopback() -> Check:
+    try:
+        with socket.socket() as server:
+            server.bind(("127.0.0.1", 0))
+            server.listen(1)
+            with socket.create_connection(server.getsockname(), timeout=2):
+                pass
+    except OSError as error:
+        return Check("loopback", False, str(error), "ranks talk over 127.0.0.1; bring the loopback interface up (ip link set lo up)")
+    name = socket.gethostname()
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError:
+        return Check("host name", False, f"{name} does not resolve", f"add `127.0.0.1 {name}` to /etc/hosts", needed=False)
+    return Check("loopback", True, f"127.0.0.1 answers, {name} resolves")
+
+
+def _shared_memory() -> Check:
+    try:
+        free = shutil.disk_usage("/dev/shm").free
+    except OSError:
+        return Check("shared memory", False, "no /dev/shm", "ranks will talk through sockets, which is slower", needed=False)
+    ok = free >= LEAST_SHARED_BYTES
+    found = f"{free / 2**20:.0f} MiB free in /dev/shm"
+    return Check("shared memory", ok, found, "start the container with --shm-size=1g or more", needed=False)
+
+
+def _files() -> Check:
+    try:
+        import resource
+    except ImportError:
+        return Check("open files", True, "no limit is known on this system", needed=False)
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    ok = limit >= LEAST_FILES or limit == resource.RLIM_INFINITY
+    return Check("open files", ok, f"at most {limit}", f"ulimit -n {LEAST_FILES}", needed=False)
+
+
+def _hardware() -> list[Check]:
+    if importlib.util.find_spec("torch") is None:
+        return []
+    from weft.cluster import probe
+
+    found = probe.capabilities()
+    memory = probe.memory_bytes()
+    return [
+        Check("cores", True, f"{probe.num_cores()} usable of {os.cpu_count()}", needed=False),
+        Check("memory", memory >= 2 << 30, f"{memory / 2**30:.1f} GiB", "2 GiB is the least that trains anything of use", needed=False),
+        Check("gloo", found["gloo"], "available" if found["gloo"] else "missing", "install a torch built with distributed support"),
+        Check("GPUs", True, f"{found['gpus']}: {found['gpu']}" if found["gpus"] else "none; training runs on processors", needed=False),
+        Check("nccl", bool(found["nccl"] or not found["gpus"]), "available" if found["nccl"] else "missing", "install a CUDA torch", False),
+        Check(
+            "bfloat16", probe.has_bfloat16(), "in hardware" if probe.has_bfloat16() else "emulated, so float32 is faster",
+            "nothing to do: plans use float32 here", needed=False,
+        ),
+    ]  # fmt: skip
+
+
+def _compiler() -> Check:
+    path = shutil.which("g++") or shutil.which("clang++")
+    return Check("C++ compiler", path is not None, path or "none", "install g++; torch.compile on processors needs it", needed=False)
+
+
+def _transformers() -> Check:
+    try:
+        return Check("transformers", True, version("transformers"), needed=False)
+    except PackageNotFoundError:
+        return Check("transformers", False, "not installed", "pip install 'weft[hf]' for hf: models", needed=False)
+
+
+def writable(path: Path) -> Check:
+    """Whether runs can be kept in `path` (it, or the nearest folder above that exists)."""
+    folder = path.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    ok = os.access(folder, os.W_OK)
+    return Check("run folder", ok, f"{folder} is {'writable' if ok else 'read-only'}", "choose another folder for runs")

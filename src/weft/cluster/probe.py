@@ -1,0 +1,320 @@
+"""This machine as a `Cluster`: measured in a few seconds, kept in the user's cache, read from there the next time. [torch]
+
+Every figure is of training: forward and backward together, at shapes that real models have. What runs at once in training is
+measured at once: all ranks multiply and copy together, so shared caches, memory and clocks are in the figures.
+Not measured: long runs that heat the machine, and other work on it. Between CUDA devices the figures are the catalogue's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from weft.cluster.catalogue import dump, loads
+from weft.cluster.cluster import Cluster, Device, Level, Link, Speed, Table
+from weft.errors import ConfigError
+
+VERSION = 1  # of what is measured; a stored result of another version is measured again
+QUICK_SIZES = (4096, 65536, 1 << 20, 4 << 20, 16 << 20)
+FULL_SIZES = (1024, 4096, 16384, 65536, 262144, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
+LAUNCH_OPERATORS = 64
+MAX_CLOCK_S = 0.12  # per figure and repeat: enough to pass the clock's noise, short enough for a dozen figures
+
+
+def probe(quick: bool = True, *, fresh: bool = False, path: Path | None = None) -> Cluster:
+    """This machine as a cluster. The first call measures for a few seconds; later ones read the stored result.
+
+    Args:
+        quick: fewer sizes and at most two ranks. `fresh`: measure even where a stored result fits.
+        path: where the result is kept; by default `cache_path()`.
+
+    >>> probe().device.kind  # doctest: +SKIP
+    'cpu'
+    """
+    path = path or cache_path()
+    mark = fingerprint()
+    if not fresh:
+        stored = _stored(path, mark)
+        if stored is not None:
+            return stored
+    cluster = _of_gpus(mark) if torch.cuda.is_available() else _of_cores(mark, quick)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(f".{os.getpid()}")
+        part.write_text(dump(cluster))
+        part.replace(path)
+    except OSError:
+        pass  # a cache that cannot be written costs a few seconds next time, and nothing else
+    return cluster
+
+
+def cache_path() -> Path:
+    """Where the measured cluster is kept: `.cache/weft` in the user's home."""
+    return Path.home() / ".cache" / "weft" / "cluster.toml"
+
+
+def fingerprint() -> str:
+    """Of the machine and the software whose speed it is: processor, cores, memory, GPUs, torch."""
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    parts = (VERSION, _cpu_model(), num_cores(), memory_bytes() >> 28, gpus, torch.__version__)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def memory_bytes() -> int:
+    """Memory of the machine, or of the container where that is less."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            total = min(total, int(Path(limit).read_text()))
+        except (OSError, ValueError):
+            continue
+    return total
+
+
+def has_bfloat16() -> bool:
+    """Whether this machine multiplies bfloat16 in hardware."""
+    if torch.cuda.is_available():
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    try:
+        flags = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.machine() == "arm64"
+    return any(flag in flags for flag in ("avx512_bf16", "amx_bf16", " bf16"))
+
+
+def capabilities() -> dict[str, Any]:
+    """What this torch can do here: `gloo`, `nccl` (bool), `gpus` (count), `gpu` (name of the first)."""
+    here = torch.distributed.is_available()
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return {
+        "gloo": here and torch.distributed.is_gloo_available(),
+        "nccl": here and torch.distributed.is_nccl_available(),
+        "gpus": gpus,
+        "gpu": torch.cuda.get_device_name(0) if gpus else "",
+    }
+
+
+def _cpu_model() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _stored(path: Path, mark: str) -> Cluster | None:
+    try:
+        cluster = loads(path.read_text(), str(path))
+    except (OSError, UnicodeDecodeError, ConfigError):
+        return None
+    return cluster if cluster.fingerprint == mark else None
+
+
+def _of_gpus(mark: str) -> Cluster:
+    """GPUs of one host: their own products and copies measured, their links as NVLink where peers see each other."""
+    count = torch.cuda.device_count()
+    properties = torch.cuda.get_device_properties(0)
+    device = torch.device("cuda", 0)
+    figures = measure_compute(device, quick=True)
+    peers = count > 1 and torch.cuda.can_device_access_peer(0, 1)
+    link = Link(3.4e-6, 250e9 if peers else 12e9, source="assumed: peer access" if peers else "assumed: no peer access, through the host")
+    speed = _speed(1, 0, figures)
+    return Cluster(
+        "here",
+        _device(properties.name, "gpu", speed, float(properties.total_memory), 0.8e9),
+        (Level("node", count, link),),
+        speeds=(speed,) if count == 1 else tuple(_speed(ranks, 0, figures) for ranks in range(1, count + 1)),
+        fingerprint=mark,
+    )
+
+
+def _of_cores(mark: str, quick: bool) -> Cluster:
+    from weft.world.launch import launch
+
+    cores = num_cores()
+    ranks = max(2, cores if cores <= 4 or quick is False else 4)
+    if not quick:
+        ranks = max(4, min(ranks, 8))
+    found = launch(measure_rank, ranks, cores, quick)
+    speeds = []
+    for case in {(ranks, threads) for ranks, threads, _ in found[0]["speeds"]}:
+        mine = [figures for result in found for r, t, figures in result["speeds"] if (r, t) == case]
+        # Ranks wait for the slowest of them.
+        speeds.append(_speed(*case, {key: max(f[key] for f in mine) for key in mine[0]}))
+    tables = [Table(name, n, tuple((float(s), max(t, 1e-9)) for s, t in points)) for name, n, points in found[0]["tables"]]
+    reduce = next(t for t in tables if t.collective == "all_reduce" and t.ranks == 2)
+    size, seconds = reduce.points[-1]
+    one = next(s for s in speeds if (s.ranks, s.threads) == (1, 1))
+    return Cluster(
+        "here",
+        _device(_cpu_model(), "cpu", one, memory_bytes() / cores, found[0]["scratch"]),
+        (Level("node", cores, Link(reduce.points[0][1] / 2, size / seconds, source="measured between two ranks")),),
+        speeds=tuple(sorted(speeds, key=lambda s: (s.ranks, s.threads))),
+        tables=tuple(tables),
+        fingerprint=mark,
+    )
+
+
+def _device(name: str, kind: str, speed: Speed, memory: float, scratch: float) -> Device:
+    """A device whose peak is what it was measured to reach."""
+    return Device(name, kind, speed.flops, memory, speed.memory_bandwidth_bytes_per_s, 1.0, speed.launch_s, scratch, "measured")
+
+
+def _speed(ranks: int, threads: int, seconds: dict[str, float]) -> Speed:
+    """Figures of `measure_compute` (seconds per FLOP, per byte, per operator) as a `Speed`."""
+    flops = tuple((key.partition(".")[2], 1 / s) for key, s in seconds.items() if key.startswith("linear."))
+    rates = tuple((key, 1 / s) for key, s in seconds.items() if not key.startswith(("linear.", "launch", "elementwise")))
+    return Speed(ranks, threads, flops, 1 / seconds["elementwise"], seconds["launch"], rates)
+
+
+def measure_rank(world: Any, cores: int, quick: bool) -> dict[str, Any]:
+    """What one rank of the probe does: alone while the others wait, then all at once, then collectives. Plain numbers out."""
+    rank, size = world.rank, world.num_ranks
+    device = torch.device("cpu")
+    everyone = world.group(tuple(range(size)))
+    speeds: list[tuple[int, int, dict[str, float]]] = []
+    threads_before = torch.get_num_threads()
+    for ranks, threads in dict.fromkeys(((1, 1), (1, cores), (min(cores, size), max(1, cores // size)))):
+        everyone.all_reduce(torch.zeros(1))
+        if rank < ranks:
+            torch.set_num_threads(threads)
+            meet = partial(_meet, world.group(tuple(range(ranks)))) if ranks > 1 else None
+            speeds.append((ranks, threads, measure_compute(device, quick, meet)))
+    torch.set_num_threads(max(1, cores // size))
+    tables = []
+    counts = [n for n in (2, 4, 8) if n <= size]
+    for count in counts:
+        everyone.all_reduce(torch.zeros(1))
+        if rank < count:
+            tables += _measure_links(world, count, QUICK_SIZES if quick else FULL_SIZES)
+    torch.set_num_threads(threads_before)
+    return {"speeds": speeds, "tables": tables, "scratch": float(_resident_bytes())}
+
+
+def _meet(group: Any) -> None:
+    group.all_reduce(torch.zeros(1))
+
+
+def _measure_links(world: Any, count: int, sizes: Iterable[int]) -> list[tuple[str, int, list[tuple[int, float]]]]:
+    group = world.group(tuple(range(count)))
+    calls: dict[str, Callable[[torch.Tensor], Any]] = {"all_reduce": group.all_reduce}
+    tables = []
+    for name, call in calls.items():
+        points = []
+        for size in sizes:
+            tensor = torch.zeros(max(1, size // 4))
+            repeats = 20 if size <= 65536 else 5
+            times = []
+            for _ in range(repeats):
+                start = time.perf_counter()
+                call(tensor)
+                times.append(time.perf_counter() - start)
+            points.append((size, sorted(times)[len(times) // 2]))
+        tables.append((name, count, points))
+    return tables
+
+
+def measure_compute(device: torch.device, quick: bool = True, together: Callable[[], Any] | None = None) -> dict[str, float]:
+    """Seconds per unit of each kind of operator, forward and backward, on this rank's threads.
+
+    Units: `linear.P`, `attention.P`, `convolution.P`: a FLOP at precision P; `launch`: one operator; the others: a byte that the
+    operator must move. `together` is called before each figure, so that ranks that measure at once start at once.
+    """
+    made = torch.float32
+    precisions = {"float32": made, **({"bfloat16": torch.bfloat16} if has_bfloat16() else {})}
+    big = device.type != "cpu"
+    found: dict[str, float] = {}
+
+    def take(name: str, units: float, call: Callable[[], Any]) -> None:
+        if together is not None:
+            together()
+        found[name] = _clock(call, device, 2 if quick else 4) / units
+
+    def train(name: str, units: float, call: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> None:
+        """Forward and backward, from a gradient that is there already."""
+        gradient = torch.ones_like(call(*inputs))
+        take(name, units, lambda: torch.autograd.backward(call(*inputs), gradient))
+
+    for precision, dtype in precisions.items():
+        tokens, hidden, wide = (16384, 4096, 4096) if big else (2048, 384, 1536)
+        x = torch.randn(tokens, hidden, device=device, dtype=dtype, requires_grad=True)
+        w = torch.randn(wide, hidden, device=device, dtype=dtype, requires_grad=True)
+        train(f"linear.{precision}", 6.0 * tokens * hidden * wide, F.linear, x, w)
+        heads = (8, 16, 1024, 64) if big else (4, 6, 256, 64)
+        q, k, v = (torch.randn(heads, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
+        flops = 4.0 * heads[0] * heads[1] * heads[2] ** 2 * heads[3]
+        # Backward of attention forms the scores once more: 1 + 2.5 products in place of 1 + 2.
+        train(f"attention.{precision}", 3.5 * flops, partial(F.scaled_dot_product_attention, is_causal=True), q, k, v)
+        image = torch.randn(32 if big else 4, 64, 56, 56, device=device, dtype=dtype, requires_grad=True)
+        kernel = torch.randn(64, 64, 3, 3, device=device, dtype=dtype, requires_grad=True)
+        train(f"convolution.{precision}", 6.0 * image.numel() * 64 * 9, partial(F.conv2d, padding=1), image, kernel)
+    double = torch.randn(512, 512, device=device, dtype=torch.float64)
+    take("linear.float64", 2.0 * 512**3, lambda: double @ double)
+    rows = 16384 if big else 8192
+    a, b = (torch.randn(rows, 1024, device=device) for _ in range(2))
+    take("elementwise", 3.0 * a.nbytes, lambda: a + b)
+    h = torch.randn(rows, 1024, device=device, requires_grad=True)
+    gain = torch.ones(1024, device=device, requires_grad=True)
+    train("activation", 5.0 * h.nbytes, partial(F.gelu, approximate="tanh"), h)
+    train("norm", 5.0 * h.nbytes, lambda h: F.layer_norm(h, (1024,), gain, gain), h)
+    train("softmax", 5.0 * h.nbytes, partial(F.log_softmax, dim=-1), h)
+    weights = [torch.nn.Parameter(torch.randn(1 << 20, device=device)) for _ in range(4)]
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    optimizer = torch.optim.AdamW(weights, lr=1e-4, fused=True)
+    # It reads weight, gradient and two moments, and writes three of them.
+    take("optimizer", 7.0 * sum(weight.nbytes for weight in weights), optimizer.step)
+    tiny = torch.ones(8, device=device, requires_grad=True)
+
+    def chain(y: torch.Tensor) -> torch.Tensor:
+        for _ in range(LAUNCH_OPERATORS):
+            y = y + tiny
+        return y
+
+    train("launch", 3.0 * LAUNCH_OPERATORS, chain, tiny)
+    return found
+
+
+def _clock(call: Callable[[], Any], device: torch.device, repeats: int) -> float:
+    """Median seconds of a call after one that warms up."""
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    call()
+    wait()
+    times: list[float] = []
+    began = time.perf_counter()
+    while len(times) < repeats or (time.perf_counter() - began < MAX_CLOCK_S / 4 and len(times) < 50):
+        start = time.perf_counter()
+        call()
+        wait()
+        times.append(time.perf_counter() - start)
+        if len(times) >= 2 and time.perf_counter() - began > MAX_CLOCK_S:
+            break
+    return sorted(times)[len(times) // 2]
+
+
+def _resident_bytes() -> int:
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, ValueError, IndexError):
+        return 300 << 20
+    return pages * os.sysconf("SC_PAGE_SIZE")
