@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
 
+import cli_examples
 import pytest
 import typer
 
@@ -41,30 +41,14 @@ def verbs() -> list[list[str]]:
     return found
 
 
-def examples(text: str) -> list[list[str]]:
-    return [shlex.split(line)[1:] for line in re.findall(r"^ +(weft .*)$", text, re.M)]
-
-
 @pytest.mark.parametrize("verb", verbs(), ids=" ".join)
 def test_help_shows_an_example_that_parses(verb: list[str], capfd: pytest.CaptureFixture[str]) -> None:
     assert run([*verb, "--help"]) == 0
-    shown = examples(capfd.readouterr().out)
+    shown = cli_examples.find(capfd.readouterr().out)
     assert shown, f"weft {' '.join(verb)} --help shows no example"
     for words in shown:
-        # `--help` at the end stops before the verb runs, but after its arguments were parsed up to there.
         assert words[: len(verb)] == verb
-        assert run([*words, "--help"]) == 0
-        assert_known_options(words)
-    capfd.readouterr()
-
-
-def assert_known_options(words: list[str]) -> None:
-    command = typer.main.get_command(app)
-    while getattr(command, "commands", None):
-        command = command.commands[words[0]]
-        words = words[1:]
-    context = command.make_context("weft", list(words))
-    assert context.params
+        cli_examples.require_understood(words)
 
 
 @pytest.mark.parametrize("verb", verbs(), ids=" ".join)
