@@ -1,0 +1,1 @@
+"""Processes and how they talk: ranks and groups (`world`), starting them (`launch`), what each of them last did (`recorder`)."""

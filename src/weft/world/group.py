@@ -1,0 +1,352 @@
+"""A group of ranks and its collectives, on tensors. In: this rank's tensor. Out: the collective's result, or `Work` to wait for.
+
+Two transports: gloo between processes (tensors on a GPU are staged through host memory, so that several ranks can share one GPU) and NCCL
+where every member has a GPU of its own. A group of one rank does nothing. Pieces along a dimension are those of `plan.placement.piece`.
+
+Not modelled: matching. Members that call different collectives, or one with different shapes, wait for ever, fail or add wrong numbers.
+
+Messages between two ranks: equal tags are matched in the order in which they were sent; different tags never. A pipeline gives every
+(direction, stage boundary) its own tag, since activations and gradients of several microbatches are under way at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weft.errors import RunError, UsageError
+from weft.plan.placement import piece
+from weft.world import private, recorder
+from weft.world.recorder import Recorder
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+_DTYPES = {getattr(torch, name): code for code, name in enumerate(recorder.DTYPES) if code}
+_NARROW = (torch.bfloat16, torch.float16)
+# What the transports say when the other end is gone, in any version seen: a symptom of another rank's failure.
+LOST = (
+    "onnection closed", "onnection reset", "roken pipe", "ocket closed", "onnection refused", "Timed out", "timed out", "Timeout",
+    "remote process exited", "NCCL communicator was aborted", "Application timeout",
+)  # fmt: skip
+
+
+class LostPeer(RunError):
+    """A collective ended because another rank is gone, or did not come in time. Never the first cause of a failure."""
+
+
+class Work:
+    """A collective under way. `wait()` returns when its result may be used; a second wait does nothing."""
+
+    __slots__ = ("_at", "_finish", "_group", "_keep", "_work")
+
+    def __init__(self, group: Group | None, work: Any, at: int, finish: Callable[[], object] | None, keep: object) -> None:
+        self._group = group
+        self._work = work
+        self._at = at
+        self._finish = finish
+        self._keep = keep
+
+    def wait(self) -> None:
+        """Blocks this thread (gloo) or this CUDA stream (NCCL). Raises LostPeer or RunError with the group and the collective."""
+        work = self._work
+        if work is None:
+            return
+        group = self._group
+        assert group is not None
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise group.explained(error) from error
+        self._work = None
+        group.recorder.done(self._at)
+        if self._finish is not None:
+            self._finish()
+        self._keep = self._finish = None
+
+    @property
+    def done(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._work is None or bool(self._work.is_completed())
+
+
+_DONE = Work(None, None, 0, None, None)
+
+
+class Group:
+    """`ranks` of the world in a given order, this rank among them at `index`.
+
+    Made by `World.group`; nothing is connected before the first collective (or `connect()`), in which all members take part and
+    no other rank does.
+    """
+
+    def __init__(
+        self, ranks: tuple[int, ...], rank: int, recorder: Recorder, device: torch.device, open_transport: Callable[[str], tuple[Any, str]]
+    ) -> None:
+        self.ranks = ranks
+        self.size = len(ranks)
+        self.index = ranks.index(rank)
+        self.recorder = recorder
+        self.device = device
+        self._rank = rank
+        self._slot = recorder.slot(ranks) if self.size > 1 else 0
+        self._open = open_transport
+        self._transport: Any = None
+        self._staged = False
+        self._nccl = False
+        self._lanes: dict[tuple[int, int], Any] = {}
+
+    def __repr__(self) -> str:
+        return f"Group(ranks={recorder.group_name(self.ranks)}, index={self.index})"
+
+    def connect(self) -> None:
+        """Connects the members now; otherwise the first collective does. All members must come."""
+        if self._transport is not None or self.size == 1:
+            return
+        at = self.recorder.start(recorder.CONNECT, self._slot, 0, (), 0)
+        try:
+            self._transport, kind = self._open("")
+        except RuntimeError as error:
+            raise self.explained(error) from error
+        self.recorder.done(at)
+        self._nccl = kind == "nccl"
+        self._staged = kind == "gloo" and self.device.type != "cpu"
+
+    def explained(self, error: BaseException) -> RunError:
+        """`error` of the transport, with the collective that it broke."""
+        last = self.recorder.last()
+        text = str(error).split("\n")[0]
+        if any(part in text for part in LOST):
+            return LostPeer(f"rank {self._rank} lost another rank in {last}: {text}")
+        remedy = "all ranks of a group must call the same collectives with matching shapes and dtypes"
+        return RunError(f"rank {self._rank} failed in {last}: {text}; {remedy}")
+
+    def _begin(self, op: int, x: Tensor, peer: int = -1, tag: int = 0) -> int:
+        if self._transport is None:
+            self.connect()
+        return self.recorder.start(op, self._slot, _DTYPES.get(x.dtype, 0), x.shape, x.nbytes, peer, tag)
+
+    def _end(self, work: Any, at: int, finish: Callable[[], object] | None, keep: object, wait: bool) -> Work:
+        result = Work(self, work, at, finish, keep)
+        if wait:
+            result.wait()
+        return result
+
+    def _call(self, call: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return call(self._transport, *args)
+        except RuntimeError as error:
+            raise self.explained(error) from error
+
+    def _host(self, x: Tensor) -> Tensor:
+        """`x` as the transport takes it: contiguous, on the host where it is staged, with bools as bytes."""
+        x = x.detach()
+        if self._staged:
+            x = x.cpu()
+        x = x.contiguous()
+        return x.view(torch.uint8) if x.dtype is torch.bool else x
+
+    def _room(self, x: Tensor, size: int) -> Tensor:
+        """A flat buffer of `size` elements for what arrives in answer to `x` (which went through `_host`)."""
+        return torch.empty(size, dtype=x.dtype, device=x.device)
+
+    def _back(self, x: Tensor, like: Tensor) -> Tensor:
+        x = x.view(torch.bool) if like.dtype is torch.bool else x
+        return x.to(like.device)
+
+    def all_reduce(self, x: Tensor, op: Literal["sum", "max", "min"] = "sum", wait: bool = True) -> Work:
+        """Replaces `x` on every member by the sum (or maximum, minimum) over the members; a bool's sum is "any".
+
+        More than two summands of bfloat16 or float16 are added in float32, so that the result is rounded once.
+        """
+        if self.size == 1:
+            return _DONE
+        at = self._begin(recorder.ALL_REDUCE, x)
+        if x.dtype is torch.bool and op == "sum":
+            op = "max"
+        given = x
+        if self._staged or x.dtype is torch.bool or x.requires_grad or not x.is_contiguous():
+            x = self._host(x)
+        if not self._nccl and self.size > 2 and op == "sum" and x.dtype in _NARROW:
+            x = x.float()
+        finish = None
+        if x is not given:
+
+            def finish() -> None:
+                given.detach().copy_(x.view(torch.bool) if given.dtype is torch.bool else x)
+
+        return self._end(self._call(private.all_reduce, x, _OPS[op]), at, finish, x, wait)
+
+    def broadcast(self, x: Tensor, source_index: int = 0, wait: bool = True) -> Work:
+        """Replaces `x` on every member by that of member `source_index`."""
+        if self.size == 1:
+            return _DONE
+        at = self._begin(recorder.BROADCAST, x)
+        sent = self._host(x)
+        same = sent.data_ptr() == x.data_ptr()
+        finish = None if same or self.index == source_index else lambda: x.detach().copy_(self._back(sent, x))
+        return self._end(self._call(private.broadcast, sent, source_index), at, finish, sent, wait)
+
+    def barrier(self) -> None:
+        """Returns when every member has called it."""
+        if self.size > 1:
+            self.all_reduce(torch.zeros(1, dtype=torch.uint8, device=self.device), op="max")
+            if self._nccl:
+                torch.cuda.synchronize(self.device)
+
+    def all_gather(self, x: Tensor, dim: int = 0, length: int | None = None) -> Tensor:
+        """The members' pieces joined along `dim`, whose whole length is `length` (default: pieces are equal); a new tensor."""
+        if self.size == 1:
+            return x.clone()
+        dim = dim % x.dim() if x.dim() else 0
+        lengths = self._lengths(x.shape[dim], length)
+        at = self._begin(recorder.ALL_GATHER, x)
+        widest = max(lengths)
+        sent = self._host(x)
+        if sent.shape[dim] < widest:
+            padded = sent.new_zeros([*sent.shape[:dim], widest, *sent.shape[dim + 1 :]])
+            padded.narrow(dim, 0, sent.shape[dim]).copy_(sent)
+            sent = padded
+        out = self._room(sent, self.size * sent.numel())
+        self._end(self._call(private.all_gather, out, sent.view(-1)), at, None, None, True)
+        parts = out.view(self.size, *sent.shape)
+        if dim == 0 and min(lengths) == widest:
+            joined = parts.view(self.size * widest, *sent.shape[1:])
+        else:
+            joined = torch.cat([part.narrow(dim, 0, n) for part, n in zip(parts.unbind(0), lengths, strict=True)], dim)
+        return self._back(joined, x)
+
+    def all_gather_into(self, out: Tensor, x: Tensor, wait: bool = True) -> Work:
+        """Flat `x_n` of every member into flat `out` (size * n elements), member after member; may be waited for later."""
+        self._fits(out, x)
+        if self.size == 1:
+            out.copy_(x)
+            return _DONE
+        at = self._begin(recorder.ALL_GATHER, x)
+        sent = self._host(x)
+        direct = not self._staged and out.dtype is not torch.bool
+        arrived = out.detach() if direct else self._room(sent, out.numel())
+        finish = None if direct else lambda: out.copy_(self._back(arrived, out))
+        return self._end(self._call(private.all_gather, arrived, sent), at, finish, (sent, arrived), wait)
+
+    def reduce_scatter(self, x: Tensor, dim: int = 0) -> Tensor:
+        """This rank's piece along `dim` of the sum of `x` over the members; a new contiguous tensor. Pieces may be uneven, even empty.
+
+        Summands are added in the members' order, bfloat16 and float16 in float32: the same bits in every run.
+        """
+        if self.size == 1:
+            return x.clone(memory_format=torch.contiguous_format)
+        dim %= x.dim()
+        cuts = [piece(x.shape[dim], self.size, i) for i in range(self.size)]
+        at = self._begin(recorder.REDUCE_SCATTER, x)
+        sent = self._host(torch.cat([x.detach().narrow(dim, *cut).reshape(-1) for cut in cuts]))
+        row = x.numel() // max(1, x.shape[dim])
+        shape = [*x.shape[:dim], cuts[self.index][1], *x.shape[dim + 1 :]]
+        mine = cuts[self.index][1] * row
+        out = self._room(sent, self.size * mine)
+        work = self._call(private.all_to_all, out, sent, [mine] * self.size, [n * row for _, n in cuts])
+        self._end(work, at, None, None, True)
+        parts = self._back(out, x).view(self.size, *shape)
+        return parts.any(0) if x.dtype is torch.bool else parts.sum(0, dtype=x.dtype)
+
+    def reduce_scatter_into(self, out: Tensor, x: Tensor, wait: bool = True) -> Work:
+        """Piece `index` of the sum of flat `x` over the members into flat `out_n`; `x` has size * n elements. May be waited for later."""
+        self._fits(x, out)
+        if self.size == 1:
+            out.copy_(x)
+            return _DONE
+        at = self._begin(recorder.REDUCE_SCATTER, x)
+        sent = self._host(x)
+        arrived = self._room(sent, sent.numel())
+        sizes = [out.numel()] * self.size
+
+        def finish() -> None:
+            torch.sum(self._back(arrived, out).view(self.size, -1), 0, dtype=out.dtype, out=out.detach())
+
+        return self._end(self._call(private.all_to_all, arrived, sent, sizes, sizes), at, finish, (sent, arrived), wait)
+
+    def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int, concat_length: int | None = None) -> Tensor:
+        """From a tensor that is whole along `split_dim` and cut along `concat_dim` to one that is cut and whole there.
+
+        `concat_length`: the whole length of `concat_dim` (default: its pieces are equal). A new tensor.
+        """
+        if self.size == 1:
+            return x.clone(memory_format=torch.contiguous_format)
+        split_dim, concat_dim = split_dim % x.dim(), concat_dim % x.dim()
+        if split_dim == concat_dim:
+            raise UsageError(f"all_to_all of dimension {split_dim} with itself; split_dim and concat_dim must differ")
+        cuts = [piece(x.shape[split_dim], self.size, i) for i in range(self.size)]
+        shapes = []
+        for n in self._lengths(x.shape[concat_dim], concat_length):
+            shape = list(x.shape)
+            shape[split_dim], shape[concat_dim] = cuts[self.index][1], n
+            shapes.append(tuple(shape))
+        return torch.cat(self.exchange([x.narrow(split_dim, *cut) for cut in cuts], shapes), concat_dim)
+
+    def exchange(self, sent: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Sends `sent[i]` to member i and returns what member i sent here, of `shapes[i]`; all of one dtype."""
+        if len(sent) != self.size or len(shapes) != self.size:
+            raise UsageError(f"exchange of {len(sent)} tensors for {len(shapes)} shapes; a group of {self.size} needs one for each member")
+        if self.size == 1:
+            return [sent[0].clone(memory_format=torch.contiguous_format)]
+        flat = torch.cat([x.detach().reshape(-1) for x in sent])
+        at = self._begin(recorder.ALL_TO_ALL, flat)
+        given = self._host(flat)
+        sizes = [torch.Size(shape).numel() for shape in shapes]
+        out = self._room(given, sum(sizes))
+        work = self._call(private.all_to_all, out, given, sizes, [x.numel() for x in sent])
+        self._end(work, at, None, None, True)
+        return [part.view(tuple(shape)) for part, shape in zip(torch.split(self._back(out, flat), sizes), shapes, strict=True)]
+
+    def isend(self, x: Tensor, to_index: int, tag: int = 0) -> Work:
+        """Starts sending `x`; it must not change before `wait`. Never blocks, so that two ranks may send to one another."""
+        at = self._begin(recorder.SEND, x, self._peer(to_index), tag)
+        sent = self._host(x)
+        if self._nccl:
+            return self._end(self._call_lane(private.send, sent, self.index, to_index, 1, tag), at, None, sent, False)
+        return self._end(self._call(private.send, sent, to_index, tag), at, None, sent, False)
+
+    def irecv(self, x: Tensor, from_index: int, tag: int = 0) -> Work:
+        """Starts receiving into `x`, whose shape and dtype must be the sender's; `x` is ready after `wait`."""
+        at = self._begin(recorder.RECEIVE, x, self._peer(from_index), tag)
+        direct = not self._staged and x.is_contiguous()
+        room = x.detach() if direct else torch.empty(x.shape, dtype=x.dtype, device="cpu" if self._staged else x.device)
+        finish = None if direct else lambda: x.detach().copy_(room)
+        if self._nccl:
+            return self._end(self._call_lane(private.receive, room, from_index, self.index, 0, tag), at, finish, room, False)
+        return self._end(self._call(private.receive, room, from_index, tag), at, finish, room, False)
+
+    def _call_lane(self, call: Callable[..., Any], x: Tensor, source: int, target: int, peer: int, tag: int) -> Any:
+        # NCCL runs the messages of one communicator one after the other: one for each direction, or two that send first wait for ever.
+        lane = self._lanes.get((source, target))
+        if lane is None:
+            lane, _ = self._open(f"/{source}to{target}")
+            self._lanes[(source, target)] = lane
+        try:
+            return call(lane, x, peer, tag)
+        except RuntimeError as error:
+            raise self.explained(error) from error
+
+    def _peer(self, index: int) -> int:
+        if not 0 <= index < self.size or index == self.index:
+            raise UsageError(f"member {self.index} of {self} cannot exchange messages with member {index}")
+        return self.ranks[index]
+
+    def _lengths(self, mine: int, length: int | None) -> list[int]:
+        if length is None:
+            return [mine] * self.size
+        lengths = [piece(length, self.size, i)[1] for i in range(self.size)]
+        if mine != lengths[self.index]:
+            raise UsageError(
+                f"member {self.index} of {self.size} has {mine} of a dimension of {length}; its piece is {lengths[self.index]}"
+            )
+        return lengths
+
+    def _fits(self, whole: Tensor, part: Tensor) -> None:
+        if whole.numel() != self.size * part.numel() or whole.dtype != part.dtype or not whole.is_contiguous() or not part.is_contiguous():
+            raise UsageError(
+                f"{whole.numel()} elements of {whole.dtype} for {self.size} pieces of {part.numel()} of {part.dtype}; "
+                f"give contiguous tensors of one dtype, the whole {self.size} times the piece"
+            )

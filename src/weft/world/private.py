@@ -1,0 +1,100 @@
+"""The one adapter for names that torch does not promise to keep. Everything else in weft uses public names, or these.
+
+In: stores, ranks, tensors. Out: process groups and their operations. Each private name is used once, here; `tests/torch/test_private.py`
+fails by name when one moves. Process groups are made directly on a store, since that needs no other rank than the members, no global
+state of torch.distributed, and no order in which all ranks of a run make all groups.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+
+# (owner, attribute) of every private name used below, for the test.
+NAMES: tuple[tuple[Any, str], ...] = (
+    (c10d.ProcessGroupGloo, "_Options"),
+    (c10d.ProcessGroupGloo, "create_device"),
+    (c10d.ProcessGroupGloo, "_allgather_base"),
+    (c10d.ProcessGroupGloo, "alltoall_base"),
+    (c10d.ProcessGroupGloo, "send"),
+    (c10d.ProcessGroupGloo, "recv"),
+    (c10d, "AllreduceOptions"),
+    (c10d, "BroadcastOptions"),
+    (c10d, "AllToAllOptions"),
+    (c10d, "PrefixStore"),
+    (c10d, "FileStore"),
+    (c10d, "TCPStore"),
+)
+
+
+def gloo(store: Any, rank: int, size: int, timeout_s: float, host: str) -> Any:
+    """A gloo process group of `size` processes that meet in `store`; connections go over the interface that has address `host`."""
+    kind: Any = c10d.ProcessGroupGloo
+    options = kind._Options()
+    options._devices = [kind.create_device(hostname=host)]
+    options._timeout = timedelta(seconds=timeout_s)
+    options._threads = 2
+    return kind(store, rank, size, options)
+
+
+def nccl(store: Any, rank: int, size: int, timeout_s: float) -> Any:
+    """An NCCL process group of `size` processes, each on its own GPU (the current device)."""
+    kind: Any = c10d.ProcessGroupNCCL
+    options = kind.Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    return kind(store, rank, size, options)
+
+
+def all_reduce(process_group: Any, x: Tensor, op: Any) -> Any:
+    """Starts an all-reduce of contiguous `x`, in place."""
+    options = c10d.AllreduceOptions()
+    options.reduceOp = op
+    return process_group.allreduce([x], options)
+
+
+def broadcast(process_group: Any, x: Tensor, source: int) -> Any:
+    """Starts a broadcast of contiguous `x` from member `source`, in place."""
+    options = c10d.BroadcastOptions()
+    options.rootRank = source
+    return process_group.broadcast([x], options)
+
+
+def all_gather(process_group: Any, out: Tensor, x: Tensor) -> Any:
+    """Starts gathering contiguous `x` of every member into contiguous `out`, member after member."""
+    return process_group._allgather_base(out, x)
+
+
+def all_to_all(process_group: Any, out: Tensor, x: Tensor, out_sizes: list[int], sizes: list[int]) -> Any:
+    """Starts exchanging pieces of flat `x` (`sizes` elements to each member) into flat `out` (`out_sizes` from each)."""
+    return process_group.alltoall_base(out, x, out_sizes, sizes, c10d.AllToAllOptions())
+
+
+def send(process_group: Any, x: Tensor, target: int, tag: int) -> Any:
+    """Starts sending contiguous `x` to member `target`."""
+    return process_group.send([x], target, tag)
+
+
+def receive(process_group: Any, x: Tensor, source: int, tag: int) -> Any:
+    """Starts receiving into contiguous `x` from member `source`."""
+    return process_group.recv([x], source, tag)
+
+
+def prefixed(prefix: str, store: Any) -> Any:
+    """`store` with every key under `prefix`."""
+    return c10d.PrefixStore(prefix, store)
+
+
+def file_store(path: str, num_ranks: int) -> Any:
+    """A store in a file: no port, and nobody else than who may read the folder."""
+    return c10d.FileStore(path, num_ranks)
+
+
+def tcp_store(host: str, port: int, num_ranks: int, timeout_s: float, listen_fd: int | None) -> Any:
+    """A store at `host:port`; this process serves it on the bound socket `listen_fd`, where one is given."""
+    timeout = timedelta(seconds=timeout_s)
+    if listen_fd is None:
+        return c10d.TCPStore(host, port, num_ranks, is_master=False, timeout=timeout, wait_for_workers=False)
+    return c10d.TCPStore(host, port, num_ranks, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listen_fd)

@@ -1,0 +1,215 @@
+"""What each rank last did: a ring of its collectives and a heartbeat, in a memory-mapped file that survives the rank.
+
+In: the start and the end of every collective. Out: `Moment`s, read by the launcher (or a person) while a rank hangs or after its death.
+Not modelled: the contents of tensors. The writer takes no lock, so that the newest record may be read half written; it is for people.
+
+The file: a header, then per rank a status, a table of group names and the ring. Times are CLOCK_MONOTONIC seconds, one clock per host.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+MAGIC = b"weftrec1"
+HEADER = struct.Struct("<8sIIII")  # magic, ranks, capacity, group slots, generation
+HEADER_BYTES = 64
+STOPPING = 32  # offset in the header: 1 once the launcher was told to stop
+STATUS = struct.Struct("<dQIBB")  # heartbeat, collectives started, pid, phase, whether `stopping` was ever read
+STATUS_BYTES = 64
+PHASE = 20
+LOOKS = 21
+NUM_SLOTS = 32
+SLOT_BYTES = 64
+RECORD = struct.Struct("<QddQIHBBBBhi4q")  # sequence, start, end, bytes, generation, slot, op, dtype, dims, -, peer, tag, shape
+DONE_AT = 16
+RECORD_BYTES = 96
+CAPACITY = 128
+
+PHASES = ("absent", "starting", "running", "done", "failed")
+ABSENT, STARTING, RUNNING, DONE, FAILED = range(5)
+OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send", "receive", "connect")
+ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, BROADCAST, SEND, RECEIVE, CONNECT = range(8)
+DTYPES = ("other", "float32", "float64", "bfloat16", "float16", "int64", "int32", "uint8", "bool", "int16", "int8")
+
+_PUT_RECORD = RECORD.pack_into
+_PUT_DONE = struct.Struct("<d").pack_into
+_PUT_SEQUENCE = struct.Struct("<Q").pack_into
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """One collective as it was recorded; `end_s` is 0 while it runs."""
+
+    generation: int
+    sequence: int
+    group: str
+    op: str
+    dtype: str
+    shape: tuple[int, ...]
+    size_bytes: int
+    peer: int
+    tag: int
+    start_s: float
+    end_s: float
+
+    @property
+    def running(self) -> bool:
+        return self.end_s == 0.0
+
+    def __str__(self) -> str:
+        to = {"send": f" to rank {self.peer}, tag {self.tag}", "receive": f" from rank {self.peer}, tag {self.tag}"}.get(self.op, "")
+        what = "" if self.op == "connect" else f" {self.dtype} {list(self.shape)}"
+        return f"{self.op} #{self.sequence}{what}{to} (ranks {self.group})"
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """One rank's state: `phase` is one of PHASES, `last` its newest collective."""
+
+    rank: int
+    pid: int
+    phase: str
+    heartbeat_s: float
+    num_started: int
+    looks: bool
+    last: Moment | None
+
+
+def _rank_bytes(capacity: int) -> int:
+    return STATUS_BYTES + NUM_SLOTS * SLOT_BYTES + capacity * RECORD_BYTES
+
+
+def create(path: Path, num_ranks: int, generation: int = 0, capacity: int = CAPACITY) -> None:
+    """Makes the run's file for `num_ranks` ranks, each with the newest `capacity` collectives."""
+    with open(path, "xb") as file:
+        file.write(HEADER.pack(MAGIC, num_ranks, capacity, NUM_SLOTS, generation))
+        file.truncate(HEADER_BYTES + num_ranks * _rank_bytes(capacity))
+
+
+def group_name(ranks: tuple[int, ...]) -> str:
+    """`0,1,2`, or `0-14 by 2` where that is shorter; at most what a slot holds."""
+    step = ranks[1] - ranks[0] if len(ranks) > 1 else 0
+    if len(ranks) > 3 and ranks == tuple(range(ranks[0], ranks[-1] + (1 if step > 0 else -1), step or 1)):
+        return f"{ranks[0]}-{ranks[-1]}" + (f" by {step}" if step != 1 else "")
+    name = ",".join(map(str, ranks))
+    return name if len(name) < SLOT_BYTES else f"{name[: SLOT_BYTES - 20]}... ({len(ranks)})"
+
+
+class Recorder:
+    """One rank's writer. Without a file it writes to this process's own memory, for worlds that no launcher of weft started.
+
+    `start` costs about a microsecond and returns where the record is; `done` takes that.
+    """
+
+    def __init__(self, path: Path | None = None, rank: int = 0, generation: int = 0) -> None:
+        if path is None:
+            self._map = mmap.mmap(-1, HEADER_BYTES + _rank_bytes(CAPACITY))
+            self._map[: HEADER.size] = HEADER.pack(MAGIC, 1, CAPACITY, NUM_SLOTS, generation)
+            index = 0
+        else:
+            with open(path, "r+b") as file:
+                self._map = mmap.mmap(file.fileno(), 0)
+            index = rank
+        _, _, self._capacity, _, _ = HEADER.unpack_from(self._map)
+        self.index = index
+        self.generation = generation
+        self._base = HEADER_BYTES + index * _rank_bytes(self._capacity)
+        self._ring = self._base + STATUS_BYTES + NUM_SLOTS * SLOT_BYTES
+        self._sequence = 0
+        self._slots: dict[tuple[int, ...], int] = {}
+        STATUS.pack_into(self._map, self._base, time.monotonic(), 0, os.getpid(), STARTING, 0)
+
+    def slot(self, ranks: tuple[int, ...]) -> int:
+        """The number under which records name the group of `ranks`; the last slot is shared by all groups past the table's size."""
+        made = self._slots.get(ranks)
+        if made is None:
+            made = self._slots[ranks] = min(len(self._slots), NUM_SLOTS - 1)
+            text = group_name(ranks).encode() if len(self._slots) <= NUM_SLOTS else b"?"
+            at = self._base + STATUS_BYTES + made * SLOT_BYTES
+            self._map[at : at + SLOT_BYTES] = text[:SLOT_BYTES].ljust(SLOT_BYTES, b"\0")
+        return made
+
+    def start(self, op: int, slot: int, dtype: int, shape: tuple[int, ...], size_bytes: int, peer: int = -1, tag: int = 0) -> int:
+        """Records that a collective starts; the result goes to `done`."""
+        sequence = self._sequence
+        self._sequence = sequence + 1
+        at: int = self._ring + sequence % self._capacity * RECORD_BYTES
+        a, b, c, d = (*shape[:4], 0, 0, 0, 0)[:4]
+        now = time.monotonic()
+        _PUT_RECORD(self._map, at, sequence, now, 0.0, size_bytes, self.generation, slot, op, dtype, len(shape), 0, peer, tag, a, b, c, d)
+        _PUT_SEQUENCE(self._map, self._base + 8, sequence + 1)
+        return at
+
+    def done(self, at: int) -> None:
+        """Records that the collective that `start` returned `at` for has ended."""
+        _PUT_DONE(self._map, at + DONE_AT, time.monotonic())
+
+    def beat(self) -> None:
+        """This process is alive and its interpreter runs."""
+        _PUT_DONE(self._map, self._base, time.monotonic())
+
+    def phase(self, phase: int) -> None:
+        self._map[self._base + PHASE] = phase
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the launcher was told to stop; notes that somebody looked, so that the launcher waits."""
+        self._map[self._base + LOOKS] = 1
+        return self._map[STOPPING] == 1
+
+    @property
+    def looked(self) -> bool:
+        return self._map[self._base + LOOKS] == 1
+
+    def stop(self) -> None:
+        """Tells every rank of the run to stop."""
+        self._map[STOPPING] = 1
+
+    def last(self) -> Moment | None:
+        """This rank's newest collective."""
+        return _newest(self._map, self._base, self._capacity)
+
+
+def _newest(data: mmap.mmap, base: int, capacity: int) -> Moment | None:
+    _, started, *_ = STATUS.unpack_from(data, base)
+    if not started:
+        return None
+    ring = base + STATUS_BYTES + NUM_SLOTS * SLOT_BYTES
+    found = [RECORD.unpack_from(data, ring + (started - 1 - back) % capacity * RECORD_BYTES) for back in range(min(started, capacity))]
+    # Several may be in flight at once: the oldest that has not ended is the one that is waited for.
+    running = [record for record in found if record[2] == 0.0]
+    sequence, start, end, size, generation, slot, op, dtype, dims, _, peer, tag, *shape = (running or found[:1])[-1]
+    at = base + STATUS_BYTES + slot * SLOT_BYTES
+    group = data[at : at + SLOT_BYTES].rstrip(b"\0").decode(errors="replace")
+    return Moment(generation, sequence, group, OPS[op], DTYPES[dtype], tuple(shape[: min(dims, 4)]), size, peer, tag, start, end)
+
+
+class Reader:
+    """The launcher's view of the whole file."""
+
+    def __init__(self, path: Path) -> None:
+        with open(path, "r+b") as file:
+            self._map = mmap.mmap(file.fileno(), 0)
+        magic, self.num_ranks, self._capacity, _, self.generation = HEADER.unpack_from(self._map)
+        if magic != MAGIC:
+            raise ValueError(f"{path} is not a record of collectives: it starts with {magic!r}, not {MAGIC!r}")
+
+    def status(self, rank: int) -> Status:
+        base = HEADER_BYTES + rank * _rank_bytes(self._capacity)
+        heartbeat, started, pid, phase, looks = STATUS.unpack_from(self._map, base)
+        return Status(rank, pid, PHASES[phase], heartbeat, started, looks == 1, _newest(self._map, base, self._capacity))
+
+    def statuses(self) -> list[Status]:
+        return [self.status(rank) for rank in range(self.num_ranks)]
+
+    def stop(self) -> None:
+        """Tells every rank to stop."""
+        self._map[STOPPING] = 1
+
+    def close(self) -> None:
+        self._map.close()

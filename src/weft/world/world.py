@@ -1,0 +1,136 @@
+"""The ranks of one run as one rank sees them. In: a store in which they meet. Out: `World`, made once per process and passed on.
+
+Every key in the store lies under the run's generation, so that ranks of a new attempt never read a dead attempt's addresses.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from weft.errors import UsageError
+from weft.world import private
+from weft.world.group import Group, LostPeer, Work
+from weft.world.recorder import Recorder
+
+__all__ = ["Group", "LostPeer", "Work", "World"]
+
+
+class World:
+    """`num_ranks` processes, of which this is `rank`.
+
+    `store` is where they meet (None for one rank); `host` the address that gloo connects over; `timeout_s` how long a collective may
+    take before it fails by itself. `threads` is what each rank computes with.
+
+    >>> world = World()
+    >>> world.group((0,)).all_reduce(torch.ones(2)).wait()
+    """
+
+    def __init__(
+        self,
+        rank: int = 0,
+        num_ranks: int = 1,
+        store: Any = None,
+        *,
+        local_rank: int | None = None,
+        device: torch.device | None = None,
+        generation: int = 0,
+        threads: int = 1,
+        recorder: Recorder | None = None,
+        host: str = "127.0.0.1",
+        timeout_s: float = 1800.0,
+    ) -> None:
+        if not 0 <= rank < num_ranks:
+            raise UsageError(f"rank {rank} is not one of {num_ranks} ranks")
+        if num_ranks > 1 and store is None:
+            raise UsageError(f"{num_ranks} ranks without a store cannot meet; start them by weft.launch, torchrun or srun")
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self.local_rank = rank if local_rank is None else local_rank
+        self.device = device or torch.device("cpu")
+        self.generation = generation
+        self.threads = threads
+        self.recorder = recorder or Recorder(generation=generation)
+        self._store = private.prefixed(f"gen{generation}", store) if store is not None else None
+        self._host = host
+        self._timeout_s = timeout_s
+        self._groups: dict[tuple[int, ...], Group] = {}
+        if self._store is not None and self.device.type == "cuda":
+            self._store.set(f"place/{rank}", _place(self.device))
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str], device: str = "auto") -> World:
+        """The world that torchrun or srun started this process in (`os.environ`), or a world of one rank.
+
+        Raises UsageError for a variable that is missing or wrong, RunError for a port in use or an address that does not answer.
+        """
+        from weft.world.join import join
+
+        return join(environment, device)
+
+    def __repr__(self) -> str:
+        return f"World(rank={self.rank}, num_ranks={self.num_ranks}, device={self.device}, generation={self.generation})"
+
+    @property
+    def everyone(self) -> Group:
+        """The group of all ranks."""
+        return self.group(tuple(range(self.num_ranks)))
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the run was told to stop (SIGTERM, Ctrl-C): save, then return.
+
+        Ranks may see it at different times: agree before acting on it, `world.maximum([world.stopping])`. A function that never looks
+        is ended at once.
+        """
+        return self.recorder.stopping
+
+    def beat(self) -> None:
+        """Tells the launcher that this rank makes progress; a thread of the rank does so by itself."""
+        self.recorder.beat()
+
+    def group(self, ranks: Sequence[int]) -> Group:
+        """The group of `ranks`, in their order; the same object every time. Only members may ask, and only members take part.
+
+        Raises UsageError where this rank is not a member.
+        """
+        key = tuple(ranks)
+        made = self._groups.get(key)
+        if made is None:
+            if self.rank not in key or len(set(key)) != len(key) or not all(0 <= rank < self.num_ranks for rank in key):
+                raise UsageError(f"rank {self.rank} of {self.num_ranks} cannot join the group of ranks {list(key)}")
+            made = self._groups[key] = Group(key, self.rank, self.recorder, self.device, partial(self._open, key))
+        return made
+
+    def maximum(self, values: Sequence[int]) -> list[int]:
+        """Element-wise maximum of `values` over all ranks, each of which gives as many: a vote, a broadcast and a barrier at once."""
+        if self.num_ranks == 1:
+            return list(values)
+        numbers = torch.tensor([int(value) for value in values], dtype=torch.int64, device=self.device)
+        self.everyone.all_reduce(numbers, op="max")
+        return [int(value) for value in numbers.tolist()]
+
+    def _open(self, ranks: tuple[int, ...], lane: str) -> tuple[Any, str]:
+        """(process group, "gloo" or "nccl"): NCCL needs a GPU of its own for every member."""
+        assert self._store is not None
+        index = ranks.index(self.rank)
+        name = "group/" + ",".join(map(str, ranks)) + lane
+        if self.device.type == "cuda" and dist.is_nccl_available():
+            places = {self._store.get(f"place/{rank}") for rank in ranks}
+            if len(places) == len(ranks):
+                if lane:
+                    source, _, target = lane[1:].partition("to")
+                    index, ranks = int(index == int(target)), (int(source), int(target))
+                return private.nccl(private.prefixed(name, self._store), index, len(ranks), self._timeout_s), "nccl"
+        return private.gloo(private.prefixed(name, self._store), index, len(ranks), self._timeout_s, self._host), "gloo"
+
+
+def _place(device: torch.device) -> str:
+    """The host and the physical GPU: two ranks with the same place share a GPU."""
+    properties = torch.cuda.get_device_properties(device)
+    return f"{socket.gethostname()}/{getattr(properties, 'uuid', device.index)}"
