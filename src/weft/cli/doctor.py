@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import typer
 
 from weft.cli import options
@@ -13,22 +15,23 @@ from weft.report.tables import Table
 def doctor(as_json: options.Json = False) -> None:
     """Say what works on this machine.
 
-    And what to do about what does not.
+    And what to do about what does not. Exit code 4 where something is missing that weft cannot do without.
 
     \b
     Example:
       weft doctor
     """
     with output(as_json) as out:
-        from weft.cluster.probe import doctor as examine
+        from weft.cluster.doctor import doctor as examine
 
         with out.working("looking at this machine"):
             checks = examine()
-        marks = {True: "yes", False: "NO", None: "-"}
-        rows = tuple((check.name, marks[check.ok], check.detail) for check in checks)
-        out.table(Table("What works here", ("", "", ""), rows))
-        failed = [check for check in checks if check.ok is False]
-        out.answer({"ok": not failed, "checks": [{"name": c.name, "ok": c.ok, "detail": c.detail} for c in checks]})
+        failed = [check for check in checks if check.needed and not check.ok]
+        marks = {(True, True): "yes", (True, False): "yes", (False, True): "NO", (False, False): "no"}
+        rows = tuple((c.name, marks[c.ok, c.needed], c.found, "" if c.ok else c.remedy) for c in checks)
+        bad = tuple(i for i, check in enumerate(checks) if not check.ok)
+        out.table(Table("What works here", ("", "works", "found", "remedy"), rows, marked=bad))
+        out.answer({"ok": not failed, "checks": [asdict(check) for check in checks]})
         if failed:
-            out.message(f"{len(failed)} of {len(checks)} checks failed: {', '.join(check.name for check in failed)}")
+            out.message(f"{len(failed)} of {len(checks)} checks failed that weft needs: {', '.join(check.name for check in failed)}")
             raise typer.Exit(RunError.exit_code)

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from weft.report.tables import Table
 
 
+UNKNOWN_WIDTH = 120
+
+
 class Output:
     """Where one verb writes. Made by `output`; `to_json` is true where the answer is one JSON object."""
 
@@ -38,14 +41,24 @@ class Output:
         """Draw a table as wide as the terminal; cells are words, never markup."""
         if self.to_json:
             return
+        from rich import box
         from rich.table import Table as Drawn
         from rich.text import Text
 
-        drawn = Drawn(title=table.title, title_justify="left", title_style="bold", show_header=any(table.columns), header_style="dim")
-        for i, column in enumerate(table.columns):
-            drawn.add_column(Text(column), justify="right" if i in table.right else "left", overflow="fold")
-        for i, row in enumerate(table.rows):
-            drawn.add_row(*(Text(cell) for cell in row), style="bold" if i in table.marked else None)
+        drawn = Drawn(
+            title=table.title,
+            title_justify="left",
+            title_style="bold",
+            box=box.SIMPLE if any(table.columns) else box.SIMPLE_HEAD,
+            show_header=any(table.columns),
+            header_style="dim",
+            pad_edge=False,
+        )
+        shown = [i for i in range(len(table.columns)) if any(row[i] for row in table.rows)]
+        for i in shown:
+            drawn.add_column(Text(table.columns[i]), justify="right" if i in table.right else "left", overflow="fold")
+        for r, row in enumerate(table.rows):
+            drawn.add_row(*(Text(row[i]) for i in shown), style="bold" if r in table.marked else None)
         console = _console(stderr=False)
         console.print(drawn)
         if table.note:
@@ -70,7 +83,9 @@ class Output:
 def _console(stderr: bool) -> Console:
     from rich.console import Console
 
-    return Console(stderr=stderr, highlight=False, markup=False, emoji=False)
+    # Where nobody says how wide the paper is, tables get room for a layout and its numbers side by side.
+    known = (sys.stderr if stderr else sys.stdout).isatty() or "COLUMNS" in os.environ
+    return Console(stderr=stderr, highlight=False, markup=False, emoji=False, width=None if known else UNKNOWN_WIDTH)
 
 
 def _plain(value: object) -> object:

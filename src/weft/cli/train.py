@@ -31,4 +31,5 @@ def train(
     with output(as_json) as out:
         from weft.train.flow import train as run
 
-        out.answer(run(config, tuple(changes or ()), layout))
+        words = [*(changes or ()), *([f"plan.layout={layout}"] if layout is not None else [])]
+        out.answer(run(config, words))
