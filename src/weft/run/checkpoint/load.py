@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
 from weft import units
 from weft.errors import CheckpointError
 from weft.run.checkpoint import disk

@@ -10,6 +10,7 @@ from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+
 from weft.errors import CheckpointError
 from weft.run.checkpoint.region import Region
 

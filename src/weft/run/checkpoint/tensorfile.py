@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
 from weft.errors import CheckpointError
 from weft.run.checkpoint import disk
 from weft.run.checkpoint.manifest import StoredFile, StoredPiece, StoredTensor

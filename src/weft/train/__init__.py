@@ -1,0 +1,1 @@
+"""Many steps: configuration, data, the loop, and what a run leaves behind."""

@@ -1,0 +1,237 @@
+"""`Config`: what `CONFIG.toml` says. In: a file and `key=value` words. Out: frozen values, every key known and every type right.
+
+A mistake is a `ConfigError` that names the file, the line, the key and the nearest known one. Not modelled: includes, variables.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, model_validator
+
+from weft.errors import ConfigError
+from weft.train import toml
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class ModelSection(_Section):
+    """`name`: a zoo name, `hf:config.json` or `file.py:factory`, as on the command line."""
+
+    name: str = Field(min_length=1)
+
+
+class DataSection(_Section):
+    """What is learned from. `text`: a file, a folder or several; by default the Python installation's own sources.
+
+    `source = "synthetic"` repeats the batch that comes with the model, whatever the model is.
+    """
+
+    source: Literal["text", "synthetic"] = "text"
+    text: str | tuple[str, ...] = ()
+    tokenizer: Literal["bytes"] = "bytes"
+    sequence: int = Field(default=256, ge=1)
+    validation_fraction: FiniteFloat = Field(default=0.05, gt=0, lt=1)
+    seed: int = Field(default=0, ge=0, lt=2**32)
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """`text` as a tuple; empty for the default."""
+        return (self.text,) if isinstance(self.text, str) else self.text
+
+
+class TrainSection(_Section):
+    """How it is trained. Every `*_every` is in steps, 0 for never but at the end. `batch` counts samples of all ranks a step."""
+
+    steps: int = Field(default=1000, ge=1)
+    batch: int = Field(default=8, ge=1)
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    learning_rate: FiniteFloat = Field(default=1e-3, gt=0)
+    min_learning_rate: FiniteFloat = Field(default=0.0, ge=0)
+    warmup_steps: int = Field(default=0, ge=0)
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    weight_decay: FiniteFloat = Field(default=0.0, ge=0)
+    decay: Literal["all", "matrices"] = "matrices"
+    betas: tuple[FiniteFloat, FiniteFloat] = (0.9, 0.95)
+    momentum: FiniteFloat = Field(default=0.0, ge=0, lt=1)
+    clip: FiniteFloat = Field(default=1.0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**32)
+    evaluate_every: int = Field(default=0, ge=0)
+    evaluate_batches: int = Field(default=8, ge=1)
+    checkpoint_every: int = Field(default=0, ge=0)
+    keep: int = Field(default=2, ge=1)
+
+    @model_validator(mode="after")
+    def _meaningful(self) -> TrainSection:
+        if self.warmup_steps > self.steps:
+            raise ValueError(f"warmup_steps = {self.warmup_steps} is more than steps = {self.steps}; use at most {self.steps}")
+        if self.min_learning_rate > self.learning_rate:
+            raise ValueError(
+                f"min_learning_rate = {self.min_learning_rate:g} is above learning_rate = {self.learning_rate:g}; lower it to at most that"
+            )
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas = {list(self.betas)}; each is at least 0 and below 1")
+        return self
+
+
+class PlanSection(_Section):
+    """Where the plan comes from: `layout` by hand, a `file` that `weft plan` wrote, or (neither) weft's own choice for `cluster`.
+
+    `ranks` limits the choice to that many, `constrain` as `--constrain` does.
+    """
+
+    layout: str = ""
+    file: str = ""
+    cluster: str = "here"
+    ranks: int = Field(default=0, ge=0)
+    constrain: tuple[str, ...] = ()
+
+    @model_validator(mode="after")
+    def _one(self) -> PlanSection:
+        if self.layout and self.file:
+            raise ValueError(f'layout = "{self.layout}" and file = "{self.file}" are two plans; give one of them')
+        return self
+
+
+class RunSection(_Section):
+    """`folder`: by default `runs/` and the configuration's name. `sample`: length of the text that is written at the end."""
+
+    folder: str = ""
+    resume: bool = True
+    sample: int = Field(default=300, ge=0)
+    prompt: str = "def "
+
+
+class Config(_Section):
+    """A whole configuration; `Config.read` makes it.
+
+    >>> Config.parse('[model]\\nname = "gpt-10m"\\n[train]\\nsteps = 20', changes=["batch=4"]).train.batch
+    4
+    """
+
+    model: ModelSection
+    data: DataSection = DataSection()
+    train: TrainSection = TrainSection()
+    plan: PlanSection = PlanSection()
+    run: RunSection = RunSection()
+
+    @classmethod
+    def read(cls, path: Path | str, changes: Sequence[str] = ()) -> Config:
+        """Read a file; `changes` are `key=value` words that win over it. Without `run.folder` it is `runs/` and the file's stem.
+
+        Raises:
+            ConfigError: no such file; not TOML; an unknown key; a wrong type or value.
+        """
+        path = Path(path)
+        try:
+            text = path.read_text(encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read: {error.strerror}; give a configuration such as examples/gpt_text.toml") from error
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{path} is no text: byte {error.start} is not UTF-8") from error
+        config = cls.parse(text, str(path), changes)
+        if config.run.folder:
+            return config
+        run = config.run.model_copy(update={"folder": str(Path("runs") / path.stem)})
+        return config.model_copy(update={"run": run})
+
+    @classmethod
+    def parse(cls, text: str, where: str = "configuration", changes: Sequence[str] = ()) -> Config:
+        """As `read`, from text; `where` is named in errors."""
+        tree = toml.parse(text, where)
+        origins: dict[tuple[str, ...], str] = {}
+        for change in changes:
+            key, value = _change(change)
+            section = tree.setdefault(key[0], {})
+            if not isinstance(section, dict):
+                raise ConfigError(f"{where}: {key[0]} is a section: write [{key[0]}] above its keys")
+            section[key[1]] = value
+            origins[key] = change
+        try:
+            # As JSON, since a TOML array is then a tuple without any other type being bent.
+            return cls.model_validate_json(json.dumps(tree))
+        except ValidationError as error:
+            raise ConfigError(_explain(error, text, where, origins)) from error
+        except TypeError as error:
+            raise ConfigError(f"{where}: dates and times mean nothing here: {error}") from error
+
+    def dump(self) -> str:
+        """As TOML with every key, defaults included; `parse` reads it back to an equal Config."""
+        return toml.dump(self.model_dump())
+
+
+SECTIONS: dict[str, type[_Section]] = {
+    "model": ModelSection,
+    "data": DataSection,
+    "train": TrainSection,
+    "plan": PlanSection,
+    "run": RunSection,
+}
+
+
+def _known() -> list[str]:
+    return [f"{name}.{key}" for name, section in SECTIONS.items() for key in section.model_fields]
+
+
+def _change(word: str) -> tuple[tuple[str, str], Any]:
+    """(section, key) and value of `train.steps=100`, or of `steps=100` where only one section has that key."""
+    name, equals, text = word.partition("=")
+    if not equals:
+        raise ConfigError(f"{word!r} is not key=value; for example train.steps=100")
+    found = [known for known in _known() if name in (known, known.partition(".")[2])]
+    if not found:
+        raise ConfigError(f"{word}: unknown key {name}{toml.nearest(name, [*_known(), *(k.partition('.')[2] for k in _known())])}")
+    if len(found) > 1:
+        raise ConfigError(f"{word}: {name} could be {' or '.join(found)}; write which")
+    section, _, key = found[0].partition(".")
+    return (section, key), toml.parse_value(text, is_text=SECTIONS[section].model_fields[key].annotation is str)
+
+
+def _explain(error: ValidationError, text: str, where: str, origins: dict[tuple[str, ...], str]) -> str:
+    """The first mistake, with its line, what is expected and what is near."""
+    first = error.errors()[0]
+    path = tuple(part for part in map(str, first["loc"]) if not part.isdigit())[:2]
+    line = toml.line_of(text, path)
+    place = origins.get(path) or (f"{where}, line {line}" if line else where)
+    name = ".".join(path)
+    if first["type"] == "extra_forbidden":
+        if len(path) == 1:
+            return f"{place}: unknown section [{name}]{toml.nearest(name, list(SECTIONS))}; known: {', '.join(SECTIONS)}"
+        known = list(SECTIONS[path[0]].model_fields)
+        other = [section for section, fields in SECTIONS.items() if path[1] in fields.model_fields]
+        hint = f"; it belongs to [{other[0]}]" if other else toml.nearest(path[1], known)
+        return f"{place}: unknown key {name}{hint}; [{path[0]}] knows {', '.join(known)}"
+    if first["type"] == "missing":
+        return f"{place}: {name} is missing" + ('; give [model] name = "gpt-10m"' if path[0] == "model" else "")
+    if first["type"] == "value_error":
+        return f"{place}: [{name}] {first['ctx']['error']}"
+    given = first["input"]
+    return f"{place}: {name} = {json.dumps(given, default=str)}: {_expected(first)}"
+
+
+def _expected(error: Any) -> str:
+    context = error.get("ctx", {})
+    match error["type"]:
+        case "int_type" | "int_from_float":
+            return "expected a whole number, for example 8"
+        case "float_type" | "finite_number":
+            return "expected a number, for example 1e-3"
+        case "string_type":
+            return 'expected text in quotes, for example "name"'
+        case "bool_type":
+            return "expected true or false"
+        case "tuple_type":
+            return "expected a list in [ ]"
+        case "model_type" | "model_attributes_type":
+            return "expected a section: [name], then its keys"
+        case "literal_error":
+            given = error["input"]
+            choices = [word.strip(" '") for word in context["expected"].replace(" or ", ", ").split(",")]
+            return f"expected one of {', '.join(choices)}{toml.nearest(given, choices) if isinstance(given, str) else ''}"
+        case _:
+            return str(error["msg"]).replace("Input should be", "expected a value").replace("Value should", "expected to")

@@ -1,0 +1,104 @@
+"""What the standard library's TOML reader leaves out: line numbers, values from the command line, and writing.
+
+In: text. Out: dicts; and back. Written are text, whole numbers, numbers, booleans and lists of them, in sections one level deep.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from weft.errors import ConfigError
+
+_HEADER = re.compile(r"\s*\[\s*([^\[\]]+?)\s*\]\s*(?:#.*)?$")
+_KEY = re.compile(r"""\s*((?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*')(?:\s*\.\s*(?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*'))*)\s*=""")
+
+
+def parse(text: str, where: str) -> dict[str, Any]:
+    """Raises ConfigError with the line where `text` is not TOML."""
+    try:
+        return tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise ConfigError(f"{where} is not TOML: {error}") from error
+
+
+def parse_value(text: str, is_text: bool) -> Any:
+    """A value as it is written on a command line: TOML, or bare text. `is_text`: the key takes text, so that 10 is "10"."""
+    if not (is_text and not text.startswith(('"', "'"))):
+        try:
+            read = tomllib.loads(f"value = {text}")
+            if list(read) == ["value"]:
+                return read["value"]
+        except (tomllib.TOMLDecodeError, RecursionError):
+            pass
+    return text
+
+
+def line_of(text: str, path: Sequence[str]) -> int:
+    """Line (from 1) where a section or key stands, the section's where the key does not stand alone; 0 where neither is found."""
+    section: list[str] = []
+    header = 0
+    for number, line in enumerate(text.splitlines(), 1):
+        if found := _HEADER.match(line):
+            section = _words(found[1])
+            if section == list(path):
+                return number
+            if section == list(path[: len(section)]):
+                header = number
+        elif found := _KEY.match(line):
+            full = [*section, *_words(found[1])]
+            if full == list(path):
+                return number
+            # `train = {steps = 1}`, and `train.steps = 1` where the section is asked for.
+            if full == list(path[: len(full)]) or (full[: len(path)] == list(path) and not header):
+                header = number
+    return header
+
+
+def _words(key: str) -> list[str]:
+    return [word.strip(" \t\"'") for word in key.split(".")]
+
+
+def nearest(word: str, known: Sequence[str]) -> str:
+    """`; did you mean X?`, or nothing where no known word is near."""
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def dump(tree: Mapping[str, Mapping[str, Any]]) -> str:
+    """Sections of keys as TOML; None is left out.
+
+    >>> print(dump({"train": {"steps": 3, "betas": (0.9, 0.95), "clip": None}}), end="")
+    [train]
+    steps = 3
+    betas = [0.9, 0.95]
+    """
+    blocks = []
+    for name, section in tree.items():
+        lines = [f"{key} = {_value(value)}" for key, value in section.items() if value is not None]
+        blocks.append("\n".join([f"[{name}]", *lines]) + "\n")
+    return "\n".join(blocks)
+
+
+def _value(value: object) -> str:
+    match value:
+        case bool():
+            return "true" if value else "false"
+        case int():
+            return str(value)
+        case float():
+            if math.isnan(value) or math.isinf(value):
+                return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
+            text = repr(value)
+            return text if any(c in text for c in ".e") else f"{text}.0"
+        case str():
+            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007F")
+        case list() | tuple():
+            return f"[{', '.join(_value(item) for item in value)}]"
+        case _:
+            raise TypeError(f"{type(value).__name__} has no place in TOML")

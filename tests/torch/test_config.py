@@ -1,0 +1,167 @@
+"""Configurations: what is read is what was meant, and every mistake is named with its line and the nearest right word."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weft.errors import ConfigError
+from weft.train import toml
+from weft.train.config import Config
+
+GOOD = """# a comment
+[model]
+name = "gpt-10m"
+
+[data]
+sequence = 128   # tokens
+
+[train]
+steps = 50
+learning_rate = 1e-3
+betas = [0.9, 0.95]
+"""
+
+
+def test_defaults_and_values() -> None:
+    config = Config.parse(GOOD)
+    assert (config.model.name, config.data.sequence, config.train.steps) == ("gpt-10m", 128, 50)
+    assert config.train.betas == (0.9, 0.95)
+    assert config.data.paths == ()
+    assert Config.parse(GOOD, changes=["text=/a/b"]).data.paths == ("/a/b",)
+    assert Config.parse(GOOD, changes=['text=["a", "b"]']).data.paths == ("a", "b")
+
+
+def test_the_folder_is_named_after_the_file(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text(GOOD)
+    assert Config.read(tmp_path / "mine.toml").run.folder == "runs/mine"
+    assert Config.read(tmp_path / "mine.toml", ["run.folder=elsewhere"]).run.folder == "elsewhere"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("steps = 50", "stesp = 50", "where, line 9: unknown key train.stesp; did you mean steps?"),
+        ("steps = 50", "sequence = 50", "where, line 9: unknown key train.sequence; it belongs to [data]"),
+        ("[train]", "[trian]", "where, line 8: unknown section [trian]; did you mean train?"),
+        ("steps = 50", 'steps = "50"', 'where, line 9: train.steps = "50": expected a whole number'),
+        ("steps = 50", "steps = 50.5", "where, line 9: train.steps = 50.5: expected a whole number"),
+        ("steps = 50", "steps = 0", "where, line 9: train.steps = 0: expected a value greater than or equal to 1"),
+        ("steps = 50", "steps = true", "where, line 9: train.steps = true: expected a whole number"),
+        ("steps = 50", "steps = 1979-05-27", "dates and times"),
+        ("learning_rate = 1e-3", "learning_rate = inf", "where, line 10: train.learning_rate = Infinity: expected a number"),
+        ("betas = [0.9, 0.95]", "betas = [0.9]", "where, line 11: train.betas"),
+        ("betas = [0.9, 0.95]", "betas = [0.9, 1.5]", "betas = [0.9, 1.5]; each is at least 0 and below 1"),
+        ("steps = 50", 'schedule = "cosin"', 'where, line 9: train.schedule = "cosin": expected one of cosine, linear, constant; did you'),
+        ("steps = 50", "steps = 50\nwarmup_steps = 60", "where, line 8: [train] warmup_steps = 60 is more than steps = 50"),
+        ("steps = 50", "min_learning_rate = 1.0", "min_learning_rate = 1 is above learning_rate = 0.001"),
+        ('name = "gpt-10m"', "", "model.name is missing"),
+        ('[model]\nname = "gpt-10m"', "", "model is missing; give [model] name"),
+        ("sequence = 128", "sequence = ", "where is not TOML: Invalid value (at line 6"),
+        ("[model]", "plan = 3\n[model]", "where, line 2: plan = 3: expected a section"),
+    ],
+)  # fmt: skip
+def test_every_mistake_is_named_with_its_line(old: str, new: str, says: str) -> None:
+    assert old in GOOD
+    with pytest.raises(ConfigError) as caught:
+        Config.parse(GOOD.replace(old, new), "where")
+    assert says in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "section", "key", "value"),
+    [
+        ("steps=100", "train", "steps", 100),
+        ("train.steps=100", "train", "steps", 100),
+        ("learning_rate=1", "train", "learning_rate", 1.0),
+        ("name=hf:config.json", "model", "name", "hf:config.json"),
+        ("name=10", "model", "name", "10"),
+        ('name="quoted"', "model", "name", "quoted"),
+        ("layout=data=2 tensor=2", "plan", "layout", "data=2 tensor=2"),
+        ('plan.constrain=["tensor<=8"]', "plan", "constrain", ("tensor<=8",)),
+        ("resume=false", "run", "resume", False),
+        ("prompt=", "run", "prompt", ""),
+        ("betas=[0.8, 0.9]", "train", "betas", (0.8, 0.9)),
+    ],
+)
+def test_words_win_over_the_file(change: str, section: str, key: str, value: object) -> None:
+    assert getattr(getattr(Config.parse(GOOD, changes=[change]), section), key) == value
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("steps", "'steps' is not key=value"),
+        ("stesp=1", "stesp=1: unknown key stesp; did you mean steps?"),
+        ("train.stesp=1", "did you mean train.steps?"),
+        ("seed=1", "seed could be data.seed or train.seed; write which"),
+        ("steps=many", 'steps=many: train.steps = "many": expected a whole number'),
+        ("steps=1\nbatch = 2", "expected a whole number"),
+        ("warmup_steps=51", "warmup_steps = 51 is more than steps = 50"),
+        ("layout=data=2", "are two plans"),
+    ],
+)
+def test_wrong_words(change: str, says: str) -> None:
+    text = GOOD + '[plan]\nfile = "p.toml"\n' if "two plans" in says else GOOD
+    with pytest.raises(ConfigError) as caught:
+        Config.parse(text, changes=[change])
+    assert says in str(caught.value)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        Config.read(tmp_path / "none.toml")
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="byte 0 is not UTF-8"):
+        Config.read(tmp_path / "binary.toml")
+
+
+@given(st.text(), st.floats(min_value=1e-300, max_value=1e300), st.integers(1, 2**60), st.lists(st.text(), max_size=3), st.booleans())
+def test_what_is_written_is_read_back(text: str, number: float, count: int, words: list[str], flag: bool) -> None:
+    if any("\ud800" <= c <= "\udfff" for c in text + "".join(words)):
+        return  # no such text in a UTF-8 file
+    config = Config.parse(GOOD)
+    config = config.model_copy(
+        update={
+            "run": config.run.model_copy(update={"prompt": text, "resume": flag}),
+            "train": config.train.model_copy(update={"learning_rate": number, "steps": count}),
+            "plan": config.plan.model_copy(update={"constrain": tuple(words)}),
+        }
+    )
+    assert Config.parse(config.dump()) == config
+
+
+@given(st.text(max_size=200))
+def test_any_text_is_a_configuration_or_a_configuration_error(text: str) -> None:
+    with suppress(ConfigError):
+        Config.parse(text)
+
+
+VALUES = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
+
+
+@given(st.recursive(VALUES, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))
+def test_any_value_of_any_key_is_taken_or_refused_by_name(value: object) -> None:
+    for section, key in (("train", "steps"), ("train", "betas"), ("data", "text"), ("plan", "layout")):
+        change, refused = f"{section}.{key}={json.dumps(value)}", ""
+        try:
+            Config.parse(GOOD, changes=[change])
+        except ConfigError as error:
+            refused = str(error)
+        assert not refused or key in refused
+
+
+def test_lines_of_inline_tables_and_dotted_keys() -> None:
+    text = "model = {name = 3}\ntrain.steps = 4\n"
+    assert (toml.line_of(text, ("model", "name")), toml.line_of(text, ("train", "steps")), toml.line_of(text, ("run",))) == (1, 2, 0)
+
+
+def test_frozen() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        Config.parse(GOOD).train.steps = 3  # type: ignore[misc]
