@@ -1,7 +1,86 @@
-"""`weft demo`, which `scripts/demo` calls."""
+"""`weft demo`, which `scripts/demo` calls: the whole way once. In: nothing, or a text. Out: a trained GPT and its run folder.
+
+Each run has a folder of its own; one that was interrupted goes on.
+"""
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Annotated
 
-def demo() -> None:
-    """Train a GPT on real text."""
+import typer
+
+from weft.cli import options
+from weft.cli.output import Output, output
+from weft.errors import UsageError
+
+CONFIG = "examples/gpt_text.toml"
+MACHINE_ROWS = 1
+
+
+def demo(
+    changes: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="As for train.", show_default=False)] = None,
+    text: Annotated[Path | None, typer.Option("--text", metavar="PATH", help="A text, or a folder of texts.", show_default=False)] = None,
+    layout: options.LayoutText = None,
+    project: Annotated[Path, typer.Option("--project", hidden=True)] = Path(),
+) -> None:
+    """Measure this machine, plan, and train a GPT on real text.
+
+    \b
+    Example:
+      weft demo --text my.txt steps=200
+    """
+    with output(False) as out:
+        from weft.cli.probe import cluster_tables
+        from weft.cli.subject import load_cluster
+        from weft.train.flow import train
+
+        if text is not None and not text.exists():
+            raise UsageError(f"--text {text} is not there; name a file or a folder of texts")
+        config = project / CONFIG
+        folder = run_folder(project / "runs")
+        out.text("1. This machine")
+        machines = load_cluster("here", out)
+        for table in cluster_tables(machines)[:MACHINE_ROWS]:
+            out.table(table)
+        out.text(f"2. Plan and train: {config}, into {folder}")
+        words = [f"run.folder={folder}", *([f"data.text={text.resolve()}"] if text is not None else []), *(changes or ())]
+        if layout is not None:
+            words.append(f"plan.layout={layout}")
+        train(config, words)
+        show_end(folder, out)
+
+
+def run_folder(runs: Path) -> Path:
+    """`runs/demo`, or the next one that is free; one without a report was interrupted, and goes on."""
+    number = 1
+    while True:
+        folder = runs / ("demo" if number == 1 else f"demo-{number}")
+        if not (folder / "report.html").exists():
+            return folder
+        number += 1
+
+
+def show_end(folder: Path, out: Output) -> None:
+    """What the run chose, what it learnt, what it left, and what to try next."""
+    from weft.report.folder import read_folder
+    from weft.report.tables import Table, reasons_table, summary_table
+
+    subject = read_folder(folder)
+    out.text("3. What was chosen, and why")
+    if subject.plan is not None:
+        out.table(summary_table(subject.plan))
+        out.table(reasons_table(subject.plan))
+    if subject.sample:
+        out.text("4. What the model writes now")
+        out.text("\n".join("    " + line for line in subject.sample.splitlines()))
+        out.text("")
+    out.table(Table(f"5. The run folder {folder}", ("", ""), subject.files))
+    out.text("Next:")
+    for line in (
+        f"open {folder / 'report.html'} in a browser, {folder / 'timeline.json'} in ui.perfetto.dev",
+        f'weft verify gpt-10m --layout "{subject.plan.layout if subject.plan else "data=2"}"',
+        f"weft train {CONFIG} data.text=my.txt steps=500",
+        "weft plan gpt-39b --cluster 8xp3.16xlarge --batch 1024",
+    ):
+        out.text(f"    {line}")

@@ -71,10 +71,10 @@ def cluster_tables(cluster: Cluster) -> tuple[Table, ...]:
         columns = ("ranks at once", "threads each", "precision", "matrix products, each", "memory, each")
         tables.append(Table("What a rank gets (measured)", columns, tuple(rows), right=(0, 1, 3, 4)))
     if cluster.tables:
-        rows = [
+        points = [
             (f"{t.collective}, {t.ranks} ranks", format_bytes(size_bytes), format_seconds(time_s), format_rate(size_bytes / time_s))
             for t in cluster.tables
             for size_bytes, time_s in t.points
         ]
-        tables.append(Table("Collectives (measured)", ("", "size", "time", "rate"), tuple(rows), right=(1, 2, 3)))
+        tables.append(Table("Collectives (measured)", ("", "size", "time", "rate"), tuple(points), right=(1, 2, 3)))
     return tuple(tables)
