@@ -27,7 +27,7 @@ VERSION = 1  # of what is measured; a stored result of another version is measur
 QUICK_SIZES = (4096, 65536, 1 << 20, 4 << 20, 16 << 20)
 FULL_SIZES = (1024, 4096, 16384, 65536, 262144, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
 LAUNCH_OPERATORS = 64
-MAX_CLOCK_S = 0.12  # per figure and repeat: enough to pass the clock's noise, short enough for a dozen figures
+CLOCK_S = 0.04  # per figure, at least: enough to pass the clock's noise, short enough for a dozen figures
 
 
 def probe(quick: bool = True, *, fresh: bool = False, path: Path | None = None) -> Cluster:
@@ -244,12 +244,12 @@ def measure_compute(device: torch.device, quick: bool = True, together: Callable
     def take(name: str, units: float, call: Callable[[], Any]) -> None:
         if together is not None:
             together()
-        found[name] = _clock(call, device, 2 if quick else 4) / units
+        found[name] = _clock(call, device, 3 if quick else 6) / units
 
     def train(name: str, units: float, call: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> None:
         """Forward and backward, from a gradient that is there already."""
         gradient = torch.ones_like(call(*inputs))
-        take(name, units, lambda: torch.autograd.backward(call(*inputs), gradient))
+        take(name, units, lambda: torch.autograd.grad(call(*inputs), inputs, gradient))
 
     for precision, dtype in precisions.items():
         tokens, hidden, wide = (16384, 4096, 4096) if big else (2048, 384, 1536)
@@ -266,7 +266,7 @@ def measure_compute(device: torch.device, quick: bool = True, together: Callable
         train(f"convolution.{precision}", 6.0 * image.numel() * 64 * 9, partial(F.conv2d, padding=1), image, kernel)
     double = torch.randn(512, 512, device=device, dtype=torch.float64)
     take("linear.float64", 2.0 * 512**3, lambda: double @ double)
-    rows = 16384 if big else 8192
+    rows = 16384 if big else 4096
     a, b = (torch.randn(rows, 1024, device=device) for _ in range(2))
     take("elementwise", 3.0 * a.nbytes, lambda: a + b)
     h = torch.randn(rows, 1024, device=device, requires_grad=True)
@@ -292,7 +292,7 @@ def measure_compute(device: torch.device, quick: bool = True, together: Callable
 
 
 def _clock(call: Callable[[], Any], device: torch.device, repeats: int) -> float:
-    """Median seconds of a call after one that warms up."""
+    """Least seconds of a call after one that warms up: what the machine does when nothing else is on it."""
 
     def wait() -> None:
         if device.type == "cuda":
@@ -302,14 +302,12 @@ def _clock(call: Callable[[], Any], device: torch.device, repeats: int) -> float
     wait()
     times: list[float] = []
     began = time.perf_counter()
-    while len(times) < repeats or (time.perf_counter() - began < MAX_CLOCK_S / 4 and len(times) < 50):
+    while len(times) < repeats or (time.perf_counter() - began < CLOCK_S and len(times) < 50):
         start = time.perf_counter()
         call()
         wait()
         times.append(time.perf_counter() - start)
-        if len(times) >= 2 and time.perf_counter() - began > MAX_CLOCK_S:
-            break
-    return sorted(times)[len(times) // 2]
+    return min(times)
 
 
 def _resident_bytes() -> int:

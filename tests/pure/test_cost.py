@@ -1,0 +1,196 @@
+"""Prices against closed forms: the ring, the roofline, ZeRO's bytes, a pipeline's time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from gpt_graph import gpt
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weft.cluster.cluster import Cluster, Device, Level, Link, Speed, Table
+from weft.cost.compute import Rates, Seconds, optimizer_s
+from weft.cost.memory import Inventory, activation_bytes, in_flight, state_bytes
+from weft.cost.network import FACTORS, Group, collective_s, ring_s, send_s
+from weft.cost.step import Pricer
+from weft.errors import Infeasible, UsageError
+from weft.model.work import Work
+from weft.plan.layout import Layout
+
+GPU = Device("gpu", "gpu", (("float32", 1e12), ("bfloat16", 4e12)), 1e9, 1e11, 1.0, 0.0)
+FAST, SLOW = Link(0.0, 1e9), Link(0.0, 1e8)
+TWO = Cluster("two", GPU, (Level("node", 4, FAST), Level("cluster", 4, SLOW)))
+ONE = Cluster("one", GPU, (Level("node", 16, FAST),))
+
+
+@given(st.integers(2, 16), st.floats(1e3, 1e9))
+def test_all_reduce_in_a_node_is_the_ring(n: int, size: float) -> None:
+    """2(n-1)/n·S/B: Patarasuk and Yuan 2009."""
+    assert collective_s(ONE, "all_reduce", size, Group(n)) == pytest.approx(2 * (n - 1) / n * size / 1e9)
+
+
+@given(st.integers(2, 16))
+def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather(n: int) -> None:
+    parts = collective_s(ONE, "reduce_scatter", 1e6, Group(n)) + collective_s(ONE, "all_gather", 1e6, Group(n))
+    assert collective_s(ONE, "all_reduce", 1e6, Group(n)) == pytest.approx(parts)
+
+
+def test_latency_counts_the_steps_of_the_ring() -> None:
+    link = Link(1e-3, 1e15)
+    assert ring_s("all_reduce", 1.0, 8, link) == pytest.approx(14e-3)
+    assert ring_s("all_gather", 1.0, 8, link) == pytest.approx(7e-3)
+
+
+def test_between_nodes_the_port_is_the_limit() -> None:
+    # One ring through 4 nodes of 4: 2·15/16 of the bytes leave each node through its one port.
+    assert collective_s(TWO, "all_reduce", 1e6, Group(16)) == pytest.approx(2 * 15 / 16 * 1e6 / 1e8)
+    # 4 rings, one a device of every node, share the port.
+    assert collective_s(TWO, "all_reduce", 1e6, Group(4, 4, 16)) == pytest.approx(4 * 2 * 3 / 4 * 1e6 / 1e8)
+    # Groups inside the nodes do not use it.
+    assert collective_s(TWO, "all_reduce", 1e6, Group(4, 1, 16)) == pytest.approx(2 * 3 / 4 * 1e6 / 1e9)
+
+
+def test_all_to_all_moves_a_quarter_of_an_all_gathers_bytes_on_4_ranks() -> None:
+    assert collective_s(ONE, "all_gather", 1e6, Group(4)) == pytest.approx(4 * collective_s(ONE, "all_to_all", 1e6, Group(4)))
+
+
+def test_what_moves_nothing_costs_nothing() -> None:
+    for name in ("", "slice", "pad"):
+        assert collective_s(TWO, name, 1e9, Group(4)) == 0
+    for name in FACTORS:
+        assert collective_s(TWO, name, 1e9, Group(1)) == 0
+    assert send_s(TWO, 0, 1) == 0
+    with pytest.raises(UsageError, match="unknown collective all_reduse"):
+        collective_s(TWO, "all_reduse", 1.0, Group(2))
+
+
+def test_a_message_takes_one_port_and_shares_it() -> None:
+    assert send_s(TWO, 1e6, 1) == pytest.approx(1e-3)
+    assert send_s(TWO, 1e6, 4) == pytest.approx(1e-2)
+    assert send_s(TWO, 1e6, 4, flows=4) == pytest.approx(4e-2)
+
+
+def test_measured_tables_win() -> None:
+    cpu = Device("core", "cpu", (("float32", 1e11),), 1e9, 1e10)
+    cluster = Cluster("m", cpu, (Level("node", 2, FAST),), tables=(Table("all_reduce", 2, ((1e3, 1.0), (1e6, 2.0))),))
+    assert collective_s(cluster, "all_reduce", 1e6, Group(2)) == pytest.approx(2.0)
+    assert collective_s(cluster, "all_gather", 2e6, Group(2)) == pytest.approx(2.0)
+
+
+SPEED = Speed(1, 0, (("float32", 1e12), ("bfloat16", 4e12)), 1e11, 1e-6)
+
+
+def test_roofline() -> None:
+    rates = Rates.of(SPEED, "float32", overlapped=True)
+    assert rates.seconds(Work("linear", 1e12, 2e12, 1e6, 1e6)) == Seconds(1.0, 2.0)
+    assert rates.seconds(Work("linear", 1e6, 2e6, 1e11, 1e11)) == Seconds(1.0, 1.0)
+    assert rates.seconds(Work("elementwise", 0, 0, 1e11, 2e11)) == Seconds(1.0, 2.0)
+    assert rates.seconds(Work("elementwise", 0, 0, 8.0, 8.0)) == Seconds(1e-6, 2e-6)
+    assert rates.seconds(Work("view")) == Seconds()
+
+
+@given(st.integers(1, 64))
+def test_cutting_a_label_divides_the_work(ways: int) -> None:
+    rates = Rates.of(SPEED, "float32", overlapped=True)
+    big = Work("linear", 1e14, 2e14, 1e6, 1e6)
+    assert rates.seconds(big, ways).forward == pytest.approx(rates.seconds(big).forward / ways)
+
+
+def test_bfloat16_is_faster_where_the_device_has_it() -> None:
+    done = Work("linear", 1e14, 2e14, 1e9, 1e9)
+    assert Rates.of(SPEED, "bfloat16", True).seconds(done).total < 0.3 * Rates.of(SPEED, "float32", True).seconds(done).total
+
+
+def test_adamw_reads_four_tensors_and_writes_three() -> None:
+    assert optimizer_s(SPEED, 1e9) == pytest.approx(7 * 4e9 / 1e11)
+    assert optimizer_s(SPEED, 1e9, states=1) == pytest.approx(5 * 4e9 / 1e11)
+
+
+@given(st.integers(1, 1024), st.floats(1e6, 1e12))
+def test_zero_is_rajbhandaris(n: int, phi: float) -> None:
+    """Section 5 of Rajbhandari et al. 2020: mixed precision, 2 + 2 + 12 bytes a parameter."""
+    mixed = {"weight": 2, "gradient": 2, "optimizer": 12}
+    assert state_bytes(phi, 0, n, **mixed) == pytest.approx(16 * phi)
+    assert state_bytes(phi, 1, n, **mixed) == pytest.approx(4 * phi + 12 * phi / n)
+    assert state_bytes(phi, 2, n, **mixed) == pytest.approx(2 * phi + 14 * phi / n)
+    assert state_bytes(phi, 3, n, **mixed) == pytest.approx(16 * phi / n)
+
+
+def test_microbatches_in_flight() -> None:
+    assert [in_flight("1f1b", 4, s, 8) for s in range(4)] == [4, 3, 2, 1]
+    assert [in_flight("gpipe", 4, s, 8) for s in range(4)] == [8, 8, 8, 8]
+    assert in_flight("1f1b", 4, 0, 2) == 2
+    assert in_flight("1f1b", 1, 0, 8) == 1
+
+
+def test_activations_follow_the_batch_and_the_width() -> None:
+    graph = gpt(2)
+    inventory = Inventory.of(graph)
+    one, two = (activation_bytes(inventory, graph.operators, scale, "float32", None, {})[0] for scale in (1.0, 2.0))
+    assert two == pytest.approx(2 * one)
+    assert activation_bytes(inventory, graph.operators, 1.0, "float64", None, {})[0] == pytest.approx(2 * one, rel=0.02)
+
+
+def pricer(cluster: Cluster = ONE, batch: int = 16) -> Pricer:
+    return Pricer(gpt(4), cluster, batch)
+
+
+def test_a_step_is_the_sum_of_its_parts() -> None:
+    p = pricer()
+    for layout in (Layout(), Layout(data=4), Layout(tensor=2), Layout(data=2, microbatches=4, zero=1)):
+        prediction = p.predict(layout, p.stages(layout), [])
+        assert sum(s for _, s in prediction.parts) == pytest.approx(prediction.step_time_s)
+        assert 0 < prediction.mfu <= 1
+
+
+def test_equal_stages_have_gpipes_bubble() -> None:
+    """Huang et al. 2019: (p - 1)/(m + p - 1) of the pipeline's time, for equal stages and free transfers."""
+    p = pricer()
+    layout = Layout(pipeline=4, microbatches=8)
+    one = replace(p.stages(Layout(pipeline=1, microbatches=8))[0], gradients_s=0.0, optimizer_s=0.0)
+    prediction = p.predict(layout, [one] * 4, [0.0] * 3)
+    parts = dict(prediction.parts)
+    assert parts["pipeline"] / (parts["pipeline"] + parts["compute"] + parts["tensor"]) == pytest.approx(3 / 11)
+
+
+def test_data_parallelism_divides_compute_and_sums_gradients() -> None:
+    p = pricer(batch=512)
+    one, four = (p.predict(layout, p.stages(layout), []) for layout in (Layout(), Layout(data=4)))
+    assert dict(four.parts)["compute"] == pytest.approx(dict(one.parts)["compute"] / 4, rel=0.05)
+    number = p.graph.num_parameters
+    cpu = replace(GPU, kind="cpu")
+    on_cpu = Pricer(p.graph, Cluster("c", cpu, (Level("node", 4, FAST),)), 512)
+    summed = on_cpu.stages(Layout(data=4))[0].gradients_s
+    assert summed == pytest.approx(2 * 3 / 4 * 4 * number / 1e9)
+
+
+def test_recomputing_is_one_more_forward_and_less_memory() -> None:
+    p = pricer()
+    plain, again = (p.stages(Layout(recompute=r), ())[0] for r in ("none", "full"))
+    assert again.backward_s == pytest.approx(plain.backward_s + plain.forward_s)
+    sites = [c.site for c in p.cuts][2::30][:3]
+    layout = Layout(pipeline=4, microbatches=8)
+    plain, again = (p.stages(replace(layout, recompute=r), sites)[0] for r in ("none", "full"))
+    assert again.memory.activations < 0.5 * plain.memory.activations
+
+
+def test_zero_divides_the_optimizer() -> None:
+    p = pricer()
+    plain, sharded = (p.stages(Layout(data=4, zero=z))[0].memory for z in (0, 1))
+    assert plain.optimizer == pytest.approx(8 * p.graph.num_parameters)
+    assert sharded.optimizer == pytest.approx(plain.optimizer / 4)
+    assert (sharded.parameters, sharded.gradients) == (plain.parameters, plain.gradients)
+
+
+def test_too_little_memory_is_said_with_numbers() -> None:
+    small = Cluster("small", replace(GPU, memory_bytes=1e5), (Level("node", 2, FAST),))
+    p = pricer(small)
+    with pytest.raises(Infeasible, match=r"needs .* GiB \(parameters .*has 0.00 GiB"):
+        p.check_memory(Layout(), p.predict(Layout(), p.stages(Layout()), []))
+
+
+def test_broken_twin_a_cluster_without_a_slow_network_hides_the_difference() -> None:
+    """The port test above would pass on any cluster if contention were ignored; on one node it must not hold."""
+    assert collective_s(ONE, "all_reduce", 1e6, Group(4, 4, 16)) == collective_s(ONE, "all_reduce", 1e6, Group(4, 1, 16))
+    assert collective_s(TWO, "all_reduce", 1e6, Group(4, 4, 16)) > 10 * collective_s(TWO, "all_reduce", 1e6, Group(4, 1, 16))

@@ -1,0 +1,223 @@
+"""The search: the space against enumeration, stages against every split, the choice against every priced layout."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations, pairwise, product
+
+import pytest
+from gpt_graph import gpt
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weft.cluster.cluster import Cluster, Device, Level, Link
+from weft.cost.step import Pricer
+from weft.errors import Infeasible, LayoutError, UsageError
+from weft.plan.layout import Layout
+from weft.solve.search import check_layout, clocked, price, search, without_graph
+from weft.solve.space import divisors, layouts, parse_constraints
+from weft.solve.stages import balance, useful
+
+CORE = Device("core", "cpu", (("float32", 1e11), ("bfloat16", 4e11)), 8e9, 2e10, 1.0, 2e-6)
+NODE = Cluster("node", CORE, (Level("node", 4, Link(1e-4, 1e9)),))
+GPU = Device("gpu", "gpu", (("float32", 1e13), ("bfloat16", 1e14)), 1e10, 1e12, 1.0, 5e-6)
+GPUS = Cluster("gpus", GPU, (Level("node", 4, Link(3e-6, 2e11)), Level("cluster", 2, Link(1e-5, 1e10))))
+
+
+@given(
+    st.lists(st.floats(0.01, 10), min_size=2, max_size=9).flatmap(
+        lambda units: st.tuples(
+            st.just(units), st.lists(st.floats(0, 3), min_size=len(units) - 1, max_size=len(units) - 1), st.integers(1, len(units))
+        )
+    )
+)
+def test_stages_are_the_best_of_every_split(case: tuple[list[float], list[float], int]) -> None:
+    units, crossings, p = case
+    n = len(units)
+
+    def slowest(starts: tuple[int, ...]) -> float:
+        ends = (0, *starts, n)
+        border = [0.0, *crossings, 0.0]
+        return max(sum(units[a:b]) + border[a] + border[b] for a, b in pairwise(ends))
+
+    starts, found = balance(units, crossings, p)
+    assert slowest(starts) == pytest.approx(found)
+    assert found == pytest.approx(min(slowest(s) for s in combinations(range(1, n), p - 1)))
+
+
+def test_broken_twin_equal_counts_are_not_balance() -> None:
+    units = [1.0, 1.0, 1.0, 9.0]
+    assert balance(units, [0, 0, 0], 2)[1] == 9.0 < sum(units[2:])
+
+
+def test_more_stages_than_units() -> None:
+    with pytest.raises(Infeasible, match="5 pipeline stages but only 3 places"):
+        balance([1, 1, 1], [0, 0], 5)
+
+
+def test_divisors() -> None:
+    assert all(divisors(n) == [d for d in range(1, n + 1) if n % d == 0] for n in range(1, 200))
+
+
+@given(st.integers(1, 24))
+@settings(max_examples=20, deadline=None)
+def test_the_space_has_every_legal_layout_once(batch: int) -> None:
+    found = list(layouts(NODE, batch))
+    assert len(set(found)) == len(found)
+    sizes = {(x.data, x.tensor, x.pipeline, x.microbatches) for x in found}
+    legal = {
+        (d, t, p, m)
+        for d, t, p, m in product(range(1, 5), range(1, 5), range(1, 5), range(1, batch + 1))
+        if d * t * p <= 4 and batch % (d * m) == 0
+    }
+    assert sizes == legal
+    for layout in found:
+        check_layout(layout, NODE, batch)
+        assert layout.num_ranks * max(1, layout.threads) <= NODE.num_devices
+
+
+@pytest.mark.parametrize(
+    "text", ["tensor<=2", "pipeline=2", "precision=float32 data>=2", "zero=1", "threads=1", "microbatches!=1 tensor<2", "schedule=gpipe"]
+)
+def test_constraints_are_a_filter(text: str) -> None:
+    limits = parse_constraints(text)
+    everything = list(layouts(NODE, 8))
+    kept = set(layouts(NODE, 8, limits))
+    wanted = {x for x in everything if all(c.admits(getattr(x, c.key)) for c in limits)}
+    if "schedule" not in text:  # without a pipeline the schedule means nothing, and both names stay legal
+        assert kept >= wanted
+    assert kept
+    assert all(c.admits(getattr(x, c.key)) for x in kept for c in limits if c.key != "schedule" or x.pipeline > 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("tensr<=2", "did you mean tensor"),
+        ("tensor", "is not KEY"),
+        ("tensor<=two", "whole number"),
+        ("precision<float32", "is a word"),
+        ("precision=bfloat", "did you mean bfloat16"),
+    ],
+)
+def test_constraints_that_mean_nothing(text: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        parse_constraints(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["tensor<=2 tensor>=4", "data<1", "precision=float32 precision=bfloat16", "zero>1", "pipeline=2 pipeline=4"]
+)
+def test_contradictions_are_named(text: str) -> None:
+    with pytest.raises(Infeasible, match=f"no {text[:4]}.* meets {text.split()[0]}"):
+        parse_constraints(text)
+
+
+def test_constraints_that_the_cluster_cannot_meet() -> None:
+    with pytest.raises(Infeasible, match=r"no layout of 4 devices for a batch of 8 under 'data=4 tensor=4'"):
+        search(gpt(2), NODE, 8, "gpt", "data=4 tensor=4")
+
+
+@pytest.mark.parametrize(("cluster", "batch"), [(NODE, 8), (NODE, 6), (GPUS, 16)])
+def test_the_choice_is_the_best_of_all(cluster: Cluster, batch: int) -> None:
+    graph = gpt(4, hidden=64, batch=2)
+    plan = search(graph, cluster, batch, "gpt")
+    pricer = Pricer(graph, cluster, batch)
+    best = min(price(pricer, layout).prediction.step_time_s for layout in layouts(cluster, batch))
+    assert plan.prediction is not None
+    assert plan.prediction.step_time_s <= 1.02 * best
+    assert plan.candidates[0].layout == plan.layout
+    assert {key for key, _ in plan.reasons} >= {"step", "data", "tensor", "pipeline", "precision", "memory"}
+
+
+def test_a_small_model_stays_on_few_ranks_and_a_slow_network_is_avoided() -> None:
+    slow = replace(NODE, levels=(Level("node", 4, Link(5e-2, 1e5)),))
+    assert search(gpt(2), slow, 8, "gpt").layout.num_ranks == 1
+
+
+def test_a_hand_layout_is_checked_and_priced_the_same_way() -> None:
+    graph = gpt(4)
+    layout = Layout.parse("data=2 pipeline=2 microbatches=4")
+    plan = search(graph, NODE, 16, "gpt", layout=layout)
+    assert plan.layout == layout
+    assert len(plan.stages) == 1
+    pricer = Pricer(graph, NODE, 16)
+    assert plan.prediction == clocked(pricer, price(pricer, layout)).prediction
+    again = search(graph, NODE, 16, "gpt", layout=layout, stages=plan.stages)
+    assert again.prediction == plan.prediction
+
+
+@pytest.mark.parametrize(
+    ("layout", "cluster", "batch", "said"),
+    [
+        ("data=3", NODE, 16, "16 samples does not divide into data=3"),
+        ("data=16", GPUS, 16, "needs 16 devices, gpus has 8"),
+        ("pipeline=4000", NODE, 16, "can be cut in"),
+        ("precision=float64", GPUS, 16, "gpu has no float64"),
+    ],
+)
+def test_hand_layouts_that_cannot_be(layout: str, cluster: Cluster, batch: int, said: str) -> None:
+    with pytest.raises(Infeasible, match=said):
+        search(gpt(2), cluster, batch, "gpt", layout=Layout.parse(layout))
+
+
+def test_stages_of_another_model_are_refused() -> None:
+    with pytest.raises(LayoutError, match="no such operator"):
+        search(gpt(2), NODE, 16, "gpt", layout=Layout(pipeline=2), stages=("encoder.7/linear",))
+
+
+def test_nothing_fits() -> None:
+    tiny = replace(GPUS, device=replace(GPU, memory_bytes=2e5))
+    with pytest.raises(Infeasible, match=r"none of \d+ layouts fits gpus: the leanest, .* needs .* GiB .*use about \d+ such devices"):
+        search(gpt(4), tiny, 16, "gpt")
+
+
+def test_memory_decides_where_time_would_not() -> None:
+    """With less and less memory the plan takes more microbatches, ZeRO, recomputation or a pipeline, and never one that does not fit."""
+    graph = gpt(4, hidden=128, sequence=128, batch=4)
+    free = search(graph, GPUS, 16, "gpt").prediction
+    assert free is not None
+    last = 0.0
+    for part in (1.0, 0.7, 0.5, 0.35):
+        memory = free.memory.total * part
+        plan = search(graph, replace(GPUS, device=replace(GPU, memory_bytes=memory)), 16, "gpt")
+        assert plan.prediction is not None
+        assert plan.prediction.memory.total <= memory
+        assert plan.prediction.step_time_s >= last * 0.98
+        last = plan.prediction.step_time_s
+
+
+def test_precision_follows_the_device() -> None:
+    plan = search(gpt(2, hidden=256, sequence=64), NODE, 16, "gpt")
+    assert plan.layout.precision == "bfloat16"
+    only = replace(NODE, device=replace(CORE, peak_flops=(("float32", 1e11),)))
+    assert search(gpt(2, hidden=256, sequence=64), only, 16, "gpt").layout.precision == "float32"
+    assert search(gpt(2, hidden=256, sequence=64), NODE, 16, "gpt", "precision=float32").layout.precision == "float32"
+
+
+@pytest.mark.parametrize("objective", ["time", "cost", "energy", "memory"])
+def test_objectives(objective: str) -> None:
+    plan = search(gpt(2), NODE, 8, "gpt", objective=objective)
+    every = [c.prediction for c in plan.candidates if c.prediction]
+    assert plan.prediction is not None
+    if objective == "memory":
+        assert plan.prediction.memory.total == min(p.memory.total for p in every)
+    with pytest.raises(UsageError, match="unknown objective"):
+        search(gpt(2), NODE, 8, "gpt", objective="speed")
+
+
+def test_a_model_that_cannot_be_captured_is_trained_by_data() -> None:
+    plan = without_graph(1000, "it branches on data", NODE, 8, "odd")
+    assert (plan.layout.data, plan.layout.tensor, plan.layout.pipeline) == (4, 1, 1)
+    assert plan.uncaptured == "it branches on data"
+    with pytest.raises(Infeasible, match="only data and zero apply"):
+        without_graph(1000, "it branches on data", NODE, 8, "odd", layout=Layout(tensor=2))
+    with pytest.raises(Infeasible, match="GiB"):
+        without_graph(10**12, "it branches on data", NODE, 8, "odd")
+
+
+def test_useful_cuts_are_where_little_crosses() -> None:
+    pricer = Pricer(gpt(4), NODE, 8)
+    found = useful(pricer.cuts, 3)
+    assert len(found) >= 6
+    assert max(c.size_bytes for c in found) <= sorted(c.size_bytes for c in pricer.cuts)[len(pricer.cuts) // 2]
