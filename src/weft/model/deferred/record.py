@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from weft.errors import ModelError
+from weft.errors import ModelError, UsageError
 from weft.model.deferred.bounds import Bounds, bounds_of
 from weft.model.deferred.fakes import NO_FAKE, Fake, fake_mode, forget
 from weft.model.deferred.tape import Op, Stream, Tape, Version, View
@@ -47,7 +47,9 @@ class Recording:
         self._requests = Requests(self)
 
     def start(self) -> None:
-        """Record from now on."""
+        """Record from now on. Raises UsageError the second time."""
+        if self.streams:
+            raise UsageError("a Deferred block is entered once; make a new Deferred() for another model")
         self.stream(None)
         self._requests.__enter__()  # type: ignore[no-untyped-call]
         self._operators.__enter__()  # type: ignore[no-untyped-call]
@@ -249,8 +251,9 @@ class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func.overloadpacket.__name__
         written = {id(t): before[id(t)] for t in writes}
         read = [] if name in _SHAPE_ONLY else [view for key, view in before.items() if key not in written]
-        overwrites = tuple(written.values()) if name in _FILLS and len(written) == 1 else ()
-        if any(not w.covers or any(r.storage == w.storage for r in read) for w in overwrites):
+        overwrites = tuple(written.values()) if name in _FILLS else ()
+        others = [before[id(t)].storage for t in tree_flatten((args[1:], kwargs))[0] if isinstance(t, Fake)]
+        if any(not w.covers or w.storage in others for w in overwrites):  # a tensor may be copied onto itself
             overwrites = ()
         changes = dict.fromkeys(v.storage for v in written.values() if v not in overwrites)
         reads = dict.fromkeys(v.storage for v in read if v.storage not in changes)

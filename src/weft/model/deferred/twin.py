@@ -17,47 +17,51 @@ from weft.errors import ModelError
 from weft.model.deferred.fakes import Fake, FakeMode
 
 
-def fake_copy(module: nn.Module, fake_mode: FakeMode) -> nn.Module:
+def fake_copy(module: nn.Module, fake_mode: FakeMode, originals: dict[int, torch.Tensor] | None = None) -> nn.Module:
     """A deep copy of the module on fake CPU tensors of `fake_mode`. The module is not touched and its data not copied.
+
+    `originals` is filled: by `id` of each fake tensor the real one, plain attributes included, whose values a trace needs as constants.
 
     Raises:
         ModelError: something else in the module cannot be copied.
     """
-    memo: dict[int, Any] = {}
-    for tensor in (*module.parameters(), *module.buffers()):
-        memo[id(tensor)] = _twin(tensor, fake_mode)
+    twins = _Twins(fake_mode, {} if originals is None else originals)
+    memo: dict[int, Any] = {id(t): twins.twin(t) for t in (*module.parameters(), *module.buffers())}
     try:
-        with _Twins(fake_mode):
+        with twins:
             return copy.deepcopy(module, memo)
     except (TypeError, RuntimeError, NotImplementedError) as error:
         name = type(module).__name__
         raise ModelError(f"{name} cannot be copied for tracing: {error}; make its attributes copyable, or keep them out of it") from error
 
 
-def _twin(tensor: torch.Tensor, fake_mode: FakeMode) -> torch.Tensor:
-    if tensor.layout != torch.strided:
-        raise ModelError(f"a {tensor.layout} tensor of shape {list(tensor.shape)} cannot be traced; make it dense")
-    with fake_mode:
-        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-        if isinstance(tensor, nn.Parameter):
-            return nn.Parameter(fake, tensor.requires_grad)
-    return fake.requires_grad_(tensor.requires_grad)
-
-
 class _Twins(TorchFunctionMode):
     """Answers copies of tensors that are no parameters or buffers with fake ones too."""
 
-    def __init__(self, fake_mode: FakeMode) -> None:
+    def __init__(self, fake_mode: FakeMode, originals: dict[int, torch.Tensor]) -> None:
         super().__init__()
         self._fake_mode = fake_mode
+        self._originals = originals
+
+    def twin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A fake tensor for a real one."""
+        if tensor.layout != torch.strided:
+            raise ModelError(f"a {tensor.layout} tensor of shape {list(tensor.shape)} cannot be traced; make it dense")
+        with self._fake_mode:
+            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+            if isinstance(tensor, nn.Parameter):
+                fake = nn.Parameter(fake, tensor.requires_grad)
+        fake.requires_grad_(tensor.requires_grad)
+        self._originals[id(fake)] = tensor
+        return fake
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer one call of torch's Python interface."""
         if func is torch.Tensor.__deepcopy__:
             tensor, memo = args
             if id(tensor) not in memo:
-                memo[id(tensor)] = _twin(tensor, self._fake_mode)
+                memo[id(tensor)] = self.twin(tensor)
             return memo[id(tensor)]
         if func is torch.Tensor.clone and not isinstance(args[0], Fake):  # a parameter in a list copies itself by a clone of its data
-            return _twin(args[0], self._fake_mode)
+            return self.twin(args[0])
         return func(*args, **(kwargs or {}))
