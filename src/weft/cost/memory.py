@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from weft.model.graph import Graph, Operator
 from weft.model.propagate import Sharding
-from weft.model.work import Work, batched, differentiable, storages, work
+from weft.model.work import MATMUL_KINDS, Work, batched, differentiable, storages, work
 from weft.plan.layout import Layout
 from weft.plan.plan import Memory
 
@@ -36,6 +37,15 @@ def in_flight(schedule: str, num_stages: int, stage: int, microbatches: int) -> 
     return microbatches if schedule == "gpipe" else min(microbatches, num_stages - stage)
 
 
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What one operator keeps for backward: storages with their bytes, and the bytes that its own backward works on."""
+
+    storages: tuple[tuple[str, float], ...]
+    working_bytes: float
+    narrow: bool  # keeps bfloat16 copies under autocast
+
+
 @dataclass(frozen=True)
 class Inventory:
     """What follows from the graph alone, computed once."""
@@ -51,6 +61,22 @@ class Inventory:
     def of(cls, graph: Graph) -> Inventory:
         held = frozenset(v.value for v in (*graph.parameters, *graph.buffers, *graph.constants, *graph.inputs))
         return cls(graph, work(graph), frozenset(differentiable(graph)), frozenset(batched(graph)), storages(graph), held)
+
+    @cached_property
+    def kept(self) -> dict[str, Kept]:
+        """By operator; parameters only where a bfloat16 copy of them is kept."""
+        found = {}
+        tensors = self.graph.tensors
+        for op in self.graph.operators:
+            done = self.works[op.name]
+            narrow = done.kind in (*MATMUL_KINDS, "activation")
+            roots = {self.root.get(v, v) for v in done.keeps}
+            mine = [(r, float(tensors[r].size_bytes)) for r in roots if r not in self.held or (narrow and r in self.grads)]
+            live = any(v in self.grads for v in op.outputs)
+            values = {*op.outputs, *op.inputs} - self.held if live else set()
+            size = sum(tensors[v].size_bytes for v in values) + done.extra_bytes * live
+            found[op.name] = Kept(tuple(sorted(mine)), float(size), narrow)
+        return found
 
 
 def cut_ways(sharding: Sharding | None, op: str, axes: Mapping[str, int]) -> int:
@@ -82,31 +108,23 @@ def activation_bytes(
 
     Products keep bfloat16 copies of float32 operands under autocast, weights too (once a step, but counted a microbatch).
     """
-    tensors = inventory.graph.tensors
     half = precision == "bfloat16"
     wide = 2.0 if precision == "float64" else 1.0
     kept: dict[tuple[str, bool], float] = {}
-    extra = 0.0
-    peak = 0.0
+    extra = peak = 0.0
     for op in operators:
+        mine = inventory.kept[op.name]
+        narrow = half and mine.narrow
         done = inventory.works[op.name]
         divide = cut_ways(sharding, op.name, axes)
-        narrow = half and done.kind in ("linear", "attention", "convolution", "recurrent", "activation")
-        live = any(v in inventory.grads for v in op.outputs)
-        for value in done.keeps:
-            root = inventory.root.get(value, value)
-            weight = root in inventory.held
-            if weight and not (narrow and root in inventory.grads):
+        for root, size in mine.storages:
+            if (root, narrow) in kept or (root in inventory.held and not narrow):
                 continue
-            size = tensors[root].size_bytes * (wide if tensors[root].is_float else 1.0)
-            pieces = max(value_ways(sharding, root, axes), 1)
-            size *= (scale if root in inventory.batched else 1.0) / pieces
-            made_narrow = narrow and tensors[root].is_float
-            kept[root, made_narrow] = size * (0.5 if made_narrow else 1.0)
+            floating = inventory.graph.tensors[root].is_float
+            by = (scale if root in inventory.batched else 1.0) / value_ways(sharding, root, axes)
+            kept[root, narrow] = size * by * (wide if floating else 1.0) * (0.5 if narrow and floating else 1.0)
         extra += done.extra_bytes * wide * scale / divide
-        if live:
-            size = sum(tensors[v].size_bytes for v in (*op.outputs, *dict.fromkeys(op.inputs)) if v not in inventory.held)
-            peak = max(peak, wide * (size + done.extra_bytes) * scale / divide)
+        peak = max(peak, wide * mine.working_bytes * scale / divide)
     return sum(kept.values()) + extra, peak
 
 

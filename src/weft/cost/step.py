@@ -71,6 +71,7 @@ class Pricer:
     shards: Mapping[str, tuple[tuple[str, int], ...]] | None = None
     _shardings: dict[tuple[bool, int], Sharding | None] = field(default_factory=dict)
     _operators: dict[tuple[object, ...], tuple[list[Seconds], list[Seconds]]] = field(default_factory=dict)
+    balanced: dict[tuple[object, ...], tuple[str, ...]] = field(default_factory=dict)  # where the search begins stages, by layout
     _bases: dict[tuple[object, ...], list[_Base]] = field(default_factory=dict)
     _splits: dict[tuple[str, ...], tuple[Stage, ...]] = field(default_factory=dict)
 
@@ -80,7 +81,8 @@ class Pricer:
 
     @cached_property
     def cuts(self) -> tuple[Cut, ...]:
-        return cuts(self.graph)
+        """Places where a stage may begin, the first operator's not among them."""
+        return tuple(cut for cut in cuts(self.graph) if cut.index > 0)
 
     @cached_property
     def _position(self) -> dict[str, int]:
@@ -91,8 +93,9 @@ class Pricer:
         works = self.inventory.works
         return frozenset(v for op in self.graph.operators if works[op.name].kind in NARROW for v in op.outputs)
 
+    @cached_property
     def model_flops(self) -> float:
-        """Of one step on the whole batch."""
+        """FLOPs of one step on the whole batch, as `weft.model.work.model_flops` counts them."""
         return model_flops(self.graph) * self.batch_size / self.graph.batch_size
 
     def speed(self, layout: Layout) -> Speed:
@@ -145,7 +148,7 @@ class Pricer:
         for op in self.graph.operators:
             done = self.inventory.works[op.name]
             divide = cut_ways(sharding, op.name, axes)
-            by = scale if any(v in self.inventory.batched for v in op.outputs) else 1.0
+            by = scale if op.outputs[0] in self.inventory.batched else 1.0
             key = (done.kind, done.flops, done.backward_flops, done.bytes, done.backward_bytes, divide, by)
             if key not in known:
                 known[key] = rates.seconds(done, divide, by)
@@ -305,7 +308,7 @@ class Pricer:
             ("overhead", STEP_S),
         )
         fullest = max((c.memory for c in costs), key=lambda memory: memory.total)
-        flops = self.model_flops()
+        flops = self.model_flops
         return Prediction(total, flops / total / self.peak_flops(layout), flops, fullest, parts)
 
     def peak_flops(self, layout: Layout) -> float:

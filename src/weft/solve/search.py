@@ -180,9 +180,16 @@ def price(pricer: Pricer, layout: Layout, sites: Sequence[str] = ()) -> Priced:
 
 
 def balanced(pricer: Pricer, layout: Layout) -> tuple[str, ...]:
-    """Where the most balanced stages begin."""
+    """Where the most balanced stages begin; the same whatever the schedule, ZeRO stage and recomputation."""
+    key = (layout.data, layout.tensor, layout.pipeline, layout.microbatches, layout.precision, layout.threads)
+    if key not in pricer.balanced:
+        pricer.balanced[key] = _balance(pricer, layout)
+    return pricer.balanced[key]
+
+
+def _balance(pricer: Pricer, layout: Layout) -> tuple[str, ...]:
     p = layout.pipeline
-    places = [c for c in pricer.cuts if c.index > 0]
+    places = pricer.cuts
     if len(places) < p - 1:
         raise Infeasible(f"pipeline={p} but the model can be cut in {len(places)} places; use pipeline<={len(places) + 1}")
     tried = useful(places, p - 1)
