@@ -99,6 +99,7 @@ def layouts(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Region]:
 shapes = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 
 
+@settings(deadline=None)
 @given(shapes.flatmap(lambda s: st.tuples(st.just(s), st.integers(0, prod(s)), st.integers(0, prod(s)))))
 def test_boxes_of_a_flat_range_are_its_elements_in_order(case: tuple[tuple[int, ...], int, int]) -> None:
     shape, a, b = case
@@ -125,7 +126,7 @@ def test_any_layout_to_any_layout(tmp_path_factory: pytest.TempPathFactory, case
         assert torch.equal(piece.tensor, block_of(tensor, region))
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(shapes.flatmap(lambda s: st.tuples(st.just(s), layouts(s), st.randoms())))
 def test_incomplete_and_overlapping_pieces_are_caught(case: tuple[tuple[int, ...], list[Region], object]) -> None:
     shape, regions, random = case

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.errors import ConfigError
@@ -122,6 +122,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         Config.read(tmp_path / "binary.toml")
 
 
+@settings(deadline=None)
 @given(st.text(), st.floats(min_value=1e-300, max_value=1e300), st.integers(1, 2**60), st.lists(st.text(), max_size=3), st.booleans())
 def test_what_is_written_is_read_back(text: str, number: float, count: int, words: list[str], flag: bool) -> None:
     if any("\ud800" <= c <= "\udfff" for c in text + "".join(words)):
@@ -137,6 +138,7 @@ def test_what_is_written_is_read_back(text: str, number: float, count: int, word
     assert Config.parse(config.dump()) == config
 
 
+@settings(deadline=None)
 @given(st.text(max_size=200))
 def test_any_text_is_a_configuration_or_a_configuration_error(text: str) -> None:
     with suppress(ConfigError):
@@ -146,6 +148,7 @@ def test_any_text_is_a_configuration_or_a_configuration_error(text: str) -> None
 VALUES = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
 
 
+@settings(deadline=None)
 @given(st.recursive(VALUES, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))
 def test_any_value_of_any_key_is_taken_or_refused_by_name(value: object) -> None:
     for section, key in (("train", "steps"), ("train", "betas"), ("data", "text"), ("plan", "layout")):

@@ -1,0 +1,131 @@
+"""Batches in time: which rows are whose, prefetched by a thread. In: a source and a step. Out: batches, step after step."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
+
+from weft.errors import Infeasible
+from weft.plan.placement import piece
+from weft.train.data import Batch, batch_size, map_tensors, take
+
+_AHEAD = 2
+
+
+class Coordinate(Protocol):
+    """Who has a place along the data axis: an Engine."""
+
+    @property
+    def data_index(self) -> int: ...
+
+    @property
+    def data_size(self) -> int: ...
+
+
+def rows_of(num_samples: int, index: int, count: int, microbatches: int = 1) -> list[int]:
+    """Rows of a global batch for data coordinate `index` of `count`: its part of every microbatch.
+
+    So a microbatch has the same samples in any layout, which matters where samples meet (batch norm).
+
+    >>> rows_of(8, 1, 2), rows_of(8, 1, 2, microbatches=2)
+    ([4, 5, 6, 7], [2, 3, 6, 7])
+
+    Raises:
+        Infeasible: the batch does not divide.
+    """
+    if num_samples % (count * microbatches):
+        raise Infeasible(
+            f"a batch of {num_samples} samples does not divide into data={count} x microbatches={microbatches}; "
+            f"use a multiple of {count * microbatches}, or drop the last batch"
+        )
+    rows: list[int] = []
+    for m in range(microbatches):
+        start, length = piece(num_samples, microbatches, m)
+        first, own = piece(length, count, index)
+        rows += range(start + first, start + first + own)
+    return rows
+
+
+def shard(batches: Iterable[Batch], where: Coordinate) -> Iterator[Batch]:
+    """This data coordinate's rows of every batch of any loader: tensors, tuples, lists and dicts of them.
+
+    Every rank must be given the same batches; ranks that differ only in another axis get the same rows.
+
+    Raises:
+        Infeasible: a batch that does not divide, with the numbers.
+
+    >>> import torch
+    >>> from types import SimpleNamespace
+    >>> list(shard([torch.arange(4)], SimpleNamespace(data_index=1, data_size=2)))
+    [tensor([2, 3])]
+    """
+    layout = getattr(getattr(where, "plan", None), "layout", None)
+    microbatches = layout.microbatches if layout is not None else 1
+    for batch in batches:
+        yield take(batch, rows_of(batch_size(batch), where.data_index, where.data_size, microbatches))
+
+
+class Loader:
+    """Batches of steps `start <= step < stop` as `make(step)` gives them, made in a thread while others are used.
+
+    `pin`: tensors in page-locked memory, from which copies to a GPU overlap. An exception in `make` is raised where the batch is
+    taken. Use it in a `with`, or exhaust it: the thread ends with it.
+
+    >>> with Loader(lambda step: step * 10, 2, 5) as loader:
+    ...     list(loader)
+    [20, 30, 40]
+    """
+
+    def __init__(self, make: Callable[[int], Batch], start: int, stop: int, pin: bool = False) -> None:
+        self._make, self._start, self._stop, self._pin = make, start, stop, pin
+        self._queue: queue.Queue[tuple[Batch, BaseException | None]] = queue.Queue(_AHEAD)
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="weft-loader", daemon=True)
+        self._left = max(0, stop - start)
+        self._thread.start()
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        if not self._left:
+            self.close()
+            raise StopIteration
+        self._left -= 1
+        batch, error = self._queue.get()
+        if error is not None:
+            self._left = 0
+            raise error
+        return batch
+
+    def close(self) -> None:
+        """End the thread."""
+        self._done.set()
+        self._thread.join()
+
+    def _work(self) -> None:
+        for step in range(self._start, self._stop):
+            try:
+                item: tuple[Any, BaseException | None] = (self._prepare(step), None)
+            except BaseException as error:
+                item = (None, error)
+            while not self._done.is_set():
+                try:
+                    self._queue.put(item, timeout=0.1)
+                    break
+                except queue.Full:
+                    continue
+            if self._done.is_set() or item[1] is not None:
+                return
+
+    def _prepare(self, step: int) -> Batch:
+        batch = self._make(step)
+        return map_tensors(batch, lambda x: x.pin_memory()) if self._pin else batch
