@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import resource
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -96,6 +97,39 @@ class Tricks(nn.Module):
         self.bernoulli = nn.Parameter(torch.bernoulli(torch.full((20,), 0.5)) * torch.normal(torch.zeros(20), torch.ones(20)))
 
 
+class Rare(nn.Module):
+    """Operators whose draws depend on data, lists of tensors written at once, views that overlap, numbers through numpy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.power = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 5))
+        self.turn = nn.utils.parametrizations.orthogonal(nn.Linear(3, 3))
+        self.list = nn.ParameterList([torch.randn(3), torch.randn(4)])
+        torch._foreach_mul_([p.data for p in self.list], 2.0)
+        made = {
+            "mask": torch.tril(torch.ones(5, 5)).masked_fill(torch.tril(torch.ones(5, 5)) == 0, float("-inf")),
+            "overlap": torch.arange(5)[None].expand(3, -1),
+            "complex": torch.polar(torch.ones(3, 2), torch.rand(3, 2)),
+            "stacked": torch.stack([torch.rand(3) for _ in range(3)]),
+            "vectors": torch.linalg.svd(torch.randn(4, 3))[0],
+            "largest": torch.randn(6).topk(3).values,
+            "unique": torch.randint(0, 3, (9,)).unique(),
+            "chosen": torch.randn(20)[torch.randn(20) > 0],
+            "multinomial": torch.multinomial(torch.rand(5), 3),
+            "poisson": torch.poisson(torch.rand(5) * 40),
+            "dropped": nn.functional.dropout(torch.ones(30), 0.5),
+            "through_numpy": torch.tensor(torch.rand(4).numpy() * 2),
+            "transposed": torch.empty(3, 4).t().normal_(),
+            "halves": torch.empty(40, dtype=torch.half).normal_(),
+            "gamma": torch.distributions.Gamma(torch.ones(4), torch.ones(4)).sample(),
+            "skipped": nn.utils.skip_init(nn.Linear, 3, 3).weight.data.fill_(2),
+        }
+        torch.poisson(torch.rand(5) * 40)  # dropped, but it draws as much as its argument makes it
+        made["last"] = torch.rand(4)
+        for name, tensor in made.items():
+            self.register_buffer(name, tensor)
+
+
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -116,6 +150,7 @@ PLAIN: dict[str, Make] = {
     "bfloat16": lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).to(torch.bfloat16),
     "tied": Tied,
     "tricks": Tricks,
+    "rare": Rare,
     "tricks in half": lambda: Tricks().half(),
 }
 
@@ -375,6 +410,18 @@ def test_tensors_from_outside_keep_their_value_at_the_time() -> None:
     assert torch.equal(target, expected)
     for name, t in materialize(deferred, net, lambda name, full: full).items():
         assert torch.equal(t, plain[name]), name
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_weights_loaded_in_the_block(tmp_path: Path, assign: bool) -> None:
+    torch.save(block(8).state_dict(), tmp_path / "w.pt")
+
+    def make() -> nn.Module:
+        net = block(8)
+        net.load_state_dict(torch.load(tmp_path / "w.pt", weights_only=True), assign=assign)
+        return net
+
+    assert difference(make) == []
 
 
 def test_what_cannot_be_deferred_is_named() -> None:

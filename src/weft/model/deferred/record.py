@@ -43,7 +43,7 @@ class Recording:
         self._storages: dict[int, tuple[int, torch.UntypedStorage]] = {}  # by identity; alive, so that no identity is used again
         self._lifted: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
         self._magic = tuple(random.SystemRandom().getrandbits(32) for _ in range(4))
-        self._operators = Operators(self)
+        self.operators = Operators(self)
         self._requests = Requests(self)
 
     def start(self) -> None:
@@ -52,11 +52,11 @@ class Recording:
             raise UsageError("a Deferred block is entered once; make a new Deferred() for another model")
         self.stream(None)
         self._requests.__enter__()  # type: ignore[no-untyped-call]
-        self._operators.__enter__()  # type: ignore[no-untyped-call]
+        self.operators.__enter__()  # type: ignore[no-untyped-call]
 
     def stop(self) -> None:
         """Stop recording; each generator is put back to where it was before it was first used."""
-        self._operators.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self.operators.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self._requests.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self.tape.kept = {}
         self._lifted = {}
@@ -116,7 +116,8 @@ class Recording:
     def values(self, tree: Any) -> Any:
         """The same nesting with real copies of the fake tensors in it, as they are now."""
         fakes = {id(t): t for t in tree_flatten(tree)[0] if isinstance(t, Fake)}
-        real = dict(zip(fakes, self.tape.look(self.view(t) for t in fakes.values()), strict=True))
+        with self.operators.paused():
+            real = dict(zip(fakes, self.tape.look(self.view(t) for t in fakes.values()), strict=True))
         return tree_map(lambda a: real[id(a)] if isinstance(a, Fake) else a, tree)
 
     def known(self, fake: Any) -> Bounds | None:
@@ -148,7 +149,7 @@ class Requests(TorchFunctionMode):
             return self._deepcopy(tensor, args[1])
         elif func in _READS_DATA:
             value = self._recording.values(tensor.detach())
-            with self._recording._operators.paused():
+            with self._recording.operators.paused():
                 return func(value, *args[1:], **kwargs)
         return func(*args, **kwargs)
 
@@ -178,12 +179,13 @@ def _on_cpu(device: Any) -> Any:
 class _Paused:
     def __init__(self, operators: Operators) -> None:
         self._operators = operators
+        self._before = False
 
     def __enter__(self) -> None:
-        self._operators.is_paused = True
+        self._before, self._operators.is_paused = self._operators.is_paused, True
 
     def __exit__(self, *error: object) -> None:
-        self._operators.is_paused = False
+        self._operators.is_paused = self._before
 
 
 class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -208,6 +210,8 @@ class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
             kwargs["device"] = _on_cpu(kwargs["device"])
         if func is torch.ops.aten.lift_fresh.default and not isinstance(args[0], Fake):
             return recording.lift(args[0], fresh=True)
+        if func.overloadpacket is torch.ops.aten.set_:
+            return self._move(func, args, kwargs)
         is_random = torch.Tag.nondeterministic_seeded in func.tags
         tensors = [a for a in tree_flatten((args, kwargs))[0] if isinstance(a, torch.Tensor)]
         writes = _written(func, args, kwargs)
@@ -229,9 +233,8 @@ class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         except NO_FAKE:
             return self._now(func, args, kwargs, bool(writes) or is_random)
         forget(recording.fake_mode)
-        if func.overloadpacket is torch.ops.aten.set_:  # moves a tensor to another storage; writes none
-            return out
-        op = self._record(func, args, kwargs, out, before, writes, recording.stream(generator) if is_random else None)
+        draws = is_random and any(t.device.type != "meta" for t in tree_flatten((out, writes))[0] if isinstance(t, Fake))
+        op = self._record(func, args, kwargs, out, before, writes, recording.stream(generator) if draws else None)
         if op is not None and known is not None:
             recording.bounds.update({(v.storage, len(recording.tape.ops) - 1): known for v in (*op.overwrites, *(v for _, v in op.makes))})
         return out
@@ -264,6 +267,15 @@ class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
             stream.record(op)
         tape.add(op)
         return op
+
+    def _move(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Set a tensor to another storage, which writes none. A real storage (of a file that is loaded) becomes a constant."""
+        tensor, *rest = args
+        if rest and isinstance(rest[0], torch.UntypedStorage) and rest[0].device.type == "cpu" and isinstance(tensor, Fake):
+            real = torch.empty(0, dtype=tensor.dtype).set_(*rest, **kwargs)
+            func, rest, kwargs = torch.ops.aten.set_.source_Tensor, [self._recording.lift(real, fresh=True)], {}
+        with self._recording.fake_mode:
+            return func(tensor, *map(self._lifted, rest), **kwargs)
 
     def _now(self, func: Any, args: Any, kwargs: Any, must_record: bool) -> Any:
         """Run an operator whose result decides what the program does next, whose shapes depend on data, or that has no shape rule."""
