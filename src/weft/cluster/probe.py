@@ -46,7 +46,8 @@ def probe(quick: bool = True, *, fresh: bool = False, path: Path | None = None) 
         stored = _stored(path, mark)
         if stored is not None:
             return stored
-    cluster = _of_gpus(mark) if torch.cuda.is_available() else _of_cores(mark, quick)
+    # Read back from its text, so that the first call and the later ones plan with the same digits.
+    cluster = loads(dump(_of_gpus(mark) if torch.cuda.is_available() else _of_cores(mark, quick)))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(f".{os.getpid()}")
@@ -269,6 +270,8 @@ def measure_compute(device: torch.device, quick: bool = True, together: Callable
     rows = 16384 if big else 4096
     a, b = (torch.randn(rows, 1024, device=device) for _ in range(2))
     take("elementwise", 3.0 * a.nbytes, lambda: a + b)
+    if "bfloat16" in precisions:
+        take("cast", 1.5 * a.nbytes, lambda: a.to(torch.bfloat16))
     h = torch.randn(rows, 1024, device=device, requires_grad=True)
     gain = torch.ones(1024, device=device, requires_grad=True)
     train("activation", 5.0 * h.nbytes, partial(F.gelu, approximate="tanh"), h)

@@ -18,7 +18,8 @@ from weft.model.work import MATMUL_KINDS, Work
 BFLOAT16_BYTES = {
     "linear": 0.5, "attention": 0.5, "convolution": 0.5, "recurrent": 0.5, "activation": 0.5, "elementwise": 0.75,
 }  # fmt: skip
-CAST = 1.5 / 2  # a cast reads 4 bytes and writes 2 of every 4 that a product reads; about half of what it moves is operands
+# Casts of a product's float32 operands, and of its gradients back: 4 bytes read and 2 written of every 4, of about half of what moves.
+CAST = 0.75
 SCORES = 0.6  # attention against large products, where it was not measured
 
 
@@ -55,7 +56,7 @@ class Rates:
     def seconds(self, work: Work, divide: float = 1.0, scale: float = 1.0) -> Seconds:
         """One operator cut `divide` ways, at `scale` times the graph's batch."""
         if work.kind == "view":
-            return Seconds(self._host(1), self._host(1 if self.overlapped else 2)) if not self.overlapped else Seconds()
+            return Seconds() if self.overlapped else Seconds(self._host(1), self._host(2))
         part = scale / divide
         return Seconds(
             self._one(work.kind, work.flops * part, work.bytes * part, 1),
@@ -68,17 +69,18 @@ class Rates:
     def _one(self, kind: str, flops: float, moved: float, launches: int) -> float:
         rates = dict(self.speed.rates)
         bandwidth = self.speed.memory_bandwidth_bytes_per_s
+        casts = 0.0
         if self.precision == "bfloat16":
-            casts = moved * CAST / bandwidth * 0.5 if kind in ("linear", "convolution") else 0.0
+            if kind in ("linear", "convolution", "softmax"):
+                casts = moved * CAST / rates.get("cast", bandwidth)
             moved = moved * BFLOAT16_BYTES.get(kind, 1.0)
         else:
-            casts = 0.0
             moved = moved * self.moved
         if kind in MATMUL_KINDS:
             reached = rates.get(f"{kind}.{self.precision}", self.flops * (SCORES if kind == "attention" else 1.0))
             busy = max(flops / reached, moved / bandwidth) + casts
         else:
-            busy = moved / rates.get(kind, bandwidth)
+            busy = moved / rates.get(kind, bandwidth) + casts
         host = self._host(launches)
         return max(host, busy) if self.overlapped else host + busy
 
