@@ -33,7 +33,6 @@ def simulate(
       weft simulate gpt-10m --batch 16 --layout "pipeline=2 microbatches=4 schedule=1f1b"
     """
     with output(as_json) as out:
-        from weft import api
         from weft.cli.subject import load_cluster, load_model
         from weft.plan.layout import Layout
         from weft.plan.store import read_plan
@@ -46,6 +45,8 @@ def simulate(
         else:
             machines = load_cluster(cluster or "here", out)
             chosen = load_model(subject, batch, sequence).plan(machines, Layout.parse(layout) if layout else None, ())
+        from weft import api
+
         timeline = api.simulate(chosen)
         if target is not None:
             try:
