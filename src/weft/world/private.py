@@ -10,6 +10,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
@@ -25,8 +26,8 @@ NAMES: tuple[tuple[Any, str], ...] = (
     (c10d, "BroadcastOptions"),
     (c10d, "AllToAllOptions"),
     (c10d, "PrefixStore"),
-    (c10d, "FileStore"),
-    (c10d, "TCPStore"),
+    (dist, "FileStore"),
+    (dist, "TCPStore"),
 )
 
 
@@ -89,12 +90,14 @@ def prefixed(prefix: str, store: Any) -> Any:
 
 def file_store(path: str, num_ranks: int) -> Any:
     """A store in a file: no port, and nobody else than who may read the folder."""
-    return c10d.FileStore(path, num_ranks)
+    stores: Any = dist
+    return stores.FileStore(path, num_ranks)
 
 
 def tcp_store(host: str, port: int, num_ranks: int, timeout_s: float, listen_fd: int | None) -> Any:
     """A store at `host:port`; this process serves it on the bound socket `listen_fd`, where one is given."""
+    stores: Any = dist
     timeout = timedelta(seconds=timeout_s)
     if listen_fd is None:
-        return c10d.TCPStore(host, port, num_ranks, is_master=False, timeout=timeout, wait_for_workers=False)
-    return c10d.TCPStore(host, port, num_ranks, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listen_fd)
+        return stores.TCPStore(host, port, num_ranks, is_master=False, timeout=timeout, wait_for_workers=False)
+    return stores.TCPStore(host, port, num_ranks, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listen_fd)

@@ -19,10 +19,9 @@ MAGIC = b"weftrec1"
 HEADER = struct.Struct("<8sIIII")  # magic, ranks, capacity, group slots, generation
 HEADER_BYTES = 64
 STOPPING = 32  # offset in the header: 1 once the launcher was told to stop
-STATUS = struct.Struct("<dQIBB")  # heartbeat, collectives started, pid, phase, whether `stopping` was ever read
+STATUS = struct.Struct("<dQIB")  # heartbeat, collectives started, pid, phase
 STATUS_BYTES = 64
 PHASE = 20
-LOOKS = 21
 NUM_SLOTS = 32
 SLOT_BYTES = 64
 RECORD = struct.Struct("<QddQIHBBBBhi4q")  # sequence, start, end, bytes, generation, slot, op, dtype, dims, -, peer, tag, shape
@@ -76,7 +75,6 @@ class Status:
     phase: str
     heartbeat_s: float
     num_started: int
-    looks: bool
     last: Moment | None
 
 
@@ -122,7 +120,7 @@ class Recorder:
         self._ring = self._base + STATUS_BYTES + NUM_SLOTS * SLOT_BYTES
         self._sequence = 0
         self._slots: dict[tuple[int, ...], int] = {}
-        STATUS.pack_into(self._map, self._base, time.monotonic(), 0, os.getpid(), STARTING, 0)
+        STATUS.pack_into(self._map, self._base, time.monotonic(), 0, os.getpid(), STARTING)
 
     def slot(self, ranks: tuple[int, ...]) -> int:
         """The number under which records name the group of `ranks`; the last slot is shared by all groups past the table's size."""
@@ -158,17 +156,18 @@ class Recorder:
 
     @property
     def stopping(self) -> bool:
-        """Whether the launcher was told to stop; notes that somebody looked, so that the launcher waits."""
-        self._map[self._base + LOOKS] = 1
+        """Whether the run was told to stop."""
         return self._map[STOPPING] == 1
-
-    @property
-    def looked(self) -> bool:
-        return self._map[self._base + LOOKS] == 1
 
     def stop(self) -> None:
         """Tells every rank of the run to stop."""
         self._map[STOPPING] = 1
+
+    def settled(self) -> bool:
+        """Whether every rank of the file has returned or failed."""
+        size = _rank_bytes(self._capacity)
+        num_ranks = (len(self._map) - HEADER_BYTES) // size
+        return all(self._map[HEADER_BYTES + rank * size + PHASE] >= DONE for rank in range(num_ranks))
 
     def last(self) -> Moment | None:
         """This rank's newest collective."""
@@ -201,8 +200,8 @@ class Reader:
 
     def status(self, rank: int) -> Status:
         base = HEADER_BYTES + rank * _rank_bytes(self._capacity)
-        heartbeat, started, pid, phase, looks = STATUS.unpack_from(self._map, base)
-        return Status(rank, pid, PHASES[phase], heartbeat, started, looks == 1, _newest(self._map, base, self._capacity))
+        heartbeat, started, pid, phase = STATUS.unpack_from(self._map, base)
+        return Status(rank, pid, PHASES[phase], heartbeat, started, _newest(self._map, base, self._capacity))
 
     def statuses(self) -> list[Status]:
         return [self.status(rank) for rank in range(self.num_ranks)]

@@ -5,6 +5,7 @@ Every key in the store lies under the run's generation, so that ranks of a new a
 
 from __future__ import annotations
 
+import signal
 import socket
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -24,8 +25,9 @@ __all__ = ["Group", "LostPeer", "Work", "World"]
 class World:
     """`num_ranks` processes, of which this is `rank`.
 
-    `store` is where they meet (None for one rank); `host` the address that gloo connects over; `timeout_s` how long a collective may
-    take before it fails by itself. `threads` is what each rank computes with.
+    `store` is where they meet (None for one rank); `host` the address that gloo connects over; `timeout_s` how long a collective
+    may take before it fails by itself. `threads` is what each rank computes with. With `catch_sigterm` the first look at
+    `stopping` makes SIGTERM set it; before that, and otherwise, SIGTERM ends the process.
 
     >>> world = World()
     >>> world.group((0,)).all_reduce(torch.ones(2)).wait()
@@ -44,6 +46,7 @@ class World:
         recorder: Recorder | None = None,
         host: str = "127.0.0.1",
         timeout_s: float = 1800.0,
+        catch_sigterm: bool = False,
     ) -> None:
         if not 0 <= rank < num_ranks:
             raise UsageError(f"rank {rank} is not one of {num_ranks} ranks")
@@ -59,6 +62,7 @@ class World:
         self._store = private.prefixed(f"gen{generation}", store) if store is not None else None
         self._host = host
         self._timeout_s = timeout_s
+        self._catch_sigterm = catch_sigterm
         self._groups: dict[tuple[int, ...], Group] = {}
         if self._store is not None and self.device.type == "cuda":
             self._store.set(f"place/{rank}", _place(self.device))
@@ -85,9 +89,11 @@ class World:
     def stopping(self) -> bool:
         """Whether the run was told to stop (SIGTERM, Ctrl-C): save, then return.
 
-        Ranks may see it at different times: agree before acting on it, `world.maximum([world.stopping])`. A function that never looks
-        is ended at once.
+        Ranks may see it at different times: agree before acting on it, `world.maximum([world.stopping])`.
         """
+        if self._catch_sigterm:
+            self._catch_sigterm = False
+            signal.signal(signal.SIGTERM, lambda number, frame: self.recorder.stop())
         return self.recorder.stopping
 
     def beat(self) -> None:

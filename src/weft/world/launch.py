@@ -1,0 +1,378 @@
+"""Starts ranks on this machine. In: a function of (world, *args) and how many ranks. Out: what each rank returned, or one error.
+
+Two ways. A function at the top level of a module or file runs in ranks that a *prepared* process forks (`world/prepared`): torch is
+imported once, each rank has its share of the cores. Any other function (a closure, a notebook's cell) runs in ranks forked from this
+process, with one thread each: OpenMP's threads do not survive a fork, and a rank that asked for them would wait for ever.
+
+Arguments and results are what `world/message` can carry. Output of rank 0 goes to this process's terminal, of the others to log files that
+are shown when their rank fails first. Not modelled: several machines (torchrun and srun start those, see `world/join`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from weft.errors import RunError, UsageError
+from weft.world import message, recorder
+from weft.world.prepared import LARGEST_MESSAGE
+from weft.world.prepared_rank import IMPORTING, Task, run_rank
+from weft.world.watch import caught_signals, supervise
+from weft.world.world import World
+
+START_S = 120.0
+KILL_S = 10.0
+# Keep freed memory of up to 32 MiB a piece (the C library's limit) in the process: pages that come back from the kernel cost a fault each.
+ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(4 << 30), "MALLOC_TOP_PAD_": str(64 << 20)}
+
+
+def launch(
+    function: Callable[..., Any],
+    num_ranks: int,
+    *args: Any,
+    threads: int = 0,
+    device: str = "cpu",
+    timeout_s: float | None = None,
+    env: Mapping[str, str] | None = None,
+    generation: int = 0,
+    folder: Path | None = None,
+    stop_grace_s: float = 0.0,
+    show: bool = True,
+    allocator: bool = True,
+    preload: Sequence[str] = (),
+) -> list[Any]:
+    """Runs `function(world, *args)` on `num_ranks` processes of this machine and returns their results in the order of ranks.
+
+    `threads` per rank (0: an equal share of the cores); `device` cpu, cuda or auto; `timeout_s` the longest that one collective, or a
+    silence of one rank, may last (None: no limit); `env` is set before torch is imported; `folder` keeps the record and the
+    logs; `stop_grace_s` how long ranks may go on after SIGTERM or Ctrl-C, which they see as `world.stopping`; `show` rank 0's
+    output; `allocator` the C library's settings for large tensors; `preload` modules to import once for all ranks.
+
+    Raises RankError for the first rank that failed (also of that rank's own class, where it raised a WeftError), UsageError for
+    arguments that cannot be sent.
+
+    >>> launch(lambda world, x: world.rank + x, 2, 10)
+    [10, 11]
+    """
+    if reference(function) is None:
+        return _launch_forked(function, num_ranks, args, device, timeout_s, env, generation, folder, stop_grace_s, show)
+    with Launcher(env=env, allocator=allocator, preload=preload) as launcher:
+        return launcher.launch(
+            function,
+            num_ranks,
+            *args,
+            threads=threads,
+            device=device,
+            timeout_s=timeout_s,
+            generation=generation,
+            folder=folder,
+            stop_grace_s=stop_grace_s,
+            show=show,
+        )
+
+
+def world_from_environment(device: str = "auto") -> World:
+    """The world that torchrun or srun started this process in; see `World.from_environment`."""
+    return World.from_environment(os.environ, device)
+
+
+def reference(function: Callable[..., Any]) -> tuple[str, str, str] | None:
+    """(module, qualified name, file) by which another process can import `function`; None where it cannot."""
+    module = sys.modules.get(getattr(function, "__module__", None) or "")
+    qualname = getattr(function, "__qualname__", "<")
+    file = getattr(module, "__file__", None)
+    if module is None or file is None or not os.path.isfile(file) or "<" in qualname:
+        return None
+    found: Any = module
+    for name in qualname.split("."):
+        found = getattr(found, name, None)
+    if found is not function:
+        return None
+    name = module.__name__
+    if name == "__main__" and getattr(module, "__spec__", None) is not None:
+        name = module.__spec__.name  # type: ignore[union-attr]  # started with python -m
+    return name, qualname, os.path.abspath(file)
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class Launcher:
+    """A prepared process, kept for many launches; a launch then takes tenths of a second. Launches may run at the same time in threads.
+
+    `env` is set before torch is imported there, so that it reaches the C library as well.
+    """
+
+    def __init__(self, env: Mapping[str, str] | None = None, allocator: bool = True, preload: Sequence[str] = ()) -> None:
+        self._env = dict(env or {})
+        self._allocator = allocator
+        self._preload = tuple(preload)
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._close: Callable[[], object] = lambda: None
+
+    def __enter__(self) -> Launcher:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    @property
+    def pid(self) -> int | None:
+        """The prepared process, where it lives."""
+        return self._process.pid if self._process is not None and self._process.poll() is None else None
+
+    def start(self) -> None:
+        """Starts the prepared process where none lives; `launch` does so by itself. Raises RunError where it does not come up."""
+        with self._lock:
+            if self.pid is None:
+                self._close()
+                self._start()
+
+    def close(self) -> None:
+        """Ends the prepared process, and any ranks with it."""
+        with self._lock:
+            self._close()
+            self._process = self._control = None
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        lifeline, held = os.pipe()
+        single = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        env = {**os.environ, **(ALLOCATOR if self._allocator else {}), **self._env, **single}
+        code = f"import sys; sys.path[:] = {sys.path!r}; from weft.world.prepared import main; main()"
+        errors = tempfile.TemporaryFile()  # noqa: SIM115
+        command = [sys.executable, "-c", code, str(theirs.fileno()), str(lifeline), *self._preload]
+        process = subprocess.Popen(
+            command, env=env, stdin=subprocess.DEVNULL, stdout=errors, stderr=errors, pass_fds=(theirs.fileno(), lifeline)
+        )
+        theirs.close()
+        os.close(lifeline)
+        self._process, self._control = process, ours
+        self._close = weakref.finalize(self, _end_process, process, ours, held)
+        ours.settimeout(START_S)
+        try:
+            ready = ours.recv(LARGEST_MESSAGE)
+        except TimeoutError:
+            ready = b""
+        if ready != b"ready":
+            self._close()
+            errors.seek(0)
+            said = errors.read().decode(errors="replace").strip().splitlines()[-8:]
+            raise RunError("the process that starts ranks did not come up:\n" + "\n".join(f"  {line}" for line in said))
+        ours.settimeout(None)
+
+    def launch(
+        self,
+        function: Callable[..., Any],
+        num_ranks: int,
+        *args: Any,
+        threads: int = 0,
+        device: str = "cpu",
+        timeout_s: float | None = None,
+        env: Mapping[str, str] | None = None,
+        generation: int = 0,
+        folder: Path | None = None,
+        stop_grace_s: float = 0.0,
+        show: bool = True,
+    ) -> list[Any]:
+        """As the function `launch`, but `env` is set in the ranks only: too late for the C library and for torch's own start."""
+        named = reference(function)
+        if named is None:
+            return _launch_forked(function, num_ranks, args, device, timeout_s, env, generation, folder, stop_grace_s, show)
+        _check(num_ranks, threads)
+        self.start()
+        control, process = self._control, self._process
+        assert control is not None
+        assert process is not None
+        threads = threads or max(1, num_cores() // num_ranks)
+        task = Task(
+            "", num_ranks, threads, device, generation, _collective_timeout(timeout_s), named, tuple(sys.path), os.getcwd(), dict(env or {})
+        )  # fmt: skip
+        with _Folder(folder) as path:
+            task = _prepare(task, path)
+            (path / "arguments").write_bytes(message.dump(args, "args"))
+            (path / "task.json").write_text(task.to_json())
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with ours, caught_signals() as stops:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                try:
+                    socket.send_fds(control, [str(path).encode()], [theirs.fileno(), *((0, 1, 2) if show else ())])
+                except OSError as error:
+                    raise RunError("the process that starts ranks is gone; call launch again") from error
+                finally:
+                    theirs.close()
+                children = _PreparedRanks(ours, num_ranks)
+                return supervise(children, path, num_ranks, timeout_s, stop_grace_s, stops, show)
+
+
+class _PreparedRanks:
+    """Ranks whose parent is the prepared process."""
+
+    def __init__(self, events: socket.socket, num_ranks: int) -> None:
+        self._events = events
+        self._living = set(range(num_ranks))
+        events.settimeout(START_S)
+        self.pids: list[int] = self._message()["pids"]
+
+    def _message(self) -> dict[str, Any]:
+        data = self._events.recv(LARGEST_MESSAGE)
+        if not data:
+            raise RunError("the process that starts ranks is gone, and its ranks with it; was it killed?")
+        return json.loads(data)  # type: ignore[no-any-return]
+
+    def events(self, wait_s: float) -> list[tuple[int, int]]:
+        found: list[tuple[int, int]] = []
+        while select.select([self._events], [], [], 0 if found else wait_s)[0]:
+            event = self._message()
+            self._living.discard(event["rank"])
+            found.append((event["rank"], event["code"]))
+            if not self._living:
+                break
+        return found
+
+    def kill(self) -> None:
+        with suppress(OSError, RunError):
+            if self._living:
+                self._events.send(b"kill")
+            until = time.monotonic() + KILL_S
+            while self._living and time.monotonic() < until:
+                self.events(0.1)
+
+
+class _ForkedRanks:
+    """Ranks whose parent is this process."""
+
+    def __init__(self, pids: list[int]) -> None:
+        self.pids = pids
+        self._living = dict(enumerate(pids))
+
+    def events(self, wait_s: float) -> list[tuple[int, int]]:
+        until = time.monotonic() + wait_s
+        while True:
+            found = []
+            for rank, pid in list(self._living.items()):
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                if ended:
+                    del self._living[rank]
+                    found.append((rank, os.waitstatus_to_exitcode(status)))
+            if found or time.monotonic() >= until:
+                return found
+            time.sleep(0.005)
+
+    def kill(self) -> None:
+        for pid in self._living.values():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        until = time.monotonic() + KILL_S
+        while self._living and time.monotonic() < until:
+            self.events(0.1)
+
+
+def _launch_forked(
+    function: Callable[..., Any],
+    num_ranks: int,
+    args: tuple[Any, ...],
+    device: str,
+    timeout_s: float | None,
+    env: Mapping[str, str] | None,
+    generation: int,
+    folder: Path | None,
+    stop_grace_s: float,
+    show: bool,
+) -> list[Any]:
+    _check(num_ranks, 1)
+    if device != "cpu" and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        raise UsageError(
+            "this process has used CUDA, and a fork of it cannot; define the function at the top level of a module or file, "
+            "so that it runs in fresh processes"
+        )
+    task = Task("", num_ranks, 1, device, generation, _collective_timeout(timeout_s), ("", "", ""), (), os.getcwd(), dict(env or {}))
+    with _Folder(folder) as path, caught_signals() as stops:
+        task = _prepare(task, path)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        lifeline, held = os.pipe()
+        parent = os.getpid()
+        pids: list[int] = []
+        try:
+            for rank in range(num_ranks):
+                pid = os.fork()
+                if pid == 0:
+                    os.close(held)
+                    run_rank(task, rank, lifeline, parent, (0, 1, 2) if show else None, (function, args))
+                pids.append(pid)
+            return supervise(_ForkedRanks(pids), path, num_ranks, timeout_s, stop_grace_s, stops, show)
+        finally:
+            os.close(held)
+            os.close(lifeline)
+
+
+class _Folder:
+    """A private folder for one launch: the store, the record, logs and results. Without `kept` it goes at the end."""
+
+    def __init__(self, kept: Path | None) -> None:
+        self._kept = kept
+
+    def __enter__(self) -> Path:
+        self.path = Path(tempfile.mkdtemp(prefix="weft-"))
+        return self.path
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._kept is not None:
+            self._kept.mkdir(parents=True, exist_ok=True)
+            for file in (*self.path.glob("rank-*.log"), self.path / "record"):
+                if file.exists():
+                    shutil.copyfile(file, self._kept / file.name)
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def _prepare(task: Task, path: Path) -> Task:
+    recorder.create(path / "record", task.num_ranks, task.generation)
+    return Task.from_json(json.dumps({**json.loads(task.to_json()), "folder": str(path)}))
+
+
+def _collective_timeout(timeout_s: float | None) -> float:
+    # The launcher names the rank before the transport, which cannot, gives up.
+    return 1800.0 if timeout_s is None else 2 * timeout_s + 30
+
+
+def _check(num_ranks: int, threads: int) -> None:
+    if os.environ.get(IMPORTING):
+        raise UsageError('the script launches ranks when it is imported; put the call under `if __name__ == "__main__":`')
+    if num_ranks < 1 or threads < 0:
+        raise UsageError(
+            f"{num_ranks} ranks with {threads} threads each; launch at least 1 rank, with 0 (a share of the cores) or more threads"
+        )
+
+
+def _end_process(process: subprocess.Popen[bytes], control: socket.socket, held: int) -> None:
+    """Closes what the prepared process lives by, and waits for its end."""
+    control.close()
+    os.close(held)
+    try:
+        process.wait(KILL_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

@@ -1,0 +1,77 @@
+"""Values that cross between processes, as bytes. In: None, bool, numbers, strings, bytes, tensors, and lists, tuples and dicts of them.
+Out: one safetensors file whose metadata holds the structure as JSON, and back. No pickle: reading it runs nobody's code.
+
+Tensors arrive on the host, contiguous, without gradient. Not modelled: two tensors that share memory arrive as two.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import Tensor
+
+from weft.errors import UsageError
+
+_KEY = "weft"
+
+
+def dump(value: Any, what: str = "value") -> bytes:
+    """`value` as bytes. Raises UsageError, naming the part (`what[0].key`) that cannot be sent.
+
+    >>> load(dump({"loss": (1.5, None), 3: [True]}))
+    {'loss': (1.5, None), 3: [True]}
+    """
+    tensors: dict[str, Tensor] = {}
+    shape = _packed(value, what, tensors)
+    return save_tensors(tensors, metadata={_KEY: json.dumps(shape)})
+
+
+def load(data: bytes) -> Any:
+    """The value that `dump` wrote. Raises ValueError for other bytes."""
+    head = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    tensors = load_tensors(data)
+    return _unpacked(json.loads(head["__metadata__"][_KEY]), tensors)
+
+
+def _packed(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
+    def keep(tensor: Tensor) -> str:
+        name = str(len(tensors))
+        tensors[name] = tensor
+        return name
+
+    match value:
+        case None | bool() | int() | float() | str():
+            return value
+        case Tensor():
+            return ["tensor", keep(value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format))]
+        case bytes():
+            return ["bytes", keep(torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else torch.empty(0, dtype=torch.uint8))]
+        case list():
+            return ["list", *(_packed(item, f"{where}[{i}]", tensors) for i, item in enumerate(value))]
+        case tuple():
+            return ["tuple", *(_packed(item, f"{where}[{i}]", tensors) for i, item in enumerate(value))]
+        case dict():
+            return ["dict", *([_packed(k, f"a key of {where}", tensors), _packed(v, f"{where}[{k!r}]", tensors)] for k, v in value.items())]
+    raise UsageError(
+        f"{where} is a {type(value).__qualname__}, which cannot be sent between processes; "
+        "send None, bools, numbers, strings, bytes, tensors, or lists, tuples and dicts of them"
+    )
+
+
+def _unpacked(shape: Any, tensors: dict[str, Tensor]) -> Any:
+    if not isinstance(shape, list):
+        return shape
+    kind, *rest = shape
+    makers: dict[str, Callable[[], Any]] = {
+        "tensor": lambda: tensors[rest[0]],
+        "bytes": lambda: bytes(tensors[rest[0]].tolist()),
+        "list": lambda: [_unpacked(item, tensors) for item in rest],
+        "tuple": lambda: tuple(_unpacked(item, tensors) for item in rest),
+        "dict": lambda: {_unpacked(k, tensors): _unpacked(v, tensors) for k, v in rest},
+    }
+    return makers[kind]()

@@ -1,0 +1,115 @@
+"""A process that has torch in memory and forks ranks on request: four ranks cost one import of torch, a new launch some milliseconds.
+
+In: launches over a socket (a task file and the terminal's descriptors). Out: process ids, and how each rank ended. It computes nothing, so
+that it has one thread and forking it is safe, and holds no store. It ends, and its ranks with it, when the launcher's end of the
+socket closes.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from weft.world.prepared_rank import Task, run_rank
+
+LARGEST_MESSAGE = 1 << 16
+
+
+@dataclass
+class _Run:
+    """One launch: where its events go and which of its ranks live."""
+
+    events: socket.socket
+    living: dict[int, int] = field(default_factory=dict)  # rank -> pid
+
+    def tell(self, **event: Any) -> None:
+        with suppress(OSError):
+            self.events.send(json.dumps(event).encode())
+
+    def kill(self) -> None:
+        for pid in self.living.values():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def serve(control: socket.socket, lifeline: int) -> None:
+    """Forks ranks until `control` closes."""
+    control.send(b"ready")
+    gc.collect()
+    gc.freeze()  # ranks then share these pages instead of copying them at their first collection
+    selector = selectors.DefaultSelector()
+    selector.register(control, selectors.EVENT_READ, None)
+    while True:
+        for key, _ in selector.select():
+            match key.data:
+                case None:
+                    if not _accept(control, lifeline, selector):
+                        for other in [k.data for k in selector.get_map().values() if isinstance(k.data, _Run)]:
+                            other.kill()
+                        return
+                case _Run() as run:
+                    # Whatever arrives, or the end: the launcher wants no more of this run.
+                    if not run.events.recv(LARGEST_MESSAGE):
+                        selector.unregister(run.events)
+                        run.events.close()
+                    run.kill()
+                case (run, rank, pid):
+                    selector.unregister(key.fd)
+                    os.close(key.fd)
+                    _, status = os.waitpid(pid, 0)
+                    del run.living[rank]
+                    run.tell(rank=rank, code=os.waitstatus_to_exitcode(status))
+
+
+def _accept(control: socket.socket, lifeline: int, selector: selectors.BaseSelector) -> bool:
+    """Forks the ranks of one launch; false where the launcher is gone."""
+    try:
+        request, descriptors, _, _ = socket.recv_fds(control, LARGEST_MESSAGE, 4)
+    except OSError:
+        return False
+    if not request:
+        return False
+    folder = request.decode()
+    events, *terminal = descriptors
+    run = _Run(socket.socket(fileno=events))
+    task = Task.from_json((Path(folder) / "task.json").read_text())
+    parent = os.getpid()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    for rank in range(task.num_ranks):
+        pid = os.fork()
+        if pid == 0:
+            # A copy of a socket's end in a rank would hide the death of this process from the launcher.
+            for key in list(selector.get_map().values()):
+                os.close(key.fd)
+            os.close(events)
+            run_rank(task, rank, lifeline, parent, (terminal[0], terminal[1], terminal[2]) if len(terminal) == 3 else None)
+        run.living[rank] = pid
+        selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (run, rank, pid))
+    for descriptor in terminal:
+        os.close(descriptor)
+    selector.register(run.events, selectors.EVENT_READ, run)
+    run.tell(pids=[run.living[rank] for rank in range(task.num_ranks)])
+    return True
+
+
+def main() -> None:
+    """The process's entry: `control` and `lifeline` are descriptors, the rest names modules to import beforehand."""
+    control, lifeline, *modules = sys.argv[1:]
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for module in modules:
+        __import__(module)
+    serve(socket.socket(fileno=int(control)), int(lifeline))
+
+
+if __name__ == "__main__":
+    main()

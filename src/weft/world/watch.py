@@ -1,0 +1,259 @@
+"""The launcher's watch over running ranks. In: the ranks' processes and their record. Out: their results, or one error: the first cause.
+
+A rank that lost its peer is never the first cause while another rank failed by itself. `timeout_s` bounds how long one collective may
+last and how long a rank's interpreter may be silent. Not modelled: a rank that computes for ever while nobody waits for it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol
+
+from weft import errors
+from weft.errors import RankError, RunError, WeftError
+from weft.world import message
+from weft.world.prepared_rank import log_file
+from weft.world.recorder import Reader, Status
+
+SETTLE_S = 0.05  # others that failed by themselves at the same moment come within this
+LOST_S = 1.5  # the first cause of a lost connection comes within this
+POLL_S = 0.1
+MOST_SHOWN = 8
+LOG_LINES = 15
+
+
+class Children(Protocol):
+    """The ranks' processes."""
+
+    pids: list[int]
+
+    def events(self, wait_s: float) -> list[tuple[int, int]]:
+        """(rank, exit code) of ranks that ended, after at most `wait_s`; a negative code is a signal's number."""
+        ...
+
+    def kill(self) -> None:
+        """SIGKILL for every rank that lives."""
+        ...
+
+
+@dataclass(slots=True)
+class Stops:
+    """How often the launcher was told to stop, and by which signal first."""
+
+    count: int = 0
+    first: int = 0
+
+    def __call__(self, number: int, frame: object) -> None:
+        self.first = self.first or number
+        self.count += 1
+
+
+@contextmanager
+def caught_signals() -> Iterator[Stops]:
+    """Counts SIGTERM and SIGINT instead of obeying them; in a thread, where that is impossible, counts none."""
+    stops = Stops()
+    if threading.current_thread() is not threading.main_thread():
+        yield stops
+        return
+    before = {number: signal.signal(number, stops) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield stops
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    rank: int
+    time_s: float
+    message: str
+    kept: str = ""
+    lost: bool = False
+    native: bool = False  # the process ended without a word
+    frames: tuple[str, ...] = ()
+    traceback: str = ""
+
+
+def supervise(
+    children: Children, folder: Path, num_ranks: int, timeout_s: float | None, stop_grace_s: float, stops: Stops, shown: bool
+) -> list[Any]:
+    """Waits for all ranks and returns their results in order.
+
+    Raises RankError (which is also of the failed rank's own class, where that is a WeftError) for the first cause, RunError or
+    KeyboardInterrupt where it was stopped. No rank lives afterwards. `shown`: rank 0's output went to the terminal already.
+    """
+    record = Reader(folder / "record")
+    try:
+        return _supervise(children, folder, num_ranks, timeout_s, stop_grace_s, stops, shown, record)
+    finally:
+        children.kill()
+        record.close()
+
+
+def _supervise(
+    children: Children,
+    folder: Path,
+    num_ranks: int,
+    timeout_s: float | None,
+    stop_grace_s: float,
+    stops: Stops,
+    shown: bool,
+    record: Reader,
+) -> list[Any]:
+    ended: dict[int, int] = {}
+    failures: list[_Failure] = []
+    decide_s = stop_s = math.inf
+    awake_s = time.monotonic()  # silence counts from here on: the launcher itself may have been stopped
+    before_s = awake_s
+    while len(ended) < num_ranks:
+        for rank, code in children.events(POLL_S if not failures else SETTLE_S / 5):
+            ended[rank] = code
+            found = _failure(folder, rank, code)
+            if found is not None:
+                failures.append(found)
+                decide_s = min(decide_s, time.monotonic() + (LOST_S if found.lost else SETTLE_S))
+        now = time.monotonic()
+        if now - before_s > 1.0:
+            awake_s = now
+        before_s = now
+        if now >= decide_s:
+            break
+        if stops.count:
+            record.stop()
+            stop_s = min(stop_s, now + stop_grace_s)
+            if now >= stop_s or stops.count > 1:
+                raise _stopped(stops, stop_grace_s)
+        if timeout_s is not None and not failures:
+            _check_progress(record.statuses(), ended, now, awake_s, timeout_s, children.pids)
+    if failures:
+        raise _first_cause(failures, ended, record.statuses(), folder, shown)
+    return [message.load((folder / f"result-{rank}").read_bytes()) for rank in range(num_ranks)]
+
+
+def _stopped(stops: Stops, grace_s: float) -> BaseException:
+    if stops.first == signal.SIGINT:
+        return KeyboardInterrupt()
+    return RunError(f"stopped by SIGTERM before the ranks returned (they had {grace_s:g} s)")
+
+
+def _failure(folder: Path, rank: int, code: int) -> _Failure | None:
+    """Why `rank`, which ended with `code`, failed; None where it returned."""
+    told = folder / f"failure-{rank}"
+    if told.exists():
+        data = json.loads(told.read_text())
+        text = data["message"] if data["kept"] else f"{data['type']}: {data['message']}"
+        return _Failure(rank, data["time"], text, data["kept"], data["lost"], False, tuple(data["frames"]), data["traceback"])
+    if code == 0 and (folder / f"result-{rank}").exists():
+        return None
+    if code >= 0:
+        text = f"exited with code {code} before its function returned; return from the function instead of ending the process"
+    else:
+        name = signal.Signals(-code).name
+        remedy = {
+            signal.SIGKILL: "if nobody killed it, the kernel did for want of memory: use fewer ranks, smaller microbatches or recompute",
+            signal.SIGTERM: "somebody ended it",
+        }.get(
+            signal.Signals(-code),
+            "a fault in native code; a collective that ranks call with different shapes ends so too, so compare what each was in",
+        )
+        text = f"was killed by {name}; {remedy}"
+    return _Failure(rank, time.monotonic(), text, native=True)
+
+
+def _first_cause(failures: list[_Failure], ended: dict[int, int], statuses: list[Status], folder: Path, shown: bool) -> RankError:
+    first = min(failures, key=lambda failure: (failure.lost, failure.time_s))
+    lines = [f"rank {first.rank} {first.message}" if first.native else f"rank {first.rank} failed: {first.message}"]
+    if first.lost:
+        gone = [rank for rank, code in ended.items() if code == 0]
+        if gone:
+            lines[0] += f"; rank {_listed(gone)} had returned: every member of a group must take part in each of its collectives"
+    if not first.kept or first.lost:
+        lines += [f"  at {frame}" for frame in first.frames]
+    if first.native or first.lost:
+        lines += _each(statuses, ended)
+    if (first.native or not first.kept) and (first.rank > 0 or not shown):
+        lines += _output(folder, first.rank)
+    error = (_class(first.kept) if first.kept else RankError)("\n".join(lines), first.rank)
+    if first.traceback:
+        error.add_note(f"On rank {first.rank}:\n{first.traceback}")
+    return error
+
+
+def _check_progress(statuses: list[Status], ended: dict[int, int], now: float, awake_s: float, timeout_s: float, pids: list[int]) -> None:
+    """Raises RankError where a rank is silent, or a collective has lasted longer than `timeout_s`."""
+    living = [status for status in statuses if status.rank not in ended and status.phase != "absent"]
+    silent = [status for status in living if now - max(status.heartbeat_s, awake_s) > timeout_s]
+    if silent:
+        first = silent[0].rank
+        stopped = _process_state(pids[first]) in ("T", "t")
+        why = (
+            "its process is stopped (SIGSTOP, or a debugger): continue it with `kill -CONT`, or raise the time-out"
+            if stopped
+            else "native code holds its interpreter, or the machine starves it: see where with py-spy, or raise the time-out"
+        )
+        raise RankError("\n".join([f"rank {first} gave no sign for {timeout_s:g} s; {why}", *_each(statuses, ended)]), first)
+    stuck = [s for s in living if s.last is not None and s.last.running and now - max(s.last.start_s, awake_s) > timeout_s]
+    if stuck:
+        inside = {status.rank for status in living if status.last is not None and status.last.running}
+        outside = [status.rank for status in statuses if status.rank not in inside]
+        first = outside[0] if outside else stuck[0].rank
+        what = (
+            f"rank {_listed(outside)} did not take part"
+            if outside
+            else "the ranks are in different collectives, or in one with different members"
+        )
+        text = f"{stuck[0].last} on rank {stuck[0].rank} lasts longer than {timeout_s:g} s: {what}"
+        remedy = "all members must call the same collectives in the same order; raise the time-out if this step may take so long"
+        raise RankError("\n".join([f"{text}; {remedy}", *_each(statuses, ended)]), first)
+
+
+def _each(statuses: list[Status], ended: dict[int, int]) -> list[str]:
+    """What each rank last did."""
+    lines = []
+    for status in statuses[:MOST_SHOWN]:
+        state = "ended" if status.rank in ended and status.phase == "running" else status.phase
+        if status.last is None:
+            what = "no collective yet"
+        elif status.last.running:
+            what = f"in {status.last} for {time.monotonic() - status.last.start_s:.1f} s"
+        else:
+            what = f"last did {status.last}"
+        lines.append(f"  rank {status.rank} ({state}): {what}")
+    return lines + ([f"  and {len(statuses) - MOST_SHOWN} more ranks"] if len(statuses) > MOST_SHOWN else [])
+
+
+def _output(folder: Path, rank: int) -> list[str]:
+    path = log_file(str(folder), rank)
+    lines = path.read_text(errors="replace").splitlines()[-LOG_LINES:] if path.exists() else []
+    return [f"  output of rank {rank} ended with:", *(f"    {line}" for line in lines)] if lines else []
+
+
+def _process_state(pid: int) -> str:
+    """The kernel's letter for a process: R, S, D, T (stopped), Z; empty where it cannot be read."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+def _listed(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+@cache
+def _class(name: str) -> type[RankError]:
+    """RankError that is also the errors' class `name`, with its exit code: `except` finds it under either."""
+    kept: type[WeftError] = getattr(errors, name)
+    if issubclass(kept, RankError) or kept in (WeftError, RunError):
+        return RankError
+    return type(name, (RankError, kept), {"exit_code": kept.exit_code, "__doc__": kept.__doc__})
