@@ -154,6 +154,13 @@ def test_measured_speeds_win_and_scale() -> None:
     assert four.launch_s == pytest.approx(2e-6)
 
 
+def test_a_measured_cluster_survives_its_own_text() -> None:
+    speed = Speed(1, 2, (("float32", 1.8e11),), 1e10, 1e-6, (("norm", 1e9), ("attention.bfloat16", 5e10)))
+    table = Table("all_reduce", 2, ((4096.0, 1.25e-4), (1048576.0, 2e-3)))
+    cluster = replace(machine(2, (speed,)), tables=(table,), fingerprint="0123")
+    assert loads(cluster.to_toml()) == cluster
+
+
 def test_tables_interpolate_between_their_points() -> None:
     table = Table("all_reduce", 2, ((1e3, 1e-4), (1e6, 1e-3), (1e7, 1e-2)))
     assert table.seconds(10) == 1e-4

@@ -189,13 +189,17 @@ def _fields(item: Any) -> list[str]:
     return [f"{f.name} = {_value(getattr(item, f.name))}" for f in fields(item) if getattr(item, f.name) != f.default]
 
 
+def _key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else f'"{key}"'
+
+
 def _value(value: Any) -> str:
     if isinstance(value, str):
         return '"' + value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
     if isinstance(value, float):
-        return f"{value:.6g}" if abs(value) < 1e15 and "e" in f"{value:.6g}" else repr(value)
+        return f"{value:.9g}"
     if isinstance(value, tuple) and value and isinstance(value[0][0], str):
-        return "{ " + ", ".join(f"{key} = {_value(number)}" for key, number in value) + " }"
+        return "{ " + ", ".join(f"{_key(key)} = {_value(number)}" for key, number in value) + " }"
     if isinstance(value, tuple):
         return "[" + ", ".join("[" + ", ".join(_value(float(n)) for n in point) + "]" for point in value) + "]"
     return str(value)

@@ -149,22 +149,29 @@ def _of_cores(mark: str, quick: bool) -> Cluster:
     from weft.world.launch import launch
 
     cores = num_cores()
-    ranks = max(2, cores if cores <= 4 or quick is False else 4)
-    if not quick:
-        ranks = max(4, min(ranks, 8))
+    busy = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    said = "measured"
+    if busy > cores / 2:
+        said += f" while the machine was busy (load {busy:.1f} on {cores} cores); measure again when it is idle"
+    ranks = min(max(2, cores), 4) if quick else min(max(4, cores), 8)
     found = launch(measure_rank, ranks, cores, quick)
+    alone: dict[str, float] = next(figures for r, t, figures in found[0]["speeds"] if (r, t) == (1, 1))
     speeds = []
-    for case in {(ranks, threads) for ranks, threads, _ in found[0]["speeds"]}:
-        mine = [figures for result in found for r, t, figures in result["speeds"] if (r, t) == case]
+    for count, threads in dict.fromkeys((r, t) for r, t, _ in found[0]["speeds"]):
+        mine = [figures for result in found for r, t, figures in result["speeds"] if (r, t) == (count, threads)]
         # Ranks wait for the slowest of them.
-        speeds.append(_speed(*case, {key: max(f[key] for f in mine) for key in mine[0]}))
+        figures = {key: max(f[key] for f in mine) for key in mine[0]}
+        if count == 1:
+            # More threads never make a large operator slower where nothing else runs; if they did, something else ran.
+            figures = {key: min(s, alone[key]) for key, s in figures.items()}
+        speeds.append(_speed(count, threads, figures))
     tables = [Table(name, n, tuple((float(s), max(t, 1e-9)) for s, t in points)) for name, n, points in found[0]["tables"]]
     reduce = next(t for t in tables if t.collective == "all_reduce" and t.ranks == 2)
     size, seconds = reduce.points[-1]
     one = next(s for s in speeds if (s.ranks, s.threads) == (1, 1))
     return Cluster(
         "here",
-        _device(_cpu_model(), "cpu", one, memory_bytes() / cores, found[0]["scratch"]),
+        _device(_cpu_model(), "cpu", one, memory_bytes() / cores, found[0]["scratch"], said),
         (Level("node", cores, Link(reduce.points[0][1] / 2, size / seconds, source="measured between two ranks")),),
         speeds=tuple(sorted(speeds, key=lambda s: (s.ranks, s.threads))),
         tables=tuple(tables),
@@ -172,9 +179,9 @@ def _of_cores(mark: str, quick: bool) -> Cluster:
     )
 
 
-def _device(name: str, kind: str, speed: Speed, memory: float, scratch: float) -> Device:
+def _device(name: str, kind: str, speed: Speed, memory: float, scratch: float, source: str = "measured") -> Device:
     """A device whose peak is what it was measured to reach."""
-    return Device(name, kind, speed.flops, memory, speed.memory_bandwidth_bytes_per_s, 1.0, speed.launch_s, scratch, "measured")
+    return Device(name, kind, speed.flops, memory, speed.memory_bandwidth_bytes_per_s, 1.0, speed.launch_s, scratch, source)
 
 
 def _speed(ranks: int, threads: int, seconds: dict[str, float]) -> Speed:
@@ -187,6 +194,7 @@ def _speed(ranks: int, threads: int, seconds: dict[str, float]) -> Speed:
 def measure_rank(world: Any, cores: int, quick: bool) -> dict[str, Any]:
     """What one rank of the probe does: alone while the others wait, then all at once, then collectives. Plain numbers out."""
     rank, size = world.rank, world.num_ranks
+    scratch = float(_resident_bytes())
     device = torch.device("cpu")
     everyone = world.group(tuple(range(size)))
     speeds: list[tuple[int, int, dict[str, float]]] = []
@@ -205,7 +213,7 @@ def measure_rank(world: Any, cores: int, quick: bool) -> dict[str, Any]:
         if rank < count:
             tables += _measure_links(world, count, QUICK_SIZES if quick else FULL_SIZES)
     torch.set_num_threads(threads_before)
-    return {"speeds": speeds, "tables": tables, "scratch": float(_resident_bytes())}
+    return {"speeds": speeds, "tables": tables, "scratch": scratch}
 
 
 def _meet(group: Any) -> None:
@@ -213,20 +221,28 @@ def _meet(group: Any) -> None:
 
 
 def _measure_links(world: Any, count: int, sizes: Iterable[int]) -> list[tuple[str, int, list[tuple[int, float]]]]:
+    """Seconds of all-reduce between the first `count` ranks, and of a message between the first two of them."""
     group = world.group(tuple(range(count)))
-    calls: dict[str, Callable[[torch.Tensor], Any]] = {"all_reduce": group.all_reduce}
+
+    def message(tensor: torch.Tensor) -> None:
+        first, second = (group.isend, group.irecv) if group.index == 0 else (group.irecv, group.isend)
+        first(tensor, 1 - group.index).wait()
+        second(tensor, 1 - group.index).wait()
+
+    calls: dict[str, tuple[Callable[[torch.Tensor], Any], float]] = {"all_reduce": (group.all_reduce, 1.0)}
+    if count == 2:
+        calls["send"] = (message, 0.5)  # there and back
     tables = []
-    for name, call in calls.items():
+    for name, (call, part) in calls.items():
         points = []
         for size in sizes:
             tensor = torch.zeros(max(1, size // 4))
-            repeats = 20 if size <= 65536 else 5
             times = []
-            for _ in range(repeats):
+            for _ in range(20 if size <= 65536 else 6):
                 start = time.perf_counter()
                 call(tensor)
                 times.append(time.perf_counter() - start)
-            points.append((size, sorted(times)[len(times) // 2]))
+            points.append((size, part * sorted(times)[len(times) // 4]))
         tables.append((name, count, points))
     return tables
 
@@ -245,7 +261,7 @@ def measure_compute(device: torch.device, quick: bool = True, together: Callable
     def take(name: str, units: float, call: Callable[[], Any]) -> None:
         if together is not None:
             together()
-        found[name] = _clock(call, device, 3 if quick else 6) / units
+        found[name] = _clock(call, device, 2 if quick else 6) / units
 
     def train(name: str, units: float, call: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> None:
         """Forward and backward, from a gradient that is there already."""
@@ -253,7 +269,7 @@ def measure_compute(device: torch.device, quick: bool = True, together: Callable
         take(name, units, lambda: torch.autograd.grad(call(*inputs), inputs, gradient))
 
     for precision, dtype in precisions.items():
-        tokens, hidden, wide = (16384, 4096, 4096) if big else (2048, 384, 1536)
+        tokens, hidden, wide = (16384, 4096, 4096) if big else (1024, 384, 1536)
         x = torch.randn(tokens, hidden, device=device, dtype=dtype, requires_grad=True)
         w = torch.randn(wide, hidden, device=device, dtype=dtype, requires_grad=True)
         train(f"linear.{precision}", 6.0 * tokens * hidden * wide, F.linear, x, w)
@@ -262,12 +278,12 @@ def measure_compute(device: torch.device, quick: bool = True, together: Callable
         flops = 4.0 * heads[0] * heads[1] * heads[2] ** 2 * heads[3]
         # Backward of attention forms the scores once more: 1 + 2.5 products in place of 1 + 2.
         train(f"attention.{precision}", 3.5 * flops, partial(F.scaled_dot_product_attention, is_causal=True), q, k, v)
-        image = torch.randn(32 if big else 4, 64, 56, 56, device=device, dtype=dtype, requires_grad=True)
+        image = torch.randn(32 if big else 2, 64, 56, 56, device=device, dtype=dtype, requires_grad=True)
         kernel = torch.randn(64, 64, 3, 3, device=device, dtype=dtype, requires_grad=True)
         train(f"convolution.{precision}", 6.0 * image.numel() * 64 * 9, partial(F.conv2d, padding=1), image, kernel)
     double = torch.randn(512, 512, device=device, dtype=torch.float64)
     take("linear.float64", 2.0 * 512**3, lambda: double @ double)
-    rows = 16384 if big else 4096
+    rows = 16384 if big else 3072
     a, b = (torch.randn(rows, 1024, device=device) for _ in range(2))
     take("elementwise", 3.0 * a.nbytes, lambda: a + b)
     if "bfloat16" in precisions:

@@ -1,0 +1,72 @@
+"""The probe measures, keeps what it measured, and does not trust a stored result of another machine; the doctor sees faults."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from weft.cluster import doctor as doctor_module
+from weft.cluster.cluster import Cluster
+from weft.cluster.doctor import doctor, writable
+from weft.cluster.probe import fingerprint, measure_compute, probe
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Cluster, Path]:
+    path = tmp_path_factory.mktemp("cache") / "deep" / "cluster.toml"
+    return probe(path=path), path
+
+
+def test_this_machine_is_a_cluster(measured: tuple[Cluster, Path]) -> None:
+    cluster, _ = measured
+    assert cluster.name == "here"
+    assert cluster.fingerprint == fingerprint()
+    assert dict(cluster.speed(1).flops)["float32"] > 1e8
+    if cluster.is_cpu:
+        assert cluster.table("all_reduce", 2) is not None
+        assert cluster.table("send", 2) is not None
+        assert {(s.ranks, s.threads) for s in cluster.speeds} >= {(1, 1)}
+
+
+def test_the_second_call_reads_the_stored_result(measured: tuple[Cluster, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster, path = measured
+
+    def fail(*_: object) -> None:
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr("weft.cluster.probe._of_cores", fail)
+    monkeypatch.setattr("weft.cluster.probe._of_gpus", fail)
+    assert probe(path=path) == cluster
+    assert Cluster.parse(str(path)) == cluster
+    for broken in (path.read_text().replace(cluster.fingerprint, "0" * 16), "not TOML at all", ""):
+        path.write_text(broken)
+        with pytest.raises(AssertionError, match="measured again"):
+            probe(path=path)
+
+
+def test_every_figure_is_of_the_operator_it_names() -> None:
+    """A product must be slower a byte and faster a FLOP than a sum: catches units that were swapped."""
+    torch.set_num_threads(1)
+    found = measure_compute(torch.device("cpu"))
+    assert all(0 < s < 1 for s in found.values())
+    assert found["linear.float32"] < found["elementwise"]
+    assert found["launch"] > 100 * found["linear.float32"]
+
+
+def test_the_doctor_finds_this_machine_well_and_sees_faults(monkeypatch: pytest.MonkeyPatch) -> None:
+    checks = doctor()
+    assert all(c.ok for c in checks if c.needed), [c for c in checks if not c.ok]
+    assert all(c.remedy for c in checks if not c.ok)
+    monkeypatch.setattr(doctor_module, "version", lambda name: {"torch": "1.13.0"}.get(name, "99.0"))
+    old = {c.name: c for c in doctor()}["torch"]
+    assert not old.ok
+    assert "1.13.0" in old.found
+    assert "torch" in old.remedy
+
+
+def test_a_run_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert writable(tmp_path / "a" / "b").ok
+    monkeypatch.setattr("os.access", lambda *_: False)
+    assert not writable(tmp_path).ok
