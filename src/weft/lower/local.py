@@ -135,10 +135,14 @@ class _Builder:
             if target is None or target == at[i]:
                 continue
             axis = self.low.axes[i]
-            node = self._node(redistribute, (node, self.low.groups[axis], at[i], target))
+            node = self._move(node, axis, at[i], target)
             at[i] = target
             have[tuple(at)] = node
         return node
+
+    def _move(self, node: fx.Node, axis: str, source: Form, target: Form) -> fx.Node:
+        # Groups are bound, since generated code can only name numbers and text.
+        return self._node(_bind(redistribute, source=source, target=target, group=self.low.groups[axis]), (node,))
 
     def _moves(self, variant: Variant, want: tuple[Form | None, ...]) -> tuple[int, int]:
         """(collectives, moves) from one variant to another: fewest first."""
@@ -218,7 +222,8 @@ class _Builder:
         kernels = self._kernels(op, cut)
         if name == "embedding" and "vocabulary" in kernels:
             rows = self.tensors[op.inputs[0]].shape[0]
-            return self._node(embedding, (args[0], args[1], args[2] if len(args) > 2 else -1, rows, kernels["vocabulary"]))
+            call = _bind(embedding, group=kernels["vocabulary"])
+            return self._node(call, (args[0], args[1], args[2] if len(args) > 2 else -1, rows))
         if name in ("cross_entropy_loss", "nll_loss", "nll_loss_nd") and kernels:
             if name == "cross_entropy_loss":
                 weight, ignore, smoothing = (*args, *(None, 1, -100, 0.0)[len(args) - 2 :])[2], (*args, *(None, 1, -100, 0.0)[len(args) - 2 :])[4], 0.0
@@ -236,11 +241,10 @@ class _Builder:
             return self._node(torch.ops.aten.mul.Tensor, (whole, scale))
         position = {"linear": 2, "conv1d": 2, "conv2d": 2, "conv3d": 2, "bilinear": 3}.get(name)
         if position is not None and len(args) > position and args[position] is not None and self._contracted(op, cut):
-            groups = [low.groups[axis] for axis in self._contracted(op, cut)]
             bias, args[position] = args[position], None
             partial_sum = self._emit(op, _lookup(op.target), args, kwargs)
-            for group in groups:
-                partial_sum = self._node(redistribute, (partial_sum, group, "P", "R"))
+            for axis in self._contracted(op, cut):
+                partial_sum = self._move(partial_sum, axis, "P", "R")
             shape = [-1] + [1] * (len(self.tensors[op.outputs[0]].shape) - 2) if name.startswith("conv") else [-1]
             bias = self._node(torch.ops.aten.reshape.default, (bias, shape)) if len(shape) > 1 else bias
             return self._node(_add_bias, (partial_sum, bias))

@@ -144,7 +144,7 @@ class _Exchanged(torch.autograd.Function):
         return ctx.group.all_to_all(grad.contiguous(), split_dim=ctx.source, concat_dim=ctx.target), None, None, None
 
 
-def redistribute(x: Tensor, group: Group, source: str, target: str) -> Tensor:
+def redistribute(x: Tensor, source: str, target: str, group: Group) -> Tensor:
     """The same tensor in form `target`, from form `source`, over `group`; differentiable.
 
     Integers and other tensors without a gradient take the same path forward.

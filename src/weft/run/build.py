@@ -18,6 +18,7 @@ from weft.lower.kernels.randomness import Draw
 from weft.lower.local import LocalStage, Lowering, lower
 from weft.model.capture import Captured, Loss, batch_size_of, capture
 from weft.model.deferred import Deferred, fake_copy, materialize, materialize_real
+from weft.model.deferred.fakes import fake_mode
 from weft.model.graph import Graph, Variable
 from weft.model.propagate import Sharding, Shards, needs_gradient, propagate
 from weft.model.stages import Stage, split
@@ -50,8 +51,8 @@ class Source:
         """Capture the model on a batch of `batch_size` samples. Raises ModelError where it cannot be followed."""
         if self.deferred is not None:
             return capture(self.model, batch, loss, batch_size=batch_size, fake_mode=self.deferred.fake_mode, outputs=outputs)
-        twin, mode = fake_copy(self.model)
-        return capture(twin, batch, loss, batch_size=batch_size, fake_mode=mode, outputs=outputs)
+        mode = fake_mode()
+        return capture(fake_copy(self.model, mode), batch, loss, batch_size=batch_size, fake_mode=mode, outputs=outputs)
 
     def take(self, take: Callable[[str, Tensor], Tensor | None], dtype: torch.dtype | None) -> dict[str, Tensor]:
         """Initial values, one tensor at a time: what `take(name, tensor)` returns is kept."""
