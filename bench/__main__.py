@@ -1,0 +1,24 @@
+"""`python -m bench NAME [options]`, as scripts/bench calls it. Each NAME is a module with `main(arguments) -> exit status`."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+NAMES = {"train": "weft beside its peers on the same GPT", "gpu": "a 1.3 B GPT on one GPU beside plain PyTorch with torch.compile"}
+
+
+def main(arguments: list[str]) -> int:
+    """Run the benchmark that the first argument names."""
+    if not arguments or arguments[0] not in NAMES:
+        known = "\n".join(f"  scripts/bench {name:6} {about}" for name, about in NAMES.items())
+        wanted = arguments and arguments[0] in ("-h", "--help")
+        told = "" if wanted or not arguments else f"unknown benchmark {arguments[0]!r}\n"
+        print(f"{told}scripts/bench NAME [--json FILE] [--help]\n{known}", file=sys.stdout if wanted else sys.stderr)
+        return 0 if wanted else 2
+    status: int = importlib.import_module(f"bench.{arguments[0]}").main(arguments[1:])
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

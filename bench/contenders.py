@@ -1,0 +1,82 @@
+"""Who is measured: the table of contenders, in sets that are interleaved together.
+
+A set fits into memory as a whole. `kind` decides which targets a set's rows answer; `pairs` which of weft's contenders each peer is
+compared with (every peer of the set where it is not named).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from bench.case import Case, Contender
+
+CHOSEN, CHOSEN_FLOAT32 = "weft, its plan", "weft, its plan in float32"
+
+
+def weft(name: str, layout: str = "", num_ranks: int = 2, precision: str = "float32", settings: str = "equal", **more: object) -> Contender:
+    """A contender of weft's: under a layout, or (without one) under the plan that weft chooses."""
+    return Contender(
+        name, "bench.weft_side", num_ranks, precision=precision, settings=settings, options={"layout": layout, **more}, launcher=True
+    )
+
+
+SINGLE = Contender("one process", "bench.peers.single", num_ranks=1, threads=2)
+SINGLE_BF16 = Contender("one process, autocast", "bench.peers.single", 1, 2, "bfloat16", options={"autocast": True})
+DDP = Contender("DDP", "bench.peers.ddp")
+DDP_BF16 = Contender("DDP, autocast", "bench.peers.ddp", precision="bfloat16", options={"autocast": True})
+FSDP2 = Contender("FSDP2", "bench.peers.fsdp2")
+GPIPE = Contender("torch GPipe", "bench.peers.pipelining", options={"schedule": "GPipe"})
+ONE_F_ONE_B = Contender("torch 1F1B", "bench.peers.pipelining", options={"schedule": "1F1B"})
+DTENSOR = Contender("DTensor", "bench.peers.dtensor")
+DTENSOR_VOCABULARY = Contender("DTensor, vocabulary", "bench.peers.dtensor", options={"vocabulary": True})
+ACCELERATE = Contender("Accelerate", "bench.peers.accelerate", needs=("accelerate",))
+FABRIC = Contender("Lightning Fabric", "bench.peers.fabric", needs=("lightning_fabric",))
+DEEPSPEED = Contender("DeepSpeed ZeRO-1", "bench.peers.deepspeed", needs=("deepspeed",))
+MEGATRON_DATA = Contender("Megatron-Core DDP", "bench.peers.megatron", options={"tensor": 1}, needs=("megatron.core",))
+MEGATRON = Contender("Megatron-Core", "bench.peers.megatron", options={"tensor": 2}, needs=("megatron.core",))
+AXONN_DATA = Contender("AxoNN data", "bench.peers.axonn", options={"tensor": 1}, needs=("axonn",))
+AXONN = Contender("AxoNN tensor", "bench.peers.axonn", options={"tensor": 2}, needs=("axonn",))
+
+
+@dataclass(frozen=True, slots=True)
+class Set:
+    """Contenders that take turns. `pairs`: (weft's name, peer's name) of every row; names of skipped contenders leave no row."""
+
+    kind: str
+    contenders: tuple[Contender, ...]
+    pairs: tuple[tuple[str, str], ...]
+
+
+def _against(name: str, peers: tuple[Contender, ...]) -> tuple[tuple[str, str], ...]:
+    return tuple((name, peer.name) for peer in peers)
+
+
+def data_set() -> Set:
+    replicas, sharded = weft("weft data", "data=2 threads=1"), weft("weft data, ZeRO-1", "data=2 zero=1 threads=1")
+    plain = (DDP, ACCELERATE, FABRIC, MEGATRON_DATA, AXONN_DATA)
+    zero = (FSDP2, DEEPSPEED)
+    return Set("data", (replicas, sharded, *plain, *zero), _against(replicas.name, (*plain, *zero)) + _against(sharded.name, zero))
+
+
+def pipeline_set(case: Case) -> Set:
+    end = f"pipeline=2 microbatches={case.microbatches} threads=1"
+    gpipe, one = weft("weft GPipe", f"{end} schedule=gpipe"), weft("weft 1F1B", f"{end} schedule=1f1b")
+    pairs = ((gpipe.name, GPIPE.name), (one.name, ONE_F_ONE_B.name))
+    return Set("pipeline", (gpipe, one, GPIPE, ONE_F_ONE_B), pairs)
+
+
+def tensor_set() -> Set:
+    ours = weft("weft tensor", "tensor=2 threads=1")
+    peers = (DTENSOR, DTENSOR_VOCABULARY, MEGATRON, AXONN)
+    return Set("tensor", (ours, *peers), _against(ours.name, peers))
+
+
+def chosen_set(fastest: tuple[Contender, ...]) -> Set:
+    """weft's own plan, as users call it, beside the fastest peers of this run: given the same settings, and as users write them."""
+    same = weft(CHOSEN_FLOAT32, settings="own", constraints=["precision=float32"])
+    own = weft(CHOSEN, settings="own", precision="own")
+    tuned = (SINGLE, *fastest)
+    plain = tuple(replace(c, name=f"{c.name}, as written", settings="own") for c in tuned)
+    lower = (SINGLE_BF16, DDP_BF16)
+    pairs = _against(same.name, (*tuned, *plain)) + _against(own.name, (*tuned, *plain, *lower))
+    return Set("chosen", (same, own, *tuned, *plain, *lower), pairs)

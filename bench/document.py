@@ -1,0 +1,191 @@
+"""What a run tells: a table in the terminal, and docs/benchmarks/NAME.md. In: header, rows, verdicts, reasons for skipping."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from bench.arithmetic import Row, Series, Verdict
+
+KINDS = {
+    "data": "Data parallelism",
+    "pipeline": "Pipelines",
+    "tensor": "Tensor parallelism",
+    "chosen": "The plan that weft chooses, beside the fastest peers",
+}
+
+
+def header(command: str, versions: Mapping[str, str], **more: Any) -> dict[str, Any]:
+    """Machine, command, date and versions."""
+    return {
+        "command": command,
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "machine": f"{processor()}, {os.cpu_count()} cores, {memory_gib():.0f} GiB, {platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "versions": dict(versions),
+        **more,
+    }
+
+
+def processor() -> str:
+    """The processor's name, as the system gives it."""
+    path = Path("/proc/cpuinfo")
+    if path.exists():
+        for line in path.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def memory_gib() -> float:
+    """Memory of the machine."""
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) / 2**30
+
+
+def versions(packages: Sequence[str]) -> dict[str, str]:
+    """Versions of the installed ones among `packages`, those of the peers' own environment included."""
+    found = {}
+    for folder in [*sys.path, *map(str, Path(__file__).parents[1].glob(".venv-peers/lib/python*/site-packages"))]:
+        for one in metadata.distributions(path=[folder]):
+            name = one.metadata["Name"]
+            if name in packages:
+                found.setdefault(name, one.version)
+    return {name: found[name] for name in packages if name in found}
+
+
+def tables(rows: Sequence[Row], verdicts: Sequence[Verdict], skipped: Mapping[str, str]) -> list[Table]:
+    """Rows by kind, verdicts, and what was skipped."""
+    out = []
+    for kind, title in KINDS.items():
+        mine = [r for r in rows if r.kind == kind]
+        if not mine:
+            continue
+        table = Table(title=title, title_justify="left")
+        for name, justify in (("case", "left"), ("weft", "left"), ("s/step", "right"), ("peer", "left"), ("s/step", "right")):
+            table.add_column(name, justify=justify)  # type: ignore[arg-type]
+        table.add_column("ratio", justify="right")
+        table.add_column("min..max", justify="right")
+        table.add_column("loss differs", justify="right")
+        for r in mine:
+            style = "green" if r.ratio >= 1 else "red"
+            table.add_row(
+                escape(r.case),
+                escape(r.weft_name),
+                f"{r.weft:.3f}",
+                escape(r.peer_name),
+                f"{r.peer:.3f}",
+                f"[{style}]{r.ratio:.2f}[/]",
+                f"{r.ratio_min:.2f}..{r.ratio_max:.2f}",
+                f"{r.loss_difference:.0e}",
+            )
+        out.append(table)
+    targets = Table(title="Targets", title_justify="left")
+    for name in ("target", "at least", "ratio", "", "case", "worst"):
+        targets.add_column(name)
+    for v in verdicts:
+        style = {True: "green", False: "red", None: "yellow"}[v.met]
+        ratio = f"{v.ratio:.2f}" if v.met is not None else "-"
+        targets.add_row(escape(v.target), f"{v.at_least:.1f}", ratio, f"[{style}]{v.word}[/]", escape(v.case), escape(v.why))
+    out.append(targets)
+    if skipped:
+        table = Table(title="Not measured", title_justify="left")
+        table.add_column("contender")
+        table.add_column("why")
+        for name, reason in skipped.items():
+            table.add_row(escape(name), escape(reason))
+        out.append(table)
+    return out
+
+
+def show(console: Console, rows: Sequence[Row], verdicts: Sequence[Verdict], skipped: Mapping[str, str]) -> None:
+    """Print all tables."""
+    for table in tables(rows, verdicts, skipped):
+        console.print(table)
+
+
+def _table(names: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
+    cells = [[c.replace("|", "\\|").replace("\n", " ") for c in line] for line in lines]
+    return ["| " + " | ".join(names) + " |", "|" + " --- |" * len(names), *("| " + " | ".join(line) + " |" for line in cells), ""]
+
+
+def markdown(
+    about: Mapping[str, Any],
+    rows: Sequence[Row],
+    verdicts: Sequence[Verdict],
+    skipped: Mapping[str, str],
+    series: Mapping[str, Sequence[Series]],
+    intro: str,
+) -> str:
+    """The page of a run. `series`: by the title of their set, every contender's own figures."""
+    parts = ["# Benchmark: training beside peers", "", "Written by the run itself.", ""]
+    parts += _table(["", ""], [[key, _words(value)] for key, value in about.items()])
+    parts += [intro, "", "## Targets", ""]
+    parts += _table(
+        ["target", "at least", "ratio", "", "worst case", "seconds a step"],
+        [
+            [v.target, f"{v.at_least:.1f}", f"{v.ratio:.2f}" if v.met is not None else "", f"**{v.word}**", v.case, v.why]
+            for v in verdicts
+        ],
+    )
+    for kind, title in KINDS.items():
+        mine = [r for r in rows if r.kind == kind]
+        if not mine:
+            continue
+        parts += [f"## {title}", ""]
+        parts += _table(
+            ["case", "weft", "s/step", "peer", "s/step", "ratio", "min..max", "CPU time ratio", "precision", "settings", "loss differs"],
+            [
+                [
+                    r.case,
+                    r.weft_name,
+                    f"{r.weft:.3f}",
+                    r.peer_name,
+                    f"{r.peer:.3f}",
+                    f"**{r.ratio:.2f}**",
+                    f"{r.ratio_min:.2f}..{r.ratio_max:.2f}",
+                    f"{r.cpu_ratio:.2f}",
+                    r.precision,
+                    r.settings,
+                    f"{r.loss_difference:.0e}",
+                ]
+                for r in mine
+            ],
+        )
+    parts += ["## Every contender", "", "Medians. CPU seconds are those of all ranks together; memory is the largest rank's.", ""]
+    for title, found in series.items():
+        parts += [f"### {title}", ""]
+        parts += _table(
+            ["contender", "s/step", "min..max", "CPU s/step", "MiB", "first loss", "last loss", "plan"],
+            [
+                [
+                    s.name,
+                    f"{s.median:.3f}",
+                    f"{min(s.seconds):.3f}..{max(s.seconds):.3f}",
+                    f"{sorted(s.cpu_seconds)[len(s.cpu_seconds) // 2]:.3f}" if s.cpu_seconds else "",
+                    f"{s.memory_bytes / 2**20:.0f}",
+                    f"{s.losses[0]:.5f}" if s.losses else "",
+                    f"{s.losses[-1]:.5f}" if s.losses else "",
+                    s.plan,
+                ]
+                for s in sorted(found, key=lambda s: s.median)
+            ],
+        )
+    if skipped:
+        parts += ["## Not measured", "", *_table(["contender", "why"], [[a, b] for a, b in skipped.items()])]
+    return "\n".join(parts)
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{k} {v}" for k, v in value.items())
+    return f"`{value}`" if str(value).startswith("scripts/") else str(value)

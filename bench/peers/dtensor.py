@@ -1,0 +1,52 @@
+"""DTensor tensor parallelism: `parallelize_module`, column then row in every block, with or without the vocabulary."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
+
+from bench.case import Case
+from bench.peers.common import Step, adamw, loss_of, model_of
+
+
+def build(case: Case, rank: int, num_ranks: int, vocabulary: bool = False) -> Step:
+    mesh = init_device_mesh("cpu", (num_ranks,))
+    model = model_of(case)
+    for block in model.layers:
+        plan = {
+            "attention.q": ColwiseParallel(),
+            "attention.k": ColwiseParallel(),
+            "attention.v": ColwiseParallel(),
+            "attention.o": RowwiseParallel(),
+            "mlp.up": ColwiseParallel(),
+            "mlp.down": RowwiseParallel(),
+        }
+        parallelize_module(block, mesh, plan)
+        block.attention.heads //= num_ranks
+        block.attention.kv_heads //= num_ranks
+    if vocabulary:
+        ends = {
+            "tokens": RowwiseParallel(input_layouts=Replicate()),
+            "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+        }
+        parallelize_module(model, mesh, ends)
+        model.head.weight = model.tokens.weight
+    optimizer = adamw(model.parameters(), case)
+
+    def step(tokens: Tensor) -> Tensor:
+        if vocabulary:
+            with loss_parallel():
+                loss = loss_of(model, tokens)
+                loss.backward()
+            told = loss.full_tensor()
+        else:
+            loss = loss_of(model, tokens)
+            loss.backward()
+            told = loss
+        optimizer.step()
+        optimizer.zero_grad()
+        return told.detach()
+
+    return step

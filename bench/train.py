@@ -1,0 +1,175 @@
+"""`scripts/bench train`: weft beside its peers on the same GPT, in one run.
+
+Out: rows and verdicts in the terminal, `--json FILE`, and docs/benchmarks/train.md. Exit status 0 also where a target is missed: a
+measurement that says so is a good one. 4 where weft itself does not run or computes another loss than its peers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import venv
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+
+from bench import contenders as who
+from bench.arithmetic import Row, Series, Target, as_json, best, judge, row
+from bench.case import Case, Contender
+from bench.contenders import Set
+from bench.document import header, markdown, show, versions
+from bench.measure import Effort, measure
+from bench.processes import ROOT
+
+PAGE = ROOT / "docs" / "benchmarks" / "train.md"
+PACKAGES = ("torch", "accelerate", "lightning-fabric", "deepspeed", "megatron-core", "axonn")
+SAME_LOSS = 1e-3  # relative, over all steps in float32; orders of summation alone reach 1e-5
+
+MODELS = {
+    "gpt-10m": Case("gpt-10m", batch=8, sequence=256, microbatches=4),
+    "gpt-50m": Case("gpt-50m", batch=8, sequence=256, microbatches=4),
+}
+
+TARGETS = (
+    Target("data parallel, beside DDP", 1.0, lambda r: r.kind == "data" and r.peer_name == who.DDP.name),
+    Target("pipeline, beside torch GPipe", 1.1, lambda r: r.kind == "pipeline" and r.peer_name == who.GPIPE.name),
+    Target("pipeline, beside torch 1F1B", 1.1, lambda r: r.kind == "pipeline" and r.peer_name == who.ONE_F_ONE_B.name),
+    Target("tensor, beside DTensor", 1.1, lambda r: r.kind == "tensor" and r.peer_name in (who.DTENSOR.name, who.DTENSOR_VOCABULARY.name)),
+    Target("tensor, beside Megatron-Core", 1.0, lambda r: r.kind == "tensor" and r.peer_name == who.MEGATRON.name),
+    Target("own plan in float32, beside the best in float32", 1.0, lambda r: is_best(r) and r.weft_name == who.CHOSEN_FLOAT32),
+    Target("own plan, beside the best in float32", 1.0, lambda r: is_best(r) and r.weft_name == who.CHOSEN and "float32" in r.case),
+    Target("own plan, beside the best in its precision", 1.0, lambda r: is_best(r) and r.weft_name == who.CHOSEN and "float32" not in r.case),
+)
+
+INTRO = """Ratios are the peer's time over weft's (more than 1: weft is faster), by round, then their median. All contenders of a set are
+started together and take turns; while one runs, the others wait in a blocked read. Settings `equal`: the same threads a rank, the same
+allocator settings of the C library, the same optimizer (AdamW, fused where the peer takes it), float32, the same batches and
+microbatches; `own`: everything as the contender sets it by itself. "loss differs" is the largest relative difference of the two loss
+curves, from the same initial weights and data."""
+
+
+def is_best(r: Row) -> bool:
+    """Whether a row compares with the fastest of all peers."""
+    return r.kind == "chosen" and ", best of all" in r.case
+
+
+@dataclass
+class Found:
+    """What a run has gathered so far."""
+
+    rows: list[Row] = field(default_factory=list)
+    series: dict[str, list[Series]] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+
+
+def rows_of(case: Case, group: Set, series: dict[str, Series]) -> list[Row]:
+    """A row for every pair of a set that ran; for weft's own plan also beside the best peer, in float32 and in its own precision."""
+    rows = [row(case.label, group.kind, series[a], series[b]) for a, b in group.pairs if a in series and b in series]
+    if group.kind != "chosen":
+        return rows
+    for ours in (who.CHOSEN_FLOAT32, who.CHOSEN):
+        if ours not in series:
+            continue
+        peers = [series[b] for a, b in group.pairs if a == ours and b in series]
+        for precision in dict.fromkeys(("float32", series[ours].precision)):
+            same = [p for p in peers if p.precision == precision]
+            if same:
+                label = f"{case.label}, best of all" + (" in float32" if precision == "float32" else f" in {precision}")
+                rows.append(row(label, group.kind, series[ours], best(same)))
+    return rows
+
+
+def fastest(found: Found, model: str, count: int) -> tuple[Contender, ...]:
+    """The peers that were fastest in the earlier sets, by their distance to weft's contender that both ran beside."""
+    peers = {c.name: c for s in (who.data_set(), who.pipeline_set(MODELS[model]), who.tensor_set()) for c in s.contenders}
+    seconds = {r.peer_name: r.peer for r in found.rows if r.case.startswith(model) and r.kind != "chosen"}
+    return tuple(peers[name] for name in sorted(seconds, key=lambda n: seconds[n])[:count])
+
+
+def run(models: Sequence[str], kinds: Sequence[str], effort: Effort, console: Console, profile: str) -> Found:
+    """Measure set after set."""
+    found = Found()
+    for model in models:
+        case = MODELS[model]
+        for kind in kinds:
+            group = {
+                "data": who.data_set,
+                "pipeline": lambda case=case: who.pipeline_set(case),
+                "tensor": who.tensor_set,
+                "chosen": lambda model=model: who.chosen_set(fastest(found, model, 3)),
+            }[kind]()
+            console.print(f"[bold]{case.label}, {kind}[/]: {len(group.contenders)} contenders, {effort.rounds} rounds of {effort.steps} steps")
+            series, skipped = measure(case, group.contenders, effort, lambda text: console.print(text, highlight=False, markup=False), profile)
+            found.series[f"{case.label}, {kind}"] = list(series.values())
+            found.skipped |= {f"{name} ({model})": reason for name, reason in skipped.items()}
+            found.rows += rows_of(case, group, series)
+    return found
+
+
+def wrong(found: Found) -> list[str]:
+    """What must not be: weft that does not run, or float32 loss curves that part."""
+    out = [f"{name}: {reason}" for name, reason in found.skipped.items() if name.startswith("weft")]
+    for r in found.rows:
+        if r.precision == "float32" and not r.loss_difference <= SAME_LOSS:
+            out.append(f"{r.case}: the losses of {r.weft_name} and {r.peer_name} differ by {r.loss_difference:.1e}, more than {SAME_LOSS:.0e}")
+    return out
+
+
+def install_peers() -> None:
+    """Make .venv-peers: the peers' pinned packages on top of this environment, which stays as it is."""
+    folder = ROOT / ".venv-peers"
+    if not (folder / "bin" / "python").exists():
+        venv.create(folder, with_pip=True)
+    here = next(p for p in sys.path if p.endswith("site-packages"))
+    there = next(folder.glob("lib/python*/site-packages"))
+    (there / "_environment.pth").write_text(f"import site; site.addsitedir({here!r})\n")
+    pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--no-build-isolation"]
+    for line in (Path(__file__).parent / "peers" / "requirements.txt").read_text().splitlines():
+        if line and not line.startswith("#"):
+            print(f"weft: installing {line} into .venv-peers", flush=True)
+            done = subprocess.run([*pip, line], capture_output=True, text=True, check=False)
+            if done.returncode:
+                print(f"weft: {line} does not install, its rows will be skipped: {done.stderr.strip().splitlines()[-1]}", flush=True)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Read the options, measure, tell."""
+    p = argparse.ArgumentParser(prog="scripts/bench train", description="weft beside its peers on the same GPT", allow_abbrev=False)
+    p.add_argument("--json", metavar="FILE", type=Path, help="write header, rows and targets to FILE")
+    p.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    p.add_argument("--sets", nargs="+", choices=("data", "pipeline", "tensor", "chosen"), default=["data", "pipeline", "tensor", "chosen"])
+    p.add_argument("--rounds", type=int, default=7)
+    p.add_argument("--steps", type=int, default=2, help="steps of each contender in a round")
+    p.add_argument("--quick", action="store_true", help="gpt-10m, three rounds of one step; does not write the page")
+    p.add_argument("--profile", metavar="FOLDER", default="", help="trace one more step of every contender into FOLDER")
+    p.add_argument("--install-peers", action="store_true", help="first install the peers that are not PyTorch's own into .venv-peers")
+    given = p.parse_args(list(arguments))
+    if given.install_peers:
+        install_peers()
+    effort = Effort(3, 1, 2) if given.quick else Effort(given.rounds, given.steps)
+    models = ["gpt-10m"] if given.quick else given.models
+    if given.profile:
+        Path(given.profile).mkdir(parents=True, exist_ok=True)
+    console = Console(soft_wrap=True) if not sys.stdout.isatty() else Console()
+    about = header(
+        " ".join(["scripts/bench train", *arguments]),
+        versions(PACKAGES),
+        measured=f"{effort.rounds} rounds of {effort.steps} steps after {effort.warm}, interleaved; medians of ratios by round",
+    )
+    found = run(models, given.sets, effort, console, str(Path(given.profile).resolve()) if given.profile else "")
+    verdicts = judge(TARGETS, found.rows, found.skipped)
+    show(console, found.rows, verdicts, found.skipped)
+    if given.json:
+        given.json.write_text(json.dumps(as_json(about, found.rows, verdicts, found.skipped), indent=1) + "\n")
+    if not given.quick:
+        PAGE.parent.mkdir(parents=True, exist_ok=True)
+        PAGE.write_text(markdown(about, found.rows, verdicts, found.skipped, found.series, INTRO))
+        console.print(f"wrote {PAGE.relative_to(ROOT)}")
+    problems = wrong(found)
+    for problem in problems:
+        print(f"weft: {problem}", file=sys.stderr)
+    return 4 if problems else 0

@@ -1,0 +1,197 @@
+"""The benchmark's arithmetic and its processes: ratios by hand, verdicts with broken twins, peers that are missing or fail."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from bench import train
+from bench.arithmetic import Row, Series, Target, as_json, best, judge, loss_difference, ratios, row
+from bench.case import Case, Contender, from_text, to_text, window_starts
+from bench.contenders import DDP, chosen_set, data_set, pipeline_set, tensor_set
+from bench.document import markdown, show
+from bench.measure import Effort, measure, turn
+
+TARGETS = (Target("data, beside DDP", 1.0, lambda r: r.peer_name == "DDP"),)
+CASE = Case("gpt-10m")
+seconds = st.floats(1e-3, 1e3)
+
+
+def compare(weft: float, peer: float, name: str = "DDP") -> Row:
+    return row("gpt-10m, 8 x 256", "data", Series("weft data", (weft,) * 3), Series(name, (peer,) * 3))
+
+
+def test_ratio_is_the_median_of_ratios_by_round_not_the_ratio_of_medians() -> None:
+    ours, theirs = Series("weft", (1.0, 2.0, 10.0)), Series("DDP", (3.0, 2.0, 11.0))
+    r = row("case", "data", ours, theirs)
+    assert (r.weft, r.peer) == (2.0, 3.0)
+    assert (r.ratio, r.ratio_min, r.ratio_max) == (1.1, 1.0, 3.0)
+
+
+@given(st.lists(st.tuples(seconds, seconds), min_size=1, max_size=9))
+def test_swapping_the_two_inverts_every_ratio(pairs: list[tuple[float, float]]) -> None:
+    ours, theirs = zip(*pairs, strict=True)
+    for a, b in zip(ratios(ours, theirs), ratios(theirs, ours), strict=True):
+        assert a * b == pytest.approx(1.0)
+
+
+@given(seconds, seconds)
+def test_a_common_disturbance_of_a_round_leaves_its_ratio(a: float, b: float) -> None:
+    assert ratios([a, 7 * a], [b, 7 * b]) == pytest.approx([b / a] * 2)
+
+
+def test_rounds_that_were_not_measured_together_are_refused() -> None:
+    with pytest.raises(ValueError, match="3 rounds of weft beside 2"):
+        ratios([1.0] * 3, [1.0] * 2)
+
+
+def test_a_series_without_time_cannot_be() -> None:
+    with pytest.raises(ValueError, match="0 rounds"):
+        Series("weft", ())
+
+
+def test_faster_meets_and_a_slower_weft_is_missed() -> None:
+    (verdict,) = judge(TARGETS, [compare(1.0, 1.2)])
+    assert verdict.word == "met"
+    (verdict,) = judge(TARGETS, [compare(1.2, 1.0)])
+    assert verdict.word == "missed"
+    assert verdict.ratio == pytest.approx(1 / 1.2)
+
+
+def test_one_slow_model_is_missed_however_fast_the_other_is() -> None:
+    slow = row("gpt-50m, 8 x 256", "data", Series("weft data", (2.0,)), Series("DDP", (1.0,)))
+    assert [v.word for v in judge(TARGETS, [compare(1.0, 9.0), slow])] == ["met", "missed"]
+
+
+def test_what_was_not_measured_is_not_met() -> None:
+    (verdict,) = judge(TARGETS, [compare(1.0, 2.0, "FSDP2")], {"DDP": "not installed"})
+    assert (verdict.met, verdict.word, verdict.why) == (None, "not measured", "DDP: not installed")
+
+
+def test_loss_difference_sees_one_wrong_step_and_no_steps() -> None:
+    assert loss_difference([5.0, 4.0], [5.0, 4.0]) == 0.0
+    assert loss_difference([5.0, 4.0], [5.0, 4.4]) == pytest.approx(0.1)
+    assert loss_difference([], [5.0]) == float("inf")
+
+
+def test_losses_that_part_are_told_and_equal_ones_are_not() -> None:
+    def found(last: float) -> train.Found:
+        a, b = Series("weft data", (1.0,), losses=(5.0, 4.0)), Series("DDP", (1.0,), losses=(5.0, last))
+        return train.Found(rows=[row(CASE.label, "data", a, b)])
+
+    assert not train.wrong(found(4.0001))
+    assert "differ by 2.4e-02" in train.wrong(found(4.1))[0]
+    assert train.wrong(train.Found(skipped={"weft data (gpt-10m)": "rank 1 died"})) == ["weft data (gpt-10m): rank 1 died"]
+
+
+def test_own_plan_is_held_against_the_best_in_each_precision() -> None:
+    group = chosen_set((DDP,))
+    times = {c.name: 1.0 + i / 10 for i, c in enumerate(group.contenders)}
+    series = {
+        c.name: Series(c.name, (times[c.name],) * 3, precision="bfloat16" if c.precision == "own" else c.precision) for c in group.contenders
+    }
+    rows = train.rows_of(CASE, group, series)
+    verdicts = {v.target: v for v in judge(train.TARGETS, rows)}
+    peers = [s for s in series.values() if not s.name.startswith("weft")]
+    fast32 = best([s for s in peers if s.precision == "float32"])
+    fast16 = best([s for s in peers if s.precision == "bfloat16"])
+    assert verdicts["own plan in float32, beside the best in float32"].ratio == pytest.approx(fast32.median / times["weft, its plan in float32"])
+    assert verdicts["own plan, beside the best in float32"].ratio == pytest.approx(fast32.median / times["weft, its plan"])
+    assert verdicts["own plan, beside the best in its precision"].ratio == pytest.approx(fast16.median / times["weft, its plan"])
+
+
+def test_every_target_has_a_row_in_a_run_where_everything_ran() -> None:
+    rows = []
+    for group in (data_set(), pipeline_set(CASE), tensor_set(), chosen_set((DDP,))):
+        series = {c.name: Series(c.name, (1.0,), precision="bfloat16" if c.precision == "own" else c.precision) for c in group.contenders}
+        assert len(series) == len(group.contenders), "two contenders of one name"
+        assert {n for pair in group.pairs for n in pair} <= set(series)
+        rows += train.rows_of(CASE, group, series)
+    assert [v.word for v in judge(train.TARGETS, rows) if v.target.startswith(("data", "own"))] == ["met"] * 4
+    assert [v.word for v in judge(train.TARGETS, rows) if v.at_least > 1] == ["missed"] * 3
+
+
+def test_order_turns_so_that_everyone_is_first_once() -> None:
+    names = ["a", "b", "c"]
+    assert sorted(turn(names, i)[0] for i in range(3)) == names
+    assert all(sorted(turn(names, i)) == names for i in range(-1, 5))
+
+
+@given(st.integers(0, 10_000), st.integers(1, 16), st.integers(8, 512), st.integers(1_000, 200_000))
+def test_samples_lie_inside_the_text(step: int, batch: int, sequence: int, length: int) -> None:
+    starts = window_starts(Case(batch=batch, sequence=sequence, microbatches=1), step, length)
+    assert len(starts) == batch
+    assert all(s >= 0 and s + sequence + 1 <= length for s in starts)
+
+
+def test_a_rank_reads_what_it_was_told() -> None:
+    contender = Contender("x", "bench.peers.ddp", options={"a": [1]}, needs=("torch",))
+    assert from_text(to_text(CASE, contender)) == (CASE, contender)
+
+
+def test_equal_settings_are_equal_whoever_it_is() -> None:
+    (ours, *_, peer) = data_set().contenders
+    assert ours.environment() == peer.environment() == DDP.environment()
+    assert "MALLOC_TRIM_THRESHOLD_" not in DDP.with_settings("own").environment()
+
+
+def test_terminal_page_and_file_tell_the_same_rows() -> None:
+    rows = [compare(1.2, 1.0), compare(1.0, 1.5, "a|b [bold]")]
+    verdicts = judge(TARGETS, rows)
+    skipped = {"AxoNN": "no | module"}
+    console = Console(record=True, width=200, file=open("/dev/null", "w"))  # noqa: SIM115
+    show(console, rows, verdicts, skipped)
+    text = console.export_text()
+    page = markdown({"command": "scripts/bench train", "versions": {"torch": "2"}}, rows, verdicts, skipped, {}, "intro")
+    held = json.loads(json.dumps(as_json({}, rows, verdicts, skipped)))
+    for told in (text, page):
+        assert "0.83" in told
+        assert "1.50" in told
+        assert "missed" in told
+        assert "AxoNN" in told
+    assert "a|b [bold]" in text
+    assert "a\\|b" in page
+    assert {"case", "weft", "peer", "peer_name", "ratio", "unit"} <= set(held["rows"][0])
+    assert held["targets"][0]["word"] == "missed"
+
+
+PEER = """
+import torch.distributed as dist, torch
+def build(case, rank, num_ranks, fail=""):
+    if fail == "build" and rank == 1:
+        raise RuntimeError("it cannot be built")
+    done = []
+    def step(tokens):
+        done.append(1)
+        if fail == "later" and rank == 1 and len(done) == 2:
+            raise RuntimeError("it stopped")
+        x = tokens[rank].float().mean()
+        return x
+    return step
+"""
+
+
+def test_contenders_take_turns_and_those_that_fail_are_skipped_with_their_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "weft_test_peer.py").write_text(PEER)
+    monkeypatch.setattr("bench.processes.EXTRA_PATH", str(tmp_path))
+    contenders = [
+        Contender("sound", "weft_test_peer"),
+        Contender("unbuilt", "weft_test_peer", options={"fail": "build"}),
+        Contender("stops", "weft_test_peer", options={"fail": "later"}),
+        Contender("missing", "weft_test_peer", needs=("no_such_package_of_weft",)),
+    ]
+    series, skipped = measure(CASE, contenders, Effort(2, 1, 1), lambda _: None)
+    assert list(series) == ["sound"]
+    assert len(series["sound"].seconds) == 2
+    assert len(series["sound"].losses) == 3
+    assert "it cannot be built" in skipped["unbuilt"]
+    assert "it stopped" in skipped["stops"]
+    assert "no_such_package_of_weft" in skipped["missing"]
