@@ -1,0 +1,66 @@
+"""The one harness of all rank tests: `ranks(function, n, *args)` runs a function of a test module on n processes.
+
+One prepared process serves the session, so that a launch costs tenths of a second. After every test no process that it started may live.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weft.world.launch import Launcher
+
+TIMEOUT_S = 60.0
+
+
+def children_of(pid: int) -> set[int]:
+    """Processes whose parent is `pid`, apart from those that have ended."""
+    found = set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+            except (OSError, ValueError):
+                continue
+            if int(parent) == pid and state != "Z":
+                found.add(int(entry.name))
+    return found
+
+
+def gone(find: Callable[[], set[int]], wait_s: float = 5.0) -> set[int]:
+    """What `find` still finds after up to `wait_s`."""
+    until = time.monotonic() + wait_s
+    while (left := find()) and time.monotonic() < until:
+        time.sleep(0.02)
+    return left
+
+
+@pytest.fixture(scope="session")
+def launcher() -> Iterator[Launcher]:
+    """The session's prepared process."""
+    with Launcher(env={"OMP_NUM_THREADS": "1"}) as made:
+        yield made
+
+
+@pytest.fixture
+def ranks(launcher: Launcher) -> Callable[..., list[Any]]:
+    """`ranks(function, num_ranks, *args, **options)`: results in the order of ranks. One thread per rank."""
+
+    def run(function: Callable[..., Any], num_ranks: int, *args: Any, **options: Any) -> list[Any]:
+        return launcher.launch(function, num_ranks, *args, **{"threads": 1, "timeout_s": TIMEOUT_S, **options})
+
+    return run
+
+
+@pytest.fixture(autouse=True)
+def _no_rank_is_left(launcher: Launcher) -> Iterator[None]:
+    launcher.start()
+    before = children_of(os.getpid()) | {launcher.pid or 0}
+    yield
+    left = gone(lambda: (children_of(os.getpid()) - before - {launcher.pid or 0}) | children_of(launcher.pid or 0))
+    assert not left, f"processes {sorted(left)} outlive their test"
