@@ -143,11 +143,12 @@ class Pricer:
         sharding = self.sharding(layout)
         axes = {"data": layout.data, "tensor": layout.tensor}
         scale = self.microbatch(layout)
+        ways = {op.name: cut_ways(sharding, op.name, axes) for op in self.graph.operators}
         known: dict[tuple[object, ...], Seconds] = {}
         found = []
         for op in self.graph.operators:
             done = self.inventory.works[op.name]
-            divide = cut_ways(sharding, op.name, axes)
+            divide = ways[op.name]
             by = scale if op.outputs[0] in self.inventory.batched else 1.0
             key = (done.kind, done.flops, done.backward_flops, done.bytes, done.backward_bytes, divide, by)
             if key not in known:

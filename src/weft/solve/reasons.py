@@ -30,7 +30,7 @@ CAUSE = {
 def reasons(
     layout: Layout, prediction: Prediction, candidates: Sequence[Candidate], refused: Sequence[Candidate], cluster: Cluster, by_hand: bool
 ) -> tuple[tuple[str, str], ...]:
-    """One sentence a key that had a choice; for a layout by hand, where its time goes."""
+    """One sentence a key that had a choice; for a layout by hand, where its time goes. `refused`: the nearest to the choice first."""
     parts = dict(prediction.parts)
     step = prediction.step_time_s
     spent = ", ".join(f"{name} {format_seconds(s)}" for name, s in prediction.parts if s >= 0.005 * step)
@@ -45,7 +45,7 @@ def reasons(
             continue
         barred = next((c for c in refused if getattr(c.layout, key) != mine and c.note), None)
         if barred is not None:
-            found.append((key, f"{key}={mine}: no other fits. {barred.note}"))
+            found.append((key, f"{key}={mine}: no other {key} fits. The nearest: {barred.note.partition(';')[0]}"))
     have = cluster.memory_of(layout.num_ranks)
     found.append(("memory", f"{format_bytes(prediction.memory.total)} of {format_bytes(have)} on the fullest device"))
     return tuple(found)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 
 from weft.cluster.cluster import Cluster
@@ -82,6 +82,8 @@ def search(
             continue
         try:
             check_layout(one, cluster, batch_size)
+            if layout is None:
+                _check_state(one, cluster, graph.num_parameters)
             priced = price(pricer, one, stages)
         except (Infeasible, LayoutError) as error:
             if layout is not None:
@@ -99,13 +101,15 @@ def search(
             continue
         fitting.append(priced)
     if not fitting:
+        if leanest is None and space:
+            leanest = _least_state(pricer, space, cluster, batch_size)
         raise _nothing(cluster, batch_size, constraints, len(space), leanest, refused)
     fitting.sort(key=lambda p: _score(p, cluster, objective))
     timed = sorted((clocked(pricer, p) for p in fitting[:TIMED]), key=lambda p: _score(p, cluster, objective))
     best = timed[0]
     candidates = [Candidate(p.layout, p.prediction) for p in (*timed, *fitting[TIMED:])]
     shown = _spread(candidates)
-    refused.sort(key=lambda c: c.prediction.step_time_s if c.prediction else float("inf"))
+    refused.sort(key=lambda c: (_differences(c.layout, best.layout), c.prediction.step_time_s if c.prediction else float("inf")))
     sharding = pricer.sharding(best.layout)
     cut = () if sharding is None else tuple((axis, names) for axis, names in sharding.shards.items() if axis != "data" and names)
     return Plan(
@@ -228,6 +232,32 @@ def clocked(pricer: Pricer, priced: Priced) -> Priced:
     return replace(priced, prediction=pricer.predict(layout, priced.costs, (), pipeline_s))
 
 
+def _check_state(layout: Layout, cluster: Cluster, num_parameters: int) -> None:
+    """Refuse, before anything is priced, a layout whose weights, gradients and optimizer alone cannot fit."""
+    have = cluster.memory_of(layout.num_ranks)
+    least = state_bytes(num_parameters, layout.zero, layout.data) / (layout.tensor * layout.pipeline)
+    if least > have:
+        raise Infeasible(
+            f"{layout}: weights, gradients and optimizer need at least {least / 2**30:.2f} GiB a device, which has {have / 2**30:.2f} GiB"
+        )
+
+
+def _least_state(pricer: Pricer, space: Sequence[Layout], cluster: Cluster, batch_size: int) -> Priced | None:
+    """The layout with the least state that can be priced, for saying how far from fitting it is."""
+    number = pricer.graph.num_parameters
+
+    def size(layout: Layout) -> tuple[float, int]:
+        return state_bytes(number, layout.zero, layout.data) / (layout.tensor * layout.pipeline), -layout.microbatches
+
+    for layout in sorted(space, key=size)[:8]:
+        try:
+            check_layout(layout, cluster, batch_size)
+            return price(pricer, layout)
+        except (Infeasible, LayoutError):
+            continue
+    return None
+
+
 def _fits_without(layout: Layout, fitting: Sequence[Priced]) -> bool:
     """Recomputing costs time and saves memory only: no need where the layout just before fits without."""
     return any(p.layout == replace(layout, recompute="none") for p in fitting[-8:])
@@ -242,6 +272,11 @@ def _score(priced: Priced, cluster: Cluster, objective: str) -> tuple[float, ...
         cores = cluster.threads_of(priced.layout.num_ranks, priced.layout.threads) or 1
         return (seconds * priced.layout.num_ranks * cores, seconds)
     return (seconds, priced.layout.num_ranks, priced.prediction.memory.total)
+
+
+def _differences(one: Layout, other: Layout) -> int:
+    """Keys in which two layouts differ."""
+    return sum(getattr(one, f.name) != getattr(other, f.name) for f in fields(Layout))
 
 
 def _spread(candidates: Sequence[Candidate]) -> list[Candidate]:
