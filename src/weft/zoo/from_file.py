@@ -1,0 +1,157 @@
+"""`path/file.py:factory`: a model of the user's own. In: the text. Out: `Resolved`.
+
+The factory returns a module, `(module, batch)` or `(module, batch, loss)`. It is called once without memory to learn its batch and
+loss (the same on every rank: the seed is fixed), and again by `make`. Not modelled: factories that take arguments.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from weft.errors import ModelError
+from weft.model.deferred import Deferred
+from weft.zoo.names import nearest
+from weft.zoo.resolved import Loss, Resolved
+
+
+def from_file(text: str, batch: int | None = None, sequence: int | None = None) -> Resolved:
+    """The model that a factory in a Python file makes. `batch` takes the first samples of the factory's own batch.
+
+    Raises:
+        ModelError: a missing file or factory, a file or factory that raises, an answer that is no model, more samples than there are.
+    """
+    if sequence is not None:
+        raise ModelError(f"--sequence {sequence} means nothing to {text}: its factory makes the batch; change it there")
+    path, factory = _load(text)
+
+    def made() -> tuple[nn.Module, Any, Loss | None]:
+        with _beside(path.parent):
+            try:
+                answer = factory()
+            except ModelError:
+                raise
+            except Exception as error:
+                raise ModelError(f"{text} raises {type(error).__name__}: {error}; a factory takes no arguments") from error
+        return _parts(text, answer)
+
+    own, loss = _batch_of(text, made)
+    num_samples = _num_samples(text, own)
+
+    def take(size: int) -> Any:
+        if own is None:
+            raise ModelError(f"{text} returns a module without a batch; return (module, batch) or (module, batch, loss)")
+        if not 1 <= size <= num_samples:
+            raise ModelError(f"{text} makes a batch of {num_samples} samples, {size} are asked for; use --batch {num_samples} or fewer")
+        return _map(own, lambda leaf: leaf[:size] if leaf.dim() and leaf.shape[0] == num_samples else leaf)
+
+    if batch is not None and own is not None:
+        take(batch)
+    return Resolved(text, lambda: made()[0], take, loss, batch or num_samples or 1)
+
+
+def _load(text: str) -> tuple[Path, Callable[[], Any]]:
+    file, _, name = text.rpartition(":") if not text.endswith(".py") else (text, "", "")
+    path = Path(file).expanduser().resolve()
+    if not path.is_file():
+        raise ModelError(f"there is no file {file}; MODEL is path/file.py:factory")
+    unique = f"weft_model_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
+    spec = importlib.util.spec_from_file_location(unique, path)
+    if spec is None or spec.loader is None:
+        raise ModelError(f"{file} is no Python file; MODEL is path/file.py:factory")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[unique] = module
+    try:
+        with _beside(path.parent):
+            spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[unique]
+        where = f" in line {error.lineno}" if isinstance(error, SyntaxError) else ""
+        raise ModelError(f"{file} cannot be loaded: {type(error).__name__}{where}: {error}") from error
+    factories = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_") and _defined_in(v, module)]
+    if not name:
+        raise ModelError(f"{file} names no factory; use {file}:NAME, with one of {', '.join(factories) or 'its functions'}")
+    factory = getattr(module, name, None)
+    if not callable(factory):
+        raise ModelError(f"{file} has no function {name}{nearest(name, factories) if factories else ''}")
+    return path, factory
+
+
+def _defined_in(value: object, module: ModuleType) -> bool:
+    return getattr(value, "__module__", None) == module.__name__
+
+
+@contextmanager
+def _beside(folder: Path) -> Iterator[None]:
+    """Let the file import its siblings. A sibling of that name from an earlier model's folder, no longer importable, gives way."""
+    for file in (*folder.glob("*.py"), *folder.glob("*/__init__.py")):
+        name = file.parent.name if file.name == "__init__.py" else file.stem
+        loaded = sys.modules.get(name)
+        origin = getattr(loaded, "__file__", None)
+        if origin is not None and Path(origin) != file and not _importable(Path(origin)):
+            for inner in [m for m in sys.modules if m == name or m.startswith(f"{name}.")]:
+                del sys.modules[inner]
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
+
+
+def _importable(file: Path) -> bool:
+    root = file.parent.parent if file.name == "__init__.py" else file.parent
+    return any(Path(entry or ".").resolve() == root for entry in sys.path) or "site-packages" in file.parts
+
+
+def _parts(text: str, answer: Any) -> tuple[nn.Module, Any, Loss | None]:
+    module, batch, loss = (*answer, None, None)[:3] if isinstance(answer, tuple) else (answer, None, None)
+    if not isinstance(module, nn.Module) or (isinstance(answer, tuple) and len(answer) > 3):
+        got = f"({', '.join(type(a).__name__ for a in answer)})" if isinstance(answer, tuple) else type(answer).__name__
+        raise ModelError(f"{text} returns {got}; return a torch.nn.Module, (module, batch) or (module, batch, loss)")
+    if loss is not None and not callable(loss):
+        raise ModelError(f"{text} returns a loss of type {type(loss).__name__}; it must be a function of (output, batch)")
+    if isinstance(batch, torch.Tensor):
+        batch = (batch,)
+    if batch is not None and not isinstance(batch, tuple | list | Mapping):
+        raise ModelError(f"{text} returns a batch of type {type(batch).__name__}; it must be a tensor, a tuple or a dict of tensors")
+    return module, tuple(batch) if isinstance(batch, list) else batch, loss
+
+
+def _batch_of(text: str, made: Callable[[], tuple[nn.Module, Any, Loss | None]]) -> tuple[Any, Loss | None]:
+    """The factory's batch, real, and its loss; the module is not made real. The user's random state stays as it was."""
+    deferred = Deferred()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        with deferred:
+            module, batch, loss = made()
+        del module
+        try:
+            return _map(batch, lambda leaf: (deferred.value(leaf) if deferred.is_fake(leaf) else leaf).detach().cpu()), loss
+        except ModelError as error:
+            raise ModelError(f"{text}: its batch cannot be made: {error}") from error
+
+
+def _num_samples(text: str, batch: Any) -> int:
+    sizes: list[int] = []
+    _map(batch, lambda leaf: sizes.append(leaf.shape[0]) if leaf.dim() else None)
+    if batch is not None and not sizes:
+        raise ModelError(f"{text} returns a batch without tensors that have samples in dimension 0")
+    return sizes[0] if sizes else 0
+
+
+def _map(batch: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """The same nesting with every tensor changed."""
+    if isinstance(batch, Mapping):
+        return {key: _map(value, change) for key, value in batch.items()}
+    if isinstance(batch, tuple | list):
+        return type(batch)(_map(value, change) for value in batch)
+    return change(batch) if isinstance(batch, torch.Tensor) else batch

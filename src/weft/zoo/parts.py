@@ -1,0 +1,145 @@
+"""Layers that several models of the zoo share: attention with separate q, k, v, feed-forward layers, positions, initial values.
+
+In: activations. Out: activations of the same shape. Not modelled: caches for generation, packed sequences.
+
+Shape letters: B batch, S sequence (queries), T keys' sequence, D model, H heads, G key-value heads, K size of a head, F feed-forward.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from weft.errors import ModelError
+
+
+class Attention(nn.Module):
+    """Multi-head attention: BSD (and BTD to attend to, by default the same) -> BSD.
+
+    `q`, `k`, `v` are separate, with the heads outermost in their outputs, so that heads can be cut. With `kv_heads` < `heads`, groups
+    of query heads share keys and values (Ainslie et al. 2023). `rotary` is cos_SK and sin_SK; `bias` is added to the scores (HST).
+    """
+
+    def __init__(
+        self, hidden: int, heads: int, head_dim: int | None = None, kv_heads: int | None = None, *, bias: bool = True,
+        causal: bool = False, scale: float | None = None, dropout: float = 0.0,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.heads, self.kv_heads = heads, kv_heads or heads
+        self.head_dim = head_dim or hidden // heads
+        self.causal, self.scale, self.dropout = causal, scale, dropout
+        self.q = nn.Linear(hidden, heads * self.head_dim, bias=bias)
+        self.k = nn.Linear(hidden, self.kv_heads * self.head_dim, bias=bias)
+        self.v = nn.Linear(hidden, self.kv_heads * self.head_dim, bias=bias)
+        self.o = nn.Linear(heads * self.head_dim, hidden, bias=bias)
+
+    def forward(
+        self, x_BSD: Tensor, memory_BTD: Tensor | None = None, rotary: tuple[Tensor, Tensor] | None = None, bias: Tensor | None = None
+    ) -> Tensor:
+        memory_BTD = x_BSD if memory_BTD is None else memory_BTD
+        q_BHSK = self.q(x_BSD).unflatten(-1, (self.heads, self.head_dim)).transpose(1, 2)
+        k_BGTK = self.k(memory_BTD).unflatten(-1, (self.kv_heads, self.head_dim)).transpose(1, 2)
+        v_BGTK = self.v(memory_BTD).unflatten(-1, (self.kv_heads, self.head_dim)).transpose(1, 2)
+        if rotary is not None:
+            q_BHSK, k_BGTK = rotate(q_BHSK, *rotary), rotate(k_BGTK, *rotary)
+        mixed_BHSK = F.scaled_dot_product_attention(
+            q_BHSK, k_BGTK, v_BGTK, attn_mask=bias, dropout_p=self.dropout if self.training else 0.0,
+            is_causal=self.causal and bias is None, scale=self.scale, enable_gqa=self.kv_heads != self.heads,
+        )  # fmt: skip
+        mixed: Tensor = self.o(mixed_BHSK.transpose(1, 2).flatten(2))
+        return mixed
+
+
+class FeedForward(nn.Module):
+    """Two linear layers with a GELU between: ...D -> ...D. `approximate` is "none" or "tanh"."""
+
+    def __init__(self, hidden: int, inner: int, approximate: str = "none") -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(hidden, inner), nn.Linear(inner, hidden)
+        self.approximate = approximate
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(F.gelu(self.up(x), approximate=self.approximate))
+        return y
+
+
+class GatedFeedForward(nn.Module):
+    """SwiGLU (Shazeer 2020) without biases: ...D -> ...D."""
+
+    def __init__(self, hidden: int, inner: int) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(hidden, inner, bias=False), nn.Linear(hidden, inner, bias=False)
+        self.down = nn.Linear(inner, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return y
+
+
+def rotary_tables(sequence: int, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """cos_SK and sin_SK of rotary positions (Su et al. 2021, eq. 34), the two halves of K rotated together."""
+    frequency_K = theta ** (-torch.arange(0, head_dim, 2).double() / head_dim)
+    angle_SK = torch.outer(torch.arange(sequence).double(), frequency_K).repeat(1, 2)
+    return angle_SK.cos().to(torch.get_default_dtype()), angle_SK.sin().to(torch.get_default_dtype())
+
+
+def rotate(x_BHSK: Tensor, cos_SK: Tensor, sin_SK: Tensor) -> Tensor:
+    """Rotate queries or keys to their positions."""
+    first, second = x_BHSK.chunk(2, dim=-1)
+    return x_BHSK * cos_SK + torch.cat((-second, first), dim=-1) * sin_SK
+
+
+def initialise(module: nn.Module, std: float = 0.02) -> None:
+    """Weights of linear layers and embeddings from N(0, std), their biases 0. Norms keep torch's own 1 and 0."""
+    for part in module.modules():
+        if isinstance(part, nn.Linear | nn.Embedding):
+            nn.init.normal_(part.weight, std=std)
+            if isinstance(part, nn.Linear) and part.bias is not None:
+                nn.init.zeros_(part.bias)
+
+
+def initialise_residual(module: nn.Module, layers: int, std: float = 0.02) -> None:
+    """Projections back into the residual stream from N(0, std / sqrt(2 layers)): its variance does not grow with depth.
+
+    Radford et al. 2019, section 2.3.
+    """
+    for name, weight in module.named_parameters():
+        if name.endswith(("attention.o.weight", "down.weight")):
+            nn.init.normal_(weight, std=std / (2 * layers) ** 0.5)
+
+
+def token_loss(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
+    """Mean cross-entropy over the tokens whose label is not -100."""
+    return F.cross_entropy(logits_BSV.flatten(0, 1), labels_BS.flatten())
+
+
+def random_tokens(size: tuple[int, int], vocabulary: int, seed: int) -> Tensor:
+    """Token numbers, int64, whose frequencies fall as in text (small numbers are frequent), so that there is something to learn."""
+    uniform = torch.rand(size, generator=torch.Generator().manual_seed(seed))
+    return (uniform * uniform * vocabulary).long().clamp_(max=vocabulary - 1)
+
+
+def check_sizes(config: object, names: tuple[str, ...]) -> None:
+    """Refuse sizes below 1. Raises ModelError."""
+    for name in names:
+        if getattr(config, name) < 1:
+            raise ModelError(f"{name} = {getattr(config, name)} must be at least 1")
+
+
+def check_heads(hidden: int, heads: int) -> None:
+    """Refuse heads that do not divide the model's width. Raises ModelError."""
+    if hidden % heads:
+        raise ModelError(f"hidden = {hidden} does not divide by heads = {heads}; each head needs hidden/heads features")
+
+
+def random_classes(size: int, num_classes: int, seed: int) -> Tensor:
+    """A class for every sample, int64 of shape [size]."""
+    return torch.randint(num_classes, (size,), generator=torch.Generator().manual_seed(seed))
+
+
+def some_labels(ids_BS: Tensor, seed: int, share: float = 0.15) -> Tensor:
+    """The ids at `share` of the places (Devlin et al. 2018: 15 %), -100 at the others; at least one a sample counts."""
+    uniform = torch.rand(ids_BS.shape, generator=torch.Generator().manual_seed(seed))
+    chosen = uniform <= uniform.kthvalue(max(1, round(share * ids_BS.shape[1])), dim=1, keepdim=True).values
+    return ids_BS.masked_fill(~chosen, -100)

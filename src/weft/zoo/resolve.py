@@ -1,0 +1,49 @@
+"""MODEL, as users write it, to what can be built: a zoo name, `path/file.py:factory`, or `hf:config.json`.
+
+In: the text. Out: `Resolved`: how to make the module, its example batches, its loss. Nothing is allocated before `make` is called.
+Not modelled: pretrained weights; nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from weft.errors import ModelError, UsageError
+from weft.zoo import names
+from weft.zoo.from_file import from_file
+from weft.zoo.hugging_face import from_config
+from weft.zoo.resolved import Resolved
+
+__all__ = ["Resolved", "resolve"]
+
+
+def resolve(text: str, batch: int | None = None, sequence: int | None = None) -> Resolved:
+    """What MODEL names. `batch` is the default batch size, `sequence` the tokens of a sample where the model has a choice.
+
+    Raises:
+        UsageError: `batch` or `sequence` below 1.
+        ModelError: an unknown name, a file that is missing or raises, a configuration that means no model; with the nearest known
+            names and the remedy.
+
+    >>> resolve("gpt-tiny", batch=2).example()["input_ids"].shape
+    torch.Size([2, 32])
+    """
+    for name, value in (("batch", batch), ("sequence", sequence)):
+        if value is not None and value < 1:
+            raise UsageError(f"--{name} {value} must be at least 1")
+    if text.startswith("hf:"):
+        return from_config(text, batch, sequence)
+    if ".py:" in text or text.endswith(".py"):
+        return from_file(text, batch, sequence)
+    return _from_zoo(text, batch, sequence)
+
+
+def _from_zoo(text: str, batch: int | None, sequence: int | None) -> Resolved:
+    family, config = names.find(text, sequence)
+
+    def example_batch(size: int) -> Any:
+        if size < 1:
+            raise ModelError(f"a batch of {size} samples; it must have at least 1")
+        return family.example_batch(config, size)
+
+    return Resolved(text, lambda: family.Model(config), example_batch, family.loss, batch or 8)
