@@ -237,7 +237,7 @@ class Pricer:
         for op in stage.operators:
             busy += compute[self._position[op.name]]
             network += collectives[self._position[op.name]]
-        if layout.pipeline > 1 and self.cluster.is_cpu:
+        if layout.num_ranks * layout.microbatches > 1 and self.cluster.is_cpu:
             busy += Seconds(MICROBATCH_S / 2, MICROBATCH_S / 2)
         used = set(stage.variables)
         number = trainable = 0.0
@@ -253,6 +253,9 @@ class Pricer:
                 if over:
                     sums[over] = sums.get(over, 0.0) + local
         width = 8.0 if layout.precision == "float64" else 4.0
+        # Every microbatch but the first reads, adds to and writes the gradients that are there.
+        adding = 3 * width * trainable / self.speed(layout).memory_bandwidth_bytes_per_s
+        busy += Seconds(0.0, adding * (layout.microbatches - 1) / layout.microbatches)
         summing = last = 0.0
         for over, count in sums.items():
             pieces = max(1.0, width * count / BUCKET_BYTES)

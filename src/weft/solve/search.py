@@ -271,7 +271,7 @@ def _score(priced: Priced, cluster: Cluster, objective: str) -> tuple[float, ...
     if objective in ("cost", "energy"):
         cores = cluster.threads_of(priced.layout.num_ranks, priced.layout.threads) or 1
         return (seconds * priced.layout.num_ranks * cores, seconds)
-    return (seconds, priced.layout.num_ranks, priced.prediction.memory.total)
+    return (seconds, priced.layout.num_ranks, priced.layout.microbatches, priced.prediction.memory.total)
 
 
 def _differences(one: Layout, other: Layout) -> int:
