@@ -68,6 +68,10 @@ class Engine:
         self._pipeline = world.group(self.mesh.group(world.rank, "pipeline"))
         self._draw = self.parts.draw
         sums = [world.group(g.sum_ranks) if len(g.sum_ranks) > 1 else None for g in self.parts.groups]
+        axes = [world.group(self.mesh.group(world.rank, axis)) for axis in self.parts.sharding.sizes]
+        # In one order on every rank: a group that two ranks connect at different times would stop them both.
+        for group in sorted({self._everyone, self._pipeline, *axes, *(g for g in sums if g is not None)}, key=lambda g: g.ranks):
+            group.connect()
         self._executor = self._build_executor(compile)
         self.gradients = Gradients(self.parts.groups, self.parts.parameters, sums)
         self._executor.gradients = self.gradients
