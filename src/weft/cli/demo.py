@@ -33,7 +33,7 @@ def demo(
     with output(False) as out:
         from weft.cli.probe import cluster_tables
         from weft.cli.subject import load_cluster
-        from weft.train.flow import train
+        from weft.cli.train import run
 
         if text is not None and not text.exists():
             raise UsageError(f"--text {text} is not there; name a file or a folder of texts")
@@ -47,7 +47,7 @@ def demo(
         words = [f"run.folder={folder}", *([f"data.text={text.resolve()}"] if text is not None else []), *(changes or ())]
         if layout is not None:
             words.append(f"plan.layout={layout}")
-        train(config, words)
+        run(config, words, out)
         show_end(folder, out)
 
 
@@ -67,14 +67,13 @@ def show_end(folder: Path, out: Output) -> None:
     from weft.report.tables import Table, reasons_table, summary_table
 
     subject = read_folder(folder)
-    out.text("3. What was chosen, and why")
+    if subject.sample:
+        out.text("\n3. What the model writes now\n")
+        out.text("\n".join("    " + line for line in subject.sample.splitlines()))
     if subject.plan is not None:
+        out.text("\n4. The plan, and the reasons for it\n")
         out.table(summary_table(subject.plan))
         out.table(reasons_table(subject.plan))
-    if subject.sample:
-        out.text("4. What the model writes now")
-        out.text("\n".join("    " + line for line in subject.sample.splitlines()))
-        out.text("")
     out.table(Table(f"5. The run folder {folder}", ("", ""), subject.files))
     out.text("Next:")
     for line in (

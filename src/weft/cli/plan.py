@@ -17,7 +17,9 @@ def plan(
     sequence: options.Sequence = None,
     layout: options.LayoutText = None,
     constrain: options.Constraints = None,
-    objective: Annotated[str, typer.Option("--objective", metavar="time", help="What is made least.")] = "time",
+    objective: Annotated[
+        str, typer.Option("--objective", metavar="NAME", help="What is made least: time, cost, energy or memory.")
+    ] = "time",
     target: options.OutFile = None,
     as_json: options.Json = False,
 ) -> None:
@@ -32,17 +34,16 @@ def plan(
       weft plan gpt-10m --batch 16 --layout "data=2 pipeline=2 microbatches=4"
     """
     with output(as_json) as out:
-        from weft.cli.subject import load_cluster, load_model, refuse_objective
+        from weft.cli.subject import load_cluster, load_model
         from weft.plan.layout import Layout
         from weft.plan.store import write_plan
         from weft.report.tables import plan_record, plan_tables
 
-        refuse_objective(objective)
         wanted = Layout.parse(layout) if layout is not None else None
         machines = load_cluster(cluster, out)
         subject = load_model(model, batch, sequence)
         with out.working(f"planning {model} on {machines.name}"):
-            chosen = subject.plan(machines, wanted, constrain or ())
+            chosen = subject.plan(machines, wanted, constrain or (), objective)
         for table in plan_tables(chosen):
             out.table(table)
         if target is not None:

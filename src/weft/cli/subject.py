@@ -1,37 +1,42 @@
-"""MODEL and CLUSTER as the verbs take them. In: the words of the command line. Out: what `weft.api` works on."""
+"""MODEL and CLUSTER as the verbs take them. In: the words of the command line. Out: a plan, a cluster."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from weft.cli.output import Output
-from weft.errors import UsageError
 
 if TYPE_CHECKING:
     from weft.cluster.cluster import Cluster
     from weft.plan.layout import Layout
     from weft.plan.plan import Plan
-
-OBJECTIVES = ("time",)
-LATER_OBJECTIVES = ("cost", "energy", "memory")
+    from weft.zoo.resolve import Resolved
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model by the name that it was given."""
+    """A model by the name that it was given, and the samples of a step."""
 
-    name: str
-    model: Any
+    model: Resolved
+    batch_size: int
 
-    def plan(self, machines: Cluster, layout: Layout | None, constraints: Sequence[str]) -> Plan:
-        from weft import api
+    def plan(self, machines: Cluster, layout: Layout | None = None, constraints: Sequence[str] = (), objective: str = "time") -> Plan:
+        """weft's choice, or the price of `layout`.
 
-        return api.plan(self.model, cluster=machines, layout=layout, constraints=constraints)
+        Raises:
+            ModelError: the model cannot be captured; Infeasible: nothing meets the constraints.
+        """
+        from weft.run.build import Source
+        from weft.solve.search import search
+
+        model = self.model
+        captured = Source.of(model.make).capture(model.batch(self.batch_size), model.loss, self.batch_size)
+        return search(captured.graph, machines, self.batch_size, model.name, " ".join(constraints), layout, objective)
 
 
-def load_model(text: str, batch: int | None, sequence: int | None) -> Subject:
+def load_model(text: str, batch: int | None = None, sequence: int | None = None) -> Subject:
     """The model that MODEL names.
 
     Raises:
@@ -39,7 +44,8 @@ def load_model(text: str, batch: int | None, sequence: int | None) -> Subject:
     """
     from weft.zoo.resolve import resolve
 
-    return Subject(text, resolve(text, batch=batch, sequence=sequence))
+    model = resolve(text, batch=batch, sequence=sequence)
+    return Subject(model, batch or model.default_batch)
 
 
 def load_cluster(text: str, out: Output) -> Cluster:
@@ -52,15 +58,3 @@ def load_cluster(text: str, out: Output) -> Cluster:
     from weft.cluster.cluster import Cluster
 
     return Cluster.parse(text)
-
-
-def refuse_objective(objective: str) -> None:
-    """Refuse an objective that is unknown, or not built yet.
-
-    Raises:
-        UsageError: it names those that are.
-    """
-    if objective in LATER_OBJECTIVES:
-        raise UsageError(f"--objective {objective} is not built yet; use {', '.join(OBJECTIVES)}")
-    if objective not in OBJECTIVES:
-        raise UsageError(f"--objective {objective} is unknown; use {', '.join(OBJECTIVES)}")

@@ -1,14 +1,22 @@
-"""`weft train`: plan, launch, train, resume. In: a configuration file and `key=value` words. Out: a run folder."""
+"""`weft train`: plan, launch, train, resume. In: a configuration file and `key=value` words. Out: a run folder with a page."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from weft.cli import options
-from weft.cli.output import output
+from weft.cli.output import Output, output
+from weft.report.tables import Table, reasons_table, summary_table
+from weft.units import format_count, format_percent, format_seconds
+
+if TYPE_CHECKING:
+    from weft.plan.plan import Plan
+    from weft.train.config import Config
+    from weft.train.flow import Planned
 
 
 def train(
@@ -29,7 +37,67 @@ def train(
       weft train examples/gpt_text.toml steps=100 --layout "data=2"
     """
     with output(as_json) as out:
-        from weft.train.flow import train as run
+        summary = run(config, [*(changes or ()), *([f"plan.layout={layout}"] if layout is not None else [])], out)
+        out.table(summary_of(summary))
+        out.answer(summary)
 
-        words = [*(changes or ()), *([f"plan.layout={layout}"] if layout is not None else [])]
-        out.answer(run(config, words))
+
+def run(path: Path, changes: Sequence[str], out: Output) -> dict[str, Any]:
+    """Train, write the page, and return the summary."""
+    from weft.cli.report import write_page
+    from weft.train.config import Config
+    from weft.train.flow import train as train_all
+
+    config = Config.read(path, changes)
+
+    def planner(config: Config, known: Plan | None) -> Planned:
+        planned = make_plan(config, known, out)
+        out.table(summary_table(planned.plan))
+        out.table(reasons_table(planned.plan))
+        return planned
+
+    summary = train_all(config, planner)
+    folder = Path(summary["run_folder"])
+    write_page(folder, folder / "report.html")
+    return summary
+
+
+def make_plan(config: Config, known: Plan | None, out: Output) -> Planned:
+    """The plan that a configuration asks for, or `known` with what is known of the machines."""
+    from weft.cli.subject import load_cluster, load_model
+    from weft.plan.layout import Layout
+    from weft.train.flow import Planned
+
+    cluster = load_cluster(config.plan.cluster, out)
+    if known is not None:
+        plan = known
+    else:
+        sequence = config.data.sequence if config.data.source == "text" else None
+        subject = load_model(config.model.name, config.train.batch, sequence)
+        layout = Layout.parse(config.plan.layout) if config.plan.layout else None
+        with out.working(f"planning {config.model.name} on {cluster.name}"):
+            plan = subject.plan(cluster, layout, config.plan.constrain)
+    prediction = plan.prediction
+    # The peak that the prediction's MFU is of, so that measured and predicted compare.
+    peak_flops = prediction.model_flops / prediction.step_time_s / prediction.mfu if prediction and prediction.mfu > 0 else 0.0
+    return Planned(plan, peak_flops)
+
+
+def summary_of(summary: dict[str, Any]) -> Table:
+    """What came out of a run, in words."""
+    rows = [("run folder", str(summary["run_folder"])), ("step", str(summary["step"]))]
+    if summary.get("loss") is not None:
+        rows.append(("loss", f"{summary['loss']:.3f}"))
+    if summary.get("eval_loss") is not None:
+        against = summary.get("byte_frequency_loss")
+        rows.append(("loss, held out", f"{summary['eval_loss']:.3f}" + (f"; {against:.3f} from byte frequencies alone" if against else "")))
+    if summary.get("tokens_per_s"):
+        rows.append(("throughput", f"{format_count(summary['tokens_per_s'])} tokens/s"))
+    if summary.get("step_time_s"):
+        predicted = summary.get("predicted_step_time_s")
+        rows.append(
+            ("step time", format_seconds(summary["step_time_s"]) + (f"; predicted {format_seconds(predicted)}" if predicted else ""))
+        )
+    if summary.get("mfu"):
+        rows.append(("MFU", format_percent(summary["mfu"])))
+    return Table("Trained" if not summary.get("stopped") else "Stopped early; the same command goes on", ("", ""), tuple(rows))
