@@ -141,6 +141,11 @@ class Text:
         # Shuffled, so that the first few batches come from all over the text.
         return self._read(self._window(permute(at, self.num_validation, self._key(0))))
 
+    def validation_tokens(self) -> Tokens:
+        """Tokens that are validated on, one sample after the other, of up to 16,384 samples."""
+        window = self._window(np.arange(min(self.num_validation, 1 << 14), dtype=np.int64))
+        return np.concatenate([self.tokens[w * self.sequence + 1 : (w + 1) * self.sequence + 1] for w in window.tolist()])
+
     def _key(self, purpose: int) -> int:
         return int(_mix(np.uint64(self.seed))) + purpose
 

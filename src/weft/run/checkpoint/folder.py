@@ -22,6 +22,10 @@ TEMPORARY = ".saving-"
 Warn = Callable[[str], None]
 
 
+class Replaced(CheckpointError):
+    """Another run has become the writer of this folder; this one must end."""
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class Saved:
     """A committed checkpoint, ordered by age: step, then attempt."""
@@ -100,7 +104,7 @@ def claim(folder: Path) -> int:
 def check_token(folder: Path, token: int | None) -> None:
     """Refuse a writer that has been replaced. `token` None is a writer that never claimed the folder."""
     if token is not None and (newest := token_of(folder)) != token:
-        raise CheckpointError(
+        raise Replaced(
             f"writer {token} of {folder} has been replaced by writer {newest}: another run took over this folder, so this one must end"
         )
 

@@ -18,14 +18,15 @@ from pydantic import TypeAdapter, ValidationError
 
 from weft.errors import CheckpointError
 from weft.run.checkpoint import disk
-from weft.run.checkpoint.folder import TEMPORARY, Saved, Warn, check_token, next_name, retain, sweep
+from weft.run.checkpoint.folder import TEMPORARY, Replaced, Saved, Warn, check_token, next_name, retain, sweep
 from weft.run.checkpoint.manifest import MANIFEST, Manifest, StoredFile, StoredTensor, fingerprint
 from weft.run.checkpoint.piece import Piece, label
 from weft.run.checkpoint.tensorfile import write_pieces
 from weft.run.checkpoint.together import Alone, Together, first_failed, from_first
 
 T = TypeVar("T")
-_REFUSED = 10_000  # a code above every errno: the rank itself has said why
+_REFUSED = 10_000  # codes above every errno: the rank itself has said why
+_REPLACED = 10_001
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,8 @@ def save(
     token is no longer the folder's is refused.
 
     Raises:
-        CheckpointError: on every rank, where one cannot write (full, read-only), the pieces do not make up their tensors, or
-            another writer has taken over. Nothing visible is left, and what was there before is untouched.
+        CheckpointError: on every rank, where one cannot write (full, read-only) or the pieces do not make up their tensors;
+            `Replaced` where another writer has taken over. Nothing visible is left, and what was there before is untouched.
 
     >>> import tempfile, torch
     >>> from weft.run.checkpoint import load, whole
@@ -101,7 +102,7 @@ class _Save:
             try:
                 result = work()
             except CheckpointError as error:
-                own, code = error, _REFUSED
+                own, code = error, _REPLACED if isinstance(error, Replaced) else _REFUSED
             except OSError as error:
                 need = sum(piece.tensor.numel() * piece.tensor.element_size() for piece in self.pieces)
                 own = CheckpointError(f"checkpoint of step {self.step} not saved: {disk.explain(error, self.folder, need)}")
@@ -113,7 +114,8 @@ class _Save:
         if failed:
             rank, code = failed
             why = os.strerror(code) if code < _REFUSED else "its own message says why"
-            raise CheckpointError(f"checkpoint of step {self.step} not saved: rank {rank}: {why}")
+            kind = Replaced if code == _REPLACED else CheckpointError
+            raise kind(f"checkpoint of step {self.step} not saved: rank {rank}: {why}")
         return result
 
 

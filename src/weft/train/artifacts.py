@@ -1,0 +1,121 @@
+"""What a finished run leaves beside its checkpoints: the weights, a timeline, a sample of text. In: an engine. Out: files.
+
+Rank 0 writes; the others help to gather. Not modelled: sampling from a model that does not fit on one rank.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from weft.errors import WeftError
+from weft.plan.timeline import Span, Timeline
+from weft.run.checkpoint import write_tensors
+from weft.run.engine import Engine
+from weft.train.subject import Subject
+from weft.world.world import World
+from weft.zoo.gpt import generate
+
+if TYPE_CHECKING:
+    from weft.train.loop import Job
+
+MODEL, TIMELINE, SAMPLE = "model.safetensors", "timeline.json", "sample.txt"
+LARGEST_SAMPLED = 2_000_000_000  # parameters
+TEMPERATURE = 0.8
+
+
+def write(engine: Engine, job: Job, subject: Subject, world: World, say: Callable[[str], None]) -> None:
+    """Write what can be written; what cannot is told of, since the checkpoint already holds the run."""
+    state = engine.full_state_dict()
+    spans = gather_spans(engine.timeline, job.folder, world)
+    if world.rank == 0:
+        assert state is not None
+        jobs: list[Callable[[], object]] = [lambda: export(state, job.folder / MODEL)]
+        if spans is not None:
+            trace = spans.to_perfetto()
+            jobs.append(lambda: _replace(job.folder / TIMELINE, trace))
+        if job.corpus is not None and job.config.run.sample and engine.num_parameters <= LARGEST_SAMPLED:
+            jobs.append(lambda: sample(state, job, subject, world))
+        for do in jobs:
+            try:
+                do()
+            except (OSError, WeftError) as error:
+                say(f"not written: {error}")
+    world.maximum([0])
+
+
+def export(state: Mapping[str, Tensor], path: Path) -> None:
+    """Weights and buffers under the model's own names; the file is there whole or not at all."""
+    entries = sorted(state.items(), key=lambda item: -item[1].element_size())
+    temporary = path.with_name(f".{path.name}.new")
+    temporary.unlink(missing_ok=True)
+    try:
+        write_tensors(temporary, entries, {"format": "pt"})
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def gather_spans(own: Timeline | None, folder: Path, world: World) -> Timeline | None:
+    """The last step of all ranks in one timeline, on rank 0: each rank leaves its part in a hidden file of the run folder."""
+    part = folder / f".timeline-{world.rank}.json"
+    if own is not None:
+        part.write_text(own.to_json(), encoding="utf-8")
+    world.maximum([0])
+    if world.rank:
+        return None
+    spans: list[Span] = []
+    for rank in range(world.num_ranks):
+        path = folder / f".timeline-{rank}.json"
+        if path.exists():
+            spans += [span._replace(rank=rank) for span in Timeline.from_json(path.read_text(encoding="utf-8")).spans]
+            path.unlink()
+    return Timeline(own.name if own else "", world.num_ranks, tuple(spans)) if spans else None
+
+
+def sample(state: Mapping[str, Tensor], job: Job, subject: Subject, world: World) -> None:
+    """Text that the trained model writes after the prompt, into `sample.txt`; nothing for a model without logits of tokens."""
+    model = subject.make().to(world.device)
+    model.load_state_dict(dict(state), strict=False)
+    model.eval()
+    run, section = job.config.run, job.config.data
+    prompt = torch.tensor([list(run.prompt.encode() or b"\n")], device=world.device)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(max(1, threads * world.num_ranks))  # the other ranks wait
+    try:
+        with torch.no_grad(), torch.autocast(world.device.type, torch.bfloat16, enabled=job.plan.layout.precision == "bfloat16"):
+            if not _is_language_model(logits_of(model, prompt), prompt):
+                return
+            generator = torch.Generator(world.device).manual_seed(job.config.train.seed)
+            ids = generate(
+                lambda x: logits_of(model, x),
+                prompt,
+                run.sample,
+                sequence=section.sequence,
+                temperature=TEMPERATURE,
+                generator=generator,
+            )
+    finally:
+        torch.set_num_threads(threads)
+    _replace(job.folder / SAMPLE, bytes(min(255, i) for i in ids[0].tolist()).decode("utf-8", errors="replace"))
+
+
+def logits_of(model: torch.nn.Module, ids: Tensor) -> Any:
+    """What the model gives for token numbers BS: logits BSV, also where they are a field of its output."""
+    out = model(ids)
+    return getattr(out, "logits", out)
+
+
+def _is_language_model(logits: Any, prompt: Tensor) -> bool:
+    return isinstance(logits, Tensor) and logits.dim() == 3 and logits.shape[:2] == prompt.shape
+
+
+def _replace(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.new")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)

@@ -1,0 +1,120 @@
+"""What a person sees while training: a live line on a terminal, plain lines elsewhere. In: rows of metrics. Out: standard error."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from statistics import median
+from types import TracebackType
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+from weft import units
+from weft.train.metrics import Row
+
+_RECENT = 20
+_LINE_EVERY_S = 5.0
+
+
+class Display(Protocol):
+    """Where rank 0 shows what happens; the other ranks show nothing."""
+
+    def row(self, row: Row) -> None: ...
+
+    def say(self, text: str) -> None: ...
+
+
+class Silent:
+    """Shows nothing."""
+
+    def row(self, row: Row) -> None:
+        pass
+
+    def say(self, text: str) -> None:
+        pass
+
+
+def words(row: Row, steps: int, left_s: float) -> str:
+    """A row in one line: step, loss, tokens/s, model-FLOP utilisation, time left.
+
+    >>> words({"step": 3, "loss": 2.5, "tokens_per_s": 40960.0, "mfu": 0.41}, 100, 42.0)
+    'step 3/100  loss 2.500  41.0k tokens/s  MFU 41.0 %  42.0 s left'
+    """
+    parts = [f"step {row['step']}/{steps}", f"loss {row['loss']:.3f}"]
+    if row.get("eval_loss") is not None:
+        parts.append(f"on held-out text {row['eval_loss']:.3f}")
+    if row.get("tokens_per_s"):
+        parts.append(f"{units.format_count(float(row['tokens_per_s'] or 0))} tokens/s")
+    if row.get("mfu"):
+        parts.append(f"MFU {units.format_percent(float(row['mfu'] or 0))}")
+    return "  ".join([*parts, f"{units.format_seconds(left_s)} left"])
+
+
+class _Pace:
+    """Time left, from the median of the last steps."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+        self._recent: deque[float] = deque(maxlen=_RECENT)
+
+    def left_s(self, row: Row) -> float:
+        self._recent.append(float(row["step_time_s"] or 0))
+        return median(self._recent) * (self.steps - int(row["step"] or 0))
+
+
+class Lines:
+    """Plain lines: the first step, every few seconds, every evaluation and the last."""
+
+    def __init__(self, steps: int) -> None:
+        self._pace, self._next_s = _Pace(steps), 0.0
+
+    def row(self, row: Row) -> None:
+        left_s = self._pace.left_s(row)
+        now = time.monotonic()
+        if now >= self._next_s or row["step"] == self._pace.steps or row.get("eval_loss") is not None:
+            self._next_s = now + _LINE_EVERY_S
+            self.say(words(row, self._pace.steps, left_s))
+
+    def say(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+
+class Live:
+    """One line and a bar that move, on a terminal."""
+
+    def __init__(self, steps: int, start: int) -> None:
+        self._console = Console(stderr=True, highlight=False, markup=False, emoji=False)
+        columns = (BarColumn(bar_width=24), TextColumn("{task.description}", markup=False))
+        self._progress = Progress(*columns, console=self._console, refresh_per_second=4)
+        self._task = self._progress.add_task("starting", total=steps, completed=start)
+        self._pace = _Pace(steps)
+
+    def __enter__(self) -> Live:
+        self._progress.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._progress.stop()
+
+    def row(self, row: Row) -> None:
+        self._progress.update(self._task, completed=int(row["step"] or 0), description=words(row, self._pace.steps, self._pace.left_s(row)))
+
+    def say(self, text: str) -> None:
+        self._console.print(text)
+
+
+@contextmanager
+def display(rank: int, steps: int, start: int) -> Iterator[Display]:
+    """The display of one rank: live where standard error is a terminal."""
+    if rank:
+        yield Silent()
+    elif sys.stderr.isatty():
+        with Live(steps, start) as live:
+            yield live
+    else:
+        yield Lines(steps)

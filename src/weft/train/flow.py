@@ -1,0 +1,225 @@
+"""`weft train` from the launcher's side: prepare the run folder, get a plan, start the ranks. In: a `Config`. Out: a summary.
+
+The run folder holds `config.toml`, `plan.toml`, `metrics.jsonl`, `checkpoints/`, and at the end `model.safetensors`,
+`timeline.json` and `sample.txt`. The ranks read the first two, so nothing but the folder's name is sent to them.
+Not modelled: choosing a plan; whoever calls brings a planner.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from weft.errors import ConfigError, Infeasible, RunError
+from weft.plan.plan import Plan
+from weft.plan.store import read_plan, write_plan
+from weft.run.checkpoint import committed, from_first
+from weft.train import loop
+from weft.train.config import Config
+from weft.train.corpus import Corpus, open_corpus, same_text, save_description
+from weft.world.launch import launch
+from weft.world.world import World
+
+CONFIG, PLAN, CORPUS, LOCK = "config.toml", "plan.toml", "corpus.json", ".lock"
+STOP_GRACE_S = 120.0
+TIMEOUT_S = 900.0
+# What the numbering of samples and the meaning of a checkpoint hang on: a run that goes on must have the same.
+_FIXED = ("model.name", "data", "train.batch", "train.optimizer", "train.seed")
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A plan, and what it runs on: FLOP/s of all devices in the plan's precision (0: not known), and cpu, cuda or auto."""
+
+    plan: Plan
+    peak_flops: float = 0.0
+    device: str = "auto"
+
+
+Planner = Callable[[Config, Plan | None], Planned]
+
+
+def train(config: Config, planner: Planner, world: World | None = None) -> dict[str, Any]:
+    """Train under `config`; again, go on from the last checkpoint. Returns the summary that `weft train --json` prints.
+
+    `planner(config, known)` is asked for a plan, or, where the run folder or `plan.file` has one, for what is known of the
+    machines it runs on. `world`: the ranks where torchrun or srun has started them; otherwise they are started here.
+
+    Raises:
+        ConfigError: a run folder that cannot be used; Infeasible: a plan for another batch; and what the ranks raise.
+    """
+    folder = Path(config.run.folder or "runs/run")
+    if world is not None:
+        return _train_in(world, config, folder, planner)
+    with locked(folder):
+        planned = prepare(config, folder, planner)
+        layout = planned.plan.layout
+        results = launch(
+            rank_main,
+            layout.num_ranks,
+            str(folder),
+            planned.peak_flops,
+            threads=layout.threads,
+            device=planned.device,
+            timeout_s=TIMEOUT_S,
+            stop_grace_s=STOP_GRACE_S,
+            folder=folder / "logs",
+        )
+    summary: dict[str, Any] = results[0]
+    return summary
+
+
+def rank_main(world: World, folder: str, peak_flops: float) -> dict[str, Any]:
+    """What every rank runs; the run folder says the rest."""
+    where = Path(folder)
+    config = Config.read(where / CONFIG)
+    return loop.train(world, loop.Job(config, read_plan(where / PLAN), where, _read_corpus(where), peak_flops))
+
+
+def _train_in(world: World, config: Config, folder: Path, planner: Planner) -> dict[str, Any]:
+    """As `train`, in ranks that exist: rank 0 prepares, then all read what it wrote."""
+    peak_flops = 0.0
+    if world.rank == 0:
+        with locked(folder):
+            planned = prepare(config, folder, planner)
+            peak_flops = planned.peak_flops
+            if planned.plan.layout.num_ranks != world.num_ranks:
+                raise Infeasible(
+                    f"the plan {planned.plan.layout} is for {planned.plan.layout.num_ranks} ranks, {world.num_ranks} are here; "
+                    f"start as many, or set plan.ranks={world.num_ranks}"
+                )
+    peak_flops = float(from_first(world, int(peak_flops)))
+    return rank_main(world, str(folder), peak_flops)
+
+
+def known_plan(config: Config, folder: Path) -> Plan | None:
+    """The plan that needs no planning: `plan.file`'s, or the run folder's own where a run goes on under the same `[plan]`."""
+    if config.plan.file:
+        return read_plan(config.plan.file)
+    earlier = _earlier(folder)
+    if earlier is not None and (folder / PLAN).exists() and earlier.plan == config.plan and earlier.train.batch == config.train.batch:
+        return read_plan(folder / PLAN)
+    return None
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """The run folder, there and kept from a second launcher on this machine.
+
+    Raises:
+        ConfigError: it cannot be written; RunError: it is in use.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise ConfigError(f"run.folder {folder} cannot be written: {error.strerror}; choose another run.folder") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError as error:
+        raise RunError(f"run.folder {folder} is in use by another weft train; wait for it, or choose another run.folder") from error
+    finally:
+        os.close(lock)
+
+
+def prepare(config: Config, folder: Path, planner: Planner) -> Planned:
+    """Check the locked folder, gather the text, get a plan, and leave all three in it for the ranks.
+
+    Raises:
+        ConfigError: the folder belongs to another run or to nobody; the text is not there or has changed.
+        Infeasible: the plan is for another batch.
+    """
+    _check_folder(config, folder)
+    try:
+        _gather_text(config, folder)
+        planned = planner(config, known_plan(config, folder))
+        if planned.plan.batch_size != config.train.batch:
+            raise Infeasible(
+                f"the plan is for {planned.plan.batch_size} samples a step, train.batch is {config.train.batch}; "
+                f"set train.batch={planned.plan.batch_size}, or plan again"
+            )
+        write_plan(planned.plan, folder / PLAN)
+        temporary = folder / f".{CONFIG}.new"
+        temporary.write_text(config.dump(), encoding="utf-8")
+        os.replace(temporary, folder / CONFIG)
+    except OSError as error:
+        raise ConfigError(f"run.folder {folder} cannot be written: {error.strerror}; make room, or choose another run.folder") from error
+    return planned
+
+
+def _check_folder(config: Config, folder: Path) -> None:
+    earlier = _earlier(folder)
+    if earlier is None:
+        strangers = [path.name for path in folder.iterdir() if not path.name.startswith(".")]
+        if strangers:
+            raise ConfigError(
+                f"run.folder {folder} holds {', '.join(sorted(strangers)[:3])} and no run of weft; choose an empty or a new folder"
+            )
+        return
+    if not committed(folder / loop.CHECKPOINTS):
+        return
+    if not config.run.resume:
+        raise ConfigError(
+            f"run.folder {folder} holds the checkpoints of an earlier run, and run.resume is false; choose another run.folder, or remove it"
+        )
+    for key in _FIXED:
+        before, now = _at(earlier, key), _at(config, key)
+        if before != now:
+            raise ConfigError(
+                f"run.folder {folder} is of another run: {key} was {_short(before)}, now it is {_short(now)}; "
+                "choose another run.folder, or set it back to go on"
+            )
+
+
+def _earlier(folder: Path) -> Config | None:
+    """The configuration of the run that the folder belongs to."""
+    path = folder / CONFIG
+    return Config.read(path) if path.exists() else None
+
+
+def _at(config: Config, key: str) -> Any:
+    value: Any = config
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value.model_dump() if hasattr(value, "model_dump") else value
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) < 200 else text[:200] + "..."
+
+
+def _gather_text(config: Config, folder: Path) -> None:
+    """Leave a description of the text in the folder; a run that goes on keeps the text it has gathered."""
+    description = folder / CORPUS
+    if config.data.source != "text":
+        description.unlink(missing_ok=True)
+        return
+    known = _read_corpus(folder)
+    if known is not None and committed(folder / loop.CHECKPOINTS):
+        corpus = open_corpus((known.path,), folder) if Path(known.path).is_file() else open_corpus(config.data.paths, folder)
+        if not same_text(corpus, description):
+            raise ConfigError(
+                f"the text in {corpus.origin} is not what run.folder {folder} was trained on ({known.size} bytes then, {corpus.size} now); "
+                "restore it, or choose another run.folder"
+            )
+        save_description(replace(corpus, origin=known.origin), description)
+        return
+    save_description(open_corpus(config.data.paths, folder), description)
+
+
+def _read_corpus(folder: Path) -> Corpus | None:
+    path = folder / CORPUS
+    if not path.exists():
+        return None
+    try:
+        return Corpus(**json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{path} is damaged; remove it to gather the text again") from error

@@ -1,0 +1,269 @@
+"""The loop that every rank runs. In: a world and a job. Out: a trained model, and on rank 0 the files of the run folder.
+
+A run that is killed and started again computes the same losses, bit for bit under the same layout: the data and the learning
+rate follow from the step, everything else is in the checkpoint. Not modelled: checkpoints beside training.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from math import isfinite
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from weft.errors import CheckpointError, ConfigError, RunError
+from weft.plan.plan import Plan
+from weft.run import checkpoint
+from weft.run.engine import Engine
+from weft.train import artifacts
+from weft.train.config import Config
+from weft.train.corpus import Corpus
+from weft.train.data import Batch
+from weft.train.display import Display, display
+from weft.train.loader import Loader, rows_of
+from weft.train.metrics import FILE, Metrics, Row, read_metrics
+from weft.train.schedule import learning_rate
+from weft.train.subject import Subject, subject_of
+from weft.world.world import World
+
+CHECKPOINTS = "checkpoints"
+_AGREE_S = 0.5
+_TYPICAL = 50
+
+
+@dataclass(frozen=True)
+class Job:
+    """`folder`: the run folder. `peak_flops`: FLOP/s of all devices together in the plan's precision, 0 where it is not known."""
+
+    config: Config
+    plan: Plan
+    folder: Path
+    corpus: Corpus | None = None
+    peak_flops: float = 0.0
+
+
+MakeEngine = Callable[[World, Job, Subject], Engine]
+Summary = dict[str, Any]
+
+
+def make_engine(world: World, job: Job, subject: Subject) -> Engine:
+    """The engine of one rank."""
+    section = job.config.train
+    optimizer = {
+        "name": section.optimizer,
+        "lr": section.learning_rate,
+        "weight_decay": section.weight_decay,
+        "betas": section.betas,
+        "momentum": section.momentum,
+        "clip": section.clip,
+        "decay": section.decay,
+    }
+    return Engine(job.plan, subject.make, subject.example, subject.loss, world, optimizer, seed=section.seed)
+
+
+def train(world: World, job: Job, make: MakeEngine = make_engine) -> Summary:
+    """Train to the last step, or until the run is told to stop; every rank calls it. Returns what `weft train` says at the end.
+
+    Raises:
+        RunError: a loss that is not finite, with the step and the last checkpoint that is whole.
+        CheckpointError: a checkpoint of another model, or a folder that another run has taken over.
+        ConfigError: text that does not fit the model.
+    """
+    subject = subject_of(job.config, job.corpus)
+    engine = make(world, job, subject)
+    return _Run(world, job, subject, engine).run()
+
+
+class _Run:
+    def __init__(self, world: World, job: Job, subject: Subject, engine: Engine) -> None:
+        self.world, self.job, self.subject, self.engine = world, job, subject, engine
+        self.section = job.config.train
+        self.checkpoints = job.folder / CHECKPOINTS
+        layout = job.plan.layout
+        self.rows = rows_of(self.section.batch, engine.data_index, engine.data_size, layout.microbatches)
+        self.losses: list[float] = []
+        self.step_times: list[float] = []
+        self.eval_loss: float | None = None
+        self.saved_step = -1
+        self.show: Display
+        self._agree_at, self._agree_every = 0, 1
+
+    def run(self) -> Summary:
+        _ = self.world.stopping  # from here on SIGTERM is heeded between steps
+        token = checkpoint.from_first(self.world, checkpoint.claim(self.checkpoints) if self.world.rank == 0 else 0)
+        start = self._resume()
+        with display(self.world.rank, self.section.steps, start) as self.show, self._metrics(start) as write:
+            if start:
+                self.show.say(f"resuming after step {start}")
+            stopped = self._steps(start, token, write)
+            step = start + len(self.losses)
+            self._save(step, token, last=True)
+            if not stopped:
+                artifacts.write(self.engine, self.job, self.subject, self.world, self.show.say)
+        return self._summary(step, stopped)
+
+    def _resume(self) -> int:
+        """Load the newest good checkpoint. Returns how many steps are done."""
+        if not self.job.config.run.resume:
+            return 0
+        if not checkpoint.from_first(self.world, len(checkpoint.committed(self.checkpoints))):
+            return 0
+        extra = self.engine.load(self.checkpoints)
+        if extra.get("text") != self._digest:
+            raise ConfigError(
+                f"the text has changed since the checkpoint of step {extra['step']} in {self.checkpoints} was saved, so the run "
+                "cannot go on as it was; restore the text, or train into another run.folder"
+            )
+        step: int = extra["step"]
+        self.saved_step = step
+        return step
+
+    @property
+    def _digest(self) -> str:
+        return self.job.corpus.digest if self.job.corpus else ""
+
+    @contextmanager
+    def _metrics(self, start: int) -> Iterator[Callable[[Row], None]]:
+        """Where rows go: the file and the display on rank 0, nowhere on the others."""
+        if self.world.rank:
+            yield lambda row: None
+            return
+        with Metrics(self.job.folder / FILE, start, self.show.say) as metrics:
+
+            def write(row: Row) -> None:
+                metrics.write(row)
+                self.show.row(row)
+
+            yield write
+
+    def _steps(self, start: int, token: int, write: Callable[[Row], None]) -> bool:
+        """Train from `start`. Returns whether the run was told to stop before the last step."""
+        make = partial(self.subject.source.train, rows=self.rows)
+        with Loader(make, start, self.section.steps, pin=self.world.device.type == "cuda") as loader:
+            for step, batch in enumerate(loader, start):
+                row = self._step(step, batch, record=step + 1 == self.section.steps)
+                done = step + 1
+                if self._every(self.section.evaluate_every, done) or done == self.section.steps:
+                    row["eval_loss"] = self.eval_loss = self._evaluate()
+                write(row)
+                if self._every(self.section.checkpoint_every, done):
+                    self._save(done, token)
+                if self._stopping(done):
+                    self.show.say(f"told to stop: saving after step {done}")
+                    return done < self.section.steps
+        return False
+
+    def _every(self, period: int, done: int) -> bool:
+        return bool(period) and done % period == 0
+
+    def _step(self, step: int, batch: Batch, record: bool) -> Row:
+        rate = learning_rate(step, self.section)
+        began = time.perf_counter()
+        try:
+            result = self.engine.step(batch, lr=rate, record=record)
+        except IndexError as error:
+            raise ConfigError(
+                f"step {step + 1}: {error}; byte tokens go from 0 to 255, so use a model with a vocabulary of at least 256"
+            ) from error
+        if not isfinite(result.loss):
+            raise RunError(f"the loss is {result.loss} at step {step + 1}; {self._last_good()}{_unstable(self.section.learning_rate)}")
+        # From one step to the next, so that waiting for data counts too.
+        seconds = time.perf_counter() - began
+        self.losses.append(result.loss)
+        self.step_times.append(seconds)
+        return {
+            "step": step + 1,
+            "loss": result.loss,
+            "lr": rate,
+            "grad_norm": result.grad_norm,
+            "tokens_per_s": self.subject.tokens_per_step / seconds,
+            "step_time_s": seconds,
+            "mfu": self._mfu(seconds),
+        }
+
+    def _mfu(self, seconds: float) -> float | None:
+        """Model FLOP a second over the peak of all devices (Chowdhery et al. 2022, appendix B: recomputation does not count)."""
+        return self.engine.model_flops / seconds / self.job.peak_flops if self.job.peak_flops else None
+
+    def _evaluate(self) -> float:
+        """Mean loss over the first validation batches."""
+        count = min(self.section.evaluate_batches, max(1, self.subject.source.num_validation // self.section.batch))
+        losses = [self.engine.evaluate(self.subject.source.validation(number, self.rows)) for number in range(count)]
+        return sum(losses) / count
+
+    def _stopping(self, done: int) -> bool:
+        """Whether any rank was told to stop. Ranks agree about twice a second, not at every step: it costs a collective."""
+        if done < self._agree_at:
+            return False
+        period = max(1, int(_AGREE_S / max(1e-9, self.step_times[-1])))
+        stopping, self._agree_every = self.world.maximum([int(self.world.stopping), min(period, 2 * self._agree_every)])
+        self._agree_at = done + self._agree_every
+        return bool(stopping)
+
+    def _save(self, step: int, token: int, last: bool = False) -> None:
+        """Write a checkpoint. One that fails is told of and tried again at the next; at the end it is an error."""
+        if step == self.saved_step:
+            return
+        extra = {
+            "text": self._digest,
+            "samples": step * self.section.batch,
+            "config": self.job.config.model_dump(mode="json"),
+            "layout": str(self.job.plan.layout),
+        }
+        try:
+            checkpoint.save(
+                self.checkpoints,
+                step,
+                self.engine.pieces(),
+                extra,
+                self.world,
+                keep=self.section.keep,
+                token=token,
+                generation=self.world.generation,
+                warn=self.show.say,
+            )
+            self.saved_step = step
+        except checkpoint.Replaced:
+            raise
+        except CheckpointError as error:
+            if last:
+                raise
+            self.show.say(f"{error}; training goes on, and step {max(0, self.saved_step)} is the newest checkpoint")
+
+    def _last_good(self) -> str:
+        if self.saved_step < 0:
+            return "there is no checkpoint yet; "
+        return f"the checkpoint of step {self.saved_step} in {self.checkpoints} is whole; "
+
+    def _recorded(self, key: str) -> float | None:
+        """The last value in the metrics, where a run that was already done has computed nothing."""
+        path = self.job.folder / FILE
+        rows = read_metrics(path) if path.exists() else []
+        return next((row[key] for row in reversed(rows) if key in row), None)
+
+    def _summary(self, step: int, stopped: bool) -> Summary:
+        seconds = median(self.step_times[-_TYPICAL:]) if self.step_times else 0.0
+        predicted = self.job.plan.prediction
+        return {
+            "run_folder": str(self.job.folder),
+            "step": step,
+            "loss": self.losses[-1] if self.losses else self._recorded("loss"),
+            "eval_loss": self.eval_loss if self.losses else self._recorded("eval_loss"),
+            "byte_frequency_loss": self.subject.byte_frequency_loss or None,
+            "tokens_per_s": self.subject.tokens_per_step / seconds if seconds else None,
+            "step_time_s": seconds or None,
+            "predicted_step_time_s": predicted.step_time_s if predicted else None,
+            "mfu": self._mfu(seconds) if seconds else None,
+            "layout": str(self.job.plan.layout),
+            "num_parameters": self.engine.num_parameters,
+            "stopped": stopped,
+        }
+
+
+def _unstable(rate: float) -> str:
+    return f"lower learning_rate = {rate:g}, raise warmup_steps or set clip, and run again"

@@ -1,0 +1,86 @@
+"""`metrics.jsonl`: one JSON object a step. In: rows of numbers. Out: whole lines on the disk, also when it was full for a while.
+
+Not modelled: fsync; the last rows may be lost with the machine's power, and are computed again after the last checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+from weft.errors import RunError
+
+FILE = "metrics.jsonl"
+Row = dict[str, float | int | None]
+
+
+class Metrics:
+    """Appends rows to `path`, which first loses its rows after `step` (they are computed again) and any half line.
+
+    A row that cannot be written is kept and tried again with the next; `warn` is told once.
+
+    Raises:
+        RunError: the file cannot be written at the start.
+    """
+
+    def __init__(self, path: Path, step: int, warn: Callable[[str], None]) -> None:
+        self.path, self._warn = path, warn
+        self._pending = b""
+        self._warned = False
+        temporary = path.with_name(f".{path.name}.new")
+        try:
+            kept = _rows_until(path, step)
+            temporary.write_bytes(kept)
+            os.replace(temporary, path)
+            self._file = os.open(path, os.O_WRONLY | os.O_APPEND)
+        except OSError as error:
+            raise RunError(f"{path} cannot be written: {error.strerror}; make room, or choose another run.folder") from error
+        self._size = len(kept)
+
+    def __enter__(self) -> Metrics:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        os.close(self._file)
+
+    def write(self, row: Row) -> None:
+        """Append a row; entries that are None are left out."""
+        self._pending += json.dumps({key: value for key, value in row.items() if value is not None}).encode() + b"\n"
+        try:
+            while self._pending:
+                written = os.write(self._file, self._pending)
+                self._size += written
+                self._pending = self._pending[written:]
+        except OSError as error:
+            if not self._warned:
+                self._warned = True
+                self._warn(f"{self.path} cannot be written: {error.strerror}; training goes on and rows are kept until there is room")
+
+
+def _rows_until(path: Path, step: int) -> bytes:
+    """The whole lines of a metrics file up to a step."""
+    if not path.exists():
+        return b""
+    kept = []
+    for line in path.read_bytes().splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and isinstance(row.get("step"), int) and row["step"] <= step:
+            kept.append(line)
+    return b"".join(line + b"\n" for line in kept)
+
+
+def read_metrics(path: Path) -> list[Row]:
+    """All rows; a last line that was cut off is left out."""
+    rows = []
+    for line in path.read_bytes().splitlines():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            continue
+    return rows

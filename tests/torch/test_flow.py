@@ -1,0 +1,173 @@
+"""The launcher's side of training: which run folders are taken, which are refused, and what the ranks find in them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weft.errors import ConfigError, Infeasible, RunError
+from weft.plan.layout import Layout
+from weft.plan.plan import Plan
+from weft.plan.store import read_plan, write_plan
+from weft.run import checkpoint
+from weft.train import flow
+from weft.train.config import Config
+from weft.train.flow import Planned, known_plan, locked, prepare
+
+TEXT = b"to be or not to be, that is the question. " * 100
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    (tmp_path / "t.txt").write_bytes(TEXT)
+    words = f'[model]\nname = "gpt:hidden=16,layers=1,heads=2"\n[data]\ntext = "{tmp_path / "t.txt"}"\nsequence = 16\n'
+    return Config.parse(words + f'[train]\nbatch = 4\n[run]\nfolder = "{tmp_path / "run"}"')
+
+
+def planner(layout: str = "data=1", **values: Any) -> flow.Planner:
+    def plan(config: Config, known: Plan | None) -> Planned:
+        made = Plan(Layout.parse(layout), config.model.name, "here", config.train.batch)
+        return Planned(known or replace(made, **values), 1e9)
+
+    return plan
+
+
+def folder_of(config: Config) -> Path:
+    return Path(config.run.folder)
+
+
+def set_up(config: Config, by: flow.Planner | None = None) -> Planned:
+    with locked(folder_of(config)):
+        return prepare(config, folder_of(config), by or planner())
+
+
+def trained(config: Config) -> Path:
+    """The folder of a run that has a checkpoint."""
+    import torch
+
+    set_up(config)
+    checkpoint.save(folder_of(config) / "checkpoints", 1, [checkpoint.whole("w", "parameter", torch.ones(1))])
+    return folder_of(config)
+
+
+def changed(config: Config, section: str, **values: Any) -> Config:
+    return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
+
+
+def test_the_folder_holds_what_the_ranks_need(config: Config) -> None:
+    planned = set_up(config)
+    folder = folder_of(config)
+    assert Config.read(folder / "config.toml") == config
+    assert read_plan(folder / "plan.toml") == planned.plan
+    corpus = flow._read_corpus(folder)
+    assert corpus is not None
+    assert corpus.tokens().tobytes() == TEXT
+
+
+def test_train_launches_the_plan_s_ranks_on_the_folder(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+
+    def launch(function: Any, num_ranks: int, *args: Any, **options: Any) -> list[Any]:
+        calls.append((function, num_ranks, args, options["threads"], options["device"]))
+        return [{"step": 3}, None]
+
+    monkeypatch.setattr(flow, "launch", launch)
+    assert flow.train(config, planner("data=2 threads=1")) == {"step": 3}
+    assert calls == [(flow.rank_main, 2, (config.run.folder, 1e9), 1, "auto")]
+
+
+def test_a_run_that_goes_on_keeps_its_plan(config: Config) -> None:
+    first = set_up(config, planner("data=2"))
+    assert set_up(config, planner("data=4")).plan == first.plan
+    assert set_up(changed(config, "plan", layout="data=4"), planner("data=4")).plan.layout.data == 4
+
+
+def test_a_plan_from_a_file(config: Config, tmp_path: Path) -> None:
+    plan = Plan(Layout(data=2), "mine", "here", 4)
+    write_plan(plan, tmp_path / "mine.toml")
+    config = changed(config, "plan", file=str(tmp_path / "mine.toml"))
+    assert known_plan(config, folder_of(config)) == plan
+    assert set_up(config).plan == plan
+    with pytest.raises(ConfigError, match=r"none\.toml"):
+        set_up(changed(config, "plan", file="none.toml"))
+
+
+def test_a_plan_for_another_batch(config: Config) -> None:
+    with pytest.raises(Infeasible, match=r"for 8 samples a step, train.batch is 4; set train.batch=8"):
+        set_up(config, planner(batch_size=8))
+
+
+def test_steps_and_rates_may_change_when_a_run_goes_on(config: Config) -> None:
+    trained(config)
+    set_up(changed(config, "train", steps=2000, learning_rate=0.5))
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "says"),
+    [
+        ("model", {"name": "gpt:hidden=32"}, "model.name was"),
+        ("data", {"sequence": 8}, "data was"),
+        ("train", {"batch": 8}, "train.batch was 4, now it is 8"),
+        ("train", {"optimizer": "sgd"}, 'train.optimizer was "adamw", now it is "sgd"'),
+        ("train", {"seed": 1}, "train.seed was 0, now it is 1"),
+        ("run", {"resume": False}, "run.resume is false"),
+    ],
+)
+def test_a_folder_of_another_run_is_refused(config: Config, section: str, values: dict[str, Any], says: str) -> None:
+    folder = trained(config)
+    before = (folder / "config.toml").read_text()
+    with pytest.raises(ConfigError) as caught:
+        set_up(changed(config, section, **values))
+    assert says in str(caught.value)
+    assert str(folder) in str(caught.value)
+    assert (folder / "config.toml").read_text() == before
+
+
+def test_a_run_without_a_checkpoint_may_be_anything(config: Config) -> None:
+    set_up(config)
+    set_up(changed(config, "train", batch=8))
+
+
+def test_a_folder_of_strangers_is_refused(config: Config) -> None:
+    folder_of(config).mkdir()
+    (folder_of(config) / "thesis.tex").touch()
+    with pytest.raises(ConfigError, match=r"holds thesis\.tex and no run of weft"):
+        set_up(config)
+
+
+def test_a_folder_in_use_is_refused(config: Config) -> None:
+    with locked(folder_of(config)), pytest.raises(RunError, match="in use by another"), locked(folder_of(config)):
+        pass
+    with locked(folder_of(config)):
+        pass
+
+
+@pytest.mark.parametrize("place", ["file", "proc"])
+def test_a_folder_that_cannot_be_written(config: Config, tmp_path: Path, place: str) -> None:
+    (tmp_path / "file").touch()
+    folder = {"file": str(tmp_path / "file" / "run"), "proc": "/proc/run"}[place]
+    with pytest.raises(ConfigError, match=r"cannot be written: .*; choose another run.folder"):
+        flow.train(changed(config, "run", folder=folder), planner())
+
+
+def test_text_that_changed_since_the_checkpoint_is_refused(config: Config, tmp_path: Path) -> None:
+    trained(config)
+    set_up(config)
+    (tmp_path / "t.txt").write_bytes(TEXT[1:])
+    with pytest.raises(ConfigError, match=f"is not what run.folder .* was trained on .{len(TEXT)} bytes then, {len(TEXT) - 1} now"):
+        set_up(config)
+
+
+def test_gathered_text_stays_with_the_run(config: Config, tmp_path: Path) -> None:
+    (tmp_path / "many").mkdir()
+    (tmp_path / "many" / "a.txt").write_bytes(TEXT + b"\n")
+    config = changed(config, "data", text=str(tmp_path / "many"))
+    folder = trained(config)
+    (tmp_path / "many" / "b.txt").write_bytes(TEXT)
+    set_up(config)
+    corpus = flow._read_corpus(folder)
+    assert corpus is not None
+    assert (corpus.size, corpus.origin) == (len(TEXT) + 1, str(tmp_path / "many"))
