@@ -31,9 +31,9 @@ def demo(
       weft demo --text my.txt steps=200
     """
     with output(False) as out:
-        from weft.cli.probe import cluster_tables
         from weft.cli.subject import load_cluster
         from weft.cli.train import run
+        from weft.report.machine import cluster_tables
 
         if text is not None and not text.exists():
             raise UsageError(f"--text {text} is not there; name a file or a folder of texts")

@@ -63,7 +63,7 @@ def run(path: Path, changes: Sequence[str], out: Output) -> dict[str, Any]:
 
 
 def make_plan(config: Config, known: Plan | None, out: Output) -> Planned:
-    """The plan that a configuration asks for, or `known` with what is known of the machines."""
+    """The plan that a configuration asks for, or `known`, with what is known of the machines, which is written down."""
     from weft.cli.subject import load_cluster, load_model
     from weft.plan.layout import Layout
     from weft.train.flow import Planned
@@ -77,6 +77,7 @@ def make_plan(config: Config, known: Plan | None, out: Output) -> Planned:
         layout = Layout.parse(config.plan.layout) if config.plan.layout else None
         with out.working(f"planning {config.model.name} on {cluster.name}"):
             plan = subject.plan(cluster, layout, config.plan.constrain)
+    (Path(config.run.folder) / "machine.toml").write_text(cluster.to_toml())
     prediction = plan.prediction
     # The peak that the prediction's MFU is of, so that measured and predicted compare.
     peak_flops = prediction.model_flops / prediction.step_time_s / prediction.mfu if prediction and prediction.mfu > 0 else 0.0

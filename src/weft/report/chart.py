@@ -97,7 +97,7 @@ def ticks(low: float, high: float, most: int = 6) -> list[float]:
     >>> ticks(1.3, 5.6)
     [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
     """
-    if high - low <= 1e-9 * abs(low):
+    if high - low <= max(1e-9 * abs(low), 1e-200):
         low, high = low - (abs(low) or 1.0) / 2, high + (abs(high) or 1.0) / 2
     rough = (high - low) / (most - 1)
     power = 10.0 ** floor(log10(rough))

@@ -12,20 +12,25 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from weft.cluster.cluster import Cluster
 from weft.errors import UsageError
 from weft.plan.store import read_plan
 from weft.plan.timeline import Span, Timeline
+from weft.report.machine import cluster_tables
 from weft.report.page import Subject
 from weft.units import format_bytes
 
 PLAN, CONFIG, METRICS, TIMELINE, SAMPLE, PAGE = "plan.toml", "config.toml", "metrics.jsonl", "timeline.json", "sample.txt", "report.html"
+MACHINE = "machine.toml"
 WHAT: tuple[tuple[str, str], ...] = (
     (PLAN, "the plan: edit it, and train, verify or simulate it"),
     (CONFIG, "the whole configuration of this run"),
     (METRICS, "one line of numbers a step"),
     (TIMELINE, "when each rank did what; opens in ui.perfetto.dev"),
+    (MACHINE, "what it was planned for, as `--cluster` takes it"),
     (SAMPLE, "text that the trained model wrote"),
     (PAGE, "this page"),
+    ("model.safetensors", "the trained weights, under the model's own names"),
     ("checkpoints", "to go on from, whole or not at all, with checksums"),
 )
 
@@ -42,6 +47,7 @@ def read_folder(folder: Path) -> Subject:
         raise UsageError(f"{folder} is not a run folder: it has none of {PLAN}, {METRICS}, {CONFIG}")
     plan = read_plan(folder / PLAN) if (folder / PLAN).exists() else None
     metrics = read_metrics(folder / METRICS)
+    machine = Cluster.parse(str(folder / MACHINE)) if (folder / MACHINE).exists() else None
     timeline = folder / TIMELINE
     lead = f"{len(metrics)} steps recorded" if metrics else "no step recorded yet"
     return Subject(
@@ -50,6 +56,8 @@ def read_folder(folder: Path) -> Subject:
         plan=plan,
         metrics=metrics,
         measured=read_trace(timeline) if timeline.exists() else None,
+        machine=tuple((a, b) for a, b in cluster_tables(machine)[0].rows) if machine else (),
+        memory_limit_bytes=machine.memory_of(plan.layout.num_ranks) if machine and plan else 0.0,
         files=list_files(folder),
         config=_text(folder / CONFIG),
         sample=_text(folder / SAMPLE),
