@@ -33,7 +33,7 @@ class Config:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        parts.check_sizes(self, ("vocabulary", "sequence", "hidden", "layers", "heads"))
+        parts.check_sizes(self, may_be_zero=("inner",))
         parts.check_heads(self.hidden, self.heads)
         if self.positions not in ("learned", "rotary"):
             raise ModelError(f'positions = "{self.positions}" is unknown; use learned or rotary')
@@ -133,8 +133,7 @@ SIZES = {
 
 def example_batch(config: Config, batch_size: int, seed: int = 0) -> dict[str, Tensor]:
     """Random tokens and the ones that follow them: `input_ids` BS and `labels` BS."""
-    tokens = parts.random_tokens((batch_size, config.sequence + 1), config.vocabulary, seed)
-    return {"input_ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
+    return parts.random_text(config.vocabulary, config.sequence, batch_size, seed)
 
 
 def loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:

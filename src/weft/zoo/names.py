@@ -13,7 +13,7 @@ from typing import Any, Protocol, cast
 from torch import Tensor, nn
 
 from weft.errors import ModelError
-from weft.zoo import gpt
+from weft.zoo import bert, gpt, llama, lstm, moe, resnet, resnet_v2, t5, unet, vit, wide_resnet
 
 
 class Family(Protocol):
@@ -33,7 +33,19 @@ class Family(Protocol):
     def loss(self, output: Any, batch: dict[str, Tensor]) -> Tensor: ...
 
 
-FAMILIES: dict[str, Family] = {"gpt": cast(Family, gpt)}
+FAMILIES: dict[str, Family] = {
+    "gpt": cast(Family, gpt),
+    "llama": cast(Family, llama),
+    "bert": cast(Family, bert),
+    "t5": cast(Family, t5),
+    "vit": cast(Family, vit),
+    "moe": cast(Family, moe),
+    "lstm": cast(Family, lstm),
+    "resnet": cast(Family, resnet),
+    "wide-resnet": cast(Family, wide_resnet),
+    "resnet-v2": cast(Family, resnet_v2),
+    "unet": cast(Family, unet),
+}
 
 
 def sizes() -> dict[str, tuple[Family, Any]]:
@@ -88,11 +100,15 @@ def _arguments(name: str, config: Any, text: str) -> dict[str, Any]:
     return found
 
 
+_KINDS = {bool: "true or false", int: "a whole number", float: "a number", tuple: "whole numbers, as in 3x4x6x3"}
+
+
 def _value(name: str, key: str, value: str, kind: type) -> Any:
     try:
         if kind is bool:
             return {"true": True, "false": False, "on": True, "off": False}[value.lower()]
+        if kind is tuple:  # as sizes are written in layouts
+            return tuple(int(count) for count in value.split("x"))
         return kind(value)
     except (KeyError, ValueError):
-        wanted = {bool: "true or false", int: "a whole number", float: "a number"}.get(kind, kind.__name__)
-        raise ModelError(f"{name}: {key} = {value} must be {wanted}") from None
+        raise ModelError(f"{name}: {key} = {value} must be {_KINDS.get(kind, kind.__name__)}") from None

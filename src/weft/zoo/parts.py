@@ -7,6 +7,9 @@ Shape letters: B batch, S sequence (queries), T keys' sequence, D model, H heads
 
 from __future__ import annotations
 
+from dataclasses import fields
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -120,11 +123,21 @@ def random_tokens(size: tuple[int, int], vocabulary: int, seed: int) -> Tensor:
     return (uniform * uniform * vocabulary).long().clamp_(max=vocabulary - 1)
 
 
-def check_sizes(config: object, names: tuple[str, ...]) -> None:
-    """Refuse sizes below 1. Raises ModelError."""
-    for name in names:
-        if getattr(config, name) < 1:
-            raise ModelError(f"{name} = {getattr(config, name)} must be at least 1")
+def check_sizes(config: Any, may_be_zero: tuple[str, ...] = ()) -> None:
+    """Refuse counts below 1 (below 0 where they `may_be_zero`), and shares outside of their range. Raises ModelError."""
+    for field in fields(config):
+        value = getattr(config, field.name)
+        least = 0 if field.name in may_be_zero else 1
+        if isinstance(value, bool | str):
+            continue
+        if field.name == "dropout":
+            if not 0 <= value < 1:
+                raise ModelError(f"dropout = {value} must be at least 0 and below 1")
+        elif isinstance(value, float):
+            if value < 0:
+                raise ModelError(f"{field.name} = {value} must not be negative")
+        elif any(count < least for count in (value if isinstance(value, tuple) else (value,))):
+            raise ModelError(f"{field.name} = {value} must be at least {least}")
 
 
 def check_heads(hidden: int, heads: int) -> None:
@@ -143,3 +156,15 @@ def some_labels(ids_BS: Tensor, seed: int, share: float = 0.15) -> Tensor:
     uniform = torch.rand(ids_BS.shape, generator=torch.Generator().manual_seed(seed))
     chosen = uniform <= uniform.kthvalue(max(1, round(share * ids_BS.shape[1])), dim=1, keepdim=True).values
     return ids_BS.masked_fill(~chosen, -100)
+
+
+def random_text(vocabulary: int, sequence: int, batch_size: int, seed: int) -> dict[str, Tensor]:
+    """Random tokens and the ones that follow them: `input_ids` BS and `labels` BS."""
+    tokens = random_tokens((batch_size, sequence + 1), vocabulary, seed)
+    return {"input_ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
+
+
+def random_images(size: tuple[int, int, int, int], classes: int, seed: int) -> dict[str, Tensor]:
+    """Pixels of mean 0 and variance 1, and a class for every image: `pixels` of shape `size`, `labels` B."""
+    pixels = torch.randn(size, generator=torch.Generator().manual_seed(seed))
+    return {"pixels": pixels, "labels": random_classes(size[0], classes, seed + 1)}

@@ -1,0 +1,98 @@
+"""Llama 3 (Grattafiori et al. 2024): a decoder with RMS norms, rotary positions, grouped-query attention and SwiGLU.
+
+In: `input_ids` BS. Out: logits BSV. The batch has `labels` BS as well, each the *next* token (-100: not counted).
+Not modelled: the longer context of Llama 3.1 (its scaled rotary frequencies).
+
+Shape letters: B batch, S sequence, D model, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from weft.errors import ModelError
+from weft.zoo import parts
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Sizes. `inner` is the feed-forward width, `kv_heads` the heads of keys and values, `theta` the base of the rotary frequencies."""
+
+    vocabulary: int = 128256
+    sequence: int = 8192
+    hidden: int = 4096
+    layers: int = 32
+    heads: int = 32
+    kv_heads: int = 8
+    inner: int = 14336
+    theta: float = 5e5
+
+    def __post_init__(self) -> None:
+        parts.check_sizes(self)
+        parts.check_heads(self.hidden, self.heads)
+        if self.heads % self.kv_heads:
+            raise ModelError(f"heads = {self.heads} does not divide by kv_heads = {self.kv_heads}; each of these serves as many heads")
+
+
+class Block(nn.Module):
+    """BSD -> BSD."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.hidden, eps=1e-5)
+        self.attention = parts.Attention(config.hidden, config.heads, kv_heads=config.kv_heads, bias=False, causal=True)
+        self.mlp_norm = nn.RMSNorm(config.hidden, eps=1e-5)
+        self.mlp = parts.GatedFeedForward(config.hidden, config.inner)
+
+    def forward(self, x_BSD: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), rotary=rotary)
+        x_BSD = x_BSD + self.mlp(self.mlp_norm(x_BSD))
+        return x_BSD
+
+
+class Model(nn.Module):
+    """`input_ids` BS -> logits BSV; `labels` are the loss's."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config = config
+        self.tokens = nn.Embedding(config.vocabulary, config.hidden)
+        cos_SK, sin_SK = parts.rotary_tables(config.sequence, config.hidden // config.heads, config.theta)
+        self.register_buffer("cos", cos_SK, persistent=False)
+        self.register_buffer("sin", sin_SK, persistent=False)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.hidden, eps=1e-5)
+        self.head = nn.Linear(config.hidden, config.vocabulary, bias=False)
+        parts.initialise(self)
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        sequence = input_ids.shape[1]
+        x_BSD = self.tokens(input_ids)
+        for block in self.layers:
+            x_BSD = block(x_BSD, (self.cos[:sequence], self.sin[:sequence]))
+        logits_BSV: Tensor = self.head(self.norm(x_BSD))
+        return logits_BSV
+
+
+# Grattafiori et al. 2024, table 3; the vocabulary is that of the published weights.
+SIZES = {
+    "llama-tiny": Config(vocabulary=96, sequence=32, hidden=64, layers=4, heads=8, kv_heads=4, inner=128),
+    "llama-8b": Config(),
+    "llama-70b": Config(hidden=8192, layers=80, heads=64, inner=28672),
+    "llama-405b": Config(hidden=16384, layers=126, heads=128, inner=53248),
+}
+
+
+def example_batch(config: Config, batch_size: int, seed: int = 0) -> dict[str, Tensor]:
+    """Random tokens and the ones that follow them: `input_ids` BS and `labels` BS."""
+    return parts.random_text(config.vocabulary, config.sequence, batch_size, seed)
+
+
+def loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """Mean cross-entropy of the next token, in nats."""
+    return parts.token_loss(output, batch["labels"])

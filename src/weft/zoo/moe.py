@@ -1,0 +1,146 @@
+"""GShard's mixture of experts (Lepikhin et al. 2020) in a GPT: in every second block, each token goes to the best two experts.
+
+In: `input_ids` BS. Out: logits BSV and the weighted balance loss. The batch has `labels` BS as well, each the *next* token.
+Not modelled: expert capacity. Every expert computes every token and a mask selects, so that shapes do not depend on data: results
+are those of unlimited capacity, the work is E/2 times as much.
+
+Shape letters: B batch, S sequence, N = B x S tokens, D model, E experts, F feed-forward, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from weft.errors import ModelError
+from weft.zoo import parts
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Sizes. `inner` is the feed-forward width, 0 for 8 x hidden; `top` the experts of a token; `balance` weighs the balance loss."""
+
+    vocabulary: int = 32000
+    sequence: int = 1024
+    hidden: int = 768
+    layers: int = 8
+    heads: int = 16
+    experts: int = 8
+    inner: int = 0
+    top: int = 2
+    every: int = 2
+    balance: float = 0.01
+
+    def __post_init__(self) -> None:
+        parts.check_sizes(self, may_be_zero=("inner",))
+        parts.check_heads(self.hidden, self.heads)
+        if self.top > self.experts:
+            raise ModelError(f"top = {self.top} experts of a token, but there are only experts = {self.experts}")
+
+
+class Experts(nn.Module):
+    """A gate and E feed-forward layers: BSD -> BSD, and how unevenly the tokens are spread (a scalar, 1 where evenly)."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.top, self.experts = config.top, config.experts
+        inner = config.inner or 8 * config.hidden
+        self.gate = nn.Linear(config.hidden, config.experts, bias=False)
+        self.up = nn.Parameter(torch.empty(config.experts, config.hidden, inner))
+        self.down = nn.Parameter(torch.empty(config.experts, inner, config.hidden))
+        nn.init.normal_(self.up, std=0.02)
+        nn.init.normal_(self.down, std=0.02 / (2 * config.layers) ** 0.5)
+
+    def forward(self, x_BSD: Tensor) -> tuple[Tensor, Tensor]:
+        share_BSE = F.softmax(self.gate(x_BSD), dim=-1)
+        best_BST, which_BST = share_BSE.topk(self.top, dim=-1)
+        weight_BSE = torch.zeros_like(share_BSE).scatter(-1, which_BST, best_BST / best_BST.sum(-1, keepdim=True))
+
+        x_ND = x_BSD.flatten(0, 1)
+        x_END = x_ND.expand(self.experts, -1, -1)
+        y_END = torch.bmm(F.gelu(torch.bmm(x_END, self.up)), self.down)
+        weight_EN1 = weight_BSE.flatten(0, 1).t().unsqueeze(-1)
+        y_BSD = (y_END * weight_EN1).sum(0).view_as(x_BSD)
+        return y_BSD, self._imbalance(share_BSE, which_BST)
+
+    def _imbalance(self, share_BSE: Tensor, which_BST: Tensor) -> Tensor:
+        """Mean over samples of E x sum over experts of (tokens whose first choice it is, as a share) x (mean of its gate).
+
+        Lepikhin et al. 2020, algorithm 1, with one sample as the group.
+        """
+        first_BSE = torch.zeros_like(share_BSE).scatter(-1, which_BST[..., :1], 1.0)
+        return self.experts * (first_BSE.mean(1) * share_BSE.mean(1)).sum(-1).mean()
+
+
+class Block(nn.Module):
+    """BSD -> BSD. `mixed` blocks have experts, the others one feed-forward layer of the same width."""
+
+    def __init__(self, config: Config, mixed: bool) -> None:
+        super().__init__()
+        self.mixed = mixed
+        self.attention_norm = nn.LayerNorm(config.hidden)
+        self.attention = parts.Attention(config.hidden, config.heads, causal=True)
+        self.mlp_norm = nn.LayerNorm(config.hidden)
+        self.mlp = Experts(config) if mixed else parts.FeedForward(config.hidden, config.inner or 8 * config.hidden)
+
+    def forward(self, x_BSD: Tensor) -> tuple[Tensor, Tensor | None]:
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD))
+        if not self.mixed:
+            return x_BSD + self.mlp(self.mlp_norm(x_BSD)), None
+        y_BSD, imbalance = self.mlp(self.mlp_norm(x_BSD))
+        return x_BSD + y_BSD, imbalance
+
+
+class Model(nn.Module):
+    """`input_ids` BS -> logits BSV and the weighted balance loss (a scalar); `labels` are the loss's."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config = config
+        self.tokens = nn.Embedding(config.vocabulary, config.hidden)
+        self.positions = nn.Embedding(config.sequence, config.hidden)
+        self.layers = nn.ModuleList(Block(config, mixed=i % config.every == config.every - 1) for i in range(config.layers))
+        self.norm = nn.LayerNorm(config.hidden)
+        self.head = nn.Linear(config.hidden, config.vocabulary, bias=False)
+        parts.initialise(self)
+        parts.initialise_residual(self, config.layers)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        x_BSD = self.tokens(input_ids) + self.positions(torch.arange(input_ids.shape[1], device=input_ids.device))
+        total = x_BSD.new_zeros(())
+        for block in self.layers:
+            x_BSD, imbalance = block(x_BSD)
+            total = total if imbalance is None else total + imbalance
+        return self.head(self.norm(x_BSD)), self.config.balance * total
+
+
+def _alpa(hidden: int, layers: int, experts: int) -> Config:
+    """Zheng et al. 2022 (Alpa), the table of GShard MoE models."""
+    return Config(hidden=hidden, layers=layers, experts=experts)
+
+
+SIZES = {
+    "moe-tiny": Config(vocabulary=96, sequence=32, hidden=64, layers=4, heads=8, inner=128),
+    "moe-380m": _alpa(768, 8, 8),
+    "moe-690m": _alpa(768, 8, 16),
+    "moe-1.3b": _alpa(768, 16, 16),
+    "moe-2.4b": _alpa(1024, 16, 16),
+    "moe-10b": _alpa(1536, 16, 32),
+    "moe-27b": _alpa(2048, 16, 48),
+    "moe-70b": _alpa(2048, 32, 64),
+}
+
+
+def example_batch(config: Config, batch_size: int, seed: int = 0) -> dict[str, Tensor]:
+    """Random tokens and the ones that follow them: `input_ids` BS and `labels` BS."""
+    return parts.random_text(config.vocabulary, config.sequence, batch_size, seed)
+
+
+def loss(output: tuple[Tensor, Tensor], batch: dict[str, Tensor]) -> Tensor:
+    """Mean cross-entropy of the next token, in nats, and the weighted balance loss."""
+    logits_BSV, balance = output
+    return parts.token_loss(logits_BSV, batch["labels"]) + balance

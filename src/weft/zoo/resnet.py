@@ -1,0 +1,113 @@
+"""ResNet (He et al. 2015) with batch norm, the stride in the 3x3 convolution. In: `pixels` BCHW. Out: logits BV.
+
+The batch has `labels` B as well.
+
+Shape letters: B batch, C channels, H and W image, V classes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from weft.errors import ModelError
+from weft.zoo import parts
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Sizes. `blocks` of each of the stages; `base` channels in the first; `width` widens the 3x3 convolution of a bottleneck."""
+
+    blocks: tuple[int, ...] = (3, 4, 6, 3)
+    bottleneck: bool = True
+    base: int = 64
+    width: int = 1
+    image: int = 224
+    colours: int = 3
+    classes: int = 1000
+
+    def __post_init__(self) -> None:
+        parts.check_sizes(self)
+        if self.width != 1 and not self.bottleneck:
+            raise ModelError(f"width = {self.width} widens bottlenecks only; use bottleneck=true")
+
+
+class ConvNorm(nn.Module):
+    """Convolution without bias and batch norm; `relu` after it or not. BCHW -> BCHW, the image smaller by `stride`."""
+
+    def __init__(self, channels: int, out: int, kernel: int, stride: int = 1, relu: bool = True) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(channels, out, kernel, stride, padding=kernel // 2, bias=False)
+        self.norm = nn.BatchNorm2d(out)
+        self.relu = relu
+        nn.init.kaiming_normal_(self.conv.weight, mode="fan_out", nonlinearity="relu")
+
+    def forward(self, x_BCHW: Tensor) -> Tensor:
+        x_BCHW = self.norm(self.conv(x_BCHW))
+        return F.relu(x_BCHW) if self.relu else x_BCHW
+
+
+class Block(nn.Module):
+    """Convolutions and a way round them, projected where shapes differ: BCHW -> BCHW."""
+
+    def __init__(self, config: Config, channels: int, inner: int, stride: int) -> None:
+        super().__init__()
+        out = inner * (4 if config.bottleneck else 1)
+        if config.bottleneck:
+            convs = [
+                ConvNorm(channels, inner, 1),
+                ConvNorm(inner, inner * config.width, 3, stride),
+                ConvNorm(inner * config.width, out, 1, relu=False),
+            ]
+        else:
+            convs = [ConvNorm(channels, inner, 3, stride), ConvNorm(inner, out, 3, relu=False)]
+        self.convs = nn.Sequential(*convs)
+        self.shortcut = ConvNorm(channels, out, 1, stride, relu=False) if stride != 1 or channels != out else nn.Identity()
+
+    def forward(self, x_BCHW: Tensor) -> Tensor:
+        return F.relu(self.convs(x_BCHW) + self.shortcut(x_BCHW))
+
+
+class Model(nn.Module):
+    """`pixels` BCHW -> logits BV; `labels` are the loss's."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config = config
+        self.stem = ConvNorm(config.colours, config.base, 7, stride=2)
+        layers, channels = [], config.base
+        for stage, count in enumerate(config.blocks):
+            inner = config.base * 2**stage
+            for i in range(count):
+                layers.append(Block(config, channels, inner, stride=2 if stage and not i else 1))
+                channels = inner * (4 if config.bottleneck else 1)
+        self.layers = nn.Sequential(*layers)
+        self.head = nn.Linear(channels, config.classes)
+
+    def forward(self, pixels: Tensor, labels: Tensor | None = None) -> Tensor:
+        x_BCHW = self.layers(F.max_pool2d(self.stem(pixels), 3, stride=2, padding=1))
+        logits_BV: Tensor = self.head(x_BCHW.mean((2, 3)))
+        return logits_BV
+
+
+# He et al. 2015, table 1.
+SIZES = {
+    "resnet-tiny": Config(blocks=(1, 1, 1, 1), bottleneck=False, base=16, image=32, classes=16),
+    "resnet-18": Config(blocks=(2, 2, 2, 2), bottleneck=False),
+    "resnet-34": Config(blocks=(3, 4, 6, 3), bottleneck=False),
+    "resnet-50": Config(blocks=(3, 4, 6, 3)),
+    "resnet-101": Config(blocks=(3, 4, 23, 3)),
+    "resnet-152": Config(blocks=(3, 8, 36, 3)),
+}
+
+
+def example_batch(config: Config, batch_size: int, seed: int = 0) -> dict[str, Tensor]:
+    """Random images and classes: `pixels` BCHW, `labels` B."""
+    return parts.random_images((batch_size, config.colours, config.image, config.image), config.classes, seed)
+
+
+def loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """Mean cross-entropy of the classes, in nats."""
+    return F.cross_entropy(output, batch["labels"])
