@@ -8,10 +8,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-# Large blocks of the C library are kept instead of being returned to the system and faulted in again at every step.
-# Read by the library at start, so they are in the environment of a rank before it begins.
-KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "4294967296", "MALLOC_TRIM_THRESHOLD_": "17179869184", "MALLOC_TOP_PAD_": "268435456"}
-
 
 @dataclass(frozen=True, slots=True)
 class Case:
@@ -56,9 +52,12 @@ class Contender:
 
     def environment(self) -> dict[str, str]:
         """What the settings add to a rank's environment."""
+        threads = {} if self.launcher else {"OMP_NUM_THREADS": str(self.threads)}
         if self.settings == "own":
-            return {} if self.launcher else {"OMP_NUM_THREADS": str(self.threads)}
-        return {**KEEP_MEMORY, "OMP_NUM_THREADS": str(self.threads)}
+            return threads
+        from weft.world.launch import ALLOCATOR  # takes torch with it
+
+        return {**ALLOCATOR, **threads}
 
 
 def to_text(case: Case, contender: Contender) -> str:

@@ -63,7 +63,9 @@ def turn(names: Sequence[str], by: int) -> list[str]:
     return [*names[at:], *names[:at]]
 
 
-def measure(case: Case, contenders: Sequence[Contender], effort: Effort, say: Say, profile: str = "") -> tuple[dict[str, Series], dict[str, str]]:
+def measure(
+    case: Case, contenders: Sequence[Contender], effort: Effort, say: Say, profile: str = ""
+) -> tuple[dict[str, Series], dict[str, str]]:
     """Series by name of what ran, reasons by name of what did not. One that fails half-way is dropped whole."""
     running, skipped = start(case, contenders, say)
     seconds: dict[str, list[float]] = {n: [] for n in running}

@@ -60,8 +60,9 @@ class Running:
         self._log = folder / "log"
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(folder / "s"))
-        self._listener.listen(contender.num_ranks)
+        self._listener.listen()
         self._ranks: dict[int, tuple[socket.socket, Any]] = {}
+        self._num_ranks = contender.num_ranks
         self._processes: list[subprocess.Popen[bytes]] = []
         port = free_port()
         for rank in range(1 if contender.launcher else contender.num_ranks):
@@ -89,15 +90,14 @@ class Running:
             command = [python, "-m", "bench.rank", path, to_text(self.case, self.contender)]
             if self.contender.launcher:
                 command[2] = self.contender.module
-            self._processes.append(
-                subprocess.Popen(command, cwd=ROOT, env={k: str(v) for k, v in given.items()}, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-            )
+            env = {k: str(v) for k, v in given.items()}
+            self._processes.append(subprocess.Popen(command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log))
 
     def wait_ready(self) -> None:
         """Return when all ranks have built their part. Raises ContenderFailed."""
         end = time.monotonic() + START_S
         self._listener.settimeout(0.5)
-        while len(self._ranks) < self.contender.num_ranks:
+        while len(self._ranks) < self._num_ranks:
             try:
                 connection, _ = self._listener.accept()
             except TimeoutError:
@@ -108,7 +108,9 @@ class Running:
             hello = reader.readline()
             if not hello:
                 raise ContenderFailed(self._last_words("a rank ended"))
-            self._ranks[json.loads(hello)["rank"]] = (connection, reader)
+            told = json.loads(hello)
+            self._num_ranks = told.get("num_ranks", self._num_ranks)  # a plan that was chosen says itself how many it needs
+            self._ranks[told["rank"]] = (connection, reader)
         for message in self._receive(START_S):
             self.about |= message
 

@@ -39,11 +39,12 @@ def batches(case: Case) -> Callable[[int], Tensor]:
 class Line:
     """Lines of JSON to and from the process that measures."""
 
-    def __init__(self, path: str, rank: int) -> None:
+    def __init__(self, path: str, rank: int, num_ranks: int) -> None:
+        self.rank = rank
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.connect(path)
         self._reader = self._socket.makefile("r")
-        self.send({"rank": rank})
+        self.send({"rank": rank, "num_ranks": num_ranks})
 
     def send(self, message: dict[str, Any]) -> None:
         self._socket.sendall((json.dumps(message) + "\n").encode())
@@ -54,7 +55,7 @@ class Line:
         return json.loads(line) if line else {"do": "stop"}
 
 
-def serve(line: Line, case: Case, step: Step, barrier: Callable[[], None], about: dict[str, Any]) -> None:
+def serve(line: Line, case: Case, step: Step, barrier: Callable[[], object], about: dict[str, Any]) -> None:
     """Answer orders until told to stop. All ranks begin a block together; each reports its own end, the slowest counts."""
     batch_of = batches(case)
     done = 0
@@ -67,7 +68,7 @@ def serve(line: Line, case: Case, step: Step, barrier: Callable[[], None], about
         seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
         done += len(data)
         if order.get("profile"):
-            profile(step, batch_of(done), order["profile"])
+            profile(step, batch_of(done), order["profile"], line.rank)
             done += 1
         line.send(
             {
@@ -79,11 +80,10 @@ def serve(line: Line, case: Case, step: Step, barrier: Callable[[], None], about
         )
 
 
-def profile(step: Step, data: Tensor, path: str) -> None:
+def profile(step: Step, data: Tensor, path: str, rank: int) -> None:
     """One more step under torch's profiler: a table by operator and a trace for Perfetto, `path` with the rank in it."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as p:
         step(data)
-    rank = os.environ.get("RANK", "0")
     p.export_chrome_trace(f"{path}.rank{rank}.json")
     with open(f"{path}.rank{rank}.txt", "w") as file:
         file.write(p.key_averages().table(sort_by="self_cpu_time_total", row_limit=40))
@@ -104,7 +104,7 @@ def join(num_ranks: int) -> None:
 def main(path: str, text: str) -> None:
     case, contender = from_text(text)
     rank = int(os.environ.get("RANK", "0"))
-    line = Line(path, rank)
+    line = Line(path, rank, contender.num_ranks)
     try:
         apply_settings(contender)
         torch.manual_seed(case.seed)

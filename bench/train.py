@@ -40,9 +40,9 @@ TARGETS = (
     Target("pipeline, beside torch 1F1B", 1.1, lambda r: r.kind == "pipeline" and r.peer_name == who.ONE_F_ONE_B.name),
     Target("tensor, beside DTensor", 1.1, lambda r: r.kind == "tensor" and r.peer_name in (who.DTENSOR.name, who.DTENSOR_VOCABULARY.name)),
     Target("tensor, beside Megatron-Core", 1.0, lambda r: r.kind == "tensor" and r.peer_name == who.MEGATRON.name),
-    Target("own plan in float32, beside the best in float32", 1.0, lambda r: is_best(r) and r.weft_name == who.CHOSEN_FLOAT32),
-    Target("own plan, beside the best in float32", 1.0, lambda r: is_best(r) and r.weft_name == who.CHOSEN and "float32" in r.case),
-    Target("own plan, beside the best in its precision", 1.0, lambda r: is_best(r) and r.weft_name == who.CHOSEN and "float32" not in r.case),
+    Target("own plan in float32, beside the best in float32", 1.0, lambda r: is_best(r, who.CHOSEN_FLOAT32, "float32")),
+    Target("own plan, beside the best in float32", 1.0, lambda r: is_best(r, who.CHOSEN, "float32")),
+    Target("own plan, beside the best in its precision", 1.0, lambda r: is_best(r, who.CHOSEN, "its precision")),
 )
 
 INTRO = """Ratios are the peer's time over weft's (more than 1: weft is faster), by round, then their median. All contenders of a set are
@@ -52,9 +52,9 @@ microbatches; `own`: everything as the contender sets it by itself. "loss differ
 curves, from the same initial weights and data."""
 
 
-def is_best(r: Row) -> bool:
-    """Whether a row compares with the fastest of all peers."""
-    return r.kind == "chosen" and ", best of all" in r.case
+def is_best(r: Row, weft_name: str, precision: str) -> bool:
+    """Whether a row compares one of weft's own plans with the fastest of all peers in a precision."""
+    return r.weft_name == weft_name and r.case.endswith(f", best of all in {precision}")
 
 
 @dataclass
@@ -75,11 +75,10 @@ def rows_of(case: Case, group: Set, series: dict[str, Series]) -> list[Row]:
         if ours not in series:
             continue
         peers = [series[b] for a, b in group.pairs if a == ours and b in series]
-        for precision in dict.fromkeys(("float32", series[ours].precision)):
+        for words, precision in (("float32", "float32"), ("its precision", series[ours].precision)):
             same = [p for p in peers if p.precision == precision]
-            if same:
-                label = f"{case.label}, best of all" + (" in float32" if precision == "float32" else f" in {precision}")
-                rows.append(row(label, group.kind, series[ours], best(same)))
+            if same and (ours == who.CHOSEN or words == "float32"):
+                rows.append(row(f"{case.label}, best of all in {words}", group.kind, series[ours], best(same)))
     return rows
 
 
@@ -90,21 +89,34 @@ def fastest(found: Found, model: str, count: int) -> tuple[Contender, ...]:
     return tuple(peers[name] for name in sorted(seconds, key=lambda n: seconds[n])[:count])
 
 
+def set_of(kind: str, work: Case, found: Found) -> Set:
+    """The contenders of a kind; beside weft's own plan, the three fastest peers of the sets before."""
+    match kind:
+        case "data":
+            return who.data_set()
+        case "pipeline":
+            return who.pipeline_set(work)
+        case "tensor":
+            return who.tensor_set()
+        case _:
+            return who.chosen_set(fastest(found, work.model, 3))
+
+
 def run(models: Sequence[str], kinds: Sequence[str], effort: Effort, console: Console, profile: str) -> Found:
     """Measure set after set."""
     found = Found()
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, markup=False)
+
     for model in models:
         case = MODELS[model]
         for kind in kinds:
-            group = {
-                "data": who.data_set,
-                "pipeline": lambda case=case: who.pipeline_set(case),
-                "tensor": who.tensor_set,
-                "chosen": lambda model=model: who.chosen_set(fastest(found, model, 3)),
-            }[kind]()
-            console.print(f"[bold]{case.label}, {kind}[/]: {len(group.contenders)} contenders, {effort.rounds} rounds of {effort.steps} steps")
-            series, skipped = measure(case, group.contenders, effort, lambda text: console.print(text, highlight=False, markup=False), profile)
-            found.series[f"{case.label}, {kind}"] = list(series.values())
+            group = set_of(kind, case, found)
+            title = f"{case.label}, {kind}"
+            console.print(f"[bold]{title}[/]: {len(group.contenders)} contenders, {effort.rounds} rounds of {effort.steps} steps")
+            series, skipped = measure(case, group.contenders, effort, say, profile)
+            found.series[title] = list(series.values())
             found.skipped |= {f"{name} ({model})": reason for name, reason in skipped.items()}
             found.rows += rows_of(case, group, series)
     return found
@@ -115,7 +127,8 @@ def wrong(found: Found) -> list[str]:
     out = [f"{name}: {reason}" for name, reason in found.skipped.items() if name.startswith("weft")]
     for r in found.rows:
         if r.precision == "float32" and not r.loss_difference <= SAME_LOSS:
-            out.append(f"{r.case}: the losses of {r.weft_name} and {r.peer_name} differ by {r.loss_difference:.1e}, more than {SAME_LOSS:.0e}")
+            both = f"{r.weft_name} and {r.peer_name}"
+            out.append(f"{r.case}: the losses of {both} differ by {r.loss_difference:.1e}, more than {SAME_LOSS:.0e}")
     return out
 
 

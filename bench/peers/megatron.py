@@ -1,4 +1,4 @@
-"""Megatron-Core: its tensor-parallel layers, embedding and cross-entropy in the same GPT (tensor=2), or its DistributedDataParallel (tensor=1).
+"""Megatron-Core: its tensor-parallel layers, embedding and cross-entropy in the same GPT (tensor=2), or its data parallelism (tensor=1).
 
 Its own attention needs Transformer Engine for a fused kernel; scaled_dot_product_attention stands there instead, which is faster.
 """
@@ -99,9 +99,12 @@ def _tensor(case: Case) -> Step:
 
 
 def _data(case: Case, rank: int, num_ranks: int) -> Step:
+    torch.cuda.current_device = lambda: torch.device("cpu")  # where its buffers are made, whatever the parameters' device
     plain = model_of(case)
     sizes = gpt.SIZES[case.model]
-    config = TransformerConfig(num_layers=sizes.layers, hidden_size=sizes.hidden, num_attention_heads=sizes.heads, use_cpu_initialization=True)
+    config = TransformerConfig(
+        num_layers=sizes.layers, hidden_size=sizes.hidden, num_attention_heads=sizes.heads, use_cpu_initialization=True
+    )
     options = DistributedDataParallelConfig(grad_reduce_in_fp32=False, overlap_grad_reduce=True)
     model = DistributedDataParallel(config, options, plain)
     optimizer = adamw(model.parameters(), case)
