@@ -38,7 +38,7 @@ class LocalStage:
     `forms[value]`: the local form of every variable, received, sent or resulting value, by axis.
     """
 
-    module: fx.GraphModule
+    module: torch.nn.Module
     variables: tuple[str, ...]
     received: tuple[str, ...]
     sent: tuple[str, ...]
@@ -226,7 +226,11 @@ class _Builder:
             return self._node(call, (args[0], args[1], args[2] if len(args) > 2 else -1, rows))
         if name in ("cross_entropy_loss", "nll_loss", "nll_loss_nd") and kernels:
             if name == "cross_entropy_loss":
-                weight, ignore, smoothing = (*args, *(None, 1, -100, 0.0)[len(args) - 2 :])[2], (*args, *(None, 1, -100, 0.0)[len(args) - 2 :])[4], 0.0
+                weight, ignore, smoothing = (
+                    (*args, *(None, 1, -100, 0.0)[len(args) - 2 :])[2],
+                    (*args, *(None, 1, -100, 0.0)[len(args) - 2 :])[4],
+                    0.0,
+                )
                 smoothing = args[5] if len(args) > 5 else kwargs.get("label_smoothing", 0.0)
                 classes = self.tensors[op.inputs[0]].shape[1]
                 call = _bind(cross_entropy, rows=kernels.get("average"), classes=kernels.get("vocabulary"), smoothing=smoothing)
@@ -334,7 +338,9 @@ def _batch_norm(
     return batch_norm(x, weight, bias, mean, var, momentum, eps, groups)
 
 
-def _nll(rows: Group, log_probabilities: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = 1, ignore: int = -100) -> Tensor:
+def _nll(
+    rows: Group, log_probabilities: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = 1, ignore: int = -100
+) -> Tensor:
     loss = torch.nn.functional.nll_loss(log_probabilities, target, weight, ignore_index=ignore, reduction="sum")
     count = (target != ignore).sum().to(loss.dtype)
     rows.all_reduce(count)

@@ -34,6 +34,7 @@ class Captured:
 
     graph: Graph
     constants: Mapping[str, torch.Tensor]
+    structure: Any = None  # the model's output with fake tensors, where it was captured without a loss
 
 
 def leaves(batch: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -94,6 +95,7 @@ class _Step(nn.Module):
         self._batch = batch
         self._loss = loss
         self._outputs = outputs
+        self.structure: Any = None
 
     def forward(self, *tensors: torch.Tensor) -> Any:
         given = iter(tensors)
@@ -101,6 +103,7 @@ class _Step(nn.Module):
         batch = rebuild(self._batch, new)
         if self._outputs:
             output = self.model(**batch) if isinstance(batch, Mapping) else self.model(*batch)
+            self.structure = output
             return tuple(leaf for _, leaf in leaves(output) if isinstance(leaf, torch.Tensor))
         return call(self.model, batch, self._loss)
 
@@ -221,7 +224,7 @@ def _read(program: Any, step: _Step, batch: Any, samples: int, size: int, output
         size,
         tuple(results) if outputs else (),
     )
-    return Captured(graph, {v: t for v, t in constants.items() if v in used})
+    return Captured(graph, {v: t for v, t in constants.items() if v in used}, step.structure)
 
 
 def _keep(operators: list[Operator], results: list[str], buffers: set[str]) -> list[Operator]:
@@ -232,7 +235,7 @@ def _keep(operators: list[Operator], results: list[str], buffers: set[str]) -> l
         if op.target in _IGNORED:
             continue
         writes = op.target.split(".")[1].endswith("_") and op.args and isinstance(op.args[0], Ref) and op.args[0].value in buffers
-        if writes or any(value in needed for value in op.outputs) or any(value in buffers for value in op.inputs[:1]) and writes:
+        if writes or any(value in needed for value in op.outputs) or (any(value in buffers for value in op.inputs[:1]) and writes):
             needed.update(op.inputs)
             kept.append(op)
     return kept[::-1]
@@ -322,7 +325,9 @@ class _Reader:
                     if not keep_grad and self.tensors[value].is_float:
                         out = f"{within}detach{i}"
                         self.tensors[out] = self.tensors[value]
-                        self.operators.append(Operator(out, "aten.detach.default", (Ref(value),), (), (out,), self._site(node, "aten.detach.default")))
+                        self.operators.append(
+                            Operator(out, "aten.detach.default", (Ref(value),), (), (out,), self._site(node, "aten.detach.default"))
+                        )
                         value = out
                     made.append(value)
                 self._tuples[prefix + node.name] = tuple(made)

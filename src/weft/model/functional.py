@@ -19,7 +19,9 @@ _VIEWS = {
 _SCATTER = {"slice": "aten.slice_scatter.default", "select": "aten.select_scatter.default"}
 
 
-def make_functional(operators: list[Operator], tensors: dict[str, Tensor], buffers: set[str]) -> tuple[list[Operator], dict[str, str]] | None:
+def make_functional(
+    operators: list[Operator], tensors: dict[str, Tensor], buffers: set[str]
+) -> tuple[list[Operator], dict[str, str]] | None:
     """`operators` without in-place writes, and the last name of every value that was written; None where aliasing is unclear."""
     made_by: dict[str, Operator] = {}
     now: dict[str, str] = {}  # a value as the model names it -> its latest functional name
@@ -80,7 +82,16 @@ def make_functional(operators: list[Operator], tensors: dict[str, Tensor], buffe
             result = fresh(base, "new")
             tensors[result] = tensors[base]
             out.append(
-                Operator(result, scatter, (Ref(current(base)), Ref(value), *maker.args[1:]), maker.kwargs, (result,), op.site, False, op.full_precision)
+                Operator(
+                    result,
+                    scatter,
+                    (Ref(current(base)), Ref(value), *maker.args[1:]),
+                    maker.kwargs,
+                    (result,),
+                    op.site,
+                    False,
+                    op.full_precision,
+                )
             )
             written, value = base, result
         now[op.outputs[0]] = new

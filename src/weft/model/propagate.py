@@ -129,7 +129,9 @@ class _Choice:
 class _Axis:
     """The problem along one axis, with the other axes' decisions given."""
 
-    def __init__(self, graph: Graph, axis: str, n: int, taken: Mapping[str, set[int]], fixed: Mapping[str, int] | None, prices: Prices, divide: int):
+    def __init__(
+        self, graph: Graph, axis: str, n: int, taken: Mapping[str, set[int]], fixed: Mapping[str, int] | None, prices: Prices, divide: int
+    ):
         self.graph, self.axis, self.n, self.prices = graph, axis, n, prices
         self.taken = taken  # value -> dims that other axes cut
         self.fixed = fixed
@@ -149,7 +151,9 @@ class _Axis:
     def choices(self, op: Operator) -> list[_Choice]:
         rule = self.rules[op.name]
         tensors = self.graph.tensors
-        seconds = 3 * max(operator_flops(op, tensors) / self.prices.flops_per_s, operator_bytes(op, tensors) / self.prices.memory_bytes_per_s)
+        seconds = 3 * max(
+            operator_flops(op, tensors) / self.prices.flops_per_s, operator_bytes(op, tensors) / self.prices.memory_bytes_per_s
+        )
         seconds /= self.divide
         whole: list[Form | None] = ["R"] * len(op.inputs)
         if rule is not None:
@@ -217,7 +221,12 @@ class _Axis:
             # Running statistics are written where they are stored, so they cannot be moved first.
             for value, form in zip(op.inputs, needs, strict=True):
                 stored = self.fixed.get(value) if self.fixed is not None and value in self.placed else None
-                if value in self.placed and value not in self.grads and self.fixed is not None and form != ("R" if stored is None else f"S{stored}"):
+                if (
+                    value in self.placed
+                    and value not in self.grads
+                    and self.fixed is not None
+                    and form != ("R" if stored is None else f"S{stored}")
+                ):
                     return None
         if kernel == "statistics":
             seconds += 2 * _collective_s("all_reduce", 16.0 * self.graph.tensors[op.inputs[0]].shape[1], self.n, self.prices)
@@ -462,7 +471,13 @@ def cheapest(problem: _Axis, value: str, have: Iterable[Form], need: Form) -> Fo
     return min(have, key=lambda source: problem.move_s(value, source, need))
 
 
-def _defer(graph: Graph, problem: _Axis, ops: dict[str, dict[str, str]], forms: dict[str, dict[str, Form]], needs: dict[str, list[dict[str, Form | None]]]) -> None:
+def _defer(
+    graph: Graph,
+    problem: _Axis,
+    ops: dict[str, dict[str, str]],
+    forms: dict[str, dict[str, Form]],
+    needs: dict[str, list[dict[str, Form | None]]],
+) -> None:
     """Let gradient summands travel backward through replicated operators, so that they are summed once, at the parameter.
 
     A replicated operator whose results are needed only as "+" passes summands on: its own inputs become "+". Over `data` a piece

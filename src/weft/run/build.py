@@ -7,7 +7,7 @@ Every rank does this by itself from the same inputs, so nothing but gradients an
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -50,9 +50,14 @@ class Source:
     def capture(self, batch: Any, loss: Loss | None, batch_size: int | None, outputs: bool = False) -> Captured:
         """Capture the model on a batch of `batch_size` samples. Raises ModelError where it cannot be followed."""
         if self.deferred is not None:
-            return capture(self.model, batch, loss, batch_size=batch_size, fake_mode=self.deferred.fake_mode, outputs=outputs)
-        mode = fake_mode()
-        return capture(fake_copy(self.model, mode), batch, loss, batch_size=batch_size, fake_mode=mode, outputs=outputs)
+            deferred = self.deferred
+            captured = capture(self.model, batch, loss, batch_size=batch_size, fake_mode=deferred.fake_mode, outputs=outputs)
+            # A tensor that is a plain attribute of the module comes out as the fake that it is here.
+            constants = {v: deferred.value(t) if deferred.is_fake(t) else t for v, t in captured.constants.items()}
+            return replace(captured, constants=constants)
+        mode, originals = fake_mode(), dict[int, Tensor]()
+        captured = capture(fake_copy(self.model, mode, originals), batch, loss, batch_size=batch_size, fake_mode=mode, outputs=outputs)
+        return replace(captured, constants={v: originals.get(id(t), t) for v, t in captured.constants.items()})
 
     def take(self, take: Callable[[str, Tensor], Tensor | None], dtype: torch.dtype | None) -> dict[str, Tensor]:
         """Initial values, one tensor at a time: what `take(name, tensor)` returns is kept."""
@@ -77,6 +82,7 @@ class Parts:
     blocks: dict[str, tuple[Variable, tuple[int, ...]]]  # buffer name -> (variable, offsets)
     variables: dict[str, Tensor]  # what the stage is called with, by graph value
     draw: Draw = field(default_factory=Draw)
+    structure: Any = None  # the model's output, where it runs without a loss
 
 
 def cut_of(plan: Plan, names: Mapping[str, object]) -> dict[str, Shards]:
@@ -104,7 +110,9 @@ def shard_of(plan: Plan, graph: Graph) -> Sharding:
     return propagate(graph, sizes, cut_of(plan, names))
 
 
-def build(plan: Plan, source: Source, batch: Any, loss: Loss | None, world: World, optimizer: OptimizerSpec, seed: int, outputs: bool = False) -> Parts:
+def build(
+    plan: Plan, source: Source, batch: Any, loss: Loss | None, world: World, optimizer: OptimizerSpec, seed: int, outputs: bool = False
+) -> Parts:
     """Capture, shard, cut into stages, lower this rank's stage, and give it its initial values.
 
     Raises:
@@ -142,7 +150,9 @@ def build(plan: Plan, source: Source, batch: Any, loss: Loss | None, world: Worl
             # A parameter that no operator reads is kept by the first stage, so that checkpoints are whole.
             if v.value in holders or at["pipeline"] != 0:
                 continue
-        specs[v.name] = _spec(v, plan, sharding, holders.get(v.value, [0]), at, first_use.get(v.value, -1), optimizer, v.value in trainable, dtype)
+        specs[v.name] = _spec(
+            v, plan, sharding, holders.get(v.value, [0]), at, first_use.get(v.value, -1), optimizer, v.value in trainable, dtype
+        )
     flat, parameters = build_groups(list(specs.values()), world.device, sharded=layout.zero > 0)
 
     offsets: dict[str, tuple[int, ...]] = {name: spec.offsets for name, spec in specs.items()}
@@ -177,7 +187,7 @@ def build(plan: Plan, source: Source, batch: Any, loss: Loss | None, world: Worl
     for v in graph.buffers:
         if v.value in used:
             variables[v.value] = buffers[v.name]
-    return Parts(graph, sharding, stages, mine, local, parameters, specs, flat, buffers, kept_buffers, variables, draw)
+    return Parts(graph, sharding, stages, mine, local, parameters, specs, flat, buffers, kept_buffers, variables, draw, captured.structure)
 
 
 def _block(v: Variable, sharding: Sharding, at: Mapping[str, int]) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,18 +17,22 @@ from torch import Tensor, nn
 from weft.errors import Infeasible
 from weft.model.capture import Loss, batch_size_of, leaves
 from weft.model.propagate import needs_gradient
+from weft.model.stages import links
 from weft.model.work import model_flops
 from weft.plan.placement import piece
 from weft.plan.plan import Plan
-from weft.plan.timeline import Span, Timeline
-from weft.run.build import Parts, Source, build
+from weft.plan.timeline import Timeline
+from weft.run import checkpoint
+from weft.run.build import Source, build
+from weft.run.checkpoint import Piece
 from weft.run.executor import Crossing, Executor, Result
 from weft.run.gradients import Gradients
 from weft.run.optimizer import Optimizer, OptimizerSpec
 from weft.run.stage import StageRunner, with_recomputation
+from weft.run.state import full_state, full_tensors, gradient_pieces, input_gradients, pieces_of
+from weft.run.whole import build_whole
 from weft.schedules import build as build_schedule
-from weft.model.stages import links
-from weft.world.world import Group, World
+from weft.world.world import World
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,19 +56,23 @@ class Engine:
         world: World,
         optimizer: OptimizerSpec | str | Mapping[str, Any] = "adamw",
         *,
-        seed: int = 0,
+        seed: int | None = None,
         source: Source | None = None,
         compile: bool = False,
     ) -> None:
         self.plan, self.world = plan, world
         self.spec = OptimizerSpec.of(optimizer)
-        source = source or Source.of(model)
-        self.parts = build(plan, source, batch, loss, world, self.spec, seed)
+        if source is None:
+            if seed is not None:
+                torch.manual_seed(seed)
+            source = Source.of(model)
+        make = build_whole if plan.uncaptured else build
+        self.parts = make(plan, source, batch, loss, world, self.spec, torch.initial_seed() if seed is None else seed)
         self.mesh = plan.layout.mesh
         at = self.mesh.coordinates(world.rank)
         self.data_index, self.data_size = at["data"], plan.layout.data
         self.stage_index = at["pipeline"]
-        self.step_index = 0
+        self._counters = {"step": torch.zeros((), dtype=torch.int64)}
         self._everyone = world.group(tuple(range(world.num_ranks)))
         self._pipeline = world.group(self.mesh.group(world.rank, "pipeline"))
         self._draw = self.parts.draw
@@ -104,6 +113,15 @@ class Engine:
         return Executor(program, {parts.stage.index: (parts.stage, runner)}, crossings, self._pipeline, self.world.device, None, self._draw)
 
     @property
+    def step_index(self) -> int:
+        """Steps that have been made."""
+        return int(self._counters["step"])
+
+    @step_index.setter
+    def step_index(self, value: int) -> None:
+        self._counters["step"].fill_(value)
+
+    @property
     def parameters(self) -> dict[str, nn.Parameter]:
         """This rank's blocks of the parameters, by the model's own names."""
         return self.parts.parameters
@@ -121,9 +139,8 @@ class Engine:
         """
         began = time.perf_counter()
         result = self.forward_backward(batch, record=record)
-        norm = self._optimizer.step(lr)
-        loss = self._loss(result)
-        self.step_index += 1
+        norm = self.update(lr)
+        loss = self.loss_of(result)
         return StepResult(loss, norm, time.perf_counter() - began)
 
     def forward_backward(self, batch: Any, record: bool = False, want_inputs: bool = False) -> Result:
@@ -138,13 +155,19 @@ class Engine:
             self.timeline = Timeline(name, self.plan.layout.pipeline, tuple(result.spans))
         return result
 
+    def update(self, lr: float | None = None) -> float | None:
+        """Clip and update the parameters from the summed gradients. Returns the gradient norm where it is clipped."""
+        norm = self._optimizer.step(lr)
+        self.step_index += 1
+        return norm
+
     def evaluate(self, batch: Any) -> float:
         """The loss on a batch, without training. Operators stay as captured (batch norm and dropout in training mode)."""
         self._draw.step = self.step_index
         with torch.no_grad():
-            return self._loss(self._executor.run(self._local(batch), train=False))
+            return self.loss_of(self._executor.run(self._local(batch), train=False))
 
-    def _loss(self, result: Result) -> float:
+    def loss_of(self, result: Result) -> float:
         """The mean over microbatches, from every rank's summands."""
         total = torch.zeros((), dtype=torch.float64)
         if result.losses:
@@ -185,42 +208,35 @@ class Engine:
             out.append(tensors)
         return out
 
-    def full_tensors(self, which: Callable[[str], Tensor | None] | None = None) -> dict[str, Tensor] | None:
-        """Whole parameters (or what `which(name)` gives for this rank's block of each), assembled on rank 0; None elsewhere."""
-        return assemble(self.parts, self._everyone, self.mesh, which or (lambda name: self.parts.parameters[name].detach()))
+    def pieces(self) -> list[Piece]:
+        """This rank's parameters, buffers, optimizer state and counters, where they lie in the whole model; for checkpoints."""
+        return pieces_of(self.parts, self._optimizer, self.mesh.coordinates(self.world.rank), self._counters)
 
-    def gradient(self, name: str) -> Tensor | None:
-        """This rank's block of the summed gradient of a parameter, after `forward_backward`."""
-        for group in self.parts.groups:
-            if name in group.views:
-                return group.views[name]
-        return None
+    def full_state_dict(self) -> dict[str, Tensor] | None:
+        """Parameters and buffers of the whole model under the model's own names (tied ones under each), on rank 0; None elsewhere."""
+        return full_state(self.parts, self.pieces(), self._everyone)
 
+    def full_gradients(self) -> dict[str, Tensor] | None:
+        """Summed gradients of the whole model by parameter name, on rank 0, after `forward_backward`; None elsewhere."""
+        found = gradient_pieces(self.parts)
+        return full_tensors({v.name: v for v in self.parts.graph.parameters}, found, self._everyone)
 
-def assemble(parts: Parts, everyone: Group, mesh: Any, block: Callable[[str], Tensor | None]) -> dict[str, Tensor] | None:
-    """Every parameter whole, on rank 0: each rank sends its block, blocks are laid at their offsets."""
-    out: dict[str, Tensor] = {}
-    for v in parts.graph.parameters:
-        spec = parts.specs.get(v.name)
-        mine = block(v.name) if spec is not None else None
-        dtype = parts.specs[v.name].dtype if spec is not None else None
-        whole = _lay(everyone, v.tensor.shape, spec.offsets if spec is not None else None, mine, dtype)
-        if everyone.index == 0:
-            out[v.name] = whole
-    return out if everyone.index == 0 else None
+    def full_input_gradients(self, result: Result) -> dict[str, Tensor] | None:
+        """Gradients of the floating-point inputs of the whole batch by path, on rank 0; None elsewhere."""
+        return input_gradients(self.parts, self.plan, result, self.mesh.coordinates(self.world.rank), self._everyone)
 
+    def save(self, folder: str | Path, extra: dict[str, Any] | None = None, keep: int = 0) -> Path:
+        """Write a checkpoint into `folder`; every rank calls it. Any layout can load it. See `weft.run.checkpoint.save`."""
+        return checkpoint.save(folder, self.step_index, self.pieces(), extra, self.world, keep=keep, generation=self.world.generation)
 
-def _lay(group: Group, shape: tuple[int, ...], offsets: tuple[int, ...] | None, mine: Tensor | None, dtype: Any) -> Tensor:
-    """Sum of blocks over how many ranks hold each element: exact, since copies are equal."""
-    whole = torch.zeros(shape, dtype=torch.float64)
-    count = torch.zeros(shape, dtype=torch.float64)
-    if mine is not None and offsets is not None:
-        place = tuple(slice(o, o + n) for o, n in zip(offsets, mine.shape, strict=True))
-        whole[place] = mine.double().cpu()
-        count[place] = 1.0
-    group.all_reduce(whole)
-    group.all_reduce(count)
-    return whole / count
+    def load(self, folder: str | Path) -> dict[str, Any]:
+        """Continue from a checkpoint (or the newest good one of a folder), whatever layout wrote it. Returns its `extra`.
 
-
-_ = Span
+        Raises:
+            CheckpointError: nothing to load, damaged, or of another model; then nothing has been changed.
+        """
+        extra = checkpoint.load(folder, self.pieces(), self.world)
+        self._optimizer.load_parameters()
+        self.step_index = int(self._counters["step"])
+        self._optimizer.set_steps(self.step_index)
+        return extra

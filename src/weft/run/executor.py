@@ -43,7 +43,7 @@ class Result:
     losses: list[Tensor] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     input_gradients: list[dict[str, Tensor]] = field(default_factory=list)
-    outputs: list[dict[str, Tensor]] = field(default_factory=list)
+    order: list[int] = field(default_factory=list)  # the microbatch of each entry of `input_gradients`
 
 
 class Executor:
@@ -121,7 +121,13 @@ class Executor:
         return result
 
     def _forward(
-        self, action: Compute, inputs: Sequence[Mapping[str, Tensor]], held: dict[Value, object], result: Result, train: bool, want_inputs: bool
+        self,
+        action: Compute,
+        inputs: Sequence[Mapping[str, Tensor]],
+        held: dict[Value, object],
+        result: Result,
+        train: bool,
+        want_inputs: bool,
     ) -> None:
         stage, runner = self.stages[action.stage]
         m = action.microbatch
@@ -155,7 +161,10 @@ class Executor:
         for p in self.program.predecessors[s]:
             held[Value("g", (s, p, m))] = [out[c.value] for c in self.crossings[p, s] if c.has_gradient]
         if want_inputs:
-            result.input_gradients.append({v: x.grad if x.grad is not None else torch.zeros_like(x) for v, x in kept.inputs.items() if x.is_floating_point()})
+            result.order.append(m)
+            result.input_gradients.append(
+                {v: x.grad if x.grad is not None else torch.zeros_like(x) for v, x in kept.inputs.items() if x.is_floating_point()}
+            )
 
     def _tag(self, value: Value, i: int) -> int:
         """One tag a tensor: what it is, between which stages, of which microbatch."""

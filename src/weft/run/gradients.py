@@ -30,7 +30,7 @@ class Gradients:
         self._order = [(g, bucket) for g, group in enumerate(groups) for bucket in group.buckets]
         self._of = {name: k for k, (_, bucket) in enumerate(self._order) for name in bucket.names}
         self._last = True
-        self._first = {name: True for name in self._of}
+        self._first = dict.fromkeys(self._of, True)
         self._waiting: list[int] = []
         self._next = 0
         self._works: list[Work] = []

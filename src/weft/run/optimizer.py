@@ -55,7 +55,9 @@ class OptimizerSpec:
         for key in value:
             if key not in known:
                 close = difflib.get_close_matches(key, known, n=1)
-                raise UsageError(f"optimizer option {key!r} is unknown{f' (did you mean {close[0]}?)' if close else ''}; known: {', '.join(known)}")
+                raise UsageError(
+                    f"optimizer option {key!r} is unknown{f' (did you mean {close[0]}?)' if close else ''}; known: {', '.join(known)}"
+                )
         return cls(**value)
 
     @property
@@ -95,6 +97,23 @@ class Optimizer:
                 self.params.append(group.data)
                 self.grads.append(group.grad)
         self.inner = spec.build([(p, g.decay) for p, g in zip(self.params, self._groups, strict=True)])
+        # State is there from the start, so that a checkpoint can be loaded into it; zeros are what the first step would make.
+        for p in self.params:
+            state: dict[str, Tensor] = {slot: torch.zeros_like(p) for slot in spec.slots}
+            if spec.name == "adamw":
+                state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
+            self.inner.state[p] = state
+
+    def slots(self, number: int) -> dict[str, Tensor]:
+        """The optimizer's state tensors of group `number`, laid out as `params[number]`."""
+        state = self.inner.state[self.params[number]]
+        return {slot: state[slot] for slot in self.spec.slots}
+
+    def set_steps(self, count: int) -> None:
+        """Steps that the state has seen (AdamW's bias correction)."""
+        for p in self.params:
+            if "step" in self.inner.state[p]:
+                self.inner.state[p]["step"].fill_(float(count))
 
     def pieces(self, number: int) -> list[tuple[int, int, int]]:
         """(start in the flat group, start in the piece, length) of what this rank updates of group `number`."""
@@ -133,7 +152,9 @@ class Optimizer:
             over = self._sums[number]
             if self.sharded[number] and over is not None:
                 for (_, at, length), bucket in zip(self.pieces(number), group.buckets, strict=True):
-                    works.append(over.all_gather_into(group.data[bucket.start : bucket.stop], self.params[number][at : at + length], wait=False))
+                    works.append(
+                        over.all_gather_into(group.data[bucket.start : bucket.stop], self.params[number][at : at + length], wait=False)
+                    )
         for work in works:
             work.wait()
         return norm
@@ -143,13 +164,10 @@ class Optimizer:
         total = torch.zeros((), dtype=torch.float64)
         for number, group in enumerate(self._groups):
             # A piece is counted by its owner; what is whole on many ranks is counted by the first of them.
-            if group.counted or (self.sharded[number] and self._tensor_counts(group)):
+            if group.counted_piece if self.sharded[number] else group.counted:
                 total += torch.linalg.vector_norm(self.grads[number]).double().cpu() ** 2
         self._world.all_reduce(total)
         return float(total.sqrt())
-
-    def _tensor_counts(self, group: FlatGroup) -> bool:
-        return any(p.counted_piece for p in group.members[:1])
 
     def _clip(self) -> float:
         norm = self.norm()

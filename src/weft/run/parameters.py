@@ -57,6 +57,7 @@ class FlatGroup:
 
     sum_ranks: tuple[int, ...]
     counted: bool
+    counted_piece: bool
     decay: bool
     data: Tensor
     grad: Tensor
@@ -66,7 +67,9 @@ class FlatGroup:
     views: dict[str, Tensor] = field(default_factory=dict)  # name -> gradient view
 
 
-def build_groups(parameters: Sequence[LocalParameter], device: torch.device, sharded: bool = False) -> tuple[list[FlatGroup], dict[str, torch.nn.Parameter]]:
+def build_groups(
+    parameters: Sequence[LocalParameter], device: torch.device, sharded: bool = False
+) -> tuple[list[FlatGroup], dict[str, torch.nn.Parameter]]:
     """Allocate flat groups; returns them and the parameters (views of them) by name.
 
     With `sharded` (ZeRO) every bucket is padded so that the ranks that sum it get equal pieces.
@@ -95,7 +98,9 @@ def build_groups(parameters: Sequence[LocalParameter], device: torch.device, sha
                 begin, names = at, []
         data = torch.zeros(at, dtype=first.dtype, device=device)
         grad = torch.zeros(at, dtype=first.dtype, device=device)
-        group = FlatGroup(first.sum_ranks, first.counted, first.decay, data, grad, tuple(members), tuple(starts), buckets)
+        group = FlatGroup(
+            first.sum_ranks, first.counted, first.counted_piece, first.decay, data, grad, tuple(members), tuple(starts), buckets
+        )
         for p, start in zip(members, starts, strict=True):
             made[p.name] = torch.nn.Parameter(data[start : start + p.size].view(p.shape))
             group.views[p.name] = grad[start : start + p.size].view(p.shape)

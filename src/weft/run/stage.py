@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from weft.lower.kernels.randomness import Draw
 from weft.lower.local import LocalStage
 
+
 @dataclass
 class Kept:
     """What one microbatch leaves between forward and backward."""
@@ -106,9 +107,7 @@ def with_recomputation(local: LocalStage, draw: Draw) -> LocalStage:
     parts = {node.meta["part"] for node in local.module.graph.nodes if node.op == "call_function"}
     if not any(repeated for _, repeated in parts):
         parts = {(0, True)}
-    split = split_module(
-        local.module, local.module, lambda node: node.meta["part"][0] if len(parts) > 1 else 0, keep_original_order=True
-    )
+    split = split_module(local.module, local.module, lambda node: node.meta["part"][0] if len(parts) > 1 else 0, keep_original_order=True)
     repeated = {number for number, is_layer in parts if is_layer}
     for name, child in list(split.named_children()):
         if name.startswith("submod_") and int(name.removeprefix("submod_")) in repeated:

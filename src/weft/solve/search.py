@@ -22,6 +22,7 @@ from weft.model.stages import links
 from weft.plan.layout import Layout
 from weft.plan.plan import Candidate, Plan, Prediction
 from weft.plan.program import Compute, Op, Value
+from weft.plan.timeline import Timeline
 from weft.schedules import build
 from weft.simulate.clock import simulate
 from weft.solve.reasons import reasons
@@ -214,9 +215,15 @@ def _borders(pricer: Pricer, layout: Layout, sites: Sequence[str]) -> list[float
 
 def clocked(pricer: Pricer, priced: Priced) -> Priced:
     """The same with its pipeline timed by the clock on the program that would run."""
-    layout = priced.layout
-    if layout.pipeline == 1:
+    if priced.layout.pipeline == 1:
         return priced
+    pipeline_s = timeline(pricer, priced).total_s
+    return replace(priced, prediction=pricer.predict(priced.layout, priced.costs, (), pipeline_s))
+
+
+def timeline(pricer: Pricer, priced: Priced) -> Timeline:
+    """Forward and backward of one step, by the clock, on the program that would run."""
+    layout = priced.layout
     stages = pricer.split(priced.sites)
     program = build(layout.schedule, layout.pipeline, layout.microbatches, links(stages), rendezvous=False)
     sent = {(s.index, to): pricer.transfer_s(layout, pricer.crossing(layout, values)) for s in stages for to, values in s.sends}
@@ -228,8 +235,7 @@ def clocked(pricer: Pricer, priced: Priced) -> Priced:
     def transfer_s(value: Value, sender: int, receiver: int) -> float:
         return sent.get((min(value.index[0], value.index[1]), max(value.index[0], value.index[1])), 0.0)
 
-    pipeline_s = simulate(program, compute_s, transfer_s).total_s
-    return replace(priced, prediction=pricer.predict(layout, priced.costs, (), pipeline_s))
+    return simulate(program, compute_s, transfer_s)
 
 
 def _check_state(layout: Layout, cluster: Cluster, num_parameters: int) -> None:

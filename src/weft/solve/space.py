@@ -1,6 +1,6 @@
 """Every legal layout. In: a cluster, a batch, constraints as text. Out: layouts, or `Infeasible` naming what leaves none.
 
-A constraint is `key<=8`, `<`, `=`, `!=`, `>=` or `>` with a key of the layout. On processors any number of ranks is tried, each with
+A constraint is `key<=8`, `<`, `=`, `!=`, `>=` or `>` with a key of the layout, or `ranks`. On processors any number of ranks is tried, each with
 its share of the cores or fewer; on GPUs all devices are used, or as many as the batch lets, where it does not divide.
 Not searched: layouts that `Layout` does not have yet, and microbatch counts beyond `MOST_MICROBATCHES`.
 """
@@ -52,7 +52,7 @@ def parse_constraints(text: str) -> tuple[Constraint, ...]:
         UsageError: a word that is no constraint, an unknown key (names the nearest), a value of the wrong type.
         Infeasible: constraints on one key that no value meets, by name.
     """
-    known = {f.name: f.type for f in fields(Layout)}
+    known = {f.name: f.type for f in fields(Layout)} | {"ranks": "int"}
     found = []
     for word in text.replace(",", " ").split():
         match = _WORD.fullmatch(word)
@@ -109,6 +109,14 @@ def rank_counts(cluster: Cluster) -> list[int]:
     return list(reversed(divisors(n)))
 
 
+def wanted_ranks(cluster: Cluster, constraints: Sequence[Constraint]) -> list[int]:
+    """The numbers of ranks that the constraints on `ranks` admit; one that is named exactly is tried even where cores are fewer."""
+    mine = [c for c in constraints if c.key == "ranks"]
+    exact = [c.value for c in mine if c.relation == "=" and isinstance(c.value, int)]
+    counts = exact[:1] if exact and cluster.is_cpu else rank_counts(cluster)
+    return [n for n in counts if all(c.admits(n) for c in mine)]
+
+
 def layouts(cluster: Cluster, batch_size: int, constraints: Sequence[Constraint] = (), num_layers: int = 1 << 30) -> Iterator[Layout]:
     """Every legal layout that the constraints admit, most ranks first. `num_layers`: places for stages, at most that many.
 
@@ -122,7 +130,7 @@ def layouts(cluster: Cluster, batch_size: int, constraints: Sequence[Constraint]
     if any(c.key == "precision" and c.relation == "=" and c.value == "float64" for c in constraints):
         precisions = ["float64"]
     given = False
-    for ranks in rank_counts(cluster):
+    for ranks in wanted_ranks(cluster, constraints):
         if given and cluster.num_devices > 16:
             return
         for tensor in divisors(ranks):

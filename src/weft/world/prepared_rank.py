@@ -30,10 +30,11 @@ from weft.errors import UsageError, WeftError
 from weft.world import message, private, recorder
 from weft.world.group import LOST, LostPeer
 from weft.world.recorder import Recorder
+from weft.world.current import set_world
 from weft.world.world import World
 
 BEAT_S = 0.2
-LINGER_S = 5.0
+LINGER_S = 3.0
 # Set while a rank imports the module of its function, so that a script that launches at its top level is told so.
 IMPORTING = "WEFT_RANK_IMPORTING"
 _PR_SET_PDEATHSIG = 1
@@ -133,6 +134,7 @@ def _run(
             timeout_s=task.collective_timeout_s,
             catch_sigterm=True,
         )
+        set_world(world)
         notes.phase(recorder.RUNNING)
         result = function(world, *arguments)
         _write(folder / f"result-{rank}", message.dump(result, "the result"))

@@ -101,3 +101,8 @@ def tcp_store(host: str, port: int, num_ranks: int, timeout_s: float, listen_fd:
     if listen_fd is None:
         return stores.TCPStore(host, port, num_ranks, is_master=False, timeout=timeout, wait_for_workers=False)
     return stores.TCPStore(host, port, num_ranks, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listen_fd)
+
+
+def after_backward(callback: Any) -> None:
+    """Call `callback()` when the backward pass that is running has finished. Only from within a gradient hook."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]

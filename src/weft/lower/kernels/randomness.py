@@ -46,7 +46,17 @@ def dropout(x: Tensor, p: float, draw: Draw, operator: int, part: int) -> Tensor
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, causal: bool, scale: float | None, enable_gqa: bool, draw: Draw, operator: int, part: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    p: float,
+    causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    draw: Draw,
+    operator: int,
+    part: int,
 ) -> Tensor:
     """Scaled dot-product attention with dropout on its weights: torch's global generator is borrowed and put back."""
     device = q.device

@@ -33,7 +33,16 @@ def embedding(weight: Tensor, ids: Tensor, padding: int, num_rows: int, group: G
     return rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)
 
 
-def cross_entropy(logits: Tensor, target: Tensor, ignore: int, num_classes: int, rows: Group | None, classes: Group | None, smoothing: float = 0.0, weight: Tensor | None = None) -> Tensor:
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    ignore: int,
+    num_classes: int,
+    rows: Group | None,
+    classes: Group | None,
+    smoothing: float = 0.0,
+    weight: Tensor | None = None,
+) -> Tensor:
     """Mean cross-entropy of `logits_NC` against `target_N`; rows over group `rows`, classes over group `classes`.
 
     With `rows` the result is this rank's summand of the mean over all rows; otherwise it is the mean.
@@ -45,7 +54,9 @@ def cross_entropy(logits: Tensor, target: Tensor, ignore: int, num_classes: int,
         count = counted.sum().to(loss.dtype)
     else:
         loss = F.cross_entropy(logits, target, weight=weight, ignore_index=ignore, reduction="sum", label_smoothing=smoothing)
-        count = weight[target.masked_fill(~counted, 0)].masked_fill(~counted, 0.0).sum() if weight is not None else counted.sum().to(loss.dtype)
+        count = (
+            weight[target.masked_fill(~counted, 0)].masked_fill(~counted, 0.0).sum() if weight is not None else counted.sum().to(loss.dtype)
+        )
     if rows is not None:
         rows.all_reduce(count)
     return loss / count

@@ -95,7 +95,8 @@ def _along_dim(op: Operator, name: str, ins: list[Shape], outs: list[Shape]) -> 
     if any(len(s) != len(ins[0]) for s in shapes) and name not in ("index_select", "index_add", "index_copy"):
         return None
     labels = tuple(
-        f"d{i}" if i not in dims and n > 1 and all(len(s) != len(ins[0]) or s[i] == n for s in shapes) else BLOCKED for i, n in enumerate(ins[0])
+        f"d{i}" if i not in dims and n > 1 and all(len(s) != len(ins[0]) or s[i] == n for s in shapes) else BLOCKED
+        for i, n in enumerate(ins[0])
     )
     rows = tuple(labels if len(s) == len(ins[0]) else (BLOCKED,) * len(s) for s in ins)
     if reduces:
@@ -115,7 +116,9 @@ def _reduction(op: Operator, name: str, ins: list[Shape], outs: list[Shape]) -> 
     keeps = len(outs[0]) == rank and rank > 0
     contracted = name in ("sum", "mean")
     labels = tuple(f"d{i}" if n > 1 and (i not in dims or contracted) else BLOCKED for i, n in enumerate(ins[0]))
-    kept = tuple(BLOCKED if i in dims else labels[i] for i in range(rank)) if keeps else tuple(labels[i] for i in range(rank) if i not in dims)
+    kept = (
+        tuple(BLOCKED if i in dims else labels[i] for i in range(rank)) if keeps else tuple(labels[i] for i in range(rank) if i not in dims)
+    )
     if any(len(kept) != len(o) for o in outs):
         return None
     kernels = {labels[i]: "average" for i in dims if labels[i]} if name == "mean" else {}
@@ -250,5 +253,9 @@ def _attention(op: Operator, rule: Rule, ins: list[Shape]) -> Rule:
         out[-3] = "h"
     if any("h" not in (rows[i] or ()) for i in heads):
         # One key head for all query heads: cutting queries needs every rank's whole key.
-        return Rule(tuple(rows), (tuple(out),)) if all(ins[i][-3] > 1 for i in heads) else _only(Rule(tuple(rows), (tuple(out),)), set(rule.labels) - {"h"})
+        return (
+            Rule(tuple(rows), (tuple(out),))
+            if all(ins[i][-3] > 1 for i in heads)
+            else _only(Rule(tuple(rows), (tuple(out),)), set(rule.labels) - {"h"})
+        )
     return Rule(tuple(rows), (tuple(out),))

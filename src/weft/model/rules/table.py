@@ -14,7 +14,11 @@ NOTATION: dict[str, tuple[str, ...]] = {
     "mv": ("n k, k -> n",),
     "embedding": ("v^ e, b* -> b* e",),
     "cross_entropy_loss": ("n/ c^, n/, !c -> ",),
-    "layer_norm": ("b* !n, _, !n, !n -> b* !n", "b* !n !m, _, !n !m, !n !m -> b* !n !m", "b* !n !m !l, _, !n !m !l, !n !m !l -> b* !n !m !l"),
+    "layer_norm": (
+        "b* !n, _, !n, !n -> b* !n",
+        "b* !n !m, _, !n !m, !n !m -> b* !n !m",
+        "b* !n !m !l, _, !n !m !l, !n !m !l -> b* !n !m !l",
+    ),
     "rms_norm": ("b* !n, _, !n -> b* !n",),
     "batch_norm": ("n+ c s+*, c, c, c, c -> n c s*",),
     "group_norm": ("n !c !s*, _, !c, !c -> n !c !s*",),
@@ -75,7 +79,13 @@ ALONG_DIM = frozenset(
     """.split()
 )
 
-REDUCTIONS = frozenset("sum mean amax amin max min any all argmax argmin var std prod norm linalg_vector_norm var_mean std_mean count_nonzero".split())
-LOSSES = frozenset("mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits soft_margin_loss kl_div".split())
-FACTORIES = frozenset("arange zeros ones full empty scalar_tensor eye linspace rand randn randint randperm tril_indices triu_indices hann_window".split())
+REDUCTIONS = frozenset(
+    "sum mean amax amin max min any all argmax argmin var std prod norm linalg_vector_norm var_mean std_mean count_nonzero".split()
+)
+LOSSES = frozenset(
+    "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits soft_margin_loss kl_div".split()
+)
+FACTORIES = frozenset(
+    "arange zeros ones full empty scalar_tensor eye linspace rand randn randint randperm tril_indices triu_indices hann_window".split()
+)
 SHAPED_LIKE = frozenset("new_zeros new_ones new_full new_empty".split())

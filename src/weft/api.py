@@ -1,0 +1,319 @@
+"""What `import weft` offers. Each function puts the parts together; none holds state of its own."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.cluster.cluster import Cluster
+from weft.cost.step import Pricer
+from weft.errors import Infeasible, ModelError, UsageError
+from weft.model.capture import Loss, batch_size_of
+from weft.model.deferred import Deferred, building
+from weft.plan.layout import Layout
+from weft.plan.plan import Plan
+from weft.plan.store import read_plan
+from weft.plan.timeline import Timeline
+from weft.run.build import Source
+from weft.run.engine import Engine
+from weft.run.optimizer import OptimizerSpec
+from weft.run.plain import divide
+from weft.run.verify import Verification, verify_on_rank
+from weft.solve.search import price, search, timeline, without_graph
+from weft.train.loader import shard as shard_batches
+from weft.world.current import Place, current_place, current_world, set_place
+from weft.world.launch import launch
+from weft.world.world import World
+from weft.zoo.resolve import resolve
+from weft.zoo.resolved import Resolved
+
+Model = Resolved | nn.Module | Callable[[], nn.Module] | str
+
+
+def plan(
+    model: Model,
+    batch: Any = None,
+    *,
+    loss: Loss | None = None,
+    cluster: Cluster | str = "here",
+    layout: Layout | str | None = None,
+    constraints: str | Sequence[str] = "",
+    objective: str = "time",
+    like: Plan | None = None,
+    source: Source | None = None,
+) -> Plan:
+    """The fastest plan for a model on a cluster; or `layout` priced as it is.
+
+    Args:
+        model: a module, a function that makes one, a `Resolved`, or MODEL as on the command line ("gpt-10m", "file.py:make").
+        batch: the global batch, a tuple or dict of tensors with samples in dimension 0, or their number for a named model.
+        loss: `loss(output, batch)` -> scalar; without it the output is the loss or has `.loss`.
+        like: a plan whose shards and stages are kept, with `layout` its own.
+
+    Raises:
+        Infeasible: nothing fits, with the numbers. ModelError: the model cannot be made or called.
+
+    >>> import weft
+    >>> chosen = weft.plan("gpt-tiny", 8, cluster="1xcpu-2", layout="data=2")
+    >>> str(chosen.layout), len(chosen.replicated_operators)
+    ('data=2 tensor=1 pipeline=1', 0)
+    """
+    machines = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
+    by_hand = Layout.parse(layout) if isinstance(layout, str) else layout
+    name, make, given, loss = _subject(model, batch, loss)
+    source = source or Source.of(make)
+    words = constraints if isinstance(constraints, str) else " ".join(constraints)
+    size = batch_size_of(given)
+    try:
+        graph = source.capture(given, loss, size).graph
+    except ModelError as error:
+        count = sum(p.numel() for p in source.model.parameters())
+        _call_once(source, given, loss, error)
+        return without_graph(count, str(error), machines, size, name, words, by_hand)
+    if like is not None:
+        return search(graph, machines, size, name, "", like.layout, objective, shards=dict(like.shards), stages=like.stages)
+    return search(graph, machines, size, name, words, by_hand, objective)
+
+
+_plan = plan  # where an argument is called plan
+
+
+def _call_once(source: Source, batch: Any, loss: Loss | None, error: ModelError) -> None:
+    """A model that cannot be followed may simply be wrong: where it raises when it is run for real, that is the error to tell."""
+    from weft.model.capture import call
+    from weft.model.deferred import realize
+
+    if sum(p.numel() for p in source.model.parameters()) > 200_000_000:
+        return
+    state = torch.random.get_rng_state()
+    model = realize(source.deferred, source.model) if source.deferred is not None else source.model
+    try:
+        with torch.no_grad():
+            call(model, batch, loss)
+    except ModelError:
+        raise
+    except Exception as real:
+        raise ModelError(
+            f"the model raises when it is called: {type(real).__name__}: {str(real).splitlines()[0] if str(real) else ''}"
+        ) from error
+    finally:
+        torch.random.set_rng_state(state)
+
+
+def parallelize(
+    model: Model,
+    batch: Any = None,
+    *,
+    loss: Loss | None = None,
+    optimizer: OptimizerSpec | str | Mapping[str, Any] = "adamw",
+    plan: Plan | Layout | str | None = None,
+    cluster: Cluster | str = "here",
+    world: World | None = None,
+    seed: int | None = None,
+    compile: bool = False,
+) -> Engine:
+    """An engine that trains this rank's part of the model. Every rank calls it with the same arguments.
+
+    Args:
+        plan: a `Plan`, a layout by hand ("data=2 tensor=2"), a plan file ("plan.toml"), or None to choose one for all ranks here.
+        world: this rank's world; by default the one it was started in (`weft.launch`, torchrun, srun), or one rank alone.
+        seed: of initial weights, where `model` is a function: they equal `torch.manual_seed(seed); model()` bit for bit.
+
+    Raises:
+        Infeasible: the plan is for another number of ranks, or nothing fits.
+
+    >>> import torch, weft
+    >>> x, y = torch.randn(8, 4), torch.randn(8, 2)
+    >>> def error(output, batch):
+    ...     return torch.nn.functional.mse_loss(output, y[: len(output)])
+    >>> engine = weft.parallelize(lambda: torch.nn.Linear(4, 2), (x,), loss=error, plan="data=1", seed=0)
+    >>> engine.step((x,)).loss > engine.step((x,)).loss
+    True
+    """
+    world = world or current_world()
+    name, make, given, loss = _subject(model, batch, loss)
+    chosen = _plan_for(name, make, given, loss, plan, cluster, world)
+    return Engine(chosen, make, given, loss, world, optimizer, seed=seed, compile=compile)
+
+
+def _plan_for(
+    name: str, make: Any, batch: Any, loss: Loss | None, wanted: Plan | Layout | str | None, cluster: Cluster | str, world: World
+) -> Plan:
+    if isinstance(wanted, Plan):
+        return wanted
+    if isinstance(wanted, str) and wanted.endswith(".toml"):
+        return read_plan(wanted)
+    state = torch.random.get_rng_state()
+    try:
+        if wanted is not None:
+            chosen = _plan(make, batch, loss=loss, cluster=_any_cluster(), layout=wanted)
+        else:
+            chosen = _plan(make, batch, loss=loss, cluster=cluster, constraints=f"ranks={world.num_ranks}")
+    finally:
+        torch.random.set_rng_state(state)
+    return replace(chosen, model=name)
+
+
+def _any_cluster() -> Cluster:
+    """Where only shards and stages are asked for, and prices do not matter."""
+    return Cluster.parse("1xcpu-2")
+
+
+@contextmanager
+def auto_parallelize(
+    batch: Any, *, plan: Plan | Layout | str | None = None, cluster: Cluster | str = "here", world: World | None = None
+) -> Iterator[None]:
+    """Divide the model that is built in the block: at its end `net` holds this rank's part only.
+
+    `batch`: a global batch as the loader gives it; the model is called with its first tensors (or keywords), the rest are targets. A
+    layout without a pipeline is chosen for all ranks, or `plan` says which.
+
+    >>> import torch, weft
+    >>> with weft.auto_parallelize(batch=(torch.randn(8, 4), torch.randn(8, 2)), plan="data=1"):
+    ...     net = torch.nn.Linear(4, 2)
+    >>> for x, y in weft.shard([(torch.randn(8, 4), torch.randn(8, 2))]):
+    ...     torch.nn.functional.mse_loss(net(x), y).backward()
+    >>> list(net.weight.grad.shape)
+    [2, 4]
+    """
+    world = world or current_world()
+
+    def finish(model: nn.Module, deferred: Deferred) -> None:
+        source = Source(model, deferred)
+        given = _arguments(model, batch)
+        chosen = _plain_plan(model, source, given, plan, cluster, world)
+        divide(model, source, chosen, given, world)
+        at = chosen.layout.mesh.coordinates(world.rank)
+        set_place(Place(at["data"], chosen.layout.data))
+
+    with building(finish):
+        yield
+
+
+def _plain_plan(
+    model: nn.Module, source: Source, batch: Any, wanted: Plan | Layout | str | None, cluster: Cluster | str, world: World
+) -> Plan:
+    if isinstance(wanted, Plan):
+        return wanted
+    size = batch_size_of(batch)
+    graph = source.capture(batch, None, size, outputs=True).graph
+    name = type(model).__name__
+    if wanted is not None:
+        layout = Layout.parse(wanted) if isinstance(wanted, str) else wanted
+        return search(graph, _any_cluster(), size, name, layout=layout)
+    machines = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
+    found: list[Plan] = []
+    refused: list[str] = []
+    for tensor in (t for t in range(1, world.num_ranks + 1) if world.num_ranks % t == 0):
+        try:
+            found.append(search(graph, machines, size, name, layout=Layout(data=world.num_ranks // tensor, tensor=tensor)))
+        except Infeasible as error:
+            refused.append(str(error))
+    if not found:
+        raise Infeasible(f"no layout of {world.num_ranks} ranks without a pipeline fits: {refused[0]}")
+    return min(found, key=lambda p: p.prediction.step_time_s if p.prediction else float("inf"))
+
+
+def _arguments(model: nn.Module, batch: Any) -> Any:
+    """What of a loader's batch the model is called with: all of a dict, as many of a tuple as forward takes."""
+    if isinstance(batch, Mapping):
+        return batch
+    if isinstance(batch, Tensor):
+        return (batch,)
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(model.forward).parameters.values()
+    if any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters):
+        return tuple(batch)
+    needed = sum(p.kind in kinds and p.default is inspect.Parameter.empty for p in parameters)
+    return tuple(batch)[:needed]
+
+
+def shard(loader: Iterable[Any], engine: Engine | None = None) -> Iterator[Any]:
+    """This data coordinate's samples of every batch; ranks that differ in another axis get the same ones.
+
+    Raises:
+        UsageError: no model has been divided yet. Infeasible: a batch that does not divide.
+    """
+    where = engine or current_place()
+    if where is None:
+        raise UsageError("weft.shard divides batches as the model is divided; use it after weft.auto_parallelize, or give it the engine")
+    return shard_batches(loader, where)
+
+
+def verify(
+    model: Model,
+    layout: Layout | Plan | str = "data=2",
+    batch: Any = None,
+    *,
+    loss: Loss | None = None,
+    steps: int = 2,
+    dtype: str = "float64",
+    tolerance: float | None = None,
+    device: str = "cpu",
+    optimizer: str = "adamw",
+    seed: int = 0,
+    sequence: int | None = None,
+) -> Verification:
+    """Start the layout's ranks and compare the parallel run with the serial one, in `dtype`, over `steps` steps.
+
+    Args:
+        model, batch, loss: as for `plan`.
+        tolerance: largest relative error; 1e-9 in float64 by default.
+
+    Raises:
+        RankError: a rank failed. Infeasible, LayoutError, ModelError: as for `plan`.
+    """
+    if isinstance(model, str):
+        model = resolve(model, batch if isinstance(batch, int) else None, sequence)
+    name, make, given, loss = _subject(model, batch, loss)
+    if isinstance(layout, Plan):
+        chosen = replace(layout, layout=replace(layout.layout, precision=dtype))
+    else:
+        wanted = Layout.parse(layout) if isinstance(layout, str) else layout
+        state = torch.random.get_rng_state()
+        chosen = _plan(make, given, loss=loss, cluster=_any_cluster(), layout=replace(wanted, precision="float32"))
+        torch.random.set_rng_state(state)
+        chosen = replace(chosen, model=name, layout=replace(wanted, precision=dtype))
+
+    def on_rank(world: World) -> dict[str, Any] | None:
+        found = verify_on_rank(world, chosen, make, given, loss, steps=steps, seed=seed, tolerance=tolerance, optimizer=optimizer)
+        return None if found is None else {**found.__dict__, "replicated_operators": list(found.replicated_operators)}
+
+    result = launch(on_rank, chosen.layout.num_ranks, device=device, show=False)[0]
+    return Verification(**{**result, "replicated_operators": tuple(result["replicated_operators"])})
+
+
+def simulate(
+    plan: Plan, model: Model | None = None, batch: Any = None, *, loss: Loss | None = None, cluster: Cluster | str | None = None
+) -> Timeline:
+    """One step of a plan as the clock sees it. `model` and `cluster` default to those that the plan names."""
+    _, make, given, loss = _subject(model if model is not None else plan.model, batch if batch is not None else plan.batch_size, loss)
+    machines = cluster if isinstance(cluster, Cluster) else Cluster.parse(cluster or plan.cluster)
+    graph = Source.of(make).capture(given, loss, plan.batch_size).graph
+    pricer = Pricer(graph, machines, plan.batch_size, 2, dict(plan.shards))
+    return timeline(pricer, price(pricer, plan.layout, plan.stages))
+
+
+def _subject(model: Model, batch: Any, loss: Loss | None) -> tuple[str, nn.Module | Callable[[], nn.Module], Any, Loss | None]:
+    """(name, module or maker, batch of tensors, loss) of a model in any of its forms."""
+    if isinstance(model, str):
+        model = resolve(model, batch if isinstance(batch, int) else None)
+    if isinstance(model, Resolved):
+        size = batch if isinstance(batch, int) else model.default_batch
+        given = model.batch(size) if batch is None or isinstance(batch, int) else batch
+        return model.name, model.make, given, loss or model.loss
+    if batch is None or isinstance(batch, int):
+        raise UsageError("a batch is needed to see what the model does: a tuple or dict of tensors, samples in dimension 0")
+    if isinstance(batch, Tensor):
+        batch = (batch,)
+    name = type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", "model")
+    return name, model, batch, loss
+
+
+__all__ = ["auto_parallelize", "parallelize", "plan", "shard", "simulate", "verify"]

@@ -1,0 +1,22 @@
+"""Packages that are also functions: `weft.plan(...)` chooses a plan, and `weft.plan` is where plans are defined.
+
+The words are the interface's for the verb and the design's for the part; a module whose type has `__call__` serves both.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+from typing import Any
+
+
+class _Callable(ModuleType):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        verb = self.__name__.rpartition(".")[2]
+        return getattr(importlib.import_module("weft.api"), verb)(*args, **kwargs)
+
+
+def make_callable(name: str) -> None:
+    """Let the package `name` be called as the function of the same name in `weft.api`."""
+    sys.modules[name].__class__ = _Callable

@@ -1,0 +1,163 @@
+"""A model divided for a plain training loop: `net(x)`, `loss.backward()`, `opt.step()` stay the user's.
+
+In: a module and a plan without a pipeline. Out: the same module object, whose parameters are this rank's blocks and whose forward
+is the lowered graph. Gradients are exchanged while backward runs and are complete when `loss.backward()` returns.
+
+The loss is the user's, over this rank's samples, so gradients are averaged over `data`: that is the gradient of the mean over all
+samples where the loss is a mean over samples. What the model itself computes is exact over the whole batch (batch norm included).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.errors import Infeasible
+from weft.model.capture import batch_size_of, leaves, rebuild
+from weft.run.build import Parts, Source, build
+from weft.run.optimizer import OptimizerSpec
+from weft.run.parameters import FlatGroup
+from weft.plan.plan import Plan
+from weft.world import private
+from weft.world.world import Group, World
+
+
+class _Averaged(torch.autograd.Function):
+    """Nothing forward; the gradient of a mean over one of n equal parts is 1/n of that of the mean over all."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, share: float) -> Tensor:
+        ctx.share = share
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.share, None
+
+
+def divide(model: nn.Module, source: Source, plan: Plan, batch: Any, world: World) -> Parts:
+    """Divide `model` in place under `plan`; `batch` is what it is called with, with the whole batch's samples.
+
+    Raises:
+        Infeasible: a plan with a pipeline, microbatches or ZeRO, which need the engine.
+    """
+    layout = plan.layout
+    if layout.pipeline > 1 or layout.microbatches > 1 or layout.zero:
+        raise Infeasible(f"{layout}: a plain loop owns its backward and its optimizer, so only data and tensor apply; use weft.parallelize")
+    parts = build(plan, source, batch, None, world, OptimizerSpec(), torch.initial_seed(), outputs=True)
+    _place(model, parts)
+    graph, forms = parts.graph, parts.local.forms
+    structure = parts.structure
+    inputs = [v for v in graph.inputs]
+    autocast = torch.bfloat16 if layout.precision == "bfloat16" else None
+    rows = plan.batch_size // layout.data
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        given = dict(leaves(kwargs if kwargs else args))
+        have = batch_size_of(kwargs if kwargs else args)
+        if have != rows:
+            raise Infeasible(
+                f"the model is divided for {plan.batch_size} samples, {rows} on each of data={layout.data}, and was called with {have}; "
+                "draw batches through weft.shard(loader), with drop_last=True"
+            )
+        parts.draw.step += 1
+        tensors = {v.value: given[v.name].to(world.device) for v in inputs}
+        values = [parts.variables[v] if v in parts.variables else tensors[v] for v in parts.local.variables]
+        with torch.autocast(world.device.type, dtype=autocast, enabled=autocast is not None):
+            results = parts.local.module(*values)
+        out = []
+        for name, x in zip(parts.local.results, results, strict=True):
+            if forms[name].get("data", "R")[0] == "S" and x.is_floating_point():
+                x = _Averaged.apply(x, 1.0 / layout.data)  # type: ignore[no-untyped-call]
+            out.append(x)
+        made = iter(out)
+        return rebuild(structure, {path: next(made) if isinstance(leaf, Tensor) else leaf for path, leaf in leaves(structure)})
+
+    model.forward = forward  # type: ignore[method-assign]
+    sums = [world.group(g.sum_ranks) if len(g.sum_ranks) > 1 else None for g in parts.groups]
+    for group in sorted({g for g in sums if g is not None}, key=lambda g: g.ranks):
+        group.connect()
+    _Exchange(parts.groups, parts.parameters, sums)
+    return parts
+
+
+def _place(model: nn.Module, parts: Parts) -> None:
+    """Put this rank's blocks where the module had its parameters and buffers."""
+    first: dict[int, str] = {}
+    for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
+        first.setdefault(id(tensor), name)
+    for module in model.modules():
+        for local, p in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            setattr(module, local, parts.parameters[first[id(p)]])
+        for local, b in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+            if first[id(b)] in parts.buffers:
+                setattr(module, local, parts.buffers[first[id(b)]])
+
+
+class _Exchange:
+    """Sums each backward's gradients over ranks while it runs, and adds them to what the parameters' `.grad` already held."""
+
+    def __init__(self, groups: Sequence[FlatGroup], parameters: dict[str, nn.Parameter], sums: Sequence[Group | None]) -> None:
+        self._groups, self._parameters, self._sums = list(groups), parameters, list(sums)
+        self._order = [(n, bucket) for n, group in enumerate(groups) for bucket in group.buckets]
+        self._earlier: dict[str, Tensor | None] = {}
+        self._left: list[int] = []
+        self._next = 0
+        self._works: list[Any] = []
+        self._running = False
+        for number, (n, bucket) in enumerate(self._order):
+            for name in bucket.names:
+                if sums[n] is not None:
+                    parameters[name].register_hook(self._hook(number, name, groups[n].views[name]))
+
+    def _hook(self, number: int, name: str, view: Tensor) -> Any:
+        def arrived(grad: Tensor) -> None:
+            if not self._running:
+                self._begin()
+            before = self._parameters[name].grad
+            self._earlier[name] = None if before is None else before.detach().clone()
+            view.copy_(grad)
+            self._left[number] -= 1
+            self._launch(finished=False)
+
+        return arrived
+
+    def _begin(self) -> None:
+        self._running = True
+        self._earlier.clear()
+        self._left = [len(bucket.names) for _, bucket in self._order]
+        self._next = 0
+        private.after_backward(self._finish)
+
+    def _launch(self, finished: bool) -> None:
+        while self._next < len(self._order) and (finished or self._left[self._next] <= 0 or self._sums[self._order[self._next][0]] is None):
+            n, bucket = self._order[self._next]
+            over = self._sums[n]
+            if over is not None:
+                for name in bucket.names:
+                    if name not in self._earlier:
+                        self._groups[n].views[name].zero_()
+                self._works.append(over.all_reduce(self._groups[n].grad[bucket.start : bucket.stop], wait=False))
+            self._next += 1
+
+    def _finish(self) -> None:
+        self._running = False
+        self._launch(finished=True)
+        for work in self._works:
+            work.wait()
+        self._works.clear()
+        for n, group in enumerate(self._groups):
+            if self._sums[n] is None:
+                continue
+            for name, view in group.views.items():
+                before = self._earlier.get(name)
+                p = self._parameters[name]
+                if p.grad is None:
+                    p.grad = view.clone()
+                elif before is None:
+                    p.grad.copy_(view)
+                else:
+                    torch.add(before, view, out=p.grad)

@@ -1,0 +1,115 @@
+"""A rank's training state as pieces of the whole model's, and the whole model's from everyone's pieces.
+
+In: a rank's parts and its optimizer. Out: `Piece`s for checkpoints, and whole tensors on rank 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from weft.model.graph import Variable
+from weft.plan.placement import piece
+from weft.plan.plan import Plan
+from weft.run.build import Parts
+from weft.run.checkpoint import Piece, whole
+from weft.run.executor import Result
+from weft.run.optimizer import Optimizer
+from weft.world.world import Group
+
+
+def pieces_of(parts: Parts, optimizer: Optimizer, at: Mapping[str, int], counters: Mapping[str, Tensor]) -> list[Piece]:
+    """Everything that a checkpoint holds of this rank. Of equal copies the first rank's is the owner."""
+    found = [whole(name, "scalar", tensor, owner=all(i == 0 for i in at.values())) for name, tensor in counters.items()]
+    for name, spec in parts.specs.items():
+        found.append(Piece(name, "parameter", spec.global_shape, spec.offsets, parts.parameters[name].detach(), owner=spec.counted))
+    for name, tensor in parts.buffers.items():
+        variable, offsets = parts.blocks[name]
+        cut = {axis for axis, form in parts.sharding.forms[variable.value].items() if form[0] == "S"}
+        first = min(stage.index for stage in parts.stages if variable.value in stage.variables)
+        owner = at["pipeline"] == first and all(at[axis] == 0 for axis in ("data", "tensor") if axis not in cut)
+        found.append(Piece(name, "buffer", variable.tensor.shape, offsets, tensor, owner=owner))
+    for number, group in enumerate(parts.groups):
+        owner = group.counted_piece if optimizer.sharded[number] else group.counted
+        for slot, tensor in optimizer.slots(number).items():
+            for start, spec in zip(group.starts, group.members, strict=True):
+                for begin, at_piece, length in optimizer.pieces(number):
+                    first, last = max(begin, start), min(begin + length, start + spec.size)
+                    if first < last:
+                        mine = tensor[at_piece + first - begin : at_piece + last - begin]
+                        flat = (first - start, last - start)
+                        found.append(Piece(spec.name, "optimizer", spec.global_shape, spec.offsets, mine, slot, owner, spec.shape, flat))
+    return found
+
+
+def gradient_pieces(parts: Parts) -> list[Piece]:
+    """This rank's summed gradients (before clipping), as pieces."""
+    found = []
+    for group in parts.groups:
+        for spec in group.members:
+            found.append(Piece(spec.name, "parameter", spec.global_shape, spec.offsets, group.views[spec.name], owner=spec.counted))
+    return found
+
+
+def full_tensors(variables: Mapping[str, Variable], pieces: Sequence[Piece], everyone: Group) -> dict[str, Tensor] | None:
+    """Whole tensors by name, on rank 0: owners lay their blocks into zeros, and the sum is the whole. One tensor at a time."""
+    mine = {p.name: p for p in pieces if p.owner and p.kind in ("parameter", "buffer")}
+    out: dict[str, Tensor] = {}
+    for name, v in variables.items():
+        dtypes = [p.tensor.dtype for p in pieces if p.name == name and p.kind in ("parameter", "buffer")]
+        # Ranks without a part of it do not know its dtype; floating point is float64 on the way, which keeps every bit.
+        total = torch.zeros(v.tensor.shape, dtype=torch.float64 if v.tensor.is_float else torch.int64)
+        if name in mine:
+            piece = mine[name]
+            place = tuple(slice(o, o + n) for o, n in zip(piece.offsets, piece.tensor.shape, strict=True))
+            total[place] = piece.tensor.detach().to("cpu", total.dtype)
+        everyone.all_reduce(total)
+        if everyone.index == 0:
+            out[name] = total.to(dtypes[0] if dtypes else getattr(torch, v.tensor.dtype))
+    return out if everyone.index == 0 else None
+
+
+def full_state(parts: Parts, pieces: Sequence[Piece], everyone: Group) -> dict[str, Tensor] | None:
+    """The model's state dict on rank 0: parameters and persistent or used buffers, tied ones under each of their names."""
+    variables = {v.name: v for v in (*parts.graph.parameters, *parts.graph.buffers)}
+    used = {v for stage in parts.stages for v in stage.variables}
+    variables = {name: v for name, v in variables.items() if v.value in used or name in {p.name for p in parts.graph.parameters}}
+    state = full_tensors(variables, pieces, everyone)
+    if state is None:
+        return None
+    for name, v in variables.items():
+        for alias in v.aliases:
+            state[alias] = state[name]
+    return state
+
+
+def input_gradients(parts: Parts, plan: Plan, result: Result, at: Mapping[str, int], everyone: Group) -> dict[str, Tensor] | None:
+    """Gradients of the floating-point inputs over all microbatches, by path, on rank 0; None elsewhere.
+
+    Every stage that reads an input has a summand of its gradient; over an axis it is a piece, a summand, or the same everywhere.
+    """
+    out: dict[str, Tensor] = {}
+    num = plan.layout.microbatches
+    for v in parts.graph.inputs:
+        if not v.tensor.is_float:
+            continue
+        rows = v.tensor.shape[0] if v.tensor.shape else 1
+        shape = (rows * num, *v.tensor.shape[1:]) if v.batched else v.tensor.shape
+        total = torch.zeros(shape, dtype=torch.float64)
+        forms = parts.sharding.forms[v.value]
+        if all(form[0] in "S+" or at[axis] == 0 for axis, form in forms.items()):
+            for m, by_value in zip(result.order, result.input_gradients, strict=True):
+                gradient = by_value.get(v.value)
+                if gradient is None:
+                    continue
+                place = total.narrow(0, m * rows, rows) if v.batched else total
+                for axis, form in forms.items():
+                    if form[0] == "S":
+                        dim = int(form[1:])
+                        place = place.narrow(dim, *piece(place.shape[dim], parts.sharding.sizes[axis], at[axis]))
+                place += gradient.double().cpu()
+        everyone.all_reduce(total)
+        out[v.name] = total
+    return out if everyone.index == 0 else None

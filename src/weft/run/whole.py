@@ -1,0 +1,132 @@
+"""Models that cannot be captured: the whole module on every rank, each with its share of the samples.
+
+In: a plan with `uncaptured` set, so only `data`, `zero` and `microbatches` apply. Out: the same `Parts` as of a captured model, with
+one operator that is the module itself. The loss is the mean of the ranks' losses, as DistributedDataParallel has it: it equals the
+serial loss where the loss is a mean over samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.errors import Infeasible
+from weft.lower.kernels.randomness import Draw
+from weft.lower.local import LocalStage
+from weft.model.capture import Loss, batch_size_of, call, leaves, rebuild
+from weft.model.deferred import realize
+from weft.model.graph import Graph, Variable
+from weft.model.graph import Tensor as Spec
+from weft.model.propagate import Sharding
+from weft.model.stages import Stage
+from weft.plan.plan import Plan
+from weft.run.build import Parts, Source
+from weft.run.optimizer import OptimizerSpec
+from weft.run.parameters import LocalParameter, build_groups
+from weft.world.world import World
+
+_COUPLED = (nn.modules.batchnorm._BatchNorm,)
+
+
+class _Whole(nn.Module):
+    """The user's module and loss, called with the local batch's tensors in order."""
+
+    def __init__(self, model: nn.Module, batch: Any, loss: Loss | None, share: float) -> None:
+        super().__init__()
+        self.model, self._batch, self._loss, self._share = model, batch, loss, share
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor]:
+        given = iter(tensors)
+        new = {path: next(given) if isinstance(leaf, Tensor) else leaf for path, leaf in leaves(self._batch)}
+        return (call(self.model, rebuild(self._batch, new), self._loss) * self._share,)
+
+
+def build_whole(plan: Plan, source: Source, batch: Any, loss: Loss | None, world: World, optimizer: OptimizerSpec, seed: int) -> Parts:
+    """The parts of a model that runs whole on every rank.
+
+    Raises:
+        Infeasible: a layout with tensor or pipeline, or batch norm over samples that are divided.
+    """
+    layout = plan.layout
+    if layout.tensor > 1 or layout.pipeline > 1:
+        raise Infeasible(
+            f"{plan.model} could not be captured ({plan.uncaptured}), so it can only be divided by data; use tensor=1 pipeline=1"
+        )
+    if layout.num_ranks != world.num_ranks:
+        raise Infeasible(f"the layout {layout} needs {layout.num_ranks} ranks, {world.num_ranks} were started")
+    model = source.model
+    if source.deferred is not None:
+        model = realize(source.deferred, model)
+    model = model.to(world.device)
+    if layout.precision == "float64":
+        model = model.double()
+    coupled = [name for name, m in model.named_modules() if isinstance(m, _COUPLED) and m.training]
+    if layout.data > 1 and coupled:
+        raise Infeasible(
+            f"{plan.model} could not be captured, and {coupled[0]} takes statistics over the whole batch, which data={layout.data} "
+            "would divide; use data=1, or make the model capturable (weft plan says what stands in the way)"
+        )
+    size = plan.batch_size // layout.microbatches
+    samples = batch_size_of(batch)
+    tensors = {path: leaf for path, leaf in leaves(batch) if isinstance(leaf, Tensor)}
+    inputs = tuple(
+        Variable(
+            f"batch_{path}",
+            path,
+            _spec(x, size if x.dim() and x.shape[0] == samples else None),
+            batched=bool(x.dim()) and x.shape[0] == samples,
+        )
+        for path, x in tensors.items()
+    )
+    names: dict[int, list[str]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(p), []).append(name)
+    variables = tuple(Variable(name, name, _spec(p), tuple(names[id(p)][1:]), p.requires_grad) for name, p in model.named_parameters())
+    buffers = tuple(Variable(name, name, _spec(b)) for name, b in model.named_buffers())
+    graph = Graph(
+        variables,
+        buffers,
+        inputs,
+        (),
+        (),
+        {v.value: v.tensor for v in (*variables, *buffers, *inputs)} | {"loss": Spec((), "float32")},
+        "loss",
+        size,
+    )
+    is_cut = layout.data > 1
+    forms: dict[str, Mapping[str, str]] = {v.value: {} for v in graph.variables} | {"loss": {}}
+    if is_cut:
+        forms = {v.value: {"data": "+" if v.trainable else "S0" if v.batched else "R"} for v in graph.variables} | {"loss": {"data": "P"}}
+    gradients = {v.value: ("data",) for v in variables if v.trainable} if is_cut else {}
+    sharding = Sharding({"data": layout.data} if is_cut else {}, {}, forms, {}, gradients, (), ())
+    stage = Stage(0, (), tuple(v.value for v in graph.variables), (), (), ("loss",))
+    at = layout.mesh.coordinates(world.rank)
+    ranks = layout.mesh.group(world.rank, "data")
+    order = {name: i for i, (name, _) in enumerate(model.named_parameters())}
+    specs = {
+        v.name: LocalParameter(
+            v.name, v.tensor.shape, (0,) * len(v.tensor.shape), v.tensor.shape, getattr(torch, v.tensor.dtype), v.trainable,
+            ranks if v.trainable else (world.rank,), at["data"] == 0, True, optimizer.decays(v.tensor.shape), -order[v.name],
+        )
+        for v in variables
+    }  # fmt: skip
+    flat, parameters = build_groups(list(specs.values()), world.device, sharded=layout.zero > 0)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            parameters[name].copy_(p)
+    for module_name, module in model.named_modules():
+        for local, p in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            first = names[id(p)][0] if id(p) in names else f"{module_name}.{local}"
+            setattr(module, local, parameters[first])
+    whole = _Whole(model, batch, loss, 1.0 / layout.data)
+    local = LocalStage(whole, tuple(v.value for v in inputs), (), (), ("loss",), forms)  # type: ignore[arg-type]
+    blocks = {b.name: (b, (0,) * len(b.tensor.shape)) for b in buffers}
+    return Parts(graph, sharding, (stage,), stage, local, parameters, specs, flat, dict(model.named_buffers()), blocks, {}, Draw(seed=seed))
+
+
+def _spec(x: Tensor, samples: int | None = None) -> Spec:
+    shape = tuple(x.shape) if samples is None else (samples, *x.shape[1:])
+    return Spec(shape, str(x.dtype).removeprefix("torch."))

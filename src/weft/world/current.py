@@ -1,0 +1,50 @@
+"""The world and the data coordinate that this context works in, for calls that are not given one.
+
+Set once by whoever starts ranks; read by `weft.parallelize`, `weft.auto_parallelize` and `weft.shard`. A context variable, so that
+nothing else in the process sees it.
+"""
+
+from __future__ import annotations
+
+import os
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+from weft.world.world import World
+
+_WORLD: ContextVar[World | None] = ContextVar("weft_world", default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which of `data_size` equal parts of every batch belongs to this rank."""
+
+    data_index: int = 0
+    data_size: int = 1
+
+
+_PLACE: ContextVar[Place | None] = ContextVar("weft_place", default=None)
+
+
+def set_world(world: World) -> None:
+    """Called once in every rank, by what started it."""
+    _WORLD.set(world)
+
+
+def current_world(device: str = "auto") -> World:
+    """This rank's world: as it was launched, or as torchrun or srun started it, or a world of one rank."""
+    world = _WORLD.get()
+    if world is None:
+        world = World.from_environment(os.environ, device)
+        _WORLD.set(world)
+    return world
+
+
+def set_place(place: Place) -> None:
+    """Called where a model is divided."""
+    _PLACE.set(place)
+
+
+def current_place() -> Place | None:
+    """The data coordinate of the model that was divided last; None before."""
+    return _PLACE.get()
