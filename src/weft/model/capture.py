@@ -95,7 +95,9 @@ class _Step(nn.Module):
         self._batch = batch
         self._loss = loss
         self._outputs = outputs
-        self.structure: Any = None
+        outputs_seen: list[Any] = []
+        # Kept in a closure: export puts a module's attributes back as they were.
+        self.seen, self.structure = outputs_seen.append, lambda: outputs_seen[-1] if outputs_seen else None
 
     def forward(self, *tensors: torch.Tensor) -> Any:
         given = iter(tensors)
@@ -103,7 +105,7 @@ class _Step(nn.Module):
         batch = rebuild(self._batch, new)
         if self._outputs:
             output = self.model(**batch) if isinstance(batch, Mapping) else self.model(*batch)
-            self.structure = output
+            self.seen(output)
             return tuple(leaf for _, leaf in leaves(output) if isinstance(leaf, torch.Tensor))
         return call(self.model, batch, self._loss)
 
@@ -224,7 +226,7 @@ def _read(program: Any, step: _Step, batch: Any, samples: int, size: int, output
         size,
         tuple(results) if outputs else (),
     )
-    return Captured(graph, {v: t for v, t in constants.items() if v in used}, step.structure)
+    return Captured(graph, {v: t for v, t in constants.items() if v in used}, step.structure())
 
 
 def _keep(operators: list[Operator], results: list[str], buffers: set[str]) -> list[Operator]:
