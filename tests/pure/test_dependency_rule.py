@@ -22,14 +22,15 @@ PRICED = DATA | {"model", "cluster", "schedules", "collectives", "cost"}
 RANKS = DATA | {"model", "schedules", "collectives", "world"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
+    "callable": set(),
     "units": {"errors"},
-    "plan": BASE,
+    "plan": BASE | {"callable"},
     "model": DATA,
     "cluster": DATA,
     "schedules": DATA,
     "collectives": DATA,
     "cost": PRICED,
-    "simulate": PRICED,
+    "simulate": PRICED | {"callable"},
     "solve": PRICED | {"simulate"},
     "report": PRICED | {"simulate"},
     "zoo": DATA | {"model"},
@@ -44,7 +45,7 @@ EXTRA = {"cluster/probe.py": {"world"}}
 
 TORCH_PARTS = {"zoo", "world", "lower", "run", "train"}
 TORCH_FILES = {"model/capture.py", "model/deferred/", "cluster/probe.py", "api.py"}
-ENVIRONMENT_FILES = ("cli/", "world/launch", "world/prepared")
+ENVIRONMENT_FILES = ("cli/", "world/launch", "world/prepared", "world/current")
 # What unpickles, or is unpickled: none of these ever reads or writes a byte for weft.
 PICKLING = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 

@@ -93,7 +93,7 @@ ROWS = (
     Row("unknown schedule to draw", "schedule 1f2b --stages 2 --microbatches 2", 2, ("1f2b", "1f1b")),
     Row("no microbatches", "schedule 1f1b --stages 2 --microbatches 0", 2, ("0", "at least 1")),
     Row("wrong times", "schedule 1f1b --stages 2 --microbatches 2 --times f=x", 2, ("'x'", "number")),
-    Row("layout that does not divide", "verify {tmp}/models.py:small --layout tensor=5", 3, ("5", "4")),
+    Row("layout that does not divide", "verify {tmp}/models.py:small --layout data=3", 3, ("4", "data=3", "multiple of 3")),
     Row("more stages than layers", "verify {tmp}/models.py:small --layout pipeline=9", 3, ("pipeline=9",)),
     Row("too many stages, planned", "plan {tmp}/models.py:small --cluster cpu-2 --layout pipeline=9", 3, ("pipeline=9", "pipeline<=")),
     Row("batch that does not divide", "verify gpt-tiny --batch 6 --layout data=4", 3, ("6", "4")),

@@ -32,7 +32,7 @@ def demo(
     """
     with output(False) as out:
         from weft.cli.subject import load_cluster
-        from weft.cli.train import run
+        from weft.cli.train import run, summary_of
         from weft.report.machine import cluster_tables
 
         if text is not None and not text.exists():
@@ -47,7 +47,8 @@ def demo(
         words = [f"run.folder={folder}", *([f"data.text={text.resolve()}"] if text is not None else []), *(changes or ())]
         if layout is not None:
             words.append(f"plan.layout={layout}")
-        run(config, words, out)
+        summary = run(config, words, out, reasons=False)
+        out.table(summary_of(summary))
         show_end(folder, out)
 
 
@@ -78,7 +79,7 @@ def show_end(folder: Path, out: Output) -> None:
     out.text("Next:")
     for line in (
         f"open {folder / 'report.html'} in a browser, {folder / 'timeline.json'} in ui.perfetto.dev",
-        f'weft verify gpt-10m --layout "{subject.plan.layout if subject.plan else "data=2"}"',
+        'weft verify gpt-tiny --layout "data=2 tensor=2 pipeline=2 microbatches=2"',
         f"weft train {CONFIG} data.text=my.txt steps=500",
         "weft plan gpt-39b --cluster 8xp3.16xlarge --batch 1024",
     ):

@@ -46,7 +46,7 @@ class Output:
         from rich.text import Text
 
         drawn = Drawn(
-            title=table.title,
+            title=table.title or None,
             title_justify="left",
             title_style="bold",
             box=box.SIMPLE if any(table.columns) else box.SIMPLE_HEAD,
@@ -54,11 +54,10 @@ class Output:
             header_style="dim",
             pad_edge=False,
         )
-        shown = [i for i in range(len(table.columns)) if any(row[i] for row in table.rows)]
-        for i in shown:
+        for i in table.filled:
             drawn.add_column(Text(table.columns[i]), justify="right" if i in table.right else "left", overflow="fold")
         for r, row in enumerate(table.rows):
-            drawn.add_row(*(Text(row[i]) for i in shown), style="bold" if r in table.marked else None)
+            drawn.add_row(*(Text(row[i]) for i in table.filled), style="bold" if r in table.marked else None)
         console = _console(stderr=False)
         console.print(drawn)
         if table.note:

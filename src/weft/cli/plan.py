@@ -34,6 +34,7 @@ def plan(
       weft plan gpt-10m --batch 16 --layout "data=2 pipeline=2 microbatches=4"
     """
     with output(as_json) as out:
+        from weft import api
         from weft.cli.subject import load_cluster, load_model
         from weft.plan.layout import Layout
         from weft.plan.store import write_plan
@@ -43,7 +44,7 @@ def plan(
         machines = load_cluster(cluster, out)
         subject = load_model(model, batch, sequence)
         with out.working(f"planning {model} on {machines.name}"):
-            chosen = subject.plan(machines, wanted, constrain or (), objective)
+            chosen = api.plan(subject, batch, cluster=machines, layout=wanted, constraints=constrain or (), objective=objective)
         for table in plan_tables(chosen):
             out.table(table)
         if target is not None:

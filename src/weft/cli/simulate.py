@@ -33,21 +33,26 @@ def simulate(
       weft simulate gpt-10m --batch 16 --layout "pipeline=2 microbatches=4 schedule=1f1b"
     """
     with output(as_json) as out:
+        from weft import api
         from weft.cli.subject import load_cluster, load_model
         from weft.plan.layout import Layout
         from weft.plan.store import read_plan
+        from weft.report.folder import MACHINE
         from weft.report.gantt import gantt
 
         if subject.endswith(".toml"):
             if layout is not None:
                 raise UsageError(f"{subject} is a plan and has its layout; edit it there, or name the model with --layout")
             chosen = read_plan(subject)
+            # A run folder says what its plan was made for.
+            beside = Path(subject).with_name(MACHINE)
+            machines = load_cluster(cluster or (str(beside) if beside.exists() else chosen.cluster), out)
+            model = load_model(chosen.model, chosen.batch_size, sequence)
         else:
             machines = load_cluster(cluster or "here", out)
-            chosen = load_model(subject, batch, sequence).plan(machines, Layout.parse(layout) if layout else None, ())
-        from weft import api
-
-        timeline = api.simulate(chosen)
+            model = load_model(subject, batch, sequence)
+            chosen = api.plan(model, batch, cluster=machines, layout=Layout.parse(layout) if layout is not None else None)
+        timeline = api.simulate(chosen, model, chosen.batch_size, cluster=machines)
         if target is not None:
             try:
                 Path(target).write_text(timeline.to_perfetto())

@@ -1,42 +1,17 @@
-"""MODEL and CLUSTER as the verbs take them. In: the words of the command line. Out: a plan, a cluster."""
+"""MODEL and CLUSTER as the verbs take them. In: the words of the command line. Out: a model that can be made, a cluster."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from weft.cli.output import Output
 
 if TYPE_CHECKING:
     from weft.cluster.cluster import Cluster
-    from weft.plan.layout import Layout
-    from weft.plan.plan import Plan
-    from weft.zoo.resolve import Resolved
+    from weft.zoo.resolved import Resolved
 
 
-@dataclass(frozen=True)
-class Subject:
-    """A model by the name that it was given, and the samples of a step."""
-
-    model: Resolved
-    batch_size: int
-
-    def plan(self, machines: Cluster, layout: Layout | None = None, constraints: Sequence[str] = (), objective: str = "time") -> Plan:
-        """weft's choice, or the price of `layout`.
-
-        Raises:
-            ModelError: the model cannot be captured; Infeasible: nothing meets the constraints.
-        """
-        from weft.run.build import Source
-        from weft.solve.search import search
-
-        model = self.model
-        captured = Source.of(model.make).capture(model.batch(self.batch_size), model.loss, self.batch_size)
-        return search(captured.graph, machines, self.batch_size, model.name, " ".join(constraints), layout, objective)
-
-
-def load_model(text: str, batch: int | None = None, sequence: int | None = None) -> Subject:
+def load_model(text: str, batch: int | None = None, sequence: int | None = None) -> Resolved:
     """The model that MODEL names.
 
     Raises:
@@ -44,8 +19,7 @@ def load_model(text: str, batch: int | None = None, sequence: int | None = None)
     """
     from weft.zoo.resolve import resolve
 
-    model = resolve(text, batch=batch, sequence=sequence)
-    return Subject(model, batch or model.default_batch)
+    return resolve(text, batch=batch, sequence=sequence)
 
 
 def load_cluster(text: str, out: Output) -> Cluster:

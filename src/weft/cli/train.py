@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,6 +12,7 @@ import typer
 
 from weft.cli import options
 from weft.cli.output import Output, output
+from weft.report.folder import MACHINE, PAGE, SUMMARY
 from weft.report.tables import Table, reasons_table, summary_table
 from weft.units import format_count, format_percent, format_seconds
 
@@ -38,32 +41,41 @@ def train(
     """
     with output(as_json) as out:
         summary = run(config, [*(changes or ()), *([f"plan.layout={layout}"] if layout is not None else [])], out)
-        out.table(summary_of(summary))
-        out.answer(summary)
+        if not int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))):
+            out.table(summary_of(summary))
+            out.answer(summary)
 
 
-def run(path: Path, changes: Sequence[str], out: Output) -> dict[str, Any]:
-    """Train, write the page, and return the summary."""
+def run(path: Path, changes: Sequence[str], out: Output, reasons: bool = True) -> dict[str, Any]:
+    """Train, write the page, and return the summary; the plan's `reasons` are shown before the first step."""
     from weft.cli.report import write_page
     from weft.train.config import Config
     from weft.train.flow import train as train_all
+    from weft.world.current import current_world
 
     config = Config.read(path, changes)
 
     def planner(config: Config, known: Plan | None) -> Planned:
         planned = make_plan(config, known, out)
         out.table(summary_table(planned.plan))
-        out.table(reasons_table(planned.plan))
+        if reasons:
+            out.table(reasons_table(planned.plan))
         return planned
 
-    summary = train_all(config, planner)
+    started = {"RANK", "SLURM_PROCID"} & set(os.environ)  # by torchrun or srun, which start the ranks on many machines
+    world = current_world() if started else None
+    summary = train_all(config, planner, world)
+    if world is not None and world.rank:
+        return summary
     folder = Path(summary["run_folder"])
-    write_page(folder, folder / "report.html")
+    (folder / SUMMARY).write_text(json.dumps(summary) + "\n")
+    write_page(folder, folder / PAGE)
     return summary
 
 
 def make_plan(config: Config, known: Plan | None, out: Output) -> Planned:
     """The plan that a configuration asks for, or `known`, with what is known of the machines, which is written down."""
+    from weft import api
     from weft.cli.subject import load_cluster, load_model
     from weft.plan.layout import Layout
     from weft.train.flow import Planned
@@ -75,9 +87,10 @@ def make_plan(config: Config, known: Plan | None, out: Output) -> Planned:
         sequence = config.data.sequence if config.data.source == "text" else None
         subject = load_model(config.model.name, config.train.batch, sequence)
         layout = Layout.parse(config.plan.layout) if config.plan.layout else None
+        words = [*config.plan.constrain, *([f"ranks<={config.plan.ranks}"] if config.plan.ranks else [])]
         with out.working(f"planning {config.model.name} on {cluster.name}"):
-            plan = subject.plan(cluster, layout, config.plan.constrain)
-    (Path(config.run.folder) / "machine.toml").write_text(cluster.to_toml())
+            plan = api.plan(subject, config.train.batch, cluster=cluster, layout=layout, constraints=words)
+    (Path(config.run.folder) / MACHINE).write_text(cluster.to_toml())
     prediction = plan.prediction
     # The peak that the prediction's MFU is of, so that measured and predicted compare.
     peak_flops = prediction.model_flops / prediction.step_time_s / prediction.mfu if prediction and prediction.mfu > 0 else 0.0

@@ -37,6 +37,7 @@ def verify(
       weft verify hf:gpt2.json --layout "pipeline=2 microbatches=4" --batch 8 --sequence 32
     """
     with output(as_json) as out:
+        from weft import api
         from weft.cli.subject import load_model
         from weft.plan.layout import Layout
 
@@ -47,9 +48,10 @@ def verify(
             )
         subject = load_model(model, batch, sequence)
         with out.working(f"comparing {wanted} with the serial model over {steps} steps in {dtype}"):
-            found = subject.verify(wanted, steps, dtype, tolerance)
+            found = api.verify(subject, wanted, batch, steps=steps, dtype=dtype, tolerance=tolerance)
         rows = tuple((name, f"{error:.3g}") for name, error in found.worst.items())
-        out.table(Table(f"{model}, {wanted}: worst relative error over {steps} steps in {dtype}", ("", "error"), rows, right=(1,)))
+        out.text(f"{model}, {wanted}: worst relative error over {steps} steps in {dtype}, tolerance {found.tolerance:.0e}")
+        out.table(Table("", ("", "error"), rows, right=(1,)))
         if found.replicated_operators:
             out.text("computed whole on every rank, for want of a rule: " + ", ".join(found.replicated_operators))
         out.text("the same as the serial model" if found.ok else f"differs first in {found.first_difference}")
@@ -60,6 +62,7 @@ def verify(
                 "first_difference": found.first_difference,
                 "replicated_operators": list(found.replicated_operators),
                 "layout": str(wanted),
+                "tolerance": found.tolerance,
                 "steps": steps,
                 "dtype": dtype,
             }

@@ -97,8 +97,9 @@ def ticks(low: float, high: float, most: int = 6) -> list[float]:
     >>> ticks(1.3, 5.6)
     [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
     """
-    if high - low <= max(1e-9 * abs(low), 1e-200):
-        low, high = low - (abs(low) or 1.0) / 2, high + (abs(high) or 1.0) / 2
+    if high - low <= 1e-9 * max(abs(low), 1.0):  # a flat line gets room around it
+        half = max(abs(low), 1e-6) / 2
+        low, high = low - half, high + half
     rough = (high - low) / (most - 1)
     power = 10.0 ** floor(log10(rough))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)

@@ -21,7 +21,7 @@ from weft.report.page import Subject
 from weft.units import format_bytes
 
 PLAN, CONFIG, METRICS, TIMELINE, SAMPLE, PAGE = "plan.toml", "config.toml", "metrics.jsonl", "timeline.json", "sample.txt", "report.html"
-MACHINE = "machine.toml"
+MACHINE, SUMMARY = "machine.toml", "summary.json"
 WHAT: tuple[tuple[str, str], ...] = (
     (PLAN, "the plan: edit it, and train, verify or simulate it"),
     (CONFIG, "the whole configuration of this run"),
@@ -31,6 +31,10 @@ WHAT: tuple[tuple[str, str], ...] = (
     (SAMPLE, "text that the trained model wrote"),
     (PAGE, "this page"),
     ("model.safetensors", "the trained weights, under the model's own names"),
+    (SUMMARY, "the result in numbers, as `weft train --json` prints it"),
+    ("corpus.bin", "the text that it learnt from"),
+    ("corpus.json", "where that text is from, and its digest"),
+    ("logs", "what each rank recorded last"),
     ("checkpoints", "to go on from, whole or not at all, with checksums"),
 )
 
@@ -55,6 +59,7 @@ def read_folder(folder: Path) -> Subject:
         lead=f"{lead} in {folder.name}",
         plan=plan,
         metrics=metrics,
+        levels=read_levels(folder / SUMMARY),
         measured=read_trace(timeline) if timeline.exists() else None,
         machine=tuple((a, b) for a, b in cluster_tables(machine)[0].rows) if machine else (),
         memory_limit_bytes=machine.memory_of(plan.layout.num_ranks) if machine and plan else 0.0,
@@ -97,6 +102,15 @@ def read_metrics(path: Path) -> tuple[dict[str, float], ...]:
         if isinstance(row, dict):
             rows.append({key: float(value) for key, value in row.items() if _is_number(value)})
     return tuple(rows)
+
+
+def read_levels(path: Path) -> tuple[tuple[str, float], ...]:
+    """Losses to compare with, from the summary of a run that has ended: what byte frequencies alone would give."""
+    try:
+        loss = json.loads(_text(path) or "{}").get("byte_frequency_loss")
+    except (json.JSONDecodeError, AttributeError):
+        raise UsageError(f"{path} is not the summary of a run; remove it, and the page does without") from None
+    return (("byte frequencies alone", float(loss)),) if _is_number(loss) else ()
 
 
 def read_trace(path: Path) -> Timeline:

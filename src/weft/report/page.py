@@ -143,10 +143,10 @@ def _memory_section(plan: Plan, limit_bytes: float) -> str:
 def _table_section(table: Table) -> str:
     if not table.rows:
         return ""
-    head = "".join(f"<th{_number_class(i, table)}>{escape(name)}</th>" for i, name in enumerate(table.columns))
+    head = "".join(f"<th{_number_class(i, table)}>{escape(table.columns[i])}</th>" for i in table.filled)
     body = "".join(
         ('<tr class="mark">' if r in table.marked else "<tr>")
-        + "".join(f"<td{_number_class(i, table)}>{escape(cell)}</td>" for i, cell in enumerate(row))
+        + "".join(f"<td{_number_class(i, table)}>{escape(row[i])}</td>" for i in table.filled)
         + "</tr>"
         for r, row in enumerate(table.rows)
     )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 
 from weft.errors import UsageError
 from weft.plan.plan import Memory, Plan, Prediction
-from weft.units import format_bytes, format_flops, format_percent, format_seconds
+from weft.units import format_bytes, format_count, format_flops, format_percent, format_seconds
 
 PARTS = tuple(field.name for field in fields(Memory))
 
@@ -24,6 +24,11 @@ class Table:
     right: tuple[int, ...] = ()
     marked: tuple[int, ...] = ()
     note: str = ""
+
+    @property
+    def filled(self) -> tuple[int, ...]:
+        """The columns that say anything."""
+        return tuple(i for i in range(len(self.columns)) if any(row[i] for row in self.rows))
 
     def __post_init__(self) -> None:
         for row in self.rows:
@@ -46,7 +51,7 @@ def summary_table(plan: Plan) -> Table:
         p = plan.prediction
         rows += [
             ("step time", f"{format_seconds(p.step_time_s)} (predicted)"),
-            ("throughput", f"{plan.batch_size / p.step_time_s:.3g} samples/s" if p.step_time_s > 0 else "unknown"),
+            ("throughput", f"{format_count(plan.batch_size / p.step_time_s)} samples/s" if p.step_time_s > 0 else "unknown"),
             ("MFU", f"{format_percent(p.mfu)} of the machines' peak; {format_flops(p.model_flops)} a step"),
             ("memory", f"{format_bytes(p.memory.total)} on the fullest device"),
         ]
