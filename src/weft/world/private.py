@@ -10,9 +10,11 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
+from torch.utils import _python_dispatch as python_dispatch
 
 # (owner, attribute) of every private name used below, for the test.
 NAMES: tuple[tuple[Any, str], ...] = (
@@ -28,7 +30,15 @@ NAMES: tuple[tuple[Any, str], ...] = (
     (c10d, "PrefixStore"),
     (dist, "FileStore"),
     (dist, "TCPStore"),
+    (torch.autograd.Variable, "_execution_engine"),
+    (torch.nn.modules.batchnorm, "_BatchNorm"),
+    (torch.utils, "_python_dispatch"),
+    (python_dispatch, "TorchDispatchMode"),
 )
+
+# Casts, and whatever else is dispatched, can be rewritten by a mode of one's own.
+DispatchMode = python_dispatch.TorchDispatchMode
+BatchNorm: type[torch.nn.Module] = torch.nn.modules.batchnorm._BatchNorm  # what all batch norms descend from
 
 
 def gloo(store: Any, rank: int, size: int, timeout_s: float, host: str) -> Any:
@@ -105,4 +115,5 @@ def tcp_store(host: str, port: int, num_ranks: int, timeout_s: float, listen_fd:
 
 def after_backward(callback: Any) -> None:
     """Call `callback()` when the backward pass that is running has finished. Only from within a gradient hook."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+    variable: Any = torch.autograd.Variable
+    variable._execution_engine.queue_callback(callback)
