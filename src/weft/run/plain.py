@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from weft.errors import Infeasible
 from weft.model.capture import batch_size_of, leaves, rebuild
+from weft.plan.plan import Plan
 from weft.run.build import Parts, Source, build
 from weft.run.optimizer import OptimizerSpec
 from weft.run.parameters import FlatGroup
-from weft.plan.plan import Plan
 from weft.world import private
 from weft.world.world import Group, World
 
@@ -51,7 +51,7 @@ def divide(model: nn.Module, source: Source, plan: Plan, batch: Any, world: Worl
     _place(model, parts)
     graph, forms = parts.graph, parts.local.forms
     structure = parts.structure
-    inputs = [v for v in graph.inputs]
+    inputs = list(graph.inputs)
     autocast = torch.bfloat16 if layout.precision == "bfloat16" else None
     rows = plan.batch_size // layout.data
 
@@ -76,7 +76,7 @@ def divide(model: nn.Module, source: Source, plan: Plan, batch: Any, world: Worl
         made = iter(out)
         return rebuild(structure, {path: next(made) if isinstance(leaf, Tensor) else leaf for path, leaf in leaves(structure)})
 
-    model.forward = forward  # type: ignore[method-assign]
+    model.forward = forward
     sums = [world.group(g.sum_ranks) if len(g.sum_ranks) > 1 else None for g in parts.groups]
     for group in sorted({g for g in sums if g is not None}, key=lambda g: g.ranks):
         group.connect()
@@ -111,7 +111,7 @@ class _Exchange:
         for number, (n, bucket) in enumerate(self._order):
             for name in bucket.names:
                 if sums[n] is not None:
-                    parameters[name].register_hook(self._hook(number, name, groups[n].views[name]))
+                    parameters[name].register_hook(self._hook(number, name, groups[n].views[name]))  # type: ignore[no-untyped-call]
 
     def _hook(self, number: int, name: str, view: Tensor) -> Any:
         def arrived(grad: Tensor) -> None:
