@@ -26,9 +26,10 @@ from weft.plan.plan import Plan
 from weft.run.build import Parts, Source
 from weft.run.optimizer import OptimizerSpec
 from weft.run.parameters import LocalParameter, build_groups
+from weft.world import private
 from weft.world.world import World
 
-_COUPLED = (nn.modules.batchnorm._BatchNorm,)
+
 
 
 class _Whole(nn.Module):
@@ -63,7 +64,7 @@ def build_whole(plan: Plan, source: Source, batch: Any, loss: Loss | None, world
     model = model.to(world.device)
     if layout.precision == "float64":
         model = model.double()
-    coupled = [name for name, m in model.named_modules() if isinstance(m, _COUPLED) and m.training]
+    coupled = [name for name, m in model.named_modules() if isinstance(m, private.BatchNorm) and m.training]
     if layout.data > 1 and coupled:
         raise Infeasible(
             f"{plan.model} could not be captured, and {coupled[0]} takes statistics over the whole batch, which data={layout.data} "
@@ -97,9 +98,11 @@ def build_whole(plan: Plan, source: Source, batch: Any, loss: Loss | None, world
         size,
     )
     is_cut = layout.data > 1
-    forms: dict[str, Mapping[str, str]] = {v.value: {} for v in graph.variables} | {"loss": {}}
+    forms: dict[str, Mapping[str, str]] = {v.value: {} for v in graph.variables}
+    forms["loss"] = {}
     if is_cut:
-        forms = {v.value: {"data": "+" if v.trainable else "S0" if v.batched else "R"} for v in graph.variables} | {"loss": {"data": "P"}}
+        forms.update({v.value: {"data": "+" if v.trainable else "S0" if v.batched else "R"} for v in graph.variables})
+        forms["loss"] = {"data": "P"}
     gradients = {v.value: ("data",) for v in variables if v.trainable} if is_cut else {}
     sharding = Sharding({"data": layout.data} if is_cut else {}, {}, forms, {}, gradients, (), ())
     stage = Stage(0, (), tuple(v.value for v in graph.variables), (), (), ("loss",))
@@ -122,7 +125,7 @@ def build_whole(plan: Plan, source: Source, batch: Any, loss: Loss | None, world
             first = names[id(p)][0] if id(p) in names else f"{module_name}.{local}"
             setattr(module, local, parameters[first])
     whole = _Whole(model, batch, loss, 1.0 / layout.data)
-    local = LocalStage(whole, tuple(v.value for v in inputs), (), (), ("loss",), forms)  # type: ignore[arg-type]
+    local = LocalStage(whole, tuple(v.value for v in inputs), (), (), ("loss",), forms)
     blocks = {b.name: (b, (0,) * len(b.tensor.shape)) for b in buffers}
     return Parts(graph, sharding, (stage,), stage, local, parameters, specs, flat, dict(model.named_buffers()), blocks, {}, Draw(seed=seed))
 
