@@ -38,7 +38,7 @@ def make_functional(
         return value
 
     def emit(op: Operator) -> None:
-        out.append(replace(op, args=_map(op.args, now), kwargs=tuple((k, _map(a, now)) for k, a in op.kwargs)))
+        out.append(replace(op, args=tuple(_map(a, now) for a in op.args), kwargs=tuple((k, _map(a, now)) for k, a in op.kwargs)))
 
     def fresh(value: str, suffix: str) -> str:
         name = f"{value}_{suffix}"
