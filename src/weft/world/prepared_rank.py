@@ -28,9 +28,9 @@ import torch
 from weft import errors
 from weft.errors import UsageError, WeftError
 from weft.world import message, private, recorder
+from weft.world.current import set_world
 from weft.world.group import LOST, LostPeer
 from weft.world.recorder import Recorder
-from weft.world.current import set_world
 from weft.world.world import World
 
 BEAT_S = 0.2
