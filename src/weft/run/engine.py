@@ -216,6 +216,10 @@ class Engine:
         """Parameters and buffers of the whole model under the model's own names (tied ones under each), on rank 0; None elsewhere."""
         return full_state(self.parts, self.pieces(), self._everyone)
 
+    def gradient(self, name: str) -> Tensor | None:
+        """This rank's block of a parameter's summed gradient, after `forward_backward`; None where another stage has it."""
+        return next((group.views[name] for group in self.parts.groups if name in group.views), None)
+
     def full_gradients(self) -> dict[str, Tensor] | None:
         """Summed gradients of the whole model by parameter name, on rank 0, after `forward_backward`; None elsewhere."""
         found = gradient_pieces(self.parts)
