@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.model.capture import Loss, batch_size_of, call, leaves, rebuild
 from weft.plan.placement import piece
@@ -21,6 +20,7 @@ from weft.plan.plan import Plan
 from weft.run.engine import Engine
 from weft.run.optimizer import OptimizerSpec
 from weft.run.state import full_state
+from weft.world import private
 from weft.world.world import World
 
 TOLERANCE = {"float64": 1e-9, "float32": 1e-3, "bfloat16": 5e-2}
@@ -44,7 +44,7 @@ class Verification:
         return f"{'equal' if self.ok else f'differs first in {self.first_difference}'} ({errors}; tolerance {self.tolerance:.0e})"
 
 
-class _Double(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Double(private.DispatchMode):  # type: ignore[no-untyped-call]
     """Casts to float32 become casts to float64."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -119,7 +119,7 @@ class _Serial:
             whole = {p: cut.get(p, leaf) for p, leaf in leaves(self.nesting)}
             value = call(self.model, rebuild(self.nesting, whole), self.loss_function) / num
             if value.requires_grad:
-                value.backward()
+                torch.autograd.backward(value)
             total += float(value.detach())
         return total, {path: x.grad for path, x in leaves_now.items() if x.grad is not None}
 
@@ -166,7 +166,7 @@ def verify_on_rank(
         assert state is not None
         assert inputs is not None
         if serial.double:
-            with _Double():
+            with _Double():  # type: ignore[no-untyped-call]  # torch's own constructor has no types
                 want, want_inputs = serial.step()
         else:
             want, want_inputs = serial.step()
