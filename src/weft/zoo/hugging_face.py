@@ -6,21 +6,22 @@ audio and multi-modal inputs, configurations whose code lies in another reposito
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from weft.errors import ModelError
-from weft.zoo import parts
+from weft.zoo import dense_experts, parts
 from weft.zoo.names import nearest
 from weft.zoo.resolved import Resolved
 
 DEFAULT_BATCH = 8
+DEFAULT_SEQUENCE = 512
 # The usual head of a kind of model, tried in this order where the file names no class.
 _HEADS = (
     "MODEL_FOR_CAUSAL_LM_MAPPING",
@@ -31,6 +32,11 @@ _HEADS = (
 )
 # Encoders that have a causal head as well, but are known by another.
 _MASKED = frozenset(("albert", "bert", "big_bird", "camembert", "convbert", "electra", "ernie", "megatron-bert", "roberta", "roformer"))
+# Endings of the classes whose batches can be made up.
+_NEXT_TOKEN = ("ForCausalLM", "LMHeadModel")
+_OUTPUT_TEXT = ("ForConditionalGeneration",)
+_MASKED_TOKENS = ("ForMaskedLM",)
+_CLASSES = ("ForSequenceClassification", "ForTokenClassification", "ForImageClassification")
 
 
 def from_config(text: str, batch: int | None = None, sequence: int | None = None) -> Resolved:
@@ -51,7 +57,7 @@ def from_config(text: str, batch: int | None = None, sequence: int | None = None
         return inputs(size)
 
     def make() -> nn.Module:
-        module: nn.Module = kind(_configuration(library, file)).train()
+        module: nn.Module = kind(copy.deepcopy(config)).train()  # models write to their configuration
         return module
 
     return Resolved(text, make, example_batch, None, batch or DEFAULT_BATCH)
@@ -76,11 +82,15 @@ def _configuration(library: Any, file: str) -> Any:
     kind = values.pop("model_type", None) if isinstance(values, dict) else None
     if kind is None:
         raise ModelError(f'{file} has no "model_type"; it must be the config.json of a Hugging Face model')
-    known = importlib.import_module("transformers.models.auto.configuration_auto").CONFIG_MAPPING_NAMES
-    if kind not in known:
-        raise ModelError(f"{file}: model_type {kind} is unknown to transformers {library.__version__}{nearest(kind, known)}")
+    auto = importlib.import_module("transformers.models.auto.configuration_auto")
+    if kind not in auto.CONFIG_MAPPING_NAMES:
+        near = nearest(kind, auto.CONFIG_MAPPING_NAMES, fallback="; another version may know it, or use file.py:factory")
+        raise ModelError(f"{file}: model_type {kind} is unknown to transformers {library.__version__}{near}")
+    experts = dense_experts.register()
+    if experts is not None:
+        values.setdefault("experts_implementation", experts)
     try:
-        config = library.AutoConfig.for_model(kind, **values)
+        config = auto.CONFIG_MAPPING[kind].from_dict(values)
     except Exception as error:
         raise ModelError(f"{file} is no configuration of {kind}: {type(error).__name__}: {error}") from error
     if hasattr(config, "use_cache"):
@@ -90,57 +100,64 @@ def _configuration(library: Any, file: str) -> Any:
     return config
 
 
-def _class(library: Any, config: Any, file: str) -> Callable[[Any], nn.Module]:
+def _class(library: Any, config: Any, file: str) -> Any:
+    """The class that the file names first, or the one with the usual head."""
     for name in config.architectures or ():
         found = getattr(library, name, None)
         if found is None:
-            raise ModelError(f"{file}: transformers {library.__version__} has no class {name}; change or leave out architectures")
-        return found  # type: ignore[no-any-return]
+            near = nearest(name, dir(library), fallback="; change or leave out architectures")
+            raise ModelError(f"{file}: transformers {library.__version__} has no class {name}{near}")
+        return found
     auto = importlib.import_module("transformers.models.auto.modeling_auto")
-    heads = _HEADS if config.model_type not in _MASKED else ("MODEL_FOR_MASKED_LM_MAPPING", *_HEADS)
-    for head in heads:
+    for head in _HEADS if config.model_type not in _MASKED else ("MODEL_FOR_MASKED_LM_MAPPING", *_HEADS):
         mapping = getattr(auto, head)
         if type(config) in mapping:
-            return mapping[type(config)]  # type: ignore[no-any-return]
-    raise ModelError(f'{file}: {config.model_type} has no head that weft can feed; name a class in "architectures"')
+            return mapping[type(config)]
+    raise ModelError(f'{file}: {config.model_type} has no head that weft can feed; name a class in "architectures", or use file.py:factory')
 
 
 def _inputs(config: Any, kind: Any, file: str, sequence: int | None) -> Callable[[int], dict[str, Tensor]]:
-    """What makes a batch of n samples: pixels and classes, or tokens and labels, by what the class calls its main input."""
-    if getattr(kind, "main_input_name", "input_ids") == "pixel_values":
-        return _images(config, kind, file, sequence)
-    if getattr(kind, "main_input_name", "input_ids") != "input_ids":
-        raise ModelError(f"{file}: {kind.__name__} takes {kind.main_input_name}; weft feeds models of text and images, use file.py:factory")
+    """What makes a batch of n samples, by what the class calls its main input and by what it learns."""
+    name, takes = kind.__name__, getattr(kind, "main_input_name", "input_ids")
+    if not name.endswith((*_NEXT_TOKEN, *_OUTPUT_TEXT, *_MASKED_TOKENS, *_CLASSES)):
+        endings = ", ".join(f"...{ending}" for ending in (*_NEXT_TOKEN, *_OUTPUT_TEXT, *_MASKED_TOKENS, *_CLASSES))
+        raise ModelError(f"{file}: weft cannot make up what {name} learns; it can for {endings}; else use file.py:factory")
+    if takes == "pixel_values" and name.endswith("ForImageClassification"):
+        return _images(config, file, sequence)
+    if takes != "input_ids" or name.endswith("ForImageClassification"):
+        raise ModelError(f"{file}: {name} takes {takes}; weft makes up text and images only, so use file.py:factory")
     text = config.get_text_config()
     limit = getattr(text, "max_position_embeddings", None)
-    length = sequence or min(limit or 512, 512)
-    if limit and length > limit and getattr(text, "model_type", "") in ("gpt2", "bert"):
-        raise ModelError(f"--sequence {length} is more than the {limit} positions of {file}; use --sequence {limit} or fewer")
-    name = kind.__name__
+    length = sequence or min(limit or getattr(text, "n_positions", None) or DEFAULT_SEQUENCE, DEFAULT_SEQUENCE)
+    if limit and length > limit:
+        raise ModelError(f"--sequence {length} is more than the {limit} positions of {file}; use {limit} or fewer, or raise them there")
+    size_of = {"vocabulary": text.vocab_size, "labels": getattr(config, "num_labels", 2)}
 
     def tokens(size: int) -> dict[str, Tensor]:
-        ids = parts.random_tokens((size, length), text.vocab_size, seed=0)
-        if name.endswith("ForSequenceClassification"):
-            return {"input_ids": ids, "labels": parts.random_classes(size, config.num_labels, seed=1)}
-        if name.endswith("ForMaskedLM"):
-            return {"input_ids": ids, "labels": parts.some_labels(ids, seed=1)}
-        if getattr(config, "is_encoder_decoder", False):
-            return {"input_ids": ids, "labels": parts.random_tokens((size, length), text.vocab_size, seed=1)}
-        return {"input_ids": ids, "labels": ids.clone()}
+        ids_BS = parts.random_tokens((size, length), size_of["vocabulary"], seed=0)
+        if name.endswith(_NEXT_TOKEN):  # these shift the labels themselves
+            labels = ids_BS.clone()
+        elif name.endswith(_OUTPUT_TEXT):
+            labels = parts.random_tokens((size, length), size_of["vocabulary"], seed=1)
+        elif name.endswith(_MASKED_TOKENS):
+            labels = parts.some_labels(ids_BS, seed=1)
+        elif name.endswith("ForTokenClassification"):
+            labels = parts.random_classes(size * length, size_of["labels"], seed=1).view(size, length)
+        else:
+            labels = parts.random_classes(size, size_of["labels"], seed=1)
+        return {"input_ids": ids_BS, "labels": labels}
 
     return tokens
 
 
-def _images(config: Any, kind: Any, file: str, sequence: int | None) -> Callable[[int], dict[str, Tensor]]:
+def _images(config: Any, file: str, sequence: int | None) -> Callable[[int], dict[str, Tensor]]:
     if sequence is not None:
         raise ModelError(f"--sequence {sequence} means nothing to {file}, a model of images; leave it out")
-    if not kind.__name__.endswith("ForImageClassification"):
-        raise ModelError(f"{file}: {kind.__name__} has labels of its own kind; use file.py:factory, or a ForImageClassification class")
     side = getattr(config, "image_size", None) or 224
     height, width = side if isinstance(side, tuple | list) else (side, side)
 
     def images(size: int) -> dict[str, Tensor]:
-        pixels = torch.randn(size, config.num_channels, height, width, generator=torch.Generator().manual_seed(0))
-        return {"pixel_values": pixels, "labels": parts.random_classes(size, config.num_labels, seed=1)}
+        made = parts.random_images((size, config.num_channels, height, width), config.num_labels, seed=0)
+        return {"pixel_values": made["pixels"], "labels": made["labels"]}
 
     return images

@@ -78,11 +78,13 @@ def find(text: str, sequence: int | None = None) -> tuple[Family, Any]:
     return family, replace(config, **changes) if changes else config
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """The end of a message: `; did you mean a or b?`, or all known words where none is near."""
+def nearest(word: str, known: Iterable[str], fallback: str | None = None) -> str:
+    """The end of a message: `; did you mean a or b?`, or where none is near the `fallback`, by default all known words."""
     known = sorted(known)
     close = difflib.get_close_matches(word, known, n=3, cutoff=0.6)
-    return f"; did you mean {' or '.join(close)}?" if close else f"; known: {', '.join(known)}"
+    if close:
+        return f"; did you mean {' or '.join(close)}?"
+    return fallback if fallback is not None else f"; known: {', '.join(known)}"
 
 
 def _arguments(name: str, config: Any, text: str) -> dict[str, Any]:
