@@ -30,8 +30,6 @@ from weft.world import private
 from weft.world.world import World
 
 
-
-
 class _Whole(nn.Module):
     """The user's module and loss, called with the local batch's tensors in order."""
 
