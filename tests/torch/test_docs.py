@@ -20,10 +20,9 @@ def blocks(page: str, language: str) -> list[str]:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
 def test_the_python_of_a_page_runs(page: str, tmp_path: Path) -> None:
-    """All blocks of a page in one process, in order, since a reader reads them in order."""
-    script = tmp_path / "page.py"
-    script.write_text('if __name__ == "__main__":\n' + "\n".join(f"    {line}" for line in "\n".join(blocks(page, "python")).splitlines()))
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, cwd=tmp_path, timeout=240, check=False)
+    """All blocks of a page in one process, in order, as a notebook runs them: without a file that ranks could import."""
+    code = "\n".join(blocks(page, "python"))
+    done = subprocess.run([sys.executable, "-"], input=code, capture_output=True, text=True, cwd=tmp_path, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
 
 
