@@ -162,10 +162,14 @@ class Engine:
         return norm
 
     def evaluate(self, batch: Any) -> float:
-        """The loss on a batch, without training. Operators stay as captured (batch norm and dropout in training mode)."""
+        """The loss on a batch, without training: no dropout, batch norm by its running statistics."""
         self._draw.step = self.step_index
-        with torch.no_grad():
-            return self.loss_of(self._executor.run(self._local(batch), train=False))
+        self._draw.evaluating = True
+        try:
+            with torch.no_grad():
+                return self.loss_of(self._executor.run(self._local(batch), train=False))
+        finally:
+            self._draw.evaluating = False
 
     def loss_of(self, result: Result) -> float:
         """The mean over microbatches, from every rank's summands."""

@@ -20,7 +20,8 @@ class Draw:
     seed: int = 0
     step: int = 0
     microbatch: int = 0
-    recomputing: bool = field(default=False)  # buffers are not written a second time
+    recomputing: bool = False  # buffers are not written a second time
+    evaluating: bool = False  # no dropout; batch norm by its running statistics, which stay as they are
     _generators: dict[torch.device, torch.Generator] = field(default_factory=dict)
 
     def generator(self, device: torch.device, operator: int, part: int) -> torch.Generator:
@@ -37,7 +38,7 @@ class Draw:
 
 def dropout(x: Tensor, p: float, draw: Draw, operator: int, part: int) -> Tensor:
     """Each element kept with probability 1 - p and scaled by 1 / (1 - p)."""
-    if p == 0.0:
+    if p == 0.0 or draw.evaluating:
         return x
     if p == 1.0:
         return x * 0.0
@@ -59,6 +60,8 @@ def attention(
     part: int,
 ) -> Tensor:
     """Scaled dot-product attention with dropout on its weights: torch's global generator is borrowed and put back."""
+    if draw.evaluating:
+        return F.scaled_dot_product_attention(q, k, v, mask, 0.0, causal, scale=scale, enable_gqa=enable_gqa)
     device = q.device
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(draw.generator(torch.device("cpu"), operator, part).initial_seed())
