@@ -24,8 +24,9 @@ from weft.model.graph import Arg, Graph, Operator, Ref, Tensor, Variable, Word
 
 Loss = Callable[[Any, Any], torch.Tensor]
 _IGNORED = ("aten._assert_tensor_metadata.default", "aten._assert_async.msg", "aten.sym_constrain_range_for_size.default")
-_PACKET_WORDS = {torch.strided: Word("layout", "strided"), **{f: Word("format", str(f).split(".")[1]) for f in (
-    torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d)}}  # fmt: skip
+_FORMATS = (torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d)
+_LAYOUT_WORDS: dict[Any, Word] = {torch.strided: Word("layout", "strided"), **{f: Word("format", str(f).split(".")[1]) for f in _FORMATS}}
+_Overload = type(torch.ops.aten.add.Tensor)  # the class has no public name
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,7 @@ def call(model: nn.Module, batch: Any, loss: Loss | None) -> torch.Tensor:
         ModelError: no loss is given and the output is neither a scalar nor has a scalar `.loss`.
     """
     output = model(**batch) if isinstance(batch, Mapping) else model(*batch) if isinstance(batch, tuple | list) else model(batch)
+    value: Any
     if loss is not None:
         value = loss(output, batch)
     else:
@@ -97,7 +99,8 @@ class _Step(nn.Module):
         self._outputs = outputs
         outputs_seen: list[Any] = []
         # Kept in a closure: export puts a module's attributes back as they were.
-        self.seen, self.structure = outputs_seen.append, lambda: outputs_seen[-1] if outputs_seen else None
+        self.seen: Callable[[Any], None] = outputs_seen.append
+        self.structure: Callable[[], Any] = lambda: outputs_seen[-1] if outputs_seen else None
 
     def forward(self, *tensors: torch.Tensor) -> Any:
         given = iter(tensors)
@@ -159,14 +162,11 @@ def _read(program: Any, step: _Step, batch: Any, samples: int, size: int, output
     names = {spec.arg.name: spec for spec in signature.input_specs if hasattr(spec.arg, "name")}
     owners: dict[int, str] = {}
     aliases: dict[str, list[str]] = {}
-    for name, tensor in (*step.model.named_parameters(remove_duplicate=False), *step.model.named_buffers(remove_duplicate=False)):
-        first = owners.setdefault(id(tensor), name)
+    by_name: dict[str, str] = {}
+    for name, held in (*step.model.named_parameters(remove_duplicate=False), *step.model.named_buffers(remove_duplicate=False)):
+        first = by_name[name] = owners.setdefault(id(held), name)
         if first != name:
             aliases.setdefault(first, []).append(name)
-    by_name = {
-        name: owners[id(tensor)]
-        for name, tensor in (*step.model.named_parameters(remove_duplicate=False), *step.model.named_buffers(remove_duplicate=False))
-    }
     trainable = {name for name, p in step.model.named_parameters() if p.requires_grad}
     paths = [path for path, leaf in leaves(batch) if isinstance(leaf, torch.Tensor)]
     batched = {path for path, leaf in leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == samples}
@@ -210,7 +210,7 @@ def _read(program: Any, step: _Step, batch: Any, samples: int, size: int, output
     if outputs and not results:
         raise ModelError("the model's output holds no tensor; it must return tensors")
     used = {value for op in wanted for value in op.inputs} | set(results)
-    tensors = {value: spec for value, spec in reader.tensors.items() if value in used or any(value in op.outputs for op in ())}
+    tensors = {value: spec for value, spec in reader.tensors.items() if value in used}
     for op in wanted:
         tensors.update({value: reader.tensors[value] for value in op.outputs})
     everything = (*parameters.values(), *buffers.values(), *inputs, *constant_variables)
@@ -278,7 +278,7 @@ class _Reader:
             source = self._tuples[prefix + node.args[0].name]
             self.rename[prefix + node.name] = source[node.args[1]]
             return
-        if not isinstance(target, torch._ops.OpOverload):  # type: ignore[attr-defined]
+        if not isinstance(target, _Overload):
             self._block(node, owner, prefix)
             return
         value = node.meta.get("val")
@@ -346,7 +346,7 @@ class _Reader:
         if isinstance(arg, torch.device):
             return Word("device", "run")
         if isinstance(arg, torch.layout | torch.memory_format):
-            return _PACKET_WORDS[arg]
+            return _LAYOUT_WORDS[arg]
         if arg is None or isinstance(arg, bool | int | float | str | complex):
             return arg
         raise ModelError(f"the model passes {type(arg).__name__} to an operator; weft knows numbers, text, dtypes and tensors")
