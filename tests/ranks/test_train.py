@@ -1,0 +1,140 @@
+"""Whole runs on real ranks: killed, stopped and moved to other layouts, they compute what a run that nothing touched computes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from weft import api
+from weft.plan.plan import Plan
+from weft.run import checkpoint
+from weft.train import flow
+from weft.train.config import Config
+from weft.train.flow import Planned
+from weft.train.metrics import read_metrics
+from weft.world.launch import Launcher
+
+TEXT = b"Whoever makes a thing twice has found a way to make it three times. " * 120
+CONFIG = """
+[model]
+name = "gpt:vocabulary=256,hidden=32,layers=4,heads=2"
+[data]
+sequence = 16
+[train]
+steps = 12
+batch = 8
+learning_rate = 0.01
+checkpoint_every = 3
+evaluate_every = 6
+evaluate_batches = 2
+clip = 0.5
+[run]
+sample = 4
+"""
+
+
+def configure(folder: Path, layout: str, **train: Any) -> Config:
+    text = folder.parent / "text.txt"
+    text.write_bytes(TEXT)
+    config = Config.parse(CONFIG, changes=[f"data.text={text}", f"run.folder={folder}", f"plan.layout={layout} threads=1"])
+    return config.model_copy(update={"train": config.train.model_copy(update=train)})
+
+
+def planner(config: Config, known: Plan | None) -> Planned:
+    plan = known or api.plan(config.model.name, config.train.batch, cluster="2xcpu-2", layout=config.plan.layout)
+    return Planned(replace(plan, batch_size=config.train.batch), 1e9, "cpu")
+
+
+@pytest.fixture
+def run(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> Callable[[Config], dict[str, Any]]:
+    """Trains in the session's prepared process."""
+    monkeypatch.setattr(flow, "launch", launcher.launch)
+    return lambda config: flow.train(config, planner)
+
+
+def losses(config: Config, key: str = "loss") -> list[float]:
+    rows = read_metrics(Path(config.run.folder) / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+    return [row[key] for row in rows if key in row]  # type: ignore[misc]
+
+
+LAYOUTS = ["data=2 zero=1", "tensor=2", "data=2 pipeline=2 microbatches=2", "data=2 microbatches=2"]
+
+
+def test_any_layout_learns_the_same_and_goes_on_under_any_other(tmp_path: Path, run: Callable[[Config], dict[str, Any]]) -> None:
+    """One run that changes its layout every three steps, against a run of one rank: same data, same weights, same curve."""
+    moved = configure(tmp_path / "moved", "data=1")
+    for number, layout in enumerate(LAYOUTS):
+        # The learning rate's schedule must not move with the steps made so far.
+        moved = configure(tmp_path / "moved", layout, steps=3 * number + 3, schedule="constant")
+        run(moved)
+    constant = configure(tmp_path / "constant", "data=1", schedule="constant")
+    run(constant)
+    assert losses(moved) == pytest.approx(losses(constant), rel=2e-5)
+    mine, theirs = (load_file(Path(c.run.folder) / "model.safetensors") for c in (moved, constant))
+    assert mine.keys() == theirs.keys()
+    assert max(float((mine[name] - theirs[name]).abs().max()) for name in mine) < 1e-3
+
+
+def test_killed_and_stopped_it_computes_the_same_bits(tmp_path: Path, run: Callable[[Config], dict[str, Any]]) -> None:
+    whole = configure(tmp_path / "whole", "data=2 zero=1")
+    run(whole)
+    broken = configure(tmp_path / "broken", "data=2 zero=1")
+    for end in (signal.SIGKILL, signal.SIGTERM):
+        launcher = subprocess.Popen([sys.executable, __file__, str(tmp_path / "broken")], stderr=subprocess.PIPE, text=True)
+        wait_for_steps(Path(broken.run.folder), 5 if end == signal.SIGKILL else 8, launcher)
+        launcher.send_signal(end)
+        _, said = launcher.communicate(timeout=60)
+        assert launcher.returncode == (-9 if end == signal.SIGKILL else 0), said
+        if end == signal.SIGTERM:
+            assert "told to stop" in said
+    steps = [saved.step for saved in checkpoint.committed(Path(broken.run.folder) / "checkpoints")]
+    assert 3 <= steps[-1] < 12
+    summary = run(broken)
+    assert summary["step"] == 12
+    assert losses(broken) == losses(whole)
+    assert losses(broken, "grad_norm") == losses(whole, "grad_norm")
+    assert losses(broken, "eval_loss") == losses(whole, "eval_loss")
+    mine, theirs = (load_file(Path(c.run.folder) / "model.safetensors") for c in (broken, whole))
+    assert all(mine[name].equal(theirs[name]) for name in theirs)
+
+
+def wait_for_steps(folder: Path, steps: int, launcher: subprocess.Popen[str]) -> None:
+    """Until the run's metrics have so many rows."""
+    until = time.monotonic() + 90
+    path = folder / "metrics.jsonl"
+    while not path.exists() or len(read_metrics(path)) < steps:
+        assert launcher.poll() is None, launcher.communicate()[1]
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def slowly(world: Any, folder: str, peak_flops: float) -> dict[str, Any]:
+    """`rank_main` with steps long enough to be interrupted."""
+    from weft.run.engine import Engine
+
+    real = Engine.step
+
+    def step(self: Engine, *args: Any, **options: Any) -> Any:
+        time.sleep(0.3)
+        return real(self, *args, **options)
+
+    Engine.step = step  # type: ignore[method-assign]
+    return flow.rank_main(world, folder, peak_flops)
+
+
+if __name__ == "__main__":
+    real_launch = flow.launch
+    flow.launch = lambda function, *args, **options: real_launch(slowly, *args, **options)  # type: ignore[assignment]
+    os.environ["OMP_NUM_THREADS"] = "1"
+    flow.train(configure(Path(sys.argv[1]), "data=2 zero=1"), planner)
