@@ -22,14 +22,14 @@ from weft.zoo.resolved import Resolved
 
 DEFAULT_BATCH = 8
 DEFAULT_SEQUENCE = 512
-# The usual head of a kind of model, tried in this order where the file names no class.
+# The usual heads of a kind of model, tried in this order where the file names no class.
 _HEADS = (
     "MODEL_FOR_CAUSAL_LM_MAPPING",
-    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
     "MODEL_FOR_MASKED_LM_MAPPING",
     "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING",
     "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
 )
+_TWO_STACKS_HEADS = ("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",)
 # Encoders that have a causal head as well, but are known by another.
 _MASKED = frozenset(("albert", "bert", "big_bird", "camembert", "convbert", "electra", "ernie", "megatron-bert", "roberta", "roformer"))
 # Endings of the classes whose batches can be made up.
@@ -109,7 +109,8 @@ def _class(library: Any, config: Any, file: str) -> Any:
             raise ModelError(f"{file}: transformers {library.__version__} has no class {name}{near}")
         return found
     auto = importlib.import_module("transformers.models.auto.modeling_auto")
-    for head in _HEADS if config.model_type not in _MASKED else ("MODEL_FOR_MASKED_LM_MAPPING", *_HEADS):
+    heads = _TWO_STACKS_HEADS if getattr(config, "is_encoder_decoder", False) else _HEADS[1:] if config.model_type in _MASKED else _HEADS
+    for head in heads:
         mapping = getattr(auto, head)
         if type(config) in mapping:
             return mapping[type(config)]
