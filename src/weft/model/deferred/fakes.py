@@ -1,16 +1,39 @@
-"""The one adapter to torch's fake tensors: tensors with shape, dtype and device "cpu" but no memory.
+"""The one adapter to torch's fake tensors (shape, dtype and device "cpu", but no memory), to its dispatcher and its trees.
 
-In: torch's private names, each listed once. Out: `Fake`, `fake_mode()`, `forget()`, `NO_FAKE`. Not modelled: fake tensors of other devices.
+In: torch's private names, each listed once. Out: `Fake`, `fake_mode()`, `forget()`, `NO_FAKE`, `DispatchMode`, `tree_flatten`, `tree_map`.
+Not modelled: fake tensors of other devices.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+from torch import _subclasses
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
     UnsupportedOperatorException,
+)
+from torch.utils import _python_dispatch, _pytree
+from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+__all__ = ["NAMES", "NO_FAKE", "DispatchMode", "Fake", "FakeMode", "fake_mode", "forget", "tree_flatten", "tree_map"]
+
+# (owner, attribute) of every private name used here, for the test.
+NAMES: tuple[tuple[Any, str], ...] = (
+    (_subclasses, "fake_tensor"),
+    (fake_tensor, "FakeTensor"),
+    (fake_tensor, "FakeTensorMode"),
+    (fake_tensor, "DataDependentOutputException"),
+    (fake_tensor, "DynamicOutputShapeException"),
+    (fake_tensor, "UnsupportedOperatorException"),
+    (_python_dispatch, "TorchDispatchMode"),
+    (_pytree, "tree_flatten"),
+    (_pytree, "tree_map"),
 )
 
 Fake = FakeTensor

@@ -14,12 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
 
 from weft.errors import ModelError, UsageError
 from weft.model.deferred.bounds import Bounds, bounds_of
-from weft.model.deferred.fakes import NO_FAKE, Fake, fake_mode, forget
+from weft.model.deferred.fakes import NO_FAKE, DispatchMode, Fake, fake_mode, forget, tree_flatten, tree_map
 from weft.model.deferred.tape import Op, Stream, Tape, Version, View
 
 OUTSIDE = "build the model outside the block and pass it to weft.parallelize"
@@ -188,7 +186,7 @@ class _Paused:
         self._operators.is_paused = self._before
 
 
-class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Operators(DispatchMode):  # type: ignore[no-untyped-call]
     """Writes operators onto the tape and answers with fake tensors."""
 
     def __init__(self, recording: Recording) -> None:

@@ -23,9 +23,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_map
 
 from weft.errors import ModelError
+from weft.model.deferred.fakes import tree_flatten, tree_map
 
 Version = tuple[int, int]  # storage, operator that wrote it last
 
