@@ -59,6 +59,10 @@ class Source:
         captured = capture(fake_copy(self.model, mode, originals), batch, loss, batch_size=batch_size, fake_mode=mode, outputs=outputs)
         return replace(captured, constants={v: originals.get(id(t), t) for v, t in captured.constants.items()})
 
+    def sharding(self, plan: Plan, graph: Graph) -> Sharding:
+        """The complete sharding that a plan means for a graph."""
+        return shard_of(plan, graph)
+
     def take(self, take: Callable[[str, Tensor], Tensor | None], dtype: torch.dtype | None) -> dict[str, Tensor]:
         """Initial values, one tensor at a time: what `take(name, tensor)` returns is kept."""
         if self.deferred is not None:
@@ -129,7 +133,7 @@ def build(
     dtype = DTYPES[layout.precision]
     if dtype is not torch.float32:
         graph = graph.cast("float32", "float64")
-    sharding = shard_of(plan, graph)
+    sharding = source.sharding(plan, graph)
     stages = split(graph, plan.stages)
     at = mesh.coordinates(world.rank)
     mine = stages[at["pipeline"]]

@@ -7,6 +7,7 @@ In float64 both sides compute in float64 throughout: casts to float32 inside the
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from weft.model.capture import Loss, batch_size_of, call, leaves, rebuild
 from weft.plan.placement import piece
 from weft.plan.plan import Plan
+from weft.run.build import Source
 from weft.run.engine import Engine
 from weft.run.optimizer import OptimizerSpec
 from weft.run.state import full_state
@@ -89,7 +91,7 @@ class _Serial:
 
     def __init__(self, make: Any, seed: int, batch: Any, loss: Loss | None, plan: Plan, spec: OptimizerSpec, device: torch.device) -> None:
         torch.manual_seed(seed)
-        self.model: nn.Module = make()
+        self.model: nn.Module = copy.deepcopy(make) if isinstance(make, nn.Module) else make()
         self.double = plan.layout.precision == "float64"
         if self.double:
             self.model = self.model.double()
@@ -141,14 +143,17 @@ def verify_on_rank(
     tolerance: float | None = None,
     optimizer: OptimizerSpec | str | Mapping[str, Any] = "adamw",
     sabotage: str = "",
+    source: Source | None = None,
 ) -> Verification | None:
     """Run on every rank; the verification on rank 0, None elsewhere.
 
-    `sabotage`: a parameter whose gradient this run spoils on purpose, to show that the comparison finds it.
+    `sabotage`: a parameter whose gradient this run spoils on purpose, to show that the comparison finds it. `source`: the model as it
+    was made with `seed` before the ranks were forked, which saves each of them from tracing it.
     """
     spec = OptimizerSpec.of(optimizer)
     bound = TOLERANCE[plan.layout.precision] if tolerance is None else tolerance
-    engine = Engine(plan, make, batch, loss, world, spec, seed=seed)
+    # The engine of a model that was not captured takes the module's own tensors, and the serial run needs them as they were.
+    engine = Engine(plan, copy.deepcopy(make) if isinstance(make, nn.Module) else make, batch, loss, world, spec, seed=seed, source=source)
     serial = _Serial(make, seed, batch, loss, plan, spec, world.device) if world.rank == 0 else None
     seen = _Comparison(bound)
     for step in range(steps):

@@ -1,0 +1,266 @@
+"""Every model under every layout: the parallel run against the serial one, in float64, over two steps.
+
+In: models by name, rank counts, which choices of microbatches, schedule, ZeRO and recomputation. Out: a table of worst errors (or of why a
+layout is refused), `--json` rows, exit status 4 where anything differs or fails.
+
+Each model is traced in this process; ranks are forked from it, so that none of them traces again. A case that is silent for longer
+than the limit is ended and reported by name. Not modelled: accelerators, more than one machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weft.cluster.cluster import Cluster
+from weft.errors import Infeasible, LayoutError, ModelError, WeftError
+from weft.model.capture import Captured, Loss, batch_size_of
+from weft.model.graph import Graph
+from weft.model.propagate import Sharding
+from weft.plan.layout import Layout
+from weft.plan.plan import Plan
+from weft.run.build import Source, shard_of
+from weft.run.verify import Verification, verify_on_rank
+from weft.solve.search import search
+from weft.world.launch import launch
+from weft.world.world import World
+from weft.zoo.names import sizes
+from weft.zoo.resolve import resolve
+
+ROOT = Path(__file__).resolve().parents[1]
+TOLERANCE = 1e-9
+LIMIT_S = 60.0
+BATCH = 16  # divides into data=8 x microbatches=2
+SCHEDULES = ("1f1b", "gpipe", "sequential")
+REFUSED = (Infeasible, LayoutError, ModelError)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One case. `status`: equal, differs, refused (by weft, with the reason in `note`) or failed."""
+
+    model: str
+    layout: str
+    status: str
+    worst: dict[str, float] = field(default_factory=dict)
+    note: str = ""
+    replicated: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+    @property
+    def error(self) -> float:
+        return max(self.worst.values(), default=0.0)
+
+
+@dataclass(frozen=True)
+class _Traced(Source):
+    """A source that traces and shards once for all layouts; ranks inherit what it knows."""
+
+    captured: dict[int | None, Captured] = field(default_factory=dict)
+    shardings: dict[tuple[Any, ...], Sharding] = field(default_factory=dict)
+
+    def capture(self, batch: Any, loss: Loss | None, batch_size: int | None, outputs: bool = False) -> Captured:
+        """As `Source.capture`, once for each number of samples."""
+        if batch_size not in self.captured:
+            self.captured[batch_size] = super().capture(batch, loss, batch_size, outputs)
+        return self.captured[batch_size]
+
+    def sharding(self, plan: Plan, graph: Graph) -> Sharding:
+        """As `Source.sharding`, once for each sharding."""
+        key = (plan.layout.data, plan.layout.tensor, plan.shards, graph.batch_size, plan.layout.precision)
+        if key not in self.shardings:
+            self.shardings[key] = shard_of(plan, graph)
+        return self.shardings[key]
+
+
+class Subject:
+    """One model, traced once, verified under many layouts."""
+
+    def __init__(self, name: str, batch: int = BATCH, seed: int = 0) -> None:
+        resolved = resolve(name)
+        most = resolved.default_batch if ".py" in name else batch
+        self.name, self.make, self.loss, self.seed = name, resolved.make, resolved.loss, seed
+        self.batch = resolved.batch(min(batch, most))
+        self.size = batch_size_of(self.batch)
+        torch.manual_seed(seed)
+        plain = Source.of(self.make)
+        self.source = _Traced(plain.model, plain.deferred)
+
+    def plan(self, layout: Layout) -> Plan:
+        """The plan of a layout, as `weft.plan` makes it. Raises Infeasible, LayoutError or ModelError where weft refuses it."""
+        state = torch.random.get_rng_state()
+        graph = self.source.capture(self.batch, self.loss, self.size).graph
+        found = search(graph, Cluster.parse("1xcpu-2"), self.size, self.name, layout=replace(layout, precision="float32"))
+        torch.random.set_rng_state(state)
+        return replace(found, layout=layout)
+
+    def check(self, layout: Layout, steps: int = 2, limit_s: float = LIMIT_S, **options: Any) -> Verification:
+        """Verify one layout. Raises WeftError where it is refused or a rank fails."""
+        plan = self.plan(layout)
+        size = self.size // layout.microbatches
+        graph = self.source.capture(self.batch, self.loss, size).graph
+        self.source.sharding(plan, graph.cast("float32", "float64") if layout.precision == "float64" else graph)
+
+        def on_rank(world: World) -> dict[str, Any] | None:
+            found = verify_on_rank(
+                world, plan, self.make, self.batch, self.loss, steps=steps, seed=self.seed, source=self.source, **options
+            )
+            return None if found is None else {**asdict(found), "replicated_operators": list(found.replicated_operators)}
+
+        found = launch(on_rank, layout.num_ranks, timeout_s=limit_s, show=False)[0]
+        return Verification(**{**found, "replicated_operators": tuple(found["replicated_operators"])})
+
+
+def factorisations(num_ranks: int) -> Iterator[tuple[int, int, int]]:
+    """Every (data, tensor, pipeline) whose product is `num_ranks`."""
+    for data in range(1, num_ranks + 1):
+        for tensor in range(1, num_ranks // data + 1):
+            if num_ranks % (data * tensor) == 0:
+                yield data, tensor, num_ranks // (data * tensor)
+
+
+def layouts(counts: Sequence[int], size: int, which: str) -> Iterator[Layout]:
+    """The cases: each factorisation `plain`, and `mixed`: with microbatches, a schedule, ZeRO and recomputation taken in turn."""
+    turn = 0
+    for count in counts:
+        for data, tensor, pipeline in factorisations(count):
+            if which in ("plain", "all"):
+                yield Layout(data, tensor, pipeline, precision="float64")
+            if which in ("mixed", "all"):
+                most = max(size // data, 1)
+                microbatches = min(4 if turn % 2 else 2, most)
+                yield Layout(
+                    data, tensor, pipeline, microbatches, SCHEDULES[turn % 3], int(turn % 4 != 3), ("none", "full")[turn // 2 % 2], "float64"
+                )
+            turn += 1
+
+
+def models() -> list[str]:
+    """The tiny size of every family, the Hugging Face configurations, and the models of the tests and examples."""
+    zoo = [name for name in sizes() if name.endswith("-tiny")]
+    library = [f"hf:{path.relative_to(ROOT)}" for path in sorted((ROOT / "tests/torch/hf").glob("*.json"))]
+    return [*zoo, *library, "examples/own_model.py:make", *odd_models()]
+
+
+def odd_models() -> list[str]:
+    """Models that nobody wrote for weft: `tests/ranks/odd_models.py:NAME`."""
+    file = ROOT / "tests/ranks/odd_models.py"
+    if not file.is_file():
+        return []
+    words = file.read_text(encoding="utf-8").split("MODELS = (", 1)[-1].split(")", 1)[0]
+    return [f"tests/ranks/odd_models.py:{word.strip()}" for word in words.split(",") if word.strip()]
+
+
+def run_case(subject: Subject, layout: Layout, limit_s: float) -> Row:
+    """One row; never raises for what the model or weft does."""
+    began = time.perf_counter()
+    shown = str(replace(layout, precision="float32"))
+    try:
+        found = subject.check(layout, limit_s=limit_s)
+    except REFUSED as error:
+        return Row(subject.name, shown, "refused", {}, str(error), seconds=time.perf_counter() - began)
+    except (WeftError, Exception) as error:  # noqa: BLE001  a crash is a finding, not the end of the run
+        return Row(subject.name, shown, "failed", {}, f"{type(error).__name__}: {error}", seconds=time.perf_counter() - began)
+    status = "equal" if found.ok and found.tolerance <= TOLERANCE else "differs"
+    return Row(
+        subject.name, shown, status, found.worst, found.first_difference or "", found.replicated_operators, time.perf_counter() - began
+    )
+
+
+def run(names: Sequence[str], counts: Sequence[int], which: str, limit_s: float, tell: Callable[[Row], None]) -> list[Row]:
+    """All cases of all models."""
+    rows: list[Row] = []
+    for name in names:
+        try:
+            subject = Subject(name)
+        except Exception as error:  # noqa: BLE001
+            rows.append(Row(name, "", "failed", {}, f"{type(error).__name__}: {error}"))
+            tell(rows[-1])
+            continue
+        for layout in layouts(counts, subject.size, which):
+            rows.append(run_case(subject, layout, limit_s))
+            tell(rows[-1])
+    return rows
+
+
+def document(rows: Sequence[Row], which: str, counts: Sequence[int], total_s: float) -> str:
+    """The table as Markdown."""
+    by_model: dict[str, list[Row]] = {}
+    for row in rows:
+        by_model.setdefault(row.model, []).append(row)
+    equal = [row for row in rows if row.status == "equal"]
+    lines = [
+        "# Parallel equals serial",
+        "",
+        f"`scripts/verify_all --ranks {','.join(map(str, counts))} --choices {which}`: every model below under every factorisation "
+        "data x tensor x pipeline of these numbers of ranks. Loss, every gradient (inputs included), and every weight and buffer after two "
+        f"AdamW steps in float64 are compared with plain PyTorch in one process; the tolerance is {TOLERANCE:.0e} relative.",
+        "",
+        f"{len(rows)} cases in {total_s:.0f} s: {len(equal)} equal (worst error {max((r.error for r in equal), default=0.0):.1e}), "
+        + ", ".join(f"{sum(r.status == s for r in rows)} {s}" for s in ("refused", "differs", "failed"))
+        + ".",
+        "",
+        "| model | equal | worst error | refused | differs or failed | computed whole, for want of a rule |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, mine in by_model.items():
+        good = [r for r in mine if r.status == "equal"]
+        whole = sorted({op for r in mine for op in r.replicated})
+        lines.append(
+            f"| {name} | {len(good)} | {max((r.error for r in good), default=0.0):.1e} | {sum(r.status == 'refused' for r in mine)} | "
+            f"{sum(r.status in ('differs', 'failed') for r in mine)} | {', '.join(whole[:4])}{' ...' if len(whole) > 4 else ''} |"
+        )
+    for name, mine in by_model.items():
+        lines += ["", f"## {name}", "", "| layout | result |", "|---|---|"]
+        for row in mine:
+            said = f"{row.error:.1e}" if row.status == "equal" else f"{row.status}: {_line(row.note)}"
+            lines.append(f"| {row.layout} | {said} |")
+    return "\n".join(lines) + "\n"
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())[:400].replace("|", "/")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run what the arguments choose; see `--help`."""
+    parser = argparse.ArgumentParser(prog="scripts/verify_all", description="Every model under every layout against the serial run.")
+    parser.add_argument("models", nargs="*", help="models, or parts of their names; all of them by default")
+    parser.add_argument("--ranks", default="1,2,4,8", help="numbers of ranks, as 1,2,4")
+    parser.add_argument("--choices", choices=("plain", "mixed", "all"), default="all", help="plain layouts, mixed ones, or all")
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="take every Nth case of each model")
+    parser.add_argument("--limit", type=float, default=LIMIT_S, metavar="S", help="seconds after which a silent case is ended")
+    parser.add_argument("--json", metavar="FILE", help="write the rows there")
+    parser.add_argument("--document", metavar="FILE", help="write the table there, as docs/benchmarks/verify.md is made")
+    given = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    counts = [int(word) for word in given.ranks.split(",")]
+    known = models()
+    names = [n for n in known if not given.models or any(word in n for word in given.models)] or list(given.models)
+    began = time.perf_counter()
+
+    def tell(row: Row) -> None:
+        said = f"{row.error:.1e}" if row.status == "equal" else _line(row.note)
+        print(f"{row.status:8} {row.seconds:5.1f} s  {row.model}  {row.layout}  {said}", file=sys.stderr, flush=True)
+
+    rows = run(names, counts, given.choices, given.limit, tell)
+    total_s = time.perf_counter() - began
+    if given.json:
+        Path(given.json).write_text(json.dumps({"rows": [asdict(row) for row in rows], "total_s": total_s}, indent=1) + "\n")
+    if given.document:
+        Path(given.document).write_text(document(rows, given.choices, counts, total_s), encoding="utf-8")
+    bad = sum(row.status in ("differs", "failed") for row in rows)
+    print(f"{len(rows)} cases, {bad} bad, {total_s:.0f} s")
+    return 4 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
