@@ -27,11 +27,14 @@ VERSION = 1  # of what is measured; a stored result of another version is measur
 QUICK_SIZES = (4096, 65536, 1 << 20, 4 << 20, 16 << 20)
 FULL_SIZES = (1024, 4096, 16384, 65536, 262144, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
 LAUNCH_OPERATORS = 64
+BUSY = "while the machine was busy"
 CLOCK_S = 0.04  # per figure, at least: enough to pass the clock's noise, short enough for a dozen figures
 
 
 def probe(quick: bool = True, *, fresh: bool = False, path: Path | None = None) -> Cluster:
     """This machine as a cluster. The first call measures for a few seconds; later ones read the stored result.
+
+    What was measured while other programs ran is measured again as soon as they do not.
 
     Args:
         quick: fewer sizes and at most two ranks. `fresh`: measure even where a stored result fits.
@@ -44,7 +47,7 @@ def probe(quick: bool = True, *, fresh: bool = False, path: Path | None = None) 
     mark = fingerprint()
     if not fresh:
         stored = _stored(path, mark)
-        if stored is not None:
+        if stored is not None and not (BUSY in stored.device.source and _load() <= num_cores() / 2):
             return stored
     # Read back from its text, so that the first call and the later ones plan with the same digits.
     cluster = loads(dump(_of_gpus(mark) if torch.cuda.is_available() else _of_cores(mark, quick)))
@@ -56,6 +59,11 @@ def probe(quick: bool = True, *, fresh: bool = False, path: Path | None = None) 
     except OSError:
         pass  # a cache that cannot be written costs a few seconds next time, and nothing else
     return cluster
+
+
+def _load() -> float:
+    """Processes that wanted a core over the last minute; 0 where the system does not tell."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
 
 
 def cache_path() -> Path:
@@ -149,10 +157,10 @@ def _of_cores(mark: str, quick: bool) -> Cluster:
     from weft.world.launch import launch
 
     cores = num_cores()
-    busy = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    busy = _load()
     said = "measured"
     if busy > cores / 2:
-        said += f" while the machine was busy (load {busy:.1f} on {cores} cores); measure again when it is idle"
+        said += f" {BUSY} (load {busy:.1f} on {cores} cores); measure again when it is idle"
     ranks = min(max(2, cores), 4) if quick else min(max(4, cores), 8)
     found = launch(measure_rank, ranks, cores, quick)
     alone: dict[str, float] = next(figures for r, t, figures in found[0]["speeds"] if (r, t) == (1, 1))
