@@ -24,7 +24,7 @@ from weft.cluster.cluster import Cluster
 from weft.errors import Infeasible, LayoutError, ModelError, WeftError
 from weft.model.capture import Captured, Loss, batch_size_of
 from weft.model.graph import Graph
-from weft.model.propagate import Sharding
+from weft.model.sharding import Sharding
 from weft.plan.layout import Layout
 from weft.plan.plan import Plan
 from weft.run.build import Source, shard_of

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from weft.model.graph import Graph, Operator
-from weft.model.propagate import Sharding
+from weft.model.sharding import Sharding
 from weft.model.work import MATMUL_KINDS, Work, batched, differentiable, storages, work
 from weft.plan.layout import Layout
 from weft.plan.plan import Memory

@@ -20,8 +20,9 @@ from weft.lower.kernels.statistics import batch_norm
 from weft.lower.kernels.vocabulary import cross_entropy, embedding
 from weft.lower.redistribute import redistribute
 from weft.model.graph import Arg, Graph, Operator, Ref, Word
-from weft.model.propagate import Form, Sharding, move_collectives, writes_buffer
+from weft.model.propagate import writes_buffer
 from weft.model.rules import Rule, rule_of
+from weft.model.sharding import Form, Sharding, move_collectives
 from weft.model.stages import Stage
 from weft.world.world import Group
 

@@ -4,16 +4,9 @@ In: a graph, the axes with their sizes, and where parameters (and buffers) are c
 searched. Out: `Sharding`: for every operator the label that is cut, for every value the form it is made in and the forms it
 is needed in.
 
-A value's form along one axis is one of
-
-    "R"    whole on every rank, and so is its gradient
-    "+"    whole on every rank, but each rank's gradient is a summand of the true one
-    "P"    every rank holds a summand
-    "S2"   rank i holds piece i of dimension 2
-
-A consumer that is cut on a label which an input lacks computes only its share of that input's gradient: it needs "+". Getting
-"+" from "R" costs nothing forward and an all-reduce backward (Megatron's f); "P" to "R" is its dual (g). A parameter that is
-needed as "+" everywhere needs no operator at all: its gradient is summed once a step (`Sharding.gradients`).
+A value's forms are `model/sharding.py`'s. A consumer that is cut on a label which an input lacks computes only its share of that
+input's gradient: it needs "+". Getting "+" from "R" costs nothing forward and an all-reduce backward (Megatron's f); "P" to "R" is
+its dual (g). A parameter that is needed as "+" everywhere needs no operator at all: its gradient is summed once a step.
 
 The search is a frontier dynamic programme: operators in order, states are the forms of the values still needed, the
 `beam` cheapest distinct states are kept. It is exact while the frontier has at most `beam` distinct states.
@@ -24,98 +17,17 @@ Not modelled: overlap, memory. One dimension of a tensor is cut by at most one a
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from weft.errors import LayoutError
 from weft.model.graph import Graph, Operator, Ref
 from weft.model.rules import Rule, rule_of
+from weft.model.sharding import Form, Move, Prices, Sharding, Shards, collective_s, move_collectives
 from weft.model.work import operator_bytes, operator_flops
-
-Form = str
-Shards = tuple[tuple[str, int], ...]  # (parameter or buffer name, dim that is cut)
 
 # Operators whose output is the sum over a contracted label, so that a cut leaves summands.
 _SUMS = {"linear", "mm", "bmm", "mv", "dot", "matmul", "einsum", "sum", "mean", "conv1d", "conv2d", "conv3d", "bilinear"}
 _BIASED = {"linear": 2, "conv1d": 2, "conv2d": 2, "conv3d": 2, "bilinear": 3}  # position of a bias, added once, after the sum
-
-
-@dataclass(frozen=True, slots=True)
-class Prices:
-    """What the search weighs against each other, per rank: FLOP/s, bytes/s of memory and of the axis' links, seconds of latency."""
-
-    flops_per_s: float = 1e9
-    memory_bytes_per_s: float = 1e10
-    link_bytes_per_s: float = 1e9
-    latency_s: float = 2e-4
-
-
-@dataclass(frozen=True, slots=True)
-class Move:
-    """One redistribution. `forward` and `backward` name collectives ("" = none), on the value's tensor along `axis`."""
-
-    value: str
-    op: str  # the operator that needs it first
-    axis: str
-    source: Form
-    target: Form
-    forward: str
-    backward: str
-
-
-@dataclass(frozen=True)
-class Sharding:
-    """The complete sharding of one graph.
-
-    `ops[name][axis]`: label that is cut, "" where the operator is replicated. `forms[value][axis]`: as made.
-    `needs[name][i][axis]`: the form in which input i is read (None: any). `gradients[value]`: axes over which the
-    gradient of this parameter, buffer or input must still be summed.
-    """
-
-    sizes: Mapping[str, int]
-    ops: Mapping[str, Mapping[str, str]]
-    forms: Mapping[str, Mapping[str, Form]]
-    needs: Mapping[str, tuple[Mapping[str, Form | None], ...]]
-    gradients: Mapping[str, tuple[str, ...]]
-    moves: tuple[Move, ...]
-    replicated: tuple[str, ...]  # sites of operators that have no rule
-    shards: Mapping[str, Shards] = field(default_factory=dict)  # by axis
-
-    def shape(self, value: str, shape: tuple[int, ...], forms: Mapping[str, Form] | None = None) -> tuple[int, ...]:
-        """The local shape of a value of global `shape`, in its own or the given forms."""
-        local = list(shape)
-        for axis, form in (self.forms[value] if forms is None else forms).items():
-            if form[0] == "S":
-                local[int(form[1:])] //= self.sizes[axis]
-        return tuple(local)
-
-
-def move_collectives(source: Form, target: Form) -> tuple[str, str]:
-    """(forward, backward) collectives of a redistribution: a collective and its dual. `slice` and "" move no bytes.
-
-    >>> move_collectives("P", "R"), move_collectives("R", "+"), move_collectives("S1", "+")
-    (('all_reduce', ''), ('', 'all_reduce'), ('all_gather', 'reduce_scatter'))
-    """
-    a, b = source[0], target[0]
-    table = {
-        ("R", "+"): ("", "all_reduce"),
-        ("R", "S"): ("slice", "all_gather"),
-        ("+", "S"): ("slice", "pad"),
-        ("P", "R"): ("all_reduce", ""),
-        ("P", "+"): ("all_reduce", "all_reduce"),
-        ("P", "S"): ("reduce_scatter", "all_gather"),
-        ("S", "R"): ("all_gather", "slice"),
-        ("S", "+"): ("all_gather", "reduce_scatter"),
-        ("S", "S"): ("all_to_all", "all_to_all"),
-    }
-    try:
-        return table[a, b]
-    except KeyError:
-        raise LayoutError(f"no redistribution from {source} to {target}") from None
-
-
-def _collective_s(name: str, size_bytes: float, n: int, prices: Prices) -> float:
-    factor = {"": 0.0, "slice": 0.0, "pad": 0.0, "all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0 / n}[name]
-    return factor * size_bytes * (n - 1) / n / prices.link_bytes_per_s + prices.latency_s if factor else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +36,16 @@ class _Choice:
     needs: tuple[Form | None, ...]
     makes: tuple[Form, ...]
     cost_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Decided:
+    """The decisions that led to a state of the search, the last one first."""
+
+    before: _Decided | None
+    op: str
+    choice: _Choice
+    stored: dict[str, Form]  # parameters and buffers that were met here, as they lie
 
 
 class _Axis:
@@ -203,13 +125,13 @@ class _Axis:
         bias = op.args[_BIASED[name]] if contracted and name in _BIASED and len(op.args) > _BIASED[name] else None
         if isinstance(bias, Ref):
             makes = ["R"] * len(makes)  # the kernel reduces before it adds the bias
-            seconds += _collective_s("all_reduce", self._bytes(op.outputs[0]), self.n, self.prices)
+            seconds += collective_s("all_reduce", self._bytes(op.outputs[0]), self.n, self.prices)
         needs: list[Form | None] = []
-        for value, labels in zip(op.inputs, rule.inputs, strict=True):
-            if labels is None:
+        for value, row in zip(op.inputs, rule.inputs, strict=True):
+            if row is None:
                 needs.append(None)
-            elif label in labels:
-                dim = labels.index(label)
+            elif label in row:
+                dim = row.index(label)
                 if not self.cuttable(value, dim):
                     return None
                 needs.append(f"S{dim}")
@@ -219,17 +141,17 @@ class _Axis:
                 needs.append("+" if value in self.grads else "R")
         if name == "batch_norm":
             # Running statistics are written where they are stored, so they cannot be moved first.
-            for value, form in zip(op.inputs, needs, strict=True):
+            for value, need in zip(op.inputs, needs, strict=True):
                 stored = self.fixed.get(value) if self.fixed is not None and value in self.placed else None
                 if (
                     value in self.placed
                     and value not in self.grads
                     and self.fixed is not None
-                    and form != ("R" if stored is None else f"S{stored}")
+                    and need != ("R" if stored is None else f"S{stored}")
                 ):
                     return None
         if kernel == "statistics":
-            seconds += 2 * _collective_s("all_reduce", 16.0 * self.graph.tensors[op.inputs[0]].shape[1], self.n, self.prices)
+            seconds += 2 * collective_s("all_reduce", 16.0 * self.graph.tensors[op.inputs[0]].shape[1], self.n, self.prices)
         return _Choice(label, tuple(needs), tuple(makes), seconds)
 
     def _bytes(self, value: str) -> float:
@@ -245,9 +167,9 @@ class _Axis:
         if target[0] == "S" and not self.cuttable(value, int(target[1:])):
             return float("inf")
         size = self._bytes(value)
-        cost = _collective_s(forward, size, self.n, self.prices)
+        cost = collective_s(forward, size, self.n, self.prices)
         if value in self.grads:
-            cost += _collective_s(backward, size, self.n, self.prices)
+            cost += collective_s(backward, size, self.n, self.prices)
         return cost
 
     def place(self, value: str, need: Form) -> tuple[Form, float] | None:
@@ -256,7 +178,7 @@ class _Axis:
         touched = size * 8 / self.prices.memory_bytes_per_s  # gradient and optimizer states, read and written
         if need[0] == "S":
             return (need, touched / self.n) if self.cuttable(value, int(need[1:])) else None
-        extra = _collective_s("all_reduce", size, self.n, self.prices) if need == "+" and value in self.grads else 0.0
+        extra = collective_s("all_reduce", size, self.n, self.prices) if need == "+" and value in self.grads else 0.0
         return "R", touched + extra
 
     def start(self, value: str) -> tuple[Form, ...] | None:
@@ -277,7 +199,7 @@ class _Axis:
         for i, op in enumerate(self.graph.operators):
             for value in op.inputs:
                 last[value] = i
-        State = tuple[float, dict[str, tuple[Form, ...]], tuple[object, ...] | None]
+        State = tuple[float, dict[str, tuple[Form, ...]], _Decided | None]
         states: list[State] = [(0.0, {}, None)]
         for i, op in enumerate(self.graph.operators):
             choices = self.choices(op)
@@ -298,15 +220,15 @@ class _Axis:
                             after[value] = (form,)
                     key = tuple(sorted(after.items()))
                     if key not in best or total < best[key][0]:
-                        best[key] = (total, after, (path, op.name, choice, stored))
+                        best[key] = (total, after, _Decided(path, op.name, choice, stored))
             states = sorted(best.values(), key=lambda s: s[0])[:beam]
         chosen: dict[str, _Choice] = {}
         placed: dict[str, Form] = {}
         node = states[0][2]
         while node is not None:
-            node, name, choice, stored = node  # type: ignore[assignment,misc]
-            chosen[name] = choice  # type: ignore[has-type,index,assignment]
-            placed.update(stored)  # type: ignore[has-type]
+            chosen[node.op] = node.choice
+            placed.update(node.stored)
+            node = node.before
         return chosen, placed
 
     def _apply(
@@ -441,8 +363,8 @@ def _record(
         ops[op.name][axis] = choice.label
         for value, form in zip(op.outputs, choice.makes, strict=True):
             forms[value][axis] = form
-        for row, form in zip(needs[op.name], choice.needs, strict=True):
-            row[axis] = form
+        for row, need in zip(needs[op.name], choice.needs, strict=True):
+            row[axis] = need
     _defer(graph, problem, ops, forms, needs)
     uses: dict[str, list[Form | None]] = {}
     for op in graph.operators:
@@ -492,13 +414,13 @@ def _defer(
     final = {graph.loss, *graph.outputs}
     for op in reversed(graph.operators):
         made = [value for value in op.outputs if value in problem.grads]
-        if ops[op.name][axis] == "" and made and all(passes(uses.get(v, set())) and v not in final and forms[v][axis] == "R" for v in made):
-            if any(v in uses for v in made):
-                for value in made:
-                    forms[value][axis] = "+"
-                for value, row in zip(op.inputs, needs[op.name], strict=True):
-                    if row[axis] == "R" and value in problem.grads:
-                        row[axis] = "+"
+        silent = all(passes(uses.get(v, set())) and v not in final and forms[v][axis] == "R" for v in made)
+        if ops[op.name][axis] == "" and silent and any(v in uses for v in made):
+            for value in made:
+                forms[value][axis] = "+"
+            for value, row in zip(op.inputs, needs[op.name], strict=True):
+                if row[axis] == "R" and value in problem.grads:
+                    row[axis] = "+"
         for value, row in zip(op.inputs, needs[op.name], strict=True):
             if row[axis] is not None:
                 uses.setdefault(value, set()).add(row[axis])

@@ -118,14 +118,11 @@ def split(graph: Graph, sites: Sequence[str]) -> tuple[Stage, ...]:
             todo += [v for v in finals if v not in home]
         while todo:
             value = todo.pop()
-            op = producer.get(value)
-            if op is None or value in reads[s]:
-                reads[s][value] = None
-                continue
+            maker = producer.get(value)
+            if value not in reads[s] and maker is not None and maker.name in free and maker.name not in needed[s]:
+                needed[s].add(maker.name)
+                todo += maker.inputs
             reads[s][value] = None
-            if op.name in free and op.name not in needed[s]:
-                needed[s].add(op.name)
-                todo += op.inputs
     receives: list[dict[int, dict[str, None]]] = [{} for _ in starts]
     sends: list[dict[int, dict[str, None]]] = [{} for _ in starts]
     for s in range(len(starts)):

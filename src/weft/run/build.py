@@ -20,7 +20,8 @@ from weft.model.capture import Captured, Loss, batch_size_of, capture
 from weft.model.deferred import Deferred, fake_copy, materialize, materialize_real
 from weft.model.deferred.fakes import fake_mode
 from weft.model.graph import Graph, Variable
-from weft.model.propagate import Sharding, Shards, needs_gradient, propagate
+from weft.model.propagate import needs_gradient, propagate
+from weft.model.sharding import Sharding, Shards
 from weft.model.stages import Stage, split
 from weft.plan.placement import piece
 from weft.plan.plan import Plan
@@ -150,10 +151,9 @@ def build(
     first_use = {value: i for i, op in reversed(list(enumerate(graph.operators))) for value in op.inputs}
     trainable = needs_gradient(graph)
     for v in graph.parameters:
-        if v.value not in used:
-            # A parameter that no operator reads is kept by the first stage, so that checkpoints are whole.
-            if v.value in holders or at["pipeline"] != 0:
-                continue
+        # A parameter that no operator reads is kept by the first stage, so that checkpoints are whole.
+        if v.value not in used and (v.value in holders or at["pipeline"] != 0):
+            continue
         specs[v.name] = _spec(
             v, plan, sharding, holders.get(v.value, [0]), at, first_use.get(v.value, -1), optimizer, v.value in trainable, dtype
         )

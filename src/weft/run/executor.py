@@ -129,7 +129,7 @@ class Executor:
         train: bool,
         want_inputs: bool,
     ) -> None:
-        stage, runner = self.stages[action.stage]
+        _, runner = self.stages[action.stage]
         m = action.microbatch
         received: dict[str, Tensor] = {}
         for p in self.program.predecessors[action.stage]:

@@ -56,7 +56,7 @@ class Gradients:
                 self._waiting[number] -= 1
                 self._launch()
 
-        self.parameters[name].register_post_accumulate_grad_hook(done)
+        self.parameters[name].register_post_accumulate_grad_hook(done)  # type: ignore[no-untyped-call]
 
     def start(self) -> None:
         """Begin a step: nothing has been collected."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.fx.passes.split_module import split_module
 from torch.utils.checkpoint import checkpoint
 
@@ -104,6 +104,7 @@ def with_recomputation(local: LocalStage, draw: Draw) -> LocalStage:
 
     Layers are told apart by the number of the run that lowering wrote on each node; what stands outside of layers is kept.
     """
+    assert isinstance(local.module, fx.GraphModule)  # only a captured model is lowered
     parts = {node.meta["part"] for node in local.module.graph.nodes if node.op == "call_function"}
     if not any(repeated for _, repeated in parts):
         parts = {(0, True)}

@@ -20,7 +20,7 @@ from weft.model.capture import Loss, batch_size_of, call, leaves, rebuild
 from weft.model.deferred import realize
 from weft.model.graph import Graph, Variable
 from weft.model.graph import Tensor as Spec
-from weft.model.propagate import Sharding
+from weft.model.sharding import Sharding
 from weft.model.stages import Stage
 from weft.plan.plan import Plan
 from weft.run.build import Parts, Source

@@ -17,7 +17,7 @@ from weft.cost.memory import state_bytes
 from weft.cost.step import Pricer, StageCost
 from weft.errors import Infeasible, LayoutError, UsageError
 from weft.model.graph import Graph
-from weft.model.propagate import Shards
+from weft.model.sharding import Shards
 from weft.model.stages import links
 from weft.plan.layout import Layout
 from weft.plan.plan import Candidate, Plan, Prediction

@@ -81,7 +81,7 @@ def _dims(op: Operator, position: int, rank: int) -> list[int] | None:
     items = value if isinstance(value, tuple) else (value,)
     if not all(isinstance(i, int) and not isinstance(i, bool) for i in items):
         return None
-    return [int(i) % max(rank, 1) for i in items]  # type: ignore[call-overload]
+    return [int(i) % max(rank, 1) for i in items]
 
 
 def _along_dim(op: Operator, name: str, ins: list[Shape], outs: list[Shape]) -> Rule | None:

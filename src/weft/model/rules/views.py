@@ -113,7 +113,7 @@ def _cat(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule:
 def _stack(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule:
     dim = _dim(op, 1, 0, len(outs[0]))
     labels = list(_named(ins[0]))
-    return Rule(tuple(tuple(labels) for _ in ins), (tuple([*labels[:dim], BLOCKED, *labels[dim:]]),))
+    return Rule(tuple(tuple(labels) for _ in ins), ((*labels[:dim], BLOCKED, *labels[dim:]),))
 
 
 def _split(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule:

@@ -1,0 +1,99 @@
+"""`Sharding`: in which form every value of a graph lies along every mesh axis, and what moves where forms differ.
+
+A value's form along one axis is one of
+
+    "R"    whole on every rank, and so is its gradient
+    "+"    whole on every rank, but each rank's gradient is a summand of the true one
+    "P"    every rank holds a summand
+    "S2"   rank i holds piece i of dimension 2
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from weft.errors import LayoutError
+
+Form = str
+Shards = tuple[tuple[str, int], ...]  # (parameter or buffer name, dim that is cut)
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """What the search weighs against each other, per rank: FLOP/s, bytes/s of memory and of the axis' links, seconds of latency."""
+
+    flops_per_s: float = 1e9
+    memory_bytes_per_s: float = 1e10
+    link_bytes_per_s: float = 1e9
+    latency_s: float = 2e-4
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One redistribution. `forward` and `backward` name collectives ("" = none), on the value's tensor along `axis`."""
+
+    value: str
+    op: str  # the operator that needs it first
+    axis: str
+    source: Form
+    target: Form
+    forward: str
+    backward: str
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """The complete sharding of one graph.
+
+    `ops[name][axis]`: label that is cut, "" where the operator is replicated. `forms[value][axis]`: as made.
+    `needs[name][i][axis]`: the form in which input i is read (None: any). `gradients[value]`: axes over which the
+    gradient of this parameter, buffer or input must still be summed.
+    """
+
+    sizes: Mapping[str, int]
+    ops: Mapping[str, Mapping[str, str]]
+    forms: Mapping[str, Mapping[str, Form]]
+    needs: Mapping[str, tuple[Mapping[str, Form | None], ...]]
+    gradients: Mapping[str, tuple[str, ...]]
+    moves: tuple[Move, ...]
+    replicated: tuple[str, ...]  # sites of operators that have no rule
+    shards: Mapping[str, Shards] = field(default_factory=dict)  # by axis
+
+    def shape(self, value: str, shape: tuple[int, ...], forms: Mapping[str, Form] | None = None) -> tuple[int, ...]:
+        """The local shape of a value of global `shape`, in its own or the given forms."""
+        local = list(shape)
+        for axis, form in (self.forms[value] if forms is None else forms).items():
+            if form[0] == "S":
+                local[int(form[1:])] //= self.sizes[axis]
+        return tuple(local)
+
+
+def move_collectives(source: Form, target: Form) -> tuple[str, str]:
+    """(forward, backward) collectives of a redistribution: a collective and its dual. `slice` and "" move no bytes.
+
+    >>> move_collectives("P", "R"), move_collectives("R", "+"), move_collectives("S1", "+")
+    (('all_reduce', ''), ('', 'all_reduce'), ('all_gather', 'reduce_scatter'))
+    """
+    a, b = source[0], target[0]
+    table = {
+        ("R", "+"): ("", "all_reduce"),
+        ("R", "S"): ("slice", "all_gather"),
+        ("+", "S"): ("slice", "pad"),
+        ("P", "R"): ("all_reduce", ""),
+        ("P", "+"): ("all_reduce", "all_reduce"),
+        ("P", "S"): ("reduce_scatter", "all_gather"),
+        ("S", "R"): ("all_gather", "slice"),
+        ("S", "+"): ("all_gather", "reduce_scatter"),
+        ("S", "S"): ("all_to_all", "all_to_all"),
+    }
+    try:
+        return table[a, b]
+    except KeyError:
+        raise LayoutError(f"no redistribution from {source} to {target}") from None
+
+
+def collective_s(name: str, size_bytes: float, n: int, prices: Prices) -> float:
+    """Seconds of a collective of `size_bytes` (the whole tensor) over n ranks: bytes each rank sends, and one latency."""
+    factor = {"": 0.0, "slice": 0.0, "pad": 0.0, "all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0 / n}[name]
+    return factor * size_bytes * (n - 1) / n / prices.link_bytes_per_s + prices.latency_s if factor else 0.0
