@@ -173,12 +173,12 @@ class Engine:
 
     def loss_of(self, result: Result) -> float:
         """The mean over microbatches, from every rank's summands."""
-        total = torch.zeros((), dtype=torch.float64)
+        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         if result.losses:
             forms = self.parts.local.forms[self.parts.graph.loss]
             at = self.mesh.coordinates(self.world.rank)
             if all(form == "P" or at[axis] == 0 for axis, form in forms.items()):
-                total += torch.stack([x.double() for x in result.losses]).mean().cpu()
+                total += torch.stack([x.double() for x in result.losses]).mean()
         self._everyone.all_reduce(total)
         return float(total)
 

@@ -161,11 +161,11 @@ class Optimizer:
 
     def norm(self) -> float:
         """The norm of all gradients of the whole model, each element counted once."""
-        total = torch.zeros((), dtype=torch.float64)
+        total = torch.zeros((), dtype=torch.float64, device=self._world.device)
         for number, group in enumerate(self._groups):
             # A piece is counted by its owner; what is whole on many ranks is counted by the first of them.
             if group.counted_piece if self.sharded[number] else group.counted:
-                total += torch.linalg.vector_norm(self.grads[number]).double().cpu() ** 2
+                total += torch.linalg.vector_norm(self.grads[number]).double() ** 2
         self._world.all_reduce(total)
         return float(total.sqrt())
 

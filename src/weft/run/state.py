@@ -60,14 +60,14 @@ def full_tensors(variables: Mapping[str, Variable], pieces: Sequence[Piece], eve
     for name, v in variables.items():
         dtypes = [p.tensor.dtype for p in pieces if p.name == name and p.kind in ("parameter", "buffer")]
         # Ranks without a part of it do not know its dtype; floating point is float64 on the way, which keeps every bit.
-        total = torch.zeros(v.tensor.shape, dtype=torch.float64 if v.tensor.is_float else torch.int64)
+        total = torch.zeros(v.tensor.shape, dtype=torch.float64 if v.tensor.is_float else torch.int64, device=everyone.device)
         if name in mine:
             piece = mine[name]
             place = tuple(slice(o, o + n) for o, n in zip(piece.offsets, piece.tensor.shape, strict=True))
-            total[place] = piece.tensor.detach().to("cpu", total.dtype)
+            total[place] = piece.tensor.detach().to(total.dtype)
         everyone.all_reduce(total)
         if everyone.index == 0:
-            out[name] = total.to(dtypes[0] if dtypes else getattr(torch, v.tensor.dtype))
+            out[name] = total.cpu().to(dtypes[0] if dtypes else getattr(torch, v.tensor.dtype))
     return out if everyone.index == 0 else None
 
 
@@ -97,7 +97,7 @@ def input_gradients(parts: Parts, plan: Plan, result: Result, at: Mapping[str, i
             continue
         rows = v.tensor.shape[0] if v.tensor.shape else 1
         shape = (rows * num, *v.tensor.shape[1:]) if v.batched else v.tensor.shape
-        total = torch.zeros(shape, dtype=torch.float64)
+        total = torch.zeros(shape, dtype=torch.float64, device=everyone.device)
         forms = parts.sharding.forms[v.value]
         if all(form[0] in "S+" or at[axis] == 0 for axis, form in forms.items()):
             for m, by_value in zip(result.order, result.input_gradients, strict=True):
@@ -109,7 +109,7 @@ def input_gradients(parts: Parts, plan: Plan, result: Result, at: Mapping[str, i
                     if form[0] == "S":
                         dim = int(form[1:])
                         place = place.narrow(dim, *piece(place.shape[dim], parts.sharding.sizes[axis], at[axis]))
-                place += gradient.double().cpu()
+                place += gradient.double()
         everyone.all_reduce(total)
-        out[v.name] = total
+        out[v.name] = total.cpu()
     return out if everyone.index == 0 else None
