@@ -52,7 +52,9 @@ class Row:
     weft_name: str = "weft"
     weft_plan: str = ""
     precision: str = "float32"
+    peer_precision: str = "float32"
     settings: str = "equal"
+    peer_settings: str = "equal"
     loss_difference: float = 0.0
 
 
@@ -90,15 +92,12 @@ def row(case: str, kind: str, weft: Series, peer: Series) -> Row:
         rounds=len(by_round),
         weft_name=weft.name,
         weft_plan=weft.plan,
-        precision=weft.precision if weft.precision == peer.precision else f"{weft.precision} / {peer.precision}",
-        settings=weft.settings if weft.settings == peer.settings else f"{weft.settings} / {peer.settings}",
+        precision=weft.precision,
+        peer_precision=peer.precision,
+        settings=weft.settings,
+        peer_settings=peer.settings,
         loss_difference=loss_difference(peer.losses, weft.losses),
     )
-
-
-def best(peers: Sequence[Series]) -> Series:
-    """The fastest by median."""
-    return min(peers, key=lambda s: s.median)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ class Case:
     microbatches: int = 4
     seed: int = 0
     lr: float = 1e-4
+    together: int = 10  # contenders that fit into 20 GiB at a time
 
     def __post_init__(self) -> None:
         if self.batch % self.microbatches:

@@ -51,6 +51,29 @@ def _against(name: str, peers: tuple[Contender, ...]) -> tuple[tuple[str, str], 
     return tuple((name, peer.name) for peer in peers)
 
 
+def parts(whole: Set, most: int) -> list[Set]:
+    """The set in pieces of at most `most` contenders, so that they fit into memory together; each with weft's that its peers need.
+
+    Raises ValueError where not even one peer fits beside weft's.
+    """
+    by_name = {c.name: c for c in whole.contenders}
+    partners: dict[str, tuple[str, ...]] = {}
+    for name, peer in whole.pairs:
+        partners[peer] = (*partners.get(peer, ()), name)
+    pieces: list[tuple[tuple[str, ...], list[str]]] = []
+    for peer, ours in sorted(partners.items(), key=lambda item: item[1]):
+        if len(ours) >= most:
+            raise ValueError(f"{most} contenders at a time leave no room for {peer} beside {', '.join(ours)}")
+        if pieces and pieces[-1][0] == ours and len(ours) + len(pieces[-1][1]) < most:
+            pieces[-1][1].append(peer)
+        else:
+            pieces.append((ours, [peer]))
+    return [
+        Set(whole.kind, tuple(by_name[n] for n in (*ours, *peers)), tuple((a, b) for a, b in whole.pairs if a in ours and b in peers))
+        for ours, peers in pieces
+    ]
+
+
 def data_set() -> Set:
     replicas, sharded = weft("weft data", "data=2 threads=1"), weft("weft data, ZeRO-1", "data=2 zero=1 threads=1")
     plain = (DDP, ACCELERATE, FABRIC, MEGATRON_DATA, AXONN_DATA)
@@ -72,11 +95,11 @@ def tensor_set() -> Set:
 
 
 def chosen_set(fastest: tuple[Contender, ...]) -> Set:
-    """weft's own plan, as users call it, beside the fastest peers of this run: given the same settings, and as users write them."""
+    """weft's own plan, as users call it, beside the fastest peers of this run: given weft's allocator settings, and as users write them."""
     same = weft(CHOSEN_FLOAT32, settings="own", constraints=["precision=float32"])
     own = weft(CHOSEN, settings="own", precision="own")
     tuned = (SINGLE, *fastest)
-    plain = tuple(replace(c, name=f"{c.name}, as written", settings="own") for c in tuned)
+    plain = tuple(replace(c, name=f"{c.name}, as written", settings="own") for c in tuned[:2])
     lower = (SINGLE_BF16, DDP_BF16)
     pairs = _against(same.name, (*tuned, *plain)) + _against(own.name, (*tuned, *plain, *lower))
     return Set("chosen", (same, own, *tuned, *plain, *lower), pairs)

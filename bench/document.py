@@ -54,7 +54,7 @@ def memory_gib() -> float:
 
 def versions(packages: Sequence[str]) -> dict[str, str]:
     """Versions of the installed ones among `packages`, those of the peers' own environment included."""
-    found = {}
+    found: dict[str, str] = {}
     for folder in [*sys.path, *map(str, Path(__file__).parents[1].glob(".venv-peers/lib/python*/site-packages"))]:
         for one in metadata.distributions(path=[folder]):
             name = one.metadata["Name"]
@@ -154,8 +154,8 @@ def markdown(
                     f"**{r.ratio:.2f}**",
                     f"{r.ratio_min:.2f}..{r.ratio_max:.2f}",
                     f"{r.cpu_ratio:.2f}",
-                    r.precision,
-                    r.settings,
+                    _both(r.precision, r.peer_precision),
+                    _both(r.settings, r.peer_settings),
                     f"{r.loss_difference:.0e}",
                 ]
                 for r in mine
@@ -183,6 +183,10 @@ def markdown(
     if skipped:
         parts += ["## Not measured", "", *_table(["contender", "why"], [[a, b] for a, b in skipped.items()])]
     return "\n".join(parts)
+
+
+def _both(ours: str, theirs: str) -> str:
+    return ours if ours == theirs else f"{ours} / {theirs}"
 
 
 def _words(value: Any) -> str:

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import venv
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rich.console import Console
 
 from bench import contenders as who
-from bench.arithmetic import Row, Series, Target, as_json, best, judge, row
+from bench.arithmetic import Row, Series, Target, as_json, judge, row
 from bench.case import Case, Contender
 from bench.contenders import Set
 from bench.document import header, markdown, show, versions
@@ -31,7 +32,7 @@ SAME_LOSS = 1e-3  # relative, over all steps in float32; orders of summation alo
 
 MODELS = {
     "gpt-10m": Case("gpt-10m", batch=8, sequence=256, microbatches=4),
-    "gpt-50m": Case("gpt-50m", batch=8, sequence=256, microbatches=4),
+    "gpt-50m": Case("gpt-50m", batch=8, sequence=256, microbatches=4, together=4),
 }
 
 TARGETS = (
@@ -66,20 +67,20 @@ class Found:
     skipped: dict[str, str] = field(default_factory=dict)
 
 
-def rows_of(case: Case, group: Set, series: dict[str, Series]) -> list[Row]:
-    """A row for every pair of a set that ran; for weft's own plan also beside the best peer, in float32 and in its own precision."""
-    rows = [row(case.label, group.kind, series[a], series[b]) for a, b in group.pairs if a in series and b in series]
-    if group.kind != "chosen":
-        return rows
-    for ours in (who.CHOSEN_FLOAT32, who.CHOSEN):
-        if ours not in series:
-            continue
-        peers = [series[b] for a, b in group.pairs if a == ours and b in series]
-        for words, precision in (("float32", "float32"), ("its precision", series[ours].precision)):
-            same = [p for p in peers if p.precision == precision]
-            if same and (ours == who.CHOSEN or words == "float32"):
-                rows.append(row(f"{case.label}, best of all in {words}", group.kind, series[ours], best(same)))
-    return rows
+def rows_of(case: Case, group: Set, series: Mapping[str, Series]) -> list[Row]:
+    """A row for every pair of a set that ran."""
+    return [row(case.label, group.kind, series[a], series[b]) for a, b in group.pairs if a in series and b in series]
+
+
+def best_rows(case: Case, rows: Sequence[Row]) -> list[Row]:
+    """weft's own plans beside the peer that does best against them, in float32 and in the plan's own precision."""
+    out = []
+    for ours, words in ((who.CHOSEN_FLOAT32, "float32"), (who.CHOSEN, "float32"), (who.CHOSEN, "its precision")):
+        mine = [r for r in rows if r.kind == "chosen" and r.weft_name == ours]
+        found = [r for r in mine if (r.peer_precision == "float32" if words == "float32" else r.peer_precision == r.precision)]
+        if found:
+            out.append(replace(min(found, key=lambda r: r.ratio), case=f"{case.label}, best of all in {words}"))
+    return out
 
 
 def fastest(found: Found, model: str, count: int) -> tuple[Contender, ...]:
@@ -114,11 +115,14 @@ def run(models: Sequence[str], kinds: Sequence[str], effort: Effort, console: Co
         for kind in kinds:
             group = set_of(kind, case, found)
             title = f"{case.label}, {kind}"
-            console.print(f"[bold]{title}[/]: {len(group.contenders)} contenders, {effort.rounds} rounds of {effort.steps} steps")
-            series, skipped = measure(case, group.contenders, effort, say, profile)
-            found.series[title] = list(series.values())
-            found.skipped |= {f"{name} ({model})": reason for name, reason in skipped.items()}
-            found.rows += rows_of(case, group, series)
+            rows: list[Row] = []
+            for part in who.parts(group, case.together):
+                console.print(f"[bold]{title}[/]: {len(part.contenders)} contenders, {effort.rounds} rounds of {effort.steps} steps")
+                series, skipped = measure(case, part.contenders, effort, say, profile)
+                found.series.setdefault(title, []).extend(series.values())
+                found.skipped |= {f"{name} ({model})": reason for name, reason in skipped.items()}
+                rows += rows_of(case, part, series)
+            found.rows += rows + best_rows(case, rows)
     return found
 
 
@@ -126,7 +130,7 @@ def wrong(found: Found) -> list[str]:
     """What must not be: weft that does not run, or float32 loss curves that part."""
     out = [f"{name}: {reason}" for name, reason in found.skipped.items() if name.startswith("weft")]
     for r in found.rows:
-        if r.precision == "float32" and not r.loss_difference <= SAME_LOSS:
+        if r.precision == r.peer_precision == "float32" and not r.loss_difference <= SAME_LOSS:
             both = f"{r.weft_name} and {r.peer_name}"
             out.append(f"{r.case}: the losses of {both} differ by {r.loss_difference:.1e}, more than {SAME_LOSS:.0e}")
     return out
@@ -171,6 +175,7 @@ def main(arguments: Sequence[str]) -> int:
     about = header(
         " ".join(["scripts/bench train", *arguments]),
         versions(PACKAGES),
+        load=f"{os.getloadavg()[0]:.1f} processes were running before (a quiet machine has 0)" if hasattr(os, "getloadavg") else "unknown",
         measured=f"{effort.rounds} rounds of {effort.steps} steps after {effort.warm}, interleaved; medians of ratios by round",
     )
     found = run(models, given.sets, effort, console, str(Path(given.profile).resolve()) if given.profile else "")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 
 from weft.cluster.cluster import Cluster
-from weft.errors import Infeasible, LayoutError, ModelError, WeftError
+from weft.errors import Infeasible, LayoutError, ModelError
 from weft.model.capture import Captured, Loss, batch_size_of
 from weft.model.graph import Graph
 from weft.model.sharding import Sharding
@@ -138,7 +139,14 @@ def layouts(counts: Sequence[int], size: int, which: str) -> Iterator[Layout]:
                 most = max(size // data, 1)
                 microbatches = min(4 if turn % 2 else 2, most)
                 yield Layout(
-                    data, tensor, pipeline, microbatches, SCHEDULES[turn % 3], int(turn % 4 != 3), ("none", "full")[turn // 2 % 2], "float64"
+                    data,
+                    tensor,
+                    pipeline,
+                    microbatches,
+                    SCHEDULES[turn % 3],
+                    int(turn % 4 != 3),
+                    ("none", "full")[turn // 2 % 2],
+                    "float64",
                 )
             turn += 1
 
@@ -155,8 +163,8 @@ def odd_models() -> list[str]:
     file = ROOT / "tests/ranks/odd_models.py"
     if not file.is_file():
         return []
-    words = file.read_text(encoding="utf-8").split("MODELS = (", 1)[-1].split(")", 1)[0]
-    return [f"tests/ranks/odd_models.py:{word.strip()}" for word in words.split(",") if word.strip()]
+    factories = re.findall(r"^def ([a-z]\w*)\(\) -> Any:", file.read_text(encoding="utf-8"), re.MULTILINE)
+    return [f"tests/ranks/odd_models.py:{name}" for name in factories]
 
 
 def run_case(subject: Subject, layout: Layout, limit_s: float) -> Row:
@@ -167,7 +175,8 @@ def run_case(subject: Subject, layout: Layout, limit_s: float) -> Row:
         found = subject.check(layout, limit_s=limit_s)
     except REFUSED as error:
         return Row(subject.name, shown, "refused", {}, str(error), seconds=time.perf_counter() - began)
-    except (WeftError, Exception) as error:  # noqa: BLE001  a crash is a finding, not the end of the run
+    except Exception as error:
+        # A crash is a finding, not the end of the run.
         return Row(subject.name, shown, "failed", {}, f"{type(error).__name__}: {error}", seconds=time.perf_counter() - began)
     status = "equal" if found.ok and found.tolerance <= TOLERANCE else "differs"
     return Row(
@@ -181,7 +190,7 @@ def run(names: Sequence[str], counts: Sequence[int], which: str, limit_s: float,
     for name in names:
         try:
             subject = Subject(name)
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:
             rows.append(Row(name, "", "failed", {}, f"{type(error).__name__}: {error}"))
             tell(rows[-1])
             continue

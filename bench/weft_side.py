@@ -7,23 +7,15 @@ Started by bench.processes as `python -m bench.weft_side SOCKET SPEC`. Options o
 from __future__ import annotations
 
 import sys
-from typing import Any
 
-import torch
 from torch import Tensor
 
+import weft
 from bench.case import Case, Contender, from_text
 from bench.rank import Line, serve
-from weft.cluster.probe import probe
-from weft.plan.layout import Layout
 from weft.plan.plan import Plan
 from weft.plan.store import format_plan, parse_plan
-from weft.run.build import Source
-from weft.run.engine import Engine
-from weft.solve.search import search
-from weft.world.launch import launch
 from weft.world.world import World
-from weft.zoo import gpt
 
 
 def _batch(tokens: Tensor) -> dict[str, Tensor]:
@@ -32,11 +24,9 @@ def _batch(tokens: Tensor) -> dict[str, Tensor]:
 
 def make_plan(case: Case, contender: Contender) -> Plan:
     """The plan for a layout by hand, or the one that weft chooses for this machine."""
-    sizes = gpt.SIZES[case.model]
-    graph = Source.of(lambda: gpt.Model(sizes)).capture(gpt.example_batch(sizes, case.batch), gpt.loss, None).graph
-    text = contender.options.get("layout", "")
-    constraints = " ".join(contender.options.get("constraints", ()))
-    return search(graph, probe(), case.batch, case.model, constraints, Layout.parse(text) if text else None)
+    layout, constraints = contender.options.get("layout") or None, contender.options.get("constraints", ())
+    made: Plan = weft.plan(case.model, case.batch, layout=layout, constraints=constraints)
+    return made
 
 
 def rank_main(world: World, path: str, text: str, plan_text: str) -> None:
@@ -44,21 +34,11 @@ def rank_main(world: World, path: str, text: str, plan_text: str) -> None:
     case, _ = from_text(text)
     line = Line(path, world.rank, world.num_ranks)
     try:
-        torch.manual_seed(case.seed)
         plan = parse_plan(plan_text)
-        sizes = gpt.SIZES[case.model]
-        engine = Engine(
-            plan,
-            lambda: gpt.Model(sizes),
-            gpt.example_batch(sizes, case.batch),
-            gpt.loss,
-            world,
-            {"name": "adamw", "lr": case.lr},
-            seed=case.seed,
-        )
-        everyone = world.group(tuple(range(world.num_ranks)))
-        about: dict[str, Any] = {"plan": str(plan.layout), "precision": plan.layout.precision}
-        serve(line, case, lambda tokens: engine.step(_batch(tokens)).loss, everyone.barrier, about)
+        optimizer = {"name": "adamw", "lr": case.lr}
+        engine = weft.parallelize(case.model, case.batch, plan=plan, world=world, seed=case.seed, optimizer=optimizer)
+        about = {"plan": str(plan.layout), "precision": plan.layout.precision}
+        serve(line, case, lambda tokens: engine.step(_batch(tokens)).loss, world.everyone.barrier, about)
     except Exception as error:
         line.send({"error": f"{type(error).__name__}: {error}"})
         raise
@@ -67,7 +47,7 @@ def rank_main(world: World, path: str, text: str, plan_text: str) -> None:
 def main(path: str, text: str) -> None:
     case, contender = from_text(text)
     plan = make_plan(case, contender)
-    launch(rank_main, plan.layout.num_ranks, path, text, format_plan(plan), threads=plan.layout.threads)
+    weft.launch(rank_main, plan.layout.num_ranks, path, text, format_plan(plan), threads=plan.layout.threads)
 
 
 if __name__ == "__main__":

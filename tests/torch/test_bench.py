@@ -14,9 +14,9 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from bench import train
-from bench.arithmetic import Row, Series, Target, as_json, best, judge, loss_difference, ratios, row
+from bench.arithmetic import Row, Series, Target, as_json, judge, loss_difference, ratios, row
 from bench.case import Case, Contender, from_text, to_text, window_starts
-from bench.contenders import CHOSEN, CHOSEN_FLOAT32, DDP, chosen_set, data_set, pipeline_set, tensor_set
+from bench.contenders import CHOSEN, CHOSEN_FLOAT32, DDP, chosen_set, data_set, parts, pipeline_set, tensor_set
 from bench.document import markdown, show
 from bench.measure import Effort, measure, turn
 
@@ -101,11 +101,11 @@ def test_own_plan_is_held_against_the_best_in_each_precision() -> None:
     group = chosen_set((DDP,))
     times = {c.name: 1.0 + i / 10 for i, c in enumerate(group.contenders)}
     series = {c.name: Series(c.name, (times[c.name],) * 3, precision=told(c)) for c in group.contenders}
-    rows = train.rows_of(CASE, group, series)
+    rows = train.best_rows(CASE, train.rows_of(CASE, group, series))
     verdicts = {v.target: v for v in judge(train.TARGETS, rows)}
-    peers = [s for s in series.values() if not s.name.startswith("weft")]
-    fast32 = best([s for s in peers if s.precision == "float32"])
-    fast16 = best([s for s in peers if s.precision == "bfloat16"])
+    peers = sorted((s for s in series.values() if not s.name.startswith("weft")), key=lambda s: s.median)
+    fast32 = next(s for s in peers if s.precision == "float32")
+    fast16 = next(s for s in peers if s.precision == "bfloat16")
     for target, peer, ours in (
         ("own plan in float32, beside the best in float32", fast32, CHOSEN_FLOAT32),
         ("own plan, beside the best in float32", fast32, CHOSEN),
@@ -121,8 +121,20 @@ def test_every_target_has_a_row_in_a_run_where_everything_ran() -> None:
         assert len(series) == len(group.contenders), "two contenders of one name"
         assert {n for pair in group.pairs for n in pair} <= set(series)
         rows += train.rows_of(CASE, group, series)
+    rows += train.best_rows(CASE, rows)
     assert [v.word for v in judge(train.TARGETS, rows) if v.target.startswith(("data", "own"))] == ["met"] * 4
     assert [v.word for v in judge(train.TARGETS, rows) if v.at_least > 1] == ["missed"] * 3
+
+
+@pytest.mark.parametrize("most", [3, 4, 10])
+def test_parts_of_a_set_fit_and_together_have_every_pair_once(most: int) -> None:
+    for whole in (data_set(), pipeline_set(CASE), tensor_set(), chosen_set((DDP,))):
+        pieces = parts(whole, most)
+        assert all(len(piece.contenders) <= most for piece in pieces)
+        assert all({n for pair in piece.pairs for n in pair} == {c.name for c in piece.contenders} for piece in pieces)
+        assert sorted(pair for piece in pieces for pair in piece.pairs) == sorted(whole.pairs)
+    with pytest.raises(ValueError, match="no room"):
+        parts(chosen_set((DDP,)), 2)
 
 
 def test_order_turns_so_that_everyone_is_first_once() -> None:
