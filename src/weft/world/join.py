@@ -27,6 +27,8 @@ def join(environment: Mapping[str, str], device: str) -> World:
     if "RANK" not in env:
         return World(device=pick_device(device, 0), threads=torch.get_num_threads())
     rank, num_ranks = _number(env, "RANK"), _number(env, "WORLD_SIZE")
+    if rank >= num_ranks:
+        raise UsageError(f"RANK is {rank} and WORLD_SIZE {num_ranks}; ranks count from 0 to {num_ranks - 1}")
     local_rank = _number(env, "LOCAL_RANK") if "LOCAL_RANK" in env else rank
     generation = _number(env, "TORCHELASTIC_RESTART_COUNT") if "TORCHELASTIC_RESTART_COUNT" in env else 0
     place = pick_device(device, local_rank)

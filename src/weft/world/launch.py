@@ -201,10 +201,6 @@ class Launcher:
         if named is None:
             return _launch_forked(function, num_ranks, args, device, timeout_s, env, generation, folder, stop_grace_s, show)
         _check(num_ranks, threads)
-        self.start()
-        control, process = self._control, self._process
-        assert control is not None
-        assert process is not None
         threads = threads or max(1, num_cores() // num_ranks)
         task = Task(
             "", num_ranks, threads, device, generation, _collective_timeout(timeout_s), named, tuple(sys.path), os.getcwd(), dict(env or {})
@@ -217,14 +213,23 @@ class Launcher:
             with ours, caught_signals() as stops:
                 sys.stdout.flush()
                 sys.stderr.flush()
-                try:
-                    socket.send_fds(control, [str(path).encode()], [theirs.fileno(), *((0, 1, 2) if show else ())])
-                except OSError as error:
-                    raise RunError("the process that starts ranks is gone; call launch again") from error
-                finally:
-                    theirs.close()
+                with theirs:
+                    self._request(str(path), [theirs.fileno(), *((0, 1, 2) if show else ())])
                 children = _PreparedRanks(ours, num_ranks)
                 return supervise(children, path, num_ranks, timeout_s, stop_grace_s, stops, show)
+
+    def _request(self, folder: str, descriptors: list[int]) -> None:
+        """Sends one launch to the prepared process; to a new one where it died since the last."""
+        for last in (False, True):
+            self.start()
+            assert self._control is not None
+            try:
+                socket.send_fds(self._control, [folder.encode()], descriptors)
+                return
+            except OSError as error:
+                self.close()
+                if last:
+                    raise RunError("the process that starts ranks dies as soon as it is up; is there memory for it?") from error
 
 
 class _PreparedRanks:

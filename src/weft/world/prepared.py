@@ -17,7 +17,7 @@ import sys
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from weft.world.prepared_rank import Task, run_rank
 
@@ -41,8 +41,8 @@ class _Run:
                 os.kill(pid, signal.SIGKILL)
 
 
-def serve(control: socket.socket, lifeline: int) -> None:
-    """Forks ranks until `control` closes."""
+def serve(control: socket.socket, lifeline: int) -> NoReturn:
+    """Forks ranks until `control` closes, then ends this process and them."""
     control.send(b"ready")
     gc.collect()
     gc.freeze()  # ranks then share these pages instead of copying them at their first collection
@@ -55,7 +55,7 @@ def serve(control: socket.socket, lifeline: int) -> None:
                     if not _accept(control, lifeline, selector):
                         for other in [k.data for k in selector.get_map().values() if isinstance(k.data, _Run)]:
                             other.kill()
-                        return
+                        os._exit(0)  # an orderly end of torch takes longer than orphans may live
                 case _Run() as run:
                     # Whatever arrives, or the end: the launcher wants no more of this run.
                     if not run.events.recv(LARGEST_MESSAGE):

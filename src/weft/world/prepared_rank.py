@@ -235,7 +235,7 @@ def _redirect(task: Task, rank: int, terminal: tuple[int, int, int] | None) -> N
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     sys.stdout = open(1, "w", buffering=1, closefd=False, errors="replace")  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False, errors="replace")  # noqa: SIM115
-    faulthandler.enable(sys.stderr)
+    faulthandler.enable(sys.stderr, all_threads=False)
 
 
 def _watch(lifeline: int, notes: Recorder) -> None:

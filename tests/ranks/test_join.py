@@ -1,0 +1,149 @@
+"""Joining under torchrun's and SLURM's variables, with plain subprocesses: no launcher of weft takes part."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+from weft.errors import RunError, UsageError
+from weft.world.join import first_host, join
+from weft.world.launch import Launcher
+from weft.world.world import World
+
+CODE = """
+import sys, torch
+from weft.world.launch import world_from_environment
+world = world_from_environment("cpu")
+x = torch.tensor([float(world.rank + 1)])
+world.everyone.all_reduce(x)
+print(world.rank, world.num_ranks, world.local_rank, world.generation, float(x))
+world.everyone.barrier()
+"""
+
+
+@pytest.fixture
+def port() -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        number = probe.getsockname()[1]
+    return number
+
+
+def start(env: Mapping[str, str]) -> subprocess.Popen[str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "MASTER", "TORCHELASTIC"))}
+    return subprocess.Popen(
+        [sys.executable, "-c", CODE], env={**kept, **env, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def torchrun(rank: int, num_ranks: int, port: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_RANK": str(rank),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RESTART_COUNT": "2",
+        "TORCHELASTIC_RUN_ID": "none",
+    }
+
+
+def slurm(rank: int, num_ranks: int, port: int) -> dict[str, str]:
+    return {
+        "SLURM_PROCID": str(rank),
+        "SLURM_NTASKS": str(num_ranks),
+        "SLURM_LOCALID": str(rank),
+        "SLURM_JOB_ID": "77",
+        "SLURM_RESTART_COUNT": "2",
+        "SLURM_STEP_NODELIST": "localhost",
+        "MASTER_PORT": str(port),
+    }
+
+
+@pytest.mark.parametrize("variables", [torchrun, slurm])
+def test_ranks_join_by_their_variables(variables: Callable[[int, int, int], dict[str, str]], port: int) -> None:
+    processes = [start(variables(rank, 2, port)) for rank in range(2)]
+    for rank, process in enumerate(processes):
+        out, err = process.communicate(timeout=120)
+        assert out == f"{rank} 2 {rank} 2 3.0\n", err
+
+
+def test_the_store_listens_on_the_given_address_only(port: int) -> None:
+    """TCPStore by itself listens on every interface, and asks nobody who they are."""
+    process = start(torchrun(0, 2, port))
+    try:
+        listening = set()
+        while process.poll() is None and not listening:
+            listening = addresses(port)
+        assert listening == {"0100007F"}, process.communicate() if process.poll() is not None else listening
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def addresses(port: int) -> set[str]:
+    """Local addresses (in the kernel's hexadecimal) that listen on `port`."""
+    found = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        path = Path(table)
+        for line in path.read_text().splitlines()[1:] if path.exists() else ():
+            _, local, _, state, *_ = line.split()
+            if state == "0A" and int(local.rpartition(":")[2], 16) == port:
+                found.add(local.rpartition(":")[0])
+    return found
+
+
+def test_a_port_in_use_is_one_error_with_a_remedy(port: int) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", port))
+        taken.listen()
+        with pytest.raises(RunError, match=f"cannot listen on 127.0.0.1:{port}: Address already in use; set MASTER_PORT to a free port"):
+            join(torchrun(0, 2, port), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"MASTER_PORT": None}, "MASTER_PORT is missing"),
+        ({"RANK": "x"}, "RANK is 'x'"),
+        ({"RANK": "5"}, "RANK is 5 and WORLD_SIZE 2"),
+        ({"MASTER_ADDR": None}, "MASTER_ADDR is missing"),
+        ({"MASTER_ADDR": "no.such.host.invalid"}, "MASTER_ADDR no.such.host.invalid has no address"),
+    ],
+)
+def test_wrong_variables_are_named(port: int, change: dict[str, str | None], said: str) -> None:
+    env = {name: value for name, value in {**torchrun(0, 2, port), **change}.items() if value is not None}
+    with pytest.raises(UsageError, match=said):
+        join(env, "cpu")
+
+
+def test_no_variables_are_a_world_of_one(launcher: Launcher) -> None:
+    assert World.from_environment({}, "cpu").num_ranks == 1
+    assert World.from_environment({"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RESTART_COUNT": "3"}, "cpu").generation == 3
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"),
+    [
+        ("a", "a"),
+        ("a,b", "a"),
+        ("node[007-010,12],login1", "node007"),
+        ("gpu-[3,5]", "gpu-3"),
+        ("r[1-2]n.lan,x", "r1n.lan"),
+        ("n1,n[2-3]", "n1"),
+    ],
+)
+def test_first_host_of_a_node_list(nodes: str, host: str) -> None:
+    assert first_host(nodes) == host
+
+
+def test_an_empty_node_list_is_an_error() -> None:
+    with pytest.raises(UsageError, match="names no host"):
+        first_host("")

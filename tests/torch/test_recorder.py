@@ -1,0 +1,107 @@
+"""The record of collectives, written and read by different objects, through the file."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from weft.world import recorder
+from weft.world.recorder import ALL_REDUCE, DONE, RUNNING, SEND, Reader, Recorder, create, group_name
+
+
+@pytest.fixture
+def record(tmp_path: Path) -> Path:
+    create(tmp_path / "record", 2, generation=3, capacity=4)
+    return tmp_path / "record"
+
+
+def test_what_one_rank_writes_the_launcher_reads(record: Path) -> None:
+    writer, reader = Recorder(record, 1, 3), Reader(record)
+    assert reader.status(0).phase == "absent"
+    assert reader.status(1).last is None
+    writer.phase(RUNNING)
+    pair, all_ranks = writer.slot((1, 0)), writer.slot((0, 1))
+    done = writer.start(ALL_REDUCE, all_ranks, recorder.DTYPES.index("int64"), (2, 3), 48)
+    writer.done(done)
+    writer.start(SEND, pair, recorder.DTYPES.index("bfloat16"), (1, 2, 3, 4, 5), 240, peer=0, tag=1 << 20)
+    status = reader.status(1)
+    assert (status.phase, status.pid, status.num_started) == ("running", os.getpid(), 2)
+    last = status.last
+    assert last is not None
+    assert (last.generation, last.sequence, last.group, last.running, last.size_bytes) == (3, 1, "1,0", True, 240)
+    assert str(last) == "send #1 bfloat16 [1, 2, 3, 4] to rank 0, tag 1048576 (ranks 1,0)"
+
+
+def test_the_oldest_that_runs_is_shown_and_the_ring_turns(record: Path) -> None:
+    writer, reader = Recorder(record, 0), Reader(record)
+    slot = writer.slot((0, 1))
+    places = [writer.start(ALL_REDUCE, slot, 1, (n,), 4 * n) for n in range(6)]
+    for place in (places[5], places[3], places[2]):
+        writer.done(place)
+    last = reader.status(0).last
+    assert last is not None
+    assert (last.sequence, last.running) == (4, True)
+    writer.done(places[4])
+    last = reader.status(0).last
+    assert last is not None
+    assert (last.sequence, last.running, last.shape) == (5, False, (5,))
+    assert last.end_s >= last.start_s > 0
+
+
+def test_the_record_survives_the_process(record: Path) -> None:
+    code = (
+        "import os, signal, sys\nfrom pathlib import Path\nfrom weft.world.recorder import *\nw = Recorder(Path(sys.argv[1]), 0)\n"
+        "w.start(ALL_GATHER, w.slot((0, 1)), 1, (7,), 28)\nos.kill(os.getpid(), signal.SIGKILL)"
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(record)], check=False).returncode == -9
+    last = Reader(record).status(0).last
+    assert last is not None
+    assert (last.op, last.shape, last.running) == ("all_gather", (7,), True)
+
+
+def test_stopping_reaches_every_rank_and_settled_waits_for_all(record: Path) -> None:
+    one, two, reader = Recorder(record, 0), Recorder(record, 1), Reader(record)
+    assert not one.stopping
+    reader.stop()
+    assert one.stopping
+    assert two.stopping
+    one.phase(DONE)
+    assert not one.settled()
+    two.phase(recorder.FAILED)
+    assert one.settled()
+
+
+def test_a_record_holds_no_more_than_its_size(record: Path) -> None:
+    size = record.stat().st_size
+    writer = Recorder(record, 0)
+    for n in range(100):
+        writer.start(ALL_REDUCE, writer.slot(tuple(range(n + 1))), 1, (n,), n)
+    assert record.stat().st_size == size
+    assert Reader(record).status(1).phase == "absent"
+
+
+def test_another_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "other").write_text(json.dumps({"a": "b" * 100}))
+    with pytest.raises(ValueError, match="not a record of collectives"):
+        Reader(tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "name"),
+    [
+        ((0, 1), "0,1"),
+        ((0, 1, 2, 3), "0-3"),
+        ((1, 3, 5, 7), "1-7 by 2"),
+        ((3, 0, 1, 2), "3,0,1,2"),
+        ((5, 4, 3, 2), "5-2 by -1"),
+        (tuple(x * x for x in range(40)), f"{','.join(str(x * x) for x in range(40))[:44]}... (40)"),
+    ],
+)
+def test_group_names(ranks: tuple[int, ...], name: str) -> None:
+    assert group_name(ranks) == name
+    assert len(group_name(ranks)) < recorder.SLOT_BYTES
