@@ -22,6 +22,7 @@ KINDS = {
     "pipeline": "Pipelines",
     "tensor": "Tensor parallelism",
     "chosen": "The plan that weft chooses, beside the fastest peers",
+    "gpu": "One GPU",
 }
 
 

@@ -7,13 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from bench import train
+from bench import gpu, train
 from bench.arithmetic import Row, Series, Target, as_json, judge, loss_difference, ratios, row
 from bench.case import Case, Contender, from_text, to_text, window_starts
 from bench.contenders import CHOSEN, CHOSEN_FLOAT32, DDP, chosen_set, data_set, parts, pipeline_set, tensor_set
@@ -213,3 +214,19 @@ def test_contenders_take_turns_and_those_that_fail_are_skipped_with_their_reason
     assert "it cannot be built" in skipped["unbuilt"]
     assert "it stopped" in skipped["stops"]
     assert "no_such_package_of_weft" in skipped["missing"]
+
+
+def test_gpu_benchmark_says_why_it_is_skipped_and_ends_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.device_count():
+        pytest.skip("there is a GPU here")
+    assert gpu.main(["--json", str(tmp_path / "rows.json")]) == 0
+    assert "skipped: " in capsys.readouterr().out
+    assert json.loads((tmp_path / "rows.json").read_text())["rows"] == []
+
+
+def test_gpu_benchmark_trains_the_same_model_on_both_sides() -> None:
+    ours, theirs, flops = gpu.measure("gpt-tiny", 4, torch.device("cpu"), Effort(2, 1, 1), compiled=False)
+    assert flops > 0
+    assert loss_difference(theirs.losses, ours.losses) < 1e-2
+    assert ours.losses[-1] < ours.losses[0]
+    assert len(ours.seconds) == len(theirs.seconds) == 2
