@@ -58,15 +58,15 @@ def parse(text: str, inputs: Sequence[tuple[int, ...] | None], outputs: Sequence
             return None
         found: list[str] = []
         for word in entry:
-            if word.endswith("*"):
-                found += [f"{word[:-1]}{i - spare}" for i in range(spare)]
-            elif word.startswith("!") or word == "1":
-                found.append(BLOCKED)
-            else:
-                name = word.rstrip("".join(MARKS))
-                if name != word:
-                    kernels[name] = MARKS[word[-1]]
-                found.append(name)
+            if word.startswith("!"):
+                found += [BLOCKED] * (spare if word.endswith("*") else 1)
+                continue
+            base = word.removesuffix("*")
+            name = base.rstrip("".join(MARKS))
+            names = [f"{name}{i - spare}" for i in range(spare)] if word.endswith("*") else [name]
+            if name != base:
+                kernels.update(dict.fromkeys(names, MARKS[base[-1]]))
+            found += names
         for label, size in zip(found, shape, strict=True):
             if label:
                 sizes[label] = max(sizes.get(label, 1), size)
