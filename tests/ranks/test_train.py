@@ -16,6 +16,7 @@ import pytest
 from safetensors.torch import load_file
 
 from weft import api
+from weft.errors import Infeasible
 from weft.plan.plan import Plan
 from weft.run import checkpoint
 from weft.train import flow
@@ -23,11 +24,12 @@ from weft.train.config import Config
 from weft.train.flow import Planned
 from weft.train.metrics import read_metrics
 from weft.world.launch import Launcher
+from weft.world.world import World
 
 TEXT = b"Whoever makes a thing twice has found a way to make it three times. " * 120
 CONFIG = """
 [model]
-name = "gpt:vocabulary=256,hidden=32,layers=4,heads=2"
+name = "gpt:vocabulary=256,hidden=32,layers=2,heads=2"
 [data]
 sequence = 16
 [train]
@@ -107,6 +109,21 @@ def test_killed_and_stopped_it_computes_the_same_bits(tmp_path: Path, run: Calla
     assert losses(broken, "eval_loss") == losses(whole, "eval_loss")
     mine, theirs = (load_file(Path(c.run.folder) / "model.safetensors") for c in (broken, whole))
     assert all(mine[name].equal(theirs[name]) for name in theirs)
+
+
+def in_ranks(world: World, folder: str) -> tuple[int, float]:
+    """As under torchrun: every rank calls `flow.train` with the world that it is in."""
+    summary = flow.train(configure(Path(folder), "data=2", steps=3), planner, world)
+    return summary["step"], summary["loss"]
+
+
+def test_ranks_that_something_else_started_train_too(tmp_path: Path, ranks: Callable[..., list[Any]]) -> None:
+    first, second = ranks(in_ranks, 2, str(tmp_path / "run"))
+    assert first == second
+    assert first[0] == 3
+    assert len(losses(configure(tmp_path / "run", "data=2"))) == 3
+    with pytest.raises(Infeasible, match="is for 2 ranks, 1 are here"):
+        ranks(in_ranks, 1, str(tmp_path / "other"))
 
 
 def wait_for_steps(folder: Path, steps: int, launcher: subprocess.Popen[str]) -> None:

@@ -392,7 +392,16 @@ def test_text_takes_the_form_of_the_model_s_batch(example: Any, expected: Any) -
     assert values == expected
 
 
-@pytest.mark.parametrize("example", [{"pixels": torch.zeros(1, 3)}, (torch.zeros(1, 3), torch.zeros(1)), torch.zeros(2)])
+@pytest.mark.parametrize(
+    "example",
+    [
+        {"pixels": torch.zeros(1, 3)},
+        (torch.zeros(1, 3), torch.zeros(1)),
+        torch.zeros(2),
+        {"input_ids": torch.tensor([[1, 2, 3]]), "labels": torch.tensor([[-100, 2, -100]])},  # a masked language model
+        {"input_ids": torch.tensor([[1, 2]]), "labels": torch.tensor([[2, 3]]), "memory": torch.zeros(1)},
+    ],
+)
 def test_a_model_that_takes_no_text_is_refused(example: Any) -> None:
     with pytest.raises(ConfigError, match="synthetic"):
         text_form(Resolved("m", torch.nn.Identity, lambda n: example, None, 1))

@@ -87,23 +87,33 @@ class Formed:
 def text_form(resolved: Resolved) -> Form:
     """How text becomes a batch for this model, read off its example batch.
 
-    `input_ids` and `labels`: labels that equal the inputs are shifted by the model itself, as Hugging Face's causal models do;
-    others are the next tokens. A pair of whole-number tensors of one shape: inputs and next tokens.
+    `input_ids` and `labels`: where the example's labels are the inputs, the model shifts them itself, as Hugging Face's causal
+    models do; where they are the next tokens, so are text's. A pair of such tensors: likewise.
 
     Raises:
-        ConfigError: any other batch.
+        ConfigError: any other batch, labels that are neither included: the model does not predict the next token.
     """
-    example = resolved.batch(1)
+    example = resolved.batch(2)
     match example:
-        case {"input_ids": Tensor() as inputs, "labels": Tensor() as labels, **rest} if not rest and inputs.shape == labels.shape:
-            if torch.equal(inputs, labels):
-                return lambda x, y: {"input_ids": x, "labels": x}
-            return lambda x, y: {"input_ids": x, "labels": y}
-        case (Tensor() as inputs, Tensor() as labels) if inputs.shape == labels.shape and inputs.dim() == 2 and inputs.dtype == torch.int64:
-            return lambda x, y: (x, y)
-        case _:
-            has = ", ".join(example) if isinstance(example, dict) else f"{type(example).__name__} of {len(list(tensors(example)))} tensors"
-            raise ConfigError(
-                f"{resolved.name} takes batches of {has}; text gives input_ids and labels, so use a language model, "
-                'or data.source = "synthetic" to train on the batch that comes with the model'
-            )
+        case {"input_ids": Tensor() as inputs, "labels": Tensor() as labels, **rest} if not rest:
+            shifted = _shifted(inputs, labels)
+            if shifted is not None:
+                return lambda x, y: {"input_ids": x, "labels": y if shifted else x}
+        case (Tensor() as inputs, Tensor() as labels):
+            shifted = _shifted(inputs, labels)
+            if shifted is not None:
+                return lambda x, y: (x, y if shifted else x)
+    has = ", ".join(example) if isinstance(example, dict) else f"{type(example).__name__} of {len(list(tensors(example)))} tensors"
+    raise ConfigError(
+        f"{resolved.name} takes batches of {has} that are no text and its next tokens; use a language model, "
+        'or data.source = "synthetic" to train on the batch that comes with the model'
+    )
+
+
+def _shifted(inputs: Tensor, labels: Tensor) -> bool | None:
+    """Whether labels are the next tokens (True) or the inputs (False); None where they are neither."""
+    if inputs.shape != labels.shape or inputs.dim() != 2 or inputs.dtype != torch.int64:
+        return None
+    if torch.equal(inputs, labels):
+        return False
+    return True if inputs.shape[1] > 1 and torch.equal(inputs[:, 1:], labels[:, :-1]) else None
