@@ -63,11 +63,9 @@ class Executor:
         self.group, self.device, self.gradients, self.draw = group, device, gradients, draw
         self.actions = program.actions[group.index]
         self.frees = [effects(action, program).frees for action in self.actions]
-        backward = [i for i, a in enumerate(self.actions) if isinstance(a, Compute) and a.op is Op.B]
         self.last_backward = {a.stage: i for i, a in enumerate(self.actions) if isinstance(a, Compute) and a.op is Op.B}
         if any(isinstance(a, Compute) and a.op in (Op.I, Op.W) for a in self.actions):
             raise ProgramError(f"{program.name} splits backward into I and W, which the executor cannot run yet")
-        self._num_backward = len(backward)
         self._width = max((len(c) for c in self.crossings.values()), default=1)
 
     def run(

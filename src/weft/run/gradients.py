@@ -27,7 +27,10 @@ class Gradients:
     def __init__(self, groups: Sequence[FlatGroup], parameters: Mapping[str, torch.nn.Parameter], sums: Sequence[Group | None]) -> None:
         self.groups, self.parameters = list(groups), parameters
         self._sums = list(sums)
-        self._order = [(g, bucket) for g, group in enumerate(groups) for bucket in group.buckets]
+        # In the order in which backward completes them: a bucket that is complete late must not hold back those that are not.
+        ready = {member.name: member.ready for group in groups for member in group.members}
+        numbered = [(g, bucket) for g, group in enumerate(groups) for bucket in group.buckets]
+        self._order = sorted(numbered, key=lambda item: max(ready[name] for name in item[1].names))
         self._of = {name: k for k, (_, bucket) in enumerate(self._order) for name in bucket.names}
         self._last = True
         self._first = dict.fromkeys(self._of, True)
