@@ -209,10 +209,10 @@ def _adjust(op: Operator, name: str, rule: Rule, ins: list[Shape]) -> Rule | Non
     if name == "cross_entropy_loss":
         return _cross_entropy(op, rule, ins)
     if name == "embedding":
-        options = (*op.args[2:], *(v for _, v in op.kwargs))
-        if any(option is True for option in options):  # scale_grad_by_freq, sparse
-            return _only(rule, {x for x in rule.labels if x != "v"})
-        return rule
+        by_frequency, sparse = (*op.args[3:5], False, False)[:2]
+        if by_frequency:  # gradients are divided by how often an index occurs, in all of the batch
+            return _only(rule, {"e"})
+        return _only(rule, set(rule.labels) - {"v"}) if sparse else rule
     if name == "batch_norm" and not (len(op.args) > 5 and op.args[5] is True):
         return Rule(rule.inputs, rule.outputs, {})  # evaluation: running statistics are constants
     if name == "instance_norm":
