@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import io
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -233,6 +234,24 @@ def test_long_work_without_collectives_is_no_hang(ranks: Any) -> None:
 
 def sleeps(world: World, seconds: float) -> None:
     time.sleep(seconds)
+
+
+def faults(world: World) -> tuple[int, int]:
+    """(threads of the process that forked this one, page faults of a 100 MiB tensor made again)."""
+    for _ in range(2):
+        torch.ones(25 << 20)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(25 << 20)
+    return len(os.listdir(f"/proc/{os.getppid()}/task")), resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+def test_ranks_come_from_one_thread_and_keep_freed_memory(ranks: Any) -> None:
+    (num_threads, num_faults) = ranks(faults, 1)[0]
+    assert num_threads == 1
+    with Launcher(allocator=False) as plain:
+        (_, without) = plain.launch(faults, 1)[0]
+    if without > 1000:  # a C library that has such settings
+        assert num_faults < without / 10
 
 
 def talks(world: World) -> None:

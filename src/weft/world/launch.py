@@ -39,8 +39,9 @@ from weft.world.world import World
 
 START_S = 120.0
 KILL_S = 10.0
-# Keep freed memory of up to 32 MiB a piece (the C library's limit) in the process: pages that come back from the kernel cost a fault each.
-ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(4 << 30), "MALLOC_TOP_PAD_": str(64 << 20)}
+# Freed memory stays in the process: a tensor of 100 MiB costs no page faults then instead of 25601 (glibc 2.36, measured). An older
+# C library refuses a threshold above 32 MiB and keeps its own, which grows to that.
+ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(4 << 30), "MALLOC_TOP_PAD_": str(64 << 20)}
 
 
 def launch(
