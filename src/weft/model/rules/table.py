@@ -61,13 +61,12 @@ NOTATION: dict[str, tuple[str, ...]] = {
 POINTWISE = frozenset(
     """
     add sub mul div rsub pow neg abs sign exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square reciprocal sin cos tan asin acos atan atan2
-    sinh cosh tanh erf erfc sigmoid relu relu6 gelu silu mish hardswish hardsigmoid hardtanh leaky_relu elu selu celu softplus softsign
+    sinh cosh tanh erf erfc sigmoid relu relu6 gelu silu mish hardswish hardsigmoid hardtanh leaky_relu elu selu celu softplus
     log_sigmoid logit threshold clamp clamp_min clamp_max clip minimum maximum fmin fmax floor ceil round trunc frac remainder fmod
     floor_divide true_divide where masked_fill eq ne lt le gt ge fill logical_and logical_or logical_not logical_xor bitwise_and bitwise_or
     bitwise_not bitwise_xor __and__ __or__ __xor__ __lshift__ __rshift__ isnan isinf isfinite nan_to_num lerp addcmul addcdiv dropout
     alpha_dropout feature_dropout to type_as clone contiguous detach alias zeros_like ones_like full_like rand_like randn_like empty_like
-    _to_copy copy hypot xlogy heaviside sinc angle conj sgn square_ positive float double half bool int long bfloat16 lift_fresh_copy
-    lift
+    _to_copy copy hypot xlogy heaviside sinc angle conj sgn square_ positive lift_fresh_copy lift
     """.split()
 )
 
@@ -75,7 +74,7 @@ POINTWISE = frozenset(
 ALONG_DIM = frozenset(
     """
     softmax _softmax log_softmax _log_softmax cumsum cumprod logcumsumexp flip sort topk argsort glu renorm kthvalue roll gather
-    index_select scatter scatter_add cummax cummin logsumexp softmin take_along_dim scatter_reduce index_add index_copy diff
+    index_select scatter scatter_add cummax cummin logsumexp take_along_dim scatter_reduce index_add index_copy diff
     """.split()
 )
 
