@@ -102,7 +102,8 @@ def case(target: str, *args: Any, buffers: Sequence[int] = (), **kwargs: Any) ->
     multiple = isinstance(out, tuple | list)
     outs = list(out) if multiple else [out]
     names = tuple(f"y.{i}" for i in range(len(outs))) if multiple else ("y",)
-    spec = {n: data.Tensor(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in (*tensors.items(), *zip(names, outs, strict=True))}
+    held = (*tensors.items(), *zip(names, outs, strict=True))
+    spec = {n: data.Tensor(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in held}
     op = Operator("y", f"aten.{target}", *written, names, "y", multiple)
     variables = [Variable(n, n, spec[n]) for n in tensors]
     kept = tuple(v for i, v in enumerate(variables) if i in buffers)
