@@ -21,16 +21,16 @@ from typing import Any
 
 import torch
 
-from weft.cluster.cluster import Cluster
+from weft.api import plan as make_plan
 from weft.errors import Infeasible, LayoutError, ModelError
 from weft.model.capture import Captured, Loss, batch_size_of
 from weft.model.graph import Graph
-from weft.model.sharding import Sharding
+from weft.model.propagate import propagate
+from weft.model.sharding import Prices, Sharding
 from weft.plan.layout import Layout
 from weft.plan.plan import Plan
 from weft.run.build import Source, shard_of
 from weft.run.verify import Verification, verify_on_rank
-from weft.solve.search import search
 from weft.world.launch import launch
 from weft.world.world import World
 from weft.zoo.names import sizes
@@ -41,15 +41,18 @@ TOLERANCE = 1e-9
 LIMIT_S = 60.0
 BATCH = 16  # divides into data=8 x microbatches=2
 SCHEDULES = ("1f1b", "gpipe", "sequential")
+FREE = Prices(flops_per_s=1e3, memory_bytes_per_s=1e3, link_bytes_per_s=1e15, latency_s=0.0)
+FORCED = "eager"  # an axis that no mesh has, as a mark in a plan's shards
 REFUSED = (Infeasible, LayoutError, ModelError)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One case. `status`: equal, differs, refused (by weft, with the reason in `note`) or failed."""
+    """One case. `eager`: everything cut that can be. `status`: equal, differs, refused (by weft, with the reason in `note`) or failed."""
 
     model: str
     layout: str
+    eager: bool
     status: str
     worst: dict[str, float] = field(default_factory=dict)
     note: str = ""
@@ -78,7 +81,9 @@ class _Traced(Source):
         """As `Source.sharding`, once for each sharding."""
         key = (plan.layout.data, plan.layout.tensor, plan.shards, graph.batch_size, plan.layout.precision)
         if key not in self.shardings:
-            self.shardings[key] = shard_of(plan, graph)
+            cut = dict(plan.shards)
+            sizes = {"data": plan.layout.data, "tensor": plan.layout.tensor}
+            self.shardings[key] = propagate(graph, sizes, cut, prices=FREE) if FORCED in cut else shard_of(plan, graph)
         return self.shardings[key]
 
 
@@ -98,17 +103,23 @@ class Subject:
     def plan(self, layout: Layout) -> Plan:
         """The plan of a layout, as `weft.plan` makes it. Raises Infeasible, LayoutError or ModelError where weft refuses it."""
         state = torch.random.get_rng_state()
-        graph = self.source.capture(self.batch, self.loss, self.size).graph
-        found = search(graph, Cluster.parse("1xcpu-2"), self.size, self.name, layout=replace(layout, precision="float32"))
+        single = replace(layout, precision="float32")
+        found = make_plan(self.make, self.batch, loss=self.loss, cluster="1xcpu-2", layout=single, source=self.source)
         torch.random.set_rng_state(state)
         return replace(found, layout=layout)
 
-    def check(self, layout: Layout, steps: int = 2, limit_s: float = LIMIT_S, **options: Any) -> Verification:
-        """Verify one layout. Raises WeftError where it is refused or a rank fails."""
+    def check(self, layout: Layout, steps: int = 2, limit_s: float = LIMIT_S, eager: bool = False, **options: Any) -> Verification:
+        """Verify one layout. Raises WeftError where it is refused or a rank fails.
+
+        `eager`: cut whatever can be cut, as if communication cost nothing; these models are so small that the planner rarely would.
+        """
         plan = self.plan(layout)
         size = self.size // layout.microbatches
-        graph = self.source.capture(self.batch, self.loss, size).graph
-        self.source.sharding(plan, graph.cast("float32", "float64") if layout.precision == "float64" else graph)
+        if not plan.uncaptured:
+            if eager and layout.tensor > 1:
+                plan = replace(plan, shards=((FORCED, ()),))
+            graph = self.source.capture(self.batch, self.loss, size).graph
+            self.source.sharding(plan, graph.cast("float32", "float64") if layout.precision == "float64" else graph)
 
         def on_rank(world: World) -> dict[str, Any] | None:
             found = verify_on_rank(
@@ -128,26 +139,18 @@ def factorisations(num_ranks: int) -> Iterator[tuple[int, int, int]]:
                 yield data, tensor, num_ranks // (data * tensor)
 
 
-def layouts(counts: Sequence[int], size: int, which: str) -> Iterator[Layout]:
-    """The cases: each factorisation `plain`, and `mixed`: with microbatches, a schedule, ZeRO and recomputation taken in turn."""
+def layouts(counts: Sequence[int], size: int, which: str) -> Iterator[tuple[Layout, bool]]:
+    """(layout, eager) of each factorisation: `plain`, and `mixed` with microbatches, schedule, ZeRO and recomputation taken in turn."""
     turn = 0
     for count in counts:
         for data, tensor, pipeline in factorisations(count):
             if which in ("plain", "all"):
-                yield Layout(data, tensor, pipeline, precision="float64")
+                yield Layout(data, tensor, pipeline, precision="float64"), False
             if which in ("mixed", "all"):
                 most = max(size // data, 1)
                 microbatches = min(4 if turn % 2 else 2, most)
-                yield Layout(
-                    data,
-                    tensor,
-                    pipeline,
-                    microbatches,
-                    SCHEDULES[turn % 3],
-                    int(turn % 4 != 3),
-                    ("none", "full")[turn // 2 % 2],
-                    "float64",
-                )
+                zero, recompute = int(turn % 4 != 3), ("none", "full")[turn // 2 % 2]
+                yield Layout(data, tensor, pipeline, microbatches, SCHEDULES[turn % 3], zero, recompute, "float64"), True
             turn += 1
 
 
@@ -167,35 +170,34 @@ def odd_models() -> list[str]:
     return [f"tests/ranks/odd_models.py:{name}" for name in factories]
 
 
-def run_case(subject: Subject, layout: Layout, limit_s: float) -> Row:
+def run_case(subject: Subject, layout: Layout, eager: bool, limit_s: float) -> Row:
     """One row; never raises for what the model or weft does."""
     began = time.perf_counter()
     shown = str(replace(layout, precision="float32"))
     try:
-        found = subject.check(layout, limit_s=limit_s)
+        found = subject.check(layout, limit_s=limit_s, eager=eager)
     except REFUSED as error:
-        return Row(subject.name, shown, "refused", {}, str(error), seconds=time.perf_counter() - began)
+        return Row(subject.name, shown, eager, "refused", {}, str(error), seconds=time.perf_counter() - began)
     except Exception as error:
         # A crash is a finding, not the end of the run.
-        return Row(subject.name, shown, "failed", {}, f"{type(error).__name__}: {error}", seconds=time.perf_counter() - began)
+        return Row(subject.name, shown, eager, "failed", {}, f"{type(error).__name__}: {error}", seconds=time.perf_counter() - began)
     status = "equal" if found.ok and found.tolerance <= TOLERANCE else "differs"
-    return Row(
-        subject.name, shown, status, found.worst, found.first_difference or "", found.replicated_operators, time.perf_counter() - began
-    )
+    seconds = time.perf_counter() - began
+    return Row(subject.name, shown, eager, status, found.worst, found.first_difference or "", found.replicated_operators, seconds)
 
 
-def run(names: Sequence[str], counts: Sequence[int], which: str, limit_s: float, tell: Callable[[Row], None]) -> list[Row]:
+def run(names: Sequence[str], counts: Sequence[int], which: str, every: int, limit_s: float, tell: Callable[[Row], None]) -> list[Row]:
     """All cases of all models."""
     rows: list[Row] = []
     for name in names:
         try:
             subject = Subject(name)
         except Exception as error:
-            rows.append(Row(name, "", "failed", {}, f"{type(error).__name__}: {error}"))
+            rows.append(Row(name, "", False, "failed", {}, f"{type(error).__name__}: {error}"))
             tell(rows[-1])
             continue
-        for layout in layouts(counts, subject.size, which):
-            rows.append(run_case(subject, layout, limit_s))
+        for layout, eager in list(layouts(counts, subject.size, which))[::every]:
+            rows.append(run_case(subject, layout, eager, limit_s))
             tell(rows[-1])
     return rows
 
@@ -231,7 +233,7 @@ def document(rows: Sequence[Row], which: str, counts: Sequence[int], total_s: fl
         lines += ["", f"## {name}", "", "| layout | result |", "|---|---|"]
         for row in mine:
             said = f"{row.error:.1e}" if row.status == "equal" else f"{row.status}: {_line(row.note)}"
-            lines.append(f"| {row.layout} | {said} |")
+            lines.append(f"| {row.layout}{', everything cut' * (row.eager and 'tensor=1 ' not in row.layout)} | {said} |")
     return "\n".join(lines) + "\n"
 
 
@@ -258,9 +260,9 @@ def main(arguments: Sequence[str]) -> int:
 
     def tell(row: Row) -> None:
         said = f"{row.error:.1e}" if row.status == "equal" else _line(row.note)
-        print(f"{row.status:8} {row.seconds:5.1f} s  {row.model}  {row.layout}  {said}", file=sys.stderr, flush=True)
+        print(f"{row.status:8} {row.seconds:5.1f} s  {row.model}  {row.layout}{' eager' * row.eager}  {said}", file=sys.stderr, flush=True)
 
-    rows = run(names, counts, given.choices, given.limit, tell)
+    rows = run(names, counts, given.choices, given.every, given.limit, tell)
     total_s = time.perf_counter() - began
     if given.json:
         Path(given.json).write_text(json.dumps({"rows": [asdict(row) for row in rows], "total_s": total_s}, indent=1) + "\n")

@@ -20,7 +20,7 @@ from weft.lower.kernels.statistics import batch_norm
 from weft.lower.kernels.vocabulary import cross_entropy, embedding
 from weft.lower.redistribute import redistribute
 from weft.model.graph import Arg, Graph, Operator, Ref, Word
-from weft.model.propagate import writes_buffer
+from weft.model.propagate import writes_buffer, written_buffers
 from weft.model.rules import Rule, rule_of
 from weft.model.sharding import Form, Sharding, move_collectives
 from weft.model.stages import Stage
@@ -83,6 +83,7 @@ class _Builder:
         self.placed = {v.value: v for v in (*lowering.graph.parameters, *lowering.graph.buffers)}
         self.ordinal = {op.name: i for i, op in enumerate(lowering.graph.operators)}
         self.tensors = lowering.graph.tensors
+        self.written = written_buffers(lowering.graph)
         self.part = (0, False)  # number of the run of operators of one layer, and whether it is a repeated layer
 
     def build(self) -> LocalStage:
@@ -162,6 +163,9 @@ class _Builder:
         low = self.low
         rows = low.sharding.needs[op.name]
         inputs = [self.get(value, tuple(row[axis] for axis in low.axes)) for value, row in zip(op.inputs, rows, strict=True)]
+        if not writes_buffer(op, self.placed) and "batch_norm" not in op.target:
+            # Backward may need what was read, whatever later microbatches write.
+            inputs = [self._node(snapshot, (x,)) if v in self.written else x for v, x in zip(op.inputs, inputs, strict=True)]
         node = self._call(op, inputs)
         made = [low.variant(low.sharding.forms[value]) for value in op.outputs]
         if op.multiple:
@@ -319,6 +323,11 @@ def _identifier(value: str) -> str:
 def _full_precision(target: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Any:
     with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
         return target(*args, **kwargs)
+
+
+def snapshot(buffer: Tensor) -> Tensor:
+    """What a buffer holds now, for an operator that reads it."""
+    return buffer.clone()
 
 
 def _write_buffer(target: Callable[..., Any], draw: Draw, buffer: Tensor, *args: Any, **kwargs: Any) -> Tensor:

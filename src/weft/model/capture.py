@@ -9,6 +9,8 @@ Not modelled: dynamic shapes. Another microbatch size is another capture.
 from __future__ import annotations
 
 import contextlib
+import io
+import logging
 import operator
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -137,8 +139,7 @@ def capture(
         fakes = {path: resized(leaf) for path, leaf in leaves(batch)}
     step = _Step(model, batch, loss, outputs)
     step.train(model.training)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with _quiet():
         try:
             tensors = tuple(leaf for leaf in fakes.values() if isinstance(leaf, torch.Tensor))
             program = torch.export.export(step, tensors, strict=False)
@@ -151,6 +152,20 @@ def capture(
             return _read(program, step, batch, samples, size, outputs)
         except _Aliased:
             return _read(program.run_decompositions({}), step, batch, samples, size, outputs)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's own warnings: what stands in the way of a capture is said once, in the error."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with contextlib.redirect_stderr(io.StringIO()):
+                yield
+    finally:
+        logging.disable(before)
 
 
 class _Aliased(Exception):

@@ -24,6 +24,7 @@ def make_functional(
 ) -> tuple[list[Operator], dict[str, str]] | None:
     """`operators` without in-place writes, and the last name of every value that was written; None where aliasing is unclear."""
     made_by: dict[str, Operator] = {}
+    buffered: dict[str, str] = {}  # what a write into a buffer returned -> the buffer
     now: dict[str, str] = {}  # a value as the model names it -> its latest functional name
     out: list[Operator] = []
 
@@ -54,17 +55,27 @@ def make_functional(
             for value in op.outputs:
                 made_by[value] = op
             continue
-        target = op.args[0].value
+        target = buffered.get(op.args[0].value, op.args[0].value)
         if roots(target) in buffers:
             if roots(target) != target:
                 return None
-            emit(op)
+            emit(replace(op, args=(Ref(target), *op.args[1:])))
+            # Whoever reads what the write returned reads the buffer.
+            buffered[op.outputs[0]] = now[op.outputs[0]] = target
             continue
         functional = _functional(op)
         if functional is None:
             return None
         new = fresh(op.outputs[0], "new")
         tensors[new] = tensors[target]
+        if op.target.split(".")[1] == "copy_":
+            source = op.args[1]
+            if not isinstance(source, Ref) or tensors[source.value].dtype != tensors[target].dtype:
+                return None
+            zeros = fresh(op.outputs[0], "zeros")
+            tensors[zeros] = tensors[target]
+            emit(replace(op, name=zeros, target="aten.zeros_like.default", args=(op.args[0],), kwargs=(), outputs=(zeros,), multiple=False))
+            functional = replace(op, target="aten.add.Tensor", args=(Ref(zeros), source), kwargs=())
         emit(replace(functional, name=new, outputs=(new,), multiple=False))
         views = [v for v, maker in made_by.items() if roots(v) == roots(target) and v not in (target, roots(target))]
         written = target
@@ -118,13 +129,11 @@ def _map(arg: Arg, now: dict[str, str]) -> Arg:
 
 
 def _functional(op: Operator) -> Operator | None:
-    """The out-of-place twin: `relu_` -> `relu`; `copy_`, `fill_` and `zero_` by their meaning."""
+    """The out-of-place twin: `relu_` -> `relu`; `zero_` by its meaning. (`copy` has no derivative: it is `zeros_like` and `add`.)"""
     packet, overload = op.target.split(".")[1], op.target.split(".")[2]
     plain = packet[:-1]
-    if plain in ("copy", "fill", "zero"):
-        overload = {"copy": "default", "fill": overload, "zero": "default"}[plain]
-        if plain == "zero":
-            return replace(op, target="aten.zeros_like.default")
+    if plain == "zero":
+        return replace(op, target="aten.zeros_like.default")
     if plain in ("normal", "uniform", "bernoulli", "random", "exponential", "set", "resize", "requires_grad"):
         return None
     return replace(op, target=f"aten.{plain}.{overload}")

@@ -134,15 +134,19 @@ class Graph:
         return sum(v.tensor.size for v in self.parameters)
 
     def cast(self, source: str, target: str) -> Graph:
-        """The same graph with dtype `source` replaced by `target`, in tensors and in arguments (`x.to(torch.float32)`)."""
+        """The same graph with dtype `source` replaced by `target`, in tensors and in arguments (`x.to(torch.float32)`).
+
+        Complex numbers of float32 become those of float64 with it.
+        """
+        dtypes = {source: target} | ({"complex64": "complex128"} if (source, target) == ("float32", "float64") else {})
 
         def tensor(t: Tensor) -> Tensor:
-            return replace(t, dtype=target) if t.dtype == source else t
+            return replace(t, dtype=dtypes.get(t.dtype, t.dtype))
 
         def arg(a: Arg) -> Arg:
             if isinstance(a, tuple):
                 return tuple(arg(item) for item in a)
-            return Word("dtype", target) if a == Word("dtype", source) else a
+            return Word("dtype", dtypes[a.name]) if isinstance(a, Word) and a.kind == "dtype" and a.name in dtypes else a
 
         def variables(group: tuple[Variable, ...]) -> tuple[Variable, ...]:
             return tuple(replace(v, tensor=tensor(v.tensor)) for v in group)

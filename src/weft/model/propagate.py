@@ -67,6 +67,8 @@ class _Axis:
             self.prices = replace(prices, latency_s=0.0)
 
     def cuttable(self, value: str, dim: int) -> bool:
+        if self.graph.tensors[value].dtype.startswith("complex"):
+            return False  # gloo carries no complex numbers
         size = self.graph.tensors[value].shape[dim]
         return size % self.n == 0 and size >= self.n and dim not in self.taken.get(value, ())
 
@@ -265,17 +267,39 @@ def needs_gradient(graph: Graph) -> set[str]:
     """Values whose gradient may be asked for: floating point, and made from a trainable parameter or a floating-point input."""
     found = {v.value for v in graph.parameters if v.trainable and v.tensor.is_float}
     found |= {v.value for v in graph.inputs if v.tensor.is_float}
+    grounds = ("float", "complex")
     for op in graph.operators:
         if op.target.split(".")[1] == "detach" or not any(value in found for value in op.inputs):
             continue
-        found.update(value for value in op.outputs if graph.tensors[value].is_float)
+        found.update(value for value in op.outputs if graph.tensors[value].dtype.startswith(grounds))
     return found
+
+
+def learned(graph: Graph) -> set[str]:
+    """Values of the parameters that the loss (or an output) depends on by a gradient. The others stay as they are, as in plain PyTorch."""
+    grads = needs_gradient(graph)
+    reached = {graph.loss, *graph.outputs}
+    for op in reversed(graph.operators):
+        if op.target.split(".")[1] != "detach" and any(value in reached and value in grads for value in op.outputs):
+            reached.update(op.inputs)
+    return {v.value for v in graph.parameters if v.trainable and v.value in reached}
 
 
 def writes_buffer(op: Operator, placed: Mapping[str, object]) -> bool:
     """Whether the operator updates a buffer in place (`num_batches_tracked.add_(1)`); batch norm has a kernel of its own."""
     name = op.target.split(".")[1]
     return name.endswith("_") and not name.endswith("__") and bool(op.args) and isinstance(op.args[0], Ref) and op.args[0].value in placed
+
+
+def written_buffers(graph: Graph) -> set[str]:
+    """Values of the buffers that are updated while the model runs, statistics of batch norm in training included."""
+    placed = {v.value: v for v in (*graph.parameters, *graph.buffers)}
+    found = {op.inputs[0] for op in graph.operators if writes_buffer(op, placed)}
+    held = {v.value for v in graph.buffers}
+    for op in graph.operators:
+        if op.target.split(".")[1] == "batch_norm" and len(op.args) > 5 and op.args[5]:
+            found.update(value for value in op.inputs if value in held)
+    return found
 
 
 def propagate(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from weft.errors import Infeasible, LayoutError
 from weft.model.graph import Graph, Operator
-from weft.model.propagate import writes_buffer
+from weft.model.propagate import writes_buffer, written_buffers
 
 _RANDOM = ("dropout", "bernoulli", "rand", "normal", "multinomial", "uniform", "rrelu")
 
@@ -66,6 +66,7 @@ def cuts(graph: Graph) -> tuple[Cut, ...]:
                 last[value] = i
     for value in (graph.loss, *graph.outputs):
         last[value] = len(graph.operators)
+    fixed = _held_together(graph)
     found = []
     live: dict[str, None] = {}
     for i, op in enumerate(graph.operators):
@@ -73,10 +74,25 @@ def cuts(graph: Graph) -> tuple[Cut, ...]:
             continue
         for value in [v for v in live if last.get(v, -1) < i]:
             del live[value]
-        if live:
+        # Complex numbers cannot be sent.
+        if live and i not in fixed and not any(graph.tensors[v].dtype.startswith("complex") for v in live):
             found.append(Cut(i, op.site, tuple(live), float(sum(graph.tensors[v].size_bytes for v in live))))
         live.update(dict.fromkeys(v for v in op.outputs if last.get(v, -1) > i))
     return tuple(found)
+
+
+def _held_together(graph: Graph) -> set[int]:
+    """Operators before which no stage can begin: those between two uses of one buffer that is written while the model runs."""
+    found: set[int] = set()
+    written = written_buffers(graph)
+    uses: dict[str, list[int]] = {}
+    for i, op in enumerate(graph.operators):
+        for value in op.inputs:
+            if value in written:
+                uses.setdefault(value, []).append(i)
+    for places in uses.values():
+        found.update(range(places[0] + 1, places[-1] + 1))
+    return found
 
 
 def split(graph: Graph, sites: Sequence[str]) -> tuple[Stage, ...]:
@@ -88,11 +104,14 @@ def split(graph: Graph, sites: Sequence[str]) -> tuple[Stage, ...]:
     """
     order = {op.site: i for i, op in enumerate(graph.operators)}
     starts = [0]
+    fixed = _held_together(graph)
     for site in sites:
         if site not in order:
             raise LayoutError(f"the plan begins a stage at {site!r}, but the model has no such operator; plan again for this model")
         if order[site] <= starts[-1]:
             raise LayoutError(f"the plan's stage at {site!r} begins before or with the one before it; list stages in the model's order")
+        if order[site] in fixed:
+            raise LayoutError(f"no stage can begin at {site!r}: a buffer that the model writes is used before and after it; move the cut")
         starts.append(order[site])
     free = free_operators(graph)
     home: dict[str, int] = {}  # value -> the stage that makes it

@@ -20,7 +20,7 @@ from weft.model.capture import Captured, Loss, batch_size_of, capture
 from weft.model.deferred import Deferred, fake_copy, materialize, materialize_real
 from weft.model.deferred.fakes import fake_mode
 from weft.model.graph import Graph, Variable
-from weft.model.propagate import needs_gradient, propagate
+from weft.model.propagate import learned, propagate
 from weft.model.sharding import Sharding, Shards
 from weft.model.stages import Stage, split
 from weft.plan.placement import piece
@@ -149,7 +149,7 @@ def build(
             holders.setdefault(value, []).append(stage.index)
     specs: dict[str, LocalParameter] = {}
     first_use = {value: i for i, op in reversed(list(enumerate(graph.operators))) for value in op.inputs}
-    trainable = needs_gradient(graph)
+    trainable = learned(graph)
     for v in graph.parameters:
         # A parameter that no operator reads is kept by the first stage, so that checkpoints are whole.
         if v.value not in used and (v.value in holders or at["pipeline"] != 0):
@@ -241,6 +241,7 @@ def _spec(
         counted,
         counted_piece,
         optimizer.decays(v.tensor.shape),
+        (tuple(holders), tuple(sorted(cut)), tuple(axes)),
         -first_use,
     )
 

@@ -69,7 +69,8 @@ class OptimizerSpec:
         """torch's optimizer over (tensor, does it decay) pairs; also what the serial reference uses."""
         default = 0.01 if self.name == "adamw" else 0.0
         decay = default if self.weight_decay is None else self.weight_decay
-        params = [{"params": [t], "weight_decay": decay if decays else 0.0} for t, decays in tensors]
+        # A stage may have no parameters; torch wants one.
+        params = [{"params": [t], "weight_decay": decay if decays else 0.0} for t, decays in tensors or [(torch.zeros(0), False)]]
         if self.name == "adamw":
             return torch.optim.AdamW(params, lr=self.lr, betas=self.betas, eps=self.eps, fused=True)
         return torch.optim.SGD(params, lr=self.lr, momentum=self.momentum, fused=True)

@@ -23,6 +23,7 @@ class LocalParameter:
 
     `offsets` and `shape` place the block in the `global_shape`; `sum_ranks` are the ranks whose gradients add up to the
     true one; `counted` says whether this rank counts it in the gradient norm (each element is counted once in the world).
+    `kind` says how it is divided, in terms that are the same on every rank: what ranks exchange together must be laid out alike.
     """
 
     name: str
@@ -35,6 +36,7 @@ class LocalParameter:
     counted: bool
     counted_piece: bool  # whether a rank that has a ZeRO piece of it counts that piece
     decay: bool = True
+    kind: tuple[object, ...] = ()
     ready: int = 0  # position in the order in which gradients are complete
 
     @property
@@ -76,7 +78,7 @@ def build_groups(
     """
     keyed: dict[tuple[object, ...], list[LocalParameter]] = {}
     for p in sorted((p for p in parameters if p.trainable), key=lambda p: p.ready):
-        keyed.setdefault((p.dtype, p.sum_ranks, p.counted, p.counted_piece, p.decay), []).append(p)
+        keyed.setdefault((p.dtype, p.sum_ranks, p.kind, p.decay), []).append(p)
     groups: list[FlatGroup] = []
     made: dict[str, torch.nn.Parameter] = {}
     for members in keyed.values():

@@ -26,9 +26,10 @@ from weft.world import private
 from weft.world.world import World
 
 TOLERANCE = {"float64": 1e-9, "float32": 1e-3, "bfloat16": 5e-2}
-# A gradient that is zero but for rounding (of the bias of attention keys) is measured against this share of the largest one. Weights
-# are measured against the largest weight: AdamW makes steps of rounding noise as well.
-_FLOOR = 1e-6
+# A gradient that is zero but for rounding (of a bias before batch norm, or of attention keys) is a sum that cancels; what is left means
+# nothing. Gradients are measured against this share of the largest one at least: times the tolerance that is 50 to 100 units of rounding.
+# Weights are measured against the largest weight, since AdamW makes steps of rounding noise as well.
+_FLOOR = {"float64": 1e-5, "float32": 1e-2, "bfloat16": 1e-1}
 
 
 @dataclass(frozen=True)
@@ -47,23 +48,29 @@ class Verification:
 
 
 class _Double(private.DispatchMode):  # type: ignore[no-untyped-call]
-    """Casts to float32 become casts to float64."""
+    """Casts to float32 become casts to float64, and so do constants that the model's code makes."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if kwargs.get("dtype") is torch.float32:
             kwargs["dtype"] = torch.float64
-        return func(*args, **kwargs)
+        made = func(*args, **kwargs)
+        if isinstance(made, Tensor) and made.dtype is torch.float32:
+            if not any(isinstance(x, Tensor) for x in args):
+                return func(*args, **{**kwargs, "dtype": torch.float64})
+            if func is torch.ops.aten.lift_fresh.default:
+                return made.double()
+        return made
 
 
-def relative_error(got: Tensor, want: Tensor, scale: float) -> float:
-    """Largest difference over the largest magnitude (of the tensor, at least `_FLOOR` of `scale`); infinite for NaN or another shape."""
+def relative_error(got: Tensor, want: Tensor, floor: float) -> float:
+    """Largest difference over the largest magnitude (of the tensor, at least `floor`); infinite for NaN or another shape."""
     if got.shape != want.shape:
         return float("inf")
     if not want.numel():
         return 0.0
     difference = (got.double() - want.double()).abs().max().item()
-    bound = max(want.double().abs().max().item(), _FLOOR * scale)
+    bound = max(want.double().abs().max().item(), floor)
     if not torch.isfinite(torch.tensor(difference)):
         return float("inf")
     return difference / bound if bound else difference
@@ -77,8 +84,8 @@ class _Comparison:
         self.worst: dict[str, float] = {}
         self.first: str | None = None
 
-    def add(self, kind: str, name: str, got: Tensor | None, want: Tensor, scale: float, step: int) -> None:
-        error = float("inf") if got is None else relative_error(got.cpu(), want.cpu(), scale)
+    def add(self, kind: str, name: str, got: Tensor | None, want: Tensor, floor: float, step: int) -> None:
+        error = float("inf") if got is None else relative_error(got.cpu(), want.cpu(), floor)
         self.worst[kind] = max(self.worst.get(kind, 0.0), error)
         if self.first is None and not error <= self.tolerance:
             self.first = (
@@ -177,18 +184,20 @@ def verify_on_rank(
             want, want_inputs = serial.step()
         seen.add("loss", "", torch.tensor(loss_value), torch.tensor(want), abs(want), step)
         trained = {name: p for name, p in serial.model.named_parameters() if p.requires_grad}
-        scale = max((p.grad.abs().max().item() for p in trained.values() if p.grad is not None and p.numel()), default=0.0)
+        largest = max((p.grad.abs().max().item() for p in trained.values() if p.grad is not None and p.numel()), default=0.0)
+        floor = largest * _FLOOR[plan.layout.precision]
         for name, p in trained.items():
-            seen.add("gradients", name, gradients.get(name), torch.zeros_like(p) if p.grad is None else p.grad, scale, step)
+            seen.add("gradients", name, gradients.get(name), torch.zeros_like(p) if p.grad is None else p.grad, floor, step)
         for path, gradient in want_inputs.items():
             if inputs:
-                seen.add("input_gradients", path, inputs.get(path), gradient, scale, step)
-        # Every parameter is given a gradient, as the engine has it: zero where the step does not use it.
-        for p in trained.values():
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
+                seen.add("input_gradients", path, inputs.get(path), gradient, floor, step)
+        if plan.uncaptured:
+            # Which parameters a step uses is not known before it: the engine gives each a gradient, zero where it is not used.
+            for p in trained.values():
+                if p.grad is None:
+                    p.grad = torch.zeros_like(p)
         serial.update()
-        heaviest = max((p.abs().max().item() for p in serial.model.parameters() if p.numel()), default=0.0) / _FLOOR
+        heaviest = max((p.abs().max().item() for p in serial.model.parameters() if p.numel()), default=0.0)
         for name, tensor in (*serial.model.named_parameters(), *serial.model.named_buffers()):
             if name in state:
                 seen.add("weights", name, state[name], tensor.detach(), heaviest, step)

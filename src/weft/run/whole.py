@@ -56,6 +56,8 @@ def build_whole(plan: Plan, source: Source, batch: Any, loss: Loss | None, world
         )
     if layout.num_ranks != world.num_ranks:
         raise Infeasible(f"the layout {layout} needs {layout.num_ranks} ranks, {world.num_ranks} were started")
+    if layout.recompute != "none":
+        raise Infeasible(f"{plan.model} could not be captured ({plan.uncaptured}), so its layers are not known; use recompute=none")
     model = source.model
     if source.deferred is not None:
         model = realize(source.deferred, model)
@@ -110,7 +112,7 @@ def build_whole(plan: Plan, source: Source, batch: Any, loss: Loss | None, world
     specs = {
         v.name: LocalParameter(
             v.name, v.tensor.shape, (0,) * len(v.tensor.shape), v.tensor.shape, getattr(torch, v.tensor.dtype), v.trainable,
-            ranks if v.trainable else (world.rank,), at["data"] == 0, True, optimizer.decays(v.tensor.shape), -order[v.name],
+            ranks if v.trainable else (world.rank,), at["data"] == 0, True, optimizer.decays(v.tensor.shape), (), -order[v.name],
         )
         for v in variables
     }  # fmt: skip

@@ -24,12 +24,9 @@ def embedding(weight: Tensor, ids: Tensor, padding: int, num_rows: int, group: G
     local = local.masked_fill(elsewhere, 0)
     rows = F.embedding(local, weight)
     if padding >= 0:
-        elsewhere = elsewhere | (ids == padding)
-        # The padding row is read like any other, only its gradient is dropped.
-        kept = rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)
-        if start <= padding < start + length:
-            kept = torch.where((ids == padding).unsqueeze(-1), weight[padding - start].detach(), kept)
-        return kept
+        # The padding row is read like any other, only its gradient is dropped. The same operators run on every rank, whoever has it,
+        # so that their backwards go in the same order.
+        rows = torch.where((ids == padding).unsqueeze(-1), rows.detach(), rows)
     return rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)
 
 
