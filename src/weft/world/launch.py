@@ -39,7 +39,7 @@ from weft.world.world import World
 
 START_S = 120.0
 KILL_S = 10.0
-# Freed memory stays in the process: a tensor of 100 MiB costs no page faults then instead of 25601 (glibc 2.36, measured). An older
+# Freed memory stays in the process: after some warm-up a tensor of 100 MiB costs no page faults, not 25600 (glibc 2.36). An older
 # C library refuses a threshold above 32 MiB and keeps its own, which grows to that.
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(4 << 30), "MALLOC_TOP_PAD_": str(64 << 20)}
 

@@ -11,6 +11,7 @@ import gc
 import json
 import os
 import selectors
+import shutil
 import signal
 import socket
 import sys
@@ -29,6 +30,7 @@ class _Run:
     """One launch: where its events go and which of its ranks live."""
 
     events: socket.socket
+    folder: str
     living: dict[int, int] = field(default_factory=dict)  # rank -> pid
 
     def tell(self, **event: Any) -> None:
@@ -55,6 +57,7 @@ def serve(control: socket.socket, lifeline: int) -> NoReturn:
                     if not _accept(control, lifeline, selector):
                         for other in [k.data for k in selector.get_map().values() if isinstance(k.data, _Run)]:
                             other.kill()
+                            shutil.rmtree(other.folder, ignore_errors=True)  # nobody else is left to do it
                         os._exit(0)  # an orderly end of torch takes longer than orphans may live
                 case _Run() as run:
                     # Whatever arrives, or the end: the launcher wants no more of this run.
@@ -80,7 +83,7 @@ def _accept(control: socket.socket, lifeline: int, selector: selectors.BaseSelec
         return False
     folder = request.decode()
     events, *terminal = descriptors
-    run = _Run(socket.socket(fileno=events))
+    run = _Run(socket.socket(fileno=events), folder)
     task = Task.from_json((Path(folder) / "task.json").read_text())
     parent = os.getpid()
     sys.stdout.flush()
