@@ -41,18 +41,22 @@ TOLERANCE = 1e-9
 LIMIT_S = 60.0
 BATCH = 16  # divides into data=8 x microbatches=2
 SCHEDULES = ("1f1b", "gpipe", "sequential")
-FREE = Prices(flops_per_s=1e3, memory_bytes_per_s=1e3, link_bytes_per_s=1e15, latency_s=0.0)
-FORCED = "eager"  # an axis that no mesh has, as a mark in a plan's shards
+# These models are so small that the planner would rarely cut them. Where links cost nothing everything is cut that can be, and moved at
+# will; where they cost a little, few bytes are moved.
+EAGER = {
+    "free links": Prices(flops_per_s=1e3, memory_bytes_per_s=1e3, link_bytes_per_s=1e15, latency_s=0.0),
+    "dear links": Prices(flops_per_s=1e6, memory_bytes_per_s=1e7, link_bytes_per_s=1e8, latency_s=0.0),
+}
 REFUSED = (Infeasible, LayoutError, ModelError)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One case. `eager`: everything cut that can be. `status`: equal, differs, refused (by weft, with the reason in `note`) or failed."""
+    """One case. `eager`: prices by which tensors were cut. `status`: equal, differs, refused (by weft, with the reason in `note`) or failed."""
 
     model: str
     layout: str
-    eager: bool
+    eager: str
     status: str
     worst: dict[str, float] = field(default_factory=dict)
     note: str = ""
@@ -83,7 +87,8 @@ class _Traced(Source):
         if key not in self.shardings:
             cut = dict(plan.shards)
             sizes = {"data": plan.layout.data, "tensor": plan.layout.tensor}
-            self.shardings[key] = propagate(graph, sizes, cut, prices=FREE) if FORCED in cut else shard_of(plan, graph)
+            prices = next((EAGER[name] for name in cut if name in EAGER), None)
+            self.shardings[key] = propagate(graph, sizes, prices=prices) if prices else shard_of(plan, graph)
         return self.shardings[key]
 
 
@@ -106,18 +111,18 @@ class Subject:
         single = replace(layout, precision="float32")
         found = make_plan(self.make, self.batch, loss=self.loss, cluster="1xcpu-2", layout=single, source=self.source)
         torch.random.set_rng_state(state)
-        return replace(found, layout=layout)
+        return replace(found, layout=layout, model=self.name)
 
-    def check(self, layout: Layout, steps: int = 2, limit_s: float = LIMIT_S, eager: bool = False, **options: Any) -> Verification:
+    def check(self, layout: Layout, steps: int = 2, limit_s: float = LIMIT_S, eager: str = "", **options: Any) -> Verification:
         """Verify one layout. Raises WeftError where it is refused or a rank fails.
 
-        `eager`: cut whatever can be cut, as if communication cost nothing; these models are so small that the planner rarely would.
+        `eager`: one of EAGER's prices, by which tensors are cut instead of the planner's.
         """
         plan = self.plan(layout)
         size = self.size // layout.microbatches
         if not plan.uncaptured:
             if eager and layout.tensor > 1:
-                plan = replace(plan, shards=((FORCED, ()),))
+                plan = replace(plan, shards=((eager, ()),))  # an axis that no mesh has, as a mark
             graph = self.source.capture(self.batch, self.loss, size).graph
             self.source.sharding(plan, graph.cast("float32", "float64") if layout.precision == "float64" else graph)
 
@@ -139,18 +144,18 @@ def factorisations(num_ranks: int) -> Iterator[tuple[int, int, int]]:
                 yield data, tensor, num_ranks // (data * tensor)
 
 
-def layouts(counts: Sequence[int], size: int, which: str) -> Iterator[tuple[Layout, bool]]:
+def layouts(counts: Sequence[int], size: int, which: str) -> Iterator[tuple[Layout, str]]:
     """(layout, eager) of each factorisation: `plain`, and `mixed` with microbatches, schedule, ZeRO and recomputation taken in turn."""
     turn = 0
     for count in counts:
         for data, tensor, pipeline in factorisations(count):
             if which in ("plain", "all"):
-                yield Layout(data, tensor, pipeline, precision="float64"), False
+                yield Layout(data, tensor, pipeline, precision="float64"), ""
             if which in ("mixed", "all"):
                 most = max(size // data, 1)
                 microbatches = min(4 if turn % 2 else 2, most)
                 zero, recompute = int(turn % 4 != 3), ("none", "full")[turn // 2 % 2]
-                yield Layout(data, tensor, pipeline, microbatches, SCHEDULES[turn % 3], zero, recompute, "float64"), True
+                yield Layout(data, tensor, pipeline, microbatches, SCHEDULES[turn % 3], zero, recompute, "float64"), list(EAGER)[turn % 2]
             turn += 1
 
 
@@ -170,7 +175,7 @@ def odd_models() -> list[str]:
     return [f"tests/ranks/odd_models.py:{name}" for name in factories]
 
 
-def run_case(subject: Subject, layout: Layout, eager: bool, limit_s: float) -> Row:
+def run_case(subject: Subject, layout: Layout, eager: str, limit_s: float) -> Row:
     """One row; never raises for what the model or weft does."""
     began = time.perf_counter()
     shown = str(replace(layout, precision="float32"))
@@ -193,7 +198,7 @@ def run(names: Sequence[str], counts: Sequence[int], which: str, every: int, lim
         try:
             subject = Subject(name)
         except Exception as error:
-            rows.append(Row(name, "", False, "failed", {}, f"{type(error).__name__}: {error}"))
+            rows.append(Row(name, "", "", "failed", {}, f"{type(error).__name__}: {error}"))
             tell(rows[-1])
             continue
         for layout, eager in list(layouts(counts, subject.size, which))[::every]:
@@ -233,7 +238,7 @@ def document(rows: Sequence[Row], which: str, counts: Sequence[int], total_s: fl
         lines += ["", f"## {name}", "", "| layout | result |", "|---|---|"]
         for row in mine:
             said = f"{row.error:.1e}" if row.status == "equal" else f"{row.status}: {_line(row.note)}"
-            lines.append(f"| {row.layout}{', everything cut' * (row.eager and 'tensor=1 ' not in row.layout)} | {said} |")
+            lines.append(f"| {row.layout}{f', {row.eager}' if row.eager and 'tensor=1 ' not in row.layout else ''} | {said} |")
     return "\n".join(lines) + "\n"
 
 
@@ -260,7 +265,7 @@ def main(arguments: Sequence[str]) -> int:
 
     def tell(row: Row) -> None:
         said = f"{row.error:.1e}" if row.status == "equal" else _line(row.note)
-        print(f"{row.status:8} {row.seconds:5.1f} s  {row.model}  {row.layout}{' eager' * row.eager}  {said}", file=sys.stderr, flush=True)
+        print(f"{row.status:8} {row.seconds:5.1f} s  {row.model}  {row.layout}  {row.eager}  {said}", file=sys.stderr, flush=True)
 
     rows = run(names, counts, given.choices, given.every, given.limit, tell)
     total_s = time.perf_counter() - began

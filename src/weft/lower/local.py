@@ -343,8 +343,8 @@ def _batch_norm(
 ) -> Tensor:  # fmt: skip
     if draw.evaluating and mean is not None:
         return torch.ops.aten.batch_norm.default(x, weight, bias, mean, var, False, momentum, eps, False)  # type: ignore[no-any-return]
-    if draw.recomputing:
-        mean = var = None
+    if draw.recomputing and mean is not None and var is not None:
+        mean, var = mean.clone(), var.clone()  # written the first time; left out, torch would keep other tensors for backward
     if not groups:
         return torch.ops.aten.batch_norm.default(x, weight, bias, mean, var, training, momentum, eps, False)  # type: ignore[no-any-return]
     return batch_norm(x, weight, bias, mean, var, momentum, eps, groups)
