@@ -1,0 +1,236 @@
+"""The proof by sample: parallel runs against serial ones in float64, and broken twins that the proof must find.
+
+`scripts/verify_all` runs every model under every layout; here is one layout of each kind, over models of each kind.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from bench.verify_all import Row, Subject, factorisations, layouts, run_case  # noqa: E402
+
+import weft  # noqa: E402
+from weft.errors import Infeasible  # noqa: E402
+from weft.lower import redistribute  # noqa: E402
+from weft.lower.kernels import statistics  # noqa: E402
+from weft.model.rules import Rule, rule_of  # noqa: E402
+from weft.plan.layout import Layout  # noqa: E402
+from weft.run.engine import Engine  # noqa: E402
+from weft.run.verify import Verification  # noqa: E402
+from weft.world.launch import launch  # noqa: E402
+from weft.world.world import World  # noqa: E402
+
+ODD = "tests/ranks/odd_models.py"
+TOLERANCE = 1e-9
+
+
+@pytest.fixture(scope="module")
+def subject() -> Iterator[Callable[[str], Subject]]:
+    """Models, each traced once."""
+    threads, before = torch.get_num_threads(), Path.cwd()
+    torch.set_num_threads(1)
+    made: dict[str, Subject] = {}
+
+    def get(name: str) -> Subject:
+        if name not in made:
+            made[name] = Subject(str(ROOT / name) if ".py" in name else name.replace("hf:", f"hf:{ROOT}/"))
+        return made[name]
+
+    assert before.exists()
+    yield get
+    torch.set_num_threads(threads)
+
+
+def check(subject: Subject, layout: str, eager: str = "free links", **options: Any) -> Verification:
+    """Verify a layout in float64, cut as these prices have it."""
+    return subject.check(replace(Layout.parse(layout), precision="float64"), eager=eager, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "eager"),
+    [
+        ("gpt-tiny", "data=2 tensor=2 pipeline=2 microbatches=2 zero=1", "free links"),
+        ("gpt-tiny", "tensor=2 pipeline=2 microbatches=4 schedule=gpipe recompute=full", "dear links"),
+        ("llama-tiny", "tensor=4 microbatches=2 recompute=full", "free links"),
+        ("t5-tiny", "tensor=2 pipeline=2 microbatches=2 schedule=sequential zero=1", "dear links"),
+        ("moe-tiny", "data=2 tensor=2 zero=1", "free links"),
+        ("lstm-tiny", "tensor=2 microbatches=2 zero=1", "dear links"),
+        ("resnet-tiny", "data=2 tensor=2 microbatches=2 recompute=full", "free links"),
+        ("unet-tiny", "data=2 pipeline=2 microbatches=4", "dear links"),
+        ("hf:tests/torch/hf/bert.json", "data=2 tensor=2", "free links"),
+        ("examples/own_model.py:make", "data=2 tensor=2", "dear links"),
+        (f"{ODD}:two_inputs", "data=2 pipeline=2 microbatches=2", "free links"),
+        (f"{ODD}:encoder", "data=2 tensor=2", "dear links"),
+        (f"{ODD}:frozen", "data=2 pipeline=2 microbatches=2 zero=1", "free links"),
+        (f"{ODD}:norms", "data=4 recompute=full", "dear links"),
+        (f"{ODD}:shared", "data=2 pipeline=2 microbatches=2 zero=1", "free links"),
+        (f"{ODD}:losses", "data=2 tensor=2", "dear links"),
+        (f"{ODD}:fourier", "data=2 pipeline=2 microbatches=2", "free links"),
+        (f"{ODD}:statistics", "data=4 microbatches=2", "dear links"),
+        (f"{ODD}:writes", "pipeline=2 microbatches=4 schedule=gpipe recompute=full", "free links"),
+    ],
+)
+def test_parallel_equals_serial(subject: Callable[[str], Subject], name: str, layout: str, eager: str) -> None:
+    found = check(subject(name), layout, eager)
+    assert found.ok, found
+    assert found.tolerance == TOLERANCE
+    assert {"loss", "gradients", "weights"} <= found.worst.keys()
+
+
+@pytest.mark.parametrize(
+    ("layout", "optimizer"),
+    [
+        ("data=2 tensor=2", {"name": "sgd", "lr": 0.1, "momentum": 0.9, "clip": 0.05}),
+        ("tensor=2 pipeline=2 microbatches=2", {"clip": 0.05}),
+        ("data=2 pipeline=2 zero=1 microbatches=2", {"clip": 0.05, "decay": "matrices"}),
+        ("data=2 tensor=2 zero=1", {"name": "sgd", "momentum": 0.9, "weight_decay": 0.1, "clip": 0.05}),
+    ],
+)
+def test_optimizers_and_the_global_norm(subject: Callable[[str], Subject], layout: str, optimizer: dict[str, Any]) -> None:
+    """`clip_grad_norm_` in one process is the reference; tied tables and cut tables are each counted once."""
+    found = check(subject(f"{ODD}:shared"), layout, optimizer=optimizer, steps=3)
+    assert found.ok, found
+
+
+def test_gradients_of_inputs_are_compared(subject: Callable[[str], Subject], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = subject(f"{ODD}:two_inputs")
+    assert "input_gradients" in check(model, "data=2").worst
+    monkeypatch.setattr("weft.run.engine.input_gradients", _spoiled_inputs)
+    found = check(model, "data=2")
+    assert not found.ok
+    assert "input_gradients of dense" in (found.first_difference or "")
+
+
+def _spoiled_inputs(*args: Any) -> Any:
+    from weft.run.state import input_gradients
+
+    found = input_gradients(*args)
+    return found and {name: x * (1 + 1e-8) for name, x in found.items()}
+
+
+@pytest.mark.parametrize("layout", ["data=2", "tensor=2", "pipeline=2 microbatches=2", "data=2 zero=1"])
+def test_a_spoiled_gradient_is_found_and_named(subject: Callable[[str], Subject], layout: str) -> None:
+    found = check(subject(f"{ODD}:two_inputs"), layout, sabotage="left.weight")
+    assert not found.ok
+    assert "gradients of left.weight in step 1" in (found.first_difference or "")
+
+
+def _softmax_in_pieces(op: Any, tensors: Any) -> Rule | None:
+    """A wrong rule: every rank normalises its own piece."""
+    if op.target.split(".")[1] != "softmax":
+        return rule_of(op, tensors)
+    labels = tuple("" for _ in tensors[op.inputs[0]].shape[:-1])
+    return Rule(((*labels, "k"),), ((*labels, "k"),))
+
+
+def test_a_rule_that_cuts_softmax_is_found(subject: Callable[[str], Subject], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Subject(str(ROOT / f"{ODD}:slices"))  # its shardings are not to be kept
+    for place in ("weft.model.propagate.rule_of", "weft.lower.local.rule_of"):
+        monkeypatch.setattr(place, _softmax_in_pieces)
+    found = check(model, "tensor=2")
+    assert not found.ok
+    assert "loss in step 1" in (found.first_difference or "")
+
+
+def _unsummed(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+    ctx.group = group
+    return x.clone()
+
+
+@pytest.mark.parametrize(
+    ("broken", "name", "layout"),
+    [
+        ((redistribute._Summed, "forward"), f"{ODD}:two_inputs", "tensor=2"),  # a contracted sum that is dropped
+        ((redistribute._Shared, "backward"), "gpt-tiny", "tensor=2"),  # its dual
+        ((statistics._SumOver, "forward"), f"{ODD}:norms", "data=2"),  # batch norm over a piece of the batch
+    ],
+)
+def test_a_missing_collective_is_found(
+    subject: Callable[[str], Subject], monkeypatch: pytest.MonkeyPatch, broken: tuple[Any, str], name: str, layout: str
+) -> None:
+    kind, method = broken
+    monkeypatch.setattr(kind, method, staticmethod(_unsummed if method == "forward" else lambda ctx, grad: (grad, None)))
+    assert not check(subject(name), layout, "dear links").ok
+
+
+def test_a_model_that_cannot_be_captured_trains_by_data(subject: Callable[[str], Subject]) -> None:
+    model = subject(f"{ODD}:branch")
+    plan = weft.plan(model.make, model.batch, loss=model.loss, cluster="1xcpu-2", layout="data=2 zero=1")
+    assert "data-dependent" in plan.uncaptured
+    assert any("data-dependent" in why for _, why in plan.reasons)
+    for layout in ("data=2", "data=2 zero=1 microbatches=2"):
+        found = weft.verify(model.make, layout, model.batch, loss=model.loss)
+        assert found.ok, found
+    with pytest.raises(Infeasible, match=r"could not be captured .*tensor=1 pipeline=1"):
+        weft.plan(model.make, model.batch, loss=model.loss, cluster="1xcpu-2", layout="tensor=2")
+
+
+def test_batch_norm_that_cannot_be_captured_is_refused_by_name(subject: Callable[[str], Subject]) -> None:
+    model = subject(f"{ODD}:branch_norm")
+    assert check(model, "data=1").ok
+    with pytest.raises(Infeasible, match="norm takes statistics over the whole batch, which data=2 would divide"):
+        check(model, "data=2")
+
+
+def test_a_module_that_is_already_made_is_verified() -> None:
+    torch.manual_seed(3)
+    module = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+    before = module[0].weight.detach().clone()
+    found = weft.verify(module, "data=2", (torch.randn(8, 4),), loss=lambda output, batch: output.square().mean())
+    assert found.ok, found
+    assert torch.equal(module[0].weight, before)
+
+
+def _dropped(world: World, layout: str, model: Subject) -> dict[str, Any]:
+    """Loss of two steps, and by parameter the largest difference between ranks that hold the same block."""
+    plan = model.plan(replace(Layout.parse(layout), precision="float64"))
+    engine = Engine(plan, model.make, model.batch, model.loss, world, seed=0, source=model.source)
+    losses = [engine.step(model.batch).loss for _ in range(2)]
+    spread = 0.0
+    for name, p in engine.parameters.items():
+        v = next(v for v in engine.parts.graph.parameters if v.name == name)
+        for axis, form in engine.parts.sharding.forms[v.value].items():
+            if form[0] != "S":
+                group = world.group(engine.mesh.group(world.rank, axis))
+                high, low = p.detach().clone(), p.detach().clone()
+                group.all_reduce(high, op="max")
+                group.all_reduce(low, op="min")
+                spread = max(spread, float((high - low).abs().max()))
+    return {"losses": losses, "spread": spread}
+
+
+@pytest.mark.parametrize("layout", ["data=2 tensor=2", "tensor=2 pipeline=2 microbatches=2"])
+def test_dropout_draws_alike_where_ranks_hold_the_same(subject: Callable[[str], Subject], layout: str) -> None:
+    model = subject("gpt-tiny:dropout=0.2,layers=2")
+    found = launch(lambda world: _dropped(world, layout, model), 4, show=False)
+    assert [rank["spread"] for rank in found] == [0.0] * 4
+    again = launch(lambda world: _dropped(world, f"{layout} recompute=full", model), 4, show=False)
+    # What is run again draws what the first run drew.
+    assert again[0]["losses"] == pytest.approx(found[0]["losses"], rel=1e-12)
+    assert found[0]["losses"][0] != found[0]["losses"][1]
+
+
+def test_rows_tell_refusals_from_failures(subject: Callable[[str], Subject]) -> None:
+    model = subject("gpt-tiny")
+    row = run_case(model, Layout(data=3, precision="float64"), "", 60.0)
+    assert (row.status, "does not divide" in row.note) == ("refused", True)
+    assert isinstance(row, Row)
+
+
+def test_every_factorisation_is_listed() -> None:
+    assert [len(list(factorisations(n))) for n in (1, 2, 4, 8)] == [1, 3, 6, 10]
+    assert set(factorisations(4)) == {(1, 1, 4), (1, 2, 2), (1, 4, 1), (2, 1, 2), (2, 2, 1), (4, 1, 1)}
+    cases = [layout for layout, _ in layouts((1, 2, 4, 8), 16, "all")]
+    assert {x.num_ranks for x in cases} == {1, 2, 4, 8}
+    assert {x.schedule for x in cases} == {"1f1b", "gpipe", "sequential"}
+    assert {(x.zero, x.recompute) for x in cases} >= {(0, "none"), (1, "none"), (1, "full"), (0, "full")}
