@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -92,7 +93,8 @@ def _call_once(source: Source, batch: Any, loss: Loss | None, error: ModelError)
     if sum(p.numel() for p in source.model.parameters()) > 200_000_000:
         return
     state = torch.random.get_rng_state()
-    model = realize(source.deferred, source.model) if source.deferred is not None else source.model
+    # A copy: running statistics and what else a forward pass changes are not ours to change.
+    model = copy.deepcopy(realize(source.deferred, source.model) if source.deferred is not None else source.model)
     try:
         with torch.no_grad():
             call(model, batch, loss)
