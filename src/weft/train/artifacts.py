@@ -6,7 +6,9 @@ Rank 0 writes; the others help to gather. Not modelled: sampling from a model th
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 MODEL, TIMELINE, SAMPLE = "model.safetensors", "timeline.json", "sample.txt"
 LARGEST_SAMPLED = 2_000_000_000  # parameters
 TEMPERATURE = 0.8
+SAMPLE_S = 20.0
 
 
 def write(engine: Engine, job: Job, subject: Subject, world: World, say: Callable[[str], None]) -> None:
@@ -79,7 +82,7 @@ def gather_spans(own: Timeline | None, folder: Path, world: World) -> Timeline |
 
 
 def sample(state: Mapping[str, Tensor], job: Job, subject: Subject, world: World) -> None:
-    """Text that the trained model writes after the prompt, into `sample.txt`; nothing for a model without logits of tokens."""
+    """Text that the trained model writes after the prompt in up to SAMPLE_S, into `sample.txt`; nothing without logits of tokens."""
     model = subject.make().to(world.device)
     model.load_state_dict(dict(state), strict=False)
     model.eval()
@@ -92,14 +95,12 @@ def sample(state: Mapping[str, Tensor], job: Job, subject: Subject, world: World
             if not _is_language_model(logits_of(model, prompt), prompt):
                 return
             generator = torch.Generator(world.device).manual_seed(job.config.train.seed)
-            ids = generate(
-                lambda x: logits_of(model, x),
-                prompt,
-                run.sample,
-                sequence=section.sequence,
-                temperature=TEMPERATURE,
-                generator=generator,
-            )
+            ids, until = prompt, time.monotonic() + SAMPLE_S
+            for _ in range(run.sample):
+                step = partial(logits_of, model)
+                ids = generate(step, ids, 1, sequence=section.sequence, temperature=TEMPERATURE, generator=generator)
+                if time.monotonic() > until:  # a large model, or a machine that does other things too
+                    break
     finally:
         torch.set_num_threads(threads)
     _replace(job.folder / SAMPLE, bytes(min(255, i) for i in ids[0].tolist()).decode("utf-8", errors="replace"))

@@ -68,8 +68,6 @@ class TrainSection(_Section):
 
     @model_validator(mode="after")
     def _meaningful(self) -> TrainSection:
-        if self.warmup_steps > self.steps:
-            raise ValueError(f"warmup_steps = {self.warmup_steps} is more than steps = {self.steps}; use at most {self.steps}")
         if self.min_learning_rate > self.learning_rate:
             raise ValueError(
                 f"min_learning_rate = {self.min_learning_rate:g} is above learning_rate = {self.learning_rate:g}; lower it to at most that"
