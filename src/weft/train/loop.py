@@ -145,8 +145,9 @@ class _Run:
         """Train from `start`. Returns whether the run was told to stop before the last step."""
         make = partial(self.subject.source.train, rows=self.rows)
         with Loader(make, start, self.section.steps, pin=self.world.device.type == "cuda") as loader:
-            for step, batch in enumerate(loader, start):
-                row = self._step(step, batch, record=step + 1 == self.section.steps)
+            for step in range(start, self.section.steps):
+                began = time.perf_counter()  # waiting for data counts too
+                row = self._step(step, next(loader), began, record=step + 1 == self.section.steps)
                 done = step + 1
                 if self._every(self.section.evaluate_every, done) or done == self.section.steps:
                     row["eval_loss"] = self.eval_loss = self._evaluate()
@@ -161,9 +162,8 @@ class _Run:
     def _every(self, period: int, done: int) -> bool:
         return bool(period) and done % period == 0
 
-    def _step(self, step: int, batch: Batch, record: bool) -> Row:
+    def _step(self, step: int, batch: Batch, began: float, record: bool) -> Row:
         rate = learning_rate(step, self.section)
-        began = time.perf_counter()
         try:
             result = self.engine.step(batch, lr=rate, record=record)
         except IndexError as error:
@@ -172,7 +172,6 @@ class _Run:
             ) from error
         if not isfinite(result.loss):
             raise RunError(f"the loss is {result.loss} at step {step + 1}; {self._last_good()}{_unstable(self.section.learning_rate)}")
-        # From one step to the next, so that waiting for data counts too.
         seconds = time.perf_counter() - began
         self.losses.append(result.loss)
         self.step_times.append(seconds)

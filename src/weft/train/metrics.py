@@ -38,7 +38,6 @@ class Metrics:
             self._file = os.open(path, os.O_WRONLY | os.O_APPEND)
         except OSError as error:
             raise RunError(f"{path} cannot be written: {error.strerror}; make room, or choose another run.folder") from error
-        self._size = len(kept)
 
     def __enter__(self) -> Metrics:
         return self
@@ -52,7 +51,6 @@ class Metrics:
         try:
             while self._pending:
                 written = os.write(self._file, self._pending)
-                self._size += written
                 self._pending = self._pending[written:]
         except OSError as error:
             if not self._warned:

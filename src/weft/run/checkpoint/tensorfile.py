@@ -47,7 +47,7 @@ def header_of(entries: Sequence[tuple[str, Tensor]], metadata: dict[str, str]) -
 def write_tensors(path: Path, entries: Sequence[tuple[str, Tensor]], metadata: dict[str, str]) -> tuple[int, str, list[int]]:
     """Write named tensors as a new safetensors file and fsync it. Returns its size, its SHA-256 and where each begins.
 
-    Entries are written in the order given; those of wide dtypes come first, so that every tensor is aligned.
+    Give those of wide dtypes first: they are written in this order without gaps, and then every tensor is aligned.
     """
     header, begins = header_of(entries, metadata)
     size, digest = disk.write_file(path, _chain(header, (tensor for _, tensor in entries)))
