@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import tomllib
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 
 from weft.errors import ConfigError
 from weft.train import toml
-from weft.train.config import Config
+from weft.train.config import SECTIONS, Config
 
 GOOD = """# a comment
 [model]
@@ -167,3 +169,19 @@ def test_lines_of_inline_tables_and_dotted_keys() -> None:
 def test_frozen() -> None:
     with pytest.raises(ValueError, match="frozen"):
         Config.parse(GOOD).train.steps = 3  # type: ignore[misc]
+
+
+def test_every_key_is_in_the_documentation_with_its_default() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+\.\w+)` \| (.*?) \|", text, re.MULTILINE))
+    fields = {f"{name}.{key}": field.default for name, section in SECTIONS.items() for key, field in section.model_fields.items()}
+    assert list(rows) == list(fields)
+    for key, said in rows.items():
+        if re.fullmatch(r"[-\d.e]+|`\".*\"`|true|\[.*\]", said):
+            value = tomllib.loads(f"x = {said.strip('`')}")["x"]
+            assert (tuple(value) if isinstance(value, list) else value) == fields[key], key
+
+
+def test_the_example_is_a_configuration() -> None:
+    config = Config.read(Path(__file__).parents[2] / "examples" / "gpt_text.toml")
+    assert config.train.batch * config.data.sequence * config.train.steps > 200_000
