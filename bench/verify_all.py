@@ -52,7 +52,7 @@ REFUSED = (Infeasible, LayoutError, ModelError)
 
 @dataclass(frozen=True)
 class Row:
-    """One case. `eager`: prices by which tensors were cut. `status`: equal, differs, refused (by weft, with the reason in `note`) or failed."""
+    """One case. `eager`: prices by which tensors were cut. `status`: equal, differs, refused (why: `note`) or failed."""
 
     model: str
     layout: str
@@ -191,6 +191,16 @@ def run_case(subject: Subject, layout: Layout, eager: str, limit_s: float) -> Ro
     return Row(subject.name, shown, eager, status, found.worst, found.first_difference or "", found.replicated_operators, seconds)
 
 
+def merged(files: Sequence[str]) -> list[Row]:
+    """The rows of several files, the last word on each case."""
+    found: dict[tuple[str, str, str], Row] = {}
+    for file in files:
+        for entry in json.loads(Path(file).read_text(encoding="utf-8"))["rows"]:
+            row = Row(**{**entry, "replicated": tuple(entry["replicated"])})
+            found[row.model, row.layout, row.eager] = row
+    return list(found.values())
+
+
 def run(names: Sequence[str], counts: Sequence[int], which: str, every: int, limit_s: float, tell: Callable[[Row], None]) -> list[Row]:
     """All cases of all models."""
     rows: list[Row] = []
@@ -207,7 +217,7 @@ def run(names: Sequence[str], counts: Sequence[int], which: str, every: int, lim
     return rows
 
 
-def document(rows: Sequence[Row], which: str, counts: Sequence[int], total_s: float) -> str:
+def document(rows: Sequence[Row]) -> str:
     """The table as Markdown."""
     by_model: dict[str, list[Row]] = {}
     for row in rows:
@@ -216,11 +226,13 @@ def document(rows: Sequence[Row], which: str, counts: Sequence[int], total_s: fl
     lines = [
         "# Parallel equals serial",
         "",
-        f"`scripts/verify_all --ranks {','.join(map(str, counts))} --choices {which}`: every model below under every factorisation "
-        "data x tensor x pipeline of these numbers of ranks. Loss, every gradient (inputs included), and every weight and buffer after two "
-        f"AdamW steps in float64 are compared with plain PyTorch in one process; the tolerance is {TOLERANCE:.0e} relative.",
+        "`scripts/verify_all --document FILE`: models under factorisations data x tensor x pipeline of 1, 2, 4 and 8 ranks. Loss, every "
+        "gradient (inputs included), and every weight and buffer after two AdamW steps in float64 are compared with plain PyTorch in one "
+        f"process; the tolerance is {TOLERANCE:.0e} relative. `free links` and `dear links` are prices by which more tensors are cut than "
+        "the planner would in models as small as these.",
         "",
-        f"{len(rows)} cases in {total_s:.0f} s: {len(equal)} equal (worst error {max((r.error for r in equal), default=0.0):.1e}), "
+        f"{len(rows)} cases, {sum(r.seconds for r in rows):.0f} s one after the other: "
+        f"{len(equal)} equal (worst error {max((r.error for r in equal), default=0.0):.1e}), "
         + ", ".join(f"{sum(r.status == s for r in rows)} {s}" for s in ("refused", "differs", "failed"))
         + ".",
         "",
@@ -254,7 +266,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--choices", choices=("plain", "mixed", "all"), default="all", help="plain layouts, mixed ones, or all")
     parser.add_argument("--every", type=int, default=1, metavar="N", help="take every Nth case of each model")
     parser.add_argument("--limit", type=float, default=LIMIT_S, metavar="S", help="seconds after which a silent case is ended")
-    parser.add_argument("--json", metavar="FILE", help="write the rows there")
+    parser.add_argument("--json", metavar="FILE", help="write the rows there, after every case")
+    parser.add_argument("--merge", metavar="FILE", nargs="+", help="run nothing: take the rows of these files, the last word on each case")
     parser.add_argument("--document", metavar="FILE", help="write the table there, as docs/benchmarks/verify.md is made")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
@@ -263,16 +276,25 @@ def main(arguments: Sequence[str]) -> int:
     names = [n for n in known if not given.models or any(word in n for word in given.models)] or list(given.models)
     began = time.perf_counter()
 
+    told: list[Row] = []
+
+    def keep() -> None:
+        if given.json:
+            rows = [asdict(row) for row in told]
+            Path(given.json).write_text(
+                json.dumps({"rows": rows, "total_s": time.perf_counter() - began}, indent=1) + "\n", encoding="utf-8"
+            )
+
     def tell(row: Row) -> None:
+        told.append(row)
+        keep()
         said = f"{row.error:.1e}" if row.status == "equal" else _line(row.note)
         print(f"{row.status:8} {row.seconds:5.1f} s  {row.model}  {row.layout}  {row.eager}  {said}", file=sys.stderr, flush=True)
 
-    rows = run(names, counts, given.choices, given.every, given.limit, tell)
+    rows = merged(given.merge) if given.merge else run(names, counts, given.choices, given.every, given.limit, tell)
     total_s = time.perf_counter() - began
-    if given.json:
-        Path(given.json).write_text(json.dumps({"rows": [asdict(row) for row in rows], "total_s": total_s}, indent=1) + "\n")
     if given.document:
-        Path(given.document).write_text(document(rows, given.choices, counts, total_s), encoding="utf-8")
+        Path(given.document).write_text(document(rows), encoding="utf-8")
     bad = sum(row.status in ("differs", "failed") for row in rows)
     print(f"{len(rows)} cases, {bad} bad, {total_s:.0f} s")
     return 4 if bad else 0

@@ -473,6 +473,28 @@ def mamba() -> Any:
     return _StateSpace(), (_normal(N, 5, 8),)
 
 
+class _Noisy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 16)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+        self.recurrent = nn.GRU(16, 16, num_layers=2, dropout=0.3, batch_first=True)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x) + 0.1 * torch.randn(x.shape[0], x.shape[1], 16)
+        for layer in self.layers:
+            kept = torch.rand(x.shape[0], 1, 1).add(0.7).floor()  # drops whole samples
+            hidden = hidden + kept * F.alpha_dropout(layer(hidden + torch.randn_like(hidden)), 0.2, training=True)
+        hidden = F.dropout1d(self.recurrent(hidden)[0], 0.4)
+        return self.head(hidden * torch.bernoulli(torch.full_like(hidden, 0.5))).square().mean()
+
+
+def noisy() -> Any:
+    """Every way to draw numbers; a serial run draws others, so only ranks and recomputation can be held against each other."""
+    return _Noisy(), (_normal(N, 3, 6),)
+
+
 class _Branch(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT))
 from bench.verify_all import Row, Subject, factorisations, layouts, run_case  # noqa: E402
 
 import weft  # noqa: E402
-from weft.errors import Infeasible  # noqa: E402
+from weft.errors import Infeasible, ModelError  # noqa: E402
 from weft.lower import redistribute  # noqa: E402
 from weft.lower.kernels import statistics  # noqa: E402
 from weft.model.rules import Rule, rule_of  # noqa: E402
@@ -209,15 +209,21 @@ def _dropped(world: World, layout: str, model: Subject) -> dict[str, Any]:
     return {"losses": losses, "spread": spread}
 
 
+@pytest.mark.parametrize("name", ["gpt-tiny:dropout=0.2,layers=2", f"{ODD}:noisy"])
 @pytest.mark.parametrize("layout", ["data=2 tensor=2", "tensor=2 pipeline=2 microbatches=2"])
-def test_dropout_draws_alike_where_ranks_hold_the_same(subject: Callable[[str], Subject], layout: str) -> None:
-    model = subject("gpt-tiny:dropout=0.2,layers=2")
+def test_ranks_that_hold_the_same_draw_the_same(subject: Callable[[str], Subject], name: str, layout: str) -> None:
+    model = subject(name)
     found = launch(lambda world: _dropped(world, layout, model), 4, show=False)
     assert [rank["spread"] for rank in found] == [0.0] * 4
     again = launch(lambda world: _dropped(world, f"{layout} recompute=full", model), 4, show=False)
     # What is run again draws what the first run drew.
     assert again[0]["losses"] == pytest.approx(found[0]["losses"], rel=1e-12)
     assert found[0]["losses"][0] != found[0]["losses"][1]
+
+
+def test_a_model_that_draws_is_refused_by_name(subject: Callable[[str], Subject]) -> None:
+    with pytest.raises(ModelError, match=r"draws random numbers at .*/randn"):
+        check(subject(f"{ODD}:noisy"), "data=2")
 
 
 def test_rows_tell_refusals_from_failures(subject: Callable[[str], Subject]) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from weft.lower.kernels.randomness import Draw, attention, dropout
+from weft.lower.kernels.randomness import Draw, attention, drawn, dropout
 from weft.lower.kernels.statistics import batch_norm
 from weft.lower.kernels.vocabulary import cross_entropy, embedding
 from weft.lower.redistribute import redistribute
@@ -23,7 +23,7 @@ from weft.model.graph import Arg, Graph, Operator, Ref, Word
 from weft.model.propagate import writes_buffer, written_buffers
 from weft.model.rules import Rule, rule_of
 from weft.model.sharding import Form, Sharding, move_collectives
-from weft.model.stages import Stage
+from weft.model.stages import Stage, draws
 from weft.world.world import Group
 
 Variant = tuple[Form, ...]  # a value's form along every axis, in the order of `Lowering.axes`
@@ -220,6 +220,9 @@ class _Builder:
             q, k, v, mask, p, causal = (*args, False)[:6]
             call = _bind(attention, draw=low.draw, operator=self.ordinal[op.name], part=self._part(cut))
             return self._node(call, (q, k, v, mask, p, causal, kwargs.get("scale"), kwargs.get("enable_gqa", False)))
+        if draws(op):
+            call = _bind(drawn, _lookup(op.target), low.draw, self.ordinal[op.name], self._part(cut))
+            return self._node(call, tuple(args), kwargs)
         if name == "batch_norm" and len(args) > 5 and args[5]:
             rule = self._rule(op)
             groups = tuple(low.groups[axis] for axis, label in cut.items() if label in rule.kernels)

@@ -14,7 +14,11 @@ from weft.errors import Infeasible, LayoutError
 from weft.model.graph import Graph, Operator
 from weft.model.propagate import writes_buffer, written_buffers
 
-_RANDOM = ("dropout", "bernoulli", "rand", "normal", "multinomial", "uniform", "rrelu")
+_RANDOM = (
+    "dropout", "bernoulli", "rand", "normal", "multinomial", "uniform", "rrelu", "exponential", "cauchy", "geometric", "poisson",
+    "binomial",
+)  # fmt: skip
+_RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,18 @@ class Stage:
     results: tuple[str, ...]  # the loss or the outputs, where this stage makes them
 
 
+def draws(op: Operator) -> bool:
+    """Whether an operator draws random numbers."""
+    name = op.target.split(".")[1]
+    if name in _RECURRENT:
+        return any(isinstance(arg, float) and arg > 0 for arg in op.args)  # dropout between layers
+    if name == "scaled_dot_product_attention":
+        return len(op.args) > 4 and isinstance(op.args[4], float) and op.args[4] > 0
+    if name.endswith("dropout") and len(op.args) > 2 and (op.args[1] == 0 or op.args[2] is False):
+        return False
+    return any(word in name for word in _RANDOM)
+
+
 def free_operators(graph: Graph) -> set[str]:
     """Names of operators that follow from the batch and constants alone: no parameter, nothing random, nothing written."""
     placed = {v.value: v for v in (*graph.parameters, *graph.buffers)}
@@ -48,8 +64,7 @@ def free_operators(graph: Graph) -> set[str]:
     held |= written
     found = set()
     for op in graph.operators:
-        name = op.target.split(".")[1]
-        if any(value in held for value in op.inputs) or any(word in name for word in _RANDOM) or writes_buffer(op, placed):
+        if any(value in held for value in op.inputs) or draws(op) or writes_buffer(op, placed):
             held.update(op.outputs)
         else:
             found.add(op.name)

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from weft.errors import ModelError
 from weft.model.capture import Loss, batch_size_of, call, leaves, rebuild
+from weft.model.stages import draws
 from weft.plan.placement import piece
 from weft.plan.plan import Plan
 from weft.run.build import Source
@@ -161,6 +163,12 @@ def verify_on_rank(
     bound = TOLERANCE[plan.layout.precision] if tolerance is None else tolerance
     # The engine of a model that was not captured takes the module's own tensors, and the serial run needs them as they were.
     engine = Engine(plan, copy.deepcopy(make) if isinstance(make, nn.Module) else make, batch, loss, world, spec, seed=seed, source=source)
+    random = [op.site for op in engine.parts.graph.operators if draws(op)]
+    if random:
+        raise ModelError(
+            f"{plan.model} draws random numbers at {', '.join(random[:3])}{' ...' if len(random) > 3 else ''}, which a serial run draws "
+            "differently, so there is nothing to compare; verify it with dropout 0"
+        )
     serial = _Serial(make, seed, batch, loss, plan, spec, world.device) if world.rank == 0 else None
     seen = _Comparison(bound)
     for step in range(steps):

@@ -1,4 +1,5 @@
-"""Dropout whose mask depends on (seed, step, microbatch, operator) and on the piece that the rank has, and on nothing else.
+"""Operators that draw random numbers: what they draw depends on (seed, step, microbatch, operator) and on the piece that the rank has,
+and on nothing else.
 
 So ranks that hold the same tensor draw the same mask, ranks that hold different pieces draw different ones, and a recomputed
 forward draws what the first one drew.
@@ -6,7 +7,9 @@ forward draws what the first one drew.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -66,3 +69,11 @@ def attention(
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(draw.generator(torch.device("cpu"), operator, part).initial_seed())
         return F.scaled_dot_product_attention(q, k, v, mask, p, causal, scale=scale, enable_gqa=enable_gqa)
+
+
+def drawn(target: Callable[..., Any], draw: Draw, operator: int, part: int, *args: Any, **kwargs: Any) -> Any:
+    """Any other operator that draws: `target` with torch's global generators borrowed and put back."""
+    devices = list({x.device for x in args if isinstance(x, Tensor) and x.device.type == "cuda"})
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(draw.generator(torch.device("cpu"), operator, part).initial_seed())
+        return target(*args, **kwargs)
