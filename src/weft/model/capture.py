@@ -215,8 +215,11 @@ def _read(program: Any, step: _Step, batch: Any, samples: int, size: int, output
                 continue
             table[first] = Variable(node.name, first, tensor, tuple(aliases.get(first, ())), first in trainable)
         reader.tensors[node.name] = tensor
+        reader.remember(node.name, node.meta.get("val"))
     reader.read(program.graph, program.graph_module)
-    operators = make_functional(reader.operators, reader.tensors, {b.value for b in buffers.values()})
+    written = {b.value for b in buffers.values()}
+    named = {p.value: p.name for p in parameters.values()}
+    operators = make_functional(reader.operators, reader.tensors, reader.storages(), written, named)
     if operators is None:
         raise _Aliased
     ops, rename = operators
@@ -274,6 +277,16 @@ class _Reader:
         self.results: list[str] = []
         self._sites: dict[str, int] = {}
         self._tuples: dict[str, tuple[str, ...]] = {}
+        self._memory: dict[str, torch.UntypedStorage] = {}
+
+    def remember(self, name: str, value: Any) -> None:
+        """Note which memory a value has."""
+        if isinstance(value, torch.Tensor):
+            self._memory[name] = value.untyped_storage()
+
+    def storages(self) -> dict[str, int]:
+        """Values that have the same number share memory."""
+        return {name: id(storage) for name, storage in self._memory.items()}
 
     def read(self, graph: Any, owner: nn.Module) -> None:
         for node in graph.nodes:
@@ -302,6 +315,7 @@ class _Reader:
         outputs = tuple(f"{full}.{i}" for i in range(len(value))) if multiple else (full,)
         for output, item in zip(outputs, value if multiple else (value,), strict=True):
             self.tensors[output] = _spec(item)
+            self.remember(output, item)
         if multiple:
             self._tuples[full] = outputs
         self.operators.append(

@@ -1,139 +1,241 @@
 """In-place operators made functional, on the operator list. In: operators as the model calls them. Out: operators without
 writes (buffers excepted) and the final name of each value.
 
-A write into a slice becomes `slice_scatter`; views taken earlier of what is written are taken again. What cannot be
-followed (a write through a reshape that may or may not alias) is left to torch's own functionalisation: None is returned.
+Which values share memory is told by `storages`, as it was while the model was traced. A write goes up the chain of views to the tensor
+that owns the memory (into a slice: `slice_scatter`), then every other view of that memory is taken again. What cannot be followed is
+left to torch's own functionalisation: None is returned.
+
+Not modelled: a write under `no_grad` into a tensor that has a gradient.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
-from weft.model.graph import Arg, Operator, Ref, Tensor
+from weft.errors import ModelError
+from weft.model.graph import Arg, Operator, Ref, Tensor, Word
 
-_VIEWS = {
-    "view", "reshape", "transpose", "permute", "unsqueeze", "squeeze", "slice", "select", "expand", "t", "flatten", "unflatten",
-    "split", "split_with_sizes", "chunk", "unbind", "detach", "alias", "narrow", "diagonal", "to", "contiguous", "view_as", "expand_as",
-    "movedim", "numpy_T", "mT", "unfold", "real", "imag", "type_as",
-}  # fmt: skip
-_SCATTER = {"slice": "aten.slice_scatter.default", "select": "aten.select_scatter.default"}
+_SHAPES = {"view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "flatten", "unflatten", "view_as", "reshape_as"}
+_SAME = {"contiguous", "to", "type_as", "alias", "clone", "dropout"}  # where they hand back what they were given
+_TURNS = {"transpose", "t", "permute", "numpy_T", "mT", "movedim", "swapaxes"}
+_DRAWS = ("normal", "uniform", "bernoulli", "random", "exponential", "set", "resize", "requires_grad", "geometric", "cauchy", "log_normal")
+_COMPARES = {"eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_xor", "logical_not"}
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """`output` number of what `op` makes is a view of `base`."""
+
+    op: Operator
+    base: str
+    output: int
+
+
+def is_in_place(op: Operator) -> bool:
+    """Whether the operator writes its first argument."""
+    name = op.target.split(".")[1]
+    return name.endswith("_") and not name.startswith("_") and not name.endswith("__") and bool(op.args) and isinstance(op.args[0], Ref)
 
 
 def make_functional(
-    operators: list[Operator], tensors: dict[str, Tensor], buffers: set[str]
+    operators: list[Operator], tensors: dict[str, Tensor], storages: Mapping[str, int], buffers: set[str], parameters: Mapping[str, str]
 ) -> tuple[list[Operator], dict[str, str]] | None:
-    """`operators` without in-place writes, and the last name of every value that was written; None where aliasing is unclear."""
-    made_by: dict[str, Operator] = {}
-    buffered: dict[str, str] = {}  # what a write into a buffer returned -> the buffer
-    now: dict[str, str] = {}  # a value as the model names it -> its latest functional name
-    out: list[Operator] = []
+    """`operators` without in-place writes, and the last name of every value that was written; None where a write cannot be followed.
 
-    def current(value: str) -> str:
-        return now.get(value, value)
+    Args:
+        storages: the memory of every value, as a number; values without an entry share none.
+        parameters: names of the parameters by value.
 
-    def roots(value: str) -> str:
-        op = made_by.get(value)
-        while op is not None and op.target.split(".")[1] in _VIEWS and isinstance(op.args[0], Ref):
-            value = op.args[0].value
-            op = made_by.get(value)
+    Raises:
+        ModelError: a parameter is written, or a tensor behind the back of its gradient.
+    """
+    return _Rewriter(tensors, storages, buffers, parameters).run(operators)
+
+
+class _Unclear(Exception):
+    """A write that cannot be followed."""
+
+
+class _Rewriter:
+    def __init__(self, tensors: dict[str, Tensor], storages: Mapping[str, int], buffers: set[str], parameters: Mapping[str, str]) -> None:
+        self.tensors, self.storages, self.buffers, self.parameters = tensors, storages, buffers, parameters
+        self.views: dict[str, _View] = {}  # in the order in which they were taken
+        self.same: dict[str, str] = {}  # what a write returned -> the value that was written
+        self.now: dict[str, str] = {}  # a value as the model names it -> its latest functional name
+        self.out: list[Operator] = []
+
+    def run(self, operators: list[Operator]) -> tuple[list[Operator], dict[str, str]] | None:
+        try:
+            for op in operators:
+                if is_in_place(op):
+                    self._write(op)
+                elif op.target == "aten.copy.default":
+                    self._copy(op, op.outputs[0])
+                else:
+                    self._emit(op)
+                    self._watch(op)
+        except _Unclear:
+            return None
+        return self.out, {v: self._current(v) for v in (*self.now, *self.same)}
+
+    def _first(self, value: str) -> str:
+        return self.same.get(value, value)
+
+    def _current(self, value: str) -> str:
+        value = self._first(value)
+        return self.now.get(value, value)
+
+    def _root(self, value: str) -> str:
+        while value in self.views:
+            value = self.views[value].base
         return value
 
-    def emit(op: Operator) -> None:
-        out.append(replace(op, args=tuple(_map(a, now) for a in op.args), kwargs=tuple((k, _map(a, now)) for k, a in op.kwargs)))
+    def _emit(self, op: Operator) -> None:
+        args = tuple(self._arg(a) for a in op.args)
+        self.out.append(replace(op, args=args, kwargs=tuple((k, self._arg(a)) for k, a in op.kwargs)))
 
-    def fresh(value: str, suffix: str) -> str:
+    def _arg(self, arg: Arg) -> Arg:
+        if isinstance(arg, Ref):
+            return Ref(self._current(arg.value))
+        return tuple(self._arg(a) for a in arg) if isinstance(arg, tuple) else arg
+
+    def _fresh(self, value: str, suffix: str, like: str) -> str:
         name = f"{value}_{suffix}"
-        while name in tensors:
+        while name in self.tensors:
             name += "_"
+        self.tensors[name] = self.tensors[like]
         return name
 
-    for op in operators:
-        name = op.target.split(".")[1]
-        in_place = name.endswith("_") and not name.startswith("_") and not name.endswith("__")
-        if not in_place or not op.args or not isinstance(op.args[0], Ref):
-            emit(op)
-            for value in op.outputs:
-                made_by[value] = op
-            continue
-        target = buffered.get(op.args[0].value, op.args[0].value)
-        if roots(target) in buffers:
-            if roots(target) != target:
-                return None
-            emit(replace(op, args=(Ref(target), *op.args[1:])))
-            # Whoever reads what the write returned reads the buffer.
-            buffered[op.outputs[0]] = now[op.outputs[0]] = target
-            continue
-        functional = _functional(op)
-        if functional is None:
-            return None
-        new = fresh(op.outputs[0], "new")
-        tensors[new] = tensors[target]
-        if op.target.split(".")[1] == "copy_":
-            source = op.args[1]
-            if not isinstance(source, Ref) or tensors[source.value].dtype != tensors[target].dtype:
-                return None
-            zeros = fresh(op.outputs[0], "zeros")
-            tensors[zeros] = tensors[target]
-            emit(replace(op, name=zeros, target="aten.zeros_like.default", args=(op.args[0],), kwargs=(), outputs=(zeros,), multiple=False))
-            functional = replace(op, target="aten.add.Tensor", args=(Ref(zeros), source), kwargs=())
-        emit(replace(functional, name=new, outputs=(new,), multiple=False))
-        views = [v for v, maker in made_by.items() if roots(v) == roots(target) and v not in (target, roots(target))]
-        written = target
-        value = new
-        # Carry the write up the chain of views to the tensor that owns the storage.
-        while True:
-            now[written] = value
-            maker = made_by.get(written)
-            if maker is None or maker.target.split(".")[1] not in _VIEWS or not isinstance(maker.args[0], Ref):
-                break
-            scatter = _SCATTER.get(maker.target.split(".")[1])
-            if scatter is None:
-                return None
-            base = maker.args[0].value
-            result = fresh(base, "new")
-            tensors[result] = tensors[base]
-            out.append(
-                Operator(
-                    result,
-                    scatter,
-                    (Ref(current(base)), Ref(value), *maker.args[1:]),
-                    maker.kwargs,
-                    (result,),
-                    op.site,
-                    False,
-                    op.full_precision,
-                )
-            )
-            written, value = base, result
-        now[op.outputs[0]] = new
-        # Whatever else looks at the same storage is looked at again, in the order it was taken.
-        for view in views:
-            maker = made_by[view]
-            if now.get(view) == current(view) and view == target:
+    def _watch(self, op: Operator) -> None:
+        """Note which of the outputs share memory with an input."""
+        for i, output in enumerate(op.outputs):
+            mine = self.storages.get(output)
+            if mine is None:
                 continue
-            if maker.multiple:
-                return None
-            again = fresh(view, "again")
-            tensors[again] = tensors[view]
-            emit(replace(maker, name=again, outputs=(again,)))
-            now[view] = again
-    return out, {v: current(v) for v in now}
+            base = next((v for v in op.inputs if self.storages.get(v) == mine), None)
+            if base is not None:
+                self.views[output] = _View(op, self._first(base), i)
 
+    def _write(self, op: Operator) -> None:
+        assert isinstance(op.args[0], Ref)
+        target = self._first(op.args[0].value)
+        root = self._root(target)
+        if root in self.parameters:
+            raise ModelError(
+                f"the model writes its parameter {self.parameters[root]} in place while it runs ({op.target}); "
+                "do that after the optimizer's step"
+            )
+        self.same[op.outputs[0]] = target
+        if root in self.buffers:
+            if root != target:
+                raise _Unclear
+            self._emit(replace(op, args=(Ref(target), *op.args[1:])))  # whoever reads what the write returned reads the buffer
+            return
+        new = self._fresh(op.outputs[0], "new", target)
+        packet, overload = op.target.split(".")[1][:-1], op.target.split(".")[2]
+        if packet.startswith(_DRAWS) or not self._keeps_dtype(op, packet, target):
+            raise _Unclear
+        if packet == "copy":
+            self._copy(op, new)
+        elif packet == "zero":
+            self._emit(replace(op, target="aten.zeros_like.default", name=new, outputs=(new,), multiple=False))
+        else:
+            self._emit(replace(op, target=f"aten.{packet}.{overload}", name=new, outputs=(new,), multiple=False))
+        self.now[target] = new
+        chain = self._carry(op, target)
+        self._take_again(root, chain)
 
-def _map(arg: Arg, now: dict[str, str]) -> Arg:
-    if isinstance(arg, Ref):
-        return Ref(now.get(arg.value, arg.value))
-    if isinstance(arg, tuple):
-        return tuple(_map(a, now) for a in arg)
-    return arg
+    def _keeps_dtype(self, op: Operator, packet: str, target: str) -> bool:
+        """Whether the functional twin's result has the dtype of what is written, without being told."""
+        mine = self.tensors[target]
+        if packet == "copy":
+            return True
+        if packet in _COMPARES:
+            return mine.dtype == "bool"
+        others = {self.tensors[v].dtype for v in op.inputs[1:]} - {mine.dtype, "bool"}
+        return not others or (mine.is_float and not any("float" in d or "complex" in d for d in others))
 
+    def _copy(self, op: Operator, new: str) -> None:
+        """`copy` has no derivative in torch: it is zeros, and the source (in their dtype) added."""
+        into, source = op.args[0], op.args[1]
+        if not isinstance(into, Ref) or not isinstance(source, Ref):
+            raise _Unclear
+        dtype = self.tensors[into.value].dtype
+        if self.tensors[source.value].dtype != dtype:
+            cast = self._fresh(new, "cast", source.value)
+            self.tensors[cast] = replace(self.tensors[cast], dtype=dtype)
+            to = replace(op, target="aten.to.dtype", name=cast, args=(source, Word("dtype", dtype)), outputs=(cast,))
+            self._emit(replace(to, kwargs=(), multiple=False))
+            source = Ref(cast)
+        if dtype == "bool":
+            raise _Unclear
+        zeros = self._fresh(new, "zeros", into.value)
+        plain = replace(op, kwargs=(), multiple=False)
+        self._emit(replace(plain, target="aten.zeros_like.default", name=zeros, args=(into,), outputs=(zeros,)))
+        self._emit(replace(plain, target="aten.add.Tensor", name=new, args=(Ref(zeros), source), outputs=(new,)))
 
-def _functional(op: Operator) -> Operator | None:
-    """The out-of-place twin: `relu_` -> `relu`; `zero_` by its meaning. (`copy` has no derivative: it is `zeros_like` and `add`.)"""
-    packet, overload = op.target.split(".")[1], op.target.split(".")[2]
-    plain = packet[:-1]
-    if plain == "zero":
-        return replace(op, target="aten.zeros_like.default")
-    if plain in ("normal", "uniform", "bernoulli", "random", "exponential", "set", "resize", "requires_grad"):
-        return None
-    return replace(op, target=f"aten.{plain}.{overload}")
+    def _carry(self, op: Operator, target: str) -> set[str]:
+        """Carry a write to `target` up its views to the tensor that owns the memory; the values that are up to date then."""
+        done = {target}
+        while target in self.views:
+            view = self.views[target]
+            result = self._fresh(view.base, "new", view.base)
+            call = self._inverse(view, target)
+            self._emit(replace(op, name=result, target=call[0], args=call[1], kwargs=(), outputs=(result,), multiple=False))
+            target = view.base
+            self.now[target] = result
+            done.add(target)
+        return done
+
+    def _inverse(self, view: _View, target: str) -> tuple[str, tuple[Arg, ...]]:
+        """The call that puts `target` back into its base."""
+        name, args, kwargs = view.op.target.split(".")[1], view.op.args, dict(view.op.kwargs)
+        base, value = Ref(view.base), Ref(target)
+        shape = self.tensors[view.base].shape
+
+        def number(position: int, key: str, default: int) -> int:
+            found = args[position] if len(args) > position else kwargs.get(key, default)
+            if not isinstance(found, int):
+                raise _Unclear
+            return found
+
+        if name in ("slice", "select") and not kwargs:
+            return f"aten.{name}_scatter.default", (base, value, *args[1:])
+        if name == "narrow":
+            start = number(2, "start", 0)
+            return "aten.slice_scatter.default", (base, value, number(1, "dim", 0), start, start + number(3, "length", 0))
+        if name in ("split", "split_with_sizes", "chunk", "unbind", "tensor_split"):
+            dim = number(1, "dim", 0) if name == "unbind" else number(2, "dim", 0)
+            if name == "unbind":
+                return "aten.select_scatter.default", (base, value, dim, view.output)
+            lengths = [self.tensors[v].shape[dim] for v in view.op.outputs]
+            start = sum(lengths[: view.output])
+            return "aten.slice_scatter.default", (base, value, dim, start, start + lengths[view.output])
+        if name in _SHAPES:
+            return "aten.reshape.default", (value, shape)
+        if name in _SAME and self.tensors[target] == self.tensors[view.base]:
+            return "aten.alias.default", (value,)
+        if name in ("transpose", "swapaxes"):
+            return "aten.transpose.int", (value, number(1, "dim0", 0), number(2, "dim1", 1))
+        if name in ("t", "numpy_T") and len(shape) <= 2:
+            return "aten.t.default", (value,)
+        if name == "mT":
+            return "aten.transpose.int", (value, -1, -2)
+        if name == "permute" and isinstance(args[1], tuple):
+            order = [int(d) % len(shape) for d in args[1]]
+            return "aten.permute.default", (value, tuple(order.index(i) for i in range(len(order))))
+        if name == "detach":
+            raise ModelError(f"the model writes into a detached view of a tensor ({view.op.site}); write into a clone of it")
+        raise _Unclear
+
+    def _take_again(self, root: str, done: set[str]) -> None:
+        """Take every view of `root`'s memory again, in the order in which they were taken, apart from what is up to date."""
+        again: set[str] = set()
+        for value, view in list(self.views.items()):
+            if self._root(value) != root or value in done or view.op.name in again:
+                continue
+            again.add(view.op.name)
+            names = tuple(self._fresh(v, "again", v) for v in view.op.outputs)
+            self._emit(replace(view.op, name=self._fresh(view.op.name, "again", value), outputs=names))
+            self.now.update({v: n for v, n in zip(view.op.outputs, names, strict=True) if v not in done})
