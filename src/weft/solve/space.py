@@ -1,7 +1,7 @@
 """Every legal layout. In: a cluster, a batch, constraints as text. Out: layouts, or `Infeasible` naming what leaves none.
 
-A constraint is `key<=8`, `<`, `=`, `!=`, `>=` or `>` with a key of the layout, or `ranks`. On processors any number of ranks is tried, each with
-its share of the cores or fewer; on GPUs all devices are used, or as many as the batch lets, where it does not divide.
+A constraint is `key<=8`, `<`, `=`, `!=`, `>=` or `>` with a key of the layout, or `ranks`. On processors any number of ranks is tried,
+each with its share of the cores or fewer; on GPUs all devices are used, or as many as the batch lets, where it does not divide.
 Not searched: layouts that `Layout` does not have yet, and microbatch counts beyond `MOST_MICROBATCHES`.
 """
 
