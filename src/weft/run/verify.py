@@ -106,7 +106,7 @@ class _Serial:
             self.model = self.model.double()
         self.model = self.model.to(device)
         self.model.train()
-        self.loss_function, self.plan = loss, plan
+        self.loss_function, self.plan, self.device = loss, plan, device
         self.batch = {path: self._input(x, device) for path, x in leaves(batch) if isinstance(x, Tensor)}
         self.nesting = batch
         trained = [p for p in self.model.parameters() if p.requires_grad]
@@ -128,7 +128,8 @@ class _Serial:
             start, length = piece(samples, num, m)
             cut = {p: x.narrow(0, start, length) if x.dim() and x.shape[0] == samples else x for p, x in leaves_now.items()}
             whole = {p: cut.get(p, leaf) for p, leaf in leaves(self.nesting)}
-            value = call(self.model, rebuild(self.nesting, whole), self.loss_function) / num
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.plan.layout.precision == "bfloat16"):
+                value = call(self.model, rebuild(self.nesting, whole), self.loss_function) / num
             if value.requires_grad:
                 torch.autograd.backward(value)
             total += float(value.detach())
