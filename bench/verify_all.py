@@ -23,13 +23,13 @@ import torch
 
 from weft.api import plan as make_plan
 from weft.errors import Infeasible, LayoutError, ModelError
-from weft.model.capture import Captured, Loss, batch_size_of
+from weft.model.capture import batch_size_of
 from weft.model.graph import Graph
 from weft.model.propagate import propagate
 from weft.model.sharding import Prices, Sharding
 from weft.plan.layout import Layout
 from weft.plan.plan import Plan
-from weft.run.build import Source, shard_of
+from weft.run.build import Traced
 from weft.run.verify import Verification, verify_on_rank
 from weft.world.launch import launch
 from weft.world.world import World
@@ -69,26 +69,18 @@ class Row:
 
 
 @dataclass(frozen=True)
-class _Traced(Source):
-    """A source that traces and shards once for all layouts; ranks inherit what it knows."""
-
-    captured: dict[int | None, Captured] = field(default_factory=dict)
-    shardings: dict[tuple[Any, ...], Sharding] = field(default_factory=dict)
-
-    def capture(self, batch: Any, loss: Loss | None, batch_size: int | None, outputs: bool = False) -> Captured:
-        """As `Source.capture`, once for each number of samples."""
-        if batch_size not in self.captured:
-            self.captured[batch_size] = super().capture(batch, loss, batch_size, outputs)
-        return self.captured[batch_size]
+class _Eager(Traced):
+    """Cut by the prices that the plan's shards name."""
 
     def sharding(self, plan: Plan, graph: Graph) -> Sharding:
-        """As `Source.sharding`, once for each sharding."""
+        """As `Traced.sharding`, or by one of EAGER's prices."""
+        prices = next((EAGER[name] for name, _ in plan.shards if name in EAGER), None)
+        if prices is None:
+            return super().sharding(plan, graph)
         key = (plan.layout.data, plan.layout.tensor, plan.shards, graph.batch_size, plan.layout.precision)
         if key not in self.shardings:
-            cut = dict(plan.shards)
             sizes = {"data": plan.layout.data, "tensor": plan.layout.tensor}
-            prices = next((EAGER[name] for name in cut if name in EAGER), None)
-            self.shardings[key] = propagate(graph, sizes, prices=prices) if prices else shard_of(plan, graph)
+            self.shardings[key] = propagate(graph, sizes, prices=prices)
         return self.shardings[key]
 
 
@@ -102,8 +94,7 @@ class Subject:
         self.batch = resolved.batch(min(batch, most))
         self.size = batch_size_of(self.batch)
         torch.manual_seed(seed)
-        plain = Source.of(self.make)
-        self.source = _Traced(plain.model, plain.deferred)
+        self.source = _Eager.of(self.make)
 
     def plan(self, layout: Layout) -> Plan:
         """The plan of a layout, as `weft.plan` makes it. Raises Infeasible, LayoutError or ModelError where weft refuses it."""
@@ -119,12 +110,9 @@ class Subject:
         `eager`: one of EAGER's prices, by which tensors are cut instead of the planner's.
         """
         plan = self.plan(layout)
-        size = self.size // layout.microbatches
-        if not plan.uncaptured:
-            if eager and layout.tensor > 1:
-                plan = replace(plan, shards=((eager, ()),))  # an axis that no mesh has, as a mark
-            graph = self.source.capture(self.batch, self.loss, size).graph
-            self.source.sharding(plan, graph.cast("float32", "float64") if layout.precision == "float64" else graph)
+        if eager and layout.tensor > 1 and not plan.uncaptured:
+            plan = replace(plan, shards=((eager, ()),))  # an axis that no mesh has, as a mark
+        self.source.prepare(plan, self.batch, self.loss)
 
         def on_rank(world: World) -> dict[str, Any] | None:
             found = verify_on_rank(

@@ -21,7 +21,7 @@ from weft.plan.layout import Layout
 from weft.plan.plan import Plan
 from weft.plan.store import read_plan
 from weft.plan.timeline import Timeline
-from weft.run.build import Source
+from weft.run.build import Source, Traced
 from weft.run.engine import Engine
 from weft.run.optimizer import OptimizerSpec
 from weft.run.plain import divide
@@ -274,17 +274,23 @@ def verify(
     if isinstance(model, str):
         model = resolve(model, batch if isinstance(batch, int) else None, sequence)
     name, make, given, loss = _subject(model, batch, loss)
+    state = torch.random.get_rng_state()
+    torch.manual_seed(seed)
+    source = Traced.of(make)
     if isinstance(layout, Plan):
         chosen = replace(layout, layout=replace(layout.layout, precision=dtype))
     else:
         wanted = Layout.parse(layout) if isinstance(layout, str) else layout
-        state = torch.random.get_rng_state()
-        chosen = _plan(make, given, loss=loss, cluster=_any_cluster(), layout=replace(wanted, precision="float32"))
-        torch.random.set_rng_state(state)
+        chosen = _plan(make, given, loss=loss, cluster=_any_cluster(), layout=replace(wanted, precision="float32"), source=source)
         chosen = replace(chosen, model=name, layout=replace(wanted, precision=dtype))
 
+    source.prepare(chosen, given, loss)
+    torch.random.set_rng_state(state)
+
     def on_rank(world: World) -> dict[str, Any] | None:
-        found = verify_on_rank(world, chosen, make, given, loss, steps=steps, seed=seed, tolerance=tolerance, optimizer=optimizer)
+        found = verify_on_rank(
+            world, chosen, make, given, loss, steps=steps, seed=seed, tolerance=tolerance, optimizer=optimizer, source=source
+        )
         return None if found is None else {**found.__dict__, "replicated_operators": list(found.replicated_operators)}
 
     result = launch(on_rank, chosen.layout.num_ranks, device=device, show=False)[0]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +40,7 @@ class Source:
     deferred: Deferred | None
 
     @classmethod
-    def of(cls, model: nn.Module | Callable[[], nn.Module]) -> Source:
+    def of(cls, model: nn.Module | Callable[[], nn.Module]) -> Self:
         """A module as it is; a function is called under deferred construction."""
         if isinstance(model, nn.Module):
             return cls(model, None)
@@ -69,6 +69,34 @@ class Source:
         if self.deferred is not None:
             return materialize(self.deferred, self.model, take, dtype)
         return materialize_real(self.model, take, dtype)
+
+
+@dataclass(frozen=True)
+class Traced(Source):
+    """A source that captures and shards once. Ranks that are forked from this process inherit what it knows, and need not trace again."""
+
+    captured: dict[tuple[int | None, bool], Captured] = field(default_factory=dict)
+    shardings: dict[tuple[object, ...], Sharding] = field(default_factory=dict)
+
+    def capture(self, batch: Any, loss: Loss | None, batch_size: int | None, outputs: bool = False) -> Captured:
+        """As `Source.capture`, once for each number of samples; the batch and the loss must stay the same."""
+        key = (batch_size, outputs)
+        if key not in self.captured:
+            self.captured[key] = super().capture(batch, loss, batch_size, outputs)
+        return self.captured[key]
+
+    def sharding(self, plan: Plan, graph: Graph) -> Sharding:
+        """As `Source.sharding`, once for each way of cutting."""
+        key = (plan.layout.data, plan.layout.tensor, plan.shards, graph.batch_size, plan.layout.precision)
+        if key not in self.shardings:
+            self.shardings[key] = super().sharding(plan, graph)
+        return self.shardings[key]
+
+    def prepare(self, plan: Plan, batch: Any, loss: Loss | None) -> None:
+        """Capture and shard what the ranks of a plan will ask for."""
+        if not plan.uncaptured:
+            captured = self.capture(batch, loss, plan.batch_size // plan.layout.microbatches)
+            self.sharding(plan, _in_precision(captured.graph, plan))
 
 
 @dataclass
@@ -130,10 +158,8 @@ def build(
         raise Infeasible(f"the layout {layout} needs {mesh.num_ranks} ranks, {world.num_ranks} were started")
     size = plan.batch_size // layout.microbatches
     captured = source.capture(batch, loss, size, outputs)
-    graph = captured.graph
     dtype = DTYPES[layout.precision]
-    if dtype is not torch.float32:
-        graph = graph.cast("float32", "float64")
+    graph = _in_precision(captured.graph, plan)
     sharding = source.sharding(plan, graph)
     stages = split(graph, plan.stages)
     at = mesh.coordinates(world.rank)
@@ -192,6 +218,10 @@ def build(
         if v.value in used:
             variables[v.value] = buffers[v.name]
     return Parts(graph, sharding, stages, mine, local, parameters, specs, flat, buffers, kept_buffers, variables, draw, captured.structure)
+
+
+def _in_precision(graph: Graph, plan: Plan) -> Graph:
+    return graph.cast("float32", "float64") if DTYPES[plan.layout.precision] is torch.float64 else graph
 
 
 def _block(v: Variable, sharding: Sharding, at: Mapping[str, int]) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -162,7 +162,8 @@ def verify_on_rank(
     """
     spec = OptimizerSpec.of(optimizer)
     bound = TOLERANCE[plan.layout.precision] if tolerance is None else tolerance
-    # The engine of a model that was not captured takes the module's own tensors, and the serial run needs them as they were.
+    # First: the engine of a model that was not captured takes the module's own tensors.
+    serial = _Serial(make, seed, batch, loss, plan, spec, world.device) if world.rank == 0 else None
     engine = Engine(plan, copy.deepcopy(make) if isinstance(make, nn.Module) else make, batch, loss, world, spec, seed=seed, source=source)
     random = [op.site for op in engine.parts.graph.operators if draws(op)]
     if random:
@@ -170,7 +171,6 @@ def verify_on_rank(
             f"{plan.model} draws random numbers at {', '.join(random[:3])}{' ...' if len(random) > 3 else ''}, which a serial run draws "
             "differently, so there is nothing to compare; verify it with dropout 0"
         )
-    serial = _Serial(make, seed, batch, loss, plan, spec, world.device) if world.rank == 0 else None
     seen = _Comparison(bound)
     for step in range(steps):
         result = engine.forward_backward(batch, want_inputs=not plan.uncaptured)
