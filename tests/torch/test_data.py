@@ -89,7 +89,7 @@ def test_the_samples_of_a_step_do_not_depend_on_the_layout(count: int, microbatc
         assert torch.equal(own, whole[rows])
         every.update(rows)
         # Microbatch m of this coordinate lies in microbatch m of the whole batch, which has the same samples in any layout.
-        assert [row // (24 // microbatches) for row in rows] == sorted(
+        assert [row // (48 // microbatches) for row in rows] == sorted(
             m for m in range(microbatches) for _ in range(len(rows) // microbatches)
         )
     assert every == Counter(range(48))
