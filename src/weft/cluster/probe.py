@@ -48,7 +48,7 @@ def probe(quick: bool = True, *, fresh: bool = False, path: Path | None = None) 
     mark = fingerprint()
     if not fresh:
         stored = _stored(path, mark)
-        if stored is not None and not (BUSY in stored.device.source and _load() <= num_cores() / 2):
+        if stored is not None and not (BUSY in stored.device.source and _load() < num_cores()):
             return stored
     # Read back from its text, so that the first call and the later ones plan with the same digits.
     cluster = loads(dump(_of_gpus(mark) if torch.cuda.is_available() else _of_cores(mark, quick)))
@@ -172,7 +172,7 @@ def _of_cores(mark: str, quick: bool) -> Cluster:
     cores = num_cores()
     busy = _load()
     said = "measured"
-    if busy > cores / 2:
+    if busy >= cores:
         said += f" {BUSY} (load {busy:.1f} on {cores} cores); measure again when it is idle"
     ranks = min(max(2, cores), 4) if quick else min(max(4, cores), 8)
     found = launch(measure_rank, ranks, cores, quick)
