@@ -145,9 +145,11 @@ def refused(world: World) -> list[str]:
             return str(error)
         return ""
 
+    made: list[nn.Module] = []
+
     def pipeline(layout: str, *stages: str) -> None:
         with weft.auto_parallelize(batch=(x, y), plan=Plan(Layout.parse(layout), "Mixed", "1xcpu-2", BATCH, stages), world=world):
-            Mixed()
+            made.append(Mixed())
 
     return [
         said(lambda: net(x)),
