@@ -238,8 +238,12 @@ def test_programs_that_write_in_place_are_made_functional(steps: list[tuple[str,
         assume(False)  # what autograd itself refuses: a value that backward needs was written over
     try:
         captured = equal_to_eager(model, (x,))
-    except ModelError as error:
-        assert "detached view" in str(error)
+    except ModelError as refused:
+        said = str(refused)
+    else:
+        said = ""
+    if said:
+        assert "detached view" in said
         assert "detach" in [step for step, *_ in steps]
         return
     assert not [op.target for op in captured.graph.operators if op.target.split(".")[1].endswith("_")]
