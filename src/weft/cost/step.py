@@ -113,7 +113,12 @@ class Pricer:
             if max(sizes.values()) == 1:
                 self._shardings[key] = None
             else:
-                self._shardings[key] = propagate(self.graph, sizes, self.shards, prices=self._prices(layout))
+                found = propagate(self.graph, sizes, self.shards, prices=self._prices(layout))
+                matrices = sum(len(v.tensor.shape) > 1 for v in self.graph.parameters)
+                if layout.tensor > 1 and 2 * len(found.shards.get("tensor", ())) < matrices:
+                    # Too small a model for cuts to pay; but who asks for tensor ranks wants them to share the work.
+                    found = propagate(self.graph, sizes, self.shards)
+                self._shardings[key] = found
         return self._shardings[key]
 
     def _prices(self, layout: Layout) -> dict[str, Prices]:
