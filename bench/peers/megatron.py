@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from bench.case import Case
 from bench.peers.common import Step, adamw, loss_of, model_of, my_rows
-from weft.zoo import gpt
+from weft.zoo import gpt, parts
 
 
 def _config(size: int) -> ModelParallelConfig:
@@ -49,6 +49,28 @@ class Linear(nn.Module):
         return y
 
 
+class Attention(nn.Module):
+    """Attention with one column-parallel layer for q, k and v, as Megatron has it: its input's gradient is summed over ranks once."""
+
+    def __init__(self, plain: parts.Attention, config: ModelParallelConfig, size: int) -> None:
+        super().__init__()
+        hidden = plain.q.in_features
+        self.qkv = tensor_parallel.ColumnParallelLinear(
+            hidden, 3 * hidden, config=config, init_method=_init, bias=True, gather_output=False, skip_bias_add=False
+        )
+        self.o = Linear(plain.o, config, False)
+        self.heads = plain.heads // size
+        rank = parallel_state.get_tensor_model_parallel_rank()
+        with torch.no_grad():
+            self.qkv.weight.copy_(torch.cat([part.weight.chunk(size)[rank] for part in (plain.q, plain.k, plain.v)]))
+            self.qkv.bias.copy_(torch.cat([part.bias.chunk(size)[rank] for part in (plain.q, plain.k, plain.v)]))
+
+    def forward(self, x: Tensor, rotary: None = None) -> Tensor:
+        q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in self.qkv(x)[0].chunk(3, dim=-1))
+        mixed: Tensor = self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return mixed
+
+
 class TensorParallel(nn.Module):
     """The GPT with Megatron's layers: BS tokens and labels -> loss."""
 
@@ -57,12 +79,8 @@ class TensorParallel(nn.Module):
         config = _config(size)
         rank = parallel_state.get_tensor_model_parallel_rank()
         for block in model.layers:
-            attention, mlp = block.attention, block.mlp
-            for name, column in (("q", True), ("k", True), ("v", True), ("o", False)):
-                setattr(attention, name, Linear(getattr(attention, name), config, column))
-            mlp.up, mlp.down = Linear(mlp.up, config, True), Linear(mlp.down, config, False)
-            attention.heads //= size
-            attention.kv_heads //= size
+            block.attention = Attention(block.attention, config, size)
+            block.mlp.up, block.mlp.down = Linear(block.mlp.up, config, True), Linear(block.mlp.down, config, False)
         rows, width = model.tokens.weight.shape
         self.tokens = tensor_parallel.VocabParallelEmbedding(rows, width, init_method=_init, config=config)
         with torch.no_grad():
