@@ -52,6 +52,11 @@ def write(engine: Engine, job: Job, subject: Subject, world: World, say: Callabl
     world.maximum([0])
 
 
+def complete(folder: Path, world: World) -> bool:
+    """Whether a run that is done has left its weights, as every rank agrees."""
+    return bool(world.maximum([int(world.rank == 0 and (folder / MODEL).exists())])[0])
+
+
 def export(state: Mapping[str, Tensor], path: Path) -> None:
     """Weights and buffers under the model's own names; the file is there whole or not at all."""
     entries = sorted(state.items(), key=lambda item: -item[1].element_size())

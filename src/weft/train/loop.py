@@ -7,7 +7,7 @@ rate follow from the step, everything else is in the checkpoint. Not modelled: c
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -103,7 +103,7 @@ class _Run:
             stopped = self._steps(start, token, write)
             step = start + len(self.losses)
             self._save(step, token, last=True)
-            if not stopped:
+            if not stopped and (self.losses or not artifacts.complete(self.job.folder, self.world)):
                 artifacts.write(self.engine, self.job, self.subject, self.world, self.show.say)
         return self._summary(step, stopped)
 
@@ -239,20 +239,18 @@ class _Run:
             return "there is no checkpoint yet; "
         return f"the checkpoint of step {self.saved_step} in {self.checkpoints} is whole; "
 
-    def _recorded(self, key: str) -> float | None:
-        """The last value in the metrics, where a run that was already done has computed nothing."""
-        path = self.job.folder / FILE
-        rows = read_metrics(path) if path.exists() else []
-        return next((row[key] for row in reversed(rows) if key in row), None)
-
     def _summary(self, step: int, stopped: bool) -> Summary:
-        seconds = median(self.step_times[-_TYPICAL:]) if self.step_times else 0.0
+        # From the file where this process has computed nothing, since the run was already done.
+        path = self.job.folder / FILE
+        rows = read_metrics(path) if path.exists() and not self.losses else []
+        times = self.step_times or [row["step_time_s"] for row in rows if row.get("step_time_s")]
+        seconds = float(median(times[-_TYPICAL:])) if times else 0.0
         predicted = self.job.plan.prediction
         return {
             "run_folder": str(self.job.folder),
             "step": step,
-            "loss": self.losses[-1] if self.losses else self._recorded("loss"),
-            "eval_loss": self.eval_loss if self.losses else self._recorded("eval_loss"),
+            "loss": self.losses[-1] if self.losses else _last(rows, "loss"),
+            "eval_loss": self.eval_loss if self.losses else _last(rows, "eval_loss"),
             "byte_frequency_loss": self.subject.byte_frequency_loss or None,
             "tokens_per_s": self.subject.tokens_per_step / seconds if seconds else None,
             "step_time_s": seconds or None,
@@ -262,6 +260,10 @@ class _Run:
             "num_parameters": self.engine.num_parameters,
             "stopped": stopped,
         }
+
+
+def _last(rows: Sequence[Row], key: str) -> float | None:
+    return next((row[key] for row in reversed(rows) if key in row), None)
 
 
 def _unstable(rate: float) -> str:
