@@ -277,6 +277,7 @@ def verify(
     state = torch.random.get_rng_state()
     torch.manual_seed(seed)
     source = Traced.of(make)
+    (layout.layout if isinstance(layout, Plan) else Layout.parse(layout) if isinstance(layout, str) else layout).check_runs()
     if isinstance(layout, Plan):
         chosen = replace(layout, layout=replace(layout.layout, precision=dtype))
     else:

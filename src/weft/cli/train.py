@@ -87,6 +87,8 @@ def make_plan(config: Config, known: Plan | None, out: Output) -> Planned:
         sequence = config.data.sequence if config.data.source == "text" else None
         subject = load_model(config.model.name, config.train.batch, sequence)
         layout = Layout.parse(config.plan.layout) if config.plan.layout else None
+        if layout is not None:
+            layout.check_runs()
         words = [*config.plan.constrain, *([f"ranks<={config.plan.ranks}"] if config.plan.ranks else [])]
         with out.working(f"planning {config.model.name} on {cluster.name}"):
             plan = api.plan(subject, config.train.batch, cluster=cluster, layout=layout, constraints=words)

@@ -8,24 +8,40 @@ from dataclasses import dataclass, fields
 from weft.errors import LayoutError
 from weft.plan.mesh import Mesh
 
-SCHEDULES = ("sequential", "gpipe", "1f1b")
+SCHEDULES = ("sequential", "gpipe", "1f1b", "interleaved")
 CHOICES: dict[str, tuple[str, ...]] = {
     "schedule": SCHEDULES,
+    "sequence_parallel": ("off", "on"),
+    "recompute": ("none", "selective", "full"),
+    "offload": ("none", "activations", "optimizer", "all"),
+    "precision": ("float32", "bfloat16", "float16", "float64"),
+}
+# What a plan may say and be priced for, and what runs of it: the rest is refused by name when a run starts, never ignored.
+RUNS: dict[str, tuple[int | str, ...]] = {
+    "schedule": ("sequential", "gpipe", "1f1b"),
+    "chunks": (1,),
+    "expert": (1,),
+    "zero": (0, 1),
+    "sequence_parallel": ("off",),
     "recompute": ("none", "full"),
+    "offload": ("none",),
     "precision": ("float32", "bfloat16", "float64"),
 }
 # Named in the interface, not built yet: refused by name, never ignored.
-LATER = ("chunks", "expert", "context", "attention", "spatial", "channel", "branch", "sequence_parallel", "offload", "all_reduce")
+LATER = ("context", "attention", "spatial", "channel", "branch", "all_reduce")
 LATER_CHOICES: dict[str, tuple[str, ...]] = {
-    "schedule": ("interleaved", "zb-h1", "zb-h2", "zb-v", "chimera", "gems-mast", "gems-master"),
-    "recompute": ("selective",),
-    "precision": ("float16", "float8"),
+    "schedule": ("zb-h1", "zb-h2", "zb-v", "chimera", "gems-mast", "gems-master"),
+    "precision": ("float8",),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Sizes of every axis and the choices that go with them. `threads=0` shares the machine's cores among its ranks."""
+    """Sizes of every axis and the choices that go with them.
+
+    `chunks`: stages of each pipeline rank (interleaved). `expert`: data replicas among which the experts of a layer are spread.
+    `threads=0` shares the machine's cores among its ranks.
+    """
 
     data: int = 1
     tensor: int = 1
@@ -36,22 +52,45 @@ class Layout:
     recompute: str = "none"
     precision: str = "float32"
     threads: int = 0
+    chunks: int = 1
+    expert: int = 1
+    sequence_parallel: str = "off"
+    offload: str = "none"
 
     def __post_init__(self) -> None:
-        for key in ("data", "tensor", "pipeline", "microbatches"):
+        for key in ("data", "tensor", "pipeline", "microbatches", "chunks", "expert"):
             value = getattr(self, key)
             if value < 1:
                 raise LayoutError(f"{key}={value}; it counts something, so use {key}=1 or more")
         if self.threads < 0:
             raise LayoutError(f"threads={self.threads}; use threads=0 for an equal share of the cores, or a count")
-        if self.zero not in (0, 1):
-            raise LayoutError(f"zero={self.zero} is not built yet; use zero=0 or zero=1")
+        if self.zero not in (0, 1, 2, 3):
+            raise LayoutError(f"zero={self.zero} is unknown; ZeRO has the stages zero=0 (off), 1, 2 and 3")
         for key, known in CHOICES.items():
             value = getattr(self, key)
             if value in LATER_CHOICES.get(key, ()):
                 raise LayoutError(f"{key}={value} is not built yet; use one of {', '.join(known)}")
             if value not in known:
                 raise LayoutError(f"{key}={value} is unknown{_nearest(value, known)}; use one of {', '.join(known)}")
+
+        if self.chunks > 1 and (self.schedule != "interleaved" or self.pipeline == 1):
+            raise LayoutError(f"chunks={self.chunks} needs schedule=interleaved and pipeline=2 or more, and this is {self}")
+        if self.data % self.expert:
+            raise LayoutError(f"expert={self.expert} does not divide data={self.data}, over whose replicas experts are spread")
+
+    def check_runs(self) -> None:
+        """Raise `LayoutError` for a choice that can be planned and priced but that no run has yet, with those that it has."""
+        for key, known in RUNS.items():
+            value = getattr(self, key)
+            if value not in known:
+                raise LayoutError(
+                    f"{key}={value} is planned and priced, but not built yet for running; use {' or '.join(f'{key}={v}' for v in known)}"
+                )
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the pipeline, `chunks` on every rank of it."""
+        return self.pipeline * self.chunks
 
     @property
     def num_ranks(self) -> int:

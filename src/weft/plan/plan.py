@@ -53,7 +53,7 @@ class Candidate:
 class Plan:
     """How to train `model` on `cluster`, `batch_size` samples a step.
 
-    `stages`: site of the first operator of every stage after the first (pipeline - 1 of them).
+    `stages`: site of the first operator of every stage after the first (pipeline x chunks - 1 of them).
     `shards`: per mesh axis other than data, (parameter name or pattern with `*` for layer numbers, dim that is cut).
     The placement of everything else follows from these by propagation.
     """
@@ -72,9 +72,9 @@ class Plan:
     planning_time_s: float = field(default=0.0, compare=False)
 
     def __post_init__(self) -> None:
-        if len(self.stages) != self.layout.pipeline - 1 and not self.uncaptured:
+        if len(self.stages) != self.layout.num_stages - 1 and not self.uncaptured:
             raise Infeasible(
-                f"pipeline={self.layout.pipeline} needs {self.layout.pipeline - 1} stage boundaries, the plan has {len(self.stages)}"
+                f"{self.layout} needs {self.layout.num_stages - 1} stage boundaries, the plan has {len(self.stages)}"
             )
         if self.batch_size % (self.layout.data * self.layout.microbatches):
             raise Infeasible(

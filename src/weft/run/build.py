@@ -150,9 +150,10 @@ def build(
 
     Raises:
         Infeasible: the world has another number of ranks than the layout, or the batch does not divide.
-        ModelError: the model cannot be captured.
+        ModelError: the model cannot be captured. LayoutError: a choice that is planned, but not built for running.
     """
     layout = plan.layout
+    layout.check_runs()
     mesh = layout.mesh
     if mesh.num_ranks != world.num_ranks:
         raise Infeasible(f"the layout {layout} needs {mesh.num_ranks} ranks, {world.num_ranks} were started")
