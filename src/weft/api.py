@@ -17,7 +17,10 @@ from weft.cost.step import Pricer
 from weft.errors import Infeasible, ModelError, UsageError
 from weft.model.capture import Loss, batch_size_of
 from weft.model.deferred import Deferred, building
+from weft.model.graph import Graph
+from weft.model.sharding import Shards
 from weft.plan.layout import Layout
+from weft.plan.patterns import expand
 from weft.plan.plan import Plan
 from weft.plan.store import read_plan
 from weft.plan.timeline import Timeline
@@ -78,7 +81,7 @@ def plan(
         _call_once(source, given, loss, error)
         return without_graph(count, str(error), machines, size, name, words, by_hand)
     if like is not None:
-        return search(graph, machines, size, name, "", like.layout, objective, shards=dict(like.shards), stages=like.stages)
+        return search(graph, machines, size, name, "", like.layout, objective, shards=_shards(like, graph), stages=like.stages)
     return search(graph, machines, size, name, words, by_hand, objective)
 
 
@@ -305,8 +308,14 @@ def simulate(
     _, make, given, loss = _subject(model if model is not None else plan.model, batch if batch is not None else plan.batch_size, loss)
     machines = cluster if isinstance(cluster, Cluster) else Cluster.parse(cluster or plan.cluster)
     graph = Source.of(make).capture(given, loss, plan.batch_size).graph
-    pricer = Pricer(graph, machines, plan.batch_size, 2, dict(plan.shards))
+    pricer = Pricer(graph, machines, plan.batch_size, 2, _shards(plan, graph))
     return timeline(pricer, price(pricer, plan.layout, plan.stages))
+
+
+def _shards(plan: Plan, graph: Graph) -> dict[str, Shards]:
+    """The plan's cuts with patterns written out."""
+    names = [v.name for v in (*graph.parameters, *graph.buffers)]
+    return {axis: expand(cuts, names) for axis, cuts in plan.shards}
 
 
 def _subject(model: Model, batch: Any, loss: Loss | None) -> tuple[str, nn.Module | Callable[[], nn.Module], Any, Loss | None]:

@@ -1,0 +1,74 @@
+"""Names of parameters with `*` for layer numbers. In: which parameters are cut, and all names of a model. Out: the same, shorter or longer.
+
+A plan of 48 equal layers says each cut once: `layers.*.mlp.up.weight = 0`. A pattern stands for every name of the model that it
+matches, so it is only used where all of these are cut alike. Not modelled: ranges of layers; a layer that differs is named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+Cuts = tuple[tuple[str, int], ...]
+ANY = "*"
+
+
+def pattern_of(name: str) -> str:
+    """The name with `*` for every part that is a number.
+
+    >>> pattern_of("layers.3.mlp.up.weight"), pattern_of("layers.3.attention/linear")
+    ('layers.*.mlp.up.weight', 'layers.*.attention/linear')
+    """
+    head, slash, tail = name.partition("/")
+    return ".".join(ANY if part.isdigit() else part for part in head.split(".")) + slash + tail
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether a pattern stands for a name: part by part, `*` for any number."""
+    want, have = pattern.split("."), name.split(".")
+    return len(want) == len(have) and all(w == h or (w == ANY and h.isdigit()) for w, h in zip(want, have, strict=True))
+
+
+def expand(cuts: Cuts, names: Iterable[str]) -> Cuts:
+    """Patterns written out for the names that the model has; other entries as they are, the later of two winning.
+
+    >>> expand((("h.*.up", 0), ("head", 1)), ["h.0.up", "h.1.up", "h.1.down", "head"])
+    (('h.0.up', 0), ('h.1.up', 0), ('head', 1))
+    """
+    names = list(names)
+    found: dict[str, int] = {}
+    for entry, dim in cuts:
+        if ANY in entry.split("."):
+            found.update((name, dim) for name in names if matches(entry, name))
+        else:
+            found[entry] = dim
+    return tuple(found.items())
+
+
+def shorten(cuts: Cuts, names: Iterable[str]) -> Cuts:
+    """The same cuts with as few entries as patterns allow; `names`: all parameters and buffers of the model.
+
+    >>> shorten((("h.0.up", 0), ("h.1.up", 0), ("head", 1)), ["h.0.up", "h.1.up", "h.1.down", "head"])
+    (('h.*.up', 0), ('head', 1))
+    """
+    dims = dict(expand(cuts, names))
+    members: dict[str, list[str]] = {}
+    for name in names:
+        for pattern in _patterns(name):
+            members.setdefault(pattern, []).append(name)
+    found: dict[str, int] = {}
+    done: set[str] = set()
+    for name, dim in dims.items():
+        if name in done:
+            continue
+        best = next((p for p in _patterns(name) if len(members[p]) > 1 and all(dims.get(n) == dim for n in members[p])), name)
+        found[best] = dim
+        done.update(members[best] if best != name else [name])
+    return tuple(found.items())
+
+
+def _patterns(name: str) -> list[str]:
+    """Patterns for a name, the widest first: every number, then the first alone (layers of which each has numbered parts)."""
+    parts = name.split(".")
+    numbers = [i for i, part in enumerate(parts) if part.isdigit()]
+    sets = [numbers, *([numbers[:1]] if len(numbers) > 1 else [])]
+    return [".".join(ANY if i in chosen else part for i, part in enumerate(parts)) for chosen in sets if chosen]

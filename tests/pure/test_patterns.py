@@ -1,0 +1,45 @@
+"""Patterns for parameter names: short, and they mean exactly the cuts that they came from."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weft.plan.patterns import expand, matches, shorten
+
+parts = st.sampled_from(["h", "mlp", "up", "0", "1", "2", "12"])
+names = st.lists(st.lists(parts, min_size=1, max_size=4).map(".".join), max_size=30, unique=True)
+
+
+@given(names, st.data())
+def test_short_cuts_mean_the_same(names: list[str], data: st.DataObject) -> None:
+    chosen = data.draw(st.lists(st.sampled_from(names), unique=True)) if names else []
+    cuts = tuple((name, data.draw(st.integers(0, 1))) for name in chosen)
+    short = shorten(cuts, names)
+    assert dict(expand(short, names)) == dict(cuts)
+    assert len(short) <= len(cuts)
+    assert dict(shorten(short, names)) == dict(short)
+
+
+def test_forty_eight_layers_are_one_entry() -> None:
+    names = [f"layers.{i}.{p}.weight" for i in range(48) for p in ("q", "o")]
+    cuts = tuple((name, 0 if "q" in name else 1) for name in names)
+    assert shorten(cuts, names) == (("layers.*.q.weight", 0), ("layers.*.o.weight", 1))
+
+
+def test_a_layer_that_differs_is_named() -> None:
+    names = [f"h.{i}.up" for i in range(3)]
+    assert shorten((("h.0.up", 0), ("h.1.up", 0), ("h.2.up", 1)), names) == (("h.0.up", 0), ("h.1.up", 0), ("h.2.up", 1))
+    assert shorten((("h.0.up", 0), ("h.1.up", 0)), names) == (("h.0.up", 0), ("h.1.up", 0)), "h.*.up would cut the third too"
+
+
+def test_numbered_parts_of_layers_that_differ_among_themselves() -> None:
+    names = [f"h.{i}.convs.{j}.weight" for i in range(3) for j in range(2)]
+    cuts = tuple((name, int(name.split(".")[3])) for name in names)
+    assert shorten(cuts, names) == (("h.*.convs.0.weight", 0), ("h.*.convs.1.weight", 1))
+
+
+def test_a_star_is_a_number_and_nothing_else() -> None:
+    assert matches("h.*.up", "h.10.up")
+    assert not matches("h.*.up", "h.mlp.up")
+    assert not matches("h.*.up", "h.1.up.weight")
