@@ -495,6 +495,24 @@ def noisy() -> Any:
     return _Noisy(), (_normal(N, 3, 6),)
 
 
+class _Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(6, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.faint = nn.Linear(6, 8)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = self.norm(self.before(x)) + 1e-15 * self.faint(x)
+        return F.cross_entropy(self.head(torch.tanh(hidden)), y)
+
+
+def small() -> Any:
+    """Two kinds of tiny gradients: real ones of 1e-15 (`faint`), and those that are zero but for rounding (`before.bias`)."""
+    return _Small(), {"x": _normal(N, 6), "y": _ids(3, N)}
+
+
 class _Branch(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -120,9 +120,21 @@ def _spoiled_inputs(*args: Any) -> Any:
 
 @pytest.mark.parametrize("layout", ["data=2", "tensor=2", "pipeline=2 microbatches=2", "data=2 zero=1"])
 def test_a_spoiled_gradient_is_found_and_named(subject: Callable[[str], Subject], layout: str) -> None:
-    found = check(subject(f"{ODD}:two_inputs"), layout, sabotage="left.weight")
+    found = check(subject(f"{ODD}:two_inputs"), layout, sabotage={"left.weight": 1 + 1e-8})
     assert not found.ok
     assert "gradients of left.weight in step 1" in (found.first_difference or "")
+
+
+def test_a_gradient_of_rounding_alone_is_told_from_a_small_one(subject: Callable[[str], Subject]) -> None:
+    """Both are about 1e-17. What the noise of the serial run excuses for the one is not excused for the other."""
+    model = subject(f"{ODD}:small")
+    for layout in ("data=2", "tensor=2", "data=2 tensor=2"):
+        assert check(model, layout).ok
+    for factor in (0.0, 1 + 1e-8, 0.5, -1.0):
+        found = check(model, "data=2", sabotage={"faint.weight": factor})
+        assert "gradients of faint.weight in step 1" in (found.first_difference or ""), factor
+    found = check(model, "data=2", sabotage={"before.bias": 1e6})
+    assert "gradients of before.bias in step 1" in (found.first_difference or ""), "noise has a size too"
 
 
 def _softmax_in_pieces(op: Any, tensors: Any) -> Rule | None:

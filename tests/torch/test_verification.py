@@ -1,0 +1,111 @@
+"""What a comparison lets pass and what it does not, on tensors; and the noise of a serial run against what is known of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from weft.plan.layout import Layout
+from weft.plan.plan import Plan
+from weft.run.optimizer import OptimizerSpec
+from weft.run.serial import Noise, Serial
+from weft.run.verify import Comparison, relative_error
+
+EPSILON = torch.finfo(torch.float64).eps
+
+
+def values(**gradients: Tensor) -> dict[str, dict[str, Tensor]]:
+    return {"loss": {"": torch.tensor(1.0, dtype=torch.float64)}, "gradients": gradients, "input_gradients": {}, "weights": {}}
+
+
+def compared(got: Tensor | None, want: Tensor, noise: float, largest: float = 1.0) -> Comparison:
+    seen = Comparison(1e-9, lambda kind, name, reference, step: noise)
+    other = torch.tensor([largest], dtype=torch.float64)
+    seen.step(0, values(other=other, **({} if got is None else {"g": got})), values(other=other, g=want))
+    return seen
+
+
+def real(*numbers: float) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("got", "want", "noise", "passes"),
+    [
+        (real(1.0, 2.0), real(1.0, 2.0), 0.0, True),
+        (real(1.0, 2.0 + 1e-9), real(1.0, 2.0), 1e-16, True),
+        (real(1.0, 2.0 + 2e-8), real(1.0, 2.0), 1e-15, False),  # 1e-8 relative
+        (real(3e-17), real(-2e-17), 3e-17, True),  # noise on both sides
+        (real(0.0), real(-2e-17), 3e-17, True),
+        (real(2e-14), real(-2e-17), 3e-17, False),  # more than noise
+        (real(0.0), real(2e-17), 1e-33, False),  # a small gradient that is real
+        (real(2e-17 * (1 + 1e-8)), real(2e-17), 1e-33, False),
+        (real(0.0), real(1e-3), 1e-3, False),  # a value that means nothing at all is not excused: that is no rounding
+        (real(float("nan")), real(0.0), 1.0, False),
+        (real(1.0, 2.0), real(1.0), 1.0, False),
+        (None, real(0.0), 1.0, False),
+    ],
+)
+def test_what_is_equal(got: Tensor | None, want: Tensor, noise: float, passes: bool) -> None:
+    found = compared(got, want, noise)
+    assert (found.first is None) == passes, found
+    if not passes:
+        assert found.first is not None
+        assert found.first.startswith("gradients of g in step 1")
+
+
+def test_noise_is_not_measured_where_all_is_well() -> None:
+    def never(*asked: Any) -> float:
+        raise AssertionError(asked)
+
+    seen = Comparison(1e-9, never)
+    seen.step(0, values(g=real(1.0)), values(g=real(1.0 + 1e-12)))
+    assert 0.9e-12 < seen.worst["gradients"] < 1.1e-12
+
+
+def test_relative_error_is_of_the_largest() -> None:
+    assert relative_error(real(1.0, 4.5), real(1.0, 4.0)) == 0.125
+    assert relative_error(real(1.0), real(0.0)) == 1.0
+    assert relative_error(real(1.0), real(0.0), floor=4.0) == 0.25
+
+
+class Cancels(nn.Module):
+    """The gradient of `shift` is a sum of `terms` that is zero; the others' are what they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.Linear(8, 8)
+        self.shift = nn.Parameter(torch.zeros(8))
+        self.norm = nn.BatchNorm1d(8, affine=False)
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.terms = self.inside(x) + self.shift
+        self.terms.retain_grad()
+        out: Tensor = self.head(self.norm(self.terms).tanh()).square().mean()
+        return out
+
+
+def test_noise_measures_the_terms_that_cancel() -> None:
+    """Noise over the unit of rounding is the sum of the terms' magnitudes: here to within a factor of 30, of a sum that is zero."""
+    x = torch.randn(64, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    plan = Plan(Layout(precision="float64"), "Cancels", "1xcpu-2", 64)
+
+    def make() -> Serial:
+        return Serial(Cancels, 0, (x,), None, plan, OptimizerSpec(), torch.device("cpu"))
+
+    serial, noise = make(), Noise(make)
+    for step in range(2):
+        found = serial.step()
+        assert isinstance(serial.model, Cancels)
+        assert serial.model.terms.grad is not None
+        terms = serial.model.terms.grad.abs().sum(0).max().item()
+        cancelled = found["gradients"]["shift"]
+        assert cancelled.abs().max() < 1e-14
+        assert terms * EPSILON / 30 < noise.of("gradients", "shift", cancelled, step) < terms * EPSILON * 30
+        sound = found["gradients"]["head.weight"]
+        assert noise.of("gradients", "head.weight", sound, step) < 100 * EPSILON * sound.abs().max()
+        assert noise.of("weights", "inside.weight", found["weights"]["inside.weight"], step) < 1e-12
