@@ -12,6 +12,7 @@ from collections.abc import Callable
 from weft.errors import UsageError
 from weft.plan.program import Compute, Links, Program, chain
 from weft.schedules.gpipe import gpipe
+from weft.schedules.interleaved import interleaved
 from weft.schedules.lower import pipeline
 from weft.schedules.one_f_one_b import one_f_one_b
 from weft.schedules.sequential import sequential
@@ -19,14 +20,17 @@ from weft.schedules.sequential import sequential
 __all__ = ["NAMES", "SCHEDULES", "build"]
 
 Schedule = Callable[[int, int, Links], list[list[Compute]]]  # stages, microbatches, links -> [rank] its computes in order
-SCHEDULES: dict[str, Schedule] = {"sequential": sequential, "gpipe": gpipe, "1f1b": one_f_one_b}
+SCHEDULES: dict[str, Schedule] = {"sequential": sequential, "gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved}
 NAMES = tuple(SCHEDULES)
 
 
-def build(name: str, num_stages: int, num_microbatches: int, links: Links | None = None, rendezvous: bool = False) -> Program:
-    """The program of a schedule by name, one stage per rank.
+def build(
+    name: str, num_stages: int, num_microbatches: int, links: Links | None = None, rendezvous: bool = False, chunks: int = 1
+) -> Program:
+    """The program of a schedule by name: one stage a rank, or with `interleaved` `chunks` of them.
 
     Args:
+        num_stages: of the whole pipeline, those of all chunks.
         links: which stage feeds which, (producer, consumer) with producer < consumer; by default each the next.
         rendezvous: order transfers so that it runs even where a send waits for its receive (NCCL on one stream).
             sequential and gpipe need no change for that on a chain; 1f1b does, and is slower by it where sends are posted.
@@ -37,7 +41,7 @@ def build(name: str, num_stages: int, num_microbatches: int, links: Links | None
     rank 1: x(0,1,0)<0 1F0 1B0 g(1,0,0)>0 x(0,1,1)<0 1F1 1B1 g(1,0,1)>0
 
     Raises:
-        UsageError: an unknown name, or fewer than one stage or microbatch.
+        UsageError: an unknown name, fewer than one stage or microbatch, chunks with a schedule that has none.
     """
     if name not in SCHEDULES:
         close = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.4)
@@ -46,4 +50,8 @@ def build(name: str, num_stages: int, num_microbatches: int, links: Links | None
     if num_stages < 1 or num_microbatches < 1:
         raise UsageError(f"{name} of {num_stages} stages and {num_microbatches} microbatches; it needs at least 1 of each")
     links = chain(num_stages) if links is None else links
+    if chunks > 1:
+        if name != "interleaved":
+            raise UsageError(f"{name} has one stage a rank, not {chunks}; use interleaved with chunks={chunks}")
+        return pipeline(name, interleaved(num_stages, num_microbatches, links, chunks), links, rendezvous)
     return pipeline(name, SCHEDULES[name](num_stages, num_microbatches, links), links, rendezvous)
