@@ -1,0 +1,128 @@
+"""Layers that repeat. In: a graph. Out: runs of structurally identical consecutive blocks of operators.
+
+Blocks are identical where their operators agree one by one in target, constants, shapes and dtypes, where what is made within a
+block is read at the same places, and where every block after the first reads the same of the blocks before it. Weights may differ, or
+be shared. Each block must read something of the one before: the queries, keys and values of one layer are alike, but no layers.
+
+A block holds at least two operators with weights, so that two products of a chain of equal ones can still be cut as a pair.
+
+Not modelled: nested runs, and blocks that are alike but not consecutive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from weft.errors import LayoutError
+from weft.model.graph import Arg, Graph, Ref
+
+WEIGHTED = 2  # operators with a weight matrix that a block has at least
+NEAR = 64  # occurrences of an operator's like that are tried as the beginning of the next block
+
+_Reads = tuple[tuple[int, int], ...]  # (place of the operator that made it, which of its outputs) of every value that is read
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """`count` blocks of `length` operators each, the first at operator number `start`."""
+
+    start: int
+    length: int
+    count: int
+
+    def __post_init__(self) -> None:
+        if self.start < 0 or self.length < 1 or self.count < 2:
+            raise LayoutError(f"a run of {self.count} blocks of {self.length} operators from {self.start}; it needs 2 blocks of 1 or more")
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.length * self.count
+
+
+def runs(graph: Graph) -> tuple[Run, ...]:
+    """The graph's runs in order, none overlapping; at every place the one that saves most operators."""
+    alike = _alike(graph)
+    weights = {v.value for v in graph.parameters if len(v.tensor.shape) > 1}
+    heavy = [any(value in weights for value in op.inputs) for op in graph.operators]
+    made = {value: (i, k) for i, op in enumerate(graph.operators) for k, value in enumerate(op.outputs)}
+    reads = [tuple(made[value] for value in op.inputs if value in made) for op in graph.operators]
+    later: dict[int, list[int]] = {}
+    for i, kind in enumerate(alike):
+        later.setdefault(kind, []).append(i)
+    nth = {i: k for places in later.values() for k, i in enumerate(places)}
+    found = []
+    at = 0
+    while at < len(alike):
+        near = later[alike[at]][nth[at] + 1 : nth[at] + 1 + NEAR]
+        tried = [run for other in near if (run := _run(alike, reads, heavy, at, other - at)) is not None]
+        if tried:
+            found.append(max(tried, key=lambda run: run.length * (run.count - 1)))
+            at = found[-1].stop
+        else:
+            at += 1
+    return tuple(found)
+
+
+def representatives(graph: Graph) -> dict[str, str]:
+    """[operator's name] -> the operator of its run's first block that stands at its place; itself outside of runs."""
+    names = [op.name for op in graph.operators]
+    found = dict(zip(names, names, strict=True))
+    for run in runs(graph):
+        for i in range(run.start, run.stop):
+            found[names[i]] = names[run.start + (i - run.start) % run.length]
+    return found
+
+
+def _alike(graph: Graph) -> list[int]:
+    """A number for every operator, the same for those that agree in all but which values they read."""
+    kinds = {v.value: kind for kind in ("parameters", "buffers", "inputs", "constants") for v in getattr(graph, kind)}
+    numbers: dict[object, int] = {}
+
+    def word(arg: Arg) -> object:
+        if isinstance(arg, Ref):
+            return (kinds.get(arg.value, ""), graph.tensors[arg.value])
+        if isinstance(arg, tuple | list):
+            return tuple(word(item) for item in arg)
+        return (type(arg).__name__, arg)
+
+    found = []
+    for op in graph.operators:
+        made = tuple(graph.tensors[value] for value in op.outputs)
+        key = (op.target, word(op.args), word(op.kwargs), made, op.multiple, op.full_precision)
+        found.append(numbers.setdefault(key, len(numbers)))
+    return found
+
+
+def _run(alike: Sequence[int], reads: Sequence[_Reads], heavy: Sequence[bool], start: int, length: int) -> Run | None:
+    """The longest run of blocks of this length from `start`; None where there is none."""
+    block = alike[start : start + length]
+    if sum(heavy[start : start + length]) < WEIGHTED:
+        return None
+    count = 1
+    before = _block_reads(reads, start, length, 0)
+    while alike[start + count * length : start + (count + 1) * length] == block:
+        now = _block_reads(reads, start, length, count)
+        if not _follows(before, now, count):
+            break
+        before = now
+        count += 1
+    return Run(start, length, count) if count > 1 else None
+
+
+def _block_reads(reads: Sequence[_Reads], start: int, length: int, block: int) -> list[tuple[int, int, int]]:
+    """What a block's operators read: (blocks back, place in the block, output), or (-1, place in the graph, output) from outside."""
+    found = []
+    for i in range(start + block * length, start + (block + 1) * length):
+        for place, output in reads[i]:
+            back, at = divmod(place - start, length)
+            found.append((block - back, at, output) if place >= start else (-1, place, output))
+    return found
+
+
+def _follows(before: Sequence[tuple[int, int, int]], now: Sequence[tuple[int, int, int]], block: int) -> bool:
+    """Whether block number `block` reads as the one before it did, and something that this one made."""
+    if len(before) != len(now) or not any(back == 1 for back, _, _ in now):
+        return False
+    # What is read from as many blocks back as there are was still read from outside by the block before.
+    return all(a == b or (a[0] == -1 and b[0] == block) for a, b in zip(before, now, strict=True))
