@@ -7,7 +7,7 @@ operator names what it calls ("aten.linear.default") and `lower/` looks it up.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 
 DTYPE_BYTES = {
@@ -72,11 +72,11 @@ class Operator:
     site: str
     multiple: bool = False  # the call returns a tuple or list, even where that has one element
     full_precision: bool = False  # stands in a block that switches autocast off
+    # Names of the values it reads, in order, each as often as it is used; planning asks for them a million times.
+    inputs: tuple[str, ...] = field(init=False, repr=False, compare=False)
 
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        """Names of the values it reads, in order, each as often as it is used."""
-        return tuple(_refs((self.args, tuple(v for _, v in self.kwargs))))
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "inputs", tuple(_refs((self.args, tuple(v for _, v in self.kwargs)))))
 
     @property
     def layer(self) -> str:
