@@ -62,6 +62,8 @@ def check(subject: Subject, layout: str, eager: str = "free links", **options: A
         ("gpt-tiny", "data=2 tensor=2 pipeline=2 microbatches=2 zero=1", "free links"),
         ("gpt-tiny", "tensor=2 pipeline=2 microbatches=4 schedule=gpipe recompute=full", "dear links"),
         ("llama-tiny", "tensor=4 microbatches=2 recompute=full", "free links"),
+        ("gpt-tiny", "data=2 tensor=2 pipeline=2 microbatches=2 sequence_parallel=on", "free links"),
+        ("t5-tiny", "tensor=2 sequence_parallel=on recompute=full", "dear links"),
         ("t5-tiny", "tensor=2 pipeline=2 microbatches=2 schedule=sequential zero=1", "dear links"),
         ("moe-tiny", "data=2 tensor=2 zero=1", "free links"),
         ("lstm-tiny", "tensor=2 microbatches=2 zero=1", "dear links"),

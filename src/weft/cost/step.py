@@ -107,17 +107,18 @@ class Pricer:
 
         Data is propagated once, over 2 ranks: the same labels are cut whatever its size.
         """
-        key = (layout.data > 1, layout.tensor)
+        sequence = layout.sequence_parallel == "on"
+        key = (layout.data > 1, layout.tensor, sequence)
         if key not in self._shardings:
             sizes = {"data": 2 if layout.data > 1 else 1, "tensor": layout.tensor}
             if max(sizes.values()) == 1:
                 self._shardings[key] = None
             else:
-                found = propagate(self.graph, sizes, self.shards, prices=self._prices(layout))
+                found = propagate(self.graph, sizes, self.shards, prices=self._prices(layout), sequence=sequence)
                 matrices = sum(len(v.tensor.shape) > 1 for v in self.graph.parameters)
                 if layout.tensor > 1 and 2 * len(found.shards.get("tensor", ())) < matrices:
                     # Too small a model for cuts to pay; but who asks for tensor ranks wants them to share the work.
-                    found = propagate(self.graph, sizes, self.shards)
+                    found = propagate(self.graph, sizes, self.shards, sequence=sequence)
                 self._shardings[key] = found
         return self._shardings[key]
 
@@ -139,7 +140,8 @@ class Pricer:
 
     def operators(self, layout: Layout) -> tuple[list[Seconds], list[Seconds]]:
         """(compute, collectives) of every operator of the graph on one rank, for one microbatch."""
-        key = (layout.data, layout.tensor, layout.num_ranks, layout.threads, layout.microbatches, layout.precision)
+        key = (layout.data, layout.tensor, layout.num_ranks, layout.threads, layout.microbatches, layout.precision,
+               layout.sequence_parallel)  # fmt: skip
         if key not in self._operators:
             self._operators[key] = (self._compute(layout), self._collectives(layout))
         return self._operators[key]
@@ -229,7 +231,7 @@ class Pricer:
         Raises:
             LayoutError: sites that the graph does not have, or not in order.
         """
-        key = (layout.data, layout.tensor, layout.pipeline, layout.microbatches, layout.precision, layout.threads, tuple(sites))
+        key = (layout.data, layout.tensor, layout.pipeline, layout.microbatches, layout.precision, layout.threads, layout.sequence_parallel, tuple(sites))
         if key not in self._bases:
             self._bases[key] = [self._base(layout, stage) for stage in self.split(sites)]
         return tuple(self._stage(layout, i, base) for i, base in enumerate(self._bases[key]))

@@ -255,8 +255,12 @@ class _Builder:
         if position is not None and len(args) > position and args[position] is not None and self._contracted(op, cut):
             bias, args[position] = args[position], None
             partial_sum = self._emit(op, _lookup(op.target), args, kwargs)
+            made = low.sharding.forms[op.outputs[0]]
             for axis in self._contracted(op, cut):
-                partial_sum = self._move(partial_sum, axis, "P", "R")
+                if made[axis] == "P":  # summed later, with the rest: every rank adds its share of the bias
+                    bias = self._node(torch.ops.aten.div.Tensor, (bias, low.sharding.sizes[axis]))
+                else:
+                    partial_sum = self._move(partial_sum, axis, "P", "R")
             shape = [-1] + [1] * (len(self.tensors[op.outputs[0]].shape) - 2) if name.startswith("conv") else [-1]
             bias = self._node(torch.ops.aten.reshape.default, (bias, shape)) if len(shape) > 1 else bias
             return self._node(_add_bias, (partial_sum, bias))

@@ -11,6 +11,8 @@ its dual (g). A parameter that is needed as "+" everywhere needs no operator at 
 The search is a frontier dynamic programme: operators in order, states are the forms of the values still needed, the
 `beam` cheapest distinct states are kept. It is exact while the frontier has at most `beam` distinct states.
 
+Which labels another axis than `data` may cut says `model/labels.py`: those of weights, never samples; positions only with `sequence`.
+
 Not modelled: overlap, memory. One dimension of a tensor is cut by at most one axis.
 """
 
@@ -21,6 +23,7 @@ from dataclasses import dataclass, replace
 
 from weft.errors import LayoutError
 from weft.model.graph import Graph, Operator, Ref
+from weft.model.labels import meanings
 from weft.model.rules import Rule, rule_of
 from weft.model.sharding import Form, Move, Prices, Sharding, Shards, collective_s, move_collectives
 from weft.model.work import operator_bytes, operator_flops
@@ -52,7 +55,15 @@ class _Axis:
     """The problem along one axis, with the other axes' decisions given."""
 
     def __init__(
-        self, graph: Graph, axis: str, n: int, taken: Mapping[str, set[int]], fixed: Mapping[str, int] | None, prices: Prices, divide: int
+        self,
+        graph: Graph,
+        axis: str,
+        n: int,
+        taken: Mapping[str, set[int]],
+        fixed: Mapping[str, int] | None,
+        prices: Prices,
+        divide: int,
+        sequence: bool = False,
     ):
         self.graph, self.axis, self.n, self.prices = graph, axis, n, prices
         self.taken = taken  # value -> dims that other axes cut
@@ -60,8 +71,11 @@ class _Axis:
         self.divide = divide  # ranks along the other axes, to scale bytes and FLOPs
         self.grads = needs_gradient(graph)
         self.placed = {v.value: v for v in (*graph.parameters, *graph.buffers)}
+        self.weights = {v.value for v in graph.parameters if len(v.tensor.shape) > 1}
         self.rules = {op.name: rule_of(op, graph.tensors) for op in graph.operators}
         self.heavy = {op.name for op in graph.operators if operator_flops(op, graph.tensors) > 0}
+        self.sequence = sequence
+        self.meanings = None if axis == "data" else meanings(graph, self.rules)
         if axis == "data":
             # Every operator that can follow the samples does, whatever its latency: that is what the axis is for.
             self.prices = replace(prices, latency_s=0.0)
@@ -86,10 +100,14 @@ class _Axis:
         if rule is None or writes_buffer(op, self.placed):
             return found
         name = op.target.split(".")[1]
+        meaning = self.meanings[op.name] if self.meanings is not None else None
         for label in rule.labels:
-            choice = self._cut(op, name, rule, label, seconds / self.n)
-            if choice is not None:
-                found.append(choice)
+            if meaning is not None and not meaning.admits(label, self.sequence):
+                continue
+            for summed in (True, False) if self.sequence else (True,):
+                choice = self._cut(op, name, rule, label, seconds / self.n, summed)
+                if choice is not None and choice not in found:
+                    found.append(choice)
         return found
 
     def worth(self, op: Operator, choice: _Choice, held: Mapping[str, tuple[Form, ...]]) -> bool:
@@ -102,13 +120,14 @@ class _Axis:
         for value, need in zip(op.inputs, choice.needs, strict=True):
             if need is not None and need[0] == "S":
                 have = held.get(value) or self.start(value) or ()
-                if need in have:
+                if need in have or (self.sequence and "P" in have):
                     return True
-                if self.axis != "data" and value in self.placed and len(self.graph.tensors[value].shape) > 1 and not have:
+                if self.axis != "data" and value in self.weights and not have:
                     return True
         return self.axis != "data" and op.name in self.heavy
 
-    def _cut(self, op: Operator, name: str, rule: Rule, label: str, seconds: float) -> _Choice | None:
+    def _cut(self, op: Operator, name: str, rule: Rule, label: str, seconds: float, summed: bool) -> _Choice | None:
+        """Cut `label`. `summed`: a product whose bias is added once sums its summands first; else each rank adds its share of the bias."""
         kernel = rule.kernels.get(label)
         makes: list[Form] = []
         for value, labels in zip(op.outputs, rule.outputs, strict=True):
@@ -125,7 +144,7 @@ class _Axis:
                 return None
         contracted = any(form == "P" for form in makes) and kernel is None
         bias = op.args[_BIASED[name]] if contracted and name in _BIASED and len(op.args) > _BIASED[name] else None
-        if isinstance(bias, Ref):
+        if isinstance(bias, Ref) and summed:
             makes = ["R"] * len(makes)  # the kernel reduces before it adds the bias
             seconds += collective_s("all_reduce", self._bytes(op.outputs[0]), self.n, self.prices)
         needs: list[Form | None] = []
@@ -137,7 +156,7 @@ class _Axis:
                 if not self.cuttable(value, dim):
                     return None
                 needs.append(f"S{dim}")
-            elif isinstance(bias, Ref) and value == bias.value:
+            elif isinstance(bias, Ref) and summed and value == bias.value:
                 needs.append("R")
             else:
                 needs.append("+" if value in self.grads else "R")
@@ -180,7 +199,8 @@ class _Axis:
         touched = size * 8 / self.prices.memory_bytes_per_s  # gradient and optimizer states, read and written
         if need[0] == "S":
             return (need, touched / self.n) if self.cuttable(value, int(need[1:])) else None
-        extra = collective_s("all_reduce", size, self.n, self.prices) if need == "+" and value in self.grads else 0.0
+        # Gradients are summed many in one bucket: their bytes count, a latency of their own does not.
+        extra = collective_s("all_reduce", size, self.n, replace(self.prices, latency_s=0.0)) if need == "+" and value in self.grads else 0.0
         return "R", touched + extra
 
     def start(self, value: str) -> tuple[Form, ...] | None:
@@ -308,11 +328,13 @@ def propagate(
     shards: Mapping[str, Shards] | None = None,
     *,
     prices: Prices | Mapping[str, Prices] | None = None,
+    sequence: bool = False,
     beam: int = 24,
 ) -> Sharding:
     """Complete the sharding over the axes of `sizes` (those of size 1 are left out), `data` first.
 
     `shards[axis]` says where parameters and buffers are cut; an axis that is missing there is searched (`data` keeps all whole).
+    `sequence`: what lies between products may be cut along positions as well (sequence parallelism, Korthikanti et al. 2022).
 
     Raises:
         LayoutError: a shard names a parameter that the graph does not have, or a dimension that does not divide.
@@ -340,7 +362,7 @@ def propagate(
                     raise LayoutError(f"the plan cuts dimension {dim} of {name} {list(shape)} over {axis}={n}, which does not divide it")
                 fixed[names[name].value] = dim
         price = prices.get(axis, Prices()) if isinstance(prices, Mapping) else prices or Prices()
-        problem = _Axis(graph, axis, n, taken, fixed, price, done)
+        problem = _Axis(graph, axis, n, taken, fixed, price, done, sequence)
         chosen, placed = problem.solve(beam)
         _record(graph, problem, chosen, placed, ops, forms, needs, gradients, moves)
         cut[axis] = tuple((v.name, int(forms[v.value][axis][1:])) for v in names.values() if forms[v.value][axis][0] == "S")

@@ -22,7 +22,6 @@ RUNS: dict[str, tuple[int | str, ...]] = {
     "chunks": (1,),
     "expert": (1,),
     "zero": (0, 1),
-    "sequence_parallel": ("off",),
     "recompute": ("none", "full"),
     "offload": ("none",),
     "precision": ("float32", "bfloat16", "float64"),

@@ -87,7 +87,8 @@ class Traced(Source):
 
     def sharding(self, plan: Plan, graph: Graph) -> Sharding:
         """As `Source.sharding`, once for each way of cutting."""
-        key = (plan.layout.data, plan.layout.tensor, plan.shards, graph.batch_size, plan.layout.precision)
+        layout = plan.layout
+        key = (layout.data, layout.tensor, layout.sequence_parallel, plan.shards, graph.batch_size, layout.precision)
         if key not in self.shardings:
             self.shardings[key] = super().sharding(plan, graph)
         return self.shardings[key]
@@ -140,7 +141,7 @@ def shard_of(plan: Plan, graph: Graph) -> Sharding:
     """The complete sharding that a plan means for a graph."""
     names = {v.name: v for v in (*graph.parameters, *graph.buffers)}
     sizes = {"data": plan.layout.data, "tensor": plan.layout.tensor}
-    return propagate(graph, sizes, cut_of(plan, names))
+    return propagate(graph, sizes, cut_of(plan, names), sequence=plan.layout.sequence_parallel == "on")
 
 
 def build(

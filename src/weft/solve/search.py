@@ -188,7 +188,7 @@ def price(pricer: Pricer, layout: Layout, sites: Sequence[str] = ()) -> Priced:
 
 def balanced(pricer: Pricer, layout: Layout) -> tuple[str, ...]:
     """Where the most balanced stages begin; the same whatever the schedule, ZeRO stage and recomputation."""
-    key = (layout.data, layout.tensor, layout.pipeline, layout.microbatches, layout.precision, layout.threads)
+    key = (layout.data, layout.tensor, layout.pipeline, layout.microbatches, layout.precision, layout.threads, layout.sequence_parallel)
     if key not in pricer.balanced:
         pricer.balanced[key] = _balance(pricer, layout)
     return pricer.balanced[key]

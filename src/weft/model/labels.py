@@ -1,0 +1,61 @@
+"""What the labels of every operator stand for: samples, features of a weight, or something else (positions of a sequence, of an image).
+
+In: a graph and its factor rules. Out: for every operator the labels that carry samples and those that carry features, followed from
+the batched inputs and from the weights through the rules. Not modelled: operators without a rule, behind which nothing is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from weft.model.graph import Graph
+from weft.model.rules import Rule
+from weft.model.work import operator_flops
+
+
+@dataclass(frozen=True, slots=True)
+class Meaning:
+    """Labels of one operator that may be cut over an axis other than data.
+
+    `samples` belong to data alone: cutting them would be data parallelism under another name. `features` come from weights. `shared`:
+    the labels of the weights that a product reads, None where it reads none; a product that is not cut by one of them would leave its
+    weight whole on every rank.
+    """
+
+    samples: frozenset[str] = frozenset()
+    features: frozenset[str] = frozenset()
+    shared: frozenset[str] | None = None
+
+    def admits(self, label: str, sequence: bool) -> bool:
+        """Whether a tensor axis may cut `label`; with `sequence` also what is neither sample nor feature, around the products."""
+        if label in self.samples or (self.shared is not None and label not in self.shared):
+            return False
+        return sequence or label in self.features
+
+
+def meanings(graph: Graph, rules: Mapping[str, Rule | None]) -> dict[str, Meaning]:
+    """[operator's name] -> what its labels mean.
+
+    A weight is a parameter of two or more dimensions that a product or an embedding reads; a table of positions that is only added
+    makes no feature of the position.
+    """
+    samples: dict[str, set[int]] = {v.value: {0} for v in graph.inputs if v.batched and v.tensor.shape}
+    features: dict[str, set[int]] = {}
+    weights = {v.value for v in graph.parameters if len(v.tensor.shape) > 1}
+    found: dict[str, Meaning] = {}
+    for op in graph.operators:
+        rule = rules[op.name]
+        if rule is None:
+            found[op.name] = Meaning()
+            continue
+        rows = [(value, row) for value, row in zip(op.inputs, rule.inputs, strict=True) if row is not None]
+        product = op.target.split(".")[1] == "embedding" or operator_flops(op, graph.tensors) > 0
+        shared = {label for value, row in rows if product and value in weights for label in row if label}
+        of_samples = {row[dim] for value, row in rows for dim in samples.get(value, ()) if row[dim]}
+        of_features = shared | {row[dim] for value, row in rows for dim in features.get(value, ()) if row[dim]}
+        for value, row in zip(op.outputs, rule.outputs, strict=True):
+            samples[value] = {dim for dim, label in enumerate(row) if label in of_samples}
+            features[value] = {dim for dim, label in enumerate(row) if label in of_features}
+        found[op.name] = Meaning(frozenset(of_samples), frozenset(of_features), frozenset(shared) if shared else None)
+    return found
