@@ -75,13 +75,15 @@ class Link:
     """What joins the units of one level: each unit's port, one direction.
 
     `latency_s`: one message of no size. `bandwidth_bytes_per_s`: of one unit's port, datasheet. `ports`: equal ports that make
-    it up; one message uses one. `efficiency`: part of the bandwidth that large collectives reach.
+    it up; one message uses one. `efficiency`: part of the bandwidth that large collectives reach. `protocol`: whose rules collectives
+    follow, by the catalogue's name.
     """
 
     latency_s: float
     bandwidth_bytes_per_s: float
     ports: int = 1
     efficiency: float = 1.0
+    protocol: str = "nccl"
     source: str = ""
 
     def __post_init__(self) -> None:

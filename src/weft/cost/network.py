@@ -1,18 +1,20 @@
 """Seconds of a collective. In: a cluster, how many ranks take part and how far apart they are, bytes. Out: seconds.
 
-Measured tables win where the cluster has them. Otherwise latency and bandwidth (Hockney's alpha-beta): a ring inside a node
-and through the nodes' ports, whichever is slower (Patarasuk and Yuan 2009), with logarithmic latency between nodes, as trees have.
-Groups that communicate at the same time share their node's port. Not modelled: protocols by size, in-network reduction, congestion
-behind the port, and collectives that slow down compute.
+Measured tables win where the cluster has them. Otherwise the least time over the algorithms and protocols of the library that
+the links name (`Protocols`, from the catalogue): rings and trees, with flags in the data (LL), in every 128 bytes (LL128) or apart
+(Simple), each a start, hops and a rate (Hockney's alpha-beta; Patarasuk and Yuan 2009 for the ring's bytes), as NCCL itself
+chooses. Groups that communicate at the same time share their node's port. Not modelled: in-network reduction, congestion behind
+the port, a library that misjudges which protocol is fastest, and collectives that slow down compute.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import ceil, log2
+from math import log2
 
 from weft.cluster.cluster import Cluster, Link
+from weft.cost.efficiency import Protocols, protocols
 from weft.errors import UsageError
 
 # Bytes through one rank's port, as a part of the whole tensor, for n ranks; and the latencies in a row on a ring.
@@ -43,6 +45,19 @@ class Group:
         return max(self.num_ranks, self.size * self.stride)
 
 
+@dataclass(frozen=True, slots=True)
+class Path:
+    """How a group lies on the links: `inside` ranks of it a node, `nodes` nodes, the innermost link and the slowest one between
+    nodes, and what one group gets of each, bytes/s."""
+
+    inside: int
+    nodes: int
+    link: Link
+    network: Link
+    inside_bytes_per_s: float
+    network_bytes_per_s: float
+
+
 def members_per_unit(group: Group, unit: int) -> int:
     """Ranks of the group in one unit of `unit` consecutive devices."""
     return max(1, min(group.size, unit // group.stride))
@@ -56,12 +71,34 @@ def ring_s(name: str, size_bytes: float, num_ranks: int, link: Link) -> float:
     return float(factor(num_ranks) * size_bytes / (link.bandwidth_bytes_per_s * link.efficiency) + steps(num_ranks) * link.latency_s)
 
 
-def collective_s(cluster: Cluster, name: str, size_bytes: float, group: Group) -> float:
+def path(cluster: Cluster, group: Group) -> Path:
+    """Where a group's bytes go. Each rank drives the ports next to it, and groups that work at once share them."""
+    first = cluster.levels[0].link
+    inside = here = members_per_unit(group, cluster.levels[0].size) if len(cluster.levels) > 1 else group.size
+    network, slowest = first, float("inf")
+    unit = cluster.levels[0].size
+    for depth, level in enumerate(cluster.levels[1:], 1):
+        below, unit = unit, unit * level.size
+        reached = members_per_unit(group, unit) if depth + 1 < len(cluster.levels) else group.size
+        if reached > here:
+            link = level.link
+            groups = max(1, min(below, group.total) // here)
+            part = min(1.0, here / link.ports, 1 / groups)
+            bandwidth = link.bandwidth_bytes_per_s * link.efficiency * part
+            if bandwidth < slowest:
+                network, slowest = link, bandwidth
+            here = reached
+    return Path(inside, -(-group.size // inside), first, network, first.bandwidth_bytes_per_s * first.efficiency, slowest)
+
+
+def collective_s(cluster: Cluster, name: str, size_bytes: float, group: Group, rules: Protocols | None = None) -> float:
     """Seconds of collective `name` on a tensor of `size_bytes` in all (its whole, however it is cut) in every group at once.
+
+    `rules` replaces those that the links name, for fitting them.
 
     >>> from weft.cluster.cluster import Cluster
     >>> round(1e3 * collective_s(Cluster.parse("dgx-a100-40"), "all_reduce", 2**30, Group(8)), 1)
-    8.2
+    8.9
 
     Raises:
         UsageError: a collective that is not known, by name.
@@ -74,26 +111,43 @@ def collective_s(cluster: Cluster, name: str, size_bytes: float, group: Group) -
     measured = _measured_s(cluster, name, size_bytes, group)
     if measured is not None:
         return measured
+    where = path(cluster, group)
+    if where.nodes == 1:
+        return _inside_s(name, size_bytes, n, where, rules or protocols(where.link.protocol))
+    return _between_s(name, size_bytes, n, where, rules or protocols(where.network.protocol))
+
+
+def _inside_s(name: str, size_bytes: float, n: int, where: Path, rules: Protocols) -> float:
+    """Rings within a node. LL's rate is that of one rank's piece, since it uses more channels the more ranks there are."""
     factor, steps = FACTORS[name]
-    seconds, latency = 0.0, 0.0
-    unit = 1  # devices below this level
-    inside = 1  # ranks of the group below this level
-    for depth, level in enumerate(cluster.levels):
-        below, unit = unit, unit * level.size
-        here = members_per_unit(group, unit) if depth + 1 < len(cluster.levels) else n
-        if here > inside:
-            link = level.link
-            busy = min(below, group.total)  # ranks behind one port
-            groups = max(1, busy // inside)
-            width = min(1.0, inside / link.ports if below > 1 else 1.0)
-            bandwidth = link.bandwidth_bytes_per_s * link.efficiency * min(width, 1 / groups)
-            hops = here // inside
-            share = factor(n) * (inside if name == "all_to_all" else 1)
-            seconds = max(seconds, share * size_bytes / bandwidth)
-            ring = steps(hops)
-            latency += link.latency_s * (ring if depth == 0 else min(ring, 2 * ceil(log2(hops))))
-        inside = max(inside, here)
-    return seconds + latency
+    latency, bandwidth = where.link.latency_s, where.inside_bytes_per_s
+    low, high = rules.node_ll, rules.node_simple
+    moved = factor(n) * size_bytes
+    small = latency * (low.start + low.hop * steps(n)) + moved / (n - 1) / (low.rate * bandwidth)
+    large = latency * (high.start + high.hop * steps(n)) + moved / (high.rate * bandwidth)
+    return float(min(small, large))
+
+
+def _between_s(name: str, size_bytes: float, n: int, where: Path, rules: Protocols) -> float:
+    """Rings and trees over nodes. An all-reduce may be a tree, up and down in log2(nodes) hops; the others are rings."""
+    factor, steps = FACTORS[name]
+    latency, bandwidth, nodes = where.network.latency_s, where.network_bytes_per_s, where.nodes
+    moved = factor(n) * size_bytes
+    if name == "all_to_all":
+        moved *= where.inside
+    up = log2(nodes) if name == "all_reduce" else float(nodes - 1)
+    found = []
+    for line in (rules.net_ll, rules.net_ll128, *([rules.net_tree] if name == "all_reduce" else [])):
+        # What passes a node's port: both ways along the tree's edges, or less what a root and leaves need not.
+        saved = rules.tree_saved if line is rules.net_tree else 0.0
+        carried = 2 * size_bytes * (1 - saved / nodes) if name == "all_reduce" else moved
+        found.append(latency * (line.start + line.hop * up) + carried / (line.rate * bandwidth))
+    ring = rules.net_ring
+    part = steps(n) / (2 * (n - 1))
+    hops = 2 * part * ((nodes - 1) * latency + (n - nodes) * where.link.latency_s)
+    found.append(latency * ring.start + ring.hop * hops + moved / (ring.rate * bandwidth))
+    through_node = factor(n) * size_bytes / where.inside_bytes_per_s if where.inside > 1 else 0.0
+    return float(max(through_node, min(found)))
 
 
 def send_s(cluster: Cluster, size_bytes: float, stride: int, flows: int = 1) -> float:
