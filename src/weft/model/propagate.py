@@ -40,6 +40,11 @@ class _Choice:
     makes: tuple[Form, ...]
     cost_s: float
 
+    @property
+    def word(self) -> str:
+        """What a plan calls it: the label, with `+` where summands are left."""
+        return self.label + "+" * ("P" in self.makes)
+
 
 @dataclass(frozen=True, slots=True)
 class _Decided:
@@ -64,6 +69,7 @@ class _Axis:
         prices: Prices,
         divide: int,
         sequence: bool = False,
+        labels: Mapping[str, str] | None = None,
     ):
         self.graph, self.axis, self.n, self.prices = graph, axis, n, prices
         self.taken = taken  # value -> dims that other axes cut
@@ -75,6 +81,7 @@ class _Axis:
         self.rules = {op.name: rule_of(op, graph.tensors) for op in graph.operators}
         self.heavy = {op.name for op in graph.operators if operator_flops(op, graph.tensors) > 0}
         self.sequence = sequence
+        self.labels = labels or {}  # site -> the choice that is given, in its word
         self.meanings = None if axis == "data" else meanings(graph, self.rules)
         if axis == "data":
             # Every operator that can follow the samples does, whatever its latency: that is what the axis is for.
@@ -97,25 +104,35 @@ class _Axis:
         if rule is not None:
             whole = [None if labels is None else "R" for labels in rule.inputs]
         found = [_Choice("", tuple(whole), ("R",) * len(op.outputs), seconds)]
+        said = self.labels.get(op.site)
         if rule is None or writes_buffer(op, self.placed):
-            return found
+            return self._said(op, said, found)
         name = op.target.split(".")[1]
         meaning = self.meanings[op.name] if self.meanings is not None else None
         for label in rule.labels:
-            if meaning is not None and not meaning.admits(label, self.sequence):
+            if said is None and meaning is not None and not meaning.admits(label, self.sequence):
                 continue
-            for summed in (True, False) if self.sequence else (True,):
+            for summed in (True, False) if self.sequence or said is not None else (True,):
                 choice = self._cut(op, name, rule, label, seconds / self.n, summed)
                 if choice is not None and choice not in found:
                     found.append(choice)
-        return found
+        return self._said(op, said, found)
+
+    def _said(self, op: Operator, said: str | None, choices: list[_Choice]) -> list[_Choice]:
+        if said is None:
+            return choices
+        given = [choice for choice in choices if choice.word == said]
+        if not given:
+            possible = ", ".join(choice.word or "none" for choice in choices)
+            raise LayoutError(f"the plan cuts {said!r} of {op.site} over {self.axis}={self.n}, but what can be cut is {possible}")
+        return given
 
     def worth(self, op: Operator, choice: _Choice, held: Mapping[str, tuple[Form, ...]]) -> bool:
         """Whether a cut follows from something: an input that is cut there already, or (not over data) work that a cut saves.
 
         Cuts of cheap operators out of the blue are legal, and crowd out the states that matter.
         """
-        if not choice.label:
+        if not choice.label or op.site in self.labels:
             return True
         for value, need in zip(op.inputs, choice.needs, strict=True):
             if need is not None and need[0] == "S":
@@ -322,6 +339,27 @@ def written_buffers(graph: Graph) -> set[str]:
     return found
 
 
+def given_dims(graph: Graph, axis: str, n: int, shards: Mapping[str, Shards] | None) -> dict[str, int] | None:
+    """[value] -> dimension of it that is cut over `axis`, where that is given (over data nothing is); None where it is searched.
+
+    Raises:
+        LayoutError: a shard names a parameter that the graph does not have, or a dimension that does not divide.
+    """
+    given = (shards or {}).get(axis)
+    if given is None:
+        return {} if axis == "data" else None
+    names = {v.name: v for v in (*graph.parameters, *graph.buffers)}
+    fixed = {}
+    for name, dim in given:
+        if name not in names:
+            raise LayoutError(f"the plan cuts {name} over {axis}, but the model has no such parameter or buffer")
+        shape = names[name].tensor.shape
+        if dim >= len(shape) or shape[dim] % n:
+            raise LayoutError(f"the plan cuts dimension {dim} of {name} {list(shape)} over {axis}={n}, which does not divide it")
+        fixed[names[name].value] = dim
+    return fixed
+
+
 def propagate(
     graph: Graph,
     sizes: Mapping[str, int],
@@ -329,15 +367,18 @@ def propagate(
     *,
     prices: Prices | Mapping[str, Prices] | None = None,
     sequence: bool = False,
+    labels: Mapping[str, Mapping[str, str]] | None = None,
     beam: int = 24,
 ) -> Sharding:
     """Complete the sharding over the axes of `sizes` (those of size 1 are left out), `data` first.
 
     `shards[axis]` says where parameters and buffers are cut; an axis that is missing there is searched (`data` keeps all whole).
+    `labels[axis][site]`: the label of an operator that is cut, "" for none, with `+` where it leaves summands; the rest is searched.
     `sequence`: what lies between products may be cut along positions as well (sequence parallelism, Korthikanti et al. 2022).
 
     Raises:
-        LayoutError: a shard names a parameter that the graph does not have, or a dimension that does not divide.
+        LayoutError: a shard names a parameter that the graph does not have, or a dimension that does not divide; a label that an operator
+            cannot be cut on.
     """
     names = {v.name: v for v in (*graph.parameters, *graph.buffers)}
     ops: dict[str, dict[str, str]] = {op.name: {} for op in graph.operators}
@@ -350,19 +391,9 @@ def propagate(
     done = 1
     for axis in sorted((a for a in sizes if sizes[a] > 1), key=lambda a: a != "data"):
         n = sizes[axis]
-        given = (shards or {}).get(axis)
-        fixed: dict[str, int] | None = None
-        if given is not None or axis == "data":
-            fixed = {}
-            for name, dim in given or ():
-                if name not in names:
-                    raise LayoutError(f"the plan cuts {name} over {axis}, but the model has no such parameter or buffer")
-                shape = names[name].tensor.shape
-                if dim >= len(shape) or shape[dim] % n:
-                    raise LayoutError(f"the plan cuts dimension {dim} of {name} {list(shape)} over {axis}={n}, which does not divide it")
-                fixed[names[name].value] = dim
+        fixed = given_dims(graph, axis, n, shards)
         price = prices.get(axis, Prices()) if isinstance(prices, Mapping) else prices or Prices()
-        problem = _Axis(graph, axis, n, taken, fixed, price, done, sequence)
+        problem = _Axis(graph, axis, n, taken, fixed, price, done, sequence, (labels or {}).get(axis))
         chosen, placed = problem.solve(beam)
         _record(graph, problem, chosen, placed, ops, forms, needs, gradients, moves)
         cut[axis] = tuple((v.name, int(forms[v.value][axis][1:])) for v in names.values() if forms[v.value][axis][0] == "S")
