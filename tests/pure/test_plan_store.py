@@ -155,3 +155,15 @@ def test_files_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
 def test_text_beyond_all_bounds_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"plan.toml: "):
         parse_plan(text)
+
+
+def test_every_choice_is_commented_and_defaults_are_left_out() -> None:
+    every = Layout(4, 2, 2, 4, "interleaved", 3, "selective", "bfloat16", 1, 2, 2, "on", "all")
+    stages = ("a", "b", "c")
+    for line in format_plan(Plan(every, "m", "c", 16, stages=stages)).partition("[layout]")[2].splitlines()[1:]:
+        if " = " not in line:
+            break
+        assert "  # " in line
+    short = format_plan(Plan(Layout(), "m", "c", 1))
+    assert "threads" not in short
+    assert parse_plan(short).layout == Layout()

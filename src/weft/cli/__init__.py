@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from weft.cli import checkpoint, demo, doctor, plan, probe, report, schedule, simulate, train, verify
+from weft.cli import checkpoint, compare, demo, doctor, estimate, explain, plan, probe, report, schedule, simulate, train, verify, whatif
 from weft.errors import RunError, UsageError, WeftError
 
 INTERRUPTED = 130
@@ -55,6 +55,10 @@ def _options(
 
 app.command("train")(train.train)
 app.command("plan")(plan.plan)
+app.command("explain")(explain.explain)
+app.command("whatif")(whatif.whatif)
+app.command("compare")(compare.compare)
+app.command("estimate")(estimate.estimate)
 app.command("verify")(verify.verify)
 app.command("simulate")(simulate.simulate)
 app.command("schedule")(schedule.schedule)

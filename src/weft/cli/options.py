@@ -21,3 +21,7 @@ ClusterText = Annotated[str, typer.Option("--cluster", metavar="CLUSTER", help=_
 Constraints = Annotated[list[str] | None, typer.Option("--constrain", metavar='"KEY<=N"', help=_CONSTRAIN, show_default=False)]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output and nothing else there.")]
 OutFile = Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write it to this file.", show_default=False)]
+PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan.toml, as weft plan -o writes it.", show_default=False)]
+OtherCluster = Annotated[
+    str | None, typer.Option("--cluster", metavar="CLUSTER", help="Other machines than the plan's.", show_default=False)
+]

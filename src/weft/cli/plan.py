@@ -34,7 +34,7 @@ def plan(
       weft plan gpt-10m --batch 16 --layout "data=2 pipeline=2 microbatches=4"
     """
     with output(as_json) as out:
-        from weft import api
+        from weft.cli.setting import Setting, named
         from weft.cli.subject import load_cluster, load_model
         from weft.plan.layout import Layout
         from weft.plan.store import write_plan
@@ -42,12 +42,16 @@ def plan(
 
         wanted = Layout.parse(layout) if layout is not None else None
         machines = load_cluster(cluster, out)
-        subject = load_model(model, batch, sequence)
+        name, sequence = named(model, sequence)
+        size = batch or load_model(name, None, sequence).default_batch
         with out.working(f"planning {model} on {machines.name}"):
-            chosen = api.plan(subject, batch, cluster=machines, layout=wanted, constraints=constrain or (), objective=objective)
+            chosen = Setting(name, machines, size, sequence).plan(constrain or (), objective, wanted)
         for table in plan_tables(chosen):
             out.table(table)
         if target is not None:
             write_plan(chosen, target)
-            out.message(f'written to {target}; edit it if you like, then: weft simulate {target}, or plan = "{target}" in a training file')
+            out.message(
+                f"written to {target}; edit it if you like, then: weft explain {target}, weft simulate {target}, "
+                f'or plan.file = "{target}" in a training file'
+            )
         out.answer(plan_record(chosen))

@@ -1,11 +1,13 @@
 """Names of parameters with `*` for layer numbers. In: which parameters are cut, and all names of a model. Out: the same, shorter or longer.
 
 A plan of 48 equal layers says each cut once: `layers.*.mlp.up.weight = 0`. A pattern stands for every name of the model that it
-matches, so it is only used where all of these are cut alike. Not modelled: ranges of layers; a layer that differs is named.
+matches, so it is only used where all of these are cut; layers that are cut otherwise are named after it, and the later entry counts.
+Not modelled: ranges of layers.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 Cuts = tuple[tuple[str, int], ...]
@@ -50,20 +52,35 @@ def shorten(cuts: Cuts, names: Iterable[str]) -> Cuts:
     >>> shorten((("h.0.up", 0), ("h.1.up", 0), ("head", 1)), ["h.0.up", "h.1.up", "h.1.down", "head"])
     (('h.*.up', 0), ('head', 1))
     """
+    names = list(names)
     dims = dict(expand(cuts, names))
     members: dict[str, list[str]] = {}
     for name in names:
         for pattern in _patterns(name):
             members.setdefault(pattern, []).append(name)
     found: dict[str, int] = {}
+    exceptions: dict[str, int] = {}
     done: set[str] = set()
-    for name, dim in dims.items():
+    for name in dims:
         if name in done:
             continue
-        best = next((p for p in _patterns(name) if len(members[p]) > 1 and all(dims.get(n) == dim for n in members[p])), name)
+        best, dim = _widest(name, dims, members)
         found[best] = dim
-        done.update(members[best] if best != name else [name])
-    return tuple(found.items())
+        meant = members[best] if best != name else [name]
+        exceptions.update((n, dims[n]) for n in meant if dims[n] != dim)
+        done.update(meant)
+    return (*found.items(), *exceptions.items())
+
+
+def _widest(name: str, dims: dict[str, int], members: dict[str, list[str]]) -> tuple[str, int]:
+    """The pattern that says most: all that it matches are cut, most of them along the dimension that comes with it."""
+    for pattern in _patterns(name):
+        here = [dims.get(n) for n in members.get(pattern, ())]
+        if len(here) > 1 and None not in here:
+            dim, count = Counter(d for d in here if d is not None).most_common(1)[0]
+            if 1 + len(here) - count <= max(1, len(here) // 2):
+                return pattern, dim
+    return name, dims[name]
 
 
 def _patterns(name: str) -> list[str]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import ConfigError, LayoutError, UsageError, WeftError
-from weft.plan.layout import Layout
+from weft.plan.layout import CHOICES, Layout
 from weft.plan.plan import FORMAT_VERSION, Candidate, Memory, Plan, Prediction
 
 KIND = "weft plan"
@@ -30,6 +30,22 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "dict": ((dict,), "a table"),
 }
 _MEMORY = tuple(field.name for field in fields(Memory))
+_ALWAYS = ("data", "tensor", "pipeline", "microbatches", "schedule", "zero", "recompute", "precision")
+_WORDS = {
+    "data": "replicas, each with its part of the batch",
+    "tensor": "devices that share every layer",
+    "pipeline": "stages, one after another",
+    "microbatches": "parts of a replica's batch, one after another",
+    "schedule": f"order of their forwards and backwards: {', '.join(CHOICES['schedule'])}",
+    "zero": "what replicas share instead of each having it: 0 nothing, 1 optimizer state, 2 gradients, 3 weights",
+    "recompute": f"activations computed again in backward: {', '.join(CHOICES['recompute'])}",
+    "precision": f"of matrix products: {', '.join(CHOICES['precision'])}",
+    "threads": "cores of each rank; 0 is an equal share",
+    "chunks": "stages of each rank, where schedule is interleaved",
+    "expert": "replicas among which the experts of a layer are spread",
+    "sequence_parallel": f"norms and residuals cut along the sequence over tensor: {', '.join(CHOICES['sequence_parallel'])}",
+    "offload": f"kept in the host's memory: {', '.join(CHOICES['offload'])}",
+}
 
 
 def write_plan(plan: Plan, path: str | Path) -> None:
@@ -87,10 +103,11 @@ def format_plan(plan: Plan) -> str:
     if plan.replicated_operators:
         sites = [_string(s) for s in plan.replicated_operators]
         lines += ["# operators without a rule for splitting them; every rank computes them whole", *_array("replicated_operators", sites)]
-    lines += ["", f"[layout]  # {plan.layout.num_ranks} ranks = data x tensor x pipeline"]
+    lines += ["", f"[layout]  # {plan.layout.num_ranks} ranks = data x tensor x pipeline; keys that are not here have their defaults"]
     for field in fields(Layout):
         value = getattr(plan.layout, field.name)
-        lines.append(f"{field.name} = {_string(value) if isinstance(value, str) else value}")
+        if field.name in _ALWAYS or value != field.default:
+            lines.append(f"{field.name} = {_string(value) if isinstance(value, str) else value}  # {_WORDS[field.name]}")
     if len(dict(plan.shards)) != len(plan.shards):
         raise UsageError("the plan names an axis twice in shards")
     for axis, cuts in plan.shards:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from weft.errors import UsageError
+from weft.plan.layout import Layout
 from weft.plan.plan import Memory, Plan, Prediction
 from weft.units import format_bytes, format_count, format_flops, format_percent, format_seconds
 
@@ -86,23 +87,46 @@ def memory_table(memory: Memory) -> Table:
 
 def candidates_table(plan: Plan, most: int = 8) -> Table:
     """The chosen layout, then the runners-up by predicted step time, then what was refused and why."""
-    timed = [c for c in plan.candidates if c.prediction is not None]
+    timed = [c for c in plan.candidates if c.prediction is not None and not c.note]
     timed.sort(key=lambda c: c.prediction.step_time_s if c.prediction else 0.0)
-    refused = [c for c in plan.candidates if c.prediction is None]
+    refused = [c for c in plan.candidates if c.prediction is None or c.note]
     best = plan.prediction.step_time_s if plan.prediction else (timed[0].prediction.step_time_s if timed and timed[0].prediction else 0.0)
-    shown = timed[:most]
+    refused.sort(key=lambda c: c.prediction.step_time_s if c.prediction else float("inf"))
+    shown = [*timed, *refused][:most]
     rows = []
     for c in shown:
         p = c.prediction
+        numbers = ("", "", "", "")
         if p is not None:
             numbers = (format_seconds(p.step_time_s), _ratio(p.step_time_s, best), format_percent(p.mfu), format_bytes(p.memory.total))
-            rows.append((str(c.layout), *numbers, c.note))
-    rows += [(str(c.layout), "", "", "", "", c.note) for c in refused[: max(0, most - len(rows))]]
+        rows.append((layout_words(c.layout), *numbers, refusal_words(c.note)))
     marked = tuple(i for i, c in enumerate(shown) if c.layout == plan.layout)
     left = len(plan.candidates) - len(rows)
     note = f"{left} more were considered" if left > 0 else ""
     columns = ("layout", "step time", "against chosen", "MFU", "memory", "note")
     return Table("Candidates", columns, tuple(rows), right=(1, 2, 3, 4), marked=marked, note=note)
+
+
+def layout_words(layout: Layout) -> str:
+    """A layout without the axes that it does not use.
+
+    >>> layout_words(Layout(data=8, zero=1)), layout_words(Layout())
+    ('data=8 zero=1', 'one device')
+    """
+    words = [word for word in str(layout).split() if word not in ("data=1", "tensor=1", "pipeline=1")]
+    return " ".join(words) or "one device"
+
+
+def refusal_words(note: str) -> str:
+    """Why a candidate was refused, without the layout, which stands beside it, and without what to do about it.
+
+    >>> refusal_words("data=8 zero=1: the fullest rank needs 55.00 GiB (parameters 9.88), and has 39.58 GiB; use zero=1")
+    'the fullest rank needs 55.00 GiB, and has 39.58 GiB'
+    """
+    head, colon, tail = note.partition(": ")
+    said = (tail if colon and "=" in head else note).partition(";")[0]
+    before, bracket, after = said.partition(" (")
+    return before + after.partition(")")[2] if bracket else said
 
 
 def plan_tables(plan: Plan) -> tuple[Table, ...]:

@@ -1,0 +1,193 @@
+"""`gpus=128 seq=8192 zero=3` as changes to a plan. In: a plan, its setting, words. Out: layouts in settings, to be priced.
+
+A change moves what hangs on it and nothing else: more devices become more data replicas, another size of `tensor` or `pipeline` keeps
+the number of devices, and the samples that a rank computes at once stay as many where the batch allows. What moved is said.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from math import gcd
+
+from weft.cli.machines import resized
+from weft.cli.setting import Setting
+from weft.errors import Infeasible, LayoutError, UsageError
+from weft.plan.layout import CHOICES, Layout
+from weft.plan.plan import Plan
+
+DEVICES = ("gpus", "devices")
+SEQUENCE = ("seq", "sequence")
+OTHERS = (*DEVICES, *SEQUENCE, "batch", "cluster")
+LAYOUT_KEYS = tuple(field.name for field in fields(Layout))
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One word of the command line."""
+
+    key: str
+    value: str
+
+    def __str__(self) -> str:
+        return f"{self.key}={self.value}"
+
+    @property
+    def number(self) -> int:
+        """Raises `UsageError` where the value is no whole number."""
+        if not self.value.isdecimal() or int(self.value) < 1:
+            raise UsageError(f"{self}: {self.key} is a whole number from 1, for example {self.key}=128")
+        return int(self.value)
+
+
+def parse_changes(words: Sequence[str]) -> tuple[Change, ...]:
+    """Words `key=value`, each key once.
+
+    >>> [str(c) for c in parse_changes(["gpus=128", "zero=3"])]
+    ['gpus=128', 'zero=3']
+
+    Raises:
+        UsageError: no word, a word without a value, an unknown key (names the nearest) or a value that the key cannot have.
+    """
+    known = (*OTHERS, *LAYOUT_KEYS)
+    found: list[Change] = []
+    for word in (w for text in words for w in text.replace(",", " ").split()):
+        key, equals, value = word.partition("=")
+        if not equals or not value:
+            raise UsageError(f"{word!r} is not KEY=VALUE; for example gpus=128, seq=8192 or zero=3")
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+            raise UsageError(f"unknown change {word}{f' (did you mean {near[0]}?)' if near else ''}; known: {', '.join(known)}")
+        if any(change.key == key for change in found):
+            raise UsageError(f"{key} is given twice; compare values by running whatif for each")
+        if key in CHOICES and value not in CHOICES[key]:
+            raise UsageError(f"{word}: {value} is unknown; use one of {', '.join(CHOICES[key])}")
+        change = Change(key, value)
+        if key not in CHOICES and key != "cluster" and not (key in ("zero", "threads") and value == "0"):
+            _ = change.number
+        found.append(change)
+    if not found:
+        raise UsageError("whatif needs something to change; for example gpus=128, seq=8192, recompute=full or zero=3")
+    return tuple(found)
+
+
+def apply(plan: Plan, setting: Setting, changes: Sequence[Change]) -> tuple[Setting, Layout, str]:
+    """(setting, layout, what moved along) of a plan under changes.
+
+    Raises:
+        Infeasible: sizes that do not divide. LayoutError: choices that exclude each other. UsageError: machines that cannot be.
+    """
+    given = {change.key: change for change in changes}
+    cluster = setting.cluster
+    if "cluster" in given:
+        from weft.cluster.cluster import Cluster
+
+        cluster = Cluster.parse(given["cluster"].value)
+    count = next((given[key].number for key in DEVICES if key in given), None)
+    if count is not None:
+        cluster = resized(cluster, count)
+    sequence = next((given[key].number for key in SEQUENCE if key in given), None)
+    batch = given["batch"].number if "batch" in given else None
+    other = setting
+    if cluster is not setting.cluster or sequence or batch:
+        if sequence is not None and not setting.model.startswith("hf:") and ".py" not in setting.model:
+            other = replace(setting.changed(cluster, batch, sequence), model=_at_sequence(setting.model, sequence), sequence=None)
+        else:
+            other = setting.changed(cluster, batch, sequence)
+    # As many of the new machines as the plan used of the old ones.
+    ranks = plan.layout.num_ranks
+    if cluster is not setting.cluster:
+        ranks = cluster.num_devices if ranks >= setting.cluster.num_devices or ranks > cluster.num_devices else ranks
+    wanted = {key: change.value if key in CHOICES else int(change.value) for key, change in given.items() if key in LAYOUT_KEYS}
+    layout, moved = moved_along(plan.layout, wanted, ranks, plan.batch_size, other.batch_size)
+    return other, layout, moved
+
+
+def moved_along(old: Layout, wanted: Mapping[str, int | str], ranks: int, old_batch: int, batch: int) -> tuple[Layout, str]:
+    """`old` with `wanted` on `ranks` devices, the rest fitted to it; and in words what was fitted.
+
+    >>> layout, moved = moved_along(Layout(data=8, tensor=8, microbatches=4), {"tensor": 4}, 64, 1024, 1024)
+    >>> str(layout), moved
+    ('data=16 tensor=4 pipeline=1 microbatches=2', 'data 8 to 16, microbatches 4 to 2')
+    """
+    sizes = {key: wanted.get(key, getattr(old, key)) for key in ("data", "tensor", "pipeline", "microbatches", "chunks", "expert")}
+    n = {key: int(value) for key, value in sizes.items()}
+    choices: dict[str, int | str] = {key: value for key, value in wanted.items() if key not in n}
+    if "data" not in wanted:
+        if ranks % (n["tensor"] * n["pipeline"]):
+            raise Infeasible(
+                f"{ranks} devices do not divide into tensor={n['tensor']} x pipeline={n['pipeline']}; change one of them as well"
+            )
+        n["data"] = ranks // (n["tensor"] * n["pipeline"])
+    if batch % n["data"]:
+        raise Infeasible(f"a batch of {batch} does not divide into data={n['data']}; change batch= or another axis as well")
+    if "microbatches" not in wanted:
+        rows = max(1, old_batch // (old.data * old.microbatches))
+        each = batch // n["data"]
+        n["microbatches"] = next(m for m in range(max(1, -(-each // rows)), each + 1) if each % m == 0)
+    schedule = str(wanted.get("schedule", old.schedule))
+    if "chunks" in wanted and n["chunks"] > 1 and "schedule" not in wanted:
+        schedule = "interleaved"
+    if n["pipeline"] == 1 or schedule != "interleaved":
+        n["chunks"] = n["chunks"] if "chunks" in wanted else 1
+        schedule = "1f1b" if schedule == "interleaved" and "schedule" not in wanted else schedule
+    elif n["chunks"] == 1:
+        n["chunks"] = 2
+    if "expert" not in wanted:
+        n["expert"] = gcd(n["expert"], n["data"])
+    layout = replace(old, **{**choices, **n, "schedule": schedule})  # type: ignore[arg-type]
+    moved = [
+        f"{key} {getattr(old, key)} to {getattr(layout, key)}"
+        for key in LAYOUT_KEYS
+        if key not in wanted and getattr(old, key) != getattr(layout, key)
+    ]
+    return layout, ", ".join(moved)
+
+
+def neighbours(plan: Plan, num_devices: int, runs: bool) -> list[tuple[str, Layout]]:
+    """Layouts that differ from the plan's in one choice and what hangs on it: (the choice, the layout).
+
+    `runs`: only those that run today.
+    """
+    old = plan.layout
+    tries: list[tuple[str, int | str]] = []
+    for key in ("data", "tensor", "pipeline", "microbatches"):
+        now = getattr(old, key)
+        tries += [(key, now * 2), *([(key, now // 2)] if now % 2 == 0 else [])]
+    tries += [("zero", stage) for stage in range(4) if stage != old.zero and (old.data > 1 or stage < old.zero)]
+    for key in ("schedule", "recompute", "precision", "offload", "sequence_parallel"):
+        tries += [(key, value) for value in CHOICES[key] if value != getattr(old, key)]
+    if old.chunks > 1:
+        tries.append(("chunks", old.chunks * 2))
+    found: list[tuple[str, Layout]] = []
+    for key, value in tries:
+        if (key == "schedule" and old.pipeline == 1) or (key == "sequence_parallel" and old.tensor == 1) or value == "float64":
+            continue
+        if key == "schedule" and value == "sequential" and old.microbatches > 1:
+            continue
+        try:
+            ranks = old.num_ranks
+            if key == "data":
+                ranks = ranks // old.data * int(value)
+                if ranks > num_devices:
+                    continue
+            layout, _ = moved_along(old, {key: value}, ranks, plan.batch_size, plan.batch_size)
+            if runs:
+                layout.check_runs()
+        except (Infeasible, LayoutError):
+            continue
+        if layout not in [one for _, one in found]:
+            found.append((f"{key}={value}", layout))
+    return found
+
+
+def _at_sequence(model: str, sequence: int) -> str:
+    """A zoo name with its sequence replaced.
+
+    >>> _at_sequence("gpt:layers=2,sequence=64", 128), _at_sequence("gpt-39b", 128)
+    ('gpt:layers=2,sequence=128', 'gpt-39b:sequence=128')
+    """
+    name, _, words = model.partition(":")
+    kept = [word for word in words.split(",") if word and word.partition("=")[0].strip() != "sequence"]
+    return f"{name}:{','.join([*kept, f'sequence={sequence}'])}"

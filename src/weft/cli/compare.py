@@ -1,0 +1,109 @@
+"""`weft compare`: two plans, or two timelines. In: two files of a kind. Out: their figures side by side."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from weft.cli import options
+from weft.cli.output import Output, output
+from weft.errors import UsageError
+from weft.report.tables import Table
+
+if TYPE_CHECKING:
+    from weft.cli.setting import Variant
+
+File = Annotated[Path, typer.Argument(metavar="PLAN|TIMELINE", help="A plan.toml, or a timeline as JSON.", show_default=False)]
+
+
+def compare(first: File, second: File, cluster: options.OtherCluster = None, as_json: options.Json = False) -> None:
+    """Compare two plans, or two timelines.
+
+    Plans are priced anew, each on its own machines; timelines, simulated or measured, are compared kind by kind.
+
+    \b
+    Example:
+      weft compare plan.toml other.toml
+      weft compare runs/demo/timeline.json trace.json
+    """
+    with output(as_json) as out:
+        traces = [file.suffix == ".json" for file in (first, second)]
+        if all(traces):
+            _timelines(first, second, out)
+        elif any(traces):
+            raise UsageError(
+                f"{first} and {second} are a plan and a timeline; compare two of a kind (weft simulate PLAN -o writes a timeline)"
+            )
+        else:
+            _plans(first, second, cluster, out)
+
+
+def _plans(first: Path, second: Path, cluster: str | None, out: Output) -> None:
+    from weft.cli.variants import record, side_by_side
+
+    with out.working(f"pricing {first} and {second}"):
+        left, right = _priced(first, cluster, out), _priced(second, cluster, out)
+        table = side_by_side("Plans", left, right)
+    out.table(table)
+    cuts = _cuts_table(first, second)
+    if cuts.rows:
+        out.table(cuts)
+    out.answer({"plans": [record(left), record(right, left)]})
+
+
+def _priced(file: Path, cluster: str | None, out: Output) -> Variant:
+    from weft.cli.setting import setting_of
+    from weft.plan.store import read_plan
+
+    plan = read_plan(file)
+    return setting_of(plan, file, out, cluster).price(plan.layout, plan, str(file))
+
+
+def _cuts_table(first: Path, second: Path) -> Table:
+    """Parameters that the two plans cut otherwise."""
+    from weft.plan.store import read_plan
+
+    left, right = ({(axis, name): dim for axis, cuts in read_plan(file).shards for name, dim in cuts} for file in (first, second))
+    rows = tuple(
+        (name, axis, *("whole" if cuts.get((axis, name)) is None else f"dim {cuts[axis, name]}" for cuts in (left, right)))
+        for axis, name in {**left, **right}
+        if left.get((axis, name)) != right.get((axis, name))
+    )
+    return Table("Parameters that are cut otherwise", ("parameter", "axis", str(first), str(second)), rows)
+
+
+def _timelines(first: Path, second: Path, out: Output) -> None:
+    from weft.plan.timeline import compare as by_kind
+    from weft.report.folder import read_trace
+    from weft.units import format_percent, format_seconds
+
+    for file in (first, second):
+        if not file.is_file():
+            raise UsageError(f"{file} is not there; weft simulate PLAN -o {file} writes one")
+    a, b = read_trace(first), read_trace(second)
+    kinds = by_kind(a, b)
+    rows = [("in all", "", format_seconds(a.total_s), format_seconds(b.total_s), f"{b.total_s / a.total_s:.2f}x" if a.total_s else "")]
+    rows += [
+        (
+            k.kind,
+            f"{k.count_a}" if k.count_a == k.count_b else f"{k.count_a} and {k.count_b}",
+            format_seconds(k.seconds_a),
+            format_seconds(k.seconds_b),
+            f"{k.ratio:.2f}x" if k.ratio == k.ratio else "",
+        )
+        for k in kinds
+    ]
+    rows.append(("bubble", "", format_percent(a.bubble), format_percent(b.bubble), ""))
+    columns = ("", "spans", a.name or str(first), b.name or str(second), "second a span")
+    out.table(Table("Timelines", columns, tuple(rows), right=(1, 2, 3, 4)))
+    out.answer(
+        {
+            "total_s": [a.total_s, b.total_s],
+            "bubble": [a.bubble, b.bubble],
+            "kinds": [
+                {"kind": k.kind, "counts": [k.count_a, k.count_b], "seconds": [k.seconds_a, k.seconds_b], "ratio": k.ratio} for k in kinds
+            ],
+        }
+    )

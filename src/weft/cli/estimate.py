@@ -1,0 +1,245 @@
+"""`weft estimate`: how long training takes and what it costs. In: a model, machines, tokens. Out: time, money, energy, memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from weft.cli import options
+from weft.cli.output import output
+from weft.errors import Infeasible, UsageError
+from weft.report.tables import Table, memory_table, parts_table
+from weft.units import format_bytes, format_count, format_flops, format_percent, parse_count
+
+if TYPE_CHECKING:
+    from weft.cli.setting import Setting
+    from weft.plan.plan import Plan
+    from weft.report.economy import Unit
+
+EPOCHS = 90  # of ImageNet-1k, as He et al. 2015 and most after them train
+TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022, section 3.4
+# Tokens a step by parameters: Brown et al. 2020, table 2.1, rounded.
+BATCH_TOKENS = ((2e9, 5e5), (1e10, 2e6), (float("inf"), 4e6))
+BATCH_IMAGES = 1024
+YEAR_S = 365.25 * 86400
+FASTEST = ("bfloat16", "float16", "float32")
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What is to be done: `samples` in all, in words, and whether that was assumed."""
+
+    samples: float
+    words: str
+    assumption: str = ""
+
+
+def estimate(
+    model: options.Model,
+    cluster: options.ClusterText = "here",
+    tokens: Annotated[
+        str | None,
+        typer.Option("--tokens", metavar="N", help="Tokens to train on: 300e9 or 300B; by default 20 a parameter.", show_default=False),
+    ] = None,
+    epochs: Annotated[
+        float | None, typer.Option("--epochs", metavar="N", help="Passes over ImageNet-1k, for models of images.", show_default=False)
+    ] = None,
+    batch: options.Batch = None,
+    sequence: options.Sequence = None,
+    gpus: Annotated[
+        int | None, typer.Option("--gpus", min=1, metavar="N", help="This many of the devices only.", show_default=False)
+    ] = None,
+    constrain: options.Constraints = None,
+    as_json: options.Json = False,
+) -> None:
+    """Say how long training takes, and what it costs.
+
+    The best plan is searched and its price multiplied: time, money, energy, memory by part, and what was assumed. Where the model does
+    not fit, it says so, and gives the time that the arithmetic alone would take.
+
+    \b
+    Example:
+      weft estimate gpt-175b --cluster 128xdgx-a100-80 --tokens 300e9 --batch 1536
+      weft estimate gpt-175b --cluster dgx-a100-80 --gpus 1 --tokens 300e9
+    """
+    with output(as_json) as out:
+        from weft.cli.machines import resized
+        from weft.cli.setting import Setting, named
+        from weft.cli.subject import load_cluster, load_model
+        from weft.report.economy import bill, format_kwh, format_usd, machines_used, power_w, unit_of, usd_per_hour
+
+        machines = load_cluster(cluster, out)
+        if gpus is not None:
+            machines = resized(machines, gpus)
+        name, sequence = named(model, sequence)
+        first = Setting(name, machines, batch or load_model(name, None, sequence).default_batch, sequence)
+        unit = unit_of(first.graph)
+        size, assumed_batch = (batch, "") if batch is not None else batch_for(first.graph.num_parameters, unit, machines.num_devices)
+        setting = first if size == first.batch_size else first.changed(batch_size=size)
+        work = work_of(tokens, epochs, unit, first.graph.num_parameters)
+        flops = _flops(setting, work)
+        assumptions = [a for a in (work.assumption, assumed_batch) if a]
+        plan, refused = None, ""
+        with out.working(f"planning {model} on {machines.name}"):
+            try:
+                plan = setting.plan(constrain or ())
+            except Infeasible as error:
+                refused = str(error)
+        rows = [
+            ("model", f"{model}, {format_count(first.graph.num_parameters)} parameters"),
+            ("machines", f"{machines.name}: {machines.num_devices} x {machines.device.name}"),
+            ("work", f"{work.words}; {flops:.3g} FLOP"),
+        ]
+        if plan is None or plan.prediction is None:
+            seconds, said = compute_bound(setting, flops)
+            assumptions.append(said)
+            rows += [
+                ("fits", f"no: {refused}" if refused else "not known: the model could not be captured"),
+                ("arithmetic alone", long(seconds)),
+            ]
+            usd, watts = machines.price_per_hour, machines.power_w
+            money = usd * seconds / 3600 if usd else None
+            energy = watts * seconds / 3.6e6 if watts else None
+            note = "as if memory were endless and nothing but matrix products took time"
+        else:
+            p = plan.prediction
+            cost = bill(machines, plan.layout, p, size, work.samples)
+            seconds, money, energy = cost.seconds, cost.usd, cost.kwh
+            used, there = machines_used(machines, plan.layout)
+            rows += [
+                ("layout", str(plan.layout)),
+                ("time to train", f"{long(seconds)}, {work.samples / size:,.0f} steps of {p.step_time_s:.3g} s"),
+                ("MFU", format_percent(p.mfu)),
+                (
+                    "memory",
+                    f"{format_bytes(p.memory.total)} of {format_bytes(machines.memory_of(plan.layout.num_ranks))} on the fullest device",
+                ),
+            ]
+            if used < there:
+                assumptions.append(f"{used} of {there} machines are used, and only these are paid for")
+            note = ""
+            assumptions += _assumptions(plan, setting)
+        rows += [
+            ("money", format_usd(money) or "price not known"),
+            ("energy", f"{format_kwh(energy)} kWh" if energy else "power not known"),
+        ]
+        if money:
+            layout = plan.layout if plan is not None else None
+            price = usd_per_hour(machines, layout) if layout is not None else machines.price_per_hour
+            assumptions.append(f"${price:,.2f} an hour: list price on demand in the catalogue, no discounts")
+        if energy:
+            watts = power_w(machines, plan.layout) if plan is not None else machines.power_w
+            assumptions.append(f"{watts / 1000:,.4g} kW all the time: the machines' highest power, cooling and network besides not counted")
+        assumptions.append("no failures, restarts, evaluations or waiting for data")
+        out.table(Table("Estimate", ("", ""), tuple(rows), note=note))
+        if plan is not None and plan.prediction is not None:
+            out.table(memory_table(plan.prediction.memory))
+            out.table(parts_table(plan.prediction))
+        out.table(Table("Assumed", ("",), tuple((a,) for a in assumptions)))
+        out.answer(
+            {
+                "model": model,
+                "cluster": machines.name,
+                "num_devices": machines.num_devices,
+                "fits": plan is not None and plan.prediction is not None,
+                "reason": refused,
+                "layout": str(plan.layout) if plan is not None else None,
+                "batch_size": size,
+                "samples": work.samples,
+                "tokens": work.samples * unit.tokens_per_sample or None,
+                "flops": flops,
+                "time_s": seconds,
+                "usd": money,
+                "kwh": energy,
+                "memory_bytes": _memory(plan),
+                "step_time_s": plan.prediction.step_time_s if plan is not None and plan.prediction is not None else None,
+                "mfu": plan.prediction.mfu if plan is not None and plan.prediction is not None else None,
+                "assumptions": assumptions,
+            }
+        )
+
+
+def work_of(tokens: str | None, epochs: float | None, unit: Unit, num_parameters: int) -> Work:
+    """Samples in all, from what was asked for or from what is usual.
+
+    Raises:
+        UsageError: tokens for images, epochs for text, or nothing to do.
+    """
+    if unit.tokens_per_sample:
+        if epochs is not None:
+            raise UsageError(f"--epochs {epochs:g} is for models of images; this one reads tokens, use --tokens 300e9")
+        count = parse_count(tokens) if tokens is not None else TOKENS_PER_PARAMETER * num_parameters
+        if count <= 0:
+            raise UsageError(f"--tokens {tokens}: train on at least 1 token")
+        said = (
+            "" if tokens is not None else f"{TOKENS_PER_PARAMETER} tokens a parameter (Hoffmann et al. 2022): --tokens says another number"
+        )
+        return Work(count / unit.tokens_per_sample, f"{format_count(count)} tokens", said)
+    if tokens is not None:
+        raise UsageError(f"--tokens {tokens} is for models of text; this one reads no tokens, use --epochs 90")
+    passes = epochs if epochs is not None else EPOCHS
+    if not 0 < passes < float("inf"):
+        raise UsageError(f"--epochs {passes:g}: train for more than 0 epochs")
+    said = "" if epochs is not None else f"{EPOCHS} epochs of ImageNet-1k: --epochs says another number"
+    return Work(passes * unit.samples, f"{passes:g} epochs of {unit.samples:,.0f} samples", said)
+
+
+def batch_for(num_parameters: int, unit: Unit, num_devices: int) -> tuple[int, str]:
+    """A usual batch: a power of two of samples, at least one a device up to 4,096 of them; and how that was assumed."""
+    if unit.tokens_per_sample:
+        wanted = next(t for limit, t in BATCH_TOKENS if num_parameters < limit) / unit.tokens_per_sample
+    else:
+        wanted = BATCH_IMAGES
+    size = 1
+    while size < wanted or (size < num_devices and size < 4096):
+        size *= 2
+    return size, f"{size} samples a step, usual for a model of this size: --batch says another number"
+
+
+def compute_bound(setting: Setting, flops: float) -> tuple[float, str]:
+    """Seconds of the arithmetic alone at the rate that large matrix products reach, and how that was assumed."""
+    device = setting.cluster.device
+    have = dict(device.peak_flops)
+    precision = next((p for p in FASTEST if p in have), next(iter(have)))
+    rate = have[precision] * device.matmul_efficiency
+    seconds = flops / (rate * setting.cluster.num_devices)
+    return seconds, f"{format_flops(rate)}/s a device: {format_percent(device.matmul_efficiency)} of {device.name}'s {precision} peak"
+
+
+def long(seconds: float) -> str:
+    """A time as people say it of trainings.
+
+    >>> long(90 * 60), long(34 * 86400), long(172.3 * YEAR_S)
+    ('1.50 hours', '34.0 days', '172 years')
+    """
+    for unit, length in (("years", YEAR_S), ("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0)):
+        if seconds >= (2 * length if unit == "years" else length):
+            count = seconds / length
+            return f"{count:,.{0 if count >= 99.95 else 1 if count >= 9.995 else 2}f} {unit}"
+    return f"{seconds:.3g} seconds"
+
+
+def _flops(setting: Setting, work: Work) -> float:
+    from weft.model.work import model_flops
+
+    return model_flops(setting.graph) * work.samples / setting.graph.batch_size
+
+
+def _assumptions(plan: Plan, setting: Setting) -> list[str]:
+    device = setting.cluster.device
+    return [
+        f"{plan.layout.precision} matrix products at {format_flops(device.peak(plan.layout.precision))}/s peak, "
+        f"of which large ones reach {format_percent(device.matmul_efficiency)}",
+        "AdamW with two moments a parameter; MFU counts the model's own FLOPs, recomputation not",
+    ]
+
+
+def _memory(plan: Plan | None) -> dict[str, float] | None:
+    from weft.report.tables import PARTS
+
+    if plan is None or plan.prediction is None:
+        return None
+    memory = plan.prediction.memory
+    return {name: getattr(memory, name) for name in PARTS} | {"total": memory.total}

@@ -1,0 +1,127 @@
+"""`weft explain`: why a plan is what it is. In: a plan. Out: candidates, reasons, what other choices cost, the bound, placements."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from weft.cli import options
+from weft.cli.output import output
+from weft.report.tables import reasons_table, refusal_words, summary_table
+from weft.units import format_seconds
+
+if TYPE_CHECKING:
+    from weft.cli.setting import Setting, Variant
+    from weft.plan.plan import Plan
+    from weft.report.placements import Placement
+
+MOST_CANDIDATES = 8
+
+
+def explain(
+    file: options.PlanFile,
+    cluster: options.OtherCluster = None,
+    sequence: options.Sequence = None,
+    most: Annotated[int, typer.Option("--candidates", min=1, metavar="N", help="Rows of the table of candidates.")] = MOST_CANDIDATES,
+    brief: Annotated[bool, typer.Option("--brief", help="Only what the plan's file says: neither other choices nor placements.")] = False,
+    as_json: options.Json = False,
+) -> None:
+    """Say why a plan is what it is.
+
+    The best candidates with time, memory, money and energy; a reason for each choice; what each other choice would cost, priced anew;
+    how far from the best the search may be; and how the operators of each repeated layer are placed.
+
+    \b
+    Example:
+      weft explain plan.toml
+    """
+    with output(as_json) as out:
+        from weft.cli.changes import neighbours
+        from weft.cli.setting import setting_of
+        from weft.cli.variants import record, variants_table
+        from weft.plan.store import read_plan
+        from weft.report.placements import placements, placements_table
+
+        plan = read_plan(file)
+        setting = setting_of(plan, file, out, cluster, sequence)
+        out.table(summary_table(plan))
+        if plan.uncaptured:
+            out.table(reasons_table(plan))
+            out.answer({"layout": str(plan.layout), "reasons": _reasons(plan), "candidates": [], "bound_gap": None})
+            return
+        with out.working(f"pricing {file}"):
+            base = setting.price(plan.layout, plan, "chosen")
+            shown = candidates(plan, setting, base, most)
+        out.table(variants_table("Candidates", "", shown, base))
+        out.table(reasons_table(plan))
+        said = bound_words(plan)
+        out.text(said + "\n")
+        others: list[Variant] = []
+        placed: tuple[Placement, ...] = ()
+        if not brief:
+            with out.working("pricing other choices"):
+                tries = neighbours(plan, setting.cluster.num_devices, runs=setting.cluster.is_cpu)
+                others = [setting.price(layout, plan, name, _moved(plan, layout, name)) for name, layout in tries]
+                others = [v for v in others if v.prediction is not None]
+                sharding = setting.sharding(plan)
+                placed = placements(setting.graph, sharding)
+            out.table(variants_table("What another choice would cost", "choice", [base, *others], base, with_layout=False))
+            table = placements_table(placed, sharding.sizes)
+            if table.rows:
+                out.table(table)
+        out.answer(
+            {
+                **record(base),
+                "model": plan.model,
+                "planning_time_s": plan.planning_time_s,
+                "bound_gap": getattr(plan, "bound_gap", None),
+                "bound": said,
+                "reasons": _reasons(plan),
+                "candidates": [record(v, base) for v in shown],
+                "other_choices": [record(v, base) for v in others],
+                "placements": [asdict(p) for p in placed],
+            }
+        )
+
+
+def candidates(plan: Plan, setting: Setting, base: Variant, most: int) -> list[Variant]:
+    """The chosen layout, then those that the search kept, by their time, then those it refused."""
+    from weft.cli.setting import Variant
+
+    kept = [c for c in plan.candidates if c.layout != plan.layout]
+    timed = sorted(
+        (c for c in kept if c.prediction is not None and not c.note), key=lambda c: c.prediction.step_time_s if c.prediction else 0
+    )
+    refused = [c for c in kept if c.prediction is None or c.note]
+    found = [base]
+    for number, c in enumerate([*timed, *refused][: most - 1], start=2):
+        found.append(Variant(str(number), setting, c.layout, c.prediction, refusal_words(c.note), not c.note))
+    return found
+
+
+def bound_words(plan: Plan) -> str:
+    """How far the plan may be from the best that the search could have found."""
+    gap = getattr(plan, "bound_gap", None)
+    took = f"Found in {format_seconds(plan.planning_time_s)}" if plan.planning_time_s else "Priced as given"
+    if gap is None:
+        return f"{took}; no bound: the search priced the layouts that it lists, and claims nothing of others."
+    return f"{took}; proven: no plan of the space searched is faster by more than {gap:.2%}."
+
+
+def _reasons(plan: Plan) -> list[dict[str, str]]:
+    return [{"choice": choice, "reason": reason} for choice, reason in plan.reasons]
+
+
+def _moved(plan: Plan, layout: object, name: str) -> str:
+    """What changes with a choice."""
+    from weft.cli.changes import LAYOUT_KEYS
+
+    key = name.partition("=")[0]
+    moved = [
+        f"{k} {getattr(plan.layout, k)} to {getattr(layout, k)}"
+        for k in LAYOUT_KEYS
+        if k != key and getattr(plan.layout, k) != getattr(layout, k)
+    ]
+    return ", ".join(moved)

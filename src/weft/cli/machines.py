@@ -1,0 +1,59 @@
+"""A cluster with another number of devices. In: a cluster, a number. Out: the same machines, more or fewer of them.
+
+Not modelled: mixed clusters, for which nobody can say which of the kinds are meant.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from math import prod
+
+from weft.cluster.cluster import Cluster
+from weft.errors import UsageError, WeftError
+
+
+def resized(cluster: Cluster, num_devices: int) -> Cluster:
+    """`cluster` with `num_devices` devices: whole machines, or a part of one, which is paid for by its share.
+
+    >>> resized(Cluster.parse("8xp3.16xlarge"), 16).name, resized(Cluster.parse("2xdgx-a100-80"), 1).name
+    ('2xp3.16xlarge', '1 device of dgx-a100-80')
+
+    Raises:
+        UsageError: below 1, a mixed cluster, or a number that is no whole number of machines.
+    """
+    if num_devices < 1:
+        raise UsageError(f"gpus={num_devices}: a cluster has at least 1 device")
+    if "+" in cluster.name:
+        raise UsageError(
+            f"gpus={num_devices}: {cluster.name} has several kinds of machines; name the cluster that you mean, cluster=4xdgx-h100"
+        )
+    size, inner = cluster.node_size, cluster.levels[0]
+    if num_devices < size:
+        share = num_devices / cluster.num_devices
+        kind = cluster.name.rpartition("x")[2] if re.match(r"\d+x", cluster.name) else cluster.name
+        name = f"{num_devices} device{'s' if num_devices > 1 else ''} of {kind}"
+        return replace(
+            cluster, name=name, levels=(replace(inner, size=num_devices),),
+            price_per_hour=cluster.price_per_hour * share, power_w=cluster.power_w * share,
+        )  # fmt: skip
+    unit = prod(level.size for level in cluster.levels[:-1]) if len(cluster.levels) > 2 else size
+    if num_devices % unit:
+        near = num_devices // unit * unit
+        raise UsageError(f"gpus={num_devices} is no whole number of machines of {unit} devices; use {near} or {near + unit}")
+    by_name = re.fullmatch(r"(?:(\d+)x)?(.+)", cluster.name)
+    if by_name is not None and len(cluster.levels) <= 2:
+        try:
+            return Cluster.parse(f"{num_devices // size}x{by_name[2]}")
+        except WeftError:
+            pass  # a cluster of one's own: not in the catalogue
+    if len(cluster.levels) == 1 and num_devices != size:
+        raise UsageError(
+            f"gpus={num_devices}: {cluster.name} is one machine of {size} devices, and its file has no network to join several"
+        )
+    levels = cluster.levels if len(cluster.levels) == 1 else (*cluster.levels[:-1], replace(cluster.levels[-1], size=num_devices // unit))
+    by = num_devices / cluster.num_devices
+    return replace(
+        cluster, name=f"{cluster.name} with {num_devices} devices", levels=levels,
+        price_per_hour=cluster.price_per_hour * by, power_w=cluster.power_w * by,
+    )  # fmt: skip

@@ -1,0 +1,157 @@
+"""What a verb prices plans in: a model traced once, machines, a batch. In: words of the command line or a plan. Out: `Setting`.
+
+All prices come from the search's own: `weft.api.plan` where a plan is chosen, the closed form and the clock where a layout is given.
+Unlike the search, a layout that does not fit the memory is priced too, and says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from weft.cli.subject import load_cluster, load_model
+from weft.errors import Infeasible, ModelError, UsageError
+from weft.plan.layout import Layout
+from weft.plan.plan import Plan, Prediction
+
+if TYPE_CHECKING:
+    from weft.cli.output import Output
+    from weft.cluster.cluster import Cluster
+    from weft.model.graph import Graph
+    from weft.model.sharding import Sharding
+    from weft.run.build import Traced
+    from weft.zoo.resolved import Resolved
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A layout in a setting with its price. `prediction` is None where it cannot be; `note` says why, or what does not fit."""
+
+    name: str
+    setting: Setting
+    layout: Layout
+    prediction: Prediction | None
+    note: str = ""
+    fits: bool = True
+
+
+@dataclass(frozen=True)
+class Setting:
+    """`model`, by name and sequence, on `cluster` with `batch_size` samples a step. The model is traced when it is first asked for."""
+
+    model: str
+    cluster: Cluster
+    batch_size: int
+    sequence: int | None = None
+    _pricers: dict[object, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    @cached_property
+    def resolved(self) -> Resolved:
+        return load_model(self.model, self.batch_size, self.sequence)
+
+    @cached_property
+    def source(self) -> Traced:
+        from weft.run.build import Traced
+
+        return Traced.of(self.resolved.make)
+
+    @cached_property
+    def graph(self) -> Graph:
+        """The model's graph on the whole batch.
+
+        Raises:
+            UsageError: a model that cannot be followed; nothing of it can be priced.
+        """
+        try:
+            return self.source.capture(self.resolved.batch(self.batch_size), self.resolved.loss, self.batch_size).graph
+        except ModelError as error:
+            raise UsageError(f"{self.model} cannot be captured ({error}), so no layout of it can be priced") from None
+
+    @property
+    def names(self) -> list[str]:
+        """Of all parameters and buffers."""
+        return [v.name for v in (*self.graph.parameters, *self.graph.buffers)]
+
+    def changed(self, cluster: Cluster | None = None, batch_size: int | None = None, sequence: int | None = None) -> Setting:
+        """The same with something else; nothing traced is kept where the model's shapes change."""
+        if batch_size is None and sequence is None:
+            other = replace(self, cluster=cluster or self.cluster, _pricers={})
+            for name in ("resolved", "source", "graph"):
+                if name in self.__dict__:
+                    other.__dict__[name] = self.__dict__[name]
+            return other
+        return Setting(self.model, cluster or self.cluster, batch_size or self.batch_size, sequence or self.sequence)
+
+    def plan(self, constraints: Sequence[str] = (), objective: str = "time", layout: Layout | None = None) -> Plan:
+        """The plan that the search chooses, or `layout` as a plan; cuts of equal layers are said once."""
+        from weft import api
+        from weft.plan.patterns import shorten
+
+        chosen = api.plan(
+            self.resolved, self.resolved.batch(self.batch_size), cluster=self.cluster, layout=layout, constraints=constraints,
+            objective=objective, source=self.source,
+        )  # fmt: skip
+        if chosen.uncaptured:
+            return replace(chosen, model=self.model)
+        shards = tuple((axis, shorten(cuts, self.names)) for axis, cuts in chosen.shards)
+        return replace(chosen, model=self.model, shards=shards)
+
+    def price(self, layout: Layout, like: Plan | None = None, name: str = "", note: str = "") -> Variant:
+        """What `layout` costs here, with the cuts and stages of `like` where they apply."""
+        from weft.cost.step import Pricer
+        from weft.plan.patterns import expand
+        from weft.solve.search import check_layout, clocked, price
+
+        cuts = {axis: expand(entries, self.names) for axis, entries in like.shards} if like is not None else {}
+        key = tuple(sorted(cuts))
+        if key not in self._pricers:
+            self._pricers[key] = Pricer(self.graph, self.cluster, self.batch_size, 2, cuts or None)
+        pricer = self._pricers[key]
+        stages = like.stages if like is not None and like.layout.num_stages == layout.num_stages else ()
+        try:
+            check_layout(layout, self.cluster, self.batch_size)
+            priced = clocked(pricer, price(pricer, layout, stages))
+        except Infeasible as error:
+            return Variant(name, self, layout, None, "; ".join(filter(None, (note, _short(error)))), False)
+        try:
+            pricer.check_memory(layout, priced.prediction)
+        except Infeasible:
+            have = self.cluster.memory_of(layout.num_ranks) / 2**30
+            need = priced.prediction.memory.total / 2**30
+            said = f"does not fit: {need:.1f} GiB of {have:.1f}"
+            return Variant(name, self, layout, priced.prediction, "; ".join(filter(None, (note, said))), False)
+        return Variant(name, self, layout, priced.prediction, note)
+
+    def sharding(self, plan: Plan) -> Sharding:
+        """Where every value of the model lies under a plan."""
+        return self.source.sharding(plan, self.graph)
+
+
+def setting_of(plan: Plan, file: Path | None, out: Output, cluster: str | None = None, sequence: int | None = None) -> Setting:
+    """The setting that a plan is for. Beside a plan of a run folder lies what it was made for; `cluster` says another."""
+    from weft.report.folder import MACHINE
+
+    beside = file.with_name(MACHINE) if file is not None else None
+    text = cluster or (str(beside) if beside is not None and beside.exists() else plan.cluster)
+    return Setting(plan.model, load_cluster(text, out), plan.batch_size, sequence)
+
+
+def named(model: str, sequence: int | None) -> tuple[str, int | None]:
+    """A model of the zoo with its sequence in its name, so that a plan file says all; other models keep it as an option.
+
+    >>> named("gpt-39b", 2048), named("gpt:layers=2", 64), named("hf:config.json", 64)
+    (('gpt-39b:sequence=2048', None), ('gpt:layers=2,sequence=64', None), ('hf:config.json', 64))
+    """
+    if sequence is None or model.startswith("hf:") or ".py" in model:
+        return model, sequence
+    words = model.partition(":")[2]
+    if any(word.partition("=")[0].strip() == "sequence" for word in words.split(",")):
+        return model, sequence
+    return f"{model}{',' if words else ':'}sequence={sequence}", None
+
+
+def _short(error: Exception) -> str:
+    return str(error).partition(";")[0]

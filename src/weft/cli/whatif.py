@@ -1,0 +1,93 @@
+"""`weft whatif`: a plan with something changed. In: a plan, changes. Out: a table, one row a change, all priced by the same machinery."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from weft.cli import options
+from weft.cli.output import output
+from weft.errors import Infeasible
+
+if TYPE_CHECKING:
+    from weft.cli.changes import Change
+    from weft.cli.setting import Setting, Variant
+    from weft.plan.plan import Plan
+
+
+def whatif(
+    file: options.PlanFile,
+    changes: Annotated[
+        list[str], typer.Argument(metavar="KEY=VALUE...", help="gpus, seq, batch, cluster, or a key of the layout.", show_default=False)
+    ],
+    cluster: options.OtherCluster = None,
+    sequence: options.Sequence = None,
+    replan: Annotated[bool, typer.Option("--replan", help="Beside each change, the best plan there is with it.")] = False,
+    target: options.OutFile = None,
+    as_json: options.Json = False,
+) -> None:
+    """Price a plan with something changed.
+
+    Each change alone, then all together. More gpus become more data replicas; the samples that a rank computes at once stay as many.
+    With -o the plan with all changes is written.
+
+    \b
+    Example:
+      weft whatif plan.toml gpus=128 seq=8192 recompute=full zero=3
+      weft whatif plan.toml cluster=8xdgx-h100 --replan
+    """
+    with output(as_json) as out:
+        from weft.cli.changes import parse_changes
+        from weft.cli.setting import setting_of
+        from weft.cli.variants import record, variants_table
+        from weft.plan.store import read_plan, write_plan
+
+        plan = read_plan(file)
+        wanted = parse_changes(changes)
+        setting = setting_of(plan, file, out, cluster, sequence)
+        with out.working(f"pricing {len(wanted)} changes of {file}"):
+            base = setting.price(plan.layout, plan, "as it is")
+            groups = [(change,) for change in wanted] + ([wanted] if len(wanted) > 1 else [])
+            rows = [base]
+            for group in groups:
+                name = " ".join(map(str, group)) if len(group) < 2 else "all together"
+                one = _changed(plan, setting, group, name)
+                rows.append(one)
+                if replan:
+                    rows.append(_best(one, "best with it" if len(group) < 2 else "best with all"))
+        out.table(variants_table(f"{plan.model} on {setting.cluster.name}, with changes", "change", rows, base, with_layout=False))
+        if target is not None:
+            last = [v for v in rows if not v.name.startswith("best")][-1]
+            write_plan(last.setting.plan(layout=last.layout), target)
+            out.message(f"written to {target}")
+        out.answer({"plan": str(file), "rows": [record(v, base) for v in rows]})
+        if all(v.prediction is None for v in rows[1:]):
+            out.message("none of these changes can be; the notes say why, and what would")
+            raise typer.Exit(Infeasible.exit_code)
+
+
+def _changed(plan: Plan, setting: Setting, changes: tuple[Change, ...], name: str) -> Variant:
+    """The plan with these changes; where sizes do not divide, the row says so."""
+    from weft.cli.changes import apply
+    from weft.cli.setting import Variant
+
+    try:
+        other, layout, moved = apply(plan, setting, changes)
+    except Infeasible as error:
+        return Variant(name, setting, plan.layout, None, str(error), False)
+    return other.price(layout, plan, name, moved)
+
+
+def _best(variant: Variant, name: str) -> Variant:
+    """What the search chooses in a variant's setting."""
+    from weft.report.tables import layout_words
+
+    try:
+        found = variant.setting.plan()
+    except Infeasible as error:
+        return replace(variant, name=name, prediction=None, note=str(error).partition(";")[0], fits=False)
+    if found.prediction is None:
+        return replace(variant, name=name, layout=found.layout, prediction=None, note=found.uncaptured)
+    return replace(variant, name=name, layout=found.layout, prediction=found.prediction, note=layout_words(found.layout), fits=True)

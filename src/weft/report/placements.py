@@ -1,0 +1,99 @@
+"""How operators are placed: each repeated layer once. In: a graph, its sharding. Out: a `Placement` a pattern with its count, a table.
+
+A pattern is an operator's place in the model with `*` for layer numbers; layers that are placed alike are one row. Shown are operators
+that read a parameter, multiply matrices, or communicate; what lies between follows them and moves nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from weft.model.graph import Graph, Operator
+from weft.model.sharding import Sharding
+from weft.model.work import MATMUL_KINDS, work
+from weft.plan.patterns import pattern_of
+from weft.report.tables import Table
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """`count` operators at `site` (a pattern): their weights, their output and what they communicate, each in words by axis."""
+
+    site: str
+    count: int
+    weights: str
+    output: str
+    forward: str
+    backward: str
+
+
+def placements(graph: Graph, sharding: Sharding) -> tuple[Placement, ...]:
+    """One entry a pattern and way of placing it, in the order of the model."""
+    names = {v.value: v.name for v in (*graph.parameters, *graph.buffers)}
+    kinds = {name: done.kind for name, done in work(graph).items()}
+    moves: dict[str, list[tuple[str, str, str]]] = {}
+    for move in sharding.moves:
+        if sharding.sizes.get(move.axis, 1) > 1:
+            moves.setdefault(move.op, []).append((move.axis, move.forward, move.backward))
+    found: dict[tuple[str, ...], int] = {}
+    for op in graph.operators:
+        held = [value for value in dict.fromkeys(op.inputs) if value in names]
+        if not held and kinds[op.name] not in MATMUL_KINDS and not any(f or b for _, f, b in moves.get(op.name, [])):
+            continue
+        ahead, back = _collectives(moves.get(op.name, []))
+        inside = _inside(op, kinds[op.name], sharding)
+        row = (pattern_of(op.site), _weights(held, graph, sharding), _output(op, sharding), ", ".join(filter(None, (ahead, inside))), back)
+        found[row] = found.get(row, 0) + 1
+    return tuple(Placement(site, count, weights, out, ahead, back) for (site, weights, out, ahead, back), count in found.items())
+
+
+def placements_table(found: tuple[Placement, ...], sizes: Mapping[str, int]) -> Table:
+    """The placements as words; empty where nothing is cut."""
+    axes = [f"{axis}={size}" for axis, size in sizes.items() if size > 1]
+    rows = tuple((p.site, f"{p.count}", p.weights, p.output, p.forward, p.backward) for p in found)
+    columns = ("operator", "count", "weights", "output", "communicates, forward", "backward")
+    return Table(f"How operators are placed over {' and '.join(axes)}", columns, rows if axes else (), right=(1,))
+
+
+def _weights(held: list[str], graph: Graph, sharding: Sharding) -> str:
+    """The cut of the largest of an operator's variables; the others follow."""
+    if not held:
+        return ""
+    value = max(held, key=lambda v: graph.tensors[v].size)
+    return _form_words(sharding.forms.get(value, {}), sharding.sizes, whole="whole")
+
+
+def _inside(op: Operator, kind: str, sharding: Sharding) -> str:
+    """What a cut product whose result is whole sums before it adds the bias; no move shows it."""
+    if kind not in ("linear", "convolution"):
+        return ""
+    whole = [
+        axis
+        for axis, size in sharding.sizes.items()
+        if size > 1 and sharding.ops[op.name].get(axis) and sharding.forms[op.outputs[0]].get(axis, "R")[0] in "R+"
+    ]
+    return ", ".join(f"all-reduce over {axis}, of its result" for axis in whole)
+
+
+def _output(op: Operator, sharding: Sharding) -> str:
+    return _form_words(sharding.forms.get(op.outputs[0], {}), sharding.sizes, whole="whole")
+
+
+def _form_words(forms: Mapping[str, str], sizes: Mapping[str, int], whole: str) -> str:
+    said = []
+    for axis, size in sizes.items():
+        form = forms.get(axis, "R")
+        if size > 1 and form[0] == "S":
+            said.append(f"dim {form[1:]} by {axis}")
+        elif size > 1 and form[0] == "P":
+            said.append(f"summands over {axis}")
+    return ", ".join(said) or whole
+
+
+def _collectives(moves: list[tuple[str, str, str]]) -> tuple[str, str]:
+    """Collectives in words, forward and backward; what moves no bytes is left out."""
+    silent = ("", "slice", "pad")
+    ahead = dict.fromkeys(f"{f.replace('_', '-')} over {axis}" for axis, f, _ in moves if f not in silent)
+    back = dict.fromkeys(f"{b.replace('_', '-')} over {axis}" for axis, _, b in moves if b not in silent)
+    return ", ".join(ahead), ", ".join(back)

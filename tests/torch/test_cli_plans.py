@@ -1,0 +1,246 @@
+"""The verbs on plans: explain, whatif, compare, estimate. Figures are checked against one another and against closed forms."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weft.cli import run
+from weft.cli.changes import apply, moved_along, neighbours, parse_changes
+from weft.cli.machines import resized
+from weft.cli.setting import Setting, named
+from weft.cluster.cluster import Cluster
+from weft.errors import Infeasible, UsageError
+from weft.plan.layout import Layout
+from weft.plan.patterns import expand
+from weft.plan.store import read_plan
+
+MODEL, MACHINES, BATCH = "gpt-125m:layers=4", "2xp4d.24xlarge", 64
+
+
+@pytest.fixture(scope="module")
+def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("plans") / "plan.toml"
+    words = ["plan", MODEL, "--cluster", MACHINES, "--batch", str(BATCH), "-o", str(path)]
+    assert run([*words, "--layout", "data=4 tensor=2 pipeline=2 microbatches=4 zero=1 precision=bfloat16"]) == 0
+    return path
+
+
+def answer(words: list[str], capfd: pytest.CaptureFixture[str], code: int = 0) -> dict[str, Any]:
+    capfd.readouterr()
+    assert run([*words, "--json"]) == code
+    found: dict[str, Any] = json.loads(capfd.readouterr().out)
+    return found
+
+
+def test_a_plan_says_equal_layers_once_and_means_all_of_them(plan_file: Path) -> None:
+    plan = read_plan(plan_file)
+    cuts = dict(plan.shards)["tensor"]
+    assert any("layers.*." in name for name, _ in cuts)
+    names = Setting(MODEL, Cluster.parse(MACHINES), BATCH).names
+    written_out = expand(cuts, names)
+    assert len(written_out) > 2 * len(cuts)
+    assert {name for name, _ in written_out} <= set(names)
+
+
+def test_a_plan_reads_back_at_the_price_that_it_was_written_with(plan_file: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    plan = read_plan(plan_file)
+    assert plan.prediction is not None
+    found = answer(["explain", str(plan_file)], capfd)
+    assert found["step_time_s"] == pytest.approx(plan.prediction.step_time_s, rel=0.02)
+    assert found["memory_bytes"]["total"] == pytest.approx(plan.prediction.memory.total, rel=0.02)
+
+
+def test_explain_prices_other_choices_and_places_every_layer_once(plan_file: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    found = answer(["explain", str(plan_file)], capfd)
+    assert {"reasons", "candidates", "bound_gap", "placements", "other_choices"} <= set(found)
+    tried = {row["name"].partition("=")[0] for row in found["other_choices"]}
+    assert {"tensor", "pipeline", "microbatches", "zero", "recompute", "precision"} <= tried
+    by_site = {p["site"]: p for p in found["placements"]}
+    up = by_site["layers.*.mlp.up/linear"]
+    assert (up["count"], up["weights"]) == (4, "dim 0 by tensor")  # columns of all four layers, as one row
+    assert sum(p["count"] for p in found["placements"] if "mlp.down" in p["site"]) == 4
+    for row in found["candidates"]:
+        # What a billion tokens cost is the step's share of them, at the price of both machines.
+        tokens = BATCH * 2048 / row["step_time_s"]
+        assert row["usd_per_unit"] == pytest.approx(1e9 / tokens * 2 * 32.7726 / 3600 * row_machines(row), rel=1e-3)
+
+
+def row_machines(row: dict[str, Any]) -> float:
+    return -(-Layout.parse(row["layout"]).num_ranks // 8) / 2
+
+
+def test_explain_in_words(plan_file: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(["explain", str(plan_file)]) == 0
+    shown = capfd.readouterr().out
+    for words in ("Candidates", "Why", "What another choice would cost", "How operators are placed over data=4 and tensor=2", "bound"):
+        assert words in shown
+    assert run(["explain", str(plan_file), "--brief"]) == 0
+    assert "How operators are placed" not in capfd.readouterr().out
+
+
+def test_whatif_has_a_row_a_change_and_one_for_all(plan_file: Path, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    target = tmp_path / "other.toml"
+    found = answer(["whatif", str(plan_file), "gpus=32", "seq=1024", "zero=3", "-o", str(target)], capfd)["rows"]
+    assert [row["name"] for row in found] == ["as it is", "gpus=32", "seq=1024", "zero=3", "all together"]
+    base, more, shorter = found[:3]
+    assert (more["cluster"], Layout.parse(more["layout"]).data) == ("4xp4d.24xlarge", 8)
+    assert base["speed"] == 1
+    assert 1.2 < more["speed"] <= 2.001
+    assert shorter["step_time_s"] < base["step_time_s"]
+    written = read_plan(target)
+    assert (written.model, written.layout.zero, written.layout.num_ranks) == ("gpt-125m:layers=4,sequence=1024", 3, 32)
+
+
+def test_a_change_equals_pricing_the_changed_layout_by_hand(plan_file: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    row = answer(["whatif", str(plan_file), "recompute=full"], capfd)["rows"][1]
+    words = ["plan", MODEL, "--cluster", MACHINES, "--batch", str(BATCH), "--layout", row["layout"]]
+    by_hand = answer(words, capfd)
+    assert row["step_time_s"] == pytest.approx(by_hand["step_time_s"], rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["gpuz=2"], 2, "did you mean gpus"),
+        (["gpus=17"], 2, "use 16 or 24"),
+        (["gpus=0"], 2, "whole number"),
+        (["zero=4"], 2, "zero"),
+        (["recompute=maybe"], 2, "none, selective, full"),
+        (["seq"], 2, "KEY=VALUE"),
+        (["seq=8", "seq=9"], 2, "twice"),
+        (["cluster=8xdgx-z100"], 2, "did you mean"),
+        (["data=3"], 3, "none of these changes"),
+    ],
+)
+def test_changes_that_cannot_be(words: list[str], code: int, said: str, plan_file: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(["whatif", str(plan_file), *words]) == code
+    captured = capfd.readouterr()
+    assert said in captured.err
+    assert "Traceback" not in captured.err
+
+
+def test_compare_a_plan_with_itself_and_with_another(plan_file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    same = answer(["compare", str(plan_file), str(plan_file)], capfd)["plans"]
+    assert same[0]["step_time_s"] == same[1]["step_time_s"]
+    assert same[1]["speed"] == 1
+    assert run(["compare", str(plan_file), str(plan_file)]) == 0
+    assert "same" in capfd.readouterr().out
+    trace = tmp_path / "trace.json"
+    assert run(["simulate", str(plan_file), "-o", str(trace)]) == 0
+    kinds = answer(["compare", str(trace), str(trace)], capfd)["kinds"]
+    assert {kind["kind"] for kind in kinds} >= {"F", "B"}
+    assert all(kind["ratio"] in (1.0, None) for kind in kinds)
+    assert run(["compare", str(plan_file), str(trace)]) == 2
+    assert run(["compare", str(tmp_path / "a.json"), str(trace)]) == 2
+
+
+def test_an_estimate_is_the_step_times_the_steps(capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["estimate", MODEL, "--cluster", "p4d.24xlarge", "--batch", "64", "--tokens", "10B", "--constrain", "ranks=8"]
+    found = answer(words, capfd)
+    assert found["fits"]
+    assert found["time_s"] == pytest.approx(found["step_time_s"] * 10e9 / (64 * 2048))
+    assert found["usd"] == pytest.approx(32.7726 * found["time_s"] / 3600)
+    assert set(found["memory_bytes"]) == {"parameters", "gradients", "optimizer", "activations", "buffers", "margin", "total"}
+    assert found["assumptions"]
+
+
+def test_what_does_not_fit_gets_the_time_of_its_arithmetic(capfd: pytest.CaptureFixture[str]) -> None:
+    """175 B parameters: 6 FLOPs a parameter and token, at the rate that the catalogue has for large products."""
+    model = "gpt:hidden=12288,heads=96,layers=3,sequence=2048"
+    found = answer(["estimate", model, "--cluster", "dgx-a100-40", "--gpus", "1", "--tokens", "300e9", "--batch", "8"], capfd)
+    device = Cluster.parse("dgx-a100-40").device
+    assert not found["fits"]
+    assert "fits" in found["reason"]
+    assert found["num_devices"] == 1
+    assert found["time_s"] == pytest.approx(found["flops"] / (device.peak("bfloat16") * device.matmul_efficiency))
+    assert found["flops"] == pytest.approx(6 * 300e9 * 6.1e9, rel=0.1)  # 3 layers of 1.8 B and the vocabulary
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["resnet-18", "--tokens", "5"], "--epochs"),
+        (["gpt-tiny", "--epochs", "5"], "--tokens"),
+        (["gpt-tiny", "--tokens", "many"], "number"),
+        (["gpt-tiny", "--tokens", "0"], "at least 1 token"),
+        (["resnet-18", "--epochs", "0"], "more than 0"),
+        (["gpt-tiny", "--cluster", "dgx-z9"], "did you mean"),
+    ],
+)
+def test_estimates_of_nothing(words: list[str], said: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(["estimate", *words, *([] if "--cluster" in words else ["--cluster", "p4d.24xlarge"])]) == 2
+    assert said in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("wanted", "ranks", "batch", "expected"),
+    [
+        ({"tensor": 4}, 64, 1024, "data=16 tensor=4 pipeline=1 microbatches=2"),
+        ({}, 128, 1024, "data=16 tensor=8 pipeline=1 microbatches=2"),
+        ({}, 64, 2048, "data=8 tensor=8 pipeline=1 microbatches=8"),
+        ({"microbatches": 16}, 64, 1024, "data=8 tensor=8 pipeline=1 microbatches=16"),
+        ({"pipeline": 2, "chunks": 2}, 64, 1024, "data=4 tensor=8 pipeline=2 microbatches=8 schedule=interleaved chunks=2"),
+    ],
+)
+def test_what_hangs_on_a_change_moves_along(wanted: dict[str, int | str], ranks: int, batch: int, expected: str) -> None:
+    old = Layout(data=8, tensor=8, microbatches=4)
+    layout, _ = moved_along(old, wanted, ranks, 1024, batch)
+    assert layout == Layout.parse(expected)
+    assert layout.num_ranks == ranks
+
+
+def test_sizes_that_do_not_divide_are_said() -> None:
+    with pytest.raises(Infeasible, match="do not divide into tensor=3"):
+        moved_along(Layout(data=8), {"tensor": 3}, 8, 8, 8)
+    with pytest.raises(Infeasible, match="batch of 10"):
+        moved_along(Layout(data=8), {}, 16, 8, 10)
+
+
+def test_neighbours_keep_the_devices_and_differ(plan_file: Path) -> None:
+    plan = read_plan(plan_file)
+    found = neighbours(plan, 16, runs=False)
+    assert len({layout for _, layout in found}) == len(found) > 8
+    assert all(layout != plan.layout for _, layout in found)
+    for name, layout in found:
+        assert layout.num_ranks == plan.layout.num_ranks or name.startswith("data=")
+    for _, layout in neighbours(plan, 16, runs=True):
+        layout.check_runs()
+
+
+def test_a_change_of_machines_keeps_what_was_traced(plan_file: Path) -> None:
+    plan = read_plan(plan_file)
+    setting = Setting(MODEL, Cluster.parse(MACHINES), BATCH)
+    graph = setting.graph
+    other, layout, moved = apply(plan, setting, parse_changes(["gpus=8"]))
+    assert other.graph is graph
+    assert (layout.num_ranks, moved) == (8, "data 4 to 2, microbatches 4 to 8")
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "devices", "price"),
+    [
+        ("8xp3.16xlarge", 16, 16, 2 * 24.48),
+        ("p3.16xlarge", 128, 128, 16 * 24.48),
+        ("2xp3.16xlarge", 4, 4, 12.24),
+        ("4xdgx-h100", 8, 8, 0.0),
+    ],
+)
+def test_more_and_fewer_devices(text: str, count: int, devices: int, price: float) -> None:
+    found = resized(Cluster.parse(text), count)
+    assert found.num_devices == devices
+    assert found.price_per_hour == pytest.approx(price)
+
+
+def test_devices_that_are_no_whole_machines() -> None:
+    with pytest.raises(UsageError, match="use 16 or 24"):
+        resized(Cluster.parse("8xp3.16xlarge"), 20)
+
+
+def test_a_sequence_becomes_part_of_the_name() -> None:
+    assert named("gpt-39b", None) == ("gpt-39b", None)
+    assert named("gpt-39b:layers=2", 64) == ("gpt-39b:layers=2,sequence=64", None)
+    assert named("net.py:make", 64) == ("net.py:make", 64)
