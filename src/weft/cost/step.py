@@ -18,7 +18,7 @@ from weft.cost.memory import Inventory, StageState, activation_bytes, cut_ways, 
 from weft.cost.network import Group, collective_s, send_s
 from weft.errors import Infeasible
 from weft.model.graph import Graph, Operator
-from weft.model.propagate import propagate
+from weft.model.fold import propagate
 from weft.model.sharding import Prices, Sharding
 from weft.model.stages import Cut, Stage, cuts, split
 from weft.model.work import model_flops, packet

@@ -8,7 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import prod
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from weft.model.fold import Fold
 
 DTYPE_BYTES = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1,
@@ -160,6 +165,28 @@ class Graph:
             operators=tuple(replace(op, args=arg(op.args), kwargs=tuple((k, arg(a)) for k, a in op.kwargs)) for op in self.operators),  # type: ignore[arg-type]
             tensors={value: tensor(t) for value, t in self.tensors.items()},
         )
+
+    @cached_property
+    def place(self) -> dict[str, int]:
+        """Number of the operator that makes each value; variables are not in it."""
+        return {value: i for i, op in enumerate(self.operators) for value in op.outputs}
+
+    @cached_property
+    def held(self) -> dict[str, bool]:
+        """Of each variable, whether it is a parameter or a buffer."""
+        return {v.value: i < 2 for i, group in enumerate((self.parameters, self.buffers, self.inputs, self.constants)) for v in group}
+
+    @cached_property
+    def last_reader(self) -> dict[str, int]:
+        """Number of the last operator that reads each value."""
+        return {value: i for i, op in enumerate(self.operators) for value in op.inputs}
+
+    @cached_property
+    def fold(self) -> Fold | None:
+        """The graph with its repeated layers once; None where too few repeat."""
+        from weft.model.fold import fold  # here, since folding is written in terms of Graph
+
+        return fold(self)
 
     def producer(self) -> dict[str, Operator]:
         """The operator that makes each value; variables are not in it."""
