@@ -1,0 +1,53 @@
+"""Seconds of given placements along one axis: operators in order, every value moved where its reader needs a form that is not there.
+
+In: the tables, the choice of every kind, where parameters and buffers lie. Out: `Cost`. Not modelled: overlap, and that gradients which are
+summands may travel through replicated operators to the parameters before they are summed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from weft.model.sharding import Form
+from weft.solve.placements.tables import Tables
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Seconds of one pass over the graph, forward and backward.
+
+    `operators_s`: compute, with collectives in the operators themselves. `moves_s`: redistributions and the sums of gradients.
+    `states_s`: reading and writing parameters, gradients and optimizer states.
+    """
+
+    operators_s: float
+    moves_s: float
+    states_s: float
+
+    @property
+    def total(self) -> float:
+        return self.operators_s + self.moves_s + self.states_s
+
+
+def price(tables: Tables, chosen: Sequence[int], stored: Mapping[str, Form]) -> Cost:
+    """The cost of one solution. `stored`: form of every parameter and buffer that is read, whole where it lacks one."""
+    graph, moves = tables.axis.graph, tables.moves
+    operators_s = moves_s = 0.0
+    held: dict[str, frozenset[Form]] = {}
+    for v in graph.variables:
+        given = tables.axis.start(v.value)
+        held[v.value] = frozenset((stored.get(v.value, "R"),) if given is None else given)
+    read = {value for flow in tables.flows for value in flow.values}
+    states_s = sum(moves.stored(value, next(iter(held[value]))) for value in tables.axis.placed if value in read)
+    for op in graph.operators:
+        kind = tables.kind_of[op.name]
+        choice = tables.kinds[kind].choices[chosen[kind]]
+        operators_s += choice.cost_s
+        for value, need in zip(op.inputs, choice.needs, strict=True):
+            if need is not None:
+                seconds, held[value] = moves.read(value, held[value], (need,))
+                moves_s += seconds
+        for value, form in zip(op.outputs, choice.makes, strict=True):
+            held[value] = frozenset((form,))
+    return Cost(operators_s, moves_s, states_s)

@@ -1,0 +1,215 @@
+"""The intra-operator problem along one mesh axis, as tables. In: a graph along an axis, who is placed alike. Out: `Tables`.
+
+Operators that are placed alike (`model/repeats`) are one `Kind` with the choices that they have in common. Every value is a `Flow`: the
+forms in which it may begin, and its readers in order; values whose flows are equal are one flow with a count.
+
+Prices are those of `model/propagate`, but for two things. A gradient that training never asks for (of the batch) costs nothing. A
+parameter that lies whole and is read as "+" pays for the sum of its gradient once, wherever its first such reader stands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from weft.model.graph import Graph, Operator
+from weft.model.propagate import _Axis as Axis
+from weft.model.propagate import _Choice as Choice
+from weft.model.propagate import written_buffers
+from weft.model.sharding import Form, collective_s, move_collectives
+from weft.model.work import differentiable
+
+Word = tuple[Form, ...]  # the forms in which one operator reads one value, each once; () where any will do
+INFINITE = float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Operators that are placed alike: their names, and the choices that are left after pruning."""
+
+    operators: tuple[str, ...]
+    choices: tuple[Choice, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a value begins: made by a kind (the form by choice), or stored in one of `forms` at `store_s` seconds a step each."""
+
+    kind: int = -1
+    made: tuple[Form, ...] = ()
+    forms: tuple[Form, ...] = ()
+    store_s: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """One reader of a value: a kind, and the word by choice."""
+
+    kind: int
+    words: tuple[Word, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """Values that begin alike, are read alike and cost the same to move. `example` is one of them."""
+
+    values: tuple[str, ...]
+    source: Source
+    uses: tuple[Use, ...]
+
+    @property
+    def example(self) -> str:
+        return self.values[0]
+
+
+@dataclass(frozen=True)
+class Tables:
+    """The problem along `axis`."""
+
+    axis: Axis
+    moves: Moves
+    kinds: tuple[Kind, ...]
+    kind_of: Mapping[str, int]
+    flows: tuple[Flow, ...]
+
+
+class Moves:
+    """Seconds to move a value between forms, forward and backward; infinite where it is not possible. Keeps what it has priced."""
+
+    def __init__(self, axis: Axis):
+        self.axis = axis
+        self.asked = differentiable(axis.graph)
+        self.still = written_buffers(axis.graph)  # written where they lie, so never moved
+        self._known: dict[tuple[object, ...], float] = {}
+        self._like: dict[str, tuple[object, ...]] = {}
+
+    def like(self, value: str) -> tuple[object, ...]:
+        """What the price of moving a value depends on."""
+        if value not in self._like:
+            tensor = self.axis.graph.tensors[value]
+            cuttable = tuple(dim for dim in range(len(tensor.shape)) if self.axis.cuttable(value, dim))
+            placed = value in self.axis.placed
+            self._like[value] = (tensor.size_bytes, value in self.asked, value in self.still, placed, cuttable)
+        return self._like[value]
+
+    def seconds(self, value: str, source: Form, target: Form) -> float:
+        if source == target:
+            return 0.0
+        key = (*self.like(value), source, target)
+        if key not in self._known:
+            self._known[key] = self._price(value, source, target)
+        return self._known[key]
+
+    def read(self, value: str, held: frozenset[Form], word: Word) -> tuple[float, frozenset[Form]]:
+        """(seconds, forms held afterwards) of reading a value in the forms of `word`, each moved from where that is cheapest."""
+        total = 0.0
+        for need in word:
+            if need not in held:
+                total += min(self.seconds(value, source, need) for source in held)
+                held = held | {need}
+        return total, held
+
+    def stored(self, value: str, form: Form) -> float:
+        """Seconds a step of a parameter or buffer that lies in `form`, without the sum of its gradient; infinite where it cannot."""
+        found = self.axis.place(value, form)
+        return INFINITE if found is None else found[1]
+
+    def _price(self, value: str, source: Form, target: Form) -> float:
+        axis = self.axis
+        if value in self.still or (source, target) == ("+", "R"):
+            return INFINITE
+        if target[0] == "S" and not axis.cuttable(value, int(target[1:])):
+            return INFINITE
+        if value in axis.placed and (source, target) == ("R", "+"):
+            summed = axis.place(value, "+")
+            return INFINITE if summed is None else summed[1] - self.stored(value, "R")
+        size = axis.graph.tensors[value].size_bytes / axis.divide
+        forward, backward = move_collectives(source, target)
+        cost = collective_s(forward, size, axis.n, axis.prices)
+        return cost + (collective_s(backward, size, axis.n, axis.prices) if value in self.asked else 0.0)
+
+
+def tables(axis: Axis, representative: Mapping[str, str]) -> Tables:
+    """The problem along `axis`, operators placed like their representatives wherever they have the same choices."""
+    moves = Moves(axis)
+    kinds, kind_of = _kinds(axis, moves, representative)
+    uses = _uses(axis.graph, kinds, kind_of)
+    groups: dict[tuple[object, ...], list[str]] = {}
+    parts: dict[tuple[object, ...], tuple[Source, tuple[Use, ...]]] = {}
+    made = {value: (op, i) for op in axis.graph.operators for i, value in enumerate(op.outputs)}
+    for value, readers in uses.items():
+        if value in made:
+            op, i = made[value]
+            at = kind_of[op.name]
+            source = Source(at, tuple(choice.makes[i] for choice in kinds[at].choices))
+        else:
+            source = _start(axis, moves, value)
+        key = (moves.like(value), source, readers)
+        groups.setdefault(key, []).append(value)
+        parts[key] = (source, readers)
+    flows = tuple(Flow(tuple(values), *parts[key]) for key, values in groups.items())
+    return Tables(axis, moves, kinds, kind_of, flows)
+
+
+def _kinds(axis: Axis, moves: Moves, representative: Mapping[str, str]) -> tuple[tuple[Kind, ...], dict[str, int]]:
+    groups: dict[tuple[object, ...], list[str]] = {}
+    choices: dict[tuple[object, ...], list[Choice]] = {}
+    for op in axis.graph.operators:
+        key = (representative.get(op.name, op.name), *_decides(axis, moves, op))
+        if key not in choices:
+            choices[key] = prune(axis.choices(op))
+        groups.setdefault(key, []).append(op.name)
+    kinds = tuple(Kind(tuple(names), tuple(choices[key])) for key, names in groups.items())
+    return kinds, {name: i for i, kind in enumerate(kinds) for name in kind.operators}
+
+
+def _decides(axis: Axis, moves: Moves, op: Operator) -> tuple[object, ...]:
+    """What, besides what repetition compares, decides on an operator's choices and their prices."""
+    meaning = None if axis.meanings is None else axis.meanings[op.name]
+    values = tuple((moves.like(value), value in axis.grads) for value in (*op.inputs, *op.outputs))
+    fixed = () if axis.fixed is None else tuple(axis.fixed.get(value) for value in op.inputs)
+    return meaning, values, fixed
+
+
+def prune(choices: list[Choice]) -> list[Choice]:
+    """Those that no other dominates: one that makes the same, needs the same or less, and is cheaper (or first)."""
+
+    def dominates(a: Choice, b: Choice) -> bool:
+        return a.makes == b.makes and a.cost_s <= b.cost_s and all(x is None or x == y for x, y in zip(a.needs, b.needs, strict=True))
+
+    kept: list[Choice] = []
+    for choice in choices:
+        if not any(dominates(other, choice) for other in kept):
+            kept = [other for other in kept if not dominates(choice, other)]
+            kept.append(choice)
+    return kept
+
+
+def _uses(graph: Graph, kinds: tuple[Kind, ...], kind_of: Mapping[str, int]) -> dict[str, tuple[Use, ...]]:
+    """Every value's readers in order. One that repeats an earlier reader finds the form there already, and is left out."""
+    known: dict[tuple[int, tuple[int, ...]], Use] = {}
+    found: dict[str, dict[Use, None]] = {}
+    for op in graph.operators:
+        at = kind_of[op.name]
+        rows: dict[str, list[int]] = {}
+        for i, value in enumerate(op.inputs):
+            rows.setdefault(value, []).append(i)
+        for value, places in rows.items():
+            key = (at, tuple(places))
+            if key not in known:
+                words = []
+                for choice in kinds[at].choices:
+                    needs = [choice.needs[i] for i in places]
+                    words.append(tuple(dict.fromkeys(need for need in needs if need is not None)))
+                known[key] = Use(at, tuple(words))
+            found.setdefault(value, {})[known[key]] = None
+    return {value: tuple(readers) for value, readers in found.items()}
+
+
+def _start(axis: Axis, moves: Moves, value: str) -> Source:
+    given = axis.start(value)
+    if given is not None:
+        return Source(forms=given, store_s=(moves.stored(value, given[0]) if value in axis.placed else 0.0,))
+    dims = range(len(axis.graph.tensors[value].shape))
+    forms = ("R", *(f"S{dim}" for dim in dims if axis.cuttable(value, dim)))
+    return Source(forms=forms, store_s=tuple(moves.stored(value, form) for form in forms))
