@@ -23,8 +23,8 @@ import torch
 
 from weft.api import plan as make_plan
 from weft.errors import Infeasible, LayoutError, ModelError
-from weft.model.capture import batch_size_of
 from weft.model.graph import Graph
+from weft.model.nesting import batch_size_of
 from weft.model.propagate import propagate
 from weft.model.sharding import Prices, Sharding
 from weft.plan.layout import Layout

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from weft.cluster.cluster import Cluster
 from weft.cost.step import Pricer
 from weft.errors import Infeasible, ModelError, UsageError
-from weft.model.capture import Loss, batch_size_of
+from weft.model.capture import Loss
 from weft.model.deferred import Deferred, building
 from weft.model.graph import Graph
+from weft.model.nesting import batch_size_of
 from weft.model.sharding import Shards
 from weft.plan.layout import Layout
 from weft.plan.patterns import expand
@@ -236,7 +237,8 @@ def _arguments(model: nn.Module, batch: Any) -> Any:
     if any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters):
         return tuple(batch)
     needed = sum(p.kind in kinds and p.default is inspect.Parameter.empty for p in parameters)
-    return tuple(batch)[:needed]
+    # Where all have defaults (Hugging Face's models), the first is what the model is called with.
+    return tuple(batch)[: max(needed, 1)]
 
 
 def shard(loader: Iterable[Any], engine: Engine | None = None) -> Iterator[Any]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import weft
-from weft.errors import Infeasible
+from weft.errors import Infeasible, ModelError
 from weft.plan.layout import Layout
 from weft.plan.plan import Plan
 from weft.world.current import current_place
@@ -131,19 +132,131 @@ def test_a_plain_loop_is_the_serial_loop(ranks: Callable[..., list[Any]], layout
             assert found["held"] == found["serial"]
 
 
+class Pair(NamedTuple):
+    logits: Tensor
+    hidden: list[Tensor]
+
+
+@dataclass(frozen=True)
+class Answer:
+    pair: Pair
+    name: str
+    extra: Tensor | None = None
+
+
+class Structured(nn.Module):
+    """Named tuple in a frozen dataclass, with text and None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Answer:
+        hidden = torch.tanh(self.up(x)) * scale
+        return Answer(Pair(self.down(hidden), [hidden]), "answer")
+
+
+def structures(world: World) -> dict[str, Any]:
+    """What the outputs of divided models look like, and the largest difference from the serial model's."""
+    from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
+
+    ids = torch.randint(32, (4, 8), generator=torch.Generator().manual_seed(1))
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(2))
+    gpt = GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=32, n_positions=8, bos_token_id=0, eos_token_id=0)
+    gpt.resid_pdrop = gpt.embd_pdrop = gpt.attn_pdrop = 0.0
+    bert = BertConfig(vocab_size=32, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, num_labels=3)
+    bert.hidden_dropout_prob = bert.attention_probs_dropout_prob = 0.0
+    found: dict[str, Any] = {}
+    rows = slice(world.rank * 2, world.rank * 2 + 2)
+    makers: list[tuple[str, Callable[[], nn.Module], Any, Tensor]] = [
+        ("gpt", lambda: GPT2LMHeadModel(gpt), (ids,), ids),
+        ("bert", lambda: BertForSequenceClassification(bert), {"input_ids": ids}, ids),
+        ("own", Structured, (x,), x),
+    ]
+    for name, make, batch, given in makers:
+        torch.manual_seed(3)
+        want = make()(given)
+        torch.manual_seed(3)
+        with weft.auto_parallelize(batch=batch, plan=Plan(Layout.parse("data=2"), name, "1xcpu-2", 4), world=world):
+            net = make()
+        got = net(given[rows])
+        found[name] = type(got).__name__
+        pair = (got.pair.logits, want.pair.logits) if name == "own" else (got.logits, want.logits)
+        found[f"{name} error"] = float((pair[0] - pair[1][rows]).abs().max())
+        pair[0].sum().backward()
+        if name == "gpt":
+            found["cache"] = said(lambda x=given[rows], net=net: len(net(x).past_key_values), ModelError)
+        if name == "own":
+            found["inside"] = [type(got.pair).__name__, type(got.pair.hidden).__name__, got.name, got.extra]
+            found["named"] = float((net(x=given[rows]).pair.logits - pair[0]).abs().max())
+            found["refused"] = wrong_calls(net, given[rows])
+    return found
+
+
+def wrong_calls(net: nn.Module, x: Tensor) -> list[str]:
+    calls = (lambda: net(x, 0.5), lambda: net(x[:, :4]), lambda: net(x, extra=1))
+    return [said(call, Infeasible, TypeError) for call in calls]
+
+
+def said(call: Callable[[], Any], *kinds: type[Exception]) -> str:
+    """What a call is refused with; empty where it is not."""
+    try:
+        call()
+    except kinds as error:
+        return str(error)
+    return ""
+
+
+def test_outputs_keep_their_classes(ranks: Callable[..., list[Any]]) -> None:
+    for found in ranks(structures, 2):
+        assert (found["gpt"], found["bert"], found["own"]) == ("CausalLMOutputWithCrossAttentions", "SequenceClassifierOutput", "Answer")
+        assert all(found[f"{name} error"] < 1e-5 for name in ("gpt", "bert", "own"))
+        assert "DynamicCache, which a divided model does not return" in found["cache"]
+        assert found["inside"] == ["Pair", "list", "answer", None]
+        assert found["named"] == 0.0
+        scale, shape, unknown = found["refused"]
+        assert "has 1=0.5, and the model was captured without 1" in scale
+        assert "0 has shape [2, 4], and the model was captured with [2, 6]" in shape
+        assert "unexpected keyword argument 'extra'" in unknown
+
+
+class Modes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.drop = nn.BatchNorm1d(6), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        dropped: Tensor = self.drop(self.norm(x))
+        return dropped
+
+
+def modes(world: World) -> list[bool]:
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(2))
+    with weft.auto_parallelize(batch=(x,), plan=Plan(Layout.parse("data=2"), "Modes", "1xcpu-2", 4), world=world):
+        net = Modes()
+    rows = slice(world.rank * 2, world.rank * 2 + 2)
+    net(x[rows])
+    before = {name: b.clone() for name, b in net.named_buffers()}
+    net.eval()
+    with torch.no_grad():
+        got = net(x[rows])
+    serial = Modes().eval()
+    serial.load_state_dict(before, strict=False)
+    kept = all(torch.equal(b, before[name]) for name, b in net.named_buffers())
+    return [torch.allclose(got, serial(x)[rows]), kept, bool(before["norm.running_mean"].any())]
+
+
+def test_eval_is_evaluation(ranks: Callable[..., list[Any]]) -> None:
+    """After `net.eval()`: no dropout, batch norm by its running statistics, which stay."""
+    assert ranks(modes, 2) == [[True] * 3] * 2
+
+
 def refused(world: World) -> list[str]:
     """What is said to a batch of the wrong size, an odd batch, a pipeline and microbatches."""
     torch.manual_seed(7)
     x, y = batches()[0]
     with weft.auto_parallelize(batch=(x, y), plan=plan_of("data=2"), world=world):
         net = Mixed()
-
-    def said(call: Callable[[], Any]) -> str:
-        try:
-            call()
-        except Infeasible as error:
-            return str(error)
-        return ""
 
     made: list[nn.Module] = []
 
@@ -152,10 +265,10 @@ def refused(world: World) -> list[str]:
             made.append(Mixed())
 
     return [
-        said(lambda: net(x)),
-        said(lambda: list(weft.shard([(x[:7], y[:7])]))),
-        said(lambda: pipeline("pipeline=2", "head/linear")),
-        said(lambda: pipeline("data=2 microbatches=2")),
+        said(lambda: net(x), Infeasible),
+        said(lambda: list(weft.shard([(x[:7], y[:7])])), Infeasible),
+        said(lambda: pipeline("pipeline=2", "head/linear"), Infeasible),
+        said(lambda: pipeline("data=2 microbatches=2"), Infeasible),
     ]
 
 

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from weft.errors import ModelError
 from weft.lower.kernels.randomness import Draw
 from weft.lower.local import Lowering, lower
-from weft.model.capture import Captured, leaves
+from weft.model.capture import Captured
+from weft.model.nesting import leaves
 from weft.model.propagate import propagate, writes_buffer
 from weft.model.stages import split
 from weft.run.build import Source

@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator as python_operator
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -49,13 +49,14 @@ class LocalStage:
 
 @dataclass(frozen=True)
 class Lowering:
-    """What every operator is lowered with."""
+    """What every operator is lowered with. `rows`: of the model's outputs, which dimension follows the samples."""
 
     graph: Graph
     sharding: Sharding
     groups: Mapping[str, Group]
     device: torch.device
     draw: Draw
+    rows: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -67,6 +68,10 @@ class Lowering:
     def crossing(self, value: str) -> Variant:
         """The form in which a value crosses to another stage: as it is made, summands summed."""
         return tuple("R" if form == "P" else form for form in self.variant(self.sharding.forms[value]))
+
+    def handed_out(self, value: str) -> Variant:
+        """The form in which the user's own code gets an output: this rank's samples, and of those everything."""
+        return tuple(f"S{self.rows[value]}" if axis == "data" and value in self.rows else "R" for axis in self.axes)
 
 
 def lower(stage: Stage, lowering: Lowering) -> LocalStage:
@@ -109,7 +114,7 @@ class _Builder:
             forms[value] = dict(zip(low.axes, low.crossing(value), strict=True))
         for value in stage.results:
             # A loss stays a summand: its gradient is 1 on every rank, and the sum is only asked for to be shown.
-            want = low.variant(low.sharding.forms[value]) if value == low.graph.loss and not low.graph.outputs else low.crossing(value)
+            want = low.handed_out(value) if low.graph.outputs else low.variant(low.sharding.forms[value])
             out.append(self.get(value, want))
             forms[value] = dict(zip(low.axes, want, strict=True))
         self.fx.output(tuple(out))

@@ -23,6 +23,7 @@ from torch import nn
 from weft.errors import ModelError
 from weft.model.functional import make_functional
 from weft.model.graph import Arg, Graph, Operator, Ref, Tensor, Variable, Word
+from weft.model.nesting import batch_size_of, leaves, rebuild
 
 Loss = Callable[[Any, Any], torch.Tensor]
 _IGNORED = ("aten._assert_tensor_metadata.default", "aten._assert_async.msg", "aten.sym_constrain_range_for_size.default")
@@ -38,36 +39,6 @@ class Captured:
     graph: Graph
     constants: Mapping[str, torch.Tensor]
     structure: Any = None  # the model's output with fake tensors, where it was captured without a loss
-
-
-def leaves(batch: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """(path, leaf) of every leaf of nested tuples, lists and dicts, in order: `0`, `1.mask`, `input_ids`."""
-    if isinstance(batch, Mapping):
-        for key, value in batch.items():
-            yield from leaves(value, f"{path}.{key}" if path else str(key))
-    elif isinstance(batch, tuple | list):
-        for i, value in enumerate(batch):
-            yield from leaves(value, f"{path}.{i}" if path else str(i))
-    else:
-        yield path, batch
-
-
-def rebuild(batch: Any, new: Mapping[str, Any], path: str = "") -> Any:
-    """The same nesting with the leaves of `new`, by path."""
-    if isinstance(batch, Mapping):
-        return {key: rebuild(value, new, f"{path}.{key}" if path else str(key)) for key, value in batch.items()}
-    if isinstance(batch, tuple | list):
-        items = [rebuild(value, new, f"{path}.{i}" if path else str(i)) for i, value in enumerate(batch)]
-        return tuple(items) if isinstance(batch, tuple) else items
-    return new[path]
-
-
-def batch_size_of(batch: Any) -> int:
-    """Samples in dimension 0 of the first tensor that has one. Raises ModelError where there is none."""
-    for _, leaf in leaves(batch):
-        if isinstance(leaf, torch.Tensor) and leaf.dim():
-            return leaf.shape[0]
-    raise ModelError("the batch has no tensor with a dimension; its tensors need the samples in dimension 0")
 
 
 def call(model: nn.Module, batch: Any, loss: Loss | None) -> torch.Tensor:
@@ -87,7 +58,8 @@ def call(model: nn.Module, batch: Any, loss: Loss | None) -> torch.Tensor:
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
         got = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else f"{type(output).__name__}"
         raise ModelError(f"the loss must be a scalar tensor, got {got}; pass loss=f with f(output, batch) -> scalar")
-    return value.reshape(())
+    # A reshape of a scalar would be one operator more, behind which summands are no longer known as such.
+    return value if value.dim() == 0 else value.reshape(())
 
 
 class _Step(nn.Module):

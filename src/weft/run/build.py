@@ -13,13 +13,14 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from weft.errors import Infeasible
+from weft.errors import Infeasible, ModelError
 from weft.lower.kernels.randomness import Draw
 from weft.lower.local import LocalStage, Lowering, lower
-from weft.model.capture import Captured, Loss, batch_size_of, capture
+from weft.model.capture import Captured, Loss, capture
 from weft.model.deferred import Deferred, fake_copy, materialize, materialize_real
 from weft.model.deferred.fakes import fake_mode
 from weft.model.graph import Graph, Variable
+from weft.model.nesting import batch_size_of
 from weft.model.propagate import learned, propagate
 from weft.model.sharding import Sharding, Shards
 from weft.model.stages import Stage, split
@@ -168,7 +169,8 @@ def build(
     mine = stages[at["pipeline"]]
     draw = Draw(seed=seed)
     groups = {axis: world.group(mesh.group(world.rank, axis)) for axis in sharding.sizes}
-    local = lower(mine, Lowering(graph, sharding, groups, world.device, draw))
+    rows = _rows_of_outputs(source, batch, graph, layout.data) if outputs else {}
+    local = lower(mine, Lowering(graph, sharding, groups, world.device, draw, rows))
 
     used = set(mine.variables)
     holders: dict[str, list[int]] = {}
@@ -220,6 +222,21 @@ def build(
         if v.value in used:
             variables[v.value] = buffers[v.name]
     return Parts(graph, sharding, stages, mine, local, parameters, specs, flat, buffers, kept_buffers, variables, draw, captured.structure)
+
+
+def _rows_of_outputs(source: Source, batch: Any, graph: Graph, data: int) -> dict[str, int]:
+    """Which dimension of each output follows the samples, as a capture with twice as many shows; another may be as long by accident."""
+    try:
+        twice = source.capture(batch, None, 2 * graph.batch_size, outputs=True).graph
+    except ModelError:  # the model knows its number of samples
+        return {v: 0 for v in graph.outputs if graph.tensors[v].shape[:1] == (graph.batch_size,)}
+    found: dict[str, int] = {}
+    for value, other in zip(graph.outputs, twice.outputs, strict=True):
+        shape = graph.tensors[value].shape
+        grown = [dim for dim, (n, m) in enumerate(zip(shape, twice.tensors[other].shape, strict=True)) if n != m and n % data == 0]
+        if grown:
+            found[value] = grown[0]
+    return found
 
 
 def _in_precision(graph: Graph, plan: Plan) -> Graph:

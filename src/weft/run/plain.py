@@ -9,14 +9,16 @@ samples where the loss is a mean over samples. What the model itself computes is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Mapping, Sequence
+from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from weft.errors import Infeasible
-from weft.model.capture import batch_size_of, leaves, rebuild
+from weft.errors import Infeasible, ModelError
+from weft.model.nesting import BatchForm, batch_size_of, leaves, rebuild
 from weft.plan.plan import Plan
 from weft.run.build import Parts, Source, build
 from weft.run.optimizer import OptimizerSpec
@@ -38,6 +40,46 @@ class _Averaged(torch.autograd.Function):
         return grad * ctx.share, None
 
 
+_PLAIN = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device)
+
+
+class NotReturned:
+    """Stands for an output that a divided model does not compute: an object of another kind than nested tensors (a cache of keys)."""
+
+    def __init__(self, path: str, kind: str) -> None:
+        self._why = f"the output {path} is a {kind}, which a divided model does not return; switch it off in the model (use_cache=False)"
+
+    def __repr__(self) -> str:
+        return f"NotReturned({self._why})"
+
+    def __getattr__(self, name: str) -> Any:
+        raise ModelError(self.__dict__["_why"])
+
+    def __getitem__(self, key: object) -> Any:
+        raise ModelError(self._why)
+
+    def __len__(self) -> int:
+        raise ModelError(self._why)
+
+
+def _as_captured(batch: Any, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A call's arguments nested as the batch that the model was captured with: by keyword or in order."""
+    bound = signature.bind(*args, **kwargs)
+    if not isinstance(batch, Mapping):
+        if bound.kwargs:
+            raise Infeasible(
+                f"the model was captured with arguments in order, and is called with {', '.join(bound.kwargs)} by keyword alone"
+            )
+        return bound.args
+    given: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        kind = signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_POSITIONAL:
+            raise Infeasible(f"the model was captured with arguments by keyword, and is called with {len(value)} more in order")
+        given.update(value if kind is inspect.Parameter.VAR_KEYWORD else {name: value})
+    return given
+
+
 def divide(model: nn.Module, source: Source, plan: Plan, batch: Any, world: World) -> Parts:
     """Divide `model` in place under `plan`; `batch` is what it is called with, with the whole batch's samples.
 
@@ -51,19 +93,31 @@ def divide(model: nn.Module, source: Source, plan: Plan, batch: Any, world: Worl
     _place(model, parts)
     graph, forms = parts.graph, parts.local.forms
     structure = parts.structure
+    outputs = {path: leaf for path, leaf in leaves(structure) if isinstance(leaf, Tensor)}
+    others = {p: _kept(p, leaf) for p, leaf in leaves(structure) if p not in outputs}
+    signature, form = inspect.signature(model.forward), BatchForm.of(batch)
     inputs = list(graph.inputs)
     autocast = torch.bfloat16 if layout.precision == "bfloat16" else None
     rows = plan.batch_size // layout.data
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        given = dict(leaves(kwargs if kwargs else args))
-        have = batch_size_of(kwargs if kwargs else args)
+        called = _as_captured(batch, signature, args, kwargs)
+        given = form.tensors_of(called)
+        have = batch_size_of(called)
         if have != rows:
             raise Infeasible(
                 f"the model is divided for {plan.batch_size} samples, {rows} on each of data={layout.data}, and was called with {have}; "
                 "draw batches through weft.shard(loader), with drop_last=True"
             )
+        for v in inputs:
+            want = parts.sharding.shape(v.value, v.tensor.shape)
+            if tuple(given[v.name].shape) != want:
+                raise Infeasible(
+                    f"{v.name} has shape {list(given[v.name].shape)}, and the model was captured with {list(want)} on each rank; "
+                    "pad or cut batches to one shape"
+                )
         parts.draw.step += 1
+        parts.draw.evaluating = not model.training
         tensors = {v.value: given[v.name].to(world.device) for v in inputs}
         values = [parts.variables[v] if v in parts.variables else tensors[v] for v in parts.local.variables]
         with torch.autocast(world.device.type, dtype=autocast, enabled=autocast is not None):
@@ -73,8 +127,7 @@ def divide(model: nn.Module, source: Source, plan: Plan, batch: Any, world: Worl
             if forms[name].get("data", "R")[0] == "S" and x.is_floating_point():
                 x = _Averaged.apply(x, 1.0 / layout.data)  # type: ignore[no-untyped-call]
             out.append(x)
-        made = iter(out)
-        return rebuild(structure, {path: next(made) if isinstance(leaf, Tensor) else leaf for path, leaf in leaves(structure)})
+        return rebuild(structure, others | dict(zip(outputs, out, strict=True)))
 
     model.forward = forward
     sums = [world.group(g.sum_ranks) if len(g.sum_ranks) > 1 else None for g in parts.groups]
@@ -82,6 +135,10 @@ def divide(model: nn.Module, source: Source, plan: Plan, batch: Any, world: Worl
         group.connect()
     _Exchange(parts.groups, parts.parameters, sums)
     return parts
+
+
+def _kept(path: str, leaf: Any) -> Any:
+    return leaf if leaf is None or isinstance(leaf, _PLAIN) else NotReturned(path, type(leaf).__name__)
 
 
 def _place(model: nn.Module, parts: Parts) -> None:

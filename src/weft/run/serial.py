@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.model.capture import Loss, batch_size_of, call, leaves, rebuild
+from weft.model.capture import Loss, call
+from weft.model.nesting import batch_size_of, leaves, rebuild
 from weft.plan.placement import piece
 from weft.plan.plan import Plan
 from weft.run.optimizer import OptimizerSpec

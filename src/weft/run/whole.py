@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from weft.errors import Infeasible
 from weft.lower.kernels.randomness import Draw
 from weft.lower.local import LocalStage
-from weft.model.capture import Loss, batch_size_of, call, leaves, rebuild
+from weft.model.capture import Loss, call
 from weft.model.deferred import realize
 from weft.model.graph import Graph, Variable
 from weft.model.graph import Tensor as Spec
+from weft.model.nesting import batch_size_of, leaves, rebuild
 from weft.model.sharding import Sharding
 from weft.model.stages import Stage
 from weft.plan.plan import Plan
