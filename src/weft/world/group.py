@@ -1,9 +1,11 @@
 """A group of ranks and its collectives, on tensors. In: this rank's tensor. Out: the collective's result, or `Work` to wait for.
 
-Two transports: gloo between processes (tensors on a GPU are staged through host memory, so that several ranks can share one GPU) and NCCL
-where every member has a GPU of its own. A group of one rank does nothing. Pieces along a dimension are those of `plan.placement.piece`.
+Three transports: shared memory between processes of one host, gloo between hosts (and for tensors on a GPU, staged through host memory, so
+that several ranks can share one GPU) and NCCL where every member has a GPU of its own. A group of one rank does nothing. Pieces along a
+dimension are those of `plan.placement.piece`.
 
-Not modelled: matching. Members that call different collectives, or one with different shapes, wait for ever, fail or add wrong numbers.
+Not modelled: matching. Members that call different collectives, or one with different shapes, fail in shared memory; over gloo and NCCL
+they wait for ever, fail or add wrong numbers.
 
 Messages between two ranks: equal tags are matched in the order in which they were sent; different tags never. A pipeline gives every
 (direction, stage boundary) its own tag, since activations and gradients of several microbatches are under way at once.
@@ -24,6 +26,7 @@ from weft.world import private, recorder
 from weft.world.recorder import Recorder
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+SHARED = "shared_memory"
 _DTYPES = {getattr(torch, name): code for code, name in enumerate(recorder.DTYPES) if code}
 _NARROW = (torch.bfloat16, torch.float16)
 # What the transports say when the other end is gone, in any version seen: a symptom of another rank's failure.
@@ -75,6 +78,37 @@ class Work:
 _DONE = Work(None, None, 0, None, None)
 
 
+class _ProcessGroup:
+    """A process group of torch.distributed under the names of a channel of shared memory."""
+
+    def __init__(self, inner: Any, nccl: bool, size: int) -> None:
+        self._inner = inner
+        self._nccl = nccl
+        self._size = size
+
+    def widens(self, dtype: torch.dtype) -> bool:
+        """Whether sums of a narrow type are rounded once."""
+        return self._nccl or self._size == 2
+
+    def all_reduce(self, x: Tensor, op: str, wait: bool) -> Any:
+        return private.all_reduce(self._inner, x, _OPS[op])
+
+    def broadcast(self, x: Tensor, source: int, wait: bool) -> Any:
+        return private.broadcast(self._inner, x, source)
+
+    def all_gather(self, out: Tensor, x: Tensor, sizes: Sequence[int], wait: bool) -> Any:
+        return private.all_gather(self._inner, out, x)
+
+    def exchange(self, out: Tensor, x: Tensor, arriving: Sequence[int], sizes: Sequence[int], wait: bool) -> Any:
+        return private.all_to_all(self._inner, out, x, list(arriving), list(sizes))
+
+    def send(self, x: Tensor, to: int, tag: int) -> Any:
+        return private.send(self._inner, x, to, tag)
+
+    def receive(self, x: Tensor, source: int, tag: int) -> Any:
+        return private.receive(self._inner, x, source, tag)
+
+
 class Group:
     """`ranks` of the world in a given order, this rank among them at `index`.
 
@@ -96,6 +130,7 @@ class Group:
         self._transport: Any = None
         self._staged = False
         self._nccl = False
+        self._shared = False
         self._lanes: dict[tuple[int, int], Any] = {}
 
     def __repr__(self) -> str:
@@ -112,6 +147,9 @@ class Group:
             raise self.explained(error) from error
         self.recorder.done(at)
         self._nccl = kind == "nccl"
+        self._shared = kind == SHARED
+        if not self._shared:
+            self._transport = _ProcessGroup(self._transport, self._nccl, self.size)
         self._staged = kind == "gloo" and self.device.type != "cpu"
 
     def explained(self, error: BaseException) -> RunError:
@@ -129,14 +167,19 @@ class Group:
         return self.recorder.start(op, self._slot, _DTYPES.get(x.dtype, 0), x.shape, x.nbytes, peer, tag)
 
     def _end(self, work: Any, at: int, finish: Callable[[], object] | None, keep: object, wait: bool) -> Work:
+        if work is None:  # shared memory has waited already
+            self.recorder.done(at)
+            if finish is not None:
+                finish()
+            return _DONE
         result = Work(self, work, at, finish, keep)
         if wait:
             result.wait()
         return result
 
-    def _call(self, call: Callable[..., Any], *args: Any) -> Any:
+    def _call(self, call: str, *args: Any) -> Any:
         try:
-            return call(self._transport, *args)
+            return getattr(self._transport, call)(*args)
         except RuntimeError as error:
             raise self.explained(error) from error
 
@@ -169,7 +212,7 @@ class Group:
         given = x
         if self._staged or x.dtype is torch.bool or x.requires_grad or not x.is_contiguous():
             x = self._host(x)
-        if not self._nccl and self.size > 2 and op == "sum" and x.dtype in _NARROW:
+        if x.dtype in _NARROW and not self._transport.widens(x.dtype):
             x = x.float()
         finish = None
         if x is not given:
@@ -177,7 +220,25 @@ class Group:
             def finish() -> None:
                 given.detach().copy_(x.view(torch.bool) if given.dtype is torch.bool else x)
 
-        return self._end(self._call(private.all_reduce, x, _OPS[op]), at, finish, x, wait)
+        return self._end(self._call("all_reduce", x, op, wait), at, finish, x, wait)
+
+    def shared_buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A zeroed flat tensor whose parts the members sum, gather and scatter without a copy: collectives find out by its address.
+
+        Every member gets its own; all must call, with the same size. Plain memory where the transport is not shared memory.
+        Collectives on it need the same range on every member; the memory is returned when all have dropped the tensor.
+        """
+        if self.size > 1:
+            self.connect()
+        if not self._shared:
+            return torch.zeros(numel, dtype=dtype, device=self.device)
+        at = self.recorder.start(recorder.CONNECT, self._slot, _DTYPES.get(dtype, 0), (numel,), numel * dtype.itemsize)
+        try:
+            made: Tensor = self._transport.shared_buffer(numel, dtype)
+        except (RuntimeError, OSError) as error:
+            raise self.explained(error) from error
+        self.recorder.done(at)
+        return made
 
     def broadcast(self, x: Tensor, source_index: int = 0, wait: bool = True) -> Work:
         """Replaces `x` on every member by that of member `source_index`."""
@@ -187,7 +248,7 @@ class Group:
         sent = self._host(x)
         same = sent.data_ptr() == x.data_ptr()
         finish = None if same or self.index == source_index else lambda: x.detach().copy_(self._back(sent, x))
-        return self._end(self._call(private.broadcast, sent, source_index), at, finish, sent, wait)
+        return self._end(self._call("broadcast", sent, source_index, wait), at, finish, sent, wait)
 
     def barrier(self) -> None:
         """Returns when every member has called it."""
@@ -205,12 +266,21 @@ class Group:
         at = self._begin(recorder.ALL_GATHER, x)
         widest = max(lengths)
         sent = self._host(x)
+        if self._shared:
+            row = torch.Size([*sent.shape[:dim], *sent.shape[dim + 1 :]]).numel()
+            out = self._room(sent, row * sum(lengths))
+            self._end(self._call("all_gather", out, sent, [row * n for n in lengths], True), at, None, None, True)
+            if dim == 0:
+                return self._back(out.view(sum(lengths), *sent.shape[1:]), x)
+            shapes = [[*sent.shape[:dim], n, *sent.shape[dim + 1 :]] for n in lengths]
+            arrived = torch.split(out, [row * n for n in lengths])
+            return self._back(torch.cat([part.view(shape) for part, shape in zip(arrived, shapes, strict=True)], dim), x)
         if sent.shape[dim] < widest:
             padded = sent.new_zeros([*sent.shape[:dim], widest, *sent.shape[dim + 1 :]])
             padded.narrow(dim, 0, sent.shape[dim]).copy_(sent)
             sent = padded
         out = self._room(sent, self.size * sent.numel())
-        self._end(self._call(private.all_gather, out, sent.view(-1)), at, None, None, True)
+        self._end(self._call("all_gather", out, sent.view(-1), (), True), at, None, None, True)
         parts = out.view(self.size, *sent.shape)
         if dim == 0 and min(lengths) == widest:
             joined = parts.view(self.size * widest, *sent.shape[1:])
@@ -229,7 +299,7 @@ class Group:
         direct = not self._staged and out.dtype is not torch.bool
         arrived = out.detach() if direct else self._room(sent, out.numel())
         finish = None if direct else lambda: out.copy_(self._back(arrived, out))
-        return self._end(self._call(private.all_gather, arrived, sent), at, finish, (sent, arrived), wait)
+        return self._end(self._call("all_gather", arrived, sent, [sent.numel()] * self.size, wait), at, finish, (sent, arrived), wait)
 
     def reduce_scatter(self, x: Tensor, dim: int = 0) -> Tensor:
         """This rank's piece along `dim` of the sum of `x` over the members; a new contiguous tensor. Pieces may be uneven, even empty.
@@ -241,12 +311,19 @@ class Group:
         dim %= x.dim()
         cuts = [piece(x.shape[dim], self.size, i) for i in range(self.size)]
         at = self._begin(recorder.REDUCE_SCATTER, x)
-        sent = self._host(torch.cat([x.detach().narrow(dim, *cut).reshape(-1) for cut in cuts]))
+        if dim == 0:
+            sent = self._host(x).view(-1)
+        else:
+            sent = self._host(torch.cat([x.detach().narrow(dim, *cut).reshape(-1) for cut in cuts]))
         row = x.numel() // max(1, x.shape[dim])
         shape = [*x.shape[:dim], cuts[self.index][1], *x.shape[dim + 1 :]]
         mine = cuts[self.index][1] * row
+        if self._adds(x):
+            out = self._room(sent, mine)
+            self._end(self._call("reduce_scatter", out, sent, [n * row for _, n in cuts], True), at, None, None, True)
+            return out.view(shape)
         out = self._room(sent, self.size * mine)
-        work = self._call(private.all_to_all, out, sent, [mine] * self.size, [n * row for _, n in cuts])
+        work = self._call("exchange", out, sent, [mine] * self.size, [n * row for _, n in cuts], True)
         self._end(work, at, None, None, True)
         parts = self._back(out, x).view(self.size, *shape)
         return parts.any(0) if x.dtype is torch.bool else parts.sum(0, dtype=x.dtype)
@@ -259,13 +336,15 @@ class Group:
             return _DONE
         at = self._begin(recorder.REDUCE_SCATTER, x)
         sent = self._host(x)
-        arrived = self._room(sent, sent.numel())
         sizes = [out.numel()] * self.size
+        if self._adds(x):
+            return self._end(self._call("reduce_scatter", out.detach(), sent, sizes, wait), at, None, (sent, out), wait)
+        arrived = self._room(sent, sent.numel())
 
         def finish() -> None:
             torch.sum(self._back(arrived, out).view(self.size, -1), 0, dtype=out.dtype, out=out.detach())
 
-        return self._end(self._call(private.all_to_all, arrived, sent, sizes, sizes), at, finish, (sent, arrived), wait)
+        return self._end(self._call("exchange", arrived, sent, sizes, sizes, wait), at, finish, (sent, arrived), wait)
 
     def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int, concat_length: int | None = None) -> Tensor:
         """From a tensor that is whole along `split_dim` and cut along `concat_dim` to one that is cut and whole there.
@@ -296,7 +375,7 @@ class Group:
         given = self._host(flat)
         sizes = [torch.Size(shape).numel() for shape in shapes]
         out = self._room(given, sum(sizes))
-        work = self._call(private.all_to_all, out, given, sizes, [x.numel() for x in sent])
+        work = self._call("exchange", out, given, sizes, [x.numel() for x in sent], True)
         self._end(work, at, None, None, True)
         return [part.view(tuple(shape)) for part, shape in zip(torch.split(self._back(out, flat), sizes), shapes, strict=True)]
 
@@ -306,7 +385,7 @@ class Group:
         sent = self._host(x)
         if self._nccl:
             return self._end(self._call_lane(private.send, sent, self.index, to_index, 1, tag), at, None, sent, False)
-        return self._end(self._call(private.send, sent, to_index, tag), at, None, sent, False)
+        return self._end(self._call("send", sent, to_index, tag), at, None, sent, False)
 
     def irecv(self, x: Tensor, from_index: int, tag: int = 0) -> Work:
         """Starts receiving into `x`, whose shape and dtype must be the sender's; `x` is ready after `wait`."""
@@ -316,7 +395,7 @@ class Group:
         finish = None if direct else lambda: x.detach().copy_(room)
         if self._nccl:
             return self._end(self._call_lane(private.receive, room, from_index, self.index, 0, tag), at, finish, room, False)
-        return self._end(self._call(private.receive, room, from_index, tag), at, finish, room, False)
+        return self._end(self._call("receive", room, from_index, tag), at, finish, room, False)
 
     def _call_lane(self, call: Callable[..., Any], x: Tensor, source: int, target: int, peer: int, tag: int) -> Any:
         # NCCL runs the messages of one communicator one after the other: one for each direction, or two that send first wait for ever.
@@ -328,6 +407,10 @@ class Group:
             return call(lane, x, peer, tag)
         except RuntimeError as error:
             raise self.explained(error) from error
+
+    def _adds(self, x: Tensor) -> bool:
+        """Whether the transport itself can add summands of this type and scatter the sum."""
+        return self._shared and x.dtype is not torch.bool and bool(self._transport.widens(x.dtype))
 
     def _peer(self, index: int) -> int:
         if not 0 <= index < self.size or index == self.index:

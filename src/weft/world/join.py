@@ -15,7 +15,7 @@ import torch
 from weft.errors import RunError, UsageError
 from weft.world import private
 from weft.world.prepared_rank import pick_device
-from weft.world.world import World
+from weft.world.world import TRANSPORT, World
 
 MEET_S = 300.0
 SLURM_PORTS = (20000, 20000)  # first, count
@@ -58,6 +58,7 @@ def join(environment: Mapping[str, str], device: str) -> World:
         threads=torch.get_num_threads(),
         host=host,
         catch_sigterm=True,
+        transport=env.get(TRANSPORT, ""),
     )
 
 

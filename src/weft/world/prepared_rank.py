@@ -31,7 +31,7 @@ from weft.world import message, private, recorder
 from weft.world.current import set_world
 from weft.world.group import LOST, LostPeer
 from weft.world.recorder import Recorder
-from weft.world.world import World
+from weft.world.world import TRANSPORT, World
 
 BEAT_S = 0.2
 LINGER_S = 3.0
@@ -133,6 +133,7 @@ def _run(
             recorder=notes,
             timeout_s=task.collective_timeout_s,
             catch_sigterm=True,
+            transport=os.environ.get(TRANSPORT, ""),
         )
         set_world(world)
         notes.phase(recorder.RUNNING)

@@ -5,6 +5,7 @@ Every key in the store lies under the run's generation, so that ranks of a new a
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 from collections.abc import Mapping, Sequence
@@ -16,8 +17,13 @@ import torch.distributed as dist
 
 from weft.errors import UsageError
 from weft.world import private
-from weft.world.group import Group, LostPeer, Work
+from weft.world.group import SHARED, Group, LostPeer, Work
 from weft.world.recorder import Recorder
+from weft.world.shared_memory.meet import Channel, SharedMemory
+
+TRANSPORT = "WEFT_TRANSPORT"  # the environment variable that whoever starts ranks passes on
+TRANSPORTS = ("", "gloo", SHARED, "portable")
+DEFAULT_TRANSPORT = "gloo"
 
 __all__ = ["Group", "LostPeer", "Work", "World"]
 
@@ -27,7 +33,8 @@ class World:
 
     `store` is where they meet (None for one rank); `host` the address that gloo connects over; `timeout_s` how long a collective
     may take before it fails by itself. `threads` is what each rank computes with. With `catch_sigterm` the first look at
-    `stopping` makes SIGTERM set it; before that, and otherwise, SIGTERM ends the process.
+    `stopping` makes SIGTERM set it; before that, and otherwise, SIGTERM ends the process. `transport` is that of tensors on the host:
+    gloo, shared_memory (or portable: without the C library), or empty for the default.
 
     >>> world = World()
     >>> world.group((0,)).all_reduce(torch.ones(2)).wait()
@@ -47,6 +54,7 @@ class World:
         host: str = "127.0.0.1",
         timeout_s: float = 1800.0,
         catch_sigterm: bool = False,
+        transport: str = "",
     ) -> None:
         if not 0 <= rank < num_ranks:
             raise UsageError(f"rank {rank} is not one of {num_ranks} ranks")
@@ -63,6 +71,10 @@ class World:
         self._host = host
         self._timeout_s = timeout_s
         self._catch_sigterm = catch_sigterm
+        if transport not in TRANSPORTS:
+            raise UsageError(f"transport {transport!r} is not one of {', '.join(TRANSPORTS[1:])}")
+        self._transport = transport or DEFAULT_TRANSPORT
+        self._shared: SharedMemory | None = None
         self._groups: dict[tuple[int, ...], Group] = {}
         if self._store is not None and self.device.type == "cuda":
             self._store.set(f"place/{rank}", _place(self.device))
@@ -122,7 +134,7 @@ class World:
         return [int(value) for value in numbers.tolist()]
 
     def _open(self, ranks: tuple[int, ...], lane: str) -> tuple[Any, str]:
-        """(process group, "gloo" or "nccl"): NCCL needs a GPU of its own for every member."""
+        """(transport, its kind): NCCL needs a GPU of its own for every member, shared memory one host for all."""
         assert self._store is not None
         index = ranks.index(self.rank)
         name = "group/" + ",".join(map(str, ranks)) + lane
@@ -133,7 +145,17 @@ class World:
                     source, _, target = lane[1:].partition("to")
                     index, ranks = int(index == int(target)), (int(source), int(target))
                 return private.nccl(private.prefixed(name, self._store), index, len(ranks), self._timeout_s), "nccl"
+        if self.device.type == "cpu" and self._transport != "gloo":
+            channel = self._share(private.prefixed(f"{name}/memory", self._store), index, ranks)
+            if not isinstance(channel, str):
+                return channel, SHARED
         return private.gloo(private.prefixed(name, self._store), index, len(ranks), self._timeout_s, self._host), "gloo"
+
+    def _share(self, store: Any, index: int, ranks: tuple[int, ...]) -> Channel | str:
+        if self._shared is None:
+            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+            self._shared = SharedMemory(self.num_ranks > cores, self._timeout_s, native=self._transport != "portable")
+        return self._shared.open(store, index, ranks)
 
 
 def _place(device: torch.device) -> str:

@@ -1,0 +1,255 @@
+"""One group's collectives through the C library. In: contiguous tensors on the host. Out: results in place, or `NativeWork` to wait for.
+
+Who calls must hold to the rules of `Group`: all members call the same collectives in the same order. A call that does not match breaks the
+group on every member. Not modelled: a tensor that is freed while its operation is under way; `_alive` keeps it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from ctypes import byref, c_int, c_int64, c_void_p
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.world.shared_memory import segment
+
+CHUNK_BYTES = 256 << 10
+RING_BYTES = 16 << 20
+ALL_RINGS_BYTES = 8 << 30  # addresses, not memory
+DIRECT_BYTES = 32 << 10
+SPIN_S = 50e-6
+_DTYPES = {
+    dtype: code
+    for code, dtype in enumerate(
+        (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+    )
+}
+_COPIED = 31  # any other type, which is moved but not added
+_OPS = {"sum": 0, "max": 1, "min": 2}
+_ALL_REDUCE, _GATHER, _REDUCE_SCATTER, _EXCHANGE, _BROADCAST = range(5)
+_JOB = 5
+_DONE, _PENDING, _TIMED_OUT, _DEAD, _MISMATCH = range(5)
+
+
+class NativeEngine:
+    """The C library's state in this process: what a waiting rank drives. `crowded`: ranks outnumber cores, so waiting must not spin."""
+
+    def __init__(self, library: ctypes.CDLL, crowded: bool) -> None:
+        self.library = library
+        self.handle = library.weft_engine(0.0 if crowded else SPIN_S)
+
+    def segment_bytes(self, size: int) -> int:
+        """Bytes of the segment of a group of `size`."""
+        return int(self.library.weft_segment_bytes(size, CHUNK_BYTES, ring_bytes(size)))
+
+    def open(self, mapping: mmap.mmap, index: int, ranks: Sequence[int], pids: Sequence[int], timeout_s: float) -> NativeChannel:
+        """The group of `ranks` on a segment that all of them have mapped."""
+        return NativeChannel(self, mapping, index, ranks, pids, timeout_s)
+
+
+def ring_bytes(size: int) -> int:
+    """Bytes of messages that can be under way between two ranks of a group."""
+    return max(1 << 20, min(RING_BYTES, ALL_RINGS_BYTES // (size * size))) // 4096 * 4096
+
+
+class NativeWork:
+    """An operation under way."""
+
+    __slots__ = ("_channel", "_handle")
+
+    def __init__(self, channel: NativeChannel, handle: int) -> None:
+        self._channel = channel
+        self._handle = handle
+
+    def wait(self) -> None:
+        """Returns when it has ended. Raises RuntimeError where a rank is gone, late, or called something else."""
+        if self._handle:
+            self._channel.finish(self._handle)
+            self._handle = 0
+
+    def is_completed(self) -> bool:
+        """Whether it has ended; moves what can move."""
+        if self._handle and self._channel.library.weft_test(self._handle) == _DONE:
+            self.wait()
+        return not self._handle
+
+
+class NativeChannel:
+    """One group of ranks; made by `NativeEngine.open`."""
+
+    def __init__(
+        self, engine: NativeEngine, mapping: mmap.mmap, index: int, ranks: Sequence[int], pids: Sequence[int], timeout_s: float
+    ) -> None:
+        self.library = engine.library
+        self.size, self.index = len(ranks), index
+        self.shared_buffer: Callable[[int, torch.dtype], Tensor]  # set by who has the store
+        self._ranks, self._pids, self._mapping = tuple(ranks), tuple(pids), mapping
+        self._timeout_s = timeout_s
+        watched = [os.pidfd_open(pid) if i != index else -1 for i, pid in enumerate(pids)]
+        self._channel = c_void_p(
+            self.library.weft_open(
+                engine.handle,
+                segment.address(mapping),
+                self.size,
+                index,
+                CHUNK_BYTES,
+                ring_bytes(self.size),
+                (c_int * self.size)(*watched),
+            )
+        )
+        if not self._channel:
+            raise MemoryError("no memory for a group")
+        self._alive: dict[int, object] = {}
+        self._buffers: list[tuple[int, int, int]] = []  # first address, end, number
+        self._num_buffers = 0
+
+    def widens(self, dtype: torch.dtype) -> bool:
+        """Whether tensors of this type can be added here, narrow ones in float32."""
+        return dtype in _DTYPES and bool(self.library.weft_adds(_DTYPES[dtype]))
+
+    def all_reduce(self, x: Tensor, op: str, wait: bool = True) -> NativeWork | None:
+        """Replaces `x` by the sum (maximum, minimum) over the members."""
+        code, data, size = self._summed(x), x.data_ptr(), x.nbytes
+        if self._buffers and (found := self._find(data, size)) is not None:
+            return self._job(0, code, _OPS[op], 0, found, 0, 0, size, x.element_size(), None, wait, x)
+        phases = 1 if self.size == 2 or size <= DIRECT_BYTES else 2
+        return self._start(_ALL_REDUCE, code, _OPS[op], 0, phases, data, data, size, x.element_size(), None, None, wait, x)
+
+    def broadcast(self, x: Tensor, root: int, wait: bool = True) -> NativeWork | None:
+        """Replaces `x` by that of member `root`."""
+        code, data, size = _DTYPES.get(x.dtype, _COPIED), x.data_ptr(), x.nbytes
+        if self._buffers and (found := self._find(data, size)) is not None:
+            return self._job(3, code, 0, root, found, 0, 0, size, x.element_size(), None, wait, x)
+        return self._start(_BROADCAST, code, 0, root, 1, data, data, size, x.element_size(), None, None, wait, x)
+
+    def all_gather(self, out: Tensor, x: Tensor, sizes: Sequence[int], wait: bool = True) -> NativeWork | None:
+        """`x` of every member, of `sizes` elements, into flat `out`, member after member."""
+        code, item, data = _DTYPES.get(x.dtype, _COPIED), x.element_size(), out.data_ptr()
+        pieces = self._bytes(sizes, item)
+        if self._buffers and (found := self._find(data, out.nbytes)) is not None:
+            return self._job(2, code, 0, 0, found, x.data_ptr(), 0, out.nbytes, item, pieces, wait, (out, x))
+        return self._start(_GATHER, code, 0, 0, 1, x.data_ptr(), data, out.nbytes, item, pieces, None, wait, (out, x))
+
+    def reduce_scatter(self, out: Tensor, x: Tensor, sizes: Sequence[int], wait: bool = True) -> NativeWork | None:
+        """This member's piece of the sum of flat `x` into `out`; pieces of `sizes` elements lie in the members' order."""
+        code, item, data = self._summed(x), x.element_size(), x.data_ptr()
+        pieces = self._bytes(sizes, item)
+        if self._buffers and (found := self._find(data, x.nbytes)) is not None:
+            return self._job(1, code, 0, 0, found, 0, out.data_ptr(), x.nbytes, item, pieces, wait, (out, x))
+        return self._start(_REDUCE_SCATTER, code, 0, 0, 1, data, out.data_ptr(), x.nbytes, item, pieces, None, wait, (out, x))
+
+    def exchange(self, out: Tensor, x: Tensor, arriving: Sequence[int], sizes: Sequence[int], wait: bool = True) -> NativeWork | None:
+        """`sizes[r]` elements of flat `x` to member r, `arriving[r]` from it into flat `out`."""
+        code, item = _DTYPES.get(x.dtype, _COPIED), x.element_size()
+        leave, come = self._bytes(sizes, item), self._bytes(arriving, item)
+        return self._start(_EXCHANGE, code, 0, 0, 1, x.data_ptr(), out.data_ptr(), 0, item, leave, come, wait, (out, x))
+
+    def send(self, x: Tensor, to: int, tag: int) -> NativeWork:
+        """Starts a message to member `to`."""
+        return self._message(0, x, to, tag)
+
+    def receive(self, x: Tensor, source: int, tag: int) -> NativeWork:
+        """Starts to receive a message from member `source`: the oldest of that tag."""
+        return self._message(1, x, source, tag)
+
+    def finish(self, handle: int) -> None:
+        """Waits for an operation and forgets it."""
+        state = self.library.weft_wait(handle, self._timeout_s)
+        if state != _DONE:
+            raise self._error(state)
+        self.library.weft_free(handle)
+        del self._alive[handle]
+
+    def add_buffer(self, own: mmap.mmap, all_mappings: Sequence[mmap.mmap]) -> None:
+        """Makes known a buffer of which member i's is mapped at `all_mappings[i]`. It is forgotten when `own` is freed."""
+        number = self._num_buffers
+        self._num_buffers += 1
+        bases = (c_void_p * self.size)(*(segment.address(mapping) for mapping in all_mappings))
+        if not self.library.weft_buffer(self._channel, number, bases):
+            raise MemoryError("no memory for a shared buffer")
+        start = segment.address(own)
+        self._buffers.append((start, start + len(own), number))
+        others = [mapping for i, mapping in enumerate(all_mappings) if i != self.index]
+        weakref.finalize(own, partial(_forget, self.library, self._channel, self._buffers, self._buffers[-1], others)).atexit = False
+
+    def _summed(self, x: Tensor) -> int:
+        code = _DTYPES.get(x.dtype)
+        if code is None:
+            raise RuntimeError(f"{x.dtype} cannot be added in shared memory")
+        return code
+
+    def _find(self, data: int, size: int) -> tuple[int, int] | None:
+        """(number, offset) of the buffer that holds these bytes."""
+        for start, stop, number in self._buffers:
+            if start <= data and data + size <= stop:
+                return number, data - start
+        return None
+
+    def _bytes(self, sizes: Sequence[int], item: int) -> Any:
+        return (c_int64 * self.size)(*(size * item for size in sizes))
+
+    def _start(self, *given: Any) -> NativeWork | None:
+        *arguments, wait, keep = given
+        handle = c_void_p()
+        state = self.library.weft_start(self._channel, *arguments, self._timeout_s if wait else 0.0, byref(handle))
+        return self._begun(state, handle, keep) if handle.value is not None else None
+
+    def _job(
+        self,
+        kind: int,
+        dtype: int,
+        op: int,
+        root: int,
+        place: tuple[int, int],
+        data: int,
+        out: int,
+        size: int,
+        item: int,
+        pieces: Any,
+        wait: bool,
+        keep: object,
+    ) -> NativeWork | None:
+        handle = c_void_p()
+        timeout_s = self._timeout_s if wait else 0.0
+        state = self.library.weft_start_job(
+            self._channel, _JOB + kind, dtype, op, root, *place, data, out, size, item, pieces, timeout_s, byref(handle)
+        )
+        return self._begun(state, handle, keep) if handle.value is not None else None
+
+    def _message(self, receive: int, x: Tensor, peer: int, tag: int) -> NativeWork:
+        return self._begun(_PENDING, c_void_p(self.library.weft_message(self._channel, receive, peer, x.data_ptr(), x.nbytes, tag)), x)
+
+    def _begun(self, state: int, handle: c_void_p, keep: object) -> NativeWork:
+        assert handle.value is not None
+        self._alive[handle.value] = keep
+        if state not in (_DONE, _PENDING):
+            raise self._error(state)
+        return NativeWork(self, handle.value)
+
+    def _error(self, state: int) -> RuntimeError:
+        culprit = self.library.weft_culprit(self._channel)
+        who = f"rank {self._ranks[culprit]} (process {self._pids[culprit]})" if culprit >= 0 else "another rank"
+        if state == _DEAD:
+            return RuntimeError(f"remote process exited: {who}")
+        if state == _TIMED_OUT:
+            return RuntimeError(f"Timed out after {self._timeout_s:g} s waiting for {who}")
+        return RuntimeError(f"the call of {who} differs from another rank's in collective, size, type, order or shared buffers")
+
+
+def _forget(
+    library: ctypes.CDLL,
+    channel: c_void_p,
+    buffers: list[tuple[int, int, int]],
+    entry: tuple[int, int, int],
+    others: list[mmap.mmap],
+) -> None:
+    buffers.remove(entry)
+    library.weft_buffer(channel, entry[2], None)
+    others.clear()
