@@ -93,7 +93,7 @@ GOOD = Cluster.parse("2xdgx-a100-40").to_toml()
         ("size = 8", "size = 0", "size = 0"),
         ("launch_s", "lunch_s", "did you mean launch_s"),
         ("latency_s = 1.4e-05", "latency_s = -1e-6", "latency_s = -1e-06"),
-        ("efficiency = 0.64", "efficiency = 1.5", "at most 1"),
+        ("efficiency = 0.634", "efficiency = 1.5", "at most 1"),
         ('kind = "gpu"', 'kind = "npu"', "npu"),
         ("format = 1", "format = 99", "format 1"),
         ("[device]", "[devices]", "did you mean device"),
