@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 from weft.errors import ModelError
 from weft.model.capture import call, capture
 from weft.model.deferred import Deferred
+from weft.model.work import work
 from weft.zoo import bert, gpt, lstm, moe, parts, resnet_v2, t5, unet
 from weft.zoo.names import FAMILIES, find, sizes
 
@@ -78,7 +80,7 @@ def test_parameters_are_as_many_as_the_papers_say(name: str) -> None:
 
 
 def test_every_size_is_counted() -> None:
-    assert {*PUBLISHED, *ROUNDED, *TINY, *BIG} == set(sizes())
+    assert {*PUBLISHED, *ROUNDED, *TINY, *BIG, *(f"megatron-{size}" for size in MEGATRON)} == set(sizes())
     assert {name.removesuffix("-tiny") for name in TINY} == set(FAMILIES)
 
 
@@ -94,6 +96,19 @@ def test_the_largest_gpts_are_of_the_published_size() -> None:
         equation = 12 * c.layers * c.hidden**2 * (1 + 13 / (12 * c.hidden) + (c.vocabulary + c.sequence) / (12 * c.layers * c.hidden))
         assert c.num_parameters == pytest.approx(equation, rel=1e-6)
         assert c.num_parameters == pytest.approx(published, rel=0.01)
+
+
+# Narayanan et al. 2021, table 1, in billions; 22: Korthikanti et al. 2022, table 3.
+MEGATRON = {
+    "1.7b": 1.7, "3.6b": 3.6, "7.5b": 7.5, "18b": 18.4, "22b": 22, "39b": 39.1, "76b": 76.1, "145b": 145.6, "310b": 310.1, "530b": 529.6,
+    "1t": 1008.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("size", MEGATRON)
+def test_sizes_of_megatron_lm_are_as_published(size: str) -> None:
+    config = find(f"megatron-{size}")[1]
+    assert config.num_parameters / 1e9 == pytest.approx(MEGATRON[size], abs=0.06, rel=0.005)
 
 
 def test_the_largest_llama_by_layers() -> None:
@@ -258,11 +273,62 @@ def test_experts_are_those_of_a_loop_over_tokens() -> None:
             first, second = shares[token].argsort(descending=True)[:2].tolist()
             total = shares[token, first] + shares[token, second]
             expected = sum(
-                shares[token, e] / total * (nn.functional.gelu(x[sample, token] @ experts.up[e]) @ experts.down[e])
-                for e in (first, second)
+                shares[token, e] / total * (nn.functional.gelu(x[sample, token] @ experts.up[e]) @ experts.down[e]) for e in (first, second)
             )
             torch.testing.assert_close(got[sample, token], expected)
     assert imbalance.item() == pytest.approx(expected_imbalance)
+
+
+def test_room_for_all_gives_what_no_limit_gives() -> None:
+    """A capacity of E: each expert has a place for every token of a sample."""
+    config = moe.Config(hidden=6, heads=1, experts=4, inner=10, layers=1, sequence=5)
+    torch.manual_seed(0)
+    unlimited = moe.Experts(config).double()
+    roomy = moe.Experts(replace(config, capacity=4.0)).double()
+    roomy.load_state_dict(unlimited.state_dict())
+    x = torch.randn(3, 5, 6, dtype=torch.float64)
+    torch.testing.assert_close(roomy(x), unlimited(x))
+
+
+def test_experts_that_are_full_are_gone_round() -> None:
+    """Against a loop over tokens: first choices before second, earlier tokens before later, and who finds no place gets nothing."""
+    config = moe.Config(hidden=6, heads=1, experts=4, inner=10, layers=1, sequence=8, capacity=1.0)
+    assert config.places == 2
+    torch.manual_seed(0)
+    experts = moe.Experts(config).double()
+    x = torch.randn(2, 8, 6, dtype=torch.float64)
+    got, _ = experts(x)
+    left_out = 0
+    for sample in range(2):
+        shares = torch.softmax(x[sample] @ experts.gate.weight.T, -1)
+        order = shares.argsort(-1, descending=True)[:, :2].tolist()
+        expected, used = torch.zeros(8, 6, dtype=torch.float64), [0] * 4
+        for choice in range(2):
+            for token, chosen in enumerate(order):
+                e = chosen[choice]
+                used[e] += 1
+                if used[e] > 2:
+                    left_out += 1
+                    continue
+                weight = shares[token, e] / shares[token, chosen].sum()
+                expected[token] += weight * (nn.functional.gelu(x[sample, token] @ experts.up[e]) @ experts.down[e])
+        torch.testing.assert_close(got[sample], expected)
+    assert left_out > 0
+
+
+def test_the_work_of_a_mixture_is_that_of_its_capacity() -> None:
+    """Two products of D x F for each of capacity x S places a sample, forward; without a limit E x S of them."""
+    flops = {}
+    for capacity in (0.0, 2.0):
+        family, config = find(f"moe-tiny:experts=8,capacity={capacity}")
+        with Deferred() as deferred:
+            model = family.Model(config)
+        graph = capture(model, family.example_batch(config, 4), family.loss, fake_mode=deferred.fake_mode).graph
+        up = [v.value for v in graph.parameters if v.name.endswith(("mlp.up", "mlp.down"))]
+        flops[capacity] = sum(w.flops for op in graph.operators if set(op.inputs) & set(up) for w in [work(graph)[op.name]])
+    mixed = 2
+    assert flops[2.0] == mixed * 2 * 2 * 64 * 128 * 4 * 32 * 2
+    assert flops[0.0] == flops[2.0] * 8 / 2
 
 
 def test_gpt_starts_as_published() -> None:
@@ -300,6 +366,7 @@ def test_dropout_is_off_unless_asked_for() -> None:
         ("llama-8b:kv_heads=5", "does not divide by kv_heads = 5"),
         ("vit:image=100", "does not divide by patch = 16"),
         ("moe:top=9", "only experts = 8"),
+        ("moe:capacity=9.0", "from 0 to experts = 8"),
         ("resnet:bottleneck=false,width=2", "bottleneck=true"),
         ("resnet:blocks=3x0", "at least 1"),
         ("unet:image=100", "must divide by 16"),

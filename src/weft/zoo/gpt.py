@@ -113,6 +113,11 @@ def _alpa(hidden: int, layers: int, heads: int) -> Config:
     return Config(vocabulary=51200, sequence=1024, hidden=hidden, layers=layers, heads=heads)
 
 
+def _megatron(hidden: int, layers: int, heads: int) -> Config:
+    """Narayanan et al. 2021, table 1; 22B: Korthikanti et al. 2022, table 3."""
+    return Config(vocabulary=51200, sequence=2048, hidden=hidden, layers=layers, heads=heads)
+
+
 SIZES = {
     "gpt-tiny": Config(vocabulary=96, sequence=32, hidden=64, layers=4, heads=8),
     "gpt-10m": Config(vocabulary=256, sequence=256, hidden=384, layers=6, heads=6),
@@ -126,8 +131,17 @@ SIZES = {
     "gpt-15b": _alpa(5120, 48, 40),
     "gpt-39b": _alpa(8192, 48, 64),
     "gpt-175b": _gpt3(12288, 96, 96),
-    # Narayanan et al. 2021, table 1, last row.
-    "megatron-1t": Config(vocabulary=51200, sequence=2048, hidden=25600, layers=128, heads=160),
+    "megatron-1.7b": _megatron(2304, 24, 24),
+    "megatron-3.6b": _megatron(3072, 30, 32),
+    "megatron-7.5b": _megatron(4096, 36, 32),
+    "megatron-18b": _megatron(6144, 40, 48),
+    "megatron-22b": _megatron(6144, 48, 64),
+    "megatron-39b": _megatron(8192, 48, 64),
+    "megatron-76b": _megatron(10240, 60, 80),
+    "megatron-145b": _megatron(12288, 80, 96),
+    "megatron-310b": _megatron(16384, 96, 128),
+    "megatron-530b": _megatron(20480, 105, 128),
+    "megatron-1t": _megatron(25600, 128, 160),
 }
 
 

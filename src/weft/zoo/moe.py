@@ -1,14 +1,16 @@
 """GShard's mixture of experts (Lepikhin et al. 2020) in a GPT: in every second block, each token goes to the best two experts.
 
 In: `input_ids` BS. Out: logits BSV and the weighted balance loss. The batch has `labels` BS as well, each the *next* token.
-Not modelled: expert capacity. Every expert computes every token and a mask selects, so that shapes do not depend on data: results
-are those of unlimited capacity, the work is E/2 times as much.
+With a `capacity` every expert has room for capacity x S / E tokens of each sample, and what comes later than that goes round it: shapes
+do not depend on data, and the work is that of the published models. With capacity 0 room is unlimited: every expert computes every token
+and a mask selects, which is E / top times the work.
 
-Shape letters: B batch, S sequence, N = B x S tokens, D model, E experts, F feed-forward, V vocabulary.
+Shape letters: B batch, S sequence, N = B x S tokens, D model, E experts, C places of an expert, F feed-forward, V vocabulary.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +23,10 @@ from weft.zoo import parts
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Sizes. `inner` is the feed-forward width, 0 for 8 x hidden; `top` the experts of a token; `balance` weighs the balance loss."""
+    """Sizes. `inner` is the feed-forward width, 0 for 8 x hidden; `top` the experts of a token; `balance` weighs the balance loss.
+
+    `capacity`: tokens that an expert takes of a sample, against an even share of one expert a token; 0 for all that come.
+    """
 
     vocabulary: int = 32000
     sequence: int = 1024
@@ -33,12 +38,20 @@ class Config:
     top: int = 2
     every: int = 2
     balance: float = 0.01
+    capacity: float = 0.0
 
     def __post_init__(self) -> None:
         parts.check_sizes(self, may_be_zero=("inner",))
         parts.check_heads(self.hidden, self.heads)
         if self.top > self.experts:
             raise ModelError(f"top = {self.top} experts of a token, but there are only experts = {self.experts}")
+        if not 0 <= self.capacity <= self.experts:
+            raise ModelError(f"capacity = {self.capacity} must lie from 0 to experts = {self.experts}, at which no token is left out")
+
+    @property
+    def places(self) -> int:
+        """Tokens of a sample that an expert has room for; 0 for all."""
+        return math.ceil(self.capacity * self.sequence / self.experts)
 
 
 class Experts(nn.Module):
@@ -46,7 +59,7 @@ class Experts(nn.Module):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        self.top, self.experts = config.top, config.experts
+        self.top, self.experts, self.places = config.top, config.experts, config.places
         inner = config.inner or 8 * config.hidden
         self.gate = nn.Linear(config.hidden, config.experts, bias=False)
         self.up = nn.Parameter(torch.empty(config.experts, config.hidden, inner))
@@ -59,12 +72,38 @@ class Experts(nn.Module):
         best_BST, which_BST = share_BSE.topk(self.top, dim=-1)
         weight_BSE = torch.zeros_like(share_BSE).scatter(-1, which_BST, best_BST / best_BST.sum(-1, keepdim=True))
 
+        if self.places:
+            return self._dispatched(x_BSD, weight_BSE, which_BST), self._imbalance(share_BSE, which_BST)
         x_ND = x_BSD.flatten(0, 1)
         x_END = x_ND.expand(self.experts, -1, -1)
-        y_END = torch.bmm(F.gelu(torch.bmm(x_END, self.up)), self.down)
+        y_END = self._feed_forward(x_END)
         weight_EN1 = weight_BSE.flatten(0, 1).t().unsqueeze(-1)
         y_BSD = (y_END * weight_EN1).sum(0).view_as(x_BSD)
         return y_BSD, self._imbalance(share_BSE, which_BST)
+
+    def _feed_forward(self, x_END: Tensor) -> Tensor:
+        return torch.bmm(F.gelu(torch.bmm(x_END, self.up)), self.down)
+
+    def _dispatched(self, x_BSD: Tensor, weight_BSE: Tensor, which_BST: Tensor) -> Tensor:
+        """Tokens to their experts' places, through these, and back with their weights (Lepikhin et al. 2020, algorithm 1, section 3.1).
+
+        First choices are served before second ones, earlier tokens before later; a sample is the group.
+        """
+        batch, _, hidden = x_BSD.shape
+        taken_B1E = torch.zeros_like(weight_BSE[:, :1])
+        places_C = torch.arange(self.places, device=x_BSD.device)
+        sent_BSEC = torch.zeros_like(weight_BSE).unsqueeze(-1) * places_C
+        for choice in range(self.top):
+            chosen_BSE = torch.zeros_like(weight_BSE).scatter(-1, which_BST[..., choice : choice + 1], 1.0)
+            place_BSE = torch.cumsum(chosen_BSE, dim=1) - chosen_BSE + taken_B1E
+            taken_B1E = taken_B1E + chosen_BSE.sum(1, keepdim=True)
+            sent_BSEC = sent_BSEC + chosen_BSE.unsqueeze(-1) * (place_BSE.unsqueeze(-1) == places_C).to(x_BSD.dtype)
+        sent_BSX = sent_BSEC.flatten(2)  # X = E x C
+        x_BXD = torch.bmm(sent_BSX.transpose(1, 2), x_BSD)
+        x_END = x_BXD.view(batch, self.experts, self.places, hidden).transpose(0, 1).reshape(self.experts, -1, hidden)
+        y_EBCD = self._feed_forward(x_END).view(self.experts, batch, self.places, hidden)
+        y_BXD = y_EBCD.transpose(0, 1).reshape(batch, -1, hidden)
+        return torch.bmm((sent_BSEC * weight_BSE.unsqueeze(-1)).flatten(2), y_BXD)
 
     def _imbalance(self, share_BSE: Tensor, which_BST: Tensor) -> Tensor:
         """Mean over samples of E x sum over experts of (tokens whose first choice it is, as a share) x (mean of its gate).
@@ -119,8 +158,8 @@ class Model(nn.Module):
 
 
 def _alpa(hidden: int, layers: int, experts: int) -> Config:
-    """Zheng et al. 2022 (Alpa), the table of GShard MoE models."""
-    return Config(hidden=hidden, layers=layers, experts=experts)
+    """Zheng et al. 2022 (Alpa), the table of GShard MoE models, with GShard's room for two experts a token."""
+    return Config(hidden=hidden, layers=layers, experts=experts, capacity=2.0)
 
 
 SIZES = {
