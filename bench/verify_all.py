@@ -77,10 +77,11 @@ class _Eager(Traced):
         prices = next((EAGER[name] for name, _ in plan.shards if name in EAGER), None)
         if prices is None:
             return super().sharding(plan, graph)
-        key = (plan.layout.data, plan.layout.tensor, plan.shards, graph.batch_size, plan.layout.precision)
+        layout = plan.layout
+        key = (layout.data, layout.tensor, layout.sequence_parallel, plan.shards, graph.batch_size, layout.precision)
         if key not in self.shardings:
-            sizes = {"data": plan.layout.data, "tensor": plan.layout.tensor}
-            self.shardings[key] = propagate(graph, sizes, prices=prices)
+            sizes = {"data": layout.data, "tensor": layout.tensor}
+            self.shardings[key] = propagate(graph, sizes, prices=prices, sequence=layout.sequence_parallel == "on")
         return self.shardings[key]
 
 
@@ -133,7 +134,7 @@ def factorisations(num_ranks: int) -> Iterator[tuple[int, int, int]]:
 
 
 def layouts(counts: Sequence[int], size: int, which: str) -> Iterator[tuple[Layout, str]]:
-    """(layout, eager) of each factorisation: `plain`, and `mixed` with microbatches, schedule, ZeRO and recomputation taken in turn."""
+    """(layout, eager) of each factorisation: `plain`, and `mixed` with the other choices taken in turn."""
     turn = 0
     for count in counts:
         for data, tensor, pipeline in factorisations(count):
@@ -143,7 +144,8 @@ def layouts(counts: Sequence[int], size: int, which: str) -> Iterator[tuple[Layo
                 most = max(size // data, 1)
                 microbatches = min(4 if turn % 2 else 2, most)
                 zero, recompute = int(turn % 4 != 3), ("none", "full")[turn // 2 % 2]
-                yield Layout(data, tensor, pipeline, microbatches, SCHEDULES[turn % 3], zero, recompute, "float64"), list(EAGER)[turn % 2]
+                layout = Layout(data, tensor, pipeline, microbatches, SCHEDULES[turn % 3], zero, recompute, "float64")
+                yield replace(layout, sequence_parallel="on" if tensor > 1 and turn % 3 else "off"), list(EAGER)[turn % 2]
             turn += 1
 
 

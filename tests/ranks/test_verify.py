@@ -151,7 +151,7 @@ def test_a_rule_that_cuts_softmax_is_found(subject: Callable[[str], Subject], mo
     model = Subject(str(ROOT / f"{ODD}:slices"))  # its shardings are not to be kept
     for place in ("weft.model.propagate.rule_of", "weft.lower.local.rule_of"):
         monkeypatch.setattr(place, _softmax_in_pieces)
-    found = check(model, "tensor=2")
+    found = check(model, "tensor=2 sequence_parallel=on")
     assert not found.ok
     assert "loss in step 1" in (found.first_difference or "")
 

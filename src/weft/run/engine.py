@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from weft.errors import Infeasible
-from weft.model.capture import Loss, batch_size_of, leaves
+from weft.model.capture import Loss
+from weft.model.nesting import BatchForm, batch_size_of
 from weft.model.propagate import needs_gradient
 from weft.model.stages import links
 from weft.model.work import model_flops
@@ -32,7 +33,7 @@ from weft.run.stage import StageRunner, with_recomputation
 from weft.run.state import full_state, full_tensors, gradient_pieces, input_gradients, pieces_of
 from weft.run.whole import build_whole
 from weft.schedules import build as build_schedule
-from weft.world.world import World
+from weft.world.world import Work, World
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,7 @@ class Engine:
         compile: bool = False,
     ) -> None:
         self.plan, self.world = plan, world
+        self._form = BatchForm.of(batch)
         self.spec = OptimizerSpec.of(optimizer)
         if source is None:
             if seed is not None:
@@ -82,7 +84,7 @@ class Engine:
         for group in sorted({self._everyone, self._pipeline, *axes, *(g for g in sums if g is not None)}, key=lambda g: g.ranks):
             group.connect()
         self._executor = self._build_executor(compile)
-        self.gradients = Gradients(self.parts.groups, self.parts.parameters, sums)
+        self.gradients = Gradients(self.parts.groups, self.parts.parameters, sums, plan.layout.zero > 0)
         self._executor.gradients = self.gradients
         self._optimizer = Optimizer(self.spec, self.parts.groups, sums, self._everyone, plan.layout.zero > 0)
         self._optimizer.load_parameters()
@@ -152,6 +154,8 @@ class Engine:
         self.gradients.start()
         result = self._executor.run(inputs, record=record, want_inputs=want_inputs)
         self.gradients.finish()
+        result.mean = self._mean_of(result)  # on its way beside the gradients
+        self.gradients.wait()
         if record:
             name = f"{self.plan.model} {self.plan.layout}, step {self.step_index}"
             self.timeline = Timeline(name, self.plan.layout.pipeline, tuple(result.spans))
@@ -175,14 +179,19 @@ class Engine:
 
     def loss_of(self, result: Result) -> float:
         """The mean over microbatches, from every rank's summands."""
+        total, work = result.mean or self._mean_of(result)
+        work.wait()
+        return float(total)
+
+    def _mean_of(self, result: Result) -> tuple[Tensor, Work]:
+        """The loss over all microbatches and ranks, and its sum under way."""
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         if result.losses:
             forms = self.parts.local.forms[self.parts.graph.loss]
             at = self.mesh.coordinates(self.world.rank)
             if all(form == "P" or at[axis] == 0 for axis, form in forms.items()):
                 total += torch.stack([x.double() for x in result.losses]).mean()
-        self._everyone.all_reduce(total)
-        return float(total)
+        return total, self._everyone.all_reduce(total, wait=False)
 
     def _local(self, batch: Any) -> list[dict[str, Tensor]]:
         """This rank's tensors of every microbatch, by graph value."""
@@ -194,7 +203,7 @@ class Engine:
                 f"the batch has {rows} samples; the plan is for {self.plan.batch_size} in all, which is "
                 f"{self.plan.batch_size // layout.data} for each of data={layout.data}"
             )
-        given = {path: leaf for path, leaf in leaves(batch) if isinstance(leaf, Tensor)}
+        given = self._form.tensors_of(batch)
         out: list[dict[str, Tensor]] = []
         needed = set(self.parts.local.variables)
         for m in range(layout.microbatches):
@@ -209,6 +218,12 @@ class Engine:
                     if is_global and layout.data > 1:
                         start, length = piece(length, layout.data, self.data_index)
                         x = x.narrow(0, start, length)
+                want = self.parts.sharding.shape(v.value, v.tensor.shape)
+                if tuple(x.shape) != want and not self.plan.uncaptured:
+                    raise Infeasible(
+                        f"{v.name} has shape {list(x.shape)} in a microbatch of this rank, and the model was captured with {list(want)}; "
+                        "pad or cut batches to one shape, or plan again for this one"
+                    )
                 dtype = getattr(torch, v.tensor.dtype)
                 tensors[v.value] = x.to(device=self.world.device, dtype=dtype if x.is_floating_point() else x.dtype, non_blocking=True)
             out.append(tensors)
@@ -223,11 +238,15 @@ class Engine:
         return full_state(self.parts, self.pieces(), self._everyone)
 
     def gradient(self, name: str) -> Tensor | None:
-        """This rank's block of a parameter's summed gradient, after `forward_backward`; None where another stage has it."""
+        """This rank's block of a parameter's summed gradient, after `forward_backward`; None where another stage has it.
+
+        With ZeRO only this rank's piece of it is summed, until `full_gradients` has been called.
+        """
         return next((group.views[name] for group in self.parts.groups if name in group.views), None)
 
     def full_gradients(self) -> dict[str, Tensor] | None:
         """Summed gradients of the whole model by parameter name, on rank 0, after `forward_backward`; None elsewhere."""
+        self.gradients.gather()
         found = gradient_pieces(self.parts)
         return full_tensors({v.name: v for v in self.parts.graph.parameters}, found, self._everyone)
 

@@ -44,6 +44,7 @@ class Result:
     spans: list[Span] = field(default_factory=list)
     input_gradients: list[dict[str, Tensor]] = field(default_factory=list)
     order: list[int] = field(default_factory=list)  # the microbatch of each entry of `input_gradients`
+    mean: tuple[Tensor, Work] | None = None  # the loss over microbatches and ranks, and its sum under way
 
 
 class Executor:

@@ -4,7 +4,8 @@ A hook on every parameter moves its finished gradient into the flat buffer; when
 is summed over the ranks that share it while backward goes on. Buckets are launched strictly in order, so that all ranks launch the
 same ones in the same order, whatever autograd does. A parameter whose gradient never comes (unused in this step) counts as zero.
 
-With ZeRO-1 (Rajbhandari et al. 2020) each of the `data` ranks keeps the sum of its own piece of every bucket.
+With ZeRO-1 (Rajbhandari et al. 2020) a bucket is reduced and scattered: each rank gets the sum of its own piece, where that piece
+lies, half of an all-reduce's bytes; what lies beside it is this rank's alone until `gather` is called.
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ from weft.world.world import Group, Work
 class Gradients:
     """Collects the gradients of one rank's parameters over a step's microbatches and sums them over ranks.
 
-    Call `begin(last_backward=...)` before each backward, `finish()` after the last; gradients then lie in the flat groups.
+    Call `begin(last_backward=...)` before each backward, `finish()` after the last, and `wait()`; gradients then lie in the flat groups.
     """
 
-    def __init__(self, groups: Sequence[FlatGroup], parameters: Mapping[str, torch.nn.Parameter], sums: Sequence[Group | None]) -> None:
+    def __init__(
+        self, groups: Sequence[FlatGroup], parameters: Mapping[str, torch.nn.Parameter], sums: Sequence[Group | None], sharded: bool = False
+    ) -> None:
         self.groups, self.parameters = list(groups), parameters
-        self._sums = list(sums)
+        self._sums, self._sharded = list(sums), sharded
         # In the order in which backward completes them: a bucket that is complete late must not hold back those that are not.
         ready = {member.name: member.ready for group in groups for member in group.members}
         numbered = [(g, bucket) for g, group in enumerate(groups) for bucket in group.buckets]
@@ -84,14 +87,32 @@ class Gradients:
                 group.views[name].zero_()
                 self._first[name] = False
         over = self._sums[number]
-        if over is not None and over.size > 1 and self.exchange:
-            self._works.append(over.all_reduce(group.grad[bucket.start : bucket.stop], wait=False))
+        if over is None or over.size == 1 or not self.exchange:
+            return
+        whole = group.grad[bucket.start : bucket.stop]
+        if self._sharded:
+            self._works.append(over.reduce_scatter_into(whole.view(over.size, -1)[over.index], whole, wait=False))
+        else:
+            self._works.append(over.all_reduce(whole, wait=False))
 
     def finish(self) -> None:
-        """Launch what is left, in order, and wait for all sums."""
+        """After the last backward: launch what is left, in order."""
         while self._next < len(self._order):
             self._sum(*self._order[self._next])
             self._next += 1
+
+    def wait(self) -> None:
+        """Wait for all sums."""
         for work in self._works:
             work.wait()
         self._works.clear()
+
+    def gather(self) -> None:
+        """After `finish`: bring every rank's pieces together, so that each holds whole sums. Every rank calls it, or none."""
+        if not self._sharded:
+            return
+        for number, bucket in self._order:
+            over = self._sums[number]
+            if over is not None and over.size > 1:
+                whole = self.groups[number].grad[bucket.start : bucket.stop]
+                over.all_gather_into(whole, whole.view(over.size, -1)[over.index].clone())

@@ -46,16 +46,18 @@ def cross_entropy(
     """
     logits = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
     counted = target != ignore
+    if classes is not None or weight is None:
+        count = counted.sum().to(logits.dtype)
+    else:
+        count = weight[target.masked_fill(~counted, 0)].masked_fill(~counted, 0.0).sum()
+    # How many rows count is known before their loss is: it is summed meanwhile.
+    counting = rows.all_reduce(count, wait=False) if rows is not None else None
     if classes is not None:
         loss: Tensor = _CutClasses.apply(logits, target, counted, num_classes, classes)  # type: ignore[no-untyped-call]
-        count = counted.sum().to(loss.dtype)
     else:
         loss = F.cross_entropy(logits, target, weight=weight, ignore_index=ignore, reduction="sum", label_smoothing=smoothing)
-        count = (
-            weight[target.masked_fill(~counted, 0)].masked_fill(~counted, 0.0).sum() if weight is not None else counted.sum().to(loss.dtype)
-        )
-    if rows is not None:
-        rows.all_reduce(count)
+    if counting is not None:
+        counting.wait()
     return loss / count
 
 
