@@ -49,20 +49,74 @@ def test_every_figure_has_a_source(kind: str) -> None:
     assert all(len(entry.get("source", "")) > 10 for entry in DATA[kind].values())
 
 
+# Datasheets: half-precision peak in TFLOP/s without sparsity, memory in GB (powers of 1000 or 1024), its bandwidth in GB/s.
+DATASHEETS = {
+    "V100-16": (125, 16, 900),
+    "V100-32": (125, 32, 900),
+    "A100-40": (312, 40, 1555),
+    "A100-80": (312, 80, 2039),
+    "H100": (989, 80, 3350),
+    "H200": (989, 141, 4800),
+    "B200": (2250, 180, 7700),
+    "GB200": (2500, 186, 8000),
+    "GH200-96": (989, 96, 4000),
+    "MI250X-GCD": (191.5, 64, 1638),
+    "MI300X": (1307, 192, 5300),
+    "TPU-v5e": (197, 16, 819),
+    "TPU-v5p": (459, 95, 2765),
+}
+
+
+def test_every_accelerator_is_as_its_datasheet_has_it() -> None:
+    accelerators = {name: device for name, device in DATA["device"].items() if device["kind"] != "cpu"}
+    assert set(accelerators) == set(DATASHEETS)
+    for name, device in accelerators.items():
+        flops, memory, bandwidth = DATASHEETS[name]
+        peak = device["peak_flops"]
+        assert peak.get("bfloat16", peak.get("float16")) == pytest.approx(flops * 1e12, rel=0.01), name
+        assert 0.99 * memory * 1e9 <= device["memory_bytes"] <= 1.08 * memory * 1e9, name  # GB or GiB, as vendors mean either
+        assert device["memory_bandwidth_bytes_per_s"] == pytest.approx(bandwidth * 1e9, rel=0.01), name
+
+
 def test_figures_are_of_the_right_order() -> None:
-    """Datasheet relations that a slipped digit would break."""
+    """Relations that a slipped digit would break."""
     for name, device in DATA["device"].items():
         peak = device["peak_flops"]
-        assert peak["float64"] <= peak["float32"] <= peak.get("bfloat16", peak.get("float16")), name
-        if device["kind"] == "gpu":
+        half = peak.get("bfloat16", peak.get("float16", 2 * peak["float32"]))
+        assert peak.get("float64", 0) <= peak["float32"] <= half, name
+        if device["kind"] != "cpu":
             assert 10e9 < device["memory_bytes"] < 300e9, name
             assert 0.5e12 < device["memory_bandwidth_bytes_per_s"] < 10e12, name
-            # Bytes a FLOP of any accelerator: between 1/1000 and 1/50 at half precision.
-            assert 50 < peak["float16"] / device["memory_bandwidth_bytes_per_s"] < 1000, name
+            # FLOPs a byte of any accelerator at half precision.
+            assert 50 < half / device["memory_bandwidth_bytes_per_s"] < 1000, name
+        else:  # one core
+            assert 20e9 < peak["float32"] < 200e9, name
+            assert 2e9 < device["memory_bandwidth_bytes_per_s"] < 20e9, name
+        assert 0.4 <= device.get("matmul_efficiency", 1.0) <= 1, name
+        assert 1e-6 <= device["launch_s"] <= 2e-5, name
+    for name, link in DATA["link"].items():
+        assert 1e9 <= link["bandwidth_bytes_per_s"] <= 5e12, name
+        assert 5e-7 <= link["latency_s"] <= 2e-4, name
     for name, node in DATA["node"].items():
         inner, outer = DATA["link"][node["link"]], DATA["link"][node["network"]]
         share = outer["bandwidth_bytes_per_s"] / node["size"]
-        assert node["device"] == "x86-core" or inner["bandwidth_bytes_per_s"] > share, name
+        device = DATA["device"][node["device"]]
+        assert device["kind"] == "cpu" or inner["bandwidth_bytes_per_s"] > share, name
+        if device["kind"] != "cpu":
+            # Dollars and watts of one device: from the cheapest TPU to a rack of 72.
+            assert 1 <= node.get("price_per_hour", 8 * node["size"]) / node["size"] <= 15, name
+            assert 200 <= node.get("power_w", 500 * node["size"]) / node["size"] <= 2000, name
+        else:
+            assert 3 <= node["power_w"] / node["size"] <= 20, name
+
+
+@pytest.mark.parametrize("name", sorted(names()))
+def test_a_machine_without_price_or_power_says_why(name: str) -> None:
+    """No figure is made up: what is rented has a price, and where power is missing the source says that it is not published."""
+    node = DATA["node"][name]
+    rented = any(word in node["source"] for word in ("AWS", "Google"))
+    assert not rented or "price_per_hour" in node or name == "a3-megagpu-8g"
+    assert "power_w" in node or "not published" in node["source"]
 
 
 @pytest.mark.parametrize(
