@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from weft.errors import Infeasible, UsageError
 from weft.model.graph import Graph
 from weft.model.propagate import _Axis as Axis
+from weft.model.propagate import _Choice as Choice
 from weft.model.propagate import given_dims, propagate
 from weft.model.repeats import representatives
 from weft.model.sharding import Form, Prices, Sharding, Shards
@@ -27,12 +28,14 @@ from weft.solve.placements.tables import Tables, tables
 
 __all__ = ["Budget", "Bytes", "Cost", "Placement", "Solved", "available", "exceptions", "solve_placements"]
 
+INFINITE = float("inf")
+COARSE = 5e-3  # relative gap at which repeated layers that are placed each for itself are good enough: many are equally good
 Labels = Mapping[str, str]  # [operator's site] -> the label that is cut, with `+` where summands are left; "" where it is replicated
 
 
 @dataclass(frozen=True, slots=True)
 class Solved:
-    """How one axis was solved. `bound_s`: no placement that treats repeated layers alike costs less."""
+    """How one axis was solved. `bound_s`: no placement costs less that treats repeated layers alike (any, where they were placed apart)."""
 
     axis: str
     size: int
@@ -94,7 +97,8 @@ def solve_placements(
     Args:
         prices: of all axes, or by axis. shards: cuts that are given, by axis; the rest is searched.
         sequence: positions may be cut around the products (sequence parallelism). batch_cut: axes that may cut samples as well.
-        fold: repeated layers are placed alike. limit_s: time for the solver, an axis. gap: it may stop at, relative.
+        fold: repeated layers are placed alike, unless the budget is better used by placing them apart.
+        limit_s: time for the solver, an axis. gap: it may stop at, relative (0.5 % where layers are placed apart).
 
     Raises:
         Infeasible: nothing fits the budget (with the least that is possible), or nothing was found in time.
@@ -115,7 +119,6 @@ def solve_placements(
     _check(sizes, batch_cut)
     check_available()
     budget = budget or Budget()
-    alike = representatives(graph) if fold else {}
     order = [axis for axis in sizes if axis != "data" and sizes[axis] > 1]
     found: dict[str, Shards] = dict(shards or {})
     labels: dict[str, Labels] = {}
@@ -126,46 +129,86 @@ def solve_placements(
         before = {a: sizes[a] for a in ("data", *order[:i]) if sizes.get(a, 1) > 1}
         so_far = propagate(graph, before, found, prices=prices, sequence=sequence, labels=labels) if before else None
         price_of = prices.get(axis, Prices()) if isinstance(prices, Mapping) else prices or Prices()
-        problem = Axis(
-            graph,
-            axis,
-            sizes[axis],
-            taken_by(graph, so_far),
-            given_dims(graph, axis, sizes[axis], found),
-            price_of,
-            prod(before.values()),
-            sequence,
-        )
+        fixed = given_dims(graph, axis, sizes[axis], found)
+        problem = Axis(graph, axis, sizes[axis], taken_by(graph, so_far), fixed, price_of, prod(before.values()), sequence)
         if axis in batch_cut:
             problem.meanings = None
         ways = {} if so_far is None else pieces(graph, so_far.forms, before)
         divided = {} if so_far is None else _divided(so_far, before)
-        table = tables(problem, alike)
-        built = programme(table, budget, ways, divided)
-        later = prod(sizes[a] for a in order[i + 1 :])
-        answer = _solve(built, budget, later, limit_s, gap, axis, sizes[axis])
-        chosen, stored = _read(table, built, answer)
-        cost = price(table, chosen, stored)
-        memory = held(table, budget, ways, divided, chosen, stored)
+        later = prod(sizes[a] for a in order[i + 1 :])  # axes that come later may divide all of it
+        limits = replace(budget, size_bytes=budget.size_bytes * later)
+        one, answer = _along(problem, limits, ways, divided, fold, limit_s, gap)
+        cost = price(one.tables, one.chosen, one.stored)
+        memory = held(one.tables, budget, ways, divided, one.chosen, one.stored)
         named = {v.value: v.name for v in (*graph.parameters, *graph.buffers)}
-        found[axis] = tuple((name, int(stored[value][1:])) for value, name in named.items() if stored.get(value, "R")[0] == "S")
-        labels[axis] = {op.site: table.kinds[k].choices[chosen[k]].word for op in graph.operators for k in (table.kind_of[op.name],)}
-        solved.append(
-            Solved(
-                axis,
-                sizes[axis],
-                cost,
-                answer.bound,
-                answer.proven,
-                len(graph.operators),
-                len(table.kinds),
-                len(built.costs),
-                len(built.rows),
-                time.perf_counter() - began,
-            )
-        )
+        found[axis] = tuple((name, int(one.stored[v][1:])) for v, name in named.items() if one.stored.get(v, "R")[0] == "S")
+        labels[axis] = {op.site: one.choice(op.name).word for op in graph.operators}
+        counts = (len(graph.operators), len(one.tables.kinds), len(one.programme.costs), len(one.programme.rows))
+        solved.append(Solved(axis, sizes[axis], cost, answer.bound, answer.proven, *counts, time.perf_counter() - began))
     sharding = propagate(graph, sizes, found, prices=prices, sequence=sequence, labels=labels)
     return Placement({axis: found[axis] for axis in order}, labels, sharding, memory, tuple(solved))
+
+
+@dataclass(frozen=True)
+class _One:
+    """A solution along one axis: the choice of every kind, and the form of every parameter and buffer that is read."""
+
+    tables: Tables
+    programme: Programme
+    chosen: tuple[int, ...]
+    stored: Mapping[str, Form]
+
+    def choice(self, operator: str) -> Choice:
+        kind = self.tables.kind_of[operator]
+        return self.tables.kinds[kind].choices[self.chosen[kind]]
+
+
+def _along(
+    problem: Axis, budget: Budget, ways: Mapping[str, int], divided: Mapping[str, int], fold: bool, limit_s: float, gap: float
+) -> tuple[_One, Solution]:
+    """Solve one axis: repeated layers alike first, and where the budget costs time, each for itself from there."""
+    began = time.perf_counter()
+    alike = representatives(problem.graph) if fold else {}
+    table = tables(problem, alike)
+    built = programme(table, budget, ways, divided)
+    free = solve(built, INFINITE, limit_s, gap)
+    assert free is not None, "everything whole is a solution"
+    one = _read(table, built, free)
+    if budget.size_bytes == INFINITE or held(table, budget, ways, divided, one.chosen, one.stored).total <= budget.size_bytes:
+        return one, free
+    answer = solve(built, budget.size_bytes, limit_s, gap)
+    repeats = len(table.kinds) < len(problem.graph.operators)
+    if answer is not None:
+        one = _read(table, built, answer)
+        if not repeats:
+            return one, answer
+    table = tables(problem, {})
+    built = programme(table, budget, ways, divided) if repeats else built
+    left = max(limit_s - (time.perf_counter() - began), 0.1 * limit_s)
+    start = {} if answer is None else _start(table, built, one)
+    apart = solve(built, budget.size_bytes, left, max(gap, COARSE), start) if repeats else None
+    if apart is None and answer is None:
+        least = least_bytes(built, limit_s)
+        raise Infeasible(
+            f"no placement over {problem.axis}={problem.n} holds its parameters, gradients, optimizer states and activations in "
+            f"{budget.size_bytes / 2**30:.3f} GiB a rank; the least is {least / 2**30:.3f} GiB: use more ranks, a smaller microbatch, "
+            f"recomputation or ZeRO"
+        )
+    if apart is None or (answer is not None and answer.cost <= apart.cost):
+        assert answer is not None
+        return one, answer if apart is None else replace(answer, bound=apart.bound)
+    return _read(table, built, apart), apart
+
+
+def _start(table: Tables, built: Programme, one: _One) -> dict[int, float]:
+    """Columns of 0 and 1 of a solution with repeated layers alike, in the programme in which each stands for itself."""
+    found: dict[int, float] = {}
+    for kind, columns in zip(table.kinds, built.choices, strict=True):
+        chosen = one.choice(kind.operators[0])
+        found.update((column, float(choice == chosen)) for column, choice in zip(columns, kind.choices, strict=True))
+    for value, stores in built.stores.items():
+        found.update((column, float(form == one.stored[value])) for form, column in stores)
+    return found
 
 
 def exceptions(graph: Graph, sizes: Mapping[str, int], placement: Placement, *, sequence: bool = False) -> dict[str, Labels]:
@@ -221,24 +264,11 @@ def _divided(sharding: Sharding, sizes: Mapping[str, int]) -> dict[str, int]:
     return {name: prod(n for axis, n in sizes.items() if cut.get(axis)) for name, cut in sharding.ops.items()}
 
 
-def _solve(built: Programme, budget: Budget, later: int, limit_s: float, gap: float, axis: str, size: int) -> Solution:
-    most = budget.size_bytes * later  # axes that come later may divide all of it
-    answer = solve(built, most, limit_s, gap)
-    if answer is None:
-        least = least_bytes(built, limit_s)
-        raise Infeasible(
-            f"no placement over {axis}={size} holds its parameters, gradients, optimizer states and activations in {most / 2**30:.3f} GiB "
-            f"a rank; the least is {least / 2**30:.3f} GiB: use more ranks, a smaller microbatch, recomputation or ZeRO"
-        )
-    return answer
-
-
-def _read(table: Tables, built: Programme, answer: Solution) -> tuple[list[int], dict[str, Form]]:
-    """The choice of every kind, and the form of every parameter and buffer that is read."""
-    chosen = [max(range(len(columns)), key=lambda q: answer.values[columns[q]]) for columns in built.choices]
-    stored = {}
+def _read(table: Tables, built: Programme, answer: Solution) -> _One:
+    chosen = tuple(max(range(len(columns)), key=lambda q: answer.values[columns[q]]) for columns in built.choices)
+    stored: dict[str, Form] = {}
     for flow in table.flows:
         if flow.example in built.stores:
             form, _ = max(built.stores[flow.example], key=lambda pair: answer.values[pair[1]])
             stored.update(dict.fromkeys(flow.values, form))
-    return chosen, stored
+    return _One(table, built, chosen, stored)

@@ -6,15 +6,18 @@ Needs the package `highspy`, an extra of weft's. It must never share a process w
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from weft.errors import Infeasible, UsageError
-from weft.solve.placements.linear import Programme
+from weft.solve.placements.linear import Programme, Terms
 
 SPAN = 1e4  # costs are scaled to about this size, and so are bytes, since the solver's tolerances are absolute
-TOLERANCE = 1e-6  # a column of 0 or 1 that is this near to it is it
+SAME = 1e-7  # costs that differ by less, relatively, are equal: the fewest bytes decide
+INFINITE = float("inf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,32 +44,63 @@ def check_available() -> None:
         )
 
 
-def solve(programme: Programme, most_bytes: float, limit_s: float, gap: float) -> Solution | None:
-    """The cheapest solution within `most_bytes`; None where there is none at all.
+def solve(programme: Programme, most_bytes: float, limit_s: float, gap: float, start: Mapping[int, float] | None = None) -> Solution | None:
+    """The cheapest solution within `most_bytes`, of equal ones that with the fewest bytes; None where there is none at all.
+
+    Args:
+        start: columns of 0 or 1 of a solution that is known, from which the search begins.
 
     Raises:
         Infeasible: none was found within `limit_s` seconds, though there may be one.
     """
-    return _run(programme, programme.costs, most_bytes, limit_s, gap)
+    began = time.perf_counter()
+    rows = [] if most_bytes == INFINITE else [(most_bytes - programme.fixed_bytes, programme.bytes)]
+    found = _run(programme, programme.costs, rows, limit_s, gap, start or {})
+    if found is None or not found.proven or not programme.bytes:
+        return found
+    left = limit_s - (time.perf_counter() - began)
+    within = [*rows, (found.cost * (1 + SAME), [(c, cost) for c, cost in enumerate(programme.costs) if cost])]
+    if left <= 0:
+        return found
+    try:
+        thrifty = _run(programme, _costs(programme, programme.bytes), within, left, 1e-3, {})
+    except Infeasible:
+        return found
+    if thrifty is None:
+        return found
+    cost = sum(a * b for a, b in zip(programme.costs, thrifty.values, strict=True))
+    return replace(found, values=thrifty.values, cost=cost) if cost <= found.cost * (1 + 2 * SAME) else found
 
 
 def least_bytes(programme: Programme, limit_s: float) -> float:
     """The fewest bytes with which any solution exists (proven to one part in a thousand, or as far as the time allows)."""
+    found = _run(programme, _costs(programme, programme.bytes), [], limit_s, 1e-3, {})
+    return INFINITE if found is None else found.cost + programme.fixed_bytes
+
+
+def _costs(programme: Programme, terms: Terms) -> list[float]:
     costs = [0.0] * len(programme.costs)
-    for column, size in programme.bytes:
-        costs[column] += size
-    found = _run(programme, costs, float("inf"), limit_s, 1e-3)
-    return float("inf") if found is None else found.cost + programme.fixed_bytes
+    for column, by in terms:
+        costs[column] += by
+    return costs
 
 
-def _run(programme: Programme, costs: list[float], most_bytes: float, limit_s: float, gap: float) -> Solution | None:
+def _run(
+    programme: Programme,
+    costs: Sequence[float],
+    at_most: Sequence[tuple[float, Terms]],
+    limit_s: float,
+    gap: float,
+    start: Mapping[int, float],
+) -> Solution | None:
+    """Minimise `costs` under the programme's rows and those of `at_most`."""
     check_available()
     import highspy
 
     rows = list(programme.rows)
-    if most_bytes < float("inf"):
-        scale = SPAN / most_bytes
-        rows.append((-float("inf"), (most_bytes - programme.fixed_bytes) * scale, [(c, size * scale) for c, size in programme.bytes]))
+    for most, entries in at_most:
+        scale = SPAN / max(most, 1e-12) if most > 0 else 1.0
+        rows.append((-INFINITE, most * scale, [(column, by * scale) for column, by in entries]))
     largest = max(costs, default=0.0)
     unit = SPAN / largest if largest > 0 else 1.0
     starts = [0]
@@ -97,6 +131,8 @@ def _run(programme: Programme, costs: list[float], most_bytes: float, limit_s: f
     for name, value in options.items():
         solver.setOptionValue(name, value)
     solver.passModel(lp)
+    if start:
+        solver.setSolution(len(start), np.array(list(start), dtype=np.int32), np.array(list(start.values()), dtype=np.float64))
     solver.run()
     status = solver.getModelStatus()
     if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
