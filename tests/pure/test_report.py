@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
@@ -17,7 +18,7 @@ from weft.plan.layout import Layout
 from weft.plan.plan import Candidate, Memory, Plan, Prediction
 from weft.plan.store import write_plan
 from weft.plan.timeline import Span, Timeline
-from weft.report.chart import Series, line_chart, smooth, stacked_bar, thin, ticks
+from weft.report.chart import Row, Series, compared_bars, line_chart, smooth, stacked_bar, thin, ticks
 from weft.report.folder import read_folder, read_metrics, read_trace
 from weft.report.page import Subject, page
 from weft.report.tables import Table, candidates_table, memory_table, parts_table, plan_record, plan_tables, summary_table
@@ -190,6 +191,24 @@ def test_a_bar_is_as_long_as_its_parts() -> None:
     text = stacked_bar([("a", 1.0, ""), ("b", 3.0, "")], whole=8.0)
     assert "width:12.500%" in text
     assert "width:37.500%" in text
+
+
+def test_bars_share_a_scale() -> None:
+    rows = [Row("<a>", (("x", 1.0), ("y", 1.0)), "2", str), Row("b", (("x", 4.0),), "4", str, marked=True), Row("empty", (), "0", str)]
+    text = compared_bars(rows, ("all there is", 8.0))
+    assert [float(w) for w in re.findall(r"<i style=\"width:([0-9.]+)%", text)] == [12.5, 12.5, 50.0]
+    assert "left:100.000%" in text
+    assert "&lt;a&gt;" in text
+    assert "empty" not in text
+    assert compared_bars([]) == ""
+
+
+def test_a_page_compares_the_candidates_that_were_priced() -> None:
+    text = page(Subject("x", plan=PLAN, memory_limit_bytes=2.0**23))
+    assert text.count("Candidates: ") == 2
+    assert text.count('class="row mark"') == 2  # the chosen one, by time and by memory
+    assert text.count('class="row off"') == 1  # the refused one, by memory: it has no parts of its time
+    assert "Candidates: " not in page(Subject("x", plan=replace(PLAN, candidates=())))
 
 
 def test_a_run_folder_without_its_end_is_still_shown(tmp_path: Path) -> None:

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from weft.cli import options
 from weft.cli.output import output
-from weft.errors import UsageError
+from weft.errors import UsageError, WeftError
+
+if TYPE_CHECKING:
+    from weft.plan.plan import Plan
+    from weft.report.page import Subject
+
+MOST_DRAWN = 4096  # computes in a picture, a direction
 
 
 def report(
@@ -28,13 +34,13 @@ def report(
     """
     with output(as_json) as out:
         target = target or (subject / "report.html" if subject.is_dir() else Path("report.html"))
-        size_bytes = write_page(subject, target)
+        size_bytes = write_page(subject, target, timeline=True)
         out.text(f"written to {target} ({size_bytes / 1000:.0f} kB); open it in a browser")
         out.answer({"page": str(target), "size_bytes": size_bytes})
 
 
-def write_page(subject: Path, target: Path) -> int:
-    """Write the page and return its size in bytes.
+def write_page(subject: Path, target: Path, timeline: bool = False) -> int:
+    """Write the page and return its size in bytes. With `timeline` the page of a plan has its simulated step.
 
     Raises:
         UsageError: a subject that cannot be read, or a target that cannot be written.
@@ -48,10 +54,33 @@ def write_page(subject: Path, target: Path) -> int:
     else:
         plan = read_plan(subject)
         about = Subject(f"A plan for {plan.model}", f"{plan.batch_size} samples a step on {plan.cluster}", plan)
-        about = replace(about, again=(f"weft simulate {subject}", f'weft verify {plan.model} --layout "{plan.layout}"'))
+        about = replace(about, again=(f"weft explain {subject}", f"weft whatif {subject} gpus=... zero=...", f"weft simulate {subject}"))
+        about = _with_machines(about, plan, timeline)
     text = page(about)
     try:
         target.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"cannot write {target}: {error.strerror}; name a file in a folder that can be written to with -o") from None
     return len(text.encode())
+
+
+def _with_machines(about: Subject, plan: Plan, timeline: bool) -> Subject:
+    """What a device has, and the step as the clock sees it; a plan whose model or machines are not at hand does without."""
+    from weft.cli.setting import Setting
+    from weft.cluster.cluster import Cluster
+    from weft.report.machine import cluster_tables
+
+    if plan.cluster == "here":
+        return about
+    try:
+        machines = Cluster.parse(plan.cluster)
+        facts = tuple((a, b) for a, b in cluster_tables(machines)[0].rows)
+        about = replace(about, machine=facts, memory_limit_bytes=machines.memory_of(plan.layout.num_ranks))
+        if timeline and not plan.uncaptured and plan.layout.pipeline * plan.layout.microbatches <= MOST_DRAWN:
+            from weft import api
+
+            setting = Setting(plan.model, machines, plan.batch_size)
+            about = replace(about, simulated=api.simulate(plan, setting.resolved, plan.batch_size, cluster=machines))
+    except WeftError:
+        return about
+    return about

@@ -6,7 +6,7 @@ Every name is escaped here. Not modelled: interaction beyond a browser's own too
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 from math import ceil, floor, isfinite, log10
@@ -25,6 +25,21 @@ class Series:
     colour: str = PALETTE[0]
     faint: bool = False
     dots: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One bar of several: its name, its parts, words for its whole. `marked` is the chosen one, `off` one that cannot be.
+
+    `words_of` says a part's amount.
+    """
+
+    name: str
+    parts: tuple[tuple[str, float], ...]
+    words: str
+    words_of: Callable[[float], str]
+    marked: bool = False
+    off: bool = False
 
 
 def line_chart(
@@ -89,6 +104,35 @@ def stacked_bar(parts: Sequence[tuple[str, float, str]], whole: float = 0.0) -> 
     ]
     legend = _legend([(f"{name} {words}", PALETTE[i % len(PALETTE)]) for i, (name, _, words) in enumerate(parts)])
     return f'<div class="bar">{"".join(pieces)}</div>{legend}'
+
+
+def compared_bars(rows: Sequence[Row], limit: tuple[str, float] | None = None) -> str:
+    """Bars under one another on one scale, each of the same parts in the same colours; `limit` is drawn through all of them.
+
+    Empty text where no row has a length.
+    """
+    rows = [row for row in rows if sum(amount for _, amount in row.parts) > 0]
+    if not rows:
+        return ""
+    whole = max(max(sum(amount for _, amount in row.parts) for row in rows), limit[1] if limit else 0.0)
+    names = list(dict.fromkeys(name for row in rows for name, amount in row.parts if amount > 0))
+    colours = {name: PALETTE[i % len(PALETTE)] for i, name in enumerate(names)}
+    line = f'<b style="left:{limit[1] / whole * 100:.3f}%"></b>' if limit else ""
+    drawn = []
+    for row in rows:
+        pieces = "".join(
+            f'<i style="width:{amount / whole * 100:.3f}%;background:{colours[name]}" '
+            f'title="{escape(name)}: {escape(row.words_of(amount))}"></i>'
+            for name, amount in row.parts
+            if amount > 0
+        )
+        kind = "row mark" if row.marked else "row off" if row.off else "row"
+        drawn.append(
+            f'<div class="{kind}"><span>{escape(row.name)}</span><div class="track">{pieces}{line}</div>'
+            f"<span>{escape(row.words)}</span></div>"
+        )
+    note = f'<p class="note">The line: {escape(limit[0])}.</p>' if limit else ""
+    return f'<div class="bars">{"".join(drawn)}</div>{_legend([(name, colours[name]) for name in names])}{note}'
 
 
 def ticks(low: float, high: float, most: int = 6) -> list[float]:

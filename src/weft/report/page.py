@@ -13,11 +13,12 @@ from importlib import resources
 
 from weft.plan.plan import Plan
 from weft.plan.timeline import Timeline
-from weft.report.chart import PALETTE, Series, line_chart, smooth, stacked_bar
+from weft.report.chart import PALETTE, Row, Series, compared_bars, line_chart, smooth, stacked_bar
 from weft.report.gantt import svg
-from weft.report.tables import PARTS, Table, candidates_table, parts_table, reasons_table, summary_table
+from weft.report.tables import PARTS, Table, candidates_table, layout_words, parts_table, reasons_table, summary_table
 from weft.units import format_bytes, format_count, format_percent, format_seconds
 
+MOST_BARS = 10
 SMOOTH_FROM = 40  # fewer steps than this are drawn as they are
 
 
@@ -60,6 +61,7 @@ def page(subject: Subject) -> str:
     for name, timeline in (("Timeline, simulated", subject.simulated), ("Timeline, measured", subject.measured)):
         parts.append(_section(name, f'<div class="scroll picture">{svg(timeline)}</div>') if timeline is not None else "")
     if plan is not None:
+        parts += _candidate_sections(plan, subject.memory_limit_bytes)
         parts.append(_table_section(candidates_table(plan)))
     if subject.sample:
         parts.append(_section("Generated text", f"<pre>{escape(subject.sample)}</pre>"))
@@ -138,6 +140,27 @@ def _memory_section(plan: Plan, limit_bytes: float) -> str:
     bar = stacked_bar([(name, getattr(memory, name), format_bytes(getattr(memory, name))) for name in PARTS], limit_bytes)
     note = f"{format_bytes(memory.total)} of {format_bytes(limit_bytes)}" if limit_bytes else f"{format_bytes(memory.total)} in all"
     return _section("Memory on the fullest device", bar and bar + f'<p class="note">{escape(note)}</p>')
+
+
+def _candidate_sections(plan: Plan, limit_bytes: float) -> list[str]:
+    """Where the candidates' time goes and what they hold, on one scale each; nothing where there is only the plan itself."""
+    kept = [c for c in plan.candidates if c.prediction is not None]
+    kept.sort(key=lambda c: (bool(c.note), c.prediction.step_time_s if c.prediction else 0.0))
+    shown = [(c, c.prediction) for c in kept[:MOST_BARS] if c.prediction is not None]
+    if len(shown) < 2:
+        return []
+    times, sizes = [], []
+    for c, p in shown:
+        name, chosen, off = layout_words(c.layout), c.layout == plan.layout, bool(c.note)
+        times.append(Row(name, p.parts, format_seconds(p.step_time_s), format_seconds, chosen, off))
+        held = tuple((part, getattr(p.memory, part)) for part in PARTS)
+        sizes.append(Row(name, held, format_bytes(p.memory.total), format_bytes, chosen, off))
+    limit = (f"{format_bytes(limit_bytes)}, what a device has", limit_bytes) if limit_bytes else None
+    faint = '<p class="note">Faint: refused, since it does not fit.</p>' if any(c.note for c, _ in shown) else ""
+    return [
+        _section("Candidates: where a step's time goes", compared_bars(times) + faint),
+        _section("Candidates: memory on the fullest device", compared_bars(sizes, limit) + faint),
+    ]
 
 
 def _table_section(table: Table) -> str:
