@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from weft.cluster.cluster import Cluster, Device, Level, Link, Speed, Table
 from weft.cost.compute import Rates, Seconds, optimizer_s
-from weft.cost.memory import Inventory, activation_bytes, in_flight, state_bytes
+from weft.cost.memory import Inventory, in_flight, state_bytes
 from weft.cost.network import FACTORS, Group, collective_s, ring_s, send_s
+from weft.cost.parts import gather, kept_bytes
 from weft.cost.step import Pricer
 from weft.errors import Infeasible, UsageError
 from weft.model.work import Work
@@ -126,10 +127,13 @@ def test_microbatches_in_flight() -> None:
 
 def test_activations_follow_the_batch_and_the_width() -> None:
     graph = gpt(2)
-    inventory = Inventory.of(graph)
-    one, two = (activation_bytes(inventory, graph.operators, scale, "float32", None, {})[0] for scale in (1.0, 2.0))
-    assert two == pytest.approx(2 * one)
-    assert activation_bytes(inventory, graph.operators, 1.0, "float64", None, {})[0] == pytest.approx(2 * one, rel=0.02)
+    parts = gather(Inventory.of(graph), None, 1, frozenset())
+    kept = kept_bytes(parts, range(len(graph.operators)))
+    assert kept.at(2.0, 1) - kept.fixed == pytest.approx(2 * (kept.at(1.0, 1) - kept.fixed))
+    # Losses' logarithms stay float32, the rest is half as wide.
+    half = kept_bytes(parts, range(len(graph.operators)), "all")
+    losses = 4.0 * graph.tensors[graph.operators[-1].inputs[0]].size
+    assert half.at(1.0, 1) - losses == pytest.approx((kept.at(1.0, 1) - losses) / 2, rel=0.01)
 
 
 def pricer(cluster: Cluster = ONE, batch: int = 16) -> Pricer:
@@ -166,12 +170,16 @@ def test_data_parallelism_divides_compute_and_sums_gradients() -> None:
 
 
 def test_recomputing_is_one_more_forward_and_less_memory() -> None:
+    on_cpu = Pricer(gpt(4), Cluster("c", replace(GPU, kind="cpu"), (Level("node", 4, FAST),)), 16)
+    plain, again = (on_cpu.stages(Layout(recompute=r), ())[0] for r in ("none", "full"))
+    assert again.backward_s == pytest.approx(plain.backward_s + plain.forward_s)
+    # On GPUs embeddings and the loss are not repeated.
     p = pricer()
     plain, again = (p.stages(Layout(recompute=r), ())[0] for r in ("none", "full"))
-    assert again.backward_s == pytest.approx(plain.backward_s + plain.forward_s)
+    assert plain.backward_s < again.backward_s < plain.backward_s + plain.forward_s
     sites = [c.site for c in p.cuts][2::30][:3]
     layout = Layout(pipeline=4, microbatches=8)
-    plain, again = (p.stages(replace(layout, recompute=r), sites)[0] for r in ("none", "full"))
+    plain, again = (on_cpu.stages(replace(layout, recompute=r), sites)[0] for r in ("none", "full"))
     assert again.memory.activations < 0.5 * plain.memory.activations
 
 

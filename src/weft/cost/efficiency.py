@@ -1,18 +1,19 @@
 """Calibrated constants by name. In: the sections `protocol` and `stack` of `cluster/catalogue.toml`. Out: frozen numbers with a source.
 
-`Protocols` are what a library of collectives reaches on its links. Constants are fitted once, by `scripts/validate --fit`, and then
-stay as they are. Not modelled: versions of a library between those that were measured.
+`Protocols` are what a library of collectives reaches on its links, a `Stack` what a training framework reaches on a GPU. Constants are
+fitted once, by `scripts/validate --fit`, and then stay as they are. Not modelled: versions between those that were measured.
 """
 
 from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from importlib import resources
 from typing import Any
 
+from weft.cluster.cluster import Device
 from weft.errors import ConfigError
 
 
@@ -48,6 +49,87 @@ class Protocols:
     source: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """How efficient a training framework is on a kind of GPU, in mixed precision as Megatron-LM has it.
+
+    Products: `matmul` is the part of the peak that unboundedly large ones reach, `operands` the part of the time of moving their
+    operands that is not hidden, `unaligned` what is left of the rate where a side is no multiple of 8. Bytes: `bandwidth` is the part
+    of the memory's that kernels reach, `traffic` and `loss_traffic` what they move against the graph's own count (masks and casts
+    are more), `score_traffic` the same for attention's scores. `attention` keeps its "scores" or is "fused", at `attention_matmul` of
+    the rate of products; the fused softmax takes `softmax_batches` heads at a time, others take the slow way (0: all are taken).
+    `launch_s`: host time of a kernel. `tensor`: time of collectives between products against the library's own.
+    `microbatch_s`: host time of a microbatch on a stage. `gradient_bytes`, `accumulate_bytes`: width of summed gradients, bytes
+    moved a parameter and microbatch to add to them. `optimizer_bytes`: moved a parameter and step. `overlap`: part of the last
+    backward that sums of gradients hide behind. `exposed_sends`: part of a stage's transfers that its rank waits for. `step_s`: the rest of
+    a step. `spread`: relative standard deviation of ranks' times, of which the slowest counts (see `weft.cost.step.straggling`).
+    """
+
+    name: str
+    devices: tuple[str, ...] = ()  # that have it by default
+    matmul: float = 0.75
+    operands: float = 0.5
+    unaligned: float = 0.5
+    bandwidth: float = 0.8
+    traffic: float = 1.2
+    loss_traffic: float = 2.0
+    attention: str = "scores"
+    attention_matmul: float = 0.7
+    score_traffic: float = 1.0
+    softmax_batches: int = 0
+    launch_s: float = 0.0
+    tensor: float = 1.0
+    microbatch_s: float = 0.0
+    gradient_bytes: float = 4.0
+    accumulate_bytes: float = 8.0
+    optimizer_bytes: float = 30.0
+    overlap: float = 0.0
+    exposed_sends: float = 1.0
+    step_s: float = 1e-3
+    spread: float = 0.0
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        for key in ("matmul", "unaligned", "bandwidth", "attention_matmul"):
+            if not 0 < getattr(self, key) <= 1:
+                raise ConfigError(f"stack {self.name}: {key} = {getattr(self, key):g}; it is a part, above 0 and at most 1")
+        if self.attention not in ("scores", "fused"):
+            raise ConfigError(f"stack {self.name}: attention = {self.attention!r}; use scores or fused")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, int | float) and value < 0:
+                raise ConfigError(f"stack {self.name}: {field.name} = {value:g}; it is not below zero")
+
+
+def stack_of(device: Device, name: str = "") -> Stack:
+    """The efficiency set `name`, or the one that a device has by default; else the generic one at the device's own efficiency.
+
+    >>> from weft.cluster.cluster import Cluster
+    >>> stack_of(Cluster.parse("dgx-a100-80").device).name
+    'a100 megatron'
+
+    Raises:
+        ConfigError: a name that is not known.
+    """
+    known = _section("stack")
+    if name and name not in known:
+        raise ConfigError(f"stack {name!r} is unknown; use one of {', '.join(known)}")
+    for key, given in known.items():
+        if key == name or (not name and device.name in given.get("devices", ())):
+            return parse_stack(key, given)
+    return parse_stack("generic", {**known["generic"], "matmul": device.matmul_efficiency, "launch_s": device.launch_s})
+
+
+def parse_stack(name: str, given: Mapping[str, Any]) -> Stack:
+    """A `Stack` from a table; keys that are not there are the defaults. Raises `ConfigError` naming an unknown key."""
+    known = {f.name: f.default for f in fields(Stack) if f.default is not MISSING}
+    for key in given:
+        if key not in known:
+            raise ConfigError(f"stack {name}: {key} is unknown; it has {', '.join(known)}")
+    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
+    return Stack(name, **values)
+
+
 @cache
 def _section(kind: str) -> Mapping[str, Any]:
     text = resources.files("weft.cluster").joinpath("catalogue.toml").read_text()
@@ -77,7 +159,9 @@ def parse_protocols(name: str, given: Mapping[str, Any]) -> Protocols:
     for key in (*wanted, *given):
         if key not in given or key not in (*wanted, "tree_saved", "source"):
             raise ConfigError(f"protocol {name}: {key} is {'missing' if key in wanted else 'unknown'}; it has {', '.join(wanted)}")
+    others: dict[str, Any] = {key: given[key] for key in ("tree_saved", "source") if key in given}
     try:
-        return Protocols(name, **{key: Line(**given[key]) for key in wanted}, **{k: given[k] for k in ("tree_saved", "source") if k in given})
+        lines: dict[str, Any] = {key: Line(**given[key]) for key in wanted}
+        return Protocols(name, **lines, **others)
     except TypeError as error:
         raise ConfigError(f"protocol {name}: each of its tables has start, hop and rate, and nothing else ({error})") from error

@@ -1,18 +1,19 @@
-"""Bytes on one rank. In: a graph's inventory, the operators of its stage, layout and sharding. Out: `Memory` by what it holds.
+"""Bytes on one rank. In: what its stage keeps and holds, a layout. Out: `Memory` by what it holds.
 
-Weights are float32 (bfloat16 is autocast over them), gradients float32, AdamW keeps two float32 moments: 16 bytes a parameter.
-Activations are what autograd keeps for backward, each storage once, times the microbatches in flight; with full recomputation only
-what enters a stage, and one microbatch's. Not modelled: the allocator's fragmentation (a margin instead) and workspaces of kernels.
+On processors weights are float32 (bfloat16 is autocast over them), gradients float32, AdamW keeps two float32 moments: 16 bytes a
+parameter. On GPUs 16-bit precisions are Megatron-LM's: 16-bit weights, gradients of the stack's width, a float32 copy of the weights
+beside the moments. Activations are what autograd keeps for backward, each storage once, times the microbatches in flight; with full
+recomputation only what enters a stage (on GPUs: each layer), and one microbatch's (layer's). Not modelled: the allocator's
+fragmentation (a margin instead) and workspaces of kernels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from weft.model.graph import Graph, Operator
-from weft.model.sharding import Sharding
+from weft.model.graph import Graph
 from weft.model.work import MATMUL_KINDS, Work, batched, differentiable, storages, work
 from weft.plan.layout import Layout
 from weft.plan.plan import Memory
@@ -30,11 +31,46 @@ def state_bytes(num_parameters: float, zero: int, num_ranks: int, weight: float 
     return sum(num_parameters * width / (num_ranks if zero >= stage else 1) for width, stage in parts)
 
 
-def in_flight(schedule: str, num_stages: int, stage: int, microbatches: int) -> int:
-    """Microbatches whose activations a stage holds at once: all (gpipe), p - stage (1f1b), one where there is no pipeline."""
+@dataclass(frozen=True, slots=True)
+class Widths:
+    """Bytes a parameter: of its weight, its gradient and each of the optimizer's float32 copies."""
+
+    weight: float
+    gradient: float
+    copies: float
+    moment: float = 4.0
+
+    @classmethod
+    def of(cls, precision: str, is_cpu: bool, gradient: float = 4.0) -> Widths:
+        """`gradient`: the stack's, for 16-bit precisions on GPUs.
+
+        >>> w = Widths.of("bfloat16", is_cpu=False, gradient=2.0)
+        >>> w.weight + w.gradient + w.copies + 2 * w.moment
+        16.0
+        """
+        if precision == "float64":
+            return cls(8.0, 8.0, 0.0, 8.0)
+        if is_cpu or precision == "float32":
+            return cls(4.0, 4.0, 0.0)
+        return cls(2.0, gradient, 4.0)
+
+
+def in_flight(schedule: str, num_stages: int, stage: int, microbatches: int, chunks: int = 1) -> float:
+    """Microbatches whose activations a rank holds at once for each of its stages, on average over its `chunks`.
+
+    All (gpipe), p - stage (1f1b), one where there is no pipeline. Interleaved, Narayanan et al. 2021: rank r runs
+    2(p - r - 1) + (v - 1)p chunks ahead, so the first rank holds (vp + p - 1)/v.
+
+    >>> in_flight("interleaved", 4, 0, 8, chunks=2)
+    5.5
+    """
     if num_stages == 1 or schedule == "sequential":
         return 1
-    return microbatches if schedule == "gpipe" else min(microbatches, num_stages - stage)
+    if schedule == "gpipe":
+        return microbatches
+    if chunks == 1:
+        return min(microbatches, num_stages - stage)
+    return min(float(microbatches), (2 * (num_stages - stage - 1) + (chunks - 1) * num_stages + 1) / chunks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,83 +115,55 @@ class Inventory:
         return found
 
 
-def cut_ways(sharding: Sharding | None, op: str, axes: Mapping[str, int]) -> int:
-    """Ranks among which an operator's work is divided; an axis over which it is replicated does not count."""
-    if sharding is None:
-        return 1
-    ways = 1
-    for axis, size in axes.items():
-        if size > 1 and sharding.ops[op].get(axis):
-            ways *= size
-    return ways
-
-
-def value_ways(sharding: Sharding | None, value: str, axes: Mapping[str, int]) -> int:
-    """Pieces that a value is cut into along `axes`."""
-    if sharding is None or value not in sharding.forms:
-        return 1
-    ways = 1
-    for axis, size in axes.items():
-        if size > 1 and sharding.forms[value].get(axis, "R")[0] == "S":
-            ways *= size
-    return ways
-
-
-def activation_bytes(
-    inventory: Inventory, operators: Iterable[Operator], scale: float, precision: str, sharding: Sharding | None, axes: Mapping[str, int]
-) -> tuple[float, float]:
-    """(bytes that backward keeps of one microbatch, largest working set of one operator's backward).
-
-    Products keep bfloat16 copies of float32 operands under autocast, weights too (once a step, but counted a microbatch).
-    """
-    half = precision == "bfloat16"
-    wide = 2.0 if precision == "float64" else 1.0
-    kept: dict[tuple[str, bool], float] = {}
-    extra = peak = 0.0
-    for op in operators:
-        mine = inventory.kept[op.name]
-        narrow = half and mine.narrow
-        done = inventory.works[op.name]
-        divide = cut_ways(sharding, op.name, axes)
-        for root, size in mine.storages:
-            if (root, narrow) in kept or (root in inventory.held and not narrow):
-                continue
-            floating = inventory.graph.tensors[root].is_float
-            by = (scale if root in inventory.batched else 1.0) / value_ways(sharding, root, axes)
-            kept[root, narrow] = size * by * (wide if floating else 1.0) * (0.5 if narrow and floating else 1.0)
-        extra += done.extra_bytes * wide * scale / divide
-        peak = max(peak, wide * mine.working_bytes * scale / divide)
-    return sum(kept.values()) + extra, peak
-
-
 @dataclass(frozen=True, slots=True)
 class StageState:
-    """Parameters of one stage on one rank: their number after cutting, and the bytes that enter the stage of one microbatch."""
+    """One stage on one rank: parameters after cutting, layers, and bytes of one microbatch.
+
+    `entering_bytes` come from other stages, `layer_bytes` enter each of its layers; `kept_bytes` are kept for backward, `scores_bytes` of
+    them by attention's scores; `working_bytes` are the most that one operator's backward works on.
+    """
 
     num_parameters: float
     num_trainable: float
     entering_bytes: float
+    layers: int = 1
+    layer_bytes: float = 0.0
+    kept_bytes: float = 0.0
+    scores_bytes: float = 0.0
+    working_bytes: float = 0.0
 
 
 def memory_of(
     state: StageState,
-    activations: tuple[float, float],
     layout: Layout,
     stage: int,
+    widths: Widths,
+    *,
+    by_layer: bool = False,
     scratch_bytes: float = 0.0,
     optimizer_states: int = 2,
 ) -> Memory:
-    """The bytes of one rank of a stage. `activations`: of one microbatch, as `activation_bytes` gives them."""
-    width = 8.0 if layout.precision == "float64" else 4.0
-    kept, peak = activations
-    flying = in_flight(layout.schedule, layout.pipeline, stage, layout.microbatches)
-    if layout.recompute == "full":
+    """The bytes of one rank of a stage (`stage` counts chunks too). `by_layer`: full recomputation keeps what enters each layer."""
+    rank = stage % layout.pipeline
+    flying = in_flight(layout.schedule, layout.pipeline, rank, layout.microbatches, layout.chunks)
+    kept = state.kept_bytes - (state.scores_bytes if layout.recompute != "none" else 0.0)
+    if layout.recompute == "full" and by_layer:
+        activation = state.layer_bytes * state.layers * flying + (kept + state.scores_bytes) / state.layers
+    elif layout.recompute == "full":
         activation = state.entering_bytes * flying + kept
     else:
         activation = kept * flying
-    parameters = width * state.num_parameters
-    gradients = width * state.num_trainable
-    optimizer = width * optimizer_states * state.num_trainable / (layout.data if layout.zero else 1)
-    buffers = peak + 2 * state.entering_bytes * (layout.pipeline > 1)
-    margin = scratch_bytes + MARGIN * (parameters + gradients + optimizer + activation + buffers)
+    if layout.offload in ("activations", "all"):
+        activation = min(activation, 2 * state.kept_bytes / state.layers)
+    data, zero = layout.data, layout.zero
+    parameters = widths.weight * state.num_parameters / (data if zero == 3 else 1)
+    gradients = widths.gradient * state.num_trainable / (data if zero >= 2 else 1)
+    optimizer = (widths.copies + widths.moment * optimizer_states) * state.num_trainable / (data if zero else 1)
+    if layout.offload in ("optimizer", "all"):
+        optimizer = 0.0
+    buffers = state.working_bytes + 2 * state.entering_bytes * (layout.pipeline > 1)
+    if zero == 3 and data > 1:
+        # Two layers' weights are whole at a time, and one's gradients.
+        buffers += (2 * widths.weight + widths.gradient) * state.num_parameters / state.layers
+    margin = scratch_bytes / layout.chunks + MARGIN * (parameters + gradients + optimizer + activation + buffers)
     return Memory(parameters, gradients, optimizer, activation, buffers, margin)

@@ -1,35 +1,45 @@
 """Seconds and bytes of one training step. In: a graph's inventory, a cluster, a batch, a layout, its stages. Out: `Prediction`.
 
 A step is: every microbatch forward and backward through the stages, gradients summed, the optimizer. The pipeline is in closed
-form here, (sum of the stages) + (m - 1) x (the slowest stage), which is exact for equal stages; the search replaces it by the clock of
-the real program. Gradient buckets hide behind the last backward on GPUs; on processors they take the same cores, and nothing hides.
-Not modelled: collectives that slow compute down, stragglers, the data loader, and a first step that compiles.
+form here, (sum of the stages) + (m - 1) x (the slowest rank's), which is exact for equal stages; the search replaces it by the clock of
+the real program. On processors operators cost what `Speed` measured, and nothing hides; on GPUs what the `Stack` of the cluster says,
+with gradient sums behind the last backward where it has them there. Not modelled: the data loader, and a first step that compiles.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import log, sqrt
+
+import numpy as np
+from numpy.typing import NDArray
 
 from weft.cluster.cluster import Cluster, Speed
+from weft.cost import kernels
 from weft.cost.compute import Rates, Seconds, optimizer_s
-from weft.cost.memory import Inventory, StageState, activation_bytes, cut_ways, memory_of, value_ways
+from weft.cost.efficiency import Stack, stack_of
+from weft.cost.gradients import Sums, summing_s
+from weft.cost.memory import Inventory, StageState, Widths, memory_of
 from weft.cost.network import Group, collective_s, send_s
+from weft.cost.parts import Local, Parts, Section, gather, held_parameters, section
 from weft.errors import Infeasible
-from weft.model.graph import Graph, Operator
-from weft.model.fold import propagate
+from weft.model.graph import Graph
+from weft.model.propagate import propagate
 from weft.model.sharding import Prices, Sharding
 from weft.model.stages import Cut, Stage, cuts, split
-from weft.model.work import model_flops, packet
+from weft.model.work import Work, model_flops
 from weft.plan.layout import Layout
 from weft.plan.plan import Memory, Prediction
 
-BUCKET_BYTES = 25 * 2**20  # gradients are summed in pieces of this size
-HIDDEN = 0.9  # part of the last backward that gradient buckets can hide behind, on GPUs
-MICROBATCH_S = 3e-4  # the executor's own time for one microbatch of one stage of a pipeline
-STEP_S = 1e-3  # what a step costs besides: the loop, clipping, logging
+MICROBATCH_S = 3e-4  # the executor's own time for one microbatch of one stage of a pipeline, on processors
+STEP_S = 1e-3  # what a step costs besides on processors: the loop, clipping, logging
 NARROW = ("linear", "attention", "convolution", "recurrent", "activation")  # results are bfloat16 under autocast
+HOST_BYTES_PER_S = 12e9  # to the host's memory and back, a GPU: half of PCIe 4 x16, shared by two; assumed
+HOST_ADAM_S = 1.0e-9  # of a parameter's Adam step on the host's processors, a GPU's share of them; assumed
+
+Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,28 +63,50 @@ class StageCost:
 
 @dataclass(frozen=True, slots=True)
 class _Base:
+    """What a stage costs whatever the schedule, ZeRO stage and recomputation; `block` is what full recomputation repeats, `scores`
+    what selective does."""
+
     compute: Seconds
     tensor: Seconds
-    gradients_s: float
-    last_bucket_s: float
+    block: Seconds  # forward: compute, backward: collectives
+    scores_s: float
+    adding_s: float
+    sums: Sums
     state: StageState
-    kept: tuple[float, float]
+
+
+def straggling(num_ranks: int, spread: float) -> float:
+    """How much longer the slowest of `num_ranks` takes than the mean one, as a part of its time.
+
+    The expected largest of n normal deviates is about sqrt(2 ln n) standard deviations (Gumbel 1958): `spread` of them each.
+
+    >>> round(straggling(3072, 0.01), 3)
+    0.04
+    """
+    return spread * sqrt(2 * log(num_ranks)) if num_ranks > 1 else 0.0
 
 
 @dataclass
 class Pricer:
-    """Prices layouts of one graph on one cluster for one batch. It keeps what layouts share; nothing else changes."""
+    """Prices layouts of one graph on one cluster for one batch. It keeps what layouts share; nothing else changes.
+
+    `stack`: an efficiency set in place of the cluster's own (GPUs only).
+    """
 
     graph: Graph
     cluster: Cluster
     batch_size: int
     optimizer_states: int = 2
     shards: Mapping[str, tuple[tuple[str, int], ...]] | None = None
-    _shardings: dict[tuple[bool, int], Sharding | None] = field(default_factory=dict)
-    _operators: dict[tuple[object, ...], tuple[list[Seconds], list[Seconds]]] = field(default_factory=dict)
+    stack: Stack | None = None
     balanced: dict[tuple[object, ...], tuple[str, ...]] = field(default_factory=dict)  # where the search begins stages, by layout
-    _bases: dict[tuple[object, ...], list[_Base]] = field(default_factory=dict)
+    _shardings: dict[tuple[bool, int, bool], Sharding | None] = field(default_factory=dict)
+    _parts: dict[tuple[bool, int, bool], Parts] = field(default_factory=dict)
+    _sections: dict[tuple[object, ...], list[Section]] = field(default_factory=dict)
     _splits: dict[tuple[str, ...], tuple[Stage, ...]] = field(default_factory=dict)
+    _times: dict[tuple[object, ...], tuple[Array, Array, Array, Array]] = field(default_factory=dict)
+    _network: dict[tuple[str, float, Group], float] = field(default_factory=dict)
+    _bases: dict[tuple[object, ...], list[_Base]] = field(default_factory=dict)
 
     @cached_property
     def inventory(self) -> Inventory:
@@ -84,6 +116,17 @@ class Pricer:
     def cuts(self) -> tuple[Cut, ...]:
         """Places where a stage may begin, the first operator's not among them."""
         return tuple(cut for cut in cuts(self.graph) if cut.index > 0)
+
+    @cached_property
+    def efficiency(self) -> Stack:
+        """The efficiency set that GPUs are priced with."""
+        return self.stack or stack_of(self.cluster.device)
+
+    def with_stack(self, stack: Stack) -> Pricer:
+        """The same with another efficiency set; what follows from the graph is shared."""
+        made = replace(self, stack=stack, balanced={}, _times={}, _bases={})
+        made.__dict__.update({key: self.__dict__[key] for key in ("inventory", "cuts", "_position", "_narrow") if key in self.__dict__})
+        return made
 
     @cached_property
     def _position(self) -> dict[str, int]:
@@ -102,13 +145,22 @@ class Pricer:
     def speed(self, layout: Layout) -> Speed:
         return self.cluster.speed(layout.num_ranks, layout.threads)
 
+    def widths(self, layout: Layout) -> Widths:
+        """Bytes of a parameter's state under the layout's precision."""
+        return Widths.of(layout.precision, self.cluster.is_cpu, self.efficiency.gradient_bytes)
+
+    @staticmethod
+    def _cut(layout: Layout) -> tuple[bool, int, bool]:
+        """What of a layout decides the sharding."""
+        return layout.data > 1, layout.tensor, layout.sequence_parallel == "on"
+
     def sharding(self, layout: Layout) -> Sharding | None:
         """The sharding over data and tensor; None for one rank a stage.
 
         Data is propagated once, over 2 ranks: the same labels are cut whatever its size.
         """
-        sequence = layout.sequence_parallel == "on"
-        key = (layout.data > 1, layout.tensor, sequence)
+        key = self._cut(layout)
+        sequence = key[2]
         if key not in self._shardings:
             sizes = {"data": 2 if layout.data > 1 else 1, "tensor": layout.tensor}
             if max(sizes.values()) == 1:
@@ -138,75 +190,79 @@ class Pricer:
         """Size of the whole microbatch, all data replicas together, against the graph's batch."""
         return self.batch_size / layout.microbatches / self.graph.batch_size
 
+    def parts(self, layout: Layout) -> Parts:
+        """Unique operators and collectives under the layout's sharding."""
+        key = self._cut(layout)
+        if key not in self._parts:
+            self._parts[key] = gather(self.inventory, self.sharding(layout), layout.tensor, self._narrow)
+        return self._parts[key]
+
     def operators(self, layout: Layout) -> tuple[list[Seconds], list[Seconds]]:
         """(compute, collectives) of every operator of the graph on one rank, for one microbatch."""
-        key = (layout.data, layout.tensor, layout.num_ranks, layout.threads, layout.microbatches, layout.precision,
-               layout.sequence_parallel)  # fmt: skip
-        if key not in self._operators:
-            self._operators[key] = (self._compute(layout), self._collectives(layout))
-        return self._operators[key]
+        a, b, c, d = (one.tolist() for one in self._seconds(layout))
+        return [Seconds(*pair) for pair in zip(a, b, strict=True)], [Seconds(*pair) for pair in zip(c, d, strict=True)]
 
-    def _compute(self, layout: Layout) -> list[Seconds]:
-        rates = Rates.of(self.speed(layout), layout.precision, not self.cluster.is_cpu)
-        sharding = self.sharding(layout)
-        axes = {"data": layout.data, "tensor": layout.tensor}
+    def _seconds(self, layout: Layout) -> tuple[Array, Array, Array, Array]:
+        """Forward and backward of compute, forward and backward of collectives, by operator."""
+        key = (*self._cut(layout), layout.data, layout.num_ranks, layout.threads, layout.microbatches, layout.precision)
+        if key not in self._times:
+            self._times[key] = (*self._compute(layout), *self._collectives(layout))
+        return self._times[key]
+
+    def _compute(self, layout: Layout) -> tuple[Array, Array]:
+        parts = self.parts(layout)
         scale = self.microbatch(layout)
-        ways = {op.name: cut_ways(sharding, op.name, axes) for op in self.graph.operators}
-        known: dict[tuple[object, ...], Seconds] = {}
+        if self.cluster.is_cpu:
+            rates = Rates.of(self.speed(layout), layout.precision, overlapped=False)
+
+            def seconds(local: Local, by: float) -> Seconds:
+                k = local.kernel
+                return rates.seconds(Work(k.kind, k.flops, k.backward_flops, k.bytes, k.backward_bytes), 1.0, by)
+        else:
+
+            def seconds(local: Local, by: float) -> Seconds:
+                return kernels.scaled(local.kernel, by).seconds(self.cluster.device, self.efficiency, layout.precision)
+
+        found = [
+            seconds(local, (scale if local.batched else 1.0) / (layout.data if local.shared else 1)) for local in parts.compute
+        ]
+        return np.array([s.forward for s in found])[parts.index], np.array([s.backward for s in found])[parts.index]
+
+    def _collectives(self, layout: Layout) -> tuple[Array, Array]:
+        parts = self.parts(layout)
+        scale = self.microbatch(layout)
+        slower = 1.0 if self.cluster.is_cpu else self.efficiency.tensor
+        sizes = {"data": layout.data, "tensor": layout.tensor}
         found = []
-        for op in self.graph.operators:
-            done = self.inventory.works[op.name]
-            divide = ways[op.name]
-            by = scale if op.outputs[0] in self.inventory.batched else 1.0
-            key = (done.kind, done.flops, done.backward_flops, done.bytes, done.backward_bytes, divide, by)
-            if key not in known:
-                known[key] = rates.seconds(done, divide, by)
-            found.append(known[key])
-        return found
-
-    def _collectives(self, layout: Layout) -> list[Seconds]:
-        sharding = self.sharding(layout)
-        found = [Seconds()] * len(self.graph.operators)
-        if sharding is None:
-            return found
-        position = self._position
-        axes = {"data": layout.data, "tensor": layout.tensor}
-        scale = self.microbatch(layout)
-
-        def take(name: str, value: str, axis: str, size_bytes: float | None = None) -> float:
-            if size_bytes is None:
-                tensor = self.graph.tensors[value]
-                others = {a: n for a, n in axes.items() if a != axis}
-                by = scale if value in self.inventory.batched else 1.0
-                half = 0.5 if layout.precision == "bfloat16" and value in self._narrow else 2.0 if layout.precision == "float64" else 1.0
-                size_bytes = tensor.size_bytes * by * half / value_ways(sharding, value, others)
-            return collective_s(self.cluster, name, size_bytes, self.group(layout, axis))
-
-        for move in sharding.moves:
-            if axes.get(move.axis, 1) < 2 or move.op not in position:
+        for one in parts.collectives:
+            if sizes[one.axis] < 2:
+                found.append(0.0)
                 continue
-            back = take(move.backward, move.value, move.axis) if move.value in self.inventory.grads else 0.0
-            found[position[move.op]] += Seconds(take(move.forward, move.value, move.axis), back)
-        for i, op in enumerate(self.graph.operators):
-            for axis, size in axes.items():
-                if size > 1 and sharding.ops[op.name].get(axis):
-                    found[i] += self._inside(op, axis, sharding, take)
-        return found
+            size = one.size_bytes * (scale if one.batched else 1.0) / (layout.data if one.shared else 1)
+            group = self.group(layout, one.axis)
+            found.append(slower * self.collective(one.name, size * self._width(layout, one.narrow, one.wide), group))
+        unique = np.array([*found, 0.0])
+        both = []
+        for where, what in (parts.forward, parts.backward):
+            total = np.zeros(len(parts.index))
+            np.add.at(total, where, unique[what])
+            both.append(total)
+        return both[0], both[1]
 
-    def _inside(self, op: Operator, axis: str, sharding: Sharding, take: object) -> Seconds:
-        """Collectives that a cut operator's own kernel makes, which no `Move` shows."""
-        assert callable(take)
-        name, out = packet(op), op.outputs[0]
-        whole = sharding.forms[out].get(axis, "R")[0] in "R+"
-        if name == "cross_entropy_loss" and whole:
-            rows = 4.0 * self.graph.tensors[op.inputs[1]].size * self.batch_size / self.graph.batch_size
-            return Seconds(3 * take("all_reduce", out, axis, rows), 0.0)
-        if name == "batch_norm":
-            statistics = 8.0 * self.graph.tensors[op.inputs[0]].shape[1]
-            return Seconds(take("all_reduce", out, axis, statistics), take("all_reduce", out, axis, statistics))
-        if self.inventory.works[op.name].kind in ("linear", "convolution") and whole:
-            return Seconds(take("all_reduce", out, axis), 0.0)  # summed before the bias is added
-        return Seconds()
+    def _width(self, layout: Layout, narrow: bool, wide: bool = False) -> float:
+        """Width of what moves against float32."""
+        if layout.precision == "float64":
+            return 2.0
+        if wide or layout.precision == "float32" or (self.cluster.is_cpu and not narrow):
+            return 1.0
+        return 0.5
+
+    def collective(self, name: str, size_bytes: float, group: Group) -> float:
+        """`collective_s` on this cluster, each question once."""
+        key = (name, size_bytes, group)
+        if key not in self._network:
+            self._network[key] = collective_s(self.cluster, name, size_bytes, group)
+        return self._network[key]
 
     def group(self, layout: Layout, *axes: str) -> Group:
         """Ranks along `axes`: tensor varies fastest, then data, then pipeline."""
@@ -225,101 +281,160 @@ class Pricer:
             self._splits[key] = split(self.graph, key)
         return self._splits[key]
 
+    def _sections_of(self, layout: Layout, sites: tuple[str, ...]) -> list[Section]:
+        half = "" if layout.precision in ("float32", "float64") else "autocast" if self.cluster.is_cpu else "all"
+        key = (*self._cut(layout), half, sites)
+        if key not in self._sections:
+            parts, stages = self.parts(layout), self.split(sites)
+            used = [set(stage.variables) for stage in stages]
+            self._sections[key] = [
+                section(
+                    parts,
+                    np.array([self._position[op.name] for op in stage.operators], dtype=np.intp),
+                    held_parameters(self.inventory, self.sharding(layout), layout.tensor, used, i),
+                    half,
+                )
+                for i, stage in enumerate(stages)
+            ]
+        return self._sections[key]
+
     def stages(self, layout: Layout, sites: Sequence[str] = ()) -> tuple[StageCost, ...]:
         """Every stage's cost. `sites`: where stages after the first begin.
 
         Raises:
             LayoutError: sites that the graph does not have, or not in order.
         """
-        key = (layout.data, layout.tensor, layout.pipeline, layout.microbatches, layout.precision, layout.threads, layout.sequence_parallel, tuple(sites))
+        key = (*self._cut(layout), layout.data, layout.pipeline, layout.chunks, layout.microbatches, layout.precision, layout.threads,
+               tuple(sites))  # fmt: skip
         if key not in self._bases:
-            self._bases[key] = [self._base(layout, stage) for stage in self.split(sites)]
+            sections = self._sections_of(layout, tuple(sites))
+            self._bases[key] = [self._base(layout, stage, one) for stage, one in zip(self.split(sites), sections, strict=True)]
         return tuple(self._stage(layout, i, base) for i, base in enumerate(self._bases[key]))
 
-    def _base(self, layout: Layout, stage: Stage) -> _Base:
-        """What a stage costs whatever the schedule, ZeRO stage and recomputation."""
-        compute, collectives = self.operators(layout)
-        sharding = self.sharding(layout)
-        axes = {"data": layout.data, "tensor": layout.tensor}
-        busy, network = Seconds(), Seconds()
-        for op in stage.operators:
-            busy += compute[self._position[op.name]]
-            network += collectives[self._position[op.name]]
-        if layout.num_ranks * layout.microbatches > 1 and self.cluster.is_cpu:
-            busy += Seconds(MICROBATCH_S / 2, MICROBATCH_S / 2)
-        used = set(stage.variables)
-        number = trainable = 0.0
-        sums: dict[tuple[str, ...], float] = {}
-        for variable in self.graph.parameters:
-            if variable.value not in used:
-                continue
-            local = variable.tensor.size / value_ways(sharding, variable.value, axes)
-            number += local
-            if variable.trainable:
-                trainable += local
-                over = () if sharding is None else tuple(a for a in sharding.gradients.get(variable.value, ()) if axes.get(a, 1) > 1)
-                if over:
-                    sums[over] = sums.get(over, 0.0) + local
-        width = 8.0 if layout.precision == "float64" else 4.0
-        # Every microbatch but the first reads, adds to and writes the gradients that are there.
-        adding = 3 * width * trainable / self.speed(layout).memory_bandwidth_bytes_per_s
-        busy += Seconds(0.0, adding * (layout.microbatches - 1) / layout.microbatches)
-        summing = last = 0.0
-        for over, count in sums.items():
-            pieces = max(1.0, width * count / BUCKET_BYTES)
-            one = collective_s(self.cluster, "all_reduce", width * count / pieces, self.group(layout, *over))
-            summing += pieces * one
-            last = max(last, one)
-        entering = sum(self.crossing(layout, values) for _, values in stage.receives) / layout.data
-        kept = activation_bytes(self.inventory, stage.operators, self.microbatch(layout), layout.precision, sharding, axes)
-        return _Base(busy, network, summing, last, StageState(number, trainable, entering), kept)
+    def _base(self, layout: Layout, stage: Stage, section: Section) -> _Base:
+        parts, ops = self.parts(layout), section.operators
+        times = [one[ops] for one in self._seconds(layout)]
+        busy, network = Seconds(*(float(t.sum()) for t in times[:2])), Seconds(*(float(t.sum()) for t in times[2:]))
+        repeated = parts.repeated[ops] if parts.repeated.any() else np.ones(len(ops), dtype=bool)
+        block = Seconds(float(times[0][repeated].sum()), float(times[2][repeated].sum()))
+        scores_s = float(times[0][parts.attention[ops]].sum()) if self._keeps_scores else 0.0
+        held, scale = section.held, self.microbatch(layout)
+        widths = self.widths(layout)
+        incoming = sum(self.crossing(layout, values) for _, values in stage.receives) / layout.data
+        if self.cluster.is_cpu:
+            if layout.num_ranks * layout.microbatches > 1:
+                busy += Seconds(MICROBATCH_S / 2, MICROBATCH_S / 2)
+            # Every microbatch but the first reads, adds to and writes the gradients that are there.
+            adding = 3 * widths.gradient * held.trainable / self.speed(layout).memory_bandwidth_bytes_per_s
+            busy += Seconds(0.0, adding * (layout.microbatches - 1) / layout.microbatches)
+            layer_bytes = incoming
+        else:
+            stack, device = self.efficiency, self.cluster.device
+            adding = stack.accumulate_bytes * held.trainable / (device.memory_bandwidth_bytes_per_s * stack.bandwidth)
+            busy += Seconds(stack.microbatch_s / 2, stack.microbatch_s / 2 + adding * (layout.microbatches > 1))
+            outgoing = sum(self.transfer_s(layout, self.crossing(layout, values)) for _, values in stage.sends)
+            back = sum(self.transfer_s(layout, self.crossing(layout, values)) for _, values in stage.receives)
+            if layout.microbatches > 1:
+                network += Seconds(stack.exposed_sends * outgoing, stack.exposed_sends * back)
+            layer_bytes = self._layer_bytes(layout)
+        kept = section.kept.at(scale, layout.data)
+        scores = 0.0
+        if self._keeps_scores:
+            # Two tensors of scores and a mask (Korthikanti et al. 2022, equation 1: 5as/h of sbh).
+            scores = section.score_bytes.at(scale, layout.data) * (0.625 if layout.precision in ("float16", "bfloat16") else 1.25)
+        working = max(section.working.shared * scale / layout.data, section.working.batched * scale)
+        working *= {"float64": 2.0, "float16": 0.5, "bfloat16": 1.0 if self.cluster.is_cpu else 0.5}.get(layout.precision, 1.0)
+        wide = 2.0 if layout.precision == "float64" else 1.0
+        state = StageState(held.number, held.trainable, incoming, section.layers, layer_bytes, kept * wide + scores, scores, working)
+        return _Base(busy, network, block, scores_s, adding, Sums(held.sums, held.tied, held.number), state)
+
+    @property
+    def _keeps_scores(self) -> bool:
+        return not self.cluster.is_cpu and self.efficiency.attention == "scores"
+
+    def _layer_bytes(self, layout: Layout) -> float:
+        """What enters one layer, of one replica's microbatch: the least that crosses between operators in numbered blocks."""
+        if not self.cuts:
+            return 0.0
+        ways = layout.tensor if layout.sequence_parallel == "on" else 1
+        least = min(self.cuts, key=lambda cut: cut.size_bytes)
+        return self.crossing(layout, least.values) / layout.data / ways
 
     def _stage(self, layout: Layout, index: int, base: _Base) -> StageCost:
         busy, network = base.compute, base.tensor
+        widths = self.widths(layout)
         if layout.recompute == "full":
-            busy = Seconds(busy.forward, busy.backward + busy.forward)
-            network = Seconds(network.forward, network.backward + network.forward)
-        summing = base.gradients_s
-        if not self.cluster.is_cpu:
-            summing = max(min(base.last_bucket_s, summing), summing - HIDDEN * (busy.backward + network.backward))
+            again = Seconds(base.compute.forward, base.tensor.forward) if self.cluster.is_cpu else base.block
+            busy = Seconds(busy.forward, busy.backward + again.forward)
+            network = Seconds(network.forward, network.backward + again.backward)
+        elif layout.recompute == "selective":
+            busy = Seconds(busy.forward, busy.backward + base.scores_s)
         updated = base.state.num_trainable / (layout.data if layout.zero else 1)
-        optimizer = optimizer_s(self.speed(layout), updated, self.optimizer_states)
-        memory = memory_of(base.state, base.kept, layout, index, self.cluster.device.scratch_bytes, self.optimizer_states)
+        states = self.optimizer_states
+        if self.cluster.is_cpu:
+            optimizer = optimizer_s(self.speed(layout), updated, states)
+        else:
+            optimizer = kernels.optimizer_s(self.cluster.device, self.efficiency, updated, states)
+        if layout.offload in ("optimizer", "all"):
+            optimizer = updated * ((widths.gradient + widths.weight) / HOST_BYTES_PER_S + HOST_ADAM_S)
+        if layout.offload in ("activations", "all"):
+            # Out during forward, back during backward, beside the computation.
+            moving = base.state.kept_bytes / HOST_BYTES_PER_S
+            busy = Seconds(max(busy.forward, moving), max(busy.backward, moving))
+        overlap = 0.0 if self.cluster.is_cpu else self.efficiency.overlap
+        summing, inside = summing_s(self, layout, base.sums, widths, overlap, busy.forward + busy.backward + network.backward)
+        network += inside
+        memory = memory_of(
+            base.state, layout, index, widths, by_layer=not self.cluster.is_cpu, scratch_bytes=self.cluster.device.scratch_bytes,
+            optimizer_states=states,
+        )  # fmt: skip
         return StageCost(busy, network, summing, optimizer, memory)
 
     def crossing(self, layout: Layout, values: Sequence[str]) -> float:
         """Bytes of these values, of one whole microbatch."""
         scale = self.microbatch(layout)
-        return sum(self.graph.tensors[v].size_bytes * (scale if v in self.inventory.batched else 1.0) for v in values)
+        width = 1.0 if self.cluster.is_cpu else self._width(layout, narrow=True)
+        return width * sum(self.graph.tensors[v].size_bytes * (scale if v in self.inventory.batched else 1.0) for v in values)
 
     def transfer_s(self, layout: Layout, size_bytes: float) -> float:
-        """Seconds to hand one microbatch's `size_bytes` to the next stage, every replica its part."""
+        """Seconds to hand one microbatch's `size_bytes` to the next stage, every replica its part; on GPUs every tensor rank a part
+        of that (Narayanan et al. 2021, section 4.1)."""
         stride = layout.data * layout.tensor
-        return send_s(self.cluster, size_bytes / layout.data, stride, stride)
+        parts = layout.data * (1 if self.cluster.is_cpu else layout.tensor)
+        return send_s(self.cluster, size_bytes / parts, stride, stride)
 
     def predict(
         self, layout: Layout, costs: Sequence[StageCost], transfers_s: Sequence[float], pipeline_s: float | None = None
     ) -> Prediction:
-        """The step. `transfers_s`: seconds of each border's transfer, one way. `pipeline_s`: of all microbatches, where it was timed."""
-        busiest = max(costs, key=lambda c: c.forward_s + c.backward_s)
-        m = layout.microbatches
+        """The step. `transfers_s`: seconds of each border's transfer, one way. `pipeline_s`: of all microbatches, where it was timed.
+
+        `costs` are of all stages in order; with `layout.chunks` = v rank r has stages r, r + p, ... Then the bubble is that of one
+        chunk of each rank (Narayanan et al. 2021, section 2.2), and each microbatch passes v times as many borders.
+        """
+        m, p = layout.microbatches, layout.pipeline
+        ranks = [costs[r::p] for r in range(min(p, len(costs)))]
+        busiest = max(ranks, key=lambda own: sum(c.forward_s + c.backward_s for c in own))
         if pipeline_s is None:
-            round_trip = [c.forward_s + c.backward_s for c in costs]
-            pipeline_s = sum(round_trip) + (m - 1) * max(round_trip) + 2 * sum(transfers_s)
-        compute = m * busiest.compute.total
-        tensor = m * busiest.tensor.total
-        gradients = max(c.gradients_s for c in costs)
-        optimizer = max(c.optimizer_s for c in costs)
-        total = pipeline_s + gradients + optimizer + STEP_S
+            round_trip = [sum(c.forward_s + c.backward_s for c in own) for own in ranks]
+            once = sum(round_trip) / layout.chunks + max(round_trip) * (1 - 1 / layout.chunks)
+            pipeline_s = once + (m - 1) * max(round_trip) + 2 * sum(transfers_s) / layout.chunks
+        compute = m * sum(c.compute.total for c in busiest)
+        tensor = m * sum(c.tensor.total for c in busiest)
+        gradients = max(sum(c.gradients_s for c in own) for own in ranks)
+        optimizer = max(sum(c.optimizer_s for c in own) for own in ranks)
+        overhead = STEP_S
+        if not self.cluster.is_cpu:
+            overhead = self.efficiency.step_s + straggling(layout.num_ranks, self.efficiency.spread) * pipeline_s
+        total = pipeline_s + gradients + optimizer + overhead
         parts = (
             ("compute", compute),
             ("tensor", tensor),
             ("pipeline", max(0.0, pipeline_s - compute - tensor)),
             ("gradients", gradients),
             ("optimizer", optimizer),
-            ("overhead", STEP_S),
+            ("overhead", overhead),
         )
-        fullest = max((c.memory for c in costs), key=lambda memory: memory.total)
+        fullest = max((_together([c.memory for c in own]) for own in ranks), key=lambda memory: memory.total)
         flops = self.model_flops
         return Prediction(total, flops / total / self.peak_flops(layout), flops, fullest, parts)
 
@@ -341,3 +456,8 @@ class Pricer:
                 f"{layout}: the fullest rank needs {need / 2**30:.2f} GiB ({held}), and has {have / 2**30:.2f} GiB; "
                 "use more microbatches, recompute=full, zero=1, or more devices"
             )
+
+
+def _together(held: Sequence[Memory]) -> Memory:
+    """What the stages of one rank hold."""
+    return Memory(*(sum(getattr(one, name) for one in held) for name in Memory.__dataclass_fields__))

@@ -1,0 +1,124 @@
+"""Seconds of one operator's kernels on one GPU. In: its local sizes, an efficiency set (`Stack`), a device. Out: forward and backward.
+
+A matrix product takes its FLOPs at the part of the peak that large products reach, and a part of the time that its operands take
+through memory: so efficiency falls smoothly with the smallest of its local m, n and k (for k = n -> infinity it is that part; the
+roofline's ridge, Williams et al. 2009, sets where it halves). What moves bytes only takes them at the part of the bandwidth that such
+kernels reach. Attention either keeps its scores (written and read by each kernel of the softmax) or is one fused kernel. No operator
+takes less than its kernels take to launch. Not modelled: waves of tiles, clocks under load, and what stays in caches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from weft.cluster.cluster import Device
+from weft.cost.compute import Seconds
+from weft.cost.efficiency import Stack
+from weft.model.work import MATMUL_KINDS
+
+# Kernels that a framework launches for an operator, forward and backward (biases, dropout and casts are in them or fused to them).
+LAUNCHES: dict[str, tuple[int, int]] = {
+    "linear": (2, 4), "attention": (8, 12), "convolution": (2, 4), "recurrent": (4, 8), "norm": (1, 2), "activation": (1, 1),
+    "elementwise": (2, 2), "softmax": (12, 6), "gather": (2, 4), "make": (1, 0),
+}  # fmt: skip
+FUSED_ATTENTION = (2, 3)
+UNFUSED_SOFTMAX = (10, 6)  # more kernels, where the fused softmax does not apply
+ALIGNED = 8  # sides of 16-bit products that fill the matrix units: NVIDIA's deep learning performance guide, "matrix multiplication"
+WIDTH = {"float64": 8.0, "float32": 4.0, "tf32": 4.0, "bfloat16": 2.0, "float16": 2.0, "float8": 2.0}  # bytes an element that moves
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One operator at its local sizes. `flops`, `backward_flops`: of products. `bytes`, `backward_bytes`: moved, in float32.
+
+    `m`, `n`, `k`: of a product, n with those of its siblings (products of one input run as one), of which `share` is this operator's.
+    `scores`, `heads`: of attention: how many scores, and how many heads times samples.
+    """
+
+    kind: str
+    flops: float = 0.0
+    backward_flops: float = 0.0
+    bytes: float = 0.0
+    backward_bytes: float = 0.0
+    m: float = 0.0
+    n: float = 0.0
+    k: float = 0.0
+    share: float = 1.0
+    scores: float = 0.0
+    heads: float = 0.0
+
+    def seconds(self, device: Device, stack: Stack, precision: str) -> Seconds:
+        """Forward and backward. Raises `Infeasible` where the device lacks the precision."""
+        if self.kind == "view":
+            return Seconds()
+        forward, backward = LAUNCHES.get(self.kind, LAUNCHES["elementwise"])
+        if self.kind == "attention":
+            busy, (forward, backward) = self._attention(device, stack, precision)
+        elif self.kind in MATMUL_KINDS:
+            busy = self._product(device, stack, precision)
+        else:
+            busy = self._moved(device, stack, precision)
+        behind = self.backward_bytes > 0
+        host = Seconds(forward * self.share * stack.launch_s, backward * self.share * stack.launch_s * behind)
+        return Seconds(max(host.forward, busy.forward), max(host.backward, busy.backward * behind))
+
+    def _product(self, device: Device, stack: Stack, precision: str) -> Seconds:
+        peak = device.peak(precision) * stack.matmul
+        width = WIDTH[precision]
+        if not self.n:
+            operands = Seconds(self.bytes * width / 4, self.backward_bytes * width / 4)
+        else:
+            if width == 2.0 and any(side % ALIGNED for side in (int(self.m), int(self.n), int(self.k))):
+                peak *= stack.unaligned
+            one = width * (self.m * self.k + self.k * self.n + self.m * self.n) * self.share
+            operands = Seconds(one, one * self.backward_flops / self.flops)
+        through = stack.operands / device.memory_bandwidth_bytes_per_s
+        return Seconds(
+            max(self.flops / peak + operands.forward * through, 0.0), max(self.backward_flops / peak + operands.backward * through, 0.0)
+        )
+
+    def _moved(self, device: Device, stack: Stack, precision: str) -> Seconds:
+        width = WIDTH[precision] / 4
+        factor = stack.traffic
+        if self.kind == "softmax":
+            width, factor = 1.0, stack.loss_traffic  # losses are float32
+        rate = factor * width / (device.memory_bandwidth_bytes_per_s * stack.bandwidth)
+        return Seconds(self.bytes * rate, self.backward_bytes * rate)
+
+    def _attention(self, device: Device, stack: Stack, precision: str) -> tuple[Seconds, tuple[int, int]]:
+        peak = device.peak(precision) * stack.matmul
+        bandwidth = device.memory_bandwidth_bytes_per_s * stack.bandwidth
+        moved = Seconds(self.bytes * WIDTH[precision] / 4 / bandwidth, self.backward_bytes * WIDTH[precision] / 4 / bandwidth)
+        if stack.attention == "fused":
+            rate = peak * stack.attention_matmul
+            return Seconds(self.flops / rate, self.backward_flops / rate) + moved, FUSED_ATTENTION
+        launches = LAUNCHES["attention"]
+        factor = stack.score_traffic
+        if stack.softmax_batches and self.heads % stack.softmax_batches:
+            launches = (launches[0] + UNFUSED_SOFTMAX[0], launches[1] + UNFUSED_SOFTMAX[1])
+            factor *= 2
+        scores = factor * self.scores * WIDTH[precision] / 2 / bandwidth
+        # Kept scores are not formed again in backward: two products for each of forward's.
+        return Seconds(self.flops / peak + SCORES[0] * scores, 2 * self.flops / peak + SCORES[1] * scores) + moved, launches
+
+
+# Bytes of one 16-bit score through memory: products write and read them (2 + 2), softmax and dropout read and write (2 + 2 each) with
+# a mask (1); backward: 2 + 2 + 2 for the products, 2 + 2 + 2 for softmax, 2 + 2 + 1 for dropout (Korthikanti et al. 2022, section 4).
+SCORES = (13.0, 17.0)
+
+
+def scaled(kernel: Kernel, by: float) -> Kernel:
+    """The same for `by` times the rows."""
+    return replace(
+        kernel, flops=kernel.flops * by, backward_flops=kernel.backward_flops * by, bytes=kernel.bytes * by,
+        backward_bytes=kernel.backward_bytes * by, m=kernel.m * by, scores=kernel.scores * by, heads=kernel.heads * by,
+    )  # fmt: skip
+
+
+def optimizer_s(device: Device, stack: Stack, num_parameters: float, states: int = 2) -> float:
+    """Seconds of an optimizer step in mixed precision, `stack.optimizer_bytes` a parameter with Adam's two states.
+
+    Read: a 16-bit gradient, float32 weight and states; written: the last three and the 16-bit weight.
+    """
+    moved = stack.optimizer_bytes - 8.0 * (2 - states)
+    return num_parameters * moved / (device.memory_bandwidth_bytes_per_s * stack.bandwidth)

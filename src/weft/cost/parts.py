@@ -1,0 +1,308 @@
+"""What pricing asks of a graph and a sharding again and again, gathered once. In: an inventory, a sharding. Out: `Parts`, `Section`s.
+
+Operators that cost the same are one entry (the layers of a transformer are alike), so that a layout is priced in the time of one
+layer. Data is divided later: entries say whether they follow the batch and whether data replicas share them. Not modelled: values
+that data replicas share although they do not follow the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.cost.kernels import Kernel
+from weft.cost.memory import Inventory
+from weft.model.graph import Operator
+from weft.model.sharding import Sharding
+from weft.model.work import packet
+
+T = TypeVar("T", bound=Hashable)
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """An operator as one tensor rank has it, with the samples of all data replicas."""
+
+    kernel: Kernel
+    batched: bool
+    shared: bool  # by the data replicas
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """A collective on `size_bytes` (float32, whole along `axis`, the graph's batch). `narrow`: in 16 bits under autocast."""
+
+    name: str
+    axis: str
+    size_bytes: float
+    batched: bool
+    shared: bool
+    narrow: bool
+    wide: bool = False  # float32 whatever the precision
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A storage that backward keeps: its bytes in float32 after the tensor axis."""
+
+    root: str
+    size_bytes: float
+    batched: bool
+    shared: bool
+    is_float: bool
+    narrow: bool  # a 16-bit copy under autocast
+    held: bool  # a parameter or an input: only such a copy counts
+
+
+@dataclass(frozen=True)
+class Parts:
+    """`compute[index[i]]` is operator i. `forward` and `backward`: (operator, entry of `collectives`)."""
+
+    compute: tuple[Local, ...]
+    index: NDArray[np.intp]
+    collectives: tuple[Collective, ...]
+    forward: tuple[NDArray[np.intp], NDArray[np.intp]]
+    backward: tuple[NDArray[np.intp], NDArray[np.intp]]
+    stored: tuple[tuple[Stored, ...], ...]
+    extra_bytes: NDArray[np.float64]  # float32 tensors that are no value of the graph, kept by each operator
+    working_bytes: NDArray[np.float64]
+    shared: NDArray[np.bool_]
+    attention: NDArray[np.bool_]
+    repeated: NDArray[np.bool_]  # in a numbered block, which recomputation repeats
+
+
+class _Unique:
+    """Numbers things in the order in which they first come."""
+
+    def __init__(self) -> None:
+        self.found: dict[Hashable, int] = {}
+
+    def __call__(self, thing: Hashable) -> int:
+        return self.found.setdefault(thing, len(self.found))
+
+
+def cut(sharding: Sharding | None, op: str, axis: str) -> bool:
+    return sharding is not None and bool(sharding.ops[op].get(axis))
+
+
+def pieces(sharding: Sharding | None, value: str, axis: str, size: int) -> int:
+    """Pieces that a value is cut into along one axis."""
+    if sharding is None or size < 2 or value not in sharding.forms:
+        return 1
+    return size if sharding.forms[value].get(axis, "R")[0] == "S" else 1
+
+
+def gather(inventory: Inventory, sharding: Sharding | None, tensor: int, narrow: frozenset[str]) -> Parts:
+    """`narrow`: values that are 16-bit under autocast on processors."""
+    graph = inventory.graph
+    siblings = _siblings(inventory)
+    compute, collectives = _Unique(), _Unique()
+    index = np.zeros(len(graph.operators), dtype=np.intp)
+    forward: list[tuple[int, int]] = []
+    backward: list[tuple[int, int]] = []
+    position = {op.name: i for i, op in enumerate(graph.operators)}
+
+    def moved(name: str, value: str, axis: str, size_bytes: float | None = None, by_row: bool = False) -> int:
+        ways = pieces(sharding, value, "tensor", tensor) if axis == "data" else 1
+        shared = (pieces(sharding, value, "data", 2) > 1 or by_row) and axis != "data"
+        size = graph.tensors[value].size_bytes / ways if size_bytes is None else size_bytes
+        follows = by_row or (size_bytes is None and value in inventory.batched)
+        return collectives(Collective(name, axis, size, follows, shared, value in narrow, size_bytes is not None))
+
+    if sharding is not None:
+        for move in sharding.moves:
+            if move.op not in position or (move.axis == "tensor" and tensor < 2):
+                continue
+            if move.forward not in ("", "slice", "pad"):
+                forward.append((position[move.op], moved(move.forward, move.value, move.axis)))
+            if move.backward not in ("", "slice", "pad") and move.value in inventory.grads:
+                backward.append((position[move.op], moved(move.backward, move.value, move.axis)))
+    stored, extra, working, shared = [], [], [], []
+    for i, op in enumerate(graph.operators):
+        index[i] = compute(_local(inventory, sharding, tensor, op, siblings))
+        for axis in ("data", "tensor"):
+            if (axis == "data" or tensor > 1) and cut(sharding, op.name, axis):
+                _inside(inventory, sharding, op, i, axis, moved, forward, backward)
+        divide = tensor if cut(sharding, op.name, "tensor") else 1
+        mine = inventory.kept[op.name]
+        stored.append(tuple(
+            Stored(root, size / pieces(sharding, root, "tensor", tensor), root in inventory.batched, pieces(sharding, root, "data", 2) > 1,
+                   graph.tensors[root].is_float, mine.narrow, root in inventory.held)
+            for root, size in mine.storages
+        ))  # fmt: skip
+        extra.append(inventory.works[op.name].extra_bytes / divide)
+        working.append(mine.working_bytes / divide)
+        shared.append(cut(sharding, op.name, "data"))
+    return Parts(
+        tuple(compute.found),  # type: ignore[arg-type]
+        index,
+        tuple(collectives.found),  # type: ignore[arg-type]
+        _columns(forward),
+        _columns(backward),
+        tuple(stored),
+        np.array(extra),
+        np.array(working),
+        np.array(shared, dtype=bool),
+        np.array([inventory.works[op.name].kind == "attention" for op in graph.operators]),
+        np.array([any(part.isdigit() for part in op.site.split(".")) for op in graph.operators]),
+    )
+
+
+def _columns(pairs: Sequence[tuple[int, int]]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    table = np.array(pairs, dtype=np.intp).reshape(-1, 2)
+    return table[:, 0], table[:, 1]
+
+
+def _siblings(inventory: Inventory) -> dict[str, float]:
+    """Rows of all products of one input with weights, by operator: q, k and v run as one product."""
+    groups: dict[str, list[tuple[str, float]]] = {}
+    for op in inventory.graph.operators:
+        if packet(op) == "linear":
+            groups.setdefault(op.inputs[0], []).append((op.name, float(inventory.graph.tensors[op.inputs[1]].shape[0])))
+    return {name: sum(rows for _, rows in group) for group in groups.values() for name, _ in group}
+
+
+def _local(inventory: Inventory, sharding: Sharding | None, tensor: int, op: Operator, siblings: dict[str, float]) -> Local:
+    done = inventory.works[op.name]
+    tensors = inventory.graph.tensors
+    divide = tensor if cut(sharding, op.name, "tensor") else 1
+    m = n = k = scores = heads = 0.0
+    share = 1.0
+    if packet(op) == "linear" and len(tensors[op.inputs[1]].shape) == 2:
+        rows, inner = tensors[op.inputs[1]].shape
+        m, n, k = tensors[op.outputs[0]].size / rows, siblings[op.name], float(inner)
+        share = rows / n
+        if divide > 1 and sharding is not None:
+            form = sharding.forms[op.inputs[1]].get("tensor", "R")
+            m, n, k = (m, n / tensor, k) if form == "S0" else (m, n, k / tensor) if form == "S1" else (m / tensor, n, k)
+    elif done.kind == "attention":
+        query, key = (tensors[v].shape for v in op.inputs[:2])
+        heads = float(np.prod(query[:-2])) / divide
+        scores = heads * query[-2] * key[-2]
+    kernel = Kernel(
+        done.kind, done.flops / divide, done.backward_flops / divide, done.bytes / divide, done.backward_bytes / divide,
+        m, n, k, share, scores, heads,
+    )  # fmt: skip
+    return Local(kernel, op.outputs[0] in inventory.batched, cut(sharding, op.name, "data"))
+
+
+def _inside(
+    inventory: Inventory, sharding: Sharding | None, op: Operator, i: int, axis: str, moved: Callable[..., int],
+    forward: list[tuple[int, int]], backward: list[tuple[int, int]],
+) -> None:  # fmt: skip
+    """Collectives that a cut operator's own kernel makes, which no `Move` shows."""
+    assert sharding is not None
+    name, out = packet(op), op.outputs[0]
+    whole = sharding.forms[out].get(axis, "R")[0] in "R+"
+    tensors = inventory.graph.tensors
+    if name == "cross_entropy_loss" and whole:
+        # Largest logit, sum and target's logit of every row.
+        forward += [(i, moved("all_reduce", out, axis, 4.0 * tensors[op.inputs[1]].size, by_row=True))] * 3
+    elif name == "batch_norm":
+        statistics = moved("all_reduce", out, axis, 8.0 * tensors[op.inputs[0]].shape[1])
+        forward.append((i, statistics))
+        backward.append((i, statistics))
+    elif inventory.works[op.name].kind in ("linear", "convolution") and whole:
+        forward.append((i, moved("all_reduce", out, axis)))  # summed before the bias is added
+
+
+@dataclass(frozen=True, slots=True)
+class Amount:
+    """Bytes that follow the batch and are shared by the data replicas, that follow it only, and that do neither."""
+
+    shared: float = 0.0
+    batched: float = 0.0
+    fixed: float = 0.0
+
+    def at(self, scale: float, data: int) -> float:
+        """For a microbatch of `scale` times the graph's batch over `data` replicas."""
+        return (self.shared / data + self.batched) * scale + self.fixed
+
+
+def kept_bytes(parts: Parts, operators: Iterable[int], half: str = "") -> Amount:
+    """What these operators keep for backward, each storage once.
+
+    `half`: "" for none, "autocast" for 16-bit copies of products' operands, "all" where every float tensor is 16-bit.
+    """
+    seen: set[tuple[str, bool]] = set()
+    shared = batched = fixed = 0.0
+    for i in operators:
+        for item in parts.stored[i]:
+            narrow = half == "autocast" and item.narrow
+            if (item.root, narrow) in seen or (item.held and not narrow):
+                continue
+            seen.add((item.root, narrow))
+            size = item.size_bytes * (0.5 if item.is_float and (narrow or half == "all") else 1.0)
+            if not item.batched:
+                fixed += size
+            elif item.shared:
+                shared += size
+            else:
+                batched += size
+        # Besides losses' logarithms it is masks that are no value of the graph: a byte an element.
+        mask = half == "all" and parts.compute[parts.index[i]].kernel.kind == "elementwise"
+        extra = float(parts.extra_bytes[i]) * (0.25 if mask else 1.0)
+        if extra and parts.shared[i]:
+            shared += extra
+        elif extra:
+            batched += extra
+    return Amount(shared, batched, fixed)
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Parameters of a stage: their number on one tensor rank, those that train, and those to sum over each set of axes.
+
+    `tied` of the trainable ones another stage has too.
+    """
+
+    number: float
+    trainable: float
+    sums: tuple[tuple[tuple[str, ...], float], ...]
+    tied: float
+
+
+def held_parameters(inventory: Inventory, sharding: Sharding | None, tensor: int, used: Sequence[set[str]], stage: int) -> Held:
+    """`used`: the values that each stage reads."""
+    number = trainable = tied = 0.0
+    sums: dict[tuple[str, ...], float] = {}
+    for variable in inventory.graph.parameters:
+        if variable.value not in used[stage]:
+            continue
+        local = variable.tensor.size / pieces(sharding, variable.value, "tensor", tensor)
+        number += local
+        if not variable.trainable:
+            continue
+        trainable += local
+        if sum(variable.value in others for others in used) > 1:
+            tied += local
+        over = () if sharding is None else tuple(a for a in sharding.gradients.get(variable.value, ()) if a == "data" or tensor > 1)
+        if over:
+            sums[over] = sums.get(over, 0.0) + local
+    return Held(number, trainable, tuple(sums.items()), tied)
+
+
+@dataclass(frozen=True)
+class Section:
+    """A stage's share of `Parts`: its operators by number, and what follows from them whatever the batch."""
+
+    operators: NDArray[np.intp]
+    held: Held
+    kept: Amount
+    score_bytes: Amount  # float32
+    layers: int
+    working: Amount
+
+
+def section(parts: Parts, operators: NDArray[np.intp], held: Held, half: str) -> Section:
+    """`half` as for `kept_bytes`."""
+    scores = [(parts.compute[parts.index[i]], i) for i in operators if parts.attention[i]]
+    kept_scores = [sum(4.0 * local.kernel.scores for local, i in scores if bool(parts.shared[i]) is shared) for shared in (True, False)]
+    working = [max((float(parts.working_bytes[i]) for i in operators if bool(parts.shared[i]) is shared), default=0.0) for shared in (True, False)]
+    return Section(
+        operators, held, kept_bytes(parts, operators.tolist(), half), Amount(*kept_scores), max(1, len(scores)), Amount(*working)
+    )
