@@ -43,6 +43,9 @@ def train(
         summary = run(config, [*(changes or ()), *([f"plan.layout={layout}"] if layout is not None else [])], out)
         if not int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))):
             out.table(summary_of(summary))
+            against = components_table(summary)
+            if against.rows:
+                out.table(against)
             out.answer(summary)
 
 
@@ -117,3 +120,19 @@ def summary_of(summary: dict[str, Any]) -> Table:
     if summary.get("mfu"):
         rows.append(("MFU", format_percent(summary["mfu"])))
     return Table("Trained" if not summary.get("stopped") else "Stopped early; the same command goes on", ("", ""), tuple(rows))
+
+
+def components_table(summary: dict[str, Any]) -> Table:
+    """What the step's time was predicted to go to, and what it went to; empty where one of both is not known."""
+    predicted, measured = summary.get("predicted_parts_s") or {}, summary.get("measured_parts_s") or {}
+    rows = []
+    if predicted and measured:
+        names = [*predicted, *(name for name in measured if name not in predicted)]
+        pairs = [(name, predicted.get(name, 0.0), measured.get(name, 0.0)) for name in names]
+        whole = summary.get("predicted_step_time_s") or sum(x for _, x, _ in pairs), sum(y for _, _, y in pairs)
+        for name, x, y in (*pairs, ("step", *whole)):
+            off = f"{(x - y) / whole[1]:+.1%}" if whole[1] else ""
+            rows.append((name, format_seconds(x), format_seconds(y), off))
+    note = "medians of the last steps, on the rank that computes most" if rows else ""
+    columns = ("component", "predicted", "measured", "difference, of the step")
+    return Table("Predicted against measured", columns, tuple(rows), right=(1, 2, 3), marked=(len(rows) - 1,) if rows else (), note=note)

@@ -89,6 +89,7 @@ class Engine:
         self._optimizer = Optimizer(self.spec, self.parts.groups, sums, self._everyone, plan.layout.zero > 0)
         self._optimizer.load_parameters()
         self.timeline: Timeline | None = None
+        self.seconds: dict[str, float] = {}  # of the last step: "program", "gradients" (what is left of their sums after it), "optimizer"
         self.model_flops = model_flops(self.parts.graph) * plan.layout.microbatches
 
     def _build_executor(self, compile: bool) -> Executor:
@@ -143,7 +144,9 @@ class Engine:
         """
         began = time.perf_counter()
         result = self.forward_backward(batch, record=record)
+        summed = time.perf_counter()
         norm = self.update(lr)
+        self.seconds["optimizer"] = time.perf_counter() - summed
         loss = self.loss_of(result)
         return StepResult(loss, norm, time.perf_counter() - began)
 
@@ -152,10 +155,13 @@ class Engine:
         self._draw.step = self.step_index
         inputs = self._local(batch)
         self.gradients.start()
+        began = time.perf_counter()
         result = self._executor.run(inputs, record=record, want_inputs=want_inputs)
+        ended = time.perf_counter()
         self.gradients.finish()
         result.mean = self._mean_of(result)  # on its way beside the gradients
         self.gradients.wait()
+        self.seconds = {"program": ended - began, "gradients": time.perf_counter() - ended}
         if record:
             name = f"{self.plan.model} {self.plan.layout}, step {self.step_index}"
             self.timeline = Timeline(name, self.plan.layout.pipeline, tuple(result.spans))

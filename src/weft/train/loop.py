@@ -21,6 +21,7 @@ from weft.plan.plan import Plan
 from weft.run import checkpoint
 from weft.run.engine import Engine
 from weft.train import artifacts
+from weft.train.components import Components
 from weft.train.config import Config
 from weft.train.corpus import Corpus
 from weft.train.data import Batch
@@ -34,6 +35,7 @@ from weft.world.world import World
 CHECKPOINTS = "checkpoints"
 _AGREE_S = 0.5
 _TYPICAL = 50
+_RECORDED = 10  # last steps whose components are measured
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,8 @@ class _Run:
         self.step_times: list[float] = []
         self.eval_loss: float | None = None
         self.saved_step = -1
+        self.components = Components(world, layout.mesh)
+        self.measured: dict[str, float] | None = None
         self.show: Display
         self._agree_at, self._agree_every = 0, 1
 
@@ -102,6 +106,7 @@ class _Run:
                 self.show.say(f"resuming after step {start}")
             stopped = self._steps(start, token, write)
             step = start + len(self.losses)
+            self.measured = self.components.gather()
             self._save(step, token, last=True)
             if not stopped and (self.losses or not artifacts.complete(self.job.folder, self.world)):
                 artifacts.write(self.engine, self.job, self.subject, self.world, self.show.say)
@@ -147,7 +152,7 @@ class _Run:
         with Loader(make, start, self.section.steps, pin=self.world.device.type == "cuda") as loader:
             for step in range(start, self.section.steps):
                 began = time.perf_counter()  # waiting for data counts too
-                row = self._step(step, next(loader), began, record=step + 1 == self.section.steps)
+                row = self._step(step, next(loader), began, record=step + _RECORDED >= self.section.steps)
                 done = step + 1
                 if self._every(self.section.evaluate_every, done) or done == self.section.steps:
                     row["eval_loss"] = self.eval_loss = self._evaluate()
@@ -164,6 +169,7 @@ class _Run:
 
     def _step(self, step: int, batch: Batch, began: float, record: bool) -> Row:
         rate = learning_rate(step, self.section)
+        self.components.before()
         try:
             result = self.engine.step(batch, lr=rate, record=record)
         except IndexError as error:
@@ -175,6 +181,8 @@ class _Run:
         seconds = time.perf_counter() - began
         self.losses.append(result.loss)
         self.step_times.append(seconds)
+        if record:
+            self.components.after(self.engine, seconds)
         return {
             "step": step + 1,
             "loss": result.loss,
@@ -243,7 +251,7 @@ class _Run:
         # From the file where this process has computed nothing, since the run was already done.
         path = self.job.folder / FILE
         rows = read_metrics(path) if path.exists() and not self.losses else []
-        times = self.step_times or [row["step_time_s"] for row in rows if row.get("step_time_s")]
+        times = self.step_times or [float(row["step_time_s"] or 0.0) for row in rows if row.get("step_time_s")]
         seconds = float(median(times[-_TYPICAL:])) if times else 0.0
         predicted = self.job.plan.prediction
         return {
@@ -255,6 +263,8 @@ class _Run:
             "tokens_per_s": self.subject.tokens_per_step / seconds if seconds else None,
             "step_time_s": seconds or None,
             "predicted_step_time_s": predicted.step_time_s if predicted else None,
+            "predicted_parts_s": dict(predicted.parts) if predicted else None,
+            "measured_parts_s": self.measured,
             "mfu": self._mfu(seconds) if seconds else None,
             "layout": str(self.job.plan.layout),
             "num_parameters": self.engine.num_parameters,

@@ -133,6 +133,11 @@ class Group:
         self._shared = False
         self._lanes: dict[tuple[int, int], Any] = {}
 
+    @property
+    def seconds(self) -> float:
+        """From the start to the end of every collective of this group so far; those that run at once count each."""
+        return self.recorder.seconds[self._slot] if self.size > 1 else 0.0
+
     def __repr__(self) -> str:
         return f"Group(ranks={recorder.group_name(self.ranks)}, index={self.index})"
 

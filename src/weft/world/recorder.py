@@ -25,7 +25,7 @@ PHASE = 20
 NUM_SLOTS = 32
 SLOT_BYTES = 64
 RECORD = struct.Struct("<QddQIHBBBBhi4q")  # sequence, start, end, bytes, generation, slot, op, dtype, dims, -, peer, tag, shape
-DONE_AT = 16
+START_AT, DONE_AT, SLOT_AT = 8, 16, 36
 RECORD_BYTES = 96
 CAPACITY = 128
 
@@ -37,6 +37,8 @@ DTYPES = ("other", "float32", "float64", "bfloat16", "float16", "int64", "int32"
 
 _PUT_RECORD = RECORD.pack_into
 _PUT_DONE = struct.Struct("<d").pack_into
+_GET_START = struct.Struct("<d").unpack_from
+_GET_SLOT = struct.Struct("<H").unpack_from
 _PUT_SEQUENCE = struct.Struct("<Q").pack_into
 
 
@@ -120,6 +122,7 @@ class Recorder:
         self._ring = self._base + STATUS_BYTES + NUM_SLOTS * SLOT_BYTES
         self._sequence = 0
         self._slots: dict[tuple[int, ...], int] = {}
+        self.seconds = [0.0] * NUM_SLOTS  # by slot, from the start to the end of every collective so far
         STATUS.pack_into(self._map, self._base, time.monotonic(), 0, os.getpid(), STARTING)
 
     def slot(self, ranks: tuple[int, ...]) -> int:
@@ -145,7 +148,9 @@ class Recorder:
 
     def done(self, at: int) -> None:
         """Records that the collective that `start` returned `at` for has ended."""
-        _PUT_DONE(self._map, at + DONE_AT, time.monotonic())
+        now = time.monotonic()
+        _PUT_DONE(self._map, at + DONE_AT, now)
+        self.seconds[_GET_SLOT(self._map, at + SLOT_AT)[0]] += now - _GET_START(self._map, at + START_AT)[0]
 
     def beat(self) -> None:
         """This process is alive and its interpreter runs."""

@@ -1,0 +1,64 @@
+"""What a step's time went to, measured, in the words of the prediction. In: engines after recorded steps. Out: seconds by component.
+
+The busiest rank counts: `compute` and `tensor` are its forwards and backwards without and with the collectives inside them, `pipeline` what
+its program waits for besides, `gradients` what is left of their sums after the last backward, `overhead` all the rest of the step.
+Not modelled: devices that run ahead of the host (CUDA), on which a span is a launch; sums that backward hides are part of `compute`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+
+from weft.plan.mesh import Mesh
+from weft.plan.timeline import COMPUTE_LANE
+from weft.run.engine import Engine
+from weft.world.world import World
+
+NAMES = ("compute", "tensor", "pipeline", "gradients", "optimizer", "overhead")
+NANOSECONDS = 1e9
+
+
+class Components:
+    """Collects recorded steps of one rank: `before()` ahead of a step, `after(engine, step_s)` behind it."""
+
+    def __init__(self, world: World, mesh: Mesh) -> None:
+        self.world = world
+        self._tensor = world.group(mesh.group(world.rank, "tensor"))
+        self._at = 0.0
+        self.rows: list[tuple[float, ...]] = []
+
+    def before(self) -> None:
+        """Collectives so far are not this step's."""
+        self._at = self._tensor.seconds
+
+    def after(self, engine: Engine, step_s: float) -> None:
+        """Read what the engine recorded of the step that has ended."""
+        if engine.timeline is None:
+            return
+        spans = engine.timeline.spans
+        busy = sum(span.duration_s for span in spans if span.lane == COMPUTE_LANE)
+        tensor = min(busy, self._tensor.seconds - self._at)
+        program, gradients, optimizer = (engine.seconds.get(key, 0.0) for key in ("program", "gradients", "optimizer"))
+        pipeline = max(0.0, program - busy)
+        rest = max(0.0, step_s - program - gradients - optimizer)
+        self.rows.append((busy - tensor, tensor, pipeline, gradients, optimizer, rest))
+
+    def gather(self) -> dict[str, float] | None:
+        """Medians of the rank that computed most, the same on every rank; None where nothing was recorded. Every rank calls it."""
+        mine = medians(self.rows)
+        busy = round(NANOSECONDS * (mine[0] + mine[1]))
+        most = self.world.maximum([busy])[0]
+        if not most or self.world.device.type != "cpu":
+            return None
+        found = self.world.maximum([round(NANOSECONDS * x) if busy == most else 0 for x in mine])
+        return {name: value / NANOSECONDS for name, value in zip(NAMES, found, strict=True)}
+
+
+def medians(rows: Sequence[Sequence[float]]) -> tuple[float, ...]:
+    """Component by component; zeros where there are no rows.
+
+    >>> medians([(1, 0, 0, 0, 0, 5), (3, 0, 0, 0, 0, 5), (2, 0, 0, 0, 0, 6)])
+    (2.0, 0.0, 0.0, 0.0, 0.0, 5.0)
+    """
+    return tuple(float(median(column)) for column in zip(*rows, strict=True)) if rows else (0.0,) * len(NAMES)
