@@ -82,7 +82,7 @@ def state_of(tables: Tables, budget: Budget, value: str, ways: Mapping[str, int]
     """Bytes of one whole parameter or buffer with what belongs to it; `ways`: pieces into which other axes cut values."""
     variable = tables.axis.placed[value]
     by = ways.get(value, 1)
-    if variable not in tables.axis.graph.parameters:
+    if value not in tables.parameters:
         return Bytes(variable.tensor.size_bytes / by)
     size = variable.tensor.size / by
     if not variable.trainable:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from weft.model.graph import Graph, Operator
 from weft.model.propagate import _Axis as Axis
@@ -43,9 +44,10 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """One reader of a value: a kind, and the word by choice."""
+    """One reader of a value: a kind, at which of its inputs, and the word by choice."""
 
     kind: int
+    places: tuple[int, ...]
     words: tuple[Word, ...]
 
 
@@ -71,6 +73,10 @@ class Tables:
     kinds: tuple[Kind, ...]
     kind_of: Mapping[str, int]
     flows: tuple[Flow, ...]
+
+    @cached_property
+    def parameters(self) -> frozenset[str]:
+        return frozenset(v.value for v in self.axis.graph.parameters)
 
 
 class Moves:
@@ -201,7 +207,7 @@ def _uses(graph: Graph, kinds: tuple[Kind, ...], kind_of: Mapping[str, int]) -> 
                 for choice in kinds[at].choices:
                     needs = [choice.needs[i] for i in places]
                     words.append(tuple(dict.fromkeys(need for need in needs if need is not None)))
-                known[key] = Use(at, tuple(words))
+                known[key] = Use(at, tuple(places), tuple(words))
             found.setdefault(value, {})[known[key]] = None
     return {value: tuple(readers) for value, readers in found.items()}
 

@@ -1,0 +1,293 @@
+"""The integer programme against trying everything, with and without a memory budget; and the placements that are known to be right."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+
+import pytest
+from enumeration import Everything
+from gpt_graph import gpt
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from small_graphs import alexnet, chain, convolutions, experts
+
+from weft.errors import Infeasible, LayoutError, UsageError
+from weft.model.graph import Graph
+from weft.model.propagate import _Axis, propagate
+from weft.model.sharding import Prices
+from weft.solve import placements
+from weft.solve.placements import Budget, Placement, exceptions, solve_placements
+from weft.solve.placements.tables import Moves, prune
+
+pytest.importorskip("highspy")
+
+EXACT = 1e-6
+# A GPU among eight with fast links; what follows the bytes decides, latency little.
+GPU = Prices(flops_per_s=5e13, memory_bytes_per_s=1.5e12, link_bytes_per_s=1e11, latency_s=2e-5)
+
+KINDS = st.sampled_from(("linear", "linear", "biased", "add", "mm", "t", "softmax", "gelu", "norm", "embedding", "square"))
+SHAPES = st.tuples(KINDS, st.integers(0, 4), st.integers(0, 4))
+LINKS = st.sampled_from((3e7, 1e9, 1e11))
+WAYS = st.sampled_from(("features", "sequence", "anything"))
+
+
+def axis_of(graph: Graph, prices: Prices, way: str, n: int = 2) -> _Axis:
+    """The axis as `solve_placements` sees it; `way`: which labels may be cut."""
+    axis = _Axis(graph, "tensor", n, {}, None, prices, 1, way != "features")
+    if way == "anything":
+        axis.meanings = None
+    return axis
+
+
+def solved(graph: Graph, prices: Prices, way: str, budget: Budget | None = None, n: int = 2) -> Placement:
+    cut = ("tensor",) if way == "anything" else ()
+    return solve_placements(
+        graph, {"tensor": n}, prices=prices, budget=budget, sequence=way != "features", batch_cut=cut, fold=False, gap=0.0
+    )
+
+
+def stored_of(graph: Graph, found: Placement) -> dict[str, str]:
+    values = {v.name: v.value for v in (*graph.parameters, *graph.buffers)}
+    return {values[name]: f"S{dim}" for name, dim in found.shards["tensor"]}
+
+
+def check_optimum(graph: Graph, prices: Prices, way: str) -> None:
+    found = solved(graph, prices, way)
+    everything = Everything(axis_of(graph, prices, way))
+    best = everything.cheapest()
+    assert found.cost_s == pytest.approx(best, rel=EXACT)
+    assert found.solved[0].bound_s <= best * (1 + EXACT)
+    assert found.gap <= EXACT
+    assert everything.cost_of(dict(found.labels["tensor"]), stored_of(graph, found)) == pytest.approx(best, rel=EXACT)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(SHAPES, min_size=1, max_size=4), LINKS, WAYS)
+def test_the_optimum_is_that_of_the_enumeration(shapes: list[tuple[str, int, int]], link: float, way: str) -> None:
+    check_optimum(chain(shapes), Prices(1e8, 1e10, link, 1e-6), way)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.sampled_from(("conv", "relu", "bn", "pool", "add", "cat")), min_size=1, max_size=4), LINKS, WAYS)
+def test_the_optimum_of_convolutions_is_that_of_the_enumeration(kinds: list[str], link: float, way: str) -> None:
+    check_optimum(convolutions(kinds), Prices(1e8, 1e10, link, 1e-6), way)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(SHAPES, min_size=1, max_size=3), LINKS, WAYS, st.floats(-0.3, 1.0))
+def test_the_optimum_within_a_budget_is_that_of_the_enumeration(
+    shapes: list[tuple[str, int, int]], link: float, way: str, part: float
+) -> None:
+    prices = Prices(1e8, 1e10, link, 1e-6)
+    graph = chain(shapes)
+    tried = list(Everything(axis_of(graph, prices, way)).all())
+    sizes = [one.size_bytes for one in tried]
+    least = min(sizes)
+    size = least + part * (max(sizes) - least)
+    assume(size > 0 and all(abs(size - one) > 1e-6 * size for one in sizes))
+    fitting = [one for one in tried if one.size_bytes <= size]
+    if not fitting:
+        with pytest.raises(Infeasible, match=f"the least is {least / 2**30:.3f} GiB"):
+            solved(graph, prices, way, Budget(size))
+        return
+    found = solved(graph, prices, way, Budget(size))
+    best = min(one.seconds for one in fitting)
+    assert found.cost_s == pytest.approx(best, rel=EXACT)
+    mine = next(one for one in tried if one.words == dict(found.labels["tensor"]) and _forms(one.stored) == stored_of(graph, found))
+    assert found.memory.total == pytest.approx(mine.size_bytes, rel=1e-9)
+    assert found.memory.total <= size
+
+
+def _forms(stored: dict[str, str]) -> dict[str, str]:
+    return {value: form for value, form in stored.items() if form != "R"}
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(SHAPES, min_size=1, max_size=4), LINKS, WAYS)
+def test_of_equal_placements_the_one_that_holds_least(shapes: list[tuple[str, int, int]], link: float, way: str) -> None:
+    prices = Prices(1e8, 1e10, link, 1e-6)
+    graph = chain(shapes[:3])
+    tried = list(Everything(axis_of(graph, prices, way)).all())
+    best = min(one.seconds for one in tried)
+    least = min(one.size_bytes for one in tried if one.seconds <= best * (1 + 1e-9))
+    assert solved(graph, prices, way).memory.total <= least * 1.002
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(SHAPES, min_size=1, max_size=6), LINKS, WAYS)
+def test_propagation_reproduces_the_placement(shapes: list[tuple[str, int, int]], link: float, way: str) -> None:
+    prices = Prices(1e8, 1e10, link, 1e-6)
+    graph = chain(shapes)
+    found = solved(graph, prices, way)
+    again = propagate(graph, {"tensor": 2}, found.shards, sequence=way != "features", labels=found.labels)
+    assert again.ops == found.sharding.ops
+    assert again.shards["tensor"] == found.shards["tensor"]
+    said = exceptions(graph, {"tensor": 2}, found, sequence=way != "features")
+    short = propagate(graph, {"tensor": 2}, found.shards, sequence=way != "features", labels=said)
+    assert (short.ops, short.needs, short.forms) == (found.sharding.ops, found.sharding.needs, found.sharding.forms)
+
+
+FREE_MOVES = (("P", "R"), ("S1", "R"), ("R", "+"), ("S1", "+"))
+
+
+@pytest.mark.parametrize("forgotten", FREE_MOVES)
+def test_a_programme_that_forgets_a_move_is_told_from_enumeration(forgotten: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The broken twin: with one price missing, some graph of a few is placed worse than its optimum."""
+    right = Moves._price
+
+    def free(self: Moves, value: str, source: str, target: str) -> float:
+        return 0.0 if (source, target) == forgotten else right(self, value, source, target)
+
+    prices = Prices(1e8, 1e10, 1e8, 1e-6)
+    graphs = [
+        chain([(kind, i, i) for i, kind in enumerate(row)]) for row in (("linear",), ("linear", "linear"), ("linear", "softmax", "linear"))
+    ]
+    best = [Everything(axis_of(graph, prices, "anything")).cheapest() for graph in graphs]
+    monkeypatch.setattr(Moves, "_price", free)
+    worse = 0
+    for graph, least in zip(graphs, best, strict=True):
+        found = solved(graph, prices, "anything")
+        true = Everything(axis_of(graph, prices, "anything")).cost_of(dict(found.labels["tensor"]), stored_of(graph, found))
+        worse += true > least * (1 + EXACT) or found.solved[0].bound_s < least * (1 - EXACT)
+    assert worse
+
+
+def test_pruning_leaves_what_nothing_dominates() -> None:
+    graph = chain([("linear", 0, 0), ("softmax", 1, 0)])
+    axis = axis_of(graph, GPU, "anything")
+    for op in graph.operators:
+        every = axis.choices(op)
+        kept = prune(every)
+        for choice in every:
+            assert any(
+                other.makes == choice.makes
+                and other.cost_s <= choice.cost_s
+                and all(a is None or a == b for a, b in zip(other.needs, choice.needs, strict=True))
+                for other in kept
+            )
+    twice = axis.choices(graph.operators[0]) * 2
+    assert prune(twice) == prune(twice[: len(twice) // 2])
+
+
+@pytest.mark.parametrize("fold", [True, False])
+def test_a_gpt_is_cut_as_in_megatron(fold: bool) -> None:
+    graph = gpt(layers=4, hidden=1024, heads=16, sequence=512, vocabulary=51200, batch=8)
+    found = solve_placements(graph, {"tensor": 8}, prices=GPU, fold=fold)
+    cut = dict(found.shards["tensor"])
+    for i in range(4):
+        assert {name: cut.get(f"h.{i}.{name}.weight") for name in ("q", "k", "v", "up", "proj", "down")} == {
+            **dict.fromkeys(("q", "k", "v", "up"), 0),
+            **dict.fromkeys(("proj", "down"), 1),
+        }, "by columns, then by rows"
+    labels = {op.target.split(".")[1]: found.labels["tensor"][op.site] for op in graph.operators}
+    assert labels["scaled_dot_product_attention"] == "h"
+    assert labels["cross_entropy_loss"] == "c"
+    inside = [m for m in found.sharding.moves if m.value not in graph.operators[0].outputs]
+    assert {(m.forward, m.backward) for m in inside} == {("", "all_reduce")}, "two all-reduces forward a layer stand in the products"
+    assert found.gap <= EXACT
+    assert found.solved[0].num_kinds == (len(graph.operators) - 3 * 20 if fold else len(graph.operators)), "20 a layer"
+
+
+def test_layers_alike_cost_what_layers_apart_cost() -> None:
+    graph = gpt(layers=5, hidden=512, heads=8, sequence=128, vocabulary=4096, batch=8)
+    alike, apart = (solve_placements(graph, {"tensor": 4}, prices=GPU, fold=fold) for fold in (True, False))
+    assert alike.cost_s == pytest.approx(apart.cost_s, rel=1e-6)
+    assert alike.solved[0].bound_s == pytest.approx(apart.solved[0].bound_s, rel=1e-6)
+    assert alike.solved[0].num_columns < apart.solved[0].num_columns / 2
+
+
+def test_a_budget_between_is_used_by_placing_layers_apart() -> None:
+    graph = gpt(layers=4, hidden=512, heads=8, sequence=128, vocabulary=512, batch=8)
+    free = solve_placements(graph, {"tensor": 4}, prices=GPU)
+    with pytest.raises(Infeasible, match="the least is") as refused:
+        solve_placements(graph, {"tensor": 4}, prices=GPU, budget=Budget(free.memory.total / 3))
+    least = float(str(refused.value).split("the least is ")[1].split(" GiB")[0]) * 2**30
+    size = (least + free.memory.total) / 2
+    tight = solve_placements(graph, {"tensor": 4}, prices=GPU, budget=Budget(size))
+    assert tight.memory.total <= size < free.memory.total
+    assert tight.cost_s >= free.cost_s
+    assert tight.solved[0].bound_s <= tight.cost_s * (1 + EXACT)
+
+
+def test_alexnet_is_cut_by_data_in_convolutions_and_by_model_in_fully_connected_layers() -> None:
+    """Krizhevsky 2014: "One weird trick"."""
+    graph = alexnet(batch=256)
+    found = solve_placements(graph, {"ranks": 8}, prices=GPU, batch_cut=["ranks"])
+    cut = dict(found.shards["ranks"])
+    for op in graph.operators:
+        name = op.target.split(".")[1]
+        label = found.labels["ranks"][op.site].rstrip("+")
+        if name in ("conv2d", "max_pool2d"):
+            assert label == "n", "samples"
+        if name == "linear":
+            assert label in ("o", "i"), "features"
+    assert not {name for name in cut if name.startswith("conv")}
+    assert {"fc0.weight", "fc1.weight"} <= set(cut)
+    data = propagate(graph, {"data": 8}, prices=GPU)
+    assert data.shards["data"] == ()
+
+
+def test_experts_are_spread_where_tokens_are() -> None:
+    """Expert parallelism: the experts' dimension is cut, and tokens are cut over the same axis outside of them."""
+    graph = experts(tokens=8192, hidden=1024, inner=4096, count=8)
+    found = solve_placements(graph, {"ranks": 8}, prices=GPU, batch_cut=["ranks"])
+    cut = dict(found.shards["ranks"])
+    assert cut == {"up": 0, "down": 0}, "every rank has experts of its own"
+    labels = {op.name: found.labels["ranks"][op.site].rstrip("+") for op in graph.operators}
+    assert labels["first"] == "b" == labels["second"]
+    assert labels["before"] in ("b-1", "d0"), "tokens are cut before them"
+    assert any("all_to_all" in (m.forward, m.backward) for m in found.sharding.moves)
+
+
+def test_earlier_axes_keep_what_they_cut() -> None:
+    graph = gpt(layers=2, hidden=2048, heads=16, sequence=512, vocabulary=1024, batch=8)
+    found = solve_placements(graph, {"data": 2, "tensor": 2, "tensor2": 2}, prices=GPU, budget=Budget(1e12))
+    assert [one.axis for one in found.solved] == ["tensor", "tensor2"]
+    assert all(found.sharding.ops[op.name]["data"] for op in graph.operators)
+    for value, forms in found.sharding.forms.items():
+        dims = [form for form in forms.values() if form[0] == "S"]
+        assert len(dims) == len(set(dims)), f"{value}: one dimension over two axes"
+    local = sum(4 * v.tensor.size for v in graph.parameters)
+    for v in graph.parameters:
+        assert found.sharding.forms[v.value]["data"][0] != "S"
+    pieces = sum(4 * v.tensor.size / 2 ** sum(form[0] == "S" for form in found.sharding.forms[v.value].values()) for v in graph.parameters)
+    assert found.memory.parameters == pytest.approx(pieces)
+    assert found.memory.parameters < local
+
+
+def test_shards_that_are_given_are_kept() -> None:
+    graph = gpt(layers=1)
+    wanted = (("h.0.up.weight", 0), ("h.0.up.bias", 0), ("h.0.down.weight", 1))
+    found = solve_placements(graph, {"tensor": 2}, shards={"tensor": wanted}, prices=GPU)
+    assert set(found.shards["tensor"]) == set(wanted)
+    with pytest.raises(LayoutError, match="has no such parameter"):
+        solve_placements(graph, {"tensor": 2}, shards={"tensor": (("nothing", 0),)})
+
+
+@pytest.mark.parametrize(
+    ("sizes", "cut", "message"),
+    [({"tensor": 0}, (), "tensor=0; every axis needs"), ({"tensor": 2}, ("data",), "batch_cut names the axis data")],
+)
+def test_wrong_axes_are_refused(sizes: dict[str, int], cut: Sequence[str], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        solve_placements(gpt(layers=1), sizes, batch_cut=cut)
+
+
+@pytest.mark.parametrize(("key", "value"), [("size_bytes", 0.0), ("size_bytes", float("nan")), ("scale", -1.0), ("weight", float("inf"))])
+def test_impossible_budgets_are_refused(key: str, value: float) -> None:
+    with pytest.raises(UsageError, match="memory budget"):
+        Budget(**{key: value})
+
+
+def test_without_the_solver_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert not placements.available()
+    with pytest.raises(UsageError, match=r"pip install 'weft\[planner\]'"):
+        solve_placements(gpt(layers=1), {"tensor": 2})
+
+
+def test_labels_that_cannot_be_cut_are_refused() -> None:
+    graph = gpt(layers=1)
+    with pytest.raises(LayoutError, match=r"the plan cuts 'z' of .* over tensor=2, but what can be cut is"):
+        propagate(graph, {"tensor": 2}, labels={"tensor": {graph.operators[1].site: "z"}})
