@@ -2,7 +2,7 @@
 
 Blocks are identical where their operators agree one by one in target, constants, shapes and dtypes, where what is made within a
 block is read at the same places, and where every block after the first reads the same of the blocks before it. Weights may differ, or
-be shared. Each block must read something of the one before: the queries, keys and values of one layer are alike, but no layers.
+be shared. Something must pass through every block to the next: the queries, keys and values of one layer are alike, but no layers.
 
 A block holds at least two operators with weights, so that two products of a chain of equal ones can still be cut as a pair.
 
@@ -19,8 +19,10 @@ from weft.model.graph import Arg, Graph, Ref
 
 WEIGHTED = 2  # operators with a weight matrix that a block has at least
 NEAR = 64  # occurrences of an operator's like that are tried as the beginning of the next block
+LONG = 3  # blocks of a run that is taken for what it is, and not for the beginning of one with longer blocks
 
-_Reads = tuple[tuple[int, int], ...]  # (place of the operator that made it, which of its outputs) of every value that is read
+_Reads = tuple[tuple[int, int], ...]  # (place of the operator that made it, which output) of all that is read but weights; -1: the batch's
+_BlockReads = tuple[tuple[int, int, int], ...]  # (blocks back, place in the block, output), or (-1, place in the graph, output)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,8 @@ def runs(graph: Graph) -> tuple[Run, ...]:
     alike = _alike(graph)
     weights = {v.value for v in graph.parameters if len(v.tensor.shape) > 1}
     heavy = [any(value in weights for value in op.inputs) for op in graph.operators]
-    made = {value: (i, k) for i, op in enumerate(graph.operators) for k, value in enumerate(op.outputs)}
+    made = {v.value: (-1, i) for i, v in enumerate((*graph.inputs, *graph.constants))}
+    made |= {value: (i, k) for i, op in enumerate(graph.operators) for k, value in enumerate(op.outputs)}
     reads = [tuple(made[value] for value in op.inputs if value in made) for op in graph.operators]
     later: dict[int, list[int]] = {}
     for i, kind in enumerate(alike):
@@ -55,7 +58,13 @@ def runs(graph: Graph) -> tuple[Run, ...]:
     at = 0
     while at < len(alike):
         near = later[alike[at]][nth[at] + 1 : nth[at] + 1 + NEAR]
-        tried = [run for other in near if (run := _run(alike, reads, heavy, at, other - at)) is not None]
+        tried: list[Run] = []
+        for length in (other - at for other in near):
+            if any(length % run.length == 0 and run.count > LONG for run in tried):
+                continue  # several layers together save less than each
+            run = _run(alike, reads, heavy, at, length)
+            if run is not None:
+                tried.append(run)
         if tried:
             found.append(max(tried, key=lambda run: run.length * (run.count - 1)))
             at = found[-1].stop
@@ -76,7 +85,7 @@ def representatives(graph: Graph) -> dict[str, str]:
 
 def _alike(graph: Graph) -> list[int]:
     """A number for every operator, the same for those that agree in all but which values they read."""
-    kinds = {v.value: kind for kind in ("parameters", "buffers", "inputs", "constants") for v in getattr(graph, kind)}
+    kinds = {v.value: kind for kind in ("parameters", "buffers") for v in getattr(graph, kind)}
     numbers: dict[object, int] = {}
 
     def word(arg: Arg) -> object:
@@ -110,19 +119,26 @@ def _run(alike: Sequence[int], reads: Sequence[_Reads], heavy: Sequence[bool], s
     return Run(start, length, count) if count > 1 else None
 
 
-def _block_reads(reads: Sequence[_Reads], start: int, length: int, block: int) -> list[tuple[int, int, int]]:
-    """What a block's operators read: (blocks back, place in the block, output), or (-1, place in the graph, output) from outside."""
+def _block_reads(reads: Sequence[_Reads], start: int, length: int, block: int) -> list[_BlockReads]:
+    """What every operator of a block reads."""
     found = []
     for i in range(start + block * length, start + (block + 1) * length):
+        row = []
         for place, output in reads[i]:
             back, at = divmod(place - start, length)
-            found.append((block - back, at, output) if place >= start else (-1, place, output))
+            row.append((block - back, at, output) if place >= start else (-1, place, output))
+        found.append(tuple(row))
     return found
 
 
-def _follows(before: Sequence[tuple[int, int, int]], now: Sequence[tuple[int, int, int]], block: int) -> bool:
-    """Whether block number `block` reads as the one before it did, and something that this one made."""
-    if len(before) != len(now) or not any(back == 1 for back, _, _ in now):
-        return False
-    # What is read from as many blocks back as there are was still read from outside by the block before.
-    return all(a == b or (a[0] == -1 and b[0] == block) for a, b in zip(before, now, strict=True))
+def _follows(before: Sequence[_BlockReads], now: Sequence[_BlockReads], block: int) -> bool:
+    """Whether block number `block` reads as the one before it did, and passes on something of what this one made."""
+    for a, b in zip(before, now, strict=True):
+        # What is read from as many blocks back as there are was still read from outside by the block before.
+        if len(a) != len(b) or not all(x == y or (x[0] == -1 and y[0] == block) for x, y in zip(a, b, strict=True)):
+            return False
+    passing: set[int] = set()
+    for i, row in enumerate(now):
+        if any(back == 1 or (back == 0 and at in passing) for back, at, _ in row):
+            passing.add(i)
+    return any(back == 1 and at in passing for row in now for back, at, _ in row)
