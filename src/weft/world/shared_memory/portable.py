@@ -45,10 +45,6 @@ _NARROW = (torch.bfloat16, torch.float16)
 Steps = Iterator[int]  # of the members waited for
 
 
-class Mismatch(RuntimeError):
-    """Two ranks called different collectives."""
-
-
 class PortableEngine:
     """What a waiting rank drives: all channels of this process."""
 
@@ -101,7 +97,7 @@ class _Layout:
 
     def __init__(self, size: int) -> None:
         n = size
-        self.written = 8  # word 0: 1 + the rank whose call did not match
+        self.written = 8  # word 0: 1 + the rank whose call did not match, or minus (1 + the rank that is gone)
         self.consumed = self.written + 8 * n
         self.done = self.consumed + n * n
         self.sent = self.done + 8 * n
@@ -193,6 +189,7 @@ class PortableChannel:
         """Starts to receive a message from member `source`: the oldest of that tag."""
         with self.engine.lock:
             work = PortableWork(self, x)
+            work.blocked = source
             early = next((one for one in self._early[source] if one.tag == tag and one.work is None), None)
             if early is None:
                 self._wanted[source].append((tag, _flat(x), work))
@@ -235,7 +232,7 @@ class PortableChannel:
             if work.done:
                 break
             if self._words[0]:
-                raise self._mismatch()
+                raise self._broken()
             now = time.monotonic()
             if now - checked > CHECK_S:
                 checked = now
@@ -255,13 +252,17 @@ class PortableChannel:
             poll.register(self._exits[blocked], select.POLLIN)
             # It may have done its part before it ended.
             if poll.poll(0) and not (self.engine.progress() or work.done) and work.blocked == blocked:
-                raise RuntimeError(f"remote process exited: {who}")
+                self._words[0] = -1 - blocked  # who waits for this rank is told of that one
+                raise self._broken()
         if waited_s > self._timeout_s:
             raise RuntimeError(f"Timed out after {self._timeout_s:g} s waiting for {who}")
 
-    def _mismatch(self) -> Mismatch:
-        who = self._ranks[self._words[0] - 1]
-        return Mismatch(f"the call of rank {who} differs from another rank's in collective, size, type, order or shared buffers")
+    def _broken(self) -> RuntimeError:
+        culprit = abs(self._words[0]) - 1
+        who = f"rank {self._ranks[culprit]} (process {self._pids[culprit]})"
+        if self._words[0] < 0:
+            return RuntimeError(f"remote process exited: {who}")
+        return RuntimeError(f"the call of {who} differs from another rank's in collective, size, type, order or shared buffers")
 
     def _begin(
         self, queue: deque[tuple[Steps, PortableWork]], make: Callable[[PortableWork, int], Steps], keep: object, wait: bool
@@ -331,7 +332,7 @@ class PortableChannel:
         said = self._words[at + 2] if kind & 255 != _KINDS.index("exchange") else self._words[at + _WORDS + self.index]
         if (self._words[at], self._words[at + 1], said) != (number, kind, size):
             self._words[0] = rank + 1
-            raise self._mismatch()
+            raise self._broken()
         return True, bool(self._words[at + 3]), data
 
     def _consume(self, rank: int) -> None:
@@ -471,7 +472,7 @@ class PortableChannel:
                 yield r
             if (self._words[at(r) + 1], self._words[at(r) + 2]) != (kind, whole.nbytes) or self._words[at(r) + 3] not in self._buffers:
                 self._words[0] = r + 1
-                raise self._mismatch()
+                raise self._broken()
         while self._words[done + 8 * self.index] < number:  # an earlier job's part of this member
             yield self._others[0]
         views, others = [], iter(range(self.size - 1))
@@ -573,7 +574,7 @@ class PortableChannel:
         _, out, work = wanted.pop(index)
         if out.numel() != size:
             self._words[0] = source + 1
-            raise self._mismatch()
+            raise self._broken()
         work.blocked = source
         yield from self._from_ring(pair, out)
         work.done = True

@@ -1,0 +1,469 @@
+"""Collectives through shared memory, in C and in Python, against sums that each rank works out alone; faults; and twins that must fail.
+
+Every rank draws the inputs of all ranks from the same seeds, so it knows the results. They are compared bit for bit.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from weft.errors import RankError, RunError
+from weft.world import private
+from weft.world.group import Group, LostPeer
+from weft.world.shared_memory import library, native, portable
+from weft.world.world import World
+
+KINDS = ("shared_memory", "portable")
+DTYPES = ("float32", "float64", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8")
+SIZES = (0, 1, 3, 64, 1001, 70_001, 300_007)  # the largest has more bytes than any chunk in every type but the narrowest
+
+
+def drawn(seed: int, rank: int, numel: int, dtype: torch.dtype) -> Tensor:
+    """What `rank` brings to the operation `seed`."""
+    generator = torch.Generator().manual_seed(seed * 1009 + rank)
+    if dtype.is_floating_point:
+        return torch.randn(numel, generator=generator).to(dtype)
+    return torch.randint(-5, 50, (numel,), generator=generator).to(dtype)
+
+
+def combined(parts: list[Tensor], op: str) -> Tensor:
+    """The parts in their order, narrow ones in float32."""
+    dtype = parts[0].dtype
+    wide = [part.float() if dtype in (torch.bfloat16, torch.float16) else part for part in parts]
+    total = wide[0]
+    for part in wide[1:]:
+        total = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[op](total, part)
+    return total.to(dtype)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
+
+
+def over(world: World, kind: str) -> Group:
+    """All ranks, over the transport that was asked for and no other."""
+    group = world.everyone
+    group.connect()
+    if world.num_ranks > 1:
+        expected = native.NativeChannel if kind == "shared_memory" else portable.PortableChannel
+        assert type(group._transport) is expected
+    return group
+
+
+def all_sizes(world: World, kind: str, name: str, sizes: tuple[int, ...] = SIZES) -> None:
+    group, n, me, dtype = over(world, kind), world.num_ranks, world.rank, getattr(torch, name)
+    for seed, numel in enumerate(sizes):
+        parts = [drawn(seed, r, numel, dtype) for r in range(n)]
+        for op in ("sum", "max", "min"):
+            x = parts[me].clone()
+            group.all_reduce(x, op=op)  # type: ignore[arg-type]
+            assert same_bits(x, combined(parts, op)), (numel, op)
+        buffer = group.shared_buffer(numel + 5, dtype)
+        for op in ("sum", "max"):
+            part = buffer[2 : 2 + numel]
+            part.copy_(parts[me])
+            group.all_reduce(part, op=op)  # type: ignore[arg-type]
+            assert same_bits(part, combined(parts, op)), (numel, op, "shared")
+            group.barrier()
+        assert not buffer[:2].any()
+        assert not buffer[2 + numel :].any()
+        x = parts[me].clone()
+        group.broadcast(x, n - 1)
+        assert same_bits(x, parts[-1])
+        assert same_bits(group.reduce_scatter(parts[me]), combined(parts, "sum").tensor_split(n)[me]) or numel % n
+        gathered = group.all_gather(parts[me])
+        assert same_bits(gathered, torch.cat(parts))
+        own = numel // n
+        whole = group.shared_buffer(own * n, dtype)
+        group.all_gather_into(whole, parts[me][:own])
+        assert same_bits(whole, torch.cat([part[:own] for part in parts]))
+        group.barrier()
+        whole.copy_(parts[me][: own * n])
+        out = torch.empty(own, dtype=dtype)
+        group.reduce_scatter_into(out, whole)
+        assert same_bits(out, combined([part[own * me : own * (me + 1)] for part in parts], "sum"))
+        shapes = [(seed + 3 * r + me,) for r in range(n)]
+        got = group.exchange([drawn(seed, 50 * me + r, seed + 3 * me + r, dtype) for r in range(n)], shapes)
+        assert all(same_bits(x, drawn(seed, 50 * r + me, seed + 3 * r + me, dtype)) for r, x in enumerate(got))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", DTYPES)
+def test_every_type_and_size_bit_for_bit(ranks: Any, kind: str, name: str) -> None:
+    ranks(all_sizes, 3, kind, name, env={"WEFT_TRANSPORT": kind})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 5])
+def test_any_number_of_ranks(ranks: Any, kind: str, num_ranks: int) -> None:
+    ranks(all_sizes, num_ranks, kind, "float32", env={"WEFT_TRANSPORT": kind})
+    ranks(all_sizes, num_ranks, kind, "bfloat16", (1, 7, 1001, 300_007), env={"WEFT_TRANSPORT": kind})
+
+
+def mixed(world: World, kind: str, seed: int, count: int) -> None:
+    """`count` operations drawn alike on all ranks, in groups that overlap, waited for in an order of each rank's own."""
+    over(world, kind)
+    n, me = world.num_ranks, world.rank
+    shared_draw, own_draw = random.Random(seed), random.Random(seed * 31 + me)
+    sets = [tuple(range(n)), tuple(range(0, n, 2)), tuple(range(1, n, 2)), tuple(range(n // 2 + 1)), (n - 1, 0)]
+    sets = [ranks for ranks in sets if len(ranks) > 1]
+    groups = {ranks: world.group(ranks) for ranks in sets if me in ranks}
+    buffers = {ranks: group.shared_buffer(50_000, torch.float32) for ranks, group in groups.items()}
+    under_way: list[tuple[Any, Tensor, Tensor]] = []
+    in_use: set[tuple[int, ...]] = set()
+
+    def settle(keep: int) -> None:
+        own_draw.shuffle(under_way)
+        while len(under_way) > keep:
+            work, got, expected = under_way.pop()
+            work.wait()
+            assert same_bits(got, expected)
+        if not under_way:
+            in_use.clear()
+
+    for number in range(count):
+        ranks = shared_draw.choice(sets)
+        what = shared_draw.choice(("reduce", "shared", "gather", "scatter", "broadcast", "message", "exchange"))
+        dtype = shared_draw.choice((torch.float32, torch.bfloat16, torch.int32))
+        numel = shared_draw.choice((9, 11, 300, 9000, 40_000))
+        later = shared_draw.random() < 0.6
+        pair = shared_draw.sample(range(len(ranks)), 2)
+        if shared_draw.random() < 0.1:
+            settle(0)
+        if me not in ranks:
+            continue
+        group, i = groups[ranks], ranks.index(me)
+        parts = [drawn(seed + number, r, numel, dtype) for r in ranks]
+        if what == "shared" and ranks not in in_use:
+            in_use.add(ranks)
+            x = buffers[ranks][7 : 7 + numel]
+            parts = [drawn(seed + number, r, numel, torch.float32) for r in ranks]
+            x.copy_(parts[i])
+            under_way.append((group.all_reduce(x, wait=False), x, combined(parts, "sum")))
+        elif what == "reduce" or what == "shared":
+            x = parts[i].clone()
+            under_way.append((group.all_reduce(x, wait=False), x, combined(parts, "sum")))
+        elif what == "gather":
+            out = torch.empty(numel * len(ranks), dtype=dtype)
+            under_way.append((group.all_gather_into(out, parts[i], wait=False), out, torch.cat(parts)))
+        elif what == "scatter":
+            whole = [part.repeat(len(ranks)) for part in parts]
+            out = torch.empty(numel, dtype=dtype)
+            under_way.append((group.reduce_scatter_into(out, whole[i], wait=False), out, combined(parts, "sum")))
+        elif what == "broadcast":
+            x = parts[i].clone()
+            under_way.append((group.broadcast(x, pair[0], wait=False), x, parts[pair[0]]))
+        elif what == "exchange":
+            got = group.exchange([parts[i][:k] for k in range(len(ranks))], [(i,)] * len(ranks))
+            assert all(same_bits(x, part[:i]) for x, part in zip(got, parts, strict=True))
+        elif i == pair[0]:
+            x = parts[i].clone()
+            under_way.append((group.isend(x, pair[1], tag=number), x, parts[i]))
+        elif i == pair[1]:
+            x = torch.empty_like(parts[i])
+            under_way.append((group.irecv(x, pair[0], tag=number), x, parts[pair[0]]))
+        settle(8 if later else 2)
+    settle(0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_ranks", [2, 4, 5])
+def test_hundreds_of_mixed_operations(ranks: Any, kind: str, num_ranks: int) -> None:
+    ranks(mixed, num_ranks, kind, num_ranks, 300, env={"WEFT_TRANSPORT": kind})
+
+
+def crossed(world: World, kind: str) -> list[float]:
+    """Rank 0 waits for the message first and the sum last, rank 1 the other way round: each needs what the other does while it waits."""
+    group = over(world, kind)
+    pair, other = world.group((1, 0)), 1 - world.rank
+    found = []
+    for size in (10, 3_000_000):
+        x, y, z = torch.full((size,), float(world.rank + 1)), torch.full((size,), float(world.rank + 3)), torch.empty(size)
+        works = [group.all_reduce(x, wait=False), pair.all_reduce(y, wait=False)]
+        works += [pair.irecv(z, pair.index ^ 1, tag=2), pair.isend(torch.full((size,), float(world.rank)), pair.index ^ 1, tag=2)]
+        for work in works if world.rank else works[::-1]:
+            work.wait()
+        assert all(work.done for work in works)
+        found += [float(x[-1]), float(y[-1]), float(z[-1])]
+        assert x.eq(3).all()
+        assert y.eq(7).all()
+        assert z.eq(other).all()
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_order_of_waiting_is_free(ranks: Any, kind: str) -> None:
+    assert ranks(crossed, 2, kind, env={"WEFT_TRANSPORT": kind}) == [[3.0, 7.0, 1.0] * 2, [3.0, 7.0, 0.0] * 2]
+
+
+def many_jobs(world: World, kind: str) -> None:
+    """More sums under way than the segment has places for, none waited for before all are posted; the last is waited for first."""
+    group = over(world, kind)
+    buffer = group.shared_buffer(200 * 10, torch.float32)
+    for _ in range(3):
+        buffer.fill_(float(world.rank + 1))
+        works = [group.all_reduce(buffer[10 * i : 10 * i + 10], wait=False) for i in range(200)]
+        for work in works[::-1]:
+            work.wait()
+        assert buffer.eq(sum(range(1, world.num_ranks + 1))).all()
+        group.barrier()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_more_sums_than_places(ranks: Any, kind: str) -> None:
+    ranks(many_jobs, 3, kind, env={"WEFT_TRANSPORT": kind})
+
+
+def long_messages(world: World, kind: str) -> None:
+    """Both ways at once, larger than the ring, tags in another order than they were sent in, some before they are asked for."""
+    group, other = over(world, kind), 1 - world.rank
+    sizes = [1, 6_000_001, 17, 0, 5_000_000]
+    given = [torch.arange(size, dtype=torch.float32).mul_(world.rank + 1) for size in sizes]
+    sends = [group.isend(x, other, tag=i) for i, x in enumerate(given)]
+    if world.rank:
+        time.sleep(0.05)
+    rooms = {i: torch.empty(sizes[i]) for i in (4, 2, 0, 3, 1)}
+    receives = [group.irecv(room, other, tag=i) for i, room in rooms.items()]
+    for work in sends + receives:
+        work.wait()
+    for i, room in rooms.items():
+        assert torch.equal(room, torch.arange(sizes[i], dtype=torch.float32).mul_(other + 1))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_messages_longer_than_the_ring(ranks: Any, kind: str) -> None:
+    ranks(long_messages, 2, kind, env={"WEFT_TRANSPORT": kind})
+
+
+def fault(world: World, kind: str, what: str, folder: str) -> str:
+    """Rank 1 of a second world dies while the others are in `what`. It is a process that the launcher does not know: it lets them go on."""
+    child = os.fork() if world.rank == 1 else 0
+    if child:
+        return signal.Signals(os.WTERMSIG(os.waitpid(child, 0)[1])).name
+    try:
+        again = World(world.rank, 3, private.file_store(f"{folder}/fault", 3), timeout_s=30, transport=kind)
+        group = over(again, kind)
+        buffer = group.shared_buffer(1_000_000, torch.float32)
+        x = torch.ones(1_000_000)
+        group.barrier()
+        if world.rank == 1:
+            if what == "half":
+                group.all_reduce(buffer, wait=False)
+            os.kill(os.getpid(), signal.SIGKILL)
+        began = time.monotonic()
+        if what == "sum":
+            group.all_reduce(x)
+        elif what == "shared":
+            group.all_reduce(buffer)
+        elif what == "half":
+            group.all_reduce(buffer, wait=False)
+            group.all_gather(x)
+        elif what == "receive":
+            group.irecv(x, 1).wait()
+        else:
+            group.isend(torch.ones(30_000_000), 1).wait()
+    except LostPeer as error:
+        # Nobody leaves before all were told, or the others could be told of this one.
+        Path(folder, f"told-{world.rank}").touch()
+        while not all(Path(folder, f"told-{rank}").exists() for rank in (0, 2)):
+            time.sleep(0.01)
+        return f"{time.monotonic() - began < 5} {error}"
+    finally:
+        if world.rank == 1:
+            os._exit(1)
+    return "no error"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("what", ["sum", "shared", "half", "receive", "send"])
+def test_a_rank_that_dies_is_named_and_leaves_nothing(ranks: Any, kind: str, what: str, tmp_path: Path) -> None:
+    before = set(os.listdir("/dev/shm"))
+    told = ranks(fault, 3, kind, what, str(tmp_path))
+    assert told[1] == "SIGKILL"
+    for said in (told[0], told[2]):
+        assert said.startswith("True ")
+        assert "remote process exited: rank 1 (process" in said
+    assert not {name for name in set(os.listdir("/dev/shm")) - before if "weft" in name}
+    assert not mapped_by_anyone()
+
+
+def dies(world: World, kind: str) -> None:
+    group = over(world, kind)
+    group.barrier()
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    group.all_reduce(torch.ones(1000))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_launcher_tells_the_first_cause(ranks: Any, kind: str) -> None:
+    with pytest.raises(RankError, match=r"rank 1 was killed by SIGKILL"):
+        ranks(dies, 3, kind, env={"WEFT_TRANSPORT": kind})
+    assert not mapped_by_anyone()
+
+
+def mapped_by_anyone() -> list[str]:
+    """Processes of this session, other than this one, that have a segment mapped."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError):
+            if entry.name.isdigit() and os.getsid(int(entry.name)) == os.getsid(0) and "memfd:weft" in (entry / "maps").read_text():
+                found.append(entry.name)
+    return found
+
+
+def late(world: World, kind: str, folder: str) -> str:
+    again = World(world.rank, 2, private.file_store(f"{folder}/late", 2), timeout_s=0.5, transport=kind)
+    again.everyone.barrier()
+    if world.rank:
+        time.sleep(1.5)
+        return ""
+    try:
+        again.everyone.all_reduce(torch.ones(3))
+    except LostPeer as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_late_rank_is_named(ranks: Any, kind: str, tmp_path: Path) -> None:
+    assert "Timed out after 0.5 s waiting for rank 1" in ranks(late, 2, kind, str(tmp_path))[0]
+
+
+def unlike(world: World, kind: str, what: str) -> str:
+    group, me = over(world, kind), world.rank
+    buffer = group.shared_buffer(100, torch.float32)
+    group.barrier()
+    try:
+        if what == "size":
+            group.all_reduce(torch.ones(3 + me))
+        elif what == "type":
+            group.all_reduce(torch.ones(4, dtype=torch.float64 if me else torch.float32))
+        elif what == "operation":
+            group.all_reduce(torch.ones(4), op="max" if me else "sum")
+        elif what == "collective":
+            group.broadcast(torch.ones(4)) if me else group.all_reduce(torch.ones(4))
+        elif what == "shared size":
+            group.all_reduce(buffer[: 10 + me])
+        elif what == "exchange":
+            group.exchange([torch.ones(2)] * 2, [(2 + me * (1 - i),) for i in range(2)])
+        else:
+            (group.isend(torch.ones(3), 0) if me else group.irecv(torch.ones(2), 1)).wait()
+        group.barrier()
+    except RunError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("what", ["size", "type", "operation", "collective", "shared size", "exchange", "message"])
+def test_calls_that_differ_are_an_error_on_every_rank(ranks: Any, kind: str, what: str) -> None:
+    for said in ranks(unlike, 2, kind, what, env={"WEFT_TRANSPORT": kind}):
+        assert "differs from another rank's" in said
+
+
+def waiting(world: World, kind: str) -> float:
+    """Seconds of computing of a rank that waits for a late one, as a share of the time waited."""
+    group = over(world, kind)
+    group.barrier()
+    began, used = time.monotonic(), time.process_time()
+    if world.rank == 0:
+        time.sleep(1.0)
+    group.all_reduce(torch.ones(10))
+    return (time.process_time() - used) / (time.monotonic() - began)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_waiting_burns_no_core(ranks: Any, kind: str) -> None:
+    assert max(ranks(waiting, 3, kind, env={"WEFT_TRANSPORT": kind})) < 0.3
+
+
+def test_more_ranks_than_cores(ranks: Any) -> None:
+    num_ranks = len(os.sched_getaffinity(0)) + 5
+    ranks(mixed, num_ranks, "shared_memory", 1, 100, env={"WEFT_TRANSPORT": "shared_memory"})
+
+
+def freed(world: World, kind: str) -> list[int]:
+    """Segments mapped before a buffer is there, with it, and after it was dropped."""
+    group = over(world, kind)
+
+    def count() -> int:
+        group.barrier()
+        return Path("/proc/self/maps").read_text().count("memfd:weft")
+
+    found = [count()]
+    buffer = group.shared_buffer(1000, torch.float32)
+    view = buffer[10:20]
+    view.fill_(1.0)
+    group.all_reduce(view)
+    found.append(count())
+    del buffer
+    found.append(count())
+    del view
+    found.append(count())
+    x = torch.ones(10)
+    group.all_reduce(x)
+    assert x.eq(world.num_ranks).all()
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_dropped_buffer_returns_its_memory(ranks: Any, kind: str) -> None:
+    for found in ranks(freed, 3, kind, env={"WEFT_TRANSPORT": kind}):
+        assert found[0] == found[3]
+        assert found[1] == found[2] == found[0] + 3
+
+
+def differing(world: World, folder: str) -> list[str]:
+    """Rank 1 has no C library; then all use Python. Rank 1 wants gloo in no case alone: what it can do is told to all."""
+    store = private.file_store(f"{folder}/differing", 3)
+    again = World(world.rank, 3, store, transport="portable" if world.rank == 1 else "shared_memory")
+    x = torch.ones(3)
+    again.everyone.all_reduce(x)
+    return [type(again.everyone._transport).__name__, str(float(x[0]))]
+
+
+def test_ranks_agree_on_what_all_can(ranks: Any, tmp_path: Path) -> None:
+    assert ranks(differing, 3, str(tmp_path)) == [["PortableChannel", "3.0"]] * 3
+
+
+def test_without_a_compiler_there_is_a_reason_and_no_error(tmp_path: Path) -> None:
+    assert "no C compiler" in str(library.load(tmp_path, compiler="no-such-compiler"))
+    assert "CalledProcessError" in str(library.load(tmp_path, compiler="false"))
+    closed = tmp_path / "closed"
+    closed.write_text("not a folder")
+    assert isinstance(library.load(closed / "cache"), str)
+
+
+def skipping(world: World, kind: str) -> None:
+    """The transport with a barrier that is skipped: a reader does not wait for the writer."""
+    if kind == "portable":
+        arrived = portable.PortableChannel._arrived
+
+        def hasty(self: portable.PortableChannel, rank: int, kind: int, number: int, size: int) -> Any:
+            get, self._get = self._get, lambda at: 1 << 40  # type: ignore[method-assign]
+            try:
+                return arrived(self, rank, kind, number, size)
+            finally:
+                self._get = get  # type: ignore[method-assign]
+
+        portable.PortableChannel._arrived = hasty  # type: ignore[method-assign]
+    else:
+        library.FLAGS = (*library.FLAGS, "-DWEFT_TWIN_SKIPS_THE_BARRIER")
+    all_sizes(world, kind, "float32", (1001,) * 20)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_skipped_barrier_is_seen(ranks: Any, kind: str) -> None:
+    with pytest.raises(RankError):
+        ranks(skipping, 3, kind, env={"WEFT_TRANSPORT": kind})
