@@ -5,7 +5,11 @@ from __future__ import annotations
 import importlib
 import sys
 
-NAMES = {"train": "weft beside its peers on the same GPT", "gpu": "a 1.3 B GPT on one GPU beside plain PyTorch with torch.compile"}
+NAMES = {
+    "train": "weft beside its peers on the same GPT",
+    "gpu": "a 1.3 B GPT on one GPU beside plain PyTorch with torch.compile",
+    "plan": "how long planning takes, and how that grows",
+}
 
 
 def main(arguments: list[str]) -> int:

@@ -1,0 +1,273 @@
+"""`scripts/bench plan`: how long planning takes, from a model's name to its plan, in a process of its own.
+
+Out: rows in the terminal, `--json FILE`, and docs/benchmarks/plan.md. Peers' times are those that their authors publish, on their
+machines, named with their source. Exit status 0 also where a target is missed, 4 where no plan is found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.document import header, versions
+from bench.processes import ROOT
+
+PAGE = ROOT / "docs" / "benchmarks" / "plan.md"
+LIMIT_S = 900
+MOST_BYTES = 2e9
+
+ALPA = ("Alpa: 1,583 s of compiling and 804 s of profiling (Zheng et al., OSDI 2022, compilation of GPT-39B: 2,393 s in all)", 2393.0)
+AUTOPARALLEL = ("autoparallel: 47 s for an 8 B model on a mesh that the user gives (its repository, 2025)", 47.0)
+
+# A Llama of 8 B parameters as Hugging Face describes it (Grattafiori et al. 2024, table 3).
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0, "tie_word_embeddings": False, "hidden_act": "silu", "torch_dtype": "float32",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One call of the planner. `target_s`: what it should take on two cores; `peer`: (name with source, seconds)."""
+
+    case: str
+    model: str
+    cluster: str
+    batch: int
+    sequence: int | None = None
+    target_s: float | None = None
+    peer: tuple[str, float] | None = None
+    sweep: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """weft's figure beside a peer's; `ratio` is the peer's over weft's, more than 1 means that weft is better. None: no such peer."""
+
+    case: str
+    weft: float
+    peer: float | None
+    peer_name: str
+    ratio: float | None
+    unit: str
+    search_s: float | None = None
+    memory_bytes: int = 0
+    layout: str = ""
+    step_time_s: float | None = None
+    mfu: float | None = None
+    bound_gap: float | None = None
+    target: float | None = None
+    met: bool | None = None
+    sweep: str = ""
+    note: str = ""
+
+
+CASES = (
+    Work("gpt-39b on 64 V100", "gpt-39b", "8xp3.16xlarge", 1024, target_s=10, peer=ALPA),
+    Work("gpt-39b on 64 A100", "gpt-39b", "8xdgx-a100-80", 1024, target_s=10, peer=ALPA),
+    Work("megatron-1t on 3,072 A100", "megatron-1t", "384xdgx-a100-80", 3072, target_s=60),
+    Work("llama-405b on 16,384 H100", "llama-405b", "2048xdgx-h100", 2048, target_s=60),
+    Work("8 B from a Hugging Face configuration on 64 H100", "hf:CONFIG", "8xdgx-h100", 512, 8192, target_s=15, peer=AUTOPARALLEL),
+)
+SWEEPS = (
+    *(Work(f"{n} layers, 64 A100", f"gpt-39b:layers={n}", "8xdgx-a100-80", 1024, sweep="layers") for n in (12, 24, 48, 96)),
+    *(Work(f"{8 * n} A100, 24 layers", "gpt-39b:layers=24", f"{n}xdgx-a100-80", 1024, sweep="devices") for n in (8, 16, 32, 64, 128)),
+)
+
+
+def run(work: Work, folder: Path) -> tuple[float, int, dict[str, Any]]:
+    """(wall seconds from the start of the process, largest resident set in bytes, the plan's JSON) of one `weft plan`."""
+    model = work.model
+    if model == "hf:CONFIG":
+        config = folder / "config.json"
+        config.write_text(json.dumps(LLAMA_8B))
+        model = f"hf:{config}"
+    words = [sys.executable, "-m", "bench.plan", "--one", model, work.cluster, str(work.batch), str(work.sequence or 0)]
+    began = time.perf_counter()
+    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, timeout=LIMIT_S, check=False)
+    wall = time.perf_counter() - began
+    try:
+        found = json.loads(done.stdout.strip().splitlines()[-1])
+    except (IndexError, ValueError):
+        lines = done.stderr.strip().splitlines()
+        found = {"memory_bytes": 0, "answer": {"error": lines[-1] if lines else f"exit {done.returncode}, and nothing said"}}
+    return wall, int(found["memory_bytes"]), found["answer"]
+
+
+def one(arguments: Sequence[str]) -> int:
+    """In a process of its own: plan as `weft plan --json` does, and tell the answer with the most memory that it took."""
+    import resource
+
+    from weft.cli import run as weft
+
+    model, cluster, batch, sequence = arguments
+    with tempfile.TemporaryFile("w+") as answer:
+        kept = os.dup(1)
+        os.dup2(answer.fileno(), 1)
+        code = weft(
+            ["plan", model, "--cluster", cluster, "--batch", batch, *(["--sequence", sequence] if sequence != "0" else []), "--json"]
+        )
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        answer.seek(0)
+        said = answer.read().strip().splitlines()
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(json.dumps({"memory_bytes": most, "answer": json.loads(said[-1]) if said else {"error": f"exit {code}"}}))
+    return code
+
+
+def rows_of(work: Work, times: Sequence[float], memory: int, answer: Mapping[str, Any]) -> list[Row]:
+    """A row of the time, and one of the memory where it is a case with a target."""
+    wall = median(times)
+    peer_name, peer_s = work.peer if work.peer else ("", None)
+    time_row = Row(
+        work.case,
+        wall,
+        peer_s,
+        peer_name,
+        peer_s / wall if peer_s else None,
+        "s",
+        answer.get("planning_time_s"),
+        memory,
+        str(answer.get("layout") or ""),
+        answer.get("step_time_s"),
+        answer.get("mfu"),
+        answer.get("bound_gap"),
+        work.target_s,
+        wall <= work.target_s if work.target_s and "error" not in answer else None if not work.target_s else False,
+        work.sweep,
+        str(answer.get("error", "")),
+    )
+    if work.sweep:
+        return [time_row]
+    return [time_row, Row(f"{work.case}, memory", float(memory), None, "", None, "bytes", target=MOST_BYTES, met=memory <= MOST_BYTES)]
+
+
+def show(console: Console, rows: Sequence[Row]) -> None:
+    """Cases and sweeps as tables."""
+    for title, mine in parts(rows):
+        table = Table(title=title, title_justify="left")
+        for name in COLUMNS:
+            table.add_column(name, justify="left" if name in ("case", "layout") else "right")
+        for row in mine:
+            table.add_row(*cells(row))
+        console.print(table)
+
+
+COLUMNS = ("case", "planning", "of it search", "memory", "target", "peer's", "ratio", "layout")
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """One row in words."""
+    met = "" if row.met is None else " met" if row.met else " missed"
+    return (
+        row.case,
+        f"{row.weft:.1f} s",
+        f"{row.search_s:.1f} s" if row.search_s is not None else "",
+        f"{row.memory_bytes / 1e9:.2f} GB" if row.memory_bytes else "",
+        f"{row.target:.0f} s{met}" if row.target else "",
+        f"{row.peer:,.0f} s" if row.peer else "",
+        f"{row.ratio:.0f}x" if row.ratio else "",
+        row.layout or row.note,
+    )
+
+
+def parts(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
+    """Rows of seconds by table."""
+    titles = {"": "From a model's name to its plan", "layers": "Growth with layers", "devices": "Growth with devices"}
+    found = [(title, [r for r in rows if r.unit == "s" and r.sweep == sweep]) for sweep, title in titles.items()]
+    return [(title, mine) for title, mine in found if mine]
+
+
+def markdown(about: Mapping[str, Any], rows: Sequence[Row]) -> str:
+    """The page: header, tables, growth, sources."""
+    lines = ["# Planning times", "", INTRO, ""]
+    lines += ["| | |", "|---|---|", *(f"| {key} | {_words(value)} |" for key, value in about.items()), ""]
+    for title, mine in parts(rows):
+        lines += [f"## {title}", "", f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
+        lines += [f"| {' | '.join(cells(row))} |" for row in mine]
+        if exponent := growth(mine):
+            lines += ["", f"From the first row to the last the time grows with the power {exponent:.2f} of the number."]
+        lines.append("")
+    lines += ["## What was planned", "", "| case | step | MFU | above the bound |", "|---|---|---|---|"]
+    for row in rows:
+        if row.step_time_s:
+            gap = f"{row.bound_gap:.1%}" if row.bound_gap is not None else "no bound"
+            lines.append(f"| {row.case} | {row.step_time_s:.3g} s | {(row.mfu or 0):.1%} | {gap} |")
+    lines += ["", "Predicted, not measured: [validation](../validation.md) says how far predictions are off.", ""]
+    sources = dict.fromkeys(row.peer_name for row in rows if row.peer_name)
+    lines += ["Peers' times, on their authors' machines:", "", *(f"- {name}" for name in sources), ""]
+    return "\n".join(lines)
+
+
+def growth(rows: Sequence[Row]) -> float | None:
+    """The power of the sweep's number with which the time grows, between its ends; None where rows are no sweep."""
+    from math import log
+
+    if len(rows) < 2 or not rows[0].sweep:
+        return None
+    first, last = (float(row.case.partition(" ")[0].replace(",", "")) for row in (rows[0], rows[-1]))
+    return log(rows[-1].weft / rows[0].weft) / log(last / first)
+
+
+INTRO = """Seconds from the start of `weft plan` to its answer, in a process of its own: starting Python and torch, building the model
+without memory, tracing it, searching, and timing the leading candidates with the simulator. Memory is the process's largest resident
+set. The planner uses one core."""
+
+
+def _words(value: Any) -> str:
+    return ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, Mapping) else str(value)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Read the options, measure, tell."""
+    p = argparse.ArgumentParser(prog="scripts/bench plan", description="how long planning takes", allow_abbrev=False)
+    p.add_argument("--json", metavar="FILE", type=Path, help="write header and rows to FILE")
+    p.add_argument("--rounds", type=int, default=1, help="times that each is run; the median counts")
+    p.add_argument("--only", metavar="WORD", default="", help="cases whose name has this word; does not write the page")
+    p.add_argument("--quick", action="store_true", help="no sweeps; does not write the page")
+    given = p.parse_args(list(arguments))
+    console = Console(soft_wrap=True) if not sys.stdout.isatty() else Console()
+    about = header(
+        " ".join(["scripts/bench plan", *arguments]),
+        versions(("torch", "transformers", "highspy")),
+        load=f"{os.getloadavg()[0]:.1f} processes were running before (a quiet machine has 0)",
+        measured=f"{given.rounds} runs of each, one after another; medians",
+    )
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for work in (*CASES, *(() if given.quick else SWEEPS)):
+            if given.only not in work.case:
+                continue
+            found = [run(work, Path(folder)) for _ in range(given.rounds)]
+            rows += rows_of(work, [wall for wall, _, _ in found], max(memory for _, memory, _ in found), found[-1][2])
+            console.print(f"{rows[-1 if work.sweep else -2].weft:7.1f} s  {work.case}  {found[-1][2].get('error', '')}", markup=False)
+    show(console, rows)
+    if given.json:
+        given.json.write_text(json.dumps({"header": about, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+    if not given.quick and not given.only:
+        PAGE.parent.mkdir(parents=True, exist_ok=True)
+        PAGE.write_text(markdown(about, rows))
+        console.print(f"wrote {PAGE.relative_to(ROOT)}")
+    failed = [row for row in rows if row.note]
+    for row in failed:
+        print(f"weft: {row.case}: {row.note}", file=sys.stderr)
+    return 4 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(one(sys.argv[2:]) if sys.argv[1:2] == ["--one"] else main(sys.argv[1:]))
