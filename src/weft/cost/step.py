@@ -25,8 +25,8 @@ from weft.cost.memory import Inventory, StageState, Widths, memory_of
 from weft.cost.network import Group, collective_s, send_s
 from weft.cost.parts import Local, Parts, Section, gather, held_parameters, section
 from weft.errors import Infeasible
+from weft.model.fold import propagate
 from weft.model.graph import Graph
-from weft.model.propagate import propagate
 from weft.model.sharding import Prices, Sharding
 from weft.model.stages import Cut, Stage, cuts, split
 from weft.model.work import Work, model_flops
@@ -122,10 +122,10 @@ class Pricer:
         """The efficiency set that GPUs are priced with."""
         return self.stack or stack_of(self.cluster.device)
 
-    def with_stack(self, stack: Stack) -> Pricer:
-        """The same with another efficiency set; what follows from the graph is shared."""
-        made = replace(self, stack=stack, balanced={}, _times={}, _bases={})
-        made.__dict__.update({key: self.__dict__[key] for key in ("inventory", "cuts", "_position", "_narrow") if key in self.__dict__})
+    def varied(self, stack: Stack | None = None, batch_size: int = 0) -> Pricer:
+        """The same with another efficiency set or batch; what follows from the graph is shared."""
+        made = replace(self, stack=stack or self.stack, batch_size=batch_size or self.batch_size, balanced={}, _times={}, _bases={})
+        made.__dict__.update({key: getattr(self, key) for key in ("inventory", "cuts", "_position", "_narrow", "_least", "_flops")})
         return made
 
     @cached_property
@@ -140,7 +140,11 @@ class Pricer:
     @cached_property
     def model_flops(self) -> float:
         """FLOPs of one step on the whole batch, as `weft.model.work.model_flops` counts them."""
-        return model_flops(self.graph) * self.batch_size / self.graph.batch_size
+        return self._flops * self.batch_size / self.graph.batch_size
+
+    @cached_property
+    def _flops(self) -> float:
+        return model_flops(self.graph)
 
     def speed(self, layout: Layout) -> Speed:
         return self.cluster.speed(layout.num_ranks, layout.threads)
@@ -199,34 +203,45 @@ class Pricer:
 
     def operators(self, layout: Layout) -> tuple[list[Seconds], list[Seconds]]:
         """(compute, collectives) of every operator of the graph on one rank, for one microbatch."""
-        a, b, c, d = (one.tolist() for one in self._seconds(layout))
+        a, b, c, d = (one.tolist() for one in self.operator_seconds(layout))
         return [Seconds(*pair) for pair in zip(a, b, strict=True)], [Seconds(*pair) for pair in zip(c, d, strict=True)]
 
-    def _seconds(self, layout: Layout) -> tuple[Array, Array, Array, Array]:
+    def operator_seconds(self, layout: Layout) -> tuple[Array, Array, Array, Array]:
         """Forward and backward of compute, forward and backward of collectives, by operator."""
         key = (*self._cut(layout), layout.data, layout.num_ranks, layout.threads, layout.microbatches, layout.precision)
         if key not in self._times:
-            self._times[key] = (*self._compute(layout), *self._collectives(layout))
+            network = self._collectives(layout)
+            self._times[key] = (*(self._compute(layout) if self.cluster.is_cpu else self._on_gpu(layout)), *network)
         return self._times[key]
 
     def _compute(self, layout: Layout) -> tuple[Array, Array]:
         parts = self.parts(layout)
-        scale = self.microbatch(layout)
-        if self.cluster.is_cpu:
-            rates = Rates.of(self.speed(layout), layout.precision, overlapped=False)
-
-            def seconds(local: Local, by: float) -> Seconds:
-                k = local.kernel
-                return rates.seconds(Work(k.kind, k.flops, k.backward_flops, k.bytes, k.backward_bytes), 1.0, by)
-        else:
-
-            def seconds(local: Local, by: float) -> Seconds:
-                return kernels.scaled(local.kernel, by).seconds(self.cluster.device, self.efficiency, layout.precision)
-
-        found = [
-            seconds(local, (scale if local.batched else 1.0) / (layout.data if local.shared else 1)) for local in parts.compute
-        ]
+        rates = Rates.of(self.speed(layout), layout.precision, overlapped=False)
+        found = []
+        for local, by in self._sized(layout):
+            k = local.kernel
+            found.append(rates.seconds(Work(k.kind, k.flops, k.backward_flops, k.bytes, k.backward_bytes), 1.0, by))
         return np.array([s.forward for s in found])[parts.index], np.array([s.backward for s in found])[parts.index]
+
+    def _on_gpu(self, layout: Layout) -> tuple[Array, Array]:
+        """Numbered blocks and what stands around them are two streams of kernels each way: the loss is waited for."""
+        parts, device, stack = self.parts(layout), self.cluster.device, self.efficiency
+        found = [kernels.scaled(local.kernel, by).seconds(device, stack, layout.precision) for local, by in self._sized(layout)]
+        both = []
+        for way in ("forward", "backward"):
+            host, busy = (np.array([getattr(pair[i], way) for pair in found])[parts.index] for i in (0, 1))
+            total = np.empty(len(host))
+            for stream in (parts.repeated, ~parts.repeated):
+                total[stream] = kernels.together(host[stream], busy[stream])
+            both.append(total)
+        return both[0], both[1]
+
+    def _sized(self, layout: Layout) -> list[tuple[Local, float]]:
+        """Unique operators, and how many times the graph's rows one rank has of each."""
+        scale = self.microbatch(layout)
+        return [
+            (local, (scale if local.batched else 1.0) / (layout.data if local.shared else 1)) for local in self.parts(layout).compute
+        ]
 
     def _collectives(self, layout: Layout) -> tuple[Array, Array]:
         parts = self.parts(layout)
@@ -298,8 +313,11 @@ class Pricer:
             ]
         return self._sections[key]
 
-    def stages(self, layout: Layout, sites: Sequence[str] = ()) -> tuple[StageCost, ...]:
-        """Every stage's cost. `sites`: where stages after the first begin.
+    def stages(
+        self, layout: Layout, sites: Sequence[str] = (), *, only: range | None = None, place: int | None = None
+    ) -> tuple[StageCost, ...]:
+        """Every stage's cost, or that of `only` some. `sites`: where stages after the first begin. `place`: each as if it were that
+        stage of the pipeline.
 
         Raises:
             LayoutError: sites that the graph does not have, or not in order.
@@ -309,11 +327,12 @@ class Pricer:
         if key not in self._bases:
             sections = self._sections_of(layout, tuple(sites))
             self._bases[key] = [self._base(layout, stage, one) for stage, one in zip(self.split(sites), sections, strict=True)]
-        return tuple(self._stage(layout, i, base) for i, base in enumerate(self._bases[key]))
+        bases = self._bases[key]
+        return tuple(self._stage(layout, i if place is None else place, bases[i]) for i in only or range(len(bases)))
 
     def _base(self, layout: Layout, stage: Stage, section: Section) -> _Base:
         parts, ops = self.parts(layout), section.operators
-        times = [one[ops] for one in self._seconds(layout)]
+        times = [one[ops] for one in self.operator_seconds(layout)]
         busy, network = Seconds(*(float(t.sum()) for t in times[:2])), Seconds(*(float(t.sum()) for t in times[2:]))
         repeated = parts.repeated[ops] if parts.repeated.any() else np.ones(len(ops), dtype=bool)
         block = Seconds(float(times[0][repeated].sum()), float(times[2][repeated].sum()))
@@ -354,11 +373,12 @@ class Pricer:
 
     def _layer_bytes(self, layout: Layout) -> float:
         """What enters one layer, of one replica's microbatch: the least that crosses between operators in numbered blocks."""
-        if not self.cuts:
-            return 0.0
         ways = layout.tensor if layout.sequence_parallel == "on" else 1
-        least = min(self.cuts, key=lambda cut: cut.size_bytes)
-        return self.crossing(layout, least.values) / layout.data / ways
+        return self.crossing(layout, self._least) / layout.data / ways
+
+    @cached_property
+    def _least(self) -> tuple[str, ...]:
+        return min(self.cuts, key=lambda cut: cut.size_bytes).values if self.cuts else ()
 
     def _stage(self, layout: Layout, index: int, base: _Base) -> StageCost:
         busy, network = base.compute, base.tensor
@@ -434,7 +454,7 @@ class Pricer:
             ("optimizer", optimizer),
             ("overhead", overhead),
         )
-        fullest = max((_together([c.memory for c in own]) for own in ranks), key=lambda memory: memory.total)
+        fullest = max((together([c.memory for c in own]) for own in ranks), key=lambda memory: memory.total)
         flops = self.model_flops
         return Prediction(total, flops / total / self.peak_flops(layout), flops, fullest, parts)
 
@@ -458,6 +478,6 @@ class Pricer:
             )
 
 
-def _together(held: Sequence[Memory]) -> Memory:
+def together(held: Sequence[Memory]) -> Memory:
     """What the stages of one rank hold."""
     return Memory(*(sum(getattr(one, name) for one in held) for name in Memory.__dataclass_fields__))

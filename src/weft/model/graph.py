@@ -134,9 +134,13 @@ class Graph:
     def variables(self) -> tuple[Variable, ...]:
         return (*self.parameters, *self.buffers, *self.inputs, *self.constants)
 
-    @property
+    @cached_property
     def num_parameters(self) -> int:
         return sum(v.tensor.size for v in self.parameters)
+
+    @cached_property
+    def num_trainable(self) -> int:
+        return sum(v.tensor.size for v in self.parameters if v.trainable)
 
     def cast(self, source: str, target: str) -> Graph:
         """The same graph with dtype `source` replaced by `target`, in tensors and in arguments (`x.to(torch.float32)`).
@@ -187,6 +191,13 @@ class Graph:
         from weft.model.fold import fold  # here, since folding is written in terms of Graph
 
         return fold(self)
+
+    @cached_property
+    def free(self) -> frozenset[str]:
+        """Names of the operators that follow from the batch and constants alone, see `weft.model.stages`."""
+        from weft.model.stages import free_operators  # here, since stages are written in terms of Graph
+
+        return frozenset(free_operators(self))
 
     def producer(self) -> dict[str, Operator]:
         """The operator that makes each value; variables are not in it."""

@@ -50,6 +50,8 @@ def draws(op: Operator) -> bool:
         return any(isinstance(arg, float) and arg > 0 for arg in op.args)  # dropout between layers
     if name == "scaled_dot_product_attention":
         return len(op.args) > 4 and isinstance(op.args[4], float) and op.args[4] > 0
+    if name.endswith("_loss"):
+        return False
     if name.endswith("dropout") and len(op.args) > 2 and (op.args[1] == 0 or op.args[2] is False):
         return False
     return any(word in name for word in _RANDOM)
@@ -73,7 +75,7 @@ def free_operators(graph: Graph) -> set[str]:
 
 def cuts(graph: Graph) -> tuple[Cut, ...]:
     """Every place where a stage may begin, in order, with what would cross there (global bytes of one microbatch)."""
-    free = free_operators(graph)
+    free = graph.free
     last: dict[str, int] = {}
     for i, op in enumerate(graph.operators):
         if op.name not in free:
@@ -128,7 +130,7 @@ def split(graph: Graph, sites: Sequence[str]) -> tuple[Stage, ...]:
         if order[site] in fixed:
             raise LayoutError(f"no stage can begin at {site!r}: a buffer that the model writes is used before and after it; move the cut")
         starts.append(order[site])
-    free = free_operators(graph)
+    free = graph.free
     home: dict[str, int] = {}  # value -> the stage that makes it
     mine: list[list[Operator]] = [[] for _ in starts]
     stage = 0
@@ -143,7 +145,7 @@ def split(graph: Graph, sites: Sequence[str]) -> tuple[Stage, ...]:
             raise Infeasible(f"stage {s} of {len(starts)} has no operator; use fewer stages")
     finals = graph.outputs or (graph.loss,)
     # What follows from the batch is made wherever it is read (and with the last stage, where it is a result).
-    producer = graph.producer()
+    place = graph.place
     needed: list[set[str]] = [set() for _ in starts]
     reads: list[dict[str, None]] = [{} for _ in starts]
     for s, ops in enumerate(mine):
@@ -152,7 +154,8 @@ def split(graph: Graph, sites: Sequence[str]) -> tuple[Stage, ...]:
             todo += [v for v in finals if v not in home]
         while todo:
             value = todo.pop()
-            maker = producer.get(value)
+            at = place.get(value)
+            maker = None if at is None else graph.operators[at]
             if value not in reads[s] and maker is not None and maker.name in free and maker.name not in needed[s]:
                 needed[s].add(maker.name)
                 todo += maker.inputs
@@ -160,20 +163,26 @@ def split(graph: Graph, sites: Sequence[str]) -> tuple[Stage, ...]:
     receives: list[dict[int, dict[str, None]]] = [{} for _ in starts]
     sends: list[dict[int, dict[str, None]]] = [{} for _ in starts]
     for s in range(len(starts)):
-        for op in graph.operators:
-            for value in op.outputs:
-                if value in reads[s] and home.get(value, s) != s:
-                    receives[s].setdefault(home[value], {})[value] = None
-                    sends[home[value]].setdefault(s, {})[value] = None
+        for value in sorted((v for v in reads[s] if v in place), key=place.__getitem__):
+            if home.get(value, s) != s:
+                receives[s].setdefault(home[value], {})[value] = None
+                sends[home[value]].setdefault(s, {})[value] = None
     stages = []
+    variables = {v.value: i for i, v in enumerate(graph.variables)}
+    by_name = {op.name: op for op in graph.operators}
+    numbers = {op.name: i for i, op in enumerate(graph.operators)}
+
+    def number(op: Operator) -> int:
+        return numbers[op.name]
+
     for s in range(len(starts)):
         own = {op.name for op in mine[s]} | needed[s]
         results = tuple(v for v in finals if home.get(v, len(starts) - 1) == s)
         stages.append(
             Stage(
                 s,
-                tuple(op for op in graph.operators if op.name in own),
-                tuple(v.value for v in graph.variables if v.value in reads[s] or v.value in results),
+                tuple(sorted((by_name[name] for name in own), key=number)),
+                tuple(sorted((v for v in {*reads[s], *results} if v in variables), key=variables.__getitem__)),
                 tuple((p, tuple(values)) for p, values in sorted(receives[s].items())),
                 tuple((q, tuple(values)) for q, values in sorted(sends[s].items())),
                 results,

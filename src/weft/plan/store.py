@@ -122,6 +122,8 @@ def format_plan(plan: Plan) -> str:
         lines += ["", "[prediction.memory_bytes]  # on the fullest device"]
         lines += [f"{key} = {_number(getattr(plan.prediction.memory, key))}" for key in _MEMORY]
     lines += ["", "[search]  # how this was found", f"planning_time_s = {_number(plan.planning_time_s)}"]
+    if plan.bound_gap is not None:
+        lines.append(f"bound_gap = {_number(plan.bound_gap)}  # above a time that nothing can beat")
     if plan.candidates:
         lines += [
             "# layout, note; and of those that were priced step_time_s, mfu, model_flops,",
@@ -168,6 +170,7 @@ def parse_plan(text: str, source: str = "plan.toml") -> Plan:
     given["shards"] = tuple((axis, _cuts(sharded.table(axis))) for axis in sharded.data)
     given["prediction"] = _prediction(prediction) if prediction.data else None
     given["planning_time_s"] = float(search.take("planning_time_s", "float", 0.0))
+    given["bound_gap"] = search.take("bound_gap", "float", None)
     given["candidates"] = tuple(_read_candidate(row, search) for row in search.rows("candidates", "list"))
     search.finish()
     try:

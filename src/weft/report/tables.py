@@ -147,7 +147,7 @@ def plan_record(plan: Plan) -> dict[str, object]:
         "batch_size": plan.batch_size,
         **_prediction_record(plan.prediction),
         "planning_time_s": plan.planning_time_s,
-        "bound_gap": None,  # a search without a lower bound claims none
+        "bound_gap": plan.bound_gap,
         "reasons": [{"choice": choice, "reason": reason} for choice, reason in plan.reasons],
         "stages": list(plan.stages),
         "replicated_operators": list(plan.replicated_operators),

@@ -12,7 +12,10 @@ from weft.plan.layout import Layout
 from weft.plan.plan import Candidate, Prediction
 from weft.units import format_bytes, format_seconds
 
-KEYS = ("data", "tensor", "pipeline", "microbatches", "precision", "threads", "zero", "recompute", "schedule")
+KEYS = (
+    "data", "tensor", "sequence_parallel", "pipeline", "microbatches", "schedule", "chunks", "expert", "zero", "recompute", "offload",
+    "precision", "threads",
+)  # fmt: skip
 # The part of a step that each key's choice shows in.
 CAUSE = {
     "data": ("gradients", "summing gradients"),
@@ -24,17 +27,37 @@ CAUSE = {
     "zero": ("optimizer", "the optimizer"),
     "recompute": ("compute", "compute"),
     "schedule": ("pipeline", "the pipeline's bubble and transfers"),
+    "chunks": ("pipeline", "the pipeline's bubble and transfers"),
+    "sequence_parallel": ("tensor", "collectives inside layers"),
+    "expert": ("tensor", "collectives inside layers"),
+    "offload": ("compute", "compute"),
 }
 
 
 def reasons(
-    layout: Layout, prediction: Prediction, candidates: Sequence[Candidate], refused: Sequence[Candidate], cluster: Cluster, by_hand: bool
+    layout: Layout,
+    prediction: Prediction,
+    candidates: Sequence[Candidate],
+    refused: Sequence[Candidate],
+    cluster: Cluster,
+    by_hand: bool,
+    bound_s: float = 0.0,
 ) -> tuple[tuple[str, str], ...]:
-    """One sentence a key that had a choice; for a layout by hand, where its time goes. `refused`: the nearest to the choice first."""
+    """One sentence a key that had a choice; for a layout by hand, where its time goes.
+
+    Args:
+        candidates: what fits, the best first. refused: the nearest to the choice first. bound_s: no plan takes less; 0 where unknown.
+    """
     parts = dict(prediction.parts)
     step = prediction.step_time_s
     spent = ", ".join(f"{name} {format_seconds(s)}" for name, s in prediction.parts if s >= 0.005 * step)
     found = [("step", f"{format_seconds(step)}: {spent}")]
+    if bound_s:
+        whose = "this layout" if by_hand else "any plan of this search"
+        found.append(
+            ("bound", f"{whose} computes and talks inside layers for {format_seconds(bound_s)} at least, were it divided evenly; "
+             f"this takes {100 * (step / bound_s - 1):.1f} % more")
+        )  # fmt: skip
     if by_hand:
         return (*found, ("layout", "given by hand; nothing else was tried"))
     for key in KEYS:

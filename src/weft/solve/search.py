@@ -1,48 +1,43 @@
 """The fastest plan. In: a graph, a cluster, a batch, constraints or a layout by hand. Out: a `Plan` with reasons and runners-up.
 
-Every legal layout is priced in closed form; the best few are timed by the clock on the program that would run, and the fastest is
-kept. A layout by hand goes the same way, alone. Not searched: shards other than those that propagation finds best, and stages
-other than the most balanced.
+Branch and bound. Every frame of the space gets a proven lower bound; the most promising is priced with all its schedules and all that
+trades memory for time, and timed by the clock on the program that would run, until no bound is below the best. What costs time and
+saves only memory is not tried where the same fits without. A layout by hand goes the same way, alone. Not searched: shards other than
+those that propagation finds best, and stages other than the most balanced (that fit).
 """
 
 from __future__ import annotations
 
+import contextlib
+import heapq
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from itertools import pairwise
+from dataclasses import dataclass, field, fields, replace
 
 from weft.cluster.cluster import Cluster
 from weft.cost.memory import state_bytes
-from weft.cost.step import Pricer, StageCost
+from weft.cost.step import Pricer, together
 from weft.errors import Infeasible, LayoutError, UsageError
 from weft.model.graph import Graph
 from weft.model.sharding import Shards
 from weft.model.stages import links
-from weft.plan.layout import Layout
-from weft.plan.plan import Candidate, Plan, Prediction
-from weft.plan.program import Compute, Op, Value
-from weft.plan.timeline import Timeline
+from weft.plan.check import check
+from weft.plan.layout import CHOICES, Layout
+from weft.plan.plan import Candidate, Plan
 from weft.schedules import build
-from weft.simulate.clock import simulate
+from weft.solve.bounds import check_state, least_s
 from weft.solve.reasons import reasons
-from weft.solve.space import layouts, parse_constraints
-from weft.solve.stages import balance, useful
+from weft.solve.remedies import nothing_fits
+from weft.solve.space import Space, layouts, parse_constraints
+from weft.solve.timing import Priced, balanced, clocked, fitted, least_pipeline_s, price, timeline
+
+__all__ = ["OBJECTIVES", "Priced", "balanced", "check_layout", "clocked", "price", "search", "timeline", "without_graph"]
 
 OBJECTIVES = ("time", "cost", "energy", "memory")
-TIMED = 5  # candidates that the clock times
 KEPT = 12  # candidates that the plan keeps
 MOST_REFUSED = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Priced:
-    """A layout with its price and where its stages begin."""
-
-    layout: Layout
-    prediction: Prediction
-    sites: tuple[str, ...]
-    costs: tuple[StageCost, ...]
+MOST_CHECKED = 300_000  # actions of a program that is proven before it is given out; schedules of any size are proven by tests
+COMPARED = ("data", "tensor", "pipeline", "microbatches", "precision", "sequence_parallel", "expert")  # keys of frames
 
 
 def search(
@@ -74,43 +69,23 @@ def search(
         raise UsageError(f"unknown objective {objective}; use one of {', '.join(OBJECTIVES)}")
     limits = parse_constraints(constraints)
     pricer = Pricer(graph, cluster, batch_size, optimizer_states, shards)
-    refused: list[Candidate] = []
-    fitting: list[Priced] = []
-    leanest: Priced | None = None
-    space = [layout] if layout is not None else list(layouts(cluster, batch_size, limits, len(pricer.cuts) + 1))
-    for one in space:
-        if one.recompute == "full" and layout is None and _fits_without(one, fitting):
-            continue
-        try:
-            check_layout(one, cluster, batch_size)
-            if layout is None:
-                _check_state(one, cluster, graph.num_parameters)
-            priced = price(pricer, one, stages)
-        except (Infeasible, LayoutError) as error:
-            if layout is not None:
-                raise
-            refused.append(Candidate(one, None, str(error)))
-            continue
-        if leanest is None or priced.prediction.memory.total < leanest.prediction.memory.total:
-            leanest = priced
-        try:
-            pricer.check_memory(one, priced.prediction)
-        except Infeasible as error:
-            if layout is not None:
-                raise
-            refused.append(Candidate(one, priced.prediction, str(error)))
-            continue
-        fitting.append(priced)
-    if not fitting:
-        if leanest is None and space:
-            leanest = _least_state(pricer, space, cluster, batch_size)
-        raise _nothing(cluster, batch_size, constraints, len(space), leanest, refused)
-    fitting.sort(key=lambda p: _score(p, cluster, objective))
-    timed = sorted((clocked(pricer, p) for p in fitting[:TIMED]), key=lambda p: _score(p, cluster, objective))
-    best = timed[0]
-    candidates = [Candidate(p.layout, p.prediction) for p in (*timed, *fitting[TIMED:])]
-    shown = _spread(candidates)
-    refused.sort(key=lambda c: (_differences(c.layout, best.layout), c.prediction.step_time_s if c.prediction else float("inf")))
+    if layout is not None:
+        found = _by_hand(pricer, layout, stages)
+    else:
+        space = Space(cluster, batch_size, limits, len(pricer.cuts) + 1, fewer=objective in ("cost", "energy"))
+        found = _Search(pricer, space, objective)
+        found.run()
+        if found.best is None:
+            raise nothing_fits(pricer, space, constraints, found.leanest, found.refused)
+        found.compare()
+    best = found.best
+    assert best is not None
+    _prove(pricer, best)
+    found.clocked.sort(key=lambda p: _score(p, cluster, objective))
+    candidates = [Candidate(p.layout, p.prediction) for p in found.clocked]
+    refused = sorted(
+        found.refused, key=lambda c: (_differences(c.layout, best.layout), c.prediction.step_time_s if c.prediction else float("inf"))
+    )
     sharding = pricer.sharding(best.layout)
     cut = () if sharding is None else tuple((axis, names) for axis, names in sharding.shards.items() if axis != "data" and names)
     return Plan(
@@ -121,11 +96,158 @@ def search(
         best.sites,
         cut,
         best.prediction,
-        reasons(best.layout, best.prediction, candidates, refused, cluster, by_hand=layout is not None),
-        (*shown, *refused[:MOST_REFUSED]),
+        reasons(best.layout, best.prediction, candidates, refused, cluster, by_hand=layout is not None, bound_s=found.bound_s),
+        (*_spread(candidates), *refused[:MOST_REFUSED]),
         () if sharding is None else sharding.replicated,
+        bound_gap=best.prediction.step_time_s / found.bound_s - 1 if found.bound_s else None,
         planning_time_s=time.perf_counter() - began,
     )
+
+
+@dataclass
+class _Search:
+    """One search: what is still open, what was found. `clocked` and `refused` are in no order."""
+
+    pricer: Pricer
+    space: Space
+    objective: str
+    best: Priced | None = None
+    leanest: Priced | None = None
+    clocked: list[Priced] = field(default_factory=list)
+    refused: list[Candidate] = field(default_factory=list)
+    bound_s: float = 0.0
+    _open: list[tuple[tuple[float, ...], int, Layout, bool]] = field(default_factory=list)
+    _number: int = 0
+
+    def run(self) -> None:
+        """Price frames in the order of their bounds until none can be better than the best."""
+        cluster = self.pricer.cluster
+        least: list[float] = []
+        for frame in self.space.frames():
+            for interleaved in {one.chunks > 1 for one in self.space.schedules(frame)}:
+                try:
+                    check_layout(frame, cluster, self.pricer.batch_size)
+                    bound = least_s(self.pricer, frame, interleaved)
+                except (Infeasible, LayoutError) as error:
+                    self._refuse(frame, None, str(error))
+                    continue
+                least.append(bound)
+                self._number += 1
+                heapq.heappush(self._open, (self._bound(frame, bound), self._number, frame, interleaved))
+        while self._open:
+            bound_score, _, frame, interleaved = self._open[0]
+            if self.best is not None and self.objective != "memory" and bound_score > _score(self.best, cluster, self.objective)[:1]:
+                break
+            heapq.heappop(self._open)
+            self._expand(frame, interleaved)
+        self.bound_s = min(least, default=0.0)
+
+    def compare(self) -> None:
+        """Price what differs from the best in one key, where the search had no need to: the plan says what it would cost."""
+        assert self.best is not None
+        mine = self.best.layout
+        done = {p.layout for p in self.clocked}
+        for key in COMPARED:
+            values = {getattr(p.layout, key) for p in self.clocked}
+            for value in sorted({getattr(f, key) for _, _, f, _ in self._open} - values, key=str):
+                near = [item for item in self._open if getattr(item[2], key) == value]
+                for _, _, frame, interleaved in sorted(near)[:2]:
+                    self._expand(frame, interleaved)
+                    done = {p.layout for p in self.clocked}
+                    if any(getattr(layout, key) == value for layout in done):
+                        break
+        for one in self.space.variants(replace(mine, schedule="1f1b", chunks=1, zero=0, recompute="none", offload="none")):
+            if one not in done and _differences(one, mine) == 1:
+                self._try(one, whatever=True)
+
+    def _bound(self, frame: Layout, seconds: float) -> tuple[float, ...]:
+        if self.objective == "memory":
+            return (0.0,)
+        return (_value(frame, seconds, self.pricer.cluster, self.objective),)
+
+    def _expand(self, frame: Layout, interleaved: bool) -> None:
+        """Price the variants of a frame, those that cost more only where what costs less does not fit."""
+        for schedule in self.space.schedules(frame):
+            if (schedule.chunks > 1) is not interleaved:
+                continue
+            fitting: list[Layout] = []
+            for one in self.space.thrifts(schedule):
+                if self.objective != "memory" and any(_spares(other, one) for other in fitting):
+                    continue
+                if self._try(one):
+                    fitting.append(one)
+
+    def _try(self, layout: Layout, whatever: bool = False) -> bool:
+        """Price a layout, and time it by the clock where it may be the best (or `whatever`); False where it does not fit.
+
+        Also True where it cannot be the best, whether it fits or not: then nothing that costs more can be.
+        """
+        pricer, cluster = self.pricer, self.pricer.cluster
+        have = cluster.memory_of(layout.num_ranks)
+        try:
+            check_layout(layout, cluster, pricer.batch_size)
+            check_state(pricer, layout)
+            sites = balanced(pricer, layout) if layout.num_stages > 1 else ()
+            first = pricer.stages(layout, sites, only=range(0, layout.num_stages, layout.pipeline))
+            floor = layout.microbatches * sum(c.forward_s + c.backward_s for c in first)
+            if self._hopeless(layout, floor) and not whatever:
+                return True
+            need = together([c.memory for c in first]).total
+            if need > have and (layout.pipeline == 1 or layout.chunks > 1):
+                raise Infeasible(f"{layout}: the first rank needs {need / 2**30:.2f} GiB, and has {have / 2**30:.2f} GiB")
+            priced = price(pricer, layout, sites)
+        except (Infeasible, LayoutError) as error:
+            self._refuse(layout, None, str(error))
+            return False
+        if self.leanest is None or priced.prediction.memory.total < self.leanest.prediction.memory.total:
+            self.leanest = priced
+        if priced.prediction.memory.total > have and layout.pipeline > 1 and layout.chunks == 1 and _mean_memory(priced) < have:
+            with contextlib.suppress(Infeasible):  # the most balanced stages' refusal has the numbers
+                priced = fitted(pricer, layout)
+        try:
+            pricer.check_memory(layout, priced.prediction)
+        except Infeasible as error:
+            self._refuse(layout, priced, str(error))
+            return False
+        if not whatever:
+            lowest = pricer.predict(layout, priced.costs, (), least_pipeline_s(priced))
+            if self._hopeless(layout, lowest.step_time_s):
+                return True
+        timed = clocked(pricer, priced)
+        self.clocked.append(timed)
+        if self.best is None or _score(timed, cluster, self.objective) < _score(self.best, cluster, self.objective):
+            self.best = timed
+        return True
+
+    def _hopeless(self, layout: Layout, seconds: float) -> bool:
+        """Whether a step of at least so many seconds cannot be the best."""
+        if self.best is None or self.objective == "memory":
+            return False
+        return self._bound(layout, seconds) > _score(self.best, self.pricer.cluster, self.objective)[:1]
+
+    def _refuse(self, layout: Layout, priced: Priced | None, why: str) -> None:
+        self.refused.append(Candidate(layout, None if priced is None else priced.prediction, why))
+
+
+def _by_hand(pricer: Pricer, layout: Layout, stages: Sequence[str]) -> _Search:
+    """The search of one layout.
+
+    Raises:
+        Infeasible, LayoutError: it cannot be, or does not fit.
+    """
+    check_layout(layout, pricer.cluster, pricer.batch_size)
+    priced = price(pricer, layout, stages)
+    pricer.check_memory(layout, priced.prediction)
+    best = clocked(pricer, priced)
+    space = Space(pricer.cluster, pricer.batch_size)
+    return _Search(pricer, space, "time", best, best, [best], bound_s=least_s(pricer, layout, layout.chunks > 1))
+
+
+def _prove(pricer: Pricer, best: Priced) -> None:
+    """Prove the program that the plan would run."""
+    layout = best.layout
+    if layout.pipeline > 1 and 6 * layout.num_stages * layout.microbatches <= MOST_CHECKED:
+        check(build(layout.schedule, layout.num_stages, layout.microbatches, links(pricer.split(best.sites)), chunks=layout.chunks))
 
 
 def without_graph(
@@ -139,8 +261,8 @@ def without_graph(
         Infeasible: constraints or a layout that ask for tensor or pipeline, or a model that does not fit.
     """
     limits = parse_constraints(constraints)
-    plain = {"tensor": 1, "pipeline": 1, "microbatches": 1, "recompute": "none"}
-    every = layouts(cluster, batch_size, limits)
+    plain = {"tensor": 1, "pipeline": 1, "microbatches": 1, "recompute": "none", "offload": "none"}
+    every = (one for one in layouts(cluster, batch_size, limits) if one.zero <= 1)
     found = [one for one in every if all(getattr(one, k) == v for k, v in plain.items())] if layout is None else [layout]
     if not found:
         raise Infeasible(f"{model} could not be captured ({why}), so only data and zero apply, and {constraints!r} leaves nothing of them")
@@ -174,112 +296,33 @@ def check_layout(layout: Layout, cluster: Cluster, batch_size: int) -> None:
     cluster.device.peak(layout.precision)
 
 
-def price(pricer: Pricer, layout: Layout, sites: Sequence[str] = ()) -> Priced:
-    """The layout's price in closed form, its stages balanced where `sites` does not give them.
-
-    Raises:
-        Infeasible: more stages than the model has places for. LayoutError: sites or shards that the model does not have.
-    """
-    if layout.pipeline > 1 and len(sites) != layout.pipeline - 1:
-        sites = balanced(pricer, layout)
-    costs = pricer.stages(layout, tuple(sites) if layout.pipeline > 1 else ())
-    return Priced(layout, pricer.predict(layout, costs, _borders(pricer, layout, sites)), tuple(sites[: layout.pipeline - 1]), costs)
+def _spares(other: Layout, layout: Layout) -> bool:
+    """Whether `layout` only saves memory where `other` does not, and costs at least its time: the same but for more of a thrift."""
+    if other.offload not in ("none", layout.offload) or not (other.zero == layout.zero or 1 <= other.zero <= layout.zero):
+        return False
+    return CHOICES["recompute"].index(other.recompute) <= CHOICES["recompute"].index(layout.recompute)
 
 
-def balanced(pricer: Pricer, layout: Layout) -> tuple[str, ...]:
-    """Where the most balanced stages begin; the same whatever the schedule, ZeRO stage and recomputation."""
-    key = (layout.data, layout.tensor, layout.pipeline, layout.microbatches, layout.precision, layout.threads, layout.sequence_parallel)
-    if key not in pricer.balanced:
-        pricer.balanced[key] = _balance(pricer, layout)
-    return pricer.balanced[key]
+def _mean_memory(priced: Priced) -> float:
+    return sum(c.memory.total for c in priced.costs) / priced.layout.pipeline
 
 
-def _balance(pricer: Pricer, layout: Layout) -> tuple[str, ...]:
-    p = layout.pipeline
-    places = pricer.cuts
-    if len(places) < p - 1:
-        raise Infeasible(f"pipeline={p} but the model can be cut in {len(places)} places; use pipeline<={len(places) + 1}")
-    tried = useful(places, p - 1)
-    compute, collectives = pricer.operators(layout)
-    ends = [0, *(c.index for c in tried), len(compute)]
-    seconds = [a.total + b.total for a, b in zip(compute, collectives, strict=True)]
-    units = [sum(seconds[a:b]) for a, b in pairwise(ends)]
-    crossings = [2 * pricer.transfer_s(layout, pricer.crossing(layout, c.values)) for c in tried]
-    starts, _ = balance(units, crossings, p)
-    return tuple(tried[i - 1].site for i in starts)
-
-
-def _borders(pricer: Pricer, layout: Layout, sites: Sequence[str]) -> list[float]:
-    if layout.pipeline == 1:
-        return []
-    return [sum(pricer.transfer_s(layout, pricer.crossing(layout, v)) for _, v in stage.sends) for stage in pricer.split(sites)[:-1]]
-
-
-def clocked(pricer: Pricer, priced: Priced) -> Priced:
-    """The same with its pipeline timed by the clock on the program that would run."""
-    if priced.layout.pipeline == 1:
-        return priced
-    pipeline_s = timeline(pricer, priced).total_s
-    return replace(priced, prediction=pricer.predict(priced.layout, priced.costs, (), pipeline_s))
-
-
-def timeline(pricer: Pricer, priced: Priced) -> Timeline:
-    """Forward and backward of one step, by the clock, on the program that would run."""
-    layout = priced.layout
-    stages = pricer.split(priced.sites)
-    program = build(layout.schedule, layout.pipeline, layout.microbatches, links(stages), rendezvous=False)
-    sent = {(s.index, to): pricer.transfer_s(layout, pricer.crossing(layout, values)) for s in stages for to, values in s.sends}
-
-    def compute_s(action: Compute) -> float:
-        cost = priced.costs[action.stage]
-        return cost.forward_s if action.op is Op.F else cost.backward_s
-
-    def transfer_s(value: Value, sender: int, receiver: int) -> float:
-        return sent.get((min(value.index[0], value.index[1]), max(value.index[0], value.index[1])), 0.0)
-
-    return simulate(program, compute_s, transfer_s)
-
-
-def _check_state(layout: Layout, cluster: Cluster, num_parameters: int) -> None:
-    """Refuse, before anything is priced, a layout whose weights, gradients and optimizer alone cannot fit."""
-    have = cluster.memory_of(layout.num_ranks)
-    least = state_bytes(num_parameters, layout.zero, layout.data) / (layout.tensor * layout.pipeline)
-    if least > have:
-        raise Infeasible(
-            f"{layout}: weights, gradients and optimizer need at least {least / 2**30:.2f} GiB a device, which has {have / 2**30:.2f} GiB"
-        )
-
-
-def _least_state(pricer: Pricer, space: Sequence[Layout], cluster: Cluster, batch_size: int) -> Priced | None:
-    """The layout with the least state that can be priced, for saying how far from fitting it is."""
-    number = pricer.graph.num_parameters
-
-    def size(layout: Layout) -> tuple[float, int]:
-        return state_bytes(number, layout.zero, layout.data) / (layout.tensor * layout.pipeline), -layout.microbatches
-
-    for layout in sorted(space, key=size)[:8]:
-        try:
-            check_layout(layout, cluster, batch_size)
-            return price(pricer, layout)
-        except (Infeasible, LayoutError):
-            continue
-    return None
-
-
-def _fits_without(layout: Layout, fitting: Sequence[Priced]) -> bool:
-    """Recomputing costs time and saves memory only: no need where the layout just before fits without."""
-    return any(p.layout == replace(layout, recompute="none") for p in fitting[-8:])
+def _value(layout: Layout, seconds: float, cluster: Cluster, objective: str) -> float:
+    """The objective of a step of so many seconds; three digits, below which the simpler layout and the leaner one wins."""
+    seconds = float(f"{seconds:.3g}")
+    if objective == "time":
+        return seconds
+    return seconds * layout.num_ranks * (cluster.threads_of(layout.num_ranks, layout.threads) or 1)
 
 
 def _score(priced: Priced, cluster: Cluster, objective: str) -> tuple[float, ...]:
-    # Three digits: below that the simpler layout and the leaner one wins.
-    seconds = float(f"{priced.prediction.step_time_s:.3g}")
+    layout, prediction = priced.layout, priced.prediction
+    seconds = float(f"{prediction.step_time_s:.3g}")
     if objective == "memory":
-        return (priced.prediction.memory.total, seconds)
-    if objective in ("cost", "energy"):
-        cores = cluster.threads_of(priced.layout.num_ranks, priced.layout.threads) or 1
-        return (seconds * priced.layout.num_ranks * cores, seconds)
-    return (seconds, priced.layout.num_ranks, priced.layout.microbatches, priced.prediction.memory.total)
+        return (prediction.memory.total, seconds)
+    unlike = sum(getattr(layout, f.name) != f.default for f in fields(Layout))
+    value = _value(layout, prediction.step_time_s, cluster, objective)
+    return (value, seconds, layout.num_ranks, layout.microbatches, unlike, prediction.memory.total)
 
 
 def _differences(one: Layout, other: Layout) -> int:
@@ -288,31 +331,12 @@ def _differences(one: Layout, other: Layout) -> int:
 
 
 def _spread(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """The best few, and the best of every (data, tensor, pipeline, precision), so that every choice can be compared."""
+    """The best few, and the best with every other value of every key, so that every choice can be compared."""
     found = list(candidates[:3])
-    seen = {(c.layout.data, c.layout.tensor, c.layout.pipeline, c.layout.precision) for c in found}
+    seen = {(f.name, getattr(c.layout, f.name)) for c in found for f in fields(Layout)}
     for candidate in candidates[3:]:
-        key = (candidate.layout.data, candidate.layout.tensor, candidate.layout.pipeline, candidate.layout.precision)
-        if key not in seen and len(found) < KEPT:
-            seen.add(key)
+        new = {(f.name, getattr(candidate.layout, f.name)) for f in fields(Layout)} - seen
+        if new and len(found) < KEPT:
+            seen |= new
             found.append(candidate)
     return found
-
-
-def _nothing(
-    cluster: Cluster, batch_size: int, constraints: str, tried: int, leanest: Priced | None, refused: Sequence[Candidate]
-) -> Infeasible:
-    said = f" under {constraints!r}" if constraints else ""
-    if leanest is None:
-        why = f": {refused[0].note}" if refused else "; every one is excluded"
-        return Infeasible(
-            f"no layout of {cluster.num_devices} devices for a batch of {batch_size}{said}{why}. Drop a constraint, or change the batch"
-        )
-    have, need = cluster.memory_of(leanest.layout.num_ranks), leanest.prediction.memory
-    state = need.parameters + need.gradients + need.optimizer
-    more = -(-need.total * leanest.layout.num_ranks // have)
-    return Infeasible(
-        f"none of {tried} layouts fits {cluster.name}{said}: the leanest, {leanest.layout}, needs {need.total / 2**30:.2f} GiB on its "
-        f"fullest device ({state / 2**30:.2f} for weights, gradients and optimizer, {need.activations / 2**30:.2f} for activations), "
-        f"which has {have / 2**30:.2f} GiB; use about {more:.0f} such devices, or a smaller batch or model"
-    )

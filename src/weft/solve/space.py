@@ -1,8 +1,13 @@
 """Every legal layout. In: a cluster, a batch, constraints as text. Out: layouts, or `Infeasible` naming what leaves none.
 
 A constraint is `key<=8`, `<`, `=`, `!=`, `>=` or `>` with a key of the layout, or `ranks`. On processors any number of ranks is tried,
-each with its share of the cores or fewer; on GPUs all devices are used, or as many as the batch lets, where it does not divide.
-Not searched: layouts that `Layout` does not have yet, and microbatch counts beyond `MOST_MICROBATCHES`.
+each with its share of the cores or fewer, and only what a run has built (`Layout.check_runs`); on GPUs all devices are used, or as
+many as the batch lets, where it does not divide, and everything that can be priced.
+
+Each layout is there once, in one form: no sequence parallelism without tensor ranks, no ZeRO without replicas, no schedule without a
+pipeline, no experts spread where the model has none. A `frame` is what operators' seconds depend on; `variants` are its schedules
+and what trades time for memory. Not searched: microbatch counts beyond `MOST_MICROBATCHES`, chunks beyond `MOST_CHUNKS`, float64 unless
+it is asked for.
 """
 
 from __future__ import annotations
@@ -11,14 +16,15 @@ import difflib
 import operator
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from weft.cluster.cluster import Cluster
 from weft.errors import Infeasible, UsageError
-from weft.plan.layout import CHOICES, Layout
+from weft.plan.layout import CHOICES, RUNS, Layout
 
 MOST_MICROBATCHES = 512
-PRECISIONS = ("float32", "bfloat16")  # float64 only where it is asked for
+MOST_CHUNKS = 8
+PRECISIONS = ("float32", "float16", "bfloat16")  # float64 only where it is asked for
 _COMPARE: dict[str, Callable[[float, float], bool]] = {
     "<=": operator.le, ">=": operator.ge, "!=": operator.ne, "<": operator.lt, ">": operator.gt, "=": operator.eq,
 }  # fmt: skip
@@ -85,7 +91,7 @@ def parse_constraints(text: str) -> tuple[Constraint, ...]:
             limits = [c.value for c in mine if isinstance(c.value, int)]
             least = 0 if key in ("zero", "threads") else 1
             values = sorted({least, *(max(least, v + d) for v in limits for d in (-1, 0, 1))})
-            values = [v for v in values if isinstance(v, int) and (key != "zero" or v <= 1)]
+            values = [v for v in values if isinstance(v, int) and (key != "zero" or v <= 3)]
         if not any(all(c.admits(v) for c in mine) for v in values):
             raise Infeasible(f"no {key} meets {' and '.join(str(c) for c in mine)}; drop one of them")
     return tuple(found)
@@ -102,7 +108,7 @@ def divisors(number: int) -> list[int]:
 
 
 def rank_counts(cluster: Cluster) -> list[int]:
-    """How many ranks to try: every count on a small cluster, else the whole of it first, then its halves."""
+    """How many ranks to try: every count on a small cluster, else the whole of it first, then its divisors."""
     n = cluster.num_devices
     if n <= 16:
         return list(range(n, 0, -1))
@@ -117,66 +123,121 @@ def wanted_ranks(cluster: Cluster, constraints: Sequence[Constraint]) -> list[in
     return [n for n in counts if all(c.admits(n) for c in mine)]
 
 
+@dataclass(frozen=True)
+class Space:
+    """The layouts of a batch on a cluster that constraints admit.
+
+    `num_layers`: places for stages, at most that many. `experts`: of the model's widest layer, 1 where it has none. `fewer`: smaller
+    jobs as well, where all devices give one (for objectives that a smaller job may win).
+    """
+
+    cluster: Cluster
+    batch_size: int
+    constraints: Sequence[Constraint] = ()
+    num_layers: int = 1 << 30
+    experts: int = 1
+    fewer: bool = False
+
+    def admits(self, key: str, value: int | str) -> bool:
+        if self.cluster.is_cpu and value not in RUNS.get(key, (value,)) and not self.asked(key, value):
+            return False
+        return all(c.admits(value) for c in self.constraints if c.key == key)
+
+    def asked(self, key: str, value: int | str) -> bool:
+        """Whether a constraint names exactly this value."""
+        return any(c.key == key and c.relation == "=" and c.value == value for c in self.constraints)
+
+    def precisions(self) -> list[str]:
+        have = [p for p, _ in self.cluster.device.peak_flops]
+        if self.asked("precision", "float64"):
+            return ["float64"]
+        found = [p for p in PRECISIONS if p in have and self.admits("precision", p)]
+        # The 16-bit kind with the wider exponent needs no loss scaling; the other only where the device has no such.
+        return [p for p in found if p != "float16" or "bfloat16" not in found]
+
+    def frames(self) -> Iterator[Layout]:
+        """Every (data, tensor, pipeline, microbatches, precision, threads, sequence_parallel, expert), most ranks first."""
+        precisions = self.precisions()
+        given = False
+        for ranks in wanted_ranks(self.cluster, self.constraints):
+            if given and self.cluster.num_devices > 16 and not self.fewer:
+                return
+            for data, tensor, pipeline in self._meshes(ranks):
+                for layout in self._frames(data, tensor, pipeline, precisions):
+                    given = True
+                    yield layout
+
+    def _meshes(self, ranks: int) -> Iterator[tuple[int, int, int]]:
+        for tensor in divisors(ranks):
+            if tensor > self.cluster.node_size or not self.admits("tensor", tensor):
+                continue
+            for pipeline in divisors(ranks // tensor):
+                data = ranks // tensor // pipeline
+                if pipeline > self.num_layers or not self.admits("pipeline", pipeline):
+                    continue
+                if self.batch_size % data == 0 and self.admits("data", data):
+                    yield data, tensor, pipeline
+
+    def _frames(self, data: int, tensor: int, pipeline: int, precisions: Sequence[str]) -> Iterator[Layout]:
+        threads = self._threads(data * tensor * pipeline)
+        sequences = [s for s in (("off", "on") if tensor > 1 else ("off",)) if self.admits("sequence_parallel", s)]
+        experts = [e for e in divisors(data) if e <= self.experts and self.experts % e == 0 and self.admits("expert", e)]
+        for microbatches in divisors(self.batch_size // data):
+            if microbatches > MOST_MICROBATCHES or not self.admits("microbatches", microbatches):
+                continue
+            for precision in precisions:
+                for count in threads:
+                    for sequence in sequences:
+                        for expert in experts:
+                            yield Layout(
+                                data, tensor, pipeline, microbatches, precision=precision, threads=count, sequence_parallel=sequence,
+                                expert=expert,
+                            )  # fmt: skip
+
+    def _threads(self, ranks: int) -> list[int]:
+        if not self.cluster.is_cpu:
+            return [0] if self.admits("threads", 0) else []
+        share = self.cluster.threads_of(ranks)
+        found = [t for t in (0, *(t for t in divisors(share) if t < share)) if self.admits("threads", t)]
+        return found or [share] * self.admits("threads", share)
+
+    def schedules(self, frame: Layout) -> Iterator[Layout]:
+        """The frame under every schedule that differs from others there."""
+        if frame.pipeline == 1:
+            if self.admits("chunks", 1):
+                yield frame
+            return
+        if self.admits("chunks", 1):
+            names = ("1f1b", "gpipe") if frame.microbatches > 1 else ("1f1b",)
+            if self.asked("schedule", "sequential"):
+                names = ("sequential",)
+            elif frame.microbatches == 1 and not self.admits("schedule", "1f1b"):
+                names = ("gpipe",)
+            yield from (replace(frame, schedule=name) for name in names if self.admits("schedule", name))
+        if self.admits("schedule", "interleaved") and frame.microbatches > 1:
+            for chunks in range(2, MOST_CHUNKS + 1):
+                if frame.pipeline * chunks <= self.num_layers and self.admits("chunks", chunks):
+                    yield replace(frame, schedule="interleaved", chunks=chunks)
+
+    def thrifts(self, layout: Layout) -> Iterator[Layout]:
+        """The layout under every ZeRO stage, recomputation and offload, each after those that save less and cost no more."""
+        for offload in CHOICES["offload"]:
+            for recompute in CHOICES["recompute"]:
+                for zero in (0, 1, 2, 3) if layout.data > 1 else (0,):
+                    if self.admits("zero", zero) and self.admits("recompute", recompute) and self.admits("offload", offload):
+                        yield replace(layout, zero=zero, recompute=recompute, offload=offload)
+
+    def variants(self, frame: Layout) -> Iterator[Layout]:
+        """Every layout of the frame."""
+        for one in self.schedules(frame):
+            yield from self.thrifts(one)
+
+
 def layouts(cluster: Cluster, batch_size: int, constraints: Sequence[Constraint] = (), num_layers: int = 1 << 30) -> Iterator[Layout]:
     """Every legal layout that the constraints admit, most ranks first. `num_layers`: places for stages, at most that many.
 
     On a large cluster fewer ranks than devices are only given where all of them give none.
     """
-
-    def admits(key: str, value: int | str) -> bool:
-        return all(c.admits(value) for c in constraints if c.key == key)
-
-    precisions = [p for p, _ in cluster.device.peak_flops if p in PRECISIONS and admits("precision", p)]
-    if any(c.key == "precision" and c.relation == "=" and c.value == "float64" for c in constraints):
-        precisions = ["float64"]
-    given = False
-    for ranks in wanted_ranks(cluster, constraints):
-        if given and cluster.num_devices > 16:
-            return
-        for tensor in divisors(ranks):
-            if tensor > cluster.node_size or not admits("tensor", tensor):
-                continue
-            for pipeline in divisors(ranks // tensor):
-                if pipeline > num_layers or not admits("pipeline", pipeline):
-                    continue
-                data = ranks // tensor // pipeline
-                if batch_size % data or not admits("data", data):
-                    continue
-                for layout in _choices(cluster, batch_size, data, tensor, pipeline, precisions, admits):
-                    given = True
-                    yield layout
-
-
-def _choices(
-    cluster: Cluster,
-    batch_size: int,
-    data: int,
-    tensor: int,
-    pipeline: int,
-    precisions: list[str],
-    admits: Callable[[str, int | str], bool],
-) -> Iterator[Layout]:
-    ranks = data * tensor * pipeline
-    share = cluster.threads_of(ranks)
-    threads = [0]
-    if cluster.is_cpu and any(not admits("threads", t) for t in threads):
-        threads = []
-    if cluster.is_cpu:
-        threads += [t for t in divisors(share) if t < share and admits("threads", t)]
-        if not threads and admits("threads", share):
-            threads = [share]
-    for microbatches in divisors(batch_size // data):
-        if microbatches > MOST_MICROBATCHES or not admits("microbatches", microbatches):
-            continue
-        for schedule in ("gpipe", "1f1b") if pipeline > 1 and microbatches > 1 else ("1f1b",):
-            if pipeline > 1 and not admits("schedule", schedule):
-                continue
-            for zero in (0, 1) if data > 1 else (0,):
-                if not admits("zero", zero):
-                    continue
-                for recompute in ("none", "full"):
-                    if not admits("recompute", recompute):
-                        continue
-                    for precision in precisions:
-                        for count in threads:
-                            yield Layout(data, tensor, pipeline, microbatches, schedule, zero, recompute, precision, count)
+    space = Space(cluster, batch_size, constraints, num_layers)
+    for frame in space.frames():
+        yield from space.variants(frame)

@@ -1,7 +1,8 @@
 """Where pipeline stages begin. In: seconds of every unit between cuts, seconds to cross each cut. Out: the cuts to use.
 
 Dynamic programming that makes the slowest stage as fast as it can be, a stage's time being its units' and the crossings at both
-its ends; exact. Not modelled: memory by stage (the search refuses what does not fit), stages on several devices.
+its ends; exact. Every stage may have seconds and limits of its own: its kind of device, its memory, and the microbatches that its
+place in the schedule keeps in flight. Not modelled: what slower stages before or after a stage cost beside the slowest one.
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from weft.errors import Infeasible
 from weft.model.stages import Cut
 
 MOST_CUTS = 400
+Matrix = NDArray[np.float64]
 
 
 def balance(units_s: Sequence[float], crossings_s: Sequence[float], num_stages: int) -> tuple[tuple[int, ...], float]:
@@ -32,23 +35,77 @@ def balance(units_s: Sequence[float], crossings_s: Sequence[float], num_stages: 
     Raises:
         Infeasible: fewer units than stages.
     """
+    return arrange([runs_s(units_s, crossings_s)] * num_stages)
+
+
+def runs_s(units_s: Sequence[float], crossings_s: Sequence[float]) -> Matrix:
+    """Seconds of a stage of units i to j - 1, at [i, j] of n + 1 by n + 1, crossings at both its ends included; infinite where i >= j."""
     n = len(units_s)
-    if num_stages < 1 or num_stages > n:
-        raise Infeasible(f"{num_stages} pipeline stages but only {n} places to put one; use pipeline<={n}")
     before = np.concatenate([[0.0], np.cumsum(np.asarray(units_s, dtype=float))])
     cross = np.concatenate([[0.0], np.asarray(crossings_s, dtype=float), [0.0]])
-    # seconds[i, j]: a stage of units i to j - 1.
-    seconds = before[None, :] - before[:, None] + cross[None, :] + cross[:, None]
+    seconds: Matrix = before[None, :] - before[:, None] + cross[None, :] + cross[:, None]
     seconds[np.tri(n + 1, dtype=bool)] = np.inf
-    best = seconds[0].copy()
-    choice = np.zeros((num_stages, n + 1), dtype=int)
-    for k in range(1, num_stages):
-        slowest = np.maximum(best[:, None], seconds)
-        choice[k] = np.argmin(slowest, axis=0)
-        best = slowest[choice[k], np.arange(n + 1)]
+    return seconds
+
+
+def runs_bytes(units: Sequence[float], peaks: Sequence[float] = ()) -> Matrix:
+    """Bytes of a stage of units i to j - 1, at [i, j]: the sum of `units` and the largest of `peaks`; 0 where i >= j."""
+    n = len(units)
+    before = np.concatenate([[0.0], np.cumsum(np.asarray(units, dtype=float))])
+    size: Matrix = np.triu(before[None, :] - before[:, None])
+    if peaks:
+        most = np.zeros((n + 1, n + 1))
+        for i in range(n):
+            most[i, i + 1 :] = np.maximum.accumulate(np.asarray(peaks[i:], dtype=float))
+        size = size + most
+    return size
+
+
+def arrange(stages_s: Sequence[Matrix]) -> tuple[tuple[int, ...], float]:
+    """Split n units into `len(stages_s)` runs, one for each stage in order, that minimise the slowest stage; exact.
+
+    Args:
+        stages_s: [stage][i, j] seconds of that stage if it has units i to j - 1: on its own kind of device, infinite where that does not
+            fit its memory.
+
+    Returns:
+        As `balance`; of equally slow splits the one whose stages take least together.
+
+    >>> fast, slow = runs_s([1, 1, 1, 1], [0, 0, 0]), runs_s([3, 3, 3, 3], [0, 0, 0])
+    >>> arrange([fast, slow])
+    ((3,), 3.0)
+
+    Raises:
+        Infeasible: fewer units than stages, or no split in which every stage fits.
+    """
+    p = len(stages_s)
+    n = stages_s[0].shape[0] - 1 if p else 0
+    if p < 1 or p > n:
+        raise Infeasible(f"{p} pipeline stages but only {n} places to put one; use pipeline<={n}")
+    limit = _split(stages_s, np.inf)[1]
+    if not np.isfinite(limit):
+        raise Infeasible(f"no split of {n} units into {p} stages in which every stage fits its device")
+    return _split(stages_s, limit)[0], float(limit)
+
+
+def _split(stages_s: Sequence[Matrix], limit: float) -> tuple[tuple[int, ...], float]:
+    """The split with the least slowest stage; under a finite `limit` on every stage, the one with the least sum."""
+    p, n = len(stages_s), stages_s[0].shape[0] - 1
+    least_sum = bool(np.isfinite(limit))
+    allowed = [np.where(one <= limit * (1 + 1e-12), one, np.inf) if least_sum else one for one in stages_s[:1]]
+    best = allowed[0][0].copy()
+    choice = np.zeros((p, n + 1), dtype=int)
+    for k in range(1, p):
+        seconds = stages_s[k]
+        if least_sum:
+            total = best[:, None] + np.where(seconds <= limit * (1 + 1e-12), seconds, np.inf)
+        else:
+            total = np.maximum(best[:, None], seconds)
+        choice[k] = np.argmin(total, axis=0)
+        best = total[choice[k], np.arange(n + 1)]
     starts: list[int] = []
     end = n
-    for k in range(num_stages - 1, 0, -1):
+    for k in range(p - 1, 0, -1):
         end = int(choice[k][end])
         starts.append(end)
     return tuple(reversed(starts)), float(best[n])

@@ -1,0 +1,74 @@
+"""What no layout can beat. In: a pricer and a frame (everything that operators' seconds depend on). Out: seconds below which no schedule,
+stages, ZeRO stage, recomputation or offload of that frame can come, and bytes that its fullest rank holds at least.
+
+Nothing here is an estimate: a frame is left out of the search only where its bound is already beaten. Not modelled, so never counted:
+what stages wait for beyond the pipeline's filling, and what only some variants pay.
+"""
+
+from __future__ import annotations
+
+from weft.cost.memory import state_bytes
+from weft.cost.step import Pricer
+from weft.errors import Infeasible
+from weft.plan.layout import Layout
+
+
+def work_s(pricer: Pricer, frame: Layout) -> float:
+    """Seconds that the busiest rank computes and talks inside layers, were the work divided evenly over all ranks of the pipeline."""
+    total = sum(float(part.sum()) for part in pricer.operator_seconds(frame))
+    return frame.microbatches * total / frame.pipeline
+
+
+def filled_s(pricer: Pricer, frame: Layout) -> float:
+    """The same with one stage a rank, filling and draining included.
+
+    Stage s works for m·T_s, and before and after that one microbatch passes the stages before it: the step is at least
+    T_0 + ... + T_(s-1) + m·T_s for every s. Of all divisions of T the one that makes these equal has the least largest:
+    T / (1 - (1 - 1/m)^p).
+
+    >>> from types import SimpleNamespace
+    >>> import numpy as np
+    >>> pricer = SimpleNamespace(operator_seconds=lambda frame: (np.ones(4),))
+    >>> round(filled_s(pricer, Layout(pipeline=2, microbatches=1)), 6), round(filled_s(pricer, Layout(pipeline=2, microbatches=2)), 6)
+    (4.0, 5.333333)
+    """
+    m, p = frame.microbatches, frame.pipeline
+    return work_s(pricer, frame) * p / m / (1 - (1 - 1 / m) ** p)
+
+
+def summing_s(pricer: Pricer, frame: Layout) -> float:
+    """Seconds of the network for summing gradients over the replicas, hidden or not: each rank's share of them once, in 16 bits."""
+    if frame.data == 1 or frame.expert > 1 or pricer.cluster.is_cpu:
+        return 0.0
+    share = 2.0 * pricer.graph.num_trainable / (frame.tensor * frame.pipeline)
+    # What a bucket or a faster algorithm may still save: half of it, and the latency.
+    return 0.5 * pricer.collective("reduce_scatter", share, pricer.group(frame, "data"))
+
+
+def least_s(pricer: Pricer, frame: Layout, interleaved: bool) -> float:
+    """No step of the frame takes less; `interleaved`: of its interleaved schedules, else of the others."""
+    busy = work_s(pricer, frame) if interleaved else filled_s(pricer, frame)
+    return max(busy, summing_s(pricer, frame))
+
+
+def least_state_bytes(pricer: Pricer, layout: Layout) -> float:
+    """Bytes of weights, gradients and optimizer on the fullest rank, at the least: those of an even division."""
+    widths = pricer.widths(layout)
+    copies = 0.0 if layout.offload in ("optimizer", "all") else widths.copies + widths.moment * pricer.optimizer_states
+    number = pricer.graph.num_parameters / (layout.tensor * layout.pipeline)
+    if layout.expert > 1:
+        number /= layout.expert
+    return state_bytes(number, layout.zero, layout.data, widths.weight, widths.gradient, copies)
+
+
+def check_state(pricer: Pricer, layout: Layout) -> None:
+    """Refuse, before anything is priced, a layout whose weights, gradients and optimizer alone cannot fit.
+
+    Raises:
+        Infeasible: with the numbers.
+    """
+    least, have = least_state_bytes(pricer, layout), pricer.cluster.memory_of(layout.num_ranks)
+    if least > have:
+        raise Infeasible(
+            f"{layout}: weights, gradients and optimizer need at least {least / 2**30:.2f} GiB a device, which has {have / 2**30:.2f} GiB"
+        )

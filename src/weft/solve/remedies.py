@@ -1,0 +1,114 @@
+"""Why nothing fits, and what would. In: what was searched. Out: an `Infeasible` with the numbers and the nearest feasible alternatives.
+
+Tried: each constraint left out alone, and the same machines in greater number. Each try asks only whether something fits, of the frames
+that hold the least state, with everything that saves memory. Not tried: other devices, and two constraints left out at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import islice
+
+from weft.cluster.cluster import Cluster, Level
+from weft.cost.step import Pricer
+from weft.errors import Infeasible, LayoutError
+from weft.plan.layout import Layout
+from weft.plan.plan import Candidate
+from weft.solve.bounds import check_state, least_state_bytes
+from weft.solve.space import Space
+from weft.solve.timing import Priced, price
+
+TRIED = 12  # frames of each question
+TIMES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256)
+
+
+def nothing_fits(
+    pricer: Pricer, space: Space, constraints: str, leanest: Priced | None, refused: Sequence[Candidate]
+) -> Infeasible:
+    """The error to raise where a search found nothing. `leanest`: what was priced and holds least."""
+    cluster, batch = space.cluster, space.batch_size
+    under = f" under {constraints!r}" if constraints else ""
+    hints = _hints(pricer, space)
+    if leanest is None:
+        leanest = _leanest(pricer, space)
+    if leanest is None:
+        why = f": {refused[0].note}" if refused else "; every one is excluded"
+        remedy = "; ".join(hints) or "drop a constraint, or change the batch"
+        return Infeasible(f"no layout of {cluster.num_devices} devices for a batch of {batch}{under}{why}. What would do: {remedy}")
+    have, need = cluster.memory_of(leanest.layout.num_ranks), leanest.prediction.memory
+    state = need.parameters + need.gradients + need.optimizer
+    more = -(-need.total * leanest.layout.num_ranks // have)
+    remedy = "; ".join(hints) or f"about {more:.0f} such devices, or a smaller batch or model"
+    return Infeasible(
+        f"none of {max(1, len(refused))} layouts fits {cluster.name}{under}: the leanest, {leanest.layout}, needs "
+        f"{need.total / 2**30:.2f} GiB on its fullest device ({state / 2**30:.2f} for weights, gradients and optimizer, "
+        f"{need.activations / 2**30:.2f} for activations), which has {have / 2**30:.2f} GiB. What would do: {remedy}"
+    )
+
+
+def _hints(pricer: Pricer, space: Space) -> list[str]:
+    """What would do, each proven by a layout that fits."""
+    found = []
+    for one in space.constraints:
+        rest = [c for c in space.constraints if c is not one]
+        layout = feasible(pricer, replace(space, constraints=rest))
+        if layout is not None:
+            found.append(f"without {one}, for example {layout}")
+    if not found:
+        for times in TIMES:
+            larger = enlarged(space.cluster, times)
+            layout = feasible(replace_cluster(pricer, larger), replace(space, cluster=larger))
+            if layout is not None:
+                devices = "cores" if larger.is_cpu else "devices"
+                found.append(f"{larger.num_devices} such {devices} ({times} times as many), for example {layout}")
+                break
+    return found
+
+
+def feasible(pricer: Pricer, space: Space) -> Layout | None:
+    """A layout that fits, of the frames that hold the least state; None where none of these does."""
+    for layout in _lean(pricer, space):
+        try:
+            check_state(pricer, layout)
+            pricer.check_memory(layout, price(pricer, layout).prediction)
+        except (Infeasible, LayoutError):
+            continue
+        return layout
+    return None
+
+
+def _lean(pricer: Pricer, space: Space) -> list[Layout]:
+    """The leanest layout of each frame that holds least state, and its plainest one."""
+    frames = sorted(islice(space.frames(), 5000), key=lambda f: (least_state_bytes(pricer, replace(f, zero=0)), -f.microbatches))
+    lean = sorted(frames, key=lambda f: (least_state_bytes(pricer, replace(f, zero=3)), -f.microbatches))
+    found: dict[Layout, None] = {}
+    for frame in (*lean[:TRIED], *frames[:TRIED]):
+        variants = list(space.variants(frame))
+        if variants:
+            plain = [v for v in variants if v.schedule != "gpipe" and v.offload == "none"] or variants
+            found[plain[0]] = None
+            found[max(plain, key=lambda v: (v.zero, v.recompute == "full"))] = None
+            found[max(variants, key=lambda v: (v.offload == "all", v.zero, v.recompute == "full", v.schedule == "1f1b"))] = None
+    return list(found)
+
+
+def _leanest(pricer: Pricer, space: Space) -> Priced | None:
+    """Of the layouts with the least state the one that can be priced, for saying how far from fitting it is."""
+    for layout in sorted(_lean(pricer, space), key=lambda one: least_state_bytes(pricer, one)):
+        try:
+            return price(pricer, layout)
+        except (Infeasible, LayoutError):
+            continue
+    return None
+
+
+def enlarged(cluster: Cluster, times: int) -> Cluster:
+    """`times` as many of the same machines, on the same network."""
+    *inner, last = cluster.levels
+    return replace(cluster, levels=(*inner, Level(last.name, last.size * times, last.link)))
+
+
+def replace_cluster(pricer: Pricer, cluster: Cluster) -> Pricer:
+    """A pricer of the same graph on another cluster."""
+    return Pricer(pricer.graph, cluster, pricer.batch_size, pricer.optimizer_states, pricer.shards)

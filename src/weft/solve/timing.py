@@ -1,0 +1,199 @@
+"""One layout's price. In: a pricer and a layout. Out: its stages, its prediction in closed form, and by the clock of its own program.
+
+Stages are balanced; where the most balanced ones do not fit their devices, the best that do are found, each with the microbatches that
+its place in the schedule keeps in flight. Not modelled: what `weft.cost` and `weft.simulate` do not model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.cost.memory import MARGIN, in_flight
+from weft.cost.step import Pricer, StageCost
+from weft.errors import Infeasible
+from weft.model.stages import Cut, Stage, links
+from weft.plan.layout import Layout
+from weft.plan.plan import Prediction
+from weft.plan.program import Compute, Links, Op, Value
+from weft.plan.timeline import Timeline
+from weft.schedules import SCHEDULES, build
+from weft.schedules.interleaved import interleaved
+from weft.simulate.clock import simulate
+from weft.simulate.makespan import makespan_s
+from weft.solve.stages import arrange, balance, runs_bytes, runs_s, useful
+
+Seconds2 = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Priced:
+    """A layout with its price and where its stages begin."""
+
+    layout: Layout
+    prediction: Prediction
+    sites: tuple[str, ...]
+    costs: tuple[StageCost, ...]
+
+
+def price(pricer: Pricer, layout: Layout, sites: Sequence[str] = ()) -> Priced:
+    """The layout's price in closed form, its stages balanced where `sites` does not give them.
+
+    Raises:
+        Infeasible: more stages than the model has places for. LayoutError: sites or shards that the model does not have.
+    """
+    if layout.num_stages > 1 and len(sites) != layout.num_stages - 1:
+        sites = balanced(pricer, layout)
+    sites = tuple(sites) if layout.num_stages > 1 else ()
+    costs = pricer.stages(layout, sites)
+    borders = [sum(_hand_over_s(pricer, layout, stage, to, values) for to, values in stage.sends) for stage in pricer.split(sites)[:-1]]
+    return Priced(layout, pricer.predict(layout, costs, borders), sites, costs)
+
+
+def balanced(pricer: Pricer, layout: Layout) -> tuple[str, ...]:
+    """Where the most balanced stages begin; the same whatever the schedule, ZeRO stage and recomputation."""
+    key = (
+        layout.data, layout.tensor, layout.pipeline, layout.chunks, layout.microbatches, layout.precision, layout.threads,
+        layout.sequence_parallel, layout.expert,
+    )  # fmt: skip
+    if key not in pricer.balanced:
+        tried = places(pricer, layout)
+        units = unit_seconds(pricer, layout, tried).sum(axis=0)
+        starts, _ = balance(list(units), crossings_s(pricer, layout, tried), layout.num_stages)
+        pricer.balanced[key] = tuple(tried[i - 1].site for i in starts)
+    return pricer.balanced[key]
+
+
+def fitted(pricer: Pricer, layout: Layout) -> Priced:
+    """The layout with the most balanced of those stages that each fit their device, by the memory of their layers.
+
+    Raises:
+        Infeasible: there are none.
+    """
+    tried = places(pricer, layout)
+    have = pricer.cluster.memory_of(layout.num_ranks)
+    units = unit_seconds(pricer, layout, tried).sum(axis=0)
+    seconds = runs_s(list(units), crossings_s(pricer, layout, tried))
+    stages = []
+    for memory in _unit_memory(pricer, layout, tried):
+        stages.append(np.where(memory <= have, seconds, np.inf))
+    starts, _ = arrange(stages)
+    return price(pricer, layout, tuple(tried[i - 1].site for i in starts))
+
+
+def places(pricer: Pricer, layout: Layout) -> list[Cut]:
+    """The cuts that are worth a stage's beginning.
+
+    Raises:
+        Infeasible: fewer of them than stages need.
+    """
+    p = layout.num_stages
+    if len(pricer.cuts) < p - 1:
+        at = f"pipeline={layout.pipeline}" + (f" chunks={layout.chunks}" if layout.chunks > 1 else "")
+        raise Infeasible(f"{at} but the model can be cut in {len(pricer.cuts)} places; use pipeline<={len(pricer.cuts) + 1}")
+    return useful(pricer.cuts, p - 1)
+
+
+def unit_seconds(pricer: Pricer, layout: Layout, tried: Sequence[Cut]) -> Seconds2:
+    """Seconds of one microbatch, rows forward and backward, of the operators between the cuts `tried`: shape [2, cuts + 1]."""
+    forward, backward, out, back = pricer.operator_seconds(layout)
+    rows = np.stack([forward + out, backward + back])
+    sums = np.concatenate([np.zeros((2, 1)), np.cumsum(rows, axis=1)], axis=1)
+    ends = np.array([0, *(cut.index for cut in tried), rows.shape[1]])
+    return cast(Seconds2, np.diff(sums[:, ends], axis=1))
+
+
+def crossings_s(pricer: Pricer, layout: Layout, tried: Sequence[Cut]) -> list[float]:
+    """Seconds that a stage's border at each cut costs for one microbatch, both ways."""
+    known: dict[tuple[str, ...], float] = {}
+    for cut in tried:
+        if cut.values not in known:
+            known[cut.values] = 2 * pricer.transfer_s(layout, pricer.crossing(layout, cut.values))
+    return [known[cut.values] for cut in tried]
+
+
+def _hand_over_s(pricer: Pricer, layout: Layout, stage: Stage, to: int, values: Sequence[str]) -> float:
+    """Seconds of handing `values` of one microbatch from a stage to another; nothing within a rank."""
+    if stage.index % layout.pipeline == to % layout.pipeline:
+        return 0.0
+    return pricer.transfer_s(layout, pricer.crossing(layout, values))
+
+
+def sends_s(pricer: Pricer, priced: Priced) -> dict[tuple[int, int], float]:
+    """Seconds of one microbatch on every link (producer stage, consumer stage)."""
+    stages = pricer.split(priced.sites)
+    return {(s.index, to): _hand_over_s(pricer, priced.layout, s, to, values) for s in stages for to, values in s.sends}
+
+
+def clocked(pricer: Pricer, priced: Priced) -> Priced:
+    """The same with its pipeline timed by the clock on the program that would run."""
+    layout = priced.layout
+    if layout.pipeline == 1:
+        return priced
+    connected = links(pricer.split(priced.sites))
+    seconds = makespan_s(
+        rows(layout, connected),
+        connected,
+        [c.forward_s for c in priced.costs],
+        [c.backward_s for c in priced.costs],
+        sends_s(pricer, priced),
+    )
+    return replace(priced, prediction=pricer.predict(layout, priced.costs, (), seconds))
+
+
+def rows(layout: Layout, connected: Links) -> list[list[Compute]]:
+    """The computes of every pipeline rank, in order."""
+    if layout.chunks > 1:
+        return interleaved(layout.num_stages, layout.microbatches, connected, layout.chunks)
+    return SCHEDULES[layout.schedule](layout.pipeline, layout.microbatches, connected)
+
+
+def least_pipeline_s(priced: Priced) -> float:
+    """No clock shows less for these stages: a rank waits for the first microbatch to reach it, has all its own work, and what it
+    sends back last still goes through the stages before it."""
+    layout, costs = priced.layout, priced.costs
+    before, most = 0.0, 0.0
+    for rank in range(layout.pipeline):
+        mine = sum(c.forward_s + c.backward_s for c in costs[rank :: layout.pipeline])
+        most = max(most, before + layout.microbatches * mine)
+        before += costs[rank].forward_s + costs[rank].backward_s
+    return most
+
+
+def timeline(pricer: Pricer, priced: Priced) -> Timeline:
+    """Forward and backward of one step, by the clock, on the program that would run; of one pipeline, since all replicas are alike."""
+    layout = priced.layout
+    connected = links(pricer.split(priced.sites))
+    program = build(layout.schedule, layout.num_stages, layout.microbatches, connected, rendezvous=False, chunks=layout.chunks)
+    sent = sends_s(pricer, priced)
+
+    def compute_s(action: Compute) -> float:
+        cost = priced.costs[action.stage]
+        return cost.forward_s if action.op is Op.F else cost.backward_s
+
+    def transfer_s(value: Value, sender: int, receiver: int) -> float:
+        return sent.get((min(value.index[0], value.index[1]), max(value.index[0], value.index[1])), 0.0)
+
+    return simulate(program, compute_s, transfer_s)
+
+
+def _unit_memory(pricer: Pricer, layout: Layout, tried: Sequence[Cut]) -> list[NDArray[np.float64]]:
+    """[stage][i, j]: bytes of a stage of units i to j - 1 at that place of the pipeline; sums over units, the largest buffers.
+
+    Memory is linear in the microbatches in flight, so the first and the last place give those between.
+    """
+    units = tuple(cut.site for cut in tried)
+    p, scratch = layout.pipeline, pricer.cluster.device.scratch_bytes
+    flying = [in_flight(layout.schedule, p, k, layout.microbatches) for k in range(p)]
+    ends = []
+    for k in (0, p - 1):
+        memory = [cost.memory for cost in pricer.stages(layout, units, place=k)]
+        held = [m.parameters + m.gradients + m.optimizer + m.activations for m in memory]
+        ends.append(scratch + (1 + MARGIN) * runs_bytes(held, [m.buffers for m in memory]))
+    first, last = ends
+    parts = [(flying[0] - f) / (flying[0] - flying[-1]) if flying[0] != flying[-1] else 0.0 for f in flying]
+    return [first + (last - first) * part for part in parts]
