@@ -44,7 +44,7 @@ EVERYTHING = {"cli", "api", "__init__"}
 EXTRA = {"cluster/probe.py": {"world"}}
 
 TORCH_PARTS = {"zoo", "world", "lower", "run", "train"}
-TORCH_FILES = {"model/capture.py", "model/nesting.py", "model/deferred/", "cluster/probe.py", "api.py"}
+TORCH_FILES = {"model/capture.py", "model/nesting.py", "model/watched.py", "model/deferred/", "cluster/probe.py", "api.py"}
 ENVIRONMENT_FILES = ("cli/", "world/launch", "world/prepared", "world/current")
 # What unpickles, or is unpickled: none of these ever reads or writes a byte for weft.
 PICKLING = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}

@@ -232,6 +232,11 @@ class _Builder:
             rule = self._rule(op)
             groups = tuple(low.groups[axis] for axis, label in cut.items() if label in rule.kernels)
             return self._node(_bind(_batch_norm, low.draw, groups), tuple(args))
+        if name == "instance_norm" and len(args) > 5 and args[5] and args[3] is not None:
+            return self._node(_bind(_instance_norm, low.draw), tuple(args))
+        if name == "as_strided":
+            # It reads memory, and what stands here lies in memory as it was traced: in rows.
+            return self._emit(op, _lookup(op.target), [self._node(torch.ops.aten.contiguous.default, (args[0],)), *args[1:]], kwargs)
         kernels = self._kernels(op, cut)
         if name == "embedding" and "vocabulary" in kernels:
             rows = self.tensors[op.inputs[0]].shape[0]
@@ -360,6 +365,16 @@ def _batch_norm(
     if not groups:
         return torch.ops.aten.batch_norm.default(x, weight, bias, mean, var, training, momentum, eps, False)  # type: ignore[no-any-return]
     return batch_norm(x, weight, bias, mean, var, momentum, eps, groups)
+
+
+def _instance_norm(
+    draw: Draw, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor, training: bool, momentum: float,
+    eps: float, *rest: Any,
+) -> Tensor:  # fmt: skip
+    if draw.recomputing:
+        mean, var = mean.clone(), var.clone()
+    training = training and not draw.evaluating
+    return torch.ops.aten.instance_norm.default(x, weight, bias, mean, var, training, momentum, eps, False)  # type: ignore[no-any-return]
 
 
 def _nll(

@@ -15,20 +15,24 @@ import operator
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import combinations, islice
 from typing import Any
 
 import torch
 from torch import nn
 
 from weft.errors import ModelError
-from weft.model.functional import make_functional
+from weft.model.deferred.fakes import Fake
+from weft.model.functional import Memory, is_in_place, make_functional
 from weft.model.graph import Arg, Graph, Operator, Ref, Tensor, Variable, Word
 from weft.model.nesting import batch_size_of, leaves, rebuild
+from weft.model.watched import State, changes, set_state, state_of, watched
 
 Loss = Callable[[Any, Any], torch.Tensor]
 _IGNORED = ("aten._assert_tensor_metadata.default", "aten._assert_async.msg", "aten.sym_constrain_range_for_size.default")
 _FORMATS = (torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d)
 _LAYOUT_WORDS: dict[Any, Word] = {torch.strided: Word("layout", "strided"), **{f: Word("format", str(f).split(".")[1]) for f in _FORMATS}}
+_MOST_TRIES = 31  # subsets of five tensors
 _Overload = type(torch.ops.aten.add.Tensor)  # the class has no public name
 
 
@@ -68,23 +72,30 @@ class _Step(nn.Module):
     def __init__(self, model: nn.Module, batch: Any, loss: Loss | None, outputs: bool) -> None:
         super().__init__()
         self.model = model
+        self.gives_outputs = outputs
         self._batch = batch
         self._loss = loss
-        self._outputs = outputs
         outputs_seen: list[Any] = []
-        # Kept in a closure: export puts a module's attributes back as they were.
+        states_seen: list[State] = []
+        # Kept in closures: export puts a module's attributes back as they were.
         self.seen: Callable[[Any], None] = outputs_seen.append
         self.structure: Callable[[], Any] = lambda: outputs_seen[-1] if outputs_seen else None
+        self.left: Callable[[State], None] = states_seen.append
+        self.state_left: Callable[[], State] = lambda: states_seen[-1]
 
     def forward(self, *tensors: torch.Tensor) -> Any:
         given = iter(tensors)
         new = {path: next(given) if isinstance(leaf, torch.Tensor) else leaf for path, leaf in leaves(self._batch)}
         batch = rebuild(self._batch, new)
-        if self._outputs:
-            output = self.model(**batch) if isinstance(batch, Mapping) else self.model(*batch)
-            self.seen(output)
-            return tuple(leaf for _, leaf in leaves(output) if isinstance(leaf, torch.Tensor))
-        return call(self.model, batch, self._loss)
+        with watched(self.model):
+            if self.gives_outputs:
+                output = self.model(**batch) if isinstance(batch, Mapping) else self.model(*batch)
+                self.seen(output)
+                result = tuple(leaf for _, leaf in leaves(output) if isinstance(leaf, torch.Tensor))
+            else:
+                result = (call(self.model, batch, self._loss),)
+        self.left(state_of(self.model))
+        return result
 
 
 def capture(
@@ -97,40 +108,83 @@ def capture(
     Raises:
         ModelError: the model cannot be followed, with the reason.
     """
+    size = batch_size or batch_size_of(batch)
+    first: ModelError | None = None
+    for batched in _batched(batch, size):
+        try:
+            return _settled(_Step(model, batch, loss, outputs), batch, batched, size, fake_mode)
+        except ModelError as error:
+            first = first or error
+    assert first is not None
+    raise first
+
+
+def _batched(batch: Any, size: int) -> Iterator[frozenset[str]]:
+    """Which tensors of the batch have samples in dimension 0, the likeliest first: all that are as long as there are samples.
+
+    One may be so long by accident (class weights, a table of positions). With another number of samples the model then fails, and is tried
+    with one after the other kept as it is.
+    """
     samples = batch_size_of(batch)
-    size = batch_size or samples
+    long = [path for path, leaf in leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == samples]
+    yield frozenset(long)
+    if size != samples:
+        kept = (chosen for n in range(1, len(long)) for chosen in combinations(long[1:], n))
+        yield from (frozenset(long) - set(chosen) for chosen in islice(kept, _MOST_TRIES))
 
-    def resized(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        batched = leaf.dim() and leaf.shape[0] == samples
-        shape = (size, *leaf.shape[1:]) if batched else tuple(leaf.shape)
-        return torch.empty(shape, dtype=leaf.dtype)
 
+def _settled(step: _Step, batch: Any, batched: frozenset[str], size: int, fake_mode: Any) -> Captured:
+    """Capture; where a call leaves the module's own attributes changed, the next call must be the same all the same."""
+    step.train(step.model.training)
+    before = state_of(step.model)
+    try:
+        captured = _traced(step, batch, batched, size, fake_mode)
+        after = step.state_left()
+        changed = changes(before, after)
+        if changed:
+            set_state(step.model, after)
+            again = _traced(step, batch, batched, size, fake_mode)
+            if again.graph != captured.graph or not _equal(again.constants, captured.constants):
+                raise ModelError(
+                    f"the model computes otherwise when it is called again, since it changes its attribute {', '.join(changed[:3])}; "
+                    "a captured graph is the same in every step, so keep such state in a buffer"
+                )
+        return captured
+    finally:
+        set_state(step.model, before)
+
+
+def _equal(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(a[k] is b[k] or (not isinstance(a[k], Fake) and torch.equal(a[k], b[k])) for k in a)
+
+
+def _traced(step: _Step, batch: Any, batched: frozenset[str], size: int, fake_mode: Any) -> Captured:
     with fake_mode if fake_mode is not None else contextlib.nullcontext():
-        fakes = {path: resized(leaf) for path, leaf in leaves(batch)}
-    step = _Step(model, batch, loss, outputs)
-    step.train(model.training)
+        tensors = tuple(
+            torch.empty((size, *leaf.shape[1:]) if path in batched else tuple(leaf.shape), dtype=leaf.dtype)
+            for path, leaf in leaves(batch)
+            if isinstance(leaf, torch.Tensor)
+        )
     with _quiet():
         try:
-            tensors = tuple(leaf for leaf in fakes.values() if isinstance(leaf, torch.Tensor))
             program = torch.export.export(step, tensors, strict=False)
         except ModelError:
             raise
         except Exception as error:
             said = str(error).strip().splitlines()
-            raise ModelError(f"torch.export cannot follow the model: {type(error).__name__}: {said[0] if said else ''}") from error
+            cut = "" if size == batch_size_of(batch) else f" with {size} of the batch's {batch_size_of(batch)} samples (one microbatch)"
+            raise ModelError(f"torch.export cannot follow the model{cut}: {type(error).__name__}: {said[0] if said else ''}") from error
         try:
-            return _read(program, step, batch, samples, size, outputs)
+            return _read(program, step, batch, batched, size)
         except _Aliased:
-            return _read(program.run_decompositions({}), step, batch, samples, size, outputs)
+            return _read(program.run_decompositions({}), step, batch, batched, size)
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Without torch's own warnings: what stands in the way of a capture is said once, in the error."""
     before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
+    logging.disable(logging.CRITICAL)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -144,7 +198,7 @@ class _Aliased(Exception):
     """An in-place write whose aliases cannot be followed here; torch's own functionalisation is asked instead."""
 
 
-def _read(program: Any, step: _Step, batch: Any, samples: int, size: int, outputs: bool) -> Captured:
+def _read(program: Any, step: _Step, batch: Any, batched: frozenset[str], size: int) -> Captured:
     signature = program.graph_signature
     names = {spec.arg.name: spec for spec in signature.input_specs if hasattr(spec.arg, "name")}
     owners: dict[int, str] = {}
@@ -156,7 +210,7 @@ def _read(program: Any, step: _Step, batch: Any, samples: int, size: int, output
             aliases.setdefault(first, []).append(name)
     trainable = {name for name, p in step.model.named_parameters() if p.requires_grad}
     paths = [path for path, leaf in leaves(batch) if isinstance(leaf, torch.Tensor)]
-    batched = {path for path, leaf in leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == samples}
+    outputs = step.gives_outputs
 
     reader = _Reader()
     parameters: dict[str, Variable] = {}
@@ -189,10 +243,18 @@ def _read(program: Any, step: _Step, batch: Any, samples: int, size: int, output
         reader.tensors[node.name] = tensor
         reader.remember(node.name, node.meta.get("val"))
     reader.read(program.graph, program.graph_module)
+    _write_back(program, reader, {name: v.value for name, v in buffers.items()}, by_name)
     written = {b.value for b in buffers.values()}
     named = {p.value: p.name for p in parameters.values()}
-    operators = make_functional(reader.operators, reader.tensors, reader.storages(), written, named)
+    learned = {p.value for p in parameters.values() if p.trainable} | {v.value for v in inputs if v.tensor.is_float}
+    memory = Memory(reader.storages(), frozenset(written), named, frozenset(learned), frozenset(reader.silent))
+    operators = make_functional(reader.operators, reader.tensors, memory, _exists)
     if operators is None:
+        if reader.silent:  # torch's own functionalisation forgets which operators those are
+            raise ModelError(
+                "the model writes into a tensor in a way that cannot be followed, beside a block without gradients; write with torch.where "
+                "or index_put, or leave the block out"
+            )
         raise _Aliased
     ops, rename = operators
     results = [rename.get(v, v) for v in reader.results]
@@ -217,6 +279,25 @@ def _read(program: Any, step: _Step, batch: Any, samples: int, size: int, output
         tuple(results) if outputs else (),
     )
     return Captured(graph, {v: t for v, t in constants.items() if v in used}, step.structure())
+
+
+def _write_back(program: Any, reader: _Reader, buffers: Mapping[str, str], first_names: Mapping[str, str]) -> None:
+    """Where torch made the graph functional, it hands out what buffers hold at the end: write that into them, and keep the rest."""
+    kept = []
+    for spec, value in zip(program.graph_signature.output_specs, list(reader.results), strict=True):
+        if spec.kind.name == "BUFFER_MUTATION":
+            name = first_names[spec.target.removeprefix("model.")]
+            buffer, made = buffers[name], f"{value}_written"
+            reader.tensors[made] = reader.tensors[buffer]
+            reader.operators.append(Operator(made, "aten.copy_.default", (Ref(buffer), Ref(value)), (), (made,), f"{name}/copy_"))
+        elif spec.kind.name == "USER_OUTPUT":
+            kept.append(value)
+    reader.results = kept
+
+
+def _exists(target: str) -> bool:
+    namespace, packet, overload = target.split(".")
+    return hasattr(getattr(getattr(torch.ops, namespace), packet, None), overload)
 
 
 def _keep(operators: list[Operator], results: list[str], buffers: set[str]) -> list[Operator]:
@@ -247,6 +328,7 @@ class _Reader:
         self.tensors: dict[str, Tensor] = {}
         self.rename: dict[str, str] = {}
         self.results: list[str] = []
+        self.silent: set[str] = set()  # operators in blocks without gradients
         self._sites: dict[str, int] = {}
         self._tuples: dict[str, tuple[str, ...]] = {}
         self._memory: dict[str, torch.UntypedStorage] = {}
@@ -282,6 +364,12 @@ class _Reader:
             self._block(node, owner, prefix)
             return
         value = node.meta.get("val")
+        if str(target) in ("aten.as_strided.default", "aten.as_strided_scatter.default"):
+            source = node.args[0].meta["val"]
+            if not source.is_contiguous() or source.storage_offset() or "scatter" in str(target):
+                raise ModelError(
+                    f"{self._site(node, str(target))} goes by how its tensor lies in memory; use views, unfold or indices instead"
+                )
         multiple = isinstance(value, tuple | list)
         full = prefix + node.name
         outputs = tuple(f"{full}.{i}" for i in range(len(value))) if multiple else (full,)
@@ -313,21 +401,27 @@ class _Reader:
         else:
             raise ModelError(f"the model calls {kind}, which weft cannot take apart")
         inner = getattr(owner, body.target)
+        start = len(self.operators)
         within = f"{prefix}{node.name}."
         given = iter(operands)
         for child in inner.graph.nodes:
             if child.op == "placeholder":
                 self.rename[within + child.name] = self._name(prefix + next(given).name)
             elif child.op == "call_function":
+                made_here = len(self.operators)
                 self._call(child, inner, within, child.name, full_precision)
+                if not keep_grad:
+                    self.silent.update(op.name for op in self.operators[made_here:])
             elif child.op == "output":
                 results = child.args[0] if isinstance(child.args[0], tuple | list) else (child.args[0],)
                 made = []
                 for i, result in enumerate(results):
                     value = self._name(within + result.name)
-                    if not keep_grad and self.tensors[value].is_float:
+                    if not keep_grad and self.tensors[value].is_float and self._made_in(value, start):
                         out = f"{within}detach{i}"
                         self.tensors[out] = self.tensors[value]
+                        if value in self._memory:
+                            self._memory[out] = self._memory[value]
                         self.operators.append(
                             Operator(out, "aten.detach.default", (Ref(value),), (), (out,), self._site(node, "aten.detach.default"))
                         )
@@ -336,6 +430,16 @@ class _Reader:
                 self._tuples[prefix + node.name] = tuple(made)
                 if not isinstance(child.args[0], tuple | list):
                     self.rename[prefix + node.name] = made[0]
+
+    def _made_in(self, value: str, start: int) -> bool:
+        """Whether a value is made by the operators from number `start` on; what a write hands back is what was written."""
+        by = {output: op for op in self.operators[start:] for output in op.outputs}
+        while value in by:
+            into = dict(by[value].kwargs).get("out", by[value].args[0] if is_in_place(by[value]) else None)
+            if not isinstance(into, Ref):
+                return True
+            value = self._name(into.value)
+        return False
 
     def _arg(self, arg: Any, prefix: str) -> Arg:
         if isinstance(arg, torch.fx.Node):

@@ -5,12 +5,15 @@ Which values share memory is told by `storages`, as it was while the model was t
 that owns the memory (into a slice: `slice_scatter`), then every other view of that memory is taken again. What cannot be followed is
 left to torch's own functionalisation: None is returned.
 
-Not modelled: a write under `no_grad` into a tensor that has a gradient.
+A write in a block without gradients, or through `.data` or `detach()`, changes values and leaves gradients as they were: what was written
+takes the place of the value, and the gradient goes where it went before.
+
+Not modelled: a value that is infinite before such a write hands on no gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from weft.errors import ModelError
@@ -38,19 +41,35 @@ def is_in_place(op: Operator) -> bool:
     return name.endswith("_") and not name.startswith("_") and not name.endswith("__") and bool(op.args) and isinstance(op.args[0], Ref)
 
 
-def make_functional(
-    operators: list[Operator], tensors: dict[str, Tensor], storages: Mapping[str, int], buffers: set[str], parameters: Mapping[str, str]
-) -> tuple[list[Operator], dict[str, str]] | None:
-    """`operators` without in-place writes, and the last name of every value that was written; None where a write cannot be followed.
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What is known of values beside their operators.
 
     Args:
         storages: the memory of every value, as a number; values without an entry share none.
         parameters: names of the parameters by value.
+        learned: variables that have a gradient.
+        silent: names of operators that stand in blocks without gradients.
+    """
+
+    storages: Mapping[str, int]
+    buffers: frozenset[str]
+    parameters: Mapping[str, str]
+    learned: frozenset[str]
+    silent: frozenset[str]
+
+
+def make_functional(
+    operators: list[Operator], tensors: dict[str, Tensor], memory: Memory, exists: Callable[[str], bool]
+) -> tuple[list[Operator], dict[str, str]] | None:
+    """`operators` without in-place writes, and the last name of every value that was written; None where a write cannot be followed.
+
+    `exists(target)`: whether there is an operator of this name.
 
     Raises:
-        ModelError: a parameter is written, or a tensor behind the back of its gradient.
+        ModelError: a parameter is written.
     """
-    return _Rewriter(tensors, storages, buffers, parameters).run(operators)
+    return _Rewriter(tensors, memory, exists).run(operators)
 
 
 class _Unclear(Exception):
@@ -58,8 +77,10 @@ class _Unclear(Exception):
 
 
 class _Rewriter:
-    def __init__(self, tensors: dict[str, Tensor], storages: Mapping[str, int], buffers: set[str], parameters: Mapping[str, str]) -> None:
-        self.tensors, self.storages, self.buffers, self.parameters = tensors, storages, buffers, parameters
+    def __init__(self, tensors: dict[str, Tensor], memory: Memory, exists: Callable[[str], bool]) -> None:
+        self.tensors, self.memory, self.exists = tensors, memory, exists
+        self.storages, self.buffers, self.parameters = memory.storages, memory.buffers, memory.parameters
+        self.learned = set(memory.learned)  # and what is made of them
         self.views: dict[str, _View] = {}  # in the order in which they were taken
         self.same: dict[str, str] = {}  # what a write returned -> the value that was written
         self.now: dict[str, str] = {}  # a value as the model names it -> its latest functional name
@@ -70,6 +91,8 @@ class _Rewriter:
             for op in operators:
                 if is_in_place(op):
                     self._write(op)
+                elif "out" in dict(op.kwargs):
+                    self._write_out(op)
                 elif op.target == "aten.copy.default":
                     self._copy(op, op.outputs[0])
                 else:
@@ -93,7 +116,10 @@ class _Rewriter:
 
     def _emit(self, op: Operator) -> None:
         args = tuple(self._arg(a) for a in op.args)
-        self.out.append(replace(op, args=args, kwargs=tuple((k, self._arg(a)) for k, a in op.kwargs)))
+        made = replace(op, args=args, kwargs=tuple((k, self._arg(a)) for k, a in op.kwargs))
+        self.out.append(made)
+        if op.name not in self.memory.silent and not op.target.startswith("aten.detach") and self.learned.intersection(made.inputs):
+            self.learned.update(v for v in op.outputs if "float" in self.tensors[v].dtype or "complex" in self.tensors[v].dtype)
 
     def _arg(self, arg: Arg) -> Arg:
         if isinstance(arg, Ref):
@@ -127,24 +153,76 @@ class _Rewriter:
                 "do that after the optimizer's step"
             )
         self.same[op.outputs[0]] = target
-        if root in self.buffers:
-            if root != target:
-                raise _Unclear
+        if root in self.buffers and root == target:
             self._emit(replace(op, args=(Ref(target), *op.args[1:])))  # whoever reads what the write returned reads the buffer
             return
         new = self._fresh(op.outputs[0], "new", target)
         packet, overload = op.target.split(".")[1][:-1], op.target.split(".")[2]
+        twin = f"aten.{packet}.{overload}"
         if packet.startswith(_DRAWS) or not self._keeps_dtype(op, packet, target):
             raise _Unclear
+        if packet not in ("copy", "zero", "fill_diagonal") and not self.exists(twin):
+            raise _Unclear
+        original = self._current(root)
         if packet == "copy":
             self._copy(op, new)
+        elif packet == "fill_diagonal":
+            self._fill_diagonal(op, target, new)
         elif packet == "zero":
             self._emit(replace(op, target="aten.zeros_like.default", name=new, outputs=(new,), multiple=False))
         else:
-            self._emit(replace(op, target=f"aten.{packet}.{overload}", name=new, outputs=(new,), multiple=False))
+            self._emit(replace(op, target=twin, name=new, outputs=(new,), multiple=False))
         self.now[target] = new
         chain = self._carry(op, target)
+        if root in self.buffers:
+            made = self._fresh(root, "written", root)
+            self._emit(replace(self._plain(op, "copy_", made, Ref(root), Ref(self.now.pop(root))), site=f"{op.site}/copy_"))
+            chain = {root}
+        elif original in self.learned and (op.name in self.memory.silent or self._is_detached(target)):
+            self._keep_gradient(op, root, original)
+            chain = {root}
         self._take_again(root, chain)
+
+    def _write_out(self, op: Operator) -> None:
+        """`torch.div(a, b, out=buffer)`: the value, and a copy of it into the buffer."""
+        into = dict(op.kwargs)["out"]
+        packet = op.target.split(".")[1]
+        twin = next((t for t in (f"aten.{packet}.Tensor", f"aten.{packet}.default") if self.exists(t)), None)
+        if not isinstance(into, Ref) or self._first(into.value) not in self.buffers or twin is None or op.multiple:
+            raise _Unclear
+        buffer = self._first(into.value)
+        new = self._fresh(op.outputs[0], "new", buffer)
+        kwargs = tuple((k, a) for k, a in op.kwargs if k != "out")
+        self._emit(replace(op, target=twin, name=new, kwargs=kwargs, outputs=(new,)))
+        written = self._fresh(buffer, "written", buffer)
+        self._emit(replace(self._plain(op, "copy_", written, Ref(buffer), Ref(new)), site=f"{op.site}/copy_"))
+        self.same[op.outputs[0]] = buffer
+        self._take_again(buffer, {buffer})
+
+    def _is_detached(self, value: str) -> bool:
+        while value in self.views:
+            if self.views[value].op.target.startswith("aten.detach"):
+                return True
+            value = self.views[value].base
+        return False
+
+    def _plain(self, op: Operator, name: str, made: str, *args: Arg) -> Operator:
+        overload = "Tensor" if name in ("sub", "add") else "default"
+        return replace(op, target=f"aten.{name}.{overload}", name=made, args=args, kwargs=(), outputs=(made,), multiple=False)
+
+    def _keep_gradient(self, op: Operator, root: str, original: str) -> None:
+        """`root` has the value that was written and the gradient of `original`: what is written, and zeros that have the gradient."""
+        written = self.now.pop(root)
+        names = [self._fresh(root, suffix, root) for suffix in ("still", "zero", "zeros", "value", "kept")]
+        still, zero, zeros, value, kept = names
+        self._emit(self._plain(op, "detach", still, Ref(original)))
+        self._emit(self._plain(op, "sub", zero, Ref(original), Ref(still)))
+        self._emit(self._plain(op, "nan_to_num", zeros, Ref(zero)))
+        self._emit(self._plain(op, "detach", value, Ref(written)))
+        self._emit(self._plain(op, "add", kept, Ref(zeros), Ref(value)))
+        # In a block without gradients or not, this is how the gradient goes on.
+        self.learned.update((zero, zeros, kept))
+        self.now[root] = kept
 
     def _keeps_dtype(self, op: Operator, packet: str, target: str) -> bool:
         """Whether the functional twin's result has the dtype of what is written, without being told."""
@@ -155,6 +233,16 @@ class _Rewriter:
             return mine.dtype == "bool"
         others = {self.tensors[v].dtype for v in op.inputs[1:]} - {mine.dtype, "bool"}
         return not others or (mine.is_float and not any("float" in d or "complex" in d for d in others))
+
+    def _fill_diagonal(self, op: Operator, target: str, new: str) -> None:
+        shape = self.tensors[target].shape
+        if len(shape) != 2 or (len(op.args) > 2 and op.args[2]):
+            raise _Unclear
+        mask = self._fresh(new, "diagonal", target)
+        self.tensors[mask] = replace(self.tensors[mask], dtype="bool")
+        kwargs = (("dtype", Word("dtype", "bool")), ("device", Word("device", "run")))
+        self._emit(replace(self._plain(op, "eye", mask, *shape), target="aten.eye.m", kwargs=kwargs))
+        self._emit(replace(self._plain(op, "masked_fill", new, op.args[0], Ref(mask), op.args[1]), target="aten.masked_fill.Scalar"))
 
     def _copy(self, op: Operator, new: str) -> None:
         """`copy` has no derivative in torch: it is zeros, and the source (in their dtype) added."""
@@ -226,7 +314,7 @@ class _Rewriter:
             order = [int(d) % len(shape) for d in args[1]]
             return "aten.permute.default", (value, tuple(order.index(i) for i in range(len(order))))
         if name == "detach":
-            raise ModelError(f"the model writes into a detached view of a tensor ({view.op.site}); write into a clone of it")
+            return "aten.alias.default", (value,)
         raise _Unclear
 
     def _take_again(self, root: str, done: set[str]) -> None:

@@ -24,6 +24,7 @@ from weft.model.nesting import batch_size_of
 from weft.model.propagate import learned, propagate
 from weft.model.sharding import Sharding, Shards
 from weft.model.stages import Stage, split
+from weft.model.watched import refuse_hooks
 from weft.plan.placement import piece
 from weft.plan.plan import Plan
 from weft.run.optimizer import OptimizerSpec
@@ -51,6 +52,7 @@ class Source:
 
     def capture(self, batch: Any, loss: Loss | None, batch_size: int | None, outputs: bool = False) -> Captured:
         """Capture the model on a batch of `batch_size` samples. Raises ModelError where it cannot be followed."""
+        refuse_hooks(self.model)
         if self.deferred is not None:
             deferred = self.deferred
             captured = capture(self.model, batch, loss, batch_size=batch_size, fake_mode=deferred.fake_mode, outputs=outputs)

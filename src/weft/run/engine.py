@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from weft.errors import Infeasible
 from weft.model.capture import Loss
+from weft.model.derivatives import without_gradient
 from weft.model.nesting import BatchForm, batch_size_of
 from weft.model.propagate import needs_gradient
 from weft.model.stages import links
@@ -99,7 +100,9 @@ class Engine:
         local = with_recomputation(parts.local, self._draw) if layout.recompute == "full" else parts.local
         autocast = torch.bfloat16 if layout.precision == "bfloat16" else None
         dtypes = {value: getattr(torch, t.dtype) for value, t in graph.tensors.items()}
-        runner = StageRunner(local, parts.variables, grads, dtypes, self._draw, autocast, self.world.device, compile)
+        runner = StageRunner(
+            local, parts.variables, grads, dtypes, self._draw, autocast, self.world.device, compile, without_gradient(graph)
+        )
         crossings: dict[tuple[int, int], list[Crossing]] = {}
         for stage in parts.stages:
             for q, values in stage.sends:

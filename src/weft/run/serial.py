@@ -48,7 +48,8 @@ class _Double(private.DispatchMode):  # type: ignore[no-untyped-call]
 class Serial:
     """One model in training.
 
-    `every`: a parameter that a step does not use has a gradient of zero in it, instead of none.
+    `every`: a parameter that a step does not use has a gradient of zero in it, instead of none. `whole`: tensors of the batch that are no
+    samples, though they are as long. `closed`: those that can have no gradient.
     """
 
     def __init__(
@@ -61,7 +62,10 @@ class Serial:
         spec: OptimizerSpec,
         device: torch.device,
         every: bool = False,
+        whole: frozenset[str] = frozenset(),
+        closed: frozenset[str] = frozenset(),
     ) -> None:
+        self._whole, self._closed = whole, closed
         torch.manual_seed(seed)
         self.model: nn.Module = copy.deepcopy(make) if isinstance(make, nn.Module) else make()
         self._double = plan.layout.precision == "float64"
@@ -103,11 +107,14 @@ class Serial:
         num = self._plan.layout.microbatches
         samples = batch_size_of(self._nesting)
         self._optimizer.zero_grad()
-        leaves_now = {path: x.detach().requires_grad_(x.is_floating_point()) for path, x in self._batch.items()}
+        leaves_now = {
+            path: x.detach().requires_grad_(x.is_floating_point() and path not in self._closed) for path, x in self._batch.items()
+        }
         total = 0.0
         for m in range(num):
             start, length = piece(samples, num, m)
-            cut = {p: x.narrow(0, start, length) if x.dim() and x.shape[0] == samples else x for p, x in leaves_now.items()}
+            samples_in = {p for p, x in leaves_now.items() if x.dim() and x.shape[0] == samples and p not in self._whole}
+            cut = {p: x.narrow(0, start, length) if p in samples_in else x for p, x in leaves_now.items()}
             whole = {p: cut.get(p, leaf) for p, leaf in leaves(self._nesting)}
             with torch.autocast(self._device.type, torch.bfloat16, enabled=self._plan.layout.precision == "bfloat16"):
                 value = call(self.model, rebuild(self._nesting, whole), self._loss) / num

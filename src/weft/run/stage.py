@@ -33,7 +33,7 @@ class Kept:
 class StageRunner:
     """Runs one lowered stage.
 
-    `grads`: values whose gradient travels. `dtypes`: dtype in which a value crosses to another stage.
+    `grads`: values whose gradient travels. `closed`: inputs that can have none. `dtypes`: dtype in which a value crosses to another stage.
     """
 
     def __init__(
@@ -46,7 +46,9 @@ class StageRunner:
         autocast: torch.dtype | None,
         device: torch.device,
         compile: bool = False,
+        closed: frozenset[str] = frozenset(),
     ) -> None:
+        self.closed = closed
         self.local, self.grads, self.dtypes, self.draw = local, grads, dtypes, draw
         self._fixed = dict(variables)
         self._autocast, self._device = autocast, device
@@ -65,7 +67,7 @@ class StageRunner:
             held[value] = x.detach().requires_grad_(want_grad and value in self.grads)
         given: dict[str, Tensor] = dict(inputs)
         if input_gradients:
-            given = {v: x.detach().requires_grad_(x.is_floating_point()) for v, x in inputs.items()}
+            given = {v: x.detach().requires_grad_(x.is_floating_point() and v not in self.closed) for v, x in inputs.items()}
         args = [self._fixed[v] if v in self._fixed else given[v] for v in self.local.variables]
         with torch.set_grad_enabled(want_grad), self._context():
             out = self.module(*args, *(held[v] for v in self.local.received))

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from weft.errors import ModelError
 from weft.model.capture import Loss
+from weft.model.derivatives import without_gradient
 from weft.model.stages import draws
 from weft.plan.plan import Plan
 from weft.run.build import Source
@@ -121,12 +122,16 @@ def verify_on_rank(
     spec = OptimizerSpec.of(optimizer)
     bound = TOLERANCE[plan.layout.precision] if tolerance is None else tolerance
 
-    def new_serial() -> Serial:
-        return Serial(make, seed, batch, loss, plan, spec, world.device, every=bool(plan.uncaptured))
-
-    # First: the engine of a model that was not captured takes the module's own tensors.
-    serial = new_serial() if world.rank == 0 else None
     engine = Engine(plan, copy.deepcopy(make) if isinstance(make, nn.Module) else make, batch, loss, world, spec, seed=seed, source=source)
+    graph = engine.parts.graph
+    closed = without_gradient(graph)
+
+    def new_serial() -> Serial:
+        whole = frozenset(v.name for v in graph.inputs if not v.batched)
+        names = frozenset(v.name for v in graph.inputs if v.value in closed)
+        return Serial(make, seed, batch, loss, plan, spec, world.device, bool(plan.uncaptured), whole, names)
+
+    serial = new_serial() if world.rank == 0 else None
     random = [op.site for op in engine.parts.graph.operators if draws(op)]
     if random:
         raise ModelError(

@@ -23,6 +23,7 @@ from weft.model.graph import Tensor as Spec
 from weft.model.nesting import batch_size_of, leaves, rebuild
 from weft.model.sharding import Sharding
 from weft.model.stages import Stage
+from weft.model.watched import refuse_hooks
 from weft.plan.plan import Plan
 from weft.run.build import Parts, Source
 from weft.run.optimizer import OptimizerSpec
@@ -60,6 +61,7 @@ def build_whole(plan: Plan, source: Source, batch: Any, loss: Loss | None, world
     if layout.recompute != "none":
         raise Infeasible(f"{plan.model} could not be captured ({plan.uncaptured}), so its layers are not known; use recompute=none")
     model = source.model
+    refuse_hooks(model)
     if source.deferred is not None:
         model = realize(source.deferred, model)
     model = model.to(world.device)

@@ -216,6 +216,9 @@ def _adjust(op: Operator, name: str, rule: Rule, ins: list[Shape]) -> Rule | Non
     if name == "batch_norm" and not (len(op.args) > 5 and op.args[5] is True):
         return Rule(rule.inputs, rule.outputs, {})  # evaluation: running statistics are constants
     if name == "instance_norm":
+        running = [a for a in op.args[3:5] if isinstance(a, Ref)]
+        if running and len(op.args) > 5 and op.args[5] is True:
+            return _only(rule, set())  # what is kept is the mean over all samples
         return _only(rule, {"n"}) if len(ins) > 1 else rule
     if name == "scaled_dot_product_attention":
         return _attention(op, rule, ins)

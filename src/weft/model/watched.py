@@ -1,0 +1,161 @@
+"""What a trace does not see, watched while it runs: Python code in backward, state that a module keeps in Python, random numbers of Python.
+
+In: a module that is called under tracing. Out: the call's result; `ModelError` by name for what a graph of operators cannot hold. `.data`
+is told to the trace as what it is (a detached view), buffers that are replaced are written, reentrant checkpoints run plainly.
+
+Not modelled: what happens inside of objects that a module holds, apart from lists, dicts, sets and deques of plain values.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
+
+from weft.errors import ModelError
+
+State = Mapping[tuple[str, str], Any]  # (path of a module, attribute) -> value
+_GET_DATA, _SET_DATA = Tensor.data.__get__, Tensor.data.__set__  # type: ignore[attr-defined]
+_IN_BACKWARD: dict[Any, str] = {
+    Tensor.register_hook: "registers a hook on a tensor",
+    Tensor.register_post_accumulate_grad_hook: "registers a hook on a tensor",
+    Tensor.backward: "calls backward",
+    torch.autograd.grad: "calls torch.autograd.grad",
+    torch.autograd.backward: "calls torch.autograd.backward",
+}
+_OWN = set(vars(nn.Module()))
+
+
+class _Told(TorchFunctionMode):
+    """Refuses what acts in backward alone, and says `.data` in words that a trace keeps."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == _GET_DATA:
+            return args[0].detach() if args[0].requires_grad else args[0]
+        if func == _SET_DATA:
+            raise ModelError(
+                "the model assigns to the .data of a tensor while it runs; write into a buffer instead, or do it after the step"
+            )
+        if func in _IN_BACKWARD:
+            raise ModelError(f"the model {_IN_BACKWARD[func]} while it runs, which a captured graph does not hold")
+        return func(*args, **(kwargs or {}))
+
+
+def refuse_hooks(model: nn.Module) -> None:
+    """Raise ModelError where a parameter has a gradient hook: weft gives the module other parameters, and the hook would be lost."""
+    for name, p in model.named_parameters():
+        if p._backward_hooks:  # the only place where torch shows them
+            raise ModelError(f"parameter {name} has a gradient hook, which weft would lose; change gradients after backward instead")
+
+
+@contextmanager
+def watched(model: nn.Module) -> Iterator[None]:
+    """Call `model` in this block, under tracing.
+
+    Raises:
+        ModelError: what the model does is not in a graph of its operators, by name.
+    """
+    buffers = {(path, key): b for path, m in model.named_modules() for key, b in m._buffers.items()}
+    drawn = _python_randomness()
+    function: Any = torch.autograd.Function
+    before = vars(function)["apply"]  # as it is defined: read as an attribute it would be bound to this class
+    function.apply = classmethod(_apply)
+    try:
+        with _Told():
+            yield
+    finally:
+        function.apply = before
+    if _python_randomness() != drawn:
+        raise ModelError("the model draws from Python's or numpy's random numbers, which a captured graph would fix; use torch's")
+    modules = dict(model.named_modules())
+    for (path, key), old in buffers.items():
+        new = modules[path]._buffers.get(key)
+        if new is not old:
+            name = f"{path}.{key}".removeprefix(".")
+            if old is None or new is None or new.shape != old.shape or new.dtype != old.dtype:
+                raise ModelError(f"the model replaces its buffer {name} by another kind of tensor while it runs; write into it instead")
+            with torch.no_grad():
+                old.copy_(new)
+            modules[path]._buffers[key] = old
+
+
+def _apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+    if cls is CheckpointFunction:
+        return args[0](*args[2:])  # after it comes whether random state is kept
+    raise ModelError(
+        f"the model uses {cls.__name__}, whose backward is Python code that a captured graph does not hold; write it with operators and "
+        "detach, for example x + (f(x) - x).detach()"
+    )
+
+
+def _python_randomness() -> object:
+    numpy = sys.modules.get("numpy")
+    state = numpy.random.get_state() if numpy is not None else None
+    return random.getstate(), None if state is None else (state[1].tobytes(), state[2])
+
+
+@dataclass(frozen=True, slots=True)
+class _Contents:
+    """A container and what was in it."""
+
+    container: Any
+    items: tuple[Any, ...]
+
+
+def state_of(model: nn.Module) -> State:
+    """Every attribute of all modules that is no parameter, buffer or module, with the contents of containers."""
+    return {
+        (path, key): _contents(value) for path, module in model.named_modules() for key, value in vars(module).items() if key not in _OWN
+    }
+
+
+def _contents(value: Any) -> Any:
+    if isinstance(value, list | set | deque):
+        return _Contents(value, tuple(map(_contents, value)))
+    if isinstance(value, dict):
+        return _Contents(value, tuple((key, _contents(item)) for key, item in value.items()))
+    return value
+
+
+def changes(before: State, after: State) -> list[str]:
+    """Attributes that differ, as `layers.0.count`."""
+    missing = object()
+    names = sorted({*before, *after})
+    return [".".join(n).removeprefix(".") for n in names if not _same(before.get(n, missing), after.get(n, missing))]
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, _Contents) and isinstance(b, _Contents):
+        return a.container is b.container and _same(a.items, b.items)
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
+    plain = isinstance(a, bool | int | float | complex | str | bytes | torch.dtype | torch.device)
+    return a is b or (plain and type(a) is type(b) and a == b)
+
+
+def set_state(model: nn.Module, state: State) -> None:
+    """Give all modules the attributes of `state`, and take away those that it lacks."""
+    for path, module in model.named_modules():
+        for key in [key for key in vars(module) if key not in _OWN and (path, key) not in state]:
+            del vars(module)[key]
+    for (path, key), value in state.items():
+        vars(model.get_submodule(path))[key] = _restored(value)
+
+
+def _restored(value: Any) -> Any:
+    if not isinstance(value, _Contents):
+        return value
+    container = value.container
+    items = [(item[0], _restored(item[1])) if isinstance(container, dict) else _restored(item) for item in value.items]
+    container.clear()
+    (container.extend if isinstance(container, list | deque) else container.update)(items)
+    return container

@@ -1,0 +1,241 @@
+"""What a trace cannot see: refused by name, or captured as eager PyTorch computes it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_capture import captured_and_run, equal_to_eager
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from weft.errors import ModelError
+from weft.model.watched import changes, set_state, state_of
+from weft.run.build import Source
+
+Forward = Callable[[Any, Tensor], Tensor]
+X = torch.linspace(-1, 1, 48, dtype=torch.float64).view(8, 6)
+
+
+class Model(nn.Module):
+    """A layer, some buffers, some state in Python, and a forward pass that is given."""
+
+    average: Tensor
+    queue: Tensor
+
+    def __init__(self, forward: Forward) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 5)
+        with torch.no_grad():
+            self.layer.weight.copy_(torch.linspace(-0.5, 0.9, 30).view(5, 6))
+        self.register_buffer("average", torch.full((5,), 0.25))
+        self.register_buffer("queue", torch.ones(8, 5))
+        self.count, self.seen, self.known, self.last = 0, [1], {"a": 1}, None
+        self.run = forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self, x)
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return -grad
+
+
+def reversed_gradient(model: Any, x: Tensor) -> Tensor:
+    return Reversed.apply(model.layer(x)).sum()  # type: ignore[no-any-return,no-untyped-call]
+
+
+def hooked(model: Any, x: Tensor) -> Tensor:
+    y = model.layer(x)
+    y.register_hook(lambda grad: grad * 0.5)
+    return y.sum()  # type: ignore[no-any-return]
+
+
+def penalty(model: Any, x: Tensor) -> Tensor:
+    x = x.detach().requires_grad_()
+    y = model.layer(x).square().sum()
+    return y + torch.autograd.grad(y, x, create_graph=True)[0].square().sum()  # type: ignore[no-any-return]
+
+
+def counting(model: Any, x: Tensor) -> Tensor:
+    model.count += 1
+    return model.layer(x).sum() * model.count  # type: ignore[no-any-return]
+
+
+def listing(model: Any, x: Tensor) -> Tensor:
+    model.seen.append(1)
+    return model.layer(x).sum() * len(model.seen)  # type: ignore[no-any-return]
+
+
+def remembering(model: Any, x: Tensor) -> Tensor:
+    before = model.last
+    model.last = model.layer(x).detach()
+    return model.layer(x).sum() if before is None else (model.layer(x) * before).sum()  # type: ignore[no-any-return]
+
+
+def python_random(model: Any, x: Tensor) -> Tensor:
+    return model.layer(x).sum() * random.random()  # type: ignore[no-any-return]
+
+
+def numpy_random(model: Any, x: Tensor) -> Tensor:
+    return model.layer(x).sum() * float(np.random.rand())  # type: ignore[no-any-return]
+
+
+def clamped_weight(model: Any, x: Tensor) -> Tensor:
+    model.layer.weight.data.clamp_(-0.1, 0.1)
+    return model.layer(x).sum()  # type: ignore[no-any-return]
+
+
+def new_weight(model: Any, x: Tensor) -> Tensor:
+    model.layer.weight.data = model.layer.weight.data * 0.5
+    return model.layer(x).sum()  # type: ignore[no-any-return]
+
+
+def grown_buffer(model: Any, x: Tensor) -> Tensor:
+    model.queue = torch.cat((model.queue, model.layer(x).detach()))
+    return model.layer(x).sum()  # type: ignore[no-any-return]
+
+
+def strides(model: Any, x: Tensor) -> Tensor:
+    return model.layer(x).t().as_strided((4, 5), (5, 1)).sum()  # type: ignore[no-any-return]
+
+
+def unclear_write(model: Any, x: Tensor) -> Tensor:
+    y = model.layer(x)
+    with torch.no_grad():
+        y.unfold(1, 2, 2)[:] = 0.0
+    return y.square().sum()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("forward", "said"),
+    [
+        (reversed_gradient, "uses Reversed, whose backward is Python code"),
+        (hooked, "registers a hook on a tensor"),
+        (penalty, "calls torch.autograd.grad"),
+        (counting, "changes its attribute count"),
+        (listing, "changes its attribute seen"),
+        (remembering, "changes its attribute last"),
+        (python_random, "draws from Python's or numpy's random numbers"),
+        (numpy_random, "draws from Python's or numpy's random numbers"),
+        (clamped_weight, "writes its parameter layer.weight in place"),
+        (new_weight, r"assigns to the \.data of a tensor"),
+        (grown_buffer, "replaces its buffer queue by another kind of tensor"),
+        (strides, "goes by how its tensor lies in memory"),
+        (unclear_write, "in a way that cannot be followed, beside a block without gradients"),
+    ],
+)
+def test_what_a_graph_cannot_hold_is_refused_by_name(forward: Forward, said: str) -> None:
+    for model in (lambda: Model(forward), Model(forward)):
+        with pytest.raises(ModelError, match=said):
+            Source.of(model).capture((X.float(),), None, None)
+
+
+def test_hooks_of_parameters_and_modules_are_refused() -> None:
+    def plain(model: Any, x: Tensor) -> Tensor:
+        return model.layer(x).sum()  # type: ignore[no-any-return]
+
+    model = Model(plain)
+    model.layer.weight.register_hook(lambda grad: grad * 0.5)
+    with pytest.raises(ModelError, match=r"parameter layer\.weight has a gradient hook"):
+        Source.of(model).capture((X.float(),), None, None)
+    model = Model(plain)
+    model.layer.register_full_backward_hook(lambda module, given, made: None)
+    with pytest.raises(ModelError, match="BackwardHookFunction, whose backward is Python code"):
+        Source.of(model).capture((X.float(),), None, None)
+    model = Model(plain)
+    model.layer.register_forward_hook(lambda module, given, made: made * 2)
+    equal_to_eager(model.double(), (X,))
+
+
+def behind_gradients(model: Any, x: Tensor) -> Tensor:
+    y = model.layer(x)
+    early = y[:, 1:3]
+    with torch.no_grad():
+        y[:, 0] = 0.0
+        y[y > 0.5] = 0.5
+        y.mul_(2.0).add_(0.125)
+        early.clamp_(max=0.4)
+    return (y**3).sum() + (early**2).sum()  # type: ignore[no-any-return]
+
+
+def through_data(model: Any, x: Tensor) -> Tensor:
+    y = model.layer(x)
+    y.data.mul_(2.0)
+    y.detach()[0] = 0.25
+    return (y * y).sum() + (y.data * y).sum()  # type: ignore[no-any-return]
+
+
+def infinite(model: Any, x: Tensor) -> Tensor:
+    y = model.layer(x).masked_fill(x[:, :5] > 0, -torch.inf)
+    with torch.no_grad():
+        y[:, 1] = 1.0
+    return y.softmax(-1).square().sum()  # type: ignore[no-any-return]
+
+
+def averages(model: Any, x: Tensor) -> Tensor:
+    y = model.layer(x)
+    with torch.no_grad():
+        model.average.mul_(0.9).add_(y.mean(0), alpha=0.1)
+        model.queue[2:4] = y[:2]
+        model.queue[:, 0].add_(1.0)
+        torch.div(y[0], 2.0, out=model.average)
+    near = y @ model.queue.clone().t()
+    model.average = model.average * 0.5 + y.detach()[0]
+    model.average.data.copy_(model.average + 1.0)
+    return (near - model.average.sum()).square().mean()  # type: ignore[no-any-return]
+
+
+def diagonal(model: Any, x: Tensor) -> Tensor:
+    y = model.layer(x)
+    gram = y.t() @ y
+    gram.fill_diagonal_(0.5)
+    return gram.square().sum()  # type: ignore[no-any-return]
+
+
+def reentrant(model: Any, x: Tensor) -> Tensor:
+    return checkpoint(lambda t: torch.tanh(model.layer(t)), x.requires_grad_(), use_reentrant=True).square().sum()  # type: ignore[no-any-return]
+
+
+def logging(model: Any, x: Tensor) -> Tensor:
+    """State that nobody reads in the next step does no harm."""
+    model.last, model.count = model.layer(x), model.count + 1
+    model.known["b"] = x.shape[0]
+    return F.relu(model.last).sum()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("forward", [behind_gradients, through_data, infinite, averages, diagonal, reentrant, logging])
+def test_what_can_be_held_is_what_eager_computes(forward: Forward) -> None:
+    """Loss, gradients and buffers."""
+    model = Model(forward).double()
+    equal_to_eager(model, (X.clone(),))
+
+
+def test_a_capture_leaves_the_module_as_it_was() -> None:
+    model = Model(logging)
+    before = state_of(model)
+    captured_and_run(model.double(), (X,))
+    assert not changes(before, state_of(model))
+    assert (model.count, model.known, model.last) == (0, {"a": 1}, None)
+
+
+def test_state_is_compared_and_put_back() -> None:
+    model = Model(logging)
+    before = state_of(model)
+    model.count, model.known["c"], model.extra = 3, 1, 5
+    model.seen.append(2)
+    assert changes(before, state_of(model)) == ["count", "extra", "known", "seen"]
+    set_state(model, before)
+    assert not changes(before, state_of(model))
+    assert (model.count, model.seen, model.known, hasattr(model, "extra")) == (0, [1], {"a": 1}, False)
