@@ -3,13 +3,17 @@
 A matrix product takes its FLOPs at the part of the peak that large products reach, and a part of the time that its operands take
 through memory: so efficiency falls smoothly with the smallest of its local m, n and k (for k = n -> infinity it is that part; the
 roofline's ridge, Williams et al. 2009, sets where it halves). What moves bytes only takes them at the part of the bandwidth that such
-kernels reach. Attention either keeps its scores (written and read by each kernel of the softmax) or is one fused kernel. No operator
-takes less than its kernels take to launch. Not modelled: waves of tiles, clocks under load, and what stays in caches.
+kernels reach. Attention either keeps its scores (written and read by each kernel of the softmax) or is one fused kernel. The host that
+launches kernels runs ahead of them: a layer takes the longer of the two, and a little more where they are close (`together`). Not
+modelled: waves of tiles, clocks under load, and what stays in caches.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
 
 from weft.cluster.cluster import Device
 from weft.cost.compute import Seconds
@@ -23,6 +27,7 @@ LAUNCHES: dict[str, tuple[int, int]] = {
 }  # fmt: skip
 FUSED_ATTENTION = (2, 3)
 UNFUSED_SOFTMAX = (10, 6)  # more kernels, where the fused softmax does not apply
+CLOSE = 3.0  # exponent of the mean of host and device; fitted with stack."a100 megatron-deepspeed"
 ALIGNED = 8  # sides of 16-bit products that fill the matrix units: NVIDIA's deep learning performance guide, "matrix multiplication"
 WIDTH = {"float64": 8.0, "float32": 4.0, "tf32": 4.0, "bfloat16": 2.0, "float16": 2.0, "float8": 2.0}  # bytes an element that moves
 
@@ -47,10 +52,14 @@ class Kernel:
     scores: float = 0.0
     heads: float = 0.0
 
-    def seconds(self, device: Device, stack: Stack, precision: str) -> Seconds:
-        """Forward and backward. Raises `Infeasible` where the device lacks the precision."""
+    def seconds(self, device: Device, stack: Stack, precision: str) -> tuple[Seconds, Seconds]:
+        """What the host takes to launch it, and what the device takes to run it, forward and backward.
+
+        Raises:
+            Infeasible: the device lacks the precision.
+        """
         if self.kind == "view":
-            return Seconds()
+            return Seconds(), Seconds()
         forward, backward = LAUNCHES.get(self.kind, LAUNCHES["elementwise"])
         if self.kind == "attention":
             busy, (forward, backward) = self._attention(device, stack, precision)
@@ -60,7 +69,7 @@ class Kernel:
             busy = self._moved(device, stack, precision)
         behind = self.backward_bytes > 0
         host = Seconds(forward * self.share * stack.launch_s, backward * self.share * stack.launch_s * behind)
-        return Seconds(max(host.forward, busy.forward), max(host.backward, busy.backward * behind))
+        return host, Seconds(busy.forward, busy.backward * behind)
 
     def _product(self, device: Device, stack: Stack, precision: str) -> Seconds:
         peak = device.peak(precision) * stack.matmul
@@ -73,9 +82,7 @@ class Kernel:
             one = width * (self.m * self.k + self.k * self.n + self.m * self.n) * self.share
             operands = Seconds(one, one * self.backward_flops / self.flops)
         through = stack.operands / device.memory_bandwidth_bytes_per_s
-        return Seconds(
-            max(self.flops / peak + operands.forward * through, 0.0), max(self.backward_flops / peak + operands.backward * through, 0.0)
-        )
+        return Seconds(self.flops / peak + operands.forward * through, self.backward_flops / peak + operands.backward * through)
 
     def _moved(self, device: Device, stack: Stack, precision: str) -> Seconds:
         width = WIDTH[precision] / 4
@@ -105,6 +112,25 @@ class Kernel:
 # Bytes of one 16-bit score through memory: products write and read them (2 + 2), softmax and dropout read and write (2 + 2 each) with
 # a mask (1); backward: 2 + 2 + 2 for the products, 2 + 2 + 2 for softmax, 2 + 2 + 1 for dropout (Korthikanti et al. 2022, section 4).
 SCORES = (13.0, 17.0)
+
+
+def together(host: NDArray[np.float64], device: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Seconds of each operator where the host launches all of them ahead of the device.
+
+    Their sum is (host^q + device^q)^(1/q) of the sums, q = `CLOSE`, shared as the host or the device takes it.
+
+    >>> import numpy as np
+    >>> together(np.array([1.0, 1.0]), np.array([0.1, 0.2])).round(3)
+    array([1., 1.])
+    """
+    launch, busy = float(host.sum()), float(device.sum())
+    longest = max(launch, busy)
+    if longest <= 0:
+        return device
+    a, b = (launch / longest) ** CLOSE, (busy / longest) ** CLOSE
+    part = a / (a + b)
+    shares = part * host / max(launch, 1e-30) + (1 - part) * device / max(busy, 1e-30)
+    return np.asarray(longest * (a + b) ** (1 / CLOSE) * shares, dtype=np.float64)
 
 
 def scaled(kernel: Kernel, by: float) -> Kernel:

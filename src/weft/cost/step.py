@@ -257,10 +257,11 @@ class Pricer:
             group = self.group(layout, one.axis)
             found.append(slower * self.collective(one.name, size * self._width(layout, one.narrow, one.wide), group))
         unique = np.array([*found, 0.0])
+        shown = 1.0 if self.cluster.is_cpu else 1.0 - self.efficiency.tensor_overlap
         both = []
-        for where, what in (parts.forward, parts.backward):
+        for (where, what), part in ((parts.forward, 1.0), (parts.backward, shown)):
             total = np.zeros(len(parts.index))
-            np.add.at(total, where, unique[what])
+            np.add.at(total, where, part * unique[what])
             both.append(total)
         return both[0], both[1]
 
