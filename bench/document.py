@@ -133,10 +133,7 @@ def markdown(
     parts += [intro, "", "## Targets", ""]
     parts += _table(
         ["target", "at least", "ratio", "", "worst case", "seconds a step"],
-        [
-            [v.target, f"{v.at_least:.1f}", f"{v.ratio:.2f}" if v.met is not None else "", f"**{v.word}**", v.case, v.why]
-            for v in verdicts
-        ],
+        [[v.target, f"{v.at_least:.1f}", f"{v.ratio:.2f}" if v.met is not None else "", f"**{v.word}**", v.case, v.why] for v in verdicts],
     )
     for kind, title in KINDS.items():
         mine = [r for r in rows if r.kind == kind]

@@ -135,9 +135,7 @@ def parity(device: str) -> list[Parity]:
     return out
 
 
-def page(
-    about: Mapping[str, Any], rows: Sequence[Row], verdicts: Sequence[Verdict], pair: Sequence[Series], same: Sequence[Parity]
-) -> str:
+def page(about: Mapping[str, Any], rows: Sequence[Row], verdicts: Sequence[Verdict], pair: Sequence[Series], same: Sequence[Parity]) -> str:
     """docs/benchmarks/gpu.md."""
     text = markdown(about, rows, verdicts, {}, {str(about["model"]): pair}, INTRO)
     lines = ["## Several ranks on one card, beside the serial run, in float64", ""]

@@ -46,7 +46,9 @@ def seconds(pricer: Pricer, layout: Layout) -> tuple[float, float]:
 
 
 def measured(folder: Path) -> dict[str, tuple[float, float]]:
-    return {r["experiment"]: (1e-3 * float(r["forward_ms"]), 1e-3 * float(r["backward_ms"])) for r in table(folder, "layer_22b_a100_ms.csv")}
+    return {
+        r["experiment"]: (1e-3 * float(r["forward_ms"]), 1e-3 * float(r["backward_ms"])) for r in table(folder, "layer_22b_a100_ms.csv")
+    }
 
 
 def errors(base: Pricer, stack: Stack, wanted: dict[str, tuple[float, float]]) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -40,6 +41,4 @@ def lines(folder: Path, name: str) -> list[str]:
 
 def table(folder: Path, name: str) -> list[dict[str, str]]:
     """Rows by column name."""
-    head, *rest = lines(folder, name)
-    names = head.split(",")
-    return [dict(zip(names, row.split(","), strict=True)) for row in rest]
+    return list(csv.DictReader(lines(folder, name)))
