@@ -123,8 +123,9 @@ def _call(target: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def choices(case: Case, n: int, axis: str = "tensor", taken: dict[str, set[int]] | None = None, rule: Any = None) -> list[_Choice]:
-    """Every cut of the operator into n parts that the planner may choose; by `rule` instead of its own, where one is given."""
+    """Every cut of the operator into n parts that its rule allows; by `rule` instead of its own, where one is given."""
     problem = _Axis(case.graph, axis, n, taken or {}, None, Prices(), 1)
+    problem.meanings = None  # what an axis is for does not matter here
     if rule is not None:
         problem.rules[case.op.name] = rule
     return [choice for choice in problem.choices(case.op) if choice.label]
@@ -143,7 +144,8 @@ def difference(case: Case, cuts: dict[str, tuple[int, _Choice]]) -> str:
     rows = tuple({axis: choice.needs[i] for axis, (_, choice) in cuts.items()} for i in range(len(op.inputs)))
     labels = {axis: choice.label for axis, (_, choice) in cuts.items()}
     sharding = Sharding(sizes, {op.name: labels}, forms, {op.name: rows}, {}, (), ())
-    stage = Stage(0, (op,), tuple(v.value for v in case.graph.variables), (), (), op.outputs)
+    # Sent, not handed out: then they come in the form in which they are made.
+    stage = Stage(0, (op,), tuple(v.value for v in case.graph.variables), (), ((1, op.outputs),), ())
     places = [dict(zip(sizes, at, strict=True)) for at in product(*(range(n) for n in sizes.values()))]
     meetings: dict[Any, Meeting] = {}
     for axis, n in sizes.items():
