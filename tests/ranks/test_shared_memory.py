@@ -20,7 +20,9 @@ from torch import Tensor
 from weft.errors import RankError, RunError
 from weft.world import private
 from weft.world.group import Group, LostPeer
-from weft.world.shared_memory import library, native, portable
+from weft.world.shared_memory import library, native
+from weft.world.shared_memory.portable.channel import PortableChannel
+from weft.world.shared_memory.portable.stream import Streams
 from weft.world.world import World
 
 KINDS = ("shared_memory", "portable")
@@ -55,7 +57,7 @@ def over(world: World, kind: str) -> Group:
     group = world.everyone
     group.connect()
     if world.num_ranks > 1:
-        expected = native.NativeChannel if kind == "shared_memory" else portable.PortableChannel
+        expected = native.NativeChannel if kind == "shared_memory" else PortableChannel
         assert type(group._transport) is expected
     return group
 
@@ -448,16 +450,17 @@ def test_without_a_compiler_there_is_a_reason_and_no_error(tmp_path: Path) -> No
 def skipping(world: World, kind: str) -> None:
     """The transport with a barrier that is skipped: a reader does not wait for the writer."""
     if kind == "portable":
-        arrived = portable.PortableChannel._arrived
+        arrived = Streams._arrived
 
-        def hasty(self: portable.PortableChannel, rank: int, kind: int, number: int, size: int) -> Any:
-            get, self._get = self._get, lambda at: 1 << 40  # type: ignore[method-assign]
+        def hasty(self: Streams, rank: int, kind: int, number: int, size: int) -> Any:
+            memory = self._memory
+            get, memory.get = memory.get, lambda at: 1 << 40  # type: ignore[method-assign]
             try:
                 return arrived(self, rank, kind, number, size)
             finally:
-                self._get = get  # type: ignore[method-assign]
+                memory.get = get  # type: ignore[method-assign]
 
-        portable.PortableChannel._arrived = hasty  # type: ignore[method-assign]
+        Streams._arrived = hasty  # type: ignore[method-assign]
     else:
         library.FLAGS = (*library.FLAGS, "-DWEFT_TWIN_SKIPS_THE_BARRIER")
     all_sizes(world, kind, "float32", (1001,) * 20)

@@ -18,7 +18,7 @@ import tempfile
 from ctypes import POINTER, c_char_p, c_double, c_int, c_int64, c_uint64, c_void_p
 from pathlib import Path
 
-SOURCE = Path(__file__).with_name("native.c")
+SOURCE = Path(__file__).with_name("source")
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-std=gnu11", "-fPIC", "-shared")
 COMPILE_S = 60.0
 
@@ -81,7 +81,8 @@ def _built(cache: Path, compiler: str) -> Path:
     found = shutil.which(compiler)
     if found is None:
         raise FileNotFoundError(f"no C compiler {compiler!r} in PATH")
-    key = hashlib.sha256("\0".join([SOURCE.read_text(), *FLAGS, found, _processor(), platform.machine()]).encode()).hexdigest()[:20]
+    sources = [path.read_text() for path in sorted(SOURCE.glob("*.[ch]"))]
+    key = hashlib.sha256("\0".join([*sources, *FLAGS, found, _processor(), platform.machine()]).encode()).hexdigest()[:20]
     cache.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = cache / f"shared-memory-{key}.so"
     with open(cache / "lock", "a") as lock:
@@ -89,7 +90,7 @@ def _built(cache: Path, compiler: str) -> Path:
         if not path.exists():
             with tempfile.TemporaryDirectory(dir=cache) as folder:
                 made = Path(folder) / "made.so"
-                command = [found, *FLAGS, "-o", str(made), str(SOURCE)]
+                command = [found, *FLAGS, "-o", str(made), str(SOURCE / "weft.c")]
                 subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_S, env={**os.environ, "LC_ALL": "C"})
                 made.replace(path)
     if path.stat().st_uid not in (os.getuid(), 0):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from weft.world.shared_memory import library, segment
 from weft.world.shared_memory.native import NativeChannel, NativeEngine, NativeWork
-from weft.world.shared_memory.portable import PortableChannel, PortableEngine, PortableWork
+from weft.world.shared_memory.portable.channel import PortableChannel, PortableEngine, PortableWork
 
 __all__ = ["Channel", "SharedMemory"]
 

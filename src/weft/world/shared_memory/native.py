@@ -24,7 +24,7 @@ CHUNK_BYTES = 256 << 10
 RING_BYTES = 16 << 20
 ALL_RINGS_BYTES = 8 << 30  # addresses, not memory
 DIRECT_BYTES = 32 << 10
-SPIN_S = 50e-6
+SPIN_S = 10e-6
 _DTYPES = {
     dtype: code
     for code, dtype in enumerate(

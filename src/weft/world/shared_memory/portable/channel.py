@@ -1,0 +1,261 @@
+"""The transport in Python and torch, for machines without a C compiler. The calls of `native`, a layout of its own, no atomic operations.
+
+In: contiguous tensors on the host. Out: results in place, or `PortableWork` to wait for. Each operation is a generator that yields the
+member it waits for; a waiting rank runs all generators of its process. Waiting sleeps longer and longer, to a millisecond, and never spins.
+
+Not modelled: two calls that match by chance.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from weft.world.shared_memory.portable.job import Jobs
+from weft.world.shared_memory.portable.memory import KINDS, OPS, Layout, Memory, Steps, flat, starts
+from weft.world.shared_memory.portable.message import Messages
+from weft.world.shared_memory.portable.stream import Streams
+
+CHECK_S = 0.02
+LONGEST_SLEEP_S = 1e-3
+_DTYPES = {
+    dtype: code
+    for code, dtype in enumerate(
+        (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+    )
+}
+_OTHER = 31  # any other type, which is moved but not added
+
+
+class PortableEngine:
+    """What a waiting rank drives: all channels of this process."""
+
+    def __init__(self) -> None:
+        self.channels: list[PortableChannel] = []
+        self.lock = threading.RLock()
+
+    def segment_bytes(self, size: int) -> int:
+        """Bytes of the segment of a group of `size`."""
+        return Layout(size).total
+
+    def open(self, mapping: mmap.mmap, index: int, ranks: Sequence[int], pids: Sequence[int], timeout_s: float) -> PortableChannel:
+        """The group of `ranks` on a segment that all of them have mapped."""
+        channel = PortableChannel(self, mapping, index, ranks, pids, timeout_s)
+        self.channels.append(channel)
+        return channel
+
+    def progress(self) -> bool:
+        """Moves everything that can move; whether anything did."""
+        with self.lock:
+            moved = [channel.progress() for channel in self.channels if channel.busy]
+            return any(moved)
+
+
+class PortableWork:
+    """An operation under way."""
+
+    __slots__ = ("_channel", "blocked", "done", "keep")
+
+    def __init__(self, channel: PortableChannel, keep: object) -> None:
+        self._channel = channel
+        self.keep = keep
+        self.done = False
+        self.blocked = -1
+
+    def wait(self) -> None:
+        """Returns when it has ended. Raises RuntimeError where a rank is gone, late, or called something else."""
+        if not self.done:
+            self._channel.finish(self)
+
+    def end(self) -> None:
+        """It has ended."""
+        self.done = True
+        self.keep = None
+
+    def is_completed(self) -> bool:
+        """Whether it has ended; moves what can move."""
+        if not self.done:
+            self._channel.engine.progress()
+        return self.done
+
+
+class PortableChannel:
+    """One group of ranks; made by `PortableEngine.open`."""
+
+    def __init__(
+        self, engine: PortableEngine, mapping: mmap.mmap, index: int, ranks: Sequence[int], pids: Sequence[int], timeout_s: float
+    ) -> None:
+        self.engine = engine
+        self.size, self.index = len(ranks), index
+        self.shared_buffer: Callable[[int, torch.dtype], Tensor]  # set by who has the store
+        self._timeout_s = timeout_s
+        self._memory = Memory(mapping, index, ranks, pids)
+        self._stream, self._job, self._message = Streams(self._memory), Jobs(self._memory), Messages(self._memory)
+        self._exits = {i: os.pidfd_open(pid) for i, pid in enumerate(pids) if i != index}
+        self._number, self._num_jobs = 0, 0
+        self._streams: deque[tuple[Steps, PortableWork]] = deque()
+        self._jobs: deque[tuple[Steps, PortableWork]] = deque()
+        self._sends: list[deque[tuple[Steps, PortableWork]]] = [deque() for _ in ranks]
+
+    def widens(self, dtype: torch.dtype) -> bool:
+        """Whether tensors of this type can be added here, narrow ones in float32."""
+        return dtype in _DTYPES
+
+    def all_reduce(self, x: Tensor, op: str, wait: bool = True) -> PortableWork | None:
+        """Replaces `x` by the sum (maximum, minimum) over the members."""
+        kind = self._kind("all_reduce", x, list(OPS).index(op))
+        found = self._job.find(x)
+        if found is not None:
+            return self._begin(self._jobs, partial(self._job.run, "all_reduce", kind, found, x, x, [], op), x, wait)
+        return self._begin(self._streams, partial(self._stream.all_reduce, kind, x.reshape(-1), op), x, wait)
+
+    def broadcast(self, x: Tensor, root: int, wait: bool = True) -> PortableWork | None:
+        """Replaces `x` by that of member `root`."""
+        kind, sizes = self._kind("broadcast", x, root), [x.nbytes if i == root else 0 for i in range(self.size)]
+        steps = partial(self._stream.gather, kind, flat(x), flat(x), sizes, [0] * self.size, [root])
+        return self._begin(self._streams, steps, x, wait)
+
+    def all_gather(self, out: Tensor, x: Tensor, sizes: Sequence[int], wait: bool = True) -> PortableWork | None:
+        """`x` of every member, of `sizes` elements, into flat `out`, member after member."""
+        kind, pieces = self._kind("gather", x), [size * x.element_size() for size in sizes]
+        found = self._job.find(out)
+        if found is not None:
+            return self._begin(self._jobs, partial(self._job.run, "gather", kind, found, out, x, pieces, ""), (out, x), wait)
+        steps = partial(self._stream.gather, kind, flat(x), flat(out), pieces, starts(pieces), list(range(self.size)))
+        return self._begin(self._streams, steps, (out, x), wait)
+
+    def reduce_scatter(self, out: Tensor, x: Tensor, sizes: Sequence[int], wait: bool = True) -> PortableWork | None:
+        """This member's piece of the sum of flat `x` into `out`; pieces of `sizes` elements lie in the members' order."""
+        kind, pieces = self._kind("reduce_scatter", x), [size * x.element_size() for size in sizes]
+        found = self._job.find(x)
+        if found is not None:
+            return self._begin(self._jobs, partial(self._job.run, "reduce_scatter", kind, found, x, out, pieces, "sum"), (out, x), wait)
+        return self._begin(self._streams, partial(self._stream.reduce_scatter, kind, out.reshape(-1), flat(x), pieces), (out, x), wait)
+
+    def exchange(self, out: Tensor, x: Tensor, arriving: Sequence[int], sizes: Sequence[int], wait: bool = True) -> PortableWork | None:
+        """`sizes[r]` elements of flat `x` to member r, `arriving[r]` from it into flat `out`."""
+        kind, item = self._kind("exchange", x), x.element_size()
+        steps = partial(self._stream.exchange, kind, flat(x), flat(out), [n * item for n in sizes], [n * item for n in arriving])
+        return self._begin(self._streams, steps, (out, x), wait)
+
+    def send(self, x: Tensor, to: int, tag: int) -> PortableWork:
+        """Starts a message to member `to`."""
+        work = self._begin(self._sends[to], partial(self._message.send, flat(x), to, tag), x, False)
+        assert work is not None
+        return work
+
+    def add_buffer(self, own: mmap.mmap, all_mappings: Sequence[mmap.mmap]) -> None:
+        """Makes known a buffer of which member i's is mapped at `all_mappings[i]`. It is forgotten when `own` is freed."""
+        self._job.add_buffer(own, all_mappings)
+
+    def receive(self, x: Tensor, source: int, tag: int) -> PortableWork:
+        """Starts to receive a message from member `source`: the oldest of that tag."""
+        with self.engine.lock:
+            work = PortableWork(self, x)
+            work.blocked = source
+            self._message.receive(flat(x), source, tag, work.end)
+            self.progress()
+        return work
+
+    # What follows runs under the engine's lock.
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is under way."""
+        return bool(self._streams or self._jobs or any(self._sends) or self._message.busy)
+
+    def progress(self) -> bool:
+        """Moves what can move; whether anything did."""
+        moved = [_run(self._streams), *(_run(queue) for queue in self._sends if queue)]
+        moved.append(self._run_jobs())
+        return any([*moved, *(self._message.progress(source) for source in self._memory.others)])
+
+    def finish(self, work: PortableWork) -> None:
+        """Waits for `work`."""
+        began = checked = time.monotonic()
+        pause = 0.0
+        while not work.done:
+            moved = self.engine.progress()
+            if work.done:
+                break
+            if self._memory.words[0]:
+                raise self._memory.broken()
+            now = time.monotonic()
+            if now - checked > CHECK_S:
+                checked = now
+                self._check(work, now - began)
+            if moved:
+                pause = 0.0
+            else:
+                time.sleep(pause)
+                pause = min(LONGEST_SLEEP_S, pause * 1.3 + 2e-6)
+
+    def _check(self, work: PortableWork, waited_s: float) -> None:
+        """Raises for a member that is waited for and gone, or late."""
+        blocked = work.blocked
+        if blocked >= 0:
+            poll = select.poll()
+            poll.register(self._exits[blocked], select.POLLIN)
+            # It may have done its part before it ended.
+            if poll.poll(0) and not (self.engine.progress() or work.done) and work.blocked == blocked:
+                raise self._memory.gone(blocked)  # who waits for this rank is told of that one
+        if waited_s > self._timeout_s:
+            raise RuntimeError(f"Timed out after {self._timeout_s:g} s waiting for {self._memory.who(blocked)}")
+
+    def _begin(
+        self, queue: deque[tuple[Steps, PortableWork]], make: Callable[[int], Steps], keep: object, wait: bool
+    ) -> PortableWork | None:
+        with self.engine.lock:
+            work = PortableWork(self, keep)
+            number = 0
+            if queue is self._streams:
+                number, self._number = self._number, self._number + 1
+            elif queue is self._jobs:
+                number, self._num_jobs = self._num_jobs, self._num_jobs + 1
+            queue.append((make(number), work))
+            self.progress()
+        if wait:
+            work.wait()
+            return None
+        return work
+
+    def _kind(self, name: str, x: Tensor, detail: int = 0) -> int:
+        return KINDS.index(name) | _DTYPES.get(x.dtype, _OTHER) << 8 | detail << 16
+
+    def _run_jobs(self) -> bool:
+        # They are posted in order and end in order; each can do its part while an earlier one waits for others.
+        moved = [_advance(steps, work) for steps, work in list(self._jobs) if not work.done]
+        while self._jobs and self._jobs[0][1].done:
+            self._jobs.popleft()
+        return any(moved)
+
+
+def _advance(steps: Steps, work: PortableWork) -> bool:
+    """Runs an operation until it waits for somebody; whether it ended."""
+    blocked = next(steps, None)
+    if blocked is None:
+        work.end()
+        return True
+    work.blocked = blocked
+    return False
+
+
+def _run(queue: deque[tuple[Steps, PortableWork]]) -> bool:
+    moved = False
+    while queue:
+        if not _advance(*queue[0]):
+            for _, work in queue:
+                work.blocked = queue[0][1].blocked
+            return moved
+        queue.popleft()
+        moved = True
+    return moved

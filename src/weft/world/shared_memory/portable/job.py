@@ -1,0 +1,113 @@
+"""Collectives on shared buffers in Python: each member adds its piece of all members' tensors, or writes its piece to all.
+
+In: tensors that lie in buffers which all members have mapped. Out: generators that yield the member they wait for.
+"""
+
+from __future__ import annotations
+
+import mmap
+import weakref
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from weft.world.shared_memory import segment
+from weft.world.shared_memory.portable.memory import JOBS, WORDS, Memory, Steps, added, flat
+
+
+class Jobs:
+    """The shared buffers of one group and what is done on them."""
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        self._buffers: dict[int, list[Tensor]] = {}
+        self._mine: list[tuple[int, int, int]] = []  # first address, end, number
+        self._count = 0
+
+    def add_buffer(self, own: mmap.mmap, all_mappings: Sequence[mmap.mmap]) -> None:
+        """Makes known a buffer of which member i's is mapped at `all_mappings[i]`. It is forgotten when `own` is freed."""
+        number = self._count
+        self._count += 1
+        # A tensor on `own` would keep it: the channel has only an address of this member's.
+        self._buffers[number] = [torch.frombuffer(one, dtype=torch.uint8) for i, one in enumerate(all_mappings) if i != self._memory.index]
+        start = segment.address(own)
+        entry = (start, start + len(own), number)
+        self._mine.append(entry)
+        weakref.finalize(own, partial(_forget, self._buffers, self._mine, entry)).atexit = False
+
+    def find(self, x: Tensor) -> tuple[int, int] | None:
+        """(number, offset) of the buffer that holds `x`."""
+        start = x.data_ptr()
+        for first, stop, number in self._mine:
+            if first <= start and start + x.nbytes <= stop:
+                return number, start - first
+        return None
+
+    def run(
+        self,
+        name: str,
+        kind: int,
+        found: tuple[int, int],
+        whole: Tensor,
+        private: Tensor,
+        pieces: list[int],
+        op: str,
+        number: int,
+    ) -> Steps:
+        """A collective on a shared buffer: each member adds its piece of all members' tensors, or writes its piece to all."""
+        done = self._memory.at.done
+
+        def at(r: int) -> int:
+            return self._memory.at.descriptors + (number % JOBS * self._memory.size + r) * WORDS
+
+        for r in self._memory.others:
+            while self._memory.get(done + 8 * r) <= number - JOBS:
+                yield r
+        for i, word in enumerate((kind, whole.nbytes, *found), 1):
+            self._memory.words[at(self._memory.index) + i] = word
+        self._memory.put(at(self._memory.index), number + 1)
+        for r in self._memory.others:
+            while self._memory.get(at(r)) != number + 1:
+                yield r
+            if (self._memory.words[at(r) + 1], self._memory.words[at(r) + 2]) != (kind, whole.nbytes) or self._memory.words[
+                at(r) + 3
+            ] not in self._buffers:
+                raise self._memory.mismatch(r)
+        while self._memory.words[done + 8 * self._memory.index] < number:  # an earlier job's part of this member
+            yield self._memory.others[0]
+        views, others = [], iter(range(self._memory.size - 1))
+        for r in range(self._memory.size):
+            start = self._memory.words[at(r) + 4]
+            views.append(
+                flat(whole)
+                if r == self._memory.index
+                else self._buffers[self._memory.words[at(r) + 3]][next(others)][start : start + whole.nbytes]
+            )
+        if name == "all_reduce":
+            item, count = whole.element_size(), whole.numel()
+            low, high = (count * (self._memory.index + k) // self._memory.size * item for k in (0, 1))
+            if high > low:
+                parts = [view[low:high].view(whole.dtype) for view in views]
+                total = added(parts, op)
+                for part in parts:
+                    part.copy_(total)
+        elif name == "gather":
+            start = sum(pieces[: self._memory.index])
+            for view in views:
+                if view.data_ptr() + start != private.data_ptr():
+                    view[start : start + pieces[self._memory.index]].copy_(flat(private))
+        elif pieces[self._memory.index]:
+            start = sum(pieces[: self._memory.index])
+            stop = start + pieces[self._memory.index]
+            private.reshape(-1).copy_(added([view[start:stop].view(whole.dtype) for view in views], op))
+        self._memory.put(done + 8 * self._memory.index, number + 1)
+        for r in self._memory.others:
+            while self._memory.get(done + 8 * r) <= number:
+                yield r
+
+
+def _forget(buffers: dict[int, list[Tensor]], mine: list[tuple[int, int, int]], entry: tuple[int, int, int]) -> None:
+    mine.remove(entry)
+    buffers.pop(entry[2], None)

@@ -1,0 +1,169 @@
+"""Collectives on private tensors in Python: chunk by chunk through slots that their writer owns, each taken by all others in order.
+
+In: contiguous tensors. Out: generators that yield the member they wait for and end when the result is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from weft.world.shared_memory.portable.memory import CHUNK_BYTES, DEPTH, KINDS, WORDS, Memory, Steps, added, flat, starts
+
+
+class Streams:
+    """This member's and the others' streams in one group. All operations of a group run one after the other."""
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        self._written = 0
+        self._read = [0] * memory.size
+
+    def _room(self) -> int:
+        """A member that has not yet taken what this one wrote into the next slot; -1 where there is room."""
+        lowest = self._written - DEPTH
+        return next(
+            (
+                r
+                for r in self._memory.others
+                if self._memory.get(self._memory.at.consumed + r * self._memory.size + self._memory.index) < lowest + 1
+            ),
+            -1,
+        )
+
+    def _write(self, head: Sequence[int], parts: Sequence[tuple[int, Tensor]]) -> Steps:
+        while (blocked := self._room()) >= 0:
+            yield blocked
+        at, room = self._memory.slot(self._memory.index, self._written)
+        for start, data in parts:
+            room[start : start + data.numel()].copy_(data)
+        for i, word in enumerate(head):
+            self._memory.words[at + i] = word
+        self._written += 1
+        self._memory.put(self._memory.at.written + 8 * self._memory.index, self._written)
+
+    def _arrived(self, rank: int, kind: int, number: int, size: int) -> tuple[bool, bool, Tensor] | None:
+        """(fits, is the last, bytes) of the next chunk of `rank`, if it is there; `size` is what its head must say."""
+        if self._memory.get(self._memory.at.written + 8 * rank) <= self._read[rank]:
+            return None
+        at, data = self._memory.slot(rank, self._read[rank])
+        said = self._memory.words[at + 2] if kind & 255 != KINDS.index("exchange") else self._memory.words[at + WORDS + self._memory.index]
+        if (self._memory.words[at], self._memory.words[at + 1], said) != (number, kind, size):
+            raise self._memory.mismatch(rank)
+        return True, bool(self._memory.words[at + 3]), data
+
+    def _consume(self, rank: int) -> None:
+        self._read[rank] += 1
+        self._memory.put(self._memory.at.consumed + self._memory.index * self._memory.size + rank, self._read[rank])
+
+    def _together(self, kind: int, number: int, size: int) -> Steps:
+        for r in self._memory.others:
+            while self._arrived(r, kind, number, size) is None:
+                yield r
+
+    def all_reduce(self, kind: int, x: Tensor, op: str, number: int) -> Steps:
+        """Every member adds everything, chunk by chunk, in the members' order."""
+        step = CHUNK_BYTES // x.element_size()
+        for start in range(0, max(1, x.numel()), step):
+            own = x[start : start + step]
+            head = (number, kind, x.nbytes, int(start + step >= x.numel()))
+            yield from self._write(head, [(0, flat(own))])
+            yield from self._together(kind, number, x.nbytes)
+            if own.numel():
+                parts = [
+                    own if r == self._memory.index else self._memory.slot(r, self._read[r])[1][: own.nbytes].view(x.dtype)
+                    for r in range(self._memory.size)
+                ]
+                own.copy_(added(parts, op))
+            for r in self._memory.others:
+                self._consume(r)
+
+    def gather(self, kind: int, x: Tensor, out: Tensor, sizes: list[int], starts: list[int], roots: list[int], number: int) -> Steps:
+        """The bytes `x` of each of `roots`, of `sizes`, into `out` at `starts`; with one root a broadcast."""
+        total, mine = sum(sizes), sizes[self._memory.index]
+        own = out[starts[self._memory.index] : starts[self._memory.index] + mine]
+        if self._memory.index in roots and own.data_ptr() != x.data_ptr():
+            own.copy_(x)
+        chunks = max(1, -(-mine // CHUNK_BYTES)) if self._memory.index in roots else 0
+        wrote, arrived = 0, dict.fromkeys((r for r in roots if r != self._memory.index), 0)
+        while wrote < chunks or arrived:
+            moved = False
+            if wrote < chunks and self._room() < 0:
+                part = x[wrote * CHUNK_BYTES : min(mine, (wrote + 1) * CHUNK_BYTES)]
+                wrote += 1
+                yield from self._write((number, kind, total, int(wrote == chunks)), [(0, part)])
+                moved = True
+            for r in list(arrived):
+                found = self._arrived(r, kind, number, total)
+                if found is not None:
+                    size = min(CHUNK_BYTES, sizes[r] - arrived[r])
+                    out[starts[r] + arrived[r] : starts[r] + arrived[r] + size].copy_(found[2][:size])
+                    arrived[r] += size
+                    self._consume(r)
+                    if found[1]:
+                        del arrived[r]
+                    moved = True
+            if not moved:
+                yield next(iter(arrived), self._room())
+
+    def _part_bytes(self) -> int:
+        return CHUNK_BYTES // self._memory.size // 64 * 64
+
+    def _write_parts(self, kind: int, x: Tensor, sizes: list[int], index: int, total: int, number: int) -> Steps:
+        width = self._part_bytes()
+        parts, start = [], 0
+        for r, size in enumerate(sizes):
+            low, high = min(size, index * width), min(size, (index + 1) * width)
+            if r != self._memory.index and high > low:
+                parts.append((r * width, x[start + low : start + high]))
+            start += size
+        chunks = max(1, -(-max(sizes) // width))
+        yield from self._write((number, kind, total, int(index + 1 == chunks), 0, 0, 0, 0, *sizes), parts)
+
+    def reduce_scatter(self, kind: int, out: Tensor, x: Tensor, sizes: list[int], number: int) -> Steps:
+        """This member's piece of the sum into `out`; `sizes` are the bytes of the pieces."""
+        width, mine, first = self._part_bytes(), sizes[self._memory.index], sum(sizes[: self._memory.index])
+        for index in range(max(1, -(-max(sizes) // width))):
+            yield from self._write_parts(kind, x, sizes, index, x.numel(), number)
+            yield from self._together(kind, number, x.numel())
+            low, high = min(mine, index * width), min(mine, (index + 1) * width)
+            if high > low:
+                at, item = self._memory.index * width, out.element_size()
+                parts = [
+                    (
+                        x[first + low : first + high]
+                        if r == self._memory.index
+                        else self._memory.slot(r, self._read[r])[1][at : at + high - low]
+                    ).view(out.dtype)
+                    for r in range(self._memory.size)
+                ]
+                out[low // item : high // item].copy_(added(parts, "sum"))
+            for r in self._memory.others:
+                self._consume(r)
+
+    def exchange(self, kind: int, x: Tensor, out: Tensor, sizes: list[int], arriving: list[int], number: int) -> Steps:
+        """`sizes[r]` bytes to member r, `arriving[r]` from it, in the members' order."""
+        width, here, there = self._part_bytes(), starts(sizes), starts(arriving)
+        me = self._memory.index
+        out[there[me] : there[me] + arriving[me]].copy_(x[here[me] : here[me] + sizes[me]])
+        chunks, wrote, arrived = max(1, -(-max(sizes) // width)), 0, dict.fromkeys(self._memory.others, 0)
+        while wrote < chunks or arrived:
+            moved = False
+            if wrote < chunks and self._room() < 0:
+                yield from self._write_parts(kind, x, sizes, wrote, 0, number)
+                wrote += 1
+                moved = True
+            for r in list(arrived):
+                found = self._arrived(r, kind, number, arriving[r])
+                if found is not None:
+                    size = max(0, min(width, arriving[r] - arrived[r]))
+                    start = there[r] + arrived[r]
+                    out[start : start + size].copy_(found[2][me * width : me * width + size])
+                    arrived[r] += size
+                    self._consume(r)
+                    if found[1]:
+                        del arrived[r]
+                    moved = True
+            if not moved:
+                yield next(iter(arrived), self._room())

@@ -1,0 +1,327 @@
+/* Collectives and messages between processes of one host, through a segment that all of them have mapped.
+ *
+ * In: the segment, zeroed, and tensors as addresses. Out: results in the caller's memory. Every operation is a state machine that never
+ * blocks; a waiting rank drives all operations of its process, so that no order of waiting among groups can stop two ranks for ever.
+ *
+ * Three ways, by where the data lie:
+ *   stream    a rank copies its data chunk by chunk into slots of its own; the others read them. Any private tensor.
+ *   job       the tensor lies in a buffer that all have mapped: whoever has time adds a piece of all ranks' tensors and writes it to all.
+ *   ring      a message between two ranks, one ring of bytes for each direction.
+ *
+ * Summands are added in the order of ranks, bfloat16 and float16 in float32, so that all ranks hold the same bits, in every run.
+ * Only single-writer counters and the claims of jobs are shared; a store of a counter releases what was written before it.
+ *
+ * Not modelled: NUMA nodes, and threads within a rank. One lock per process keeps threads of one rank apart.
+ */
+#define _GNU_SOURCE
+#include "channel.h"
+
+#include "arithmetic.h"
+#include "job.h"
+#include "message.h"
+#include "stream.h"
+
+/* Bytes of the segment of n ranks, with `chunk` bytes a slot and `ring` bytes of messages for every ordered pair. */
+uint64_t weft_segment_bytes(int n, uint64_t chunk, uint64_t ring) { return layout(n, chunk, ring).total; }
+
+Engine *weft_engine(double spin_s) {
+    Engine *e = calloc(1, sizeof *e);
+    if (e) e->spin_ns = (int64_t)(spin_s * 1e9);
+    return e;
+}
+
+/* This rank's view of a mapped segment. `pidfds`: a descriptor for each rank's process, -1 for this one. NULL without memory. */
+Channel *weft_open(Engine *e, char *base, int n, int me, uint64_t chunk, uint64_t ring, const int *pidfds) {
+    Layout l = layout(n, chunk, ring);
+    Channel *c = calloc(1, sizeof *c);
+    Channel **more = realloc(e->channels, sizeof(Channel *) * (e->num_channels + 1));
+    if (!c || !more) return NULL;
+    e->channels = more;
+    c->engine = e, c->n = n, c->me = me, c->culprit = -1;
+    c->head = (Head *)base;
+    c->written = (Counter *)(base + l.written), c->reduced = (Counter *)(base + l.reduced), c->left = (Counter *)(base + l.left);
+    c->sent = (Counter *)(base + l.sent), c->taken = (Counter *)(base + l.taken);
+    c->consumed = (_Atomic uint64_t *)(base + l.consumed), c->consumed_stride = l.consumed_stride / 8;
+    c->descriptors = (Descriptor *)(base + l.descriptors), c->job = (Job *)(base + l.job);
+    c->slots = base + l.slots, c->rings = base + l.rings;
+    c->chunk = chunk, c->chunk_head = l.chunk_head, c->slot_bytes = l.slot_bytes, c->ring = ring;
+    c->read = calloc(n, sizeof *c->read), c->peers = calloc(n, sizeof *c->peers), c->pidfds = calloc(n, sizeof *c->pidfds);
+    if (!c->read || !c->peers || !c->pidfds) return NULL;
+    memcpy(c->pidfds, pidfds, sizeof(int) * n);
+    e->channels[e->num_channels++] = c;
+    return c;
+}
+
+/* Makes buffer number `number` known: `bases[r]` is where rank r's is mapped here. NULL forgets it. Returns 0 without memory. */
+int weft_buffer(Channel *c, int number, char **bases) {
+    if (number >= c->num_buffers) {
+        char ***more = realloc(c->buffers, sizeof(char **) * (number + 1));
+        if (!more) return 0;
+        memset(more + c->num_buffers, 0, sizeof(char **) * (number + 1 - c->num_buffers));
+        c->buffers = more, c->num_buffers = number + 1;
+    }
+    free(c->buffers[number]);
+    c->buffers[number] = NULL;
+    if (!bases) return 1;
+    c->buffers[number] = malloc(sizeof(char *) * c->n);
+    if (!c->buffers[number]) return 0;
+    memcpy(c->buffers[number], bases, sizeof(char *) * c->n);
+    return 1;
+}
+
+static void progress(Channel *c) {
+    while (c->stream && run_stream(c, c->stream)) {
+        Op *op = c->stream;
+        if (op->kind == ALL_REDUCE && op->phases == 2) c->total_reduced += op->total;
+        c->stream = op->next;
+        op->state = DONE;
+    }
+    for (Op *op = c->running; op; op = op->next) {
+        if (!op->ran) op->ran = run_job(c, op);
+        if (!op->posted) break; /* they are posted in order */
+    }
+    while (c->running && c->running->ran) { /* and end in order */
+        Op *op = c->running;
+        c->running = op->next;
+        op->state = DONE;
+        put(&c->left[c->me], ++c->jobs_left);
+        c->changed = 1;
+    }
+    for (int r = 0; r < c->n; r++) {
+        if (c->peers[r].sends) run_sends(c, r);
+        if (r != c->me && c->ring) run_receives(c, r);
+    }
+    if (c->changed) notify(c);
+}
+
+static int busy(Channel *c) {
+    if (c->stream || c->running) return 1;
+    for (int r = 0; r < c->n; r++)
+        if (c->peers[r].sends || c->peers[r].receives) return 1;
+    return 0;
+}
+
+/* Whether `op` cannot end without something that rank r has not done yet. */
+static int needs(Channel *c, Op *op, int r) {
+    if (op->kind == SEND || op->kind == RECEIVE) return r == op->peer;
+    if (op->kind >= JOB_ALL_REDUCE) return 1;
+    Op *first = c->stream;
+    if (!first) return 0;
+    uint64_t consumed = atomic_load_explicit(c->consumed + r * c->consumed_stride + c->me, memory_order_acquire);
+    if (first->wrote < first->total && c->my_written >= consumed + DEPTH) return 1;
+    if (first->kind == ALL_REDUCE || first->kind == REDUCE_SCATTER)
+        return !arrived(c, r, first->begin[r] + first->read) || (first->phases == 2 && get(&c->reduced[r]) <= first->first_reduced + first->read);
+    return !first->ended[r] && !arrived(c, r, c->read[r]);
+}
+
+static int dead_peer(Channel *c, Op *op) {
+    for (int r = 0; r < c->n; r++) {
+        struct pollfd p = {c->pidfds[r], POLLIN, 0};
+        if (c->pidfds[r] >= 0 && poll(&p, 1, 0) > 0 && needs(c, op, r)) return r;
+    }
+    return -1;
+}
+
+static void lock(Engine *e) {
+    while (atomic_flag_test_and_set_explicit(&e->lock, memory_order_acquire)) sched_yield();
+}
+static void unlock(Engine *e) { atomic_flag_clear_explicit(&e->lock, memory_order_release); }
+
+/* DEAD or MISMATCH once any rank has seen that; PENDING before. */
+static int broken(Channel *c) {
+    uint64_t who = atomic_load_explicit(&c->head->broken, memory_order_acquire);
+    if (!who) return PENDING;
+    c->culprit = (int)(uint32_t)who - 1;
+    return who & GONE ? DEAD : MISMATCH;
+}
+
+/* Moves everything that can move; whether others than `c` have something under way. */
+static int step(Engine *e, Channel *c) {
+    int others = 0;
+    progress(c);
+    for (int i = 0; i < e->num_channels; i++)
+        if (e->channels[i] != c && busy(e->channels[i])) {
+            others = 1;
+            progress(e->channels[i]);
+        }
+    return others;
+}
+
+/* DONE, or PENDING where it is still under way. */
+int weft_test(Op *op) {
+    Engine *e = op->channel->engine;
+    lock(e);
+    if (op->state != DONE) step(e, op->channel);
+    int state = op->state == DONE ? DONE : PENDING;
+    unlock(e);
+    return state;
+}
+
+/* Waits until the operation has ended: DONE, TIMED_OUT, DEAD or MISMATCH, with the rank of the last two in weft_culprit. */
+int weft_wait(Op *op, double timeout_s) {
+    Channel *c = op->channel;
+    Engine *e = c->engine;
+    if (op->state == DONE) return DONE;
+    int64_t begin = 0, checked = 0;
+    for (int round = 0;; round++) {
+        lock(e);
+        int others = step(e, c), state = op->state;
+        if (state != DONE) state = broken(c);
+        unlock(e);
+        if (state != PENDING) return state;
+        int64_t now = 0;
+        if (round % 16 == 0) {
+            now = now_ns();
+            if (!begin) begin = checked = now;
+        }
+        if (!now || now - begin < e->spin_ns) {
+            pause_core();
+            continue;
+        }
+        if (now - begin < e->spin_ns + YIELD_NS) { /* the rank that is waited for may have its turn on this very core */
+            sched_yield();
+            round = -1;
+            continue;
+        }
+        if (now - checked > 20000000) {
+            checked = now;
+            int dead = dead_peer(c, op);
+            if (dead >= 0) {
+                lock(e);
+                step(e, c);
+                state = op->state;
+                int missing = state != DONE && needs(c, op, dead);
+                unlock(e);
+                if (state == DONE) return DONE;
+                if (missing) {
+                    breaks(c, dead, GONE); /* who waits for this rank is told of that one */
+                    return broken(c);
+                }
+            }
+            if (now - begin > timeout_s * 1e9) {
+                c->culprit = -1;
+                for (int r = c->n - 1; r >= 0; r--)
+                    if (r != c->me && needs(c, op, r)) c->culprit = r;
+                return TIMED_OUT;
+            }
+        }
+        atomic_fetch_add(&c->head->sleepers, 1);
+        uint32_t event = atomic_load(&c->head->event);
+        lock(e);
+        step(e, c);
+        state = op->state;
+        unlock(e);
+        if (state != DONE && broken(c) == PENDING) {
+            struct timespec until = {0, others ? 200000 : 20000000};
+            syscall(SYS_futex, &c->head->event, FUTEX_WAIT, event, &until, NULL, 0);
+        }
+        atomic_fetch_sub(&c->head->sleepers, 1);
+        round = -1;
+    }
+}
+
+int weft_culprit(Channel *c) { return c->culprit; }
+
+/* After weft_wait or weft_test has said DONE. */
+void weft_free(Op *op) { free(op); }
+
+static Op *new_op(Channel *c, int kind, int dtype, int reduce, int root) {
+    int n = c->n;
+    Op *op = calloc(1, sizeof *op + 5 * 8 * (uint64_t)n + n);
+    if (!op) abort();
+    op->channel = c, op->kind = kind, op->dtype = dtype, op->reduce = reduce, op->root = root, op->state = PENDING, op->phases = 1;
+    op->sizes = (uint64_t *)(op + 1);
+    op->starts = op->sizes + n, op->arriving = op->starts + n, op->arrival = op->arriving + n, op->begin = op->arrival + n;
+    op->ended = (unsigned char *)(op->begin + n);
+    return op;
+}
+
+static void set_pieces(uint64_t *sizes, uint64_t *starts, const int64_t *given, int n) {
+    for (uint64_t r = 0, at = 0; r < (uint64_t)n; at += sizes[r++]) sizes[r] = given[r], starts[r] = at;
+}
+
+static uint64_t pieces_of(uint64_t bytes, uint64_t width) { return bytes ? (bytes + width - 1) / width : 1; }
+
+/* Starts a collective on private memory. `bytes`: of the whole (ALL_REDUCE, BROADCAST); `sizes`: of the pieces, one for each rank;
+ * `arriving`: of what comes from each rank (EXCHANGE). Waits for it, frees it and sets *made to NULL where `timeout_s` is above zero. */
+int weft_start(Channel *c, int kind, int dtype, int reduce, int root, int phases, char *in, char *out, uint64_t bytes, uint64_t item,
+               const int64_t *sizes, const int64_t *arriving, double timeout_s, Op **made) {
+    Op *op = new_op(c, kind, dtype, reduce, root);
+    op->in = in, op->out = out, op->bytes = bytes, op->item = item, op->phases = phases;
+    if (sizes) set_pieces(op->sizes, op->starts, sizes, c->n);
+    if (arriving) set_pieces(op->arriving, op->arrival, arriving, c->n);
+    uint64_t widest = bytes, width = c->chunk;
+    if (kind == GATHER) widest = op->sizes[c->me];
+    if (kind == REDUCE_SCATTER || kind == EXCHANGE) {
+        widest = 0, width = part(c);
+        for (int r = 0; r < c->n; r++)
+            if (op->sizes[r] > widest) widest = op->sizes[r];
+    }
+    op->total = pieces_of(widest, width);
+    if (kind == BROADCAST && c->me != root) op->total = 0;
+    for (int r = 0; r < c->n; r++) op->ended[r] = r == c->me || (kind == BROADCAST && r != root);
+    if (kind == EXCHANGE) {
+        char *own = out + op->arrival[c->me], *mine = in + op->starts[c->me];
+        if (own != mine) memcpy(own, mine, op->sizes[c->me]);
+    }
+    lock(c->engine);
+    op->number = c->number++;
+    if (c->stream) c->stream_last->next = op;
+    else c->stream = op;
+    c->stream_last = op;
+    progress(c);
+    unlock(c->engine);
+    *made = op;
+    if (timeout_s <= 0) return PENDING;
+    int state = weft_wait(op, timeout_s);
+    if (state == DONE) {
+        weft_free(op);
+        *made = NULL;
+    }
+    return state;
+}
+
+/* As weft_start, on buffer `buffer` from `offset` on, which is the whole; `in` or `out` is the private piece. */
+int weft_start_job(Channel *c, int kind, int dtype, int reduce, int root, int buffer, uint64_t offset, char *in, char *out, uint64_t bytes,
+                   uint64_t item, const int64_t *sizes, double timeout_s, Op **made) {
+    Op *op = new_op(c, kind, dtype, reduce, root);
+    op->in = in, op->out = out, op->bytes = bytes, op->item = item, op->buffer = buffer, op->offset = offset;
+    if (sizes) set_pieces(op->sizes, op->starts, sizes, c->n);
+    op->total = pieces_of(bytes, PIECE);
+    lock(c->engine);
+    op->number = c->jobs++;
+    if (c->running) c->running_last->next = op;
+    else c->running = op;
+    c->running_last = op;
+    progress(c);
+    unlock(c->engine);
+    *made = op;
+    if (timeout_s <= 0) return PENDING;
+    int state = weft_wait(op, timeout_s);
+    if (state == DONE) {
+        weft_free(op);
+        *made = NULL;
+    }
+    return state;
+}
+
+/* Starts a message of `bytes` to (or, with `receive`, from) rank `peer`. */
+Op *weft_message(Channel *c, int receive, int peer, char *data, uint64_t bytes, uint64_t tag) {
+    Op *op = new_op(c, receive ? RECEIVE : SEND, 0, 0, 0);
+    op->peer = peer, op->in = op->out = data, op->bytes = bytes, op->tag = tag;
+    lock(c->engine);
+    if (receive) {
+        start_receive(c, op);
+    } else {
+        Peer *p = &c->peers[peer];
+        if (p->sends) p->last_send->next = op;
+        else p->sends = op;
+        p->last_send = op;
+    }
+    progress(c);
+    unlock(c->engine);
+    return op;
+}
+
+/* Reads and writes `bytes` once, as a measure of the machine. */
+void weft_copy(char *to, const char *from, uint64_t bytes) { memcpy(to, from, bytes); }
