@@ -2,7 +2,9 @@
 
 In: a plan with `uncaptured` set, so only `data`, `zero` and `microbatches` apply. Out: the same `Parts` as of a captured model, with
 one operator that is the module itself. The loss is the mean of the ranks' losses, as DistributedDataParallel has it: it equals the
-serial loss where the loss is a mean over samples.
+serial loss where the loss is a mean over samples. That is tried on some of the batch first.
+
+Not modelled: losses that are such a mean for the batch that was tried, and are not for others.
 """
 
 from __future__ import annotations
@@ -30,6 +32,9 @@ from weft.run.optimizer import OptimizerSpec
 from weft.run.parameters import LocalParameter, build_groups
 from weft.world import private
 from weft.world.world import World
+
+_TRIED = 4  # samples of each part on which the loss is tried
+_CLOSE = 1e-4  # relative, beyond rounding in float32
 
 
 class _Whole(nn.Module):
@@ -75,6 +80,8 @@ def build_whole(plan: Plan, source: Source, batch: Any, loss: Loss | None, world
         )
     size = plan.batch_size // layout.microbatches
     samples = batch_size_of(batch)
+    if layout.data > 1:
+        _check_divides(plan, model, batch, loss)
     tensors = {path: leaf for path, leaf in leaves(batch) if isinstance(leaf, Tensor)}
     inputs = tuple(
         Variable(
@@ -134,6 +141,45 @@ def build_whole(plan: Plan, source: Source, batch: Any, loss: Loss | None, world
     local = LocalStage(whole, tuple(v.value for v in inputs), (), (), ("loss",), forms)
     blocks = {b.name: (b, (0,) * len(b.tensor.shape)) for b in buffers}
     return Parts(graph, sharding, (stage,), stage, local, parameters, specs, flat, dict(model.named_buffers()), blocks, {}, Draw(seed=seed))
+
+
+def _check_divides(plan: Plan, model: nn.Module, batch: Any, loss: Loss | None) -> None:
+    """Raise Infeasible where the loss of some samples is not the mean over its `data` parts: a sum, or a mean over what they differ in."""
+    samples, data = batch_size_of(batch), plan.layout.data
+    size = min(samples // data, _TRIED) * data
+    kept = {name: b.clone() for name, b in model.named_buffers()}
+    modes = [(m, m.training) for m in model.modules()]
+
+    def loss_of(start: int, length: int) -> float:
+        cut = {
+            path: x[start : start + length] if isinstance(x, Tensor) and x.dim() and x.shape[0] == samples else x
+            for path, x in leaves(batch)
+        }
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        double = plan.layout.precision == "float64"
+        moved = {p: x.to(device) if isinstance(x, Tensor) else x for p, x in cut.items()}
+        moved = {p: x.double() if double and isinstance(x, Tensor) and x.is_floating_point() else x for p, x in moved.items()}
+        return float(call(model, rebuild(batch, moved), loss))
+
+    state = torch.random.get_rng_state()
+    try:
+        model.eval()  # dropout would tell them apart
+        with torch.no_grad():
+            whole = loss_of(0, size)
+            parts = sum(loss_of(i * (size // data), size // data) for i in range(data)) / data
+    finally:
+        for module, training in modes:
+            module.training = training
+        with torch.no_grad():
+            for name, b in model.named_buffers():
+                b.copy_(kept[name])
+        torch.random.set_rng_state(state)
+    if abs(whole - parts) > _CLOSE * max(abs(whole), abs(parts)):
+        raise Infeasible(
+            f"{plan.model} could not be captured ({plan.uncaptured}), and its loss over {size} samples is {whole:.6g} where the mean over "
+            f"data={data} parts of them is {parts:.6g}, so data={data} would train something else; use data=1, or a loss that is a "
+            "mean over samples"
+        )
 
 
 def _spec(x: Tensor, samples: int | None = None) -> Spec:

@@ -1,0 +1,119 @@
+"""Awkward models (`awkward_models.py`) under every kind of axis, in float64 against plain PyTorch: two launches of ranks a model."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "ranks")]
+
+from awkward_models import MODELS  # noqa: E402
+from bench.verify_all import Subject  # noqa: E402
+
+import weft  # noqa: E402
+from weft.errors import Infeasible  # noqa: E402
+from weft.plan.layout import Layout  # noqa: E402
+from weft.plan.plan import Plan  # noqa: E402
+from weft.run.build import Source  # noqa: E402
+from weft.run.verify import verify_on_rank  # noqa: E402
+from weft.world.launch import launch  # noqa: E402
+from weft.world.world import World  # noqa: E402
+
+TWO = ("data=2", "tensor=2", "pipeline=2")
+FOUR = ("data=2 tensor=2",)
+CROSSED = {"alike", "guests", "together", "norms", "attentions", "coupled", "tables", "writes"}
+CUT = {"tied", "norms", "images", "attentions", "losses", "writes", "quiet"}  # also in microbatches, which the others' code does not admit
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def check(subject: Subject, layouts: tuple[str, ...]) -> dict[str, str]:
+    """What differs under these layouts, all of which have the same number of ranks."""
+    plans: list[Plan] = []
+    for text in layouts:
+        plan = subject.plan(replace(Layout.parse(text), precision="float64"))
+        plans.append(replace(plan, shards=(("free links", ()),)) if plan.layout.tensor > 1 else plan)
+        subject.source.prepare(plans[-1], subject.batch, subject.loss)
+
+    def on_rank(world: World) -> list[str]:
+        given = (subject.make, subject.batch, subject.loss)
+        found = [verify_on_rank(world, plan, *given, seed=subject.seed, source=subject.source) for plan in plans]
+        return [found.first_difference or "" for found in found if found is not None]
+
+    said = launch(on_rank, plans[0].layout.num_ranks, timeout_s=60.0, show=False)[0]
+    return {text: why for text, why in zip(layouts, said, strict=True) if why}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_awkward_models_are_what_they_are_in_one_process(name: str) -> None:
+    subject = Subject(str(ROOT / f"tests/ranks/awkward_models.py:{name}"))
+    cut = ("data=2 microbatches=2 recompute=full",) if name in CUT else ()
+    assert not check(subject, TWO + cut)
+    if name in CROSSED:
+        assert not check(subject, FOUR)
+
+
+class Accidents(nn.Module):
+    """8 samples, 8 classes, sequences of 8: class weights and positions come with the batch, and are no samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(8, 8), nn.Linear(8, 8)
+
+    def forward(self, ids: Tensor, positions: Tensor, weights: Tensor, y: Tensor) -> Tensor:
+        return self.head(self.words(ids) + positions) * weights
+
+
+def class_loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1), batch["y"].flatten(), weight=batch["weights"])
+
+
+def positions() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    ids, y = (torch.randint(8, (8, 8), generator=generator) for _ in range(2))
+    table, weights = torch.randn(8, 8, generator=generator), torch.rand(8, generator=generator) + 0.5
+    return {"ids": ids, "positions": table, "weights": weights, "y": y}
+
+
+def test_what_is_as_long_as_the_batch_by_accident_is_not_cut_into_microbatches() -> None:
+    captured = Source.of(Accidents).capture(positions(), class_loss, 4)
+    assert {v.name for v in captured.graph.inputs if not v.batched} == {"positions", "weights"}
+    for layout in ("data=2 microbatches=2", "pipeline=2 microbatches=4"):
+        found = weft.verify(Accidents, layout, positions(), loss=class_loss)
+        assert found.ok, found
+
+
+class Branching(nn.Module):
+    """Cannot be captured; its loss is a sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+        self.calls: Tensor
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        y = self.layer(x).square()
+        return y.sum() if x.sum() > -1e9 else y.mean()
+
+
+def test_a_loss_that_does_not_divide_is_refused_where_the_model_cannot_be_captured() -> None:
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
+    with pytest.raises(Infeasible, match=r"its loss over 8 samples is .* where the mean over data=2 parts of them is"):
+        weft.verify(Branching, "data=2", (x,))
+    assert weft.verify(Branching, "data=1 microbatches=2", (x,)).ok
