@@ -416,3 +416,18 @@ def test_the_record_outlives_the_ranks(ranks: Any, tmp_path: Path) -> None:
     assert (last.generation, last.op, last.shape, last.group) == (4, "all_reduce", (2, 3), "0,1")
     assert reader.status(1).phase == "running"
     reader.close()
+
+
+def test_a_process_that_has_used_a_gpu_does_not_fork_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    for device in ("cpu", "cuda"):
+        with pytest.raises(UsageError, match=r"this process has used CUDA; .*weft verify.* from the top level of a module"):
+            launch(lambda world: world.rank, 1, device=device)
+
+
+def test_what_torch_says_in_a_spoiled_fork_comes_with_the_remedy() -> None:
+    def spoiled(world: World) -> None:
+        raise RuntimeError("Unable to handle autograd's threading in combination with fork-based multiprocessing. See https://...")
+
+    with pytest.raises(RankError, match=r"fork-based multiprocessing\. See .*; a fork of a process that has used a GPU .* cannot train"):
+        launch(spoiled, 2, show=False)

@@ -33,7 +33,7 @@ import torch
 from weft.errors import RunError, UsageError
 from weft.world import message, recorder
 from weft.world.prepared import LARGEST_MESSAGE
-from weft.world.prepared_rank import IMPORTING, Task, run_rank
+from weft.world.prepared_rank import FRESH, IMPORTING, Task, run_rank
 from weft.world.watch import caught_signals, supervise
 from weft.world.world import World
 
@@ -309,11 +309,8 @@ def _launch_forked(
     show: bool,
 ) -> list[Any]:
     _check(num_ranks, 1)
-    if device != "cpu" and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        raise UsageError(
-            "this process has used CUDA, and a fork of it cannot; define the function at the top level of a module or file, "
-            "so that it runs in fresh processes"
-        )
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        raise UsageError(f"this process has used CUDA; {FRESH}")
     task = Task("", num_ranks, 1, device, generation, _collective_timeout(timeout_s), ("", "", ""), (), os.getcwd(), dict(env or {}))
     with _Folder(folder) as path, caught_signals() as stops:
         task = _prepare(task, path)

@@ -38,6 +38,13 @@ LINGER_S = 3.0
 # Set while a rank imports the module of its function, so that a script that launches at its top level is told so.
 IMPORTING = "WEFT_RANK_IMPORTING"
 _PR_SET_PDEATHSIG = 1
+# What torch says in a fork of a process whose own threads or GPU it would need.
+_SPOILED_FORK = ("combination with fork-based multiprocessing", "re-initialize CUDA in forked subprocess")
+FRESH = (
+    "a fork of a process that has used a GPU (or, where there is one, has run backward) cannot train: verify from the command line "
+    "(weft verify) or before anything else runs, or give weft.launch a function from the top level of a module, which runs in processes "
+    "of their own"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +186,8 @@ def failure(error: BaseException, rank: int) -> dict[str, Any]:
         chain.append(cause)
     lost = any(isinstance(e, LostPeer) or (type(e) is RuntimeError and any(part in str(e) for part in LOST)) for e in chain)
     text = str(error)
+    if any(part in text for part in _SPOILED_FORK):
+        text = f"{text.splitlines()[0]}; {FRESH}"
     if isinstance(error, SystemExit):
         text = f"the function called sys.exit({error.code!r}) before it returned"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
