@@ -7,7 +7,7 @@ that data replicas share although they do not follow the batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from weft.cost.kernels import Kernel
 from weft.cost.memory import Inventory
-from weft.model.graph import Operator
+from weft.model.graph import Operator, Variable
 from weft.model.sharding import Sharding
 from weft.model.work import packet
 
@@ -85,6 +85,15 @@ class _Unique:
         return self.found.setdefault(thing, len(self.found))
 
 
+def numbered(site: str) -> bool:
+    """Whether a site stands in a numbered block, of which models repeat many.
+
+    >>> numbered("layers.3.mlp.up/linear"), numbered("head/linear")
+    (True, False)
+    """
+    return any(part.isdigit() for part in site.partition("/")[0].split("."))
+
+
 def cut(sharding: Sharding | None, op: str, axis: str) -> bool:
     return sharding is not None and bool(sharding.ops[op].get(axis))
 
@@ -148,7 +157,7 @@ def gather(inventory: Inventory, sharding: Sharding | None, tensor: int, narrow:
         np.array(working),
         np.array(shared, dtype=bool),
         np.array([inventory.works[op.name].kind == "attention" for op in graph.operators]),
-        np.array([any(part.isdigit() for part in op.site.split(".")) for op in graph.operators]),
+        np.array([numbered(op.site) for op in graph.operators]),
     )
 
 
@@ -266,21 +275,24 @@ class Held:
     tied: float
 
 
-def held_parameters(inventory: Inventory, sharding: Sharding | None, tensor: int, used: Sequence[set[str]], stage: int) -> Held:
-    """`used`: the values that each stage reads."""
+def held_parameters(
+    parameters: Mapping[str, Variable], sharding: Sharding | None, tensor: int, used: Sequence[str], readers: Mapping[str, int]
+) -> Held:
+    """`parameters`: the graph's by value. `used`: the values that the stage reads. `readers`: how many stages read each."""
     number = trainable = tied = 0.0
     sums: dict[tuple[str, ...], float] = {}
-    for variable in inventory.graph.parameters:
-        if variable.value not in used[stage]:
+    for value in used:
+        variable = parameters.get(value)
+        if variable is None:
             continue
-        local = variable.tensor.size / pieces(sharding, variable.value, "tensor", tensor)
+        local = variable.tensor.size / pieces(sharding, value, "tensor", tensor)
         number += local
         if not variable.trainable:
             continue
         trainable += local
-        if sum(variable.value in others for others in used) > 1:
+        if readers[value] > 1:
             tied += local
-        over = () if sharding is None else tuple(a for a in sharding.gradients.get(variable.value, ()) if a == "data" or tensor > 1)
+        over = () if sharding is None else tuple(a for a in sharding.gradients.get(value, ()) if a == "data" or tensor > 1)
         if over:
             sums[over] = sums.get(over, 0.0) + local
     return Held(number, trainable, tuple(sums.items()), tied)
@@ -300,9 +312,10 @@ class Section:
 
 def section(parts: Parts, operators: NDArray[np.intp], held: Held, half: str) -> Section:
     """`half` as for `kept_bytes`."""
-    scores = [(parts.compute[parts.index[i]], i) for i in operators if parts.attention[i]]
-    kept_scores = [sum(4.0 * local.kernel.scores for local, i in scores if bool(parts.shared[i]) is shared) for shared in (True, False)]
-    working = [max((float(parts.working_bytes[i]) for i in operators if bool(parts.shared[i]) is shared), default=0.0) for shared in (True, False)]
-    return Section(
-        operators, held, kept_bytes(parts, operators.tolist(), half), Amount(*kept_scores), max(1, len(scores)), Amount(*working)
-    )
+    scores, working = [], []
+    for shared in (True, False):
+        mine = [int(i) for i in operators if bool(parts.shared[i]) is shared]
+        scores.append(sum(4.0 * parts.compute[parts.index[i]].kernel.scores for i in mine if parts.attention[i]))
+        working.append(max((float(parts.working_bytes[i]) for i in mine), default=0.0))
+    layers = max(1, int(parts.attention[operators].sum()))
+    return Section(operators, held, kept_bytes(parts, operators.tolist(), half), Amount(*scores), layers, Amount(*working))

@@ -8,6 +8,7 @@ with gradient sums behind the last backward where it has them there. Not modelle
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -23,7 +24,7 @@ from weft.cost.efficiency import Stack, stack_of
 from weft.cost.gradients import Sums, summing_s
 from weft.cost.memory import Inventory, StageState, Widths, memory_of
 from weft.cost.network import Group, collective_s, send_s
-from weft.cost.parts import Local, Parts, Section, gather, held_parameters, section
+from weft.cost.parts import Local, Parts, Section, gather, held_parameters, numbered, section
 from weft.errors import Infeasible
 from weft.model.fold import propagate
 from weft.model.graph import Graph
@@ -106,7 +107,7 @@ class Pricer:
     _splits: dict[tuple[str, ...], tuple[Stage, ...]] = field(default_factory=dict)
     _times: dict[tuple[object, ...], tuple[Array, Array, Array, Array]] = field(default_factory=dict)
     _network: dict[tuple[str, float, Group], float] = field(default_factory=dict)
-    _bases: dict[tuple[object, ...], list[_Base]] = field(default_factory=dict)
+    _bases: dict[tuple[object, ...], dict[int, _Base]] = field(default_factory=dict)
 
     @cached_property
     def inventory(self) -> Inventory:
@@ -150,8 +151,8 @@ class Pricer:
         return self.cluster.speed(layout.num_ranks, layout.threads)
 
     def widths(self, layout: Layout) -> Widths:
-        """Bytes of a parameter's state under the layout's precision."""
-        return Widths.of(layout.precision, self.cluster.is_cpu, self.efficiency.gradient_bytes)
+        """Bytes of a parameter's state under the layout's precision. Sums of bfloat16 gradients are float32, as Megatron-LM has them."""
+        return Widths.of(layout.precision, self.cluster.is_cpu, self.efficiency.gradient_bytes if layout.precision == "float16" else 4.0)
 
     @staticmethod
     def _cut(layout: Layout) -> tuple[bool, int, bool]:
@@ -239,9 +240,7 @@ class Pricer:
     def _sized(self, layout: Layout) -> list[tuple[Local, float]]:
         """Unique operators, and how many times the graph's rows one rank has of each."""
         scale = self.microbatch(layout)
-        return [
-            (local, (scale if local.batched else 1.0) / (layout.data if local.shared else 1)) for local in self.parts(layout).compute
-        ]
+        return [(local, (scale if local.batched else 1.0) / (layout.data if local.shared else 1)) for local in self.parts(layout).compute]
 
     def _collectives(self, layout: Layout) -> tuple[Array, Array]:
         parts = self.parts(layout)
@@ -302,15 +301,16 @@ class Pricer:
         key = (*self._cut(layout), half, sites)
         if key not in self._sections:
             parts, stages = self.parts(layout), self.split(sites)
-            used = [set(stage.variables) for stage in stages]
+            readers = Counter(value for stage in stages for value in stage.variables)
+            parameters = {v.value: v for v in self.graph.parameters}
             self._sections[key] = [
                 section(
                     parts,
                     np.array([self._position[op.name] for op in stage.operators], dtype=np.intp),
-                    held_parameters(self.inventory, self.sharding(layout), layout.tensor, used, i),
+                    held_parameters(parameters, self.sharding(layout), layout.tensor, stage.variables, readers),
                     half,
                 )
-                for i, stage in enumerate(stages)
+                for stage in stages
             ]
         return self._sections[key]
 
@@ -325,11 +325,12 @@ class Pricer:
         """
         key = (*self._cut(layout), layout.data, layout.pipeline, layout.chunks, layout.microbatches, layout.precision, layout.threads,
                tuple(sites))  # fmt: skip
-        if key not in self._bases:
-            sections = self._sections_of(layout, tuple(sites))
-            self._bases[key] = [self._base(layout, stage, one) for stage, one in zip(self.split(sites), sections, strict=True)]
-        bases = self._bases[key]
-        return tuple(self._stage(layout, i if place is None else place, bases[i]) for i in only or range(len(bases)))
+        bases, split = self._bases.setdefault(key, {}), self.split(sites)
+        wanted = only or range(len(split))
+        for i in wanted:
+            if i not in bases:
+                bases[i] = self._base(layout, split[i], self._sections_of(layout, tuple(sites))[i])
+        return tuple(self._stage(layout, i if place is None else place, bases[i]) for i in wanted)
 
     def _base(self, layout: Layout, stage: Stage, section: Section) -> _Base:
         parts, ops = self.parts(layout), section.operators
@@ -361,7 +362,7 @@ class Pricer:
         scores = 0.0
         if self._keeps_scores:
             # Two tensors of scores and a mask (Korthikanti et al. 2022, equation 1: 5as/h of sbh).
-            scores = section.score_bytes.at(scale, layout.data) * (0.625 if layout.precision in ("float16", "bfloat16") else 1.25)
+            scores = section.score_bytes.at(scale, layout.data) * (1.25 if layout.precision in ("float16", "bfloat16") else 2.25)
         working = max(section.working.shared * scale / layout.data, section.working.batched * scale)
         working *= {"float64": 2.0, "float16": 0.5, "bfloat16": 1.0 if self.cluster.is_cpu else 0.5}.get(layout.precision, 1.0)
         wide = 2.0 if layout.precision == "float64" else 1.0
@@ -379,7 +380,9 @@ class Pricer:
 
     @cached_property
     def _least(self) -> tuple[str, ...]:
-        return min(self.cuts, key=lambda cut: cut.size_bytes).values if self.cuts else ()
+        """What crosses where numbered blocks join: the least that crosses anywhere in them."""
+        inside = [cut for cut in self.cuts if numbered(cut.site)] or list(self.cuts)
+        return min(inside, key=lambda cut: cut.size_bytes).values if inside else ()
 
     def _stage(self, layout: Layout, index: int, base: _Base) -> StageCost:
         busy, network = base.compute, base.tensor

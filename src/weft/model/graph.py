@@ -199,6 +199,13 @@ class Graph:
 
         return frozenset(free_operators(self))
 
+    @cached_property
+    def held_together(self) -> frozenset[int]:
+        """Numbers of the operators before which no stage can begin, see `weft.model.stages`."""
+        from weft.model.stages import held_together
+
+        return frozenset(held_together(self))
+
     def producer(self) -> dict[str, Operator]:
         """The operator that makes each value; variables are not in it."""
         return {value: op for op in self.operators for value in op.outputs}

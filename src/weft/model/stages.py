@@ -83,7 +83,7 @@ def cuts(graph: Graph) -> tuple[Cut, ...]:
                 last[value] = i
     for value in (graph.loss, *graph.outputs):
         last[value] = len(graph.operators)
-    fixed = _held_together(graph)
+    fixed = graph.held_together
     found = []
     live: dict[str, None] = {}
     for i, op in enumerate(graph.operators):
@@ -98,7 +98,7 @@ def cuts(graph: Graph) -> tuple[Cut, ...]:
     return tuple(found)
 
 
-def _held_together(graph: Graph) -> set[int]:
+def held_together(graph: Graph) -> set[int]:
     """Operators before which no stage can begin: those between two uses of one buffer that is written while the model runs."""
     found: set[int] = set()
     written = written_buffers(graph)
@@ -121,7 +121,7 @@ def split(graph: Graph, sites: Sequence[str]) -> tuple[Stage, ...]:
     """
     order = {op.site: i for i, op in enumerate(graph.operators)}
     starts = [0]
-    fixed = _held_together(graph)
+    fixed = graph.held_together
     for site in sites:
         if site not in order:
             raise LayoutError(f"the plan begins a stage at {site!r}, but the model has no such operator; plan again for this model")

@@ -13,27 +13,32 @@ from weft.errors import Infeasible
 from weft.plan.layout import Layout
 
 
-def work_s(pricer: Pricer, frame: Layout) -> float:
-    """Seconds that the busiest rank computes and talks inside layers, were the work divided evenly over all ranks of the pipeline."""
-    total = sum(float(part.sum()) for part in pricer.operator_seconds(frame))
+def work_s(pricer: Pricer, frame: Layout, again: bool = False) -> float:
+    """Seconds that the busiest rank computes and talks inside layers, were the work divided evenly over all ranks of the pipeline.
+
+    `again`: what full recomputation repeats is counted twice.
+    """
+    times = pricer.operator_seconds(frame)
+    total = sum(float(part.sum()) for part in times)
+    if again:
+        repeated = pricer.parts(frame).repeated
+        chosen = repeated if repeated.any() and not pricer.cluster.is_cpu else slice(None)
+        total += float(times[0][chosen].sum()) + float(times[2][chosen].sum())
     return frame.microbatches * total / frame.pipeline
 
 
-def filled_s(pricer: Pricer, frame: Layout) -> float:
-    """The same with one stage a rank, filling and draining included.
+def filled(frame: Layout) -> float:
+    """How much longer a step is than its work, with one stage a rank: filling and draining the pipeline, at the least.
 
     Stage s works for m·T_s, and before and after that one microbatch passes the stages before it: the step is at least
     T_0 + ... + T_(s-1) + m·T_s for every s. Of all divisions of T the one that makes these equal has the least largest:
-    T / (1 - (1 - 1/m)^p).
+    T / (1 - (1 - 1/m)^p), where the work is m·T/p.
 
-    >>> from types import SimpleNamespace
-    >>> import numpy as np
-    >>> pricer = SimpleNamespace(operator_seconds=lambda frame: (np.ones(4),))
-    >>> round(filled_s(pricer, Layout(pipeline=2, microbatches=1)), 6), round(filled_s(pricer, Layout(pipeline=2, microbatches=2)), 6)
-    (4.0, 5.333333)
+    >>> filled(Layout(pipeline=2, microbatches=1)), round(filled(Layout(pipeline=2, microbatches=2)), 6)
+    (2.0, 1.333333)
     """
     m, p = frame.microbatches, frame.pipeline
-    return work_s(pricer, frame) * p / m / (1 - (1 - 1 / m) ** p)
+    return p / m / (1 - (1 - 1 / m) ** p)
 
 
 def summing_s(pricer: Pricer, frame: Layout) -> float:
@@ -45,9 +50,9 @@ def summing_s(pricer: Pricer, frame: Layout) -> float:
     return 0.5 * pricer.collective("reduce_scatter", share, pricer.group(frame, "data"))
 
 
-def least_s(pricer: Pricer, frame: Layout, interleaved: bool) -> float:
-    """No step of the frame takes less; `interleaved`: of its interleaved schedules, else of the others."""
-    busy = work_s(pricer, frame) if interleaved else filled_s(pricer, frame)
+def least_s(pricer: Pricer, frame: Layout, interleaved: bool, again: bool = False) -> float:
+    """No step of the frame takes less: of its interleaved schedules or of its others, with full recomputation (`again`) or without."""
+    busy = work_s(pricer, frame, again) * (1.0 if interleaved else filled(frame))
     return max(busy, summing_s(pricer, frame))
 
 

@@ -29,13 +29,15 @@ from weft.solve.bounds import check_state, least_s
 from weft.solve.reasons import reasons
 from weft.solve.remedies import nothing_fits
 from weft.solve.space import Space, layouts, parse_constraints
-from weft.solve.timing import Priced, balanced, clocked, fitted, least_pipeline_s, price, timeline
+from weft.solve.stages import useful
+from weft.solve.timing import Priced, balanced, clocked, fitted, least_pipeline_s, price, round_trips_s, timeline
 
 __all__ = ["OBJECTIVES", "Priced", "balanced", "check_layout", "clocked", "price", "search", "timeline", "without_graph"]
 
 OBJECTIVES = ("time", "cost", "energy", "memory")
 KEPT = 12  # candidates that the plan keeps
 MOST_REFUSED = 4
+NEARLY = 1.2  # of the memory: what the first of the most balanced stages may need where other stages could still fit
 MOST_CHECKED = 300_000  # actions of a program that is proven before it is given out; schedules of any size are proven by tests
 COMPARED = ("data", "tensor", "pipeline", "microbatches", "precision", "sequence_parallel", "expert")  # keys of frames
 
@@ -72,7 +74,10 @@ def search(
     if layout is not None:
         found = _by_hand(pricer, layout, stages)
     else:
-        space = Space(cluster, batch_size, limits, len(pricer.cuts) + 1, fewer=objective in ("cost", "energy"))
+        num_cuts = len(pricer.cuts)
+        fewer = objective in ("cost", "energy")
+        layers = sum(run.count for run in graph.fold.runs) if graph.fold is not None else len(useful(pricer.cuts, 1)) + 1
+        space = Space(cluster, batch_size, limits, num_cuts + 1, layers, fewer=fewer)
         found = _Search(pricer, space, objective)
         found.run()
         if found.best is None:
@@ -118,11 +123,13 @@ class _Search:
     bound_s: float = 0.0
     _open: list[tuple[tuple[float, ...], int, Layout, bool]] = field(default_factory=list)
     _number: int = 0
+    _known: dict[tuple[Layout, bool, bool], tuple[float, ...]] = field(default_factory=dict)
+    _may_fit: dict[Layout, list[tuple[int, str, str]]] = field(default_factory=dict)
 
     def run(self) -> None:
         """Price frames in the order of their bounds until none can be better than the best."""
         cluster = self.pricer.cluster
-        least: list[float] = []
+        least: dict[tuple[Layout, bool], float] = {}
         for frame in self.space.frames():
             for interleaved in {one.chunks > 1 for one in self.space.schedules(frame)}:
                 try:
@@ -131,16 +138,25 @@ class _Search:
                 except (Infeasible, LayoutError) as error:
                     self._refuse(frame, None, str(error))
                     continue
-                least.append(bound)
+                least[frame, interleaved] = bound
                 self._number += 1
                 heapq.heappush(self._open, (self._bound(frame, bound), self._number, frame, interleaved))
         while self._open:
-            bound_score, _, frame, interleaved = self._open[0]
-            if self.best is not None and self.objective != "memory" and bound_score > _score(self.best, cluster, self.objective)[:1]:
+            bound_score, number, frame, interleaved = self._open[0]
+            if self.best is not None and bound_score > self._best_value:
                 break
             heapq.heappop(self._open)
-            self._expand(frame, interleaved)
-        self.bound_s = min(least, default=0.0)
+            again = {r == "full" for _, r, _ in self._thrifts(frame)}
+            if again:
+                least[frame, interleaved] = least_s(self.pricer, frame, interleaved, again=again == {True})
+            else:
+                del least[frame, interleaved]  # nothing makes it fit
+            known = {self._least(frame, interleaved, recompute) for recompute in {r for _, r, _ in self._thrifts(frame)}}
+            if known and min(known) > bound_score:
+                heapq.heappush(self._open, (min(known), number, frame, interleaved))  # only recomputation makes it fit
+            elif known:
+                self._expand(frame, interleaved)
+        self.bound_s = min(least.values(), default=0.0)
 
     def compare(self) -> None:
         """Price what differs from the best in one key, where the search had no need to: the plan says what it would cost."""
@@ -165,17 +181,57 @@ class _Search:
             return (0.0,)
         return (_value(frame, seconds, self.pricer.cluster, self.objective),)
 
+    def _least(self, frame: Layout, interleaved: bool, recompute: str) -> tuple[float, ...]:
+        key = (frame, interleaved, recompute == "full")
+        if key not in self._known:
+            self._known[key] = self._bound(frame, least_s(self.pricer, frame, interleaved, recompute == "full"))
+        return self._known[key]
+
     def _expand(self, frame: Layout, interleaved: bool) -> None:
         """Price the variants of a frame, those that cost more only where what costs less does not fit."""
+        thrifts = self._thrifts(frame)
         for schedule in self.space.schedules(frame):
             if (schedule.chunks > 1) is not interleaved:
                 continue
             fitting: list[Layout] = []
-            for one in self.space.thrifts(schedule):
+            hopeless = {r for r in ("none", "full") if self._least_of(schedule, r == "full") > self._best_value > ()}
+            for zero, recompute, offload in thrifts:
+                one = replace(schedule, zero=zero, recompute=recompute, offload=offload)
+                if "none" in hopeless or recompute in hopeless:
+                    continue
                 if self.objective != "memory" and any(_spares(other, one) for other in fitting):
                     continue
                 if self._try(one):
                     fitting.append(one)
+
+    def _least_of(self, schedule: Layout, again: bool) -> tuple[float, ...]:
+        """As `_least`, of the balanced stages of one schedule."""
+        try:
+            seconds = least_pipeline_s(schedule, round_trips_s(self.pricer, schedule, again))
+        except Infeasible:
+            seconds = 0.0
+        return self._bound(schedule, seconds)
+
+    def _thrifts(self, frame: Layout) -> list[tuple[int, str, str]]:
+        """(zero, recompute, offload) under which the frame may fit: those under which the first stage of 1F1B nearly does.
+
+        GPipe holds as many microbatches or more, and chunks hold (p - 1)/v more.
+        """
+        if frame not in self._may_fit:
+            pricer = self.pricer
+            have = pricer.cluster.memory_of(frame.num_ranks)
+            found = []
+            for one in self.space.thrifts(frame):
+                try:
+                    check_state(pricer, one)
+                    sites = balanced(pricer, one) if one.pipeline > 1 else ()
+                    (first,) = pricer.stages(one, sites, only=range(1))
+                except (Infeasible, LayoutError):
+                    continue
+                if first.memory.total <= NEARLY * have:
+                    found.append((one.zero, one.recompute, one.offload))
+            self._may_fit[frame] = found
+        return self._may_fit[frame]
 
     def _try(self, layout: Layout, whatever: bool = False) -> bool:
         """Price a layout, and time it by the clock where it may be the best (or `whatever`); False where it does not fit.
@@ -201,7 +257,8 @@ class _Search:
             return False
         if self.leanest is None or priced.prediction.memory.total < self.leanest.prediction.memory.total:
             self.leanest = priced
-        if priced.prediction.memory.total > have and layout.pipeline > 1 and layout.chunks == 1 and _mean_memory(priced) < have:
+        may = layout.schedule == "1f1b" and layout.pipeline > 1 and _mean_memory(priced) < have
+        if priced.prediction.memory.total > have and may:
             with contextlib.suppress(Infeasible):  # the most balanced stages' refusal has the numbers
                 priced = fitted(pricer, layout)
         try:
@@ -210,7 +267,8 @@ class _Search:
             self._refuse(layout, priced, str(error))
             return False
         if not whatever:
-            lowest = pricer.predict(layout, priced.costs, (), least_pipeline_s(priced))
+            trips = [c.forward_s + c.backward_s for c in priced.costs]
+            lowest = pricer.predict(layout, priced.costs, (), least_pipeline_s(layout, trips))
             if self._hopeless(layout, lowest.step_time_s):
                 return True
         timed = clocked(pricer, priced)
@@ -223,7 +281,11 @@ class _Search:
         """Whether a step of at least so many seconds cannot be the best."""
         if self.best is None or self.objective == "memory":
             return False
-        return self._bound(layout, seconds) > _score(self.best, self.pricer.cluster, self.objective)[:1]
+        return self._bound(layout, seconds) > self._best_value
+
+    @property
+    def _best_value(self) -> tuple[float, ...]:
+        return () if self.best is None else _score(self.best, self.pricer.cluster, self.objective)[:1]
 
     def _refuse(self, layout: Layout, priced: Priced | None, why: str) -> None:
         self.refused.append(Candidate(layout, None if priced is None else priced.prediction, why))

@@ -127,7 +127,8 @@ def wanted_ranks(cluster: Cluster, constraints: Sequence[Constraint]) -> list[in
 class Space:
     """The layouts of a batch on a cluster that constraints admit.
 
-    `num_layers`: places for stages, at most that many. `experts`: of the model's widest layer, 1 where it has none. `fewer`: smaller
+    `num_layers`: places for stages, at most that many; `num_chunks`: equal layers, which
+    several stages a rank divide evenly. `experts`: of the model's widest layer, 1 where it has none. `fewer`: smaller
     jobs as well, where all devices give one (for objectives that a smaller job may win).
     """
 
@@ -135,6 +136,7 @@ class Space:
     batch_size: int
     constraints: Sequence[Constraint] = ()
     num_layers: int = 1 << 30
+    num_chunks: int = 1 << 30
     experts: int = 1
     fewer: bool = False
 
@@ -216,7 +218,9 @@ class Space:
             yield from (replace(frame, schedule=name) for name in names if self.admits("schedule", name))
         if self.admits("schedule", "interleaved") and frame.microbatches > 1:
             for chunks in range(2, MOST_CHUNKS + 1):
-                if frame.pipeline * chunks <= self.num_layers and self.admits("chunks", chunks):
+                stages = frame.pipeline * chunks
+                even = stages <= self.num_chunks and (self.num_chunks % stages == 0 or self.num_chunks >= 1 << 29)
+                if self.admits("chunks", chunks) and (even or (self.asked("chunks", chunks) and stages <= self.num_layers)):
                     yield replace(frame, schedule="interleaved", chunks=chunks)
 
     def thrifts(self, layout: Layout) -> Iterator[Layout]:

@@ -7,7 +7,9 @@ place in the schedule keeps in flight. Not modelled: what slower stages before o
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +37,52 @@ def balance(units_s: Sequence[float], crossings_s: Sequence[float], num_stages: 
     Raises:
         Infeasible: fewer units than stages.
     """
-    return arrange([runs_s(units_s, crossings_s)] * num_stages)
+    even = _even(units_s, crossings_s, num_stages)
+    return even if even is not None else arrange([runs_s(units_s, crossings_s)] * num_stages)
+
+
+def _even(units_s: Sequence[float], crossings_s: Sequence[float], num_stages: int) -> tuple[tuple[int, ...], float] | None:
+    """`balance` where every border costs the same, in a hundredth of the time; None where it does not or greed needs fewer stages.
+
+    Whether a limit can be met is found by filling stages from the last; the least limit by bisection. Of equal splits the one
+    whose first stages are lightest comes out, which are those that keep most microbatches in flight.
+    """
+    n = len(units_s)
+    if not 2 <= num_stages <= n or len(set(crossings_s)) != 1:
+        return None
+    cross = crossings_s[0]
+    sums = [0.0, *np.cumsum(np.asarray(units_s, dtype=float)).tolist()]
+
+    def filled(limit: float) -> list[int] | None:
+        """Beginnings of the stages after the first, from the last; None where more stages are needed."""
+        starts: list[int] = []
+        end = n
+        while True:
+            room = limit - (cross if end < n else 0.0)
+            if sums[end] <= room:
+                return starts if len(starts) == num_stages - 1 else None
+            if len(starts) == num_stages - 1:
+                return []
+            # At least as many units stay in front as stages are still to be filled.
+            start = max(bisect_left(sums, sums[end] - (room - cross)), num_stages - 1 - len(starts))
+            if start >= end:
+                return []
+            starts.append(start)
+            end = start
+
+    low, high = max(sums[n] / num_stages, max(units_s)), sums[n] + 2 * cross
+    for _ in range(60):
+        middle = (low + high) / 2
+        if filled(middle) == []:
+            low = middle
+        else:
+            high = middle
+    starts = filled(high)
+    if not starts:
+        return None
+    ends = [0, *reversed(starts), n]
+    slowest = max(sums[b] - sums[a] + cross * ((a > 0) + (b < n)) for a, b in pairwise(ends))
+    return tuple(ends[1:-1]), slowest
 
 
 def runs_s(units_s: Sequence[float], crossings_s: Sequence[float]) -> Matrix:
@@ -92,17 +139,23 @@ def _split(stages_s: Sequence[Matrix], limit: float) -> tuple[tuple[int, ...], f
     """The split with the least slowest stage; under a finite `limit` on every stage, the one with the least sum."""
     p, n = len(stages_s), stages_s[0].shape[0] - 1
     least_sum = bool(np.isfinite(limit))
-    allowed = [np.where(one <= limit * (1 + 1e-12), one, np.inf) if least_sum else one for one in stages_s[:1]]
-    best = allowed[0][0].copy()
+    allowed: dict[int, Matrix] = {}  # stages on one kind of device share a matrix
+
+    def seconds(k: int) -> Matrix:
+        one = stages_s[k]
+        if not least_sum:
+            return one
+        if id(one) not in allowed:
+            allowed[id(one)] = np.where(one <= limit * (1 + 1e-12), one, np.inf)
+        return allowed[id(one)]
+
+    best = seconds(0)[0].copy()
     choice = np.zeros((p, n + 1), dtype=int)
+    places = np.arange(n + 1)
     for k in range(1, p):
-        seconds = stages_s[k]
-        if least_sum:
-            total = best[:, None] + np.where(seconds <= limit * (1 + 1e-12), seconds, np.inf)
-        else:
-            total = np.maximum(best[:, None], seconds)
+        total = best[:, None] + seconds(k) if least_sum else np.maximum(best[:, None], seconds(k))
         choice[k] = np.argmin(total, axis=0)
-        best = total[choice[k], np.arange(n + 1)]
+        best = total[choice[k], places]
     starts: list[int] = []
     end = n
     for k in range(p - 1, 0, -1):

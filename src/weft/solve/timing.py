@@ -95,7 +95,8 @@ def places(pricer: Pricer, layout: Layout) -> list[Cut]:
     if len(pricer.cuts) < p - 1:
         at = f"pipeline={layout.pipeline}" + (f" chunks={layout.chunks}" if layout.chunks > 1 else "")
         raise Infeasible(f"{at} but the model can be cut in {len(pricer.cuts)} places; use pipeline<={len(pricer.cuts) + 1}")
-    return useful(pricer.cuts, p - 1)
+    # With several stages a rank there are enough of them: borders where least crosses, if those suffice.
+    return useful(pricer.cuts, p - 1 if layout.chunks == 1 else p // 2)
 
 
 def unit_seconds(pricer: Pricer, layout: Layout, tried: Sequence[Cut]) -> Seconds2:
@@ -152,16 +153,32 @@ def rows(layout: Layout, connected: Links) -> list[list[Compute]]:
     return SCHEDULES[layout.schedule](layout.pipeline, layout.microbatches, connected)
 
 
-def least_pipeline_s(priced: Priced) -> float:
-    """No clock shows less for these stages: a rank waits for the first microbatch to reach it, has all its own work, and what it
-    sends back last still goes through the stages before it."""
-    layout, costs = priced.layout, priced.costs
+def least_pipeline_s(layout: Layout, round_trips_s: Sequence[float]) -> float:
+    """No clock shows less for stages that take so long forward and back.
+
+    A rank waits for the first microbatch to reach it, has all its own work, and what it sends back last still goes through the
+    stages before it.
+    """
     before, most = 0.0, 0.0
     for rank in range(layout.pipeline):
-        mine = sum(c.forward_s + c.backward_s for c in costs[rank :: layout.pipeline])
-        most = max(most, before + layout.microbatches * mine)
-        before += costs[rank].forward_s + costs[rank].backward_s
+        most = max(most, before + layout.microbatches * sum(round_trips_s[rank :: layout.pipeline]))
+        before += round_trips_s[rank]
     return most
+
+
+def round_trips_s(pricer: Pricer, layout: Layout, again: bool) -> list[float]:
+    """Seconds at the least of every balanced stage for one microbatch, forward and back: of its operators alone, with what full
+    recomputation repeats (`again`) or without."""
+    times = pricer.operator_seconds(layout)
+    each = times[0] + times[1] + times[2] + times[3]
+    if again:
+        repeated = pricer.parts(layout).repeated
+        each = each + (times[0] + times[2]) * (repeated if repeated.any() and not pricer.cluster.is_cpu else 1.0)
+    sites = balanced(pricer, layout) if layout.num_stages > 1 else ()
+    numbers = {cut.site: cut.index for cut in places(pricer, layout)} if sites else {}
+    sums = np.concatenate([[0.0], np.cumsum(each)])
+    ends = np.array([0, *(numbers[site] for site in sites), len(each)])
+    return cast("list[float]", np.diff(sums[ends]).tolist())
 
 
 def timeline(pricer: Pricer, priced: Priced) -> Timeline:
