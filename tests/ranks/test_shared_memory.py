@@ -211,10 +211,11 @@ def test_the_order_of_waiting_is_free(ranks: Any, kind: str) -> None:
 def many_jobs(world: World, kind: str) -> None:
     """More sums under way than the segment has places for, none waited for before all are posted; the last is waited for first."""
     group = over(world, kind)
-    buffer = group.shared_buffer(200 * 10, torch.float32)
+    each = 17_000  # more bytes than those that are copied instead
+    buffer = group.shared_buffer(100 * each, torch.float32)
     for _ in range(3):
         buffer.fill_(float(world.rank + 1))
-        works = [group.all_reduce(buffer[10 * i : 10 * i + 10], wait=False) for i in range(200)]
+        works = [group.all_reduce(buffer[each * i : each * i + each], wait=False) for i in range(100)]
         for work in works[::-1]:
             work.wait()
         assert buffer.eq(sum(range(1, world.num_ranks + 1))).all()
@@ -344,7 +345,7 @@ def test_a_late_rank_is_named(ranks: Any, kind: str, tmp_path: Path) -> None:
 
 def unlike(world: World, kind: str, what: str) -> str:
     group, me = over(world, kind), world.rank
-    buffer = group.shared_buffer(100, torch.float32)
+    buffer = group.shared_buffer(20_001, torch.float32)
     group.barrier()
     try:
         if what == "size":
@@ -356,7 +357,7 @@ def unlike(world: World, kind: str, what: str) -> str:
         elif what == "collective":
             group.broadcast(torch.ones(4)) if me else group.all_reduce(torch.ones(4))
         elif what == "shared size":
-            group.all_reduce(buffer[: 10 + me])
+            group.all_reduce(buffer[: 20_000 + me])
         elif what == "exchange":
             group.exchange([torch.ones(2)] * 2, [(2 + me * (1 - i),) for i in range(2)])
         else:
@@ -404,8 +405,8 @@ def freed(world: World, kind: str) -> list[int]:
         return Path("/proc/self/maps").read_text().count("memfd:weft")
 
     found = [count()]
-    buffer = group.shared_buffer(1000, torch.float32)
-    view = buffer[10:20]
+    buffer = group.shared_buffer(20_000, torch.float32)
+    view = buffer[10:19_000]
     view.fill_(1.0)
     group.all_reduce(view)
     found.append(count())

@@ -35,6 +35,7 @@ _SIGNATURES = {
             POINTER(c_int64), POINTER(c_int64), c_double, POINTER(c_void_p),
         ],
     ),
+    "weft_all_reduce": (c_int, [c_void_p, c_void_p, c_uint64, c_uint64, c_int, c_double]),
     "weft_start_job": (
         c_int,
         [

@@ -24,6 +24,7 @@ CHUNK_BYTES = 256 << 10
 RING_BYTES = 16 << 20
 ALL_RINGS_BYTES = 8 << 30  # addresses, not memory
 DIRECT_BYTES = 32 << 10
+JOB_BYTES = 64 << 10  # below, agreeing on a job costs more than the copies that it saves
 SPIN_S = 10e-6
 _DTYPES = {
     dtype: code
@@ -117,9 +118,17 @@ class NativeChannel:
     def all_reduce(self, x: Tensor, op: str, wait: bool = True) -> NativeWork | None:
         """Replaces `x` by the sum (maximum, minimum) over the members."""
         code, data, size = self._summed(x), x.data_ptr(), x.nbytes
-        if self._buffers and (found := self._find(data, size)) is not None:
+        if self._buffers and size > JOB_BYTES and (found := self._find(data, size)) is not None:
             return self._job(0, code, _OPS[op], 0, found, 0, 0, size, x.element_size(), None, wait, x)
         phases = 1 if self.size == 2 or size <= DIRECT_BYTES else 2
+        if wait:
+            state = self.library.weft_all_reduce(
+                self._channel, data, size, x.element_size(), code | _OPS[op] << 8 | phases << 16, self._timeout_s
+            )
+            if state != _DONE:
+                self._alive[data] = x  # the operation stays where it was, in a group that is broken
+                raise self._error(state)
+            return None
         return self._start(_ALL_REDUCE, code, _OPS[op], 0, phases, data, data, size, x.element_size(), None, None, wait, x)
 
     def broadcast(self, x: Tensor, root: int, wait: bool = True) -> NativeWork | None:
