@@ -8,6 +8,7 @@ import sys
 NAMES = {
     "train": "weft beside its peers on the same GPT",
     "gpu": "a 1.3 B GPT on one GPU beside plain PyTorch with torch.compile",
+    "collectives": "all-reduce on one host through shared memory, beside gloo and MPI",
     "plan": "how long planning takes, and how that grows",
     "alpa": "the 21 configurations of Alpa's evaluation, planned and priced",
 }
