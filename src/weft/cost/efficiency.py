@@ -57,13 +57,13 @@ class Stack:
     operands that is not hidden, `unaligned` what is left of the rate where a side is no multiple of 8. Bytes: `bandwidth` is the part
     of the memory's that kernels reach, `traffic` and `loss_traffic` what they move against the graph's own count (masks and casts
     are more), `score_traffic` the same for attention's scores. `attention` keeps its "scores" or is "fused", at `attention_matmul` of
-    the rate of products (above 1 where it skips what a causal mask hides); the fused softmax takes `softmax_batches` heads at a time, others take the slow way (0: all are taken).
-    `launch_s`: host time of a kernel. `tensor`: time of collectives between products against the library's own; `tensor_overlap`: the part of
-    those of backward that runs behind the products of the weights' gradients.
-    `microbatch_s`: host time of a microbatch on a stage. `gradient_bytes`, `accumulate_bytes`: width of summed gradients, bytes
-    moved a parameter and microbatch to add to them. `optimizer_bytes`: moved a parameter and step. `overlap`: part of the last
-    backward that sums of gradients hide behind. `exposed_sends`: part of a stage's transfers that its rank waits for. `step_s`: the rest of
-    a step. `spread`: relative standard deviation of ranks' times, of which the slowest counts (see `weft.cost.step.straggling`).
+    the rate of products (above 1 where it skips what a causal mask hides); the fused softmax takes `softmax_batches` heads at a
+    time, others take the slow way (0: all are taken). `launch_s`: host time of a kernel. `tensor`: time of collectives between
+    products against the library's own; `tensor_overlap`: the part of those of backward that runs behind the products of the
+    weights' gradients. `microbatch_s`: host time of a microbatch on a stage. `gradient_bytes`: width of float16's gradients;
+    `accumulate_bytes`: moved a parameter and microbatch to add to them; `optimizer_bytes`: moved a parameter and step. `overlap`: part
+    of the last backward that sums of gradients hide behind. `exposed_sends`: part of a stage's transfers that its rank waits for.
+    `step_s`: the rest of a step. `spread`: relative standard deviation of ranks' times (see `weft.cost.step.straggling`).
     """
 
     name: str
@@ -82,7 +82,7 @@ class Stack:
     tensor: float = 1.0
     tensor_overlap: float = 0.0
     microbatch_s: float = 0.0
-    gradient_bytes: float = 4.0
+    gradient_bytes: float = 2.0
     accumulate_bytes: float = 8.0
     optimizer_bytes: float = 30.0
     overlap: float = 0.0
@@ -102,7 +102,9 @@ class Stack:
             if isinstance(value, int | float) and value < 0:
                 raise ConfigError(f"stack {self.name}: {field.name} = {value:g}; it is not below zero")
         if self.tensor_overlap > 1 or self.overlap > 1:
-            raise ConfigError(f"stack {self.name}: tensor_overlap = {self.tensor_overlap:g}, overlap = {self.overlap:g}; parts are at most 1")
+            raise ConfigError(
+                f"stack {self.name}: tensor_overlap = {self.tensor_overlap:g}, overlap = {self.overlap:g}; parts are at most 1"
+            )
 
 
 def stack_of(device: Device, name: str = "") -> Stack:

@@ -1,0 +1,47 @@
+"""scripts/validate: prints an error per table, writes docs/validation.md and, where asked, the rows as JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+from bench.validate import bubbles, collectives, document, layer, single_node
+from weft.errors import WeftError
+
+ROOT = Path(__file__).resolve().parents[2]
+PARTS = {"collectives": collectives, "layer": layer, "bubbles": bubbles, "single_node": single_node}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="scripts/validate", description=__doc__)
+    parser.add_argument(
+        "--data", type=Path, default=ROOT.parent / "shared" / "validation", metavar="DIR", help="folder of the measured tables"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there, as JSON")
+    parser.add_argument("--only", choices=PARTS, action="append", help="only these tables; nothing is written to docs then")
+    parser.add_argument("--fit", action="store_true", help="fit the constants again and print them, for the catalogue")
+    asked = parser.parse_args()
+    began = time.perf_counter()
+    chosen = {name: PARTS[name] for name in asked.only or PARTS}
+    try:
+        if asked.fit:
+            print("\n".join(part.refit(asked.data) for name, part in chosen.items() if name != "bubbles"))
+            return 0
+        rows = [row for part in chosen.values() for row in part.rows(asked.data)]
+    except WeftError as error:
+        print(f"scripts/validate: {error}", file=sys.stderr)
+        return 2
+    print(document.table(rows))
+    print(f"\n{time.perf_counter() - began:.0f} s")
+    if asked.json:
+        asked.json.write_text(json.dumps([row.record() for row in rows], indent=1) + "\n")
+    if not asked.only:
+        document.write(ROOT / "docs" / "validation.md", rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

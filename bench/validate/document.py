@@ -1,0 +1,51 @@
+"""docs/validation.md: the table of errors, and what to think of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from bench.validate.rows import Row
+
+HEAD = """# How true the predictions are
+
+Written by `scripts/validate`. Errors are of the predicted against the measured time, in percent of the measured: mean and largest
+absolute error over n points. *frozen*: the constants that `src/weft/cluster/catalogue.toml` has, which is what `weft plan` prices with;
+they were fitted to the same rows. The other protocols fit again without the rows that they then predict. The tables themselves are not
+part of this project (`--data DIR` says where they are).
+
+"""
+
+NOTES = """
+## What was fitted, and to what
+
+- **Collectives** (`protocol.*`): start, hop and rate of each algorithm and protocol of NCCL, and the part of each link's bandwidth that
+  large messages reach. The time is the least of them, as NCCL chooses; where NCCL itself chose badly (64 to 128 KiB on 64 and 128
+  GPUs: a larger message took half the time), the error is the largest of the table. With 16 H100 alone, what a further node adds
+  cannot be fitted: it keeps the A100's proportion.
+- **a100 megatron-deepspeed** (`stack.*`): eleven constants of kernels, launches and the step, fitted to 120 of the 1,440 rows. Layers,
+  heads, tensor, data and pipeline sizes, microbatches and their number come from the captured graph and the layout. The rows are smooth to
+  0.01 % in layers and microbatches, so they carry about eighty independent numbers; what no smooth model follows is that
+  some shapes that are bound by launches take 15 to 30 % less than smaller ones (hidden size 2048, 4 tensor ranks, microbatches of 1 and 2),
+  and they are the largest errors.
+- **a100 megatron**: four constants to one layer of 22B; everything else is taken from the set above, or assumed, as its source says.
+- **h100 megatron-core** and **generic**: no compute of these devices was fitted. Their constants are the A100's at the device's own
+  peak and assumed efficiency: errors of 10 % and more are to be expected.
+- **Bubbles**: nothing is fitted; the published stage times run through weft's own schedule and clock.
+
+## What was not measured here
+
+Sums of gradients over more than 128 GPUs, transfers between stages of different nodes, stragglers (the slowest of n ranks is taken to be
+sqrt(2 ln n) times half a percent slower), ZeRO 2 and 3, offload, fused attention, and H100 compute are formulas with stated or assumed
+constants. Memory is checked against published formulas (`tests/pure/test_cost_memory.py`), not against measured GPUs.
+"""
+
+
+def table(rows: list[Row]) -> str:
+    """Markdown."""
+    lines = ["| table | protocol | mean abs. error % | largest % | n | |", "|---|---|---|---|---|---|"]
+    lines += [f"| {r.table} | {r.protocol} | {r.mean_abs_error_pct:.2f} | {r.max_abs_error_pct:.1f} | {r.n} | {r.note} |" for r in rows]
+    return "\n".join(lines)
+
+
+def write(path: Path, rows: list[Row]) -> None:
+    path.write_text(HEAD + table(rows) + "\n" + NOTES)

@@ -1,0 +1,198 @@
+"""Times on GPUs against closed forms: kernels, launches, recomputation, ZeRO, interleaving, stragglers; and bad efficiency sets."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import e, log, sqrt
+
+import numpy as np
+import pytest
+from gpt_graph import gpt
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weft.cluster.cluster import Cluster, Device
+from weft.cost.compute import Seconds
+from weft.cost.efficiency import Stack, parse_protocols, parse_stack, protocols, stack_of
+from weft.cost.fit import fit, mean_abs
+from weft.cost.kernels import Kernel, optimizer_s, scaled, together
+from weft.cost.network import Group, collective_s, path
+from weft.cost.step import Pricer, StageCost, straggling
+from weft.errors import ConfigError
+from weft.plan.layout import Layout
+from weft.plan.plan import Memory
+
+A100 = Cluster.parse("4xdgx-a100-80")
+DEVICE = A100.device
+IDEAL = Stack("ideal", matmul=1.0, operands=0.0, unaligned=0.5, bandwidth=1.0, traffic=1.0)
+HALF = Layout(precision="float16")
+
+
+def product(m: float, n: float, k: float) -> Kernel:
+    return Kernel("linear", 2 * m * n * k, 4 * m * n * k, 4.0, 8.0, m, n, k)
+
+
+def test_an_ideal_product_runs_at_the_peak() -> None:
+    _, busy = product(8192, 8192, 8192).seconds(DEVICE, IDEAL, "float16")
+    assert busy.forward == pytest.approx(2 * 8192**3 / 312e12)
+    assert busy.backward == pytest.approx(2 * busy.forward)
+    # A side that is no multiple of 8 keeps the matrix units half empty.
+    assert product(8192, 8191, 8192).seconds(DEVICE, IDEAL, "float16")[1].forward == pytest.approx(2 * busy.forward, rel=1e-3)
+
+
+@given(st.sampled_from([64, 128, 256, 512, 1024, 4096]), st.sampled_from([2, 4, 8]))
+def test_efficiency_grows_with_every_side(size: int, by: int) -> None:
+    def rate(m: int, n: int, k: int) -> float:
+        return 2 * m * n * k / product(m, n, k).seconds(DEVICE, stack_of(DEVICE), "float16")[1].forward
+
+    small = rate(size, size, size)
+    assert rate(size * by, size, size) > small
+    assert rate(size, size * by, size) > small
+    assert rate(size, size, size * by) > small
+    assert rate(size * by, size * by, size * by) < stack_of(DEVICE).matmul * 312e12
+
+
+def test_operands_add_their_part_of_the_roofline() -> None:
+    """flops/peak + part x bytes/bandwidth: for m = n = k = s that is 2s^3/P + 6s^2·part/B."""
+    stack, size = replace(IDEAL, operands=0.5), 1024.0
+    expected = 2 * size**3 / 312e12 + 0.5 * 2 * 3 * size**2 / DEVICE.memory_bandwidth_bytes_per_s
+    assert product(size, size, size).seconds(DEVICE, stack, "float16")[1].forward == pytest.approx(expected)
+
+
+def test_products_of_one_input_run_as_one() -> None:
+    alone, fused = product(4096, 1024, 1024), replace(product(4096, 1024, 1024), n=3072.0, share=1 / 3)
+    stack = stack_of(DEVICE)
+    assert fused.seconds(DEVICE, stack, "float16")[1].forward < alone.seconds(DEVICE, stack, "float16")[1].forward
+    assert fused.seconds(DEVICE, replace(stack, operands=0.0), "float16")[1].forward == pytest.approx(
+        alone.seconds(DEVICE, replace(stack, operands=0.0), "float16")[1].forward
+    )
+
+
+def test_scores_cost_their_bytes_and_fused_attention_none() -> None:
+    kernel = Kernel("attention", 1e9, 2.5e9, 0.0, 1.0, scores=1e8, heads=16)
+    kept = kernel.seconds(DEVICE, IDEAL, "float16")[1]
+    fused = kernel.seconds(DEVICE, replace(IDEAL, attention="fused", attention_matmul=1.0), "float16")[1]
+    assert kept.forward - fused.forward == pytest.approx(13e8 / DEVICE.memory_bandwidth_bytes_per_s)
+    # Where the fused softmax does not take this many heads, more kernels are launched.
+    odd = kernel.seconds(DEVICE, replace(IDEAL, softmax_batches=3, launch_s=1e-5), "float16")[0]
+    assert odd.total > kernel.seconds(DEVICE, replace(IDEAL, softmax_batches=4, launch_s=1e-5), "float16")[0].total
+
+
+@given(st.lists(st.tuples(st.floats(1e-9, 1), st.floats(1e-9, 1)), min_size=1, max_size=8))
+def test_host_and_device_together_take_the_longer_and_at_most_both(pairs: list[tuple[float, float]]) -> None:
+    host, device = (np.array(column) for column in zip(*pairs, strict=True))
+    total = together(host, device).sum()
+    assert total >= max(host.sum(), device.sum()) * (1 - 1e-9)
+    assert total <= (host.sum() + device.sum()) * (1 + 1e-9)
+
+
+def test_scaling_rows_scales_the_work() -> None:
+    twice = scaled(product(512, 1024, 1024), 2.0)
+    assert (twice.m, twice.n, twice.flops) == (1024, 1024, 2 * 2 * 512 * 1024 * 1024)
+
+
+def test_adam_moves_its_bytes() -> None:
+    assert optimizer_s(DEVICE, replace(IDEAL, optimizer_bytes=30.0), 1e9) == pytest.approx(30e9 / DEVICE.memory_bandwidth_bytes_per_s)
+
+
+def pricer(layers: int = 4, stack: Stack | None = None, hidden: int = 256) -> Pricer:
+    return Pricer(gpt(layers, hidden, 8, 128, 512, 8), A100, 64, stack=stack)
+
+
+def test_recomputation_costs_attention_or_a_forward() -> None:
+    p = pricer()
+    none, selective, full = (p.stages(replace(HALF, recompute=r))[0].backward_s for r in ("none", "selective", "full"))
+    assert none < selective < full
+    fused = pricer(stack=replace(stack_of(DEVICE), attention="fused"))
+    assert fused.stages(replace(HALF, recompute="selective"))[0].backward_s == pytest.approx(fused.stages(HALF)[0].backward_s)
+
+
+def test_equal_layers_cost_equally_much() -> None:
+    """What a layer costs does not depend on how many there are: pricing repeats it, it does not price it again."""
+    three, five, seven = (pricer(n).stages(HALF)[0].forward_s for n in (3, 5, 7))
+    assert seven - five == pytest.approx(five - three, rel=1e-6)
+    assert len(pricer(7).parts(HALF).compute) == len(pricer(3).parts(HALF).compute)
+
+
+def test_zero_moves_what_rajbhandari_says() -> None:
+    """Section 7: stages 1 and 2 as much as an all-reduce, stage 3 half as much again, where nothing hides and gradients move once."""
+    stack = replace(stack_of(DEVICE), overlap=0.0, gradient_bytes=2.0, microbatch_s=0.0)
+    p = pricer(stack=stack, hidden=2048)
+    wide = replace(HALF, data=8)
+    plain = p.stages(wide)[0].gradients_s
+    assert p.stages(replace(wide, zero=1))[0].gradients_s == pytest.approx(plain, rel=0.3)
+    third = p.stages(replace(wide, zero=3))[0]
+    assert third.gradients_s == 0
+    assert p.stages(replace(wide, zero=3))[0].tensor.total <= 2 * plain
+
+
+def test_overlap_hides_sums_of_gradients() -> None:
+    some, none = (pricer(stack=replace(stack_of(DEVICE), overlap=o), hidden=2048) for o in (0.9, 0.0))
+    wide = replace(HALF, data=8)
+    assert some.stages(wide)[0].gradients_s < none.stages(wide)[0].gradients_s
+
+
+def test_an_interleaved_bubble_is_divided_by_its_chunks() -> None:
+    """Narayanan et al. 2021, section 2.2.2: (p - 1)/(v·m) of the ideal time, for equal stages and free transfers."""
+    p, m, v = 4, 8, 2
+    one = StageCost(Seconds(1.0, 2.0), Seconds(), 0.0, 0.0, Memory())
+    priced = pricer(stack=replace(stack_of(DEVICE), step_s=0.0, spread=0.0))
+    layout = Layout(pipeline=p, microbatches=m, precision="float16")
+    plain = priced.predict(layout, [one] * p, [0.0] * (p - 1)).step_time_s
+    half = replace(one, compute=Seconds(0.5, 1.0))
+    chunked = priced.predict(replace(layout, schedule="interleaved", chunks=v), [half] * (p * v), [0.0] * (p * v - 1)).step_time_s
+    assert plain == pytest.approx(3.0 * (m + p - 1))
+    assert chunked == pytest.approx(3.0 * m * (1 + (p - 1) / (v * m)))
+
+
+def test_the_slowest_of_many_is_a_few_deviations_slower() -> None:
+    assert straggling(1, 0.01) == 0
+    assert straggling(round(e**2), 0.01) == pytest.approx(0.01 * sqrt(2 * log(round(e**2))))
+
+
+@given(st.sampled_from([2, 8, 16, 32]), st.floats(1, 1e10), st.floats(1.01, 10))
+def test_more_bytes_take_longer(ranks: int, size: float, by: float) -> None:
+    assert collective_s(A100, "all_reduce", size * by, Group(ranks)) >= collective_s(A100, "all_reduce", size, Group(ranks))
+
+
+def test_a_group_lies_on_its_links() -> None:
+    assert (path(A100, Group(8)).inside, path(A100, Group(8)).nodes) == (8, 1)
+    across = path(A100, Group(4, 8, 32))
+    assert (across.inside, across.nodes) == (1, 4)
+    link = A100.levels[1].link
+    assert across.network_bytes_per_s == pytest.approx(link.bandwidth_bytes_per_s * link.efficiency / 8)
+
+
+def test_bad_efficiency_sets_are_named() -> None:
+    with pytest.raises(ConfigError, match="matmull is unknown"):
+        parse_stack("x", {"matmull": 1})
+    with pytest.raises(ConfigError, match=r"matmul = 1\.2"):
+        parse_stack("x", {"matmul": 1.2})
+    with pytest.raises(ConfigError, match="use scores or fused"):
+        parse_stack("x", {"attention": "flash"})
+    with pytest.raises(ConfigError, match="launch_s = -1"):
+        parse_stack("x", {"launch_s": -1})
+    with pytest.raises(ConfigError, match="stack 'none' is unknown"):
+        stack_of(DEVICE, "none")
+    with pytest.raises(ConfigError, match="protocol 'gloo' is unknown"):
+        protocols("gloo")
+    with pytest.raises(ConfigError, match="node_ll is missing"):
+        parse_protocols("x", {})
+
+
+def test_an_unknown_device_has_the_generic_set_at_its_own_efficiency() -> None:
+    device = Device("X1", "gpu", (("float16", 1e14),), 1e10, 1e12, 0.6, 3e-6)
+    assert (stack_of(device).name, stack_of(device).matmul, stack_of(device).launch_s) == ("generic", 0.6, 3e-6)
+
+
+def test_a_fit_finds_its_constants_in_spite_of_an_outlier() -> None:
+    x = np.linspace(1, 10, 30)
+    y = 2.0 + 3.0 * x
+    y[7] *= 2
+    found = fit(lambda c: np.log((c["a"] + c["b"] * x) / y), {"a": 1.0, "b": 1.0}, limit=0.02)
+    assert (found["a"], found["b"]) == (pytest.approx(2.0, rel=0.1), pytest.approx(3.0, rel=0.02))
+    bounded = fit(lambda c: np.log((c["a"] + c["b"] * x) / y), {"a": 1.0, "b": 1.0}, bounds={"b": (0.5, 2.0)})
+    assert bounded["b"] <= 2.0 + 1e-9
+    assert mean_abs([0.1, -0.3]) == pytest.approx(20)
+    with pytest.raises(ValueError, match="above zero"):
+        fit(lambda c: np.zeros(1), {"a": 0.0})
