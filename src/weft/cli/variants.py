@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from weft.cli.setting import Variant
 from weft.plan.plan import Prediction
 from weft.report.economy import Bill, bill, format_kwh, format_usd, unit_of
-from weft.report.tables import PARTS, Table, layout_words
+from weft.report.tables import PARTS, Table, told_apart
 from weft.units import format_bytes, format_count, format_percent, format_seconds
 
 NOTHING = ""
@@ -35,7 +35,8 @@ def variants_table(title: str, first: str, rows: Sequence[Variant], base: Varian
     per = unit.name if unit.tokens_per_sample else "epoch"
     columns = (first, "layout", "step time", "speed", "MFU", "memory", f"$ per {per}", f"kWh per {per}", "note")
     cells = []
-    for v in rows:
+    common, layouts = told_apart([v.layout for v in rows])
+    for v, layout in zip(rows, layouts, strict=True):
         p, cost = v.prediction, bill_of(v)
         numbers = (
             ("", "", "", "", "", "")
@@ -49,9 +50,11 @@ def variants_table(title: str, first: str, rows: Sequence[Variant], base: Varian
                 format_kwh(cost.kwh if cost else None),
             )
         )
-        cells.append((v.name, layout_words(v.layout) if with_layout else NOTHING, *numbers, v.note))
+        cells.append((v.name, layout if with_layout else NOTHING, *numbers, v.note))
     marked = tuple(i for i, v in enumerate(rows) if v is base)
-    note = "" if unit.tokens_per_sample else f"An epoch is {unit.samples:,.0f} samples."
+    said = [f"All have {common}."] if common and with_layout else []
+    said += [] if unit.tokens_per_sample else [f"An epoch is {unit.samples:,.0f} samples."]
+    note = " ".join(said)
     return Table(title, columns, tuple(cells), right=(2, 3, 4, 5, 6, 7), marked=marked, note=note)
 
 

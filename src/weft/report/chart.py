@@ -14,6 +14,7 @@ from math import ceil, floor, isfinite, log10
 # Okabe and Ito's palette, told apart by most colour-blind readers.
 PALETTE = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8c8c8c")
 MOST_POINTS = 600
+LEAST = 1e-9  # parts of a whole below this are rounding
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,8 @@ def line_chart(
 
 def stacked_bar(parts: Sequence[tuple[str, float, str]], whole: float = 0.0) -> str:
     """One bar of (name, amount, words for the amount); `whole` is its full length where more fits than is used."""
-    parts = [part for part in parts if part[1] > 0]
+    most = max((amount for _, amount, _ in parts), default=0.0)
+    parts = [part for part in parts if part[1] > LEAST * most]
     used = sum(amount for _, amount, _ in parts)
     whole = max(whole, used)
     if whole <= 0:
@@ -115,7 +117,7 @@ def compared_bars(rows: Sequence[Row], limit: tuple[str, float] | None = None) -
     if not rows:
         return ""
     whole = max(max(sum(amount for _, amount in row.parts) for row in rows), limit[1] if limit else 0.0)
-    names = list(dict.fromkeys(name for row in rows for name, amount in row.parts if amount > 0))
+    names = list(dict.fromkeys(name for row in rows for name, amount in row.parts if amount > LEAST * whole))
     colours = {name: PALETTE[i % len(PALETTE)] for i, name in enumerate(names)}
     line = f'<b style="left:{limit[1] / whole * 100:.3f}%"></b>' if limit else ""
     drawn = []
@@ -124,7 +126,7 @@ def compared_bars(rows: Sequence[Row], limit: tuple[str, float] | None = None) -
             f'<i style="width:{amount / whole * 100:.3f}%;background:{colours[name]}" '
             f'title="{escape(name)}: {escape(row.words_of(amount))}"></i>'
             for name, amount in row.parts
-            if amount > 0
+            if amount > LEAST * whole
         )
         kind = "row mark" if row.marked else "row off" if row.off else "row"
         drawn.append(

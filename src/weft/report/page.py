@@ -15,7 +15,7 @@ from weft.plan.plan import Plan
 from weft.plan.timeline import Timeline
 from weft.report.chart import PALETTE, Row, Series, compared_bars, line_chart, smooth, stacked_bar
 from weft.report.gantt import svg
-from weft.report.tables import PARTS, Table, candidates_table, layout_words, parts_table, reasons_table, summary_table
+from weft.report.tables import PARTS, Table, candidates_table, parts_table, reasons_table, summary_table, told_apart
 from weft.units import format_bytes, format_count, format_percent, format_seconds
 
 MOST_BARS = 10
@@ -150,13 +150,16 @@ def _candidate_sections(plan: Plan, limit_bytes: float) -> list[str]:
     if len(shown) < 2:
         return []
     times, sizes = [], []
-    for c, p in shown:
-        name, chosen, off = layout_words(c.layout), c.layout == plan.layout, bool(c.note)
+    common, names = told_apart([c.layout for c, _ in shown])
+    for (c, p), name in zip(shown, names, strict=True):
+        chosen, off = c.layout == plan.layout, bool(c.note)
         times.append(Row(name, p.parts, format_seconds(p.step_time_s), format_seconds, chosen, off))
         held = tuple((part, getattr(p.memory, part)) for part in PARTS)
         sizes.append(Row(name, held, format_bytes(p.memory.total), format_bytes, chosen, off))
     limit = (f"{format_bytes(limit_bytes)}, what a device has", limit_bytes) if limit_bytes else None
-    faint = '<p class="note">Faint: refused, since it does not fit.</p>' if any(c.note for c, _ in shown) else ""
+    said = [f"All have {common}."] if common else []
+    said += ["Faint: refused, since it does not fit."] if any(c.note for c, _ in shown) else []
+    faint = f'<p class="note">{escape(" ".join(said))}</p>' if said else ""
     return [
         _section("Candidates: where a step's time goes", compared_bars(times) + faint),
         _section("Candidates: memory on the fullest device", compared_bars(sizes, limit) + faint),

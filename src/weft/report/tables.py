@@ -5,6 +5,7 @@ Not modelled: how a table looks. `cli/output` draws it with rich, `page` as HTML
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from weft.errors import UsageError
@@ -12,6 +13,7 @@ from weft.plan.layout import Layout
 from weft.plan.plan import Memory, Plan, Prediction
 from weft.units import format_bytes, format_count, format_flops, format_percent, format_seconds
 
+LEAST = 1e-9  # parts of a step below this are rounding
 PARTS = tuple(field.name for field in fields(Memory))
 
 
@@ -73,7 +75,11 @@ def reasons_table(plan: Plan) -> Table:
 def parts_table(prediction: Prediction) -> Table:
     """Where the step's time goes, longest first."""
     parts = sorted(prediction.parts, key=lambda part: -part[1])
-    rows = tuple((name, format_seconds(time_s), _share(time_s, prediction.step_time_s)) for name, time_s in parts if time_s > 0)
+    rows = tuple(
+        (name, format_seconds(time_s), _share(time_s, prediction.step_time_s))
+        for name, time_s in parts
+        if time_s > LEAST * prediction.step_time_s
+    )
     return Table("Step time by cause", ("cause", "time", "share"), rows, right=(1, 2))
 
 
@@ -115,6 +121,17 @@ def layout_words(layout: Layout) -> str:
     """
     words = [word for word in str(layout).split() if word not in ("data=1", "tensor=1", "pipeline=1")]
     return " ".join(words) or "one device"
+
+
+def told_apart(layouts: Sequence[Layout]) -> tuple[str, list[str]]:
+    """(words that all layouts have, each layout without these).
+
+    >>> told_apart([Layout(data=8, precision="bfloat16"), Layout(data=4, tensor=2, precision="bfloat16")])
+    ('precision=bfloat16', ['data=8', 'data=4 tensor=2'])
+    """
+    words = [layout_words(layout).split() for layout in layouts]
+    common = [word for word in words[0] if all(word in others for others in words)] if len(words) > 1 else []
+    return " ".join(common), [" ".join(word for word in mine if word not in common) or "the same" for mine in words]
 
 
 def refusal_words(note: str) -> str:
