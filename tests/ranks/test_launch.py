@@ -418,6 +418,19 @@ def test_the_record_outlives_the_ranks(ranks: Any, tmp_path: Path) -> None:
     reader.close()
 
 
+def _stuck(*given: Any, **named: Any) -> None:
+    time.sleep(60)
+
+
+def test_a_rank_that_never_starts_is_named_with_where_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a lock does that was held when it was forked."""
+    monkeypatch.setattr("weft.world.prepared_rank.World", _stuck)
+    monkeypatch.setattr("weft.world.watch.STARTED_S", 0.5)
+    with pytest.raises(RankError, match=r"rank 0 did not start within 0\.5 s \(it is starting\)") as caught:
+        launch(lambda world: world.rank, 2, show=False)
+    assert "in _stuck" in str(caught.value)
+
+
 def test_a_process_that_has_used_a_gpu_does_not_fork_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     for device in ("cpu", "cuda"):

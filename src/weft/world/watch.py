@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -27,6 +28,8 @@ from weft.world.recorder import Reader, Status
 SETTLE_S = 0.05  # others that failed by themselves at the same moment come within this
 LOST_S = 1.5  # the first cause of a lost connection comes within this
 POLL_S = 0.1
+STARTED_S = 300.0  # from its fork to its function a rank takes tenths of a second, beyond the import of the user's module
+DUMP_S = 1.0  # for a rank to write down where it stands
 MOST_SHOWN = 8
 LOG_LINES = 15
 
@@ -114,7 +117,7 @@ def _supervise(
     failures: list[_Failure] = []
     decide_s = stop_s = math.inf
     awake_s = time.monotonic()  # silence counts from here on: the launcher itself may have been stopped
-    before_s = awake_s
+    before_s = forked_s = awake_s
     while len(ended) < num_ranks:
         for rank, code in children.events(POLL_S if not failures else SETTLE_S / 5):
             ended[rank] = code
@@ -133,6 +136,8 @@ def _supervise(
             stop_s = min(stop_s, now + stop_grace_s)
             if now >= stop_s or stops.count > 1:
                 raise _stopped(stops, stop_grace_s)
+        if now - max(forked_s, awake_s) > STARTED_S and not failures:
+            _check_started(record.statuses(), ended, children.pids, folder)
         if timeout_s is not None and not failures:
             _check_progress(record.statuses(), ended, now, awake_s, timeout_s, children.pids)
     if failures:
@@ -187,6 +192,28 @@ def _first_cause(failures: list[_Failure], ended: dict[int, int], statuses: list
     if first.traceback:
         error.add_note(f"On rank {first.rank}:\n{first.traceback}")
     return error
+
+
+def _check_started(statuses: list[Status], ended: dict[int, int], pids: list[int], folder: Path) -> None:
+    """Raises RankError, with where it stands, for a rank that has not come to its function: a lock that was held when it was forked."""
+    late = [s for s in statuses if s.rank not in ended and s.phase in ("absent", "starting")]
+    if not late:
+        return
+    first = late[0].rank
+    with suppress(ProcessLookupError):
+        os.kill(pids[first], signal.SIGABRT)  # faulthandler writes its stack into the rank's output
+    time.sleep(DUMP_S)
+    raise RankError(
+        "\n".join(
+            [
+                f"rank {first} did not start within {STARTED_S:g} s (it is {late[0].phase}); a library's thread in the process that forked "
+                "it may have held a lock: start again with OMP_NUM_THREADS=1 and OPENBLAS_NUM_THREADS=1",
+                *_each(statuses, ended),
+                *_output(folder, first),
+            ]
+        ),
+        first,
+    )
 
 
 def _check_progress(statuses: list[Status], ended: dict[int, int], now: float, awake_s: float, timeout_s: float, pids: list[int]) -> None:
