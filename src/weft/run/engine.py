@@ -30,6 +30,7 @@ from weft.run.checkpoint import Piece
 from weft.run.executor import Crossing, Executor, Result
 from weft.run.gradients import Gradients
 from weft.run.optimizer import Optimizer, OptimizerSpec
+from weft.run.parameters import share
 from weft.run.stage import StageRunner, with_recomputation
 from weft.run.state import full_state, full_tensors, gradient_pieces, input_gradients, pieces_of
 from weft.run.whole import build_whole
@@ -84,6 +85,7 @@ class Engine:
         # In one order on every rank: a group that two ranks connect at different times would stop them both.
         for group in sorted({self._everyone, self._pipeline, *axes, *(g for g in sums if g is not None)}, key=lambda g: g.ranks):
             group.connect()
+        share(self.parts.groups, sums)
         self._executor = self._build_executor(compile)
         self.gradients = Gradients(self.parts.groups, self.parts.parameters, sums, plan.layout.zero > 0)
         self._executor.gradients = self.gradients

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from weft.world.world import Group
+
 BUCKET_BYTES = 25 << 20  # as DistributedDataParallel (Li et al., VLDB 2020)
 FIRST_BUCKET_BYTES = 1 << 20
 
@@ -68,6 +70,12 @@ class FlatGroup:
     buckets: list[Bucket] = field(default_factory=list)
     views: dict[str, Tensor] = field(default_factory=dict)  # name -> gradient view
 
+    def collect_in(self, grad: Tensor) -> None:
+        """Let gradients lie in `grad` from now on: flat, zeroed, as long as the old one."""
+        self.grad = grad
+        for member, start in zip(self.members, self.starts, strict=True):
+            self.views[member.name] = grad[start : start + member.size].view(member.shape)
+
 
 def build_groups(
     parameters: Sequence[LocalParameter], device: torch.device, sharded: bool = False
@@ -103,11 +111,23 @@ def build_groups(
         group = FlatGroup(
             first.sum_ranks, first.counted, first.counted_piece, first.decay, data, grad, tuple(members), tuple(starts), buckets
         )
+        group.collect_in(grad)
         for p, start in zip(members, starts, strict=True):
             made[p.name] = torch.nn.Parameter(data[start : start + p.size].view(p.shape))
-            group.views[p.name] = grad[start : start + p.size].view(p.shape)
         groups.append(group)
     for p in parameters:
         if not p.trainable:
             made[p.name] = torch.nn.Parameter(torch.zeros(p.shape, dtype=p.dtype, device=device), requires_grad=False)
     return groups, made
+
+
+def share(groups: Sequence[FlatGroup], sums: Sequence[Group | None]) -> None:
+    """Move gradients into memory that all ranks of their sum can read, where the transport has such memory.
+
+    Every rank goes through its sums in the order of their ranks: two that met in different orders would wait for one another.
+    """
+    order = sorted((over.ranks, number) for number, over in enumerate(sums) if over is not None and over.size > 1)
+    for _, number in order:
+        over = sums[number]
+        assert over is not None
+        groups[number].collect_in(over.shared_buffer(groups[number].grad.numel(), groups[number].grad.dtype))

@@ -22,7 +22,7 @@ from weft.model.nesting import BatchForm, batch_size_of, leaves, rebuild
 from weft.plan.plan import Plan
 from weft.run.build import Parts, Source, build
 from weft.run.optimizer import OptimizerSpec
-from weft.run.parameters import FlatGroup
+from weft.run.parameters import FlatGroup, share
 from weft.world import private
 from weft.world.world import Group, World
 
@@ -133,6 +133,7 @@ def divide(model: nn.Module, source: Source, plan: Plan, batch: Any, world: Worl
     sums = [world.group(g.sum_ranks) if len(g.sum_ranks) > 1 else None for g in parts.groups]
     for group in sorted({g for g in sums if g is not None}, key=lambda g: g.ranks):
         group.connect()
+    share(parts.groups, sums)
     _Exchange(parts.groups, parts.parameters, sums)
     return parts
 
