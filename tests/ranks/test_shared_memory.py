@@ -315,13 +315,24 @@ def test_the_launcher_tells_the_first_cause(ranks: Any, kind: str) -> None:
     assert not mapped_by_anyone()
 
 
-def mapped_by_anyone() -> list[str]:
-    """Processes of this session, other than this one, that have a segment mapped."""
-    found = []
+def mapped_by_anyone() -> list[int]:
+    """Processes that this one started, at whatever remove, and orphans that have a segment mapped."""
+    parents = {}
     for entry in Path("/proc").iterdir():
         with suppress(OSError):
-            if entry.name.isdigit() and os.getsid(int(entry.name)) == os.getsid(0) and "memfd:weft" in (entry / "maps").read_text():
-                found.append(entry.name)
+            if entry.name.isdigit():
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+
+    def ours(pid: int) -> bool:
+        while pid > 1 and pid != os.getpid():
+            pid = parents.get(pid, 0)
+        return pid == os.getpid()
+
+    found = []
+    for pid, parent in parents.items():
+        with suppress(OSError):
+            if (parent == 1 or ours(pid)) and pid != os.getpid() and "memfd:weft" in Path(f"/proc/{pid}/maps").read_text():
+                found.append(pid)
     return found
 
 
