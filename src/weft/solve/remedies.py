@@ -19,7 +19,7 @@ from weft.solve.bounds import check_state, least_state_bytes
 from weft.solve.space import Space
 from weft.solve.timing import Priced, price
 
-TRIED = 12  # frames of each question
+TRIED = 4  # frames of each question
 TIMES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256)
 
 

@@ -122,6 +122,7 @@ class _Search:
     refused: list[Candidate] = field(default_factory=list)
     bound_s: float = 0.0
     _open: list[tuple[tuple[float, ...], int, Layout, bool]] = field(default_factory=list)
+    _all: list[tuple[tuple[float, ...], int, Layout, bool]] = field(default_factory=list)
     _number: int = 0
     _known: dict[tuple[Layout, bool, bool], tuple[float, ...]] = field(default_factory=dict)
     _may_fit: dict[Layout, list[tuple[int, str, str]]] = field(default_factory=dict)
@@ -141,6 +142,7 @@ class _Search:
                 least[frame, interleaved] = bound
                 self._number += 1
                 heapq.heappush(self._open, (self._bound(frame, bound), self._number, frame, interleaved))
+        self._all = list(self._open)
         while self._open:
             bound_score, number, frame, interleaved = self._open[0]
             if self.best is not None and bound_score > self._best_value:
@@ -162,19 +164,29 @@ class _Search:
         """Price what differs from the best in one key, where the search had no need to: the plan says what it would cost."""
         assert self.best is not None
         mine = self.best.layout
-        done = {p.layout for p in self.clocked}
+        frames = [item for item in self._all if not item[3]]
         for key in COMPARED:
-            values = {getattr(p.layout, key) for p in self.clocked}
-            for value in sorted({getattr(f, key) for _, _, f, _ in self._open} - values, key=str):
-                near = [item for item in self._open if getattr(item[2], key) == value]
-                for _, _, frame, interleaved in sorted(near)[:2]:
-                    self._expand(frame, interleaved)
-                    done = {p.layout for p in self.clocked}
-                    if any(getattr(layout, key) == value for layout in done):
+            have = {getattr(p.layout, key) for p in self.clocked}
+            for value in sorted({getattr(item[2], key) for item in frames} - have, key=str):
+                near = sorted((item for item in frames if getattr(item[2], key) == value), key=lambda i: (i[0], i[1]))
+                for _, _, frame, _ in near[:2]:
+                    if self._plainest(frame):
                         break
+        done = {p.layout for p in self.clocked}
         for one in self.space.variants(replace(mine, schedule="1f1b", chunks=1, zero=0, recompute="none", offload="none")):
             if one not in done and _differences(one, mine) == 1:
                 self._try(one, whatever=True)
+
+    def _plainest(self, frame: Layout) -> bool:
+        """Price the frame with the first thrift that makes it fit; whether one does."""
+        schedule = next(self.space.schedules(frame), None)
+        if schedule is None:
+            return False
+        thrifts = sorted(self._thrifts(frame), key=lambda t: (t[2] != "none", t[1] == "full", t[1] != "none", abs(t[0] - 1)))
+        return any(
+            self._try(replace(schedule, zero=zero, recompute=recompute, offload=offload), whatever=True)
+            for zero, recompute, offload in thrifts[:3]
+        )
 
     def _bound(self, frame: Layout, seconds: float) -> tuple[float, ...]:
         if self.objective == "memory":
@@ -359,10 +371,13 @@ def check_layout(layout: Layout, cluster: Cluster, batch_size: int) -> None:
 
 
 def _spares(other: Layout, layout: Layout) -> bool:
-    """Whether `layout` only saves memory where `other` does not, and costs at least its time: the same but for more of a thrift."""
-    if other.offload not in ("none", layout.offload) or not (other.zero == layout.zero or 1 <= other.zero <= layout.zero):
-        return False
-    return CHOICES["recompute"].index(other.recompute) <= CHOICES["recompute"].index(layout.recompute)
+    """Whether `layout` only saves memory where `other` does not, and costs at least its time: it recomputes more, or offloads activations.
+
+    ZeRO stages and an optimizer on the host may each be the faster, so they never stand for one another.
+    """
+    moved = {"none": ("none", "activations"), "optimizer": ("optimizer", "all")}.get(other.offload, (other.offload,))
+    more = CHOICES["recompute"].index(other.recompute) <= CHOICES["recompute"].index(layout.recompute)
+    return more and layout.offload in moved and other.zero == layout.zero
 
 
 def _mean_memory(priced: Priced) -> float:
