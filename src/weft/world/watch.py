@@ -209,7 +209,7 @@ def _check_started(statuses: list[Status], ended: dict[int, int], pids: list[int
                 f"rank {first} did not start within {STARTED_S:g} s (it is {late[0].phase}); a library's thread in the process that forked "
                 "it may have held a lock: start again with OMP_NUM_THREADS=1 and OPENBLAS_NUM_THREADS=1",
                 *_each(statuses, ended),
-                *_output(folder, first),
+                *_stack(folder, first),
             ]
         ),
         first,
@@ -263,6 +263,14 @@ def _output(folder: Path, rank: int) -> list[str]:
     path = log_file(str(folder), rank)
     lines = path.read_text(errors="replace").splitlines()[-LOG_LINES:] if path.exists() else []
     return [f"  output of rank {rank} ended with:", *(f"    {line}" for line in lines)] if lines else []
+
+
+def _stack(folder: Path, rank: int) -> list[str]:
+    """Where a rank that faulthandler has ended stood, the innermost first."""
+    path = log_file(str(folder), rank)
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    at = next((i for i, line in enumerate(lines) if "most recent call first" in line), None)
+    return [f"  rank {rank} stood in:", *(f"    {line.strip()}" for line in lines[at + 1 : at + 9])] if at is not None else []
 
 
 def _process_state(pid: int) -> str:

@@ -19,11 +19,11 @@ from weft.errors import UsageError
 from weft.world import private
 from weft.world.group import SHARED, Group, LostPeer, Work
 from weft.world.recorder import Recorder
+from weft.world.shared_memory import segment
 from weft.world.shared_memory.meet import Channel, SharedMemory
 
 TRANSPORT = "WEFT_TRANSPORT"  # the environment variable that whoever starts ranks passes on
 TRANSPORTS = ("", "gloo", SHARED, "portable")
-DEFAULT_TRANSPORT = "gloo"
 
 __all__ = ["Group", "LostPeer", "Work", "World"]
 
@@ -34,7 +34,8 @@ class World:
     `store` is where they meet (None for one rank); `host` the address that gloo connects over; `timeout_s` how long a collective
     may take before it fails by itself. `threads` is what each rank computes with. With `catch_sigterm` the first look at
     `stopping` makes SIGTERM set it; before that, and otherwise, SIGTERM ends the process. `transport` is that of tensors on the host:
-    gloo, shared_memory (or portable: without the C library), or empty for the default.
+    gloo; shared_memory (or portable: without the C library) for every group whose members share a host; empty for shared memory where
+    all ranks share one. With both at once a rank that waits in gloo does nothing for those that wait for it in shared memory.
 
     >>> world = World()
     >>> world.group((0,)).all_reduce(torch.ones(2)).wait()
@@ -73,11 +74,14 @@ class World:
         self._catch_sigterm = catch_sigterm
         if transport not in TRANSPORTS:
             raise UsageError(f"transport {transport!r} is not one of {', '.join(TRANSPORTS[1:])}")
-        self._transport = transport or DEFAULT_TRANSPORT
+        self._transport = transport
         self._shared: SharedMemory | None = None
+        self._one_host: bool | None = None
         self._groups: dict[tuple[int, ...], Group] = {}
         if self._store is not None and self.device.type == "cuda":
             self._store.set(f"place/{rank}", _place(self.device))
+        elif self._store is not None and transport == "":
+            self._store.set(f"host/{rank}", segment.host())
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str], device: str = "auto") -> World:
@@ -152,6 +156,11 @@ class World:
         return private.gloo(private.prefixed(name, self._store), index, len(ranks), self._timeout_s, self._host), "gloo"
 
     def _share(self, store: Any, index: int, ranks: tuple[int, ...]) -> Channel | str:
+        if self._one_host is None:
+            assert self._store is not None
+            self._one_host = self._transport != "" or len({self._store.get(f"host/{rank}") for rank in range(self.num_ranks)}) == 1
+        if not self._one_host:
+            return "the ranks of this run are on several hosts"
         if self._shared is None:
             cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
             self._shared = SharedMemory(self.num_ranks > cores, self._timeout_s, native=self._transport != "portable")

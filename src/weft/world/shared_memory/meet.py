@@ -50,13 +50,8 @@ class SharedMemory:
         size = len(ranks)
         kind = "native" if self.native is not None else "portable"
         made: tuple[mmap.mmap, segment.Place] | None = None
-        try:
-            said = {"host": segment.host(), "kind": kind, "pid": os.getpid()}
-            os.close(os.pidfd_open(os.getpid()))
-        except (OSError, AttributeError) as error:
-            said = {"host": "", "kind": f"rank {ranks[index]} cannot: {error}", "pid": 0}
-        all_said = _told(store, "can", index, size, said)
-        reason = next((one["kind"] for one in all_said if not one["host"]), "")
+        all_said = _told(store, "can", index, size, {"host": segment.host(), "kind": kind, "pid": os.getpid()})
+        reason = next((one["host"] for one in all_said if one["host"].startswith(segment.CANNOT)), "")
         if not reason and len({one["host"] for one in all_said}) > 1:
             reason = "the ranks are not processes of one user on one host"
         if reason:

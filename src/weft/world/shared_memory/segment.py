@@ -10,8 +10,11 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import platform
 from dataclasses import dataclass
 from pathlib import Path
+
+CANNOT = "no shared memory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +36,16 @@ class Place:
 
 
 def host() -> str:
-    """What two processes have in common that can map each other's segments: boot, process and user name spaces, and user."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    spaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "user")]
+    """What two processes have in common that can map each other's segments: boot, process and user name spaces, and user.
+
+    Where there is no such thing, the name of the machine and a word that says so.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        spaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "user")]
+        os.close(os.pidfd_open(os.getpid()))
+    except (OSError, AttributeError) as error:
+        return f"{CANNOT}: {error} on {platform.node()}"
     return "/".join([boot, *spaces, str(os.getuid())])
 
 
