@@ -1,7 +1,7 @@
-"""One layer of the 22B model on 8 A100 (Korthikanti et al. 2022, Table 4): the efficiency set "a100 megatron".
+"""One layer of the 22B model on 8 A100 (Korthikanti et al. 2022, Table 4): the efficiency set "a100-megatron".
 
 Forward and backward of a layer in the middle of weft's own captured graph, tensor=8, microbatch 4, with and without sequence
-parallelism and recomputation. Ten numbers, few constants: what they do not tell apart is taken from "a100 megatron-deepspeed".
+parallelism and recomputation. Ten numbers, few constants: what they do not tell apart is taken from "a100-megatron-deepspeed".
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Iterations of GPTs on one A100 node: the efficiency set "a100 megatron-deepspeed", fitted, and held out by fold, hidden size and GPUs.
+"""Iterations of GPTs on one A100 node: the efficiency set "a100-megatron-deepspeed", fitted, and held out by fold, hidden size and GPUs.
 
 What is priced is weft's own captured graph under each row's layout, stages of equally many layers, fp16. Fits see at most `SEEN` rows
 of those that are not held out, evenly chosen, and begin at round figures; each constant is drawn towards its figure a little, so that
@@ -108,7 +108,7 @@ def fitted(pricers: Pricers, stack: Stack, rows: list[Iteration], rounds: int = 
 def rows(folder: Path) -> list[Row]:
     table = read(folder)
     pricers = Pricers()
-    frozen = stack_of(pricers.cluster.device, "a100 megatron-deepspeed")
+    frozen = stack_of(pricers.cluster.device, "a100-megatron-deepspeed")
 
     def errors(stack: Stack, some: list[Iteration]) -> list[float]:
         return [p / row.seconds - 1 for p, row in zip(pricers.seconds(stack, some), some, strict=True)]
@@ -133,5 +133,5 @@ def rows(folder: Path) -> list[Row]:
 def refit(folder: Path) -> str:
     """The fitted constants, to be written into the catalogue by hand."""
     pricers = Pricers()
-    found = fitted(pricers, stack_of(pricers.cluster.device, "a100 megatron-deepspeed"), read(folder), rounds=15)
+    found = fitted(pricers, stack_of(pricers.cluster.device, "a100-megatron-deepspeed"), read(folder), rounds=15)
     return "\n".join(f"megatron-deepspeed {key} = {getattr(found, key):.4g}" for key in START)

@@ -9,7 +9,7 @@ import difflib
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -31,13 +31,17 @@ def find(text: str) -> Cluster:
         return load(Path(text))
     if "+" in text:
         raise UsageError(f"the mixed cluster {text} is not built yet; name one kind of machine, for example {text.split('+')[0]}")
-    match = re.fullmatch(r"(?:(\d+)x)?(.+)", text)
+    given, _, stack = text.partition("@")
+    if stack and stack not in _catalogue()["stack"]:
+        known = _catalogue()["stack"]
+        raise UsageError(f"cluster {text}: the efficiency set {stack!r} is unknown{nearest(stack, known)}; known: {', '.join(known)}")
+    match = re.fullmatch(r"(?:(\d+)x)?(.+)", given)
     if match is None:
         raise UsageError(f"cluster {text!r} names nothing; use here, COUNTxNAME such as 8xp3.16xlarge, or a TOML file")
     count, name = int(match[1] or 1), match[2]
     if count < 1:
         raise UsageError(f"cluster {text}: {count} machines; use 1 or more")
-    return _machine(text, count, name)
+    return replace(_machine(text, count, name), stack=stack)
 
 
 def names() -> tuple[str, ...]:
@@ -81,7 +85,7 @@ def loads(text: str, where: str = "cluster") -> Cluster:
         raise ConfigError(f"{where} is not TOML: {error}") from error
     if data.pop("format", FORMAT) != FORMAT:
         raise ConfigError(f"{where}: this weft reads cluster format {FORMAT}; probe again")
-    _only(where, data, {"name", "device", "level", "price_per_hour", "power_w", "speed", "table", "fingerprint"}, text)
+    _only(where, data, {"name", "device", "level", "price_per_hour", "power_w", "speed", "table", "fingerprint", "stack"}, text)
     for key in ("name", "device"):
         if key not in data:
             raise ConfigError(f"{where} has no {key}; a cluster needs name, [device] and [[level]]")
@@ -112,13 +116,14 @@ def loads(text: str, where: str = "cluster") -> Cluster:
         speeds=tuple(_build(Speed, f"{where} [[speed]]", entry, text) for entry in _list(where, data, "speed")),
         tables=tuple(tables),
         fingerprint=data.get("fingerprint", ""),
+        stack=data.get("stack", ""),
     )
 
 
 def dump(cluster: Cluster) -> str:
     """A cluster as TOML text, numbers in SI units."""
     lines = [f"format = {FORMAT}", f"name = {_value(cluster.name)}"]
-    for key in ("price_per_hour", "power_w", "fingerprint"):
+    for key in ("price_per_hour", "power_w", "fingerprint", "stack"):
         if getattr(cluster, key):
             lines.append(f"{key} = {_value(getattr(cluster, key))}")
     lines += ["", "[device]", *_fields(cluster.device)]

@@ -184,6 +184,7 @@ class Cluster:
     speeds: tuple[Speed, ...] = ()
     tables: tuple[Table, ...] = ()
     fingerprint: str = ""  # of the measured machine and software
+    stack: str = ""  # the efficiency set that GPUs are priced with, by the catalogue's name; by default the device's own
 
     def __post_init__(self) -> None:
         if not self.levels:

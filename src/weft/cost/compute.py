@@ -1,8 +1,8 @@
-"""Seconds of one operator on one rank. In: its `Work`, how it is cut, a rank's `Speed`. Out: forward and backward seconds.
+"""Seconds of one operator on one rank of processors. In: its `Work`, how it is cut, a rank's `Speed`. Out: forward and backward seconds.
 
 Roofline (Williams et al. 2009) of the rate that each kind of operator reaches in training: matrix products by FLOPs, the rest by the
-bytes that they move, and never less than what a launch costs. A label cut over an axis divides FLOPs and bytes by the axis's size.
-Not modelled: the lower efficiency of small or odd shapes beyond launch and bytes, tensors that stay in caches between
+bytes that they move, and a launch for each. A label cut over an axis divides FLOPs and bytes by the axis's size. GPUs are priced by
+`weft.cost.kernels`. Not modelled: the lower efficiency of small or odd shapes beyond launch and bytes, tensors that stay in caches between
 operators, fusion by a compiler, clocks that fall under load.
 """
 
@@ -44,19 +44,18 @@ class Rates:
 
     speed: Speed
     precision: str
-    overlapped: bool  # launches run ahead of the device, so they only matter where a kernel is shorter (GPUs)
     flops: float
     moved: float  # part of float32 bytes that an operator whose kind is not listed moves
 
     @classmethod
-    def of(cls, speed: Speed, precision: str, overlapped: bool) -> Rates:
+    def of(cls, speed: Speed, precision: str) -> Rates:
         """Raises `KeyError` where the speed has no such precision: the search asks for none that the device lacks."""
-        return cls(speed, precision, overlapped, dict(speed.flops)[precision], 2.0 if precision == "float64" else 1.0)
+        return cls(speed, precision, dict(speed.flops)[precision], 2.0 if precision == "float64" else 1.0)
 
     def seconds(self, work: Work, divide: float = 1.0, scale: float = 1.0) -> Seconds:
         """One operator cut `divide` ways, at `scale` times the graph's batch."""
         if work.kind == "view":
-            return Seconds() if self.overlapped else Seconds(self._host(1), self._host(2))
+            return Seconds(self._host(1), self._host(2))
         part = scale / divide
         return Seconds(
             self._one(work.kind, work.flops * part, work.bytes * part, 1),
@@ -81,8 +80,7 @@ class Rates:
             busy = max(flops / reached, moved / bandwidth) + casts
         else:
             busy = moved / rates.get(kind, bandwidth) + casts
-        host = self._host(launches)
-        return max(host, busy) if self.overlapped else host + busy
+        return self._host(launches) + busy
 
 
 def optimizer_s(speed: Speed, num_parameters: float, states: int = 2) -> float:

@@ -112,7 +112,7 @@ def stack_of(device: Device, name: str = "") -> Stack:
 
     >>> from weft.cluster.cluster import Cluster
     >>> stack_of(Cluster.parse("dgx-a100-80").device).name
-    'a100 megatron'
+    'a100-megatron'
 
     Raises:
         ConfigError: a name that is not known.

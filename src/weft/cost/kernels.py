@@ -27,7 +27,7 @@ LAUNCHES: dict[str, tuple[int, int]] = {
 }  # fmt: skip
 FUSED_ATTENTION = (2, 3)
 UNFUSED_SOFTMAX = (10, 6)  # more kernels, where the fused softmax does not apply
-CLOSE = 3.0  # exponent of the mean of host and device; fitted with stack."a100 megatron-deepspeed"
+CLOSE = 3.0  # exponent of the mean of host and device; fitted with stack."a100-megatron-deepspeed"
 ALIGNED = 8  # sides of 16-bit products that fill the matrix units: NVIDIA's deep learning performance guide, "matrix multiplication"
 WIDTH = {"float64": 8.0, "float32": 4.0, "tf32": 4.0, "bfloat16": 2.0, "float16": 2.0, "float8": 2.0}  # bytes an element that moves
 

@@ -121,7 +121,7 @@ class Pricer:
     @cached_property
     def efficiency(self) -> Stack:
         """The efficiency set that GPUs are priced with."""
-        return self.stack or stack_of(self.cluster.device)
+        return self.stack or stack_of(self.cluster.device, self.cluster.stack)
 
     def varied(self, stack: Stack | None = None, batch_size: int = 0) -> Pricer:
         """The same with another efficiency set or batch; what follows from the graph is shared."""
@@ -217,7 +217,7 @@ class Pricer:
 
     def _compute(self, layout: Layout) -> tuple[Array, Array]:
         parts = self.parts(layout)
-        rates = Rates.of(self.speed(layout), layout.precision, overlapped=False)
+        rates = Rates.of(self.speed(layout), layout.precision)
         found = []
         for local, by in self._sized(layout):
             k = local.kernel
@@ -406,7 +406,9 @@ class Pricer:
             moving = base.state.kept_bytes / HOST_BYTES_PER_S
             busy = Seconds(max(busy.forward, moving), max(busy.backward, moving))
         overlap = 0.0 if self.cluster.is_cpu else self.efficiency.overlap
-        summing, inside = summing_s(self, layout, base.sums, widths, overlap, busy.forward + busy.backward + network.backward)
+        # The sums of every chunk but the first run while the other chunks of p microbatches go backward.
+        window = (busy.backward + network.backward) * (layout.pipeline if index >= layout.pipeline else 1)
+        summing, inside = summing_s(self, layout, base.sums, widths, overlap, window)
         network += inside
         memory = memory_of(
             base.state, layout, index, widths, by_layer=not self.cluster.is_cpu, scratch_bytes=self.cluster.device.scratch_bytes,
