@@ -54,15 +54,23 @@ class Everything:
             return float("inf")
         prices, n = self.axis.prices, self.axis.n
         size = self.graph.tensors[value].size_bytes
-        if (a, b) == ("R", "+") and value in self.axis.placed:
-            return 2 * size * (n - 1) / n / prices.link_bytes_per_s if value in self.axis.grads else 0.0
         forward, backward = RING[a[0], b[0]]
         total = 0.0
-        for part in (forward, backward if value in self.asked else None):
-            if part is not None:
-                total += (1 / n if part < 0 else part) * size * (n - 1) / n / prices.link_bytes_per_s + prices.latency_s / (
-                    1 if part == 2 else 2
-                )
+        asked = value in self.asked
+        # Copies: an all-reduce's argument, pieces that do not lie together, a gradient in a tensor of zeros, an exchange's pieces twice.
+        inner = int(a[1:] or 0) > 0 or int(b[1:] or 0) > 0
+        both = [part for part in (forward, backward if asked else None) if part is not None]
+        written = sum(2.0 if part == 2 else 2.0 * inner if part == 1 else 4 / n for part in both)
+        if (a[0], b[0]) == ("+", "S"):
+            written = 2 / n * inner + (1 + 2 / n) * asked
+        elif (a[0], b[0]) == ("R", "S"):
+            written += 2 / n * inner
+        elif (a[0], b[0]) == ("S", "R"):
+            written += 2 / n * inner * asked
+        total += written * size / prices.memory_bytes_per_s
+        for part in both:
+            sent = (1 / n if part < 0 else part) * size * (n - 1) / n
+            total += sent / prices.link_bytes_per_s + prices.latency_s / (1 if part == 2 else 2)
         return total
 
     def lies(self, value: str) -> list[str]:
@@ -75,68 +83,107 @@ class Everything:
         return self.graph.tensors[value].size_bytes * 8 / self.axis.prices.memory_bytes_per_s / (self.axis.n if form[0] == "S" else 1)
 
     def cheapest(self, bound: float = float("inf")) -> float:
-        """Seconds of the cheapest placement. Only what already costs more than a known one is left out."""
+        """Seconds of the cheapest placement below `bound`. Only what must cost more than a known one is left out."""
         self.best = bound
-        self._descend(0, 0.0, {}, {})
+        for _ in self._descend(0, 0.0, [], {}, {}):
+            pass
         return self.best
-
-    def _descend(self, i: int, cost: float, held: dict[str, tuple[str, ...]], stored: dict[str, str]) -> None:
-        if cost + self.least_after[i] >= self.best:
-            return
-        if i == len(self.choices):
-            self.best = cost
-            return
-        for choice in self.choices[i]:
-            for extra, after, lies in self._apply(i, choice, held, stored):
-                self._descend(i + 1, cost + extra, after, lies)
 
     def all(self) -> Iterator[Tried]:
         """Every placement there is."""
-        yield from self._all(0, 0.0, {}, {}, [])
-
-    def _all(self, i: int, cost: float, held: dict[str, tuple[str, ...]], stored: dict[str, str], chosen: list[_Choice]) -> Iterator[Tried]:
-        if i == len(self.choices):
-            words = {op.site: choice.word for op, choice in zip(self.graph.operators, chosen, strict=True)}
-            yield Tried(words, stored, cost, self.size_bytes(chosen, stored))
-            return
-        for choice in self.choices[i]:
-            for extra, after, lies in self._apply(i, choice, held, stored):
-                yield from self._all(i + 1, cost + extra, after, lies, [*chosen, choice])
-
-    def _apply(
-        self, i: int, choice: _Choice, held: dict[str, tuple[str, ...]], stored: dict[str, str]
-    ) -> Iterator[tuple[float, dict[str, tuple[str, ...]], dict[str, str]]]:
-        """What follows from one choice, for every way in which parameters that are met here for the first time may lie."""
-        op = self.graph.operators[i]
-        new = [v for v in dict.fromkeys(op.inputs) if v in self.axis.placed and v not in stored]
-        ways: list[dict[str, str]] = [{}]
-        for value in new:
-            ways = [{**way, value: form} for way in ways for form in self.lies(value)]
-        for way in ways:
-            lies = {**stored, **way}
-            now = dict(held)
-            cost = choice.cost_s + sum(self.touch(value, form) for value, form in way.items())
-            for value, need in zip(op.inputs, choice.needs, strict=True):
-                if value not in now:
-                    now[value] = (lies[value],) if value in lies else ("R",)
-                if need is not None and need not in now[value]:
-                    cost += min(self.move(value, source, need) for source in now[value])
-                    now[value] = (*now[value], need)
-            if cost < float("inf"):
-                now.update({value: (form,) for value, form in zip(op.outputs, choice.makes, strict=True)})
-                yield cost, now, lies
+        return self._descend(0, 0.0, [], {}, None)
 
     def cost_of(self, words: dict[str, str], stored: dict[str, str]) -> float:
         """Seconds of one placement."""
-        cost, held, lies = 0.0, {}, dict(stored)
-        for i, op in enumerate(self.graph.operators):
-            choice = next(c for c in self.choices[i] if c.word == words[op.site])
-            for value in dict.fromkeys(op.inputs):
-                if value in self.axis.placed and value not in held:
-                    cost += self.touch(value, lies.setdefault(value, "R"))
-            extra, held, _ = next(self._apply(i, choice, held, lies))
-            cost += extra
-        return cost
+        rows = zip(self.graph.operators, self.choices, strict=True)
+        chosen = [next(c for c in row if c.word == words[op.site]) for op, row in rows]
+        read = {value for op in self.graph.operators for value in op.inputs if value in self.axis.placed}
+        lies = {value: stored.get(value, "R") for value in read}
+        work_s = sum(c.cost_s for c in chosen) + sum(self.touch(value, form) for value, form in lies.items())
+        return work_s + self.moves(chosen, lies)
+
+    def _descend(
+        self, i: int, cost: float, chosen: list[_Choice], stored: dict[str, str], held: dict[str, tuple[str, ...]] | None
+    ) -> Iterator[Tried]:
+        """All that follow from these choices. `held`: forms of every value, where what must cost too much is left out; else None."""
+        if i == len(self.choices):
+            work_s = sum(c.cost_s for c in chosen) + sum(self.touch(value, form) for value, form in stored.items())
+            seconds = work_s + self.moves(chosen, stored)
+            if held is not None:
+                self.best = min(self.best, seconds)
+            elif seconds < float("inf"):
+                words = {op.site: choice.word for op, choice in zip(self.graph.operators, chosen, strict=True)}
+                yield Tried(words, stored, seconds, self.size_bytes(chosen, stored))
+            return
+        new = [v for v in dict.fromkeys(self.graph.operators[i].inputs) if v in self.axis.placed and v not in stored]
+        ways: list[dict[str, str]] = [{}]
+        for value in new:
+            ways = [{**way, value: form} for way in ways for form in self.lies(value)]
+        for choice in self.choices[i]:
+            for way in ways:
+                least, after = cost, held
+                if held is not None:
+                    least += choice.cost_s + sum(self.touch(value, form) for value, form in way.items())
+                    extra, after = self._at_least(i, choice, {**held, **{value: (form,) for value, form in way.items()}})
+                    least += extra
+                    if least + self.least_after[i + 1] >= self.best:
+                        continue
+                yield from self._descend(i + 1, least, [*chosen, choice], {**stored, **way}, after)
+
+    def _at_least(self, i: int, choice: _Choice, held: dict[str, tuple[str, ...]]) -> tuple[float, dict[str, tuple[str, ...]]]:
+        """(least seconds of the moves before an operator, forms held): what is whole may yet turn out to hold summands of gradients."""
+        op = self.graph.operators[i]
+        total = 0.0
+        for value, need in zip(op.inputs, choice.needs, strict=True):
+            now = held.get(value, ("R",))
+            if need is not None and need not in now and not (need == "+" and "R" in now):
+                sources = {*now, "+"} if "R" in now and need != "R" else set(now)
+                total += min(self.move(value, source, need) for source in sources)
+            if need is not None:
+                held[value] = now if need in now else (*now, need)
+        held.update({value: (form,) for value, form in zip(op.outputs, choice.makes, strict=True)})
+        return total, held
+
+    def moves(self, chosen: list[_Choice], stored: dict[str, str]) -> float:
+        """Seconds of all redistributions and sums of gradients, summands of gradients passed on as far as they may be."""
+        operators = self.graph.operators
+        needs, whole, reads = self._deferred(chosen)
+        total = 0.0
+        held: dict[str, list[str]] = {}
+        for value, form in stored.items():
+            held[value] = [form]
+            if form == "R" and reads[value] == {"+"}:
+                n, prices = self.axis.n, self.axis.prices
+                total += 2 * self.graph.tensors[value].size_bytes * (n - 1) / n / prices.link_bytes_per_s
+                held[value] = ["+"]
+        for op, choice, row in zip(operators, chosen, needs, strict=True):
+            for value, need in zip(op.inputs, row, strict=True):
+                now = held.setdefault(value, ["R"])
+                if need is not None and need not in now:
+                    total += min(self.move(value, source, need) for source in now)
+                    now.append(need)
+            for value, form in zip(op.outputs, choice.makes, strict=True):
+                held[value] = ["+" if value in whole else form]
+        return total
+
+    def _deferred(self, chosen: list[_Choice]) -> tuple[list[list[str | None]], set[str], dict[str, set[str]]]:
+        """What operators need, which values are whole with summands for gradients, and in which forms every value is read.
+
+        From the last operator to the first: a replicated one whose result is read as "+" alone reads "+" itself.
+        """
+        needs: list[list[str | None]] = [list(choice.needs) for choice in chosen]
+        whole: set[str] = set()
+        reads: dict[str, set[str]] = {value: set() for value in self.graph.tensors}
+        for i in reversed(range(len(chosen))):
+            op = self.graph.operators[i]
+            made = [value for value in op.outputs if value in self.axis.grads and value != self.graph.loss]
+            if chosen[i].label == "" and made and all(reads[value] == {"+"} for value in made):
+                whole.update(made)
+                needs[i] = ["+" if need == "R" and v in self.axis.grads else need for v, need in zip(op.inputs, needs[i], strict=True)]
+            for value, need in zip(op.inputs, needs[i], strict=True):
+                if need is not None:
+                    reads[value].add(need)
+        return needs, whole, reads
 
     def size_bytes(self, chosen: list[_Choice], stored: dict[str, str]) -> float:
         """Bytes on one rank of parameters with their states, and of what backward keeps, once for those that have it alike."""

@@ -120,10 +120,11 @@ def alexnet(batch: int) -> Graph:
 
 
 def experts(tokens: int, hidden: int, inner: int, count: int) -> Graph:
-    """Tokens, already ordered by expert, through one feed-forward layer each: [experts, tokens of one, hidden]."""
+    """A dense layer, a feed-forward layer of each token's expert ([experts, tokens of one, hidden]), a dense layer."""
     b = Builder(x=(tokens, hidden))
     mine = tokens // count
-    x = b.call("relu.default", (tokens, hidden), Ref("x"), name="before")
+    x = b.call("linear.default", (tokens, hidden), Ref("x"), b.parameter("dense0", hidden, hidden), name="before")
+    x = b.call("softmax.int", (tokens, hidden), x, -1)
     x = b.call("view.default", (mine, count, hidden), x, (mine, count, hidden))
     x = b.call("transpose.int", (count, mine, hidden), x, 0, 1)
     x = b.call("bmm.default", (count, mine, inner), x, b.parameter("up", count, hidden, inner), name="first")
@@ -131,4 +132,5 @@ def experts(tokens: int, hidden: int, inner: int, count: int) -> Graph:
     x = b.call("bmm.default", (count, mine, hidden), x, b.parameter("down", count, inner, hidden), name="second")
     x = b.call("transpose.int", (mine, count, hidden), x, 0, 1)
     x = b.call("reshape.default", (tokens, hidden), x, (tokens, hidden))
+    x = b.call("linear.default", (tokens, hidden), x, b.parameter("dense1", hidden, hidden), name="after")
     return b.graph(x, tokens)

@@ -14,11 +14,11 @@ from small_graphs import alexnet, chain, convolutions, experts
 
 from weft.errors import Infeasible, LayoutError, UsageError
 from weft.model.graph import Graph
-from weft.model.propagate import _Axis, propagate
+from weft.model.propagate import propagate
 from weft.model.sharding import Prices
 from weft.solve import placements
 from weft.solve.placements import Budget, Placement, exceptions, solve_placements
-from weft.solve.placements.tables import Moves, prune
+from weft.solve.placements.tables import Axis, Moves, prune
 
 pytest.importorskip("highspy")
 
@@ -32,9 +32,9 @@ LINKS = st.sampled_from((3e7, 1e9, 1e11))
 WAYS = st.sampled_from(("features", "sequence", "anything"))
 
 
-def axis_of(graph: Graph, prices: Prices, way: str, n: int = 2) -> _Axis:
+def axis_of(graph: Graph, prices: Prices, way: str, n: int = 2) -> Axis:
     """The axis as `solve_placements` sees it; `way`: which labels may be cut."""
-    axis = _Axis(graph, "tensor", n, {}, None, prices, 1, way != "features")
+    axis = Axis(graph, "tensor", n, {}, None, prices, 1, way != "features")
     if way == "anything":
         axis.meanings = None
     return axis
@@ -55,26 +55,28 @@ def stored_of(graph: Graph, found: Placement) -> dict[str, str]:
 def check_optimum(graph: Graph, prices: Prices, way: str) -> None:
     found = solved(graph, prices, way)
     everything = Everything(axis_of(graph, prices, way))
-    best = everything.cheapest()
-    assert found.cost_s == pytest.approx(best, rel=EXACT)
-    assert found.solved[0].bound_s <= best * (1 + EXACT)
+    mine = everything.cost_of(dict(found.labels["tensor"]), stored_of(graph, found))
+    assert found.cost_s == pytest.approx(mine, rel=1e-9)
+    # Nothing is cheaper than what was found; and it is found again where a little more may be spent.
+    assert everything.cheapest(mine * (1 - EXACT)) == mine * (1 - EXACT)
+    assert everything.cheapest(mine * (1 + EXACT)) == pytest.approx(mine, rel=EXACT)
+    assert found.solved[0].bound_s <= mine * (1 + EXACT)
     assert found.gap <= EXACT
-    assert everything.cost_of(dict(found.labels["tensor"]), stored_of(graph, found)) == pytest.approx(best, rel=EXACT)
 
 
-@settings(max_examples=150, deadline=None)
-@given(st.lists(SHAPES, min_size=1, max_size=4), LINKS, WAYS)
+@settings(max_examples=200, deadline=None)
+@given(st.lists(SHAPES, min_size=1, max_size=3), LINKS, WAYS)
 def test_the_optimum_is_that_of_the_enumeration(shapes: list[tuple[str, int, int]], link: float, way: str) -> None:
     check_optimum(chain(shapes), Prices(1e8, 1e10, link, 1e-6), way)
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.lists(st.sampled_from(("conv", "relu", "bn", "pool", "add", "cat")), min_size=1, max_size=4), LINKS, WAYS)
+@given(st.lists(st.sampled_from(("conv", "relu", "bn", "pool", "add")), min_size=1, max_size=3), LINKS, WAYS)
 def test_the_optimum_of_convolutions_is_that_of_the_enumeration(kinds: list[str], link: float, way: str) -> None:
     check_optimum(convolutions(kinds), Prices(1e8, 1e10, link, 1e-6), way)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(SHAPES, min_size=1, max_size=3), LINKS, WAYS, st.floats(-0.3, 1.0))
 def test_the_optimum_within_a_budget_is_that_of_the_enumeration(
     shapes: list[tuple[str, int, int]], link: float, way: str, part: float
@@ -128,10 +130,10 @@ def test_propagation_reproduces_the_placement(shapes: list[tuple[str, int, int]]
     assert (short.ops, short.needs, short.forms) == (found.sharding.ops, found.sharding.needs, found.sharding.forms)
 
 
-FREE_MOVES = (("P", "R"), ("S1", "R"), ("R", "+"), ("S1", "+"))
+FORGOTTEN = (("P", "R"), ("S1", "R"), ("P", "S1"), ("S1", "+"))
 
 
-@pytest.mark.parametrize("forgotten", FREE_MOVES)
+@pytest.mark.parametrize("forgotten", FORGOTTEN)
 def test_a_programme_that_forgets_a_move_is_told_from_enumeration(forgotten: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The broken twin: with one price missing, some graph of a few is placed worse than its optimum."""
     right = Moves._price
@@ -140,15 +142,14 @@ def test_a_programme_that_forgets_a_move_is_told_from_enumeration(forgotten: tup
         return 0.0 if (source, target) == forgotten else right(self, value, source, target)
 
     prices = Prices(1e8, 1e10, 1e8, 1e-6)
-    graphs = [
-        chain([(kind, i, i) for i, kind in enumerate(row)]) for row in (("linear",), ("linear", "linear"), ("linear", "softmax", "linear"))
-    ]
-    best = [Everything(axis_of(graph, prices, "anything")).cheapest() for graph in graphs]
+    graphs = [chain([(kind, i, i) for i, kind in enumerate(row)]) for row in (("linear",), ("linear", "linear"), ("linear", "softmax"))]
+    cases = [(graph, way) for graph in graphs for way in ("features", "anything")]
+    best = [Everything(axis_of(graph, prices, way)).cheapest() for graph, way in cases]
     monkeypatch.setattr(Moves, "_price", free)
     worse = 0
-    for graph, least in zip(graphs, best, strict=True):
-        found = solved(graph, prices, "anything")
-        true = Everything(axis_of(graph, prices, "anything")).cost_of(dict(found.labels["tensor"]), stored_of(graph, found))
+    for (graph, way), least in zip(cases, best, strict=True):
+        found = solved(graph, prices, way)
+        true = Everything(axis_of(graph, prices, way)).cost_of(dict(found.labels["tensor"]), stored_of(graph, found))
         worse += true > least * (1 + EXACT) or found.solved[0].bound_s < least * (1 - EXACT)
     assert worse
 
@@ -230,13 +231,13 @@ def test_alexnet_is_cut_by_data_in_convolutions_and_by_model_in_fully_connected_
 
 def test_experts_are_spread_where_tokens_are() -> None:
     """Expert parallelism: the experts' dimension is cut, and tokens are cut over the same axis outside of them."""
-    graph = experts(tokens=8192, hidden=1024, inner=4096, count=8)
+    graph = experts(tokens=32768, hidden=1024, inner=4096, count=8)
     found = solve_placements(graph, {"ranks": 8}, prices=GPU, batch_cut=["ranks"])
     cut = dict(found.shards["ranks"])
     assert cut == {"up": 0, "down": 0}, "every rank has experts of its own"
     labels = {op.name: found.labels["ranks"][op.site].rstrip("+") for op in graph.operators}
     assert labels["first"] == "b" == labels["second"]
-    assert labels["before"] in ("b-1", "d0"), "tokens are cut before them"
+    assert labels["before"] == labels["after"] == "b-1", "tokens are cut around them"
     assert any("all_to_all" in (m.forward, m.backward) for m in found.sharding.moves)
 
 

@@ -13,10 +13,11 @@ from torch.nn import functional as F
 
 from weft.model.capture import capture
 from weft.model.graph import Graph
-from weft.model.propagate import _Axis, propagate
+from weft.model.propagate import propagate
 from weft.model.repeats import runs
 from weft.model.sharding import Prices
 from weft.solve.placements import Budget, Placement, exceptions, solve_placements
+from weft.solve.placements.tables import Axis
 from weft.zoo.resolve import resolve
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "pure"))
@@ -87,7 +88,7 @@ def test_the_optimum_is_that_of_the_enumeration(name: str, way: str, prices: Pri
     graph = graph_of(MODELS[name])
     cut = ("tensor",) if way == "anything" else ()
     found = solve_placements(graph, {"tensor": 2}, prices=prices, sequence=way != "features", batch_cut=cut, gap=0.0)
-    axis = _Axis(graph, "tensor", 2, {}, None, prices, 1, way != "features")
+    axis = Axis(graph, "tensor", 2, {}, None, prices, 1, way != "features")
     if way == "anything":
         axis.meanings = None
     everything = Everything(axis)

@@ -93,13 +93,14 @@ class _Axis:
         size = self.graph.tensors[value].shape[dim]
         return size % self.n == 0 and size >= self.n and dim not in self.taken.get(value, ())
 
+    def compute_s(self, op: Operator) -> float:
+        """Seconds of a whole operator, forward and (counted twice as much) backward."""
+        flops, size = operator_flops(op, self.graph.tensors), operator_bytes(op, self.graph.tensors)
+        return 3 * max(flops / self.prices.flops_per_s, size / self.prices.memory_bytes_per_s) / self.divide
+
     def choices(self, op: Operator) -> list[_Choice]:
         rule = self.rules[op.name]
-        tensors = self.graph.tensors
-        seconds = 3 * max(
-            operator_flops(op, tensors) / self.prices.flops_per_s, operator_bytes(op, tensors) / self.prices.memory_bytes_per_s
-        )
-        seconds /= self.divide
+        seconds = self.compute_s(op)
         whole: list[Form | None] = ["R"] * len(op.inputs)
         if rule is not None:
             whole = [None if labels is None else "R" for labels in rule.inputs]

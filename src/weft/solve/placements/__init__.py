@@ -15,7 +15,6 @@ from math import prod
 
 from weft.errors import Infeasible, UsageError
 from weft.model.graph import Graph
-from weft.model.propagate import _Axis as Axis
 from weft.model.propagate import _Choice as Choice
 from weft.model.propagate import given_dims, propagate
 from weft.model.repeats import representatives
@@ -24,7 +23,7 @@ from weft.solve.placements.budget import Budget, Bytes, held, pieces
 from weft.solve.placements.highs import Solution, available, check_available, least_bytes, solve
 from weft.solve.placements.linear import Programme, programme
 from weft.solve.placements.price import Cost, price
-from weft.solve.placements.tables import Tables, tables
+from weft.solve.placements.tables import Axis, Tables, tables
 
 __all__ = ["Budget", "Bytes", "Cost", "Placement", "Solved", "available", "exceptions", "solve_placements"]
 
@@ -205,9 +204,8 @@ def _start(table: Tables, built: Programme, one: _One) -> dict[int, float]:
     found: dict[int, float] = {}
     for kind, columns in zip(table.kinds, built.choices, strict=True):
         chosen = one.choice(kind.operators[0])
-        found.update((column, float(choice == chosen)) for column, choice in zip(columns, kind.choices, strict=True))
-    for value, stores in built.stores.items():
-        found.update((column, float(form == one.stored[value])) for form, column in stores)
+        for column, choice in zip(columns, kind.choices, strict=True):
+            found[column] = float(choice.word == chosen.word and ("D" in choice.makes) == ("D" in chosen.makes))
     return found
 
 

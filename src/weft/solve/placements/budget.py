@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from weft.cost.memory import Inventory
 from weft.errors import UsageError
 from weft.model.graph import Graph
 from weft.model.propagate import _Choice as Choice
@@ -92,7 +91,7 @@ def state_of(tables: Tables, budget: Budget, value: str, ways: Mapping[str, int]
 
 def terms(tables: Tables, budget: Budget, ways: Mapping[str, int], divided: Mapping[str, int]) -> tuple[Term, ...]:
     """What is kept for backward. `ways`: pieces of each value, `divided`: ranks that share each operator, along other axes."""
-    inventory = Inventory.of(tables.axis.graph)
+    inventory = tables.axis.inventory
     half = budget.precision == "bfloat16"
     wide = 2.0 if budget.precision == "float64" else 1.0
     kept: dict[tuple[str, bool], dict[Keeper, None]] = {}

@@ -83,21 +83,20 @@ def _flow(built: Programme, tables: Tables, budget: Budget, ways: Mapping[str, i
         later.append(tuple(sorted({*later[-1], *(form for word in use.words for form in word)})))
     later.reverse()
 
-    def state(held: frozenset[Form], t: int) -> tuple[float, ...]:
-        """What every form that is still to be read costs from here: all that the future depends on."""
-        return tuple(min(moves.seconds(value, source, need) for source in held) for need in later[t])
+    def state(held: frozenset[Form], t: int) -> tuple[object, ...]:
+        """What every form that is still to be read costs from here, and what must still be read: all that the future depends on."""
+        due = held & {"r", "D"}
+        return (due, "+" in held if due else None, *(moves.read(value, held, (need,))[0] for need in later[t]))
 
-    layer: dict[tuple[float, ...], tuple[frozenset[Form], Terms]] = {}
+    layer: dict[tuple[object, ...], tuple[frozenset[Form], Terms]] = {}
     for form, inflow in enters.items():
         key = state(frozenset((form,)), 0)
         layer.setdefault(key, (frozenset((form,)), []))[1].extend(inflow)
     for t, use in enumerate(flow.uses):
-        if not later[t]:
-            return
         words: dict[Word, Terms] = {}
         for column, word in zip(built.choices[use.kind], use.words, strict=True):
             words.setdefault(word, []).append((column, -1.0))
-        after: dict[tuple[float, ...], tuple[frozenset[Form], Terms]] = {}
+        after: dict[tuple[object, ...], tuple[frozenset[Form], Terms]] = {}
         for held, inflow in layer.values():
             edges: Terms = []
             for word, taken in words.items():
@@ -112,6 +111,11 @@ def _flow(built: Programme, tables: Tables, budget: Budget, ways: Mapping[str, i
         for taken in words.values():
             built.row(0.0, 0.0, taken)
         layer = after
+    lone = flow.source.kind < 0 or "r" in flow.source.made
+    for held, inflow in layer.values():
+        # Read as "+" alone, it is deferred; deferred, it is read as "+".
+        if lone and (("r" in held and "+" in held) or ("D" in held and "+" not in held)):
+            built.row(0.0, 0.0, [(column, 1.0) for column, _ in inflow])
 
 
 def _store(built: Programme, tables: Tables, budget: Budget, ways: Mapping[str, int], flow: Flow) -> dict[Form, Terms]:

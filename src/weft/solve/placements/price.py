@@ -1,7 +1,6 @@
 """Seconds of given placements along one axis: operators in order, every value moved where its reader needs a form that is not there.
 
-In: the tables, the choice of every kind, where parameters and buffers lie. Out: `Cost`. Not modelled: overlap, and that gradients which are
-summands may travel through replicated operators to the parameters before they are summed.
+In: the tables, the choice of every kind, where parameters and buffers lie. Out: `Cost`. Not modelled: overlap.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from weft.solve.placements.tables import Tables
 class Cost:
     """Seconds of one pass over the graph, forward and backward.
 
-    `operators_s`: compute, with collectives in the operators themselves. `moves_s`: redistributions and the sums of gradients.
-    `states_s`: reading and writing parameters, gradients and optimizer states.
+    `operators_s`: compute, with collectives in the operators themselves. `moves_s`: redistributions. `states_s`: reading and writing
+    parameters, gradients and optimizer states, and the sums of gradients at the end of a step.
     """
 
     operators_s: float
@@ -36,8 +35,8 @@ def price(tables: Tables, chosen: Sequence[int], stored: Mapping[str, Form]) -> 
     operators_s = moves_s = 0.0
     held: dict[str, frozenset[Form]] = {}
     for v in graph.variables:
-        given = tables.axis.start(v.value)
-        held[v.value] = frozenset((stored.get(v.value, "R"),) if given is None else given)
+        given = tables.axis.start(v.value) or ("R",)
+        held[v.value] = frozenset((stored.get(v.value, given[0]),))
     read = {value for flow in tables.flows for value in flow.values}
     states_s = sum(moves.stored(value, next(iter(held[value]))) for value in tables.axis.placed if value in read)
     for op in graph.operators:

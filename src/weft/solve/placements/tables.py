@@ -3,25 +3,45 @@
 Operators that are placed alike (`model/repeats`) are one `Kind` with the choices that they have in common. Every value is a `Flow`: the
 forms in which it may begin, and its readers in order; values whose flows are equal are one flow with a count.
 
-Prices are those of `model/propagate`, but for two things. A gradient that training never asks for (of the batch) costs nothing. A
-parameter that lies whole and is read as "+" pays for the sum of its gradient once, wherever its first such reader stands.
+Prices are finer than those of `model/propagate`: an operator's backward has its own work, a redistribution also copies what it sends,
+and gradients that training never asks for (of the batch) cost nothing.
+
+What is whole on every rank, made by a replicated operator or stored, and read as "+" alone, is never summed where it is read: the
+gradient's summands travel on through the operator (`propagate` does so by itself), or wait for the sum of gradients. Two more forms say so:
+
+    "D"    whole, deferred: every reader reads it as "+", at no price
+    "r"    whole, and some reader needs the true gradient: the others pay for their "+"
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
+from weft.cost.memory import Inventory
 from weft.model.graph import Graph, Operator
-from weft.model.propagate import _Axis as Axis
+from weft.model.propagate import _Axis, written_buffers
 from weft.model.propagate import _Choice as Choice
-from weft.model.propagate import written_buffers
 from weft.model.sharding import Form, collective_s, move_collectives
 from weft.model.work import differentiable
 
 Word = tuple[Form, ...]  # the forms in which one operator reads one value, each once; () where any will do
 INFINITE = float("inf")
+
+
+class Axis(_Axis):
+    """The axis of `propagate`, with operators priced by what their forward and their backward do."""
+
+    @cached_property
+    def inventory(self) -> Inventory:
+        return Inventory.of(self.graph)
+
+    def compute_s(self, op: Operator) -> float:
+        work, prices = self.inventory.works[op.name], self.prices
+        forward = max(work.flops / prices.flops_per_s, work.bytes / prices.memory_bytes_per_s)
+        backward = max(work.backward_flops / prices.flops_per_s, work.backward_bytes / prices.memory_bytes_per_s)
+        return (forward + backward) / self.divide
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,14 +130,18 @@ class Moves:
         """(seconds, forms held afterwards) of reading a value in the forms of `word`, each moved from where that is cheapest."""
         total = 0.0
         for need in word:
+            if "D" in held and need != "+":
+                return INFINITE, held
+            if "r" in held and need != "+":
+                held = held - {"r"} | {"R"}
             if need not in held:
-                total += min(self.seconds(value, source, need) for source in held)
+                total += 0.0 if "D" in held else min(self.seconds(value, "R" if source == "r" else source, need) for source in held)
                 held = held | {need}
         return total, held
 
     def stored(self, value: str, form: Form) -> float:
-        """Seconds a step of a parameter or buffer that lies in `form`, without the sum of its gradient; infinite where it cannot."""
-        found = self.axis.place(value, form)
+        """Seconds a step of a parameter or buffer that lies in `form`, the sum of its gradient for "D"; infinite where it cannot."""
+        found = self.axis.place(value, {"D": "+", "r": "R"}.get(form, form))
         return INFINITE if found is None else found[1]
 
     def _price(self, value: str, source: Form, target: Form) -> float:
@@ -126,19 +150,24 @@ class Moves:
             return INFINITE
         if target[0] == "S" and not axis.cuttable(value, int(target[1:])):
             return INFINITE
-        if value in axis.placed and (source, target) == ("R", "+"):
-            summed = axis.place(value, "+")
-            return INFINITE if summed is None else summed[1] - self.stored(value, "R")
         size = axis.graph.tensors[value].size_bytes / axis.divide
+        inner = any(form[0] == "S" and form != "S0" for form in (source, target))
         forward, backward = move_collectives(source, target)
-        cost = collective_s(forward, size, axis.n, axis.prices)
-        return cost + (collective_s(backward, size, axis.n, axis.prices) if value in self.asked else 0.0)
+        names = (forward, backward) if value in self.asked else (forward,)
+        return sum(collective_s(name, size, axis.n, axis.prices) + self._copied_s(name, size, inner) for name in names)
+
+    def _copied_s(self, name: str, size: float, inner: bool) -> float:
+        """Seconds of reading and writing memory around a collective: pieces of inner dimensions do not lie together."""
+        n = self.axis.n
+        parts = {"all_reduce": 2.0, "all_gather": 2.0 * inner, "reduce_scatter": 2.0 * inner, "slice": 2.0 / n * inner}
+        return parts.get(name, {"pad": 1.0 + 2.0 / n, "all_to_all": 4.0 / n}.get(name, 0.0)) * size / self.axis.prices.memory_bytes_per_s
 
 
 def tables(axis: Axis, representative: Mapping[str, str]) -> Tables:
     """The problem along `axis`, operators placed like their representatives wherever they have the same choices."""
     moves = Moves(axis)
     kinds, kind_of = _kinds(axis, moves, representative)
+    kinds = _deferring(axis, kinds, _uses(axis.graph, kinds, kind_of))
     uses = _uses(axis.graph, kinds, kind_of)
     groups: dict[tuple[object, ...], list[str]] = {}
     parts: dict[tuple[object, ...], tuple[Source, tuple[Use, ...]]] = {}
@@ -191,6 +220,37 @@ def prune(choices: list[Choice]) -> list[Choice]:
     return kept
 
 
+def _deferring(axis: Axis, kinds: tuple[Kind, ...], uses: Mapping[str, tuple[Use, ...]]) -> tuple[Kind, ...]:
+    """The kinds, with replicated operators that may pass summands of gradients on both as they do and as they do not.
+
+    Where the operators of a kind are read differently, or have several outputs, what they make whole is "R": whether they pass
+    summands on does not follow from one value's readers.
+    """
+    final = {axis.graph.loss, *axis.graph.outputs}
+    operators = {op.name: op for op in axis.graph.operators}
+    found = []
+    for kind in kinds:
+        ops = [operators[name] for name in kind.operators]
+        made = [value for value in ops[0].outputs if value in axis.grads]
+        if not any(value in uses for value in made) or any(value in final for op in ops for value in op.outputs):
+            found.append(kind)
+            continue
+        alike = len(made) == 1 and len({tuple(uses.get(value, ()) for value in op.outputs) for op in ops}) == 1
+        choices: list[Choice] = []
+        for choice in kind.choices:
+            if choice.label:
+                choices.append(choice)
+                continue
+            floats = [value in axis.grads for value in ops[0].outputs]
+            whole = tuple("r" if alike and is_float else form for form, is_float in zip(choice.makes, floats, strict=True))
+            deferred = tuple("D" if is_float else form for form, is_float in zip(choice.makes, floats, strict=True))
+            rows = zip(ops[0].inputs, choice.needs, strict=True)
+            needs = tuple("+" if need == "R" and value in axis.grads else need for value, need in rows)
+            choices += [replace(choice, makes=whole), replace(choice, makes=deferred, needs=needs)]
+        found.append(replace(kind, choices=tuple(choices)))
+    return tuple(found)
+
+
 def _uses(graph: Graph, kinds: tuple[Kind, ...], kind_of: Mapping[str, int]) -> dict[str, tuple[Use, ...]]:
     """Every value's readers in order. One that repeats an earlier reader finds the form there already, and is left out."""
     known: dict[tuple[int, tuple[int, ...]], Use] = {}
@@ -214,8 +274,10 @@ def _uses(graph: Graph, kinds: tuple[Kind, ...], kind_of: Mapping[str, int]) -> 
 
 def _start(axis: Axis, moves: Moves, value: str) -> Source:
     given = axis.start(value)
-    if given is not None:
-        return Source(forms=given, store_s=(moves.stored(value, given[0]) if value in axis.placed else 0.0,))
+    if value not in axis.placed:
+        return Source(forms=given or ("R",), store_s=(0.0,))
     dims = range(len(axis.graph.tensors[value].shape))
-    forms = ("R", *(f"S{dim}" for dim in dims if axis.cuttable(value, dim)))
+    cut = tuple(f"S{dim}" for dim in dims if axis.cuttable(value, dim)) if given is None else ()
+    forms = (("r", "D") if value in axis.grads else ("R",)) + cut if given in (None, ("R",)) else given
+    assert forms is not None
     return Source(forms=forms, store_s=tuple(moves.stored(value, form) for form in forms))
