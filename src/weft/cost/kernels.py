@@ -120,7 +120,7 @@ def together(host: NDArray[np.float64], device: NDArray[np.float64]) -> NDArray[
     Their sum is (host^q + device^q)^(1/q) of the sums, q = `CLOSE`, shared as the host or the device takes it.
 
     >>> import numpy as np
-    >>> together(np.array([1.0, 1.0]), np.array([0.1, 0.2])).round(3)
+    >>> together(np.array([1.0, 1.0]), np.array([0.01, 0.02])).round(3)
     array([1., 1.])
     """
     launch, busy = float(host.sum()), float(device.sum())
