@@ -76,7 +76,7 @@ def explain(
                 **record(base),
                 "model": plan.model,
                 "planning_time_s": plan.planning_time_s,
-                "bound_gap": getattr(plan, "bound_gap", None),
+                "bound_gap": plan.bound_gap,
                 "bound": said,
                 "reasons": _reasons(plan),
                 "candidates": [record(v, base) for v in shown],
@@ -103,7 +103,7 @@ def candidates(plan: Plan, setting: Setting, base: Variant, most: int) -> list[V
 
 def bound_words(plan: Plan) -> str:
     """How far the plan may be from the best that the search could have found."""
-    gap = getattr(plan, "bound_gap", None)
+    gap = plan.bound_gap
     took = f"Found in {format_seconds(plan.planning_time_s)}" if plan.planning_time_s else "Priced as given"
     if gap is None:
         return f"{took}; no bound: the search priced the layouts that it lists, and claims nothing of others."

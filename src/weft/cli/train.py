@@ -132,7 +132,7 @@ def components_table(summary: dict[str, Any]) -> Table:
         whole = summary.get("predicted_step_time_s") or sum(x for _, x, _ in pairs), sum(y for _, _, y in pairs)
         for name, x, y in (*pairs, ("step", *whole)):
             off = f"{(x - y) / whole[1]:+.1%}" if whole[1] else ""
-            rows.append((name, format_seconds(x), format_seconds(y), off))
+            rows.append((name, *(format_seconds(s) if s > 1e-9 else "0 s" for s in (x, y)), off))
     note = "medians of the last steps, on the rank that computes most" if rows else ""
     columns = ("component", "predicted", "measured", "difference, of the step")
     return Table("Predicted against measured", columns, tuple(rows), right=(1, 2, 3), marked=(len(rows) - 1,) if rows else (), note=note)

@@ -131,7 +131,9 @@ def told_apart(layouts: Sequence[Layout]) -> tuple[str, list[str]]:
     """
     words = [layout_words(layout).split() for layout in layouts]
     common = [word for word in words[0] if all(word in others for others in words)] if len(words) > 1 else []
-    return " ".join(common), [" ".join(word for word in mine if word not in common) or "the same" for mine in words]
+    rest = [" ".join(word for word in mine if word not in common) for mine in words]
+    nothing = ["one device" if layout.num_ranks == 1 else "only these" for layout in layouts]
+    return " ".join(common), [text or otherwise for text, otherwise in zip(rest, nothing, strict=True)]
 
 
 def refusal_words(note: str) -> str:
