@@ -166,14 +166,19 @@ def _unsummed(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
     [
         ((redistribute._Summed, "forward"), f"{ODD}:two_inputs", "tensor=2", "free links"),  # a contracted sum that is dropped
         ((redistribute._Shared, "backward"), "gpt-tiny", "tensor=2", ""),  # its dual
-        ((statistics._SumOver, "forward"), f"{ODD}:norms", "data=2", ""),  # batch norm over a piece of the batch
+        ((statistics, "summed"), f"{ODD}:norms", "data=2", ""),  # batch norm over a piece of the batch
     ],
 )
 def test_a_missing_collective_is_found(
     subject: Callable[[str], Subject], monkeypatch: pytest.MonkeyPatch, broken: tuple[Any, str], name: str, layout: str, eager: str
 ) -> None:
     kind, method = broken
-    monkeypatch.setattr(kind, method, staticmethod(_unsummed if method == "forward" else lambda ctx, grad: (grad, None)))
+    twins: dict[str, Any] = {
+        "forward": staticmethod(_unsummed),
+        "backward": staticmethod(lambda ctx, grad: (grad, None)),
+        "summed": lambda x, groups: x,
+    }
+    monkeypatch.setattr(kind, method, twins[method])
     assert not check(subject(name), layout, eager).ok
 
 

@@ -109,3 +109,11 @@ def test_noise_measures_the_terms_that_cancel() -> None:
         sound = found["gradients"]["head.weight"]
         assert noise.of("gradients", "head.weight", sound, step) < 100 * EPSILON * sound.abs().max()
         assert noise.of("weights", "inside.weight", found["weights"]["inside.weight"], step) < 1e-12
+
+
+def test_an_ill_conditioned_model_is_told_from_a_wrong_run() -> None:
+    """Noise above the tolerance of the largest tensor excuses nothing, and is named as what it is."""
+    chaotic = compared(real(1.0 + 2e-9), real(1.0), noise=1e-9)
+    assert "serial runs whose weights differ by one unit of rounding do so too (1.0e-09)" in (chaotic.first or "")
+    wrong = compared(real(1.0 + 2e-9), real(1.0), noise=1e-15)
+    assert wrong.first == "gradients of g in step 1: relative error 2.0e-09"

@@ -83,16 +83,22 @@ class Comparison:
                     self._add(kind, name, got[kind].get(name), tensor.cpu(), largest, step)
 
     def _add(self, kind: str, name: str, got: Tensor | None, want: Tensor, largest: float, step: int) -> None:
+        why = ""
         error = float("inf") if got is None else relative_error(got.cpu(), want)
         if self.tolerance < error < float("inf") and got is not None:
             # What noise excuses stays under the tolerance of the largest tensor of its kind: more than that is not rounding.
-            floor = min(_NOISE_FACTOR * self.noise(kind, name, want, step) / self.tolerance, largest)
-            error = relative_error(got.cpu(), want, floor)
+            noise = _NOISE_FACTOR * self.noise(kind, name, want, step)
+            error = relative_error(got.cpu(), want, min(noise / self.tolerance, largest))
+            if error > self.tolerance and relative_error(got.cpu(), want, noise / self.tolerance) <= self.tolerance:
+                why = (
+                    f"; serial runs whose weights differ by one unit of rounding do so too ({noise / _NOISE_FACTOR:.1e}), so the "
+                    "model is ill-conditioned here: batch norm over two or three values, for example"
+                )
         self.worst[kind] = max(self.worst.get(kind, 0.0), error)
         if self.first is None and not error <= self.tolerance:
             self.first = (
                 f"{kind} of {name} in step {step + 1}: relative error {error:.1e}" if name else f"{kind} in step {step + 1}: {error:.1e}"
-            )
+            ) + why
 
 
 def _largest(values: Values, kinds: tuple[str, ...]) -> float:
