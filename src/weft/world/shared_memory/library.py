@@ -57,7 +57,7 @@ def load(cache: Path | None = None, compiler: str = "cc") -> ctypes.CDLL | str:
     try:
         path = _built(cache or _cache(), compiler)
         library = ctypes.CDLL(str(path))
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: a user without a home
         return f"{type(error).__name__}: {error}"
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(library, name)
@@ -66,7 +66,7 @@ def load(cache: Path | None = None, compiler: str = "cc") -> ctypes.CDLL | str:
 
 
 def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "weft"
+    return Path.home() / ".cache" / "weft"
 
 
 def _processor() -> str:
@@ -92,7 +92,7 @@ def _built(cache: Path, compiler: str) -> Path:
             with tempfile.TemporaryDirectory(dir=cache) as folder:
                 made = Path(folder) / "made.so"
                 command = [found, *FLAGS, "-o", str(made), str(SOURCE / "weft.c")]
-                subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_S, env={**os.environ, "LC_ALL": "C"})
+                subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_S)
                 made.replace(path)
     if path.stat().st_uid not in (os.getuid(), 0):
         raise PermissionError(f"{path} belongs to another user")
