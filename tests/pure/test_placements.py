@@ -292,3 +292,18 @@ def test_labels_that_cannot_be_cut_are_refused() -> None:
     graph = gpt(layers=1)
     with pytest.raises(LayoutError, match=r"the plan cuts 'z' of .* over tensor=2, but what can be cut is"):
         propagate(graph, {"tensor": 2}, labels={"tensor": {graph.operators[1].site: "z"}})
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(SHAPES, min_size=1, max_size=6), LINKS, WAYS)
+def test_the_sharding_moves_what_was_priced(shapes: list[tuple[str, int, int]], link: float, way: str) -> None:
+    """The redistributions and sums of gradients that propagation writes down cost what the programme said."""
+    prices = Prices(1e8, 1e10, link, 1e-6)
+    graph = chain(shapes)
+    found = solved(graph, prices, way)
+    everything = Everything(axis_of(graph, prices, way))
+    moves_s = sum(everything.move(m.value, m.source, m.target) for m in found.sharding.moves)
+    sums_s = sum(2 * v.tensor.size_bytes * 0.5 / link for v in graph.parameters if "tensor" in found.sharding.gradients.get(v.value, ()))
+    cost = found.solved[0].cost
+    touched = sum(everything.touch(v.value, found.sharding.forms[v.value]["tensor"]) for v in graph.parameters)
+    assert moves_s + sums_s + touched == pytest.approx(cost.moves_s + cost.states_s, rel=1e-6)
