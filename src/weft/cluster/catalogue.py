@@ -1,6 +1,7 @@
 """Clusters by name and by file: strict TOML in, `Cluster` out, and back.
 
-An unknown key is an error that names the nearest known one and, where it can, the line. Mixed clusters (`A+B`) are refused by name.
+An unknown key is an error that names the nearest known one and, where it can, the line. `A+B` is a mixed cluster, a file with [[part]]
+as well; what joins the parts is the slower of their networks, or the file's [between].
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.cluster.cluster import Cluster, Device, Level, Link, Speed, Table
+from weft.cluster.mixed import mixed
 from weft.errors import ConfigError, UsageError
 
 FORMAT = 1
@@ -30,7 +32,7 @@ def find(text: str) -> Cluster:
     if text.endswith(".toml"):
         return load(Path(text))
     if "+" in text:
-        raise UsageError(f"the mixed cluster {text} is not built yet; name one kind of machine, for example {text.split('+')[0]}")
+        return _mixed(text)
     given, _, stack = text.partition("@")
     if stack and stack not in _catalogue()["stack"]:
         known = _catalogue()["stack"]
@@ -42,6 +44,24 @@ def find(text: str) -> Cluster:
     if count < 1:
         raise UsageError(f"cluster {text}: {count} machines; use 1 or more")
     return replace(_machine(text, count, name), stack=stack)
+
+
+def _mixed(text: str) -> Cluster:
+    parts = [find(word.strip()) for word in text.split("+")]
+    networks = [_network(part) for part in parts]
+    return mixed(text, parts, min(networks, key=lambda link: link.bandwidth_bytes_per_s * link.ports))
+
+
+def _network(cluster: Cluster) -> Link:
+    """What joins nodes of this kind, also where there is only one."""
+    if len(cluster.levels) > 1:
+        return cluster.levels[-1].link
+    catalogue = _catalogue()
+    name = re.sub(r"^\d+x", "", cluster.name.partition("@")[0])
+    if name not in catalogue["node"]:
+        return cluster.levels[-1].link
+    link: Link = _build(Link, f"network of {name}", catalogue["link"][catalogue["node"][name]["network"]], "")
+    return link
 
 
 def names() -> tuple[str, ...]:
@@ -85,6 +105,20 @@ def loads(text: str, where: str = "cluster") -> Cluster:
         raise ConfigError(f"{where} is not TOML: {error}") from error
     if data.pop("format", FORMAT) != FORMAT:
         raise ConfigError(f"{where}: this weft reads cluster format {FORMAT}; probe again")
+    if "part" not in data:
+        return _cluster(data, where, text)
+    _only(where, data, {"name", "part", "between", "price_per_hour", "power_w"}, text)
+    for key in ("name", "between"):
+        if key not in data:
+            raise ConfigError(f"{where} has no {key}; a mixed cluster needs name, [between] (what joins its parts) and [[part]]")
+    parts = [_cluster(entry, f"{where} [[part]]", text) for entry in _list(where, data, "part")]
+    if not isinstance(data["between"], dict):
+        raise ConfigError(f"{where}: between is a table, [between]")
+    return mixed(data["name"], parts, _build(Link, f"{where} [between]", data["between"], text))
+
+
+def _cluster(data: Mapping[str, Any], where: str, text: str) -> Cluster:
+    """A cluster of one kind, from its tables."""
     _only(where, data, {"name", "device", "level", "price_per_hour", "power_w", "speed", "table", "fingerprint", "stack"}, text)
     for key in ("name", "device"):
         if key not in data:
@@ -122,18 +156,28 @@ def loads(text: str, where: str = "cluster") -> Cluster:
 
 def dump(cluster: Cluster) -> str:
     """A cluster as TOML text, numbers in SI units."""
-    lines = [f"format = {FORMAT}", f"name = {_value(cluster.name)}"]
+    if cluster.parts and cluster.between is not None:
+        lines = [f"format = {FORMAT}", f"name = {_value(cluster.name)}", "", "[between]", *_fields(cluster.between)]
+        for part in cluster.parts:
+            lines += ["", "[[part]]", *_tables(part, "part.")]
+        return "\n".join(lines) + "\n"
+    return "\n".join([f"format = {FORMAT}", *_tables(cluster, "")]) + "\n"
+
+
+def _tables(cluster: Cluster, prefix: str) -> list[str]:
+    """The lines of a cluster of one kind; `prefix` stands before the names of its tables."""
+    lines = [f"name = {_value(cluster.name)}"]
     for key in ("price_per_hour", "power_w", "fingerprint", "stack"):
         if getattr(cluster, key):
             lines.append(f"{key} = {_value(getattr(cluster, key))}")
-    lines += ["", "[device]", *_fields(cluster.device)]
+    lines += ["", f"[{prefix}device]", *_fields(cluster.device)]
     for level in cluster.levels:
-        lines += ["", "[[level]]", f"name = {_value(level.name)}", f"size = {level.size}", *_fields(level.link)]
+        lines += ["", f"[[{prefix}level]]", f"name = {_value(level.name)}", f"size = {level.size}", *_fields(level.link)]
     for speed in cluster.speeds:
-        lines += ["", "[[speed]]", *_fields(speed)]
+        lines += ["", f"[[{prefix}speed]]", *_fields(speed)]
     for table in cluster.tables:
-        lines += ["", "[[table]]", *_fields(table)]
-    return "\n".join(lines) + "\n"
+        lines += ["", f"[[{prefix}table]]", *_fields(table)]
+    return lines
 
 
 def nearest(word: str, known: Any) -> str:

@@ -1,9 +1,9 @@
 """`Cluster`: what a model trains on. In: a name with a count, a TOML file, or `here`. Out: frozen numbers in SI units.
 
-A cluster is one kind of device and a hierarchy of links, innermost first: 8 GPUs to a node over NVLink, 4 nodes over InfiniBand.
-On processors the device is one core, and a rank is as many cores as it has threads.
+A cluster is one kind of device and a hierarchy of links, innermost first: 8 GPUs to a node over NVLink, 4 nodes over InfiniBand;
+or several such parts, joined by one more link. On processors the device is one core, and a rank is as many cores as it has threads.
 
-Not modelled: mixed devices, links of different speed on one level, the routes inside a switch, and other people's traffic.
+Not modelled: links of different speed on one level of a part, the routes inside a switch, and other people's traffic.
 """
 
 from __future__ import annotations
@@ -185,10 +185,14 @@ class Cluster:
     tables: tuple[Table, ...] = ()
     fingerprint: str = ""  # of the measured machine and software
     stack: str = ""  # the efficiency set that GPUs are priced with, by the catalogue's name; by default the device's own
+    parts: tuple[Cluster, ...] = ()  # of a mixed cluster (`weft.cluster.mixed`), in the order of its ranks; each of one kind
+    between: Link | None = None  # joins the nodes of different parts
 
     def __post_init__(self) -> None:
         if not self.levels:
             raise ConfigError(f"cluster {self.name} has no links; give at least one level with a size, a latency and a bandwidth")
+        if self.parts and (self.between is None or sum(part.num_devices for part in self.parts) != self.num_devices):
+            raise ConfigError(f"cluster {self.name}: its parts do not make it up; build it with weft.cluster.mixed")
         if self.price_per_hour < 0 or self.power_w < 0:
             raise ConfigError(
                 f"cluster {self.name}: price_per_hour = {self.price_per_hour:g}, power_w = {self.power_w:g}; neither is below zero"
@@ -265,7 +269,7 @@ class Cluster:
         """`8xp3.16xlarge`, `dgx-h100`, `path/cluster.toml`; `here` is measured by `weft.cluster.probe`, which needs torch.
 
         Raises:
-            UsageError: an unknown name (names the nearest), a count below 1, a mixed cluster, a file that cannot be read.
+            UsageError: an unknown name (names the nearest), a count below 1, parts that do not mix, a file that cannot be read.
         """
         from weft.cluster.catalogue import find
 

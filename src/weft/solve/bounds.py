@@ -11,6 +11,7 @@ from weft.cost.memory import state_bytes
 from weft.cost.step import Pricer
 from weft.errors import Infeasible
 from weft.plan.layout import Layout
+from weft.solve.mixed import MixedPricer, memory_of
 
 
 def work_s(pricer: Pricer, frame: Layout, again: bool = False) -> float:
@@ -18,13 +19,24 @@ def work_s(pricer: Pricer, frame: Layout, again: bool = False) -> float:
 
     `again`: what full recomputation repeats is counted twice.
     """
+    if isinstance(pricer, MixedPricer):
+        pricer.sharding(frame)
+        if pricer.aligned(frame):
+            # Every part does its share of the layers in the time that all of them take.
+            width = frame.data * frame.tensor
+            return frame.microbatches / sum(one.cluster.num_devices / width / _once_s(one, frame, again) for one in pricer.pricers)
+    return frame.microbatches * _once_s(pricer, frame, again) / frame.pipeline
+
+
+def _once_s(pricer: Pricer, frame: Layout, again: bool) -> float:
+    """Seconds of one microbatch through all layers."""
     times = pricer.operator_seconds(frame)
     total = sum(float(part.sum()) for part in times)
     if again:
         repeated = pricer.parts(frame).repeated
         chosen = repeated if repeated.any() and not pricer.cluster.is_cpu else slice(None)
         total += float(times[0][chosen].sum()) + float(times[2][chosen].sum())
-    return frame.microbatches * total / frame.pipeline
+    return total
 
 
 def filled(frame: Layout) -> float:
@@ -43,7 +55,7 @@ def filled(frame: Layout) -> float:
 
 def summing_s(pricer: Pricer, frame: Layout) -> float:
     """Seconds of the network for summing gradients over the replicas, hidden or not: each rank's share of them once, in 16 bits."""
-    if frame.data == 1 or frame.expert > 1 or pricer.cluster.is_cpu:
+    if frame.data == 1 or frame.expert > 1 or pricer.cluster.is_cpu or pricer.cluster.parts:
         return 0.0
     share = 2.0 * pricer.graph.num_trainable / (frame.tensor * frame.pipeline)
     # What a bucket or a faster algorithm may still save: half of it, and the latency.
@@ -52,7 +64,8 @@ def summing_s(pricer: Pricer, frame: Layout) -> float:
 
 def least_s(pricer: Pricer, frame: Layout, interleaved: bool, again: bool = False) -> float:
     """No step of the frame takes less: of its interleaved schedules or of its others, with full recomputation (`again`) or without."""
-    busy = work_s(pricer, frame, again) * (1.0 if interleaved else filled(frame))
+    even = interleaved or isinstance(pricer, MixedPricer)  # where stages differ in speed, filling may cost next to nothing
+    busy = work_s(pricer, frame, again) * (1.0 if even else filled(frame))
     return max(busy, summing_s(pricer, frame))
 
 
@@ -72,7 +85,8 @@ def check_state(pricer: Pricer, layout: Layout) -> None:
     Raises:
         Infeasible: with the numbers.
     """
-    least, have = least_state_bytes(pricer, layout), pricer.cluster.memory_of(layout.num_ranks)
+    least = least_state_bytes(pricer, layout)
+    have = max(memory_of(pricer, layout, rank) for rank in (range(layout.pipeline) if pricer.cluster.parts else range(1)))
     if least > have:
         raise Infeasible(
             f"{layout}: weights, gradients and optimizer need at least {least / 2**30:.2f} GiB a device, which has {have / 2**30:.2f} GiB"

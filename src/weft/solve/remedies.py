@@ -11,11 +11,13 @@ from dataclasses import replace
 from itertools import islice
 
 from weft.cluster.cluster import Cluster, Level
+from weft.cluster.mixed import mixed
 from weft.cost.step import Pricer
 from weft.errors import Infeasible, LayoutError
 from weft.plan.layout import Layout
 from weft.plan.plan import Candidate
 from weft.solve.bounds import check_state, least_state_bytes
+from weft.solve.mixed import pricer_of
 from weft.solve.space import Space
 from weft.solve.timing import Priced, price
 
@@ -105,10 +107,12 @@ def _leanest(pricer: Pricer, space: Space) -> Priced | None:
 
 def enlarged(cluster: Cluster, times: int) -> Cluster:
     """`times` as many of the same machines, on the same network."""
+    if cluster.parts and cluster.between is not None:
+        return mixed(f"{times} times {cluster.name}", [enlarged(part, times) for part in cluster.parts], cluster.between)
     *inner, last = cluster.levels
     return replace(cluster, levels=(*inner, Level(last.name, last.size * times, last.link)))
 
 
 def replace_cluster(pricer: Pricer, cluster: Cluster) -> Pricer:
     """A pricer of the same graph on another cluster."""
-    return Pricer(pricer.graph, cluster, pricer.batch_size, pricer.optimizer_states, pricer.shards)
+    return pricer_of(pricer.graph, cluster, pricer.batch_size, pricer.optimizer_states, pricer.shards)

@@ -8,13 +8,14 @@ those that propagation finds best, and stages other than the most balanced (that
 
 from __future__ import annotations
 
-import contextlib
 import heapq
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import permutations
 
 from weft.cluster.cluster import Cluster
+from weft.cluster.mixed import reordered
 from weft.cost.memory import state_bytes
 from weft.cost.step import Pricer, together
 from weft.errors import Infeasible, LayoutError, UsageError
@@ -26,9 +27,10 @@ from weft.plan.layout import CHOICES, Layout
 from weft.plan.plan import Candidate, Plan
 from weft.schedules import build
 from weft.solve.bounds import check_state, least_s
+from weft.solve.mixed import MixedPricer, check_fits, memory_of, pricer_of
 from weft.solve.reasons import reasons
 from weft.solve.remedies import nothing_fits
-from weft.solve.space import Space, layouts, parse_constraints
+from weft.solve.space import Constraint, Space, layouts, parse_constraints
 from weft.solve.stages import useful
 from weft.solve.timing import Priced, balanced, clocked, fitted, least_pipeline_s, price, round_trips_s, timeline
 
@@ -37,6 +39,7 @@ __all__ = ["OBJECTIVES", "Priced", "balanced", "check_layout", "clocked", "price
 OBJECTIVES = ("time", "cost", "energy", "memory")
 KEPT = 12  # candidates that the plan keeps
 MOST_REFUSED = 4
+MOST_ORDERS = 6  # of the parts of a mixed cluster
 NEARLY = 1.2  # of the memory: what the first of the most balanced stages may need where other stages could still fit
 MOST_CHECKED = 300_000  # actions of a program that is proven before it is given out; schedules of any size are proven by tests
 COMPARED = ("data", "tensor", "pipeline", "microbatches", "precision", "sequence_parallel", "expert")  # keys of frames
@@ -70,20 +73,18 @@ def search(
     if objective not in OBJECTIVES:
         raise UsageError(f"unknown objective {objective}; use one of {', '.join(OBJECTIVES)}")
     limits = parse_constraints(constraints)
-    pricer = Pricer(graph, cluster, batch_size, optimizer_states, shards)
     if layout is not None:
-        found = _by_hand(pricer, layout, stages)
+        found = _by_hand(pricer_of(graph, cluster, batch_size, optimizer_states, shards), layout, stages)
     else:
-        num_cuts = len(pricer.cuts)
-        fewer = objective in ("cost", "energy")
-        layers = sum(run.count for run in graph.fold.runs) if graph.fold is not None else len(useful(pricer.cuts, 1)) + 1
-        space = Space(cluster, batch_size, limits, num_cuts + 1, layers, fewer=fewer)
-        found = _Search(pricer, space, objective)
-        found.run()
-        if found.best is None:
-            raise nothing_fits(pricer, space, constraints, found.leanest, found.refused)
+        # Of a mixed cluster the parts may stand in any order along the pipeline.
+        orders = [reordered(cluster, order) for order in permutations(range(len(cluster.parts)))] if cluster.parts else [cluster]
+        tried = [_find(pricer_of(graph, c, batch_size, optimizer_states, shards), limits, objective) for c in orders[:MOST_ORDERS]]
+        fitting = [one for one in tried if one.best is not None]
+        if not fitting:
+            raise nothing_fits(tried[0].pricer, tried[0].space, constraints, tried[0].leanest, tried[0].refused)
+        found = min(fitting, key=lambda one: one.score())
         found.compare()
-    best = found.best
+    pricer, cluster, best = found.pricer, found.pricer.cluster, found.best
     assert best is not None
     _prove(pricer, best)
     found.clocked.sort(key=lambda p: _score(p, cluster, objective))
@@ -101,12 +102,25 @@ def search(
         best.sites,
         cut,
         best.prediction,
-        reasons(best.layout, best.prediction, candidates, refused, cluster, by_hand=layout is not None, bound_s=found.bound_s),
+        (
+            *reasons(best.layout, best.prediction, candidates, refused, cluster, by_hand=layout is not None, bound_s=found.bound_s),
+            *((("parts", pricer.where(best.layout)),) if isinstance(pricer, MixedPricer) else ()),
+        ),
         (*_spread(candidates), *refused[:MOST_REFUSED]),
         () if sharding is None else sharding.replicated,
         bound_gap=best.prediction.step_time_s / found.bound_s - 1 if found.bound_s else None,
         planning_time_s=time.perf_counter() - began,
     )
+
+
+def _find(pricer: Pricer, limits: Sequence[Constraint], objective: str) -> _Search:
+    """The search of all layouts that the constraints admit."""
+    graph = pricer.graph
+    layers = sum(run.count for run in graph.fold.runs) if graph.fold is not None else len(useful(pricer.cuts, 1)) + 1
+    fewer = objective in ("cost", "energy") and not pricer.cluster.parts
+    found = _Search(pricer, Space(pricer.cluster, pricer.batch_size, limits, len(pricer.cuts) + 1, layers, fewer=fewer), objective)
+    found.run()
+    return found
 
 
 @dataclass
@@ -231,7 +245,7 @@ class _Search:
         """
         if frame not in self._may_fit:
             pricer = self.pricer
-            have = pricer.cluster.memory_of(frame.num_ranks)
+            have = max(memory_of(pricer, frame, k) for k in (range(frame.pipeline) if pricer.cluster.parts else range(1)))
             found = []
             for one in self.space.thrifts(frame):
                 try:
@@ -251,7 +265,7 @@ class _Search:
         Also True where it cannot be the best, whether it fits or not: then nothing that costs more can be.
         """
         pricer, cluster = self.pricer, self.pricer.cluster
-        have = cluster.memory_of(layout.num_ranks)
+        have = memory_of(pricer, layout, 0)
         try:
             check_layout(layout, cluster, pricer.batch_size)
             check_state(pricer, layout)
@@ -269,15 +283,14 @@ class _Search:
             return False
         if self.leanest is None or priced.prediction.memory.total < self.leanest.prediction.memory.total:
             self.leanest = priced
-        may = layout.schedule == "1f1b" and layout.pipeline > 1 and _mean_memory(priced) < have
-        if priced.prediction.memory.total > have and may:
-            with contextlib.suppress(Infeasible):  # the most balanced stages' refusal has the numbers
-                priced = fitted(pricer, layout)
         try:
-            pricer.check_memory(layout, priced.prediction)
+            check_priced(pricer, priced)
         except Infeasible as error:
-            self._refuse(layout, priced, str(error))
-            return False
+            found = self._fitted(priced) if layout.schedule == "1f1b" and layout.pipeline > 1 else None
+            if found is None:
+                self._refuse(layout, priced, str(error))
+                return False
+            priced = found
         if not whatever:
             trips = [c.forward_s + c.backward_s for c in priced.costs]
             lowest = pricer.predict(layout, priced.costs, (), least_pipeline_s(layout, trips))
@@ -289,11 +302,28 @@ class _Search:
             self.best = timed
         return True
 
+    def _fitted(self, priced: Priced) -> Priced | None:
+        """The same with stages that fit, where the most balanced ones do not."""
+        pricer, layout = self.pricer, priced.layout
+        if sum(c.memory.total for c in priced.costs) > sum(memory_of(pricer, layout, k) for k in range(layout.pipeline)):
+            return None
+        try:
+            found = fitted(pricer, layout)
+            check_priced(pricer, found)
+        except Infeasible:
+            return None
+        return found
+
     def _hopeless(self, layout: Layout, seconds: float) -> bool:
         """Whether a step of at least so many seconds cannot be the best."""
         if self.best is None or self.objective == "memory":
             return False
         return self._bound(layout, seconds) > self._best_value
+
+    def score(self) -> tuple[float, ...]:
+        """Of the best; less is better."""
+        assert self.best is not None
+        return _score(self.best, self.pricer.cluster, self.objective)
 
     @property
     def _best_value(self) -> tuple[float, ...]:
@@ -311,10 +341,19 @@ def _by_hand(pricer: Pricer, layout: Layout, stages: Sequence[str]) -> _Search:
     """
     check_layout(layout, pricer.cluster, pricer.batch_size)
     priced = price(pricer, layout, stages)
-    pricer.check_memory(layout, priced.prediction)
+    check_priced(pricer, priced)
     best = clocked(pricer, priced)
     space = Space(pricer.cluster, pricer.batch_size)
     return _Search(pricer, space, "time", best, best, [best], bound_s=least_s(pricer, layout, layout.chunks > 1))
+
+
+def check_priced(pricer: Pricer, priced: Priced) -> None:
+    """Raise `Infeasible` with the numbers where a rank does not fit the devices that it lies on."""
+    layout = priced.layout
+    if not pricer.cluster.parts:
+        pricer.check_memory(layout, priced.prediction)
+        return
+    check_fits(pricer, layout, [together([c.memory for c in priced.costs[r :: layout.pipeline]]).total for r in range(layout.pipeline)])
 
 
 def _prove(pricer: Pricer, best: Priced) -> None:
@@ -378,10 +417,6 @@ def _spares(other: Layout, layout: Layout) -> bool:
     moved = {"none": ("none", "activations"), "optimizer": ("optimizer", "all")}.get(other.offload, (other.offload,))
     more = CHOICES["recompute"].index(other.recompute) <= CHOICES["recompute"].index(layout.recompute)
     return more and layout.offload in moved and other.zero == layout.zero
-
-
-def _mean_memory(priced: Priced) -> float:
-    return sum(c.memory.total for c in priced.costs) / priced.layout.pipeline
 
 
 def _value(layout: Layout, seconds: float, cluster: Cluster, objective: str) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import cast
 
 import numpy as np
@@ -25,6 +26,7 @@ from weft.schedules import SCHEDULES, build
 from weft.schedules.interleaved import interleaved
 from weft.simulate.clock import simulate
 from weft.simulate.makespan import makespan_s
+from weft.solve.mixed import MixedPricer, memory_of, owner
 from weft.solve.stages import arrange, balance, runs_bytes, runs_s, useful
 
 Seconds2 = NDArray[np.float64]
@@ -62,8 +64,11 @@ def balanced(pricer: Pricer, layout: Layout) -> tuple[str, ...]:
     )  # fmt: skip
     if key not in pricer.balanced:
         tried = places(pricer, layout)
-        units = unit_seconds(pricer, layout, tried).sum(axis=0)
-        starts, _ = balance(list(units), crossings_s(pricer, layout, tried), layout.num_stages)
+        if isinstance(pricer, MixedPricer) and pricer.aligned(layout):
+            starts, _ = arrange(_stages_s(pricer, layout, tried))
+        else:
+            units = unit_seconds(pricer, layout, tried).sum(axis=0)
+            starts, _ = balance(units.tolist(), crossings_s(pricer, layout, tried), layout.num_stages)
         pricer.balanced[key] = tuple(tried[i - 1].site for i in starts)
     return pricer.balanced[key]
 
@@ -75,14 +80,25 @@ def fitted(pricer: Pricer, layout: Layout) -> Priced:
         Infeasible: there are none.
     """
     tried = places(pricer, layout)
-    have = pricer.cluster.memory_of(layout.num_ranks)
-    units = unit_seconds(pricer, layout, tried).sum(axis=0)
-    seconds = runs_s(list(units), crossings_s(pricer, layout, tried))
-    stages = []
-    for memory in _unit_memory(pricer, layout, tried):
-        stages.append(np.where(memory <= have, seconds, np.inf))
-    starts, _ = arrange(stages)
+    memory = _unit_memory(pricer, layout, tried)
+    seconds = [
+        np.where(size <= memory_of(pricer, layout, k), one, np.inf)
+        for k, (one, size) in enumerate(zip(_stages_s(pricer, layout, tried), memory, strict=True))
+    ]
+    starts, _ = arrange(seconds)
     return price(pricer, layout, tuple(tried[i - 1].site for i in starts))
+
+
+def _stages_s(pricer: Pricer, layout: Layout, tried: Sequence[Cut]) -> list[NDArray[np.float64]]:
+    """[stage][i, j]: seconds of a stage of units i to j - 1 on the devices of that stage."""
+    known: dict[int, NDArray[np.float64]] = {}
+    found = []
+    for k in range(layout.num_stages):
+        one = owner(pricer, layout, k)
+        if id(one) not in known:
+            known[id(one)] = runs_s(unit_seconds(one, layout, tried).sum(axis=0).tolist(), crossings_s(one, layout, tried))
+        found.append(known[id(one)])
+    return found
 
 
 def places(pricer: Pricer, layout: Layout) -> list[Cut]:
@@ -121,7 +137,10 @@ def _hand_over_s(pricer: Pricer, layout: Layout, stage: Stage, to: int, values: 
     """Seconds of handing `values` of one microbatch from a stage to another; nothing within a rank."""
     if stage.index % layout.pipeline == to % layout.pipeline:
         return 0.0
-    return pricer.transfer_s(layout, pricer.crossing(layout, values))
+    size = pricer.crossing(layout, values)
+    if isinstance(pricer, MixedPricer):
+        return pricer.border_s(layout, stage.index, to, size)
+    return pricer.transfer_s(layout, size)
 
 
 def sends_s(pricer: Pricer, priced: Priced) -> dict[tuple[int, int], float]:
@@ -169,16 +188,22 @@ def least_pipeline_s(layout: Layout, round_trips_s: Sequence[float]) -> float:
 def round_trips_s(pricer: Pricer, layout: Layout, again: bool) -> list[float]:
     """Seconds at the least of every balanced stage for one microbatch, forward and back: of its operators alone, with what full
     recomputation repeats (`again`) or without."""
-    times = pricer.operator_seconds(layout)
-    each = times[0] + times[1] + times[2] + times[3]
-    if again:
-        repeated = pricer.parts(layout).repeated
-        each = each + (times[0] + times[2]) * (repeated if repeated.any() and not pricer.cluster.is_cpu else 1.0)
     sites = balanced(pricer, layout) if layout.num_stages > 1 else ()
     numbers = {cut.site: cut.index for cut in places(pricer, layout)} if sites else {}
-    sums = np.concatenate([[0.0], np.cumsum(each)])
-    ends = np.array([0, *(numbers[site] for site in sites), len(each)])
-    return cast("list[float]", np.diff(sums[ends]).tolist())
+    ends = [0, *(numbers[site] for site in sites), len(pricer.graph.operators)]
+    known: dict[int, NDArray[np.float64]] = {}
+    found = []
+    for k, (start, end) in enumerate(pairwise(ends)):
+        one = owner(pricer, layout, k)
+        if id(one) not in known:
+            times = one.operator_seconds(layout)
+            each = times[0] + times[1] + times[2] + times[3]
+            if again:
+                repeated = one.parts(layout).repeated
+                each = each + (times[0] + times[2]) * (repeated if repeated.any() and not one.cluster.is_cpu else 1.0)
+            known[id(one)] = np.concatenate([[0.0], np.cumsum(each)])
+        found.append(float(known[id(one)][end] - known[id(one)][start]))
+    return found
 
 
 def timeline(pricer: Pricer, priced: Priced) -> Timeline:
@@ -204,13 +229,21 @@ def _unit_memory(pricer: Pricer, layout: Layout, tried: Sequence[Cut]) -> list[N
     Memory is linear in the microbatches in flight, so the first and the last place give those between.
     """
     units = tuple(cut.site for cut in tried)
-    p, scratch = layout.pipeline, pricer.cluster.device.scratch_bytes
+    p = layout.pipeline
     flying = [in_flight(layout.schedule, p, k, layout.microbatches) for k in range(p)]
-    ends = []
-    for k in (0, p - 1):
-        memory = [cost.memory for cost in pricer.stages(layout, units, place=k)]
-        held = [m.parameters + m.gradients + m.optimizer + m.activations for m in memory]
-        ends.append(scratch + (1 + MARGIN) * runs_bytes(held, [m.buffers for m in memory]))
-    first, last = ends
-    parts = [(flying[0] - f) / (flying[0] - flying[-1]) if flying[0] != flying[-1] else 0.0 for f in flying]
-    return [first + (last - first) * part for part in parts]
+    known: dict[tuple[int, int], NDArray[np.float64]] = {}
+
+    def at(one: Pricer, k: int) -> NDArray[np.float64]:
+        if (id(one), k) not in known:
+            memory = [cost.memory for cost in one.stages(layout, units, place=k)]
+            held = [m.parameters + m.gradients + m.optimizer + m.activations for m in memory]
+            size = one.cluster.device.scratch_bytes + (1 + MARGIN) * runs_bytes(held, [m.buffers for m in memory])
+            known[id(one), k] = size
+        return known[id(one), k]
+
+    found = []
+    for k, f in enumerate(flying):
+        one = owner(pricer, layout, k)
+        part = (flying[0] - f) / (flying[0] - flying[-1]) if flying[0] != flying[-1] else 0.0
+        found.append(at(one, 0) + (at(one, p - 1) - at(one, 0)) * part)
+    return found

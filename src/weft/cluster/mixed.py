@@ -1,0 +1,72 @@
+"""Mixed clusters. In: parts, each of one kind of device, and the link between them. Out: one `Cluster`.
+
+Its own device and levels are what every rank can count on, whichever part it is on: the least of each figure. Plans whose stages lie on
+one part each are priced part by part (`weft.solve.mixed`). Not modelled: parts that are joined by links of different speeds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import gcd
+
+from weft.cluster.cluster import Cluster, Device, Level, Link
+from weft.errors import UsageError
+
+
+def mixed(name: str, parts: Sequence[Cluster], between: Link) -> Cluster:
+    """One cluster of `parts`, whose ranks count through them in order.
+
+    >>> mixed("both", [Cluster.parse("dgx-h100"), Cluster.parse("2xdgx-a100-80")], Link(1e-5, 25e9)).num_devices
+    24
+
+    Raises:
+        UsageError: fewer than two parts, a part that is mixed itself, processors, precisions of which none is common.
+    """
+    if len(parts) < 2:
+        raise UsageError(f"cluster {name} has {len(parts)} part; a mixed cluster needs 2 or more")
+    for part in parts:
+        if part.parts:
+            raise UsageError(f"cluster {name}: its part {part.name} is mixed itself; name its parts one by one")
+        if part.is_cpu:
+            raise UsageError(f"cluster {name}: {part.name} are processors; GPUs mix with GPUs, processors are planned alone")
+    size = 0
+    for part in parts:
+        size = gcd(size, part.node_size)
+    inner = min((part.levels[0].link for part in parts), key=_speed)
+    outer = min((between, *(part.levels[-1].link for part in parts if len(part.levels) > 1)), key=_speed)
+    number = sum(part.num_devices for part in parts)
+    levels = (Level("node", size, inner), Level("cluster", number // size, outer))
+    price, power = sum(p.price_per_hour for p in parts), sum(p.power_w for p in parts)
+    return Cluster(name, _least([part.device for part in parts]), levels, price, power, parts=tuple(parts), between=between)
+
+
+def reordered(cluster: Cluster, order: Sequence[int]) -> Cluster:
+    """The same machines with their parts in another order, and a name that says so where the old one did."""
+    parts = [cluster.parts[i] for i in order]
+    names = [part.name for part in parts]
+    known = "+".join(part.name for part in cluster.parts) == cluster.name
+    return replace(cluster, name="+".join(names) if known else cluster.name, parts=tuple(parts))
+
+
+def _speed(link: Link) -> float:
+    return link.bandwidth_bytes_per_s * link.efficiency * link.ports
+
+
+def _least(devices: Sequence[Device]) -> Device:
+    first = devices[0]
+    common = [p for p, _ in first.peak_flops if all(p in dict(d.peak_flops) for d in devices)]
+    if not common or len({d.kind for d in devices}) > 1:
+        raise UsageError(f"{' and '.join(d.name for d in devices)} have no kind or precision in common; plan them apart")
+    names = list(dict.fromkeys(d.name for d in devices))
+    return Device(
+        " and ".join(names),
+        first.kind,
+        tuple((p, min(dict(d.peak_flops)[p] for d in devices)) for p in common),
+        min(d.memory_bytes for d in devices),
+        min(d.memory_bandwidth_bytes_per_s for d in devices),
+        min(d.matmul_efficiency for d in devices),
+        max(d.launch_s for d in devices),
+        max(d.scratch_bytes for d in devices),
+        source="the least of each figure",
+    )
