@@ -24,7 +24,7 @@ from weft.plan.layout import Layout
 
 NAME = "single node, 1,440 GPT iterations"
 VOCABULARY = 50257
-SEEN = 110
+SEEN = 90
 # Constants to begin with, and how far (as a logarithm) each may go before it costs as much as a row that is 10 % off.
 START = {
     "matmul": (0.8, 0.1), "operands": (0.7, 0.5), "traffic": (1.2, 0.25), "loss_traffic": (2.0, 0.4), "score_traffic": (1.0, 0.3),
@@ -89,7 +89,7 @@ class Pricers:
         return found
 
 
-def fitted(pricers: Pricers, stack: Stack, rows: list[Iteration], rounds: int = 8) -> Stack:
+def fitted(pricers: Pricers, stack: Stack, rows: list[Iteration], rounds: int = 6) -> Stack:
     """The efficiency set with the constants of `START` fitted to some of the rows."""
     step = max(1, len(rows) // SEEN)
     order = np.random.default_rng(0).permutation(len(rows))[::step][:SEEN]

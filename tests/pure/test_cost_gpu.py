@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import e, log, sqrt
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from weft.cost.fit import fit, mean_abs
 from weft.cost.kernels import Kernel, optimizer_s, scaled, together
 from weft.cost.network import Group, collective_s, path
 from weft.cost.step import Pricer, StageCost, straggling
-from weft.errors import ConfigError
+from weft.errors import ConfigError, UsageError
 from weft.plan.layout import Layout
 from weft.plan.plan import Memory
 
@@ -178,6 +179,16 @@ def test_bad_efficiency_sets_are_named() -> None:
         protocols("gloo")
     with pytest.raises(ConfigError, match="node_ll is missing"):
         parse_protocols("x", {})
+
+
+def test_a_cluster_names_its_efficiency_set(tmp_path: Path) -> None:
+    named = Cluster.parse("2xdgx-a100-80@a100-megatron-deepspeed")
+    assert (named.num_devices, named.stack) == (16, "a100-megatron-deepspeed")
+    assert Pricer(gpt(1), named, 8).efficiency.name == "a100-megatron-deepspeed"
+    (tmp_path / "c.toml").write_text(named.to_toml())
+    assert Cluster.parse(str(tmp_path / "c.toml")).stack == named.stack
+    with pytest.raises(UsageError, match=r"did you mean a100-megatron\b"):
+        Cluster.parse("2xdgx-a100-80@a100-megatro")
 
 
 def test_an_unknown_device_has_the_generic_set_at_its_own_efficiency() -> None:

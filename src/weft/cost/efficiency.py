@@ -61,7 +61,7 @@ class Stack:
     time, others take the slow way (0: all are taken). `launch_s`: host time of a kernel. `tensor`: time of collectives between
     products against the library's own; `tensor_overlap`: the part of those of backward that runs behind the products of the
     weights' gradients. `microbatch_s`: host time of a microbatch on a stage. `gradient_bytes`: width of float16's gradients;
-    `accumulate_bytes`: moved a parameter and microbatch to add to them; `optimizer_bytes`: moved a parameter and step. `overlap`: part
+    `accumulate_bytes`: moved a parameter and microbatch to add to those; `optimizer_bytes`: moved a parameter and step. `overlap`: part
     of the last backward that sums of gradients hide behind. `exposed_sends`: part of a stage's transfers that its rank waits for.
     `step_s`: the rest of a step. `spread`: relative standard deviation of ranks' times (see `weft.cost.step.straggling`).
     """
@@ -83,7 +83,7 @@ class Stack:
     tensor_overlap: float = 0.0
     microbatch_s: float = 0.0
     gradient_bytes: float = 2.0
-    accumulate_bytes: float = 8.0
+    accumulate_bytes: float = 6.0
     optimizer_bytes: float = 30.0
     overlap: float = 0.0
     exposed_sends: float = 1.0

@@ -166,7 +166,7 @@ def send_s(cluster: Cluster, size_bytes: float, stride: int, flows: int = 1) -> 
         if stride < unit or level is cluster.levels[-1]:
             link = level.link
             width = 1.0 if below == 1 else min(1 / link.ports, 1 / max(1, min(flows, below)))
-            return link.latency_s + size_bytes / (link.bandwidth_bytes_per_s * width)
+            return link.latency_s + size_bytes / (link.bandwidth_bytes_per_s * link.efficiency * width)
     return 0.0
 
 

@@ -351,7 +351,9 @@ class Pricer:
             layer_bytes = incoming
         else:
             stack, device = self.efficiency, self.cluster.device
-            adding = stack.accumulate_bytes * held.trainable / (device.memory_bandwidth_bytes_per_s * stack.bandwidth)
+            # Wider gradients are read and written wider.
+            moved = stack.accumulate_bytes + 2 * max(0.0, widths.gradient - stack.gradient_bytes)
+            adding = moved * held.trainable / (device.memory_bandwidth_bytes_per_s * stack.bandwidth)
             busy += Seconds(stack.microbatch_s / 2, stack.microbatch_s / 2 + adding * (layout.microbatches > 1))
             outgoing = sum(self.transfer_s(layout, self.crossing(layout, values)) for _, values in stage.sends)
             back = sum(self.transfer_s(layout, self.crossing(layout, values)) for _, values in stage.receives)
