@@ -288,6 +288,11 @@ def test_without_the_solver_the_error_says_what_to_install(monkeypatch: pytest.M
         solve_placements(gpt(layers=1), {"tensor": 2})
 
 
+def test_without_time_nothing_is_found_and_it_is_said() -> None:
+    with pytest.raises(Infeasible, match="no placement was found within 1e-09 s, though one may exist"):
+        solve_placements(gpt(layers=2), {"tensor": 2}, limit_s=1e-9, fold=False)
+
+
 def test_labels_that_cannot_be_cut_are_refused() -> None:
     graph = gpt(layers=1)
     with pytest.raises(LayoutError, match=r"the plan cuts 'z' of .* over tensor=2, but what can be cut is"):

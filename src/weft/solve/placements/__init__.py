@@ -171,7 +171,8 @@ def _along(
     table = tables(problem, alike)
     built = programme(table, budget, ways, divided)
     free = solve(built, INFINITE, limit_s, gap)
-    assert free is not None, "everything whole is a solution"
+    if free is None:
+        raise Infeasible(f"the cuts that are given over {problem.axis}={problem.n} cannot all be; leave some of them out")
     one = _read(table, built, free)
     if budget.size_bytes == INFINITE or held(table, budget, ways, divided, one.chosen, one.stored).total <= budget.size_bytes:
         return one, free
@@ -181,22 +182,28 @@ def _along(
         one = _read(table, built, answer)
         if not repeats:
             return one, answer
-    table = tables(problem, {})
-    built = programme(table, budget, ways, divided) if repeats else built
+    if repeats:
+        table = tables(problem, {})
+        built = programme(table, budget, ways, divided)
     left = max(limit_s - (time.perf_counter() - began), 0.1 * limit_s)
     start = {} if answer is None else _start(table, built, one)
-    apart = solve(built, budget.size_bytes, left, max(gap, COARSE), start) if repeats else None
+    apart = None
+    try:
+        apart = solve(built, budget.size_bytes, left, max(gap, COARSE), start) if repeats else None
+    except Infeasible:
+        if answer is None:
+            raise
     if apart is None and answer is None:
         least = least_bytes(built, limit_s)
+        known = f"the least is {least / 2**30:.3f} GiB" if least < INFINITE else "what is the least was not found in time"
         raise Infeasible(
             f"no placement over {problem.axis}={problem.n} holds its parameters, gradients, optimizer states and activations in "
-            f"{budget.size_bytes / 2**30:.3f} GiB a rank; the least is {least / 2**30:.3f} GiB: use more ranks, a smaller microbatch, "
-            f"recomputation or ZeRO"
+            f"{budget.size_bytes / 2**30:.3f} GiB a rank; {known}: use more ranks, a smaller microbatch, recomputation or ZeRO"
         )
-    if apart is None or (answer is not None and answer.cost <= apart.cost):
-        assert answer is not None
-        return one, answer if apart is None else replace(answer, bound=apart.bound)
-    return _read(table, built, apart), apart
+    if answer is None or (apart is not None and apart.cost < answer.cost):
+        assert apart is not None
+        return _read(table, built, apart), apart
+    return one, answer if apart is None else replace(answer, bound=apart.bound)
 
 
 def _start(table: Tables, built: Programme, one: _One) -> dict[int, float]:

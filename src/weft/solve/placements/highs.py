@@ -73,8 +73,11 @@ def solve(programme: Programme, most_bytes: float, limit_s: float, gap: float, s
 
 
 def least_bytes(programme: Programme, limit_s: float) -> float:
-    """The fewest bytes with which any solution exists (proven to one part in a thousand, or as far as the time allows)."""
-    found = _run(programme, _costs(programme, programme.bytes), [], limit_s, 1e-3, {})
+    """The fewest bytes with which any solution exists, to one part in a thousand; infinite where none was found in time."""
+    try:
+        found = _run(programme, _costs(programme, programme.bytes), [], limit_s, 1e-3, {})
+    except Infeasible:
+        return INFINITE
     return INFINITE if found is None else found.cost + programme.fixed_bytes
 
 
