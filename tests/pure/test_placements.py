@@ -190,6 +190,29 @@ def test_a_gpt_is_cut_as_in_megatron(fold: bool) -> None:
     assert found.solved[0].num_kinds == (len(graph.operators) - 3 * 20 if fold else len(graph.operators)), "20 a layer"
 
 
+def test_bytes_of_a_megatron_layer_in_closed_form() -> None:
+    """The bytes that one more layer adds: after Korthikanti et al. 2022, section 4.2, without dropout and with fused attention."""
+    B, S, D, heads, n = 8, 512, 1024, 16, 8
+    more, fewer = (
+        solve_placements(gpt(layers, D, heads, S, 51200, B), {"tensor": n}, prices=GPU, budget=Budget(1e15)).memory for layers in (5, 4)
+    )
+    # Whole: both norms' inputs and results. Cut: queries, keys, values, attention's result, and the wide layer before and after its gelu.
+    kept = 4 * B * S * D * (4 + (3 + 1 + 4 + 4) / n) + 4 * B * heads * S / n
+    assert more.activations - fewer.activations == pytest.approx(kept)
+    weights = 12 * D * D / n + (3 * D + 4 * D) / n + 2 * D + 4 * D  # matrices; biases of columns; biases of rows; two norms
+    assert more.parameters - fewer.parameters == pytest.approx(4 * weights)
+    assert (more.gradients - fewer.gradients, more.optimizer - fewer.optimizer) == pytest.approx((4 * weights, 8 * weights))
+
+
+def test_a_budget_counts_what_is_in_flight_and_what_zero_divides() -> None:
+    graph = gpt(layers=2, hidden=1024, heads=16, sequence=512, vocabulary=51200, batch=8)
+    one = solve_placements(graph, {"tensor": 8}, prices=GPU, budget=Budget(1e15)).memory
+    more = solve_placements(graph, {"tensor": 8}, prices=GPU, budget=Budget(1e15, optimizer=8 / 4, scale=3)).memory
+    half = solve_placements(graph, {"tensor": 8}, prices=GPU, budget=Budget(1e15, precision="bfloat16")).memory
+    assert (more.optimizer, more.activations) == pytest.approx((one.optimizer / 4, 3 * one.activations), rel=1e-3)
+    assert half.activations < one.activations
+
+
 def test_layers_alike_cost_what_layers_apart_cost() -> None:
     graph = gpt(layers=5, hidden=512, heads=8, sequence=128, vocabulary=4096, batch=8)
     alike, apart = (solve_placements(graph, {"tensor": 4}, prices=GPU, fold=fold) for fold in (True, False))
