@@ -2,8 +2,8 @@
 operator and value of the whole the one that stands for it.
 
 Layers count as repeated where their operators are alike, read from their own layer and the one before alike, and are read from
-nowhere else. Of each run the first two and the last stay; the second stands for those between. A sharding of the small graph is
-one of the whole where what passes from layer to layer has the same forms after the first layer as after the second.
+nowhere else. Of each run the first two (or three) and the last stay; the last of those in front stands for those between. A sharding
+of the small graph is one of the whole where that layer is cut as the one before it and hands on the same forms.
 Not modelled: layers that repeat with changed shapes, and those whose results are collected (losses of routers): they stay whole.
 """
 
@@ -20,7 +20,7 @@ from weft.model.graph import Arg, Graph, Operator, Ref, Variable
 from weft.model.propagate import propagate as propagate_whole
 from weft.model.sharding import Move, Prices, Sharding, Shards
 
-LEAST = 4  # copies of a layer that are worth folding
+LEAST = 5  # copies of a layer that are worth folding
 MOST_PERIOD = 2000  # operators of one layer
 
 
@@ -35,6 +35,7 @@ class Run:
     period: int
     count: int
     follows: tuple[Mapping[str, str], ...]
+    lead: int = 2  # layers that stay in front
 
     @property
     def end(self) -> int:
@@ -42,8 +43,8 @@ class Run:
 
     @property
     def left_out(self) -> range:
-        """Operators between the second layer and the last."""
-        return range(self.start + 2 * self.period, self.start + (self.count - 1) * self.period)
+        """Operators between the layers in front and the last."""
+        return range(self.start + self.lead * self.period, self.start + (self.count - 1) * self.period)
 
 
 @dataclass(frozen=True)
@@ -95,10 +96,11 @@ class Fold:
         return {op.name: op for op in self.small.operators}
 
     def _joins(self, run: Run, sharding: Sharding, moves: Mapping[str, list[Move]]) -> bool:
-        """Whether a copy of the second layer may follow the second layer as it follows the first."""
-        first = self.whole.operators[run.start : run.start + run.period]
-        second = self.whole.operators[run.start + run.period : run.start + 2 * run.period]
-        own = {value for op in (*first, *second) for value in op.outputs} | set(run.follows[0].values())
+        """Whether a copy of the layer that stands for others may follow it as it follows the one before it."""
+        at = run.start + (run.lead - 2) * run.period
+        first = self.whole.operators[at : at + run.period]
+        second = self.whole.operators[at + run.period : at + 2 * run.period]
+        own = {value for op in (*first, *second) for value in op.outputs} | set(run.follows[run.lead - 2].values())
         for a, b in zip(first, second, strict=True):
             if sharding.ops[a.name] != sharding.ops[b.name] or sharding.needs[a.name] != sharding.needs[b.name]:
                 return False
@@ -107,17 +109,17 @@ class Fold:
             if any(move.value not in own for move in moves.get(b.name, ())):
                 return False  # a value of all layers would be moved once, not in each
         held = self.whole.held
-        return all(sharding.forms[u] == sharding.forms[v] for u, v in run.follows[0].items() if u in held)
+        return all(sharding.forms[u] == sharding.forms[v] for u, v in run.follows[run.lead - 2].items() if u in held)
 
 
-def fold(graph: Graph) -> Fold | None:
-    """The graph with its repeated layers once; None where nothing repeats often enough.
+def fold(graph: Graph, lead: int = 2) -> Fold | None:
+    """The graph with its repeated layers once, `lead` of each run in front; None where nothing repeats often enough.
 
     >>> from weft.model.graph import Graph
     >>> fold(Graph((), (), (), (), (), {}, "loss", 1)) is None
     True
     """
-    runs = _runs(graph)
+    runs = [replace(run, lead=lead) for run in _runs(graph)]
     if not runs:
         return None
     operators = graph.operators
@@ -134,7 +136,7 @@ def fold(graph: Graph) -> Fold | None:
             index.append(len(kept))
             kept.append(_renamed(op, rename) if rename else op)
             continue
-        second = run.start + run.period + (i - run.start) % run.period
+        second = run.start + (run.lead - 1) * run.period + (i - run.start) % run.period
         index.append(place[second])
         last_left_out = i >= run.left_out.stop - run.period
         for u, v in zip(op.outputs, operators[second].outputs, strict=True):
@@ -142,7 +144,7 @@ def fold(graph: Graph) -> Fold | None:
             if last_left_out:
                 rename[u] = v
     for run in runs:
-        for pairs in run.follows[1:-1]:  # variables of the layers left out
+        for pairs in run.follows[run.lead - 1 : -1]:  # variables of the layers left out
             value.update({v: value[u] for u, v in pairs.items()})
     used = {u for op in kept for u in op.inputs} | {graph.loss, *graph.outputs}
     read = {u for op in operators for u in op.inputs}
@@ -180,24 +182,32 @@ def propagate(
     def whole() -> Sharding:
         return propagate_whole(graph, sizes, shards, prices=prices, sequence=sequence, beam=beam)
 
-    folded = graph.fold
-    if folded is None:
-        return whole()
-    given: dict[str, Shards] | None = None
-    if shards is not None:
-        placed = {v.name: v.value for v in (*graph.parameters, *graph.buffers)}
-        given = {}
-        for axis, cut in shards.items():
-            dims = dict(cut)
-            if any(name not in placed for name in dims):
-                return whole()
-            by_value = {value: dims.get(name) for name, value in placed.items()}
-            if any(by_value[value] != by_value[folded.value[value]] for value in by_value):
-                return whole()
-            kept = {v.name for v in (*folded.small.parameters, *folded.small.buffers)}
-            given[axis] = tuple((name, dim) for name, dim in cut if name in kept)
-    found = folded.expand(propagate_whole(folded.small, sizes, given, prices=prices, sequence=sequence, beam=beam))
-    return found if found is not None else whole()
+    for folded in (graph.fold, graph.fold_later):
+        if folded is None:
+            break
+        try:
+            given = _given(graph, folded, shards)
+        except KeyError:
+            break
+        found = folded.expand(propagate_whole(folded.small, sizes, given, prices=prices, sequence=sequence, beam=beam))
+        if found is not None:
+            return found
+    return whole()
+
+
+def _given(graph: Graph, folded: Fold, shards: Mapping[str, Shards] | None) -> dict[str, Shards] | None:
+    """The shards of the small graph. Raises `KeyError` for a name that is not there, or equal layers that are cut differently."""
+    if shards is None:
+        return None
+    placed = {v.name: v.value for v in (*graph.parameters, *graph.buffers)}
+    kept = {v.name for v in (*folded.small.parameters, *folded.small.buffers)}
+    found: dict[str, Shards] = {}
+    for axis, cut in shards.items():
+        dims = {placed[name]: dim for name, dim in cut}
+        if any(dims.get(value) != dims.get(folded.value[value]) for value in placed.values()):
+            raise KeyError(axis)
+        found[axis] = tuple((name, dim) for name, dim in cut if name in kept)
+    return found
 
 
 def _runs(graph: Graph) -> list[Run]:

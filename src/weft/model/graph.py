@@ -193,6 +193,13 @@ class Graph:
         return fold(self)
 
     @cached_property
+    def fold_later(self) -> Fold | None:
+        """As `fold`, with one layer more in front, for what the first layers treat differently."""
+        from weft.model.fold import fold
+
+        return fold(self, lead=3)
+
+    @cached_property
     def free(self) -> frozenset[str]:
         """Names of the operators that follow from the batch and constants alone, see `weft.model.stages`."""
         from weft.model.stages import free_operators  # here, since stages are written in terms of Graph
