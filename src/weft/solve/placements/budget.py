@@ -28,7 +28,7 @@ class Budget:
         size_bytes: of everything below together; infinite where nothing limits it.
         weight, gradient, optimizer: bytes a parameter; with ZeRO the caller divides them (optimizer=8/8 over 8 data ranks).
         scale: activations held, against one pass over the graph: (microbatches in flight) x (samples of one) / (the graph's samples).
-        precision: under bfloat16 products keep half as wide copies of what they read, weights as well.
+        precision: under bfloat16 and float16 products keep half as wide copies of what they read, weights as well.
     """
 
     size_bytes: float = float("inf")
@@ -92,7 +92,7 @@ def state_of(tables: Tables, budget: Budget, value: str, ways: Mapping[str, int]
 def terms(tables: Tables, budget: Budget, ways: Mapping[str, int], divided: Mapping[str, int]) -> tuple[Term, ...]:
     """What is kept for backward. `ways`: pieces of each value, `divided`: ranks that share each operator, along other axes."""
     inventory = tables.axis.inventory
-    half = budget.precision == "bfloat16"
+    half = budget.precision in ("bfloat16", "float16")
     wide = 2.0 if budget.precision == "float64" else 1.0
     kept: dict[tuple[str, bool], dict[Keeper, None]] = {}
     found: dict[tuple[float, tuple[Keeper, ...]], int] = {}
