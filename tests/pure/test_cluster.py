@@ -11,6 +11,7 @@ import pytest
 import weft.cluster.catalogue as catalogue
 from weft.cluster.catalogue import loads, names
 from weft.cluster.cluster import Cluster, Device, Level, Link, Speed, Table
+from weft.cluster.mixed import mixed, reordered
 from weft.errors import ConfigError, Infeasible, UsageError, WeftError
 
 DATA = tomllib.loads((Path(catalogue.__file__).parent / "catalogue.toml").read_text())
@@ -124,7 +125,6 @@ def test_a_machine_without_price_or_power_says_why(name: str) -> None:
     [
         ("8xp3.16xlarg", "did you mean p3.16xlarge"),
         ("0xdgx-h100", "0 machines"),
-        ("2xdgx-h100+4xdgx-a100-80", "not built yet"),
         ("missing.toml", "cannot read"),
         ("", "names nothing"),
     ],
@@ -223,3 +223,49 @@ def test_tables_interpolate_between_their_points() -> None:
     assert table.seconds(1e8) == pytest.approx(1e-1)
     with pytest.raises(ConfigError, match="ascend"):
         replace(table, points=((1e6, 1e-3), (1e3, 1e-4)))
+
+
+MIXED = "2xdgx-h100+4xdgx-a100-80"
+
+
+def test_a_mixed_cluster_has_parts_and_what_all_can_count_on() -> None:
+    cluster = Cluster.parse(MIXED)
+    fast, slow = Cluster.parse("2xdgx-h100"), Cluster.parse("4xdgx-a100-80")
+    assert cluster.parts == (fast, slow)
+    assert cluster.num_devices == 48
+    assert cluster.device.peak("bfloat16") == slow.device.peak("bfloat16")
+    assert cluster.device.memory_bytes == min(fast.device.memory_bytes, slow.device.memory_bytes)
+    assert loads(cluster.to_toml()) == cluster
+    assert reordered(cluster, (1, 0)).name == "4xdgx-a100-80+2xdgx-h100"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("2xdgx-h100+cpu-2", "processors"),
+        ("2xdgx-h100+dgx-h10", "did you mean dgx-h100"),
+        ("2xdgx-h100+0xdgx-a100-80", "0 machines"),
+    ],
+)
+def test_parts_that_do_not_mix(text: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        Cluster.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("[between]", "[betwen]", "did you mean between"),
+        ("latency_s", "latency", r"unknown key latency.*did you mean latency_s"),
+        ("[part.device]", "[part.devices]", "did you mean device"),
+    ],
+)
+def test_mixed_files_are_strict(old: str, new: str, said: str) -> None:
+    good = Cluster.parse(MIXED).to_toml()
+    with pytest.raises(ConfigError, match=said):
+        loads(good.replace(old, new, 1))
+
+
+def test_a_mixed_cluster_of_one_part() -> None:
+    with pytest.raises(UsageError, match="needs 2 or more"):
+        mixed("one", [Cluster.parse("dgx-h100")], Link(1e-5, 1e9))
