@@ -18,8 +18,10 @@ from weft.cost.efficiency import Stack, parse_protocols, parse_stack, protocols,
 from weft.cost.fit import fit, mean_abs
 from weft.cost.kernels import Kernel, optimizer_s, scaled, together
 from weft.cost.network import Group, collective_s, path
+from weft.cost.parts import expert_weights
 from weft.cost.step import Pricer, StageCost, straggling
 from weft.errors import ConfigError, UsageError
+from weft.model.graph import Graph, Operator, Ref, Tensor, Variable
 from weft.plan.layout import Layout
 from weft.plan.plan import Memory
 
@@ -207,3 +209,36 @@ def test_a_fit_finds_its_constants_in_spite_of_an_outlier() -> None:
     assert mean_abs([0.1, -0.3]) == pytest.approx(20)
     with pytest.raises(ValueError, match="above zero"):
         fit(lambda c: np.zeros(1), {"a": 0.0})
+
+
+def experts(count: int = 4) -> Graph:
+    """One layer of experts: tokens [E, T, D] times [E, D, F] and back, and a loss that is their mean."""
+    t, d, f = 32, 16, 64
+    shapes = {"x": (count, t, d), "up": (count, d, f), "down": (count, f, d), "a": (count, t, f), "b": (count, t, d), "loss": ()}
+    tensors = {name: Tensor(shape, "float32") for name, shape in shapes.items()}
+    return Graph(
+        tuple(Variable(v, f"layers.0.{v}", tensors[v], trainable=True) for v in ("up", "down")), (),
+        (Variable("x", "x", tensors["x"], batched=True),), (),
+        (
+            Operator("bmm", "aten.bmm.default", (Ref("x"), Ref("up")), (), ("a",), "layers.0/bmm"),
+            Operator("bmm_1", "aten.bmm.default", (Ref("a"), Ref("down")), (), ("b",), "layers.0/bmm#1"),
+            Operator("mean", "aten.mean.default", (Ref("b"),), (), ("loss",), "/mean"),
+        ),
+        tensors, "loss", count,
+    )  # fmt: skip
+
+
+def test_experts_are_spread_over_data_replicas_and_their_tokens_sent() -> None:
+    """Lepikhin et al. 2021 (GShard): an expert's state is on 1/e of the ranks; tokens go there and back, forward and backward."""
+    assert expert_weights(experts()) == {"up": "bmm", "down": "bmm_1"}
+    p = Pricer(experts(), A100, 32)
+    wide = replace(HALF, data=4)
+    alone, spread = (p.stages(replace(wide, expert=e))[0] for e in (1, 4))
+    assert spread.memory.parameters == pytest.approx(alone.memory.parameters / 4)
+    local = 2.0 * 4 * 32 * 16 * 8 / 4  # 16-bit tokens of one replica's 8 of 32 samples, 4 samples a graph
+    once = collective_s(A100, "all_to_all", 4 * local, Group(4, 1, 4))
+    assert spread.tensor.total - alone.tensor.total == pytest.approx(2 * (2 - stack_of(DEVICE).tensor_overlap) * once, rel=0.01)
+    assert (alone.gradients_s > 0, spread.gradients_s) == (True, 0.0)
+    # ZeRO divides them further, to the same share of all.
+    whole, cut = (p.stages(replace(wide, expert=e, zero=1))[0].memory.optimizer for e in (1, 4))
+    assert cut == pytest.approx(whole)

@@ -38,10 +38,13 @@ def summing_s(pricer: Pricer, layout: Layout, sums: Sums, widths: Widths, overla
     is_cpu = pricer.cluster.is_cpu
     bucketed = is_cpu or overlap > 0
     for axes, count in sums.over:
-        kept = tuple(a for a in axes if (a == "data" and layout.data > 1) or (a == "tensor" and layout.tensor > 1))
+        spread = "expert" in axes and layout.expert > 1
+        data = layout.data // layout.expert if spread else layout.data
+        kept = tuple(a for a in axes if (a in ("data", "expert") and data > 1) or (a == "tensor" and layout.tensor > 1))
         if not kept:
             continue
-        group = pricer.group(layout, *kept)
+        count /= layout.expert if spread else 1
+        group = pricer.group(layout, *("replicas" if spread else "data" if a == "expert" else a for a in kept))
         size = widths.gradient * count
         pieces = max(1.0, size / BUCKET_BYTES) if bucketed else 1.0
         if is_cpu or layout.zero == 0:

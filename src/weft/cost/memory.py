@@ -119,6 +119,8 @@ class Inventory:
 class StageState:
     """One stage on one rank: parameters after cutting, layers, and bytes of one microbatch.
 
+    `num_elsewhere` are parameters of experts that other data replicas have: ZeRO divides those too.
+
     `entering_bytes` come from other stages, `layer_bytes` enter each of its layers; `kept_bytes` are kept for backward, `scores_bytes` of
     them by attention's scores; `working_bytes` are the most that one operator's backward works on.
     """
@@ -126,6 +128,7 @@ class StageState:
     num_parameters: float
     num_trainable: float
     entering_bytes: float
+    num_elsewhere: float = 0.0
     layers: int = 1
     layer_bytes: float = 0.0
     kept_bytes: float = 0.0
@@ -156,9 +159,10 @@ def memory_of(
     if layout.offload in ("activations", "all"):
         activation = min(activation, 2 * state.kept_bytes / state.layers)
     data, zero = layout.data, layout.zero
-    parameters = widths.weight * state.num_parameters / (data if zero == 3 else 1)
-    gradients = widths.gradient * state.num_trainable / (data if zero >= 2 else 1)
-    optimizer = (widths.copies + widths.moment * optimizer_states) * state.num_trainable / (data if zero else 1)
+    shared, trained = ((n + state.num_elsewhere) / data for n in (state.num_parameters, state.num_trainable))
+    parameters = widths.weight * (shared if zero == 3 else state.num_parameters)
+    gradients = widths.gradient * (trained if zero >= 2 else state.num_trainable)
+    optimizer = (widths.copies + widths.moment * optimizer_states) * (trained if zero else state.num_trainable)
     if layout.offload in ("optimizer", "all"):
         optimizer = 0.0
     buffers = state.working_bytes + 2 * state.entering_bytes * (layout.pipeline > 1)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from weft.cost.kernels import Kernel
 from weft.cost.memory import Inventory
-from weft.model.graph import Operator, Variable
+from weft.model.graph import Graph, Operator, Variable
 from weft.model.sharding import Sharding
 from weft.model.work import packet
 
@@ -130,12 +130,22 @@ def gather(inventory: Inventory, sharding: Sharding | None, tensor: int, narrow:
                 forward.append((position[move.op], moved(move.forward, move.value, move.axis)))
             if move.backward not in ("", "slice", "pad") and move.value in inventory.grads:
                 backward.append((position[move.op], moved(move.backward, move.value, move.axis)))
+    dispatched: set[str] = set()
+    by_expert = set(expert_weights(graph).values())
     stored, extra, working, shared = [], [], [], []
     for i, op in enumerate(graph.operators):
         index[i] = compute(_local(inventory, sharding, tensor, op, siblings))
         for axis in ("data", "tensor"):
             if (axis == "data" or tensor > 1) and cut(sharding, op.name, axis):
                 _inside(inventory, sharding, op, i, axis, moved, forward, backward)
+        if op.name in by_expert:
+            # Tokens go to the experts with the narrower of what a product reads and writes: into the first, out of the last.
+            ends = [v for v in (*op.inputs, op.outputs[0]) if v in inventory.batched]
+            value = min(ends, key=lambda v: graph.tensors[v].size)
+            if value not in dispatched:
+                dispatched.add(value)
+                forward.append((i, moved("all_to_all", value, "expert")))
+                backward.append((i, moved("all_to_all", value, "expert")))
         divide = tensor if cut(sharding, op.name, "tensor") else 1
         mine = inventory.kept[op.name]
         stored.append(tuple(
@@ -266,6 +276,8 @@ def kept_bytes(parts: Parts, operators: Iterable[int], half: str = "") -> Amount
 class Held:
     """Parameters of a stage: their number on one tensor rank, those that train, and those to sum over each set of axes.
 
+    `expert` of the number are of experts (all of which train), and are summed over "expert" in place of "data" in `sums`.
+
     `tied` of the trainable ones another stage has too.
     """
 
@@ -273,13 +285,20 @@ class Held:
     trainable: float
     sums: tuple[tuple[tuple[str, ...], float], ...]
     tied: float
+    expert: float = 0.0
 
 
 def held_parameters(
-    parameters: Mapping[str, Variable], sharding: Sharding | None, tensor: int, used: Sequence[str], readers: Mapping[str, int]
+    parameters: Mapping[str, Variable],
+    sharding: Sharding | None,
+    tensor: int,
+    used: Sequence[str],
+    readers: Mapping[str, int],
+    experts: frozenset[str] = frozenset(),
 ) -> Held:
-    """`parameters`: the graph's by value. `used`: the values that the stage reads. `readers`: how many stages read each."""
-    number = trainable = tied = 0.0
+    """`parameters`: the graph's by value. `used`: the values that the stage reads. `readers`: how many stages read each.
+    `experts`: those that are cut by experts."""
+    number = trainable = tied = expert = 0.0
     sums: dict[tuple[str, ...], float] = {}
     for value in used:
         variable = parameters.get(value)
@@ -293,9 +312,19 @@ def held_parameters(
         if readers[value] > 1:
             tied += local
         over = () if sharding is None else tuple(a for a in sharding.gradients.get(value, ()) if a == "data" or tensor > 1)
+        if value in experts:
+            expert += local
+            over = tuple("expert" if a == "data" else a for a in over)
         if over:
             sums[over] = sums.get(over, 0.0) + local
-    return Held(number, trainable, tuple(sums.items()), tied)
+    return Held(number, trainable, tuple(sums.items()), tied, expert)
+
+
+def expert_weights(graph: Graph) -> dict[str, str]:
+    """Weights of experts, one matrix each in dimension 0, by value: the product that reads them."""
+    trained = {v.value for v in graph.parameters if v.trainable and len(v.tensor.shape) == 3}
+    products = ("bmm", "baddbmm", "matmul", "einsum", "_grouped_mm")
+    return {value: op.name for op in graph.operators if packet(op) in products for value in op.inputs if value in trained}
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from weft.cost.efficiency import Stack, stack_of
 from weft.cost.gradients import Sums, summing_s
 from weft.cost.memory import Inventory, StageState, Widths, memory_of
 from weft.cost.network import Group, collective_s, send_s
-from weft.cost.parts import Local, Parts, Section, gather, held_parameters, numbered, section
+from weft.cost.parts import Local, Parts, Section, expert_weights, gather, held_parameters, numbered, section
 from weft.errors import Infeasible
 from weft.model.fold import propagate
 from weft.model.graph import Graph
@@ -209,7 +209,7 @@ class Pricer:
 
     def operator_seconds(self, layout: Layout) -> tuple[Array, Array, Array, Array]:
         """Forward and backward of compute, forward and backward of collectives, by operator."""
-        key = (*self._cut(layout), layout.data, layout.num_ranks, layout.threads, layout.microbatches, layout.precision)
+        key = (*self._cut(layout), layout.data, layout.num_ranks, layout.threads, layout.microbatches, layout.precision, layout.expert)
         if key not in self._times:
             network = self._collectives(layout)
             self._times[key] = (*(self._compute(layout) if self.cluster.is_cpu else self._on_gpu(layout)), *network)
@@ -246,13 +246,15 @@ class Pricer:
         parts = self.parts(layout)
         scale = self.microbatch(layout)
         slower = 1.0 if self.cluster.is_cpu else self.efficiency.tensor
-        sizes = {"data": layout.data, "tensor": layout.tensor}
+        sizes = {"data": layout.data, "tensor": layout.tensor, "expert": layout.expert}
         found = []
         for one in parts.collectives:
             if sizes[one.axis] < 2:
                 found.append(0.0)
                 continue
             size = one.size_bytes * (scale if one.batched else 1.0) / (layout.data if one.shared else 1)
+            if one.axis == "expert":
+                size *= layout.expert  # the tokens of all of its ranks
             group = self.group(layout, one.axis)
             found.append(slower * self.collective(one.name, size * self._width(layout, one.narrow, one.wide), group))
         unique = np.array([*found, 0.0])
@@ -280,7 +282,12 @@ class Pricer:
         return self._network[key]
 
     def group(self, layout: Layout, *axes: str) -> Group:
-        """Ranks along `axes`: tensor varies fastest, then data, then pipeline."""
+        """Ranks along `axes`: tensor varies fastest, then data, then pipeline; "expert" are neighbours among the data replicas, and
+        "replicas" are those of one expert."""
+        if "expert" in axes:
+            return Group(layout.expert, layout.tensor, layout.num_ranks)
+        if "replicas" in axes:
+            return Group(layout.data // layout.expert, layout.tensor * layout.expert, layout.num_ranks)
         size, stride = 1, 0
         at = 1
         for axis, n in (("tensor", layout.tensor), ("data", layout.data), ("pipeline", layout.pipeline)):
@@ -307,12 +314,16 @@ class Pricer:
                 section(
                     parts,
                     np.array([self._position[op.name] for op in stage.operators], dtype=np.intp),
-                    held_parameters(parameters, self.sharding(layout), layout.tensor, stage.variables, readers),
+                    held_parameters(parameters, self.sharding(layout), layout.tensor, stage.variables, readers, self._experts),
                     half,
                 )
                 for stage in stages
             ]
         return self._sections[key]
+
+    @cached_property
+    def _experts(self) -> frozenset[str]:
+        return frozenset(expert_weights(self.graph))
 
     def stages(
         self, layout: Layout, sites: Sequence[str] = (), *, only: range | None = None, place: int | None = None
@@ -324,7 +335,7 @@ class Pricer:
             LayoutError: sites that the graph does not have, or not in order.
         """
         key = (*self._cut(layout), layout.data, layout.pipeline, layout.chunks, layout.microbatches, layout.precision, layout.threads,
-               tuple(sites))  # fmt: skip
+               layout.expert, tuple(sites))  # fmt: skip
         bases, split = self._bases.setdefault(key, {}), self.split(sites)
         wanted = only or range(len(split))
         for i in wanted:
@@ -341,19 +352,20 @@ class Pricer:
         scores_s = float(times[0][parts.attention[ops]].sum()) if self._keeps_scores else 0.0
         held, scale = section.held, self.microbatch(layout)
         widths = self.widths(layout)
+        elsewhere = held.expert * (1 - 1 / layout.expert)  # experts of other ranks
         incoming = sum(self.crossing(layout, values) for _, values in stage.receives) / layout.data
         if self.cluster.is_cpu:
             if layout.num_ranks * layout.microbatches > 1:
                 busy += Seconds(MICROBATCH_S / 2, MICROBATCH_S / 2)
             # Every microbatch but the first reads, adds to and writes the gradients that are there.
-            adding = 3 * widths.gradient * held.trainable / self.speed(layout).memory_bandwidth_bytes_per_s
+            adding = 3 * widths.gradient * (held.trainable - elsewhere) / self.speed(layout).memory_bandwidth_bytes_per_s
             busy += Seconds(0.0, adding * (layout.microbatches - 1) / layout.microbatches)
             layer_bytes = incoming
         else:
             stack, device = self.efficiency, self.cluster.device
             # Wider gradients are read and written wider.
             moved = stack.accumulate_bytes + 2 * max(0.0, widths.gradient - stack.gradient_bytes)
-            adding = moved * held.trainable / (device.memory_bandwidth_bytes_per_s * stack.bandwidth)
+            adding = moved * (held.trainable - elsewhere) / (device.memory_bandwidth_bytes_per_s * stack.bandwidth)
             busy += Seconds(stack.microbatch_s / 2, stack.microbatch_s / 2 + adding * (layout.microbatches > 1))
             outgoing = sum(self.transfer_s(layout, self.crossing(layout, values)) for _, values in stage.sends)
             back = sum(self.transfer_s(layout, self.crossing(layout, values)) for _, values in stage.receives)
@@ -368,7 +380,17 @@ class Pricer:
         working = max(section.working.shared * scale / layout.data, section.working.batched * scale)
         working *= {"float64": 2.0, "float16": 0.5, "bfloat16": 1.0 if self.cluster.is_cpu else 0.5}.get(layout.precision, 1.0)
         wide = 2.0 if layout.precision == "float64" else 1.0
-        state = StageState(held.number, held.trainable, incoming, section.layers, layer_bytes, kept * wide + scores, scores, working)
+        state = StageState(
+            held.number - elsewhere,
+            held.trainable - elsewhere,
+            incoming,
+            elsewhere,
+            section.layers,
+            layer_bytes,
+            kept * wide + scores,
+            scores,
+            working,
+        )
         return _Base(busy, network, block, scores_s, adding, Sums(held.sums, held.tied, held.number), state)
 
     @property
@@ -395,7 +417,8 @@ class Pricer:
             network = Seconds(network.forward, network.backward + again.backward)
         elif layout.recompute == "selective":
             busy = Seconds(busy.forward, busy.backward + base.scores_s)
-        updated = base.state.num_trainable / (layout.data if layout.zero else 1)
+        trained = base.state.num_trainable
+        updated = (trained + base.state.num_elsewhere) / layout.data if layout.zero else trained
         states = self.optimizer_states
         if self.cluster.is_cpu:
             optimizer = optimizer_s(self.speed(layout), updated, states)
