@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from weft.cluster.cluster import Cluster
-from weft.cost.step import Pricer
 from weft.errors import Infeasible, ModelError, UsageError
 from weft.model.capture import Loss
 from weft.model.deferred import Deferred, building
@@ -30,6 +29,7 @@ from weft.run.engine import Engine
 from weft.run.optimizer import OptimizerSpec
 from weft.run.plain import divide
 from weft.run.verify import Verification, verify_on_rank
+from weft.solve.mixed import pricer_of
 from weft.solve.search import price, search, timeline, without_graph
 from weft.train.loader import shard as shard_batches
 from weft.world.current import Place, current_place, current_world, set_place
@@ -310,7 +310,7 @@ def simulate(
     _, make, given, loss = _subject(model if model is not None else plan.model, batch if batch is not None else plan.batch_size, loss)
     machines = cluster if isinstance(cluster, Cluster) else Cluster.parse(cluster or plan.cluster)
     graph = Source.of(make).capture(given, loss, plan.batch_size).graph
-    pricer = Pricer(graph, machines, plan.batch_size, 2, _shards(plan, graph))
+    pricer = pricer_of(graph, machines, plan.batch_size, 2, _shards(plan, graph))
     return timeline(pricer, price(pricer, plan.layout, plan.stages))
 
 

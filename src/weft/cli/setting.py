@@ -101,14 +101,14 @@ class Setting:
 
     def price(self, layout: Layout, like: Plan | None = None, name: str = "", note: str = "") -> Variant:
         """What `layout` costs here, with the cuts and stages of `like` where they apply."""
-        from weft.cost.step import Pricer
         from weft.plan.patterns import expand
+        from weft.solve.mixed import pricer_of
         from weft.solve.search import check_layout, clocked, price
 
         cuts = {axis: expand(entries, self.names) for axis, entries in like.shards} if like is not None else {}
         key = tuple(sorted(cuts))
         if key not in self._pricers:
-            self._pricers[key] = Pricer(self.graph, self.cluster, self.batch_size, 2, cuts or None)
+            self._pricers[key] = pricer_of(self.graph, self.cluster, self.batch_size, 2, cuts or None)
         pricer = self._pricers[key]
         stages = like.stages if like is not None and like.layout.num_stages == layout.num_stages else ()
         try:
