@@ -144,9 +144,10 @@ def small_problems(draw: st.DrawFn) -> tuple[Cluster, Graph, int, str]:
     levels = [Level("node", inner, Link(3e-6, 10 ** draw(st.floats(7, 11))))]
     if outer > 1:
         levels.append(Level("cluster", outer, Link(1e-5, 10 ** draw(st.floats(6, 10)))))
-    graph = gpt(draw(st.integers(1, 3)), hidden=draw(st.sampled_from([16, 64])), batch=2)
+    batch = draw(st.sampled_from([2, 4, 6]))
+    graph = gpt(draw(st.integers(1, 3)), hidden=draw(st.sampled_from([16, 64])), batch=batch)
     constraints = "precision=bfloat16" + draw(st.sampled_from(["", " tensor<=2", " zero<=1"]))
-    return Cluster("any", device, tuple(levels)), graph, draw(st.sampled_from([2, 4, 6])), constraints
+    return Cluster("any", device, tuple(levels)), graph, batch, constraints
 
 
 @given(small_problems())

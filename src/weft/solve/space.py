@@ -6,8 +6,8 @@ many as the batch lets, where it does not divide, and everything that can be pri
 
 Each layout is there once, in one form: no sequence parallelism without tensor ranks, no ZeRO without replicas, no schedule without a
 pipeline, no experts spread where the model has none. A `frame` is what operators' seconds depend on; `variants` are its schedules
-and what trades time for memory. Not searched: microbatch counts beyond `MOST_MICROBATCHES`, chunks beyond `MOST_CHUNKS`, float64 unless
-it is asked for.
+and what trades time for memory. Not searched: microbatch counts beyond `MOST_MICROBATCHES`, chunks beyond `MOST_CHUNKS` or of uneven
+size, float64 unless it is asked for.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from weft.plan.layout import CHOICES, RUNS, Layout
 
 MOST_MICROBATCHES = 512
 MOST_CHUNKS = 8
+UNEVEN = 1.1  # layers of the largest of several stages a rank against the mean, at most
 PRECISIONS = ("float32", "float16", "bfloat16")  # float64 only where it is asked for
 _COMPARE: dict[str, Callable[[float, float], bool]] = {
     "<=": operator.le, ">=": operator.ge, "!=": operator.ne, "<": operator.lt, ">": operator.gt, "=": operator.eq,
@@ -128,7 +129,7 @@ class Space:
     """The layouts of a batch on a cluster that constraints admit.
 
     `num_layers`: places for stages, at most that many; `num_chunks`: equal layers, which
-    several stages a rank divide evenly. `experts`: of the model's widest layer, 1 where it has none. `fewer`: smaller
+    several stages a rank divide nearly evenly. `experts`: of the model's widest layer, 1 where it has none. `fewer`: smaller
     jobs as well, where all devices give one (for objectives that a smaller job may win).
     """
 
@@ -219,7 +220,7 @@ class Space:
         if self.admits("schedule", "interleaved") and frame.microbatches > 1:
             for chunks in range(2, MOST_CHUNKS + 1):
                 stages = frame.pipeline * chunks
-                even = stages <= self.num_chunks and (self.num_chunks % stages == 0 or self.num_chunks >= 1 << 29)
+                even = stages <= self.num_chunks and -(-self.num_chunks // stages) * stages <= UNEVEN * self.num_chunks
                 if self.admits("chunks", chunks) and (even or (self.asked("chunks", chunks) and stages <= self.num_layers)):
                     yield replace(frame, schedule="interleaved", chunks=chunks)
 
