@@ -22,7 +22,7 @@ NOTES = """
   large messages reach. The time is the least of them, as NCCL chooses; where NCCL itself chose badly (64 to 128 KiB on 64 and 128
   GPUs: a larger message took half the time), the error is the largest of the table. With 16 H100 alone, what a further node adds
   cannot be fitted: it keeps the A100's proportion.
-- **a100-megatron-deepspeed** (`stack.*`): eleven constants of kernels, launches and the step, fitted to 120 of the 1,440 rows. Layers,
+- **a100-megatron-deepspeed** (`stack.*`): eleven constants of kernels, launches and the step, fitted to 240 of the 1,440 rows. Layers,
   heads, tensor, data and pipeline sizes, microbatches and their number come from the captured graph and the layout. The rows are smooth to
   0.01 % in layers and microbatches, so they carry about eighty independent numbers; what no smooth model follows is that
   some shapes that are bound by launches take 15 to 30 % less than smaller ones (hidden size 2048, 4 tensor ranks, microbatches of 1 and 2),

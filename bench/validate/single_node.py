@@ -1,7 +1,7 @@
 """Iterations of GPTs on one A100 node: the efficiency set "a100-megatron-deepspeed", fitted, and held out by fold, hidden size and GPUs.
 
-What is priced is weft's own captured graph under each row's layout, stages of equally many layers, fp16. Fits see at most `SEEN` rows
-of those that are not held out, evenly chosen, and begin at round figures; each constant is drawn towards its figure a little, so that
+What is priced is weft's own captured graph under each row's layout, stages of equally many layers, fp16. Fits see `SEEN` rows
+of those that are not held out, drawn at random, and begin at round figures; each constant is drawn towards its figure a little, so that
 those that the rows do not tell apart stay physical. The table's tensor-parallel rows have a padded vocabulary, the others GPT's own
 50,257 rows, whose odd number keeps the products with it off the matrix units: that fits them, the table does not say it.
 """
@@ -89,10 +89,9 @@ class Pricers:
         return found
 
 
-def fitted(pricers: Pricers, stack: Stack, rows: list[Iteration], rounds: int = 6) -> Stack:
+def fitted(pricers: Pricers, stack: Stack, rows: list[Iteration], rounds: int = 6, most: int = SEEN) -> Stack:
     """The efficiency set with the constants of `START` fitted to some of the rows."""
-    step = max(1, len(rows) // SEEN)
-    order = np.random.default_rng(0).permutation(len(rows))[::step][:SEEN]
+    order = np.random.default_rng(0).permutation(len(rows))[:most]
     seen = [rows[i] for i in sorted(order.tolist())]
     measured = np.array([row.seconds for row in seen])
 
@@ -133,5 +132,5 @@ def rows(folder: Path) -> list[Row]:
 def refit(folder: Path) -> str:
     """The fitted constants, to be written into the catalogue by hand."""
     pricers = Pricers()
-    found = fitted(pricers, stack_of(pricers.cluster.device, "a100-megatron-deepspeed"), read(folder), rounds=15)
+    found = fitted(pricers, stack_of(pricers.cluster.device, "a100-megatron-deepspeed"), read(folder), rounds=10, most=240)
     return "\n".join(f"megatron-deepspeed {key} = {getattr(found, key):.4g}" for key in START)
