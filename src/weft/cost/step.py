@@ -171,7 +171,7 @@ class Pricer:
             if max(sizes.values()) == 1:
                 self._shardings[key] = None
             else:
-                found = propagate(self.graph, sizes, self.shards, prices=self._prices(layout), sequence=sequence)
+                found = propagate(self.graph, sizes, self.shards, prices=self.prices(layout), sequence=sequence)
                 matrices = sum(len(v.tensor.shape) > 1 for v in self.graph.parameters)
                 if layout.tensor > 1 and 2 * len(found.shards.get("tensor", ())) < matrices:
                     # Too small a model for cuts to pay; but who asks for tensor ranks wants them to share the work.
@@ -179,7 +179,8 @@ class Pricer:
                 self._shardings[key] = found
         return self._shardings[key]
 
-    def _prices(self, layout: Layout) -> dict[str, Prices]:
+    def prices(self, layout: Layout) -> dict[str, Prices]:
+        """What placing operators is weighed by, along each axis."""
         speed = self.speed(layout)
         found = {}
         for axis, size, stride in (("data", layout.data, layout.tensor), ("tensor", layout.tensor, 1)):

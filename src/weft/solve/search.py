@@ -29,6 +29,7 @@ from weft.schedules import build
 from weft.solve.bounds import check_state, least_s
 from weft.solve.mixed import MixedPricer, check_fits, memory_of, pricer_of
 from weft.solve.reasons import reasons
+from weft.solve.refine import refined, wanted
 from weft.solve.remedies import nothing_fits
 from weft.solve.space import Constraint, Space, layouts, parse_constraints
 from weft.solve.stages import useful
@@ -86,9 +87,13 @@ def search(
         found.compare()
     pricer, cluster, best = found.pricer, found.pricer.cluster, found.best
     assert best is not None
+    if layout is None and wanted(pricer, best):
+        pricer, best = refined(pricer, best)
+        found.clocked.append(best)
     _prove(pricer, best)
     found.clocked.sort(key=lambda p: _score(p, cluster, objective))
-    candidates = [Candidate(p.layout, p.prediction) for p in found.clocked]
+    priced = {p.layout: p for p in reversed(found.clocked)}  # of two placements of one layout the better
+    candidates = [Candidate(p.layout, p.prediction) for p in reversed(priced.values())]
     refused = sorted(
         found.refused, key=lambda c: (_differences(c.layout, best.layout), c.prediction.step_time_s if c.prediction else float("inf"))
     )
@@ -118,7 +123,9 @@ def _find(pricer: Pricer, limits: Sequence[Constraint], objective: str) -> _Sear
     graph = pricer.graph
     layers = sum(run.count for run in graph.fold.runs) if graph.fold is not None else len(useful(pricer.cuts, 1)) + 1
     fewer = objective in ("cost", "energy") and not pricer.cluster.parts
-    found = _Search(pricer, Space(pricer.cluster, pricer.batch_size, limits, len(pricer.cuts) + 1, layers, fewer=fewer), objective)
+    space = Space(pricer.cluster, pricer.batch_size, limits, len(pricer.cuts) + 1, layers, fewer=fewer)
+    space.check()
+    found = _Search(pricer, space, objective)
     found.run()
     return found
 
