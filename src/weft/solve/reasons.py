@@ -81,7 +81,7 @@ def _compared(key: str, mine: object, layout: Layout, parts: dict[str, float], s
     ratio = seconds / step
     name, words = CAUSE[key]
     after = dict(other.prediction.parts).get(name, 0.0)
-    text = f"{key}={mine}: the best plan with {key}={theirs} takes {format_seconds(seconds)} a step"
+    text = f"{key}={mine}: the best priced plan with {key}={theirs} takes {format_seconds(seconds)} a step"
     if ratio > 1.005:
         text += f", {ratio:.2f} times as long"
     elif ratio > 0.995:

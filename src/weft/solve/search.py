@@ -26,7 +26,7 @@ from weft.plan.check import check
 from weft.plan.layout import CHOICES, Layout
 from weft.plan.plan import Candidate, Plan
 from weft.schedules import build
-from weft.solve.bounds import check_state, least_s
+from weft.solve.bounds import check_state, least_s, least_state_bytes
 from weft.solve.mixed import MixedPricer, check_fits, memory_of, pricer_of
 from weft.solve.reasons import reasons
 from weft.solve.refine import refined, wanted
@@ -211,7 +211,9 @@ class _Search:
 
     def _bound(self, frame: Layout, seconds: float) -> tuple[float, ...]:
         if self.objective == "memory":
-            return (0.0,)
+            zero = max((z for z in range(4) if self.space.admits("zero", z)), default=0) if frame.data > 1 else 0
+            offload = "all" if any(self.space.admits("offload", o) for o in ("optimizer", "all")) else "none"
+            return (least_state_bytes(self.pricer, replace(frame, zero=zero, offload=offload)),)
         return (_value(frame, seconds, self.pricer.cluster, self.objective),)
 
     def _least(self, frame: Layout, interleaved: bool, recompute: str) -> tuple[float, ...]:
@@ -282,6 +284,8 @@ class _Search:
             if self._hopeless(layout, floor) and not whatever:
                 return True
             need = together([c.memory for c in first]).total
+            if self.objective == "memory" and self.best is not None and need > self.best.prediction.memory.total and not whatever:
+                return True
             if need > have and (layout.pipeline == 1 or layout.chunks > 1):
                 raise Infeasible(f"{layout}: the first rank needs {need / 2**30:.2f} GiB, and has {have / 2**30:.2f} GiB")
             priced = price(pricer, layout, sites)
@@ -323,7 +327,7 @@ class _Search:
 
     def _hopeless(self, layout: Layout, seconds: float) -> bool:
         """Whether a step of at least so many seconds cannot be the best."""
-        if self.best is None or self.objective == "memory":
+        if self.best is None:
             return False
         return self._bound(layout, seconds) > self._best_value
 
