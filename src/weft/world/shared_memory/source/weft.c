@@ -69,7 +69,8 @@ int weft_buffer(Channel *c, int number, char **bases) {
     return 1;
 }
 
-static void progress(Channel *c) {
+/* Whether anything moved. */
+static int progress(Channel *c) {
     while (c->stream && run_stream(c, c->stream)) {
         Op *op = c->stream;
         if (op->kind == ALL_REDUCE && op->phases == 2) c->total_reduced += op->total;
@@ -91,7 +92,9 @@ static void progress(Channel *c) {
         if (c->peers[r].sends) run_sends(c, r);
         if (r != c->me && c->ring) run_receives(c, r);
     }
-    if (c->changed) notify(c);
+    int moved = c->changed;
+    if (moved) notify(c);
+    return moved;
 }
 
 static int busy(Channel *c) {
@@ -135,16 +138,15 @@ static int broken(Channel *c) {
     return who & GONE ? DEAD : MISMATCH;
 }
 
-/* Moves everything that can move; whether others than `c` have something under way. */
+/* Moves everything that can move: MOVED where something of `c` did, OTHERS where other groups have something under way. */
 static int step(Engine *e, Channel *c) {
-    int others = 0;
-    progress(c);
+    int what = progress(c) ? MOVED : 0;
     for (int i = 0; i < e->num_channels; i++)
         if (e->channels[i] != c && busy(e->channels[i])) {
-            others = 1;
+            what |= OTHERS;
             progress(e->channels[i]);
         }
-    return others;
+    return what;
 }
 
 /* DONE, or PENDING where it is still under way. */
@@ -165,11 +167,15 @@ int weft_wait(Op *op, double timeout_s) {
     int64_t begin = 0, checked = 0;
     for (int round = 0;; round++) {
         lock(e);
-        int others = step(e, c), state = op->state;
+        int what = step(e, c), state = op->state;
         if (state != DONE) state = broken(c);
         unlock(e);
         if (state != PENDING) return state;
         int64_t now = 0;
+        if (what & MOVED) { /* the other ranks are at it too: worth to stay awake for */
+            begin = 0;
+            round = 0;
+        }
         if (round % 16 == 0) {
             now = now_ns();
             if (!begin) begin = checked = now;
@@ -212,7 +218,7 @@ int weft_wait(Op *op, double timeout_s) {
         state = op->state;
         unlock(e);
         if (state != DONE && broken(c) == PENDING) {
-            struct timespec until = {0, others ? 200000 : 20000000};
+            struct timespec until = {0, what & OTHERS ? 200000 : 20000000};
             syscall(SYS_futex, &c->head->event, FUTEX_WAIT, event, &until, NULL, 0);
         }
         atomic_fetch_sub(&c->head->sleepers, 1);
