@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+import weft
 from weft.errors import ModelError
 from weft.model.watched import changes, set_state, state_of
 from weft.run.build import Source
@@ -228,6 +229,21 @@ def test_a_capture_leaves_the_module_as_it_was() -> None:
     captured_and_run(model.double(), (X,))
     assert not changes(before, state_of(model))
     assert (model.count, model.known, model.last) == (0, {"a": 1}, None)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.complex64])
+def test_weights_of_another_dtype_are_refused_by_name(dtype: torch.dtype) -> None:
+    batch = (torch.ones(4, 6, dtype=dtype),)
+
+    def make() -> nn.Module:
+        return nn.Linear(6, 5, dtype=dtype)
+
+    def loss(output: Tensor, batch: Any) -> Tensor:
+        return output.abs().mean()
+
+    said = str(dtype).removeprefix("torch.")
+    with pytest.raises(ModelError, match=rf"parameter weight is {said}, and precision=float32 trains weights of float32"):
+        weft.parallelize(make, batch, loss=loss, plan="data=1", seed=0)
 
 
 def test_state_is_compared_and_put_back() -> None:

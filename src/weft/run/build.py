@@ -165,6 +165,7 @@ def build(
     captured = source.capture(batch, loss, size, outputs)
     dtype = DTYPES[layout.precision]
     graph = _in_precision(captured.graph, plan)
+    _check_dtypes(graph, layout.precision)
     sharding = source.sharding(plan, graph)
     stages = split(graph, plan.stages)
     at = mesh.coordinates(world.rank)
@@ -224,6 +225,17 @@ def build(
         if v.value in used:
             variables[v.value] = buffers[v.name]
     return Parts(graph, sharding, stages, mine, local, parameters, specs, flat, buffers, kept_buffers, variables, draw, captured.structure)
+
+
+def _check_dtypes(graph: Graph, precision: str) -> None:
+    """Raise ModelError for a trainable parameter of another dtype than that of the weights that `precision` trains."""
+    want = str(DTYPES[precision]).removeprefix("torch.")
+    for v in graph.parameters:
+        if v.trainable and v.tensor.dtype != want:
+            raise ModelError(
+                f"parameter {v.name} is {v.tensor.dtype}, and precision={precision} trains weights of {want}; make the model in float32 "
+                "(model.float()), and choose how it computes by precision=bfloat16"
+            )
 
 
 def _rows_of_outputs(source: Source, batch: Any, graph: Graph, data: int) -> dict[str, int]:
