@@ -242,3 +242,16 @@ def test_experts_are_spread_over_data_replicas_and_their_tokens_sent() -> None:
     # ZeRO divides them further, to the same share of all.
     whole, cut = (p.stages(replace(wide, expert=e, zero=1))[0].memory.optimizer for e in (1, 4))
     assert cut == pytest.approx(whole)
+
+
+def test_by_hand_stages_have_equally_many_layers() -> None:
+    p = pricer(8)
+    sites = p.even(Layout(pipeline=4))
+    assert sites == tuple(s for s in sites if s.startswith(("h.2.", "h.4.", "h.6.")))
+    assert len(sites) == 3
+    times = [c.forward_s for c in p.stages(replace(HALF, pipeline=4, microbatches=4), sites)]
+    assert times[1] == pytest.approx(times[2], rel=1e-6)
+    assert p.even(Layout(pipeline=3)) == ()
+    assert p.even(Layout()) == ()
+    assert len(p.even(Layout(pipeline=4, microbatches=4, schedule="interleaved", chunks=2))) == 7
+    assert Pricer(p.graph, Cluster.parse("4xcpu-2"), 64).even(Layout(pipeline=4)) == ()

@@ -18,6 +18,7 @@ from weft.cost.kernels import Kernel
 from weft.cost.memory import Inventory
 from weft.model.graph import Graph, Operator, Variable
 from weft.model.sharding import Sharding
+from weft.model.stages import Cut
 from weft.model.work import packet
 
 T = TypeVar("T", bound=Hashable)
@@ -92,6 +93,16 @@ def numbered(site: str) -> bool:
     (True, False)
     """
     return any(part.isdigit() for part in site.partition("/")[0].split("."))
+
+
+def block(site: str) -> str:
+    """The outermost numbered block that a site stands in.
+
+    >>> block("layers.3.mlp.up/linear")
+    'layers.3'
+    """
+    path = site.partition("/")[0].split(".")
+    return ".".join(path[: next((i + 1 for i, part in enumerate(path) if part.isdigit()), 0)])
 
 
 def cut(sharding: Sharding | None, op: str, axis: str) -> bool:
@@ -348,3 +359,15 @@ def section(parts: Parts, operators: NDArray[np.intp], held: Held, half: str) ->
         working.append(max((float(parts.working_bytes[i]) for i in mine), default=0.0))
     layers = max(1, int(parts.attention[operators].sum()))
     return Section(operators, held, kept_bytes(parts, operators.tolist(), half), Amount(*scores), layers, Amount(*working))
+
+
+def even_sites(cuts: Sequence[Cut], num_stages: int) -> tuple[str, ...]:
+    """Where stages of equally many numbered blocks begin; () for one stage, and where blocks do not divide so or hand on unequally."""
+    found: dict[str, Cut] = {}
+    for cut in cuts:
+        if numbered(cut.site):
+            found.setdefault(block(cut.site), cut)
+    if num_stages == 1 or len(found) % num_stages or len({cut.size_bytes for cut in found.values()}) > 1:
+        return ()
+    starts = [cut.site for cut in found.values()]
+    return tuple(starts[len(starts) * i // num_stages] for i in range(1, num_stages))

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import log, sqrt
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +23,8 @@ from weft.cost.efficiency import Stack, stack_of
 from weft.cost.gradients import Sums, summing_s
 from weft.cost.memory import Inventory, StageState, Widths, memory_of
 from weft.cost.network import Group, collective_s, send_s
-from weft.cost.parts import Local, Parts, Section, expert_weights, gather, held_parameters, numbered, section
+from weft.cost.parts import Local, Parts, Section, even_sites, expert_weights, gather, held_parameters, numbered, section
+from weft.cost.stage import StageCost, straggling, together
 from weft.errors import Infeasible
 from weft.model.fold import propagate
 from weft.model.graph import Graph
@@ -32,7 +32,9 @@ from weft.model.sharding import Prices, Sharding
 from weft.model.stages import Cut, Stage, cuts, split
 from weft.model.work import Work, model_flops
 from weft.plan.layout import Layout
-from weft.plan.plan import Memory, Prediction
+from weft.plan.plan import Prediction
+
+__all__ = ["Pricer", "StageCost", "straggling", "together"]
 
 MICROBATCH_S = 3e-4  # the executor's own time for one microbatch of one stage of a pipeline, on processors
 STEP_S = 1e-3  # what a step costs besides on processors: the loop, clipping, logging
@@ -41,25 +43,6 @@ HOST_BYTES_PER_S = 12e9  # to the host's memory and back, a GPU: half of PCIe 4 
 HOST_ADAM_S = 1.0e-9  # of a parameter's Adam step on the host's processors, a GPU's share of them; assumed
 
 Array = NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True)
-class StageCost:
-    """One stage on one rank. `compute` and `tensor`: of one microbatch. `gradients_s`, `optimizer_s`: of the step."""
-
-    compute: Seconds
-    tensor: Seconds
-    gradients_s: float
-    optimizer_s: float
-    memory: Memory
-
-    @property
-    def forward_s(self) -> float:
-        return self.compute.forward + self.tensor.forward
-
-    @property
-    def backward_s(self) -> float:
-        return self.compute.backward + self.tensor.backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,17 +57,6 @@ class _Base:
     adding_s: float
     sums: Sums
     state: StageState
-
-
-def straggling(num_ranks: int, spread: float) -> float:
-    """How much longer the slowest of `num_ranks` takes than the mean one, as a part of its time.
-
-    The expected largest of n normal deviates is about sqrt(2 ln n) standard deviations (Gumbel 1958): `spread` of them each.
-
-    >>> round(straggling(3072, 0.01), 3)
-    0.04
-    """
-    return spread * sqrt(2 * log(num_ranks)) if num_ranks > 1 else 0.0
 
 
 @dataclass
@@ -326,6 +298,15 @@ class Pricer:
     def _experts(self) -> frozenset[str]:
         return frozenset(expert_weights(self.graph))
 
+    def even(self, layout: Layout) -> tuple[str, ...]:
+        """Where stages of equally many numbered blocks begin, as frameworks for GPUs divide a model; () where they do not divide so.
+
+        All blocks hand on equally much: in a model with several kinds of them, stages are balanced instead.
+        """
+        if self.cluster.is_cpu or self.cluster.parts:
+            return ()
+        return even_sites(self.cuts, layout.num_stages)
+
     def stages(
         self, layout: Layout, sites: Sequence[str] = (), *, only: range | None = None, place: int | None = None
     ) -> tuple[StageCost, ...]:
@@ -508,8 +489,3 @@ class Pricer:
                 f"{layout}: the fullest rank needs {need / 2**30:.2f} GiB ({held}), and has {have / 2**30:.2f} GiB; "
                 "use more microbatches, recompute=full, zero=1, or more devices"
             )
-
-
-def together(held: Sequence[Memory]) -> Memory:
-    """What the stages of one rank hold."""
-    return Memory(*(sum(getattr(one, name) for one in held) for name in Memory.__dataclass_fields__))

@@ -351,7 +351,8 @@ def _by_hand(pricer: Pricer, layout: Layout, stages: Sequence[str]) -> _Search:
         Infeasible, LayoutError: it cannot be, or does not fit.
     """
     check_layout(layout, pricer.cluster, pricer.batch_size)
-    priced = price(pricer, layout, stages)
+    # By hand and on GPUs, stages have equally many layers, as the frameworks have them that the efficiency sets were measured with.
+    priced = price(pricer, layout, stages or pricer.even(layout))
     check_priced(pricer, priced)
     best = clocked(pricer, priced)
     space = Space(pricer.cluster, pricer.batch_size)
