@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.plan.patterns import expand, matches, shorten
+from weft.errors import LayoutError
+from weft.plan.patterns import expand, expand_sites, matches, shorten, shorten_sites
 
 parts = st.sampled_from(["h", "mlp", "up", "0", "1", "2", "12"])
 names = st.lists(st.lists(parts, min_size=1, max_size=4).map(".".join), max_size=30, unique=True)
@@ -44,3 +46,23 @@ def test_a_star_is_a_number_and_nothing_else() -> None:
     assert matches("h.*.up", "h.10.up")
     assert not matches("h.*.up", "h.mlp.up")
     assert not matches("h.*.up", "h.1.up.weight")
+
+
+sites = st.lists(st.tuples(st.sampled_from(["h", "h.x", "g"]), st.integers(0, 12), st.sampled_from(["norm/a", "up/b"])), max_size=20)
+
+
+@given(sites)
+def test_short_sites_mean_the_same(made: list[tuple[str, int, str]]) -> None:
+    written_out = tuple(f"{head}.{n}.{tail}" for head, n, tail in made)
+    short = shorten_sites(written_out)
+    assert expand_sites(short) == written_out
+    assert len(short) <= len(written_out)
+
+
+def test_127_stages_are_one_line() -> None:
+    assert shorten_sites([f"layers.{n}.norm/layer_norm" for n in range(1, 128)]) == ("layers.{1..127}.norm/layer_norm",)
+    assert shorten_sites([f"layers.{n}.norm" for n in (1, 2, 4)]) == ("layers.1.norm", "layers.2.norm", "layers.4.norm")
+    assert shorten_sites(["a.01.b", "a.02.b", "a.03.b"]) == ("a.01.b", "a.02.b", "a.03.b")
+    assert expand_sites(shorten_sites(["{1..3}", "x"])) == ("1", "2", "3", "x")  # braces are no module's name
+    with pytest.raises(LayoutError, match="100000"):
+        expand_sites(["a.{1..999999999}.b"])

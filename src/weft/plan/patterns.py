@@ -7,11 +7,17 @@ Not modelled: ranges of layers.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+from weft.errors import LayoutError
 
 Cuts = tuple[tuple[str, int], ...]
 ANY = "*"
+MOST_STAGES = 100_000
+_NUMBER = re.compile(r"(?<![^.])(?:0|[1-9][0-9]{0,8})(?=\.)")
+_RANGE = re.compile(r"\{([0-9]{1,9})\.\.([0-9]{1,9})(?:\.\.([0-9]{1,9}))?\}")
 
 
 def pattern_of(name: str) -> str:
@@ -89,3 +95,63 @@ def _patterns(name: str) -> list[str]:
     numbers = [i for i, part in enumerate(parts) if part.isdigit()]
     sets = [numbers, *([numbers[:1]] if len(numbers) > 1 else [])]
     return [".".join(ANY if i in chosen else part for i, part in enumerate(parts)) for chosen in sets if chosen]
+
+
+def shorten_sites(sites: Sequence[str]) -> tuple[str, ...]:
+    """Runs of sites whose first number grows evenly as `{from..to}` or `{from..to..step}`; sites with braces of their own stay as they are.
+
+    >>> shorten_sites(["layers.2.norm", "layers.4.norm", "layers.6.norm", "head"])
+    ('layers.{2..6..2}.norm', 'head')
+    """
+    if any("{" in site for site in sites):
+        return tuple(sites)
+    found: list[str] = []
+    at = 0
+    while at < len(sites):
+        head, number, tail = _numbered(sites[at])
+        length = 1
+        step = 0
+        while at + length < len(sites):
+            other = _numbered(sites[at + length])
+            if number is None or other[1] is None or (other[0], other[2]) != (head, tail):
+                break
+            step = step or other[1] - number
+            if step < 1 or other[1] != number + length * step:
+                break
+            length += 1
+        if number is None or length < 3:
+            found.append(sites[at])
+            at += 1
+            continue
+        last = number + (length - 1) * step
+        found.append(f"{head}{{{number}..{last}{f'..{step}' if step > 1 else ''}}}{tail}")
+        at += length
+    return tuple(found)
+
+
+def expand_sites(texts: Sequence[str]) -> tuple[str, ...]:
+    """Sites with ranges written out.
+
+    >>> expand_sites(["layers.{2..6..2}.norm", "head"])
+    ('layers.2.norm', 'layers.4.norm', 'layers.6.norm', 'head')
+
+    Raises:
+        LayoutError: a range of more stages than any plan has.
+    """
+    found: list[str] = []
+    for text in texts:
+        match = _RANGE.search(text)
+        if match is None:
+            found.append(text)
+            continue
+        numbers = range(int(match[1]), int(match[2]) + 1, int(match[3] or 1) or 1)
+        if len(numbers) > MOST_STAGES:
+            raise LayoutError(f"stages: {text} stands for {len(numbers)} stages; a plan has at most {MOST_STAGES}")
+        found += [f"{text[: match.start()]}{n}{text[match.end() :]}" for n in numbers]
+    return tuple(found)
+
+
+def _numbered(site: str) -> tuple[str, int | None, str]:
+    """A site around its first part that is a number."""
+    match = _NUMBER.search(site)
+    return (site, None, "") if match is None else (site[: match.start()], int(match[0]), site[match.end() :])

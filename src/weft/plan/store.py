@@ -18,6 +18,7 @@ from typing import Any
 
 from weft.errors import ConfigError, LayoutError, UsageError, WeftError
 from weft.plan.layout import CHOICES, Layout
+from weft.plan.patterns import expand_sites, shorten_sites
 from weft.plan.plan import FORMAT_VERSION, Candidate, Memory, Plan, Prediction
 
 KIND = "weft plan"
@@ -97,7 +98,11 @@ def format_plan(plan: Plan) -> str:
     if plan.uncaptured:
         lines.append(f"uncaptured = {_string(plan.uncaptured)}  # why the model is not a graph; it trains by data parallelism")
     if plan.stages:
-        lines += ["# site of the first operator of each stage after the first", *_array("stages", [_string(s) for s in plan.stages])]
+        sites = [_string(s) for s in shorten_sites(plan.stages)]
+        lines += [
+            "# site of the first operator of each stage after the first; {1..9..2} stands for 1, 3, 5, 7, 9",
+            *_array("stages", sites),
+        ]
     if plan.reasons:
         lines += ["# what was chosen, and why", *_array("reasons", [_list(_string(a), _string(b)) for a, b in plan.reasons])]
     if plan.replicated_operators:
@@ -158,7 +163,7 @@ def parse_plan(text: str, source: str = "plan.toml") -> Plan:
         "cluster": top.take("cluster", "str"),
         "batch_size": top.take("batch_size", "int"),
         "uncaptured": top.take("uncaptured", "str", ""),
-        "stages": top.rows("stages", "str"),
+        "stages": expand_sites(top.rows("stages", "str")),
         "replicated_operators": top.rows("replicated_operators", "str"),
         "reasons": tuple(tuple(top.columns("reasons", row, ["str", "str"])) for row in top.rows("reasons", "list")),
     }
