@@ -7,7 +7,7 @@ many as the batch lets, where it does not divide, and everything that can be pri
 Each layout is there once, in one form: no sequence parallelism without tensor ranks, no ZeRO without replicas, no schedule without a
 pipeline, no experts spread where the model has none. A `frame` is what operators' seconds depend on; `variants` are its schedules
 and what trades time for memory. Not searched: microbatch counts beyond `MOST_MICROBATCHES`, chunks beyond `MOST_CHUNKS` or of uneven
-size, float64 unless it is asked for.
+size, more stages than layers and float64 unless they are asked for.
 """
 
 from __future__ import annotations
@@ -128,9 +128,9 @@ def wanted_ranks(cluster: Cluster, constraints: Sequence[Constraint]) -> list[in
 class Space:
     """The layouts of a batch on a cluster that constraints admit.
 
-    `num_layers`: places for stages, at most that many; `num_chunks`: equal layers, which
-    several stages a rank divide nearly evenly. `experts`: of the model's widest layer, 1 where it has none. `fewer`: smaller
-    jobs as well, where all devices give one (for objectives that a smaller job may win).
+    `num_layers`: places for stages, at most that many. `num_chunks`: equal layers; more stages than those are tried only where they are
+    asked for, and several stages a rank divide them nearly evenly. `experts`: of the model's widest layer, 1 where it has none.
+    `fewer`: smaller jobs as well, where all devices give one (for objectives that a smaller job may win).
     """
 
     cluster: Cluster
@@ -184,7 +184,8 @@ class Space:
                 continue
             for pipeline in divisors(ranks // tensor):
                 data = ranks // tensor // pipeline
-                if pipeline > self.num_layers or not self.admits("pipeline", pipeline):
+                deep = pipeline > self.num_chunks and not self.asked("pipeline", pipeline)
+                if deep or pipeline > self.num_layers or not self.admits("pipeline", pipeline):
                     continue
                 if self.batch_size % data == 0 and self.admits("data", data):
                     yield data, tensor, pipeline
