@@ -17,7 +17,7 @@ from weft.model.graph import Graph
 from weft.plan.layout import Layout
 from weft.solve.search import check_layout, clocked, price, search, without_graph
 from weft.solve.space import Space, divisors, layouts, parse_constraints
-from weft.solve.stages import arrange, balance, runs_bytes, runs_s, useful
+from weft.solve.stages import balance, useful
 from weft.solve.timing import Priced
 
 CORE = Device("core", "cpu", (("float32", 1e11), ("bfloat16", 4e11)), 8e9, 2e10, 1.0, 2e-6)
@@ -214,7 +214,8 @@ def test_stages_of_another_model_are_refused() -> None:
 
 def test_nothing_fits() -> None:
     tiny = replace(GPUS, device=replace(GPU, memory_bytes=2e5))
-    with pytest.raises(Infeasible, match=r"none of \d+ layouts fits gpus: the leanest, .* needs .* GiB .*What would do: (about )?\d+ such devices"):
+    said = r"none of \d+ layouts fits gpus: the leanest, .* needs .* GiB .*What would do: (about )?\d+ such devices"
+    with pytest.raises(Infeasible, match=said):
         search(gpt(4), tiny, 16, "gpt")
 
 
@@ -267,3 +268,23 @@ def test_useful_cuts_are_where_little_crosses() -> None:
     found = useful(pricer.cuts, 3)
     assert len(found) >= 6
     assert max(c.size_bytes for c in found) <= sorted(c.size_bytes for c in pricer.cuts)[len(pricer.cuts) // 2]
+
+
+def test_on_processors_only_what_runs_is_chosen() -> None:
+    for frame in Space(NODE, 8).frames():
+        for layout in Space(NODE, 8).variants(frame):
+            layout.check_runs()
+    with pytest.raises(Infeasible, match=r"zero=3 is planned and priced, but not built yet"):
+        search(gpt(2), NODE, 8, "gpt", "zero=3")
+
+
+def test_the_least_memory_is_the_least_of_all_plans() -> None:
+    graph = gpt(2, hidden=64, batch=4)
+    cluster = replace(GPUS, levels=(Level("node", 4, Link(3e-6, 2e11)),))
+    limits = parse_constraints("precision=bfloat16 offload=none")
+    pricer = Pricer(graph, cluster, 4)
+    layers = len(useful(pricer.cuts, 1)) + 1
+    every = every_plan(pricer, Space(cluster, 4, limits, len(pricer.cuts) + 1, layers))
+    plan = search(graph, cluster, 4, "gpt", "precision=bfloat16 offload=none", objective="memory")
+    assert plan.prediction is not None
+    assert plan.prediction.memory.total == pytest.approx(min(p.prediction.memory.total for p in every))

@@ -55,7 +55,8 @@ def test_stages_on_unlike_devices_are_the_best_that_fit(case: tuple[list[float],
         if all(fits(k, a, b) for k, (a, b) in stages):
             every.append(max(seconds(k, a, b) for k, (a, b) in stages))
     matrix = runs_s(units, cross)
-    given_s = [np.where(runs_bytes([f * s for s in size], peaks) <= h, matrix * w, np.inf) for f, w, h in zip(flying, slow, have, strict=True)]
+    sizes = [runs_bytes([f * s for s in size], peaks) for f in flying]
+    given_s = [np.where(held <= h, matrix * w, np.inf) for held, w, h in zip(sizes, slow, have, strict=True)]
     if not every:
         with pytest.raises(Infeasible, match="no split"):
             arrange(given_s)
