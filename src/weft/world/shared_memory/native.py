@@ -25,7 +25,7 @@ RING_BYTES = 16 << 20
 ALL_RINGS_BYTES = 8 << 30  # addresses, not memory
 DIRECT_BYTES = 32 << 10
 JOB_BYTES = 64 << 10  # below, agreeing on a job costs more than the copies that it saves
-SPIN_S = 10e-6
+SPIN_S = 50e-6
 _DTYPES = {
     dtype: code
     for code, dtype in enumerate(

@@ -11,7 +11,6 @@
 #include <time.h>
 #include <unistd.h>
 
-#define YIELD_NS 100000 /* how long a waiting rank offers its core before it sleeps: waking it costs as much */
 #define AHEAD 2 /* chunks that a rank writes before it adds the first of them, which its cache still holds then */
 #define GONE (1ull << 32)
 #define DEPTH 4   /* slots of each rank's stream */
@@ -89,7 +88,7 @@ struct Channel {
     Engine *engine;
     int n, me, culprit;
     Head *head;
-    Counter *written, *reduced, *left, *sent, *taken;
+    Counter *written, *reduced, *left, *core, *sent, *taken;
     _Atomic uint64_t *consumed;
     uint64_t consumed_stride, slot_bytes, chunk, chunk_head, ring, number, jobs, jobs_left, total_reduced, my_written, room;
     Descriptor *descriptors;
@@ -130,7 +129,7 @@ static void pause_core(void) {
 }
 
 typedef struct {
-    uint64_t written, reduced, left, sent, taken, consumed, consumed_stride, descriptors, job, slots, rings, chunk_head, slot_bytes, total;
+    uint64_t written, reduced, left, core, sent, taken, consumed, consumed_stride, descriptors, job, slots, rings, chunk_head, slot_bytes, total;
 } Layout;
 
 static Layout layout(int n, uint64_t chunk, uint64_t ring) {
@@ -139,6 +138,7 @@ static Layout layout(int n, uint64_t chunk, uint64_t ring) {
     l.written = at, at += counters;
     l.reduced = at, at += counters;
     l.left = at, at += counters;
+    l.core = at, at += counters;
     l.sent = at, at += counters * n;
     l.taken = at, at += counters * n;
     l.consumed_stride = up(8 * n, 64);

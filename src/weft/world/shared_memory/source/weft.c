@@ -40,6 +40,7 @@ Channel *weft_open(Engine *e, char *base, int n, int me, uint64_t chunk, uint64_
     c->engine = e, c->n = n, c->me = me, c->culprit = -1;
     c->head = (Head *)base;
     c->written = (Counter *)(base + l.written), c->reduced = (Counter *)(base + l.reduced), c->left = (Counter *)(base + l.left);
+    c->core = (Counter *)(base + l.core);
     c->sent = (Counter *)(base + l.sent), c->taken = (Counter *)(base + l.taken);
     c->consumed = (_Atomic uint64_t *)(base + l.consumed), c->consumed_stride = l.consumed_stride / 8;
     c->descriptors = (Descriptor *)(base + l.descriptors), c->job = (Job *)(base + l.job);
@@ -159,6 +160,15 @@ int weft_test(Op *op) {
     return state;
 }
 
+/* Whether another rank of the group was last seen on this core: it cannot go on while this one spins. Tells where this one is. */
+static int shares_core(Channel *c) {
+    uint64_t core = (uint64_t)sched_getcpu() + 1;
+    if (get(&c->core[c->me]) != core) put(&c->core[c->me], core);
+    for (int r = 0; r < c->n; r++)
+        if (r != c->me && get(&c->core[r]) == core) return 1;
+    return 0;
+}
+
 /* Waits until the operation has ended: DONE, TIMED_OUT, DEAD or MISMATCH, with the rank of the last two in weft_culprit. */
 int weft_wait(Op *op, double timeout_s) {
     Channel *c = op->channel;
@@ -180,13 +190,8 @@ int weft_wait(Op *op, double timeout_s) {
             now = now_ns();
             if (!begin) begin = checked = now;
         }
-        if (!now || now - begin < e->spin_ns) {
+        if (!now || (now - begin < e->spin_ns && !shares_core(c))) {
             pause_core();
-            continue;
-        }
-        if (now - begin < e->spin_ns + YIELD_NS) { /* the rank that is waited for may have its turn on this very core */
-            sched_yield();
-            round = -1;
             continue;
         }
         if (now - checked > 20000000) {
