@@ -296,7 +296,8 @@ class _Losses(nn.Module):
             F.binary_cross_entropy_with_logits(logits, t[:, :5].sigmoid(), pos_weight=weight, reduction="sum"),
             F.kl_div(logits.log_softmax(-1), t[:, :5].log_softmax(-1), reduction="batchmean", log_target=True),
             F.kl_div(logits.log_softmax(-1), t[:, :5].softmax(-1), reduction="sum"),
-            F.smooth_l1_loss(out, t, beta=0.3), F.huber_loss(out, t, reduction="sum", delta=0.3), F.mse_loss(out, t, reduction="none").mean(0).sum(),
+            F.smooth_l1_loss(out, t, beta=0.3), F.huber_loss(out, t, reduction="sum", delta=0.3),
+            F.mse_loss(out, t, reduction="none").mean(0).sum(),
             F.cosine_embedding_loss(out, t, sign, margin=0.1), F.margin_ranking_loss(out[:, 0], out[:, 1], sign, margin=0.2),
             F.triplet_margin_loss(out, t, out.roll(1, 0)), F.multi_margin_loss(logits, y), F.hinge_embedding_loss(out[:, 0], sign),
             F.poisson_nll_loss(out, t.abs()), F.soft_margin_loss(out[:, 0], sign),
@@ -311,7 +312,7 @@ def losses() -> Any:
 
 
 class _Coupled(nn.Module):
-    """Losses over pairs of samples: contrast of two views, the hardest negative, covariance, centres, one expert's capacity, no diagonal."""
+    """Losses over pairs of samples: contrast of two views, the hardest negative, covariance, centres, capacity, no diagonal."""
 
     centres: Tensor
 
