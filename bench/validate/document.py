@@ -27,18 +27,21 @@ NOTES = """
   0.01 % in layers and microbatches, so they carry about eighty independent numbers; what no smooth model follows is that
   some shapes that are bound by launches take 15 to 30 % less than smaller ones (hidden size 2048, 4 tensor ranks, microbatches of 1 and 2),
   and they are the largest errors.
-- **a100-megatron**: four constants to one layer of 22B; everything else is taken from the set above, or assumed, as its source says. Two
-  of the assumed ones, `accumulate_bytes` and `spread`, were reasoned out after a first look at the two utilisations that Megatron-LM's
-  papers state for 1 T parameters (52 % on 3,072 GPUs with recomputation counted, 56.3 % on 512 without): those two are no blind test.
+- **a100-megatron**: four constants to one layer of 22B; everything else is taken from the set above, or assumed, as its source says.
+  `accumulate_bytes` (what fused accumulation moves) and `spread` (the repeat noise of the single-node table) took their figures after
+  predictions had been looked at beside utilisations that Megatron-LM's papers state for 175 B to 1 T parameters (such as 52 % on 3,072
+  GPUs with recomputation counted, 56.3 % on 512 without). Nothing was fitted to those, but they are no blind test of this set.
 - **h100-megatron-core** and **generic**: no compute of these devices was fitted. Their constants are the A100's at the device's own
-  peak and assumed efficiency: errors of 10 % and more are to be expected.
+  peak and assumed efficiency, and for H100 half of the tensor collectives are assumed hidden, as the framework's options have it:
+  errors of 10 % and more are to be expected.
 - **Bubbles**: nothing is fitted; the published stage times run through weft's own schedule and clock.
 
 ## What was not measured here
 
-Sums of gradients over more than 128 GPUs, transfers between stages of different nodes, stragglers (the slowest of n ranks is taken to be
-sqrt(2 ln n) times 0.05 % slower, the repeat noise of the single-node table), ZeRO 2 and 3, offload, fused attention, and H100 compute are formulas with stated or assumed
-constants. Memory is checked against published formulas (`tests/pure/test_cost_memory.py`), not against measured GPUs.
+Sums of gradients over more than 128 GPUs, transfers between stages of different nodes, stragglers (the slowest of n ranks is taken to
+be sqrt(2 ln n) times 0.05 % slower), ZeRO 2 and 3, offload, experts, fused attention, and H100 compute are formulas with stated or
+assumed constants. Memory is checked against published formulas (`tests/pure/test_cost_memory.py`), not against measured GPUs. A layout
+by hand has stages of equally many layers on GPUs, as in the tables; plans that weft chooses itself balance their stages.
 """
 
 
