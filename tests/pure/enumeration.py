@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 
 from weft.model.propagate import _Axis, _Choice
 from weft.model.work import differentiable, storages, work
@@ -81,6 +82,12 @@ class Everything:
     def touch(self, value: str, form: str) -> float:
         """Seconds of reading and writing gradient and states."""
         return self.graph.tensors[value].size_bytes * 8 / self.axis.prices.memory_bytes_per_s / (self.axis.n if form[0] == "S" else 1)
+
+    @property
+    def count(self) -> int:
+        """How many placements there are, those that cannot be among them."""
+        read = {value for op in self.graph.operators for value in op.inputs if value in self.axis.placed}
+        return prod(len(row) for row in self.choices) * prod(len(self.lies(value)) for value in read)
 
     def cheapest(self, bound: float = float("inf")) -> float:
         """Seconds of the cheapest placement below `bound`. Only what must cost more than a known one is left out."""

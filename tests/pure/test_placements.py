@@ -52,6 +52,15 @@ def stored_of(graph: Graph, found: Placement) -> dict[str, str]:
     return {values[name]: f"S{dim}" for name, dim in found.shards["tensor"]}
 
 
+def countable(shapes: list[tuple[str, int, int]], way: str, most: int) -> Graph:
+    """The chain of as many of the first operators as leave at most so many placements to try."""
+    for length in range(len(shapes), 1, -1):
+        graph = chain(shapes[:length])
+        if Everything(axis_of(graph, GPU, way)).count <= most:
+            return graph
+    return chain(shapes[:1])
+
+
 def check_optimum(graph: Graph, prices: Prices, way: str) -> None:
     found = solved(graph, prices, way)
     everything = Everything(axis_of(graph, prices, way))
@@ -67,12 +76,14 @@ def check_optimum(graph: Graph, prices: Prices, way: str) -> None:
 @settings(max_examples=200, deadline=None)
 @given(st.lists(SHAPES, min_size=1, max_size=3), LINKS, WAYS)
 def test_the_optimum_is_that_of_the_enumeration(shapes: list[tuple[str, int, int]], link: float, way: str) -> None:
-    check_optimum(chain(shapes), Prices(1e8, 1e10, link, 1e-6), way)
+    check_optimum(countable(shapes, way, 20_000), Prices(1e8, 1e10, link, 1e-6), way)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.lists(st.sampled_from(("conv", "relu", "bn", "pool", "add")), min_size=1, max_size=3), LINKS, WAYS)
 def test_the_optimum_of_convolutions_is_that_of_the_enumeration(kinds: list[str], link: float, way: str) -> None:
+    while len(kinds) > 1 and Everything(axis_of(convolutions(kinds), GPU, way)).count > 20_000:
+        kinds = kinds[:-1]
     check_optimum(convolutions(kinds), Prices(1e8, 1e10, link, 1e-6), way)
 
 
@@ -82,7 +93,7 @@ def test_the_optimum_within_a_budget_is_that_of_the_enumeration(
     shapes: list[tuple[str, int, int]], link: float, way: str, part: float
 ) -> None:
     prices = Prices(1e8, 1e10, link, 1e-6)
-    graph = chain(shapes)
+    graph = countable(shapes, way, 1000)
     tried = list(Everything(axis_of(graph, prices, way)).all())
     sizes = [one.size_bytes for one in tried]
     least = min(sizes)
@@ -109,7 +120,7 @@ def _forms(stored: dict[str, str]) -> dict[str, str]:
 @given(st.lists(SHAPES, min_size=1, max_size=4), LINKS, WAYS)
 def test_of_equal_placements_the_one_that_holds_least(shapes: list[tuple[str, int, int]], link: float, way: str) -> None:
     prices = Prices(1e8, 1e10, link, 1e-6)
-    graph = chain(shapes[:3])
+    graph = countable(shapes, way, 1000)
     tried = list(Everything(axis_of(graph, prices, way)).all())
     best = min(one.seconds for one in tried)
     least = min(one.size_bytes for one in tried if one.seconds <= best * (1 + 1e-9))
