@@ -73,6 +73,7 @@ class Pricer:
     shards: Mapping[str, tuple[tuple[str, int], ...]] | None = None
     stack: Stack | None = None
     balanced: dict[tuple[object, ...], tuple[str, ...]] = field(default_factory=dict)  # where the search begins stages, by layout
+    places: dict[int, list[Cut]] = field(default_factory=dict)  # cuts that the search tries, by how many it needs
     _shardings: dict[tuple[bool, int, bool], Sharding | None] = field(default_factory=dict)
     _parts: dict[tuple[bool, int, bool], Parts] = field(default_factory=dict)
     _sections: dict[tuple[object, ...], list[Section]] = field(default_factory=dict)

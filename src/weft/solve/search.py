@@ -229,10 +229,16 @@ class _Search:
             if (schedule.chunks > 1) is not interleaved:
                 continue
             fitting: list[Layout] = []
-            hopeless = {r for r in ("none", "full") if self._least_of(schedule, r == "full") > self._best_value > ()}
+            used = {recompute for _, recompute, _ in thrifts}
+            hopeless: set[str] = set()
+            if self.best is not None:
+                if self._least_of(schedule, again=False) > self._best_value:
+                    continue
+                if "full" in used and self._least_of(schedule, again=True) > self._best_value:
+                    hopeless = {"full"}
             for zero, recompute, offload in thrifts:
                 one = replace(schedule, zero=zero, recompute=recompute, offload=offload)
-                if "none" in hopeless or recompute in hopeless:
+                if recompute in hopeless:
                     continue
                 if self.objective != "memory" and any(_spares(other, one) for other in fitting):
                     continue

@@ -71,7 +71,7 @@ def _even(units_s: Sequence[float], crossings_s: Sequence[float], num_stages: in
             end = start
 
     low, high = max(sums[n] / num_stages, max(units_s)), sums[n] + 2 * cross
-    for _ in range(60):
+    while high - low > 1e-10 * high:
         middle = (low + high) / 2
         if filled(middle) == []:
             low = middle

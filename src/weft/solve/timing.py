@@ -112,7 +112,10 @@ def places(pricer: Pricer, layout: Layout) -> list[Cut]:
         at = f"pipeline={layout.pipeline}" + (f" chunks={layout.chunks}" if layout.chunks > 1 else "")
         raise Infeasible(f"{at} but the model can be cut in {len(pricer.cuts)} places; use pipeline<={len(pricer.cuts) + 1}")
     # With several stages a rank there are enough of them: borders where least crosses, if those suffice.
-    return useful(pricer.cuts, p - 1 if layout.chunks == 1 else p // 2)
+    least = p - 1 if layout.chunks == 1 else p // 2
+    if least not in pricer.places:
+        pricer.places[least] = useful(pricer.cuts, least)
+    return pricer.places[least]
 
 
 def unit_seconds(pricer: Pricer, layout: Layout, tried: Sequence[Cut]) -> Seconds2:
@@ -126,11 +129,15 @@ def unit_seconds(pricer: Pricer, layout: Layout, tried: Sequence[Cut]) -> Second
 
 def crossings_s(pricer: Pricer, layout: Layout, tried: Sequence[Cut]) -> list[float]:
     """Seconds that a stage's border at each cut costs for one microbatch, both ways."""
-    known: dict[tuple[str, ...], float] = {}
+    tensors, batched = pricer.graph.tensors, pricer.inventory.batched
+    known: dict[tuple[tuple[int, bool], ...], float] = {}
+    found = []
     for cut in tried:
-        if cut.values not in known:
-            known[cut.values] = 2 * pricer.transfer_s(layout, pricer.crossing(layout, cut.values))
-    return [known[cut.values] for cut in tried]
+        alike = tuple([(tensors[v].size_bytes, v in batched) for v in cut.values])
+        if alike not in known:
+            known[alike] = 2 * pricer.transfer_s(layout, pricer.crossing(layout, cut.values))
+        found.append(known[alike])
+    return found
 
 
 def _hand_over_s(pricer: Pricer, layout: Layout, stage: Stage, to: int, values: Sequence[str]) -> float:
