@@ -238,6 +238,9 @@ def markdown(results: Sequence[Result]) -> str:
     slower = [r.case for r in results if r not in beaten]
     if slower:
         lines.append(f"It is not in: {', '.join(slower)}.")
+    missing = [case.key for case in CASES if case.key not in {r.case for r in results}]
+    if missing:
+        lines.append(f"Not priced yet: {', '.join(missing)}.")
     return "\n".join([*lines, ""])
 
 

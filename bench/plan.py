@@ -86,7 +86,7 @@ CASES = (
 )
 SWEEPS = (
     *(Work(f"{n} layers, 64 A100", f"gpt-39b:layers={n}", "8xdgx-a100-80", 1024, sweep="layers") for n in (12, 24, 48, 96)),
-    *(Work(f"{8 * n} A100, 24 layers", "gpt-39b:layers=24", f"{n}xdgx-a100-80", 1024, sweep="devices") for n in (8, 16, 32, 64, 128)),
+    *(Work(f"{8 * n} A100, 24 layers", "gpt-39b:layers=24", f"{n}xdgx-a100-80", 1024, sweep="devices") for n in (8, 32, 128)),
 )
 
 
@@ -221,7 +221,7 @@ def markdown(about: Mapping[str, Any], rows: Sequence[Row]) -> str:
         lines += [f"## {title}", "", f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
         lines += [f"| {' | '.join(cells(row))} |" for row in mine]
         if exponent := growth(mine):
-            lines += ["", f"From the first row to the last the time grows with the power {exponent:.2f} of the number."]
+            lines += ["", f"From the first row to the last, processor time grows with the power {exponent:.2f} of the number."]
         lines.append("")
     lines += ["## What was planned", "", "| case | step | MFU | above the bound |", "|---|---|---|---|"]
     for row in rows:
@@ -235,13 +235,14 @@ def markdown(about: Mapping[str, Any], rows: Sequence[Row]) -> str:
 
 
 def growth(rows: Sequence[Row]) -> float | None:
-    """The power of the sweep's number with which the time grows, between its ends; None where rows are no sweep."""
+    """The power of the sweep's number with which processor time grows, between its ends; None where rows are no sweep."""
     from math import log
 
     if len(rows) < 2 or not rows[0].sweep:
         return None
     first, last = (float(row.case.partition(" ")[0].replace(",", "")) for row in (rows[0], rows[-1]))
-    return log(rows[-1].weft / rows[0].weft) / log(last / first)
+    seconds = [row.cpu_s or row.weft for row in (rows[0], rows[-1])]
+    return log(seconds[1] / seconds[0]) / log(last / first)
 
 
 INTRO = """Seconds from the start of `weft plan` to its answer, in a process of its own: starting Python and torch, building the model
@@ -264,7 +265,7 @@ def main(arguments: Sequence[str]) -> int:
     given = p.parse_args(list(arguments))
     console = Console(width=200) if not sys.stdout.isatty() else Console()
     about = header(
-        " ".join(["scripts/bench plan", *arguments]),
+        f"scripts/bench plan --rounds {given.rounds}{' --quick' if given.quick else ''}",
         versions(("torch", "transformers", "highspy")),
         load=f"{os.getloadavg()[0]:.1f} processes were running before (a quiet machine has 0)",
         measured=f"{given.rounds} runs of each, one after another; medians",
