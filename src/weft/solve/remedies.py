@@ -25,9 +25,7 @@ TRIED = 4  # frames of each question
 TIMES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256)
 
 
-def nothing_fits(
-    pricer: Pricer, space: Space, constraints: str, leanest: Priced | None, refused: Sequence[Candidate]
-) -> Infeasible:
+def nothing_fits(pricer: Pricer, space: Space, constraints: str, leanest: Priced | None, refused: Sequence[Candidate]) -> Infeasible:
     """The error to raise where a search found nothing. `leanest`: what was priced and holds least."""
     cluster, batch = space.cluster, space.batch_size
     under = f" under {constraints!r}" if constraints else ""
