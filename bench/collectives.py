@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
@@ -34,10 +35,12 @@ GLOO, BUFFER, PRIVATE, PYTHON, MPI, COPY = "gloo", "shared buffer", "shared memo
 TRANSPORTS = {GLOO: "gloo", BUFFER: "shared_memory", PRIVATE: "shared_memory", PYTHON: "portable"}
 Times = dict[tuple[int, str], list[float]]
 
-INTRO = """All-reduce of float32, one thread a rank. `shared buffer`: the tensor lies in memory from `Group.shared_buffer`, where gradients
-can lie, and is summed in place; `shared memory`: any tensor, through slots; `in Python`: the same without the C library. gloo and these go
-through `Group`, its record included; MPI is called directly, by mpi4py. `copy`: every rank copies as many bytes within its own memory, all
-at once. Bus bandwidth is 2 (n - 1) / n times the bytes over the time, as nccl-tests count it. Each cell: median (fastest tenth)."""
+INTRO = """\
+All-reduce of float32, one thread a rank. `shared buffer`: the tensor lies in memory from `Group.shared_buffer`, where gradients can lie,
+and is summed in place; `shared memory`: any tensor, through slots; `in Python`: the same without the C library. gloo and these go through
+`Group`, its record included; MPI is called directly, by mpi4py. `copy`: every rank copies as many bytes within its own memory, all at
+once, until the last has. Bus bandwidth is 2 (n - 1) / n times the bytes over the time, as nccl-tests count it. Each cell: median (fastest
+tenth)."""
 
 
 def rank_calls(world: World, sizes: list[int], contenders: list[str], calls: int, budget_s: float) -> list[list[Any]]:
@@ -73,6 +76,8 @@ def rank_calls(world: World, sizes: list[int], contenders: list[str], calls: int
                     quick.barrier()
                 began = time.perf_counter()
                 call()
+                if name == COPY:
+                    quick.barrier()  # all have copied, also those that had to wait for a core
                 seconds[name].append(time.perf_counter() - began)
             quick.barrier()
         found += [[size, name, times] for name, times in seconds.items()]
@@ -213,6 +218,7 @@ def main(arguments: list[str]) -> int:
     p.add_argument("--quick", action="store_true", help="2 ranks, three sizes, one round; does not write the page")
     given = p.parse_args(arguments)
     console = Console()
+    load = os.getloadavg()[0]
     why_no_mpi = missing(peers_python(), ("mpi4py",))
     if why_no_mpi:
         console.print(f"MPI is not measured: {why_no_mpi}; scripts/bench train --install-peers installs it")
@@ -223,6 +229,7 @@ def main(arguments: list[str]) -> int:
     }
     verdicts = [v for num_ranks, times in found.items() for part in (0.5, 0.1) for v in judged(num_ranks, times, part)]
     about = header(f"scripts/bench collectives {' '.join(arguments)}".strip(), versions(("torch", "mpi4py", "mpich")))
+    about["other work"] = f"load average {load:.1f} before the run; what is above 0 took cores and memory bandwidth from all contenders"
     about["versions"] = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
     for title, (columns, rows) in [
         *((f"{num_ranks} ranks", lines_of(num_ranks, times)) for num_ranks, times in found.items()),
