@@ -255,3 +255,12 @@ def test_by_hand_stages_have_equally_many_layers() -> None:
     assert p.even(Layout()) == ()
     assert len(p.even(Layout(pipeline=4, microbatches=4, schedule="interleaved", chunks=2))) == 7
     assert Pricer(p.graph, Cluster.parse("4xcpu-2"), 64).even(Layout(pipeline=4)) == ()
+
+
+def test_weights_that_move_do_so_every_microbatch() -> None:
+    """Whatever batch a graph was captured at, the price is the same: weights that move are weighed once a microbatch."""
+    layout = Layout.parse("tensor=4 data=2 microbatches=32 precision=float16")
+    small, large = (Pricer(gpt(3, 256, 8, 128, 4096, batch), A100, 64) for batch in (2, 64))
+    one, other = (p.stages(layout)[0] for p in (small, large))
+    assert other.tensor.total == pytest.approx(one.tensor.total, rel=0.02)
+    assert other.compute.total == pytest.approx(one.compute.total, rel=0.02)

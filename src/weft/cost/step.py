@@ -162,7 +162,8 @@ class Pricer:
                 little, much = (collective_s(self.cluster, "all_reduce", s, group) for s in (1.0, 2.0**24))
                 rate = 2 * (size - 1) / size * 2.0**24 / max(much - little, 1e-9)
                 flops = dict(speed.flops).get(layout.precision, dict(speed.flops)["float32"])
-                found[axis] = Prices(flops, speed.memory_bandwidth_bytes_per_s, rate, little)
+                repeats = max(1.0, 1 / self.microbatch(layout))
+                found[axis] = Prices(flops, speed.memory_bandwidth_bytes_per_s, rate, little, repeats)
         return found
 
     def microbatch(self, layout: Layout) -> float:

@@ -194,7 +194,8 @@ class _Axis:
         return _Choice(label, tuple(needs), tuple(makes), seconds)
 
     def _bytes(self, value: str) -> float:
-        return self.graph.tensors[value].size_bytes / self.divide
+        size = self.graph.tensors[value].size_bytes
+        return size * self.prices.repeats if value in self.placed else size / self.divide
 
     def move_s(self, value: str, source: Form, target: Form) -> float:
         """Seconds of a redistribution, forward and (where the value has a gradient) backward."""

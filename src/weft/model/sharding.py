@@ -21,12 +21,16 @@ Shards = tuple[tuple[str, int], ...]  # (parameter or buffer name, dim that is c
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """What the search weighs against each other, per rank: FLOP/s, bytes/s of memory and of the axis' links, seconds of latency."""
+    """What the search weighs against each other, per rank: FLOP/s, bytes/s of memory and of the axis' links, seconds of latency.
+
+    `repeats`: microbatches that make up the graph's batch; weights that move do so for each of them.
+    """
 
     flops_per_s: float = 1e9
     memory_bytes_per_s: float = 1e10
     link_bytes_per_s: float = 1e9
     latency_s: float = 2e-4
+    repeats: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
