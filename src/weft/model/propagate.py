@@ -219,8 +219,8 @@ class _Axis:
         if need[0] == "S":
             return (need, touched / self.n) if self.cuttable(value, int(need[1:])) else None
         # Gradients are summed many in one bucket: their bytes count, a latency of their own does not.
-        extra = collective_s("all_reduce", size, self.n, replace(self.prices, latency_s=0.0)) if need == "+" and value in self.grads else 0.0
-        return "R", touched + extra
+        summed = need == "+" and value in self.grads
+        return "R", touched + (collective_s("all_reduce", size, self.n, replace(self.prices, latency_s=0.0)) if summed else 0.0)
 
     def start(self, value: str) -> tuple[Form, ...] | None:
         """Forms in which a variable is there at the beginning; None for a parameter that may still lie anywhere."""
