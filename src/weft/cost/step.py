@@ -40,7 +40,8 @@ MICROBATCH_S = 3e-4  # the executor's own time for one microbatch of one stage o
 STEP_S = 1e-3  # what a step costs besides on processors: the loop, clipping, logging
 NARROW = ("linear", "attention", "convolution", "recurrent", "activation")  # results are bfloat16 under autocast
 HOST_BYTES_PER_S = 12e9  # to the host's memory and back, a GPU: half of PCIe 4 x16, shared by two; assumed
-HOST_ADAM_S = 1.0e-9  # of a parameter's Adam step on the host's processors, a GPU's share of them; assumed
+HOST_ADAM_S = 2.0e-9  # of a parameter's Adam step on the host's processors, an eighth of which is a GPU's share; assumed
+HOST_SLOWS = 0.1  # part of the seconds of copies to the host and back that computation is slower by while they run; assumed
 
 Array = NDArray[np.float64]
 
@@ -411,9 +412,9 @@ class Pricer:
         if layout.offload in ("optimizer", "all"):
             optimizer = updated * ((widths.gradient + widths.weight) / HOST_BYTES_PER_S + HOST_ADAM_S)
         if layout.offload in ("activations", "all"):
-            # Out during forward, back during backward, beside the computation.
+            # Out during forward, back during backward, beside the computation, which shares the device's memory with it.
             moving = base.state.kept_bytes / HOST_BYTES_PER_S
-            busy = Seconds(max(busy.forward, moving), max(busy.backward, moving))
+            busy = Seconds(max(busy.forward + HOST_SLOWS * moving, moving), max(busy.backward + HOST_SLOWS * moving, moving))
         overlap = 0.0 if self.cluster.is_cpu else self.efficiency.overlap
         # The sums of every chunk but the first run while the other chunks of p microbatches go backward.
         window = (busy.backward + network.backward) * (layout.pipeline if index >= layout.pipeline else 1)

@@ -77,14 +77,17 @@ class Layout:
         if self.data % self.expert:
             raise LayoutError(f"expert={self.expert} does not divide data={self.data}, over whose replicas experts are spread")
 
+    def not_built(self) -> dict[str, tuple[int | str, ...]]:
+        """The choices that can be planned and priced but that no run has yet, by key, with those that it has."""
+        return {key: known for key, known in RUNS.items() if getattr(self, key) not in known}
+
     def check_runs(self) -> None:
-        """Raise `LayoutError` for a choice that can be planned and priced but that no run has yet, with those that it has."""
-        for key, known in RUNS.items():
-            value = getattr(self, key)
-            if value not in known:
-                raise LayoutError(
-                    f"{key}={value} is planned and priced, but not built yet for running; use {' or '.join(f'{key}={v}' for v in known)}"
-                )
+        """Raise `LayoutError` for a choice that is not built for running, with those that are."""
+        for key, known in self.not_built().items():
+            raise LayoutError(
+                f"{key}={getattr(self, key)} is planned and priced, but not built yet for running; "
+                f"use {' or '.join(f'{key}={v}' for v in known)}"
+            )
 
     @property
     def num_stages(self) -> int:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 
 from weft.errors import UsageError
 from weft.plan.layout import Layout
+from weft.plan.patterns import shorten_sites
 from weft.plan.plan import Memory, Plan, Prediction
 from weft.units import format_bytes, format_count, format_flops, format_percent, format_seconds
 
@@ -59,7 +60,7 @@ def summary_table(plan: Plan) -> Table:
             ("memory", f"{format_bytes(p.memory.total)} on the fullest device"),
         ]
     if plan.stages:
-        rows.append(("stages begin at", ", ".join(plan.stages)))
+        rows.append(("stages begin at", ", ".join(shorten_sites(plan.stages))))
     if plan.uncaptured:
         rows.append(("not captured", f"{plan.uncaptured}; only data parallelism and ZeRO apply"))
     if plan.replicated_operators:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from weft.cluster.cluster import Cluster
-from weft.plan.layout import Layout
+from weft.plan.layout import CHOICES, RUNS, Layout
 from weft.plan.plan import Candidate, Prediction
 from weft.units import format_bytes, format_seconds
 
@@ -68,10 +68,22 @@ def reasons(
             continue
         barred = next((c for c in refused if getattr(c.layout, key) != mine and c.note), None)
         if barred is not None:
-            found.append((key, f"{key}={mine}: no other {key} fits. The nearest: {barred.note.partition(';')[0]}"))
+            found.append((key, f"{key}={mine}: nothing else was priced and fits. The nearest: {barred.note.partition(';')[0]}"))
+    missing = layout.not_built()
+    if missing:
+        words = " ".join(f"{key}={getattr(layout, key)}" for key in missing)
+        without = " ".join(_allowed(key, known) for key, known in RUNS.items())
+        found.append(("runs", f"{words}: planned and priced, but not built yet for running; what runs today: --constrain '{without}'"))
     have = cluster.memory_of(layout.num_ranks)
     found.append(("memory", f"{format_bytes(prediction.memory.total)} of {format_bytes(have)} on the fullest device"))
     return tuple(found)
+
+
+def _allowed(key: str, known: Sequence[int | str]) -> str:
+    """The constraint that leaves what runs of a key."""
+    if all(isinstance(v, int) for v in known):
+        return f"{key}<={max(known)}"
+    return " ".join(f"{key}!={word}" for word in CHOICES[key] if word not in known)
 
 
 def _compared(key: str, mine: object, layout: Layout, parts: dict[str, float], step: float, other: Candidate) -> str:

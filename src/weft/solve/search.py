@@ -17,6 +17,7 @@ from itertools import permutations
 from weft.cluster.cluster import Cluster
 from weft.cluster.mixed import reordered
 from weft.cost.memory import state_bytes
+from weft.cost.parts import expert_weights
 from weft.cost.step import Pricer, together
 from weft.errors import Infeasible, LayoutError, UsageError
 from weft.model.graph import Graph
@@ -123,7 +124,7 @@ def _find(pricer: Pricer, limits: Sequence[Constraint], objective: str) -> _Sear
     graph = pricer.graph
     layers = sum(run.count for run in graph.fold.runs) if graph.fold is not None else len(useful(pricer.cuts, 1)) + 1
     fewer = objective in ("cost", "energy") and not pricer.cluster.parts
-    space = Space(pricer.cluster, pricer.batch_size, limits, len(pricer.cuts) + 1, layers, fewer=fewer)
+    space = Space(pricer.cluster, pricer.batch_size, limits, len(pricer.cuts) + 1, layers, _experts(pricer.graph), fewer=fewer)
     space.check()
     found = _Search(pricer, space, objective)
     found.run()
@@ -379,6 +380,12 @@ def _prove(pricer: Pricer, best: Priced) -> None:
     layout = best.layout
     if layout.pipeline > 1 and 6 * layout.num_stages * layout.microbatches <= MOST_CHECKED:
         check(build(layout.schedule, layout.num_stages, layout.microbatches, links(pricer.split(best.sites)), chunks=layout.chunks))
+
+
+def _experts(graph: Graph) -> int:
+    """Experts of the widest layer, 1 where there are none."""
+    sizes = {v.value: v.tensor.shape[0] for v in graph.parameters if v.tensor.shape}
+    return max((sizes[value] for value in expert_weights(graph)), default=1)
 
 
 def without_graph(
