@@ -29,6 +29,10 @@ from weft.world.world import Group
 Variant = tuple[Form, ...]  # a value's form along every axis, in the order of `Lowering.axes`
 _RESHAPES = {"view", "reshape", "_unsafe_view", "unflatten", "flatten", "view_as", "reshape_as", "squeeze", "unsqueeze"}
 _LAYER = re.compile(r"^(?:[^/]*?\.)?\d+(?=\.|/|$)")
+# Where an operator that draws is told whether it trains.
+_TRAINS = dict.fromkeys(("alpha_dropout", "feature_dropout", "feature_alpha_dropout", "native_dropout"), 2) | dict.fromkeys(
+    ("lstm", "gru", "rnn_tanh", "rnn_relu"), 6
+)
 _EXPANDS = {"expand", "expand_as", "broadcast_to"}
 
 
@@ -226,7 +230,7 @@ class _Builder:
             call = _bind(attention, draw=low.draw, operator=self.ordinal[op.name], part=self._part(cut))
             return self._node(call, (q, k, v, mask, p, causal, kwargs.get("scale"), kwargs.get("enable_gqa", False)))
         if draws(op):
-            call = _bind(drawn, _lookup(op.target), low.draw, self.ordinal[op.name], self._part(cut))
+            call = _bind(drawn, _lookup(op.target), low.draw, self.ordinal[op.name], self._part(cut), _TRAINS.get(name))
             return self._node(call, tuple(args), kwargs)
         if name == "batch_norm" and len(args) > 5 and args[5]:
             rule = self._rule(op)

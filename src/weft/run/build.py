@@ -19,6 +19,7 @@ from weft.lower.local import LocalStage, Lowering, lower
 from weft.model.capture import Captured, Loss, capture
 from weft.model.deferred import Deferred, fake_copy, materialize, materialize_real
 from weft.model.deferred.fakes import fake_mode
+from weft.model.evaluation import difference
 from weft.model.graph import Graph, Variable
 from weft.model.nesting import batch_size_of
 from weft.model.propagate import learned, propagate
@@ -66,6 +67,26 @@ class Source:
     def sharding(self, plan: Plan, graph: Graph) -> Sharding:
         """The complete sharding that a plan means for a graph."""
         return shard_of(plan, graph)
+
+    def check_evaluation(self, batch: Any, loss: Loss | None, batch_size: int | None, outputs: bool = False) -> None:
+        """Raise ModelError where the model computes something else in evaluation than in training without dropout."""
+        modules = list(self.model.modules())
+        modes = [module.training for module in modules]
+        if not any(modes):
+            return
+        training = self.capture(batch, loss, batch_size, outputs).graph
+        try:
+            self.model.eval()
+            evaluation = Source.capture(self, batch, loss, batch_size, outputs).graph
+        finally:
+            for module, mode in zip(modules, modes, strict=True):
+                module.training = mode
+        where = difference(training, evaluation)
+        if where:
+            raise ModelError(
+                f"the model computes something else in evaluation than in training, first at {where}, which is not built yet; "
+                "evaluate the serial model from engine.full_state_dict(), or write the model without `if self.training`"
+            )
 
     def take(self, take: Callable[[str, Tensor], Tensor | None], dtype: torch.dtype | None) -> dict[str, Tensor]:
         """Initial values, one tensor at a time: what `take(name, tensor)` returns is kept."""

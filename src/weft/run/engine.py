@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,10 @@ class Engine:
         self._everyone = world.group(tuple(range(world.num_ranks)))
         self._pipeline = world.group(self.mesh.group(world.rank, "pipeline"))
         self._draw = self.parts.draw
+        size = plan.batch_size // plan.layout.microbatches
+        self._check_evaluation: Callable[[], None] = lru_cache(maxsize=1)(
+            (lambda: None) if plan.uncaptured else partial(source.check_evaluation, batch, loss, size)
+        )
         sums = [world.group(g.sum_ranks) if len(g.sum_ranks) > 1 else None for g in self.parts.groups]
         axes = [world.group(self.mesh.group(world.rank, axis)) for axis in self.parts.sharding.sizes]
         # In one order on every rank: a group that two ranks connect at different times would stop them both.
@@ -179,14 +184,25 @@ class Engine:
         return norm
 
     def evaluate(self, batch: Any) -> float:
-        """The loss on a batch, without training: no dropout, batch norm by its running statistics."""
+        """The loss on a batch, without training: no dropout, batch norm by its running statistics.
+
+        Raises:
+            ModelError: the model does anything else in evaluation; found at the first call.
+        """
+        self._check_evaluation()
         self._draw.step = self.step_index
         self._draw.evaluating = True
+        # A model that runs whole is the user's module, with modes of its own.
+        modes = [(module, module.training) for module in self.parts.local.module.modules()] if self.plan.uncaptured else []
+        for module, _ in modes:
+            module.training = False
         try:
             with torch.no_grad():
                 return self.loss_of(self._executor.run(self._local(batch), train=False))
         finally:
             self._draw.evaluating = False
+            for module, mode in modes:
+                module.training = mode
 
     def loss_of(self, result: Result) -> float:
         """The mean over microbatches, from every rank's summands."""

@@ -89,6 +89,11 @@ def divide(model: nn.Module, source: Source, plan: Plan, batch: Any, world: Worl
     layout = plan.layout
     if layout.pipeline > 1 or layout.microbatches > 1 or layout.zero:
         raise Infeasible(f"{layout}: a plain loop owns its backward and its optimizer, so only data and tensor apply; use weft.parallelize")
+    cannot: ModelError | None = None
+    try:
+        source.check_evaluation(batch, None, plan.batch_size, outputs=True)  # here, while the module has its own parameters
+    except ModelError as error:
+        cannot = error
     parts = build(plan, source, batch, None, world, OptimizerSpec(), torch.initial_seed(), outputs=True)
     _place(model, parts)
     graph, forms = parts.graph, parts.local.forms
@@ -118,6 +123,8 @@ def divide(model: nn.Module, source: Source, plan: Plan, batch: Any, world: Worl
                 )
         parts.draw.step += 1
         parts.draw.evaluating = not model.training
+        if cannot is not None and not model.training:
+            raise cannot
         tensors = {v.value: given[v.name].to(world.device) for v in inputs}
         values = [parts.variables[v] if v in parts.variables else tensors[v] for v in parts.local.variables]
         with torch.autocast(world.device.type, dtype=autocast, enabled=autocast is not None):

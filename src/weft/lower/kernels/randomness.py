@@ -71,8 +71,13 @@ def attention(
         return F.scaled_dot_product_attention(q, k, v, mask, p, causal, scale=scale, enable_gqa=enable_gqa)
 
 
-def drawn(target: Callable[..., Any], draw: Draw, operator: int, part: int, *args: Any, **kwargs: Any) -> Any:
-    """Any other operator that draws: `target` with torch's global generators borrowed and put back."""
+def drawn(target: Callable[..., Any], draw: Draw, operator: int, part: int, trains: int | None, *args: Any, **kwargs: Any) -> Any:
+    """Any other operator that draws: `target` with torch's global generators borrowed and put back.
+
+    `trains`: position of the argument that says whether it trains; None where it draws in evaluation too.
+    """
+    if draw.evaluating and trains is not None:
+        return target(*args[:trains], False, *args[trains + 1 :], **kwargs)
     devices = list({x.device for x in args if isinstance(x, Tensor) and x.device.type == "cuda"})
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(draw.generator(torch.device("cpu"), operator, part).initial_seed())

@@ -1,0 +1,86 @@
+"""Evaluation is the serial model's own, or it is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import weft
+from weft.errors import ModelError
+
+
+class _Model(nn.Module):
+    """Dropout, statistics, recurrence and attention with dropout; `odd` adds what only training does."""
+
+    def __init__(self, odd: Callable[[nn.Module, torch.Tensor], torch.Tensor] | None = None) -> None:
+        super().__init__()
+        self.up, self.drop, self.norm = nn.Linear(8, 8), nn.Dropout(0.3), nn.BatchNorm1d(8)
+        self.recurrent = nn.GRU(8, 8, num_layers=2, dropout=0.2, batch_first=True)
+        self.channels, self.alpha = nn.Dropout1d(0.4), nn.AlphaDropout(0.4)
+        self.odd = odd
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.alpha(self.channels(self.drop(self.norm(self.up(x)))))
+        y = self.recurrent(y.unsqueeze(1))[0]
+        y = nn.functional.scaled_dot_product_attention(y, y, y, dropout_p=0.1 if self.training else 0.0)
+        return (y if self.odd is None else self.odd(self, y)).square().mean()
+
+
+X = (torch.randn(4, 8, generator=torch.Generator().manual_seed(1)),)
+
+
+def test_evaluation_is_that_of_the_serial_model() -> None:
+    engine = weft.parallelize(_Model, X, plan="data=1", seed=0)
+    engine.step(X)
+    torch.manual_seed(0)
+    serial = _Model()
+    state = engine.full_state_dict()
+    assert state is not None
+    serial.load_state_dict(state, strict=False)
+    serial.eval()
+    with torch.no_grad():
+        assert engine.evaluate(X) == pytest.approx(float(serial(*X)), rel=1e-6)
+    assert engine.step(X).loss > 0
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        lambda module, y: y * 2 if module.training else y,
+        lambda module, y: y * (2.0 if module.training else 3.0),
+        lambda module, y: y if module.training else y.relu(),
+        lambda module, y: (y + y.mean()) if module.training else (y.mean() - y),
+    ],
+)
+def test_what_only_training_does_is_refused(odd: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
+    engine = weft.parallelize(lambda: _Model(odd), X, plan="data=1", seed=0)
+    engine.step(X)
+    with pytest.raises(ModelError, match="computes something else in evaluation than in training, first at"):
+        engine.evaluate(X)
+
+
+class _Untraceable(nn.Module):
+    """Branches on data, so that it runs whole; with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.drop = nn.Linear(8, 8), nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.drop(self.up(x))
+        return y.square().mean() if float(x.sum()) > -1e9 else y.mean()
+
+
+def test_a_model_that_runs_whole_drops_nothing_in_evaluation() -> None:
+    engine = weft.parallelize(_Untraceable, X, plan="data=1", seed=0)
+    assert engine.plan.uncaptured
+    assert engine.evaluate(X) == engine.evaluate(X)
+    serial = _Untraceable()
+    state = engine.full_state_dict()
+    assert state is not None
+    serial.load_state_dict(state)
+    with torch.no_grad():
+        assert engine.evaluate(X) == pytest.approx(float(serial.eval()(*X)), rel=1e-6)
