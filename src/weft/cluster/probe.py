@@ -23,7 +23,7 @@ from weft.cluster.catalogue import dump, loads
 from weft.cluster.cluster import Cluster, Device, Level, Link, Speed, Table
 from weft.errors import ConfigError
 
-VERSION = 1  # of what is measured; a stored result of another version is measured again
+VERSION = 2  # of what is measured; a stored result of another version is measured again
 QUICK_SIZES = (4096, 65536, 1 << 20, 4 << 20, 16 << 20)
 FULL_SIZES = (1024, 4096, 16384, 65536, 262144, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
 LAUNCH_OPERATORS = 64
