@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -23,13 +24,15 @@ from weft.cluster.catalogue import dump, loads
 from weft.cluster.cluster import Cluster, Device, Level, Link, Speed, Table
 from weft.errors import ConfigError
 
-VERSION = 2  # of what is measured; a stored result of another version is measured again
+VERSION = 4  # of what is measured; a stored result of another version is measured again
 QUICK_SIZES = (4096, 65536, 1 << 20, 4 << 20, 16 << 20)
 FULL_SIZES = (1024, 4096, 16384, 65536, 262144, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
 LAUNCH_OPERATORS = 64
 BUSY = "while the machine was busy"
 LOOKS = 10
-CLOCK_S = 0.04  # per figure, at least: enough to pass the clock's noise, short enough for a dozen figures
+WARM_S = 0.02  # threads that were just started take this long to find their cores
+CLOCK_S = 0.03  # per figure and round, at least
+ROUNDS = 3  # of all figures, seconds apart: what disturbs one of them for a moment does not become the machine's speed
 
 
 def probe(quick: bool = True, *, fresh: bool = False, path: Path | None = None) -> Cluster:
@@ -225,7 +228,8 @@ def measure_rank(world: Any, cores: int, quick: bool) -> dict[str, Any]:
         if rank < ranks:
             torch.set_num_threads(threads)
             meet = partial(_meet, world.group(tuple(range(ranks)))) if ranks > 1 else None
-            speeds.append((ranks, threads, measure_compute(device, quick, meet)))
+            rounds = [measure_compute(device, quick, meet) for _ in range(ROUNDS)]
+            speeds.append((ranks, threads, {name: median(one[name] for one in rounds) for name in rounds[0]}))
     torch.set_num_threads(max(1, cores // size))
     tables = []
     counts = [n for n in (2, 4, 8) if n <= size]
@@ -277,6 +281,8 @@ def measure_compute(device: torch.device, quick: bool = True, together: Callable
     made = torch.float32
     precisions = {"float32": made, **({"bfloat16": torch.bfloat16} if has_bfloat16() else {})}
     big = device.type != "cpu"
+    # Tensors grow with the threads that share them, as a step's do: two threads on the tensors of one would find them in their caches.
+    share = 1 if big else torch.get_num_threads()
     found: dict[str, float] = {}
 
     def take(name: str, units: float, call: Callable[[], Any]) -> None:
@@ -290,21 +296,21 @@ def measure_compute(device: torch.device, quick: bool = True, together: Callable
         take(name, units, lambda: torch.autograd.grad(call(*inputs), inputs, gradient))
 
     for precision, dtype in precisions.items():
-        tokens, hidden, wide = (16384, 4096, 4096) if big else (1024, 384, 1536)
+        tokens, hidden, wide = (16384, 4096, 4096) if big else (512 * share, 384, 1536)
         x = torch.randn(tokens, hidden, device=device, dtype=dtype, requires_grad=True)
         w = torch.randn(wide, hidden, device=device, dtype=dtype, requires_grad=True)
         train(f"linear.{precision}", 6.0 * tokens * hidden * wide, F.linear, x, w)
-        heads = (8, 16, 1024, 64) if big else (4, 6, 256, 64)
+        heads = (8, 16, 1024, 64) if big else (2 * share, 6, 256, 64)
         q, k, v = (torch.randn(heads, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
         flops = 4.0 * heads[0] * heads[1] * heads[2] ** 2 * heads[3]
         # Backward of attention forms the scores once more: 1 + 2.5 products in place of 1 + 2.
         train(f"attention.{precision}", 3.5 * flops, partial(F.scaled_dot_product_attention, is_causal=True), q, k, v)
-        image = torch.randn(32 if big else 2, 64, 56, 56, device=device, dtype=dtype, requires_grad=True)
+        image = torch.randn(32 if big else 2 * share, 64, 56, 56, device=device, dtype=dtype, requires_grad=True)
         kernel = torch.randn(64, 64, 3, 3, device=device, dtype=dtype, requires_grad=True)
         train(f"convolution.{precision}", 6.0 * image.numel() * 64 * 9, partial(F.conv2d, padding=1), image, kernel)
     double = torch.randn(512, 512, device=device, dtype=torch.float64)
     take("linear.float64", 2.0 * 512**3, lambda: double @ double)
-    rows = 16384 if big else 3072
+    rows = 16384 if big else 2048 * share
     a, b = (torch.randn(rows, 1024, device=device) for _ in range(2))
     take("elementwise", 3.0 * a.nbytes, lambda: a + b)
     if "bfloat16" in precisions:
@@ -332,14 +338,17 @@ def measure_compute(device: torch.device, quick: bool = True, together: Callable
 
 
 def _clock(call: Callable[[], Any], device: torch.device, repeats: int) -> float:
-    """Least seconds of a call after one that warms up: what the machine does when nothing else is on it."""
+    """Median seconds of a call after those that warm up: the least is what threads that wait for one another rarely reach."""
 
     def wait() -> None:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
-    call()
-    wait()
+    began, calls = time.perf_counter(), 0
+    while calls < 2 or time.perf_counter() - began < WARM_S:
+        call()
+        wait()
+        calls += 1
     times: list[float] = []
     began = time.perf_counter()
     while len(times) < repeats or (time.perf_counter() - began < CLOCK_S and len(times) < 50):
@@ -347,7 +356,7 @@ def _clock(call: Callable[[], Any], device: torch.device, repeats: int) -> float
         call()
         wait()
         times.append(time.perf_counter() - start)
-    return min(times)
+    return median(times)
 
 
 def _resident_bytes() -> int:
