@@ -51,6 +51,11 @@ def _against(name: str, peers: tuple[Contender, ...]) -> tuple[tuple[str, str], 
     return tuple((name, peer.name) for peer in peers)
 
 
+def _as_written(*peers: Contender) -> tuple[Contender, ...]:
+    """The same as their users run them, without weft's allocator settings."""
+    return tuple(replace(c, name=f"{c.name}, as written", settings="own") for c in peers)
+
+
 def parts(whole: Set, most: int) -> list[Set]:
     """The set in pieces of at most `most` contenders, so that they fit into memory together; each with weft's that its peers need.
 
@@ -84,13 +89,14 @@ def data_set() -> Set:
 def pipeline_set(case: Case) -> Set:
     end = f"pipeline=2 microbatches={case.microbatches} threads=1"
     gpipe, one = weft("weft GPipe", f"{end} schedule=gpipe"), weft("weft 1F1B", f"{end} schedule=1f1b")
-    pairs = ((gpipe.name, GPIPE.name), (one.name, ONE_F_ONE_B.name))
-    return Set("pipeline", (gpipe, one, GPIPE, ONE_F_ONE_B), pairs)
+    plain = _as_written(GPIPE, ONE_F_ONE_B)
+    pairs = ((gpipe.name, GPIPE.name), (one.name, ONE_F_ONE_B.name), (gpipe.name, plain[0].name), (one.name, plain[1].name))
+    return Set("pipeline", (gpipe, one, GPIPE, ONE_F_ONE_B, *plain), pairs)
 
 
 def tensor_set() -> Set:
     ours = weft("weft tensor", "tensor=2 threads=1")
-    peers = (DTENSOR, DTENSOR_VOCABULARY, MEGATRON, AXONN)
+    peers = (DTENSOR, DTENSOR_VOCABULARY, MEGATRON, AXONN, *_as_written(DTENSOR))
     return Set("tensor", (ours, *peers), _against(ours.name, peers))
 
 
@@ -99,7 +105,7 @@ def chosen_set(fastest: tuple[Contender, ...]) -> Set:
     same = weft(CHOSEN_FLOAT32, settings="own", constraints=["precision=float32"])
     own = weft(CHOSEN, settings="own", precision="own")
     tuned = (SINGLE, *fastest)
-    plain = tuple(replace(c, name=f"{c.name}, as written", settings="own") for c in tuned[:2])
+    plain = _as_written(*tuned[:2])
     lower = (SINGLE_BF16, DDP_BF16)
     pairs = _against(same.name, (*tuned, *plain)) + _against(own.name, (*tuned, *plain, *lower))
     return Set("chosen", (same, own, *tuned, *plain, *lower), pairs)
