@@ -206,7 +206,8 @@ INTRO = f"""The evaluation of Alpa (Zheng et al., OSDI 2022, section 8) has 21 c
 Here each is planned by weft, and its plan is priced beside two others by the same simulator: the best point of the grid that the
 paper's baseline searches, and Alpa's own solution, as its repository publishes it. These are predictions on a model of the machines,
 not measurements; they say whether weft's search finds what the others found. Ratios above 1: weft's plan is faster.
-`scripts/bench alpa` makes this page; rows stay from earlier runs until they are run again, and may stem from different states of the cost model.
+`scripts/bench alpa` makes this page;
+rows stay from earlier runs until they are run again, and may stem from different states of the cost model.
 
 What is not the same as there: stages are equal, so Alpa's few solutions with stages on unequal submeshes are taken as the nearest equal
 ones (marked ~); where a solution leaves the cut inside a stage to Alpa's integer programme, the best cut is taken as Alpa's. A solution
