@@ -131,7 +131,10 @@ def _run(
     kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
     lp.integrality_ = [kinds[whole] for whole in programme.whole]
     solver = highspy.Highs()  # type: ignore[no-untyped-call]
-    options = {"output_flag": False, "presolve": "off" if len(costs) < SMALL else "on", "threads": 1, "random_seed": 0, "time_limit": limit_s, "mip_rel_gap": gap, "mip_abs_gap": 1e-9 * SPAN}
+    options = {
+        "output_flag": False, "presolve": "off" if len(costs) < SMALL else "on", "threads": 1, "random_seed": 0, "time_limit": limit_s,
+        "mip_rel_gap": gap, "mip_abs_gap": 1e-9 * SPAN,
+    }  # fmt: skip
     for name, value in options.items():
         solver.setOptionValue(name, value)
     solver.passModel(lp)
