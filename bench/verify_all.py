@@ -72,17 +72,15 @@ class Row:
 class _Eager(Traced):
     """Cut by the prices that the plan's shards name."""
 
-    def sharding(self, plan: Plan, graph: Graph) -> Sharding:
-        """As `Traced.sharding`, or by one of EAGER's prices."""
+    def shard(self, plan: Plan, graph: Graph) -> Sharding:
+        """As `Traced.shard`, or by one of EAGER's prices."""
         prices = next((EAGER[name] for name, _ in plan.shards if name in EAGER), None)
         if prices is None:
-            return super().sharding(plan, graph)
+            return super().shard(plan, graph)
         layout = plan.layout
-        key = (layout.data, layout.tensor, layout.sequence_parallel, plan.shards, graph.batch_size, layout.precision)
-        if key not in self.shardings:
-            sizes = {"data": layout.data, "tensor": layout.tensor}
-            self.shardings[key] = propagate(graph, sizes, prices=prices, sequence=layout.sequence_parallel == "on")
-        return self.shardings[key]
+        return propagate(
+            graph, {"data": layout.data, "tensor": layout.tensor}, prices=prices, sequence=layout.sequence_parallel == "on"
+        )
 
 
 class Subject:

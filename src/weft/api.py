@@ -20,7 +20,7 @@ from weft.model.graph import Graph
 from weft.model.nesting import batch_size_of
 from weft.model.sharding import Shards
 from weft.plan.layout import Layout
-from weft.plan.patterns import expand
+from weft.plan.patterns import expand_all
 from weft.plan.plan import Plan
 from weft.plan.store import read_plan
 from weft.plan.timeline import Timeline
@@ -279,14 +279,14 @@ def verify(
     if isinstance(model, str):
         model = resolve(model, batch if isinstance(batch, int) else None, sequence)
     name, make, given, loss = _subject(model, batch, loss)
+    wanted = layout.layout if isinstance(layout, Plan) else Layout.parse(layout) if isinstance(layout, str) else layout
+    wanted.check_runs()
     state = torch.random.get_rng_state()
     torch.manual_seed(seed)
     source = Traced.of(make)
-    (layout.layout if isinstance(layout, Plan) else Layout.parse(layout) if isinstance(layout, str) else layout).check_runs()
     if isinstance(layout, Plan):
-        chosen = replace(layout, layout=replace(layout.layout, precision=dtype))
+        chosen = replace(layout, layout=replace(wanted, precision=dtype))
     else:
-        wanted = Layout.parse(layout) if isinstance(layout, str) else layout
         chosen = _plan(make, given, loss=loss, cluster=_any_cluster(), layout=replace(wanted, precision="float32"), source=source)
         chosen = replace(chosen, model=name, layout=replace(wanted, precision=dtype))
 
@@ -316,8 +316,7 @@ def simulate(
 
 def _shards(plan: Plan, graph: Graph) -> dict[str, Shards]:
     """The plan's cuts with patterns written out."""
-    names = [v.name for v in (*graph.parameters, *graph.buffers)]
-    return {axis: expand(cuts, names) for axis, cuts in plan.shards}
+    return expand_all(plan.shards, (v.name for v in (*graph.parameters, *graph.buffers)))
 
 
 def _subject(model: Model, batch: Any, loss: Loss | None) -> tuple[str, nn.Module | Callable[[], nn.Module], Any, Loss | None]:

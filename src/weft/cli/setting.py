@@ -101,12 +101,12 @@ class Setting:
 
     def price(self, layout: Layout, like: Plan | None = None, name: str = "", note: str = "") -> Variant:
         """What `layout` costs here, with the cuts and stages of `like` where they apply."""
-        from weft.plan.patterns import expand
+        from weft.plan.patterns import expand_all
         from weft.solve.mixed import pricer_of
         from weft.solve.search import check_layout, clocked, price
 
-        cuts = {axis: expand(entries, self.names) for axis, entries in like.shards} if like is not None else {}
-        key = tuple(sorted(cuts))
+        cuts = expand_all(like.shards, self.names) if like is not None else {}
+        key = tuple(sorted(cuts.items()))
         if key not in self._pricers:
             self._pricers[key] = pricer_of(self.graph, self.cluster, self.batch_size, 2, cuts or None)
         pricer = self._pricers[key]

@@ -178,11 +178,6 @@ class Pricer:
             self._parts[key] = gather(self.inventory, self.sharding(layout), layout.tensor, self._narrow)
         return self._parts[key]
 
-    def operators(self, layout: Layout) -> tuple[list[Seconds], list[Seconds]]:
-        """(compute, collectives) of every operator of the graph on one rank, for one microbatch."""
-        a, b, c, d = (one.tolist() for one in self.operator_seconds(layout))
-        return [Seconds(*pair) for pair in zip(a, b, strict=True)], [Seconds(*pair) for pair in zip(c, d, strict=True)]
-
     def operator_seconds(self, layout: Layout) -> tuple[Array, Array, Array, Array]:
         """Forward and backward of compute, forward and backward of collectives, by operator."""
         key = (*self._cut(layout), layout.data, layout.num_ranks, layout.threads, layout.microbatches, layout.precision, layout.expert)

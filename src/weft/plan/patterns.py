@@ -52,6 +52,12 @@ def expand(cuts: Cuts, names: Iterable[str]) -> Cuts:
     return tuple(found.items())
 
 
+def expand_all(shards: Iterable[tuple[str, Cuts]], names: Iterable[str]) -> dict[str, Cuts]:
+    """A plan's cuts by axis, with patterns written out for the names that the model has."""
+    names = list(names)
+    return {axis: expand(cuts, names) for axis, cuts in shards}
+
+
 def shorten(cuts: Cuts, names: Iterable[str]) -> Cuts:
     """The same cuts with as few entries as patterns allow; `names`: all parameters and buffers of the model.
 

@@ -23,9 +23,10 @@ from weft.model.evaluation import difference
 from weft.model.graph import Graph, Variable
 from weft.model.nesting import batch_size_of
 from weft.model.propagate import learned, propagate
-from weft.model.sharding import Sharding, Shards
+from weft.model.sharding import Sharding
 from weft.model.stages import Stage, split
 from weft.model.watched import refuse_hooks
+from weft.plan.patterns import expand_all
 from weft.plan.placement import piece
 from weft.plan.plan import Plan
 from weft.run.optimizer import OptimizerSpec
@@ -68,25 +69,15 @@ class Source:
         """The complete sharding that a plan means for a graph."""
         return shard_of(plan, graph)
 
-    def check_evaluation(self, batch: Any, loss: Loss | None, batch_size: int | None, outputs: bool = False) -> None:
-        """Raise ModelError where the model computes something else in evaluation than in training without dropout."""
-        modules = list(self.model.modules())
-        modes = [module.training for module in modules]
-        if not any(modes):
-            return
-        training = self.capture(batch, loss, batch_size, outputs).graph
+    def capture_evaluation(self, batch: Any, loss: Loss | None, batch_size: int | None, outputs: bool = False) -> Captured:
+        """As `capture`, of the model in evaluation."""
+        modes = [(module, module.training) for module in self.model.modules()]
         try:
             self.model.eval()
-            evaluation = Source.capture(self, batch, loss, batch_size, outputs).graph
+            return Source.capture(self, batch, loss, batch_size, outputs)
         finally:
-            for module, mode in zip(modules, modes, strict=True):
+            for module, mode in modes:
                 module.training = mode
-        where = difference(training, evaluation)
-        if where:
-            raise ModelError(
-                f"the model computes something else in evaluation than in training, first at {where}, which is not built yet; "
-                "evaluate the serial model from engine.full_state_dict(), or write the model without `if self.training`"
-            )
 
     def take(self, take: Callable[[str, Tensor], Tensor | None], dtype: torch.dtype | None) -> dict[str, Tensor]:
         """Initial values, one tensor at a time: what `take(name, tensor)` returns is kept."""
@@ -114,8 +105,12 @@ class Traced(Source):
         layout = plan.layout
         key = (layout.data, layout.tensor, layout.sequence_parallel, plan.shards, graph.batch_size, layout.precision)
         if key not in self.shardings:
-            self.shardings[key] = super().sharding(plan, graph)
+            self.shardings[key] = self.shard(plan, graph)
         return self.shardings[key]
+
+    def shard(self, plan: Plan, graph: Graph) -> Sharding:
+        """The sharding, not kept."""
+        return shard_of(plan, graph)
 
     def prepare(self, plan: Plan, batch: Any, loss: Loss | None) -> None:
         """Capture and shard what the ranks of a plan will ask for."""
@@ -143,29 +138,11 @@ class Parts:
     structure: Any = None  # the model's output, where it runs without a loss
 
 
-def cut_of(plan: Plan, names: Mapping[str, object]) -> dict[str, Shards]:
-    """The plan's shards with patterns (`h.*.weight`) written out for the names that the model has."""
-    found: dict[str, Shards] = {}
-    for axis, entries in plan.shards:
-        cuts: dict[str, int] = {}
-        for pattern, dim in entries:
-            if "*" not in pattern:
-                cuts[pattern] = dim
-                continue
-            want = pattern.split(".")
-            for name in names:
-                have = name.split(".")
-                if len(have) == len(want) and all(w == h or (w == "*" and h.isdigit()) for w, h in zip(want, have, strict=True)):
-                    cuts[name] = dim
-        found[axis] = tuple(cuts.items())
-    return found
-
-
 def shard_of(plan: Plan, graph: Graph) -> Sharding:
     """The complete sharding that a plan means for a graph."""
-    names = {v.name: v for v in (*graph.parameters, *graph.buffers)}
+    cuts = expand_all(plan.shards, (v.name for v in (*graph.parameters, *graph.buffers)))
     sizes = {"data": plan.layout.data, "tensor": plan.layout.tensor}
-    return propagate(graph, sizes, cut_of(plan, names), sequence=plan.layout.sequence_parallel == "on")
+    return propagate(graph, sizes, cuts, sequence=plan.layout.sequence_parallel == "on")
 
 
 def build(
@@ -246,6 +223,19 @@ def build(
         if v.value in used:
             variables[v.value] = buffers[v.name]
     return Parts(graph, sharding, stages, mine, local, parameters, specs, flat, buffers, kept_buffers, variables, draw, captured.structure)
+
+
+def check_evaluation(graph: Graph, plan: Plan, source: Source, batch: Any, loss: Loss | None, outputs: bool = False) -> None:
+    """Raise ModelError where the model computes something else in evaluation than `graph`, in which it trains, without dropout."""
+    if not any(module.training for module in source.model.modules()):
+        return
+    evaluation = source.capture_evaluation(batch, loss, graph.batch_size, outputs).graph
+    where = difference(graph, _in_precision(evaluation, plan))
+    if where:
+        raise ModelError(
+            f"the model computes something else in evaluation than in training, first at {where}, which is not built yet; "
+            "evaluate the serial model from engine.full_state_dict(), or write the model without `if self.training`"
+        )
 
 
 def _check_dtypes(graph: Graph, precision: str) -> None:

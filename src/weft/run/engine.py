@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from weft.plan.placement import piece
 from weft.plan.plan import Plan
 from weft.plan.timeline import Timeline
 from weft.run import checkpoint
-from weft.run.build import Source, build
+from weft.run.build import Source, build, check_evaluation
 from weft.run.checkpoint import Piece
 from weft.run.executor import Crossing, Executor, Result
 from weft.run.gradients import Gradients
@@ -81,10 +81,7 @@ class Engine:
         self._everyone = world.group(tuple(range(world.num_ranks)))
         self._pipeline = world.group(self.mesh.group(world.rank, "pipeline"))
         self._draw = self.parts.draw
-        size = plan.batch_size // plan.layout.microbatches
-        self._check_evaluation: Callable[[], None] = lru_cache(maxsize=1)(
-            (lambda: None) if plan.uncaptured else partial(source.check_evaluation, batch, loss, size)
-        )
+        self._check_evaluation: Callable[[], None] = cache(partial(check_evaluation, self.parts.graph, plan, source, batch, loss))
         sums = [world.group(g.sum_ranks) if len(g.sum_ranks) > 1 else None for g in self.parts.groups]
         axes = [world.group(self.mesh.group(world.rank, axis)) for axis in self.parts.sharding.sizes]
         # In one order on every rank: a group that two ranks connect at different times would stop them both.
@@ -189,7 +186,8 @@ class Engine:
         Raises:
             ModelError: the model does anything else in evaluation; found at the first call.
         """
-        self._check_evaluation()
+        if not self.plan.uncaptured:
+            self._check_evaluation()
         self._draw.step = self.step_index
         self._draw.evaluating = True
         # A model that runs whole is the user's module, with modes of its own.

@@ -108,7 +108,7 @@ class Gradients:
         self._works.clear()
 
     def gather(self) -> None:
-        """After `finish`: bring every rank's pieces together, so that each holds whole sums. Every rank calls it, or none."""
+        """After `wait`: bring every rank's pieces together, so that each holds whole sums. Every rank calls it, or none."""
         if not self._sharded:
             return
         for number, bucket in self._order:

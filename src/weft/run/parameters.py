@@ -122,7 +122,7 @@ def build_groups(
 
 
 def share(groups: Sequence[FlatGroup], sums: Sequence[Group | None]) -> None:
-    """Move gradients into memory that all ranks of their sum can read, where the transport has such memory.
+    """Connect the sums, and move gradients into memory that all ranks of their sum can read, where the transport has such memory.
 
     Every rank goes through its sums in the order of their ranks: two that met in different orders would wait for one another.
     """

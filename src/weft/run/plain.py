@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from weft.errors import Infeasible, ModelError
 from weft.model.nesting import BatchForm, batch_size_of, leaves, rebuild
 from weft.plan.plan import Plan
-from weft.run.build import Parts, Source, build
+from weft.run.build import Parts, Source, build, check_evaluation
 from weft.run.optimizer import OptimizerSpec
 from weft.run.parameters import FlatGroup, share
 from weft.world import private
@@ -89,12 +89,12 @@ def divide(model: nn.Module, source: Source, plan: Plan, batch: Any, world: Worl
     layout = plan.layout
     if layout.pipeline > 1 or layout.microbatches > 1 or layout.zero:
         raise Infeasible(f"{layout}: a plain loop owns its backward and its optimizer, so only data and tensor apply; use weft.parallelize")
+    parts = build(plan, source, batch, None, world, OptimizerSpec(), torch.initial_seed(), outputs=True)
     cannot: ModelError | None = None
     try:
-        source.check_evaluation(batch, None, plan.batch_size, outputs=True)  # here, while the module has its own parameters
+        check_evaluation(parts.graph, plan, source, batch, None, outputs=True)  # here, while the module has its own parameters
     except ModelError as error:
         cannot = error
-    parts = build(plan, source, batch, None, world, OptimizerSpec(), torch.initial_seed(), outputs=True)
     _place(model, parts)
     graph, forms = parts.graph, parts.local.forms
     structure = parts.structure
@@ -138,8 +138,6 @@ def divide(model: nn.Module, source: Source, plan: Plan, batch: Any, world: Worl
 
     model.forward = forward
     sums = [world.group(g.sum_ranks) if len(g.sum_ranks) > 1 else None for g in parts.groups]
-    for group in sorted({g for g in sums if g is not None}, key=lambda g: g.ranks):
-        group.connect()
     share(parts.groups, sums)
     _Exchange(parts.groups, parts.parameters, sums)
     return parts
