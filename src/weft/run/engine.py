@@ -32,7 +32,8 @@ from weft.run.executor import Crossing, Executor, Result
 from weft.run.gradients import Gradients
 from weft.run.optimizer import Optimizer, OptimizerSpec
 from weft.run.parameters import share
-from weft.run.stage import StageRunner, with_recomputation
+from weft.run.recompute import with_recomputation
+from weft.run.stage import StageRunner
 from weft.run.state import full_state, full_tensors, gradient_pieces, input_gradients, pieces_of
 from weft.run.whole import build_whole
 from weft.schedules import build as build_schedule
