@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from weft.cluster import doctor as doctor_module
-from weft.cluster.cluster import Cluster
+from weft.cluster.block import HIDDEN, SEQUENCE, SEQUENCES, rate_name
+from weft.cluster.cluster import Cluster, Speed
 from weft.cluster.doctor import doctor, writable
-from weft.cluster.probe import fingerprint, measure_compute, probe
+from weft.cluster.probe import Block, fingerprint, measure_compute, probe
+from weft.cost.compute import Rates, block_work
+from weft.model.capture import capture
+from weft.model.work import Work, work
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +43,7 @@ def test_the_second_call_reads_the_stored_result(measured: tuple[Cluster, Path],
 
     monkeypatch.setattr("weft.cluster.probe._of_cores", fail)
     monkeypatch.setattr("weft.cluster.probe._of_gpus", fail)
+    monkeypatch.setattr("weft.cluster.probe._load", lambda: 99.0)  # what was measured while busy is measured again once idle
     assert probe(path=path) == cluster
     assert Cluster.parse(str(path)) == cluster
     for broken in (path.read_text().replace(cluster.fingerprint, "0" * 16), "not TOML at all", ""):
@@ -53,6 +59,39 @@ def test_every_figure_is_of_the_operator_it_names() -> None:
     assert all(0 < s < 1 for s in found.values())
     assert found["linear.float32"] < found["elementwise"]
     assert found["launch"] > 100 * found["linear.float32"]
+
+
+def test_the_price_of_the_block_is_that_of_its_operators() -> None:
+    """What the cost model takes for the probe's layers is what a capture of them costs, kind by kind."""
+
+    class Learned(torch.nn.Module):
+        """So that gradients go all the way back."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.start, self.block = torch.nn.Parameter(torch.zeros(HIDDEN)), Block()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.block(x + self.start)
+
+    graph = capture(Learned(), (torch.randn(3, SEQUENCE, HIDDEN),), lambda out, _: out.sum()).graph
+    captured = list(work(graph).values())[1:-1]
+    priced = list(block_work(3))
+    for kind in {w.kind for w in captured} - {"view"}:
+        for name in ("flops", "backward_flops", "bytes", "backward_bytes"):
+            want, got = (sum(getattr(w, name) for w in works if w.kind == kind) for works in (captured, priced))
+            assert got == pytest.approx(want, rel=0.01), (kind, name)
+    assert {w.kind for w in priced} == {w.kind for w in captured} - {"view"}
+
+
+def test_what_the_block_took_prices_every_operator() -> None:
+    apart = Speed(1, 2, (("float32", 1e11),), 1e10, 1e-6)
+    rates = Rates.of(apart, "float32")
+    assert rates.whole == 1.0
+    alone = sum(rates.seconds(w).total for w in block_work(2 * SEQUENCES))
+    slower = replace(apart, rates=((rate_name("float32"), 2 / (1.25 * alone)),))  # blocks/s of one thread's batch
+    assert Rates.of(slower, "float32").whole == pytest.approx(1.25)
+    assert Rates.of(slower, "float32").seconds(Work("linear", 1e9)).total == pytest.approx(1.25 * rates.seconds(Work("linear", 1e9)).total)
 
 
 def test_the_doctor_finds_this_machine_well_and_sees_faults(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,11 +20,12 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from weft.cluster.block import HEADS, HIDDEN, LAYERS, SEQUENCE, SEQUENCES, rate_name
 from weft.cluster.catalogue import dump, loads
 from weft.cluster.cluster import Cluster, Device, Level, Link, Speed, Table
 from weft.errors import ConfigError
 
-VERSION = 4  # of what is measured; a stored result of another version is measured again
+VERSION = 5  # of what is measured; a stored result of another version is measured again
 QUICK_SIZES = (4096, 65536, 1 << 20, 4 << 20, 16 << 20)
 FULL_SIZES = (1024, 4096, 16384, 65536, 262144, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
 LAUNCH_OPERATORS = 64
@@ -328,6 +329,13 @@ def measure_compute(device: torch.device, quick: bool = True, together: Callable
     take("optimizer", 7.0 * sum(weight.nbytes for weight in weights), optimizer.step)
     tiny = torch.ones(8, device=device, requires_grad=True)
 
+    block = Block(device)
+    x = torch.randn((1 if big else SEQUENCES * share), SEQUENCE, HIDDEN, device=device, requires_grad=True)
+    for precision in () if big else precisions:
+        with torch.autocast("cpu", precisions[precision], enabled=precision != "float32"):
+            gradient = torch.ones_like(x)
+            take(rate_name(precision), share, lambda: torch.autograd.grad(block(x), (x, *block.parameters()), gradient))
+
     def chain(y: torch.Tensor) -> torch.Tensor:
         for _ in range(LAUNCH_OPERATORS):
             y = y + tiny
@@ -335,6 +343,28 @@ def measure_compute(device: torch.device, quick: bool = True, together: Callable
 
     train("launch", 3.0 * LAUNCH_OPERATORS, chain, tiny)
     return found
+
+
+class Block(torch.nn.Module):
+    """The layers of `weft.cluster.block`: `x -> x`, [sequences, SEQUENCE, HIDDEN]. Norms have no weights, and attention is causal."""
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        super().__init__()
+        wide = {"qkv": (HIDDEN, 3 * HIDDEN), "out": (HIDDEN, HIDDEN), "up": (HIDDEN, 4 * HIDDEN), "down": (4 * HIDDEN, HIDDEN)}
+        self.layers = torch.nn.ModuleList(
+            torch.nn.ModuleDict({name: torch.nn.Linear(*sizes, device=device) for name, sizes in wide.items()}) for _ in range(LAYERS)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The layers in turn."""
+        for layer in self.layers:
+            qkv = layer["qkv"](F.layer_norm(x, (HIDDEN,)))  # type: ignore[index]
+            q, k, v = qkv.unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4).unbind()
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+            x = x + layer["out"](mixed)  # type: ignore[index]
+            up = F.gelu(layer["up"](F.layer_norm(x, (HIDDEN,))), approximate="tanh")  # type: ignore[index]
+            x = x + layer["down"](up)  # type: ignore[index]
+        return x
 
 
 def _clock(call: Callable[[], Any], device: torch.device, repeats: int) -> float:

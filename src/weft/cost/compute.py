@@ -1,15 +1,17 @@
 """Seconds of one operator on one rank of processors. In: its `Work`, how it is cut, a rank's `Speed`. Out: forward and backward seconds.
 
 Roofline (Williams et al. 2009) of the rate that each kind of operator reaches in training: matrix products by FLOPs, the rest by the
-bytes that they move, and a launch for each. A label cut over an axis divides FLOPs and bytes by the axis's size. GPUs are priced by
-`weft.cost.kernels`. Not modelled: the lower efficiency of small or odd shapes beyond launch and bytes, tensors that stay in caches between
-operators, fusion by a compiler, clocks that fall under load.
+bytes that they move, and a launch for each; then times what a few whole layers took over the sum of their operators, where they were
+measured (`weft.cluster.block`), since a step finds colder caches than an operator alone. A label cut over an axis divides FLOPs and bytes by the axis's size. GPUs are priced by
+`weft.cost.kernels`. Not modelled: the lower efficiency of small or odd shapes beyond launch and bytes, fusion by a compiler, clocks that fall under load.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
+from weft.cluster.block import HIDDEN, LAYERS, SEQUENCE, SEQUENCES, rate_name
 from weft.cluster.cluster import Speed
 from weft.model.work import MATMUL_KINDS, Work
 
@@ -40,17 +42,27 @@ class Seconds:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """A rank's rates at one precision: FLOP/s and bytes/s by kind of operator; made once, asked for every operator."""
+    """A rank's rates at one precision: FLOP/s and bytes/s by kind of operator; made once, asked for every operator.
+
+    `whole`: seconds of operators in a model over those of each alone.
+    """
 
     speed: Speed
     precision: str
     flops: float
     moved: float  # part of float32 bytes that an operator whose kind is not listed moves
+    whole: float = 1.0
 
     @classmethod
     def of(cls, speed: Speed, precision: str) -> Rates:
         """Raises `KeyError` where the speed has no such precision: the search asks for none that the device lacks."""
-        return cls(speed, precision, dict(speed.flops)[precision], 2.0 if precision == "float64" else 1.0)
+        apart = cls(speed, precision, dict(speed.flops)[precision], 2.0 if precision == "float64" else 1.0)
+        measured = dict(speed.rates).get(rate_name(precision))
+        if measured is None:
+            return apart
+        threads = max(1, speed.threads)
+        summed = sum(apart.seconds(work).total for work in block_work(SEQUENCES * threads))
+        return replace(apart, whole=threads / measured / summed)
 
     def seconds(self, work: Work, divide: float = 1.0, scale: float = 1.0) -> Seconds:
         """One operator cut `divide` ways, at `scale` times the graph's batch."""
@@ -80,7 +92,24 @@ class Rates:
             busy = max(flops / reached, moved / bandwidth) + casts
         else:
             busy = moved / rates.get(kind, bandwidth) + casts
-        return self._host(launches) + busy
+        return (self._host(launches) + busy) * self.whole
+
+
+def block_work(sequences: int) -> Iterator[Work]:
+    """What the operators of `weft.cluster.block` cost for a batch of `sequences`; views are left out, and a first norm's backward counts."""
+    x = 4.0 * sequences * SEQUENCE * HIDDEN
+
+    def linear(into: int, out: int) -> Work:
+        flops, read, wrote, weight = 2.0 * into * out * sequences * SEQUENCE, into / HIDDEN * x, out / HIDDEN * x, 4.0 * into * out
+        return Work("linear", flops, 2 * flops, read + wrote + weight + 4.0 * out, wrote + 2 * read + 2 * weight + 4.0 * out)
+
+    scores = 4.0 * sequences * SEQUENCE**2 * HIDDEN
+    for _ in range(LAYERS):
+        yield from (Work("norm", bytes=2 * x, backward_bytes=3 * x),) * 2
+        yield from (linear(HIDDEN, 3 * HIDDEN), linear(HIDDEN, HIDDEN), linear(HIDDEN, 4 * HIDDEN), linear(4 * HIDDEN, HIDDEN))
+        yield Work("attention", scores, 2.5 * scores, 4 * x, 8 * x)
+        yield Work("activation", bytes=8 * x, backward_bytes=12 * x)
+        yield from (Work("elementwise", bytes=3 * x, backward_bytes=3 * x),) * 2
 
 
 def optimizer_s(speed: Speed, num_parameters: float, states: int = 2) -> float:
