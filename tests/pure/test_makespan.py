@@ -44,5 +44,5 @@ def test_it_equals_the_clock(case: tuple[str, int, int, int, Links, int], scale:
 def test_an_order_that_cannot_run_is_refused() -> None:
     with pytest.raises(ProgramError, match="no rank can move"):
         makespan_s([[Compute(Op.B, 0, 0), Compute(Op.F, 0, 0)], [Compute(Op.F, 1, 0), Compute(Op.B, 1, 0)]], ((0, 1),), [1, 1], [1, 1], {})
-    with pytest.raises(ProgramError, match="stage 0 is on ranks 0 and 1"):
-        makespan_s([[Compute(Op.F, 0, 0)], [Compute(Op.F, 0, 1)]], (), [1], [1], {})
+    with pytest.raises(ProgramError, match="microbatch 0 of stage 0 is on ranks 0 and 1"):
+        makespan_s([[Compute(Op.F, 0, 0)], [Compute(Op.F, 0, 0)]], (), [1], [1], {})

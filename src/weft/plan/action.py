@@ -1,4 +1,6 @@
-"""Actions and their notation: `0F3` computes, `x(0,1,3)>1` sends, `x(0,1,3)<0` receives, `chunk(2)+<0` receives and adds."""
+"""Actions and their notation: `0F3` computes, `0OFFLOAD3` and `0UNSHARD` manage what is held, `x(0,1,3)>1` sends, `x(0,1,3)<0`
+receives, `chunk(2)+<0` receives and adds.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +18,21 @@ class Op(StrEnum):
     B = "B"  # the whole backward
     I = "I"  # backward, input gradients only  # noqa: E741
     W = "W"  # backward, parameter gradients only; after I
+    R = "R"  # the forward again, from inputs that were kept: what was dropped is there for the backward
+
+
+class ManageOp(StrEnum):
+    """What a manage action does with what its rank holds. The first three are of a whole stage, the others of a stage and a microbatch."""
+
+    UNSHARD = "UNSHARD"  # gather the stage's weights
+    RESHARD = "RESHARD"  # and drop what was gathered
+    REDUCE_GRAD = "REDUCE_GRAD"  # sum the stage's gradient over its data replicas, into what was reduced before
+    OFFLOAD = "OFFLOAD"  # copy what was saved for the backward to the host's memory
+    LOAD = "LOAD"  # and back
+    DROP = "DROP"  # keep only the inputs of what was saved
+
+
+OF_A_STAGE = frozenset({ManageOp.UNSHARD, ManageOp.RESHARD, ManageOp.REDUCE_GRAD})
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +59,28 @@ class Compute:
 
 
 @dataclass(frozen=True, slots=True)
+class Manage:
+    """Do `op` with what is held of `stage`, and of `microbatch` where it is of one: `1UNSHARD`, `1OFFLOAD2`.
+
+    Raises:
+        ProgramError: an op of a whole stage with a microbatch, or another without.
+    """
+
+    op: ManageOp
+    stage: int
+    microbatch: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.op in OF_A_STAGE) != (self.microbatch is None):
+            form = f"{self.stage}{self.op}" if self.op in OF_A_STAGE else f"{self.stage}{self.op}{self.microbatch or 0}"
+            of = "a whole stage" if self.op in OF_A_STAGE else "a stage and a microbatch"
+            raise ProgramError(f"{self} is not an action: {self.op} is of {of}, for example {form}")
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.op}" if self.microbatch is None else f"{self.stage}{self.op}{self.microbatch}"
+
+
+@dataclass(frozen=True, slots=True)
 class Send:
     """Send `value` to rank `to`: `x(0,1,3)>1`."""
 
@@ -64,9 +103,10 @@ class Recv:
         return f"{self.value}{'+' if self.add else ''}<{self.source}"
 
 
-Action = Compute | Send | Recv
+Action = Compute | Manage | Send | Recv
 
-_COMPUTE = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})")
+_COMPUTE = re.compile(rf"(\d{{1,9}})([{''.join(Op)}])(\d{{1,9}})")
+_MANAGE = re.compile(rf"(\d{{1,9}})({'|'.join(ManageOp)})(\d{{1,9}})?")
 _VALUE = r"([A-Za-z_]\w*)\((\d{1,9}(?:,\d{1,9})*|)\)"
 _TRANSFER = re.compile(_VALUE + r"(>|<|\+<)(\d{1,9})")
 _WHOLE_VALUE = re.compile(_VALUE)
@@ -92,11 +132,14 @@ def parse_action(text: str) -> Action:
     """
     if found := _COMPUTE.fullmatch(text):
         return Compute(Op(found[2]), int(found[1]), int(found[3]))
+    if found := _MANAGE.fullmatch(text):
+        return Manage(ManageOp(found[2]), int(found[1]), None if found[3] is None else int(found[3]))
     if found := _TRANSFER.fullmatch(text):
         value, peer = Value(found[1], _numbers(found[2])), int(found[4])
         return Send(value, peer) if found[3] == ">" else Recv(value, peer, add=found[3] == "+<")
     raise ProgramError(
-        f"action {text!r} is none of 0F3 (also B, I, W), x(0,1,3)>1 (send to rank 1), x(0,1,3)<0 (receive from rank 0), +< (and add)"
+        f"action {text!r} is none of 0F3 (also B, I, W, R), 0UNSHARD (also RESHARD, REDUCE_GRAD), 0OFFLOAD3 (also LOAD, DROP), "
+        "x(0,1,3)>1 (send to rank 1), x(0,1,3)<0 (receive from rank 0), +< (and add)"
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 
 from weft.errors import ProgramError
-from weft.plan.program import Compute, Content, Program, Recv, Send, Value, effects, walk
+from weft.plan.program import WEIGHTS, Compute, Content, Manage, Program, Recv, Send, Value, effects, walk
 
 
 def contents(program: Program, rendezvous: bool = False) -> tuple[dict[Value, dict[int, int]], ...]:
@@ -38,11 +38,16 @@ def contents(program: Program, rendezvous: bool = False) -> tuple[dict[Value, di
             else:
                 here[action.value] = got
         else:
-            _require_whole(program, rank, at[rank], action, e.reads, here)
+            made = {} if action.microbatch is None else {action.microbatch: 1}
+            if made:
+                _require_whole(program, rank, at[rank], action, made, e.reads, here)
+            else:
+                for value in e.reads:
+                    _add(made, here[value])
             for value in e.writes:
-                here[value] = {action.microbatch: 1}
+                here[value] = dict(made)
             for value in e.adds:
-                _add(here.setdefault(value, {}), {action.microbatch: 1})
+                _add(here.setdefault(value, {}), made)
         for value in e.frees:
             del here[value]
         at[rank] += 1
@@ -70,10 +75,16 @@ def check(program: Program, rendezvous: bool = False) -> None:
 
 
 def _require_whole(
-    program: Program, rank: int, step: int, action: Compute, reads: tuple[Value, ...], here: dict[Value, dict[int, int]]
+    program: Program,
+    rank: int,
+    step: int,
+    action: Compute | Manage,
+    made: Content,
+    reads: tuple[Value, ...],
+    here: dict[Value, dict[int, int]],
 ) -> None:
     for value in reads:
-        if reason := _difference(here[value], {action.microbatch: 1}):
+        if value.name != WEIGHTS and (reason := _difference(here[value], made)):
             raise ProgramError(f"{program.name}: rank {rank} step {step}: {action} reads {value}, which {reason}")
 
 

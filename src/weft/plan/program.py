@@ -11,6 +11,12 @@ Values of a pipeline, for a microbatch m and stages linked src -> dst:
     saved(s,m)    all that stage s keeps from its forward to its backward: its inputs, its outputs or loss, intermediates
     half(s,m)     what is left of saved and of the gradients after the input part I of a split backward, for W
     dw(s)         the accumulated gradient of stage s's parameters
+    grad(s)       the same summed over data replicas, where the program reduces gradients itself
+    w(s)          the gathered weights of stage s, where the program gathers them itself
+    host(s,m)     saved(s,m) while it is in the host's memory
+    inputs(s,m)   what is left of saved(s,m) when it was dropped: enough to compute it again
+
+A stage may be on several ranks (replicas), each microbatch of it on one; their dw are then sent to one another and added.
 
 The stage's own slice of the batch is at hand on its rank and needs no value. A collective has values of its own names.
 """
@@ -23,10 +29,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from weft.errors import ProgramError
-from weft.plan.action import Action, Compute, Op, Recv, Send, Value
+from weft.plan.action import Action, Compute, Manage, ManageOp, Op, Recv, Send, Value
 
 __all__ = [
-    "Action", "Compute", "Content", "Effects", "Held", "Links", "Op", "Program", "Recv", "Send", "Value",
+    "Action", "Compute", "Content", "Effects", "Held", "Links", "Manage", "ManageOp", "Op", "Program", "Recv", "Send", "Value",
     "chain", "effects", "is_pair", "order", "walk",
 ]  # fmt: skip
 
@@ -35,6 +41,7 @@ Held = Mapping[Value, Content]
 Links = tuple[tuple[int, int], ...]
 
 _CHAIN: Links = ((-1, -1),)  # stands for "each stage feeds the next" until the number of stages is known
+WEIGHTS = "w"  # holds no contribution: the same for every microbatch
 # A link value has exactly one reader, so its send moves it. Any other value (a chunk, a dw) is copied by a send.
 _MOVED_BY_SEND = frozenset({"x", "g"})
 
@@ -89,8 +96,8 @@ class Program:
                     raise ProgramError(f"{self.name}: rank {rank} step {step}: {action} {reason}")
 
     def _refuse(self, action: Action, rank: int) -> str:
-        if isinstance(action, Compute):
-            known = 0 <= action.stage < self.num_stages and action.microbatch >= 0
+        if isinstance(action, (Compute, Manage)):
+            known = 0 <= action.stage < self.num_stages and (action.microbatch is None or action.microbatch >= 0)
             return "" if known else f"is not of the stages 0 to {self.num_stages - 1}"
         peer = action.to if isinstance(action, Send) else action.source
         if peer == rank:
@@ -131,6 +138,11 @@ class Program:
         """[rank] -> the stages that it computes, in order."""
         return tuple(tuple(sorted({a.stage for a in row if isinstance(a, Compute)})) for row in self.actions)
 
+    @cached_property
+    def gathered(self) -> frozenset[int]:
+        """The stages whose weights the program gathers itself: their computes need `w`."""
+        return frozenset(a.stage for row in self.actions for a in row if isinstance(a, Manage) and a.op is ManageOp.UNSHARD)
+
     def __str__(self) -> str:
         """The text form; `Program.parse` reads it back."""
         from weft.plan.text import format_program  # here, since the text form is written in terms of Program
@@ -168,22 +180,41 @@ def effects(action: Action, program: Program) -> Effects:
     if isinstance(action, Recv):
         value = (action.value,)
         return Effects(reads=value, adds=value) if action.add else Effects(writes=value)
+    if isinstance(action, Manage):
+        return _effects_of_manage(action)
     s, m = action.stage, action.microbatch
     before, after = program.predecessors[s], program.successors[s]
+    weights = (Value(WEIGHTS, (s,)),) if s in program.gathered else ()
     match action.op:
         case Op.F:
             inputs, saved = tuple([Value("x", (p, s, m)) for p in before]), Value("saved", (s, m))
-            return Effects(inputs, (*[Value("x", (s, q, m)) for q in after], saved), (), inputs, saved)
+            return Effects((*inputs, *weights), (*[Value("x", (s, q, m)) for q in after], saved), (), inputs, saved)
         case Op.B | Op.I:
             kept = (Value("saved", (s, m)), *[Value("g", (q, s, m)) for q in after])
             out = tuple([Value("g", (s, p, m)) for p in before])
             if action.op is Op.B:
-                return Effects(kept, out, (Value("dw", (s,)),), kept)
+                return Effects((*kept, *weights), out, (Value("dw", (s,)),), kept)
             half = Value("half", (s, m))
-            return Effects(kept, (*out, half), (), kept, half)
+            return Effects((*kept, *weights), (*out, half), (), kept, half)
         case Op.W:
             kept = (Value("half", (s, m)),)
-            return Effects(kept, (), (Value("dw", (s,)),), kept)
+            return Effects((*kept, *weights), (), (Value("dw", (s,)),), kept)
+        case Op.R:
+            kept, saved = (Value("inputs", (s, m)),), Value("saved", (s, m))
+            return Effects((*kept, *weights), (saved,), (), kept, saved)
+
+
+def _effects_of_manage(action: Manage) -> Effects:
+    if action.microbatch is not None:
+        saved, host, inputs = (Value(name, (action.stage, action.microbatch)) for name in ("saved", "host", "inputs"))
+        if action.op is ManageOp.DROP:
+            return Effects((saved,), (inputs,), (), (saved,), inputs)
+        before, after = (saved, host) if action.op is ManageOp.OFFLOAD else (host, saved)
+        return Effects((before,), (after,), (), (before,))
+    weights, dw = (Value(WEIGHTS, (action.stage,)),), (Value("dw", (action.stage,)),)
+    if action.op is ManageOp.REDUCE_GRAD:
+        return Effects(dw, (), (Value("grad", (action.stage,)),), dw)
+    return Effects(writes=weights) if action.op is ManageOp.UNSHARD else Effects(weights, frees=weights)
 
 
 def walk(program: Program, rendezvous: bool = False) -> Iterator[tuple[int, Action]]:
@@ -206,7 +237,7 @@ def walk(program: Program, rendezvous: bool = False) -> Iterator[tuple[int, Acti
         here, e = held[rank], effects(action, program)
         if not here.issuperset(e.reads):
             raise ProgramError(_missing(program, rank, at[rank], next(v for v in e.reads if v not in here)))
-        if isinstance(action, Compute) and not here.isdisjoint(e.writes):
+        if not isinstance(action, Recv) and not here.isdisjoint(e.writes):
             again = next(v for v in e.writes if v in here)
             raise ProgramError(f"{program.name}: rank {rank} step {at[rank]}: {action} makes {again}, which is held already")
         here.update(e.writes)
@@ -264,7 +295,7 @@ def _rendezvous(program: Program) -> Steps:
         row = program.actions[rank]
         while at[rank] < len(row):
             action = row[at[rank]]
-            if not isinstance(action, Compute):
+            if isinstance(action, (Send, Recv)):
                 peer = action.to if isinstance(action, Send) else action.source
                 there = program.actions[peer]
                 if at[peer] == len(there) or not is_pair(rank, action, there[at[peer]]):
@@ -306,7 +337,7 @@ def _stuck(program: Program, at: list[int], rendezvous: bool) -> str:
     heads = {rank: row[at[rank]] for rank, row in enumerate(program.actions) if at[rank] < len(row)}
     lines = []
     for rank, action in heads.items():
-        if isinstance(action, Compute):
+        if isinstance(action, (Compute, Manage)):
             continue
         peer, verb = (action.to, "receive") if isinstance(action, Send) else (action.source, "send")
         there = f"is at step {at[peer]}: {heads[peer]}" if peer in heads else "has ended"

@@ -6,7 +6,10 @@
     rank 0: 0F0 x(0,1,0)>1 g(1,0,0)<1 0B0
     rank 1: x(0,1,0)<0 1F0 1B0 g(1,0,0)>0
     given 0: chunk(0)=0     # value=contributions, held at first; by default nothing
-    wants 0: dw(0)=0        # by default dw of each stage, on the ranks that compute its backward, of every microbatch
+    wants 0: dw(0)=0        # by default dw of each stage, on the ranks that compute its backward, of every microbatch; grad if reduced
+
+Lines without a `rank N:` before them are those of the ranks 0, 1, 2, ...: `0F0 0F1 0B0 0B1`, with spaces or commas between actions, as
+others write schedules. A program with computes alone says nothing of transfers: `weft.schedules.lower.complete` puts them in.
 
 In: text. Out: a `Program`, and back. A contribution that is in a value twice is written twice: `dw(0)=0,1,1`.
 """
@@ -18,17 +21,19 @@ from collections import Counter
 from collections.abc import Sequence
 
 from weft.errors import ProgramError
-from weft.plan.action import Action, Compute, Op, Value, parse_action, parse_value
+from weft.plan.action import Action, Compute, Manage, ManageOp, Op, Value, parse_action, parse_value
 from weft.plan.program import Held, Links, Program, chain
 
+_BARE = re.compile(r"\d+[A-Z]|\w+\([\d,]*\)")
 _LINE = re.compile(r"(rank|given|wants)\s+(\d{1,9})\s*:\s*(.*)|(program|stages|links)\s+(.*)|links")
 
 
 def default_wants(actions: Sequence[Sequence[Action]]) -> tuple[Held, ...]:
-    """[rank] -> dw of every stage whose backward it computes, with each microbatch of the program once."""
+    """[rank] -> dw of every stage whose backward it computes, with each microbatch of the program once; grad where it is reduced."""
     every = sorted({a.microbatch for row in actions for a in row if isinstance(a, Compute)})
     stages = [sorted({a.stage for a in row if isinstance(a, Compute) and a.op in (Op.B, Op.W)}) for row in actions]
-    return tuple({Value("dw", (s,)): dict.fromkeys(every, 1) for s in here} for here in stages)
+    reduced = {a.stage for row in actions for a in row if isinstance(a, Manage) and a.op is ManageOp.REDUCE_GRAD}
+    return tuple({Value("grad" if s in reduced else "dw", (s,)): dict.fromkeys(every, 1) for s in here} for here in stages)
 
 
 def format_program(program: Program) -> str:
@@ -56,6 +61,7 @@ def parse_program(text: str) -> Program:
     rows: dict[str, dict[int, str]] = {"rank": {}, "given": {}, "wants": {}}
     actions: dict[int, tuple[Action, ...]] = {}
     held: dict[str, dict[int, Held]] = {"given": {}, "wants": {}}
+    unnumbered: list[tuple[Action, ...]] = []
     for number, raw in enumerate(text.splitlines(), 1):
         line = raw.partition("#")[0].strip()
         if not line:
@@ -63,8 +69,11 @@ def parse_program(text: str) -> Program:
         found = _LINE.fullmatch(line)
         try:
             if not found:
-                raise ProgramError(f"{line!r} starts with none of program, stages, links, rank N:, given N:, wants N:")
-            if found[1]:
+                bare = line.replace(",", " ").split() if "(" not in line else line.split()
+                if not bare or not _BARE.match(bare[0]):
+                    raise ProgramError(f"{line!r} starts with none of program, stages, links, rank N:, given N:, wants N:, or an action")
+                unnumbered.append(tuple(parse_action(word) for word in bare))
+            elif found[1]:
                 key, rank = found[1], int(found[2])
                 if rank in rows[key]:
                     raise ProgramError(f"{key} {rank} is given twice")
@@ -81,6 +90,11 @@ def parse_program(text: str) -> Program:
                 links = _parse_links(found[5] or "")
         except ProgramError as error:
             raise ProgramError(f"line {number}: {error}") from None
+    if unnumbered and actions:
+        raise ProgramError(f"{len(actions)} lines begin with `rank N:` and {len(unnumbered)} lines of actions do not; number all or none")
+    if unnumbered:
+        actions = dict(enumerate(unnumbered))
+        rows["rank"] = dict.fromkeys(actions, "")
     num_ranks = 1 + max((rank for row in rows.values() for rank in row), default=-1)
     missing = next((rank for rank in range(num_ranks or 1) if rank not in actions), None)
     if missing is not None:

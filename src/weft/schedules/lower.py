@@ -99,7 +99,7 @@ def _run(rows: list[list[Action]], at: list[int], rank: int, ready: list[int]) -
     """Move `rank` on until its next transfer has no partner; a partner that was waiting becomes ready."""
     while at[rank] < len(rows[rank]):
         action = rows[rank][at[rank]]
-        if not isinstance(action, Compute):
+        if isinstance(action, (Send, Recv)):
             peer = _peer(action)
             if at[peer] == len(rows[peer]) or not is_pair(rank, action, rows[peer][at[peer]]):
                 return
@@ -114,7 +114,7 @@ def _early_receive(program: Program, rows: list[list[Action]], at: list[int], ra
     while rank not in circle:
         circle.append(rank)
         action = rows[rank][at[rank]] if at[rank] < len(rows[rank]) else None
-        if action is None or isinstance(action, Compute):
+        if not isinstance(action, (Send, Recv)):
             break
         rank = _peer(action)
     found = []

@@ -1,7 +1,8 @@
 """How long a pipeline takes, and nothing else. In: the computes of each rank in order, seconds by stage and by link. Out: seconds.
 
 The same times as `weft.simulate.clock` gives the program that `weft.schedules.lower` makes of these computes, where a send is posted, in a
-fiftieth of the time: for searches that time many programs. Not modelled: what the clock does not model, and sends that wait.
+fiftieth of the time: for searches that time many programs. A stage may be on several ranks, each microbatch of it on one. Not
+modelled: what the clock does not model, sends that wait, and the exchange of gradients between a stage's ranks.
 """
 
 from __future__ import annotations
@@ -19,19 +20,21 @@ def makespan_s(
     forward_s: Sequence[float],
     backward_s: Sequence[float],
     transfer_s: Mapping[tuple[int, int], float],
+    weight_s: Sequence[float] | None = None,
 ) -> float:
     """Seconds until the last compute and the last transfer have ended.
 
     Args:
-        rows: [rank] -> its computes (F and B), in order.
-        forward_s, backward_s: by stage. transfer_s: by link (producer, consumer), the same both ways; 0 where it is missing.
+        rows: [rank] -> its computes, in order. R takes as long as F.
+        forward_s, backward_s: by stage; B is the whole backward. weight_s: by stage, of W, which is the rest of B after I; half of
+            B where it is not given. transfer_s: by link (producer, consumer), the same both ways; 0 where it is missing.
 
     >>> from weft.schedules import SCHEDULES
     >>> makespan_s(SCHEDULES["gpipe"](3, 3, ((0, 1), (1, 2))), ((0, 1), (1, 2)), [1.0] * 3, [1.0] * 3, {})
     10.0
 
     Raises:
-        ProgramError: no rank can move, or a stage on several ranks.
+        ProgramError: no rank can move, or a microbatch of a stage on several ranks.
     """
     num_stages = len(forward_s)
     before: list[list[int]] = [[] for _ in range(num_stages)]
@@ -39,19 +42,17 @@ def makespan_s(
     for source, target in links:
         before[target].append(source)
         after[source].append(target)
-    home = [-1] * num_stages
-    for rank, row in enumerate(rows):
-        for stage in {action.stage for action in row}:
-            if home[stage] >= 0:
-                raise ProgramError(f"stage {stage} is on ranks {home[stage]} and {rank}; it is timed on one")
-            home[stage] = rank
-    # What a compute sends, and to which rank: the nearest reader's first, as the program has it.
-    sends = {
-        Op.F: [[(q, home[q], transfer_s.get((s, q), 0.0)) for q in sorted(after[s], key=lambda q: q - s)] for s in range(num_stages)],
-        Op.B: [[(q, home[q], transfer_s.get((q, s), 0.0)) for q in sorted(before[s], key=lambda q: s - q)] for s in range(num_stages)],
-    }
-    waits = {Op.F: before, Op.B: after}
-    seconds = {Op.F: forward_s, Op.B: backward_s}
+    home = _homes(rows, num_stages)
+    # What a compute sends, and how long it takes: the nearest reader's first, as the program has it.
+    down = [[(q, transfer_s.get((s, q), 0.0)) for q in sorted(after[s], key=lambda q: q - s)] for s in range(num_stages)]
+    up = [[(q, transfer_s.get((q, s), 0.0)) for q in sorted(before[s], key=lambda q: s - q)] for s in range(num_stages)]
+    nothing: list[list[tuple[int, float]]] = [[]] * num_stages
+    alone: list[list[int]] = [[]] * num_stages
+    sends = {Op.F: down, Op.B: up, Op.I: up, Op.W: nothing, Op.R: nothing}
+    weight_s = [b / 2 for b in backward_s] if weight_s is None else weight_s
+    input_s = [b - w for b, w in zip(backward_s, weight_s, strict=True)]
+    waits = {Op.F: before, Op.B: after, Op.I: after, Op.W: alone, Op.R: alone}
+    seconds = {Op.F: forward_s, Op.B: backward_s, Op.I: input_s, Op.W: weight_s, Op.R: forward_s}
     arrived: dict[tuple[int, int, int], float] = {}  # (from stage, to stage, microbatch) -> when
     waiting: dict[tuple[int, int, int], int] = {}
     free: dict[tuple[int, int], float] = {}
@@ -77,8 +78,8 @@ def makespan_s(
             if blocked:
                 break
             now += seconds[action.op][s]
-            for q, to, takes in sends[action.op][s]:
-                when = now
+            for q, takes in sends[action.op][s]:
+                when, to = now, home[q].get(m, rank)
                 if to != rank:
                     when = max(now, free.get((rank, to), 0.0)) + takes
                     free[rank, to] = when
@@ -91,3 +92,14 @@ def makespan_s(
     if any(step < len(row) for step, row in zip(at, rows, strict=True)):
         raise ProgramError("no rank can move; the order of the computes is not legal")
     return max(end, *clock) if clock else 0.0
+
+
+def _homes(rows: Sequence[Sequence[Compute]], num_stages: int) -> list[dict[int, int]]:
+    """[stage] -> {microbatch: rank that computes it}."""
+    home: list[dict[int, int]] = [{} for _ in range(num_stages)]
+    for rank, row in enumerate(rows):
+        for action in row:
+            there = home[action.stage].setdefault(action.microbatch, rank)
+            if there != rank:
+                raise ProgramError(f"microbatch {action.microbatch} of stage {action.stage} is on ranks {there} and {rank}")
+    return home

@@ -1,8 +1,8 @@
 """How much each rank holds at most.
 
 In: a program and the bytes of each value. Out: per rank the peak, and at which action. It follows from `effects` alone:
-a rank's own actions decide what it holds, whatever the times. Not modelled: what a compute needs only while it runs, and
-a sent value that the transport still keeps.
+a rank's own actions decide what it holds, whatever the times. What is in the host's memory (`host`) is not counted. Not
+modelled: what a compute needs only while it runs, and what a send or a copy to the host that is under way still keeps.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from weft.plan.program import Program, Recv, Value, effects
+
+ON_HOST = "host"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +42,8 @@ def peak(program: Program, size_bytes: Callable[[Value], float]) -> tuple[Peak, 
 
 
 def in_flight(program: Program) -> tuple[int, ...]:
-    """[rank] -> the most microbatches whose forward has run and whose backward has not, over its stages."""
-    return tuple(int(p.size_bytes) for p in peak(program, lambda value: float(value.name == "saved")))
+    """[rank] -> the most microbatches whose forward has run and whose backward (with its W) has not, over its stages, on the device."""
+    return tuple(int(p.size_bytes) for p in peak(program, lambda value: float(value.name in ("saved", "half"))))
 
 
 def _peak_of_rank(program: Program, rank: int, size_bytes: Callable[[Value], float]) -> Peak:
@@ -57,7 +59,7 @@ def _peak_of_rank(program: Program, rank: int, size_bytes: Callable[[Value], flo
     most, parts, step_of = sum(by_name.values()), dict(by_name), -1
     for step, action in enumerate(program.actions[rank]):
         e = effects(action, program)
-        made = {value: size_bytes(value) for value in (*e.writes, *e.adds) if value not in held}
+        made = {value: size_bytes(value) for value in (*e.writes, *e.adds) if value not in held and value.name != ON_HOST}
         extra = dict(made)
         if e.becomes in made:
             extra[e.becomes] = max(0.0, made[e.becomes] - sum(held.get(value, 0.0) for value in e.frees))
