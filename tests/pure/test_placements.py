@@ -73,27 +73,27 @@ def check_optimum(graph: Graph, prices: Prices, way: str) -> None:
     assert found.gap <= EXACT
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=200, deadline=None)
 @given(st.lists(SHAPES, min_size=1, max_size=3), LINKS, WAYS)
 def test_the_optimum_is_that_of_the_enumeration(shapes: list[tuple[str, int, int]], link: float, way: str) -> None:
-    check_optimum(countable(shapes, way, 1_500), Prices(1e8, 1e10, link, 1e-6), way)
+    check_optimum(countable(shapes, way, 20_000), Prices(1e8, 1e10, link, 1e-6), way)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None)
 @given(st.lists(st.sampled_from(("conv", "relu", "bn", "pool", "add")), min_size=1, max_size=3), LINKS, WAYS)
 def test_the_optimum_of_convolutions_is_that_of_the_enumeration(kinds: list[str], link: float, way: str) -> None:
-    while len(kinds) > 1 and Everything(axis_of(convolutions(kinds), GPU, way)).count > 1_500:
+    while len(kinds) > 1 and Everything(axis_of(convolutions(kinds), GPU, way)).count > 20_000:
         kinds = kinds[:-1]
     check_optimum(convolutions(kinds), Prices(1e8, 1e10, link, 1e-6), way)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(SHAPES, min_size=1, max_size=3), LINKS, WAYS, st.floats(-0.3, 1.0))
 def test_the_optimum_within_a_budget_is_that_of_the_enumeration(
     shapes: list[tuple[str, int, int]], link: float, way: str, part: float
 ) -> None:
     prices = Prices(1e8, 1e10, link, 1e-6)
-    graph = countable(shapes, way, 400)
+    graph = countable(shapes, way, 1_000)
     tried = list(Everything(axis_of(graph, prices, way)).all())
     sizes = [one.size_bytes for one in tried]
     least = min(sizes)
@@ -116,7 +116,7 @@ def _forms(stored: dict[str, str]) -> dict[str, str]:
     return {value: form for value, form in stored.items() if form != "R"}
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(SHAPES, min_size=1, max_size=4), LINKS, WAYS)
 def test_of_equal_placements_the_one_that_holds_least(shapes: list[tuple[str, int, int]], link: float, way: str) -> None:
     prices = Prices(1e8, 1e10, link, 1e-6)
@@ -127,7 +127,7 @@ def test_of_equal_placements_the_one_that_holds_least(shapes: list[tuple[str, in
     assert solved(graph, prices, way).memory.total <= least * 1.002
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(SHAPES, min_size=1, max_size=6), LINKS, WAYS)
 def test_propagation_reproduces_the_placement(shapes: list[tuple[str, int, int]], link: float, way: str) -> None:
     prices = Prices(1e8, 1e10, link, 1e-6)
@@ -333,12 +333,22 @@ def test_labels_that_cannot_be_cut_are_refused() -> None:
         propagate(graph, {"tensor": 2}, labels={"tensor": {graph.operators[1].site: "z"}})
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(SHAPES, min_size=1, max_size=6), LINKS, WAYS)
 def test_the_sharding_moves_what_was_priced(shapes: list[tuple[str, int, int]], link: float, way: str) -> None:
     """The redistributions and sums of gradients that propagation writes down cost what the programme said."""
     prices = Prices(1e8, 1e10, link, 1e-6)
-    graph = chain(shapes)
+    check_moves(chain(shapes), prices, way)
+
+
+def test_a_form_that_is_there_whole_is_not_gathered_twice() -> None:
+    """An unread product needs y0 whole; then the summands of its gradient are cheapest from there, not gathered again from the pieces."""
+    found = check_moves(chain([("linear", 0, 0), ("mm", 1, 0), ("linear", 1, 0)]), Prices(1e8, 1e10, 3e7, 1e-6), "features")
+    assert [(m.source, m.target) for m in found.sharding.moves if m.value == "y0"] == [("S1", "R"), ("R", "+")]
+
+
+def check_moves(graph: Graph, prices: Prices, way: str) -> Placement:
+    link = prices.link_bytes_per_s
     found = solved(graph, prices, way)
     everything = Everything(axis_of(graph, prices, way))
     moves_s = sum(everything.move(m.value, m.source, m.target) for m in found.sharding.moves)
@@ -346,3 +356,4 @@ def test_the_sharding_moves_what_was_priced(shapes: list[tuple[str, int, int]], 
     cost = found.solved[0].cost
     touched = sum(everything.touch(v.value, found.sharding.forms[v.value]["tensor"]) for v in graph.parameters)
     assert moves_s + sums_s + touched == pytest.approx(cost.moves_s + cost.states_s, rel=1e-6)
+    return found

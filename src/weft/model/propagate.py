@@ -20,13 +20,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from weft.errors import LayoutError
 from weft.model.graph import Graph, Operator, Ref
 from weft.model.labels import meanings
 from weft.model.rules import Rule, rule_of
 from weft.model.sharding import Form, Move, Prices, Sharding, Shards, collective_s, move_collectives
-from weft.model.work import operator_bytes, operator_flops
+from weft.model.work import differentiable, operator_bytes, operator_flops
 
 # Operators whose output is the sum over a contracted label, so that a cut leaves summands.
 _SUMS = {"linear", "mm", "bmm", "mv", "dot", "matmul", "einsum", "sum", "mean", "conv1d", "conv2d", "conv3d", "bilinear"}
@@ -211,6 +212,32 @@ class _Axis:
         if value in self.grads:
             cost += collective_s(backward, size, self.n, self.prices)
         return cost
+
+    @cached_property
+    def asked(self) -> set[str]:
+        """Values whose gradient training asks for: not those of the batch."""
+        return differentiable(self.graph)
+
+    def exact_s(self, value: str, source: Form, target: Form) -> float:
+        """`move_s` with the copies around collectives as well; gradients that training never asks for cost nothing.
+
+        What decides between forms to move from, which collectives alone leave equal: S to + and R to + move as many bytes.
+        """
+        if source == target:
+            return 0.0
+        if (source, target) == ("+", "R") or (target[0] == "S" and not self.cuttable(value, int(target[1:]))):
+            return float("inf")
+        size = self._bytes(value)
+        inner = any(form[0] == "S" and form != "S0" for form in (source, target))
+        forward, backward = move_collectives(source, target)
+        names = (forward, backward) if value in self.asked else (forward,)
+        return sum(collective_s(name, size, self.n, self.prices) + self._copied_s(name, size, inner) for name in names)
+
+    def _copied_s(self, name: str, size: float, inner: bool) -> float:
+        """Seconds of reading and writing memory around a collective: pieces of inner dimensions do not lie together."""
+        n = self.n
+        parts = {"all_reduce": 2.0, "all_gather": 2.0 * inner, "reduce_scatter": 2.0 * inner, "slice": 2.0 / n * inner}
+        return parts.get(name, {"pad": 1.0 + 2.0 / n, "all_to_all": 4.0 / n}.get(name, 0.0)) * size / self.prices.memory_bytes_per_s
 
     def place(self, value: str, need: Form) -> tuple[Form, float] | None:
         """A parameter or buffer met for the first time, free to lie as it is needed: (stored form, seconds a step)."""
@@ -469,7 +496,7 @@ def _record(
 
 def cheapest(problem: _Axis, value: str, have: Iterable[Form], need: Form) -> Form:
     """The form from which `need` is cheapest to get."""
-    return min(have, key=lambda source: problem.move_s(value, source, need))
+    return min(have, key=lambda source: problem.exact_s(value, source, need))
 
 
 def _defer(

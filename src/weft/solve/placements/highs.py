@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from weft.errors import Infeasible, UsageError
+from weft.solve.placements.engine import IMPOSSIBLE, NOTHING, solve_apart, solve_here
 from weft.solve.placements.linear import Programme, Terms
 
-SMALL = 400  # columns below which presolve saves nothing; HiGHS 1.15 was seen to run for ever in it on a dozen columns
+SMALL = 400  # columns below which presolve saves nothing, so that they are solved here without it
 SPAN = 1e4  # costs are scaled to about this size, and so are bytes, since the solver's tolerances are absolute
 SAME = 1e-7  # costs that differ by less, relatively, are equal: the fewest bytes decide
 INFINITE = float("inf")
@@ -99,8 +100,6 @@ def _run(
 ) -> Solution | None:
     """Minimise `costs` under the programme's rows and those of `at_most`."""
     check_available()
-    import highspy
-
     rows = list(programme.rows)
     for most, entries in at_most:
         scale = SPAN / max(most, 1e-12) if most > 0 else 1.0
@@ -117,36 +116,25 @@ def _run(
         columns += merged
         coefficients += merged.values()
         starts.append(len(columns))
-    lp = highspy.HighsLp()
-    lp.num_col_, lp.num_row_ = len(costs), len(rows)
-    lp.col_cost_ = np.array(costs) * unit
-    lp.col_lower_ = np.zeros(len(costs))
-    lp.col_upper_ = np.array(programme.uppers)
-    lp.row_lower_ = np.array([least for least, _, _ in rows])
-    lp.row_upper_ = np.array([most for _, most, _ in rows])
-    lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-    lp.a_matrix_.start_ = np.array(starts, dtype=np.int32)
-    lp.a_matrix_.index_ = np.array(columns, dtype=np.int32)
-    lp.a_matrix_.value_ = np.array(coefficients, dtype=np.float64)
-    kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
-    lp.integrality_ = [kinds[whole] for whole in programme.whole]
-    solver = highspy.Highs()  # type: ignore[no-untyped-call]
-    options = {
-        "output_flag": False, "presolve": "off" if len(costs) < SMALL else "on", "threads": 1, "random_seed": 0, "time_limit": limit_s,
-        "mip_rel_gap": gap, "mip_abs_gap": 1e-9 * SPAN,
-    }  # fmt: skip
-    for name, value in options.items():
-        solver.setOptionValue(name, value)
-    solver.passModel(lp)
-    if start:
-        solver.setSolution(len(start), np.array(list(start), dtype=np.int32), np.array(list(start.values()), dtype=np.float64))
-    solver.run()
-    status = solver.getModelStatus()
-    if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
+    arrays = {
+        "costs": np.array(costs) * unit,
+        "lower": np.zeros(len(costs)),
+        "upper": np.array(programme.uppers),
+        "whole": np.array(programme.whole, dtype=np.int32),
+        "least": np.array([least for least, _, _ in rows]),
+        "most": np.array([most for _, most, _ in rows]),
+        "start": np.array(starts, dtype=np.int32),
+        "index": np.array(columns, dtype=np.int32),
+        "value": np.array(coefficients, dtype=np.float64),
+        "known_index": np.array(list(start), dtype=np.int32),
+        "known_value": np.array(list(start.values()), dtype=np.float64),
+    }
+    if len(costs) < SMALL:
+        answer = solve_here(arrays, limit_s, gap, 1e-9 * SPAN, presolve=False)
+    else:
+        answer = solve_apart(arrays, limit_s, gap, 1e-9 * SPAN)
+    if answer.state == IMPOSSIBLE:
         return None
-    info = solver.getInfo()
-    values = tuple(solver.getSolution().col_value)
-    if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible or not values:
+    if answer.state == NOTHING:
         raise Infeasible(f"no placement was found within {limit_s:g} s, though one may exist; allow more time")
-    proven = status == highspy.HighsModelStatus.kOptimal
-    return Solution(values, info.objective_function_value / unit, info.mip_dual_bound / unit, proven)
+    return Solution(answer.values, answer.objective / unit, answer.bound / unit, answer.proven)

@@ -23,8 +23,7 @@ from weft.cost.memory import Inventory
 from weft.model.graph import Graph, Operator
 from weft.model.propagate import _Axis, written_buffers
 from weft.model.propagate import _Choice as Choice
-from weft.model.sharding import Form, collective_s, move_collectives
-from weft.model.work import differentiable
+from weft.model.sharding import Form
 
 Word = tuple[Form, ...]  # the forms in which one operator reads one value, each once; () where any will do
 INFINITE = float("inf")
@@ -104,7 +103,6 @@ class Moves:
 
     def __init__(self, axis: Axis):
         self.axis = axis
-        self.asked = differentiable(axis.graph)
         self.still = written_buffers(axis.graph)  # written where they lie, so never moved
         self._known: dict[tuple[object, ...], float] = {}
         self._like: dict[str, tuple[object, ...]] = {}
@@ -115,7 +113,7 @@ class Moves:
             tensor = self.axis.graph.tensors[value]
             cuttable = tuple(dim for dim in range(len(tensor.shape)) if self.axis.cuttable(value, dim))
             placed = value in self.axis.placed
-            self._like[value] = (tensor.size_bytes, value in self.asked, value in self.still, placed, cuttable)
+            self._like[value] = (tensor.size_bytes, value in self.axis.asked, value in self.still, placed, cuttable)
         return self._like[value]
 
     def seconds(self, value: str, source: Form, target: Form) -> float:
@@ -145,22 +143,7 @@ class Moves:
         return INFINITE if found is None else found[1]
 
     def _price(self, value: str, source: Form, target: Form) -> float:
-        axis = self.axis
-        if value in self.still or (source, target) == ("+", "R"):
-            return INFINITE
-        if target[0] == "S" and not axis.cuttable(value, int(target[1:])):
-            return INFINITE
-        size = axis.graph.tensors[value].size_bytes / axis.divide
-        inner = any(form[0] == "S" and form != "S0" for form in (source, target))
-        forward, backward = move_collectives(source, target)
-        names = (forward, backward) if value in self.asked else (forward,)
-        return sum(collective_s(name, size, axis.n, axis.prices) + self._copied_s(name, size, inner) for name in names)
-
-    def _copied_s(self, name: str, size: float, inner: bool) -> float:
-        """Seconds of reading and writing memory around a collective: pieces of inner dimensions do not lie together."""
-        n = self.axis.n
-        parts = {"all_reduce": 2.0, "all_gather": 2.0 * inner, "reduce_scatter": 2.0 * inner, "slice": 2.0 / n * inner}
-        return parts.get(name, {"pad": 1.0 + 2.0 / n, "all_to_all": 4.0 / n}.get(name, 0.0)) * size / self.axis.prices.memory_bytes_per_s
+        return INFINITE if value in self.still else self.axis.exact_s(value, source, target)
 
 
 def tables(axis: Axis, representative: Mapping[str, str]) -> Tables:
