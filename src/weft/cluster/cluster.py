@@ -280,5 +280,3 @@ class Cluster:
         from weft.cluster.catalogue import dump
 
         return dump(self)
-
-

@@ -333,8 +333,7 @@ def measure_compute(device: torch.device, quick: bool = True, together: Callable
     x = torch.randn((1 if big else SEQUENCES * share), SEQUENCE, HIDDEN, device=device, requires_grad=True)
     for precision in () if big else precisions:
         with torch.autocast("cpu", precisions[precision], enabled=precision != "float32"):
-            gradient = torch.ones_like(x)
-            take(rate_name(precision), share, lambda: torch.autograd.grad(block(x), (x, *block.parameters()), gradient))
+            take(rate_name(precision), share, lambda: torch.autograd.grad(block(x).sum(), (x, *block.parameters())))
 
     def chain(y: torch.Tensor) -> torch.Tensor:
         for _ in range(LAUNCH_OPERATORS):

@@ -1,9 +1,10 @@
 """Seconds of one operator on one rank of processors. In: its `Work`, how it is cut, a rank's `Speed`. Out: forward and backward seconds.
 
 Roofline (Williams et al. 2009) of the rate that each kind of operator reaches in training: matrix products by FLOPs, the rest by the
-bytes that they move, and a launch for each; then times what a few whole layers took over the sum of their operators, where they were
-measured (`weft.cluster.block`), since a step finds colder caches than an operator alone. A label cut over an axis divides FLOPs and bytes by the axis's size. GPUs are priced by
-`weft.cost.kernels`. Not modelled: the lower efficiency of small or odd shapes beyond launch and bytes, fusion by a compiler, clocks that fall under load.
+bytes that they move, and a launch for each; then times what a few whole layers took over the sum of their operators, where that was
+measured (`weft.cluster.block`), since a step finds colder caches than an operator alone. A label cut over an axis divides FLOPs and
+bytes by the axis's size. GPUs are priced by `weft.cost.kernels`.
+Not modelled: the lower efficiency of small or odd shapes beyond launch and bytes, fusion by a compiler, clocks that fall under load.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class Rates:
 
 
 def block_work(sequences: int) -> Iterator[Work]:
-    """What the operators of `weft.cluster.block` cost for a batch of `sequences`; views are left out, and a first norm's backward counts."""
+    """What the operators of `weft.cluster.block` cost for a batch of `sequences`, without views."""
     x = 4.0 * sequences * SEQUENCE * HIDDEN
 
     def linear(into: int, out: int) -> Work:
