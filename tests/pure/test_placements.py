@@ -334,11 +334,11 @@ def test_labels_that_cannot_be_cut_are_refused() -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(SHAPES, min_size=1, max_size=6), LINKS, WAYS)
-def test_the_sharding_moves_what_was_priced(shapes: list[tuple[str, int, int]], link: float, way: str) -> None:
+@given(st.lists(SHAPES, min_size=1, max_size=6), LINKS, WAYS, st.sampled_from((2, 4, 8)))
+def test_the_sharding_moves_what_was_priced(shapes: list[tuple[str, int, int]], link: float, way: str, n: int) -> None:
     """The redistributions and sums of gradients that propagation writes down cost what the programme said."""
     prices = Prices(1e8, 1e10, link, 1e-6)
-    check_moves(chain(shapes), prices, way)
+    check_moves(chain(shapes), prices, way, n)
 
 
 def test_a_form_that_is_there_whole_is_not_gathered_twice() -> None:
@@ -347,12 +347,14 @@ def test_a_form_that_is_there_whole_is_not_gathered_twice() -> None:
     assert [(m.source, m.target) for m in found.sharding.moves if m.value == "y0"] == [("S1", "R"), ("R", "+")]
 
 
-def check_moves(graph: Graph, prices: Prices, way: str) -> Placement:
+def check_moves(graph: Graph, prices: Prices, way: str, n: int = 2) -> Placement:
     link = prices.link_bytes_per_s
-    found = solved(graph, prices, way)
-    everything = Everything(axis_of(graph, prices, way))
+    found = solved(graph, prices, way, n=n)
+    everything = Everything(axis_of(graph, prices, way, n))
     moves_s = sum(everything.move(m.value, m.source, m.target) for m in found.sharding.moves)
-    sums_s = sum(2 * v.tensor.size_bytes * 0.5 / link for v in graph.parameters if "tensor" in found.sharding.gradients.get(v.value, ()))
+    sums_s = sum(
+        2 * v.tensor.size_bytes * (n - 1) / n / link for v in graph.parameters if "tensor" in found.sharding.gradients.get(v.value, ())
+    )
     cost = found.solved[0].cost
     touched = sum(everything.touch(v.value, found.sharding.forms[v.value]["tensor"]) for v in graph.parameters)
     assert moves_s + sums_s + touched == pytest.approx(cost.moves_s + cost.states_s, rel=1e-6)
