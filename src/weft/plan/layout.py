@@ -22,7 +22,7 @@ RUNS: dict[str, tuple[int | str, ...]] = {
     "chunks": (1,),
     "expert": (1,),
     "zero": (0, 1),
-    "recompute": ("none", "full"),
+    "recompute": ("none", "selective", "full"),
     "offload": ("none",),
     "precision": ("float32", "bfloat16", "float64"),
 }

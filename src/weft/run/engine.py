@@ -102,7 +102,7 @@ class Engine:
         parts, layout = self.parts, self.plan.layout
         graph, sharding = parts.graph, parts.sharding
         grads = needs_gradient(graph) - {v.value for v in graph.inputs}
-        local = with_recomputation(parts.local, self._draw) if layout.recompute == "full" else parts.local
+        local = with_recomputation(parts.local, self._draw, layout.recompute)
         autocast = torch.bfloat16 if layout.precision == "bfloat16" else None
         dtypes = {value: getattr(torch, t.dtype) for value, t in graph.tensors.items()}
         runner = StageRunner(

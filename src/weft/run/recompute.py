@@ -1,44 +1,145 @@
-"""Recomputation: parts of a stage keep only their inputs, and run again in backward.
+"""Recomputation: parts of a stage keep only what enters them, and run again in backward.
 
-In: a lowered stage. Out: the same stage with the chosen parts under checkpointing.
+In: a lowered stage. Out: the same stage with the chosen parts under checkpointing (Chen et al. 2016). `full` repeats every layer;
+`selective` (Korthikanti et al. 2022, section 5) repeats the core of attention where that keeps its scores: from the product that makes
+them, over softmax and dropout, to the product that reads them. Attention that is one fused kernel keeps no scores, and forms them again
+in backward by itself; with dropout there is no such kernel on processors, and it is repeated.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.fx.passes.split_module import split_module
+from torch.fx.passes.utils.fuser_utils import fuse_by_partitions
 from torch.utils.checkpoint import checkpoint
 
 from weft.lower.kernels.randomness import Draw
 from weft.lower.local import LocalStage, snapshot
+from weft.run.layers import Layered, by_layer, numbers_of
+
+_PRODUCTS = frozenset({"matmul", "bmm", "baddbmm", "einsum"})
+_SOFTMAX = frozenset({"softmax", "_softmax", "_safe_softmax"})
+_KEEPS_SCORES = "attention"  # `lower.kernels.randomness.attention`: with dropout
+_CORE = "attention_core_"
 
 
-def with_recomputation(local: LocalStage, draw: Draw) -> LocalStage:
-    """The same stage with every layer under checkpointing: only a layer's inputs are kept, and it runs again in backward.
+def with_recomputation(local: LocalStage, draw: Draw, recompute: str = "full") -> LocalStage:
+    """The stage under a layout's `recompute`: none, selective or full."""
+    if recompute == "selective":
+        return recompute_attention(local, draw)
+    if recompute == "full":
+        layered = by_layer(local)
+        recompute_layers(layered, draw)
+        return layered.local
+    return local
 
-    Layers are told apart by the number of the run that lowering wrote on each node; what stands outside of layers is kept. So is a layer
-    that reads a buffer which is written while the model runs: run again it would read what later microbatches wrote.
+
+def recompute_layers(layered: Layered, draw: Draw, only: Collection[int] | None = None) -> None:
+    """Put every layer of a stage (or the runs whose numbers are in `only`) under checkpointing.
+
+    What stands outside of layers is kept. So is a layer that reads a buffer which is written while the model runs: run again it would
+    read what later microbatches wrote.
     """
+    for number in sorted(layered.repeated - layered.reads_written):
+        if only is None or number in only:
+            setattr(layered.local.module, layered.names[number], Recomputed(layered.child(number), draw))
+
+
+def recompute_attention(local: LocalStage, draw: Draw) -> LocalStage:
+    """The same stage with the core of every attention that keeps its scores under checkpointing."""
     assert isinstance(local.module, fx.GraphModule)  # only a captured model is lowered
-    calls = [node for node in local.module.graph.nodes if node.op == "call_function"]
-    parts = {node.meta["part"] for node in calls}
-    if not any(repeated for _, repeated in parts):
-        parts = {(0, True)}
-    split = split_module(local.module, local.module, lambda node: node.meta["part"][0] if len(parts) > 1 else 0, keep_original_order=True)
-    kept = {node.meta["part"][0] if len(parts) > 1 else 0 for node in calls if node.target is snapshot}
-    repeated = {number for number, is_layer in parts if is_layer} - kept
-    for name, child in list(split.named_children()):
-        if name.startswith("submod_") and int(name.removeprefix("submod_")) in repeated:
-            setattr(split, name, _Recomputed(child, draw))
-    return LocalStage(split, local.variables, local.received, local.sent, local.results, local.forms)
+    numbers = numbers_of(local.module)
+    module = fx.GraphModule(local.module, fx.Graph())
+    copied: dict[fx.Node, fx.Node] = {}
+    module.graph.output(module.graph.graph_copy(local.module.graph, copied))
+    cores = [[copied[node] for node in core] for core in attention_cores(local.module.graph)]
+    if not cores:
+        return local
+    parts = [numbers[next(old for old, new in copied.items() if new is core[-1])] for core in cores]
+    module.recompile()
+    fuse_by_partitions(module, [dict.fromkeys(core) for core in cores], prefix=_CORE)
+    calls = [node for node in module.graph.nodes if node.op == "call_module" and str(node.target).startswith(_CORE)]
+    for node in calls:
+        node.meta["part"] = parts[int(str(node.target).removeprefix(_CORE))]
+        setattr(module, str(node.target), Recomputed(getattr(module, str(node.target)), draw))
+    return replace(local, module=module)
 
 
-class _Recomputed(nn.Module):
+def attention_cores(graph: fx.Graph) -> list[list[fx.Node]]:
+    """The operators of each attention that keeps its scores, in order; nothing outside lies on a path between two of one core."""
+    found: list[list[fx.Node]] = []
+    taken: set[fx.Node] = set()
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        core: set[fx.Node] = set()
+        if _name(node) == _KEEPS_SCORES:
+            core = {node}
+        elif _name(node) in _SOFTMAX:
+            core = _between(node)
+        if core and core.isdisjoint(taken) and not any(n.target is snapshot for n in core):
+            taken |= core
+            found.append(sorted(core, key=order.__getitem__))
+    return found
+
+
+def _between(softmax: fx.Node) -> set[fx.Node]:
+    """All on the way from the products of two activations that make the scores to those that read the weights."""
+    makers = _reach(softmax, lambda n: n.all_input_nodes)
+    readers = _reach(softmax, lambda n: n.users)
+    if not makers or not readers:
+        return set()
+    part = softmax.meta["part"]
+    after = _closure(makers, lambda n: n.users, part)
+    before = _closure(readers, lambda n: n.all_input_nodes, part)
+    return after & before
+
+
+def _reach(start: fx.Node, step: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
+    """The nearest products of `start`'s layer in one direction; nothing where a product with a weight comes first."""
+    found: set[fx.Node] = set()
+    seen: set[fx.Node] = set()
+    todo = [start]
+    while todo:
+        for node in step(todo.pop()):
+            if node in seen or node.op != "call_function" or node.meta["part"] != start.meta["part"]:
+                continue
+            seen.add(node)
+            if _name(node) in _PRODUCTS:
+                found.add(node)
+            elif _name(node) not in ("linear", "addmm", "mm"):
+                todo.append(node)
+    return found
+
+
+def _closure(start: set[fx.Node], step: Callable[[fx.Node], Iterable[fx.Node]], part: object) -> set[fx.Node]:
+    seen = set(start)
+    todo = list(start)
+    while todo:
+        for node in step(todo.pop()):
+            if node not in seen and node.op == "call_function" and node.meta["part"] == part:
+                seen.add(node)
+                todo.append(node)
+    return seen
+
+
+def _name(node: fx.Node) -> str:
+    """`softmax` of an operator, also where it is held in full precision."""
+    target = node.target
+    if getattr(target, "__name__", "") == "_full_precision":
+        target = node.args[0]  # type: ignore[assignment]
+    return str(getattr(target, "__name__", target)).partition(".")[0]
+
+
+class Recomputed(nn.Module):
+    """`inner` under checkpointing, where gradients are wanted."""
+
     def __init__(self, inner: nn.Module, draw: Draw) -> None:
         super().__init__()
         self.inner, self._draw = inner, draw

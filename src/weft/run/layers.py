@@ -1,0 +1,49 @@
+"""A lowered stage cut into its layers, so that each can be run again, gathered or moved by itself.
+
+In: a lowered stage. Out: the same stage whose module calls one child for each run of operators of one layer. Layers are told apart by
+the number of the run that lowering wrote on each node; what stands between two layers is a run too, but no layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from torch import fx
+from torch.fx.passes.split_module import split_module
+
+from weft.lower.local import LocalStage, snapshot
+
+
+@dataclass(frozen=True)
+class Layered:
+    """`local.module` has the children `names[number]`; `repeated` are the numbers of those that are layers."""
+
+    local: LocalStage
+    names: Mapping[int, str]
+    repeated: frozenset[int]
+    reads_written: frozenset[int]  # those that read a buffer which is written while the model runs
+
+    def child(self, number: int) -> fx.GraphModule:
+        """The operators of one run."""
+        found = getattr(self.local.module, self.names[number])
+        assert isinstance(found, fx.GraphModule)
+        return found
+
+
+def numbers_of(module: fx.GraphModule) -> dict[fx.Node, tuple[int, bool]]:
+    """The run of every operator, and whether it is a layer; in a stage without layers everything is one."""
+    found: dict[fx.Node, tuple[int, bool]] = {n: n.meta["part"] for n in module.graph.nodes if n.op in ("call_function", "call_module")}
+    if not any(repeated for _, repeated in found.values()):
+        return dict.fromkeys(found, (0, True))
+    return found
+
+
+def by_layer(local: LocalStage) -> Layered:
+    """Cut a stage into runs. The children of the new module are made from the old one's nodes, in their order."""
+    assert isinstance(local.module, fx.GraphModule)  # only a captured model is lowered
+    numbers = numbers_of(local.module)
+    split = split_module(local.module, local.module, lambda node: numbers[node][0], keep_original_order=True)
+    names = {int(name.removeprefix("submod_")): name for name, _ in split.named_children() if name.startswith("submod_")}
+    read = frozenset(number for node, (number, _) in numbers.items() if node.target is snapshot)
+    return Layered(replace(local, module=split), names, frozenset(n for n, layer in numbers.values() if layer), read)
