@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from weft.model.graph import Arg, Graph, Operator, Ref, Variable
 from weft.model.propagate import propagate as propagate_whole
+from weft.model.repeats import alike
 from weft.model.sharding import Move, Prices, Sharding, Shards
 
 LEAST = 5  # copies of a layer that are worth folding
@@ -212,7 +213,7 @@ def _given(graph: Graph, folded: Fold, shards: Mapping[str, Shards] | None) -> d
 
 def _runs(graph: Graph) -> list[Run]:
     """Runs of alike layers, the ones that save most first, without overlap, in order."""
-    kinds = _kinds(graph)
+    kinds = np.asarray(alike(graph))
     found: list[Run] = []
     segments = [(0, len(kinds))]
     while segments:
@@ -302,25 +303,6 @@ def _unified(graph: Graph, start: int, period: int, count: int) -> Run | None:
 
 def _which(op: Operator, value: str) -> int:
     return op.outputs.index(value)
-
-
-def _kinds(graph: Graph) -> NDArray[np.int64]:
-    """A number for every operator; equal numbers have equal targets, arguments but for names, and shapes."""
-    known: dict[object, int] = {}
-    found = []
-    for op in graph.operators:
-        shapes = tuple(graph.tensors[v] for v in (*op.inputs, *op.outputs))
-        key = (op.target, repr((_nameless(op.args), _nameless(op.kwargs))), shapes, op.multiple, op.full_precision)
-        found.append(known.setdefault(key, len(known)))
-    return np.asarray(found)
-
-
-def _nameless(arg: Arg) -> object:
-    if isinstance(arg, Ref):
-        return "%"
-    if isinstance(arg, tuple):
-        return tuple(_nameless(item) for item in arg)
-    return arg
 
 
 def _renamed(op: Operator, names: Mapping[str, str]) -> Operator:

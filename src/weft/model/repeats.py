@@ -44,25 +44,25 @@ class Run:
 
 def runs(graph: Graph) -> tuple[Run, ...]:
     """The graph's runs in order, none overlapping; at every place the one that saves most operators."""
-    alike = _alike(graph)
+    kinds = alike(graph)
     weights = {v.value for v in graph.parameters if len(v.tensor.shape) > 1}
     heavy = [any(value in weights for value in op.inputs) for op in graph.operators]
     made = {v.value: (-1, i) for i, v in enumerate((*graph.inputs, *graph.constants))}
     made |= {value: (i, k) for i, op in enumerate(graph.operators) for k, value in enumerate(op.outputs)}
     reads = [tuple(made[value] for value in op.inputs if value in made) for op in graph.operators]
     later: dict[int, list[int]] = {}
-    for i, kind in enumerate(alike):
+    for i, kind in enumerate(kinds):
         later.setdefault(kind, []).append(i)
     nth = {i: k for places in later.values() for k, i in enumerate(places)}
     found = []
     at = 0
-    while at < len(alike):
-        near = later[alike[at]][nth[at] + 1 : nth[at] + 1 + NEAR]
+    while at < len(kinds):
+        near = later[kinds[at]][nth[at] + 1 : nth[at] + 1 + NEAR]
         tried: list[Run] = []
         for length in (other - at for other in near):
             if any(length % run.length == 0 and run.count > LONG for run in tried):
                 continue  # several layers together save less than each
-            run = _run(alike, reads, heavy, at, length)
+            run = _run(kinds, reads, heavy, at, length)
             if run is not None:
                 tried.append(run)
         if tried:
@@ -83,7 +83,7 @@ def representatives(graph: Graph) -> dict[str, str]:
     return found
 
 
-def _alike(graph: Graph) -> list[int]:
+def alike(graph: Graph) -> list[int]:
     """A number for every operator, the same for those that agree in all but which values they read."""
     kinds = {v.value: kind for kind in ("parameters", "buffers") for v in getattr(graph, kind)}
     numbers: dict[object, int] = {}
@@ -103,14 +103,14 @@ def _alike(graph: Graph) -> list[int]:
     return found
 
 
-def _run(alike: Sequence[int], reads: Sequence[_Reads], heavy: Sequence[bool], start: int, length: int) -> Run | None:
+def _run(kinds: Sequence[int], reads: Sequence[_Reads], heavy: Sequence[bool], start: int, length: int) -> Run | None:
     """The longest run of blocks of this length from `start`; None where there is none."""
-    block = alike[start : start + length]
+    block = kinds[start : start + length]
     if sum(heavy[start : start + length]) < WEIGHTED:
         return None
     count = 1
     before = _block_reads(reads, start, length, 0)
-    while alike[start + count * length : start + (count + 1) * length] == block:
+    while kinds[start + count * length : start + (count + 1) * length] == block:
         now = _block_reads(reads, start, length, count)
         if not _follows(before, now, count):
             break

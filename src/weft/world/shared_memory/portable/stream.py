@@ -5,7 +5,7 @@ In: contiguous tensors. Out: generators that yield the member they wait for and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -43,15 +43,15 @@ class Streams:
         self._written += 1
         self._memory.put(self._memory.at.written + 8 * self._memory.index, self._written)
 
-    def _arrived(self, rank: int, kind: int, number: int, size: int) -> tuple[bool, bool, Tensor] | None:
-        """(fits, is the last, bytes) of the next chunk of `rank`, if it is there; `size` is what its head must say."""
+    def _arrived(self, rank: int, kind: int, number: int, size: int) -> tuple[bool, Tensor] | None:
+        """(is the last, bytes) of the next chunk of `rank`, if it is there; `size` is what its head must say."""
         if self._memory.get(self._memory.at.written + 8 * rank) <= self._read[rank]:
             return None
         at, data = self._memory.slot(rank, self._read[rank])
         said = self._memory.words[at + 2] if kind & 255 != KINDS.index("exchange") else self._memory.words[at + WORDS + self._memory.index]
         if (self._memory.words[at], self._memory.words[at + 1], said) != (number, kind, size):
             raise self._memory.mismatch(rank)
-        return True, bool(self._memory.words[at + 3]), data
+        return bool(self._memory.words[at + 3]), data
 
     def _consume(self, rank: int) -> None:
         self._read[rank] += 1
@@ -86,22 +86,40 @@ class Streams:
         if self._memory.index in roots and own.data_ptr() != x.data_ptr():
             own.copy_(x)
         chunks = max(1, -(-mine // CHUNK_BYTES)) if self._memory.index in roots else 0
-        wrote, arrived = 0, dict.fromkeys((r for r in roots if r != self._memory.index), 0)
+
+        def write(index: int) -> Steps:
+            part = x[index * CHUNK_BYTES : min(mine, (index + 1) * CHUNK_BYTES)]
+            return self._write((number, kind, total, int(index + 1 == chunks)), [(0, part)])
+
+        def take(r: int, done: int, data: Tensor) -> int:
+            size = min(CHUNK_BYTES, sizes[r] - done)
+            out[starts[r] + done : starts[r] + done + size].copy_(data[:size])
+            return size
+
+        yield from self._both_ways(chunks, write, [r for r in roots if r != self._memory.index], lambda r: (kind, number, total), take)
+
+    def _both_ways(
+        self,
+        chunks: int,
+        write: Callable[[int], Steps],
+        others: Sequence[int],
+        head: Callable[[int], tuple[int, int, int]],
+        take: Callable[[int, int, Tensor], int],
+    ) -> Steps:
+        """Write `chunks` chunks as room comes, and take those of `others` as they come: `take(member, bytes so far, chunk)` counts."""
+        wrote, arrived = 0, dict.fromkeys(others, 0)
         while wrote < chunks or arrived:
             moved = False
             if wrote < chunks and self._room() < 0:
-                part = x[wrote * CHUNK_BYTES : min(mine, (wrote + 1) * CHUNK_BYTES)]
+                yield from write(wrote)
                 wrote += 1
-                yield from self._write((number, kind, total, int(wrote == chunks)), [(0, part)])
                 moved = True
             for r in list(arrived):
-                found = self._arrived(r, kind, number, total)
+                found = self._arrived(r, *head(r))
                 if found is not None:
-                    size = min(CHUNK_BYTES, sizes[r] - arrived[r])
-                    out[starts[r] + arrived[r] : starts[r] + arrived[r] + size].copy_(found[2][:size])
-                    arrived[r] += size
+                    arrived[r] += take(r, arrived[r], found[1])
                     self._consume(r)
-                    if found[1]:
+                    if found[0]:
                         del arrived[r]
                     moved = True
             if not moved:
@@ -147,23 +165,17 @@ class Streams:
         width, here, there = self._part_bytes(), starts(sizes), starts(arriving)
         me = self._memory.index
         out[there[me] : there[me] + arriving[me]].copy_(x[here[me] : here[me] + sizes[me]])
-        chunks, wrote, arrived = max(1, -(-max(sizes) // width)), 0, dict.fromkeys(self._memory.others, 0)
-        while wrote < chunks or arrived:
-            moved = False
-            if wrote < chunks and self._room() < 0:
-                yield from self._write_parts(kind, x, sizes, wrote, 0, number)
-                wrote += 1
-                moved = True
-            for r in list(arrived):
-                found = self._arrived(r, kind, number, arriving[r])
-                if found is not None:
-                    size = max(0, min(width, arriving[r] - arrived[r]))
-                    start = there[r] + arrived[r]
-                    out[start : start + size].copy_(found[2][me * width : me * width + size])
-                    arrived[r] += size
-                    self._consume(r)
-                    if found[1]:
-                        del arrived[r]
-                    moved = True
-            if not moved:
-                yield next(iter(arrived), self._room())
+        chunks = max(1, -(-max(sizes) // width))
+
+        def take(r: int, done: int, data: Tensor) -> int:
+            size = max(0, min(width, arriving[r] - done))
+            out[there[r] + done : there[r] + done + size].copy_(data[me * width : me * width + size])
+            return size
+
+        yield from self._both_ways(
+            chunks,
+            lambda index: self._write_parts(kind, x, sizes, index, 0, number),
+            self._memory.others,
+            lambda r: (kind, number, arriving[r]),
+            take,
+        )

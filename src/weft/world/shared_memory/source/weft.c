@@ -253,6 +253,18 @@ static void set_pieces(uint64_t *sizes, uint64_t *starts, const int64_t *given, 
 
 static uint64_t pieces_of(uint64_t bytes, uint64_t width) { return bytes ? (bytes + width - 1) / width : 1; }
 
+/* The operation in *made, or where `timeout_s` is above zero its end, freed and *made NULL. */
+static int ended(Op *op, double timeout_s, Op **made) {
+    *made = op;
+    if (timeout_s <= 0) return PENDING;
+    int state = weft_wait(op, timeout_s);
+    if (state == DONE) {
+        weft_free(op);
+        *made = NULL;
+    }
+    return state;
+}
+
 /* Starts a collective on private memory. `bytes`: of the whole (ALL_REDUCE, BROADCAST); `sizes`: of the pieces, one for each rank;
  * `arriving`: of what comes from each rank (EXCHANGE). Waits for it, frees it and sets *made to NULL where `timeout_s` is above zero. */
 int weft_start(Channel *c, int kind, int dtype, int reduce, int root, int phases, char *in, char *out, uint64_t bytes, uint64_t item,
@@ -282,14 +294,7 @@ int weft_start(Channel *c, int kind, int dtype, int reduce, int root, int phases
     c->stream_last = op;
     progress(c);
     unlock(c->engine);
-    *made = op;
-    if (timeout_s <= 0) return PENDING;
-    int state = weft_wait(op, timeout_s);
-    if (state == DONE) {
-        weft_free(op);
-        *made = NULL;
-    }
-    return state;
+    return ended(op, timeout_s, made);
 }
 
 /* An all-reduce in place that is waited for: the same by fewer arguments, which cost a small one more than the sum itself.
@@ -313,14 +318,7 @@ int weft_start_job(Channel *c, int kind, int dtype, int reduce, int root, int bu
     c->running_last = op;
     progress(c);
     unlock(c->engine);
-    *made = op;
-    if (timeout_s <= 0) return PENDING;
-    int state = weft_wait(op, timeout_s);
-    if (state == DONE) {
-        weft_free(op);
-        *made = NULL;
-    }
-    return state;
+    return ended(op, timeout_s, made);
 }
 
 /* Starts a message of `bytes` to (or, with `receive`, from) rank `peer`. */
