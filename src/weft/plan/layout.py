@@ -18,8 +18,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 # What a plan may say and be priced for, and what runs of it: the rest is refused by name when a run starts, never ignored.
 RUNS: dict[str, tuple[int | str, ...]] = {
-    "schedule": ("sequential", "gpipe", "1f1b"),
-    "chunks": (1,),
+    "schedule": ("sequential", "gpipe", "1f1b", "interleaved"),
     "expert": (1,),
     "zero": (0, 1),
     "recompute": ("none", "selective", "full"),

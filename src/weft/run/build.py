@@ -1,4 +1,4 @@
-"""From a plan to this rank's parts: captured graph, sharding, stage, parameters with their initial values.
+"""From a plan to this rank's parts: captured graph, sharding, program, stages, parameters with their initial values.
 
 In: a plan, a model (deferred, real, or a function that makes one), the batch and the loss. Out: `Parts`, from which the engine runs.
 Every rank does this by itself from the same inputs, so nothing but gradients and activations is ever sent.
@@ -6,14 +6,14 @@ Every rank does this by itself from the same inputs, so nothing but gradients an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from weft.errors import Infeasible, ModelError
+from weft.errors import Infeasible, ModelError, ProgramError
 from weft.lower.kernels.randomness import Draw
 from weft.lower.local import LocalStage, Lowering, lower
 from weft.model.capture import Captured, Loss, capture
@@ -24,13 +24,15 @@ from weft.model.graph import Graph, Variable
 from weft.model.nesting import batch_size_of
 from weft.model.propagate import learned, propagate
 from weft.model.sharding import Sharding
-from weft.model.stages import Stage, split
+from weft.model.stages import Stage, links, split
 from weft.model.watched import refuse_hooks
 from weft.plan.patterns import expand_all
 from weft.plan.placement import piece
 from weft.plan.plan import Plan
+from weft.plan.program import Program
 from weft.run.optimizer import OptimizerSpec
 from weft.run.parameters import FlatGroup, LocalParameter, build_groups
+from weft.schedules import build as build_schedule
 from weft.world.world import World
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.float32}  # bfloat16 keeps float32 master weights
@@ -125,17 +127,27 @@ class Parts:
 
     graph: Graph
     sharding: Sharding
-    stages: tuple[Stage, ...]
-    stage: Stage
-    local: LocalStage
+    stages: tuple[Stage, ...]  # of the whole model
+    program: Program
+    lowered: dict[int, LocalStage]  # this rank's stages, by number
     parameters: dict[str, nn.Parameter]  # by name
     specs: dict[str, LocalParameter]
     groups: list[FlatGroup]
     buffers: dict[str, Tensor]  # by name
     blocks: dict[str, tuple[Variable, tuple[int, ...]]]  # buffer name -> (variable, offsets)
-    variables: dict[str, Tensor]  # what the stage is called with, by graph value
+    variables: dict[str, Tensor]  # what its stages are called with, by graph value
     draw: Draw = field(default_factory=Draw)
     structure: Any = None  # the model's output, where it runs without a loss
+
+    @property
+    def only(self) -> LocalStage:
+        """The one stage, of a plan without a pipeline."""
+        (local,) = self.lowered.values()
+        return local
+
+    def holders(self, value: str) -> list[int]:
+        """Pipeline ranks that have a stage which reads a variable, in order; the first rank where no stage does."""
+        return _holders(self.stages, self.program, value)
 
 
 def shard_of(plan: Plan, graph: Graph) -> Sharding:
@@ -146,13 +158,24 @@ def shard_of(plan: Plan, graph: Graph) -> Sharding:
 
 
 def build(
-    plan: Plan, source: Source, batch: Any, loss: Loss | None, world: World, optimizer: OptimizerSpec, seed: int, outputs: bool = False
+    plan: Plan,
+    source: Source,
+    batch: Any,
+    loss: Loss | None,
+    world: World,
+    optimizer: OptimizerSpec,
+    seed: int,
+    outputs: bool = False,
+    program: Program | None = None,
 ) -> Parts:
-    """Capture, shard, cut into stages, lower this rank's stage, and give it its initial values.
+    """Capture, shard, cut into stages, lower those that the program gives this rank, and give them their initial values.
+
+    `program`: instead of the one that the layout's schedule names; then `plan.stages` are its stages.
 
     Raises:
         Infeasible: the world has another number of ranks than the layout, or the batch does not divide.
         ModelError: the model cannot be captured. LayoutError: a choice that is planned, but not built for running.
+        ProgramError: a program that is not for these stages, ranks and microbatches.
     """
     layout = plan.layout
     layout.check_runs()
@@ -166,28 +189,25 @@ def build(
     _check_dtypes(graph, layout.precision)
     sharding = source.sharding(plan, graph)
     stages = split(graph, plan.stages)
+    program = program_of(plan, stages, world) if program is None else _fitting(program, plan, stages)
     at = mesh.coordinates(world.rank)
-    mine = stages[at["pipeline"]]
+    mine = [stages[s] for s in program.stages_of[at["pipeline"]]]
     draw = Draw(seed=seed)
     groups = {axis: world.group(mesh.group(world.rank, axis)) for axis in sharding.sizes}
     rows = _rows_of_outputs(source, batch, graph, layout.data) if outputs else {}
-    local = lower(mine, Lowering(graph, sharding, groups, world.device, draw, rows))
+    lowering = Lowering(graph, sharding, groups, world.device, draw, rows)
+    lowered = {stage.index: lower(stage, lowering) for stage in mine}
 
-    used = set(mine.variables)
-    holders: dict[str, list[int]] = {}
-    for stage in stages:
-        for value in stage.variables:
-            holders.setdefault(value, []).append(stage.index)
+    used = {value for stage in mine for value in stage.variables}
+    holders = {v.value: _holders(stages, program, v.value) for v in graph.parameters}
     specs: dict[str, LocalParameter] = {}
     first_use = {value: i for i, op in reversed(list(enumerate(graph.operators))) for value in op.inputs}
     trainable = learned(graph)
     for v in graph.parameters:
-        # A parameter that no operator reads is kept by the first stage, so that checkpoints are whole.
-        if v.value not in used and (v.value in holders or at["pipeline"] != 0):
-            continue
-        specs[v.name] = _spec(
-            v, plan, sharding, holders.get(v.value, [0]), at, first_use.get(v.value, -1), optimizer, v.value in trainable, dtype
-        )
+        if at["pipeline"] in holders[v.value]:
+            specs[v.name] = _spec(
+                v, plan, sharding, holders[v.value], at, first_use.get(v.value, -1), optimizer, v.value in trainable, dtype
+            )
     flat, parameters = build_groups(list(specs.values()), world.device, sharded=layout.zero > 0)
 
     offsets: dict[str, tuple[int, ...]] = {name: spec.offsets for name, spec in specs.items()}
@@ -222,7 +242,35 @@ def build(
     for v in graph.buffers:
         if v.value in used:
             variables[v.value] = buffers[v.name]
-    return Parts(graph, sharding, stages, mine, local, parameters, specs, flat, buffers, kept_buffers, variables, draw, captured.structure)
+    return Parts(
+        graph, sharding, stages, program, lowered, parameters, specs, flat, buffers, kept_buffers, variables, draw, captured.structure
+    )
+
+
+def program_of(plan: Plan, stages: Sequence[Stage], world: World) -> Program:
+    """The program that the layout's schedule means for these stages. Raises Infeasible where the plan has another number of them."""
+    layout = plan.layout
+    if len(stages) != layout.num_stages:
+        raise Infeasible(f"the plan begins {len(stages)} stages, and its layout {layout} has {layout.num_stages}; plan again")
+    # On NCCL a send may block until its receive is reached; the order that allows for it costs a thousandth of the step.
+    rendezvous = world.device.type == "cuda"
+    return build_schedule(layout.schedule, layout.num_stages, layout.microbatches, links(stages), rendezvous, layout.chunks)
+
+
+def _fitting(program: Program, plan: Plan, stages: Sequence[Stage]) -> Program:
+    layout = plan.layout
+    wants = (len(stages), layout.pipeline, tuple(range(layout.microbatches)), links(stages))
+    has = (program.num_stages, program.num_ranks, program.microbatches, tuple(sorted(program.links)))
+    for word, want, have in zip(("num_stages", "num_ranks", "microbatches", "links"), wants, has, strict=True):
+        if want != have:
+            raise ProgramError(f"{program.name} has {word} {have}, and the plan {want}; write the program for this plan")
+    return program
+
+
+def _holders(stages: Sequence[Stage], program: Program, value: str) -> list[int]:
+    read = {stage.index for stage in stages if value in stage.variables}
+    # What no operator reads is kept by the first rank, so that checkpoints are whole.
+    return [rank for rank, those in enumerate(program.stages_of) if not read.isdisjoint(those)] or [0]
 
 
 def check_evaluation(graph: Graph, plan: Plan, source: Source, batch: Any, loss: Loss | None, outputs: bool = False) -> None:
@@ -294,8 +342,8 @@ def _spec(
     offsets, shape = _block(v, sharding, at)
     axes = sharding.gradients.get(v.value, ())
     ranks = [
-        mesh.rank({**at, "pipeline": stage, **({"data": d} if "data" in axes else {}), **({"tensor": t} if "tensor" in axes else {})})
-        for stage in holders
+        mesh.rank({**at, "pipeline": holder, **({"data": d} if "data" in axes else {}), **({"tensor": t} if "tensor" in axes else {})})
+        for holder in holders
         for d in (range(plan.layout.data) if "data" in axes else (0,))
         for t in (range(plan.layout.tensor) if "tensor" in axes else (0,))
     ]

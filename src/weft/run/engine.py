@@ -15,15 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.errors import Infeasible
+from weft.errors import Infeasible, UsageError
+from weft.lower.late import with_late_weights
 from weft.model.capture import Loss
 from weft.model.derivatives import without_gradient
 from weft.model.nesting import BatchForm, batch_size_of
 from weft.model.propagate import needs_gradient
-from weft.model.stages import links
 from weft.model.work import model_flops
 from weft.plan.placement import piece
 from weft.plan.plan import Plan
+from weft.plan.program import Compute, Op, Program
 from weft.plan.timeline import Timeline
 from weft.run import checkpoint
 from weft.run.build import Source, build, check_evaluation
@@ -36,7 +37,6 @@ from weft.run.recompute import with_recomputation
 from weft.run.stage import StageRunner
 from weft.run.state import full_state, full_tensors, gradient_pieces, input_gradients, pieces_of
 from weft.run.whole import build_whole
-from weft.schedules import build as build_schedule
 from weft.world.world import Work, World
 
 
@@ -64,7 +64,9 @@ class Engine:
         seed: int | None = None,
         source: Source | None = None,
         compile: bool = False,
+        program: Program | None = None,
     ) -> None:
+        """`program`: instead of the one that the plan's schedule names, on the plan's stages."""
         self.plan, self.world = plan, world
         self._form = BatchForm.of(batch)
         self.spec = OptimizerSpec.of(optimizer)
@@ -72,8 +74,11 @@ class Engine:
             if seed is not None:
                 torch.manual_seed(seed)
             source = Source.of(model)
-        make = build_whole if plan.uncaptured else build
-        self.parts = make(plan, source, batch, loss, world, self.spec, torch.initial_seed() if seed is None else seed)
+        seed = torch.initial_seed() if seed is None else seed
+        if plan.uncaptured:
+            self.parts = build_whole(plan, source, batch, loss, world, self.spec, seed)
+        else:
+            self.parts = build(plan, source, batch, loss, world, self.spec, seed, program=program)
         self.mesh = plan.layout.mesh
         at = self.mesh.coordinates(world.rank)
         self.data_index, self.data_size = at["data"], plan.layout.data
@@ -99,31 +104,39 @@ class Engine:
         self.model_flops = model_flops(self.parts.graph) * plan.layout.microbatches
 
     def _build_executor(self, compile: bool) -> Executor:
-        parts, layout = self.parts, self.plan.layout
-        graph, sharding = parts.graph, parts.sharding
+        parts, graph = self.parts, self.parts.graph
         grads = needs_gradient(graph) - {v.value for v in graph.inputs}
-        local = with_recomputation(parts.local, self._draw, layout.recompute)
-        autocast = torch.bfloat16 if layout.precision == "bfloat16" else None
         dtypes = {value: getattr(torch, t.dtype) for value, t in graph.tensors.items()}
-        runner = StageRunner(
-            local, parts.variables, grads, dtypes, self._draw, autocast, self.world.device, compile, without_gradient(graph)
-        )
-        crossings: dict[tuple[int, int], list[Crossing]] = {}
-        for stage in parts.stages:
-            for q, values in stage.sends:
-                crossings[stage.index, q] = [
-                    Crossing(
-                        v,
-                        sharding.shape(v, graph.tensors[v].shape, {a: "R" if f == "P" else f for a, f in sharding.forms[v].items()}),
-                        dtypes[v],
-                        v in grads,
-                    )
-                    for v in values
-                ]
-        # On NCCL a send may block until its receive is reached; the order that allows for it costs a thousandth of the step.
-        rendezvous = self.world.device.type == "cuda"
-        program = build_schedule(layout.schedule, layout.pipeline, layout.microbatches, links(parts.stages), rendezvous)
-        return Executor(program, {parts.stage.index: (parts.stage, runner)}, crossings, self._pipeline, self.world.device, None, self._draw)
+        splits = any(isinstance(a, Compute) and a.op is Op.W for row in parts.program.actions for a in row)
+        if splits and compile:
+            raise UsageError(f"compile=True with {parts.program.name}, which splits backward, is not built yet; leave it out, or use 1f1b")
+        learned = {v.value: (v.name, parts.parameters[v.name]) for v in graph.parameters if v.name in parts.parameters}
+        learned = {value: (name, p) for value, (name, p) in learned.items() if p.requires_grad}
+        runners, names = {}, {}
+        for number, local in parts.lowered.items():
+            mine = {value: learned[value] for value in local.variables if value in learned}
+            # A model that runs whole has its parameters inside; then its one stage has them all.
+            names[number] = frozenset(name for name, _ in (learned if self.plan.uncaptured else mine).values())
+            late = None
+            if splits:
+                local, late = with_late_weights(local, mine)
+            local = with_recomputation(local, self._draw, self.plan.layout.recompute)
+            autocast = torch.bfloat16 if self.plan.layout.precision == "bfloat16" else None
+            runners[number] = StageRunner(
+                local, parts.variables, grads, dtypes, self._draw, autocast, self.world.device, compile, without_gradient(graph), late
+            )
+        crossings = self._crossings(grads, dtypes)
+        return Executor(parts.program, runners, crossings, self._pipeline, self.world.device, None, self._draw, names)
+
+    def _crossings(self, grads: set[str], dtypes: Mapping[str, torch.dtype]) -> dict[tuple[int, int], list[Crossing]]:
+        """What crosses between every two stages of the model, with the local shapes."""
+        sharding, tensors = self.parts.sharding, self.parts.graph.tensors
+
+        def crossing(v: str) -> Crossing:
+            forms = {axis: "R" if form == "P" else form for axis, form in sharding.forms[v].items()}
+            return Crossing(v, sharding.shape(v, tensors[v].shape, forms), dtypes[v], v in grads)
+
+        return {(stage.index, q): [crossing(v) for v in values] for stage in self.parts.stages for q, values in stage.sends}
 
     @property
     def step_index(self) -> int:
@@ -192,7 +205,7 @@ class Engine:
         self._draw.step = self.step_index
         self._draw.evaluating = True
         # A model that runs whole is the user's module, with modes of its own.
-        modes = [(module, module.training) for module in self.parts.local.module.modules()] if self.plan.uncaptured else []
+        modes = [(module, module.training) for module in self.parts.only.module.modules()] if self.plan.uncaptured else []
         for module, _ in modes:
             module.training = False
         try:
@@ -213,10 +226,11 @@ class Engine:
         """The loss over all microbatches and ranks, and its sum under way."""
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         if result.losses:
-            forms = self.parts.local.forms[self.parts.graph.loss]
+            loss = self.parts.graph.loss
+            forms = next(local.forms[loss] for local in self.parts.lowered.values() if loss in local.results)
             at = self.mesh.coordinates(self.world.rank)
             if all(form == "P" or at[axis] == 0 for axis, form in forms.items()):
-                total += torch.stack([x.double() for x in result.losses]).mean()
+                total += torch.stack([x.double() for x in result.losses]).sum() / self.plan.layout.microbatches
         return total, self._everyone.all_reduce(total, wait=False)
 
     def _local(self, batch: Any) -> list[dict[str, Tensor]]:
@@ -231,7 +245,7 @@ class Engine:
             )
         given = self._form.tensors_of(batch)
         out: list[dict[str, Tensor]] = []
-        needed = set(self.parts.local.variables)
+        needed = {value for local in self.parts.lowered.values() for value in local.variables}
         for m in range(layout.microbatches):
             tensors: dict[str, Tensor] = {}
             for v in self.parts.graph.inputs:

@@ -1,6 +1,6 @@
 """Gradient exchange that overlaps backward (Li et al., VLDB 2020, Algorithm 1), and its ZeRO-1 form.
 
-A hook on every parameter moves its finished gradient into the flat buffer; when the last microbatch completes a bucket, the bucket
+A hook on every parameter moves its finished gradient into the flat buffer; when the last action that adds to it completes a bucket, it
 is summed over the ranks that share it while backward goes on. Buckets are launched strictly in order, so that all ranks launch the
 same ones in the same order, whatever autograd does. A parameter whose gradient never comes (unused in this step) counts as zero.
 
@@ -22,7 +22,8 @@ from weft.world.world import Group, Work
 class Gradients:
     """Collects the gradients of one rank's parameters over a step's microbatches and sums them over ranks.
 
-    Call `begin(last_backward=...)` before each backward, `finish()` after the last, and `wait()`; gradients then lie in the flat groups.
+    Call `begin(...)` before each action that adds to gradients, with the names of those that it completes, `finish()` after the last, and
+    `wait()`; gradients then lie in the flat groups.
     """
 
     def __init__(
@@ -35,45 +36,47 @@ class Gradients:
         numbered = [(g, bucket) for g, group in enumerate(groups) for bucket in group.buckets]
         self._order = sorted(numbered, key=lambda item: max(ready[name] for name in item[1].names))
         self._of = {name: k for k, (_, bucket) in enumerate(self._order) for name in bucket.names}
-        self._last = True
+        self._views = {name: view for group in groups for name, view in group.views.items()}
+        self._completes: frozenset[str] = frozenset()
         self._first = dict.fromkeys(self._of, True)
         self._waiting: list[int] = []
         self._next = 0
         self._works: list[Work] = []
         self.exchange = True
         for group in groups:
-            for name, view in group.views.items():
-                self._hook(name, view)
+            for name in group.views:
+                self._hook(name)
 
-    def _hook(self, name: str, view: Tensor) -> None:
-        number = self._of[name]
-
+    def _hook(self, name: str) -> None:
         def done(parameter: Tensor) -> None:
-            grad = parameter.grad
-            if grad is None:
-                return
-            if self._first[name]:
-                view.copy_(grad)
-                self._first[name] = False
-            else:
-                view.add_(grad)
-            parameter.grad = None
-            if self._last:
-                self._waiting[number] -= 1
-                self._launch()
+            if parameter.grad is not None:
+                self.add(name, parameter.grad)
+                parameter.grad = None
 
         self.parameters[name].register_post_accumulate_grad_hook(done)  # type: ignore[no-untyped-call]
+
+    def add(self, name: str, grad: Tensor) -> None:
+        """Add a gradient to a parameter's; once at most for each parameter between two calls of `begin`."""
+        view = self._views[name]
+        if self._first[name]:
+            view.copy_(grad)
+            self._first[name] = False
+        else:
+            view.add_(grad)
+        if name in self._completes:
+            self._waiting[self._of[name]] -= 1
+            self._launch()
 
     def start(self) -> None:
         """Begin a step: nothing has been collected."""
         self._first = dict.fromkeys(self._first, True)
         self._waiting = [len(bucket.names) for _, bucket in self._order]
         self._next = 0
-        self._last = False
+        self._completes = frozenset()
 
-    def begin(self, last_backward: bool) -> None:
-        """Before each backward: with the last one, finished buckets are exchanged at once."""
-        self._last = last_backward
+    def begin(self, completes: frozenset[str]) -> None:
+        """Before each backward, with the parameters that nothing adds to after it: a bucket whose last one comes is exchanged at once."""
+        self._completes = completes
 
     def _launch(self) -> None:
         while self._next < len(self._order) and self._waiting[self._next] <= 0:

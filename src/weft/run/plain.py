@@ -96,7 +96,8 @@ def divide(model: nn.Module, source: Source, plan: Plan, batch: Any, world: Worl
     except ModelError as error:
         cannot = error
     _place(model, parts)
-    graph, forms = parts.graph, parts.local.forms
+    graph, local = parts.graph, parts.only
+    forms = local.forms
     structure = parts.structure
     outputs = {path: leaf for path, leaf in leaves(structure) if isinstance(leaf, Tensor)}
     others = {p: _kept(p, leaf) for p, leaf in leaves(structure) if p not in outputs}
@@ -126,11 +127,11 @@ def divide(model: nn.Module, source: Source, plan: Plan, batch: Any, world: Worl
         if cannot is not None and not model.training:
             raise cannot
         tensors = {v.value: given[v.name].to(world.device) for v in inputs}
-        values = [parts.variables[v] if v in parts.variables else tensors[v] for v in parts.local.variables]
+        values = [parts.variables[v] if v in parts.variables else tensors[v] for v in local.variables]
         with torch.autocast(world.device.type, dtype=autocast, enabled=autocast is not None):
-            results = parts.local.module(*values)
+            results = local.module(*values)
         out = []
-        for name, x in zip(parts.local.results, results, strict=True):
+        for name, x in zip(local.results, results, strict=True):
             if forms[name].get("data", "R")[0] == "S" and x.is_floating_point():
                 x = _Averaged.apply(x, 1.0 / layout.data)  # type: ignore[no-untyped-call]
             out.append(x)

@@ -1,13 +1,12 @@
-"""One rank's stage at work: forward and backward of one microbatch at a time, with what backward needs kept in between.
+"""One of a rank's stages at work: forward and backward of one microbatch at a time, with what backward needs kept in between.
 
 In: a lowered stage, its parameters and buffers, and the local microbatches. Out: tensors for other stages, gradients in the
-parameters' hooks, the loss.
+parameters' hooks, the loss. Where backward is split, its input part leaves a note for every weight gradient that is still to come.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,23 +14,26 @@ import torch
 from torch import Tensor
 
 from weft.lower.kernels.randomness import Draw
+from weft.lower.late import Late, Note
 from weft.lower.local import LocalStage
 
 
-@dataclass
+@dataclass(slots=True)
 class Kept:
-    """What one microbatch leaves between forward and backward."""
+    """What one microbatch leaves between forward and backward: tensors in the order of the lowered stage's own lists."""
 
-    received: dict[str, Tensor]
-    sent: dict[str, Tensor]
-    results: dict[str, Tensor]
-    inputs: dict[str, Tensor] = field(default_factory=dict)
+    received: list[Tensor]
+    sent: list[Tensor]
+    results: list[Tensor]
+    inputs: dict[str, Tensor]
+    notes: list[Note] = field(default_factory=list)  # weight gradients that backward's input part has left for later
 
 
 class StageRunner:
-    """Runs one lowered stage.
+    """Runs one lowered stage, in the gradient mode that is set.
 
     `grads`: values whose gradient travels. `closed`: inputs that can have none. `dtypes`: dtype in which a value crosses to another stage.
+    `late`: the weight gradients that a split backward computes later, where it is split.
     """
 
     def __init__(
@@ -45,55 +47,64 @@ class StageRunner:
         device: torch.device,
         compile: bool = False,
         closed: frozenset[str] = frozenset(),
+        late: Late | None = None,
     ) -> None:
         self.closed = closed
-        self.local, self.grads, self.dtypes, self.draw = local, grads, dtypes, draw
-        self._fixed = dict(variables)
+        self.local, self.draw, self.late = local, draw, late
+        self._learns = [value in grads for value in local.received]
+        self._dtypes = [dtypes[value] for value in local.sent]
+        self._args: list[Tensor | None] = [variables.get(value) for value in local.variables]
+        self._given = [(i, value) for i, value in enumerate(local.variables) if value not in variables]
         self._autocast, self._device = autocast, device
         self.module: Callable[..., Any] = torch.compile(local.module) if compile else local.module
 
-    def _context(self) -> contextlib.AbstractContextManager[Any]:
-        if self._autocast is None:
-            return contextlib.nullcontext()
-        return torch.autocast(self._device.type, dtype=self._autocast)
-
-    def forward(self, inputs: Mapping[str, Tensor], received: Mapping[str, Tensor], want_grad: bool, input_gradients: bool = False) -> Kept:
-        """Run forward. `inputs`: local batch tensors by value name; `received`: by value name, from other stages."""
-        held: dict[str, Tensor] = {}
-        for value in self.local.received:
-            x = received[value]
-            held[value] = x.detach().requires_grad_(want_grad and value in self.grads)
-        given: dict[str, Tensor] = dict(inputs)
+    def forward(self, inputs: Mapping[str, Tensor], received: Sequence[Tensor], input_gradients: bool = False) -> Kept:
+        """Run forward. `inputs`: local batch tensors by value name; `received`: in the order of `local.received`."""
+        train = torch.is_grad_enabled()
+        held = [x.detach().requires_grad_() if train and learns else x for x, learns in zip(received, self._learns, strict=True)]
+        args = self._args.copy()
+        for i, value in self._given:
+            args[i] = inputs[value]
+        given: dict[str, Tensor] = {}
         if input_gradients:
-            given = {v: x.detach().requires_grad_(x.is_floating_point() and v not in self.closed) for v, x in inputs.items()}
-        args = [self._fixed[v] if v in self._fixed else given[v] for v in self.local.variables]
-        with torch.set_grad_enabled(want_grad), self._context():
-            out = self.module(*args, *(held[v] for v in self.local.received))
-        num_sent = len(self.local.sent)
-        sent = dict(zip(self.local.sent, out[:num_sent], strict=True))
-        for value, x in sent.items():
-            dtype = self.dtypes[value]
-            if x.dtype != dtype:
-                sent[value] = x.to(dtype)
-        results = dict(zip(self.local.results, out[num_sent:], strict=True))
-        return Kept(held, sent, results, given if input_gradients else {})
+            for i, value in self._given:
+                x = inputs[value]
+                args[i] = given[value] = x.detach().requires_grad_(x.is_floating_point() and value not in self.closed)
+        kept = Kept(held, [], [], given)
+        if self.late is not None:
+            self.late.notes = kept.notes
+        if self._autocast is None:
+            out = self.module(*args, *held)
+        else:
+            with torch.autocast(self._device.type, dtype=self._autocast):
+                out = self.module(*args, *held)
+        num_sent = len(self._dtypes)
+        kept.sent = [x if x.dtype is dtype else x.to(dtype) for x, dtype in zip(out, self._dtypes, strict=False)]
+        kept.results = list(out[num_sent:])
+        return kept
 
-    def backward(self, kept: Kept, gradients: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
-        """Run backward from the gradients of what was sent and from the loss times `scale`; gradients of what was received."""
+    def backward(self, kept: Kept, gradients: Sequence[Tensor | None], scale: float) -> list[Tensor | None]:
+        """Run backward from the gradients of what was sent (in the order of `local.sent`) and from the loss times `scale`.
+
+        Returns the gradients of what was received, in the order of `local.received`; None where none travels.
+        """
         roots: list[Tensor] = []
         seeds: list[Tensor | None] = []
-        for value, x in kept.sent.items():
-            if value in gradients and x.requires_grad:
+        for x, gradient in zip(kept.sent, gradients, strict=True):
+            if gradient is not None and x.requires_grad:
                 roots.append(x)
-                seeds.append(gradients[value])
-        for x in kept.results.values():
+                seeds.append(gradient)
+        for x in kept.results:
             if x.requires_grad:
                 roots.append(x)
                 seeds.append(torch.full_like(x, scale))
         if roots:
             torch.autograd.backward(roots, seeds)
-        out = {}
-        for value, x in kept.received.items():
-            if value in self.grads:
-                out[value] = x.grad if x.grad is not None else torch.zeros_like(x)
-        return out
+        return [
+            None if not learns else torch.zeros_like(x) if x.grad is None else x.grad
+            for x, learns in zip(kept.received, self._learns, strict=True)
+        ]
+
+    def input_gradients(self, kept: Kept) -> dict[str, Tensor]:
+        """After backward: the gradients of the batch's floating-point tensors, where forward was asked for them."""
+        return {v: torch.zeros_like(x) if x.grad is None else x.grad for v, x in kept.inputs.items() if x.is_floating_point()}

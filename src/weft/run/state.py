@@ -15,7 +15,7 @@ from weft.plan.placement import piece
 from weft.plan.plan import Plan
 from weft.run.build import Parts
 from weft.run.checkpoint import Piece, whole
-from weft.run.executor import Result
+from weft.run.dispatch import Result
 from weft.run.optimizer import Optimizer
 from weft.world.world import Group
 
@@ -28,8 +28,7 @@ def pieces_of(parts: Parts, optimizer: Optimizer, at: Mapping[str, int], counter
     for name, tensor in parts.buffers.items():
         variable, offsets = parts.blocks[name]
         cut = {axis for axis, form in parts.sharding.forms[variable.value].items() if form[0] == "S"}
-        first = min(stage.index for stage in parts.stages if variable.value in stage.variables)
-        owner = at["pipeline"] == first and all(at[axis] == 0 for axis in ("data", "tensor") if axis not in cut)
+        owner = at["pipeline"] == parts.holders(variable.value)[0] and all(at[axis] == 0 for axis in ("data", "tensor") if axis not in cut)
         found.append(Piece(name, "buffer", variable.tensor.shape, offsets, tensor, owner=owner))
     for number, group in enumerate(parts.groups):
         owner = group.counted_piece if optimizer.sharded[number] else group.counted

@@ -24,6 +24,7 @@ from weft.model.capture import Loss
 from weft.model.derivatives import without_gradient
 from weft.model.stages import draws
 from weft.plan.plan import Plan
+from weft.plan.program import Program
 from weft.run.build import Source
 from weft.run.engine import Engine
 from weft.run.optimizer import OptimizerSpec
@@ -125,16 +126,18 @@ def verify_on_rank(
     optimizer: OptimizerSpec | str | Mapping[str, Any] = "adamw",
     sabotage: Mapping[str, float] | None = None,
     source: Source | None = None,
+    program: Program | None = None,
 ) -> Verification | None:
     """Run on every rank; the verification on rank 0, None elsewhere.
 
     `sabotage`: parameters whose gradients this run multiplies by a number, to show that the comparison finds it. `source`: the model as
-    it was made with `seed` before the ranks were forked, which saves each of them from tracing it.
+    it was made with `seed` before the ranks were forked, which saves each of them from tracing it. `program`: see `Engine`.
     """
     spec = OptimizerSpec.of(optimizer)
     bound = TOLERANCE[plan.layout.precision] if tolerance is None else tolerance
 
-    engine = Engine(plan, copy.deepcopy(make) if isinstance(make, nn.Module) else make, batch, loss, world, spec, seed=seed, source=source)
+    model = copy.deepcopy(make) if isinstance(make, nn.Module) else make
+    engine = Engine(plan, model, batch, loss, world, spec, seed=seed, source=source, program=program)
     graph = engine.parts.graph
     closed = without_gradient(graph)
 

@@ -27,7 +27,7 @@ from weft.model.sharding import Sharding
 from weft.model.stages import Stage
 from weft.model.watched import refuse_hooks
 from weft.plan.plan import Plan
-from weft.run.build import Parts, Source
+from weft.run.build import Parts, Source, program_of
 from weft.run.optimizer import OptimizerSpec
 from weft.run.parameters import LocalParameter, build_groups
 from weft.world import private
@@ -140,7 +140,9 @@ def build_whole(plan: Plan, source: Source, batch: Any, loss: Loss | None, world
     whole = _Whole(model, batch, loss, 1.0 / layout.data)
     local = LocalStage(whole, tuple(v.value for v in inputs), (), (), ("loss",), forms)
     blocks = {b.name: (b, (0,) * len(b.tensor.shape)) for b in buffers}
-    return Parts(graph, sharding, (stage,), stage, local, parameters, specs, flat, dict(model.named_buffers()), blocks, {}, Draw(seed=seed))
+    program = program_of(plan, (stage,), world)
+    kept = dict(model.named_buffers())
+    return Parts(graph, sharding, (stage,), program, {0: local}, parameters, specs, flat, kept, blocks, {}, Draw(seed=seed))
 
 
 def _check_divides(plan: Plan, model: nn.Module, batch: Any, loss: Loss | None) -> None:

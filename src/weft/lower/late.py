@@ -1,0 +1,249 @@
+"""Backward in two parts: gradients of activations first, gradients of weights later, when there is time (Qi et al. 2023).
+
+In: a lowered stage and its trainable parameters. Out: the same stage, in which every operator that is linear in a weight (a product, a
+convolution, a look-up) treats that weight as a constant and notes what its gradient needs: the operator's input and the gradient
+of its output. `Late.deliver` makes the weight gradients from such notes.
+
+Nothing is cut out of autograd's graph, so views, shared parameters, several outputs and recomputation need no care: a weight that is read
+through a view gets its gradient through that view, one that is read twice gets the sum, and whatever is not noted (biases, norms, weights
+that are moved between ranks first) is differentiated with the activations. Not modelled: second derivatives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from weft.lower.local import LocalStage
+
+aten = torch.ops.aten
+
+
+class Note(NamedTuple):
+    """What one operator of one microbatch leaves for its weight gradient."""
+
+    site: int
+    x: Tensor
+    grad: Tensor
+
+
+# Of the operator's input, the gradient of its output, the weight (for its shape) and the operator's arguments.
+Formula = Callable[[Tensor, Tensor, Tensor, "list[Any]"], Tensor]
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _linear(x: Tensor, grad: Tensor, weight: Tensor, args: list[Any]) -> Tensor:
+    return _rows(grad).t() @ _rows(x)
+
+
+def _matmul(x: Tensor, grad: Tensor, weight: Tensor, args: list[Any]) -> Tensor:
+    return _rows(x).t() @ _rows(grad)
+
+
+def _bmm(x: Tensor, grad: Tensor, weight: Tensor, args: list[Any]) -> Tensor:
+    return x.transpose(1, 2) @ grad
+
+
+def _convolution(x: Tensor, grad: Tensor, weight: Tensor, args: list[Any]) -> Tensor:
+    dims = weight.dim() - 2
+    stride, padding, dilation, groups = _with_defaults(args[3:], [1, 0, 1, 1])
+    return _of_convolution(x, grad, weight, (_each(stride, dims), _each(padding, dims), _each(dilation, dims), False, [0] * dims, groups))
+
+
+def _transposed(x: Tensor, grad: Tensor, weight: Tensor, args: list[Any]) -> Tensor:
+    dims = weight.dim() - 2
+    stride, padding, output_padding, groups, dilation = _with_defaults(args[3:], [1, 0, 0, 1, 1])
+    options = (_each(stride, dims), _each(padding, dims), _each(dilation, dims), True, _each(output_padding, dims), groups)
+    return _of_convolution(x, grad, weight, options)
+
+
+def _of_convolution(x: Tensor, grad: Tensor, weight: Tensor, options: tuple[Any, ...]) -> Tensor:
+    if x.dim() < weight.dim():  # one image, without a batch
+        x, grad = x.unsqueeze(0), grad.unsqueeze(0)
+    made: Tensor = aten.convolution_backward.default(grad, x, weight, None, *options, [False, True, False])[1]
+    return made
+
+
+def _embedding(x: Tensor, grad: Tensor, weight: Tensor, args: list[Any]) -> Tensor:
+    padding, by_frequency = _with_defaults(args[2:4], [-1, False])
+    made: Tensor = aten.embedding_dense_backward.default(grad, x, weight.shape[0], padding, by_frequency)
+    return made
+
+
+def _with_defaults(given: list[Any], defaults: list[Any]) -> list[Any]:
+    return [*given, *defaults[len(given) :]]
+
+
+def _each(value: Any, dims: int) -> list[int]:
+    values = [value] if isinstance(value, int) else list(value)
+    return values * dims if len(values) == 1 else values
+
+
+# operator -> (position of the weight, position of the input, dimensions that the weight must have; 0 any, formula)
+_FORMULAS: dict[Any, tuple[int, int, int, Formula]] = {
+    aten.linear.default: (1, 0, 2, _linear),
+    aten.mm.default: (1, 0, 2, _matmul),
+    aten.matmul.default: (1, 0, 2, _matmul),
+    aten.addmm.default: (2, 1, 2, _matmul),
+    aten.bmm.default: (1, 0, 3, _bmm),
+    aten.conv1d.default: (1, 0, 3, _convolution),
+    aten.conv2d.default: (1, 0, 4, _convolution),
+    aten.conv3d.default: (1, 0, 5, _convolution),
+    aten.conv_transpose1d.default: (1, 0, 3, _transposed),
+    aten.conv_transpose2d.input: (1, 0, 4, _transposed),
+    aten.conv_transpose3d.input: (1, 0, 5, _transposed),
+    aten.embedding.default: (0, 1, 2, _embedding),
+}
+_VIEWS = {
+    aten.t.default, aten.transpose.int, aten.permute.default, aten.reshape.default, aten.view.default, aten.unsqueeze.default,
+    aten.squeeze.dim, aten.select.int, aten.slice.Tensor, aten.narrow.default, aten.mT.default, aten.numpy_T.default,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Site:
+    """One operator whose weight gradient is late: its formula, its constant arguments, and how it sees the parameter `name`."""
+
+    name: str
+    parameter: Tensor
+    views: tuple[Callable[[Tensor], Tensor], ...]
+    formula: Formula
+    args: list[Any]
+
+    def gradient(self, x: Tensor, grad: Tensor) -> Tensor:
+        """The gradient of the parameter."""
+        if x.is_floating_point() and x.dtype is not grad.dtype:
+            x = x.to(grad.dtype)
+        if not self.views:
+            made = self.formula(x, grad, self.parameter, self.args)
+            return made if made.dtype is self.parameter.dtype else made.to(self.parameter.dtype)
+        with torch.enable_grad():
+            seen = self.seen()
+        made = self.formula(x, grad, seen.detach(), self.args)
+        return torch.autograd.grad(seen, self.parameter, made.to(seen.dtype))[0]
+
+    def seen(self) -> Tensor:
+        """The parameter as the operator reads it."""
+        x = self.parameter
+        for view in self.views:
+            x = view(x)
+        return x
+
+
+@dataclass
+class Late:
+    """The late weight gradients of one stage. `notes`: where operators that run now will leave their notes in backward."""
+
+    sites: list[_Site] = field(default_factory=list)
+    notes: list[Note] = field(default_factory=list)
+    anchor: Tensor = field(default_factory=lambda: torch.zeros(0, requires_grad=True))  # what makes an output differentiable for its note
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Parameters with late gradients; some may have other gradients that are not."""
+        return frozenset(site.name for site in self.sites)
+
+    def deliver(self, notes: list[Note], add: Callable[[str, Tensor], None]) -> None:
+        """Hand every parameter's gradient from these notes to `add`, once, in the order in which the last of its notes was left."""
+        left: dict[str, int] = {}
+        for note in notes:
+            name = self.sites[note.site].name
+            left[name] = left.get(name, 0) + 1
+        sums: dict[str, Tensor] = {}
+        notes.reverse()
+        while notes:
+            number, x, grad = notes.pop()
+            site = self.sites[number]
+            made, seen = site.gradient(x, grad), sums.pop(site.name, None)
+            if seen is not None:
+                made = seen + made
+            left[site.name] -= 1
+            if left[site.name]:
+                sums[site.name] = made
+            else:
+                add(site.name, made)
+
+
+class _Noted(torch.autograd.Function):
+    """Nothing forward; backward leaves a note of the input `x` and of the gradient that passes."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, x: Tensor, anchor: Tensor, late: Late, site: int) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.notes, ctx.site = late.notes, site
+        ctx.set_materialize_grads(False)
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None, None, None]:
+        if grad is not None:
+            ctx.notes.append(Note(ctx.site, ctx.saved_tensors[0].detach(), grad))
+        return grad, None, None, None, None
+
+
+def with_late_weights(local: LocalStage, parameters: Mapping[str, tuple[str, Tensor]]) -> tuple[LocalStage, Late]:
+    """The stage with late weight gradients, and what delivers them.
+
+    `parameters`: graph value -> (name, this rank's block) of every trainable parameter that the stage reads.
+    """
+    late = Late()
+    if not isinstance(local.module, fx.GraphModule):
+        return local, late  # a module that runs whole: all gradients come at once
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    placeholders = [node for node in local.module.graph.nodes if node.op == "placeholder"]
+    names = [*local.variables, *local.received]
+    leaves = {node: parameters[value] for node, value in zip(placeholders, names, strict=True) if value in parameters}
+    for node in local.module.graph.nodes:
+        copies[node] = made = graph.node_copy(node, copies.__getitem__)
+        site = _site_of(node, leaves)
+        if site is not None:
+            weight, x, _, _ = _FORMULAS[node.target]
+            made.target = _noting(node.target, weight, x, late, len(late.sites))
+            late.sites.append(site)
+    graph.lint()
+    return replace(local, module=fx.GraphModule(torch.nn.Module(), graph, class_name=type(local.module).__name__)), late
+
+
+def _site_of(node: fx.Node, leaves: Mapping[fx.Node, tuple[str, Tensor]]) -> _Site | None:
+    if node.op != "call_function" or node.target not in _FORMULAS or node.kwargs:
+        return None
+    weight, x, dims, formula = _FORMULAS[node.target]
+    views: list[Callable[[Tensor], Tensor]] = []
+    at: Any
+    at, args = node.args[weight], node.args
+    if not isinstance(at, fx.Node) or not isinstance(args[x], fx.Node):
+        return None
+    while at.op == "call_function" and at.target in _VIEWS and not at.kwargs and not any(isinstance(a, fx.Node) for a in at.args[1:]):
+        views.append(_view(at.target, at.args[1:]))
+        at = at.args[0]
+    if at not in leaves:
+        return None
+    name, parameter = leaves[at]
+    site = _Site(name, parameter, tuple(reversed(views)), formula, [None if isinstance(a, fx.Node) else a for a in args])
+    return site if site.seen().dim() == dims else None
+
+
+def _view(target: Callable[..., Tensor], args: tuple[Any, ...]) -> Callable[[Tensor], Tensor]:
+    return lambda x: target(x, *args)
+
+
+def _noting(target: Callable[..., Tensor], weight: int, x: int, late: Late, site: int) -> Callable[..., Tensor]:
+    def noted(*args: Any) -> Tensor:
+        if not torch.is_grad_enabled():
+            return target(*args)
+        given = [*args]
+        given[weight] = args[weight].detach()
+        y: Tensor = _Noted.apply(target(*given), args[x], late.anchor, late, site)  # type: ignore[no-untyped-call]
+        return y
+
+    noted.__name__ = noted.__qualname__ = target.__name__.partition(".")[0]  # recomputation knows operators by their names
+    noted.__module__ = __name__
+    return noted

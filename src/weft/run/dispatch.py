@@ -1,0 +1,173 @@
+"""From a kind of action to what runs it: `HANDLERS`.
+
+In: an executor and one action of its program. Out: a function of the step under way, with everything that does not change from step to
+step looked up beforehand. A new kind of action is a new function here (or in a file of its own) and a line in `HANDLERS`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from weft.plan.program import Action, Compute, Op, Recv, Send, Value
+from weft.plan.timeline import Span
+from weft.run.stage import Kept
+from weft.run.transfers import Arriving
+from weft.world.world import Work
+
+if TYPE_CHECKING:
+    from weft.run.executor import Executor
+
+
+@dataclass
+class Result:
+    """What a step leaves: the rank's summand of the loss by microbatch, spans, and gradients of the inputs where asked for."""
+
+    losses: list[Tensor] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    input_gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    order: list[int] = field(default_factory=list)  # the microbatch of each entry of `input_gradients`
+    mean: tuple[Tensor, Work] | None = None  # the loss over microbatches and ranks, and its sum under way
+
+
+@dataclass(slots=True)
+class Running:
+    """A step under way. `held`: what this rank holds, by the executor's slots."""
+
+    held: list[Any]
+    inputs: Sequence[Mapping[str, Tensor]]  # [microbatch]
+    train: bool
+    want_inputs: bool
+    result: Result = field(default_factory=Result)
+    sends: deque[Work] = field(default_factory=deque)
+    arriving: dict[int, Arriving] = field(default_factory=dict)  # by the slot of the value
+
+    def reap(self) -> None:
+        """Let go of what has been sent."""
+        while self.sends and self.sends[0].done:
+            self.sends.popleft().wait()
+
+
+Run = Callable[[Running], None]
+Handler = Callable[["Executor", Any, int], Run]  # executor, action, its number on this rank
+
+
+def kind_of(action: Action) -> str:
+    """The key of `HANDLERS`: an operation's own word, "send" or "recv"."""
+    if isinstance(action, Send):
+        return "send"
+    return "recv" if isinstance(action, Recv) else action.op.value
+
+
+def _forward(executor: Executor, action: Compute, step: int) -> Run:
+    s, m, program = action.stage, action.microbatch, executor.program
+    runner, draw, slot = executor.runners[s], executor.draw, executor.slot
+    place = {c.value: (slot(Value("x", (p, s, m))), i) for p in program.predecessors[s] for i, c in enumerate(executor.crossings[p, s])}
+    sources = [place[value] for value in runner.local.received]
+    position = {value: i for i, value in enumerate(runner.local.sent)}
+    made = [(slot(Value("x", (s, q, m))), [position[c.value] for c in executor.crossings[s, q]]) for q in program.successors[s]]
+    saved = slot(Value("saved", (s, m)))
+    has_loss = bool(runner.local.results)
+
+    def run(running: Running) -> None:
+        running.reap()
+        draw.microbatch = m
+        held = running.held
+        kept = runner.forward(running.inputs[m], [held[at][i] for at, i in sources], running.want_inputs)
+        for at, places in made:
+            held[at] = [kept.sent[i] for i in places]
+        if has_loss:
+            running.result.losses.append(kept.results[0].detach())
+        if running.train:
+            held[saved] = kept
+
+    return run
+
+
+def _backward(executor: Executor, action: Compute, step: int) -> Run:
+    """The whole backward, or the input part of one that is split: then the stage's runner takes notes for the rest."""
+    s, m, program = action.stage, action.microbatch, executor.program
+    runner, draw, slot = executor.runners[s], executor.draw, executor.slot
+    position = {value: i for i, value in enumerate(runner.local.sent)}
+    sources = [
+        (slot(Value("g", (q, s, m))), [position[c.value] for c in executor.crossings[s, q] if c.has_gradient])
+        for q in program.successors[s]
+    ]
+    place = {value: i for i, value in enumerate(runner.local.received)}
+    made = [
+        (slot(Value("g", (s, p, m))), [place[c.value] for c in executor.crossings[p, s] if c.has_gradient]) for p in program.predecessors[s]
+    ]
+    saved, half = slot(Value("saved", (s, m))), slot(Value("half", (s, m))) if action.op is Op.I else None
+    completes, scale, num_sent = executor.completes[step], 1.0 / len(program.microbatches), len(runner.local.sent)
+
+    def run(running: Running) -> None:
+        running.reap()
+        if executor.gradients is not None:
+            executor.gradients.begin(completes)
+        draw.microbatch = m
+        held = running.held
+        kept: Kept = held[saved]
+        gradients: list[Tensor | None] = [None] * num_sent
+        for at, places in sources:
+            for i, x in zip(places, held[at], strict=True):
+                seen = gradients[i]
+                gradients[i] = x if seen is None else seen + x
+        out = runner.backward(kept, gradients, scale)
+        for at, places in made:
+            held[at] = [out[i] for i in places]
+        if half is not None:
+            held[half] = kept.notes
+        if running.want_inputs:
+            running.result.order.append(m)
+            running.result.input_gradients.append(runner.input_gradients(kept))
+
+    return run
+
+
+def _weights(executor: Executor, action: Compute, step: int) -> Run:
+    late, half = executor.runners[action.stage].late, executor.slot(Value("half", (action.stage, action.microbatch)))
+    completes = executor.completes[step]
+
+    def run(running: Running) -> None:
+        running.reap()
+        if executor.gradients is not None and late is not None:
+            executor.gradients.begin(completes)
+            late.deliver(running.held[half], executor.gradients.add)
+
+    return run
+
+
+def _send(executor: Executor, action: Send, step: int) -> Run:
+    if action.value.name not in ("x", "g"):
+        return _nothing
+    at, send = executor.slot(action.value), executor.transfers.sender(action.value, action.to)
+
+    def run(running: Running) -> None:
+        running.sends += send(running.held[at])
+
+    return run
+
+
+def _receive(executor: Executor, action: Recv, step: int) -> Run:
+    if action.value.name not in ("x", "g"):
+        return _nothing
+    at = executor.slot(action.value)
+
+    def run(running: Running) -> None:
+        tensors, works = running.arriving.pop(at)
+        for work in works:
+            work.wait()
+        running.held[at] = tensors
+
+    return run
+
+
+def _nothing(running: Running) -> None:
+    """Gradients that replicas of a stage exchange: they are summed in buckets, as early as each is complete."""
+
+
+HANDLERS: dict[str, Handler] = {"F": _forward, "B": _backward, "I": _backward, "W": _weights, "send": _send, "recv": _receive}

@@ -1,0 +1,94 @@
+"""What crosses between stages, and between ranks: tensors of a value, their tags, and when receives are posted.
+
+In: a program's sends and receives. Out: messages under way. Not modelled: how long one takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from weft.plan.program import Action, Compute, Program, Recv, Value
+from weft.world.world import Group, Work
+
+AHEAD = 2  # computes ahead of which receives are posted
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """One tensor that crosses between stages: its graph value, local shape and dtype, and whether a gradient comes back."""
+
+    value: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    has_gradient: bool
+
+
+Arriving = tuple[list[Tensor], list[Work]]
+
+
+class Transfers:
+    """The messages of one rank of a pipeline. `group`: its pipeline group, by position."""
+
+    def __init__(
+        self, program: Program, crossings: Mapping[tuple[int, int], Sequence[Crossing]], group: Group, device: torch.device
+    ) -> None:
+        self._program, self._crossings, self._group, self._device = program, crossings, group, device
+        self._width = max((len(c) for c in crossings.values()), default=1)
+
+    def messages(self, value: Value) -> list[Crossing]:
+        """The tensors of an activation x(src, dst, m) or of its gradient g(dst, src, m), in order."""
+        a, b, _ = value.index
+        return list(self._crossings[a, b]) if value.name == "x" else [c for c in self._crossings[b, a] if c.has_gradient]
+
+    def _tags(self, value: Value) -> list[int]:
+        """One tag a tensor: what it is, between which stages, of which microbatch."""
+        a, b, m = value.index
+        stages = self._program.num_stages
+        first = (((m * 2 + (value.name == "g")) * stages + a) * stages + b) * self._width
+        return list(range(first, first + len(self.messages(value))))
+
+    def sender(self, value: Value, to: int) -> Callable[[Sequence[Tensor]], list[Work]]:
+        """What sends a value's tensors to rank `to`."""
+        tags, isend = self._tags(value), self._group.isend
+        return lambda tensors: [isend(x.detach().contiguous(), to, tag=tag) for x, tag in zip(tensors, tags, strict=True)]
+
+    def receiver(self, value: Value, source: int) -> Callable[[], Arriving]:
+        """What posts the receives of a value's tensors from rank `source`."""
+        tags, irecv, device = self._tags(value), self._group.irecv, self._device
+        rooms = [(c.shape, c.dtype) for c in self.messages(value)]
+
+        def post() -> Arriving:
+            tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in rooms]
+            return tensors, [irecv(x, source, tag=tag) for x, tag in zip(tensors, tags, strict=True)]
+
+        return post
+
+
+def posted_before(actions: Sequence[Action]) -> list[list[int]]:
+    """[step] -> the steps of the receives that are posted right before it: those up to `AHEAD` computes later.
+
+    >>> from weft.plan.program import Program
+    >>> program = Program.parse("rank 0: 0F0 x(0,1,0)>1 g(1,0,0)<1 0B0\\nrank 1: x(0,1,0)<0 1F0 1B0 g(1,0,0)>0")
+    >>> posted_before(program.actions[0])
+    [[2], [], [], []]
+    """
+    found: list[list[int]] = []
+    at = computes = 0
+    for step, action in enumerate(actions):
+        if not isinstance(action, Compute | Recv):
+            found.append([])
+            continue
+        at = max(at, step)
+        computes = sum(isinstance(a, Compute) for a in actions[step:at])
+        posts = []
+        while at < len(actions) and computes <= AHEAD:
+            if isinstance(actions[at], Recv):
+                posts.append(at)
+            computes += isinstance(actions[at], Compute)
+            at += 1
+        found.append(posts)
+    return found
