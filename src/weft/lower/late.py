@@ -150,6 +150,7 @@ class Late:
         """Parameters with late gradients; some may have other gradients that are not."""
         return frozenset(site.name for site in self.sites)
 
+    @torch.no_grad()
     def deliver(self, notes: list[Note], add: Callable[[str, Tensor], None]) -> None:
         """Hand every parameter's gradient from these notes to `add`, once, in the order in which the last of its notes was left."""
         left: dict[str, int] = {}

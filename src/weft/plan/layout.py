@@ -71,8 +71,8 @@ class Layout:
             if value not in known:
                 raise LayoutError(f"{key}={value} is unknown{_nearest(value, known)}; use one of {', '.join(known)}")
 
-        if self.chunks > 1 and (self.schedule != "interleaved" or self.pipeline == 1):
-            raise LayoutError(f"chunks={self.chunks} needs schedule=interleaved and pipeline=2 or more, and this is {self}")
+        if self.chunks > 1 and self.schedule != "interleaved":
+            raise LayoutError(f"chunks={self.chunks} needs schedule=interleaved, and this is {self}")
         if self.data % self.expert:
             raise LayoutError(f"expert={self.expert} does not divide data={self.data}, over whose replicas experts are spread")
 

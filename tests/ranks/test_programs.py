@@ -1,0 +1,142 @@
+"""Programs of every shape, run and compared with the serial model in float64: several stages a rank, backward in two parts, replicas.
+
+The orders here are written by this file, not by `schedules/`: what runs is the program, whoever wrote it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from bench.verify_all import Subject  # noqa: E402
+
+from weft.model.stages import links, split  # noqa: E402
+from weft.plan.check import check as prove  # noqa: E402
+from weft.plan.layout import Layout  # noqa: E402
+from weft.plan.plan import Plan  # noqa: E402
+from weft.plan.program import Compute, Op, Program  # noqa: E402
+from weft.run.verify import verify_on_rank  # noqa: E402
+from weft.schedules.lower import pipeline  # noqa: E402
+from weft.world.launch import launch  # noqa: E402
+from weft.world.world import World  # noqa: E402
+
+ODD, AWKWARD = "tests/ranks/odd_models.py", "tests/ranks/awkward_models.py"
+Rows = Sequence[Sequence[Compute]]
+
+
+@pytest.fixture(scope="module")
+def subject() -> Iterator[Callable[[str], Subject]]:
+    """Models, each traced once."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    made: dict[str, Subject] = {}
+
+    def get(name: str) -> Subject:
+        if name not in made:
+            made[name] = Subject(str(ROOT / name) if ".py" in name else name.replace("hf:", f"hf:{ROOT}/"))
+        return made[name]
+
+    yield get
+    torch.set_num_threads(threads)
+
+
+def program_for(subject: Subject, rows: Rows, layout: Layout) -> tuple[Plan, Program]:
+    """The plan whose stages these rows name, and the rows with their transfers, proven."""
+    num_stages = 1 + max(a.stage for row in rows for a in row)
+    plan = subject.plan(replace(layout, pipeline=num_stages))
+    chunks = num_stages // len(rows)
+    plan = replace(plan, layout=replace(layout, pipeline=len(rows), chunks=chunks, schedule="interleaved" if chunks > 1 else "1f1b"))
+    graph = subject.source.capture(subject.batch, subject.loss, plan.batch_size // layout.microbatches).graph
+    program = pipeline("test", rows, links(split(graph, plan.stages)))
+    prove(program)
+    return plan, program
+
+
+def compared(subject: Subject, rows: Rows, layout: str, **options: Any) -> dict[str, Any]:
+    """The verification of a run of these rows."""
+    plan, program = program_for(subject, rows, replace(Layout.parse(layout), precision="float64"))
+    subject.source.prepare(plan, subject.batch, subject.loss)
+
+    def on_rank(world: World) -> dict[str, Any] | None:
+        found = verify_on_rank(
+            world, plan, subject.make, subject.batch, subject.loss, source=subject.source, program=program, **options
+        )
+        return None if found is None else asdict(found)
+
+    return launch(on_rank, plan.layout.num_ranks, timeout_s=60, show=False)[0]
+
+
+def one_rank(num_stages: int, num_microbatches: int, late: int = -1) -> list[list[Compute]]:
+    """All stages on one rank, a microbatch after the other. `late`: backward is split, and so many weight parts wait for later."""
+    row: list[Compute] = []
+    waiting: list[Compute] = []
+    for m in range(num_microbatches):
+        row += [Compute(Op.F, s, m) for s in range(num_stages)]
+        for s in reversed(range(num_stages)):
+            if late < 0:
+                row.append(Compute(Op.B, s, m))
+                continue
+            row.append(Compute(Op.I, s, m))
+            waiting.append(Compute(Op.W, s, m))
+            if len(waiting) > late:
+                row.append(waiting.pop(0))
+    return [row + waiting]
+
+
+def folded(num_ranks: int, num_microbatches: int, late: int = -1) -> list[list[Compute]]:
+    """Two stages a rank, down the ranks and up again (rank r has r and 2P-1-r), all forwards first."""
+    rows: list[list[Compute]] = []
+    for r in range(num_ranks):
+        low, high = r, 2 * num_ranks - 1 - r
+        row = [Compute(Op.F, s, m) for m in range(num_microbatches) for s in (low, high)]
+        ends = [(s, m) for m in range(num_microbatches) for s in (high, low)]
+        if late < 0:
+            row += [Compute(Op.B, s, m) for s, m in ends]
+        else:
+            waiting: list[Compute] = []
+            for s, m in ends:
+                row.append(Compute(Op.I, s, m))
+                waiting.append(Compute(Op.W, s, m))
+                if len(waiting) > late:
+                    row.append(waiting.pop(0))
+            row += waiting
+        rows.append(row)
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "layout"),
+    [
+        ("gpt-tiny", one_rank(3, 2), "microbatches=2"),
+        ("gpt-tiny", one_rank(3, 2, late=2), "microbatches=2"),
+        ("gpt-tiny", folded(2, 4), "microbatches=4 zero=1"),
+        ("gpt-tiny", folded(2, 4, late=3), "microbatches=4"),
+        ("gpt-tiny", folded(2, 2, late=0), "microbatches=2 recompute=full data=2"),
+        ("llama-tiny", folded(2, 2, late=9), "microbatches=2 tensor=2 zero=1"),
+        ("unet-tiny", folded(2, 2, late=1), "microbatches=2"),
+        ("t5-tiny", folded(2, 2, late=2), "microbatches=2 recompute=full"),
+        ("resnet-tiny", folded(2, 2, late=2), "microbatches=2 data=2"),
+        ("moe-tiny", one_rank(2, 2, late=1), "microbatches=2 data=2"),
+        (f"{ODD}:shared", one_rank(2, 2, late=1), "microbatches=2"),
+        (f"{ODD}:losses", one_rank(2, 2, late=1), "microbatches=2"),
+        (f"{ODD}:two_inputs", one_rank(2, 2, late=2), "microbatches=2"),
+        (f"{ODD}:convnext", one_rank(3, 2, late=2), "microbatches=2"),
+        (f"{AWKWARD}:tied", one_rank(2, 2, late=1), "microbatches=2"),
+        (f"{AWKWARD}:parametrised", one_rank(2, 2, late=1), "microbatches=2"),
+        (f"{AWKWARD}:tables", one_rank(2, 2, late=1), "microbatches=2"),
+    ],
+)
+def test_runs_as_serial(subject: Callable[[str], Subject], name: str, rows: Rows, layout: str) -> None:
+    """The same losses, gradients and weights as the serial model's, whatever the order."""
+    found = compared(subject(name), rows, layout)
+    assert found["ok"], found["first_difference"]
+    assert found["tolerance"] <= 1e-9
