@@ -522,7 +522,8 @@ class _Branch(nn.Module):
         hidden = torch.relu(self.first(x))
         if hidden.sum() > 1e6:
             hidden = hidden * 0.5
-        return self.second(hidden)
+        # A softmax in float32 whatever the rest is in, as language models have it.
+        return self.second(hidden * torch.softmax(hidden, -1, dtype=torch.float32).to(hidden.dtype))
 
 
 def branch() -> Any:

@@ -29,7 +29,7 @@ _EPSILON = {name: torch.finfo(getattr(torch, name)).eps for name in ("float64", 
 _RUNS = 4  # perturbed runs: one alone can round the same way by chance
 
 
-class _Double(private.DispatchMode):  # type: ignore[no-untyped-call]
+class Double(private.DispatchMode):  # type: ignore[no-untyped-call]
     """Casts to float32 become casts to float64, and so do constants that the model's code makes."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -89,7 +89,7 @@ class Serial:
 
         Weights are the model's own tensors: the next step writes them.
         """
-        with _Double() if self._double else nullcontext():  # type: ignore[no-untyped-call]  # torch's own constructor has no types
+        with Double() if self._double else nullcontext():  # type: ignore[no-untyped-call]  # torch's own constructor has no types
             total, inputs = self._forward_backward()
         found: dict[str, Tensor] = {}
         for name, p in self.model.named_parameters():

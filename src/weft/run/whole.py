@@ -10,6 +10,7 @@ Not modelled: losses that are such a mean for the batch that was tried, and are 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from weft.plan.plan import Plan
 from weft.run.build import Parts, Source, program_of
 from weft.run.optimizer import OptimizerSpec
 from weft.run.parameters import LocalParameter, build_groups
+from weft.run.serial import Double
 from weft.world import private
 from weft.world.world import World
 
@@ -40,14 +42,15 @@ _CLOSE = 1e-4  # relative, beyond rounding in float32
 class _Whole(nn.Module):
     """The user's module and loss, called with the local batch's tensors in order."""
 
-    def __init__(self, model: nn.Module, batch: Any, loss: Loss | None, share: float) -> None:
+    def __init__(self, model: nn.Module, batch: Any, loss: Loss | None, share: float, double: bool) -> None:
         super().__init__()
-        self.model, self._batch, self._loss, self._share = model, batch, loss, share
+        self.model, self._batch, self._loss, self._share, self._double = model, batch, loss, share, double
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor]:
         given = iter(tensors)
         new = {path: next(given) if isinstance(leaf, Tensor) else leaf for path, leaf in leaves(self._batch)}
-        return (call(self.model, rebuild(self._batch, new), self._loss) * self._share,)
+        with Double() if self._double else nullcontext():  # type: ignore[no-untyped-call]  # as the serial reference
+            return (call(self.model, rebuild(self._batch, new), self._loss) * self._share,)
 
 
 def build_whole(plan: Plan, source: Source, batch: Any, loss: Loss | None, world: World, optimizer: OptimizerSpec, seed: int) -> Parts:
@@ -137,7 +140,7 @@ def build_whole(plan: Plan, source: Source, batch: Any, loss: Loss | None, world
         for local, p in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             first = names[id(p)][0] if id(p) in names else f"{module_name}.{local}"
             setattr(module, local, parameters[first])
-    whole = _Whole(model, batch, loss, 1.0 / layout.data)
+    whole = _Whole(model, batch, loss, 1.0 / layout.data, layout.precision == "float64")
     local = LocalStage(whole, tuple(v.value for v in inputs), (), (), ("loss",), forms)
     blocks = {b.name: (b, (0,) * len(b.tensor.shape)) for b in buffers}
     program = program_of(plan, (stage,), world)
