@@ -67,9 +67,7 @@ def compared(subject: Subject, rows: Rows, layout: str, **options: Any) -> dict[
     subject.source.prepare(plan, subject.batch, subject.loss)
 
     def on_rank(world: World) -> dict[str, Any] | None:
-        found = verify_on_rank(
-            world, plan, subject.make, subject.batch, subject.loss, source=subject.source, program=program, **options
-        )
+        found = verify_on_rank(world, plan, subject.make, subject.batch, subject.loss, source=subject.source, program=program, **options)
         return None if found is None else asdict(found)
 
     return launch(on_rank, plan.layout.num_ranks, timeout_s=60, show=False)[0]
@@ -113,6 +111,24 @@ def folded(num_ranks: int, num_microbatches: int, late: int = -1) -> list[list[C
     return rows
 
 
+def both_ways(num_ranks: int, num_microbatches: int, late: int = -1) -> list[list[Compute]]:
+    """Two replicas of the pipeline, even microbatches down the ranks and odd ones up, the last forward first in backward."""
+    rows: list[list[Compute]] = []
+    for r in range(num_ranks):
+        places = [(r if m % 2 == 0 else num_ranks - 1 - r, m) for m in range(num_microbatches)]
+        row = [Compute(Op.F, s, m) for s, m in places]
+        for s, m in reversed(places):
+            row += [Compute(Op.B, s, m)] if late < 0 else [Compute(Op.I, s, m), Compute(Op.W, s, m)]
+        rows.append(row)
+    return rows
+
+
+def backwards(num_stages: int, num_microbatches: int) -> list[list[Compute]]:
+    """One rank, the last microbatch first."""
+    (row,) = one_rank(num_stages, num_microbatches)
+    return [sorted(row, key=lambda a: -a.microbatch)]
+
+
 @pytest.mark.parametrize(
     ("name", "rows", "layout"),
     [
@@ -133,6 +149,16 @@ def folded(num_ranks: int, num_microbatches: int, late: int = -1) -> list[list[C
         (f"{AWKWARD}:tied", one_rank(2, 2, late=1), "microbatches=2"),
         (f"{AWKWARD}:parametrised", one_rank(2, 2, late=1), "microbatches=2"),
         (f"{AWKWARD}:tables", one_rank(2, 2, late=1), "microbatches=2"),
+        ("gpt-tiny", both_ways(2, 4), "microbatches=4"),
+        ("gpt-tiny", both_ways(2, 2), "microbatches=2 zero=1 data=2"),
+        ("gpt-tiny", both_ways(3, 4, late=1), "microbatches=4 recompute=full"),
+        ("t5-tiny", both_ways(2, 4), "microbatches=4 zero=1"),
+        ("resnet-tiny", both_ways(2, 4), "microbatches=4"),
+        ("resnet-tiny", both_ways(3, 4, late=1), "microbatches=4 recompute=full zero=1"),
+        ("unet-tiny", both_ways(2, 4), "microbatches=4 data=2"),
+        ("resnet-tiny", both_ways(2, 2), "microbatches=2 data=2"),
+        ("resnet-tiny", backwards(2, 4), "microbatches=4"),
+        (f"{ODD}:shared", both_ways(2, 2), "microbatches=2 zero=1"),
     ],
 )
 def test_runs_as_serial(subject: Callable[[str], Subject], name: str, rows: Rows, layout: str) -> None:

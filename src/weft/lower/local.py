@@ -352,9 +352,14 @@ def snapshot(buffer: Tensor) -> Tensor:
 
 
 def _write_buffer(target: Callable[..., Any], draw: Draw, buffer: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    if not (draw.recomputing or draw.evaluating):
-        with torch.no_grad():
-            target(buffer, *args, **kwargs)
+    if draw.recomputing or draw.evaluating:
+        return buffer
+    later = draw.later.get(id(buffer))
+    if later is not None:
+        later.writes.setdefault(draw.microbatch, []).append(lambda: target(buffer, *args, **kwargs))
+        return buffer
+    with torch.no_grad():
+        target(buffer, *args, **kwargs)
     return buffer
 
 
@@ -364,8 +369,14 @@ def _batch_norm(
 ) -> Tensor:  # fmt: skip
     if draw.evaluating and mean is not None:
         return torch.ops.aten.batch_norm.default(x, weight, bias, mean, var, False, momentum, eps, False)  # type: ignore[no-any-return]
-    if draw.recomputing and mean is not None and var is not None:
-        mean, var = mean.clone(), var.clone()  # written the first time; left out, torch would keep other tensors for backward
+    if mean is not None and var is not None:
+        if draw.recomputing:
+            mean, var = mean.clone(), var.clone()  # written the first time; left out, torch would keep other tensors for backward
+        elif id(mean) in draw.later:
+            found = torch.zeros_like(mean), torch.zeros_like(var)
+            for buffer, value in zip((mean, var), found, strict=True):
+                draw.later[id(buffer)].statistics.setdefault(draw.microbatch, []).append((momentum, value))
+            (mean, var), momentum = found, 1.0  # what this microbatch finds, alone
     if not groups:
         return torch.ops.aten.batch_norm.default(x, weight, bias, mean, var, training, momentum, eps, False)  # type: ignore[no-any-return]
     return batch_norm(x, weight, bias, mean, var, momentum, eps, groups)

@@ -34,6 +34,7 @@ from weft.run.gradients import Gradients
 from weft.run.optimizer import Optimizer, OptimizerSpec
 from weft.run.parameters import share
 from weft.run.recompute import with_recomputation
+from weft.run.replicas import Replicas
 from weft.run.stage import StageRunner
 from weft.run.state import full_state, full_tensors, gradient_pieces, input_gradients, pieces_of
 from weft.run.whole import build_whole
@@ -88,10 +89,12 @@ class Engine:
         self._pipeline = world.group(self.mesh.group(world.rank, "pipeline"))
         self._draw = self.parts.draw
         self._check_evaluation: Callable[[], None] = cache(partial(check_evaluation, self.parts.graph, plan, source, batch, loss))
+        self._replicas = Replicas(self.parts, self.mesh, world)
         sums = [world.group(g.sum_ranks) if len(g.sum_ranks) > 1 else None for g in self.parts.groups]
         axes = [world.group(self.mesh.group(world.rank, axis)) for axis in self.parts.sharding.sizes]
         # In one order on every rank: a group that two ranks connect at different times would stop them both.
-        for group in sorted({self._everyone, self._pipeline, *axes, *(g for g in sums if g is not None)}, key=lambda g: g.ranks):
+        every = {self._everyone, self._pipeline, *axes, *self._replicas.groups, *(g for g in sums if g is not None)}
+        for group in sorted(every, key=lambda g: g.ranks):
             group.connect()
         share(self.parts.groups, sums)
         self._executor = self._build_executor(compile)
@@ -176,10 +179,12 @@ class Engine:
         self._draw.step = self.step_index
         inputs = self._local(batch)
         self.gradients.start()
+        self._replicas.start()
         began = time.perf_counter()
         result = self._executor.run(inputs, record=record, want_inputs=want_inputs)
         ended = time.perf_counter()
         self.gradients.finish()
+        self._replicas.finish()
         result.mean = self._mean_of(result)  # on its way beside the gradients
         self.gradients.wait()
         self.seconds = {"program": ended - began, "gradients": time.perf_counter() - ended}

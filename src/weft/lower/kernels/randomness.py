@@ -15,16 +15,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from weft.lower.kernels.statistics import Later
+
 
 @dataclass
 class Draw:
-    """What the randomness of a step depends on; the executor moves `step` and `microbatch` on."""
+    """What random draws, and writes to buffers, depend on besides tensors; the executor moves `step` and `microbatch` on."""
 
     seed: int = 0
     step: int = 0
     microbatch: int = 0
     recomputing: bool = False  # buffers are not written a second time
     evaluating: bool = False  # no dropout; batch norm by its running statistics, which stay as they are
+    later: dict[int, Later] = field(default_factory=dict)  # buffers that are written after the step, by id
     _generators: dict[torch.device, torch.Generator] = field(default_factory=dict)
 
     def generator(self, device: torch.device, operator: int, part: int) -> torch.Generator:

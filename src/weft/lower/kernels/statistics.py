@@ -7,6 +7,8 @@ normalised it is what is left of terms that cancel, and differentiating the two 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -14,6 +16,23 @@ import torch
 from torch import Tensor
 
 from weft.world.world import Group
+
+
+@dataclass(slots=True)
+class Later:
+    """What the microbatches of a step would write to one buffer, which is written after the step.
+
+    `statistics`: by microbatch, (momentum, value) of each time it is averaged into. `writes`: by microbatch, writes that take nothing
+    from the batch (counts), so that each microbatch makes the same.
+    """
+
+    statistics: dict[int, list[tuple[float, Tensor]]] = field(default_factory=dict)
+    writes: dict[int, list[Callable[[], object]]] = field(default_factory=dict)
+
+    def clear(self) -> None:
+        """Forget a step."""
+        self.statistics.clear()
+        self.writes.clear()
 
 
 def summed(x: Tensor, groups: tuple[Group, ...]) -> Tensor:
