@@ -343,3 +343,22 @@ def test_a_parameter_that_the_model_writes_is_refused() -> None:
 
     with pytest.raises(ModelError, match="writes its parameter w in place"):
         Source.of(Clamped).capture((torch.ones(4, 3),), None, None)
+
+
+class _Unread(nn.Module):
+    """Makes a constant tensor that nothing of the loss reads, as masks of attention do where there is nothing to mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch.tensor([3.0, 4.0]).new_ones(()).add(torch.tensor(2.0))
+        return self.inner(x).square().mean()
+
+
+def test_a_constant_that_nothing_reads_is_no_part_of_the_graph() -> None:
+    graph = equal_to_eager(_Unread(), (torch.randn(4, 4),)).graph
+    made = {v for op in graph.operators for v in op.outputs} | {v.value for v in graph.variables}
+    assert set(graph.tensors) == made
+    assert propagate(graph, {"data": 2, "tensor": 2}).sizes == {"data": 2, "tensor": 2}

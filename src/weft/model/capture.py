@@ -265,13 +265,13 @@ def _read(program: Any, step: _Step, batch: Any, batched: frozenset[str], size: 
     tensors = {value: spec for value, spec in reader.tensors.items() if value in used}
     for op in wanted:
         tensors.update({value: reader.tensors[value] for value in op.outputs})
-    everything = (*parameters.values(), *buffers.values(), *inputs, *constant_variables)
-    tensors.update({v.value: v.tensor for v in everything})
+    read = tuple(v for v in constant_variables if v.value in used)
+    tensors.update({v.value: v.tensor for v in (*parameters.values(), *buffers.values(), *inputs, *read)})
     graph = Graph(
         tuple(parameters.values()),
         tuple(buffers.values()),
         tuple(inputs),
-        tuple(v for v in constant_variables if v.value in used),
+        read,
         tuple(wanted),
         tensors,
         results[-1],
