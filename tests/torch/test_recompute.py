@@ -46,7 +46,7 @@ def _engine(layout: str, model: Any, batch: Any, loss: Any = None) -> Any:
 
 
 def _module(engine: Any) -> fx.GraphModule:
-    (_, runner), *_ = engine._executor.stages.values()
+    (runner,) = engine._executor.runners.values()
     return runner.local.module
 
 

@@ -20,7 +20,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 RUNS: dict[str, tuple[int | str, ...]] = {
     "schedule": ("sequential", "gpipe", "1f1b", "interleaved"),
     "expert": (1,),
-    "zero": (0, 1),
+    "zero": (0, 1, 2, 3),
     "recompute": ("none", "selective", "full"),
     "offload": ("none",),
     "precision": ("float32", "bfloat16", "float64"),

@@ -30,6 +30,7 @@ from weft.plan.patterns import expand_all
 from weft.plan.placement import piece
 from weft.plan.plan import Plan
 from weft.plan.program import Program
+from weft.run.layers import layers_of
 from weft.run.optimizer import OptimizerSpec
 from weft.run.parameters import FlatGroup, LocalParameter, build_groups
 from weft.schedules import build as build_schedule
@@ -201,6 +202,7 @@ def build(
     used = {value for stage in mine for value in stage.variables}
     holders = {v.value: _holders(stages, program, v.value) for v in graph.parameters}
     specs: dict[str, LocalParameter] = {}
+    values = {v.name: v.value for v in graph.parameters}
     first_use = {value: i for i, op in reversed(list(enumerate(graph.operators))) for value in op.inputs}
     trainable = learned(graph)
     for v in graph.parameters:
@@ -208,8 +210,11 @@ def build(
             specs[v.name] = _spec(
                 v, plan, sharding, holders[v.value], at, first_use.get(v.value, -1), optimizer, v.value in trainable, dtype
             )
-    flat, parameters = build_groups(list(specs.values()), world.device, sharded=layout.zero > 0)
+    read_by = layers_of(lowered)
+    specs = {name: replace(spec, units=read_by.get(values[name], ())) for name, spec in specs.items()}
+    flat, parameters = build_groups(list(specs.values()), world.device, layout.zero, world.rank)
 
+    in_pieces = {spec.name: group for group in flat if group.gathered for spec in group.members}
     offsets: dict[str, tuple[int, ...]] = {name: spec.offsets for name, spec in specs.items()}
     kept_buffers: dict[str, tuple[Variable, tuple[int, ...]]] = {}
     for v in graph.buffers:
@@ -226,7 +231,10 @@ def build(
         view = tensor[tuple(slice(s, s + n) for s, n in zip(start, shape, strict=True))]
         if name in parameters:
             with torch.no_grad():
-                parameters[name].copy_(view)
+                if name in in_pieces:
+                    in_pieces[name].fill(name, view)
+                else:
+                    parameters[name].copy_(view)
             return None
         floating = view.is_floating_point() and dtype is torch.float64
         return view.to(device=world.device, dtype=torch.float64 if floating else view.dtype, copy=True)
@@ -365,6 +373,7 @@ def _spec(
         optimizer.decays(v.tensor.shape),
         (tuple(holders), tuple(sorted(cut)), tuple(axes)),
         -first_use,
+        across=len(holders) > 1,
     )
 
 

@@ -30,10 +30,11 @@ from weft.run import checkpoint
 from weft.run.build import Source, build, check_evaluation
 from weft.run.checkpoint import Piece
 from weft.run.executor import Crossing, Executor, Result
+from weft.run.gathered import Gathered
 from weft.run.gradients import Gradients
 from weft.run.optimizer import Optimizer, OptimizerSpec
 from weft.run.parameters import share
-from weft.run.recompute import with_recomputation
+from weft.run.prepare import prepared
 from weft.run.replicas import Replicas
 from weft.run.stage import StageRunner
 from weft.run.state import full_state, full_tensors, gradient_pieces, input_gradients, pieces_of
@@ -97,6 +98,7 @@ class Engine:
         for group in sorted(every, key=lambda g: g.ranks):
             group.connect()
         share(self.parts.groups, sums)
+        self._gathered = Gathered(self.parts.groups, sums)
         self._executor = self._build_executor(compile)
         self.gradients = Gradients(self.parts.groups, self.parts.parameters, sums, plan.layout.zero > 0)
         self._executor.gradients = self.gradients
@@ -123,7 +125,7 @@ class Engine:
             late = None
             if splits:
                 local, late = with_late_weights(local, mine)
-            local = with_recomputation(local, self._draw, self.plan.layout.recompute)
+            local = prepared(local, number, self.plan.layout.recompute, self._draw, self._gathered)
             autocast = torch.bfloat16 if self.plan.layout.precision == "bfloat16" else None
             runners[number] = StageRunner(
                 local, parts.variables, grads, dtypes, self._draw, autocast, self.world.device, compile, without_gradient(graph), late
@@ -152,7 +154,13 @@ class Engine:
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """This rank's blocks of the parameters, by the model's own names."""
+        """This rank's blocks of the parameters, by the model's own names.
+
+        Raises:
+            UsageError: with zero=3 they are whole only while a layer uses them.
+        """
+        if self._gathered.units:
+            raise UsageError("with zero=3 weights are whole only while a layer uses them; use full_state_dict(), or zero=2")
         return self.parts.parameters
 
     @property
@@ -187,6 +195,7 @@ class Engine:
         self._replicas.finish()
         result.mean = self._mean_of(result)  # on its way beside the gradients
         self.gradients.wait()
+        self._gathered.release()
         self.seconds = {"program": ended - began, "gradients": time.perf_counter() - ended}
         if record:
             name = f"{self.plan.model} {self.plan.layout}, step {self.step_index}"
@@ -285,9 +294,10 @@ class Engine:
     def gradient(self, name: str) -> Tensor | None:
         """This rank's block of a parameter's summed gradient, after `forward_backward`; None where another stage has it.
 
-        With ZeRO only this rank's piece of it is summed, until `full_gradients` has been called.
+        With ZeRO only this rank's piece of it is summed, until `full_gradients` has been called; from zero=2 on that piece, flat, is all.
         """
-        return next((group.views[name] for group in self.parts.groups if name in group.views), None)
+        found = (group.gradient(name) for group in self.parts.groups)
+        return next((x for x in found if x is not None), None)
 
     def full_gradients(self) -> dict[str, Tensor] | None:
         """Summed gradients of the whole model by parameter name, on rank 0, after `forward_backward`; None elsewhere."""

@@ -5,7 +5,8 @@ is summed over the ranks that share it while backward goes on. Buckets are launc
 same ones in the same order, whatever autograd does. A parameter whose gradient never comes (unused in this step) counts as zero.
 
 With ZeRO-1 (Rajbhandari et al. 2020) a bucket is reduced and scattered: each rank gets the sum of its own piece, where that piece
-lies, half of an all-reduce's bytes; what lies beside it is this rank's alone until `gather` is called.
+lies, half of an all-reduce's bytes; what lies beside it is this rank's alone until `gather` is called. From stage 2 on no rank keeps a
+whole gradient: a bucket has memory from its first gradient until it is scattered, in every backward anew, and the pieces add up.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from weft.run.parameters import Bucket, FlatGroup
+from weft.run.scattered import Scattered
 from weft.world.world import Group, Work
 
 
@@ -33,7 +35,7 @@ class Gradients:
         self._sums, self._sharded = list(sums), sharded
         # In the order in which backward completes them: a bucket that is complete late must not hold back those that are not.
         ready = {member.name: member.ready for group in groups for member in group.members}
-        numbered = [(g, bucket) for g, group in enumerate(groups) for bucket in group.buckets]
+        numbered = [(g, bucket) for g, group in enumerate(groups) for bucket in group.buckets if not group.scattered]
         self._order = sorted(numbered, key=lambda item: max(ready[name] for name in item[1].names))
         self._of = {name: k for k, (_, bucket) in enumerate(self._order) for name in bucket.names}
         self._views = {name: view for group in groups for name, view in group.views.items()}
@@ -43,9 +45,14 @@ class Gradients:
         self._next = 0
         self._works: list[Work] = []
         self.exchange = True
-        for group in groups:
-            for name in group.views:
-                self._hook(name)
+        self._scattered = {
+            number: Scattered(group, over)
+            for number, (group, over) in enumerate(zip(groups, sums, strict=True))
+            if group.scattered and over is not None
+        }
+        self._scatters = {member.name: one for number, one in self._scattered.items() for member in groups[number].members}
+        for name in (*self._views, *self._scatters):
+            self._hook(name)
 
     def _hook(self, name: str) -> None:
         def done(parameter: Tensor) -> None:
@@ -57,6 +64,9 @@ class Gradients:
 
     def add(self, name: str, grad: Tensor) -> None:
         """Add a gradient to a parameter's; once at most for each parameter between two calls of `begin`."""
+        if name in self._scatters:
+            self._scatters[name].add(name, grad)
+            return
         view = self._views[name]
         if self._first[name]:
             view.copy_(grad)
@@ -73,6 +83,8 @@ class Gradients:
         self._waiting = [len(bucket.names) for _, bucket in self._order]
         self._next = 0
         self._completes = frozenset()
+        for scattered in self._scattered.values():
+            scattered.start()
 
     def begin(self, completes: frozenset[str]) -> None:
         """Before each backward, with the parameters that nothing adds to after it: a bucket whose last one comes is exchanged at once."""
@@ -100,6 +112,8 @@ class Gradients:
 
     def finish(self) -> None:
         """After the last backward: launch what is left, in order."""
+        for scattered in self._scattered.values():
+            scattered.flush()
         while self._next < len(self._order):
             self._sum(*self._order[self._next])
             self._next += 1
@@ -109,6 +123,8 @@ class Gradients:
         for work in self._works:
             work.wait()
         self._works.clear()
+        for scattered in self._scattered.values():
+            scattered.wait()
 
     def gather(self) -> None:
         """After `wait`: bring every rank's pieces together, so that each holds whole sums. Every rank calls it, or none."""

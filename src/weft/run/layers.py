@@ -39,6 +39,19 @@ def numbers_of(module: fx.GraphModule) -> dict[fx.Node, tuple[int, bool]]:
     return found
 
 
+def layers_of(stages: Mapping[int, LocalStage]) -> dict[str, tuple[tuple[int, int], ...]]:
+    """By variable: (stage, number of the run) of all operators that read it, in order."""
+    found: dict[str, set[tuple[int, int]]] = {}
+    for stage, local in stages.items():
+        if not isinstance(local.module, fx.GraphModule):
+            continue
+        numbers = numbers_of(local.module)
+        inputs = [node for node in local.module.graph.nodes if node.op == "placeholder"]
+        for value, node in zip(local.variables, inputs, strict=False):
+            found.setdefault(value, set()).update((stage, numbers[user][0]) for user in node.users if user in numbers)
+    return {value: tuple(sorted(units)) for value, units in found.items()}
+
+
 def by_layer(local: LocalStage) -> Layered:
     """Cut a stage into runs. The children of the new module are made from the old one's nodes, in their order."""
     assert isinstance(local.module, fx.GraphModule)  # only a captured model is lowered

@@ -1,4 +1,4 @@
-"""The update of one rank's parameters: AdamW or SGD on flat buffers, clipping by the global norm, ZeRO-1.
+"""The update of one rank's parameters: AdamW or SGD on flat buffers, clipping by the global norm, ZeRO.
 
 In: flat groups whose gradients are summed. Out: updated parameters. The update rules are torch's own, fused where torch has
 them; both are elementwise, so one flat tensor is updated exactly as its parameters would be one by one.
@@ -81,7 +81,7 @@ class OptimizerSpec:
 
 
 class Optimizer:
-    """Updates flat groups, whole or (ZeRO-1) this rank's piece of every bucket."""
+    """Updates flat groups, whole or (ZeRO) this rank's piece of every bucket."""
 
     def __init__(self, spec: OptimizerSpec, groups: Sequence[FlatGroup], sums: Sequence[Group | None], world: Group, sharded: bool) -> None:
         self.spec, self._groups, self._sums, self._world = spec, list(groups), list(sums), world
@@ -91,9 +91,9 @@ class Optimizer:
         for group, over, cut in zip(self._groups, self._sums, self.sharded, strict=True):
             if cut:
                 assert over is not None
-                size = group.data.numel() // over.size
-                self.params.append(torch.zeros(size, dtype=group.data.dtype, device=group.data.device))
-                self.grads.append(torch.zeros_like(self.params[-1]))
+                size = sum(length for _, _, length in group.pieces())
+                self.params.append(group.data if group.gathered else torch.zeros(size, dtype=group.data.dtype, device=group.data.device))
+                self.grads.append(group.grad if group.scattered else torch.zeros_like(self.params[-1]))
             else:
                 self.params.append(group.data)
                 self.grads.append(group.grad)
@@ -118,27 +118,20 @@ class Optimizer:
 
     def pieces(self, number: int) -> list[tuple[int, int, int]]:
         """(start in the flat group, start in the piece, length) of what this rank updates of group `number`."""
-        group, over = self._groups[number], self._sums[number]
-        if not self.sharded[number] or over is None:
-            return [(0, 0, group.data.numel())]
-        found, at = [], 0
-        for bucket in group.buckets:
-            length = (bucket.stop - bucket.start) // over.size
-            found.append((bucket.start + over.index * length, at, length))
-            at += length
-        return found
+        group = self._groups[number]
+        return group.pieces() if self.sharded[number] else [(0, 0, group.data.numel())]
 
     def load_parameters(self) -> None:
         """After parameters were written from outside (initial values, a checkpoint): take this rank's pieces of them."""
         for number, group in enumerate(self._groups):
-            if self.sharded[number]:
+            if self.sharded[number] and not group.gathered:
                 for start, at, length in self.pieces(number):
                     self.params[number][at : at + length].copy_(group.data[start : start + length])
 
     def step(self, lr: float | None = None) -> float | None:
-        """Clip, update, and (ZeRO-1) gather the parameters. Returns the global gradient norm where it was needed."""
+        """Clip, update, and (ZeRO-1 and 2) gather the parameters. Returns the global gradient norm where it was needed."""
         for number, group in enumerate(self._groups):
-            if self.sharded[number]:
+            if self.sharded[number] and not group.scattered:
                 for start, at, length in self.pieces(number):
                     self.grads[number][at : at + length].copy_(group.grad[start : start + length])
         norm = self._clip() if self.spec.clip else None
@@ -151,7 +144,7 @@ class Optimizer:
         works = []
         for number, group in enumerate(self._groups):
             over = self._sums[number]
-            if self.sharded[number] and over is not None:
+            if self.sharded[number] and over is not None and not group.gathered:
                 for (_, at, length), bucket in zip(self.pieces(number), group.buckets, strict=True):
                     works.append(
                         over.all_gather_into(group.data[bucket.start : bucket.stop], self.params[number][at : at + length], wait=False)

@@ -3,6 +3,11 @@
 In: what this rank holds of each parameter. Out: `FlatGroup`s. All parameters of a group have the same dtype, the same ranks with
 which their gradients are summed, the same share in the gradient norm and the same weight decay, so each is one tensor to
 collectives and to the optimizer. Parameters lie in the order in which backward completes their gradients.
+
+ZeRO (Rajbhandari et al. 2020): from stage 2 on a group's `grad`, in stage 3 its `data` too, are only this rank's piece of every bucket,
+one after the other; a bucket of stage 3 belongs to one set of layers, which `run.gathered` makes whole while one of them runs. Left
+whole, as in stage 1, is what other ranks of the pipeline have too (tied embeddings, replicas of a stage), since those reach it at
+other times; so is what does not train.
 """
 
 from __future__ import annotations
@@ -40,6 +45,8 @@ class LocalParameter:
     decay: bool = True
     kind: tuple[object, ...] = ()
     ready: int = 0  # position in the order in which gradients are complete
+    units: tuple[tuple[int, int], ...] = ()  # (stage, layer) of all that read it, on this rank
+    across: bool = False  # whether other ranks of the pipeline have it too
 
     @property
     def size(self) -> int:
@@ -48,16 +55,22 @@ class LocalParameter:
 
 @dataclass
 class Bucket:
-    """A range of a flat group, exchanged as one message."""
+    """A range of a flat group, exchanged as one message. `units`: of ZeRO-3, the layers that read it; `whole`: where they read it."""
 
     start: int
     stop: int
     names: tuple[str, ...]
+    units: tuple[tuple[int, int], ...] = ()
+    whole: Tensor | None = None
 
 
 @dataclass
 class FlatGroup:
-    """Parameters as views of `data`, gradients as views of `grad` (of `padded` elements, a multiple of the number of shards)."""
+    """Parameters as views of `data`, gradients as views of `grad` (of `padded` elements, a multiple of the number of shards).
+
+    `index`: this rank among the `shards` between which buckets are divided. `scattered`: `grad` is this rank's pieces only, and there are
+    no views; `gathered`: so is `data`.
+    """
 
     sum_ranks: tuple[int, ...]
     counted: bool
@@ -69,6 +82,10 @@ class FlatGroup:
     starts: tuple[int, ...]
     buckets: list[Bucket] = field(default_factory=list)
     views: dict[str, Tensor] = field(default_factory=dict)  # name -> gradient view
+    index: int = 0
+    shards: int = 1
+    scattered: bool = False
+    gathered: bool = False
 
     def collect_in(self, grad: Tensor) -> None:
         """Let gradients lie in `grad` from now on: flat, zeroed, as long as the old one."""
@@ -76,44 +93,76 @@ class FlatGroup:
         for member, start in zip(self.members, self.starts, strict=True):
             self.views[member.name] = grad[start : start + member.size].view(member.shape)
 
+    def pieces(self) -> list[tuple[int, int, int]]:
+        """(start in the flat group, start in the pieces, length) of this rank's share of every bucket."""
+        found, at = [], 0
+        for bucket in self.buckets:
+            length = (bucket.stop - bucket.start) // self.shards
+            found.append((bucket.start + self.index * length, at, length))
+            at += length
+        return found
+
+    def shares(self) -> list[tuple[LocalParameter, int, tuple[int, int]]]:
+        """What this rank's pieces hold: (parameter, start in the pieces, range of the parameter's elements), none of them empty."""
+        found = []
+        for member, start in zip(self.members, self.starts, strict=True):
+            for begin, at, length in self.pieces():
+                first, last = max(begin, start), min(begin + length, start + member.size)
+                if first < last:
+                    found.append((member, at + first - begin, (first - start, last - start)))
+        return found
+
+    def gradient(self, name: str) -> Tensor | None:
+        """The summed gradient of a parameter: this rank's block, or the flat piece of it that it has. None where it has another group."""
+        if not self.scattered:
+            return self.views.get(name)
+        if all(member.name != name for member in self.members):
+            return None
+        return next((self.grad[at : at + last - first] for m, at, (first, last) in self.shares() if m.name == name), self.grad[:0])
+
+    def fill(self, name: str, value: Tensor) -> None:
+        """Give a parameter of a gathered group its value, of which the pieces take their share."""
+        flat = value.detach().reshape(-1)
+        for member, at, (first, last) in self.shares():
+            if member.name == name:
+                self.data[at : at + last - first].copy_(flat[first:last])
+
 
 def build_groups(
-    parameters: Sequence[LocalParameter], device: torch.device, sharded: bool = False
+    parameters: Sequence[LocalParameter], device: torch.device, zero: int = 0, rank: int = 0
 ) -> tuple[list[FlatGroup], dict[str, torch.nn.Parameter]]:
     """Allocate flat groups; returns them and the parameters (views of them) by name.
 
-    With `sharded` (ZeRO) every bucket is padded so that the ranks that sum it get equal pieces.
+    With `zero` every bucket is padded so that the ranks that sum it get equal pieces; `rank` is this one's number.
     """
     keyed: dict[tuple[object, ...], list[LocalParameter]] = {}
     for p in sorted((p for p in parameters if p.trainable), key=lambda p: p.ready):
-        keyed.setdefault((p.dtype, p.sum_ranks, p.kind, p.decay), []).append(p)
+        keyed.setdefault((p.dtype, p.sum_ranks, p.kind, p.decay, p.across), []).append(p)
     groups: list[FlatGroup] = []
     made: dict[str, torch.nn.Parameter] = {}
     for members in keyed.values():
         first = members[0]
-        shards = len(first.sum_ranks) if sharded else 1
-        starts: list[int] = []
-        buckets: list[Bucket] = []
-        at = begin = 0
-        names: list[str] = []
-        item = torch.empty((), dtype=first.dtype).element_size()
-        for i, p in enumerate(members):
-            starts.append(at)
-            at += p.size
-            names.append(p.name)
-            limit = FIRST_BUCKET_BYTES if not buckets else BUCKET_BYTES
-            if (at - begin) * item >= limit or i == len(members) - 1:
-                at = begin + -(-(at - begin) // shards) * shards
-                buckets.append(Bucket(begin, at, tuple(names)))
-                begin, names = at, []
-        data = torch.zeros(at, dtype=first.dtype, device=device)
-        grad = torch.zeros(at, dtype=first.dtype, device=device)
+        shards = len(first.sum_ranks) if zero else 1
+        in_pieces = shards > 1 and not first.across
+        scattered, gathered = in_pieces and zero >= 2, in_pieces and zero == 3
+        if gathered:
+            members = sorted(members, key=lambda p: tuple((-s, -layer) for s, layer in reversed(p.units)))
+        starts, buckets = _place(members, shards, gathered)
+        size = buckets[-1].stop
+        data = torch.zeros(size // shards if gathered else size, dtype=first.dtype, device=device)
+        grad = torch.zeros(size // shards if scattered else size, dtype=first.dtype, device=device)
         group = FlatGroup(
-            first.sum_ranks, first.counted, first.counted_piece, first.decay, data, grad, tuple(members), tuple(starts), buckets
-        )
-        group.collect_in(grad)
+            first.sum_ranks, first.counted, first.counted_piece, first.decay, data, grad, tuple(members), tuple(starts), buckets,
+            {}, first.sum_ranks.index(rank) if shards > 1 else 0, shards, scattered, gathered,
+        )  # fmt: skip
+        if not scattered:
+            group.collect_in(grad)
+        for bucket in buckets if gathered else ():
+            bucket.whole = torch.empty(bucket.stop - bucket.start, dtype=first.dtype, device=device)
         for p, start in zip(members, starts, strict=True):
-            made[p.name] = torch.nn.Parameter(data[start : start + p.size].view(p.shape))
+            bucket = next(b for b in buckets if b.start <= start and p.name in b.names)
+            whole, at = (data, start) if bucket.whole is None else (bucket.whole, start - bucket.start)
+            made[p.name] = torch.nn.Parameter(whole[at : at + p.size].view(p.shape))
         groups.append(group)
     for p in parameters:
         if not p.trainable:
@@ -121,12 +170,34 @@ def build_groups(
     return groups, made
 
 
+def _place(members: Sequence[LocalParameter], shards: int, by_unit: bool) -> tuple[list[int], list[Bucket]]:
+    """Where each parameter starts, and the buckets. `by_unit`: no bucket holds parameters that different layers read."""
+    starts: list[int] = []
+    buckets: list[Bucket] = []
+    at = begin = 0
+    names: list[str] = []
+    item = torch.empty((), dtype=members[0].dtype).element_size()
+    for i, p in enumerate(members):
+        starts.append(at)
+        at += p.size
+        names.append(p.name)
+        limit = FIRST_BUCKET_BYTES if not buckets else BUCKET_BYTES
+        ends = i == len(members) - 1 or (by_unit and members[i + 1].units != p.units)
+        if (at - begin) * item >= limit or ends:
+            at = begin + -(-(at - begin) // shards) * shards
+            buckets.append(Bucket(begin, at, tuple(names), p.units if by_unit else ()))
+            begin, names = at, []
+    return starts, buckets
+
+
 def share(groups: Sequence[FlatGroup], sums: Sequence[Group | None]) -> None:
     """Connect the sums, and move gradients into memory that all ranks of their sum can read, where the transport has such memory.
 
     Every rank goes through its sums in the order of their ranks: two that met in different orders would wait for one another.
     """
-    order = sorted((over.ranks, number) for number, over in enumerate(sums) if over is not None and over.size > 1)
+    order = sorted(
+        (over.ranks, number) for number, over in enumerate(sums) if over is not None and over.size > 1 and not groups[number].scattered
+    )
     for _, number in order:
         over = sums[number]
         assert over is not None

@@ -20,23 +20,12 @@ from torch.utils.checkpoint import checkpoint
 
 from weft.lower.kernels.randomness import Draw
 from weft.lower.local import LocalStage, snapshot
-from weft.run.layers import Layered, by_layer, numbers_of
+from weft.run.layers import Layered, numbers_of
 
 _PRODUCTS = frozenset({"matmul", "bmm", "baddbmm", "einsum"})
 _SOFTMAX = frozenset({"softmax", "_softmax", "_safe_softmax"})
 _KEEPS_SCORES = "attention"  # `lower.kernels.randomness.attention`: with dropout
 _CORE = "attention_core_"
-
-
-def with_recomputation(local: LocalStage, draw: Draw, recompute: str = "full") -> LocalStage:
-    """The stage under a layout's `recompute`: none, selective or full."""
-    if recompute == "selective":
-        return recompute_attention(local, draw)
-    if recompute == "full":
-        layered = by_layer(local)
-        recompute_layers(layered, draw)
-        return layered.local
-    return local
 
 
 def recompute_layers(layered: Layered, draw: Draw, only: Collection[int] | None = None) -> None:

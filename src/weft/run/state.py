@@ -17,14 +17,20 @@ from weft.run.build import Parts
 from weft.run.checkpoint import Piece, whole
 from weft.run.dispatch import Result
 from weft.run.optimizer import Optimizer
+from weft.run.parameters import FlatGroup
 from weft.world.world import Group
 
 
 def pieces_of(parts: Parts, optimizer: Optimizer, at: Mapping[str, int], counters: Mapping[str, Tensor]) -> list[Piece]:
     """Everything that a checkpoint holds of this rank. Of equal copies the first rank's is the owner."""
     found = [whole(name, "scalar", tensor, owner=all(i == 0 for i in at.values())) for name, tensor in counters.items()]
+    gathered = {spec.name for group in parts.groups if group.gathered for spec in group.members}
     for name, spec in parts.specs.items():
-        found.append(Piece(name, "parameter", spec.global_shape, spec.offsets, parts.parameters[name].detach(), owner=spec.counted))
+        if name not in gathered:
+            found.append(Piece(name, "parameter", spec.global_shape, spec.offsets, parts.parameters[name].detach(), owner=spec.counted))
+    for group in parts.groups:
+        if group.gathered:
+            found += _pieces_in(group, group.data)
     for name, tensor in parts.buffers.items():
         variable, offsets = parts.blocks[name]
         cut = {axis for axis, form in parts.sharding.forms[variable.value].items() if form[0] == "S"}
@@ -43,10 +49,22 @@ def pieces_of(parts: Parts, optimizer: Optimizer, at: Mapping[str, int], counter
     return found
 
 
+def _pieces_in(group: FlatGroup, pieces: Tensor) -> list[Piece]:
+    """What this rank's pieces of a group hold, laid out as `group.pieces()`."""
+    found = []
+    for spec, at, flat in group.shares():
+        mine = pieces[at : at + flat[1] - flat[0]]
+        found.append(Piece(spec.name, "parameter", spec.global_shape, spec.offsets, mine, "", group.counted_piece, spec.shape, flat))
+    return found
+
+
 def gradient_pieces(parts: Parts) -> list[Piece]:
     """This rank's summed gradients (before clipping), as pieces."""
     found = []
     for group in parts.groups:
+        if group.scattered:
+            found += _pieces_in(group, group.grad)
+            continue
         for spec in group.members:
             found.append(Piece(spec.name, "parameter", spec.global_shape, spec.offsets, group.views[spec.name], owner=spec.counted))
     return found
@@ -62,12 +80,22 @@ def full_tensors(variables: Mapping[str, Variable], pieces: Sequence[Piece], eve
         total = torch.zeros(v.tensor.shape, dtype=torch.float64 if v.tensor.is_float else torch.int64, device=everyone.device)
         if name in mine:
             piece = mine[name]
-            place = tuple(slice(o, o + n) for o, n in zip(piece.offsets, piece.tensor.shape, strict=True))
-            total[place] = piece.tensor.detach().to(total.dtype)
+            shape = piece.tensor.shape if piece.block is None else piece.block
+            place = tuple(slice(o, o + n) for o, n in zip(piece.offsets, shape, strict=True))
+            total[place] = _laid_out(piece).to(total.dtype)
         everyone.all_reduce(total)
         if everyone.index == 0:
             out[name] = total.cpu().to(dtypes[0] if dtypes else getattr(torch, v.tensor.dtype))
     return out if everyone.index == 0 else None
+
+
+def _laid_out(piece: Piece) -> Tensor:
+    """A piece as its block, with zeros where it has nothing."""
+    if piece.flat is None or piece.block is None:
+        return piece.tensor.detach()
+    block = torch.zeros(piece.block, dtype=piece.tensor.dtype, device=piece.tensor.device)
+    block.view(-1)[piece.flat[0] : piece.flat[1]] = piece.tensor.detach()
+    return block
 
 
 def full_state(parts: Parts, pieces: Sequence[Piece], everyone: Group) -> dict[str, Tensor] | None:

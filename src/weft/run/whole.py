@@ -68,6 +68,8 @@ def build_whole(plan: Plan, source: Source, batch: Any, loss: Loss | None, world
         raise Infeasible(f"the layout {layout} needs {layout.num_ranks} ranks, {world.num_ranks} were started")
     if layout.recompute != "none":
         raise Infeasible(f"{plan.model} could not be captured ({plan.uncaptured}), so its layers are not known; use recompute=none")
+    if layout.zero == 3:
+        raise Infeasible(f"{plan.model} could not be captured ({plan.uncaptured}), so its layers are not known; use zero=2")
     model = source.model
     refuse_hooks(model)
     if source.deferred is not None:
@@ -132,7 +134,7 @@ def build_whole(plan: Plan, source: Source, batch: Any, loss: Loss | None, world
         )
         for v in variables
     }  # fmt: skip
-    flat, parameters = build_groups(list(specs.values()), world.device, sharded=layout.zero > 0)
+    flat, parameters = build_groups(list(specs.values()), world.device, layout.zero, world.rank)
     with torch.no_grad():
         for name, p in model.named_parameters():
             parameters[name].copy_(p)

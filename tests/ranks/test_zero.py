@@ -1,0 +1,164 @@
+"""ZeRO-2 and 3: what a rank keeps, when weights are whole, what is sent, counted; and that nothing but that changes."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import weft
+from weft.run.gathered import Gathered
+from weft.run.scattered import Scattered
+from weft.run.verify import verify_on_rank
+from weft.world.world import Group, World
+
+WIDTH, DEPTH = 16, 4
+LAYER = WIDTH * WIDTH + WIDTH
+
+
+class Deep(torch.nn.Module):
+    """Equal layers, so that what one, two or all of them hold is easy to tell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def _batch() -> tuple[torch.Tensor]:
+    return (torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64),)
+
+
+def _loss(output: torch.Tensor, batch: Any) -> torch.Tensor:
+    return output
+
+
+def _engine(world: World, layout: str) -> Any:
+    return weft.parallelize(Deep, _batch(), loss=_loss, plan=f"{layout} precision=float64", seed=0, world=world, optimizer={"clip": 0.1})
+
+
+def _step(world: World, layout: str) -> dict[str, Any]:
+    """What one step sends by collective, the most weights that were whole, and what is kept after it, in bytes."""
+    sent: Counter[str] = Counter()
+    for name, counted in (("all_reduce", 0), ("reduce_scatter_into", 1), ("all_gather_into", 0)):
+        real = getattr(Group, name)
+
+        def wrapped(self: Group, *args: Any, real: Any = real, name: str = name, counted: int = counted, **kwargs: Any) -> Any:
+            sent[name] += args[counted].nbytes
+            return real(self, *args, **kwargs)
+
+        setattr(Group, name, wrapped)
+    engine = _engine(world, layout)
+    most = [0]
+    enter = Gathered.enter
+
+    def entering(self: Gathered, *args: Any) -> None:
+        enter(self, *args)
+        most[0] = max(most[0], self.whole_bytes)
+
+    Gathered.enter = entering  # type: ignore[method-assign]
+    engine.step(_batch())
+    before = dict(sent)
+    sent.clear()
+    engine.step(_batch())
+    groups = engine.parts.groups
+    kept = {
+        "data": sum(g.data.untyped_storage().nbytes() for g in groups),
+        "grad": sum(g.grad.untyped_storage().nbytes() for g in groups),
+        "whole": engine._gathered.whole_bytes,
+        "parameters": sum(
+            {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in engine.parts.parameters.values()}.values()
+        ),
+    }
+    return {"first": before, "sent": dict(sent), "most_whole": most[0], **kept}
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_what_is_kept_and_what_is_sent(ranks: Callable[..., list[Any]], microbatches: int) -> None:
+    """Rajbhandari et al. 2020, section 7: stage 2 sends 2Φ as data parallelism does (here for each microbatch), stage 3 sends 3Φ."""
+    size, piece = 8 * LAYER * DEPTH, 8 * math.ceil(LAYER / 2) * DEPTH
+    for zero in (1, 2, 3):
+        for found in ranks(_step, 2, f"data=2 zero={zero} microbatches={microbatches}"):
+            assert found["first"] == found["sent"]
+            assert found["data"] == (piece if zero == 3 else size)
+            if zero > 1:
+                assert found["grad"] == piece
+            assert found["whole"] == 0
+            assert found["parameters"] == (0 if zero == 3 else size)
+            scattered = size * (microbatches if zero > 1 else 1)
+            gathered = size * 2 * microbatches if zero == 3 else size
+            assert (found["sent"]["reduce_scatter_into"], found["sent"]["all_gather_into"]) == (scattered, gathered)
+            assert found["most_whole"] == (2 * 8 * LAYER if zero == 3 else 0)
+
+
+def _trained(world: World, layout: str, folder: str, steps: int, save: bool) -> Any:
+    engine = _engine(world, layout)
+    if not save:
+        engine.load(folder)
+    for _ in range(steps):
+        engine.step(_batch())
+    if save:
+        engine.save(folder)
+    return engine.full_state_dict()
+
+
+@pytest.mark.parametrize(
+    ("written", "read"), [("data=2 zero=3", "data=1"), ("data=1", "data=2 zero=3"), ("data=2 zero=2", "data=2 zero=3")]
+)
+def test_checkpoints_of_pieces_are_those_of_any_layout(ranks: Callable[..., list[Any]], tmp_path: Path, written: str, read: str) -> None:
+    numbers = [2 if "data=2" in layout else 1 for layout in (written, read)]
+    ranks(_trained, numbers[0], written, str(tmp_path), 2, True)
+    went_on = ranks(_trained, numbers[1], read, str(tmp_path), 2, False)[0]
+    whole = ranks(_trained, 1, "data=1", str(tmp_path / "other"), 4, True)[0]
+    assert max(float((went_on[name] - whole[name]).abs().max()) for name in whole) < 1e-12
+
+
+def _spoiled(world: World, kind: str) -> Any:
+    if kind == "stale":  # weights that are never gathered anew
+
+        def kept(self: Gathered, unit: Any, user: object = None) -> None:
+            return None
+
+        Gathered.leave = kept  # type: ignore[method-assign]
+    if kind == "lost":  # the second microbatch's gradients are dropped
+        scatter, seen = Scattered._scatter, Counter[int]()
+
+        def once(self: Scattered, number: int) -> None:
+            seen[number] += 1
+            if seen[number] % 2:
+                scatter(self, number)
+            else:
+                self._open.pop(number)
+
+        Scattered._scatter = once  # type: ignore[method-assign]
+    found = verify_on_rank(
+        world, weft.plan(Deep, _batch(), loss=_loss, cluster="1xcpu-2", layout="data=2 zero=3 microbatches=2 precision=float64"),
+        Deep, _batch(), _loss,
+    )  # fmt: skip
+    return None if found is None else found.ok
+
+
+@pytest.mark.parametrize(("kind", "ok"), [("", True), ("stale", False), ("lost", False)])
+def test_broken_twins_are_found(ranks: Callable[..., list[Any]], kind: str, ok: bool) -> None:
+    assert ranks(_spoiled, 2, kind)[0] is ok
+
+
+def _reads(world: World) -> str:
+    try:
+        _ = _engine(world, "data=2 zero=3").parameters
+    except weft.errors.UsageError as error:
+        return str(error)
+    return ""
+
+
+def test_weights_that_are_not_whole_are_not_handed_out(ranks: Callable[..., list[Any]]) -> None:
+    assert "full_state_dict" in ranks(_reads, 2)[0]
