@@ -27,6 +27,14 @@ def test_it_is_proven_and_idles_as_its_closed_form_says(p: int, v: int, m: int) 
     assert found <= simulate(build("1f1b", p, m), lambda a: 1.0 if a.op is Op.F else 2.0, lambda *_: 0.0).total_s + 1e-9
 
 
+@pytest.mark.parametrize(("p", "v", "m"), [(p, v, m) for p, v, m in SIZES if m <= p])
+@pytest.mark.parametrize(("f", "b"), [(1, 1), (1, 2), (2, 1)])
+def test_with_fewer_microbatches_than_ranks_no_order_is_faster(p: int, v: int, m: int, f: int, b: int) -> None:
+    """The last stage's m forwards and backwards, after pv - 1 forwards and before pv - 1 backwards."""
+    found = simulate(build("interleaved", p * v, m, chunks=v), lambda a: f if a.op is Op.F else b, lambda *_: 0.0).total_s
+    assert found == (p * v - 1 + m) * (f + b)
+
+
 @pytest.mark.parametrize(("p", "v", "m"), SIZES)
 def test_what_is_in_flight_is_what_its_order_holds(p: int, v: int, m: int) -> None:
     for rank, row in enumerate(interleaved(p * v, m, chain(p * v), v)):

@@ -7,38 +7,46 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from schedule_sizes import fit
 
 from weft.errors import ProgramError
 from weft.plan.program import Compute, Links, Op, chain
-from weft.schedules import SCHEDULES, build
-from weft.schedules.interleaved import interleaved
+from weft.schedules import NAMES, build, rows
 from weft.simulate.clock import simulate
 from weft.simulate.makespan import makespan_s
 
 
 @st.composite
 def pipelines(draw: st.DrawFn) -> tuple[str, int, int, int, Links, int]:
-    name = draw(st.sampled_from(["gpipe", "1f1b", "sequential", "interleaved"]))
+    name = draw(st.sampled_from(NAMES))
     p, m = draw(st.integers(1, 5)), draw(st.integers(1, 7))
     v = draw(st.integers(1, 3)) if name == "interleaved" and p > 1 else 1
-    more = [(a, b) for b in range(p) for a in range(b - 1)]
-    links = (*chain(p * v), *(draw(st.sets(st.sampled_from(more))) if more and v == 1 else ()))
-    return name, p, m, v, tuple(sorted(links)), draw(st.integers(0, 2**32))
+    stages, m = fit(name, p * v, m)
+    more = [(a, b) for b in range(stages) for a in range(b - 1)]
+    links = (*chain(stages), *(draw(st.sets(st.sampled_from(more))) if more and v == 1 else ()))
+    return name, stages, m, v, tuple(sorted(links)), draw(st.integers(0, 2**32))
 
 
 @given(pipelines(), st.sampled_from([0.0, 0.1, 2.0]))
 def test_it_equals_the_clock(case: tuple[str, int, int, int, Links, int], scale: float) -> None:
-    name, p, m, v, links, seed = case
+    """Of all schedules; the exchange of gradients between replicas takes nothing."""
+    name, stages, m, v, links, seed = case
     rng = random.Random(seed)
-    forward, backward = [rng.random() for _ in range(p * v)], [rng.random() for _ in range(p * v)]
+    forward, backward = [rng.random() for _ in range(stages)], [rng.random() for _ in range(stages)]
+    weights = [rng.random() * b for b in backward]
     sent = {link: scale * rng.random() for link in links}
-    rows = interleaved(p * v, m, links, v) if name == "interleaved" else SCHEDULES[name](p, m, links)
+
+    def compute_s(a: Compute) -> float:
+        s = a.stage
+        return {Op.F: forward[s], Op.B: backward[s], Op.I: backward[s] - weights[s], Op.W: weights[s]}[a.op]
+
     timeline = simulate(
-        build(name, p * v, m, links, chunks=v),
-        lambda a: forward[a.stage] if a.op is Op.F else backward[a.stage],
-        lambda value, source, to: sent[min(value.index[:2]), max(value.index[:2])],
+        build(name, stages, m, links, chunks=v),
+        compute_s,
+        lambda value, source, to: sent[min(value.index[:2]), max(value.index[:2])] if value.name != "dw" else 0.0,
     )
-    assert makespan_s(rows, links, forward, backward, sent) == pytest.approx(timeline.total_s)
+    found = makespan_s(rows(name, stages, m, links, v), links, forward, backward, sent, weights)
+    assert found == pytest.approx(timeline.total_s)
 
 
 def test_an_order_that_cannot_run_is_refused() -> None:

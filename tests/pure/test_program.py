@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from schedule_sizes import fit
 
 from weft.errors import ProgramError
 from weft.plan.action import parse_action, parse_value
@@ -22,7 +23,8 @@ sizes = st.tuples(st.sampled_from(NAMES), st.integers(1, 5), st.integers(1, 5))
 
 @st.composite
 def programs(draw: st.DrawFn) -> Program:
-    name, num_stages, num_microbatches = draw(sizes)
+    name, num_ranks, num_microbatches = draw(sizes)
+    num_stages, num_microbatches = fit(name, num_ranks, num_microbatches)
     pairs = [(p, q) for q in range(num_stages) for p in range(q)]
     links = tuple(sorted(draw(st.sets(st.sampled_from(pairs))))) if pairs else ()
     return build(name, num_stages, num_microbatches, links, rendezvous=draw(st.booleans()))
@@ -149,7 +151,7 @@ def test_walk_yields_every_action_once_in_each_ranks_order(program: Program) -> 
 def test_nothing_but_gradients_is_left_at_the_end(program: Program) -> None:
     every = dict.fromkeys(program.microbatches, 1)
     for rank, held in enumerate(contents(program)):
-        assert held == {Value("dw", (rank,)): every}
+        assert held == {Value("dw", (stage,)): every for stage in program.stages_of[rank]}
 
 
 @given(programs(), st.data())

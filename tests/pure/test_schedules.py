@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from schedule_sizes import fit
 
 from weft.errors import ProgramError, UsageError
 from weft.plan.check import check
-from weft.plan.program import Compute, Links, Op, Program, Recv, Send, Value, chain
-from weft.plan.text import default_wants
+from weft.plan.layout import BOTH_WAYS
+from weft.plan.program import Compute, Links, Op, Program, Recv, Send, chain
 from weft.schedules import NAMES, build
 from weft.schedules.lower import pipeline
 from weft.simulate.memory import in_flight
@@ -27,12 +29,14 @@ def u_net(num_stages: int) -> Links:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("p", "m"), SIZES)
 def test_every_schedule_is_proven(name: str, p: int, m: int) -> None:
-    check(build(name, p, m))
-    check(build(name, p, m, u_net(p)))
+    stages, m = fit(name, p, m)
+    check(build(name, stages, m))
+    check(build(name, stages, m, u_net(stages)))
 
 
 @given(st.sampled_from(NAMES), st.integers(1, 7), st.integers(1, 7), st.data())
 def test_every_schedule_is_proven_on_any_links_and_under_rendezvous(name: str, p: int, m: int, data: st.DataObject) -> None:
+    p, m = fit(name, p, m)
     pairs = [(a, b) for b in range(p) for a in range(b)]
     links = tuple(sorted(data.draw(st.sets(st.sampled_from(pairs))))) if pairs else ()
     check(build(name, p, m, links))
@@ -78,17 +82,25 @@ def test_microbatches_in_flight(p: int, m: int) -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("p", "m"), SIZES)
 def test_numbers_of_actions(name: str, p: int, m: int) -> None:
-    program = build(name, p, m)
+    """Every stage runs every microbatch, wherever; link values cross where two stages are on two ranks; gradients of replicas both ways."""
+    stages, m = fit(name, p, m)
+    program = build(name, stages, m)
     actions = [a for row in program.actions for a in row]
-    assert sum(isinstance(a, Compute) for a in actions) == 2 * p * m
-    assert sum(isinstance(a, Send) for a in actions) == sum(isinstance(a, Recv) for a in actions) == 2 * (p - 1) * m
+    assert sum(isinstance(a, Compute) for a in actions) == (3 if name.startswith("zb") else 2) * stages * m
+    sent = 2 * (stages - 1 - (name == "zb-v")) * m + (2 * (p - p % 2) if name in BOTH_WAYS else 0)
+    assert sum(isinstance(a, Send) for a in actions) == sum(isinstance(a, Recv) for a in actions) == sent
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_are_accumulated_in_the_serial_order(name: str) -> None:
-    """So that sums round as in one process."""
-    for row in build(name, 4, 6).actions:
-        assert [a.microbatch for a in row if isinstance(a, Compute) and a.op is Op.B] == list(range(6))
+    """So that sums round as in one process; of two replicas each has its own in order."""
+    stages, m = fit(name, 4, 6)
+    for row in build(name, stages, m).actions:
+        added: dict[tuple[int, int], list[int]] = {}
+        for a in row:
+            if isinstance(a, Compute) and a.op in (Op.B, Op.W):
+                added.setdefault((a.stage, a.microbatch % 2 if name in BOTH_WAYS else 0), []).append(a.microbatch)
+        assert all(each == sorted(each) for each in added.values())
 
 
 def test_one_f_one_b_by_hand() -> None:
@@ -115,18 +127,14 @@ def test_several_stages_on_a_rank_keep_their_values_there() -> None:
     assert str(program).splitlines()[1] == "rank 0: 0F0 1F0 x(1,2,0)>1 g(2,1,0)<1 1B0 0B0"
 
 
-def test_two_replicas_in_opposite_directions_are_proven() -> None:
+def test_two_replicas_in_opposite_directions_are_proven_and_without_their_exchange_refused() -> None:
     """Each stage on two ranks, each microbatch on one of them; then each stage's two sums are exchanged and added."""
     rows = [[Compute(op, stage, m) for m, stage in ((0, rank), (1, 1 - rank)) for op in (Op.F, Op.B)] for rank in range(2)]
-    half = pipeline("both ways", rows)
+    program = pipeline("both ways", rows)
+    check(program)
+    without = replace(program, actions=tuple(tuple(a for a in row if "dw" not in str(a)) for row in program.actions))
     with pytest.raises(ProgramError, match="lacks contribution 1"):
-        check(half)
-    sums = [Value("dw", (0,)), Value("dw", (1,))]
-    actions = tuple(
-        (*row, *(Send(dw, 1 - rank) for dw in sums), *(Recv(dw, 1 - rank, add=True) for dw in sums))
-        for rank, row in enumerate(half.actions)
-    )
-    check(Program("both ways", 2, ({}, {}), actions, default_wants(actions)))
+        check(without)
 
 
 def test_a_stage_and_microbatch_on_two_ranks_is_refused() -> None:

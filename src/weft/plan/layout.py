@@ -8,7 +8,8 @@ from dataclasses import dataclass, fields
 from weft.errors import LayoutError
 from weft.plan.mesh import Mesh
 
-SCHEDULES = ("sequential", "gpipe", "1f1b", "interleaved")
+SCHEDULES = ("sequential", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "chimera", "gems-mast", "gems-master")
+BOTH_WAYS = ("chimera", "gems-mast", "gems-master")  # two replicas of every stage, on ranks r and p-1-r
 CHOICES: dict[str, tuple[str, ...]] = {
     "schedule": SCHEDULES,
     "sequence_parallel": ("off", "on"),
@@ -28,7 +29,6 @@ RUNS: dict[str, tuple[int | str, ...]] = {
 # Named in the interface, not built yet: refused by name, never ignored.
 LATER = ("context", "attention", "spatial", "channel", "branch", "all_reduce")
 LATER_CHOICES: dict[str, tuple[str, ...]] = {
-    "schedule": ("zb-h1", "zb-h2", "zb-v", "chimera", "gems-mast", "gems-master"),
     "precision": ("float8",),
 }
 
@@ -37,8 +37,8 @@ LATER_CHOICES: dict[str, tuple[str, ...]] = {
 class Layout:
     """Sizes of every axis and the choices that go with them.
 
-    `chunks`: stages of each pipeline rank (interleaved). `expert`: data replicas among which the experts of a layer are spread.
-    `threads=0` shares the machine's cores among its ranks.
+    `chunks`: stages of each pipeline rank (interleaved; of zb-v always 2). `expert`: data replicas among which the experts of a layer
+    are spread. `threads=0` shares the machine's cores among its ranks.
     """
 
     data: int = 1
@@ -70,8 +70,11 @@ class Layout:
                 raise LayoutError(f"{key}={value} is not built yet; use one of {', '.join(known)}")
             if value not in known:
                 raise LayoutError(f"{key}={value} is unknown{_nearest(value, known)}; use one of {', '.join(known)}")
-
-        if self.chunks > 1 and self.schedule != "interleaved":
+        if reason := refuse_sizes(self.schedule, self.microbatches):
+            raise LayoutError(reason)
+        if self.chunks == 1:
+            object.__setattr__(self, "chunks", chunks_of(self.schedule, 1))
+        if self.chunks != chunks_of(self.schedule, self.chunks):
             raise LayoutError(f"chunks={self.chunks} needs schedule=interleaved, and this is {self}")
         if self.data % self.expert:
             raise LayoutError(f"expert={self.expert} does not divide data={self.data}, over whose replicas experts are spread")
@@ -92,6 +95,19 @@ class Layout:
     def num_stages(self) -> int:
         """Stages of the pipeline, `chunks` on every rank of it."""
         return self.pipeline * self.chunks
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages of a pipeline rank, in order; of a schedule that goes both ways those of both replicas.
+
+        >>> Layout(pipeline=4, schedule="zb-v").stages_of(1), Layout(pipeline=4, microbatches=2, schedule="chimera").stages_of(1)
+        ((1, 6), (1, 2))
+        """
+        p = self.pipeline
+        if self.schedule == "zb-v":
+            return rank, 2 * p - 1 - rank
+        if self.schedule in BOTH_WAYS:
+            return tuple(sorted({rank, p - 1 - rank}))
+        return tuple(range(rank, self.num_stages, p))
 
     @property
     def num_ranks(self) -> int:
@@ -141,6 +157,25 @@ class Layout:
             else:
                 given[key] = value
         return cls(**given)  # type: ignore[arg-type]
+
+
+def chunks_of(schedule: str, chunks: int) -> int:
+    """Stages a rank: what is asked for with `interleaved`, else what the schedule has."""
+    return chunks if schedule == "interleaved" else 2 if schedule == "zb-v" else 1
+
+
+def refuse_sizes(schedule: str, microbatches: int) -> str:
+    """Why a schedule is not for so many microbatches; empty where it is.
+
+    >>> refuse_sizes("gems-mast", 4)
+    'gems-mast has 2 microbatches, one for each of its replicas, not 4; use gems-master for 4'
+    """
+    if schedule == "gems-mast" and microbatches != 2:
+        other = f"use gems-master for {microbatches}" if microbatches % 2 == 0 else "use microbatches=2"
+        return f"gems-mast has 2 microbatches, one for each of its replicas, not {microbatches}; {other}"
+    if schedule in BOTH_WAYS and microbatches % 2:
+        return f"{schedule} has as many microbatches for one replica as for the other, and {microbatches} is odd; use an even number"
+    return ""
 
 
 def _nearest(word: str, known: tuple[str, ...]) -> str:

@@ -1,7 +1,7 @@
 """Pipeline schedules: from sizes to a `Program`.
 
 A schedule is one short function from sizes to the order of computes on each rank; `lower` adds the transfers. A new one
-is a new file and a new line in `SCHEDULES`.
+is a new file and a new line in `SCHEDULES` and in `weft.plan.layout`, which says what sizes it is for.
 """
 
 from __future__ import annotations
@@ -10,24 +10,41 @@ import difflib
 from collections.abc import Callable
 
 from weft.errors import UsageError
+from weft.plan.layout import chunks_of, refuse_sizes
 from weft.plan.program import Compute, Links, Program, chain
+from weft.schedules.chimera import chimera
+from weft.schedules.gems import gems
 from weft.schedules.gpipe import gpipe
 from weft.schedules.interleaved import interleaved
 from weft.schedules.lower import pipeline
 from weft.schedules.one_f_one_b import one_f_one_b
 from weft.schedules.sequential import sequential
+from weft.schedules.zero_bubble import zb_h1, zb_h2, zb_v
 
-__all__ = ["NAMES", "SCHEDULES", "build"]
+__all__ = ["NAMES", "SCHEDULES", "build", "rows"]
 
 Schedule = Callable[[int, int, Links], list[list[Compute]]]  # stages, microbatches, links -> [rank] its computes in order
-SCHEDULES: dict[str, Schedule] = {"sequential": sequential, "gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved}
+SCHEDULES: dict[str, Schedule] = {
+    "sequential": sequential,
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved": interleaved,
+    "zb-h1": zb_h1,
+    "zb-h2": zb_h2,
+    "zb-v": zb_v,
+    "chimera": chimera,
+    "gems-mast": gems,
+    "gems-master": gems,
+}
 NAMES = tuple(SCHEDULES)
 
 
 def build(
     name: str, num_stages: int, num_microbatches: int, links: Links | None = None, rendezvous: bool = False, chunks: int = 1
 ) -> Program:
-    """The program of a schedule by name: one stage a rank, or with `interleaved` `chunks` of them.
+    """The program of a schedule by name: one stage a rank, with `interleaved` `chunks` of them, with `zb-v` two.
+
+    Of `chimera` and `gems` every stage is on two ranks, for half of the microbatches each; `num_microbatches` counts those of both.
 
     Args:
         num_stages: of the whole pipeline, those of all chunks.
@@ -41,17 +58,28 @@ def build(
     rank 1: x(0,1,0)<0 1F0 1B0 g(1,0,0)>0 x(0,1,1)<0 1F1 1B1 g(1,0,1)>0
 
     Raises:
-        UsageError: an unknown name, fewer than one stage or microbatch, chunks with a schedule that has none.
+        UsageError: an unknown name, sizes that the schedule is not for, chunks with a schedule that has none.
     """
+    links = chain(num_stages) if links is None else links
+    return pipeline(name, rows(name, num_stages, num_microbatches, links, chunks), links, rendezvous)
+
+
+def rows(name: str, num_stages: int, num_microbatches: int, links: Links, chunks: int = 1) -> list[list[Compute]]:
+    """[rank] -> its computes in order, without transfers; as `build` otherwise."""
     if name not in SCHEDULES:
         close = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.4)
         hint = f" (did you mean {close[0]}?)" if close else ""
         raise UsageError(f"unknown schedule {name}{hint}; known: {', '.join(NAMES)}")
     if num_stages < 1 or num_microbatches < 1:
         raise UsageError(f"{name} of {num_stages} stages and {num_microbatches} microbatches; it needs at least 1 of each")
-    links = chain(num_stages) if links is None else links
-    if chunks > 1:
-        if name != "interleaved":
-            raise UsageError(f"{name} has one stage a rank, not {chunks}; use interleaved with chunks={chunks}")
-        return pipeline(name, interleaved(num_stages, num_microbatches, links, chunks), links, rendezvous)
-    return pipeline(name, SCHEDULES[name](num_stages, num_microbatches, links), links, rendezvous)
+    if reason := refuse_sizes(name, num_microbatches):
+        raise UsageError(reason)
+    if chunks > 1 and name != "interleaved" and chunks != chunks_of(name, chunks):
+        raise UsageError(f"{name} has {_count(chunks_of(name, 1))} a rank, not {chunks}; use interleaved with chunks={chunks}")
+    if name == "interleaved":
+        return interleaved(num_stages, num_microbatches, links, chunks)
+    return SCHEDULES[name](num_stages, num_microbatches, links)
+
+
+def _count(stages: int) -> str:
+    return "one stage" if stages == 1 else f"{stages} stages"

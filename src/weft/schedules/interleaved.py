@@ -1,7 +1,6 @@
 """Interleaved 1F1B: every rank has several stages, `chunks` of them, so that the pipeline fills and drains in shorter steps.
 
 In: sizes and links. Out: the computes of each rank, rank r having stages r, r + p, r + 2p, ... of p ranks.
-Not modelled: orders for fewer microbatches than ranks that idle less than this one.
 """
 
 from __future__ import annotations
@@ -15,6 +14,9 @@ from weft.schedules.one_f_one_b import one_f_one_b
 
 def interleaved(num_stages: int, num_microbatches: int, links: Links, chunks: int = 1) -> list[list[Compute]]:
     """Idle for (p-1)/(v·m) of the compute, v = `chunks`, where 1F1B idles (p-1)/m, for any m >= p.
+
+    With fewer microbatches it takes (pv + m - 1)(F + B) of a stage, and no order takes less: the last rank cannot start its m forwards
+    and backwards of the last stage before pv - 1 forwards, and pv - 1 backwards follow them.
 
     A group of p microbatches runs through chunk 0, then through chunk 1, and so on; backward in the opposite order of chunks. Before
     it alternates rank r runs 2(p-1-r) + (v-1)p forwards. Where p does not divide m the groups are as equal as can be and larger

@@ -1,0 +1,70 @@
+"""From the order of computes per rank to a `Program`: passes over lists, one a file, each from a program to a program.
+
+`transfers`: sends and receives. `exchange`: the gradients of a stage on several ranks. `receive`: receives early enough for sends that
+wait. `split`: backward in two parts. `gather`: weights that are there only while they are used. `reduce`: gradients summed over data
+replicas as early as they are complete. `keep`: what is offloaded to the host, or dropped and computed again.
+
+In: per rank a list of `Compute`, links between stages, a name. A rank may have several stages and a stage several ranks, as long as
+each microbatch of a stage runs on one of them. Out: a `Program`. Not modelled: times; every order here follows from the order of the
+computes alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from weft.plan.program import Compute, Links, Program, Recv, Send, chain
+from weft.plan.text import default_wants
+from weft.schedules.lower.exchange import exchange_gradients
+from weft.schedules.lower.gather import gather_weights
+from weft.schedules.lower.keep import offload, recompute
+from weft.schedules.lower.receive import receive_in_time
+from weft.schedules.lower.reduce import reduce_gradients
+from weft.schedules.lower.split import split_backward
+from weft.schedules.lower.transfers import add_transfers
+
+__all__ = [
+    "Rows", "add_transfers", "complete", "exchange_gradients", "gather_weights", "offload", "pipeline", "receive_in_time", "recompute",
+    "reduce_gradients", "split_backward",
+]  # fmt: skip
+
+Rows = Sequence[Sequence[Compute]]  # [rank] -> its computes, in order
+
+
+def pipeline(name: str, rows: Rows, links: Links | None = None, rendezvous: bool = False) -> Program:
+    """The program of these computes, with transfers, and with the exchange of gradients where a stage is on several ranks.
+
+    A send stands right after what makes its value, the nearest reader's first, and a receive right before what reads its
+    value, the farthest maker's first: the order in which they are wanted and made. With `rendezvous` some receives stand
+    earlier, see `receive_in_time`.
+
+    >>> from weft.plan.program import Op
+    >>> print(pipeline("one", [[Compute(Op.F, 0, 0), Compute(Op.B, 0, 0)], [Compute(Op.F, 1, 0), Compute(Op.B, 1, 0)]]))
+    program one
+    rank 0: 0F0 x(0,1,0)>1 g(1,0,0)<1 0B0
+    rank 1: x(0,1,0)<0 1F0 1B0 g(1,0,0)>0
+
+    Raises:
+        ProgramError: a compute that two ranks have.
+    """
+    num_stages = 1 + max((a.stage for row in rows for a in row), default=-1)
+    computes = tuple(tuple(row) for row in rows)
+    bare = Program(name, num_stages, ({},) * len(rows), computes, default_wants(computes), chain(num_stages) if links is None else links)
+    return complete(bare, rendezvous)
+
+
+def complete(program: Program, rendezvous: bool = False) -> Program:
+    """A program that names no transfer at all, with them; any other as it is.
+
+    >>> print(complete(Program.parse("0F0 0B0\\n1F0 1B0")))
+    program program
+    rank 0: 0F0 x(0,1,0)>1 g(1,0,0)<1 0B0
+    rank 1: x(0,1,0)<0 1F0 1B0 g(1,0,0)>0
+
+    Raises:
+        ProgramError: a compute that two ranks have.
+    """
+    if any(isinstance(action, (Send, Recv)) for row in program.actions for action in row):
+        return program
+    program = add_transfers(program)
+    return exchange_gradients(receive_in_time(program) if rendezvous else program, rendezvous)

@@ -1,0 +1,74 @@
+"""Receives moved ahead, for transports whose sends wait. In: a program. Out: the same computes and sends, with earlier receives."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+
+from weft.errors import ProgramError
+from weft.plan.program import Action, Program, Recv, Send, is_pair, order
+
+
+def receive_in_time(program: Program) -> Program:
+    """The same program with receives moved ahead where two ranks would otherwise block on sending to each other.
+
+    Wanted where a send waits for its receive. Ranks run until none can move; then along the ranks that wait for one
+    another there is one at a send whose receiver is at a send too: the receiver takes that value first. Nothing else is
+    moved, so receives stay as late as possible.
+
+    Raises:
+        ProgramError: a program that cannot run even if sends do not wait.
+    """
+    rows = [list(row) for row in program.actions]
+    at = [0] * len(rows)
+    ready = list(range(len(rows)))
+    while ready:
+        while ready:
+            _run(rows, at, ready.pop(), ready)
+        blocked = next((rank for rank, row in enumerate(rows) if at[rank] < len(row)), None)
+        if blocked is not None:
+            receiver, step = _early_receive(program, rows, at, blocked)
+            rows[receiver].insert(at[receiver], rows[receiver].pop(step))
+            ready.append(receiver)
+    return replace(program, actions=tuple(tuple(row) for row in rows))
+
+
+def _run(rows: list[list[Action]], at: list[int], rank: int, ready: list[int]) -> None:
+    """Move `rank` on until its next transfer has no partner; a partner that was waiting becomes ready."""
+    while at[rank] < len(rows[rank]):
+        action = rows[rank][at[rank]]
+        if isinstance(action, (Send, Recv)):
+            peer = _peer(action)
+            if at[peer] == len(rows[peer]) or not is_pair(rank, action, rows[peer][at[peer]]):
+                return
+            at[peer] += 1
+            ready.append(peer)
+        at[rank] += 1
+
+
+def _early_receive(program: Program, rows: list[list[Action]], at: list[int], rank: int) -> tuple[int, int]:
+    """(receiver, step) of the nearest receive that frees the ranks which wait for one another, found from `rank` on."""
+    circle: list[int] = []
+    while rank not in circle:
+        circle.append(rank)
+        action = rows[rank][at[rank]] if at[rank] < len(rows[rank]) else None
+        if not isinstance(action, (Send, Recv)):
+            break
+        rank = _peer(action)
+    found = []
+    for sender in circle[circle.index(rank) :]:
+        action = rows[sender][at[sender]] if at[sender] < len(rows[sender]) else None
+        if isinstance(action, Send):
+            row = rows[action.to]
+            step = next((i for i in range(at[action.to], len(row)) if is_pair(sender, action, row[i])), None)
+            if step is not None:
+                found.append((step - at[action.to], action.to, step))
+    if not found:
+        deque(order(program), maxlen=0)  # says who is stuck, if posted sends do not help either
+        raise ProgramError(f"{program.name}: rank {rank} waits for a receive that is not there")
+    _, receiver, step = min(found)
+    return receiver, step
+
+
+def _peer(action: Send | Recv) -> int:
+    return action.to if isinstance(action, Send) else action.source

@@ -1,0 +1,50 @@
+"""Gradients summed over data replicas as early as they are complete (ZeRO-2). In: a program. Out: the same with REDUCE_GRAD."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from weft.plan.program import Action, Compute, Manage, ManageOp, Program, Recv, Value, effects
+
+
+def reduce_gradients(program: Program, every_microbatch: bool = False) -> Program:
+    """Reduce each stage's gradient after its rank's last backward, or after every one.
+
+    After each, a rank holds a whole gradient for one microbatch only, at the price of a sum for each. A stage on several ranks, whose
+    gradients are exchanged, is reduced once, after the exchange.
+
+    >>> print(*reduce_gradients(Program.parse("0F0 0F1 0B0 0B1")).actions[0])
+    0F0 0F1 0B0 0B1 0REDUCE_GRAD
+    >>> print(*reduce_gradients(Program.parse("0F0 0F1 0B0 0B1"), every_microbatch=True).actions[0])
+    0F0 0F1 0B0 0REDUCE_GRAD 0B1 0REDUCE_GRAD
+    """
+    rows = []
+    for row in program.actions:
+        after: dict[int, list[int]] = {}
+        for step, value in _last_touched(row, program).items():
+            after.setdefault(value, []).append(step)
+        exchanged = {action.value.index[0] for action in row if isinstance(action, Recv) and action.value.name == "dw"}
+        out: list[Action] = []
+        for step, action in enumerate(row):
+            out.append(action)
+            done = {*after.get(step, ())}
+            if every_microbatch and isinstance(action, Compute) and effects(action, program).adds:
+                done |= {action.stage} - exchanged
+            out += [Manage(ManageOp.REDUCE_GRAD, stage) for stage in sorted(done)]
+        rows.append(tuple(out))
+    wants = tuple({_reduced(value): content for value, content in held.items()} for held in program.wants)
+    return replace(program, actions=tuple(rows), wants=wants)
+
+
+def _last_touched(row: tuple[Action, ...], program: Program) -> Mapping[int, int]:
+    """Stage -> the last step at which its gradient is added to, sent or received."""
+    found: dict[int, int] = {}
+    for step, action in enumerate(row):
+        e = effects(action, program)
+        found.update((value.index[0], step) for value in (*e.adds, *e.reads, *e.writes) if value.name == "dw")
+    return found
+
+
+def _reduced(value: Value) -> Value:
+    return Value("grad", value.index) if value.name == "dw" else value

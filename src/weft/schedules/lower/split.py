@@ -1,0 +1,32 @@
+"""Split backward: every B becomes an I, which others wait for, and later a W. In: the actions of one rank, in order. Out: the same."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from weft.plan.program import Action, Compute, Op, Recv
+
+
+def split_backward(row: Sequence[Action], lag: int = 0) -> list[Action]:
+    """The row with its backwards split; it stays up to `lag` weights parts behind, and does those at its end.
+
+    A weights part comes after the sends that follow its input part, since others wait for these.
+
+    >>> from weft.plan.action import parse_action
+    >>> row = [parse_action(word) for word in "1F0 1B0 g(1,0,0)>0 1F1 1B1 g(1,0,1)>0".split()]
+    >>> " ".join(map(str, split_backward(row))), " ".join(map(str, split_backward(row, lag=1)))
+    ('1F0 1I0 g(1,0,0)>0 1W0 1F1 1I1 g(1,0,1)>0 1W1', '1F0 1I0 g(1,0,0)>0 1F1 1I1 g(1,0,1)>0 1W0 1W1')
+    """
+    out: list[Action] = []
+    owed: deque[Compute] = deque()
+    for action in row:
+        if isinstance(action, (Compute, Recv)):
+            while len(owed) > lag:
+                out.append(owed.popleft())
+        if isinstance(action, Compute) and action.op is Op.B:
+            out.append(Compute(Op.I, action.stage, action.microbatch))
+            owed.append(Compute(Op.W, action.stage, action.microbatch))
+        else:
+            out.append(action)
+    return [*out, *owed]

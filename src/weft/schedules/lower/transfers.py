@@ -1,0 +1,38 @@
+"""Where the sends and receives go. In: a program of computes (and of what manages what they hold). Out: the same with transfers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from weft.errors import ProgramError
+from weft.plan.program import WEIGHTS, Action, Program, Recv, Send, Value, effects
+
+
+def add_transfers(program: Program) -> Program:
+    """Put a send after each producer and a receive before each consumer that is on another rank."""
+    made_on: dict[Value, int] = {}
+    read_on: dict[Value, int] = {}
+    for rank, row in enumerate(program.actions):
+        for action in row:
+            e = effects(action, program)
+            for value in e.writes:
+                if value.name != WEIGHTS and made_on.setdefault(value, rank) != rank:
+                    raise ProgramError(f"{program.name}: {value} is made on ranks {made_on[value]} and {rank}; {action} is one too many")
+            read_on.update(dict.fromkeys(e.reads, rank))
+    out = []
+    for rank, row in enumerate(program.actions):
+        line: list[Action] = []
+        for action in row:
+            e = effects(action, program)
+            wanted = [v for v in e.reads if made_on.get(v, rank) != rank]
+            made = [v for v in e.writes if read_on.get(v, rank) != rank]
+            line += [Recv(v, made_on[v]) for v in sorted(wanted, key=_distance, reverse=True)]
+            line.append(action)
+            line += [Send(v, read_on[v]) for v in sorted(made, key=_distance)]
+        out.append(tuple(line))
+    return replace(program, actions=tuple(out))
+
+
+def _distance(value: Value) -> int:
+    """Stages between the two ends of a link value: the nearer reader runs sooner, the farther maker ran earlier."""
+    return abs(value.index[0] - value.index[1])
