@@ -57,6 +57,16 @@ def _convolution(x: Tensor, grad: Tensor, weight: Tensor, args: list[Any]) -> Te
     return _of_convolution(x, grad, weight, (_each(stride, dims), _each(padding, dims), _each(dilation, dims), False, [0] * dims, groups))
 
 
+def _padded_by_name(x: Tensor, grad: Tensor, weight: Tensor, args: list[Any]) -> Tensor:
+    """Padding "same" or "valid": what is odd of "same" is added after the last element, as torch does."""
+    dims = weight.dim() - 2
+    stride, padding, dilation, groups = _with_defaults(args[3:], [1, "valid", 1, 1])
+    wide = [d * (k - 1) if padding == "same" else 0 for d, k in zip(_each(dilation, dims), weight.shape[2:], strict=True)]
+    if any(n % 2 for n in wide):
+        x = torch.nn.functional.pad(x, [p for n in reversed(wide) for p in (0, n % 2)])
+    return _convolution(x, grad, weight, [None, None, None, stride, [n // 2 for n in wide], dilation, groups])
+
+
 def _transposed(x: Tensor, grad: Tensor, weight: Tensor, args: list[Any]) -> Tensor:
     dims = weight.dim() - 2
     stride, padding, output_padding, groups, dilation = _with_defaults(args[3:], [1, 0, 0, 1, 1])
@@ -96,6 +106,9 @@ _FORMULAS: dict[Any, tuple[int, int, int, Formula]] = {
     aten.conv1d.default: (1, 0, 3, _convolution),
     aten.conv2d.default: (1, 0, 4, _convolution),
     aten.conv3d.default: (1, 0, 5, _convolution),
+    aten.conv1d.padding: (1, 0, 3, _padded_by_name),
+    aten.conv2d.padding: (1, 0, 4, _padded_by_name),
+    aten.conv3d.padding: (1, 0, 5, _padded_by_name),
     aten.conv_transpose1d.default: (1, 0, 3, _transposed),
     aten.conv_transpose2d.input: (1, 0, 4, _transposed),
     aten.conv_transpose3d.input: (1, 0, 5, _transposed),

@@ -1,0 +1,240 @@
+"""Backward in two parts, in one process: the same gradients as PyTorch's own, the work where it belongs, and twins that are wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import weft
+from weft.lower.late import Late
+from weft.plan.layout import Layout
+from weft.plan.plan import Plan
+from weft.plan.program import Program
+from weft.run.engine import Engine
+from weft.world.current import current_world
+
+N = 8  # samples
+
+
+def _text(num_microbatches: int, order: str) -> str:
+    """One stage on one rank: `order` of the two backward parts of a microbatch, "IW", or "II" for all input parts first."""
+    each = range(num_microbatches)
+    if order == "IW":
+        return "rank 0: " + " ".join(f"0F{m} 0I{m} 0W{m}" for m in each)
+    return "rank 0: " + " ".join([f"0F{m}" for m in each] + [f"0I{m}" for m in each] + [f"0W{m}" for m in each])
+
+
+def _engine(make: Callable[[], nn.Module], batch: Any, *, order: str = "II", microbatches: int = 2, **layout: Any) -> Engine:
+    layout = {"precision": "float64", **layout}
+    plan = Plan(Layout(microbatches=microbatches, **layout), "test", "here", N)
+    program = Program.parse(_text(microbatches, order))
+    return Engine(plan, make, batch, None, current_world(), {"name": "sgd", "lr": 0.1}, seed=0, program=program)
+
+
+def _gradients(make: Callable[[], nn.Module], batch: tuple[Tensor, ...], microbatches: int = 2) -> dict[str, Tensor]:
+    """PyTorch's own, in float64."""
+    torch.manual_seed(0)
+    model = make().double()
+    for m in range(microbatches):
+        rows = [x.chunk(microbatches)[m] for x in batch]
+        (model(*(x.double() if x.is_floating_point() else x for x in rows)) / microbatches).backward()
+    return {name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in model.named_parameters()}
+
+
+def _equal(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+    assert got.keys() == want.keys()
+    for name, x in want.items():
+        torch.testing.assert_close(got[name], x, rtol=1e-11, atol=1e-13, msg=name)
+
+
+class Tied(nn.Module):
+    """One table for look-up and for the head, read straight, through a view, and by a sum that is not linear in an input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.up = nn.Embedding(11, 6, padding_idx=3), nn.Linear(6, 6)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.up(self.table(ids)).tanh()
+        logits = x @ self.table.weight.t() + F.linear(x, self.table.weight)
+        return logits.logsumexp(-1).mean() + self.table.weight.square().sum()
+
+
+class Views(nn.Module):
+    """One weight that is sliced, reshaped and transposed before it is used, so that parts of it are several operators' weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 5, 5))
+        self.bias, self.unused = nn.Parameter(torch.randn(5)), nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = x @ self.weight[0]
+        k = F.linear(q, self.weight[1])
+        v = torch.addmm(self.bias, k, self.weight[2].t())
+        return (q * v).sum() + torch.bmm(x.view(-1, 1, 5).expand(-1, 3, 5).transpose(0, 1).contiguous(), self.weight).pow(2).mean()
+
+
+class Convolutions(nn.Module):
+    """Convolutions of every kind, with and without bias, groups, strides; a norm between, an operator in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(2, 4, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(4)
+        self.second, self.up = nn.Conv2d(4, 4, (3, 2), padding="same", groups=2), nn.ConvTranspose2d(4, 2, 2, stride=2, output_padding=1)
+        self.line = nn.Conv1d(2, 3, 3, dilation=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.norm(self.first(x)).relu_()
+        both = self.second(hidden)
+        both += hidden
+        return self.up(both).square().mean() + self.line(x.flatten(2)).mean()
+
+
+class Outputs(nn.Module):
+    """Operators with several outputs, one of them never differentiated, and one output read twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.dead = nn.Linear(6, 12), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = self.wide(x).chunk(2, -1)
+        values, places = (a * b.sigmoid() + a).sort(-1)
+        return values.square().mean() + places.sum() * 0.0 + self.dead(x.detach()).detach().mean()
+
+
+def _ids() -> tuple[Tensor, ...]:
+    return (torch.arange(N * 4).reshape(N, 4) % 11,)
+
+
+CASES: list[tuple[type[nn.Module], Callable[[], tuple[Tensor, ...]], set[str]]] = [
+    (Tied, _ids, {"table.weight", "up.weight"}),
+    (Views, lambda: (torch.randn(N, 5),), {"weight"}),
+    (Convolutions, lambda: (torch.randn(N, 2, 8, 8),), {"first.weight", "second.weight", "up.weight", "line.weight"}),
+    (Outputs, lambda: (torch.randn(N, 6),), {"wide.weight"}),
+]
+
+
+@pytest.mark.parametrize("order", ["IW", "II"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize(("make", "batch", "late"), CASES)
+def test_gradients_are_those_of_one_backward(make: Any, batch: Any, late: set[str], order: str, recompute: str) -> None:
+    """Shared weights, views, several outputs, operators in place; and the weights that are to be late are."""
+    torch.manual_seed(1)
+    given_batch = batch()
+    engine = _engine(make, given_batch, order=order, recompute=recompute)
+    engine.forward_backward(given_batch)
+    _equal(engine.full_gradients() or {}, _gradients(make, given_batch))
+    (runner,) = engine._executor.runners.values()
+    assert runner.late is not None
+    assert late <= runner.late.names
+
+
+class Deep(nn.Module):
+    """Products of given widths."""
+
+    def __init__(self, widths: list[int]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(a, b, bias=False) for a, b in pairwise(widths))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x.square().mean()
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.lists(st.integers(1, 9), min_size=2, max_size=5), st.integers(0, 1))
+def test_work_of_the_two_parts(widths: list[int], deep: int) -> None:
+    """W multiplies as often as F; I as often as F, but for the first layer, whose input needs no gradient."""
+    x = torch.randn(N, *([3] * deep), widths[0])
+    engine = _engine(lambda: Deep(widths), (x,), microbatches=1)
+    flops: dict[str, int] = {}
+    executor, counter = engine._executor, FlopCounterMode(display=False)
+
+    def seen(action: Any, held: list[object]) -> None:
+        flops[action.op.value] = counter.get_total_flops() - sum(flops.values())
+
+    executor.watch = seen
+    with counter:
+        engine.forward_backward((x,))
+    rows = x.numel() // widths[0]
+    every = [2 * rows * a * b for a, b in pairwise(widths)]
+    assert flops == {"F": sum(every), "I": sum(every[1:]), "W": sum(every)}
+    _equal(engine.full_gradients() or {}, _gradients(lambda: Deep(widths), (x,), 1))
+
+
+def test_autocast_is_as_exact_as_one_backward() -> None:
+    """In bfloat16 the products are those of torch's own backward, bit for bit."""
+    x = torch.randn(N, 6)
+
+    def make() -> nn.Module:
+        return Deep([6, 8, 4])
+
+    split = _engine(make, (x,), precision="bfloat16")
+    whole = weft.parallelize(make, (x,), plan=Layout(microbatches=2, precision="bfloat16"), seed=0, optimizer="sgd")
+    for engine in (split, whole):
+        engine.forward_backward((x,))
+    for name, want in (whole.full_gradients() or {}).items():
+        torch.testing.assert_close((split.full_gradients() or {})[name], want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("twin", ["lost", "twice", "first only"])
+def test_a_wrong_twin_is_found(twin: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A weight gradient that is lost, delivered twice, or of one of a shared weight's two places is seen in the gradients."""
+    deliver = Late.deliver
+
+    def wrong(self: Late, notes: list[Any], add: Callable[[str, Tensor], None]) -> None:
+        if twin == "lost":
+            notes = notes[:-1]
+        elif twin == "twice":
+            deliver(self, list(notes), add)
+        else:
+            notes = list({self.sites[note.site].name: note for note in notes}.values())
+        deliver(self, notes, add)
+
+    monkeypatch.setattr(Late, "deliver", wrong)
+    engine = _engine(Tied, _ids())
+    engine.forward_backward(_ids())
+    with pytest.raises(AssertionError):
+        _equal(engine.full_gradients() or {}, _gradients(Tied, _ids()))
+
+
+def test_notes_are_gone_after_the_step() -> None:
+    """What a step kept for late weights is not kept beyond it."""
+    x = torch.randn(N, 6)
+    engine = _engine(lambda: Deep([6, 8, 4]), (x,))
+    engine.forward_backward((x,))
+    (runner,) = engine._executor.runners.values()
+    assert runner.late is not None
+    assert not runner.late.notes
+
+
+def test_weights_that_move_are_not_late() -> None:
+    """Only a weight that an operator reads itself, or through views of it, is late: what is computed from it is differentiated at once."""
+
+    class Computed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x, self.weight.tanh()).square().mean()
+
+    x = torch.randn(N, 6)
+    engine = _engine(Computed, (x,))
+    engine.forward_backward((x,))
+    (runner,) = engine._executor.runners.values()
+    assert runner.late is not None
+    assert not runner.late.names
+    _equal(engine.full_gradients() or {}, _gradients(Computed, (x,)))
