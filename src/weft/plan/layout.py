@@ -19,7 +19,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 # What a plan may say and be priced for, and what runs of it: the rest is refused by name when a run starts, never ignored.
 RUNS: dict[str, tuple[int | str, ...]] = {
-    "schedule": ("sequential", "gpipe", "1f1b", "interleaved"),
     "expert": (1,),
     "zero": (0, 1, 2, 3),
     "recompute": ("none", "selective", "full"),
