@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from itertools import combinations, pairwise, product
 
@@ -11,10 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.cluster.cluster import Cluster, Device, Level, Link
+from weft.cost.compute import Seconds
 from weft.cost.step import Pricer
 from weft.errors import Infeasible, LayoutError, UsageError
 from weft.model.graph import Graph
-from weft.plan.layout import Layout
+from weft.plan.layout import RUNS, Layout
+from weft.solve.bounds import least_saving_s
 from weft.solve.search import check_layout, clocked, price, search, without_graph
 from weft.solve.space import Space, divisors, layouts, parse_constraints
 from weft.solve.stages import balance, useful
@@ -168,6 +171,29 @@ def test_the_choice_is_the_best_of_all_plans(problem: tuple[Cluster, Graph, int,
     assert plan.bound_gap is not None
     assert plan.bound_gap >= -1e-9
     assert best * (1 + plan.bound_gap) >= 0.995 * plan.prediction.step_time_s
+    for one in every:
+        least = least_saving_s(pricer, replace(one.layout, schedule="1f1b", chunks=1), one.layout.chunks > 1)
+        assert least <= one.prediction.step_time_s * (1 + 1e-9), f"{one.layout} beats its bound"
+
+
+@given(st.integers(2, 5), st.integers(1, 3), st.integers(0, 30), st.integers(0, 2**32 - 1))
+@settings(max_examples=25, deadline=None)
+def test_many_microbatches_are_timed_by_a_part_of_them(ranks: int, chunks: int, more: int, seed: int) -> None:
+    """Against timing all of them, stages as unlike as the balanced ones are; the leading candidates are timed in whole all the same."""
+    rng = random.Random(seed)
+    graph = gpt(max(4, ranks * chunks), hidden=16, batch=1)
+    pricer = Pricer(graph, GPUS, 1)
+    schedule = "interleaved" if chunks > 1 else rng.choice(["gpipe", "1f1b"])
+    layout = Layout(pipeline=ranks, microbatches=8 * ranks + more * (ranks if chunks > 1 else 1), schedule=schedule, chunks=chunks)
+    pricer.batch_size = layout.microbatches
+    priced = price(pricer, layout)
+    uneven = tuple(
+        replace(c, compute=Seconds(c.compute.forward * rng.uniform(0.9, 1.1), c.compute.backward * rng.uniform(0.9, 1.1)))
+        for c in priced.costs
+    )
+    priced = replace(priced, costs=uneven)
+    part, whole = (clocked(pricer, priced, whole=whole).prediction.step_time_s for whole in (False, True))
+    assert part == pytest.approx(whole, rel=3e-3)
 
 
 def test_the_plan_compares_every_axis() -> None:
@@ -270,10 +296,11 @@ def test_useful_cuts_are_where_little_crosses() -> None:
     assert max(c.size_bytes for c in found) <= sorted(c.size_bytes for c in pricer.cuts)[len(pricer.cuts) // 2]
 
 
-def test_on_processors_only_what_runs_is_chosen() -> None:
+def test_on_processors_only_what_runs_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     for frame in Space(NODE, 8).frames():
         for layout in Space(NODE, 8).variants(frame):
             layout.check_runs()
+    monkeypatch.setitem(RUNS, "zero", (0, 1))
     with pytest.raises(Infeasible, match=r"zero=3 is planned and priced, but not built yet"):
         search(gpt(2), NODE, 8, "gpt", "zero=3")
 

@@ -31,8 +31,13 @@ class Sums:
     number: float
 
 
-def summing_s(pricer: Pricer, layout: Layout, sums: Sums, widths: Widths, overlap: float, window_s: float) -> tuple[float, Seconds]:
-    """(seconds of a step that show, collectives of every microbatch that show). `window_s`: what they could hide behind."""
+def summing_s(
+    pricer: Pricer, layout: Layout, sums: Sums, widths: Widths, overlap: float, window_s: float, each_s: float
+) -> tuple[float, Seconds]:
+    """(seconds of a step that show, collectives of every microbatch that show).
+
+    `window_s`: what the sums of a step could hide behind; `each_s`: what those of a microbatch could.
+    """
     after, last = 0.0, 0.0
     inside = Seconds()
     is_cpu = pricer.cluster.is_cpu
@@ -69,7 +74,7 @@ def summing_s(pricer: Pricer, layout: Layout, sums: Sums, widths: Widths, overla
         after = max(min(last, after), after - overlap * window_s)
     if inside.total:
         # Every microbatch's collectives run beside its compute; what is longer shows.
-        hidden = max(0.0, 1 - window_s * max(overlap, ZERO_HIDES) / inside.total)
+        hidden = max(0.0, 1 - each_s * max(overlap, ZERO_HIDES) / inside.total)
         inside = Seconds(inside.forward * hidden, inside.backward * hidden)
     return after, inside
 

@@ -32,7 +32,7 @@ from weft.model.sharding import Prices, Sharding
 from weft.model.stages import Cut, Stage, cuts, split
 from weft.model.work import Work, model_flops
 from weft.plan.layout import Layout
-from weft.plan.plan import Prediction
+from weft.plan.plan import Memory, Prediction
 
 __all__ = ["Pricer", "StageCost", "straggling", "together"]
 
@@ -80,7 +80,8 @@ class Pricer:
     _sections: dict[tuple[object, ...], list[Section]] = field(default_factory=dict)
     _splits: dict[tuple[str, ...], tuple[Stage, ...]] = field(default_factory=dict)
     _times: dict[tuple[object, ...], tuple[Array, Array, Array, Array]] = field(default_factory=dict)
-    _network: dict[tuple[str, float, Group], float] = field(default_factory=dict)
+    _network: dict[tuple[str, float, int, int, int], float] = field(default_factory=dict)
+    _widths: dict[str, Widths] = field(default_factory=dict)
     _bases: dict[tuple[object, ...], dict[int, _Base]] = field(default_factory=dict)
 
     @cached_property
@@ -99,7 +100,9 @@ class Pricer:
 
     def varied(self, stack: Stack | None = None, batch_size: int = 0) -> Pricer:
         """The same with another efficiency set or batch; what follows from the graph is shared."""
-        made = replace(self, stack=stack or self.stack, batch_size=batch_size or self.batch_size, balanced={}, _times={}, _bases={})
+        made = replace(
+            self, stack=stack or self.stack, batch_size=batch_size or self.batch_size, balanced={}, _times={}, _bases={}, _widths={}
+        )
         made.__dict__.update({key: getattr(self, key) for key in ("inventory", "cuts", "_position", "_narrow", "_least", "_flops")})
         return made
 
@@ -126,7 +129,10 @@ class Pricer:
 
     def widths(self, layout: Layout) -> Widths:
         """Bytes of a parameter's state under the layout's precision. Sums of bfloat16 gradients are float32, as Megatron-LM has them."""
-        return Widths.of(layout.precision, self.cluster.is_cpu, self.efficiency.gradient_bytes if layout.precision == "float16" else 4.0)
+        if layout.precision not in self._widths:
+            gradient = self.efficiency.gradient_bytes if layout.precision == "float16" else 4.0
+            self._widths[layout.precision] = Widths.of(layout.precision, self.cluster.is_cpu, gradient)
+        return self._widths[layout.precision]
 
     @staticmethod
     def _cut(layout: Layout) -> tuple[bool, int, bool]:
@@ -247,7 +253,7 @@ class Pricer:
 
     def collective(self, name: str, size_bytes: float, group: Group) -> float:
         """`collective_s` on this cluster, each question once."""
-        key = (name, size_bytes, group)
+        key = (name, size_bytes, group.size, group.stride, group.num_ranks)  # which is compared in a fraction of a group's own time
         if key not in self._network:
             self._network[key] = collective_s(self.cluster, name, size_bytes, group)
         return self._network[key]
@@ -314,6 +320,14 @@ class Pricer:
         Raises:
             LayoutError: sites that the graph does not have, or not in order.
         """
+        bases = self._bases_of(layout, sites, only)
+        return tuple(self._stage(layout, i if place is None else place, base) for i, base in bases)
+
+    def held(self, layout: Layout, sites: Sequence[str], only: range) -> tuple[Memory, ...]:
+        """What `only` some stages hold, without their seconds."""
+        return tuple(self._memory(layout, i, base) for i, base in self._bases_of(layout, sites, only))
+
+    def _bases_of(self, layout: Layout, sites: Sequence[str], only: range | None) -> list[tuple[int, _Base]]:
         key = (*self._cut(layout), layout.data, layout.pipeline, layout.chunks, layout.microbatches, layout.precision, layout.threads,
                layout.expert, tuple(sites))  # fmt: skip
         bases, split = self._bases.setdefault(key, {}), self.split(sites)
@@ -321,7 +335,7 @@ class Pricer:
         for i in wanted:
             if i not in bases:
                 bases[i] = self._base(layout, split[i], self._sections_of(layout, tuple(sites))[i])
-        return tuple(self._stage(layout, i if place is None else place, bases[i]) for i in wanted)
+        return [(i, bases[i]) for i in wanted]
 
     def _base(self, layout: Layout, stage: Stage, section: Section) -> _Base:
         parts, ops = self.parts(layout), section.operators
@@ -412,14 +426,17 @@ class Pricer:
             busy = Seconds(max(busy.forward + HOST_SLOWS * moving, moving), max(busy.backward + HOST_SLOWS * moving, moving))
         overlap = 0.0 if self.cluster.is_cpu else self.efficiency.overlap
         # The sums of every chunk but the first run while the other chunks of p microbatches go backward.
-        window = (busy.backward + network.backward) * (layout.pipeline if index >= layout.pipeline else 1)
-        summing, inside = summing_s(self, layout, base.sums, widths, overlap, window)
+        each = busy.backward + network.backward
+        window = each * (layout.pipeline if index >= layout.pipeline else 1)
+        summing, inside = summing_s(self, layout, base.sums, widths, overlap, window, each)
         network += inside
-        memory = memory_of(
-            base.state, layout, index, widths, by_layer=not self.cluster.is_cpu, scratch_bytes=self.cluster.device.scratch_bytes,
-            optimizer_states=states,
+        return StageCost(busy, network, summing, optimizer, self._memory(layout, index, base))
+
+    def _memory(self, layout: Layout, index: int, base: _Base) -> Memory:
+        return memory_of(
+            base.state, layout, index, self.widths(layout), by_layer=not self.cluster.is_cpu,
+            scratch_bytes=self.cluster.device.scratch_bytes, optimizer_states=self.optimizer_states,
         )  # fmt: skip
-        return StageCost(busy, network, summing, optimizer, memory)
 
     def crossing(self, layout: Layout, values: Sequence[str]) -> float:
         """Bytes of these values, of one whole microbatch."""
@@ -453,9 +470,7 @@ class Pricer:
         tensor = m * sum(c.tensor.total for c in busiest)
         gradients = max(sum(c.gradients_s for c in own) for own in ranks)
         optimizer = max(sum(c.optimizer_s for c in own) for own in ranks)
-        overhead = STEP_S
-        if not self.cluster.is_cpu:
-            overhead = self.efficiency.step_s + straggling(layout.num_ranks, self.efficiency.spread) * pipeline_s
+        overhead = self.overhead_s(layout, pipeline_s)
         total = pipeline_s + gradients + optimizer + overhead
         parts = (
             ("compute", compute),
@@ -468,6 +483,12 @@ class Pricer:
         fullest = max((together([c.memory for c in own]) for own in ranks), key=lambda memory: memory.total)
         flops = self.model_flops
         return Prediction(total, flops / total / self.peak_flops(layout), flops, fullest, parts)
+
+    def overhead_s(self, layout: Layout, pipeline_s: float) -> float:
+        """What a step costs besides, with what the slowest rank is behind the others."""
+        if self.cluster.is_cpu:
+            return STEP_S
+        return self.efficiency.step_s + straggling(layout.num_ranks, self.efficiency.spread) * pipeline_s
 
     def peak_flops(self, layout: Layout) -> float:
         """FLOP/s of all devices that the layout uses, at its precision."""

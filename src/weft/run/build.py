@@ -17,6 +17,7 @@ from weft.errors import Infeasible, ModelError, ProgramError
 from weft.lower.kernels.randomness import Draw
 from weft.lower.local import LocalStage, Lowering, lower
 from weft.model.capture import Captured, Loss, capture
+from weft.model.collector import uncollected
 from weft.model.deferred import Deferred, fake_copy, materialize, materialize_real
 from weft.model.deferred.fakes import fake_mode
 from weft.model.evaluation import difference
@@ -51,7 +52,7 @@ class Source:
         """A module as it is; a function is called under deferred construction."""
         if isinstance(model, nn.Module):
             return cls(model, None)
-        with Deferred() as deferred:
+        with uncollected(), Deferred() as deferred:
             made = model()
         return cls(made, deferred)
 

@@ -1,5 +1,6 @@
 """What no layout can beat. In: a pricer and a frame (everything that operators' seconds depend on). Out: seconds below which no schedule,
-stages, ZeRO stage, recomputation or offload of that frame can come, and bytes that its fullest rank holds at least.
+stages, ZeRO stage, recomputation or offload of that frame can come, or of one way of saving memory (`least_saving_s`), and bytes that
+its fullest rank holds at least.
 
 Nothing here is an estimate: a frame is left out of the search only where its bound is already beaten. Not modelled, so never counted:
 what stages wait for beyond the pipeline's filling, and what only some variants pay.
@@ -67,6 +68,22 @@ def least_s(pricer: Pricer, frame: Layout, interleaved: bool, again: bool = Fals
     even = interleaved or isinstance(pricer, MixedPricer)  # where stages differ in speed, filling may cost next to nothing
     busy = work_s(pricer, frame, again) * (1.0 if even else filled(frame))
     return max(busy, summing_s(pricer, frame))
+
+
+def least_saving_s(pricer: Pricer, layout: Layout, interleaved: bool) -> float:
+    """No step with the layout's own ZeRO stage, recomputation and offload takes less, whatever its schedule and its stages.
+
+    The whole model is priced as one stage: what stages cost adds up to that or more, and the busiest rank has its share at least.
+    Without a pipeline this is the price itself.
+    """
+    if isinstance(pricer, MixedPricer):
+        return least_s(pricer, layout, interleaved, layout.recompute == "full")
+    (whole,) = pricer.stages(layout)
+    if layout.pipeline == 1:
+        return pricer.predict(layout, (whole,), ()).step_time_s
+    busy = layout.microbatches * (whole.forward_s + whole.backward_s) / layout.pipeline * (1.0 if interleaved else filled(layout))
+    step = busy + whole.optimizer_s / layout.pipeline + pricer.overhead_s(layout, busy)
+    return max(step, summing_s(pricer, layout))
 
 
 def least_state_bytes(pricer: Pricer, layout: Layout) -> float:

@@ -18,6 +18,7 @@ from weft.errors import Infeasible
 from weft.model.graph import Graph
 from weft.model.sharding import Shards
 from weft.plan.layout import Layout
+from weft.plan.plan import Memory
 
 
 @dataclass
@@ -61,6 +62,9 @@ class MixedPricer(Pricer):
         wanted = only or range(len(sites) + 1)
         owners = [self.owner(layout, i if place is None else place) for i in wanted]
         return tuple(one.stages(layout, sites, only=range(i, i + 1), place=place)[0] for i, one in zip(wanted, owners, strict=True))
+
+    def held(self, layout: Layout, sites: Sequence[str], only: range) -> tuple[Memory, ...]:
+        return tuple(cost.memory for cost in self.stages(layout, sites, only=only))
 
     def border_s(self, layout: Layout, stage: int, to: int, size_bytes: float) -> float:
         """Seconds to hand one microbatch's `size_bytes` from a stage to another."""

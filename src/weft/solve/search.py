@@ -20,6 +20,7 @@ from weft.cost.memory import state_bytes
 from weft.cost.parts import expert_weights
 from weft.cost.step import Pricer, together
 from weft.errors import Infeasible, LayoutError, UsageError
+from weft.model.collector import uncollected
 from weft.model.graph import Graph
 from weft.model.sharding import Shards
 from weft.model.stages import links
@@ -27,7 +28,7 @@ from weft.plan.check import check
 from weft.plan.layout import CHOICES, Layout
 from weft.plan.plan import Candidate, Plan
 from weft.schedules import build
-from weft.solve.bounds import check_state, least_s, least_state_bytes
+from weft.solve.bounds import check_state, least_s, least_saving_s, least_state_bytes
 from weft.solve.mixed import MixedPricer, check_fits, memory_of, pricer_of
 from weft.solve.reasons import reasons
 from weft.solve.refine import refined, wanted
@@ -43,7 +44,11 @@ KEPT = 12  # candidates that the plan keeps
 MOST_REFUSED = 4
 MOST_ORDERS = 6  # of the parts of a mixed cluster
 NEARLY = 1.2  # of the memory: what the first of the most balanced stages may need where other stages could still fit
-MOST_CHECKED = 20_000  # actions of the program that is proven
+MOST_CHECKED = 8_000  # actions of the program that is proven
+NEAR = 1.005  # of the best: candidates that are timed over their whole step before one is chosen
+MOST_LEADING = 4  # such candidates
+INFINITE = float("inf")
+Thrift = tuple[int, str, str]  # ZeRO stage, recomputation, offload
 COMPARED = ("data", "tensor", "pipeline", "microbatches", "precision", "sequence_parallel", "expert")  # keys of frames
 
 
@@ -69,6 +74,22 @@ def search(
         Infeasible: no layout meets the constraints, or none fits the memory; with the numbers and what would.
         UsageError: an unknown objective, constraint or batch.
     """
+    with uncollected():
+        return _search(graph, cluster, batch_size, model, constraints, layout, objective, shards, stages, optimizer_states)
+
+
+def _search(
+    graph: Graph,
+    cluster: Cluster,
+    batch_size: int,
+    model: str,
+    constraints: str,
+    layout: Layout | None,
+    objective: str,
+    shards: Mapping[str, Shards] | None,
+    stages: Sequence[str],
+    optimizer_states: int,
+) -> Plan:
     began = time.perf_counter()
     if batch_size < 1:
         raise UsageError(f"a batch of {batch_size} samples; use 1 or more")
@@ -146,8 +167,8 @@ class _Search:
     _open: list[tuple[tuple[float, ...], int, Layout, bool]] = field(default_factory=list)
     _all: list[tuple[tuple[float, ...], int, Layout, bool]] = field(default_factory=list)
     _number: int = 0
-    _known: dict[tuple[Layout, bool, bool], tuple[float, ...]] = field(default_factory=dict)
-    _may_fit: dict[Layout, list[tuple[int, str, str]]] = field(default_factory=dict)
+    _known: dict[tuple[Layout, bool], dict[Thrift, float]] = field(default_factory=dict)
+    _may_fit: dict[Layout, dict[Thrift, Layout]] = field(default_factory=dict)
 
     def run(self) -> None:
         """Price frames in the order of their bounds until none can be better than the best."""
@@ -170,17 +191,27 @@ class _Search:
             if self.best is not None and bound_score > self._best_value:
                 break
             heapq.heappop(self._open)
-            again = {r == "full" for _, r, _ in self._thrifts(frame)}
-            if again:
-                least[frame, interleaved] = least_s(self.pricer, frame, interleaved, again=again == {True})
-            else:
-                del least[frame, interleaved]  # nothing makes it fit
-            known = {self._least(frame, interleaved, recompute) for recompute in {r for _, r, _ in self._thrifts(frame)}}
-            if known and min(known) > bound_score:
-                heapq.heappush(self._open, (min(known), number, frame, interleaved))  # only recomputation makes it fit
-            elif known:
-                self._expand(frame, interleaved)
-        self.bound_s = min(least.values(), default=0.0)
+            savings = self._savings(frame, interleaved)
+            least[frame, interleaved] = min(savings.values(), default=INFINITE)  # nothing makes it fit
+            known = min((self._bound(frame, seconds) for seconds in savings.values()), default=None)
+            if known is not None and known > bound_score:
+                heapq.heappush(self._open, (known, number, frame, interleaved))  # what makes it fit costs time
+            elif known is not None:
+                least[frame, interleaved] = self._expand(frame, interleaved)
+        lowest = min(least.values(), default=INFINITE)
+        self.bound_s = lowest if lowest < INFINITE else 0.0
+        self._settle()
+
+    def _settle(self) -> None:
+        """Time the leading candidates over their whole step, the best of them first in truth."""
+        if self.best is None:
+            return
+        most = NEAR * self._best_value[0]
+        by_score = sorted(self.clocked, key=lambda p: _score(p, self.pricer.cluster, self.objective))
+        for one in [p for p in by_score if _score(p, self.pricer.cluster, self.objective)[0] <= most][:MOST_LEADING]:
+            self.clocked.remove(one)
+            self.clocked.append(clocked(self.pricer, one))
+        self.best = min(self.clocked, key=lambda p: _score(p, self.pricer.cluster, self.objective))
 
     def compare(self) -> None:
         """Price what differs from the best in one key, where the search had no need to: the plan says what it would cost."""
@@ -217,61 +248,72 @@ class _Search:
             return (least_state_bytes(self.pricer, replace(frame, zero=zero, offload=offload)),)
         return (_value(frame, seconds, self.pricer.cluster, self.objective),)
 
-    def _least(self, frame: Layout, interleaved: bool, recompute: str) -> tuple[float, ...]:
-        key = (frame, interleaved, recompute == "full")
+    def _savings(self, frame: Layout, interleaved: bool) -> dict[Thrift, float]:
+        """Every (zero, recompute, offload) under which the frame may fit, with seconds that no such step beats."""
+        key = (frame, interleaved)
         if key not in self._known:
-            self._known[key] = self._bound(frame, least_s(self.pricer, frame, interleaved, recompute == "full"))
+            every = self._thrifts(frame).items()
+            self._known[key] = {thrift: least_saving_s(self.pricer, one, interleaved) for thrift, one in every}
         return self._known[key]
 
-    def _expand(self, frame: Layout, interleaved: bool) -> None:
-        """Price the variants of a frame, those that cost more only where what costs less does not fit."""
-        thrifts = self._thrifts(frame)
+    def _expand(self, frame: Layout, interleaved: bool) -> float:
+        """Price the variants of a frame, those that cost more only where what costs less does not fit.
+
+        Returns:
+            Seconds below which no variant comes that may fit; infinite where none does.
+        """
+        savings = self._savings(frame, interleaved)
+        alive: set[Thrift] = set()
         for schedule in self.space.schedules(frame):
             if (schedule.chunks > 1) is not interleaved:
                 continue
             fitting: list[Layout] = []
-            used = {recompute for _, recompute, _ in thrifts}
             hopeless: set[str] = set()
             if self.best is not None:
                 if self._least_of(schedule, again=False) > self._best_value:
+                    alive.update(savings)
                     continue
-                if "full" in used and self._least_of(schedule, again=True) > self._best_value:
+                if any(recompute == "full" for _, recompute, _ in savings) and self._least_of(schedule, again=True) > self._best_value:
                     hopeless = {"full"}
-            for zero, recompute, offload in thrifts:
+            for thrift, seconds in savings.items():
+                zero, recompute, offload = thrift
                 one = replace(schedule, zero=zero, recompute=recompute, offload=offload)
-                if recompute in hopeless:
+                if recompute in hopeless or (self.best is not None and self._bound(frame, seconds) > self._best_value):
+                    alive.add(thrift)
                     continue
                 if self.objective != "memory" and any(_spares(other, one) for other in fitting):
                     continue
                 if self._try(one):
                     fitting.append(one)
+                    alive.add(thrift)
+        return min((savings[thrift] for thrift in alive), default=INFINITE)
 
     def _least_of(self, schedule: Layout, again: bool) -> tuple[float, ...]:
-        """As `_least`, of the balanced stages of one schedule."""
+        """The bound of the balanced stages of one schedule, with full recomputation (`again`) or without."""
         try:
             seconds = least_pipeline_s(schedule, round_trips_s(self.pricer, schedule, again))
         except Infeasible:
             seconds = 0.0
         return self._bound(schedule, seconds)
 
-    def _thrifts(self, frame: Layout) -> list[tuple[int, str, str]]:
-        """(zero, recompute, offload) under which the frame may fit: those under which the first stage of 1F1B nearly does.
+    def _thrifts(self, frame: Layout) -> dict[Thrift, Layout]:
+        """(zero, recompute, offload) under which the frame may fit, with the layout: under which the first stage of 1F1B nearly does.
 
         GPipe holds as many microbatches or more, and chunks hold (p - 1)/v more.
         """
         if frame not in self._may_fit:
             pricer = self.pricer
             have = max(memory_of(pricer, frame, k) for k in (range(frame.pipeline) if pricer.cluster.parts else range(1)))
-            found = []
+            found = {}
             for one in self.space.thrifts(frame):
                 try:
                     check_state(pricer, one)
                     sites = balanced(pricer, one) if one.pipeline > 1 else ()
-                    (first,) = pricer.stages(one, sites, only=range(1))
+                    (first,) = pricer.held(one, sites, range(1))
                 except (Infeasible, LayoutError):
                     continue
-                if first.memory.total <= NEARLY * have:
-                    found.append((one.zero, one.recompute, one.offload))
+                if first.total <= NEARLY * have:
+                    found[one.zero, one.recompute, one.offload] = one
             self._may_fit[frame] = found
         return self._may_fit[frame]
 
@@ -286,14 +328,16 @@ class _Search:
             check_layout(layout, cluster, pricer.batch_size)
             check_state(pricer, layout)
             sites = balanced(pricer, layout) if layout.num_stages > 1 else ()
-            first = pricer.stages(layout, sites, only=range(0, layout.num_stages, layout.pipeline))
-            floor = layout.microbatches * sum(c.forward_s + c.backward_s for c in first)
-            if self._hopeless(layout, floor) and not whatever:
-                return True
-            need = together([c.memory for c in first]).total
+            mine = range(0, layout.num_stages, layout.pipeline)
+            need = together(pricer.held(layout, sites, mine)).total
+            barred = need > have and (layout.pipeline == 1 or layout.chunks > 1)
+            if not (barred or whatever or self.best is None):
+                floor = layout.microbatches * sum(c.forward_s + c.backward_s for c in pricer.stages(layout, sites, only=mine))
+                if self._hopeless(layout, floor):
+                    return True
             if self.objective == "memory" and self.best is not None and need > self.best.prediction.memory.total and not whatever:
                 return True
-            if need > have and (layout.pipeline == 1 or layout.chunks > 1):
+            if barred:
                 raise Infeasible(f"{layout}: the first rank needs {need / 2**30:.2f} GiB, and has {have / 2**30:.2f} GiB")
             priced = price(pricer, layout, sites)
         except (Infeasible, LayoutError) as error:
@@ -314,7 +358,7 @@ class _Search:
             lowest = pricer.predict(layout, priced.costs, (), least_pipeline_s(layout, trips))
             if self._hopeless(layout, lowest.step_time_s):
                 return True
-        timed = clocked(pricer, priced)
+        timed = clocked(pricer, priced, whole=False)
         self.clocked.append(timed)
         if self.best is None or _score(timed, cluster, self.objective) < _score(self.best, cluster, self.objective):
             self.best = timed
@@ -363,7 +407,7 @@ def _by_hand(pricer: Pricer, layout: Layout, stages: Sequence[str]) -> _Search:
     check_priced(pricer, priced)
     best = clocked(pricer, priced)
     space = Space(pricer.cluster, pricer.batch_size)
-    return _Search(pricer, space, "time", best, best, [best], bound_s=least_s(pricer, layout, layout.chunks > 1))
+    return _Search(pricer, space, "time", best, best, [best], bound_s=least_saving_s(pricer, layout, layout.chunks > 1))
 
 
 def check_priced(pricer: Pricer, priced: Priced) -> None:

@@ -30,6 +30,7 @@ from weft.solve.mixed import MixedPricer, memory_of, owner
 from weft.solve.stages import arrange, balance, runs_bytes, runs_s, useful
 
 Seconds2 = NDArray[np.float64]
+STEADY = 4  # times the ranks: microbatches after which a schedule only repeats itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,20 +157,30 @@ def sends_s(pricer: Pricer, priced: Priced) -> dict[tuple[int, int], float]:
     return {(s.index, to): _hand_over_s(pricer, priced.layout, s, to, values) for s in stages for to, values in s.sends}
 
 
-def clocked(pricer: Pricer, priced: Priced) -> Priced:
-    """The same with its pipeline timed by the clock on the program that would run."""
+def clocked(pricer: Pricer, priced: Priced, *, whole: bool = True) -> Priced:
+    """The same with its pipeline timed by the clock on the program that would run.
+
+    `whole=False`: of a step of many microbatches only a part is timed. Schedules repeat themselves every p of them, so what p more take
+    once it runs steadily is taken for the rest.
+    """
     layout = priced.layout
     if layout.pipeline == 1:
         return priced
     connected = links(pricer.split(priced.sites))
-    seconds = makespan_s(
-        rows(layout, connected),
-        connected,
-        [c.forward_s for c in priced.costs],
-        [c.backward_s for c in priced.costs],
-        sends_s(pricer, priced),
-    )
-    return replace(priced, prediction=pricer.predict(layout, priced.costs, (), seconds))
+    forward, backward = [c.forward_s for c in priced.costs], [c.backward_s for c in priced.costs]
+    sent = sends_s(pricer, priced)
+
+    def seconds(microbatches: int) -> float:
+        return makespan_s(rows(replace(layout, microbatches=microbatches), connected), connected, forward, backward, sent)
+
+    m, p = layout.microbatches, layout.pipeline
+    few = STEADY * p + m % p
+    if whole or m < few + 3 * p:
+        taken = seconds(m)
+    else:
+        more = seconds(few + p)
+        taken = more + (m - few - p) / p * (more - seconds(few))
+    return replace(priced, prediction=pricer.predict(layout, priced.costs, (), taken))
 
 
 def rows(layout: Layout, connected: Links) -> list[list[Compute]]:
