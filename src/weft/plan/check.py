@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 
 from weft.errors import ProgramError
-from weft.plan.program import WEIGHTS, Compute, Content, Manage, Program, Recv, Send, Value, effects, walk
+from weft.plan.program import WEIGHTS, Compute, Content, Manage, Program, Recv, Send, Value, walk_effects
 
 
 def contents(program: Program, rendezvous: bool = False) -> tuple[dict[Value, dict[int, int]], ...]:
@@ -26,11 +26,10 @@ def contents(program: Program, rendezvous: bool = False) -> tuple[dict[Value, di
     """
     state: list[dict[Value, dict[int, int]]] = [{value: dict(content) for value, content in held.items()} for held in program.given]
     wire: dict[tuple[int, int, Value], deque[tuple[int, dict[int, int]]]] = {}
-    at = [0] * program.num_ranks
-    for rank, action in walk(program, rendezvous):
-        e, here = effects(action, program), state[rank]
+    for rank, step, action, e in walk_effects(program, rendezvous):
+        here = state[rank]
         if isinstance(action, Send):
-            wire.setdefault((rank, action.to, action.value), deque()).append((at[rank], dict(here[action.value])))
+            wire.setdefault((rank, action.to, action.value), deque()).append((step, dict(here[action.value])))
         elif isinstance(action, Recv):
             _, got = wire[action.source, rank, action.value].popleft()
             if action.add:
@@ -40,7 +39,7 @@ def contents(program: Program, rendezvous: bool = False) -> tuple[dict[Value, di
         else:
             made = {} if action.microbatch is None else {action.microbatch: 1}
             if made:
-                _require_whole(program, rank, at[rank], action, made, e.reads, here)
+                _require_whole(program, rank, step, action, made, e.reads, here)
             else:
                 for value in e.reads:
                     _add(made, here[value])
@@ -50,7 +49,6 @@ def contents(program: Program, rendezvous: bool = False) -> tuple[dict[Value, di
                 _add(here.setdefault(value, {}), made)
         for value in e.frees:
             del here[value]
-        at[rank] += 1
     for (rank, to, value), left in wire.items():
         if left:
             raise ProgramError(

@@ -27,6 +27,7 @@ from collections import Counter, deque
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 from weft.errors import ProgramError
 from weft.plan.action import Action, Compute, Manage, ManageOp, Op, Recv, Send, Value
@@ -157,8 +158,7 @@ class Program:
         return parse_program(text)
 
 
-@dataclass(frozen=True, slots=True)
-class Effects:
+class Effects(NamedTuple):
     """What one action does to what its own rank holds.
 
     Every value of `reads` must be held before; `frees` are not held after. `becomes` is the written value that what is
@@ -231,20 +231,29 @@ def walk(program: Program, rendezvous: bool = False) -> Iterator[tuple[int, Acti
         ProgramError: a read of what is not held, a value made while it is held, or no rank can move; names rank, step,
             action and what it waits for.
     """
+    for rank, _, action, _ in walk_effects(program, rendezvous):
+        yield rank, action
+
+
+def walk_effects(program: Program, rendezvous: bool = False) -> Iterator[tuple[int, int, Action, Effects]]:
+    """`walk` with each action's step and effects: (rank, step, action, effects)."""
     held = [set(values) for values in program.given]
     at = [0] * program.num_ranks
     for rank, action in order(program, rendezvous):
-        here, e = held[rank], effects(action, program)
+        here, step, e = held[rank], at[rank], effects(action, program)
         if not here.issuperset(e.reads):
-            raise ProgramError(_missing(program, rank, at[rank], next(v for v in e.reads if v not in here)))
-        if not isinstance(action, Recv) and not here.isdisjoint(e.writes):
-            again = next(v for v in e.writes if v in here)
-            raise ProgramError(f"{program.name}: rank {rank} step {at[rank]}: {action} makes {again}, which is held already")
-        here.update(e.writes)
-        here.update(e.adds)
-        here.difference_update(e.frees)
-        at[rank] += 1
-        yield rank, action
+            raise ProgramError(_missing(program, rank, step, next(v for v in e.reads if v not in here)))
+        if e.writes:
+            if not isinstance(action, Recv) and not here.isdisjoint(e.writes):
+                again = next(v for v in e.writes if v in here)
+                raise ProgramError(f"{program.name}: rank {rank} step {step}: {action} makes {again}, which is held already")
+            here.update(e.writes)
+        if e.adds:
+            here.update(e.adds)
+        if e.frees:
+            here.difference_update(e.frees)
+        at[rank] = step + 1
+        yield rank, step, action, e
 
 
 def order(program: Program, rendezvous: bool = False) -> Iterator[tuple[int, Action]]:

@@ -6,7 +6,7 @@
     rank 0: 0F0 x(0,1,0)>1 g(1,0,0)<1 0B0
     rank 1: x(0,1,0)<0 1F0 1B0 g(1,0,0)>0
     given 0: chunk(0)=0     # value=contributions, held at first; by default nothing
-    wants 0: dw(0)=0        # by default dw of each stage, on the ranks that compute its backward, of every microbatch; grad if reduced
+    wants 0: dw(0)=0        # by default dw of each stage, on the ranks that compute it, of every microbatch; grad where it is reduced
 
 Lines without a `rank N:` before them are those of the ranks 0, 1, 2, ...: `0F0 0F1 0B0 0B1`, with spaces or commas between actions, as
 others write schedules. A program with computes alone says nothing of transfers: `weft.schedules.lower.complete` puts them in.
@@ -29,10 +29,16 @@ _LINE = re.compile(r"(rank|given|wants)\s+(\d{1,9})\s*:\s*(.*)|(program|stages|l
 
 
 def default_wants(actions: Sequence[Sequence[Action]]) -> tuple[Held, ...]:
-    """[rank] -> dw of every stage whose backward it computes, with each microbatch of the program once; grad where it is reduced."""
-    every = sorted({a.microbatch for row in actions for a in row if isinstance(a, Compute)})
-    stages = [sorted({a.stage for a in row if isinstance(a, Compute) and a.op in (Op.B, Op.W)}) for row in actions]
+    """[rank] -> dw of every stage that it computes, with each microbatch of the program once; grad where it is reduced.
+
+    Nothing of a program without any backward.
+    """
+    computes = [[a for a in row if isinstance(a, Compute)] for row in actions]
+    if all(a.op is Op.F for row in computes for a in row):
+        return ({},) * len(actions)
+    every = sorted({a.microbatch for row in computes for a in row})
     reduced = {a.stage for row in actions for a in row if isinstance(a, Manage) and a.op is ManageOp.REDUCE_GRAD}
+    stages = [sorted({a.stage for a in row}) for row in computes]
     return tuple({Value("grad" if s in reduced else "dw", (s,)): dict.fromkeys(every, 1) for s in here} for here in stages)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from weft.plan.program import Action, Compute, Manage, ManageOp, Program, Recv, Send, Value, effects
+from weft.plan.program import Action, Compute, Manage, ManageOp, Op, Program, Recv, Send, Value, effects
 
 
 def exchange_gradients(program: Program, rendezvous: bool = False) -> Program:
@@ -58,7 +58,7 @@ def _holders(program: Program) -> dict[Value, list[int]]:
     reduced = {a.stage for row in program.actions for a in row if isinstance(a, Manage) and a.op is ManageOp.REDUCE_GRAD}
     found: dict[Value, list[int]] = {}
     for rank, row in enumerate(program.actions):
-        stages = {a.stage for a in row if isinstance(a, Compute) and effects(a, program).adds}
+        stages = {a.stage for a in row if isinstance(a, Compute) and a.op in (Op.B, Op.W)}
         for stage in sorted(stages):
             found.setdefault(Value("grad" if stage in reduced else "dw", (stage,)), []).append(rank)
     return found

@@ -12,18 +12,19 @@ def add_transfers(program: Program) -> Program:
     """Put a send after each producer and a receive before each consumer that is on another rank."""
     made_on: dict[Value, int] = {}
     read_on: dict[Value, int] = {}
-    for rank, row in enumerate(program.actions):
-        for action in row:
-            e = effects(action, program)
+    known = [[effects(action, program) for action in row] for row in program.actions]
+    for rank, here in enumerate(known):
+        for step, e in enumerate(here):
             for value in e.writes:
                 if value.name != WEIGHTS and made_on.setdefault(value, rank) != rank:
+                    action = program.actions[rank][step]
                     raise ProgramError(f"{program.name}: {value} is made on ranks {made_on[value]} and {rank}; {action} is one too many")
-            read_on.update(dict.fromkeys(e.reads, rank))
+            for value in e.reads:
+                read_on[value] = rank
     out = []
     for rank, row in enumerate(program.actions):
         line: list[Action] = []
-        for action in row:
-            e = effects(action, program)
+        for action, e in zip(row, known[rank], strict=True):
             wanted = [v for v in e.reads if made_on.get(v, rank) != rank]
             made = [v for v in e.writes if read_on.get(v, rank) != rank]
             line += [Recv(v, made_on[v]) for v in sorted(wanted, key=_distance, reverse=True)]
