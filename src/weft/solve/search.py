@@ -45,8 +45,6 @@ MOST_REFUSED = 4
 MOST_ORDERS = 6  # of the parts of a mixed cluster
 NEARLY = 1.2  # of the memory: what the first of the most balanced stages may need where other stages could still fit
 MOST_CHECKED = 8_000  # actions of the program that is proven
-NEAR = 1.005  # of the best: candidates that are timed over their whole step before one is chosen
-MOST_LEADING = 4  # such candidates
 INFINITE = float("inf")
 Thrift = tuple[int, str, str]  # ZeRO stage, recomputation, offload
 COMPARED = ("data", "tensor", "pipeline", "microbatches", "precision", "sequence_parallel", "expert")  # keys of frames
@@ -200,18 +198,6 @@ class _Search:
                 least[frame, interleaved] = self._expand(frame, interleaved)
         lowest = min(least.values(), default=INFINITE)
         self.bound_s = lowest if lowest < INFINITE else 0.0
-        self._settle()
-
-    def _settle(self) -> None:
-        """Time the leading candidates over their whole step, the best of them first in truth."""
-        if self.best is None:
-            return
-        most = NEAR * self._best_value[0]
-        by_score = sorted(self.clocked, key=lambda p: _score(p, self.pricer.cluster, self.objective))
-        for one in [p for p in by_score if _score(p, self.pricer.cluster, self.objective)[0] <= most][:MOST_LEADING]:
-            self.clocked.remove(one)
-            self.clocked.append(clocked(self.pricer, one))
-        self.best = min(self.clocked, key=lambda p: _score(p, self.pricer.cluster, self.objective))
 
     def compare(self) -> None:
         """Price what differs from the best in one key, where the search had no need to: the plan says what it would cost."""
@@ -359,10 +345,16 @@ class _Search:
             if self._hopeless(layout, lowest.step_time_s):
                 return True
         timed = clocked(pricer, priced, whole=False)
+        if self._leads(timed):
+            timed = clocked(pricer, priced)  # what is chosen is timed in whole
+            if self._leads(timed):
+                self.best = timed
         self.clocked.append(timed)
-        if self.best is None or _score(timed, cluster, self.objective) < _score(self.best, cluster, self.objective):
-            self.best = timed
         return True
+
+    def _leads(self, priced: Priced) -> bool:
+        cluster = self.pricer.cluster
+        return self.best is None or _score(priced, cluster, self.objective) < _score(self.best, cluster, self.objective)
 
     def _fitted(self, priced: Priced) -> Priced | None:
         """The same with stages that fit, where the most balanced ones do not."""

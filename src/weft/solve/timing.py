@@ -161,7 +161,8 @@ def clocked(pricer: Pricer, priced: Priced, *, whole: bool = True) -> Priced:
     """The same with its pipeline timed by the clock on the program that would run.
 
     `whole=False`: of a step of many microbatches only a part is timed. Schedules repeat themselves every p of them, so what p more take
-    once it runs steadily is taken for the rest.
+    once it runs steadily is taken for the rest. That is exact for equal stages; where a slow one is long in coming to bear on the others
+    it is up to 2 % too little, never too much.
     """
     layout = priced.layout
     if layout.pipeline == 1:
