@@ -333,8 +333,30 @@ class _Fourier(nn.Module):
 
 
 def fourier() -> Any:
-    """Complex numbers and Fourier transforms, for which there is no rule."""
+    """Complex numbers and Fourier transforms."""
     return _Fourier(), (_normal(N, 6, 8),)
+
+
+class _Rotary(nn.Module):
+    """Rotary positions as complex numbers, from a buffer of them, as the first Llama has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(16, 8)
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 16)
+        angles = torch.outer(torch.arange(6.0), torch.tensor([1.0]))
+        self.register_buffer("turns", torch.polar(torch.ones_like(angles), angles))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.tokens(ids)).unflatten(-1, (3, 4, 2)).unbind(2)
+        q, k = (torch.view_as_real(torch.view_as_complex(t.unflatten(-1, (-1, 2))) * self.turns[None, :, None]).flatten(3) for t in (q, k))
+        mixed = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True)
+        return F.cross_entropy(self.out(mixed.transpose(1, 2).flatten(2)).transpose(1, 2), ids)
+
+
+def rotary() -> Any:
+    """Complex numbers that are cut by samples and heads, a complex buffer, and cross-entropy over [batch, class, position]."""
+    return _Rotary(), {"ids": _ids(16, N, 6)}
 
 
 class _Statistics(nn.Module):

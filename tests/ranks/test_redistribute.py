@@ -22,8 +22,8 @@ PAIRS = (
 )  # fmt: skip
 
 
-def global_tensor(seed: int) -> Tensor:
-    return torch.randn(6, 12, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+def global_tensor(seed: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(6, 12, 6, dtype=dtype, generator=torch.Generator().manual_seed(seed))
 
 
 def summand(x: Tensor, index: int, size: int, seed: int) -> Tensor:
@@ -46,9 +46,9 @@ def gradient(c: Tensor, form: str, world: World) -> Tensor:
     return c.chunk(world.num_ranks, int(form[1:]))[world.rank] if form[0] == "S" else c
 
 
-def moved(world: World) -> list[str]:
+def moved(world: World, dtype: str) -> list[str]:
     wrong = []
-    x, c = global_tensor(1), global_tensor(2)
+    x, c = (global_tensor(seed, getattr(torch, dtype)) for seed in (1, 2))
     for source, target in PAIRS:
         mine = held(x, source, world).requires_grad_()
         out = redistribute(mine, source, target, world.everyone)
@@ -80,6 +80,6 @@ def moved(world: World) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_every_redistribution_is_its_definition(ranks: Callable[..., list[Any]], num_ranks: int) -> None:
-    assert ranks(moved, num_ranks) == [[]] * num_ranks
+@pytest.mark.parametrize(("num_ranks", "dtype"), [(2, "float64"), (3, "float64"), (2, "complex128")])
+def test_every_redistribution_is_its_definition(ranks: Callable[..., list[Any]], num_ranks: int, dtype: str) -> None:
+    assert ranks(moved, num_ranks, dtype) == [[]] * num_ranks

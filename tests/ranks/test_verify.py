@@ -78,6 +78,7 @@ def check(subject: Subject, layout: str, eager: str = "free links", **options: A
         (f"{ODD}:shared", "data=2 pipeline=2 microbatches=2 zero=1", "free links"),
         (f"{ODD}:losses", "data=2 tensor=2", "dear links"),
         (f"{ODD}:fourier", "data=2 pipeline=2 microbatches=2", "free links"),
+        (f"{ODD}:rotary", "data=2 tensor=2", "free links"),
         (f"{ODD}:statistics", "data=4 microbatches=2", "dear links"),
         (f"{ODD}:writes", "pipeline=2 microbatches=4 schedule=gpipe recompute=full", "free links"),
     ],

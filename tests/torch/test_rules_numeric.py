@@ -49,8 +49,6 @@ def maybe(draw: Draw, x: Tensor) -> Tensor | None:
     return x if draw(st.booleans()) else None
 
 
-
-
 def linear(draw: Draw) -> Case:
     lead, i, o = shape(draw, 0, 3), draw(WIDE), draw(WIDE)
     return case("linear.default", real(*lead, i), real(o, i), maybe(draw, real(o)))
@@ -213,7 +211,43 @@ def cross_entropy_defaults(draw: Draw) -> Case:
 
 
 def images_of_classes(draw: Draw) -> Case:
-    return case("cross_entropy_loss.default", real(4, 6, 2, 2), whole(6, 4, 2, 2))
+    c, rest = draw(WIDE), shape(draw, 1, 2)
+    target = whole(c, 4, *rest)
+    target[(0,) * target.dim()] = -100
+    weight = positive(c) if draw(st.booleans()) else None
+    smoothing = draw(st.sampled_from((0.0, 0.1)))
+    kept = () if weight is None else (2,)
+    reduction = draw(st.sampled_from((1, 1, 2, 0)))
+    return case("cross_entropy_loss.default", real(4, c, *rest), target, weight, reduction, -100, smoothing, buffers=kept)
+
+
+def patches(draw: Draw) -> Case:
+    n, c = draw(WIDE), draw(WIDE)
+    if draw(st.booleans()):
+        return case("im2col.default", real(n, c, 4, 4), [2, 2], [1, 1], [0, 0], [2, 2])
+    return case("col2im.default", real(n, c * 4, 4), [4, 4], [2, 2], [1, 1], [0, 0], [2, 2])
+
+
+def repeated(draw: Draw) -> Case:
+    full = shape(draw)
+    return case("repeat_interleave.self_int", real(*full), draw(st.integers(1, 3)), draw(st.integers(-len(full), len(full) - 1)))
+
+
+def transformed(draw: Draw) -> Case:
+    """Magnitudes, since what is compared is real."""
+    full = shape(draw, 2, 3)
+    dims = sorted(draw(st.sets(st.integers(0, len(full) - 1), min_size=1, max_size=len(full))))
+    return case("fft_fftn.default", real(*full), None, dims)
+
+
+def parametric(draw: Draw) -> Case:
+    c = draw(WIDE)
+    return case("prelu.default", real(draw(WIDE), c, *shape(draw, 0, 2)), real(c) if draw(st.booleans()) else real(1))
+
+
+def distances(draw: Draw) -> Case:
+    b = draw(WIDE)
+    return case("cdist.default", real(b, 4, 3), real(b, 6, 3), 2.0, None)
 
 
 def nll(draw: Draw) -> Case:
@@ -438,7 +472,8 @@ def recurrent(draw: Draw) -> Case:
 
 FAMILIES = (
     linear, matmul, products, einsum, conv, pooling, attention, attention_of_three, embedding, norms, batch_norm, cross_entropy,
-    cross_entropy_defaults, images_of_classes, nll, losses, unary, binary, ternary, reductions, along, views, index, recurrent,
+    cross_entropy_defaults, images_of_classes, patches, repeated, transformed, parametric, distances,
+    nll, losses, unary, binary, ternary, reductions, along, views, index, recurrent,
 )  # fmt: skip
 MANY = {"views": 60, "along": 50, "reductions": 45, "conv": 20, "unary": 30, "attention": 20, "products": 20, "norms": 20, "ternary": 20}
 
@@ -531,7 +566,13 @@ OFFERED: list[tuple[str, Callable[[], Case], set[str]]] = [
     ("linear", lambda: case("linear.default", real(2, 4, 6), real(8, 6)), {"b-2", "b-1", "i", "o"}),
     ("attention", lambda: case("scaled_dot_product_attention.default", *[real(2, 4, 6, 2) for _ in range(3)]), {"b-1", "h"}),
     ("embedding", lambda: case("embedding.default", real(12, 6), whole(6, 2, 4)), {"b-2", "b-1", "e", "v"}),
-    ("cross-entropy", lambda: case("cross_entropy_loss.default", real(4, 6), whole(6, 4)), {"n", "c"}),
+    ("cross-entropy", lambda: case("cross_entropy_loss.default", real(4, 6), whole(6, 4)), {"n0", "c"}),
+    ("cross-entropy of images", lambda: case("cross_entropy_loss.default", real(4, 6, 2, 2), whole(6, 4, 2, 2)), {"n0"}),
+    ("repetition", lambda: case("repeat_interleave.self_int", real(4, 6), 3, 1), {"d0", "d1"}),
+    ("Fourier transform", lambda: case("fft_fftn.default", real(4, 6, 2), None, [1, 2]), {"d0"}),
+    ("PReLU", lambda: case("prelu.default", real(4, 6, 2), real(6)), {"n", "c", "s-1"}),
+    ("patches", lambda: case("im2col.default", real(4, 6, 4, 4), [2, 2], [1, 1], [0, 0], [2, 2]), {"n"}),
+    ("distances", lambda: case("cdist.default", real(2, 4, 3), real(2, 6, 3), 2.0, None), {"b-1", "n", "m"}),
     ("convolution", lambda: case("conv2d.default", real(2, 4, 6, 6), real(8, 4, 3, 3)), {"n", "i", "o"}),
     (
         "batch norm",

@@ -149,6 +149,9 @@ def redistribute(x: Tensor, source: str, target: str, group: Group) -> Tensor:
 
     Integers and other tensors without a gradient take the same path forward.
     """
+    if x.is_complex():  # gloo carries no complex numbers, but pairs of real ones
+        pairs = redistribute(torch.view_as_real(x.resolve_conj()), source, target, group)
+        return torch.view_as_complex(pairs.contiguous())
     a, b = source[0], target[0]
     dim = int(target[1:]) if b == "S" else int(source[1:]) if a == "S" else 0
     match a + b:

@@ -89,8 +89,6 @@ class _Axis:
             self.prices = replace(prices, latency_s=0.0)
 
     def cuttable(self, value: str, dim: int) -> bool:
-        if self.graph.tensors[value].dtype.startswith("complex"):
-            return False  # gloo carries no complex numbers
         size = self.graph.tensors[value].shape[dim]
         return size % self.n == 0 and size >= self.n and dim not in self.taken.get(value, ())
 

@@ -57,6 +57,10 @@ def refuse_hooks(model: nn.Module) -> None:
             raise ModelError(f"parameter {name} has a gradient hook, which weft would lose; change gradients after backward instead")
 
 
+# What torch.library makes of an operator's registered backward: it belongs to the operator, which the graph holds.
+_OF_AN_OPERATOR = "GeneratedBackwardFor_"
+
+
 @contextmanager
 def watched(model: nn.Module) -> Iterator[None]:
     """Call `model` in this block, under tracing.
@@ -68,7 +72,13 @@ def watched(model: nn.Module) -> Iterator[None]:
     drawn = _python_randomness()
     function: Any = torch.autograd.Function
     before = vars(function)["apply"]  # as it is defined: read as an attribute it would be bound to this class
-    function.apply = classmethod(_apply)
+
+    def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+        if cls.__name__.startswith(_OF_AN_OPERATOR):
+            return before.__get__(None, cls)(*args, **kwargs)
+        return _apply(cls, *args, **kwargs)
+
+    function.apply = classmethod(apply)
     try:
         with _Told():
             yield

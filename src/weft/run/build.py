@@ -299,6 +299,11 @@ def _check_dtypes(graph: Graph, precision: str) -> None:
     """Raise ModelError for a trainable parameter of another dtype than that of the weights that `precision` trains."""
     want = str(DTYPES[precision]).removeprefix("torch.")
     for v in graph.parameters:
+        if v.trainable and v.tensor.dtype.startswith("complex"):
+            raise ModelError(
+                f"parameter {v.name} is complex, which is not built yet; keep its real and its imaginary part as two parameters, and join "
+                "them with torch.complex in forward"
+            )
         if v.trainable and v.tensor.dtype != want:
             raise ModelError(
                 f"parameter {v.name} is {v.tensor.dtype}, and precision={precision} trains weights of {want}; make the model in float32 "

@@ -76,8 +76,9 @@ def full_tensors(variables: Mapping[str, Variable], pieces: Sequence[Piece], eve
     out: dict[str, Tensor] = {}
     for name, v in variables.items():
         dtypes = [p.tensor.dtype for p in pieces if p.name == name and p.kind in ("parameter", "buffer")]
-        # Ranks without a part of it do not know its dtype; floating point is float64 on the way, which keeps every bit.
-        total = torch.zeros(v.tensor.shape, dtype=torch.float64 if v.tensor.is_float else torch.int64, device=everyone.device)
+        # Ranks without a part of it do not know its dtype; on the way it is the widest of its kind, which keeps every bit.
+        widest = torch.float64 if v.tensor.is_float else torch.complex128 if v.tensor.dtype.startswith("complex") else torch.int64
+        total = torch.zeros(v.tensor.shape, dtype=widest, device=everyone.device)
         if name in mine:
             piece = mine[name]
             shape = piece.tensor.shape if piece.block is None else piece.block

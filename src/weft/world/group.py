@@ -211,6 +211,8 @@ class Group:
         """
         if self.size == 1:
             return _DONE
+        if x.is_complex():  # no transport has complex numbers, but all have pairs
+            return self.all_reduce(torch.view_as_real(x.detach()), op, wait)
         at = self._begin(recorder.ALL_REDUCE, x)
         if self._shared and wait and not x.requires_grad and x.is_contiguous() and x.dtype is torch.float32:
             # What follows costs more than the sum of a few numbers.

@@ -42,6 +42,8 @@ def rule_of(op: Operator, tensors: dict[str, Tensor]) -> Rule | None:
         return _einsum(op, ins, outs)
     if name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
         return _recurrent(op, ins, outs)
+    if name == "cross_entropy_loss":
+        return _cross_entropy(op, ins, outs)
     if name in ("nll_loss", "nll_loss_nd"):
         return _nll(op, ins, outs)
     for text in NOTATION.get(name, ()):
@@ -206,8 +208,6 @@ def _adjust(op: Operator, name: str, rule: Rule, ins: list[Shape]) -> Rule | Non
             # Cut samples only; a depthwise convolution could be cut by channel, with its own number of groups.
             return _only(rule, {"n"})
         return rule
-    if name == "cross_entropy_loss":
-        return _cross_entropy(op, rule, ins)
     if name == "embedding":
         by_frequency, sparse = (*op.args[3:5], False, False)[:2]
         if by_frequency:  # gradients are divided by how often an index occurs, in all of the batch
@@ -233,14 +233,22 @@ def _only(rule: Rule, keep: set[str]) -> Rule:
     return Rule(tuple(None if i is None else row(i) for i in rule.inputs), tuple(row(o) for o in rule.outputs), kernels)
 
 
-def _cross_entropy(op: Operator, rule: Rule, ins: list[Shape]) -> Rule | None:
-    """Hard labels and the mean over rows; class weights and label smoothing keep the classes whole."""
+def _cross_entropy(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
+    """Hard labels. The mean over rows, whose classes may be cut where they have no weights and no smoothing; sums; or nothing reduced."""
     weight = op.args[2] if len(op.args) > 2 else None
-    reduction = op.args[3] if len(op.args) > 3 else 1
+    reduction = op.args[3] if len(op.args) > 3 else dict(op.kwargs).get("reduction", 1)
     smoothing = op.args[5] if len(op.args) > 5 else dict(op.kwargs).get("label_smoothing", 0.0)
-    if reduction != 1 or len(ins[0]) != 2 or len(ins[1]) != 1:
+    if len(ins[0]) < 2 or len(ins[1]) != len(ins[0]) - 1:
         return None
-    return _only(rule, {"n"}) if weight is not None or smoothing else rule
+    # Of an image's or a sequence's rows the mean is divided by samples only.
+    rows = tuple(f"n{i}" if size > 1 and (i == 0 or reduction != 1) else BLOCKED for i, size in enumerate(ins[1]))
+    whole_classes = weight is not None or smoothing or reduction != 1 or len(ins[0]) > 2 or ins[0][1] == 1
+    classes = BLOCKED if whole_classes else "c"
+    kernels = {"c": "vocabulary"} if classes else {}
+    if reduction == 1 and rows[0]:
+        kernels["n0"] = "average"
+    weights = ((BLOCKED,),) if isinstance(weight, Ref) else ()
+    return Rule(((rows[0], classes, *rows[1:]), rows, *weights), (rows if reduction == 0 else (),), kernels)
 
 
 def _attention(op: Operator, rule: Rule, ins: list[Shape]) -> Rule:

@@ -13,7 +13,6 @@ NOTATION: dict[str, tuple[str, ...]] = {
     "dot": ("k, k -> ",),
     "mv": ("n k, k -> n",),
     "embedding": ("v^ e, b* -> b* e",),
-    "cross_entropy_loss": ("n/ c^, n/, !c -> ",),
     "layer_norm": (
         "b* !n, _, !n, !n -> b* !n",
         "b* !n !m, _, !n !m, !n !m -> b* !n !m",
@@ -48,6 +47,12 @@ NOTATION: dict[str, tuple[str, ...]] = {
     "upsample_trilinear3d": ("n c !z !h !w -> n c !z !h !w",),
     "pixel_shuffle": ("n !c !h !w -> n !c !h !w",),
     "one_hot": ("b* -> b* !c",),
+    "im2col": ("n !c !h !w -> n !c !l",),
+    "col2im": ("n !c !l -> n !c !h !w",),
+    "prelu": ("n c s*, c -> n c s*", "n c s*, !c -> n c s*"),
+    "view_as_complex": ("b* !r -> b*",),
+    "view_as_real": ("b* -> b* !r",),
+    "cdist": ("b* n !d, b* m !d -> b* n m",),
     "grid_sampler": ("n c !h !w, n !x !y !z -> n c !x !y",),
     "bilinear": ("b* i, b* j, o i j, o -> b* o",),
     "outer": ("n, m -> n m",),
@@ -66,7 +71,9 @@ POINTWISE = frozenset(
     floor_divide true_divide where masked_fill eq ne lt le gt ge fill logical_and logical_or logical_not logical_xor bitwise_and bitwise_or
     bitwise_not bitwise_xor __and__ __or__ __xor__ __lshift__ __rshift__ isnan isinf isfinite nan_to_num lerp addcmul addcdiv dropout
     alpha_dropout feature_dropout to type_as clone contiguous detach alias zeros_like ones_like full_like rand_like randn_like empty_like
-    _to_copy copy hypot xlogy heaviside sinc angle conj sgn square_ positive lift_fresh_copy lift
+    _to_copy copy hypot xlogy heaviside sinc angle conj sgn square_ positive lift_fresh_copy lift multiply subtract divide negative absolute
+    greater greater_equal less less_equal not_equal float_power fix deg2rad rad2deg softshrink hardshrink real imag polar complex logaddexp
+    logaddexp2 copysign nextafter erfinv lgamma digamma i0 ldexp bitwise_left_shift bitwise_right_shift
     """.split()
 )
 

@@ -135,11 +135,24 @@ def _repeat(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule:
     return Rule((tuple(labels),), (tuple([BLOCKED] * extra + labels),))
 
 
-def _same_size(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule:
-    """Padding, repeat_interleave, unfold-like operators: a dimension that keeps its size is untouched by them."""
-    if len(ins[0]) != len(outs[0]):
+def _repeat_interleave(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule:
+    """Every row so many times in place, so that equal parts of the rows are equal parts of what comes out."""
+    if not isinstance(op.args[1], int) or len(ins[0]) != len(outs[0]) or "output_size" in dict(op.kwargs) or len(ins) > 1:
         return Rule(((BLOCKED,) * len(ins[0]), *([None] * (len(ins) - 1))), ((BLOCKED,) * len(outs[0]),))
-    labels = tuple(f"d{i}" if a == b and a > 1 else BLOCKED for i, (a, b) in enumerate(zip(ins[0], outs[0], strict=True)))
+    labels = _named(ins[0])
+    return Rule((labels,), (labels,))
+
+
+def _transformed(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
+    """Fourier transforms: every dimension but those that are transformed."""
+    name, rank = op.target.split(".")[1], len(ins[0])
+    last: tuple[int, ...] = (-2, -1) if name.endswith("2") else tuple(range(rank)) if name.endswith("n") else (-1,)
+    sizes = op.args[1] if len(op.args) > 1 else None
+    default = tuple(range(-len(sizes), 0)) if isinstance(sizes, tuple) and name.endswith("n") else last
+    given = op.args[2] if len(op.args) > 2 else dict(op.kwargs).get("dim", None)
+    dims = default if given is None or given == () else given if isinstance(given, tuple) else (given,)
+    touched = {int(d) % rank for d in dims}
+    labels = tuple(BLOCKED if i in touched else label for i, label in enumerate(_named(ins[0])))
     return Rule((labels,), (labels,))
 
 
@@ -152,7 +165,8 @@ def _padded(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule:
     return Rule((labels,), (labels,))
 
 
-VIEWS: dict[str, Callable[[Operator, list[Shape], list[Shape]], Rule]] = {
+_FOURIER = ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft", "fft2", "ifft2", "rfft2", "irfft2", "fftn", "ifftn", "rfftn", "irfftn")
+VIEWS: dict[str, Callable[[Operator, list[Shape], list[Shape]], Rule | None]] = {
     **dict.fromkeys(("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as"), _reshape),
     "transpose": _permute(_swapped),
     "swapaxes": _permute(_swapped),
@@ -177,6 +191,8 @@ VIEWS: dict[str, Callable[[Operator, list[Shape], list[Shape]], Rule]] = {
     "tensor_split": _split,
     "unbind": _unbind,
     "repeat": _repeat,
+    "repeat_interleave": _repeat_interleave,
+    **dict.fromkeys((f"fft_{name}" for name in _FOURIER), _transformed),
     "pad": _padded,
     "constant_pad_nd": _padded,
 }
