@@ -27,7 +27,7 @@ from weft.model.graph import Graph
 from weft.model.nesting import batch_size_of
 from weft.model.propagate import propagate
 from weft.model.sharding import Prices, Sharding
-from weft.plan.layout import Layout
+from weft.plan.layout import BOTH_WAYS, Layout
 from weft.plan.plan import Plan
 from weft.run.build import Traced
 from weft.run.verify import Verification, verify_on_rank
@@ -40,7 +40,8 @@ ROOT = Path(__file__).resolve().parents[1]
 TOLERANCE = 1e-9
 LIMIT_S = 60.0
 BATCH = 16  # divides into data=8 x microbatches=2
-SCHEDULES = ("1f1b", "gpipe", "sequential")
+# A pipeline takes them in turn; with one rank they are the same but for what splits backward or has several stages a rank.
+SCHEDULES = ("1f1b", "zb-h1", "interleaved", "chimera", "gpipe", "zb-v", "gems-master", "zb-h2", "sequential")
 # These models are so small that the planner would rarely cut them. Where links cost nothing everything is cut that can be, and moved at
 # will; where they cost a little, few bytes are moved.
 EAGER = {
@@ -142,7 +143,11 @@ def layouts(counts: Sequence[int], size: int, which: str) -> Iterator[tuple[Layo
                 most = max(size // data, 1)
                 microbatches = min(4 if turn % 2 else 2, most)
                 zero, recompute = int(turn % 4 != 3), ("none", "full")[turn // 2 % 2]
-                layout = Layout(data, tensor, pipeline, microbatches, SCHEDULES[turn % 3], zero, recompute, "float64")
+                schedule = SCHEDULES[turn % len(SCHEDULES)]
+                if schedule in BOTH_WAYS and microbatches % 2:
+                    schedule = "1f1b"
+                chunks = 2 if schedule == "interleaved" else 1
+                layout = Layout(data, tensor, pipeline, microbatches, schedule, zero, recompute, "float64", chunks=chunks)
                 yield replace(layout, sequence_parallel="on" if tensor > 1 and turn % 3 else "off"), list(EAGER)[turn % 2]
             turn += 1
 

@@ -87,7 +87,7 @@ def divide(model: nn.Module, source: Source, plan: Plan, batch: Any, world: Worl
         Infeasible: a plan with a pipeline, microbatches or ZeRO, which need the engine.
     """
     layout = plan.layout
-    if layout.pipeline > 1 or layout.microbatches > 1 or layout.zero:
+    if layout.num_stages > 1 or layout.microbatches > 1 or layout.zero:
         raise Infeasible(f"{layout}: a plain loop owns its backward and its optimizer, so only data and tensor apply; use weft.parallelize")
     parts = build(plan, source, batch, None, world, OptimizerSpec(), torch.initial_seed(), outputs=True)
     cannot: ModelError | None = None

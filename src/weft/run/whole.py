@@ -60,9 +60,10 @@ def build_whole(plan: Plan, source: Source, batch: Any, loss: Loss | None, world
         Infeasible: a layout with tensor or pipeline, or batch norm over samples that are divided.
     """
     layout = plan.layout
-    if layout.tensor > 1 or layout.pipeline > 1:
+    if layout.tensor > 1 or layout.num_stages > 1:
         raise Infeasible(
-            f"{plan.model} could not be captured ({plan.uncaptured}), so it can only be divided by data; use tensor=1 pipeline=1"
+            f"{plan.model} could not be captured ({plan.uncaptured}), so it can only be divided by data, and {layout} has more; "
+            "use tensor=1 pipeline=1 with one stage a rank"
         )
     if layout.num_ranks != world.num_ranks:
         raise Infeasible(f"the layout {layout} needs {layout.num_ranks} ranks, {world.num_ranks} were started")
