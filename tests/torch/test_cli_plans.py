@@ -131,7 +131,11 @@ def test_compare_a_plan_with_itself_and_with_another(plan_file: Path, tmp_path: 
     assert "same" in capfd.readouterr().out
     trace = tmp_path / "trace.json"
     assert run(["simulate", str(plan_file), "-o", str(trace)]) == 0
-    kinds = answer(["compare", str(trace), str(trace)], capfd)["kinds"]
+    found = answer(["compare", str(trace), str(trace)], capfd)
+    kinds = found["kinds"]
+    assert found["total_difference"] == 0
+    assert found["unmatched"] == [0, 0]
+    assert all(action["longer_s"] == action["later_s"] == 0 for action in found["actions"])
     assert {kind["kind"] for kind in kinds} >= {"F", "B"}
     assert all(kind["ratio"] in (1.0, None) for kind in kinds)
     assert run(["compare", str(plan_file), str(trace)]) == 2

@@ -1,4 +1,4 @@
-"""`weft compare`: two plans, or two timelines. In: two files of a kind. Out: their figures side by side."""
+"""`weft compare`: two plans, or two timelines. In: two files of a kind. Out: their figures side by side; of timelines, of each action too."""
 
 from __future__ import annotations
 
@@ -14,6 +14,10 @@ from weft.report.tables import Table
 
 if TYPE_CHECKING:
     from weft.cli.setting import Variant
+    from weft.plan.difference import Difference
+    from weft.plan.timeline import Timeline
+
+_SHOWN = 12  # actions whose durations differ most
 
 File = Annotated[Path, typer.Argument(metavar="PLAN|TIMELINE", help="A plan.toml, or a timeline as JSON.", show_default=False)]
 
@@ -21,7 +25,7 @@ File = Annotated[Path, typer.Argument(metavar="PLAN|TIMELINE", help="A plan.toml
 def compare(first: File, second: File, cluster: options.OtherCluster = None, as_json: options.Json = False) -> None:
     """Compare two plans, or two timelines.
 
-    Plans are priced anew, each on its own machines; timelines, simulated or measured, are compared kind by kind.
+    Plans are priced anew, each on its own machines; timelines, simulated or measured, are compared kind by kind and action by action.
 
     \b
     Example:
@@ -74,7 +78,32 @@ def _cuts_table(first: Path, second: Path) -> Table:
     return Table("Parameters that are cut otherwise", ("parameter", "axis", str(first), str(second)), rows)
 
 
+def _actions_table(difference: Difference, a: Timeline, b: Timeline) -> Table:
+    """The computes whose durations differ most, with when they end."""
+    from weft.units import format_seconds
+
+    def signed(seconds: float) -> str:
+        return f"{'-' if seconds < 0 else '+'}{format_seconds(abs(seconds))}"
+
+    rows = tuple(
+        (
+            f"{d.rank}",
+            d.name,
+            format_seconds(d.end_a_s - d.start_a_s),
+            format_seconds(d.end_b_s - d.start_b_s),
+            signed(d.longer_s),
+            signed(d.later_s),
+        )
+        for d in difference.largest(_SHOWN)
+    )
+    left = difference.only_a + difference.only_b
+    title = f"Actions that differ most, of {len(difference.actions)} that both have" + (f"; {left} only one has" if left else "")
+    columns = ("rank", "action", a.name or "first", b.name or "second", "longer", "ends later")
+    return Table(title, columns, rows, right=(0, 2, 3, 4, 5))
+
+
 def _timelines(first: Path, second: Path, out: Output) -> None:
+    from weft.plan.difference import by_action
     from weft.plan.timeline import compare as by_kind
     from weft.report.folder import read_trace
     from weft.units import format_percent, format_seconds
@@ -98,9 +127,25 @@ def _timelines(first: Path, second: Path, out: Output) -> None:
     rows.append(("bubble", "", format_percent(a.bubble), format_percent(b.bubble), ""))
     columns = ("", "spans", a.name or str(first), b.name or str(second), "second a span")
     out.table(Table("Timelines", columns, tuple(rows), right=(1, 2, 3, 4)))
+    difference = by_action(a, b)
+    if difference.actions:
+        out.table(_actions_table(difference, a, b))
     out.answer(
         {
             "total_s": [a.total_s, b.total_s],
+            "total_difference": difference.total,
+            "actions": [
+                {
+                    "rank": d.rank,
+                    "action": d.name,
+                    "start_s": [d.start_a_s, d.start_b_s],
+                    "end_s": [d.end_a_s, d.end_b_s],
+                    "longer_s": d.longer_s,
+                    "later_s": d.later_s,
+                }
+                for d in difference.actions
+            ],
+            "unmatched": [difference.only_a, difference.only_b],
             "bubble": [a.bubble, b.bubble],
             "kinds": [
                 {"kind": k.kind, "counts": [k.count_a, k.count_b], "seconds": [k.seconds_a, k.seconds_b], "ratio": k.ratio} for k in kinds

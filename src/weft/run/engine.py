@@ -188,6 +188,8 @@ class Engine:
         inputs = self._local(batch)
         self.gradients.start()
         self._replicas.start()
+        if record:
+            self._everyone.barrier()  # spans count from here, on every rank
         began = time.perf_counter()
         result = self._executor.run(inputs, record=record, want_inputs=want_inputs)
         ended = time.perf_counter()

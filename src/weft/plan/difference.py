@@ -1,0 +1,102 @@
+"""Two timelines of one program, action by action: which took longer, and which came later.
+
+In: two timelines, for example a simulated and a measured one. Out: a difference for every compute that both have. Each timeline counts
+from its own start. A measurement has a rank for every device, a simulation one for every pipeline rank; since the pipeline is the
+outermost axis, the first device of each pipeline rank then stands for it. Not modelled: why an action came later.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from weft.plan.timeline import COMPUTE_LANE, Span, Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class ActionDifference:
+    """One compute of one rank in two timelines, seconds from each timeline's start."""
+
+    rank: int
+    name: str
+    start_a_s: float
+    end_a_s: float
+    start_b_s: float
+    end_b_s: float
+
+    @property
+    def longer_s(self) -> float:
+        """By how much it takes longer in b."""
+        return (self.end_b_s - self.start_b_s) - (self.end_a_s - self.start_a_s)
+
+    @property
+    def later_s(self) -> float:
+        """By how much it ends later in b."""
+        return self.end_b_s - self.end_a_s
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Two timelines beside each other. `actions`: what both have, in a's order; `only_a`, `only_b`: how many computes the other lacks."""
+
+    total_a_s: float
+    total_b_s: float
+    actions: tuple[ActionDifference, ...]
+    only_a: int
+    only_b: int
+
+    @property
+    def total(self) -> float:
+        """b's total over a's, less one: 0.1 where b takes 10 % longer; nan where a takes no time."""
+        return self.total_b_s / self.total_a_s - 1 if self.total_a_s else float("nan")
+
+    def largest(self, count: int) -> tuple[ActionDifference, ...]:
+        """The actions whose durations differ most, most first."""
+        return tuple(sorted(self.actions, key=lambda d: -abs(d.longer_s))[:count])
+
+
+def by_action(a: Timeline, b: Timeline) -> Difference:
+    """Match the computes of two timelines by rank and name; the n-th of a name with the n-th.
+
+    >>> a = Timeline("a", 1, (Span(0, "compute", "0F0", 0.0, 1.0, "F"), Span(0, "compute", "0B0", 1.0, 3.0, "B")))
+    >>> b = Timeline("b", 1, (Span(0, "compute", "0F0", 5.0, 6.0, "F"), Span(0, "compute", "0B0", 6.5, 9.0, "B")))
+    >>> found = by_action(a, b)
+    >>> round(found.total, 2), [(d.name, d.longer_s, d.later_s) for d in found.largest(1)]
+    (0.33, [('0B0', 0.5, 1.0)])
+
+    Of two numbers of ranks of which neither divides the other no action is matched.
+    """
+    num_ranks = min(a.num_ranks, b.num_ranks)
+    if not num_ranks or max(a.num_ranks, b.num_ranks) % num_ranks:
+        return Difference(a.total_s, b.total_s, (), _count(a), _count(b))
+    left, right = _computes(a, num_ranks), _computes(b, num_ranks)
+    both = [key for key in left if key in right]
+    actions = tuple(
+        ActionDifference(
+            key[0],
+            key[1],
+            left[key].start_s - a.start_s,
+            left[key].end_s - a.start_s,
+            right[key].start_s - b.start_s,
+            right[key].end_s - b.start_s,
+        )
+        for key in both
+    )
+    return Difference(a.total_s, b.total_s, actions, len(left) - len(both), len(right) - len(both))
+
+
+def _count(timeline: Timeline) -> int:
+    return sum(span.lane == COMPUTE_LANE for span in timeline.spans)
+
+
+def _computes(timeline: Timeline, num_ranks: int) -> dict[tuple[int, str, int], Span]:
+    """(pipeline rank, name, how many of that name before) -> span."""
+    devices = timeline.num_ranks // num_ranks
+    seen: dict[tuple[int, str], int] = defaultdict(int)
+    found: dict[tuple[int, str, int], Span] = {}
+    for span in timeline.spans:
+        if span.lane == COMPUTE_LANE and span.rank % devices == 0:
+            key = (span.rank // devices, span.name)
+            found[(*key, seen[key])] = span
+            seen[key] += 1
+    return found
