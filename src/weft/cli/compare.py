@@ -1,4 +1,4 @@
-"""`weft compare`: two plans, or two timelines. In: two files of a kind. Out: their figures side by side; of timelines, of each action too."""
+"""`weft compare`: two plans, or two timelines. In: two files of a kind. Out: their figures side by side; timelines also by action."""
 
 from __future__ import annotations
 
