@@ -32,6 +32,7 @@ from weft.run.verify import Verification, verify_on_rank
 from weft.solve.mixed import pricer_of
 from weft.solve.search import price, search, timeline, without_graph
 from weft.train.loader import shard as shard_batches
+from weft.units import parse_bytes
 from weft.world.current import Place, current_place, current_world, set_place
 from weft.world.launch import launch
 from weft.world.world import World
@@ -52,6 +53,7 @@ def plan(
     objective: str = "time",
     like: Plan | None = None,
     source: Source | None = None,
+    device_memory: float | str = 0,
 ) -> Plan:
     """The fastest plan for a model on a cluster; or `layout` priced as it is.
 
@@ -60,6 +62,7 @@ def plan(
         batch: the global batch, a tuple or dict of tensors with samples in dimension 0, or their number for a named model.
         loss: `loss(output, batch)` -> scalar; without it the output is the loss or has `.loss`.
         like: a plan whose shards and stages are kept, with `layout` its own.
+        device_memory: what a rank's tensors may take, 2e9 or "2GiB"; 0 is all that there is.
 
     Raises:
         Infeasible: nothing fits, with the numbers. ModelError: the model cannot be made or called.
@@ -69,7 +72,7 @@ def plan(
     >>> str(chosen.layout), len(chosen.replicated_operators)
     ('data=2 tensor=1 pipeline=1', 0)
     """
-    machines = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
+    machines = (Cluster.parse(cluster) if isinstance(cluster, str) else cluster).limited(parse_bytes(device_memory))
     by_hand = Layout.parse(layout) if isinstance(layout, str) else layout
     name, make, given, loss = _subject(model, batch, loss)
     source = source or Source.of(make)
@@ -123,6 +126,7 @@ def parallelize(
     world: World | None = None,
     seed: int | None = None,
     compile: bool = False,
+    device_memory: float | str = 0,
 ) -> Engine:
     """An engine that trains this rank's part of the model. Every rank calls it with the same arguments.
 
@@ -130,9 +134,10 @@ def parallelize(
         plan: a `Plan`, a layout by hand ("data=2 tensor=2"), a plan file ("plan.toml"), or None to choose one for all ranks here.
         world: this rank's world; by default the one it was started in (`weft.launch`, torchrun, srun), or one rank alone.
         seed: of initial weights, where `model` is a function: they equal `torch.manual_seed(seed); model()` bit for bit.
+        device_memory: what this rank's tensors may take, 2e9 or "2GiB"; 0 is all that there is. It is counted and enforced.
 
     Raises:
-        Infeasible: the plan is for another number of ranks, or nothing fits.
+        Infeasible: the plan is for another number of ranks, or nothing fits. OutOfMemory: more than `device_memory` is needed.
 
     >>> import torch, weft
     >>> x, y = torch.randn(8, 4), torch.randn(8, 2)
@@ -144,12 +149,20 @@ def parallelize(
     """
     world = world or current_world()
     name, make, given, loss = _subject(model, batch, loss)
-    chosen = _plan_for(name, make, given, loss, plan, cluster, world)
-    return Engine(chosen, make, given, loss, world, optimizer, seed=seed, compile=compile)
+    limit = parse_bytes(device_memory)
+    chosen = _plan_for(name, make, given, loss, plan, cluster, world, limit)
+    return Engine(chosen, make, given, loss, world, optimizer, seed=seed, compile=compile, device_memory=limit)
 
 
 def _plan_for(
-    name: str, make: Any, batch: Any, loss: Loss | None, wanted: Plan | Layout | str | None, cluster: Cluster | str, world: World
+    name: str,
+    make: Any,
+    batch: Any,
+    loss: Loss | None,
+    wanted: Plan | Layout | str | None,
+    cluster: Cluster | str,
+    world: World,
+    device_memory: float = 0.0,
 ) -> Plan:
     if isinstance(wanted, Plan):
         return wanted
@@ -160,7 +173,7 @@ def _plan_for(
         if wanted is not None:
             chosen = _plan(make, batch, loss=loss, cluster=_any_cluster(), layout=wanted)
         else:
-            chosen = _plan(make, batch, loss=loss, cluster=cluster, constraints=f"ranks={world.num_ranks}")
+            chosen = _plan(make, batch, loss=loss, cluster=cluster, constraints=f"ranks={world.num_ranks}", device_memory=device_memory)
     finally:
         torch.random.set_rng_state(state)
     return replace(chosen, model=name)
@@ -266,12 +279,14 @@ def verify(
     optimizer: str = "adamw",
     seed: int = 0,
     sequence: int | None = None,
+    device_memory: float | str = 0,
 ) -> Verification:
     """Start the layout's ranks and compare the parallel run with the serial one, in `dtype`, over `steps` steps.
 
     Args:
         model, batch, loss: as for `plan`.
         tolerance: largest relative error; 1e-9 in float64 by default.
+        device_memory: as for `parallelize`, of the parallel run.
 
     Raises:
         RankError: a rank failed. Infeasible, LayoutError, ModelError: as for `plan`.
@@ -281,6 +296,7 @@ def verify(
     name, make, given, loss = _subject(model, batch, loss)
     wanted = layout.layout if isinstance(layout, Plan) else Layout.parse(layout) if isinstance(layout, str) else layout
     wanted.check_runs()
+    limit = parse_bytes(device_memory)
     state = torch.random.get_rng_state()
     torch.manual_seed(seed)
     source = Traced.of(make)
@@ -295,8 +311,9 @@ def verify(
 
     def on_rank(world: World) -> dict[str, Any] | None:
         found = verify_on_rank(
-            world, chosen, make, given, loss, steps=steps, seed=seed, tolerance=tolerance, optimizer=optimizer, source=source
-        )
+            world, chosen, make, given, loss, steps=steps, seed=seed, tolerance=tolerance, optimizer=optimizer, source=source,
+            device_memory=limit,
+        )  # fmt: skip
         return None if found is None else {**found.__dict__, "replicated_operators": list(found.replicated_operators)}
 
     result = launch(on_rank, chosen.layout.num_ranks, device=device, show=False)[0]

@@ -56,5 +56,9 @@ class RankError(RunError):
         self.rank = rank
 
 
+class OutOfMemory(RunError):
+    """A rank needs more memory than its device has, or than it was allowed; names what holds how much."""
+
+
 class VerifyError(RunError):
     """The parallel run differs from the serial one by more than the tolerance."""

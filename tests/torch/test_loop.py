@@ -96,6 +96,9 @@ class SerialEngine:
         self.step_index += 1
         return Result(float(loss.detach()), float(norm))
 
+    def fullest_memory(self) -> dict[str, float]:
+        return {}
+
     def evaluate(self, batch: Any) -> float:
         with torch.no_grad():
             return float(self._loss(batch))

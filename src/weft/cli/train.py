@@ -12,8 +12,9 @@ import typer
 
 from weft.cli import options
 from weft.cli.output import Output, output
+from weft.plan.plan import Memory
 from weft.report.folder import MACHINE, PAGE, SUMMARY
-from weft.report.tables import Table, reasons_table, summary_table
+from weft.report.tables import Table, measured_memory_table, reasons_table, summary_table
 from weft.units import format_count, format_percent, format_seconds
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ def train(
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys of the configuration to set instead.", show_default=False)
     ] = None,
     layout: options.LayoutText = None,
+    device_memory: options.DeviceMemory = None,
     as_json: options.Json = False,
 ) -> None:
     """Plan, launch and train; again, go on.
@@ -40,12 +42,16 @@ def train(
       weft train examples/gpt_text.toml steps=100 --layout "data=2"
     """
     with output(as_json) as out:
-        summary = run(config, [*(changes or ()), *([f"plan.layout={layout}"] if layout is not None else [])], out)
+        given = {"plan.layout": layout, "plan.device_memory": device_memory}
+        summary = run(config, [*(changes or ()), *(f"{key}={value}" for key, value in given.items() if value is not None)], out)
         if not int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))):
             out.table(summary_of(summary))
             against = components_table(summary)
             if against.rows:
                 out.table(against)
+            if summary.get("memory_bytes"):
+                predicted = summary.get("predicted_memory_bytes")
+                out.table(measured_memory_table(summary["memory_bytes"], Memory(**predicted) if predicted else None))
             out.answer(summary)
 
 
@@ -94,7 +100,8 @@ def make_plan(config: Config, known: Plan | None, out: Output) -> Planned:
             layout.check_runs()
         words = [*config.plan.constrain, *([f"ranks<={config.plan.ranks}"] if config.plan.ranks else [])]
         with out.working(f"planning {config.model.name} on {cluster.name}"):
-            plan = api.plan(subject, config.train.batch, cluster=cluster, layout=layout, constraints=words)
+            limit = config.plan.device_memory or 0
+            plan = api.plan(subject, config.train.batch, cluster=cluster, layout=layout, constraints=words, device_memory=limit)
     (Path(config.run.folder) / MACHINE).write_text(cluster.to_toml())
     prediction = plan.prediction
     # The peak that the prediction's MFU is of, so that measured and predicted compare.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -9,7 +10,7 @@ import typer
 from weft.cli import options
 from weft.cli.output import output
 from weft.errors import UsageError, VerifyError
-from weft.report.tables import Table
+from weft.report.tables import Table, measured_memory_table
 
 
 def verify(
@@ -25,6 +26,7 @@ def verify(
     tolerance: Annotated[
         float | None, typer.Option("--tolerance", metavar="X", help="Largest relative error; 1e-9 in float64.", show_default=False)
     ] = None,
+    device_memory: options.DeviceMemory = None,
     as_json: options.Json = False,
 ) -> None:
     """Compare a layout with the serial model.
@@ -48,12 +50,15 @@ def verify(
             )
         subject = load_model(model, batch, sequence)
         with out.working(f"comparing {wanted} with the serial model over {steps} steps in {dtype}"):
-            found = api.verify(subject, wanted, batch, steps=steps, dtype=dtype, tolerance=tolerance)
+            found = api.verify(subject, wanted, batch, steps=steps, dtype=dtype, tolerance=tolerance, device_memory=device_memory or 0)
         rows = tuple((name, f"{error:.3g}") for name, error in found.worst.items())
         out.text(f"{model}, {wanted}: worst relative error over {steps} steps in {dtype}, tolerance {found.tolerance:.0e}")
         out.table(Table("", ("", "error"), rows, right=(1,)))
         if found.replicated_operators:
             out.text("computed whole on every rank, for want of a rule: " + ", ".join(found.replicated_operators))
+        if found.memory:
+            predicted = api.plan(subject, batch, cluster="1xcpu-2", layout=replace(wanted, precision=dtype)).prediction
+            out.table(measured_memory_table(found.memory, predicted.memory if predicted else None))
         out.text("the same as the serial model" if found.ok else f"differs first in {found.first_difference}")
         out.answer(
             {
@@ -65,6 +70,7 @@ def verify(
                 "tolerance": found.tolerance,
                 "steps": steps,
                 "dtype": dtype,
+                "memory_bytes": found.memory,
             }
         )
         if not found.ok:

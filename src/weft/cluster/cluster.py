@@ -8,7 +8,7 @@ Not modelled: links of different speed on one level of a part, the routes inside
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import log, prod
 
 from weft.errors import ConfigError, Infeasible
@@ -187,6 +187,7 @@ class Cluster:
     stack: str = ""  # the efficiency set that GPUs are priced with, by the catalogue's name; by default the device's own
     parts: tuple[Cluster, ...] = ()  # of a mixed cluster (`weft.cluster.mixed`), in the order of its ranks; each of one kind
     between: Link | None = None  # joins the nodes of different parts
+    memory_limit_bytes: float = 0.0  # what a rank may use at most, where that is less than it has; 0: all
 
     def __post_init__(self) -> None:
         if not self.levels:
@@ -219,9 +220,17 @@ class Cluster:
 
     def memory_of(self, num_ranks: int) -> float:
         """Bytes that one of `num_ranks` ranks may use: the device's, or its node's shared equally by the ranks on it."""
-        if not self.is_cpu:
-            return self.device.memory_bytes
-        return self.device.memory_bytes * self.node_size / min(self.node_size, self.ranks_per_node(num_ranks))
+        have = self.device.memory_bytes
+        if self.is_cpu:
+            have *= self.node_size / min(self.node_size, self.ranks_per_node(num_ranks))
+        return min(have, self.memory_limit_bytes or have)
+
+    def limited(self, size_bytes: float) -> Cluster:
+        """The same machines where a rank's tensors may take `size_bytes`; what its process holds before it has any comes on top."""
+        if size_bytes <= 0:
+            return self
+        parts = tuple(part.limited(size_bytes) for part in self.parts)
+        return replace(self, memory_limit_bytes=size_bytes + self.device.scratch_bytes, parts=parts)
 
     def ranks_per_node(self, num_ranks: int) -> int:
         """Ranks that share one node when `num_ranks` fill nodes in order (processors: spread evenly over them)."""

@@ -5,7 +5,7 @@ Not modelled: how a table looks. `cli/output` draws it with rich, `page` as HTML
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from weft.errors import UsageError
@@ -200,3 +200,15 @@ def _ratio(step_time_s: float, best_s: float) -> str:
 def _some(names: tuple[str, ...], most: int = 6) -> str:
     rest = len(names) - most
     return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def measured_memory_table(measured: Mapping[str, float], predicted: Memory | None) -> Table:
+    """What the fullest device held at most, by part in bytes, beside what was predicted; the margin of a prediction is not held."""
+    rows = []
+    for part, size in measured.items():
+        said = None if predicted is None else predicted.total - predicted.margin if part == "total" else getattr(predicted, part)
+        shown = "" if said is None else format_bytes(said)
+        off = f"{said / size - 1:+.1%}" if said is not None and size else ""
+        rows.append((part, shown, format_bytes(size), off))
+    note = "each the most of any rank and moment; predicted without the margin"
+    return Table("Memory of the fullest device", ("", "predicted", "measured", "difference"), tuple(rows), right=(1, 2, 3), note=note)

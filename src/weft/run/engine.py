@@ -23,7 +23,7 @@ from weft.model.nesting import BatchForm, batch_size_of
 from weft.model.propagate import needs_gradient
 from weft.model.work import model_flops
 from weft.plan.placement import piece
-from weft.plan.plan import Plan
+from weft.plan.plan import Memory, Plan
 from weft.plan.program import Compute, Op, Program
 from weft.plan.timeline import Timeline
 from weft.run import checkpoint
@@ -39,6 +39,7 @@ from weft.run.replicas import Replicas
 from weft.run.stage import StageRunner
 from weft.run.state import full_state, full_tensors, gradient_pieces, input_gradients, pieces_of
 from weft.run.whole import build_whole
+from weft.world.memory import PARTS, accounts_of
 from weft.world.world import Work, World
 
 
@@ -67,9 +68,15 @@ class Engine:
         source: Source | None = None,
         compile: bool = False,
         program: Program | None = None,
+        device_memory: float = 0.0,
     ) -> None:
-        """`program`: instead of the one that the plan's schedule names, on the plan's stages."""
+        """`program`: instead of the one that the plan's schedule names, on the plan's stages. `device_memory`: at most so many bytes.
+
+        Raises:
+            OutOfMemory: parameters, gradients and optimizer alone exceed `device_memory`; in a step, whatever does.
+        """
         self.plan, self.world = plan, world
+        self.memory = accounts_of(world.device, device_memory)
         self._form = BatchForm.of(batch)
         self.spec = OptimizerSpec.of(optimizer)
         if source is None:
@@ -98,15 +105,38 @@ class Engine:
         for group in sorted(every, key=lambda g: g.ranks):
             group.connect()
         share(self.parts.groups, sums)
-        self._gathered = Gathered(self.parts.groups, sums)
+        self._gathered = Gathered(self.parts.groups, sums, self.memory)
         self._executor = self._build_executor(compile)
         self.gradients = Gradients(self.parts.groups, self.parts.parameters, sums, plan.layout.zero > 0)
         self._executor.gradients = self.gradients
         self._optimizer = Optimizer(self.spec, self.parts.groups, sums, self._everyone, plan.layout.zero > 0)
         self._optimizer.load_parameters()
+        self._count_state()
         self.timeline: Timeline | None = None
         self.seconds: dict[str, float] = {}  # of the last step: "program", "gradients" (what is left of their sums after it), "optimizer"
         self.model_flops = model_flops(self.parts.graph) * plan.layout.microbatches
+
+    def _count_state(self) -> None:
+        """What is there from the first step to the last."""
+        parts, optimizer = self.parts, self._optimizer
+        self.memory.assign("buffers", parts.buffers.values())
+        self.memory.assign("optimizer", optimizer.own_tensors())
+        self.memory.assign("gradients", (group.grad for group in parts.groups))
+        self.memory.assign("parameters", [*parts.parameters.values(), *(group.data for group in parts.groups)])
+        self.memory.forget_peak()
+        self.memory.check(self.world.rank)
+
+    def peak_memory(self) -> Memory | None:
+        """What this rank's device held when it held most, since it was made; None where nothing counts it."""
+        return self.memory.peak() if self.memory.counts else None
+
+    def fullest_memory(self) -> dict[str, float]:
+        """The most that any rank's device held, by part and in `total`; empty where nothing counts it. Every rank calls it."""
+        if not self.memory.counts:
+            return {}
+        peak = self.memory.peak()
+        most = self.world.maximum([int(getattr(peak, part)) for part in PARTS] + [int(peak.total)])
+        return dict(zip((*PARTS, "total"), map(float, most), strict=True))
 
     def _build_executor(self, compile: bool) -> Executor:
         parts, graph = self.parts, self.parts.graph
@@ -125,10 +155,11 @@ class Engine:
             late = None
             if splits:
                 local, late = with_late_weights(local, mine)
-            local = prepared(local, number, self.plan.layout.recompute, self._draw, self._gathered)
+            local = prepared(local, number, self.plan.layout.recompute, self._draw, self._gathered, self.memory)
             autocast = torch.bfloat16 if self.plan.layout.precision == "bfloat16" else None
             runners[number] = StageRunner(
-                local, parts.variables, grads, dtypes, self._draw, autocast, self.world.device, compile, without_gradient(graph), late
+                local, parts.variables, grads, dtypes, self._draw, autocast, self.world.device, compile, without_gradient(graph), late,
+                self.memory,
             )
         crossings = self._crossings(grads, dtypes)
         return Executor(parts.program, runners, crossings, self._pipeline, self.world.device, None, self._draw, names)
@@ -191,12 +222,13 @@ class Engine:
         if record:
             self._everyone.barrier()  # spans count from here, on every rank
         began = time.perf_counter()
-        result = self._executor.run(inputs, record=record, want_inputs=want_inputs)
-        ended = time.perf_counter()
-        self.gradients.finish()
-        self._replicas.finish()
-        result.mean = self._mean_of(result)  # on its way beside the gradients
-        self.gradients.wait()
+        with self.memory.guarded(self.world.rank):
+            result = self._executor.run(inputs, record=record, want_inputs=want_inputs)
+            ended = time.perf_counter()
+            self.gradients.finish()
+            self._replicas.finish()
+            result.mean = self._mean_of(result)  # on its way beside the gradients
+            self.gradients.wait()
         self._gathered.release()
         self.seconds = {"program": ended - began, "gradients": time.perf_counter() - ended}
         if record:
@@ -206,7 +238,8 @@ class Engine:
 
     def update(self, lr: float | None = None) -> float | None:
         """Clip and update the parameters from the summed gradients. Returns the gradient norm where it is clipped."""
-        norm = self._optimizer.step(lr)
+        with self.memory.guarded(self.world.rank):
+            norm = self._optimizer.step(lr)
         self.step_index += 1
         return norm
 
@@ -225,7 +258,7 @@ class Engine:
         for module, _ in modes:
             module.training = False
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self.memory.guarded(self.world.rank):
                 return self.loss_of(self._executor.run(self._local(batch), train=False))
         finally:
             self._draw.evaluating = False

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from weft.run.layers import Layered
 from weft.run.parameters import Bucket, FlatGroup
 from weft.world import private
+from weft.world.memory import Accounts
 from weft.world.world import Group, Work
 
 Unit = tuple[int, int]  # stage, layer
@@ -40,7 +41,8 @@ class _Weights:
 class Gathered:
     """The buckets of one rank that lie as pieces, by the layers that read them."""
 
-    def __init__(self, groups: Sequence[FlatGroup], sums: Sequence[Group | None]) -> None:
+    def __init__(self, groups: Sequence[FlatGroup], sums: Sequence[Group | None], memory: Accounts | None = None) -> None:
+        self._memory = memory or Accounts()
         self.units: dict[Unit, list[_Weights]] = {}
         self._order: dict[int, list[int]] = {}  # the layers of each stage
         for group, over in zip(groups, sums, strict=True):
@@ -101,7 +103,8 @@ class Gathered:
     def _fetch(self, unit: Unit, user: object) -> None:
         for weights in self.units[unit]:
             if not weights.users:
-                weights.whole.untyped_storage().resize_(weights.size_bytes)
+                with self._memory.counting("buffers"):
+                    weights.whole.untyped_storage().resize_(weights.size_bytes)
                 weights.work = weights.over.all_gather_into(weights.whole, weights.piece, wait=False)
             weights.users.add(user)
 

@@ -11,6 +11,7 @@ whole gradient: a bucket has memory from its first gradient until it is scattere
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -55,9 +56,13 @@ class Gradients:
             self._hook(name)
 
     def _hook(self, name: str) -> None:
+        # Through a parameter's hook no garbage collector sees; one that held this would keep all parameters for ever.
+        mine = weakref.ref(self)
+
         def done(parameter: Tensor) -> None:
-            if parameter.grad is not None:
-                self.add(name, parameter.grad)
+            gradients = mine()
+            if parameter.grad is not None and gradients is not None:
+                gradients.add(name, parameter.grad)
                 parameter.grad = None
 
         self.parameters[name].register_post_accumulate_grad_hook(done)  # type: ignore[no-untyped-call]

@@ -105,6 +105,12 @@ class Optimizer:
                 state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
             self.inner.state[p] = state
 
+    def own_tensors(self) -> list[Tensor]:
+        """Everything that the optimizer holds beside the groups' own parameters and gradients."""
+        shared = {t.data_ptr() for group in self._groups for t in (group.data, group.grad)}
+        held = [t for t in (*self.params, *self.grads) if t.data_ptr() not in shared]
+        return held + [t for state in self.inner.state.values() for t in state.values() if isinstance(t, Tensor)]
+
     def slots(self, number: int) -> dict[str, Tensor]:
         """The optimizer's state tensors of group `number`, laid out as `params[number]`."""
         state = self.inner.state[self.params[number]]

@@ -10,18 +10,19 @@ from weft.lower.local import LocalStage
 from weft.run.gathered import Gathered
 from weft.run.layers import by_layer
 from weft.run.recompute import recompute_attention, recompute_layers
+from weft.world.memory import Accounts
 
 
-def prepared(local: LocalStage, stage: int, recompute: str, draw: Draw, gathered: Gathered) -> LocalStage:
+def prepared(local: LocalStage, stage: int, recompute: str, draw: Draw, gathered: Gathered, memory: Accounts) -> LocalStage:
     """The stage under a layout's `recompute`, with layers that gather their weights where those lie as pieces."""
     if recompute == "selective":
-        local = recompute_attention(local, draw)
+        local = recompute_attention(local, draw, memory)
     gathers = any(s == stage for s, _ in gathered.units)
     if recompute != "full" and not gathers:
         return local
     layered = by_layer(local)
     if recompute == "full":
-        recompute_layers(layered, draw)
+        recompute_layers(layered, draw, memory)
     if gathers:
         gathered.wrap(stage, layered)
     return layered.local

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from weft.lower.kernels.randomness import Draw
 from weft.lower.local import LocalStage, snapshot
 from weft.run.layers import Layered, numbers_of
+from weft.world.memory import Accounts
 
 _PRODUCTS = frozenset({"matmul", "bmm", "baddbmm", "einsum"})
 _SOFTMAX = frozenset({"softmax", "_softmax", "_safe_softmax"})
@@ -28,7 +29,7 @@ _KEEPS_SCORES = "attention"  # `lower.kernels.randomness.attention`: with dropou
 _CORE = "attention_core_"
 
 
-def recompute_layers(layered: Layered, draw: Draw, only: Collection[int] | None = None) -> None:
+def recompute_layers(layered: Layered, draw: Draw, memory: Accounts, only: Collection[int] | None = None) -> None:
     """Put every layer of a stage (or the runs whose numbers are in `only`) under checkpointing.
 
     What stands outside of layers is kept. So is a layer that reads a buffer which is written while the model runs: run again it would
@@ -36,10 +37,10 @@ def recompute_layers(layered: Layered, draw: Draw, only: Collection[int] | None 
     """
     for number in sorted(layered.repeated - layered.reads_written):
         if only is None or number in only:
-            setattr(layered.local.module, layered.names[number], Recomputed(layered.child(number), draw))
+            setattr(layered.local.module, layered.names[number], Recomputed(layered.child(number), draw, memory))
 
 
-def recompute_attention(local: LocalStage, draw: Draw) -> LocalStage:
+def recompute_attention(local: LocalStage, draw: Draw, memory: Accounts) -> LocalStage:
     """The same stage with the core of every attention that keeps its scores under checkpointing."""
     assert isinstance(local.module, fx.GraphModule)  # only a captured model is lowered
     numbers = numbers_of(local.module)
@@ -55,7 +56,7 @@ def recompute_attention(local: LocalStage, draw: Draw) -> LocalStage:
     calls = [node for node in module.graph.nodes if node.op == "call_module" and str(node.target).startswith(_CORE)]
     for node in calls:
         node.meta["part"] = parts[int(str(node.target).removeprefix(_CORE))]
-        setattr(module, str(node.target), Recomputed(getattr(module, str(node.target)), draw))
+        setattr(module, str(node.target), Recomputed(getattr(module, str(node.target)), draw, memory))
     return replace(local, module=module)
 
 
@@ -127,11 +128,11 @@ def _name(node: fx.Node) -> str:
 
 
 class Recomputed(nn.Module):
-    """`inner` under checkpointing, where gradients are wanted."""
+    """`inner` under checkpointing, where gradients are wanted; what it keeps when it runs again are activations."""
 
-    def __init__(self, inner: nn.Module, draw: Draw) -> None:
+    def __init__(self, inner: nn.Module, draw: Draw, memory: Accounts) -> None:
         super().__init__()
-        self.inner, self._draw = inner, draw
+        self.inner, self._draw, self._memory = inner, draw, memory
 
     def forward(self, *args: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -149,13 +150,15 @@ class Recomputed(nn.Module):
         return checkpoint(run, *given, use_reentrant=False, preserve_rng_state=False, context_fn=self._contexts)
 
     def _contexts(self) -> tuple[Any, Any]:
-        return contextlib.nullcontext(), _recomputing(self._draw)
+        return contextlib.nullcontext(), recomputing(self._draw, self._memory)
 
 
 @contextlib.contextmanager
-def _recomputing(draw: Draw) -> Iterator[None]:
+def recomputing(draw: Draw, memory: Accounts) -> Iterator[None]:
+    """While something runs again: buffers are not written a second time."""
     draw.recomputing = True
     try:
-        yield
+        with memory.counting("activations"):
+            yield
     finally:
         draw.recomputing = False

@@ -16,6 +16,7 @@ from torch import Tensor
 from weft.lower.kernels.randomness import Draw
 from weft.lower.late import Late, Note
 from weft.lower.local import LocalStage
+from weft.world.memory import Accounts
 
 
 @dataclass(slots=True)
@@ -33,7 +34,7 @@ class StageRunner:
     """Runs one lowered stage, in the gradient mode that is set.
 
     `grads`: values whose gradient travels. `closed`: inputs that can have none. `dtypes`: dtype in which a value crosses to another stage.
-    `late`: the weight gradients that a split backward computes later, where it is split.
+    `late`: the weight gradients that a split backward computes later, where it is split. `memory`: told what forward is for.
     """
 
     def __init__(
@@ -48,8 +49,9 @@ class StageRunner:
         compile: bool = False,
         closed: frozenset[str] = frozenset(),
         late: Late | None = None,
+        memory: Accounts | None = None,
     ) -> None:
-        self.closed = closed
+        self.closed, self.memory = closed, memory or Accounts()
         self.local, self.draw, self.late = local, draw, late
         self._learns = [value in grads for value in local.received]
         self._dtypes = [dtypes[value] for value in local.sent]
@@ -73,11 +75,13 @@ class StageRunner:
         kept = Kept(held, [], [], given)
         if self.late is not None:
             self.late.notes = kept.notes
+        self.memory.part("activations")
         if self._autocast is None:
             out = self.module(*args, *held)
         else:
             with torch.autocast(self._device.type, dtype=self._autocast):
                 out = self.module(*args, *held)
+        self.memory.part("buffers")
         num_sent = len(self._dtypes)
         kept.sent = [x if x.dtype is dtype else x.to(dtype) for x, dtype in zip(out, self._dtypes, strict=False)]
         kept.results = list(out[num_sent:])

@@ -40,13 +40,17 @@ _NOISE_FACTOR = 16
 
 @dataclass(frozen=True)
 class Verification:
-    """The result: worst relative error by what was compared, and the first tensor above the tolerance."""
+    """The result: worst relative error by what was compared, and the first tensor above the tolerance.
+
+    `memory`: bytes that the fullest device held at most, by part and in `total`; empty where nothing counts them.
+    """
 
     ok: bool
     worst: dict[str, float]
     first_difference: str | None
     replicated_operators: tuple[str, ...]
     tolerance: float
+    memory: dict[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
         errors = ", ".join(f"{name} {error:.1e}" for name, error in self.worst.items())
@@ -127,17 +131,19 @@ def verify_on_rank(
     sabotage: Mapping[str, float] | None = None,
     source: Source | None = None,
     program: Program | None = None,
+    device_memory: float = 0.0,
 ) -> Verification | None:
     """Run on every rank; the verification on rank 0, None elsewhere.
 
     `sabotage`: parameters whose gradients this run multiplies by a number, to show that the comparison finds it. `source`: the model as
-    it was made with `seed` before the ranks were forked, which saves each of them from tracing it. `program`: see `Engine`.
+    it was made with `seed` before the ranks were forked, which saves each of them from tracing it. `program` and
+    `device_memory`: see `Engine`.
     """
     spec = OptimizerSpec.of(optimizer)
     bound = TOLERANCE[plan.layout.precision] if tolerance is None else tolerance
 
     model = copy.deepcopy(make) if isinstance(make, nn.Module) else make
-    engine = Engine(plan, model, batch, loss, world, spec, seed=seed, source=source, program=program)
+    engine = Engine(plan, model, batch, loss, world, spec, seed=seed, source=source, program=program, device_memory=device_memory)
     graph = engine.parts.graph
     closed = without_gradient(graph)
 
@@ -170,6 +176,7 @@ def verify_on_rank(
             assert inputs is not None
             got = {"loss": {"": torch.tensor(loss_value)}, "gradients": gradients, "input_gradients": inputs, "weights": state}
             seen.step(step, got, serial.step())
+    memory = engine.fullest_memory()
     if serial is None:
         return None
-    return Verification(seen.first is None, seen.worst, seen.first, plan.replicated_operators, bound)
+    return Verification(seen.first is None, seen.worst, seen.first, plan.replicated_operators, bound, memory)

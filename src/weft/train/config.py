@@ -12,8 +12,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, model_validator
 
-from weft.errors import ConfigError
+from weft.errors import ConfigError, UsageError
 from weft.train import toml
+from weft.units import parse_bytes
 
 
 class _Section(BaseModel):
@@ -80,7 +81,7 @@ class TrainSection(_Section):
 class PlanSection(_Section):
     """Where the plan comes from: `layout` by hand, a `file` that `weft plan` wrote, or (neither) weft's own choice for `cluster`.
 
-    `ranks` limits the choice to that many, `constrain` as `--constrain` does.
+    `ranks` limits the choice to that many, `constrain` as `--constrain` does. `device_memory` ("2GiB") is what a rank's tensors may take.
     """
 
     layout: str = ""
@@ -88,6 +89,15 @@ class PlanSection(_Section):
     cluster: str = "here"
     ranks: int = Field(default=0, ge=0)
     constrain: tuple[str, ...] = ()
+    device_memory: str = ""
+
+    @model_validator(mode="after")
+    def _a_size(self) -> PlanSection:
+        try:
+            parse_bytes(self.device_memory or 0)
+        except UsageError as error:
+            raise ValueError(f"device_memory: {error}") from error
+        return self
 
     @model_validator(mode="after")
     def _one(self) -> PlanSection:

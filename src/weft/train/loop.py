@@ -30,6 +30,8 @@ from weft.train.loader import Loader, rows_of
 from weft.train.metrics import FILE, Metrics, Row, read_metrics
 from weft.train.schedule import learning_rate
 from weft.train.subject import Subject, subject_of
+from weft.units import parse_bytes
+from weft.world.memory import PARTS
 from weft.world.world import World
 
 CHECKPOINTS = "checkpoints"
@@ -65,7 +67,8 @@ def make_engine(world: World, job: Job, subject: Subject) -> Engine:
         "clip": section.clip,
         "decay": section.decay,
     }
-    return Engine(job.plan, subject.make, subject.example, subject.loss, world, optimizer, seed=section.seed)
+    limit = parse_bytes(job.config.plan.device_memory or 0)
+    return Engine(job.plan, subject.make, subject.example, subject.loss, world, optimizer, seed=section.seed, device_memory=limit)
 
 
 def train(world: World, job: Job, make: MakeEngine = make_engine) -> Summary:
@@ -94,6 +97,7 @@ class _Run:
         self.saved_step = -1
         self.components = Components(world, layout.mesh)
         self.measured: dict[str, float] | None = None
+        self.memory: dict[str, float] = {}
         self.show: Display
         self._agree_at, self._agree_every = 0, 1
 
@@ -107,6 +111,7 @@ class _Run:
             stopped = self._steps(start, token, write)
             step = start + len(self.losses)
             self.measured = self.components.gather()
+            self.memory = self.engine.fullest_memory()
             self._save(step, token, last=True)
             if not stopped and (self.losses or not artifacts.complete(self.job.folder, self.world)):
                 artifacts.write(self.engine, self.job, self.subject, self.world, self.show.say)
@@ -265,6 +270,8 @@ class _Run:
             "predicted_step_time_s": predicted.step_time_s if predicted else None,
             "predicted_parts_s": dict(predicted.parts) if predicted else None,
             "measured_parts_s": self.measured,
+            "memory_bytes": self.memory or None,
+            "predicted_memory_bytes": {part: getattr(predicted.memory, part) for part in PARTS} if predicted else None,
             "mfu": self._mfu(seconds) if seconds else None,
             "layout": str(self.job.plan.layout),
             "num_parameters": self.engine.num_parameters,

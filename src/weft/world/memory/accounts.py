@@ -1,0 +1,199 @@
+"""What one rank's device holds: counted by part, limited, the highest told.
+
+In: the device, a limit. Out: `Accounts`. On processors every allocation of torch in this process is counted by a small library that wraps
+torch's allocator, for the part that is set when it comes; "host" is memory beside the device: it counts neither towards the peak
+nor towards the limit (the batch, what is offloaded, whatever runs outside of an engine). On GPUs torch counts by itself.
+
+Not modelled: memory that does not come from torch's allocator, such as workspaces inside libraries and Python's objects.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from weft.errors import OutOfMemory, UsageError
+from weft.plan.plan import Memory
+from weft.units import format_bytes
+from weft.world.memory.library import load
+
+PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers")
+HOST = "host"
+_NUMBERS = {part: number for number, part in enumerate((*PARTS, HOST))}
+_REMEDY = "use recompute=full, offload=activations, more microbatches, a higher zero or more ranks, or allow more by --device-memory"
+
+
+class Accounts:
+    """Nothing is counted: no compiler, or another device. `why`: for whom it matters."""
+
+    def __init__(self, why: str = "", limit: float = 0.0) -> None:
+        self.why, self.limit_bytes = why, limit
+
+    @property
+    def counts(self) -> bool:
+        """Whether there is anything to read."""
+        return False
+
+    def part(self, part: str) -> None:
+        """What is allocated from now on is for this part."""
+
+    @contextmanager
+    def counting(self, part: str) -> Iterator[None]:
+        """What is allocated inside is for this part."""
+        yield
+
+    def assign(self, part: str, tensors: Iterable[Tensor]) -> None:
+        """These tensors' memory is this part's from now on, wherever it came from."""
+
+    def held(self) -> Memory:
+        """Bytes on the device now."""
+        return Memory()
+
+    def host_bytes(self) -> float:
+        """Bytes beside the device now."""
+        return 0.0
+
+    def peak(self) -> Memory:
+        """Bytes when the device held most."""
+        return Memory()
+
+    def forget_peak(self) -> None:
+        """The peak is of what comes from now on."""
+
+    def refused(self) -> tuple[Memory, float]:
+        """What was held when an allocation last exceeded the limit, and the bytes of that allocation (0: none did)."""
+        return self.held(), 0.0
+
+    def exceeded(self, rank: int) -> OutOfMemory:
+        """The error of a rank that needs more than its device may hold."""
+        held, more = self.refused()
+        parts = ", ".join(f"{part} {format_bytes(getattr(held, part))}" for part in PARTS)
+        allowed = f"of {format_bytes(self.limit_bytes)} " if self.limit_bytes else ""
+        needs = f" and needs {format_bytes(more)} more" if more else ""
+        return OutOfMemory(f"rank {rank} holds {format_bytes(held.total)} {allowed}({parts}){needs}; {_REMEDY}")
+
+    @contextmanager
+    def guarded(self, rank: int, part: str = "buffers") -> Iterator[None]:
+        """Count for `part` inside. Raises OutOfMemory where the device cannot hold it."""
+        try:
+            with self.counting(part):
+                yield
+        except torch.OutOfMemoryError as error:
+            raise self.exceeded(rank) from error
+
+    def check(self, rank: int) -> None:
+        """Raise OutOfMemory where what was assigned is more than the limit already."""
+        if self.limit_bytes and self.held().total > self.limit_bytes:
+            raise self.exceeded(rank)
+
+
+class HostAccounts(Accounts):
+    """Counted by the library. All accounts of a process are one."""
+
+    def __init__(self, library: ctypes.CDLL, limit: float = 0.0) -> None:
+        super().__init__("", limit)
+        self._library = library
+        self._numbers = (ctypes.c_int64 * 19)()
+        library.weft_memory_limit(int(limit))
+        library.weft_memory_forget_peak()
+
+    @property
+    def counts(self) -> bool:
+        return True
+
+    def part(self, part: str) -> None:
+        self._library.weft_memory_part(_NUMBERS[part])
+
+    @contextmanager
+    def counting(self, part: str) -> Iterator[None]:
+        before = self._library.weft_memory_part(_NUMBERS[part])
+        try:
+            yield
+        finally:
+            self._library.weft_memory_part(before)
+
+    def assign(self, part: str, tensors: Iterable[Tensor]) -> None:
+        number = _NUMBERS[part]
+        for storage in {s.data_ptr(): s for s in (x.untyped_storage() for x in tensors)}.values():
+            if storage.nbytes() and not self._library.weft_memory_assign(storage.data_ptr(), number):
+                # Memory that ranks share, or that was there before counting began.
+                self._library.weft_memory_add(number, storage.nbytes())
+                weakref.finalize(storage, self._library.weft_memory_add, number, -storage.nbytes())
+
+    def _read(self) -> list[int]:
+        self._library.weft_memory_read(self._numbers)
+        return list(self._numbers)
+
+    def held(self) -> Memory:
+        return Memory(*map(float, self._read()[:5]))
+
+    def host_bytes(self) -> float:
+        return float(self._read()[5])
+
+    def peak(self) -> Memory:
+        return Memory(*map(float, self._read()[6:11]))
+
+    def forget_peak(self) -> None:
+        self._library.weft_memory_forget_peak()
+
+    def refused(self) -> tuple[Memory, float]:
+        numbers = self._read()
+        return (Memory(*map(float, numbers[12:17])), float(numbers[18])) if numbers[18] else (self.held(), 0.0)
+
+
+class CudaAccounts(Accounts):
+    """Counted by torch's allocator of the device; what is not assigned is activations."""
+
+    def __init__(self, device: torch.device, limit: float = 0.0) -> None:
+        super().__init__("", limit)
+        self._device = device
+        self._assigned: dict[int, tuple[str, int]] = {}
+        if limit:
+            total = torch.cuda.get_device_properties(device).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
+        torch.cuda.reset_peak_memory_stats(device)
+
+    @property
+    def counts(self) -> bool:
+        return True
+
+    def assign(self, part: str, tensors: Iterable[Tensor]) -> None:
+        for x in tensors:
+            if x.device.type == "cuda":
+                self._assigned[x.untyped_storage().data_ptr()] = part, x.untyped_storage().nbytes()
+
+    def _split(self, total: float) -> Memory:
+        sums = dict.fromkeys(PARTS, 0.0)
+        for part, size in self._assigned.values():
+            sums[part] += size
+        return Memory(**{**sums, "activations": max(0.0, total - sum(sums.values()) + sums["activations"])})
+
+    def held(self) -> Memory:
+        return self._split(float(torch.cuda.memory_allocated(self._device)))
+
+    def peak(self) -> Memory:
+        return self._split(float(torch.cuda.max_memory_allocated(self._device)))
+
+    def forget_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+
+def accounts_of(device: torch.device, limit: float = 0.0) -> Accounts:
+    """The accounts of a device, with at most `limit` bytes on it (0: what there is).
+
+    Raises:
+        UsageError: a limit on processors where nothing can be counted.
+    """
+    if device.type == "cuda":
+        return CudaAccounts(device, limit)
+    library = load() if device.type == "cpu" else f"{device.type} is not counted"
+    if not isinstance(library, str):
+        return HostAccounts(library, limit)
+    if limit:
+        raise UsageError(f"a limit of {format_bytes(limit)} for the device needs a C++ compiler to count by ({library}); leave it out")
+    return Accounts(library)

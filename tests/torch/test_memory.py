@@ -1,0 +1,184 @@
+"""What a device holds is counted, limited and told: against known sizes, the process's own growth, and twins that count otherwise."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import weft
+from weft.errors import OutOfMemory, UsageError
+from weft.world.memory import Accounts, accounts_of, library
+from weft.world.memory.accounts import HostAccounts
+
+MIB = 1 << 20
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def accounts() -> Iterator[Accounts]:
+    made = accounts_of(CPU)
+    if not made.counts:
+        pytest.skip(made.why)
+    yield made
+    accounts_of(CPU)  # without a limit
+
+
+def test_every_part_has_what_was_allocated_for_it(accounts: Accounts) -> None:
+    before, host = accounts.held(), accounts.host_bytes()
+    with accounts.counting("activations"):
+        kept = [torch.ones(MIB // 4) for _ in range(8)]
+        with accounts.counting("host"):
+            beside = torch.ones(MIB)
+    views = [x[10:20] for x in kept]  # no memory of their own
+    held = accounts.held()
+    assert held.activations - before.activations == 8 * MIB
+    assert accounts.host_bytes() - host == 4 * MIB == beside.nbytes
+    accounts.assign("parameters", [*views[:2], kept[0]])
+    assert accounts.held().parameters - before.parameters == 2 * MIB
+    assert accounts.held().activations - before.activations == 6 * MIB
+    del kept, views
+    assert accounts.held() == before
+
+
+def test_the_peak_is_of_one_moment(accounts: Accounts) -> None:
+    accounts.forget_peak()
+    before = accounts.held()
+    with accounts.counting("activations"):
+        first = torch.ones(3 * MIB // 4)
+    with accounts.counting("buffers"):
+        torch.ones(2 * MIB // 4)
+    del first
+    with accounts.counting("gradients"):
+        torch.ones(4 * MIB // 4)
+    peak = accounts.peak()
+    assert peak.total - before.total == 5 * MIB
+    assert (peak.activations - before.activations, peak.buffers - before.buffers) == (3 * MIB, 2 * MIB)
+    assert peak.gradients == before.gradients
+
+
+GROWTH = """
+import torch
+from weft.world.memory import accounts_of
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+accounts = accounts_of(torch.device("cpu"))
+torch.full((1 << 20,), 1.0)  # what comes with the first is not its own
+before, at = resident(), accounts.held().total
+with accounts.counting("activations"):
+    kept = [torch.full((1 << 20,), 1.0) for _ in range(24)]
+print(int(accounts.held().total - at), resident() - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory is read from /proc")
+def test_what_is_counted_is_what_the_process_grows_by(accounts: Accounts) -> None:
+    done = subprocess.run([sys.executable, "-c", GROWTH], capture_output=True, text=True, check=True)
+    counted, grown = map(int, done.stdout.split())
+    assert counted == 24 * 4 * MIB
+    assert counted <= grown < counted * 1.1
+
+
+def test_a_limit_is_enforced_with_the_numbers(accounts: Accounts) -> None:
+    limited = accounts_of(CPU, accounts.held().total + 8 * MIB)
+    with limited.guarded(0, "activations"):
+        kept = torch.ones(6 * MIB // 4)
+    with (
+        pytest.raises(OutOfMemory, match=r"rank 3 holds .* of .*activations 6\.00 MiB.*needs 4\.00 MiB more; use recompute=full"),
+        limited.guarded(3),
+    ):
+        torch.ones(4 * MIB // 4)
+    with limited.counting("host"):  # beside the device there is no limit
+        assert torch.ones(40 * MIB // 4).nbytes == 40 * MIB
+    del kept
+    with limited.guarded(0):
+        torch.ones(7 * MIB // 4)
+
+
+def test_without_a_compiler_a_limit_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "no C compiler" in str(library.load(tmp_path, compiler="no-such-compiler"))
+    monkeypatch.setattr("weft.world.memory.accounts.load", lambda: "no C compiler 'c++' in PATH")
+    assert not accounts_of(CPU).counts
+    with pytest.raises(UsageError, match="needs a C\\+\\+ compiler"):
+        accounts_of(CPU, 1e9)
+
+
+WIDTH, DEPTH, ROWS = 64, 6, 512
+
+
+class Deep(torch.nn.Module):
+    """Wide batches through few weights: activations are most of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.GELU()) for _ in range(DEPTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
+STATE = 4 * DEPTH * (WIDTH * WIDTH + WIDTH)
+VALUE = 4 * ROWS * WIDTH
+
+
+def _trained(limit: float, layout: str) -> Any:
+    gc.collect()  # engines hold themselves in a circle
+    batch = (torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0)),)
+    engine = weft.parallelize(Deep, batch, loss=lambda out, _: out, plan=layout, seed=0, device_memory=limit)
+    for _ in range(2):
+        engine.step(batch)
+    return engine.full_state_dict(), engine.peak_memory()
+
+
+def test_a_run_counts_its_state_and_what_backward_keeps(accounts: Accounts) -> None:
+    gc.collect()
+    before = accounts.held()
+    _, peak = _trained(0, "data=1")
+    assert peak.parameters - before.parameters == STATE
+    assert peak.gradients - before.gradients == STATE
+    assert STATE * 2 <= peak.optimizer - before.optimizer <= STATE * 2 + 64
+    # The input of every product but the first (the batch is the user's), the input of every GELU, and what is there at the moment.
+    kept = peak.activations - before.activations
+    assert (2 * DEPTH - 1) * VALUE <= kept <= (2 * DEPTH + 2) * VALUE
+
+
+def test_what_does_not_fit_runs_with_recomputation_to_the_same_weights(accounts: Accounts) -> None:
+    state, peak = _trained(0, "data=1")
+    recomputed, less = _trained(0, "data=1 recompute=full")
+    assert all(torch.equal(state[name], recomputed[name]) for name in state)
+    limit = (peak.total + less.total) / 2
+    with pytest.raises(OutOfMemory, match="activations"):
+        _trained(limit, "data=1")
+    recomputed, less = _trained(limit, "data=1 recompute=full")
+    assert less.total < limit < peak.total
+    assert all(torch.equal(state[name], recomputed[name]) for name in state)
+    gc.collect()
+    with pytest.raises(OutOfMemory, match="optimizer"):
+        _trained(accounts.held().total + 3 * STATE, "data=1 recompute=full")
+
+
+def test_a_twin_that_counts_nothing_as_the_device_is_found(accounts: Accounts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Were activations counted as host memory, the limit would never bind."""
+    _, peak = _trained(0, "data=1")
+    monkeypatch.setattr(HostAccounts, "part", lambda self, part: self._library.weft_memory_part(5))
+    _, spoiled = _trained(0, "data=1")
+    assert spoiled.activations < peak.activations / 4
+
+
+def test_an_engine_that_is_dropped_leaves_nothing(accounts: Accounts) -> None:
+    gc.collect()
+    before = accounts.held()
+    _trained(0, "data=1")
+    gc.collect()
+    assert accounts.held().total == before.total
