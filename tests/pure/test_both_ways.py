@@ -116,9 +116,9 @@ def test_the_exchange_goes_on_beside_the_computes_that_follow() -> None:
 
 
 def test_sizes_that_cannot_be_are_named() -> None:
-    with pytest.raises(UsageError, match="gems-mast has 2 microbatches, one for each of its replicas, not 4; use gems-master for 4"):
+    with pytest.raises(UsageError, match="gems-mast has 2 microbatches, one a replica, not 4; use gems-master for 4"):
         build("gems-mast", 4, 4)
-    with pytest.raises(LayoutError, match="chimera has as many microbatches for one replica as for the other, and 3 is odd"):
+    with pytest.raises(LayoutError, match="chimera has as many microbatches for either replica, not 3; use an even number"):
         Layout(pipeline=2, microbatches=3, schedule="chimera")
     assert Layout.parse("pipeline=4 microbatches=8 schedule=zb-v").num_stages == 8
     assert Layout.parse(str(Layout(pipeline=4, schedule="zb-v"))) == Layout(pipeline=4, schedule="zb-v", chunks=2)

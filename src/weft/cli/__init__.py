@@ -15,7 +15,24 @@ from typing import Annotated
 
 import typer
 
-from weft.cli import checkpoint, compare, demo, doctor, estimate, explain, plan, probe, report, schedule, simulate, train, verify, whatif
+from weft.cli import (
+    check,
+    checkpoint,
+    compare,
+    demo,
+    doctor,
+    estimate,
+    explain,
+    plan,
+    probe,
+    report,
+    schedule,
+    schedules,
+    simulate,
+    train,
+    verify,
+    whatif,
+)
 from weft.errors import RunError, UsageError, WeftError
 
 INTERRUPTED = 130
@@ -62,6 +79,8 @@ app.command("estimate")(estimate.estimate)
 app.command("verify")(verify.verify)
 app.command("simulate")(simulate.simulate)
 app.command("schedule")(schedule.schedule)
+app.command("schedules")(schedules.schedules)
+app.command("check")(check.check)
 app.command("probe")(probe.probe)
 app.command("doctor")(doctor.doctor)
 app.command("report")(report.report)

@@ -18,6 +18,7 @@ from weft.errors import WeftError
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.text import Text
 
     from weft.report.tables import Table
 
@@ -36,6 +37,11 @@ class Output:
         """Lines for a person; nothing with `--json`."""
         if not self.to_json:
             print(text, flush=True)
+
+    def picture(self, picture: Text) -> None:
+        """Words that have colours, where there are colours; lines are never broken."""
+        if not self.to_json:
+            _console(stderr=False).print(picture, soft_wrap=True)
 
     def table(self, table: Table) -> None:
         """Draw a table as wide as the terminal; cells are words, never markup."""

@@ -1,89 +1,146 @@
-"""`weft schedule`: draw, prove and time a pipeline schedule by name. In: sizes and times. Out: a picture and numbers."""
+"""`weft schedule`: draw, prove and time a pipeline schedule. In: its name and sizes, or a file of actions. Out: a picture and numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from weft.cli import options
-from weft.cli.output import output
+from weft.cli.output import Output, output
 from weft.errors import ProgramError, UsageError
 
+if TYPE_CHECKING:
+    from weft.plan.program import Program
+    from weft.simulate.summary import Summary
+
+_NAME = "sequential, gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v, chimera, gems-mast or gems-master; or a file of actions."
+_TARGET = "Write the picture (.svg), the actions (.txt, for check) or the timeline (.json, for compare)."
+SUFFIXES = (".svg", ".txt", ".json")
+Times = Annotated[str, typer.Option("--times", metavar="f=1,b=2[,w=1][,c=0]", help="Time of each kind of action.")]
+Chunks = Annotated[int, typer.Option("--chunks", min=1, metavar="V", help="Stages of each rank, of interleaved.")]
 DEFAULT_TIMES = "f=1,b=2"
 
 
 def schedule(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="sequential, gpipe or 1f1b.", show_default=False)],
-    stages: Annotated[int, typer.Option("--stages", metavar="P", help="Pipeline stages.", show_default=False)],
-    microbatches: Annotated[int, typer.Option("--microbatches", metavar="M", help="Microbatches a step.", show_default=False)],
-    times: Annotated[str, typer.Option("--times", metavar="f=1,b=2[,w=1][,c=0]", help="Time of each kind of action.")] = DEFAULT_TIMES,
+    name: Annotated[str, typer.Argument(metavar="NAME|FILE", help=_NAME, show_default=False)],
+    stages: Annotated[int | None, typer.Option("--stages", metavar="P", help="Pipeline stages: ranks.", show_default=False)] = None,
+    microbatches: Annotated[
+        int | None, typer.Option("--microbatches", metavar="M", help="Microbatches a step.", show_default=False)
+    ] = None,
+    times: Times = DEFAULT_TIMES,
+    chunks: Chunks = 2,
+    target: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help=_TARGET, show_default=False)] = None,
     as_json: options.Json = False,
 ) -> None:
     """Draw, prove and time a schedule.
 
-    In --times f is a forward, b a whole backward, or its input part where w (the weights' part) is given, and c a transfer.
+    In --times f is a forward, b a whole backward, or its input part where w (the weights' part) is given, and c a transfer; each of all
+    that a rank has of the model, so that a stage of interleaved and zb-v takes its share. The bubble is counted from a rank's first
+    compute to its last action.
 
     \b
     Example:
       weft schedule 1f1b --stages 4 --microbatches 8 --times f=1,b=2
+      weft schedule zb-v --stages 4 --microbatches 8 --times f=1,b=1,w=1 -o picture.svg
     """
     with output(as_json) as out:
         from weft.plan.check import check
-        from weft.plan.program import Op
-        from weft.report.gantt import gantt
-        from weft.schedules import build
-        from weft.simulate.clock import simulate
-        from weft.simulate.memory import in_flight
+        from weft.plan.layout import chunks_of
+        from weft.simulate.summary import Times, summarize
 
-        unit = parse_times(times)
-        backward = unit["b"] + unit.get("w", 0.0)
-        seconds = {Op.F: unit["f"], Op.B: backward, Op.I: unit["b"] if "w" in unit else backward / 2, Op.W: unit.get("w", backward / 2)}
-        program = build(name, stages, microbatches)
-        proven, reason = True, ""
+        unit = Times.parse(times)
+        if target is not None and target.suffix not in SUFFIXES:
+            raise UsageError(f"{target} is none of the kinds that a schedule is written as; end it in {', '.join(SUFFIXES)}")
+        if is_file(name):
+            from weft.cli.check import read_program
+
+            program, _ = read_program(Path(name))
+            each = 1
+        else:
+            if stages is None or microbatches is None:
+                missing = " and ".join(o for o, v in (("--stages", stages), ("--microbatches", microbatches)) if v is None)
+                raise UsageError(f"{name} needs {missing}; for example weft schedule {name} --stages 4 --microbatches 8")
+            each = chunks_of(name, chunks)
+            program = build_of(name, stages, microbatches, each)
         try:
             check(program)
         except ProgramError as error:
-            proven, reason = False, str(error)
-        timeline = simulate(program, lambda action: seconds[action.op], lambda *_: unit.get("c", 0.0)) if proven else None
-        held = in_flight(program) if proven else ()
-        if timeline is not None:
-            out.text(gantt(timeline))
-            out.text(f"proven: every gradient holds each of {microbatches} microbatches once; at most {max(held)} in flight")
-        out.answer(
-            {
-                "proven": proven,
-                "reason": reason,
-                "time": timeline.total_s if timeline else None,
-                "bubble": timeline.bubble if timeline else None,
-                "utilisation": 1 - timeline.bubble if timeline else None,
-                "peak_in_flight": list(held),
-                "actions": sum(len(row) for row in program.actions),
-            }
-        )
-        if not proven:
-            out.message(reason)
-            raise typer.Exit(ProgramError.exit_code)
+            out.answer(record(program, None, str(error)))
+            out.message(str(error))
+            raise typer.Exit(ProgramError.exit_code) from None
+        found = summarize(program, unit, each)
+        _draw(program, found, out)
+        if target is not None:
+            _write(program, found, target)
+            out.message(f"written to {target}")
+        out.answer(record(program, found))
 
 
-def parse_times(text: str) -> Mapping[str, float]:
-    """`f=1,b=2` as numbers.
+def is_file(name: str) -> bool:
+    """Whether a name is rather that of a file of actions."""
+    return "." in name or "/" in name or Path(name).is_file()
 
-    Raises:
-        UsageError: an unknown letter, no number, or f or b missing.
-    """
-    found: dict[str, float] = {}
-    for word in text.replace(",", " ").split():
-        key, eq, value = word.partition("=")
-        if not eq or key not in "fbwc" or len(key) != 1:
-            raise UsageError(f"--times word {word!r} is not f=, b=, w= or c= with a number; for example {DEFAULT_TIMES}")
-        try:
-            found[key] = float(value)
-        except ValueError:
-            raise UsageError(f"--times {word}: {value!r} is not a number; for example {key}=1.5") from None
-        if not 0 <= found[key] < float("inf"):
-            raise UsageError(f"--times {word}: a time is finite and not negative")
-    if missing := [key for key in "fb" if key not in found]:
-        raise UsageError(f"--times {text!r} lacks {' and '.join(missing)}; for example {DEFAULT_TIMES}")
-    return found
+
+def build_of(name: str, ranks: int, microbatches: int, chunks: int) -> Program:
+    """The program of a schedule on so many ranks, `chunks` stages on each."""
+    from weft import schedules
+
+    return schedules.build(name, ranks * chunks, microbatches, None, False, chunks)
+
+
+def record(program: Program, found: Summary | None, reason: str = "") -> dict[str, object]:
+    """The JSON object of one schedule."""
+    return {
+        "schedule": program.name,
+        "proven": found is not None,
+        "reason": reason,
+        "time": found.time if found else None,
+        "bubble": found.bubble if found else None,
+        "utilisation": found.utilisation if found else None,
+        "peak_in_flight": list(found.peak_in_flight) if found else [],
+        "weights_held": list(found.weights_held) if found else [],
+        "actions": program.num_actions,
+    }
+
+
+def headline(program: Program, found: Summary) -> str:
+    """One line above the picture."""
+    from weft.units import format_percent
+
+    microbatches = f"{len(program.microbatches)} microbatch{'es' * (len(program.microbatches) != 1)}"
+    ranks = f"{program.num_ranks} rank{'s' * (program.num_ranks != 1)}"
+    return (
+        f"{program.name}, {ranks}, {microbatches}: time {found.time:g}, bubble {format_percent(found.bubble)}, "
+        f"utilisation {format_percent(found.utilisation)}"
+    )
+
+
+def beside(found: Summary) -> list[tuple[str, list[str]]]:
+    """What each rank holds at most, beside its row."""
+    return [("in flight", [f"{n:g}" for n in found.peak_in_flight]), ("weights", [f"{n:g}" for n in found.weights_held])]
+
+
+def _draw(program: Program, found: Summary, out: Output) -> None:
+    from weft.report.gantt import gantt_text
+
+    out.picture(gantt_text(found.timeline, beside=beside(found), headline=headline(program, found), time_text="{:g}".format))
+    count = len(program.microbatches)
+    holds = f"every gradient holds each of {count} microbatches once; " if any(program.wants) else "it runs to its end; "
+    out.text(f"proven: {holds}at most {max(found.peak_in_flight, default=0):g} in flight")
+    if abs(found.bubble - (1 - found.utilisation)) > 1e-6:
+        out.text("the bubble counts each rank's own time, from its first compute to its last action; ranks start and end one after another")
+
+
+def _write(program: Program, found: Summary, target: Path) -> None:
+    if target.suffix == ".svg":
+        from weft.report.gantt import svg
+
+        text = svg(found.timeline, beside=beside(found), headline=headline(program, found), time_text="{:g}".format) + "\n"
+    else:
+        text = f"{program}\n" if target.suffix == ".txt" else found.timeline.to_json()
+    try:
+        target.write_text(text)
+    except OSError as error:
+        raise UsageError(f"cannot write {target}: {error.strerror}; choose a folder that can be written to") from None

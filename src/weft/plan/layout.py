@@ -167,13 +167,13 @@ def refuse_sizes(schedule: str, microbatches: int) -> str:
     """Why a schedule is not for so many microbatches; empty where it is.
 
     >>> refuse_sizes("gems-mast", 4)
-    'gems-mast has 2 microbatches, one for each of its replicas, not 4; use gems-master for 4'
+    'gems-mast has 2 microbatches, one a replica, not 4; use gems-master for 4'
     """
     if schedule == "gems-mast" and microbatches != 2:
         other = f"use gems-master for {microbatches}" if microbatches % 2 == 0 else "use microbatches=2"
-        return f"gems-mast has 2 microbatches, one for each of its replicas, not {microbatches}; {other}"
+        return f"gems-mast has 2 microbatches, one a replica, not {microbatches}; {other}"
     if schedule in BOTH_WAYS and microbatches % 2:
-        return f"{schedule} has as many microbatches for one replica as for the other, and {microbatches} is odd; use an even number"
+        return f"{schedule} has as many microbatches for either replica, not {microbatches}; use an even number"
     return ""
 
 

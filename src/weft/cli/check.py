@@ -1,0 +1,91 @@
+"""`weft check`: prove or refute a schedule or a collective from its text. In: a file. Out: proven, or the rank, the step and the reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from weft.cli import options
+from weft.cli.output import output
+from weft.errors import ProgramError, UsageError
+
+if TYPE_CHECKING:
+    from weft.plan.program import Program
+
+_FILE = "Actions of each rank, a line a rank: `rank 0: 0F0 x(0,1,0)>1 ...`, or computes alone: `0F0 0F1 0B0 0B1`."
+MOST_BYTES = 256 << 20
+
+
+def check(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help=_FILE, show_default=False)],
+    rendezvous: Annotated[
+        bool, typer.Option("--rendezvous", help="Also where a send waits for its receive, as NCCL on one stream may.")
+    ] = False,
+    as_json: options.Json = False,
+) -> None:
+    """Prove or refute a schedule.
+
+    Proven: it runs to its end, nothing is read that is not there, and every gradient holds each microbatch exactly once. A file that names
+    no transfers gets them first. The verb schedule writes such files with -o.
+
+    \b
+    Example:
+      weft check mine.txt
+    """
+    with output(as_json) as out:
+        from weft.plan.check import check as prove
+
+        try:
+            program, completed = read_program(file)
+            prove(program, rendezvous)
+            _require_wants(program)
+        except ProgramError as error:
+            out.answer({"proven": False, "reason": str(error)})
+            out.message(f"refuted: {error}")
+            raise typer.Exit(ProgramError.exit_code) from None
+        out.text(f"proven: {_words(program, completed)}")
+        out.answer(
+            {"proven": True, "reason": "", "name": program.name, "ranks": program.num_ranks, "actions": program.num_actions,
+             "microbatches": len(program.microbatches), "completed": completed}
+        )  # fmt: skip
+
+
+def read_program(file: Path) -> tuple[Program, bool]:
+    """The program of a file, and whether its transfers were added here.
+
+    Raises:
+        UsageError: a file that cannot be read. ProgramError: text that is no program.
+    """
+    from weft.plan.program import Program
+    from weft.schedules.lower import complete
+
+    try:
+        if file.stat().st_size > MOST_BYTES:
+            raise UsageError(f"{file} is longer than {MOST_BYTES >> 20} MiB; a program of a million actions has 20")
+        text = file.read_text()
+    except OSError as error:
+        raise UsageError(f"cannot read {file}: {error.strerror}; give the file that weft schedule NAME -o writes, or your own") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"{file} is not text; write a line of actions for each rank") from None
+    program = Program.parse(text)
+    whole = complete(program)
+    return whole, whole is not program and whole != program
+
+
+def _require_wants(program: Program) -> None:
+    if not program.num_stages and not any(program.wants):
+        raise ProgramError(f"{program.name} does not say what must hold at the end; write `wants 0: chunk(0)=0,1` for each rank")
+
+
+def _words(program: Program, completed: bool) -> str:
+    count = len(program.microbatches)
+    what = f"{program.num_ranks} rank{'s' * (program.num_ranks != 1)}, {program.num_actions} actions"
+    if program.num_stages and any(program.wants):
+        what += f"; every gradient holds each of {count} microbatch{'es' * (count != 1)} once"
+    elif program.num_stages:
+        what += "; it runs to its end (it has no backward)"
+    else:
+        what += "; every rank ends with what it wants"
+    return f"{what}{'; transfers were added' if completed else ''}"

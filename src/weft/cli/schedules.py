@@ -1,0 +1,71 @@
+"""`weft schedules`: every pipeline schedule side by side. In: sizes and times. Out: a table."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from weft.cli import options
+from weft.cli.output import output
+from weft.cli.schedule import DEFAULT_TIMES, Chunks, Times, build_of, record
+from weft.errors import UsageError
+
+_COLUMNS = ("schedule", "time", "bubble", "utilisation", "in flight", "weights", "")
+
+
+def schedules(
+    stages: Annotated[int, typer.Option("--stages", metavar="P", help="Pipeline stages: ranks.", show_default=False)],
+    microbatches: Annotated[int, typer.Option("--microbatches", metavar="M", help="Microbatches a step.", show_default=False)],
+    times: Times = DEFAULT_TIMES,
+    chunks: Chunks = 2,
+    as_json: options.Json = False,
+) -> None:
+    """Compare all schedules.
+
+    In flight: microbatches that the fullest rank holds at once. Weights: of how many stages. Both in shares of one rank. --times is
+    that of the verb schedule.
+
+    \b
+    Example:
+      weft schedules --stages 4 --microbatches 8 --times f=1,b=1,w=1
+    """
+    with output(as_json) as out:
+        from weft.plan.check import check
+        from weft.plan.layout import SCHEDULES, chunks_of
+        from weft.report.tables import Table
+        from weft.simulate.summary import Times, summarize
+        from weft.units import format_percent
+
+        if stages < 1 or microbatches < 1:
+            raise UsageError(f"{stages} stages and {microbatches} microbatches; there must be at least 1 of each")
+        unit = Times.parse(times)
+        records: list[dict[str, object]] = []
+        rows: list[tuple[str, ...]] = []
+        for name in SCHEDULES:
+            each = chunks_of(name, chunks)
+            try:
+                program = build_of(name, stages, microbatches, each)
+            except UsageError as error:
+                records.append({"schedule": name, "proven": False, "reason": str(error)})
+                rows.append((name, *[""] * 5, str(error).partition(", not")[0].removeprefix(f"{name} ")))
+                continue
+            check(program)
+            found = summarize(program, unit, each)
+            records.append(record(program, found))
+            rows.append(
+                (
+                    name,
+                    f"{found.time:g}",
+                    format_percent(found.bubble),
+                    format_percent(found.utilisation),
+                    f"{max(found.peak_in_flight):g}",
+                    f"{max(found.weights_held):g}",
+                    "",
+                )
+            )
+        known = [(i, float(row[1])) for i, row in enumerate(rows) if row[1]]
+        fastest = tuple(i for i, time in known if time == min(t for _, t in known))
+        note = f"{stages} stages, {microbatches} microbatches, {times}; all proven, the fastest in bold"
+        out.table(Table("Schedules", _COLUMNS, tuple(rows), right=(1, 2, 3, 4, 5), marked=fastest, note=note))
+        out.answer({"stages": stages, "microbatches": microbatches, "schedules": records})

@@ -1,0 +1,79 @@
+"""Colours of a schedule's picture, and what tells replicas and stages of a rank apart. In: a `Timeline`. Out: fill and ink of a span.
+
+Blue, orange and green stay apart for colour-blind eyes, and by their darkness in grey print. A second replica, and every second stage of a
+rank that has several, is lighter.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from weft.plan.timeline import COMPUTE_LANE, Span, Timeline
+
+# kind -> (fill, ink) in both shades
+PAINT = {
+    "F": (("#2f6db3", "#ffffff"), ("#9dc3ea", "#0d2b4b")),
+    "B": (("#e0701a", "#2a1000"), ("#f8c08c", "#4a2000")),
+    "I": (("#e0701a", "#2a1000"), ("#f8c08c", "#4a2000")),
+    "W": (("#3d9a78", "#04281b"), ("#a9dcc6", "#0b3d2a")),
+    "R": (("#a3699c", "#ffffff"), ("#dcbad7", "#41203d")),
+}
+OTHER = (("#9d9da1", "#1b1b1d"), ("#c9c9cc", "#1b1b1d"))
+STRIPS = {"send": "#6b6b72", "collective": "#8a6bb8", "offload": "#9c6b3f", "load": "#c9a26b"}  # what goes on beside the compute, by lane
+WORDS = {"F": "forward", "B": "backward", "I": "backward, input", "W": "backward, weights", "R": "forward again"}
+STRIP_WORDS = {"send": "sending", "collective": "gathering, reducing", "offload": "to the host", "load": "from the host"}
+ACTION = re.compile(r"(\d+)([FBIWR])(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Shades:
+    """Which computes are lighter, and what that means.
+
+    `replica`: microbatch -> 0 or more, where stages are on several ranks; `order`: (rank, stage) -> its number on its rank.
+    """
+
+    replica: dict[int, int]
+    order: dict[tuple[int, int], int]
+
+    @property
+    def meaning(self) -> str:
+        """Words for a legend; empty where nothing is lighter."""
+        if len(set(self.replica.values())) > 1:
+            return "lighter: replica 2"
+        return "lighter: every second stage of a rank" if any(self.order.values()) else ""
+
+    @property
+    def shows_stage(self) -> bool:
+        """Whether a label needs its stage: a rank has several, and not one for each replica."""
+        stages = len(self.order)
+        ranks = len({rank for rank, _ in self.order})
+        return stages > ranks * max(1, len(set(self.replica.values())))
+
+    def of(self, span: Span) -> int:
+        """0, or 1 for the lighter shade."""
+        found = ACTION.fullmatch(span.name)
+        if not found:
+            return 0
+        if len(set(self.replica.values())) > 1:
+            return self.replica.get(int(found[3]), 0) % 2
+        return self.order.get((span.rank, int(found[1])), 0) % 2
+
+
+def shades(timeline: Timeline) -> Shades:
+    """Microbatches whose stages are on the same ranks are of one replica."""
+    computes = [(s.rank, int(f[1]), int(f[3])) for s in timeline.spans if s.lane == COMPUTE_LANE and (f := ACTION.fullmatch(s.name))]
+    ways: dict[int, dict[int, int]] = {}  # microbatch -> stage -> rank
+    of_rank: dict[int, set[int]] = {}
+    for rank, stage, microbatch in computes:
+        ways.setdefault(microbatch, {})[stage] = rank
+        of_rank.setdefault(rank, set()).add(stage)
+    order = {(rank, stage): i for rank, stages in of_rank.items() for i, stage in enumerate(sorted(stages))}
+    known: dict[tuple[tuple[int, int], ...], int] = {}
+    replica = {m: known.setdefault(tuple(sorted(ways[m].items())), len(known)) for m in sorted(ways)}
+    return Shades(replica, order)
+
+
+def paint(kind: str, shade: int) -> tuple[str, str]:
+    """(fill, ink) of a kind of span."""
+    return PAINT.get(kind, OTHER)[shade]

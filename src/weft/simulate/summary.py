@@ -1,0 +1,119 @@
+"""A schedule in figures: how long it takes, how much of that is idle, and what each rank holds. In: a program that has been checked, and
+the times of a stage's forward and backward. Out: a `Summary`. Not modelled: stages that differ; the exchange of gradients takes nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from weft.errors import UsageError
+from weft.plan.program import Compute, Op, Program, Value
+from weft.plan.timeline import Timeline
+from weft.simulate.clock import simulate
+from weft.simulate.memory import in_flight
+from weft.simulate.window import bubble_in_window
+
+EXAMPLE = "f=1,b=2"
+_LETTERS = {"f": "a forward", "b": "a backward", "w": "its weights part", "c": "a transfer"}
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Times of one microbatch on all that a rank has of the model, in any unit.
+
+    `backward`: the whole, or the input part where `weights` is given, which is half of the whole where it is not. `transfer`: of an
+    activation or its gradient between two ranks.
+
+    >>> Times.parse("f=1,b=2,w=1").of(Op.B), Times.parse("f=1,b=2").of(Op.W)
+    (3.0, 1.0)
+    """
+
+    forward: float
+    backward: float
+    weights: float | None = None
+    transfer: float = 0.0
+
+    @classmethod
+    def parse(cls, text: str) -> Times:
+        """Read `f=1,b=2,w=1,c=0.1`.
+
+        Raises:
+            UsageError: an unknown letter, one that is given twice, no number, or f or b missing.
+        """
+        found: dict[str, float] = {}
+        for word in text.replace(",", " ").split():
+            key, eq, value = word.partition("=")
+            if not eq or key not in _LETTERS:
+                raise UsageError(f"--times word {word!r} is not f=, b=, w= or c= with a number; for example {EXAMPLE}")
+            if key in found:
+                raise UsageError(f"--times {text!r} gives {key} ({_LETTERS[key]}) twice")
+            try:
+                found[key] = float(value)
+            except ValueError:
+                raise UsageError(f"--times {word}: {value!r} is not a number; for example {key}=1.5") from None
+            if not 0 <= found[key] < float("inf"):
+                raise UsageError(f"--times {word}: a time is finite and not negative")
+        if missing := [f"{key} ({_LETTERS[key]})" for key in "fb" if key not in found]:
+            raise UsageError(f"--times {text!r} lacks {' and '.join(missing)}; for example {EXAMPLE}")
+        return cls(found["f"], found["b"], found.get("w"), found.get("c", 0.0))
+
+    def of(self, op: Op) -> float:
+        """The time of one op."""
+        half = self.backward / 2
+        match op:
+            case Op.F | Op.R:
+                return self.forward
+            case Op.B:
+                return self.backward + (self.weights or 0.0)
+            case Op.I:
+                return half if self.weights is None else self.backward
+            case Op.W:
+                return half if self.weights is None else self.weights
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What a schedule costs.
+
+    `bubble` is counted within the ranks' own time (see `weft.simulate.window`), `utilisation` of the whole time: where ranks start and end
+    together they add up to 1. `peak_in_flight` and `weights_held` are by rank, in microbatches and in stages of one rank's share of the
+    model: with two stages a rank each counts half.
+    """
+
+    timeline: Timeline
+    time: float
+    bubble: float
+    utilisation: float
+    peak_in_flight: tuple[float, ...]
+    weights_held: tuple[float, ...]
+
+
+def summarize(program: Program, times: Times, chunks: int = 1) -> Summary:
+    """Time a program of which every rank has `chunks` stages (of each replica), all alike.
+
+    >>> from weft.schedules import build
+    >>> found = summarize(build("1f1b", 4, 8), Times(1, 2))
+    >>> found.time, found.peak_in_flight
+    (33.0, (4, 3, 2, 1))
+    """
+
+    def compute_s(action: Compute) -> float:
+        return seconds[action.op]
+
+    def transfer_s(value: Value, source: int, to: int) -> float:
+        return times.transfer if value.name in ("x", "g") else 0.0
+
+    seconds = {op: times.of(op) / chunks for op in Op}
+    timeline = simulate(program, compute_s, transfer_s)
+    return Summary(
+        timeline,
+        timeline.total_s,
+        bubble_in_window(timeline),
+        1 - timeline.bubble,
+        tuple(_share(count, chunks) for count in in_flight(program)),
+        tuple(_share(len(stages), chunks) for stages in program.stages_of),
+    )
+
+
+def _share(count: int, chunks: int) -> float:
+    return count // chunks if count % chunks == 0 else count / chunks

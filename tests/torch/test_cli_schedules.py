@@ -1,0 +1,171 @@
+"""`weft schedule`, `weft schedules` and `weft check` as a program sees them."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weft.cli import run
+from weft.plan.layout import SCHEDULES
+from weft.plan.timeline import Timeline
+
+SIZES = ["--stages", "4", "--microbatches", "8"]
+
+
+def answer(capfd: pytest.CaptureFixture[str], *words: str, code: int = 0) -> dict[str, Any]:
+    assert run([*words, "--json"]) == code
+    found = json.loads(capfd.readouterr().out)
+    assert isinstance(found, dict)
+    return found
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_is_drawn_and_proven(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    microbatches = "2" if name == "gems-mast" else "8"
+    words = ["schedule", name, "--stages", "4", "--microbatches", microbatches, "--times", "f=1,b=1,w=1"]
+    found = answer(capfd, *words)
+    assert found["proven"]
+    assert found["reason"] == ""
+    assert len(found["peak_in_flight"]) == 4
+    assert run([*words, "-o", str(tmp_path / "picture.svg")]) == 0
+    shown = capfd.readouterr()
+    assert "rank 3 |" in shown.out
+    assert "proven: every gradient holds each of" in shown.out
+    assert "written to" in shown.err
+    picture = (tmp_path / "picture.svg").read_text()
+    ElementTree.fromstring(picture)
+    assert "in flight" in picture
+
+
+@pytest.mark.parametrize(
+    ("name", "times", "time", "bubble"),
+    [
+        ("sequential", "f=1,b=2", 96, 3 / 4),
+        ("gpipe", "f=1,b=2", 33, 3 / 11),
+        ("1f1b", "f=1,b=2", 33, 3 / 11),
+        ("interleaved", "f=1,b=2", 24 * (1 + 3 / 16), 3 / 19),
+        ("zb-h1", "f=1,b=1,w=1", 24 + 3, 3 / 27),
+        ("zb-h2", "f=1,b=1,w=1", 24 + 3, 0),
+        ("zb-v", "f=1,b=1,w=1", 24 + 1.5, 0),
+        ("chimera", "f=1,b=1", 18, 2 / 18),
+        ("gems-master", "f=1,b=2", 12 + 7 * 9, 1 - 24 / 75),
+    ],
+)
+def test_times_and_bubbles_are_those_of_the_closed_forms(
+    name: str, times: str, time: float, bubble: float, capfd: pytest.CaptureFixture[str]
+) -> None:
+    found = answer(capfd, "schedule", name, *SIZES, "--times", times)
+    assert found["time"] == pytest.approx(time)
+    assert found["bubble"] == pytest.approx(bubble)
+    if name not in ("zb-h2", "zb-v"):
+        assert found["utilisation"] == pytest.approx(1 - bubble)
+
+
+def test_the_published_bubble_of_zb_h2(capfd: pytest.CaptureFixture[str]) -> None:
+    """Qi et al., ICLR 2024, tables 5 and 6: 6.2 B parameters, 8 stages, 24 microbatches."""
+    words = ["schedule", "zb-h2", "--stages", "8", "--microbatches", "24", "--times", "f=29.718,b=29.444,w=19.927,c=0.527"]
+    assert round(answer(capfd, *words)["bubble"], 4) == 0.0698
+
+
+def test_what_is_written_is_checked_and_drawn_again(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file, spans = tmp_path / "mine.txt", tmp_path / "mine.json"
+    drawn = answer(capfd, "schedule", "chimera", *SIZES, "-o", str(file))
+    checked = answer(capfd, "check", str(file))
+    assert (checked["proven"], checked["ranks"], checked["actions"], checked["completed"]) == (True, 4, drawn["actions"], False)
+    again = answer(capfd, "schedule", str(file), "-o", str(spans))
+    assert (again["time"], again["peak_in_flight"]) == (drawn["time"], drawn["peak_in_flight"])
+    assert Timeline.from_json(spans.read_text()).total_s == drawn["time"]
+
+
+def test_computes_alone_are_completed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "mine.txt"
+    file.write_text("0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1\n")
+    found = answer(capfd, "check", str(file))
+    assert (found["proven"], found["completed"]) == (True, True)
+    assert run(["check", str(file)]) == 0
+    assert "proven: 2 ranks, 16 actions; every gradient holds each of 2 microbatches once; transfers were added" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("0F0 0F1 0B0\n1F0 1B0 1F1 1B1", r"rank 0 step \d+ (its end): wanted dw(0) lacks contribution 1"),
+        ("0F0 0B0\n1B0 1F0", "rank 1 step 0: 1B0 reads saved(1,0), which is not held"),
+        ("0B0 0F0\n1F0 1B0", "no rank can move"),
+        ("0F0\n1F0 1B0", "wanted dw(0) is not there"),
+        ("rank 0: 0F0 0B0 0B0", "rank 0 step 2: 0B0 reads saved(0,0), which is not held: 0B0 at step 1 freed it"),
+        ("rank 0: 0F0 0X0", "line 1: action '0X0'"),
+        ("rank 0: chunk(0)>1\nrank 1: chunk(0)<0\ngiven 0: chunk(0)=0", "does not say what must hold at the end"),
+    ],
+)
+def test_what_is_wrong_is_refuted_with_its_place(text: str, reason: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "mine.txt"
+    file.write_text(text)
+    found = answer(capfd, "check", str(file), code=4)
+    assert found["proven"] is False
+    for part in reason.split(r"\d+"):
+        assert part in found["reason"]
+    assert run(["check", str(file)]) == 4
+    assert "refuted: " in capfd.readouterr().err
+
+
+def test_a_deadlock_where_sends_wait_is_refuted_only_there(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "mine.txt"
+    answer(capfd, "schedule", "1f1b", *SIZES, "-o", str(file))
+    assert answer(capfd, "check", str(file))["proven"]
+    found = answer(capfd, "check", str(file), "--rendezvous", code=4)
+    assert "where a send waits for its receive" in found["reason"]
+    assert "rank 0 step" in found["reason"]
+
+
+def test_a_collective_is_checked_from_its_text(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "sum.txt"
+    file.write_text(
+        "rank 0: a(0)>1 a(0)+<1\nrank 1: a(0)>0 a(0)+<0\ngiven 0: a(0)=0\ngiven 1: a(0)=1\nwants 0: a(0)=0,1\nwants 1: a(0)=0,1"
+    )
+    assert answer(capfd, "check", str(file))["proven"]
+
+
+def test_all_are_compared_in_one_table(capfd: pytest.CaptureFixture[str]) -> None:
+    found = answer(capfd, "schedules", *SIZES, "--times", "f=1,b=1,w=1")
+    rows = {row["schedule"]: row for row in found["schedules"]}
+    assert tuple(rows) == SCHEDULES
+    assert "gems-mast has 2 microbatches" in rows["gems-mast"]["reason"]
+    assert all(row["proven"] for name, row in rows.items() if name != "gems-mast")
+    assert rows["zb-v"]["time"] == min(row["time"] for row in rows.values() if row["proven"])
+    assert max(rows["gems-master"]["peak_in_flight"]) == 1
+    assert max(rows["gems-master"]["weights_held"]) == 2
+    assert run(["schedules", *SIZES]) == 0
+    shown = capfd.readouterr().out
+    assert all(name in shown for name in SCHEDULES)
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["schedule", "1f1b", "--stages", "4"], "1f1b needs --microbatches"),
+        (["schedule", "1f1b", "--microbatches", "4"], "1f1b needs --stages"),
+        (["schedule", "gems-mast", *SIZES], "use gems-master for 8"),
+        (["schedule", "chimera", "--stages", "4", "--microbatches", "3"], "use an even number"),
+        (["schedule", "1f1b", *SIZES, "-o", "picture.png"], "end it in .svg, .txt, .json"),
+        (["schedule", "1f1b", *SIZES, "-o", "no/such/folder.svg"], "cannot write"),
+        (["schedule", "1f1b", *SIZES, "--times", "f=1"], "lacks b"),
+        (["schedule", "none.txt"], "cannot read none.txt"),
+        (["check", "none.txt"], "cannot read none.txt"),
+        (["schedules", "--stages", "0", "--microbatches", "1"], "at least 1 of each"),
+    ],
+)
+def test_wrong_use_is_named(words: list[str], reason: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(words) == 2
+    assert reason in capfd.readouterr().err
+
+
+def test_what_is_no_text_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "mine.txt"
+    file.write_bytes(b"\xff\xfe\x00")
+    assert run(["check", str(file)]) == 2
+    assert "is not text" in capfd.readouterr().err
