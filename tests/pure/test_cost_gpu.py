@@ -228,6 +228,31 @@ def experts(count: int = 4) -> Graph:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("equation", "x", "weight", "made", "is_experts"),
+    [
+        ("ibh,hnd->ibnd", (4, 2, 8), (8, 4, 2), (4, 2, 4, 2), False),  # heads of queries
+        ("ibnd,hnd->ibh", (4, 2, 4, 2), (8, 4, 2), (4, 2, 8), False),  # and of what comes out
+        ("bind,snd->bnis", (4, 2, 4, 8), (2, 4, 8), (4, 4, 2, 2), False),  # a few directions of every head
+        ("end,edf->enf", (4, 2, 8), (4, 8, 6), (4, 2, 6), True),
+        ("nd,edf->enf", (2, 8), (4, 8, 6), (4, 2, 6), True),  # every token to every expert
+    ],
+)
+def test_experts_are_told_from_other_weights_of_three_dimensions(
+    equation: str, x: tuple[int, ...], weight: tuple[int, ...], made: tuple[int, ...], is_experts: bool
+) -> None:
+    tensors = {name: Tensor(shape, "float32") for name, shape in {"x": x, "w": weight, "y": made, "loss": ()}.items()}
+    graph = Graph(
+        (Variable("w", "w", tensors["w"], trainable=True),), (), (Variable("x", "x", tensors["x"], batched=True),), (),
+        (
+            Operator("einsum", "aten.einsum.default", (equation, (Ref("x"), Ref("w"))), (), ("y",), "/einsum"),
+            Operator("mean", "aten.mean.default", (Ref("y"),), (), ("loss",), "/mean"),
+        ),
+        tensors, "loss", x[0],
+    )  # fmt: skip
+    assert expert_weights(graph) == ({"w": "einsum"} if is_experts else {})
+
+
 def test_experts_are_spread_over_data_replicas_and_their_tokens_sent() -> None:
     """Lepikhin et al. 2021 (GShard): an expert's state is on 1/e of the ranks; tokens go there and back, forward and backward."""
     assert expert_weights(experts()) == {"up": "bmm", "down": "bmm_1"}

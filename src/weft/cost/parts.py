@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from weft.cost.kernels import Kernel
 from weft.cost.memory import Inventory
 from weft.model.graph import Graph, Operator, Variable
+from weft.model.rules import rule_of
 from weft.model.sharding import Sharding
 from weft.model.stages import Cut
 from weft.model.work import packet
@@ -152,8 +153,8 @@ def gather(inventory: Inventory, sharding: Sharding | None, tensor: int, narrow:
         if op.name in by_expert:
             # Tokens go to the experts with the narrower of what a product reads and writes: into the first, out of the last.
             ends = [v for v in (*op.inputs, op.outputs[0]) if v in inventory.batched]
-            value = min(ends, key=lambda v: graph.tensors[v].size)
-            if value not in dispatched:
+            value = min(ends, key=lambda v: graph.tensors[v].size, default="")
+            if value and value not in dispatched:
                 dispatched.add(value)
                 forward.append((i, moved("all_to_all", value, "expert")))
                 backward.append((i, moved("all_to_all", value, "expert")))
@@ -332,10 +333,26 @@ def held_parameters(
 
 
 def expert_weights(graph: Graph) -> dict[str, str]:
-    """Weights of experts, one matrix each in dimension 0, by value: the product that reads them."""
+    """Weights of experts, one matrix each in dimension 0, by value: the product that reads them.
+
+    A product keeps the experts apart, sums over one of a matrix's dimensions and makes the other.
+    """
     trained = {v.value for v in graph.parameters if v.trainable and len(v.tensor.shape) == 3}
-    products = ("bmm", "baddbmm", "matmul", "einsum", "_grouped_mm")
-    return {value: op.name for op in graph.operators if packet(op) in products for value in op.inputs if value in trained}
+    found: dict[str, str] = {}
+    for op in graph.operators:
+        weights = [value for value in op.inputs if value in trained]
+        rule = rule_of(op, graph.tensors) if weights and packet(op) in ("bmm", "baddbmm", "matmul", "einsum") else None
+        if rule is not None:
+            rows = dict(zip(op.inputs, rule.inputs, strict=True))
+            made = set(rule.outputs[0])
+            for value in weights:
+                experts, *matrix = rows[value] or ("",)
+                read = {label for other, row in rows.items() if other != value for label in row or ()}
+                if experts in made and sum(x not in made for x in matrix) == 1 and any(x in made and x not in read for x in matrix):
+                    found[value] = op.name
+        elif weights and packet(op) in ("_grouped_mm", "grouped_mm"):
+            found.update(dict.fromkeys(weights, op.name))
+    return found
 
 
 @dataclass(frozen=True)

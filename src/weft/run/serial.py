@@ -36,7 +36,13 @@ class Double(private.DispatchMode):  # type: ignore[no-untyped-call]
         kwargs = dict(kwargs or {})
         if kwargs.get("dtype") is torch.float32:
             kwargs["dtype"] = torch.float64
-        made = func(*args, **kwargs)
+        try:
+            made = func(*args, **kwargs)
+        except RuntimeError:
+            if func.__name__ not in ("full.default", "scalar_tensor.default") or "dtype" in kwargs:
+                raise
+            # A mask's least number, which is float64's, in a tensor of float32.
+            return func(*args, **{**kwargs, "dtype": torch.float64})
         if isinstance(made, Tensor) and made.dtype is torch.float32:
             if not any(isinstance(x, Tensor) for x in args):
                 return func(*args, **{**kwargs, "dtype": torch.float64})
