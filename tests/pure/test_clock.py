@@ -14,7 +14,7 @@ from weft.errors import ProgramError
 from weft.plan.program import Compute, Links, Op, Program, Value
 from weft.schedules import NAMES, build
 from weft.simulate.clock import simulate
-from weft.simulate.memory import peak
+from weft.simulate.memory import in_flight, peak
 
 SIZES = [(1, 1), (1, 4), (2, 2), (3, 3), (4, 8), (8, 32), (8, 2)]
 
@@ -172,6 +172,12 @@ def test_the_peak_counts_what_passes_into_another_value_once() -> None:
     # Backward: saved 100, the gradient from above 10, the one it makes 10, dw 7. Forward: saved 100 and its output 10.
     assert (found.size_bytes, found.action) == (127.0, "1B0")
     assert dict(found.parts) == {"x": 0.0, "g": 20.0, "saved": 100.0, "dw": 7.0}
+
+
+@given(timed())
+def test_what_is_in_flight_is_the_peak_of_what_is_kept(case: tuple[str, int, int, Links, int]) -> None:
+    program = build(*case[:4])
+    assert in_flight(program) == tuple(p.size_bytes for p in peak(program, lambda value: float(value.name in ("saved", "half"))))
 
 
 def test_the_peak_of_a_forward_only_program_is_at_its_last_forward() -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from weft.cli import options
-from weft.cli.output import output
+from weft.cli.output import output, without_collection
 from weft.errors import ProgramError, UsageError
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def check(
     Example:
       weft check mine.txt
     """
-    with output(as_json) as out:
+    with output(as_json) as out, without_collection():
         from weft.plan.check import check as prove
 
         try:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from weft.cli import options
-from weft.cli.output import Output, output
+from weft.cli.output import Output, output, without_collection
 from weft.errors import ProgramError, UsageError
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def schedule(
       weft schedule 1f1b --stages 4 --microbatches 8 --times f=1,b=2
       weft schedule zb-v --stages 4 --microbatches 8 --times f=1,b=1,w=1 -o picture.svg
     """
-    with output(as_json) as out:
+    with output(as_json) as out, without_collection():
         from weft.plan.check import check
         from weft.plan.layout import chunks_of
         from weft.simulate.summary import Times, summarize
@@ -71,7 +71,8 @@ def schedule(
             out.message(str(error))
             raise typer.Exit(ProgramError.exit_code) from None
         found = summarize(program, unit, each)
-        _draw(program, found, out)
+        if not out.to_json:
+            _draw(program, found, out)
         if target is not None:
             _write(program, found, target)
             out.message(f"written to {target}")

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from weft.cli import options
-from weft.cli.output import output
+from weft.cli.output import output, without_collection
 from weft.cli.schedule import DEFAULT_TIMES, Chunks, Times, build_of, record
 from weft.errors import UsageError
 
@@ -30,7 +30,7 @@ def schedules(
     Example:
       weft schedules --stages 4 --microbatches 8 --times f=1,b=1,w=1
     """
-    with output(as_json) as out:
+    with output(as_json) as out, without_collection():
         from weft.plan.check import check
         from weft.plan.layout import SCHEDULES, chunks_of
         from weft.report.tables import Table

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 
 from weft.errors import ProgramError
-from weft.plan.program import WEIGHTS, Compute, Content, Manage, Program, Recv, Send, Value, walk_effects
+from weft.plan.program import WEIGHTS, Content, Program, Recv, Send, Value, walk_effects
 
 
 def contents(program: Program, rendezvous: bool = False) -> tuple[dict[Value, dict[int, int]], ...]:
@@ -29,22 +29,27 @@ def contents(program: Program, rendezvous: bool = False) -> tuple[dict[Value, di
     for rank, step, action, e in walk_effects(program, rendezvous):
         here = state[rank]
         if isinstance(action, Send):
-            wire.setdefault((rank, action.to, action.value), deque()).append((step, dict(here[action.value])))
+            content = here[action.value]
+            # What goes on being held goes on being added to, and what was sent does not change.
+            wire.setdefault((rank, action.to, action.value), deque()).append((step, content if e.frees else dict(content)))
         elif isinstance(action, Recv):
             _, got = wire[action.source, rank, action.value].popleft()
             if action.add:
-                _add(here[action.value], got)
-            else:
-                here[action.value] = got
+                got = dict(got)
+                _add(got, here[action.value])
+            here[action.value] = got
         else:
             made = {} if action.microbatch is None else {action.microbatch: 1}
             if made:
-                _require_whole(program, rank, step, action, made, e.reads, here)
+                for value in e.reads:
+                    if here[value] != made and value.name != WEIGHTS:
+                        reason = _difference(here[value], made)
+                        raise ProgramError(f"{program.name}: rank {rank} step {step}: {action} reads {value}, which {reason}")
             else:
                 for value in e.reads:
                     _add(made, here[value])
             for value in e.writes:
-                here[value] = dict(made)
+                here[value] = made
             for value in e.adds:
                 _add(here.setdefault(value, {}), made)
         for value in e.frees:
@@ -70,20 +75,6 @@ def check(program: Program, rendezvous: bool = False) -> None:
             reason = "is not there" if got is None else _difference(got, content)
             if reason:
                 raise ProgramError(f"{program.name}: rank {rank} step {len(program.actions[rank])} (its end): wanted {value} {reason}")
-
-
-def _require_whole(
-    program: Program,
-    rank: int,
-    step: int,
-    action: Compute | Manage,
-    made: Content,
-    reads: tuple[Value, ...],
-    here: dict[Value, dict[int, int]],
-) -> None:
-    for value in reads:
-        if value.name != WEIGHTS and (reason := _difference(here[value], made)):
-            raise ProgramError(f"{program.name}: rank {rank} step {step}: {action} reads {value}, which {reason}")
 
 
 def _difference(got: Content, wanted: Content) -> str:

@@ -144,6 +144,11 @@ class Program:
         """The stages whose weights the program gathers itself: their computes need `w`."""
         return frozenset(a.stage for row in self.actions for a in row if isinstance(a, Manage) and a.op is ManageOp.UNSHARD)
 
+    @cached_property
+    def effects(self) -> tuple[tuple[Effects, ...], ...]:
+        """[rank][step] -> what the action does; for those who go over a whole program more than once."""
+        return tuple(tuple([effects(action, self) for action in row]) for row in self.actions)
+
     def __str__(self) -> str:
         """The text form; `Program.parse` reads it back."""
         from weft.plan.text import format_program  # here, since the text form is written in terms of Program
@@ -238,9 +243,10 @@ def walk(program: Program, rendezvous: bool = False) -> Iterator[tuple[int, Acti
 def walk_effects(program: Program, rendezvous: bool = False) -> Iterator[tuple[int, int, Action, Effects]]:
     """`walk` with each action's step and effects: (rank, step, action, effects)."""
     held = [set(values) for values in program.given]
-    at = [0] * program.num_ranks
+    at, known = [0] * program.num_ranks, program.effects
     for rank, action in order(program, rendezvous):
-        here, step, e = held[rank], at[rank], effects(action, program)
+        here, step = held[rank], at[rank]
+        e = known[rank][step]
         if not here.issuperset(e.reads):
             raise ProgramError(_missing(program, rank, step, next(v for v in e.reads if v not in here)))
         if e.writes:

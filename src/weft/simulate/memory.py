@@ -11,9 +11,10 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from weft.plan.program import Program, Recv, Value, effects
+from weft.plan.program import Effects, Program, Recv, Value
 
 ON_HOST = "host"
+KEPT = ("saved", "half")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,16 @@ def peak(program: Program, size_bytes: Callable[[Value], float]) -> tuple[Peak, 
 
 def in_flight(program: Program) -> tuple[int, ...]:
     """[rank] -> the most microbatches whose forward has run and whose backward (with its W) has not, over its stages, on the device."""
-    return tuple(int(p.size_bytes) for p in peak(program, lambda value: float(value.name in ("saved", "half"))))
+    return tuple(_most(row) for row in program.effects)
+
+
+def _most(row: tuple[Effects, ...]) -> int:
+    """What `peak` finds where saved and half count 1 and nothing else does: an action writes one of them, frees one, or passes one on."""
+    held = most = 0
+    for e in row:
+        held += sum(v.name in KEPT for v in e.writes) - sum(v.name in KEPT for v in e.frees)
+        most = max(most, held)
+    return most
 
 
 def _peak_of_rank(program: Program, rank: int, size_bytes: Callable[[Value], float]) -> Peak:
@@ -57,8 +67,7 @@ def _peak_of_rank(program: Program, rank: int, size_bytes: Callable[[Value], flo
     for value in program.given[rank]:
         hold(value, size_bytes(value))
     most, parts, step_of = sum(by_name.values()), dict(by_name), -1
-    for step, action in enumerate(program.actions[rank]):
-        e = effects(action, program)
+    for step, (action, e) in enumerate(zip(program.actions[rank], program.effects[rank], strict=True)):
         made = {value: size_bytes(value) for value in (*e.writes, *e.adds) if value not in held and value.name != ON_HOST}
         extra = dict(made)
         if e.becomes in made:
