@@ -1,0 +1,66 @@
+"""Collective algorithms: from sizes to a `Program`, which is proven, timed, drawn and run like a pipeline's.
+
+A new one is a new function and a new line in `ALGORITHMS`. None imports torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Sequence
+from math import prod
+
+from weft.collectives import all_to_all, butterfly, halo, hierarchical, naive, parameter_server, ring, tree
+from weft.errors import UsageError
+from weft.plan.program import Program
+
+__all__ = ["ALGORITHMS", "COLLECTIVES", "NESTED", "build"]
+
+ALGORITHMS: dict[str, dict[str, Callable[..., Program]]] = {
+    "all_reduce": {
+        "parameter_server": parameter_server.all_reduce,
+        "naive": naive.all_reduce,
+        "ring": ring.all_reduce,
+        "tree": tree.all_reduce,
+        "double_tree": tree.double_tree,
+        "recursive_doubling": butterfly.recursive_doubling,
+        "halving_doubling": butterfly.halving_doubling,
+        "hierarchical": hierarchical.all_reduce,
+    },
+    "reduce_scatter": {"naive": naive.reduce_scatter, "ring": ring.reduce_scatter, "halving": butterfly.reduce_scatter},
+    "all_gather": {"naive": naive.all_gather, "ring": ring.all_gather, "doubling": butterfly.all_gather},
+    "broadcast": {"naive": naive.broadcast, "ring": ring.broadcast, "tree": tree.broadcast},
+    "all_to_all": {"direct": all_to_all.direct, "two_level": all_to_all.two_level},
+    "halo": {"exchange": halo.exchange},
+}
+COLLECTIVES = tuple(ALGORITHMS)
+NESTED = ("hierarchical", "two_level", "exchange")  # take sizes of levels in place of a number of ranks
+
+
+def build(collective: str, name: str, ranks: int | Sequence[int], **options: int) -> Program:
+    """The program of an algorithm by name, over `ranks` ranks, or for nested ones over the sizes of levels, innermost first.
+
+    >>> build("all_reduce", "ring", 4).num_actions
+    48
+
+    Raises:
+        UsageError: an unknown collective or algorithm, an option that it does not have, sizes that it cannot do.
+    """
+    if collective not in ALGORITHMS:
+        raise UsageError(f"unknown collective {collective}{_nearest(collective, COLLECTIVES)}; known: {', '.join(COLLECTIVES)}")
+    known = ALGORITHMS[collective]
+    if name not in known:
+        raise UsageError(f"{collective} has no algorithm {name}{_nearest(name, tuple(known))}; known: {', '.join(known)}")
+    sizes: int | Sequence[int] = ranks
+    if name in NESTED:
+        sizes = [ranks] if isinstance(ranks, int) else ranks
+    elif not isinstance(ranks, int):
+        sizes = prod(ranks)
+    try:
+        return known[name](sizes, **options)
+    except TypeError:
+        raise UsageError(f"{name} takes no {' or '.join(options)}") from None
+
+
+def _nearest(word: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.4)
+    return f" (did you mean {close[0]}?)" if close else ""

@@ -1,0 +1,117 @@
+"""Butterflies: in step k a rank meets the one whose number differs in bit k. In: numbers of ranks. Out: programs.
+
+Recursive doubling exchanges everything, recursive halving and doubling halves it (Thakur, Rabenseifner and Gropp, "Optimization of
+collective communication operations in MPICH", 2005). Where there is no power of two, the ranks beyond it are folded into the first ones,
+whose results they get at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from weft.collectives import steps as spec
+from weft.collectives.steps import Move, Steps, chunks
+from weft.errors import UsageError
+from weft.plan.program import Program, Value
+
+
+def power_of_two(num_ranks: int) -> int:
+    """The largest power of two that is not above.
+
+    >>> [power_of_two(n) for n in (1, 3, 4, 33)]
+    [1, 2, 4, 32]
+    """
+    return 1 << (num_ranks.bit_length() - 1) if num_ranks > 0 else 0
+
+
+def recursive_doubling(num_ranks: int) -> Program:
+    """log2 n steps of M; the least latency.
+
+    >>> from weft.plan.check import check
+    >>> check(recursive_doubling(8)), check(recursive_doubling(6))
+    (None, None)
+    """
+    steps = Steps(num_ranks)
+    core = power_of_two(num_ranks)
+    _fold_in(steps, core, [0])
+    distance = 1
+    while distance < core:
+        steps.together(Move(r, r ^ distance, chunks([0]), add=True) for r in range(core))
+        distance *= 2
+    _fold_out(steps, core, [0])
+    return spec.all_reduce(steps, "recursive_doubling", 1)
+
+
+def halving_doubling(num_ranks: int) -> Program:
+    """2·log2 n steps, 2M(n-1)/n a rank: a ring's bytes with a tree's latency, between ranks that may lie far apart.
+
+    >>> from weft.plan.check import check
+    >>> check(halving_doubling(8)), check(halving_doubling(11))
+    (None, None)
+    """
+    steps = Steps(num_ranks)
+    core = power_of_two(num_ranks)
+    _fold_in(steps, core, range(core))
+    halving(steps, range(core), [[c] for c in range(core)])
+    doubling(steps, range(core), [[c] for c in range(core)])
+    _fold_out(steps, core, range(core))
+    return spec.all_reduce(steps, "halving_doubling", core)
+
+
+def reduce_scatter(num_ranks: int) -> Program:
+    """log2 n steps of M/2, M/4, ...
+
+    Raises:
+        UsageError: no power of two.
+    """
+    steps, parts = Steps(num_ranks), [[c] for c in range(num_ranks)]
+    halving(steps, range(num_ranks), parts)
+    return spec.reduce_scatter(steps, "halving", parts)
+
+
+def all_gather(num_ranks: int) -> Program:
+    """log2 n steps of M/n, 2M/n, ...
+
+    Raises:
+        UsageError: no power of two.
+    """
+    steps, parts = Steps(num_ranks), [[c] for c in range(num_ranks)]
+    doubling(steps, range(num_ranks), parts)
+    return spec.all_gather(steps, "doubling", parts)
+
+
+def halving(steps: Steps, ranks: Sequence[int], parts: Sequence[Sequence[int]]) -> None:
+    """Sums of `parts[i]` end on `ranks[i]`: each sends the half of what it still sums that its partner keeps."""
+    _check(ranks)
+    distance = len(ranks) // 2
+    while distance:
+        steps.together(Move(ranks[i], ranks[i ^ distance], _span(parts, i ^ distance, distance), add=True) for i in range(len(ranks)))
+        distance //= 2
+
+
+def doubling(steps: Steps, ranks: Sequence[int], parts: Sequence[Sequence[int]]) -> None:
+    """`parts[i]` of `ranks[i]` come to all: each sends all that it has."""
+    _check(ranks)
+    distance = 1
+    while distance < len(ranks):
+        steps.together(Move(ranks[i], ranks[i ^ distance], _span(parts, i, distance)) for i in range(len(ranks)))
+        distance *= 2
+
+
+def _span(parts: Sequence[Sequence[int]], index: int, width: int) -> tuple[Value, ...]:
+    """The pieces of the aligned group of `width` positions that `index` lies in."""
+    start = index // width * width
+    return chunks(c for part in parts[start : start + width] for c in part)
+
+
+def _check(ranks: Sequence[int]) -> None:
+    if len(ranks) != power_of_two(len(ranks)):
+        raise UsageError(f"recursive halving and doubling of {len(ranks)} ranks; it needs a power of two, so use ring")
+
+
+def _fold_in(steps: Steps, core: int, pieces: Sequence[int]) -> None:
+    steps.together(Move(r, r - core, chunks(pieces), add=True) for r in range(core, steps.num_ranks))
+
+
+def _fold_out(steps: Steps, core: int, pieces: Sequence[int]) -> None:
+    steps.together(Move(r - core, r, chunks(pieces)) for r in range(core, steps.num_ranks))

@@ -1,0 +1,32 @@
+"""Servers sum and send back (Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014).
+
+In: numbers of ranks and of servers, which are ranks too. Out: the program of one synchronous exchange.
+"""
+
+from __future__ import annotations
+
+from weft.collectives import steps as spec
+from weft.collectives.steps import Move, Steps, chunks
+from weft.errors import UsageError
+from weft.plan.program import Program
+
+
+def all_reduce(num_ranks: int, servers: int = 1) -> Program:
+    """Keys lie on ranks 0 to `servers` - 1, M/servers each. Workers push, servers add, workers pull: 2M(n-1) in all.
+
+    A server carries 2M(n-1)/servers, which is why one is not enough for many workers.
+
+    >>> from weft.plan.check import check
+    >>> check(all_reduce(4)), check(all_reduce(5, servers=3))
+    (None, None)
+
+    Raises:
+        UsageError: more servers than ranks, or none.
+    """
+    if not 1 <= servers <= num_ranks:
+        raise UsageError(f"{servers} servers among {num_ranks} ranks; use 1 to {num_ranks}")
+    steps = Steps(num_ranks)
+    pairs = [(server, (server + k) % num_ranks) for k in range(1, num_ranks) for server in range(servers)]
+    steps.together(Move(worker, server, chunks([server]), add=True) for server, worker in pairs)
+    steps.together(Move(server, worker, chunks([server])) for server, worker in pairs)
+    return spec.all_reduce(steps, "parameter_server", servers)
