@@ -38,7 +38,7 @@ def check(
         from weft.plan.check import check as prove
 
         try:
-            program, completed = read_program(file)
+            program, completed = read_program(file, rendezvous)
             prove(program, rendezvous)
             _require_wants(program)
         except ProgramError as error:
@@ -52,8 +52,8 @@ def check(
         )  # fmt: skip
 
 
-def read_program(file: Path) -> tuple[Program, bool]:
-    """The program of a file, and whether its transfers were added here.
+def read_program(file: Path, rendezvous: bool = False) -> tuple[Program, bool]:
+    """The program of a file, and whether its transfers were added here, with `rendezvous` in an order for sends that wait.
 
     Raises:
         UsageError: a file that cannot be read. ProgramError: text that is no program.
@@ -70,7 +70,7 @@ def read_program(file: Path) -> tuple[Program, bool]:
     except UnicodeDecodeError:
         raise UsageError(f"{file} is not text; write a line of actions for each rank") from None
     program = Program.parse(text)
-    whole = complete(program)
+    whole = complete(program, rendezvous)
     return whole, whole is not program and whole != program
 
 
