@@ -125,6 +125,9 @@ def _bars(
     """Every compute, and the strips below it. `origin`: left, top, pixels a second; `heights`: of a row, a bar, a strip."""
     (left, top, scale), (height_of_row, bar, strip) = origin, heights
     drawn: dict[tuple[int, str], float] = {}  # up to which pixel
+    computes = [span for span in timeline.spans if span.lane == COMPUTE_LANE and span.duration_s > 0]
+    # All bars of a picture are labelled alike: where one has no room for its stage, its shade has to do in all.
+    shows_stage = look.shows_stage and all(_fits(_label(span, True), span.duration_s * scale) for span in computes)
     for span in sorted(timeline.spans, key=lambda span: span.start_s):
         wide = span.duration_s * scale
         x, y = left + (span.start_s - timeline.start_s) * scale, top + span.rank * height_of_row
@@ -137,8 +140,8 @@ def _bars(
             shown = max(wide - min(0.8, 0.1 * wide), 0.33)
             # A hair narrower than the time it took, so that neighbours of one colour stay apart.
             yield f'<rect x="{x:.2f}" y="{y}" width="{shown:.2f}" height="{bar}" rx="1.5" fill="{fill}">{hint}</rect>'
-            label = next((word for word in _labels(span, look.shows_stage) if wide > 5.6 * len(word) + 0.8), "")
-            if label:
+            label = _label(span, shows_stage)
+            if _fits(label, wide):
                 middle = f'x="{x + wide / 2:.1f}" y="{y + bar / 2 + 4:.0f}"'
                 yield f'<text {middle} class="label" style="fill:{ink}" text-anchor="middle">{escape(label)}</text>'
         elif span.lane in lanes:
@@ -166,12 +169,15 @@ def _computes(timeline: Timeline) -> list[list[Span]]:
     return rows
 
 
-def _labels(span: Span, shows_stage: bool) -> list[str]:
-    """What may stand in a bar, the best first; where there is no room for the stage its shade has to do."""
+def _label(span: Span, shows_stage: bool) -> str:
     found = ACTION.fullmatch(span.name)
     if not found:
-        return [span.name]
-    return [f"{found[1]}.{found[3]}"] * shows_stage + [found[3]]
+        return span.name
+    return f"{found[1]}.{found[3]}" if shows_stage else found[3]
+
+
+def _fits(label: str, wide: float) -> bool:
+    return wide > 5.6 * len(label) + 0.8
 
 
 def _columns(timeline: Timeline, width: int) -> int:
