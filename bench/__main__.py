@@ -7,9 +7,11 @@ import sys
 
 NAMES = {
     "train": "weft beside its peers on the same GPT",
+    "pipeline": "pipelines beside torch.distributed.pipelining, on small and large stages",
     "gpu": "a 1.3 B GPT on one GPU beside plain PyTorch with torch.compile",
     "collectives": "all-reduce on one host through shared memory, beside gloo and MPI",
     "plan": "how long planning takes, and how that grows",
+    "planned": "the plan chosen against the best of all plans run, over emulated networks (needs root)",
     "alpa": "the 21 configurations of Alpa's evaluation, planned and priced",
 }
 
@@ -17,7 +19,7 @@ NAMES = {
 def main(arguments: list[str]) -> int:
     """Run the benchmark that the first argument names."""
     if not arguments or arguments[0] not in NAMES:
-        known = "\n".join(f"  scripts/bench {name:6} {about}" for name, about in NAMES.items())
+        known = "\n".join(f"  scripts/bench {name:8} {about}" for name, about in NAMES.items())
         wanted = arguments and arguments[0] in ("-h", "--help")
         told = "" if wanted or not arguments else f"unknown benchmark {arguments[0]!r}\n"
         print(f"{told}scripts/bench NAME [--json FILE] [--help]\n{known}", file=sys.stdout if wanted else sys.stderr)
