@@ -126,20 +126,21 @@ def markdown(
     skipped: Mapping[str, str],
     series: Mapping[str, Sequence[Series]],
     intro: str,
+    title: str = "training beside peers",
 ) -> str:
     """The page of a run. `series`: by the title of their set, every contender's own figures."""
-    parts = ["# Benchmark: training beside peers", "", "Written by the run itself.", ""]
+    parts = [f"# Benchmark: {title}", "", "Written by the run itself.", ""]
     parts += _table(["", ""], [[key, _words(value)] for key, value in about.items()])
     parts += [intro, "", "## Targets", ""]
     parts += _table(
         ["target", "at least", "ratio", "", "worst case", "seconds a step"],
         [[v.target, f"{v.at_least:.1f}", f"{v.ratio:.2f}" if v.met is not None else "", f"**{v.word}**", v.case, v.why] for v in verdicts],
     )
-    for kind, title in KINDS.items():
+    for kind, heading in KINDS.items():
         mine = [r for r in rows if r.kind == kind]
         if not mine:
             continue
-        parts += [f"## {title}", ""]
+        parts += [f"## {heading}", ""]
         parts += _table(
             ["case", "weft", "s/step", "peer", "s/step", "ratio", "min..max", "CPU time ratio", "precision", "settings", "loss differs"],
             [
@@ -160,8 +161,8 @@ def markdown(
             ],
         )
     parts += ["## Every contender", "", "Medians. CPU seconds are those of all ranks together; memory is the largest rank's.", ""]
-    for title, found in series.items():
-        parts += [f"### {title}", ""]
+    for name, found in series.items():
+        parts += [f"### {name}", ""]
         parts += _table(
             ["contender", "s/step", "min..max", "CPU s/step", "MiB", "first loss", "last loss", "plan"],
             [

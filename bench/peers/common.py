@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from bench.case import Case
 from weft.zoo import gpt
+from weft.zoo.resolve import resolve
 
 Step = Callable[[Tensor], "Tensor | float | None"]
 
@@ -18,7 +19,9 @@ Step = Callable[[Tensor], "Tensor | float | None"]
 def model_of(case: Case) -> gpt.Model:
     """The whole model with the case's initial values, the same on every rank."""
     torch.manual_seed(case.seed)
-    return gpt.Model(gpt.SIZES[case.model])
+    model = resolve(case.model).make()
+    assert isinstance(model, gpt.Model)  # cases name models of this family
+    return model
 
 
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
