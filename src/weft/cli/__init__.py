@@ -18,6 +18,7 @@ import typer
 from weft.cli import (
     check,
     checkpoint,
+    collectives,
     compare,
     demo,
     doctor,
@@ -86,6 +87,7 @@ app.command("doctor")(doctor.doctor)
 app.command("report")(report.report)
 app.command("demo", hidden=True)(demo.demo)
 app.add_typer(checkpoint.app, name="checkpoint")
+app.add_typer(collectives.app, name="collectives")
 
 
 def run(arguments: Sequence[str]) -> int:

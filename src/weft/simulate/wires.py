@@ -1,0 +1,57 @@
+"""The links of a cluster as messages meet them. In: a cluster. Out: for two of its ranks the `Wire` between them.
+
+Ranks are numbered through the cluster as it is built, neighbours in one node. A message takes the link of the innermost level that has
+both of its ends; where a unit has several ports its ranks share them evenly, each message on one. Not modelled: what posting a message
+costs its sender, which makes many small ones at once look free, and protocols of a library,
+which `weft.cost.network` prices for its own algorithms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+
+from weft.cluster.cluster import Cluster
+from weft.errors import UsageError
+from weft.simulate.messages import Wire
+
+
+def wires(cluster: Cluster) -> Callable[[int, int], Wire]:
+    """(rank, rank) -> the wire between them.
+
+    >>> from weft.cluster.cluster import Cluster
+    >>> between = wires(Cluster.parse("2xdgx-a100-80"))
+    >>> between(0, 1).byte_s < between(0, 8).byte_s
+    True
+
+    Raises:
+        UsageError: the wire is of ranks that the cluster does not have.
+    """
+    known: dict[tuple[int, int], Wire] = {}
+
+    def wire(source: int, target: int) -> Wire:
+        if not (0 <= source < cluster.num_devices and 0 <= target < cluster.num_devices):
+            raise UsageError(f"ranks {source} and {target} of {cluster.name}, which has {cluster.num_devices} devices")
+        if (source, target) not in known:
+            known[source, target] = _wire(cluster, source, target)
+        return known[source, target]
+
+    return wire
+
+
+def _wire(cluster: Cluster, source: int, target: int) -> Wire:
+    unit = 1
+    for depth, level in enumerate(cluster.levels):
+        below, unit = unit, unit * level.size
+        if source // unit == target // unit or level is cluster.levels[-1]:
+            link = level.link
+            byte_s = (
+                link.ports / (link.bandwidth_bytes_per_s * link.efficiency)
+                if below > 1
+                else 1 / (link.bandwidth_bytes_per_s * link.efficiency)
+            )
+            shared: tuple[Hashable, ...] = ()
+            if below > 1:
+                ports = tuple((rank // below, rank % below * link.ports // below) for rank in (source, target))
+                shared = ((depth, "out", *ports[0]), (depth, "in", *ports[1]))
+            return Wire(link.latency_s, byte_s, shared)
+    raise AssertionError(cluster.name)
