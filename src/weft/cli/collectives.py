@@ -88,7 +88,8 @@ def draw(
         traffic = deliver(program, lambda _: 0.0, lambda *_: Wire(0.0, 0.0, (), 1.0))
         steps: dict[int, list[str]] = {}
         for m in sorted(traffic.messages, key=lambda m: (m.began_s, m.source)):
-            sign = "+" if all([added[m.source, m.target, value].pop(0) for value in m.values]) else ""
+            flags = [added[m.source, m.target, value].pop(0) for value in m.values]
+            sign = "+" if all(flags) else ""
             names = " ".join(map(str, m.values)) if len(m.values) < 4 else f"{m.values[0]} ... {m.values[-1]}"
             steps.setdefault(round(m.began_s) + 1, []).append(f"{m.source} -{sign}> {m.target}  {names}")
         out.text(
