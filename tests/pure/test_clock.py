@@ -12,9 +12,9 @@ from schedule_sizes import fit
 
 from weft.errors import ProgramError
 from weft.plan.program import Compute, Links, Op, Program, Value
-from weft.schedules import NAMES, build
+from weft.schedules import NAMES, build, rows
 from weft.simulate.clock import simulate
-from weft.simulate.memory import in_flight, peak
+from weft.simulate.memory import in_flight, kept_bytes, peak
 
 SIZES = [(1, 1), (1, 4), (2, 2), (3, 3), (4, 8), (8, 32), (8, 2)]
 
@@ -178,6 +178,15 @@ def test_the_peak_counts_what_passes_into_another_value_once() -> None:
 def test_what_is_in_flight_is_the_peak_of_what_is_kept(case: tuple[str, int, int, Links, int]) -> None:
     program = build(*case[:4])
     assert in_flight(program) == tuple(p.size_bytes for p in peak(program, lambda value: float(value.name in ("saved", "half"))))
+
+
+@given(timed(), st.lists(st.integers(1, 99), min_size=20, max_size=20))
+def test_what_is_kept_follows_from_the_computes_alone(case: tuple[str, int, int, Links, int], sizes: list[int]) -> None:
+    name, stages, m, links, _ = case
+    saved, half = [float(n) for n in sizes[:10]], [float(n) for n in sizes[10:]]
+    size = {"saved": saved, "half": [min(a, b) for a, b in zip(saved, half, strict=True)]}
+    found = peak(build(name, stages, m, links), lambda value: size[value.name][value.index[0]] if value.name in size else 0.0)
+    assert kept_bytes(rows(name, stages, m, links), size["saved"], size["half"]) == [p.size_bytes for p in found]
 
 
 def test_the_peak_of_a_forward_only_program_is_at_its_last_forward() -> None:

@@ -108,6 +108,16 @@ class Layout:
             return tuple(sorted({rank, p - 1 - rank}))
         return tuple(range(rank, self.num_stages, p))
 
+    def rank_of(self, stage: int) -> int:
+        """The pipeline rank of a stage; of a schedule that goes both ways that of its first replica.
+
+        >>> [Layout(pipeline=2, schedule="zb-v").rank_of(stage) for stage in range(4)]
+        [0, 1, 1, 0]
+        """
+        if self.schedule == "zb-v":
+            return min(stage, 2 * self.pipeline - 1 - stage)
+        return stage % self.pipeline
+
     @property
     def num_ranks(self) -> int:
         return self.data * self.tensor * self.pipeline

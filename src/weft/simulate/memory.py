@@ -8,10 +8,10 @@ modelled: what a compute needs only while it runs, and what a send or a copy to 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from weft.plan.program import Effects, Program, Recv, Value
+from weft.plan.program import Compute, Effects, Op, Program, Recv, Value
 
 ON_HOST = "host"
 KEPT = ("saved", "half")
@@ -45,6 +45,35 @@ def peak(program: Program, size_bytes: Callable[[Value], float]) -> tuple[Peak, 
 def in_flight(program: Program) -> tuple[int, ...]:
     """[rank] -> the most microbatches whose forward has run and whose backward (with its W) has not, over its stages, on the device."""
     return tuple(_most(row) for row in program.effects)
+
+
+def kept_bytes(rows: Sequence[Sequence[Compute]], saved_bytes: Sequence[float], half_bytes: Sequence[float] | None = None) -> list[float]:
+    """[rank] -> the most bytes that it keeps from forwards to backwards, from the order of its computes alone, for searches.
+
+    Args:
+        saved_bytes: by stage, of one microbatch. half_bytes: what of it is left between I and W; by default all.
+
+    >>> from weft.schedules import rows
+    >>> kept_bytes(rows("gems-master", 3, 4, ((0, 1), (1, 2))), [5.0, 1.0, 2.0])
+    [5.0, 1.0, 5.0]
+    """
+    half_bytes = saved_bytes if half_bytes is None else half_bytes
+    found = []
+    for row in rows:
+        held = most = 0.0
+        for action in row:
+            s = action.stage
+            if action.op is Op.F:
+                held += saved_bytes[s]
+                most = max(most, held)
+            elif action.op is Op.B:
+                held -= saved_bytes[s]
+            elif action.op is Op.I:
+                held += half_bytes[s] - saved_bytes[s]
+            elif action.op is Op.W:
+                held -= half_bytes[s]
+        found.append(most)
+    return found
 
 
 def _most(row: tuple[Effects, ...]) -> int:

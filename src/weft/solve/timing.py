@@ -14,6 +14,7 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
+from weft import schedules
 from weft.cost.memory import MARGIN, in_flight
 from weft.cost.step import Pricer, StageCost
 from weft.errors import Infeasible
@@ -22,8 +23,7 @@ from weft.plan.layout import Layout
 from weft.plan.plan import Prediction
 from weft.plan.program import Compute, Links, Op, Value
 from weft.plan.timeline import Timeline
-from weft.schedules import SCHEDULES, build
-from weft.schedules.interleaved import interleaved
+from weft.schedules import build
 from weft.simulate.clock import simulate
 from weft.simulate.makespan import makespan_s
 from weft.solve.mixed import MixedPricer, memory_of, owner
@@ -143,7 +143,7 @@ def crossings_s(pricer: Pricer, layout: Layout, tried: Sequence[Cut]) -> list[fl
 
 def _hand_over_s(pricer: Pricer, layout: Layout, stage: Stage, to: int, values: Sequence[str]) -> float:
     """Seconds of handing `values` of one microbatch from a stage to another; nothing within a rank."""
-    if stage.index % layout.pipeline == to % layout.pipeline:
+    if layout.rank_of(stage.index) == layout.rank_of(to):
         return 0.0
     size = pricer.crossing(layout, values)
     if isinstance(pricer, MixedPricer):
@@ -186,9 +186,7 @@ def clocked(pricer: Pricer, priced: Priced, *, whole: bool = True) -> Priced:
 
 def rows(layout: Layout, connected: Links) -> list[list[Compute]]:
     """The computes of every pipeline rank, in order."""
-    if layout.chunks > 1:
-        return interleaved(layout.num_stages, layout.microbatches, connected, layout.chunks)
-    return SCHEDULES[layout.schedule](layout.pipeline, layout.microbatches, connected)
+    return schedules.rows(layout.schedule, layout.num_stages, layout.microbatches, connected, layout.chunks)
 
 
 def least_pipeline_s(layout: Layout, round_trips_s: Sequence[float]) -> float:
@@ -234,7 +232,8 @@ def timeline(pricer: Pricer, priced: Priced) -> Timeline:
 
     def compute_s(action: Compute) -> float:
         cost = priced.costs[action.stage]
-        return cost.forward_s if action.op is Op.F else cost.backward_s
+        split = action.op in (Op.I, Op.W)  # its two parts take as long as each other
+        return cost.forward_s if action.op in (Op.F, Op.R) else cost.backward_s / (1 + split)
 
     def transfer_s(value: Value, sender: int, receiver: int) -> float:
         return sent.get((min(value.index[0], value.index[1]), max(value.index[0], value.index[1])), 0.0)
