@@ -553,6 +553,16 @@ def branch() -> Any:
     return _Branch(), (_normal(N, 6),), lambda output, batch: F.mse_loss(output, batch[0])
 
 
+class _BranchNoise(_Branch):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * torch.empty_like(x).uniform_(0.99, 1.01))
+
+
+def branch_noise() -> Any:
+    """The same with jitter, as routers of experts have it."""
+    return _BranchNoise(), (_normal(N, 6),), lambda output, batch: F.mse_loss(output, batch[0])
+
+
 class _BranchNorm(_Branch):
     def __init__(self) -> None:
         super().__init__()

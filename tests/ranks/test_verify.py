@@ -254,6 +254,9 @@ def test_ranks_that_hold_the_same_draw_the_same(subject: Callable[[str], Subject
 def test_a_model_that_draws_is_refused_by_name(subject: Callable[[str], Subject]) -> None:
     with pytest.raises(ModelError, match=r"draws random numbers at .*/randn"):
         check(subject(f"{ODD}:noisy"), "data=2")
+    # Where there is no graph that would say so, too.
+    with pytest.raises(ModelError, match="draws random numbers, which a serial run draws differently"):
+        check(subject(f"{ODD}:branch_noise"), "data=1")
 
 
 def test_rows_tell_refusals_from_failures(subject: Callable[[str], Subject]) -> None:

@@ -155,10 +155,7 @@ def verify_on_rank(
     serial = new_serial() if world.rank == 0 else None
     random = [op.site for op in engine.parts.graph.operators if draws(op)]
     if random:
-        raise ModelError(
-            f"{plan.model} draws random numbers at {', '.join(random[:3])}{' ...' if len(random) > 3 else ''}, which a serial run draws "
-            "differently, so there is nothing to compare; verify it with dropout 0"
-        )
+        raise _drawing(plan, f" at {', '.join(random[:3])}{' ...' if len(random) > 3 else ''}")
     seen = Comparison(bound, Noise(new_serial).of, plan.layout.precision != "float64")
     for step in range(steps):
         result = engine.forward_backward(batch, want_inputs=not plan.uncaptured)
@@ -175,8 +172,19 @@ def verify_on_rank(
             assert state is not None
             assert inputs is not None
             got = {"loss": {"": torch.tensor(loss_value)}, "gradients": gradients, "input_gradients": inputs, "weights": state}
-            seen.step(step, got, serial.step())
+            drawn = torch.random.get_rng_state()
+            wanted = serial.step()
+            if not torch.equal(drawn, torch.random.get_rng_state()):
+                raise _drawing(plan)
+            seen.step(step, got, wanted)
     memory = engine.fullest_memory()
     if serial is None:
         return None
     return Verification(seen.first is None, seen.worst, seen.first, plan.replicated_operators, bound, memory)
+
+
+def _drawing(plan: Plan, where: str = "") -> ModelError:
+    return ModelError(
+        f"{plan.model} draws random numbers{where}, which a serial run draws differently, so there is nothing to compare; verify it with "
+        "dropout 0"
+    )
