@@ -22,7 +22,7 @@ RUNS: dict[str, tuple[int | str, ...]] = {
     "expert": (1,),
     "zero": (0, 1, 2, 3),
     "recompute": ("none", "selective", "full"),
-    "offload": ("none",),
+    "offload": ("none", "activations", "optimizer", "all"),
     "precision": ("float32", "bfloat16", "float64"),
 }
 # Named in the interface, not built yet: refused by name, never ignored.

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from weft.plan.program import Action, Compute, Op, Recv, Send, Value
 from weft.plan.timeline import Span
+from weft.run import keeping
+from weft.run.keeping import forwarding
 from weft.run.stage import Kept
 from weft.run.transfers import Arriving
 from weft.world.world import Work
@@ -72,12 +74,13 @@ def _forward(executor: Executor, action: Compute, step: int) -> Run:
     made = [(slot(Value("x", (s, q, m))), [position[c.value] for c in executor.crossings[s, q]]) for q in program.successors[s]]
     saved = slot(Value("saved", (s, m)))
     has_loss = bool(runner.local.results)
+    forward = forwarding(executor, action)
 
     def run(running: Running) -> None:
         running.reap()
         draw.microbatch = m
         held = running.held
-        kept = runner.forward(running.inputs[m], [held[at][i] for at, i in sources], running.want_inputs)
+        kept = forward(running.inputs[m], [held[at][i] for at, i in sources], running.want_inputs)
         for at, places in made:
             held[at] = [kept.sent[i] for i in places]
         if has_loss:
@@ -170,4 +173,18 @@ def _nothing(running: Running) -> None:
     """Gradients that replicas of a stage exchange: they are summed in buckets, as early as each is complete."""
 
 
-HANDLERS: dict[str, Handler] = {"F": _forward, "B": _backward, "I": _backward, "W": _weights, "send": _send, "recv": _receive}
+HANDLERS: dict[str, Handler] = {
+    "F": _forward,
+    "B": _backward,
+    "I": _backward,
+    "W": _weights,
+    "R": keeping.again,
+    "send": _send,
+    "recv": _receive,
+    "UNSHARD": keeping.unshard,
+    "RESHARD": keeping.reshard,
+    "REDUCE_GRAD": keeping.reduce_grad,
+    "OFFLOAD": keeping.offload,
+    "LOAD": keeping.load,
+    "DROP": keeping.drop,
+}

@@ -32,6 +32,7 @@ from weft.run.checkpoint import Piece
 from weft.run.executor import Crossing, Executor, Result
 from weft.run.gathered import Gathered
 from weft.run.gradients import Gradients
+from weft.run.host import HostStore
 from weft.run.optimizer import Optimizer, OptimizerSpec
 from weft.run.parameters import share
 from weft.run.prepare import prepared
@@ -39,7 +40,7 @@ from weft.run.replicas import Replicas
 from weft.run.stage import StageRunner
 from weft.run.state import full_state, full_tensors, gradient_pieces, input_gradients, pieces_of
 from weft.run.whole import build_whole
-from weft.world.memory import PARTS, accounts_of
+from weft.world.memory import HOST, PARTS, accounts_of
 from weft.world.world import Work, World
 
 
@@ -106,10 +107,12 @@ class Engine:
             group.connect()
         share(self.parts.groups, sums)
         self._gathered = Gathered(self.parts.groups, sums, self.memory)
+        self._host = HostStore(world.device, self.memory, self.parts.variables.values())
         self._executor = self._build_executor(compile)
         self.gradients = Gradients(self.parts.groups, self.parts.parameters, sums, plan.layout.zero > 0)
         self._executor.gradients = self.gradients
-        self._optimizer = Optimizer(self.spec, self.parts.groups, sums, self._everyone, plan.layout.zero > 0)
+        moves = plan.layout.offload in ("optimizer", "all")
+        self._optimizer = Optimizer(self.spec, self.parts.groups, sums, self._everyone, plan.layout.zero > 0, moves)
         self._optimizer.load_parameters()
         self._count_state()
         self.timeline: Timeline | None = None
@@ -120,7 +123,7 @@ class Engine:
         """What is there from the first step to the last."""
         parts, optimizer = self.parts, self._optimizer
         self.memory.assign("buffers", parts.buffers.values())
-        self.memory.assign("optimizer", optimizer.own_tensors())
+        self.memory.assign(HOST if optimizer.offload else "optimizer", optimizer.own_tensors())
         self.memory.assign("gradients", (group.grad for group in parts.groups))
         self.memory.assign("parameters", [*parts.parameters.values(), *(group.data for group in parts.groups)])
         self.memory.forget_peak()
@@ -155,14 +158,15 @@ class Engine:
             late = None
             if splits:
                 local, late = with_late_weights(local, mine)
-            local = prepared(local, number, self.plan.layout.recompute, self._draw, self._gathered, self.memory)
+            local = prepared(local, number, self.plan.layout, self._draw, self._gathered, self._host, self.memory)
             autocast = torch.bfloat16 if self.plan.layout.precision == "bfloat16" else None
             runners[number] = StageRunner(
                 local, parts.variables, grads, dtypes, self._draw, autocast, self.world.device, compile, without_gradient(graph), late,
                 self.memory,
             )
         crossings = self._crossings(grads, dtypes)
-        return Executor(parts.program, runners, crossings, self._pipeline, self.world.device, None, self._draw, names)
+        where = self._pipeline, self.world.device
+        return Executor(parts.program, runners, crossings, *where, None, self._draw, names, self._gathered, self._host)
 
     def _crossings(self, grads: set[str], dtypes: Mapping[str, torch.dtype]) -> dict[tuple[int, int], list[Crossing]]:
         """What crosses between every two stages of the model, with the local shapes."""

@@ -20,7 +20,9 @@ from weft.lower.kernels.randomness import Draw
 from weft.plan.program import Action, Compute, Op, Program, Recv, Send, Value, effects
 from weft.plan.timeline import COMPUTE_LANE, Span
 from weft.run.dispatch import HANDLERS, Result, Run, Running, kind_of
+from weft.run.gathered import Gathered
 from weft.run.gradients import Gradients
+from weft.run.host import HostStore
 from weft.run.stage import StageRunner
 from weft.run.transfers import Arriving, Crossing, Transfers, posted_before
 from weft.world.world import Group
@@ -41,7 +43,8 @@ class _Step:
 class Executor:
     """One rank of a pipeline. `runners`: this rank's stages by number; `group`: its pipeline group, by position.
 
-    `learned`: names of the trainable parameters that each of its stages reads.
+    `learned`: names of the trainable parameters that each of its stages reads. `gathered`: weights that come and go. `host`: where what
+    was saved can lie.
     """
 
     def __init__(
@@ -54,9 +57,12 @@ class Executor:
         gradients: Gradients | None,
         draw: Draw,
         learned: Mapping[int, frozenset[str]],
+        gathered: Gathered,
+        host: HostStore,
     ) -> None:
         self.program, self.runners, self.crossings = program, dict(runners), dict(crossings)
         self.rank, self.gradients, self.draw = group.index, gradients, draw
+        self.learned, self.gathered, self.host = learned, gathered, host
         self.transfers = Transfers(program, self.crossings, group, device)
         self._slots: dict[Value, int] = {}
         actions = program.actions[self.rank]
@@ -118,6 +124,7 @@ class Executor:
             self._forward = self._prepare([(i, a) for i, a in enumerate(self.program.actions[self.rank]) if _is_forward(a)])
         steps = self._train if train else self._forward
         assert steps is not None
+        self.host.begin(x for tensors in inputs for x in tensors.values())
         running = Running([None] * len(self._slots), inputs, train, want_inputs)
         with torch.set_grad_enabled(train):
             if record or self.watch is not None:

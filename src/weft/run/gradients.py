@@ -12,7 +12,7 @@ whole gradient: a bucket has memory from its first gradient until it is scattere
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -94,6 +94,11 @@ class Gradients:
     def begin(self, completes: frozenset[str]) -> None:
         """Before each backward, with the parameters that nothing adds to after it: a bucket whose last one comes is exchanged at once."""
         self._completes = completes
+
+    def reduce(self, names: Collection[str]) -> None:
+        """Scatter what has come of these parameters' gradients, whether or not all of them have."""
+        for scattered in self._scattered.values():
+            scattered.flush(names)
 
     def _launch(self) -> None:
         while self._next < len(self._order) and self._waiting[self._next] <= 0:

@@ -52,6 +52,12 @@ def layers_of(stages: Mapping[int, LocalStage]) -> dict[str, tuple[tuple[int, in
     return {value: tuple(sorted(units)) for value, units in found.items()}
 
 
+def reads_written(local: LocalStage) -> bool:
+    """Whether a stage reads a buffer that is written while the model runs, in another way than batch norm does."""
+    modules = (m for m in local.module.modules() if isinstance(m, fx.GraphModule))
+    return any(node.target is snapshot for m in modules for node in m.graph.nodes)
+
+
 def by_layer(local: LocalStage) -> Layered:
     """Cut a stage into runs. The children of the new module are made from the old one's nodes, in their order."""
     assert isinstance(local.module, fx.GraphModule)  # only a captured model is lowered

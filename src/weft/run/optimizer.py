@@ -81,22 +81,30 @@ class OptimizerSpec:
 
 
 class Optimizer:
-    """Updates flat groups, whole or (ZeRO) this rank's piece of every bucket."""
+    """Updates flat groups, whole or (ZeRO) this rank's piece of every bucket.
 
-    def __init__(self, spec: OptimizerSpec, groups: Sequence[FlatGroup], sums: Sequence[Group | None], world: Group, sharded: bool) -> None:
+    With `offload` its state and its own copy of the weights lie on the host, and the update runs there (Ren et al. 2021).
+    """
+
+    def __init__(
+        self,
+        spec: OptimizerSpec,
+        groups: Sequence[FlatGroup],
+        sums: Sequence[Group | None],
+        world: Group,
+        sharded: bool,
+        offload: bool = False,
+    ) -> None:
         self.spec, self._groups, self._sums, self._world = spec, list(groups), list(sums), world
         self.sharded = [sharded and over is not None and over.size > 1 for over in self._sums]
+        self.offload = offload
         self.params: list[Tensor] = []
         self.grads: list[Tensor] = []
-        for group, over, cut in zip(self._groups, self._sums, self.sharded, strict=True):
-            if cut:
-                assert over is not None
-                size = sum(length for _, _, length in group.pieces())
-                self.params.append(group.data if group.gathered else torch.zeros(size, dtype=group.data.dtype, device=group.data.device))
-                self.grads.append(group.grad if group.scattered else torch.zeros_like(self.params[-1]))
-            else:
-                self.params.append(group.data)
-                self.grads.append(group.grad)
+        for number, (group, cut) in enumerate(zip(self._groups, self.sharded, strict=True)):
+            size = sum(length for _, _, length in self.pieces(number))
+            apart = cut or offload
+            self.params.append(self._room(size, group) if offload or (cut and not group.gathered) else group.data)
+            self.grads.append(self._room(size, group) if apart and (offload or not group.scattered) else group.grad)
         self.inner = spec.build([(p, g.decay) for p, g in zip(self.params, self._groups, strict=True)])
         # State is there from the start, so that a checkpoint can be loaded into it; zeros are what the first step would make.
         for p in self.params:
@@ -127,19 +135,26 @@ class Optimizer:
         group = self._groups[number]
         return group.pieces() if self.sharded[number] else [(0, 0, group.data.numel())]
 
+    def _room(self, size: int, group: FlatGroup) -> Tensor:
+        if not self.offload:
+            return torch.zeros(size, dtype=group.data.dtype, device=group.data.device)
+        return torch.zeros(size, dtype=group.data.dtype, pin_memory=group.data.device.type == "cuda")
+
     def load_parameters(self) -> None:
         """After parameters were written from outside (initial values, a checkpoint): take this rank's pieces of them."""
         for number, group in enumerate(self._groups):
-            if self.sharded[number] and not group.gathered:
+            if self.params[number] is not group.data:
                 for start, at, length in self.pieces(number):
-                    self.params[number][at : at + length].copy_(group.data[start : start + length])
+                    begin = at if group.gathered else start
+                    self.params[number][at : at + length].copy_(group.data[begin : begin + length])
 
     def step(self, lr: float | None = None) -> float | None:
         """Clip, update, and (ZeRO-1 and 2) gather the parameters. Returns the global gradient norm where it was needed."""
         for number, group in enumerate(self._groups):
-            if self.sharded[number] and not group.scattered:
+            if self.grads[number] is not group.grad:
                 for start, at, length in self.pieces(number):
-                    self.grads[number][at : at + length].copy_(group.grad[start : start + length])
+                    begin = at if group.scattered else start
+                    self.grads[number][at : at + length].copy_(group.grad[begin : begin + length])
         norm = self._clip() if self.spec.clip else None
         for entry in self.inner.param_groups:
             if lr is not None:
@@ -149,12 +164,16 @@ class Optimizer:
         self.inner.step()
         works = []
         for number, group in enumerate(self._groups):
-            over = self._sums[number]
-            if self.sharded[number] and over is not None and not group.gathered:
-                for (_, at, length), bucket in zip(self.pieces(number), group.buckets, strict=True):
-                    works.append(
-                        over.all_gather_into(group.data[bucket.start : bucket.stop], self.params[number][at : at + length], wait=False)
-                    )
+            over, updated = self._sums[number], self.params[number]
+            if updated is group.data:
+                continue
+            if group.gathered or not self.sharded[number]:
+                group.data.copy_(updated)
+                continue
+            assert over is not None  # what is sharded has others to share with
+            updated = updated.to(group.data.device)
+            for (_, at, length), bucket in zip(self.pieces(number), group.buckets, strict=True):
+                works.append(over.all_gather_into(group.data[bucket.start : bucket.stop], updated[at : at + length], wait=False))
         for work in works:
             work.wait()
         return norm
@@ -165,7 +184,7 @@ class Optimizer:
         for number, group in enumerate(self._groups):
             # A piece is counted by its owner; what is whole on many ranks is counted by the first of them.
             if group.counted_piece if self.sharded[number] else group.counted:
-                total += torch.linalg.vector_norm(self.grads[number]).double() ** 2
+                total += (torch.linalg.vector_norm(self.grads[number]).double() ** 2).to(total.device)
         self._world.all_reduce(total)
         return float(total.sqrt())
 

@@ -1,4 +1,4 @@
-"""What a layout adds to a lowered stage before it runs: recomputation, and weights that come and go.
+"""What a layout adds to a lowered stage before it runs: recomputation, offload, and weights that come and go.
 
 In: a lowered stage, its number, the layout's choices. Out: the stage that runs.
 """
@@ -7,22 +7,30 @@ from __future__ import annotations
 
 from weft.lower.kernels.randomness import Draw
 from weft.lower.local import LocalStage
+from weft.plan.layout import Layout
 from weft.run.gathered import Gathered
+from weft.run.host import HostStore
 from weft.run.layers import by_layer
+from weft.run.offloaded import offload_layers
 from weft.run.recompute import recompute_attention, recompute_layers
 from weft.world.memory import Accounts
 
 
-def prepared(local: LocalStage, stage: int, recompute: str, draw: Draw, gathered: Gathered, memory: Accounts) -> LocalStage:
-    """The stage under a layout's `recompute`, with layers that gather their weights where those lie as pieces."""
-    if recompute == "selective":
+def prepared(
+    local: LocalStage, stage: int, layout: Layout, draw: Draw, gathered: Gathered, host: HostStore, memory: Accounts
+) -> LocalStage:
+    """The stage under a layout's `recompute` and `offload`, with layers that gather their weights where those lie as pieces."""
+    if layout.recompute == "selective":
         local = recompute_attention(local, draw, memory)
     gathers = any(s == stage for s, _ in gathered.units)
-    if recompute != "full" and not gathers:
+    offloads = layout.offload in ("activations", "all")
+    if layout.recompute != "full" and not gathers and not offloads:
         return local
     layered = by_layer(local)
-    if recompute == "full":
+    if layout.recompute == "full":
         recompute_layers(layered, draw, memory)
+    if offloads:
+        offload_layers(layered, host, keeps_last=layout.num_stages == 1)
     if gathers:
         gathered.wrap(stage, layered)
     return layered.local

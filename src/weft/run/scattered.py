@@ -7,6 +7,7 @@ ranks of a group run the same layers in the same order, so they scatter the same
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -58,10 +59,11 @@ class Scattered:
         """Begin a step: the pieces are zero."""
         self._group.grad.zero_()
 
-    def flush(self) -> None:
-        """After the last backward: scatter buckets of which not all gradients came; those count as zero."""
+    def flush(self, names: Collection[str] | None = None) -> None:
+        """Scatter buckets (those of `names`) of which not all gradients came; the others count as zero."""
         for number in sorted(self._open):
-            self._scatter(number)
+            if names is None or not self._expected[number].isdisjoint(names):
+                self._scatter(number)
 
     def wait(self) -> None:
         """Wait for all sums."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from weft.lower.kernels.randomness import Draw
 from weft.lower.late import Late, Note
 from weft.lower.local import LocalStage
+from weft.run.host import Moved
 from weft.world.memory import Accounts
 
 
@@ -28,6 +29,7 @@ class Kept:
     results: list[Tensor]
     inputs: dict[str, Tensor]
     notes: list[Note] = field(default_factory=list)  # weight gradients that backward's input part has left for later
+    moved: Moved | None = None  # where it can lie on the host
 
 
 class StageRunner:

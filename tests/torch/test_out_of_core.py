@@ -1,0 +1,176 @@
+"""What does not fit is trained where it is: activations on the host, or made again, by layer and by the program's actions."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import weft
+from weft.errors import OutOfMemory, ProgramError
+from weft.plan.program import Program
+from weft.run.engine import Engine
+from weft.run.host import HostStore
+from weft.schedules.lower import gather_weights, offload, recompute
+from weft.world.current import current_world
+from weft.world.memory import Accounts, accounts_of
+
+
+class Residual(nn.Module):
+    """A small ResNet's layers on wide images: one storage is kept by several operators, and read after the layer that keeps it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1))
+            for _ in range(4)
+        )
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for layer in self.layers:
+            x = torch.relu(x + layer(x))
+        return self.head(x.mean((2, 3))).square().mean()
+
+
+BATCH = (torch.randn(4, 3, 48, 48, generator=torch.Generator().manual_seed(0)),)
+
+
+def _loss(output: Tensor, batch: Any) -> Tensor:
+    return output
+
+
+@pytest.fixture
+def accounts() -> Iterator[Accounts]:
+    gc.collect()
+    made = accounts_of(torch.device("cpu"))
+    if not made.counts:
+        pytest.skip(made.why)
+    yield made
+    gc.collect()
+    accounts_of(torch.device("cpu"))
+
+
+def _engine(layout: str, change: Callable[[Program], Program] | None = None, limit: float = 0.0) -> Engine:
+    gc.collect()
+    plan = weft.plan(Residual, BATCH, loss=_loss, cluster="1xcpu-2", layout=layout)
+    program = None
+    if change is not None:
+        bare = Engine(plan, Residual, BATCH, _loss, current_world(), seed=0)
+        program = change(bare.parts.program)
+        del bare
+        gc.collect()
+    return Engine(plan, Residual, BATCH, _loss, current_world(), seed=0, program=program, device_memory=limit)
+
+
+def _trained(*args: Any) -> tuple[dict[str, Tensor], float]:
+    engine = _engine(*args)
+    for _ in range(2):
+        engine.step(BATCH)
+    peak = engine.peak_memory()
+    state = engine.full_state_dict()
+    assert peak is not None
+    assert state is not None
+    return state, peak.total
+
+
+def _same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return all(torch.equal(a[name], b[name]) for name in a)
+
+
+CHUNKS = "data=1 chunks=3 schedule=interleaved microbatches=2"
+
+
+def _everywhere(lower: Callable[..., Program], stages: int = 3, microbatches: int = 2) -> Callable[[Program], Program]:
+    return lambda program: lower(program, {(s, m) for s in range(stages) for m in range(microbatches)})
+
+
+@pytest.mark.parametrize("layout", ["data=1 offload=activations", "data=1 offload=all", "data=1 offload=optimizer microbatches=2"])
+def test_offload_changes_no_bit(accounts: Accounts, layout: str) -> None:
+    plain, peak = _trained(layout.split("offload")[0] + layout.partition("offload")[2].partition(" ")[2])
+    moved, less = _trained(layout)
+    assert _same(plain, moved)
+    assert less < peak
+
+
+@pytest.mark.parametrize("lower", [offload, recompute, gather_weights], ids=["offload", "recompute", "gather"])
+def test_actions_of_a_program_change_no_bit(accounts: Accounts, lower: Any) -> None:
+    """The stages of one rank alone: what is kept between a stage's forward and its backward is moved, or made again."""
+    plain, peak = _trained(CHUNKS)
+    changed, less = _trained(CHUNKS, gather_weights if lower is gather_weights else _everywhere(lower))
+    assert _same(plain, changed)
+    assert less < peak or lower is gather_weights
+
+
+def test_a_limit_that_a_serial_run_exceeds(accounts: Accounts) -> None:
+    plain, peak = _trained("data=1")
+    for layout, change in (
+        ("data=1 offload=activations", None),
+        ("data=1 recompute=full", None),
+        (CHUNKS, _everywhere(offload)),
+        (CHUNKS, _everywhere(recompute)),
+    ):
+        _, less = _trained(layout, change)
+        limit = 1.02 * less
+        assert limit < peak
+        with pytest.raises(OutOfMemory, match="activations"):
+            _trained("data=1", None, limit)
+        within, most = _trained(layout, change, limit)
+        assert most < limit
+        serial = plain if "microbatches" not in layout else _trained(CHUNKS)[0]
+        assert _same(serial, within)
+
+
+def test_what_is_moved_is_counted_once_a_storage(accounts: Accounts) -> None:
+    engine = _engine(CHUNKS, _everywhere(offload))
+    engine.step(BATCH)
+    first = engine._host.moved_bytes
+    engine.step(BATCH)
+    assert engine._host.moved_bytes == 2 * first > 0
+
+
+def test_a_program_that_moves_and_one_that_drops_are_proven_and_mixed(accounts: Accounts) -> None:
+    plain, _ = _trained(CHUNKS)
+
+    def mixed(program: Program) -> Program:
+        return recompute(offload(program, {(0, 0), (0, 1)}), {(1, 0), (1, 1)})
+
+    assert _same(plain, _trained(CHUNKS, mixed)[0])
+
+
+class Counts(Residual):
+    """Its first stage writes a buffer that it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        return super().forward(x * self.seen)
+
+
+def test_a_stage_that_reads_what_the_model_writes_is_not_dropped() -> None:
+    plan = weft.plan(Counts, BATCH, loss=_loss, cluster="1xcpu-2", layout="data=1 chunks=2 schedule=interleaved microbatches=2")
+    bare = Engine(plan, Counts, BATCH, _loss, current_world(), seed=0)
+    program = recompute(bare.parts.program, {(s, m) for s in (0, 1) for m in (0, 1)})
+    with pytest.raises(ProgramError, match="reads a buffer that the model writes"):
+        Engine(plan, Counts, BATCH, _loss, current_world(), seed=0, program=program)
+
+
+def test_a_copy_that_is_not_what_was_kept_is_found(accounts: Accounts, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, _ = _trained("data=1")
+    copy_out = HostStore._copy_out
+
+    def spoiled(self: HostStore, block: Any) -> None:
+        copy_out(self, block)
+        block.host[:4] = 0
+
+    monkeypatch.setattr(HostStore, "_copy_out", spoiled)
+    assert not _same(plain, _trained("data=1 offload=activations")[0])
