@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from schedule_sizes import fit
 
 from weft.errors import ProgramError
 from weft.plan.action import Manage, ManageOp, parse_action
 from weft.plan.check import check, contents
-from weft.plan.program import Program, Value, effects
+from weft.plan.program import Compute, Program, Recv, Send, Value, effects
+from weft.schedules import NAMES, build
+from weft.schedules.lower import gather_weights, offload, recompute, reduce_gradients
 from weft.simulate.clock import simulate
 from weft.simulate.memory import in_flight, peak
 
@@ -97,6 +104,64 @@ def test_a_load_waits_for_its_offload_and_lanes_run_beside_one_another() -> None
 def test_reductions_follow_one_another_beside_the_compute() -> None:
     found = seconds("rank 0: 0F0 1F0 1B0 1REDUCE_GRAD 0B0 0REDUCE_GRAD", REDUCE_GRAD=5.0)
     assert (found["1REDUCE_GRAD"], found["0B0"], found["0REDUCE_GRAD"]) == ((3, 8), (3, 4), (8, 13))
+
+
+LANE_OF = {"UNSHARD": "c", "REDUCE_GRAD": "c", "OFFLOAD": "o", "LOAD": "l"}
+
+
+def longest_path_s(program: Program, seconds: dict[str, float]) -> float:
+    """The end of all, over a graph of events that is built without the clock: what is posted, what a rank waits for, what a lane does."""
+    ends: dict[tuple[int, int], float] = {}  # (rank, step) -> when its result is there
+    passed: dict[tuple[int, int], float] = {}  # (rank, step) -> when its rank goes on
+
+    def made_before(rank: int, step: int, value: Value) -> float:
+        makers = [i for i in range(step) if value in (*(e := effects(program.actions[rank][i], program)).writes, *e.adds)]
+        return end(rank, makers[-1]) if makers else 0.0
+
+    def end(rank: int, step: int) -> float:
+        if (rank, step) not in ends:
+            row = program.actions[rank]
+            action, before = row[step], passed_at(rank, step - 1)
+            lane = LANE_OF.get(str(getattr(action, "op", "")))
+            waits = [before, *[made_before(rank, step, value) for value in effects(action, program).reads]]
+            if isinstance(action, Recv):
+                there = program.actions[action.source]
+                waits = [before, end(action.source, there.index(Send(action.value, rank)))]
+            elif isinstance(action, Send):
+                waits += [end(rank, i) for i in range(step) if isinstance(row[i], Send) and row[i].to == action.to]
+            elif lane:
+                waits += [end(rank, i) for i in range(step) if LANE_OF.get(str(getattr(row[i], "op", ""))) == lane]
+            ends[rank, step] = max(waits) + seconds.get(str(action), 0.0)
+        return ends[rank, step]
+
+    def passed_at(rank: int, step: int) -> float:
+        if step < 0:
+            return 0.0
+        if (rank, step) not in passed:
+            posted = isinstance(program.actions[rank][step], (Manage, Send))
+            passed[rank, step] = passed_at(rank, step - 1) if posted else end(rank, step)
+        return passed[rank, step]
+
+    return max(end(rank, step) for rank, row in enumerate(program.actions) for step in range(len(row)))
+
+
+@given(st.sampled_from(NAMES), st.integers(1, 3), st.integers(1, 4), st.integers(0, 2), st.integers(0, 2**32))
+def test_random_times_on_every_lane_equal_the_longest_path(name: str, p: int, m: int, ahead: int, seed: int) -> None:
+    stages, m = fit(name, p, m)
+    rng = random.Random(seed)
+    program = build(name, stages, m)
+    kept = sorted({(a.stage, a.microbatch) for row in program.actions for a in row if isinstance(a, Compute)})
+    program = offload(program, rng.sample(kept, len(kept) // 2), ahead)
+    program = recompute(program, [key for key in kept if f"{key[0]}OFFLOAD{key[1]}" not in str(program)][::2], ahead)
+    program = reduce_gradients(gather_weights(program, ahead), rng.random() < 0.5)
+    check(program)
+    takes = {str(a): rng.random() for row in program.actions for a in row if not isinstance(a, Recv)}
+    for free in ("RESHARD", "DROP"):
+        takes.update((text, 0.0) for text in takes if free in text)
+    found = simulate(
+        program, lambda a: takes[str(a)], lambda value, source, to: takes[str(Send(value, to))], manage_s=lambda a: takes[str(a)]
+    )
+    assert found.end_s == pytest.approx(longest_path_s(program, takes))
 
 
 def test_an_action_of_manage_is_of_what_it_says() -> None:

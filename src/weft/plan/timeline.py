@@ -22,7 +22,8 @@ COMPUTE_LANE = "compute"
 class Span(NamedTuple):
     """One thing on one lane of one rank. A tuple, since a timeline may have a million.
 
-    Lanes of a program: "compute", "send", "recv"; kinds: "F", "B", "I", "W", "send", "recv". A measurement may have more.
+    Lanes of a program: "compute", "send", "recv", "collective", "offload", "load"; kinds: the op of the action, "send", "recv". A
+    measurement may have more.
     """
 
     rank: int
