@@ -71,9 +71,10 @@ def test_the_published_bubble_of_zb_h2(capfd: pytest.CaptureFixture[str]) -> Non
     assert round(answer(capfd, *words)["bubble"], 4) == 0.0698
 
 
-def test_what_is_written_is_checked_and_drawn_again(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("name", ["1f1b", "zb-v", "chimera"])
+def test_what_is_written_is_checked_and_drawn_again(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file, spans = tmp_path / "mine.txt", tmp_path / "mine.json"
-    drawn = answer(capfd, "schedule", "chimera", *SIZES, "-o", str(file))
+    drawn = answer(capfd, "schedule", name, *SIZES, "-o", str(file))
     checked = answer(capfd, "check", str(file))
     assert (checked["proven"], checked["ranks"], checked["actions"], checked["completed"]) == (True, 4, drawn["actions"], False)
     again = answer(capfd, "schedule", str(file), "-o", str(spans))
@@ -130,6 +131,13 @@ def test_a_collective_is_checked_from_its_text(tmp_path: Path, capfd: pytest.Cap
     assert answer(capfd, "check", str(file))["proven"]
 
 
+def test_a_collective_is_not_drawn_as_a_schedule(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "sum.txt"
+    file.write_text("rank 0: a(0)>1\nrank 1: a(0)+<0\ngiven 0: a(0)=0\ngiven 1: a(0)=1\nwants 1: a(0)=0,1")
+    assert run(["schedule", str(file)]) == 2
+    assert "no computes, so it is no schedule" in capfd.readouterr().err
+
+
 def test_all_are_compared_in_one_table(capfd: pytest.CaptureFixture[str]) -> None:
     found = answer(capfd, "schedules", *SIZES, "--times", "f=1,b=1,w=1")
     rows = {row["schedule"]: row for row in found["schedules"]}
@@ -156,6 +164,7 @@ def test_all_are_compared_in_one_table(capfd: pytest.CaptureFixture[str]) -> Non
         (["schedule", "1f1b", *SIZES, "--times", "f=1"], "lacks b"),
         (["schedule", "none.txt"], "cannot read none.txt"),
         (["check", "none.txt"], "cannot read none.txt"),
+        (["check", "."], "cannot read"),
         (["schedules", "--stages", "0", "--microbatches", "1"], "at least 1 of each"),
     ],
 )

@@ -57,7 +57,9 @@ def schedule(
             from weft.cli.check import read_program
 
             program, _ = read_program(Path(name))
-            each = 1
+            if not program.num_stages:
+                raise UsageError(f"{name} has no computes, so it is no schedule; weft check proves collectives")
+            each = program.num_stages // program.num_ranks if program.num_stages % program.num_ranks == 0 else 1
         else:
             if stages is None or microbatches is None:
                 missing = " and ".join(o for o, v in (("--stages", stages), ("--microbatches", microbatches)) if v is None)
