@@ -112,7 +112,7 @@ def svg(
         for rank, word in enumerate(words):
             body.append(f'<text x="{x}" y="{top + rank * height_of_row + bar / 2 + 4:.0f}" class="axis">{escape(word)}</text>')
         x += wide
-    body += _bars(timeline, look, lanes, (left, top, scale), (height_of_row, bar, strip))
+    body += _bars(timeline, look, lanes, (left, top, scale), (height_of_row, bar, strip), time_text or format_seconds)
     title = f'<text x="{left}" y="18" class="title">{escape(headline or _headline(timeline, time_text or format_seconds))}</text>'
     axis = f'<text x="{left + (width - left - right) / 2:.0f}" y="{bottom + 34}" class="axis" text-anchor="middle">time</text>'
     size = f'class="weft-gantt" width="{width}" height="{bottom + 44}" viewBox="0 0 {width} {bottom + 44}"'
@@ -120,7 +120,12 @@ def svg(
 
 
 def _bars(
-    timeline: Timeline, look: Shades, lanes: Sequence[str], origin: tuple[int, int, float], heights: tuple[int, int, int]
+    timeline: Timeline,
+    look: Shades,
+    lanes: Sequence[str],
+    origin: tuple[int, int, float],
+    heights: tuple[int, int, int],
+    time_text: Callable[[float], str],
 ) -> Iterator[str]:
     """Every compute, and the strips below it. `origin`: left, top, pixels a second; `heights`: of a row, a bar, a strip."""
     (left, top, scale), (height_of_row, bar, strip) = origin, heights
@@ -134,7 +139,7 @@ def _bars(
         if span.duration_s <= 0 or x + wide < drawn.get((span.rank, span.lane), 0.0) + 1 / 3:
             continue
         drawn[span.rank, span.lane] = x + wide
-        hint = f"<title>{escape(span.name)} on rank {span.rank}, {format_seconds(span.duration_s)}</title>"
+        hint = f"<title>{escape(span.name)} on rank {span.rank}, {escape(time_text(span.duration_s))}</title>"
         if span.lane == COMPUTE_LANE:
             fill, ink = paint(span.kind, look.of(span))
             shown = max(wide - min(0.8, 0.1 * wide), 0.33)
@@ -194,7 +199,6 @@ def _columns(timeline: Timeline, width: int) -> int:
 
 def _cells(timeline: Timeline, computes: list[Span], look: Shades, columns: int) -> Iterator[_Cell]:
     scale, at = columns / (timeline.total_s or 1.0), 0
-    replicas = len(set(look.replica.values())) > 1
     for span in computes:
         start = max(at, round((span.start_s - timeline.start_s) * scale))
         end = min(columns, max(round((span.end_s - timeline.start_s) * scale), round((span.start_s - timeline.start_s) * scale) + 1))
@@ -206,7 +210,7 @@ def _cells(timeline: Timeline, computes: list[Span], look: Shades, columns: int)
         room = end - start
         if len(name) > room:
             name = (found[2] if found else span.name)[:room]
-        yield _Cell(start, end, span.kind, shade, name + ("-" if shade and replicas else "=") * (room - len(name)))
+        yield _Cell(start, end, span.kind, shade, name + ("-" if shade and look.num_replicas > 1 else "=") * (room - len(name)))
 
 
 def _ticks(total_s: float) -> list[float]:

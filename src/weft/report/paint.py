@@ -35,11 +35,12 @@ class Shades:
 
     replica: dict[int, int]
     order: dict[tuple[int, int], int]
+    num_replicas: int
 
     @property
     def meaning(self) -> str:
         """Words for a legend; empty where nothing is lighter."""
-        if len(set(self.replica.values())) > 1:
+        if self.num_replicas > 1:
             return "lighter: replica 2"
         return "lighter: every second stage of a rank" if any(self.order.values()) else ""
 
@@ -48,14 +49,14 @@ class Shades:
         """Whether a label needs its stage: a rank has several, and not one for each replica."""
         stages = len(self.order)
         ranks = len({rank for rank, _ in self.order})
-        return stages > ranks * max(1, len(set(self.replica.values())))
+        return stages > ranks * max(1, self.num_replicas)
 
     def of(self, span: Span) -> int:
         """0, or 1 for the lighter shade."""
         found = ACTION.fullmatch(span.name)
         if not found:
             return 0
-        if len(set(self.replica.values())) > 1:
+        if self.num_replicas > 1:
             return self.replica.get(int(found[3]), 0) % 2
         return self.order.get((span.rank, int(found[1])), 0) % 2
 
@@ -71,7 +72,7 @@ def shades(timeline: Timeline) -> Shades:
     order = {(rank, stage): i for rank, stages in of_rank.items() for i, stage in enumerate(sorted(stages))}
     known: dict[tuple[tuple[int, int], ...], int] = {}
     replica = {m: known.setdefault(tuple(sorted(ways[m].items())), len(known)) for m in sorted(ways)}
-    return Shades(replica, order)
+    return Shades(replica, order, len(known))
 
 
 def paint(kind: str, shade: int) -> tuple[str, str]:
