@@ -92,7 +92,6 @@ class Engine:
         self.mesh = plan.layout.mesh
         at = self.mesh.coordinates(world.rank)
         self.data_index, self.data_size = at["data"], plan.layout.data
-        self.stage_index = at["pipeline"]
         self._counters = {"step": torch.zeros((), dtype=torch.int64)}
         self._everyone = world.group(tuple(range(world.num_ranks)))
         self._pipeline = world.group(self.mesh.group(world.rank, "pipeline"))

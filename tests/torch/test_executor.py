@@ -1,0 +1,78 @@
+"""What the executor works out before a step: when receives are posted, and which action completes a gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weft.plan.layout import SCHEDULES
+from weft.plan.program import Compute, Op, Program, Recv
+from weft.run.dispatch import HANDLERS, kind_of
+from weft.run.executor import Executor
+from weft.run.replicas import out_of_order
+from weft.run.transfers import AHEAD, posted_before
+from weft.schedules import build
+
+
+@st.composite
+def _programs(draw: Any) -> Program:
+    name = draw(st.sampled_from(SCHEDULES))
+    ranks, chunks = draw(st.integers(1, 4)), draw(st.integers(2, 3)) if name == "interleaved" else 2 if name == "zb-v" else 1
+    microbatches = 2 if name == "gems-mast" else 2 * draw(st.integers(1, 4))
+    return build(name, ranks * chunks, microbatches, chunks=chunks)
+
+
+@settings(max_examples=60, deadline=None)
+@given(_programs())
+def test_receives_are_posted_once_and_in_time(program: Program) -> None:
+    """Every receive is posted once, not after it is needed, not more than some computes ahead, and in the order of the program."""
+    for row in program.actions:
+        posts = [(step, receive) for step, receives in enumerate(posted_before(row)) for receive in receives]
+        assert [receive for _, receive in posts] == [i for i, a in enumerate(row) if isinstance(a, Recv)]
+        for step, receive in posts:
+            assert step <= receive
+            assert sum(isinstance(a, Compute) for a in row[step:receive]) <= AHEAD
+
+
+@settings(max_examples=60, deadline=None)
+@given(_programs(), st.data())
+def test_a_gradient_is_complete_after_the_last_action_that_adds_to_it(program: Program, data: st.DataObject) -> None:
+    """By enumeration: parameters of one stage, of several, late and not."""
+
+    class Late:
+        def __init__(self, names: frozenset[str]) -> None:
+            self.names = names
+
+    class Runner:
+        def __init__(self, late: Late | None) -> None:
+            self.late = late
+
+    for row in program.actions:
+        stages = sorted({a.stage for a in row if isinstance(a, Compute)})
+        names = [f"p{i}" for i in range(4)]
+        learned = {s: frozenset(data.draw(st.sets(st.sampled_from(names)))) for s in stages}
+        late = {s: frozenset(data.draw(st.sets(st.sampled_from(sorted(learned[s]) or ["p0"])))) & learned[s] for s in stages}
+        executor: Any = Executor.__new__(Executor)
+        executor.runners = {s: Runner(Late(late[s])) for s in stages}
+        found = executor._complete(row, learned)
+        for name in names:
+            adds = [
+                i
+                for i, a in enumerate(row)
+                if isinstance(a, Compute)
+                and (
+                    (a.op in (Op.B, Op.I) and name in learned[a.stage])  # also of a late one, some part may come at once
+                    or (a.op is Op.W and name in late[a.stage])
+                )
+            ]
+            assert [i for i, done in enumerate(found) if name in done] == adds[-1:]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_has_handlers(name: str) -> None:
+    program = build(name, 4, 2, chunks=2 if name in ("interleaved", "zb-v") else 1)
+    assert {kind_of(a) for row in program.actions for a in row} <= HANDLERS.keys()
+    assert out_of_order(program, 0) is (name in ("chimera", "gems-mast", "gems-master"))
