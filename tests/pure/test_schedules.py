@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -13,7 +13,7 @@ from schedule_sizes import fit
 from weft.errors import ProgramError, UsageError
 from weft.plan.check import check
 from weft.plan.layout import BOTH_WAYS
-from weft.plan.program import Compute, Links, Op, Program, Recv, Send, chain
+from weft.plan.program import Action, Compute, Links, Op, Program, Recv, Send, Value, chain
 from weft.schedules import NAMES, build
 from weft.schedules.lower import pipeline
 from weft.simulate.memory import in_flight
@@ -101,6 +101,47 @@ def test_gradients_are_accumulated_in_the_serial_order(name: str) -> None:
             if isinstance(a, Compute) and a.op in (Op.B, Op.W):
                 added.setdefault((a.stage, a.microbatch % 2 if name in BOTH_WAYS else 0), []).append(a.microbatch)
         assert all(each == sorted(each) for each in added.values())
+
+
+def edit(program: Program, rank: int, row: Sequence[Action]) -> Program:
+    return replace(program, actions=tuple(tuple(row) if r == rank else old for r, old in enumerate(program.actions)))
+
+
+def last_of_stage_0(program: Program) -> tuple[int, Compute]:
+    """(its step on rank 0, the last compute there that adds to stage 0's gradient)."""
+    found = [(i, a) for i, a in enumerate(program.actions[0]) if isinstance(a, Compute) and a.stage == 0 and a.op in (Op.B, Op.W)]
+    return found[-1]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_broken_twins_of_every_schedule(name: str) -> None:
+    """A lost microbatch, a doubled gradient, a freed value that is read again."""
+    program = build(name, *fit(name, 4, 8))
+    check(program)
+    row = program.actions[0]
+    step, last = last_of_stage_0(program)
+    lost = rf"wanted dw\(0\) lacks contribution {last.microbatch}"
+    if name == "gems-mast":  # the replica's only one, so that there is nothing to exchange
+        lost = r"rank 0 step 3: dw\(0\)>3 reads dw\(0\), which is not held"
+    with pytest.raises(ProgramError, match=lost):
+        check(edit(program, 0, [*row[:step], *row[step + 1 :]]))
+    with pytest.raises(ProgramError, match=rf"rank 0 step {step + 1}: {last} reads .*, which is not held: {last} at step {step} freed it"):
+        check(edit(program, 0, [*row[: step + 1], *row[step:]]))
+    with pytest.raises(ProgramError, match=r"wanted dw\(0\) has contribution 0 twice"):
+        check(replace(program, given=({Value("dw", (0,)): {0: 1}}, *program.given[1:])))
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "sequential"])
+def test_broken_twins_of_every_schedule_that_deadlock_where_sends_wait(name: str) -> None:
+    """As they are; of gpipe, whose sends all go one way at a time, with two receives the other way round."""
+    program = build(name, *fit(name, 4, 8))
+    if name == "gpipe":
+        first, compute, send, second, *rest = program.actions[1]
+        program = edit(program, 1, [second, first, compute, send, *rest])
+    check(program)
+    with pytest.raises(ProgramError, match=r"no rank can move, where a send waits for its receive\n  rank \d step \d+: "):
+        check(program, rendezvous=True)
+    check(build(name, *fit(name, 4, 8), rendezvous=True), rendezvous=True)
 
 
 def test_one_f_one_b_by_hand() -> None:
