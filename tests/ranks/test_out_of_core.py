@@ -1,0 +1,80 @@
+"""Models that exceed a device's limit serially train under it, each to the weights of the serial run without a limit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import weft
+from weft.errors import RankError
+from weft.world.memory import accounts_of
+from weft.world.world import World
+
+GPT, BATCH, LIMIT = "gpt-tiny:sequence=128", 8, 20 << 20
+
+
+@pytest.fixture(autouse=True)
+def _needs_counting() -> None:
+    made = accounts_of(torch.device("cpu"))
+    if not made.counts:
+        pytest.skip(made.why)
+
+
+def test_a_gpt_that_exceeds_the_limit_serially() -> None:
+    """42 MiB in one process (float64); half of that is allowed."""
+    with pytest.raises(RankError, match=r"rank 0 holds .* of 20\.0 MiB .*activations .* needs .* more; use recompute=full"):
+        weft.verify(GPT, "data=1", BATCH, device_memory=LIMIT)
+    for layout in ("data=1 recompute=full", "data=1 offload=all", "pipeline=2 microbatches=4 schedule=gems-master"):
+        found = weft.verify(GPT, layout, BATCH, device_memory="20MiB")
+        assert found.ok, (layout, found)
+        assert 0 < found.memory["total"] <= LIMIT
+
+
+class Residual(nn.Module):
+    """A small ResNet without batch norm's dependence on the microbatch, on images whose activations outweigh its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1)) for _ in range(4)
+        )
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for layer in self.layers:
+            x = torch.relu(x + layer(x))
+        return self.head(x.mean((2, 3))).square().mean()
+
+
+def _loss(output: Tensor, batch: Any) -> Tensor:
+    return output
+
+
+def _trained(world: World, layout: str, limit: float) -> Any:
+    batch = (torch.randn(8, 3, 48, 48, generator=torch.Generator().manual_seed(0)),)
+    plan = weft.plan(Residual, batch, loss=_loss, cluster="1xcpu-2", layout=layout)
+    engine = weft.parallelize(Residual, batch, loss=_loss, plan=plan, seed=0, world=world, device_memory=limit)
+    for _ in range(2):
+        engine.step(batch)
+    return engine.full_state_dict(), engine.fullest_memory()["total"]
+
+
+def test_a_resnet_that_exceeds_the_limit_serially(ranks: Callable[..., list[Any]]) -> None:
+    plain, peak = ranks(_trained, 1, "data=1 microbatches=4 precision=float64", 0)[0]
+    whole, most = ranks(_trained, 1, "data=1 precision=float64", 0)[0]
+    limit = 0.8 * most
+    with pytest.raises(RankError, match="activations"):
+        ranks(_trained, 1, "data=1 precision=float64", limit)
+    for layout in ("recompute=full", "offload=activations", "pipeline=2 microbatches=4 schedule=gems-master"):
+        serial = plain if "microbatches" in layout else whole
+        num_ranks = 2 if "pipeline" in layout else 1
+        state, held = ranks(_trained, num_ranks, f"{layout} precision=float64", limit)[0]
+        assert held <= limit
+        assert max(float((state[name] - serial[name]).abs().max()) for name in serial) < 1e-12
+    assert peak < most
