@@ -202,10 +202,11 @@ class _Noted(torch.autograd.Function):
         return grad, None, None, None, None
 
 
-def with_late_weights(local: LocalStage, parameters: Mapping[str, tuple[str, Tensor]]) -> tuple[LocalStage, Late]:
+def with_late_weights(local: LocalStage, parameters: Mapping[str, tuple[str, Tensor]], plain: bool = False) -> tuple[LocalStage, Late]:
     """The stage with late weight gradients, and what delivers them.
 
-    `parameters`: graph value -> (name, this rank's block) of every trainable parameter that the stage reads.
+    `parameters`: graph value -> (name, this rank's block) of every trainable parameter that the stage reads. `plain`: what is kept for
+    backward is neither computed again nor moved meanwhile; then notes are taken by hooks, at a third of the cost.
     """
     late = Late()
     if not isinstance(local.module, fx.GraphModule):
@@ -220,7 +221,7 @@ def with_late_weights(local: LocalStage, parameters: Mapping[str, tuple[str, Ten
         site = _site_of(node, leaves)
         if site is not None:
             weight, x, _, _ = _FORMULAS[node.target]
-            made.target = _noting(node.target, weight, x, late, len(late.sites))
+            made.target = _noting(node.target, weight, x, late, len(late.sites), plain)
             late.sites.append(site)
     graph.lint()
     return replace(local, module=fx.GraphModule(torch.nn.Module(), graph, class_name=type(local.module).__name__)), late
@@ -249,14 +250,19 @@ def _view(target: Callable[..., Tensor], args: tuple[Any, ...]) -> Callable[[Ten
     return lambda x: target(x, *args)
 
 
-def _noting(target: Callable[..., Tensor], weight: int, x: int, late: Late, site: int) -> Callable[..., Tensor]:
+def _noting(target: Callable[..., Tensor], weight: int, x: int, late: Late, site: int, plain: bool) -> Callable[..., Tensor]:
     def noted(*args: Any) -> Tensor:
         if not torch.is_grad_enabled():
             return target(*args)
         given = [*args]
         given[weight] = args[weight].detach()
-        y: Tensor = _Noted.apply(target(*given), args[x], late.anchor, late, site)  # type: ignore[no-untyped-call]
-        return y
+        y = target(*given)
+        if plain and y.requires_grad:
+            kept, notes = args[x].detach(), late.notes
+            y.register_hook(lambda grad: notes.append(Note(site, kept, grad)))  # type: ignore[no-untyped-call]
+            return y
+        made: Tensor = _Noted.apply(y, args[x], late.anchor, late, site)  # type: ignore[no-untyped-call]
+        return made
 
     noted.__name__ = noted.__qualname__ = target.__name__.partition(".")[0]  # recomputation knows operators by their names
     noted.__module__ = __name__

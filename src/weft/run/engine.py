@@ -24,7 +24,7 @@ from weft.model.propagate import needs_gradient
 from weft.model.work import model_flops
 from weft.plan.placement import piece
 from weft.plan.plan import Memory, Plan
-from weft.plan.program import Compute, Op, Program
+from weft.plan.program import Compute, Manage, Op, Program
 from weft.plan.timeline import Timeline
 from weft.run import checkpoint
 from weft.run.build import Source, build, check_evaluation
@@ -156,7 +156,7 @@ class Engine:
             names[number] = frozenset(name for name, _ in (learned if self.plan.uncaptured else mine).values())
             late = None
             if splits:
-                local, late = with_late_weights(local, mine)
+                local, late = with_late_weights(local, mine, self._keeps_plainly())
             local = prepared(local, number, self.plan.layout, self._draw, self._gathered, self._host, self.memory)
             autocast = torch.bfloat16 if self.plan.layout.precision == "bfloat16" else None
             runners[number] = StageRunner(
@@ -166,6 +166,12 @@ class Engine:
         crossings = self._crossings(grads, dtypes)
         where = self._pipeline, self.world.device
         return Executor(parts.program, runners, crossings, *where, None, self._draw, names, self._gathered, self._host)
+
+    def _keeps_plainly(self) -> bool:
+        """Whether what forward keeps for backward lies where it is until then."""
+        layout = self.plan.layout
+        managed = any(isinstance(a, Manage) for row in self.parts.program.actions for a in row)
+        return layout.recompute == "none" and layout.offload == "none" and layout.zero < 3 and not managed
 
     def _crossings(self, grads: set[str], dtypes: Mapping[str, torch.dtype]) -> dict[tuple[int, int], list[Crossing]]:
         """What crosses between every two stages of the model, with the local shapes."""
