@@ -8,20 +8,23 @@ from itertools import combinations, pairwise, product
 
 import pytest
 from gpt_graph import gpt
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from weft.cluster.cluster import Cluster, Device, Level, Link
 from weft.cost.compute import Seconds
+from weft.cost.memory import in_flight
 from weft.cost.step import Pricer
 from weft.errors import Infeasible, LayoutError, UsageError
 from weft.model.graph import Graph
-from weft.plan.layout import RUNS, Layout
+from weft.model.stages import links
+from weft.plan.layout import BOTH_WAYS, RUNS, SCHEDULES, Layout
+from weft.simulate.memory import kept_bytes
 from weft.solve.bounds import least_saving_s
 from weft.solve.search import check_layout, clocked, price, search, without_graph
 from weft.solve.space import Space, divisors, layouts, parse_constraints
 from weft.solve.stages import balance, useful
-from weft.solve.timing import Priced
+from weft.solve.timing import PLAIN, Priced, least_pipeline_s, rows, timeline
 
 CORE = Device("core", "cpu", (("float32", 1e11), ("bfloat16", 4e11)), 8e9, 2e10, 1.0, 2e-6)
 NODE = Cluster("node", CORE, (Level("node", 4, Link(1e-4, 1e9)),))
@@ -172,18 +175,19 @@ def test_the_choice_is_the_best_of_all_plans(problem: tuple[Cluster, Graph, int,
     assert plan.bound_gap >= -1e-9
     assert best * (1 + plan.bound_gap) >= 0.995 * plan.prediction.step_time_s
     for one in every:
-        least = least_saving_s(pricer, replace(one.layout, schedule="1f1b", chunks=1), one.layout.chunks > 1)
+        least = least_saving_s(pricer, replace(one.layout, schedule="1f1b", chunks=1), one.layout.schedule not in PLAIN)
         assert least <= one.prediction.step_time_s * (1 + 1e-9), f"{one.layout} beats its bound"
 
 
 @given(st.integers(2, 5), st.integers(1, 3), st.integers(0, 30), st.integers(0, 2**32 - 1))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_many_microbatches_are_timed_by_a_part_of_them(ranks: int, chunks: int, more: int, seed: int) -> None:
     """Against timing all of them, stages as unlike as the balanced ones are: never too much, and little too little."""
     rng = random.Random(seed)
-    graph = gpt(max(4, ranks * chunks), hidden=16, batch=1)
+    graph = gpt(max(4, 2 * ranks * chunks), hidden=16, batch=1)
     pricer = Pricer(graph, GPUS, 1)
-    schedule = "interleaved" if chunks > 1 else rng.choice(["gpipe", "1f1b"])
+    schedule = "interleaved" if chunks > 1 else rng.choice(["gpipe", "1f1b", "zb-h1", "zb-h2", "zb-v"])
+    chunks = 2 if schedule == "zb-v" else chunks
     layout = Layout(pipeline=ranks, microbatches=8 * ranks + more * (ranks if chunks > 1 else 1), schedule=schedule, chunks=chunks)
     pricer.batch_size = layout.microbatches
     priced = price(pricer, layout)
@@ -318,3 +322,73 @@ def test_the_least_memory_is_the_least_of_all_plans() -> None:
     plan = search(graph, cluster, 4, "gpt", "precision=bfloat16 offload=none", objective="memory")
     assert plan.prediction is not None
     assert plan.prediction.memory.total == pytest.approx(min(p.prediction.memory.total for p in every))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@given(st.integers(1, 6), st.integers(1, 14), st.integers(1, 3), st.integers(0, 2**32 - 1))
+@settings(max_examples=12, deadline=None)
+def test_every_schedule_is_priced_as_its_program_runs(schedule: str, p: int, m: int, chunks: int, seed: int) -> None:
+    """Against the clock on the program itself: its time, the work of every rank, the bound that prunes it, what it keeps."""
+    if schedule in BOTH_WAYS:
+        p, m = 2 * -(-p // 2), 2 if schedule == "gems-mast" else 2 * -(-m // 2)
+    assume(schedule != "interleaved" or p > 1)
+    layout = Layout(pipeline=p, microbatches=m, schedule=schedule, chunks=chunks if schedule == "interleaved" else 1)
+    pricer = Pricer(gpt(max(2, layout.num_stages), hidden=16, batch=1), GPUS, m)
+    priced = price(pricer, layout)
+    rng = random.Random(seed)
+    costs = [Seconds(rng.uniform(0.5, 2.0), rng.uniform(0.5, 2.0)) for _ in priced.costs]
+    part = rng.uniform(0, 1)
+    priced = replace(
+        priced,
+        costs=tuple(replace(c, compute=s, tensor=Seconds(), weight_s=part * s.backward) for c, s in zip(priced.costs, costs, strict=True)),
+    )
+    shown = timeline(pricer, priced)
+    parts = dict(clocked(pricer, priced).prediction.parts)
+    pipeline_s = sum(parts[name] for name in ("compute", "tensor", "pipeline"))
+    if p > 1:
+        assert pipeline_s == pytest.approx(shown.total_s)
+        assert parts["compute"] == pytest.approx(max(shown.busy_s(rank) for rank in range(p)))
+    trips = [(c.forward_s, c.forward_s + c.backward_s) for c in priced.costs]
+    assert least_pipeline_s(layout, trips) <= shown.total_s * (1 + 1e-9)
+    most = kept_bytes(rows(layout, links(pricer.split(priced.sites))), [1.0] * layout.num_stages)
+    for rank in range(p):
+        stages = len(layout.stages_of(rank))
+        counted = in_flight(schedule, p, rank, m, layout.chunks) * stages
+        assert counted >= most[rank] - 1e-9, f"{layout}: rank {rank} keeps {most[rank]}, priced as {counted}"
+        assert counted <= most[rank] + stages * (1 + p * (m < 2 * p)), f"{layout}: rank {rank} keeps {most[rank]}, priced as {counted}"
+
+
+def test_replicas_in_both_directions_hold_and_sum_every_weight_twice() -> None:
+    """Chimera beside 1F1B of the same stages: the weights, gradients and states of two stages; gradients summed with the other rank."""
+    graph = gpt(4, hidden=64, batch=1)
+    pricer = Pricer(graph, GPUS, 8)
+    plain, both = (price(pricer, Layout(pipeline=4, microbatches=8, schedule=name)) for name in ("1f1b", "chimera"))
+    assert both.sites == plain.sites
+    for part in ("parameters", "gradients", "optimizer"):
+        of = [getattr(c.memory, part) for c in plain.costs]
+        assert getattr(both.prediction.memory, part) == pytest.approx(max(of[0] + of[3], of[1] + of[2]))
+    assert all(b.gradients_s > a.gradients_s for a, b in zip(plain.costs, both.costs, strict=True))
+    assert [b.optimizer_s for b in both.costs] == [a.optimizer_s for a in plain.costs]
+    assert dict(both.prediction.parts)["optimizer"] == pytest.approx(
+        max(both.costs[0].optimizer_s + both.costs[3].optimizer_s, both.costs[1].optimizer_s + both.costs[2].optimizer_s)
+    )
+
+
+def test_half_of_a_products_backward_is_for_its_weight() -> None:
+    """Between nothing and half of a stage's backward, of which attention's scores and what has no weights are no part."""
+    pricer = Pricer(gpt(4, hidden=1024, sequence=64, batch=1), GPUS, 8)
+    for cost in price(pricer, Layout(pipeline=4, microbatches=8)).costs:
+        assert 0.25 * cost.backward_s < cost.weight_s < 0.5 * cost.backward_s
+
+
+def test_zero_bubble_is_searched_on_gpus_and_others_where_they_are_asked_for() -> None:
+    frame = Layout(pipeline=4, microbatches=8)
+    names = [one.schedule for one in Space(GPUS, 8, num_chunks=8).schedules(frame)]
+    assert {"zb-h1", "zb-h2", "zb-v"} <= set(names)
+    assert not {"chimera", "gems-mast", "gems-master"} & set(names)
+    assert {one.schedule for one in Space(NODE, 8, num_chunks=8).schedules(frame)} == {"1f1b", "gpipe", "interleaved"}
+    for name in ("chimera", "gems-master"):
+        asked = Space(NODE, 8, parse_constraints(f"schedule={name}"), num_chunks=8)
+        assert [one.schedule for one in asked.schedules(frame)] == [name]
+    plan = search(gpt(4, hidden=64, batch=1), GPUS, 8, "gpt", "schedule=chimera pipeline=4")
+    assert (plan.layout.schedule, plan.layout.pipeline) == ("chimera", 4)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from weft.cost.compute import Seconds
 from weft.cost.memory import Widths
 from weft.cost.network import Group
-from weft.plan.layout import Layout
+from weft.plan.layout import BOTH_WAYS, Layout
 
 if TYPE_CHECKING:
     from weft.cost.step import Pricer
@@ -77,6 +77,15 @@ def summing_s(
         hidden = max(0.0, 1 - each_s * max(overlap, ZERO_HIDES) / inside.total)
         inside = Seconds(inside.forward * hidden, inside.backward * hidden)
     return after, inside
+
+
+def exchange_s(pricer: Pricer, layout: Layout, stage: int, sums: Sums, widths: Widths) -> float:
+    """Seconds of summing a stage's gradients with the rank that has its other replica, where a schedule goes both ways."""
+    away = abs(layout.pipeline - 1 - 2 * stage)
+    if layout.schedule not in BOTH_WAYS or not away:
+        return 0.0
+    pair = Group(2, away * layout.data * layout.tensor, layout.num_ranks)
+    return pricer.collective("all_reduce", widths.gradient * sums.number, pair)
 
 
 ZERO_HIDES = 0.7  # part of a microbatch that gathers of ZeRO-3 and scatters of ZeRO-2 hide behind, as DeepSpeed prefetches; assumed

@@ -15,8 +15,9 @@ from functools import cached_property
 
 from weft.model.graph import Graph
 from weft.model.work import MATMUL_KINDS, Work, batched, differentiable, storages, work
-from weft.plan.layout import Layout
+from weft.plan.layout import BOTH_WAYS, Layout
 from weft.plan.plan import Memory
+from weft.schedules.interleaved import most_in_flight
 
 MARGIN = 0.06  # of everything else: fragmentation and workspaces
 
@@ -55,22 +56,32 @@ class Widths:
         return cls(2.0, gradient, 4.0)
 
 
-def in_flight(schedule: str, num_stages: int, stage: int, microbatches: int, chunks: int = 1) -> float:
-    """Microbatches whose activations a rank holds at once for each of its stages, on average over its `chunks`.
+def in_flight(schedule: str, num_stages: int, rank: int, microbatches: int, chunks: int = 1) -> float:
+    """Microbatches whose activations a rank of p = `num_stages` holds at most at once for each of its stages, on average over them.
 
-    All (gpipe), p - stage (1f1b), one where there is no pipeline. Interleaved, Narayanan et al. 2021: rank r runs
-    2(p - r - 1) + (v - 1)p chunks ahead, so the first rank holds (vp + p - 1)/v.
+    All (gpipe), p - rank (1f1b), one where there is no pipeline. Interleaved, Narayanan et al. 2021: rank r runs
+    2(p - r - 1) + (v - 1)p chunks ahead, so the first rank holds (vp + p - 1)/v where p divides m. Zero bubble, Qi et al. 2024: p (h1,
+    and v of its two stages each), 2p - 1 (h2), where what waits for its weights part counts in full. Of schedules that go both ways
+    a rank's two stages have half each of p + 1 (Chimera) or of one (GEMS).
 
     >>> in_flight("interleaved", 4, 0, 8, chunks=2)
     5.5
     """
-    if num_stages == 1 or schedule == "sequential":
-        return 1
+    p, m = num_stages, microbatches
+    if schedule in BOTH_WAYS:
+        stages = 1 if 2 * rank == p - 1 else 2
+        return (min(m, p + (m > p)) if schedule == "chimera" else 1) / stages
     if schedule == "gpipe":
-        return microbatches
+        return m
+    if schedule == "sequential":
+        return 1
+    if schedule in ("zb-h1", "zb-v"):
+        return min(m, p)
+    if schedule == "zb-h2":
+        return min(m, 2 * p - 1)
     if chunks == 1:
-        return min(microbatches, num_stages - stage)
-    return min(float(microbatches), (2 * (num_stages - stage - 1) + (chunks - 1) * num_stages + 1) / chunks)
+        return min(m, p - rank)
+    return most_in_flight(p, m, chunks, rank) / chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +158,7 @@ def memory_of(
     optimizer_states: int = 2,
 ) -> Memory:
     """The bytes of one rank of a stage (`stage` counts chunks too). `by_layer`: full recomputation keeps what enters each layer."""
-    rank = stage % layout.pipeline
+    rank = layout.rank_of(stage)
     flying = in_flight(layout.schedule, layout.pipeline, rank, layout.microbatches, layout.chunks)
     kept = state.kept_bytes - (state.scores_bytes if layout.recompute != "none" else 0.0)
     if layout.recompute == "full" and by_layer:
@@ -169,5 +180,5 @@ def memory_of(
     if zero == 3 and data > 1:
         # Two layers' weights are whole at a time, and one's gradients.
         buffers += (2 * widths.weight + widths.gradient) * state.num_parameters / state.layers
-    margin = scratch_bytes / layout.chunks + MARGIN * (parameters + gradients + optimizer + activation + buffers)
+    margin = scratch_bytes / len(layout.stages_of(rank)) + MARGIN * (parameters + gradients + optimizer + activation + buffers)
     return Memory(parameters, gradients, optimizer, activation, buffers, margin)

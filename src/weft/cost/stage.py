@@ -7,18 +7,22 @@ from dataclasses import dataclass
 from math import log, sqrt
 
 from weft.cost.compute import Seconds
+from weft.plan.layout import BOTH_WAYS, Layout
 from weft.plan.plan import Memory
 
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """One stage on one rank. `compute` and `tensor`: of one microbatch. `gradients_s`, `optimizer_s`: of the step."""
+    """One stage on one rank. `compute` and `tensor`: of one microbatch, `weight_s` of its backward being for the gradients of weights.
+    `gradients_s`, `optimizer_s`: of the step.
+    """
 
     compute: Seconds
     tensor: Seconds
     gradients_s: float
     optimizer_s: float
     memory: Memory
+    weight_s: float = 0.0
 
     @property
     def forward_s(self) -> float:
@@ -27,6 +31,11 @@ class StageCost:
     @property
     def backward_s(self) -> float:
         return self.compute.backward + self.tensor.backward
+
+
+def work_share(layout: Layout, rank: int) -> float:
+    """Part of the microbatches that a rank computes of each of its stages: half, where another rank has the other half."""
+    return 0.5 if layout.schedule in BOTH_WAYS and len(layout.stages_of(rank)) == 2 else 1.0
 
 
 def straggling(num_ranks: int, spread: float) -> float:

@@ -20,17 +20,17 @@ from weft.cluster.cluster import Cluster, Speed
 from weft.cost import kernels
 from weft.cost.compute import Rates, Seconds, optimizer_s
 from weft.cost.efficiency import Stack, stack_of
-from weft.cost.gradients import Sums, summing_s
+from weft.cost.gradients import Sums, exchange_s, summing_s
 from weft.cost.memory import Inventory, StageState, Widths, memory_of
 from weft.cost.network import Group, collective_s, send_s
 from weft.cost.parts import Local, Parts, Section, even_sites, expert_weights, gather, held_parameters, numbered, section
-from weft.cost.stage import StageCost, straggling, together
+from weft.cost.stage import StageCost, straggling, together, work_share
 from weft.errors import Infeasible
 from weft.model.fold import propagate
 from weft.model.graph import Graph
 from weft.model.sharding import Prices, Sharding
 from weft.model.stages import Cut, Stage, cuts, split
-from weft.model.work import Work, model_flops
+from weft.model.work import MATMUL_KINDS, Work, model_flops
 from weft.plan.layout import Layout
 from weft.plan.plan import Memory, Prediction
 
@@ -49,13 +49,13 @@ Array = NDArray[np.float64]
 @dataclass(frozen=True, slots=True)
 class _Base:
     """What a stage costs whatever the schedule, ZeRO stage and recomputation; `block` is what full recomputation repeats, `scores`
-    what selective does."""
+    what selective does; `weight_s` are for the gradients of weights."""
 
     compute: Seconds
     tensor: Seconds
     block: Seconds  # forward: compute, backward: collectives
     scores_s: float
-    adding_s: float
+    weight_s: float
     sums: Sums
     state: StageState
 
@@ -103,7 +103,9 @@ class Pricer:
         made = replace(
             self, stack=stack or self.stack, batch_size=batch_size or self.batch_size, balanced={}, _times={}, _bases={}, _widths={}
         )
-        made.__dict__.update({key: getattr(self, key) for key in ("inventory", "cuts", "_position", "_narrow", "_least", "_flops")})
+        made.__dict__.update(
+            {key: getattr(self, key) for key in ("inventory", "cuts", "_position", "_narrow", "_least", "_flops", "_weighted")}
+        )
         return made
 
     @cached_property
@@ -312,7 +314,7 @@ class Pricer:
         return even_sites(self.cuts, layout.num_stages)
 
     def stages(
-        self, layout: Layout, sites: Sequence[str] = (), *, only: range | None = None, place: int | None = None
+        self, layout: Layout, sites: Sequence[str] = (), *, only: Sequence[int] | None = None, place: int | None = None
     ) -> tuple[StageCost, ...]:
         """Every stage's cost, or that of `only` some. `sites`: where stages after the first begin. `place`: each as if it were that
         stage of the pipeline.
@@ -323,11 +325,11 @@ class Pricer:
         bases = self._bases_of(layout, sites, only)
         return tuple(self._stage(layout, i if place is None else place, base) for i, base in bases)
 
-    def held(self, layout: Layout, sites: Sequence[str], only: range) -> tuple[Memory, ...]:
+    def held(self, layout: Layout, sites: Sequence[str], only: Sequence[int]) -> tuple[Memory, ...]:
         """What `only` some stages hold, without their seconds."""
         return tuple(self._memory(layout, i, base) for i, base in self._bases_of(layout, sites, only))
 
-    def _bases_of(self, layout: Layout, sites: Sequence[str], only: range | None) -> list[tuple[int, _Base]]:
+    def _bases_of(self, layout: Layout, sites: Sequence[str], only: Sequence[int] | None) -> list[tuple[int, _Base]]:
         key = (*self._cut(layout), layout.data, layout.pipeline, layout.chunks, layout.microbatches, layout.precision, layout.threads,
                layout.expert, tuple(sites))  # fmt: skip
         bases, split = self._bases.setdefault(key, {}), self.split(sites)
@@ -385,7 +387,16 @@ class Pricer:
             scores,
             working,
         )
-        return _Base(busy, network, block, scores_s, adding, Sums(held.sums, held.tied, held.number), state)
+        # A product's backward is two products alike, one for its input and one for its weights, and weights' gradients are added up.
+        weight_s = 0.5 * float(times[1][self._weighted[ops]].sum()) + adding * (layout.microbatches > 1)
+        return _Base(busy, network, block, scores_s, weight_s, Sums(held.sums, held.tied, held.number), state)
+
+    @cached_property
+    def _weighted(self) -> NDArray[np.bool_]:
+        """By operator: whether it is a product with a trainable weight."""
+        trained = {v.value for v in self.graph.parameters if v.trainable and len(v.tensor.shape) > 1}
+        works, operators = self.inventory.works, self.graph.operators
+        return np.array([works[op.name].kind in MATMUL_KINDS and any(v in trained for v in op.inputs) for op in operators], dtype=bool)
 
     @property
     def _keeps_scores(self) -> bool:
@@ -429,8 +440,9 @@ class Pricer:
         each = busy.backward + network.backward
         window = each * (layout.pipeline if index >= layout.pipeline else 1)
         summing, inside = summing_s(self, layout, base.sums, widths, overlap, window, each)
+        summing += exchange_s(self, layout, index, base.sums, widths)
         network += inside
-        return StageCost(busy, network, summing, optimizer, self._memory(layout, index, base))
+        return StageCost(busy, network, summing, optimizer, self._memory(layout, index, base), base.weight_s)
 
     def _memory(self, layout: Layout, index: int, base: _Base) -> Memory:
         return memory_of(
@@ -456,18 +468,19 @@ class Pricer:
     ) -> Prediction:
         """The step. `transfers_s`: seconds of each border's transfer, one way. `pipeline_s`: of all microbatches, where it was timed.
 
-        `costs` are of all stages in order; with `layout.chunks` = v rank r has stages r, r + p, ... Then the bubble is that of one
+        `costs` are of all stages in order; `layout.stages_of` says whose they are. With v chunks a rank the bubble is that of one
         chunk of each rank (Narayanan et al. 2021, section 2.2), and each microbatch passes v times as many borders.
         """
         m, p = layout.microbatches, layout.pipeline
-        ranks = [costs[r::p] for r in range(min(p, len(costs)))]
-        busiest = max(ranks, key=lambda own: sum(c.forward_s + c.backward_s for c in own))
+        ranks = [[costs[s] for s in layout.stages_of(r)] for r in range(p)] if len(costs) > 1 else [list(costs)]
+        round_trip = [work_share(layout, r) * sum(c.forward_s + c.backward_s for c in own) for r, own in enumerate(ranks)]
+        busy = round_trip.index(max(round_trip))
+        busiest, share = ranks[busy], work_share(layout, busy)
         if pipeline_s is None:
-            round_trip = [sum(c.forward_s + c.backward_s for c in own) for own in ranks]
             once = sum(round_trip) / layout.chunks + max(round_trip) * (1 - 1 / layout.chunks)
             pipeline_s = once + (m - 1) * max(round_trip) + 2 * sum(transfers_s) / layout.chunks
-        compute = m * sum(c.compute.total for c in busiest)
-        tensor = m * sum(c.tensor.total for c in busiest)
+        compute = share * m * sum(c.compute.total for c in busiest)
+        tensor = share * m * sum(c.tensor.total for c in busiest)
         gradients = max(sum(c.gradients_s for c in own) for own in ranks)
         optimizer = max(sum(c.optimizer_s for c in own) for own in ranks)
         overhead = self.overhead_s(layout, pipeline_s)

@@ -40,7 +40,7 @@ class MixedPricer(Pricer):
         """The pricer of the part on which a stage lies; this one, of the least of all parts, where it lies on several."""
         if not self.aligned(layout):
             return self
-        first = stage % layout.pipeline * layout.data * layout.tensor
+        first = layout.rank_of(stage) * layout.data * layout.tensor
         for one in self.pricers:
             if first < one.cluster.num_devices:
                 return one
@@ -54,16 +54,16 @@ class MixedPricer(Pricer):
         return whole and all(part.num_devices % width == 0 for part in self.cluster.parts)
 
     def stages(
-        self, layout: Layout, sites: Sequence[str] = (), *, only: range | None = None, place: int | None = None
+        self, layout: Layout, sites: Sequence[str] = (), *, only: Sequence[int] | None = None, place: int | None = None
     ) -> tuple[StageCost, ...]:
         self.sharding(layout)
         if not self.aligned(layout):
             return super().stages(layout, sites, only=only, place=place)
         wanted = only or range(len(sites) + 1)
         owners = [self.owner(layout, i if place is None else place) for i in wanted]
-        return tuple(one.stages(layout, sites, only=range(i, i + 1), place=place)[0] for i, one in zip(wanted, owners, strict=True))
+        return tuple(one.stages(layout, sites, only=(i,), place=place)[0] for i, one in zip(wanted, owners, strict=True))
 
-    def held(self, layout: Layout, sites: Sequence[str], only: range) -> tuple[Memory, ...]:
+    def held(self, layout: Layout, sites: Sequence[str], only: Sequence[int]) -> tuple[Memory, ...]:
         return tuple(cost.memory for cost in self.stages(layout, sites, only=only))
 
     def border_s(self, layout: Layout, stage: int, to: int, size_bytes: float) -> float:

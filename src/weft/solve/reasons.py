@@ -55,7 +55,7 @@ def reasons(
     if bound_s:
         whose = "this layout" if by_hand else "any plan of this search"
         found.append(
-            ("bound", f"{whose} takes {format_seconds(bound_s)} at least: the work of one that fits, divided evenly; "
+            ("bound", f"{whose} takes {format_seconds(bound_s)} at least, as the search proves; "
              f"this takes {100 * (step / bound_s - 1):.1f} % more")
         )  # fmt: skip
     if by_hand:

@@ -18,6 +18,7 @@ from weft.cluster.cluster import Cluster
 from weft.cluster.mixed import reordered
 from weft.cost.memory import state_bytes
 from weft.cost.parts import expert_weights
+from weft.cost.stage import work_share
 from weft.cost.step import Pricer, together
 from weft.errors import Infeasible, LayoutError, UsageError
 from weft.model.collector import uncollected
@@ -35,13 +36,14 @@ from weft.solve.refine import refined, wanted
 from weft.solve.remedies import nothing_fits
 from weft.solve.space import Constraint, Space, layouts, parse_constraints
 from weft.solve.stages import useful
-from weft.solve.timing import Priced, balanced, clocked, fitted, least_pipeline_s, price, round_trips_s, timeline
+from weft.solve.timing import PLAIN, Priced, balanced, clocked, fitted, least_pipeline_s, price, timeline, trips_s
 
 __all__ = ["OBJECTIVES", "Priced", "balanced", "check_layout", "clocked", "price", "search", "timeline", "without_graph"]
 
 OBJECTIVES = ("time", "cost", "energy", "memory")
 KEPT = 12  # candidates that the plan keeps
 MOST_REFUSED = 4
+MOST_GUESSED, MOST_TRIED_FIRST = 16, 2  # frames that look promising, and those of them that are priced before all others
 MOST_ORDERS = 6  # of the parts of a mixed cluster
 NEARLY = 1.2  # of the memory: what the first of the most balanced stages may need where other stages could still fit
 MOST_CHECKED = 8_000  # actions of the program that is proven
@@ -173,7 +175,7 @@ class _Search:
         cluster = self.pricer.cluster
         least: dict[tuple[Layout, bool], float] = {}
         for frame in self.space.frames():
-            for interleaved in {one.chunks > 1 for one in self.space.schedules(frame)}:
+            for interleaved in {one.schedule not in PLAIN for one in self.space.schedules(frame)}:
                 try:
                     check_layout(frame, cluster, self.pricer.batch_size)
                     bound = least_s(self.pricer, frame, interleaved)
@@ -184,11 +186,15 @@ class _Search:
                 self._number += 1
                 heapq.heappush(self._open, (self._bound(frame, bound), self._number, frame, interleaved))
         self._all = list(self._open)
+        done = {key: self._expand(*key) for key in self._promising()}
+        least.update(done)
         while self._open:
             bound_score, number, frame, interleaved = self._open[0]
             if self.best is not None and bound_score > self._best_value:
                 break
             heapq.heappop(self._open)
+            if (frame, interleaved) in done:
+                continue
             savings = self._savings(frame, interleaved)
             least[frame, interleaved] = min(savings.values(), default=INFINITE)  # nothing makes it fit
             known = min((self._bound(frame, seconds) for seconds in savings.values()), default=None)
@@ -198,6 +204,23 @@ class _Search:
                 least[frame, interleaved] = self._expand(frame, interleaved)
         lowest = min(least.values(), default=INFINITE)
         self.bound_s = lowest if lowest < INFINITE else 0.0
+
+    def _promising(self) -> list[tuple[Layout, bool]]:
+        """Frames that are likely to be among the best: a good plan that is known early saves pricing many others.
+
+        A guess: what makes them fit counts, and half of the time in which a pipeline of whole backwards fills and drains.
+        """
+
+        def guess(item: tuple[tuple[float, ...], int, Layout, bool]) -> float:
+            return item[0][0] * (1 + 0.5 * (item[2].pipeline - 1) / item[2].microbatches)
+
+        found = []
+        for item in heapq.nsmallest(MOST_GUESSED, self._open, key=guess):
+            savings = self._savings(item[2], item[3])
+            if savings:
+                waits = 1 + 0.5 * (item[2].pipeline - 1) / item[2].microbatches
+                found.append((waits * min(savings.values()), item[1], item[2], item[3]))
+        return [(frame, interleaved) for _, _, frame, interleaved in heapq.nsmallest(MOST_TRIED_FIRST, found)]
 
     def compare(self) -> None:
         """Price what differs from the best in one key, where the search had no need to: the plan says what it would cost."""
@@ -223,7 +246,7 @@ class _Search:
             return False
         thrifts = sorted(self._thrifts(frame), key=lambda t: (t[2] != "none", t[1] == "full", t[1] != "none", abs(t[0] - 1)))
         return any(
-            self._try(replace(schedule, zero=zero, recompute=recompute, offload=offload), whatever=True)
+            self._try(replace(schedule, zero=zero, recompute=recompute, offload=offload), whatever=True) is not None
             for zero, recompute, offload in thrifts[:3]
         )
 
@@ -249,38 +272,34 @@ class _Search:
             Seconds below which no variant comes that may fit; infinite where none does.
         """
         savings = self._savings(frame, interleaved)
-        alive: set[Thrift] = set()
+        lowest = INFINITE
         for schedule in self.space.schedules(frame):
-            if (schedule.chunks > 1) is not interleaved:
+            if (schedule.schedule not in PLAIN) is not interleaved:
                 continue
             fitting: list[Layout] = []
-            hopeless: set[str] = set()
-            if self.best is not None:
-                if self._least_of(schedule, again=False) > self._best_value:
-                    alive.update(savings)
-                    continue
-                if any(recompute == "full" for _, recompute, _ in savings) and self._least_of(schedule, again=True) > self._best_value:
-                    hopeless = {"full"}
+            # Of the balanced stages of this schedule, with what full recomputation repeats or without.
+            plain, again = (self._least_of(schedule, repeated) for repeated in (False, True))
             for thrift, seconds in savings.items():
                 zero, recompute, offload = thrift
                 one = replace(schedule, zero=zero, recompute=recompute, offload=offload)
-                if recompute in hopeless or (self.best is not None and self._bound(frame, seconds) > self._best_value):
-                    alive.add(thrift)
-                    continue
-                if self.objective != "memory" and any(_spares(other, one) for other in fitting):
-                    continue
-                if self._try(one):
+                least = max(seconds, again if recompute == "full" else plain)
+                if not self._hopeless(frame, least):
+                    if self.objective != "memory" and any(_spares(other, one) for other in fitting):
+                        continue
+                    found = self._try(one)
+                    if found is None:
+                        continue
                     fitting.append(one)
-                    alive.add(thrift)
-        return min((savings[thrift] for thrift in alive), default=INFINITE)
+                    least = max(least, found)
+                lowest = min(lowest, least)
+        return lowest
 
-    def _least_of(self, schedule: Layout, again: bool) -> tuple[float, ...]:
-        """The bound of the balanced stages of one schedule, with full recomputation (`again`) or without."""
+    def _least_of(self, schedule: Layout, again: bool) -> float:
+        """Seconds at the least with the balanced stages of one schedule, with full recomputation (`again`) or without."""
         try:
-            seconds = least_pipeline_s(schedule, round_trips_s(self.pricer, schedule, again))
+            return least_pipeline_s(schedule, trips_s(self.pricer, schedule, again))
         except Infeasible:
-            seconds = 0.0
-        return self._bound(schedule, seconds)
+            return 0.0
 
     def _thrifts(self, frame: Layout) -> dict[Thrift, Layout]:
         """(zero, recompute, offload) under which the frame may fit, with the layout: under which the first stage of 1F1B nearly does.
@@ -303,10 +322,11 @@ class _Search:
             self._may_fit[frame] = found
         return self._may_fit[frame]
 
-    def _try(self, layout: Layout, whatever: bool = False) -> bool:
-        """Price a layout, and time it by the clock where it may be the best (or `whatever`); False where it does not fit.
+    def _try(self, layout: Layout, whatever: bool = False) -> float | None:
+        """Price a layout, and time it by the clock where it may be the best (or `whatever`).
 
-        Also True where it cannot be the best, whether it fits or not: then nothing that costs more can be.
+        Returns:
+            Seconds below which it does not come; None where it does not fit. What cannot be the best may be told not to fit, or not.
         """
         pricer, cluster = self.pricer, self.pricer.cluster
         have = memory_of(pricer, layout, 0)
@@ -314,21 +334,22 @@ class _Search:
             check_layout(layout, cluster, pricer.batch_size)
             check_state(pricer, layout)
             sites = balanced(pricer, layout) if layout.num_stages > 1 else ()
-            mine = range(0, layout.num_stages, layout.pipeline)
+            mine = layout.stages_of(0)
             need = together(pricer.held(layout, sites, mine)).total
-            barred = need > have and (layout.pipeline == 1 or layout.chunks > 1)
+            barred = need > have and (layout.pipeline == 1 or layout.schedule != "1f1b")
             if not (barred or whatever or self.best is None):
-                floor = layout.microbatches * sum(c.forward_s + c.backward_s for c in pricer.stages(layout, sites, only=mine))
+                own = sum(c.forward_s + c.backward_s for c in pricer.stages(layout, sites, only=mine))
+                floor = work_share(layout, 0) * layout.microbatches * own
                 if self._hopeless(layout, floor):
-                    return True
+                    return floor
             if self.objective == "memory" and self.best is not None and need > self.best.prediction.memory.total and not whatever:
-                return True
+                return 0.0
             if barred:
                 raise Infeasible(f"{layout}: the first rank needs {need / 2**30:.2f} GiB, and has {have / 2**30:.2f} GiB")
             priced = price(pricer, layout, sites)
         except (Infeasible, LayoutError) as error:
             self._refuse(layout, None, str(error))
-            return False
+            return None
         if self.leanest is None or priced.prediction.memory.total < self.leanest.prediction.memory.total:
             self.leanest = priced
         try:
@@ -337,20 +358,20 @@ class _Search:
             found = self._fitted(priced) if layout.schedule == "1f1b" and layout.pipeline > 1 else None
             if found is None:
                 self._refuse(layout, priced, str(error))
-                return False
+                return None
             priced = found
         if not whatever:
-            trips = [c.forward_s + c.backward_s for c in priced.costs]
-            lowest = pricer.predict(layout, priced.costs, (), least_pipeline_s(layout, trips))
-            if self._hopeless(layout, lowest.step_time_s):
-                return True
+            trips = [(c.forward_s, c.forward_s + c.backward_s) for c in priced.costs]
+            lowest = pricer.predict(layout, priced.costs, (), least_pipeline_s(layout, trips)).step_time_s
+            if self._hopeless(layout, lowest):
+                return lowest
         timed = clocked(pricer, priced, whole=False)
         if self._leads(timed):
             timed = clocked(pricer, priced)  # what is chosen is timed in whole
             if self._leads(timed):
                 self.best = timed
         self.clocked.append(timed)
-        return True
+        return timed.prediction.step_time_s
 
     def _leads(self, priced: Priced) -> bool:
         cluster = self.pricer.cluster
@@ -399,7 +420,7 @@ def _by_hand(pricer: Pricer, layout: Layout, stages: Sequence[str]) -> _Search:
     check_priced(pricer, priced)
     best = clocked(pricer, priced)
     space = Space(pricer.cluster, pricer.batch_size)
-    return _Search(pricer, space, "time", best, best, [best], bound_s=least_saving_s(pricer, layout, layout.chunks > 1))
+    return _Search(pricer, space, "time", best, best, [best], bound_s=least_saving_s(pricer, layout, layout.schedule not in PLAIN))
 
 
 def check_priced(pricer: Pricer, priced: Priced) -> None:
@@ -408,7 +429,7 @@ def check_priced(pricer: Pricer, priced: Priced) -> None:
     if not pricer.cluster.parts:
         pricer.check_memory(layout, priced.prediction)
         return
-    check_fits(pricer, layout, [together([c.memory for c in priced.costs[r :: layout.pipeline]]).total for r in range(layout.pipeline)])
+    check_fits(pricer, layout, [together([priced.costs[s].memory for s in layout.stages_of(r)]).total for r in range(layout.pipeline)])
 
 
 def _prove(pricer: Pricer, best: Priced) -> None:

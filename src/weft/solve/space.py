@@ -20,7 +20,7 @@ from dataclasses import dataclass, fields, replace
 
 from weft.cluster.cluster import Cluster
 from weft.errors import Infeasible, UsageError
-from weft.plan.layout import CHOICES, RUNS, Layout
+from weft.plan.layout import BOTH_WAYS, CHOICES, RUNS, Layout, chunks_of, refuse_sizes
 
 MOST_MICROBATCHES = 512
 MOST_CHUNKS = 8
@@ -232,6 +232,22 @@ class Space:
                 even = stages <= self.num_chunks and -(-self.num_chunks // stages) * stages <= UNEVEN * self.num_chunks
                 if self.admits("chunks", chunks) and (even or (self.asked("chunks", chunks) and stages <= self.num_layers)):
                     yield replace(frame, schedule="interleaved", chunks=chunks)
+        yield from (replace(frame, schedule=name) for name in ("zb-h1", "zb-h2", "zb-v", *BOTH_WAYS) if self._wants(name, frame))
+
+    def _wants(self, name: str, frame: Layout) -> bool:
+        """Whether a schedule with a split backward, or one that goes both ways, is for this frame.
+
+        The first are searched on GPUs: on processors splitting a backward costs more than the idle time that it fills. The others have
+        every weight twice where zero bubble idles as little; they are priced where they are asked for.
+        """
+        asked = self.asked("schedule", name)
+        stages = frame.pipeline * chunks_of(name, 1)
+        if not self.admits("schedule", name) or not self.admits("chunks", chunks_of(name, 1)) or refuse_sizes(name, frame.microbatches):
+            return False
+        if asked or name in BOTH_WAYS:
+            return asked and stages <= self.num_layers
+        even = stages <= self.num_chunks and -(-self.num_chunks // stages) * stages <= UNEVEN * self.num_chunks
+        return not self.cluster.is_cpu and frame.microbatches >= frame.pipeline and (name != "zb-v" or even)
 
     def thrifts(self, layout: Layout) -> Iterator[Layout]:
         """The layout under every ZeRO stage, recomputation and offload, each after those that save less and cost no more."""

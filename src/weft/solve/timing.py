@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 
 from weft import schedules
 from weft.cost.memory import MARGIN, in_flight
+from weft.cost.stage import work_share
 from weft.cost.step import Pricer, StageCost
 from weft.errors import Infeasible
 from weft.model.stages import Cut, Stage, links
-from weft.plan.layout import Layout
+from weft.plan.layout import BOTH_WAYS, Layout
 from weft.plan.plan import Prediction
 from weft.plan.program import Compute, Links, Op, Value
 from weft.plan.timeline import Timeline
@@ -30,6 +31,8 @@ from weft.solve.mixed import MixedPricer, memory_of, owner
 from weft.solve.stages import arrange, balance, runs_bytes, runs_s, useful
 
 Seconds2 = NDArray[np.float64]
+PLAIN = ("sequential", "gpipe", "1f1b")  # schedules of whole backwards and one stage a rank: ranks wait while the pipeline fills
+SPLIT = ("zb-h1", "zb-h2", "zb-v")  # schedules whose backward is split into an input and a weights part
 STEADY = 4  # times the ranks: microbatches after which a schedule only repeats itself
 
 
@@ -168,11 +171,11 @@ def clocked(pricer: Pricer, priced: Priced, *, whole: bool = True) -> Priced:
     if layout.pipeline == 1:
         return priced
     connected = links(pricer.split(priced.sites))
-    forward, backward = [c.forward_s for c in priced.costs], [c.backward_s for c in priced.costs]
+    forward, backward, weights = ([getattr(c, f"{part}_s") for c in priced.costs] for part in ("forward", "backward", "weight"))
     sent = sends_s(pricer, priced)
 
     def seconds(microbatches: int) -> float:
-        return makespan_s(rows(replace(layout, microbatches=microbatches), connected), connected, forward, backward, sent)
+        return makespan_s(rows(replace(layout, microbatches=microbatches), connected), connected, forward, backward, sent, weights)
 
     m, p = layout.microbatches, layout.pipeline
     few = STEADY * p + m % p
@@ -189,22 +192,25 @@ def rows(layout: Layout, connected: Links) -> list[list[Compute]]:
     return schedules.rows(layout.schedule, layout.num_stages, layout.microbatches, connected, layout.chunks)
 
 
-def least_pipeline_s(layout: Layout, round_trips_s: Sequence[float]) -> float:
-    """No clock shows less for stages that take so long forward and back.
+def least_pipeline_s(layout: Layout, trips_s: Sequence[tuple[float, float]]) -> float:
+    """No clock shows less for stages whose (forward, whole way forward and back) of a microbatch take so long.
 
     A rank waits for the first microbatch to reach it, has all its own work, and what it sends back last still goes through the
-    stages before it.
+    stages before it. Where the gradients of weights are put off there may be work to do meanwhile, so only the first wait counts;
+    where another pipeline runs the other way, only the work.
     """
     before, most = 0.0, 0.0
     for rank in range(layout.pipeline):
-        most = max(most, before + layout.microbatches * sum(round_trips_s[rank :: layout.pipeline]))
-        before += round_trips_s[rank]
+        own = work_share(layout, rank) * sum(trips_s[s][1] for s in layout.stages_of(rank))
+        most = max(most, before + layout.microbatches * own)
+        if layout.schedule not in BOTH_WAYS:
+            before += trips_s[rank][layout.schedule not in SPLIT]
     return most
 
 
-def round_trips_s(pricer: Pricer, layout: Layout, again: bool) -> list[float]:
-    """Seconds at the least of every balanced stage for one microbatch, forward and back: of its operators alone, with what full
-    recomputation repeats (`again`) or without."""
+def trips_s(pricer: Pricer, layout: Layout, again: bool) -> list[tuple[float, float]]:
+    """Seconds at the least of every balanced stage for one microbatch, forward, and forward and back: of its operators alone, with what
+    full recomputation repeats (`again`) or without."""
     sites = balanced(pricer, layout) if layout.num_stages > 1 else ()
     numbers = {cut.site: cut.index for cut in places(pricer, layout)} if sites else {}
     ends = [0, *(numbers[site] for site in sites), len(pricer.graph.operators)]
@@ -214,12 +220,14 @@ def round_trips_s(pricer: Pricer, layout: Layout, again: bool) -> list[float]:
         one = owner(pricer, layout, k)
         if id(one) not in known:
             times = one.operator_seconds(layout)
-            each = times[0] + times[1] + times[2] + times[3]
+            forward = times[0] + times[2]
+            each = forward + times[1] + times[3]
             if again:
                 repeated = one.parts(layout).repeated
-                each = each + (times[0] + times[2]) * (repeated if repeated.any() and not one.cluster.is_cpu else 1.0)
-            known[id(one)] = np.concatenate([[0.0], np.cumsum(each)])
-        found.append(float(known[id(one)][end] - known[id(one)][start]))
+                each = each + forward * (repeated if repeated.any() and not one.cluster.is_cpu else 1.0)
+            known[id(one)] = np.concatenate([np.zeros((2, 1)), np.cumsum(np.stack([forward, each]), axis=1)], axis=1)
+        there = known[id(one)][:, end] - known[id(one)][:, start]
+        found.append((float(there[0]), float(there[1])))
     return found
 
 
@@ -232,10 +240,13 @@ def timeline(pricer: Pricer, priced: Priced) -> Timeline:
 
     def compute_s(action: Compute) -> float:
         cost = priced.costs[action.stage]
-        split = action.op in (Op.I, Op.W)  # its two parts take as long as each other
-        return cost.forward_s if action.op in (Op.F, Op.R) else cost.backward_s / (1 + split)
+        if action.op in (Op.F, Op.R):
+            return cost.forward_s
+        return cost.weight_s if action.op is Op.W else cost.backward_s - cost.weight_s * (action.op is Op.I)
 
     def transfer_s(value: Value, sender: int, receiver: int) -> float:
+        if len(value.index) < 2:  # a stage's gradients, to its other replica: priced with the sums of gradients, after the last backward
+            return 0.0
         return sent.get((min(value.index[0], value.index[1]), max(value.index[0], value.index[1])), 0.0)
 
     return simulate(program, compute_s, transfer_s)
