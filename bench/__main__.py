@@ -8,6 +8,7 @@ import sys
 NAMES = {
     "train": "weft beside its peers on the same GPT",
     "pipeline": "pipelines beside torch.distributed.pipelining, on small and large stages",
+    "out_of_core": "what trains under a limit of memory, and how fast: GEMS, recomputation, offload",
     "gpu": "a 1.3 B GPT on one GPU beside plain PyTorch with torch.compile",
     "collectives": "all-reduce on one host through shared memory, beside gloo and MPI",
     "plan": "how long planning takes, and how that grows",
