@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import threading
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from torch import Tensor
 
+import weft
 from weft.errors import CheckpointError
 from weft.run import checkpoint
 from weft.run.checkpoint import Alone, Piece, Region, whole
@@ -475,3 +477,32 @@ def test_wrong_pieces_cannot_be_built() -> None:
 
 def test_one_process_is_a_group_of_one() -> None:
     assert Alone().maximum([3, 1]) == [3, 1]
+
+
+class _Buffers(torch.nn.Module):
+    """A buffer that nothing reads, one that is not saved, a tied weight, and batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+        self.norm = torch.nn.BatchNorm1d(4)
+        self.register_buffer("unread", torch.arange(3.0))
+        self.register_buffer("mask", torch.tensor([1.0, 0.0, 1.0, 1.0]), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.second(self.first(x)) * self.mask).square().mean()
+
+
+@pytest.mark.parametrize("deferred", [True, False])
+def test_the_full_state_is_the_model_s_own(deferred: bool) -> None:
+    """It loads strictly into the serial model: the same names, whatever of them a graph reads."""
+    torch.manual_seed(0)
+    serial = _Buffers()
+    engine = weft.parallelize(_Buffers if deferred else copy.deepcopy(serial), (torch.randn(8, 4),), plan="data=1", seed=0)
+    state = engine.full_state_dict()
+    assert state is not None
+    assert state.keys() == serial.state_dict().keys()
+    for name, tensor in serial.state_dict().items():
+        assert torch.equal(state[name], tensor), name
+    serial.load_state_dict(state)

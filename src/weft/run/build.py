@@ -140,6 +140,7 @@ class Parts:
     variables: dict[str, Tensor]  # what its stages are called with, by graph value
     draw: Draw = field(default_factory=Draw)
     structure: Any = None  # the model's output, where it runs without a loss
+    saved: frozenset[str] = frozenset()  # names in the model's own state dict: buffers may be left out of it
 
     @property
     def only(self) -> LocalStage:
@@ -219,7 +220,7 @@ def build(
     offsets: dict[str, tuple[int, ...]] = {name: spec.offsets for name, spec in specs.items()}
     kept_buffers: dict[str, tuple[Variable, tuple[int, ...]]] = {}
     for v in graph.buffers:
-        if v.value in used:
+        if at["pipeline"] in _holders(stages, program, v.value):
             block = _block(v, sharding, at)
             kept_buffers[v.name] = (v, block[0])
             offsets[v.name] = block[0]
@@ -252,8 +253,9 @@ def build(
         if v.value in used:
             variables[v.value] = buffers[v.name]
     return Parts(
-        graph, sharding, stages, program, lowered, parameters, specs, flat, buffers, kept_buffers, variables, draw, captured.structure
-    )
+        graph, sharding, stages, program, lowered, parameters, specs, flat, buffers, kept_buffers, variables, draw, captured.structure,
+        frozenset(source.model.state_dict(keep_vars=True)),
+    )  # fmt: skip
 
 
 def program_of(plan: Plan, stages: Sequence[Stage], world: World) -> Program:

@@ -99,18 +99,16 @@ def _laid_out(piece: Piece) -> Tensor:
     return block
 
 
-def full_state(parts: Parts, pieces: Sequence[Piece], everyone: Group) -> dict[str, Tensor] | None:
-    """The model's state dict on rank 0: parameters and persistent or used buffers, tied ones under each of their names."""
+def full_state(parts: Parts, pieces: Sequence[Piece], everyone: Group, every: bool = False) -> dict[str, Tensor] | None:
+    """The model's state dict on rank 0, tied tensors under each of their names; with `every` also buffers that are no part of it."""
     variables = {v.name: v for v in (*parts.graph.parameters, *parts.graph.buffers)}
-    used = {v for stage in parts.stages for v in stage.variables}
-    variables = {name: v for name, v in variables.items() if v.value in used or name in {p.name for p in parts.graph.parameters}}
-    state = full_tensors(variables, pieces, everyone)
+    wanted = {name: v for name, v in variables.items() if every or not parts.saved.isdisjoint((name, *v.aliases))}
+    state = full_tensors(wanted, pieces, everyone)
     if state is None:
         return None
-    for name, v in variables.items():
-        for alias in v.aliases:
-            state[alias] = state[name]
-    return state
+    for name, v in wanted.items():
+        state.update(dict.fromkeys(v.aliases, state[name]))
+    return state if every else {name: x for name, x in state.items() if name in parts.saved}
 
 
 def input_gradients(parts: Parts, plan: Plan, result: Result, at: Mapping[str, int], everyone: Group) -> dict[str, Tensor] | None:

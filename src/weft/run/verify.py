@@ -166,7 +166,7 @@ def verify_on_rank(
         gradients = engine.full_gradients()
         inputs = engine.full_input_gradients(result) if not plan.uncaptured else {}
         engine.update()
-        state = full_state(engine.parts, engine.pieces(), world.everyone)
+        state = full_state(engine.parts, engine.pieces(), world.everyone, every=True)
         if serial is not None:
             assert gradients is not None
             assert state is not None

@@ -150,7 +150,8 @@ def build_whole(plan: Plan, source: Source, batch: Any, loss: Loss | None, world
     blocks = {b.name: (b, (0,) * len(b.tensor.shape)) for b in buffers}
     program = program_of(plan, (stage,), world)
     kept = dict(model.named_buffers())
-    return Parts(graph, sharding, (stage,), program, {0: local}, parameters, specs, flat, kept, blocks, {}, Draw(seed=seed))
+    saved = frozenset(model.state_dict(keep_vars=True))
+    return Parts(graph, sharding, (stage,), program, {0: local}, parameters, specs, flat, kept, blocks, {}, Draw(seed=seed), saved=saved)
 
 
 def _check_divides(plan: Plan, model: nn.Module, batch: Any, loss: Loss | None) -> None:
