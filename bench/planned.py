@@ -166,7 +166,8 @@ def emulated(machine: Cluster, ranks: Ranks, hosts: Hosts, name: str, bits_per_s
     most = (bits_per_s or 1e11) / 8 * 0.7  # bytes of at most about a second
     found = ranks.tell(hosts.count, do="links", sizes=[s for s in SIZES if s <= most])[0]["tables"]
     tables = [Table(t["collective"], 2 if t["collective"] == "send" else hosts.count, tuple((s, x) for s, x in t["points"])) for t in found]
-    return replace(machine, name=name, tables=tuple(tables))
+    node = machine.levels[0]
+    return replace(machine, name=name, tables=tuple(tables), levels=(replace(node, link=replace(node.link, protocol="gloo")),))
 
 
 @dataclass

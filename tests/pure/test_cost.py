@@ -205,3 +205,38 @@ def test_broken_twin_a_cluster_without_a_slow_network_hides_the_difference() -> 
     """The port test above would pass on any cluster if contention were ignored; on one node it must not hold."""
     assert collective_s(ONE, "all_reduce", 1e6, Group(4, 4, 16)) == collective_s(ONE, "all_reduce", 1e6, Group(4, 1, 16))
     assert collective_s(TWO, "all_reduce", 1e6, Group(4, 4, 16)) > 10 * collective_s(TWO, "all_reduce", 1e6, Group(4, 1, 16))
+
+
+def test_between_processors_collectives_are_gloos_and_hide_behind_the_backward_between_hosts_only() -> None:
+    """Two latencies a hop of the ring and a third to start; sums hide where gloo's threads move them, not within a host."""
+    cpu = replace(GPU, kind="cpu")
+    link = Link(1e-3, 1e9)
+    one, two = Cluster("one", cpu, (Level("node", 2, link),)), Cluster("two", cpu, (Level("node", 1, link), Level("network", 2, link)))
+    for cluster, rate in ((one, 1.0), (two, 0.95)):
+        assert collective_s(cluster, "all_reduce", 1e6, Group(2)) == pytest.approx(1e-3 * (0.33 + 2) + 1e6 / (rate * 1e9))
+    slow = {}
+    for cluster in (one, two):
+        p = Pricer(pricer().graph, cluster, 512)
+        slow[cluster.name] = p.stages(Layout(data=2))[0].gradients_s
+    number = pricer().graph.num_parameters
+    assert slow["one"] == pytest.approx(collective_s(one, "all_reduce", 4.0 * number, Group(2)))
+    assert slow["two"] <= collective_s(two, "all_reduce", 4.0 * number, Group(2))
+
+
+def test_zero_on_processors_scatters_every_microbatch_and_gathers_what_it_uses() -> None:
+    """ZeRO-1 moves what an all-reduce does; stage 2 scatters in every microbatch, stage 3 gathers weights twice in each as well."""
+    cpu = replace(GPU, kind="cpu")
+    p = Pricer(pricer().graph, Cluster("c", cpu, (Level("node", 2, FAST),)), 512)
+    m = 4
+    plain, one, two, three = (p.stages(Layout(data=2, microbatches=m, zero=zero))[0] for zero in range(4))
+    half = plain.gradients_s / 2
+    assert one.gradients_s == pytest.approx(2 * half)
+    assert two.gradients_s + m * two.tensor.total == pytest.approx((1 + m) * half)
+    assert three.gradients_s + m * three.tensor.total == pytest.approx(3 * m * half)
+    assert one.optimizer_s == pytest.approx(plain.optimizer_s / 2)
+
+
+def test_a_rank_has_no_more_threads_than_its_node_has_cores() -> None:
+    cpu = replace(GPU, kind="cpu")
+    cluster = Cluster("two nodes", cpu, (Level("node", 4, FAST), Level("network", 2, FAST)))
+    assert [cluster.threads_of(n) for n in (1, 2, 4, 8)] == [4, 4, 2, 1]

@@ -177,8 +177,8 @@ def test_bad_efficiency_sets_are_named() -> None:
         parse_stack("x", {"launch_s": -1})
     with pytest.raises(ConfigError, match="stack 'none' is unknown"):
         stack_of(DEVICE, "none")
-    with pytest.raises(ConfigError, match="protocol 'gloo' is unknown"):
-        protocols("gloo")
+    with pytest.raises(ConfigError, match="protocol 'mpi' is unknown"):
+        protocols("mpi")
     with pytest.raises(ConfigError, match="node_ll is missing"):
         parse_protocols("x", {})
 

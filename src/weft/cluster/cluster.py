@@ -213,10 +213,10 @@ class Cluster:
         return self.device.kind == "cpu"
 
     def threads_of(self, num_ranks: int, threads: int = 0) -> int:
-        """Threads of each of `num_ranks` ranks: as asked for, or an equal share of the cores (at least 1); 0 on GPUs."""
+        """Threads of each of `num_ranks` ranks: as asked for, or an equal share of its node's cores (at least 1); 0 on GPUs."""
         if not self.is_cpu:
             return 0
-        return threads or max(1, self.num_devices // max(1, num_ranks))
+        return threads or max(1, self.node_size // self.ranks_per_node(max(1, num_ranks)))
 
     def memory_of(self, num_ranks: int) -> float:
         """Bytes that one of `num_ranks` ranks may use: the device's, or its node's shared equally by the ranks on it."""

@@ -52,7 +52,7 @@ def summing_s(
         group = pricer.group(layout, *("replicas" if spread else "data" if a == "expert" else a for a in kept))
         size = widths.gradient * count
         pieces = max(1.0, size / BUCKET_BYTES) if bucketed else 1.0
-        if is_cpu or layout.zero == 0:
+        if layout.zero == 0:
             one = pricer.collective("all_reduce", size / pieces, group)
             after += pieces * one
         else:
@@ -74,7 +74,8 @@ def summing_s(
         after = max(min(last, after), after - overlap * window_s)
     if inside.total:
         # Every microbatch's collectives run beside its compute; what is longer shows.
-        hidden = max(0.0, 1 - each_s * max(overlap, ZERO_HIDES) / inside.total)
+        hides = overlap if is_cpu else max(overlap, ZERO_HIDES)
+        hidden = max(0.0, 1 - each_s * hides / inside.total)
         inside = Seconds(inside.forward * hidden, inside.backward * hidden)
     return after, inside
 

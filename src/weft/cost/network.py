@@ -1,10 +1,10 @@
 """Seconds of a collective. In: a cluster, how many ranks take part and how far apart they are, bytes. Out: seconds.
 
 Measured tables win where the cluster has them. Otherwise the least time over the algorithms and protocols of the library that
-the links name (`Protocols`, from the catalogue): rings and trees, with flags in the data (LL), in every 128 bytes (LL128) or apart
-(Simple), each a start, hops and a rate (Hockney's alpha-beta; Patarasuk and Yuan 2009 for the ring's bytes), as NCCL itself
-chooses. Groups that communicate at the same time share their node's port. Not modelled: in-network reduction, congestion behind
-the port, a library that misjudges which protocol is fastest, and collectives that slow down compute.
+the links name (`Protocols`, from the catalogue; between processors gloo's): rings and trees, with flags in the data (LL), in
+every 128 bytes (LL128) or apart (Simple), each a start, hops and a rate (Hockney's alpha-beta; Patarasuk and Yuan 2009 for the
+ring's bytes), as NCCL itself chooses. Groups that communicate at the same time share their node's port. Not modelled: in-network
+reduction, congestion behind the port, a library that misjudges which protocol is fastest, and collectives that slow down compute.
 """
 
 from __future__ import annotations
@@ -112,9 +112,9 @@ def collective_s(cluster: Cluster, name: str, size_bytes: float, group: Group, r
     if measured is not None:
         return measured
     where = path(cluster, group)
-    if where.nodes == 1:
-        return _inside_s(name, size_bytes, n, where, rules or protocols(where.link.protocol))
-    return _between_s(name, size_bytes, n, where, rules or protocols(where.network.protocol))
+    link = where.link if where.nodes == 1 else where.network
+    rules = rules or protocols("gloo" if cluster.is_cpu else link.protocol)  # NCCL's rules are for GPUs
+    return (_inside_s if where.nodes == 1 else _between_s)(name, size_bytes, n, where, rules)
 
 
 def _inside_s(name: str, size_bytes: float, n: int, where: Path, rules: Protocols) -> float:

@@ -2,8 +2,9 @@
 
 A step is: every microbatch forward and backward through the stages, gradients summed, the optimizer. The pipeline is in closed
 form here, (sum of the stages) + (m - 1) x (the slowest rank's), which is exact for equal stages; the search replaces it by the clock of
-the real program. On processors operators cost what `Speed` measured, and nothing hides; on GPUs what the `Stack` of the cluster says,
-with gradient sums behind the last backward where it has them there. Not modelled: the data loader, and a first step that compiles.
+the real program. On processors operators cost what `Speed` measured, and nothing hides within a host; on GPUs what the `Stack` of the
+cluster says, with gradient sums behind the last backward where it has them there. Not modelled: the data loader, and a first step
+that compiles.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from weft.plan.plan import Memory, Prediction
 __all__ = ["Pricer", "StageCost", "straggling", "together"]
 
 MICROBATCH_S = 3e-4  # the executor's own time for one microbatch of one stage of a pipeline, on processors
+GLOO_HIDES = 0.9  # part of a backward behind which gloo sums gradients over a network; assumed, since copying takes some of the cores
 STEP_S = 1e-3  # what a step costs besides on processors: the loop, clipping, logging
 NARROW = ("linear", "attention", "convolution", "recurrent", "activation")  # results are bfloat16 under autocast
 HOST_BYTES_PER_S = 12e9  # to the host's memory and back, a GPU: half of PCIe 4 x16, shared by two; assumed
@@ -435,7 +437,7 @@ class Pricer:
             # Out during forward, back during backward, beside the computation, which shares the device's memory with it.
             moving = base.state.kept_bytes / HOST_BYTES_PER_S
             busy = Seconds(max(busy.forward + HOST_SLOWS * moving, moving), max(busy.backward + HOST_SLOWS * moving, moving))
-        overlap = 0.0 if self.cluster.is_cpu else self.efficiency.overlap
+        overlap = self._overlap(layout)
         # The sums of every chunk but the first run while the other chunks of p microbatches go backward.
         each = busy.backward + network.backward
         window = each * (layout.pipeline if index >= layout.pipeline else 1)
@@ -443,6 +445,14 @@ class Pricer:
         summing += exchange_s(self, layout, index, base.sums, widths)
         network += inside
         return StageCost(busy, network, summing, optimizer, self._memory(layout, index, base), base.weight_s)
+
+    def _overlap(self, layout: Layout) -> float:
+        """Part of a backward that sums of gradients hide behind. Ranks of one host sum through memory, and compute meanwhile less;
+        between hosts gloo's own threads move what the network takes."""
+        if not self.cluster.is_cpu:
+            return self.efficiency.overlap
+        apart = self.cluster.ranks_per_node(layout.num_ranks) < layout.num_ranks or self.cluster.levels[0].link.protocol == "gloo"
+        return GLOO_HIDES * apart
 
     def _memory(self, layout: Layout, index: int, base: _Base) -> Memory:
         return memory_of(
