@@ -57,13 +57,17 @@ class Gradients:
 
     def _hook(self, name: str) -> None:
         # Through a parameter's hook no garbage collector sees; one that held this would keep all parameters for ever.
-        mine = weakref.ref(self)
+        mine, view = weakref.ref(self), self._views.get(name)
 
         def done(parameter: Tensor) -> None:
             gradients = mine()
-            if parameter.grad is not None and gradients is not None:
+            if parameter.grad is None or gradients is None:
+                return
+            if parameter.grad is view:  # autograd itself has added to it
+                gradients._came(name)
+            else:
                 gradients.add(name, parameter.grad)
-                parameter.grad = None
+                parameter.grad = view
 
         self.parameters[name].register_post_accumulate_grad_hook(done)  # type: ignore[no-untyped-call]
 
@@ -78,6 +82,9 @@ class Gradients:
             self._first[name] = False
         else:
             view.add_(grad)
+        self._came(name)
+
+    def _came(self, name: str) -> None:
         if name in self._completes:
             self._waiting[self._of[name]] -= 1
             self._launch()
@@ -88,6 +95,8 @@ class Gradients:
         self._waiting = [len(bucket.names) for _, bucket in self._order]
         self._next = 0
         self._completes = frozenset()
+        for name in self._views:
+            self.parameters[name].grad = None
         for scattered in self._scattered.values():
             scattered.start()
 
