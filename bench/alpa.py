@@ -206,8 +206,7 @@ INTRO = f"""The evaluation of Alpa (Zheng et al., OSDI 2022, section 8) has 21 c
 Here each is planned by weft, and its plan is priced beside two others by the same simulator: the best point of the grid that the
 paper's baseline searches, and Alpa's own solution, as its repository publishes it. These are predictions on a model of the machines,
 not measurements; they say whether weft's search finds what the others found. Ratios above 1: weft's plan is faster.
-`scripts/bench alpa` makes this page;
-rows stay from earlier runs until they are run again, and may stem from different states of the cost model.
+`scripts/bench alpa` makes this page, in a quarter of an hour; a run over some families keeps the others' rows as they are.
 
 What is not the same as there: stages are equal, so Alpa's few solutions with stages on unequal submeshes are taken as the nearest equal
 ones (marked ~); where a solution leaves the cut inside a stage to Alpa's integer programme, the best cut is taken as Alpa's. A solution
@@ -229,10 +228,22 @@ def markdown(results: Sequence[Result]) -> str:
         ]
         lines += ["|---|---|---|---|---|---|---|"]
         for r in mine:
-            near = ("" if r.exact else "~") + ("*" if r.alpa.note and r.alpa.samples_per_s else "")
-            cells = [r.case.partition(" on ")[0], str(r.num_devices), _speed(r.weft), _ratio(r.weft, r.grid), near + _ratio(r.weft, r.alpa)]
+            cells = [r.case.partition(" on ")[0], str(r.num_devices), _speed(r.weft), _ratio(r.weft, r.grid), _near(r)]
             lines.append(f"| {' | '.join([*cells, r.weft.layout or r.weft.note, r.alpa.layout or r.alpa.note])} |")
         lines.append("")
+    return "\n".join([*lines, *conclusion(results), ""])
+
+
+def summary(results: Sequence[Result]) -> str:
+    """How many times as fast weft's plans are, in one table, and in how many they are the fastest."""
+    lines = ["| model | GPUs | against the baseline's grid | against Alpa's plan |", "|---|---|---|---|"]
+    lines += [f"| {r.case.partition(' on ')[0]} | {r.num_devices} | {_ratio(r.weft, r.grid)} | {_near(r)} |" for r in results]
+    return "\n".join([*lines, "", *conclusion(results), ""])
+
+
+def conclusion(results: Sequence[Result]) -> list[str]:
+    """In how many configurations weft's plan is the fastest, and which others there are."""
+    lines = []
     done = [r for r in results if r.weft.samples_per_s]
     beaten = [r for r in done if r.weft.samples_per_s >= 0.995 * max(r.grid.samples_per_s, r.alpa.samples_per_s)]
     lines += [f"weft's plan is at least as fast as both others in {len(beaten)} of {len(results)} configurations (within half a per cent)."]
@@ -242,7 +253,11 @@ def markdown(results: Sequence[Result]) -> str:
     missing = [case.key for case in CASES if case.key not in {r.case for r in results}]
     if missing:
         lines.append(f"Not priced yet: {', '.join(missing)}.")
-    return "\n".join([*lines, ""])
+    return lines
+
+
+def _near(r: Result) -> str:
+    return ("" if r.exact else "~") + ("*" if r.alpa.note and r.alpa.samples_per_s else "") + _ratio(r.weft, r.alpa)
 
 
 def _speed(found: Found) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from bench.alpa import load, summary
 from bench.validate.rows import Row
 
 HEAD = """# How true the predictions are
@@ -45,6 +46,22 @@ by hand has stages of equally many layers on GPUs, as in the tables; plans that 
 """
 
 
+ALPA = """
+## Alpa's 21 configurations
+
+Plans beside plans, all priced by the same simulator; nothing here is measured. How many times as fast weft's plan is, as
+[the page with the plans](alpa.md) explains (~: the nearest equal stages; *: does not fit by weft's count of bytes, though Alpa ran it).
+
+"""
+
+PLANNED = """
+## The plan chosen, against all plans run
+
+`scripts/bench planned` runs every plan of at least twelve models on this machine over emulated networks, the one that weft chooses among
+them: [what came out](benchmarks/planned.md).
+"""
+
+
 def table(rows: list[Row]) -> str:
     """Markdown."""
     lines = ["| table | protocol | mean abs. error % | largest % | n | |", "|---|---|---|---|---|---|"]
@@ -53,4 +70,6 @@ def table(rows: list[Row]) -> str:
 
 
 def write(path: Path, rows: list[Row]) -> None:
-    path.write_text(HEAD + table(rows) + "\n" + NOTES)
+    known = list(load().values())
+    ran = (path.parent / "benchmarks" / "planned.md").exists()
+    path.write_text(HEAD + table(rows) + "\n" + NOTES + (ALPA + summary(known) if known else "") + PLANNED * ran)
