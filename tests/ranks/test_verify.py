@@ -81,6 +81,12 @@ def check(subject: Subject, layout: str, eager: str = "free links", **options: A
         (f"{ODD}:rotary", "data=2 tensor=2", "free links"),
         (f"{ODD}:statistics", "data=4 microbatches=2", "dear links"),
         (f"{ODD}:writes", "pipeline=2 microbatches=4 schedule=gpipe recompute=full", "free links"),
+        ("gpt-tiny", "data=2 tensor=2 microbatches=2 zero=3 sequence_parallel=on recompute=full", "free links"),
+        ("gpt-tiny", "data=2 pipeline=2 microbatches=4 zero=3 recompute=selective offload=optimizer", "free links"),
+        ("t5-tiny", "data=2 tensor=2 zero=2 recompute=selective", "dear links"),
+        ("resnet-tiny", "data=2 pipeline=2 microbatches=2 zero=3 offload=all", "free links"),
+        (f"{ODD}:shared", "data=2 pipeline=2 microbatches=2 zero=3", "free links"),
+        (f"{ODD}:frozen", "data=4 microbatches=2 zero=2", "free links"),
     ],
 )
 def test_parallel_equals_serial(subject: Callable[[str], Subject], name: str, layout: str, eager: str) -> None:
@@ -245,9 +251,10 @@ def test_ranks_that_hold_the_same_draw_the_same(subject: Callable[[str], Subject
     model = subject(name)
     found = launch(lambda world: _dropped(world, layout, model), 4, show=False)
     assert [rank["spread"] for rank in found] == [0.0] * 4
-    again = launch(lambda world: _dropped(world, f"{layout} recompute=full", model), 4, show=False)
-    # What is run again draws what the first run drew.
-    assert again[0]["losses"] == pytest.approx(found[0]["losses"], rel=1e-12)
+    for recompute in ("selective", "full"):
+        again = launch(lambda world, kind=recompute: _dropped(world, f"{layout} recompute={kind}", model), 4, show=False)
+        # What is run again draws what the first run drew.
+        assert again[0]["losses"] == pytest.approx(found[0]["losses"], rel=1e-12)
     assert found[0]["losses"][0] != found[0]["losses"][1]
 
 

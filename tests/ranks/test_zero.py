@@ -12,9 +12,11 @@ import pytest
 import torch
 
 import weft
+from weft.run.engine import Engine
 from weft.run.gathered import Gathered
 from weft.run.scattered import Scattered
 from weft.run.verify import verify_on_rank
+from weft.schedules.lower import gather_weights, reduce_gradients
 from weft.world.world import Group, World
 
 WIDTH, DEPTH = 16, 4
@@ -162,3 +164,41 @@ def _reads(world: World) -> str:
 
 def test_weights_that_are_not_whole_are_not_handed_out(ranks: Callable[..., list[Any]]) -> None:
     assert "full_state_dict" in ranks(_reads, 2)[0]
+
+
+def _by_program(world: World, layout: str, how: str) -> Any:
+    """Verify a plan whose program says when weights are gathered and gradients reduced; also the bytes that one step scatters."""
+    plan = weft.plan(Deep, _batch(), loss=_loss, cluster="1xcpu-2", layout=f"{layout} precision=float64")
+    parts = Engine(plan, Deep, _batch(), _loss, world, seed=0).parts
+    bare, size = parts.program, 8 * sum(spec.size for spec in parts.specs.values())
+    program = {
+        "gather": lambda: gather_weights(bare),
+        "reduce": lambda: reduce_gradients(bare),
+        "reduce all": lambda: reduce_gradients(bare, every_microbatch=True),
+    }[how]()
+    real, sent = Group.reduce_scatter_into, [0]
+
+    def counted(self: Group, out: torch.Tensor, x: torch.Tensor, wait: bool = True) -> Any:
+        sent[0] += x.nbytes
+        return real(self, out, x, wait)
+
+    Group.reduce_scatter_into = counted  # type: ignore[method-assign]
+    found = verify_on_rank(world, plan, Deep, _batch(), _loss, steps=1, program=program)
+    return None if found is None else [found.ok, str(found), sent[0] / size]
+
+
+@pytest.mark.parametrize(
+    ("layout", "how", "times"),
+    [
+        ("data=2 pipeline=2 microbatches=2 zero=3", "gather", 2),
+        ("data=2 chunks=2 schedule=interleaved microbatches=2 zero=3", "gather", 2),
+        ("data=2 pipeline=2 microbatches=4 zero=2", "reduce", 1),
+        ("data=2 pipeline=2 microbatches=4 zero=2", "reduce all", 4),
+    ],
+)
+def test_a_program_says_when(ranks: Callable[..., list[Any]], layout: str, how: str, times: int) -> None:
+    """Rank 0 scatters its stages' gradients as often as its program reduces them."""
+    pipeline = 2 if "pipeline" in layout else 1
+    ok, told, sent = ranks(_by_program, 2 * pipeline, layout, how)[0]
+    assert ok, told
+    assert sent == times

@@ -24,7 +24,7 @@ from weft.model.propagate import needs_gradient
 from weft.model.work import model_flops
 from weft.plan.placement import piece
 from weft.plan.plan import Memory, Plan
-from weft.plan.program import Compute, Manage, Op, Program
+from weft.plan.program import Compute, Manage, ManageOp, Op, Program
 from weft.plan.timeline import Timeline
 from weft.run import checkpoint
 from weft.run.build import Source, build, check_evaluation
@@ -108,7 +108,8 @@ class Engine:
         self._gathered = Gathered(self.parts.groups, sums, self.memory)
         self._host = HostStore(world.device, self.memory, self.parts.variables.values())
         self._executor = self._build_executor(compile)
-        self.gradients = Gradients(self.parts.groups, self.parts.parameters, sums, plan.layout.zero > 0)
+        reduces = any(isinstance(a, Manage) and a.op is ManageOp.REDUCE_GRAD for row in self.parts.program.actions for a in row)
+        self.gradients = Gradients(self.parts.groups, self.parts.parameters, sums, plan.layout.zero > 0, reduces)
         self._executor.gradients = self.gradients
         moves = plan.layout.offload in ("optimizer", "all")
         self._optimizer = Optimizer(self.spec, self.parts.groups, sums, self._everyone, plan.layout.zero > 0, moves)

@@ -26,11 +26,16 @@ class Gradients:
     """Collects the gradients of one rank's parameters over a step's microbatches and sums them over ranks.
 
     Call `begin(...)` before each action that adds to gradients, with the names of those that it completes, `finish()` after the last, and
-    `wait()`; gradients then lie in the flat groups.
+    `wait()`; gradients then lie in the flat groups. `by_program`: what ZeRO scatters is scattered when `reduce` says so.
     """
 
     def __init__(
-        self, groups: Sequence[FlatGroup], parameters: Mapping[str, torch.nn.Parameter], sums: Sequence[Group | None], sharded: bool = False
+        self,
+        groups: Sequence[FlatGroup],
+        parameters: Mapping[str, torch.nn.Parameter],
+        sums: Sequence[Group | None],
+        sharded: bool = False,
+        by_program: bool = False,
     ) -> None:
         self.groups, self.parameters = list(groups), parameters
         self._sums, self._sharded = list(sums), sharded
@@ -47,7 +52,7 @@ class Gradients:
         self._works: list[Work] = []
         self.exchange = True
         self._scattered = {
-            number: Scattered(group, over)
+            number: Scattered(group, over, not by_program)
             for number, (group, over) in enumerate(zip(groups, sums, strict=True))
             if group.scattered and over is not None
         }
@@ -105,7 +110,7 @@ class Gradients:
         self._completes = completes
 
     def reduce(self, names: Collection[str]) -> None:
-        """Scatter what has come of these parameters' gradients, whether or not all of them have."""
+        """Scatter what has come of these parameters' gradients, whether or not all of them have; whole ones are summed by themselves."""
         for scattered in self._scattered.values():
             scattered.flush(names)
 

@@ -81,7 +81,7 @@ class OptimizerSpec:
 
 
 class Optimizer:
-    """Updates flat groups, whole or (ZeRO) this rank's piece of every bucket.
+    """Updates flat groups, whole or (ZeRO) this rank's piece of every bucket, where they lie.
 
     With `offload` its state and its own copy of the weights lie on the host, and the update runs there (Ren et al. 2021).
     """
@@ -98,82 +98,76 @@ class Optimizer:
         self.spec, self._groups, self._sums, self._world = spec, list(groups), list(sums), world
         self.sharded = [sharded and over is not None and over.size > 1 for over in self._sums]
         self.offload = offload
-        self.params: list[Tensor] = []
-        self.grads: list[Tensor] = []
-        for number, (group, cut) in enumerate(zip(self._groups, self.sharded, strict=True)):
-            size = sum(length for _, _, length in self.pieces(number))
-            apart = cut or offload
-            self.params.append(self._room(size, group) if offload or (cut and not group.gathered) else group.data)
-            self.grads.append(self._room(size, group) if apart and (offload or not group.scattered) else group.grad)
-        self.inner = spec.build([(p, g.decay) for p, g in zip(self.params, self._groups, strict=True)])
+        # By group and piece: where the device has it, and what is updated.
+        self._there = [list(zip(*self._views(number), strict=True)) for number in range(len(self._groups))]
+        self._mine = [[(_host(p), _host(g)) if offload else (p, g) for p, g in those] for those in self._there]
+        decays = [group.decay for group in self._groups]
+        self.inner = spec.build([(p, decay) for those, decay in zip(self._mine, decays, strict=True) for p, _ in those])
         # State is there from the start, so that a checkpoint can be loaded into it; zeros are what the first step would make.
-        for p in self.params:
-            state: dict[str, Tensor] = {slot: torch.zeros_like(p) for slot in spec.slots}
-            if spec.name == "adamw":
-                state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
-            self.inner.state[p] = state
+        for those in self._mine:
+            for p, _ in those:
+                state: dict[str, Tensor] = {slot: torch.zeros_like(p) for slot in spec.slots}
+                if spec.name == "adamw":
+                    state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
+                self.inner.state[p] = state
+
+    def _views(self, number: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Parameters and gradients of this rank's pieces of a group, where the group has them."""
+        group = self._groups[number]
+        places = self.pieces(number)
+        params = [group.data.narrow(0, at if group.gathered else start, length) for start, at, length in places]
+        return params, [group.grad.narrow(0, at if group.scattered else start, length) for start, at, length in places]
 
     def own_tensors(self) -> list[Tensor]:
         """Everything that the optimizer holds beside the groups' own parameters and gradients."""
-        shared = {t.data_ptr() for group in self._groups for t in (group.data, group.grad)}
-        held = [t for t in (*self.params, *self.grads) if t.data_ptr() not in shared]
-        return held + [t for state in self.inner.state.values() for t in state.values() if isinstance(t, Tensor)]
+        copies = [t for those in self._mine for pair in those for t in pair] if self.offload else []
+        return copies + [t for state in self.inner.state.values() for t in state.values() if isinstance(t, Tensor)]
 
-    def slots(self, number: int) -> dict[str, Tensor]:
-        """The optimizer's state tensors of group `number`, laid out as `params[number]`."""
-        state = self.inner.state[self.params[number]]
-        return {slot: state[slot] for slot in self.spec.slots}
+    def slots(self, number: int) -> list[dict[str, Tensor]]:
+        """The optimizer's state tensors of group `number`, by piece as in `pieces(number)`."""
+        return [{slot: self.inner.state[p][slot] for slot in self.spec.slots} for p, _ in self._mine[number]]
 
     def set_steps(self, count: int) -> None:
         """Steps that the state has seen (AdamW's bias correction)."""
-        for p in self.params:
-            if "step" in self.inner.state[p]:
-                self.inner.state[p]["step"].fill_(float(count))
+        for state in self.inner.state.values():
+            if "step" in state:
+                state["step"].fill_(float(count))
 
     def pieces(self, number: int) -> list[tuple[int, int, int]]:
-        """(start in the flat group, start in the piece, length) of what this rank updates of group `number`."""
+        """(start in the flat group, start in its pieces one after the other, length) of what this rank updates of group `number`."""
         group = self._groups[number]
         return group.pieces() if self.sharded[number] else [(0, 0, group.data.numel())]
 
-    def _room(self, size: int, group: FlatGroup) -> Tensor:
-        if not self.offload:
-            return torch.zeros(size, dtype=group.data.dtype, device=group.data.device)
-        return torch.zeros(size, dtype=group.data.dtype, pin_memory=group.data.device.type == "cuda")
-
     def load_parameters(self) -> None:
-        """After parameters were written from outside (initial values, a checkpoint): take this rank's pieces of them."""
-        for number, group in enumerate(self._groups):
-            if self.params[number] is not group.data:
-                for start, at, length in self.pieces(number):
-                    begin = at if group.gathered else start
-                    self.params[number][at : at + length].copy_(group.data[begin : begin + length])
+        """After parameters were written from outside (initial values, a checkpoint): take them over, where they have a copy here."""
+        if self.offload:
+            for there, mine in zip(self._there, self._mine, strict=True):
+                for (source, _), (target, _) in zip(there, mine, strict=True):
+                    target.copy_(source)
 
     def step(self, lr: float | None = None) -> float | None:
         """Clip, update, and (ZeRO-1 and 2) gather the parameters. Returns the global gradient norm where it was needed."""
-        for number, group in enumerate(self._groups):
-            if self.grads[number] is not group.grad:
-                for start, at, length in self.pieces(number):
-                    begin = at if group.scattered else start
-                    self.grads[number][at : at + length].copy_(group.grad[begin : begin + length])
+        if self.offload:
+            for there, mine in zip(self._there, self._mine, strict=True):
+                for (_, source), (_, target) in zip(there, mine, strict=True):
+                    target.copy_(source)
         norm = self._clip() if self.spec.clip else None
         for entry in self.inner.param_groups:
             if lr is not None:
                 entry["lr"] = lr
-        for p, g in zip(self.params, self.grads, strict=True):
-            p.grad = g
+        for those in self._mine:
+            for p, g in those:
+                p.grad = g
         self.inner.step()
         works = []
         for number, group in enumerate(self._groups):
-            over, updated = self._sums[number], self.params[number]
-            if updated is group.data:
-                continue
-            if group.gathered or not self.sharded[number]:
-                group.data.copy_(updated)
-                continue
-            assert over is not None  # what is sharded has others to share with
-            updated = updated.to(group.data.device)
-            for (_, at, length), bucket in zip(self.pieces(number), group.buckets, strict=True):
-                works.append(over.all_gather_into(group.data[bucket.start : bucket.stop], updated[at : at + length], wait=False))
+            over = self._sums[number]
+            if self.offload:
+                for (target, _), (source, _) in zip(self._there[number], self._mine[number], strict=True):
+                    target.copy_(source)
+            if self.sharded[number] and over is not None and not group.gathered:
+                for (piece, _), bucket in zip(self._there[number], group.buckets, strict=True):
+                    works.append(over.all_gather_into(group.data[bucket.start : bucket.stop], piece, wait=False))
         for work in works:
             work.wait()
         return norm
@@ -184,7 +178,8 @@ class Optimizer:
         for number, group in enumerate(self._groups):
             # A piece is counted by its owner; what is whole on many ranks is counted by the first of them.
             if group.counted_piece if self.sharded[number] else group.counted:
-                total += (torch.linalg.vector_norm(self.grads[number]).double() ** 2).to(total.device)
+                for _, g in self._mine[number]:
+                    total += (torch.linalg.vector_norm(g).double() ** 2).to(total.device)
         self._world.all_reduce(total)
         return float(total.sqrt())
 
@@ -192,6 +187,12 @@ class Optimizer:
         norm = self.norm()
         if norm > self.spec.clip:
             scale = self.spec.clip / (norm + 1e-6)
-            for g in self.grads:
-                g.mul_(scale)
+            for those in self._mine:
+                for _, g in those:
+                    g.mul_(scale)
         return norm
+
+
+def _host(x: Tensor) -> Tensor:
+    """Room for a tensor on the host."""
+    return torch.zeros(x.shape, dtype=x.dtype, pin_memory=x.device.type == "cuda")

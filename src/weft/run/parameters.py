@@ -5,7 +5,7 @@ which their gradients are summed, the same share in the gradient norm and the sa
 collectives and to the optimizer. Parameters lie in the order in which backward completes their gradients.
 
 ZeRO (Rajbhandari et al. 2020): from stage 2 on a group's `grad`, in stage 3 its `data` too, are only this rank's piece of every bucket,
-one after the other; a bucket of stage 3 belongs to one set of layers, which `run.gathered` makes whole while one of them runs. Left
+one after the other; a bucket then belongs to one set of layers, whose weights `run.gathered` makes whole while one of them runs. Left
 whole, as in stage 1, is what other ranks of the pipeline have too (tied embeddings, replicas of a stage), since those reach it at
 other times; so is what does not train.
 """
@@ -55,7 +55,10 @@ class LocalParameter:
 
 @dataclass
 class Bucket:
-    """A range of a flat group, exchanged as one message. `units`: of ZeRO-3, the layers that read it; `whole`: where they read it."""
+    """A range of a flat group, exchanged as one message.
+
+    `units`: from ZeRO-2 on, the layers that read it. `whole`: of ZeRO-3, where they read it.
+    """
 
     start: int
     stop: int
@@ -145,9 +148,9 @@ def build_groups(
         shards = len(first.sum_ranks) if zero else 1
         in_pieces = shards > 1 and not first.across
         scattered, gathered = in_pieces and zero >= 2, in_pieces and zero == 3
-        if gathered:
+        if scattered:
             members = sorted(members, key=lambda p: tuple((-s, -layer) for s, layer in reversed(p.units)))
-        starts, buckets = _place(members, shards, gathered)
+        starts, buckets = _place(members, shards, scattered)
         size = buckets[-1].stop
         data = torch.zeros(size // shards if gathered else size, dtype=first.dtype, device=device)
         grad = torch.zeros(size // shards if scattered else size, dtype=first.dtype, device=device)

@@ -16,7 +16,7 @@ from torch import Tensor
 from weft.run.parameters import FlatGroup
 from weft.world.world import Group, Work
 
-_UNDER_WAY = 2  # buckets whose memory is held while they are scattered
+_UNDER_WAY = 1  # buckets whose memory is held while they are scattered
 
 
 @dataclass
@@ -28,10 +28,13 @@ class _Open:
 
 
 class Scattered:
-    """Collects the gradients of one group, backward after backward, and adds their sums into its pieces."""
+    """Collects the gradients of one group, backward after backward, and adds their sums into its pieces.
 
-    def __init__(self, group: FlatGroup, over: Group) -> None:
-        self._group, self._over = group, over
+    Without `by_itself` nothing is scattered before `flush`: a program says when.
+    """
+
+    def __init__(self, group: FlatGroup, over: Group, by_itself: bool = True) -> None:
+        self._group, self._over, self._by_itself = group, over, by_itself
         self._bucket = {name: k for k, bucket in enumerate(group.buckets) for name in bucket.names}
         self._pieces = [group.grad[at : at + length] for _, at, length in group.pieces()]
         self._open: dict[int, _Open] = {}
@@ -52,7 +55,7 @@ class Scattered:
             opened = self._open[number] = _Open(self._group.grad.new_zeros(bucket.stop - bucket.start), set(self._expected[number]))
         opened.whole[self._places[name]].add_(grad.reshape(-1))
         opened.missing.discard(name)
-        if not opened.missing:
+        if not opened.missing and self._by_itself:
             self._scatter(number)
 
     def start(self) -> None:

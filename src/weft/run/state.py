@@ -38,13 +38,12 @@ def pieces_of(parts: Parts, optimizer: Optimizer, at: Mapping[str, int], counter
         found.append(Piece(name, "buffer", variable.tensor.shape, offsets, tensor, owner=owner))
     for number, group in enumerate(parts.groups):
         owner = group.counted_piece if optimizer.sharded[number] else group.counted
-        for slot, tensor in optimizer.slots(number).items():
-            for start, spec in zip(group.starts, group.members, strict=True):
-                for begin, at_piece, length in optimizer.pieces(number):
+        for (begin, _, length), slots in zip(optimizer.pieces(number), optimizer.slots(number), strict=True):
+            for slot, tensor in slots.items():
+                for start, spec in zip(group.starts, group.members, strict=True):
                     first, last = max(begin, start), min(begin + length, start + spec.size)
                     if first < last:
-                        mine = tensor[at_piece + first - begin : at_piece + last - begin]
-                        flat = (first - start, last - start)
+                        mine, flat = tensor[first - begin : last - begin], (first - start, last - start)
                         found.append(Piece(spec.name, "optimizer", spec.global_shape, spec.offsets, mine, slot, owner, spec.shape, flat))
     return found
 
