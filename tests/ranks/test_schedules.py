@@ -110,6 +110,16 @@ def test_a_wrong_twin_is_found(
     assert max(found.worst.values()) > 1e-3
 
 
+@pytest.mark.parametrize(("name", "buffer"), [("norms", "instance_norm"), ("writes", "average")])
+def test_what_replicas_cannot_keep_is_refused_by_name(subject: Callable[[str], Subject], name: str, buffer: str) -> None:
+    """Buffers whose values depend on the order of microbatches otherwise than batch norm's: chimera refuses, zb-v runs them."""
+    layout = replace(Layout.parse("pipeline=2 microbatches=2 schedule=chimera"), precision="float64")
+    with pytest.raises(Infeasible, match=f"(?s){buffer}.*several ranks"):
+        subject(f"{ODD}:{name}").check(layout)
+    found = subject(f"{ODD}:{name}").check(replace(layout, schedule="zb-v", chunks=2))
+    assert found.ok, found.first_difference
+
+
 class Noisy(nn.Module):
     """Dropout in every layer."""
 

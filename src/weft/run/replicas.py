@@ -44,11 +44,12 @@ class Replicas:
     def __init__(self, parts: Parts, mesh: Mesh, world: World) -> None:
         at = mesh.coordinates(world.rank)
         self._microbatches = parts.program.microbatches
-        stages = [parts.stages[s] for s in parts.lowered if out_of_order(parts.program, s)]
         by_ranks: dict[tuple[int, ...], list[_Shared]] = defaultdict(list)
         buffers = {v.value: v.name for v in parts.graph.buffers}
-        for stage in stages:
-            for value in _written_later(stage, parts, buffers):
+        # Of every stage, so that all ranks refuse together; this rank keeps what its own write.
+        written = {s: _written_later(stage, parts, buffers) for s, stage in enumerate(parts.stages) if out_of_order(parts.program, s)}
+        for stage in parts.lowered:
+            for value in written.get(stage, ()):
                 buffer = parts.variables[value]
                 ranks = tuple(sorted(mesh.rank({**at, "pipeline": holder}) for holder in parts.holders(value)))
                 parts.draw.later[id(buffer)] = later = Later()
