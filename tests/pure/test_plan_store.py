@@ -11,16 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.errors import ConfigError, Infeasible, LayoutError, UsageError, WeftError
-from weft.plan.layout import SCHEDULES, Layout
+from weft.plan.layout import SCHEDULES, Layout, refuse_sizes
 from weft.plan.plan import Candidate, Memory, Plan, Prediction
 from weft.plan.store import format_plan, parse_plan, read_plan, write_plan
 
 counts = st.integers(1, 4)
 texts = st.text(max_size=12)
 numbers = st.floats(allow_nan=False)
-layouts = st.builds(
-    Layout, data=counts, tensor=counts, pipeline=counts, microbatches=counts, schedule=st.sampled_from(SCHEDULES), zero=st.integers(0, 1),
-    precision=st.sampled_from(["float32", "bfloat16"]), threads=st.integers(0, 3),
+sizes = st.tuples(st.sampled_from(SCHEDULES), counts).filter(lambda pair: not refuse_sizes(*pair))
+layouts = sizes.flatmap(
+    lambda pair: st.builds(
+        Layout, data=counts, tensor=counts, pipeline=counts, microbatches=st.just(pair[1]), schedule=st.just(pair[0]),
+        zero=st.integers(0, 3), precision=st.sampled_from(["float32", "bfloat16"]), threads=st.integers(0, 3),
+    )
 )  # fmt: skip
 predictions = st.builds(
     Prediction, numbers, numbers, numbers, st.builds(Memory, *[numbers] * 6), st.lists(st.tuples(texts, numbers), max_size=3).map(tuple)
@@ -37,7 +40,7 @@ def plans(draw: st.DrawFn) -> Plan:
         model=draw(texts),
         cluster=draw(texts),
         batch_size=layout.data * layout.microbatches * draw(counts),
-        stages=tuple(draw(st.lists(texts, min_size=layout.pipeline - 1, max_size=layout.pipeline - 1))),
+        stages=tuple(draw(st.lists(texts, min_size=layout.num_stages - 1, max_size=layout.num_stages - 1))),
         shards=tuple(draw(st.dictionaries(texts, cuts, max_size=2)).items()),
         prediction=draw(st.none() | predictions),
         reasons=tuple(draw(st.lists(st.tuples(texts, texts), max_size=3))),
