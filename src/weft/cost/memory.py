@@ -3,7 +3,7 @@
 On processors weights are float32 (bfloat16 is autocast over them), gradients float32, AdamW keeps two float32 moments: 16 bytes a
 parameter. On GPUs 16-bit precisions are Megatron-LM's: 16-bit weights, gradients of the stack's width, a float32 copy of the weights
 beside the moments. Activations are what autograd keeps for backward, each storage once, times the microbatches in flight; with full
-recomputation only what enters a stage (on GPUs: each layer), and one microbatch's (layer's). Not modelled: the allocator's
+recomputation only what enters each layer and what stands in none, and one layer's of one microbatch. Not modelled: the allocator's
 fragmentation (a margin instead) and workspaces of kernels.
 """
 
@@ -132,8 +132,9 @@ class StageState:
 
     `num_elsewhere` are parameters of experts that other data replicas have: ZeRO divides those too.
 
-    `entering_bytes` come from other stages, `layer_bytes` enter each of its layers; `kept_bytes` are kept for backward, `scores_bytes` of
-    them by attention's scores; `working_bytes` are the most that one operator's backward works on.
+    `entering_bytes` come from other stages; `kept_bytes` are kept for backward, `scores_bytes` of them by attention's scores;
+    `working_bytes` are the most that one operator's backward works on. By layer, for who runs layers again or moves them: `layers` there
+    are, `layer_bytes` enter each, `fullest_bytes` the fullest keeps, and `outside_bytes` are kept in none of them.
     """
 
     num_parameters: float
@@ -145,6 +146,8 @@ class StageState:
     kept_bytes: float = 0.0
     scores_bytes: float = 0.0
     working_bytes: float = 0.0
+    fullest_bytes: float = 0.0
+    outside_bytes: float = 0.0
 
 
 def memory_of(
@@ -153,22 +156,19 @@ def memory_of(
     stage: int,
     widths: Widths,
     *,
-    by_layer: bool = False,
+    layers_moved: int = 2,
     scratch_bytes: float = 0.0,
     optimizer_states: int = 2,
 ) -> Memory:
-    """The bytes of one rank of a stage (`stage` counts chunks too). `by_layer`: full recomputation keeps what enters each layer."""
+    """The bytes of one rank of a stage (`stage` counts chunks too). `layers_moved`: that are on the device at once with offload."""
     rank = layout.rank_of(stage)
     flying = in_flight(layout.schedule, layout.pipeline, rank, layout.microbatches, layout.chunks)
     kept = state.kept_bytes - (state.scores_bytes if layout.recompute != "none" else 0.0)
-    if layout.recompute == "full" and by_layer:
-        activation = state.layer_bytes * state.layers * flying + (kept + state.scores_bytes) / state.layers
-    elif layout.recompute == "full":
-        activation = state.entering_bytes * flying + kept
-    else:
-        activation = kept * flying
+    activation = kept * flying
+    if layout.recompute == "full":
+        activation = min(activation, (state.layer_bytes * state.layers + state.outside_bytes) * flying + state.fullest_bytes)
     if layout.offload in ("activations", "all"):
-        activation = min(activation, 2 * state.kept_bytes / state.layers)
+        activation = min(activation, layers_moved * state.fullest_bytes + state.outside_bytes)
     data, zero = layout.data, layout.zero
     shared, trained = ((n + state.num_elsewhere) / data for n in (state.num_parameters, state.num_trainable))
     parameters = widths.weight * (shared if zero == 3 else state.num_parameters)

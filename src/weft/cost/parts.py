@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, cached_property, partial
 from typing import TypeVar
 
 import numpy as np
@@ -74,7 +75,12 @@ class Parts:
     working_bytes: NDArray[np.float64]
     shared: NDArray[np.bool_]
     attention: NDArray[np.bool_]
-    repeated: NDArray[np.bool_]  # in a numbered block, which recomputation repeats
+    blocks: tuple[str, ...]  # the numbered block that each operator stands in, which recomputation repeats; "" for none
+
+    @cached_property
+    def repeated(self) -> NDArray[np.bool_]:
+        """By operator: whether it stands in a numbered block."""
+        return np.array([bool(name) for name in self.blocks], dtype=bool)
 
 
 class _Unique:
@@ -179,7 +185,7 @@ def gather(inventory: Inventory, sharding: Sharding | None, tensor: int, narrow:
         np.array(working),
         np.array(shared, dtype=bool),
         np.array([inventory.works[op.name].kind == "attention" for op in graph.operators]),
-        np.array([numbered(op.site) for op in graph.operators]),
+        tuple(block(op.site) for op in graph.operators),
     )
 
 
@@ -365,6 +371,30 @@ class Section:
     score_bytes: Amount  # float32
     layers: int
     working: Amount
+    by_block: Callable[[], Blocks]  # worked out when it is first asked for
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """What a stage's numbered blocks keep for backward: how many there are, the fullest one's, and what stands in none of them.
+
+    A stage without any is one block.
+    """
+
+    count: int
+    fullest: Amount
+    outside: Amount
+
+
+def _blocks(parts: Parts, operators: Sequence[int], half: str) -> Blocks:
+    groups: dict[str, list[int]] = {}
+    for i in operators:
+        groups.setdefault(parts.blocks[i], []).append(i)
+    outside = groups.pop("", [])
+    if not groups:
+        return Blocks(1, kept_bytes(parts, outside, half), Amount())
+    kept = [kept_bytes(parts, group, half) for group in groups.values()]
+    return Blocks(len(groups), max(kept, key=lambda amount: amount.at(1.0, 1)), kept_bytes(parts, outside, half))
 
 
 def section(parts: Parts, operators: NDArray[np.intp], held: Held, half: str) -> Section:
@@ -375,7 +405,9 @@ def section(parts: Parts, operators: NDArray[np.intp], held: Held, half: str) ->
         scores.append(sum(4.0 * parts.compute[parts.index[i]].kernel.scores for i in mine if parts.attention[i]))
         working.append(max((float(parts.working_bytes[i]) for i in mine), default=0.0))
     layers = max(1, int(parts.attention[operators].sum()))
-    return Section(operators, held, kept_bytes(parts, operators.tolist(), half), Amount(*scores), layers, Amount(*working))
+    numbers = operators.tolist()
+    by_block = cache(partial(_blocks, parts, numbers, half))
+    return Section(operators, held, kept_bytes(parts, numbers, half), Amount(*scores), layers, Amount(*working), by_block)
 
 
 def even_sites(cuts: Sequence[Cut], num_stages: int) -> tuple[str, ...]:

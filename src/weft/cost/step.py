@@ -10,9 +10,9 @@ that compiles.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,6 +60,7 @@ class _Base:
     weight_s: float
     sums: Sums
     state: StageState
+    by_layer: Callable[[], StageState]  # the same with what its layers keep
 
 
 @dataclass
@@ -358,7 +359,6 @@ class Pricer:
             # Every microbatch but the first reads, adds to and writes the gradients that are there.
             adding = 3 * widths.gradient * (held.trainable - elsewhere) / self.speed(layout).memory_bandwidth_bytes_per_s
             busy += Seconds(0.0, adding * (layout.microbatches - 1) / layout.microbatches)
-            layer_bytes = incoming
         else:
             stack, device = self.efficiency, self.cluster.device
             # Wider gradients are read and written wider.
@@ -369,7 +369,6 @@ class Pricer:
             back = sum(self.transfer_s(layout, self.crossing(layout, values)) for _, values in stage.receives)
             if layout.microbatches > 1:
                 network += Seconds(stack.exposed_sends * outgoing, stack.exposed_sends * back)
-            layer_bytes = self._layer_bytes(layout)
         kept = section.kept.at(scale, layout.data)
         scores = 0.0
         if self._keeps_scores:
@@ -384,14 +383,23 @@ class Pricer:
             incoming,
             elsewhere,
             section.layers,
-            layer_bytes,
+            0.0,
             kept * wide + scores,
             scores,
             working,
         )
+
+        def by_layer() -> StageState:
+            blocks = section.by_block()
+            inside = self._layer_bytes(layout) if blocks.count > 1 or parts.repeated[ops].any() else incoming
+            fullest, outside = (amount.at(scale, layout.data) * wide for amount in (blocks.fullest, blocks.outside))
+            return replace(
+                state, layers=blocks.count, layer_bytes=inside, fullest_bytes=fullest + scores / blocks.count, outside_bytes=outside
+            )
+
         # A product's backward is two products alike, one for its input and one for its weights, and weights' gradients are added up.
         weight_s = 0.5 * float(times[1][self._weighted[ops]].sum()) + adding * (layout.microbatches > 1)
-        return _Base(busy, network, block, scores_s, weight_s, Sums(held.sums, held.tied, held.number), state)
+        return _Base(busy, network, block, scores_s, weight_s, Sums(held.sums, held.tied, held.number), state, cache(by_layer))
 
     @cached_property
     def _weighted(self) -> NDArray[np.bool_]:
@@ -419,9 +427,8 @@ class Pricer:
         busy, network = base.compute, base.tensor
         widths = self.widths(layout)
         if layout.recompute == "full":
-            again = Seconds(base.compute.forward, base.tensor.forward) if self.cluster.is_cpu else base.block
-            busy = Seconds(busy.forward, busy.backward + again.forward)
-            network = Seconds(network.forward, network.backward + again.backward)
+            busy = Seconds(busy.forward, busy.backward + base.block.forward)
+            network = Seconds(network.forward, network.backward + base.block.backward)
         elif layout.recompute == "selective":
             busy = Seconds(busy.forward, busy.backward + base.scores_s)
         trained = base.state.num_trainable
@@ -455,8 +462,9 @@ class Pricer:
         return GLOO_HIDES * apart
 
     def _memory(self, layout: Layout, index: int, base: _Base) -> Memory:
+        by_layer = layout.recompute == "full" or layout.offload in ("activations", "all")
         return memory_of(
-            base.state, layout, index, self.widths(layout), by_layer=not self.cluster.is_cpu,
+            base.by_layer() if by_layer else base.state, layout, index, self.widths(layout), layers_moved=1 if self.cluster.is_cpu else 2,
             scratch_bytes=self.cluster.device.scratch_bytes, optimizer_states=self.optimizer_states,
         )  # fmt: skip
 
