@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import weft
-from weft.lower.late import Late
+from weft.lower.late import Into, Late
 from weft.plan.layout import Layout
 from weft.plan.plan import Plan
 from weft.plan.program import Program
@@ -194,14 +194,14 @@ def test_a_wrong_twin_is_found(twin: str, monkeypatch: pytest.MonkeyPatch) -> No
     """A weight gradient that is lost, delivered twice, or of one of a shared weight's two places is seen in the gradients."""
     deliver = Late.deliver
 
-    def wrong(self: Late, notes: list[Any], add: Callable[[str, Tensor], None]) -> None:
+    def wrong(self: Late, notes: list[Any], into: Into) -> None:
         if twin == "lost":
             notes = notes[:-1]
         elif twin == "twice":
-            deliver(self, list(notes), add)
+            deliver(self, list(notes), into)
         else:
             notes = list({self.sites[note.site].name: note for note in notes}.values())
-        deliver(self, notes, add)
+        deliver(self, notes, into)
 
     monkeypatch.setattr(Late, "deliver", wrong)
     engine = _engine(Tied, _ids())

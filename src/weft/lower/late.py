@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, fx
@@ -29,6 +29,16 @@ class Note(NamedTuple):
     site: int
     x: Tensor
     grad: Tensor
+
+
+class Into(Protocol):
+    """Where weight gradients go."""
+
+    def add(self, name: str, grad: Tensor) -> None:
+        """Add a gradient to a parameter's."""
+
+    def add_product(self, name: str, a: Tensor, b: Tensor) -> None:
+        """Add the product of two matrices to a parameter's gradient."""
 
 
 # Of the operator's input, the gradient of its output, the weight (for its shape) and the operator's arguments.
@@ -130,6 +140,14 @@ class _Site:
     formula: Formula
     args: list[Any]
 
+    def factors(self, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Two matrices whose product is the gradient of the parameter, where it is one."""
+        if self.views or x.dtype is not self.parameter.dtype or grad.dtype is not x.dtype:
+            return None
+        if self.formula is _linear:
+            return _rows(grad).t(), _rows(x)
+        return (_rows(x).t(), _rows(grad)) if self.formula is _matmul else None
+
     def gradient(self, x: Tensor, grad: Tensor) -> Tensor:
         """The gradient of the parameter."""
         if x.is_floating_point() and x.dtype is not grad.dtype:
@@ -164,8 +182,8 @@ class Late:
         return frozenset(site.name for site in self.sites)
 
     @torch.no_grad()
-    def deliver(self, notes: list[Note], add: Callable[[str, Tensor], None]) -> None:
-        """Hand every parameter's gradient from these notes to `add`, once, in the order in which the last of its notes was left."""
+    def deliver(self, notes: list[Note], into: Into) -> None:
+        """Hand every parameter's gradient from these notes on, once, in the order in which the last of its notes was left."""
         left: dict[str, int] = {}
         for note in notes:
             name = self.sites[note.site].name
@@ -175,14 +193,19 @@ class Late:
         while notes:
             number, x, grad = notes.pop()
             site = self.sites[number]
-            made, seen = site.gradient(x, grad), sums.pop(site.name, None)
+            left[site.name] -= 1
+            seen, is_last = sums.pop(site.name, None), not left[site.name]
+            factors = site.factors(x, grad) if seen is None and is_last else None
+            if factors is not None:
+                into.add_product(site.name, *factors)
+                continue
+            made = site.gradient(x, grad)
             if seen is not None:
                 made = seen + made
-            left[site.name] -= 1
-            if left[site.name]:
-                sums[site.name] = made
+            if is_last:
+                into.add(site.name, made)
             else:
-                add(site.name, made)
+                sums[site.name] = made
 
 
 class _Noted(torch.autograd.Function):

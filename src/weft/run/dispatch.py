@@ -139,7 +139,7 @@ def _weights(executor: Executor, action: Compute, step: int) -> Run:
         running.reap()
         if executor.gradients is not None and late is not None:
             executor.gradients.begin(completes)
-            late.deliver(running.held[half], executor.gradients.add)
+            late.deliver(running.held[half], executor.gradients)
 
     return run
 

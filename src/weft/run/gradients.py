@@ -89,6 +89,16 @@ class Gradients:
             view.add_(grad)
         self._came(name)
 
+    def add_product(self, name: str, a: Tensor, b: Tensor) -> None:
+        """As `add` of the product of two matrices, without a tensor in between."""
+        view = self._views.get(name)
+        if view is None:
+            self.add(name, a @ b)
+            return
+        torch.addmm(view, a, b, beta=0 if self._first[name] else 1, out=view)  # 0 also drops what is not a number
+        self._first[name] = False
+        self._came(name)
+
     def _came(self, name: str) -> None:
         if name in self._completes:
             self._waiting[self._of[name]] -= 1
