@@ -111,7 +111,9 @@ def _search(
     assert best is not None
     if layout is None and wanted(pricer, best):
         pricer, best = refined(pricer, best)
-        found.clocked.append(best)
+        if best is not found.best:
+            found.clocked.append(best)
+            found.bound_s = 0.0  # what was proven was of the placements that propagation finds
     _prove(pricer, best)
     found.clocked.sort(key=lambda p: _score(p, cluster, objective))
     priced = {p.layout: p for p in reversed(found.clocked)}  # of two placements of one layout the better
@@ -214,8 +216,12 @@ class _Search:
         def guess(item: tuple[tuple[float, ...], int, Layout, bool]) -> float:
             return item[0][0] * (1 + 0.5 * (item[2].pipeline - 1) / item[2].microbatches)
 
+        # The best of every mesh, since those of one mesh need about as much memory.
+        likely: dict[tuple[int, int, int], tuple[tuple[float, ...], int, Layout, bool]] = {}
+        for item in sorted(self._open, key=guess):
+            likely.setdefault((item[2].data, item[2].tensor, item[2].pipeline), item)
         found = []
-        for item in heapq.nsmallest(MOST_GUESSED, self._open, key=guess):
+        for item in list(likely.values())[:MOST_GUESSED]:
             savings = self._savings(item[2], item[3])
             if savings:
                 waits = 1 + 0.5 * (item[2].pipeline - 1) / item[2].microbatches
@@ -278,12 +284,17 @@ class _Search:
                 continue
             fitting: list[Layout] = []
             # Of the balanced stages of this schedule, with what full recomputation repeats or without.
-            plain, again = (self._least_of(schedule, repeated) for repeated in (False, True))
+            known: dict[bool, float] = {}
             for thrift, seconds in savings.items():
                 zero, recompute, offload = thrift
-                one = replace(schedule, zero=zero, recompute=recompute, offload=offload)
-                least = max(seconds, again if recompute == "full" else plain)
+                least = seconds
                 if not self._hopeless(frame, least):
+                    again = recompute == "full"
+                    if again not in known:
+                        known[again] = self._least_of(schedule, again)
+                    least = max(least, known[again])
+                if not self._hopeless(frame, least):
+                    one = replace(schedule, zero=zero, recompute=recompute, offload=offload)
                     if self.objective != "memory" and any(_spares(other, one) for other in fitting):
                         continue
                     found = self._try(one)
