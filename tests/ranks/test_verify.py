@@ -204,7 +204,7 @@ def test_a_model_that_cannot_be_captured_trains_by_data(subject: Callable[[str],
     plan = weft.plan(model.make, model.batch, loss=model.loss, cluster="1xcpu-2", layout="data=2 zero=1")
     assert "data-dependent" in plan.uncaptured
     assert any("data-dependent" in why for _, why in plan.reasons)
-    for layout in ("data=2", "data=2 zero=1 microbatches=2"):
+    for layout in ("data=2", "data=2 zero=1 microbatches=2", "data=2 zero=2 microbatches=2 offload=optimizer"):
         found = weft.verify(model.make, layout, model.batch, loss=model.loss)
         assert found.ok, found
     with pytest.raises(Infeasible, match=r"could not be captured .*tensor=1 pipeline=1"):

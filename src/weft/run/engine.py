@@ -146,6 +146,8 @@ class Engine:
         grads = needs_gradient(graph) - {v.value for v in graph.inputs}
         dtypes = {value: getattr(torch, t.dtype) for value, t in graph.tensors.items()}
         splits = any(isinstance(a, Compute) and a.op is Op.W for row in parts.program.actions for a in row)
+        if compile and (self._gathered.units or self.plan.layout.offload in ("activations", "all")):
+            raise UsageError(f"compile=True with {self.plan.layout}, whose layers come and go, is not built yet; leave it out")
         if splits and compile:
             raise UsageError(f"compile=True with {parts.program.name}, which splits backward, is not built yet; leave it out, or use 1f1b")
         learned = {v.value: (v.name, parts.parameters[v.name]) for v in graph.parameters if v.name in parts.parameters}
