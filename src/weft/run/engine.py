@@ -163,7 +163,16 @@ class Engine:
             local = prepared(local, number, self.plan.layout, self._draw, self._gathered, self._host, self.memory)
             autocast = torch.bfloat16 if self.plan.layout.precision == "bfloat16" else None
             runners[number] = StageRunner(
-                local, parts.variables, grads, dtypes, self._draw, autocast, self.world.device, compile, without_gradient(graph), late,
+                local,
+                parts.variables,
+                grads,
+                dtypes,
+                self._draw,
+                autocast,
+                self.world.device,
+                compile,
+                without_gradient(graph),
+                late,
                 self.memory,
             )
         crossings = self._crossings(grads, dtypes)
