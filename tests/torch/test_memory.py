@@ -14,8 +14,10 @@ import torch
 
 import weft
 from weft.errors import OutOfMemory, UsageError
+from weft.units import parse_bytes
 from weft.world.memory import Accounts, accounts_of, library
 from weft.world.memory.accounts import HostAccounts
+from weft.zoo.resolve import resolve
 
 MIB = 1 << 20
 CPU = torch.device("cpu")
@@ -182,3 +184,19 @@ def test_an_engine_that_is_dropped_leaves_nothing(accounts: Accounts) -> None:
     _trained(0, "data=1")
     gc.collect()
     assert accounts.held().total == before.total
+
+
+@pytest.mark.parametrize("limit", ["24MiB", "9MiB"])
+def test_what_is_planned_under_a_limit_runs_under_it(accounts: Accounts, limit: str) -> None:
+    """In one process and without a limit it holds 39 MiB."""
+    model, words = "gpt-tiny:sequence=128", "ranks=1 precision=float32"
+    gc.collect()
+    plan = weft.plan(model, 16, cluster="1xcpu-2", constraints=words, device_memory=limit)
+    engine = weft.parallelize(model, 16, plan=plan, seed=0, device_memory=limit)
+    engine.step(resolve(model).batch(16))
+    peak = engine.peak_memory()
+    assert peak is not None
+    assert plan.prediction is not None
+    memory = plan.prediction.memory
+    assert peak.total <= parse_bytes(limit)
+    assert peak.total == pytest.approx(memory.total - memory.margin, rel=0.1)

@@ -43,6 +43,7 @@ STEP_S = 1e-3  # what a step costs besides on processors: the loop, clipping, lo
 NARROW = ("linear", "attention", "convolution", "recurrent", "activation")  # results are bfloat16 under autocast
 HOST_BYTES_PER_S = 12e9  # to the host's memory and back, a GPU: half of PCIe 4 x16, shared by two; assumed
 HOST_ADAM_S = 2.0e-9  # of a parameter's Adam step on the host's processors, an eighth of which is a GPU's share; assumed
+COPY_MOVES = 3.0  # bytes that a processor's copy into new memory moves for each: read, written, and cleared by the system before
 HOST_SLOWS = 0.1  # part of the seconds of copies to the host and back that computation is slower by while they run; assumed
 
 Array = NDArray[np.float64]
@@ -441,9 +442,13 @@ class Pricer:
         if layout.offload in ("optimizer", "all"):
             optimizer = updated * ((widths.gradient + widths.weight) / HOST_BYTES_PER_S + HOST_ADAM_S)
         if layout.offload in ("activations", "all"):
-            # Out during forward, back during backward, beside the computation, which shares the device's memory with it.
-            moving = base.state.kept_bytes / HOST_BYTES_PER_S
-            busy = Seconds(max(busy.forward + HOST_SLOWS * moving, moving), max(busy.backward + HOST_SLOWS * moving, moving))
+            if self.cluster.is_cpu:  # copies take the compute's time
+                moving = COPY_MOVES * base.state.kept_bytes / self.speed(layout).memory_bandwidth_bytes_per_s
+                busy += Seconds(moving, moving)
+            else:
+                # Out during forward, back during backward, beside the computation, which shares the device's memory with it.
+                moving = base.state.kept_bytes / HOST_BYTES_PER_S
+                busy = Seconds(max(busy.forward + HOST_SLOWS * moving, moving), max(busy.backward + HOST_SLOWS * moving, moving))
         overlap = self._overlap(layout)
         # The sums of every chunk but the first run while the other chunks of p microbatches go backward.
         each = busy.backward + network.backward
