@@ -239,3 +239,10 @@ def test_a_rank_has_no_more_threads_than_its_node_has_cores() -> None:
     cpu = replace(GPU, kind="cpu")
     cluster = Cluster("two nodes", cpu, (Level("node", 4, FAST), Level("network", 2, FAST)))
     assert [cluster.threads_of(n) for n in (1, 2, 4, 8)] == [4, 4, 2, 1]
+
+
+def test_an_optimizer_on_the_host_costs_processors_the_copies_besides() -> None:
+    cpu = replace(GPU, kind="cpu")
+    p = Pricer(pricer().graph, Cluster("c", cpu, (Level("node", 2, FAST),)), 512)
+    here, there = (p.stages(Layout(offload=offload))[0].optimizer_s for offload in ("none", "optimizer"))
+    assert there - here == pytest.approx(2 * 8 * p.graph.num_parameters / 2e11), "one rank has both cores"

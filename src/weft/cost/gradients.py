@@ -74,7 +74,7 @@ def summing_s(
         after = max(min(last, after), after - overlap * window_s)
     if inside.total:
         # Every microbatch's collectives run beside its compute; what is longer shows.
-        hides = overlap if is_cpu else max(overlap, ZERO_HIDES)
+        hides = 0.0 if is_cpu else max(overlap, ZERO_HIDES)
         hidden = max(0.0, 1 - each_s * hides / inside.total)
         inside = Seconds(inside.forward * hidden, inside.backward * hidden)
     return after, inside

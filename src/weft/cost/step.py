@@ -440,7 +440,11 @@ class Pricer:
         else:
             optimizer = kernels.optimizer_s(self.cluster.device, self.efficiency, updated, states)
         if layout.offload in ("optimizer", "all"):
-            optimizer = updated * ((widths.gradient + widths.weight) / HOST_BYTES_PER_S + HOST_ADAM_S)
+            moved = updated * (widths.gradient + widths.weight)
+            if self.cluster.is_cpu:  # gradients there and weights back, read and written, before and after the same update
+                optimizer += 2 * moved / self.speed(layout).memory_bandwidth_bytes_per_s
+            else:
+                optimizer = moved / HOST_BYTES_PER_S + updated * HOST_ADAM_S
         if layout.offload in ("activations", "all"):
             if self.cluster.is_cpu:  # copies take the compute's time
                 moving = COPY_MOVES * base.state.kept_bytes / self.speed(layout).memory_bandwidth_bytes_per_s
