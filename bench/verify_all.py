@@ -79,9 +79,7 @@ class _Eager(Traced):
         if prices is None:
             return super().shard(plan, graph)
         layout = plan.layout
-        return propagate(
-            graph, {"data": layout.data, "tensor": layout.tensor}, prices=prices, sequence=layout.sequence_parallel == "on"
-        )
+        return propagate(graph, {"data": layout.data, "tensor": layout.tensor}, prices=prices, sequence=layout.sequence_parallel == "on")
 
 
 class Subject:
@@ -142,12 +140,13 @@ def layouts(counts: Sequence[int], size: int, which: str) -> Iterator[tuple[Layo
             if which in ("mixed", "all"):
                 most = max(size // data, 1)
                 microbatches = min(4 if turn % 2 else 2, most)
-                zero, recompute = int(turn % 4 != 3), ("none", "full")[turn // 2 % 2]
+                zero, recompute = (turn + 1) % 4, ("none", "selective", "full")[turn // 2 % 3]
+                offload = ("none", "none", "activations", "optimizer", "all")[turn % 5]
                 schedule = SCHEDULES[turn % len(SCHEDULES)]
                 if schedule in BOTH_WAYS and microbatches % 2:
                     schedule = "1f1b"
                 chunks = 2 if schedule == "interleaved" else 1
-                layout = Layout(data, tensor, pipeline, microbatches, schedule, zero, recompute, "float64", chunks=chunks)
+                layout = Layout(data, tensor, pipeline, microbatches, schedule, zero, recompute, "float64", chunks=chunks, offload=offload)
                 yield replace(layout, sequence_parallel="on" if tensor > 1 and turn % 3 else "off"), list(EAGER)[turn % 2]
             turn += 1
 

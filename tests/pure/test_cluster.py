@@ -269,3 +269,12 @@ def test_mixed_files_are_strict(old: str, new: str, said: str) -> None:
 def test_a_mixed_cluster_of_one_part() -> None:
     with pytest.raises(UsageError, match="needs 2 or more"):
         mixed("one", [Cluster.parse("dgx-h100")], Link(1e-5, 1e9))
+
+
+def test_a_limit_is_what_a_rank_may_use() -> None:
+    """What its process holds before it has any tensor comes on top; more than there is cannot be allowed."""
+    machines = Cluster.parse("1xcpu-2")
+    limited = machines.limited(1e6)
+    assert limited.memory_of(1) == limited.memory_of(2) == 1e6 + machines.device.scratch_bytes
+    assert machines.limited(1e15).memory_of(2) == machines.memory_of(2)
+    assert machines.limited(0) == machines
