@@ -10,11 +10,11 @@ fragmentation (a margin instead) and workspaces of kernels.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from weft.model.graph import Graph
-from weft.model.work import MATMUL_KINDS, Work, batched, differentiable, storages, work
+from weft.model.graph import Graph, Operator, Ref, Tensor
+from weft.model.work import MATMUL_KINDS, RECURRENT_KEEPS, Work, batched, differentiable, packet, storages, work
 from weft.plan.layout import BOTH_WAYS, Layout
 from weft.plan.plan import Memory
 from weft.schedules.interleaved import most_in_flight
@@ -103,11 +103,19 @@ class Inventory:
     batched: frozenset[str]
     root: Mapping[str, str]
     held: frozenset[str] = field(default=frozenset())  # parameters, buffers, inputs and constants: never counted as activations
+    is_cpu: bool = False
 
     @classmethod
-    def of(cls, graph: Graph) -> Inventory:
+    def of(cls, graph: Graph, is_cpu: bool = False) -> Inventory:
+        """`is_cpu`: for processors' kernels, some of which keep more."""
         held = frozenset(v.value for v in (*graph.parameters, *graph.buffers, *graph.constants, *graph.inputs))
-        return cls(graph, work(graph), frozenset(differentiable(graph)), frozenset(batched(graph)), storages(graph), held)
+        works, grads = work(graph), frozenset(differentiable(graph))
+        if is_cpu:
+            for op in graph.operators:
+                more = _kept_by_processors(op, graph.tensors, grads)
+                if more:
+                    works[op.name] = replace(works[op.name], extra_bytes=works[op.name].extra_bytes + more)
+        return cls(graph, works, grads, frozenset(batched(graph)), storages(graph), held, is_cpu)
 
     @cached_property
     def kept(self) -> dict[str, Kept]:
@@ -122,8 +130,36 @@ class Inventory:
             live = any(v in self.grads for v in op.outputs)
             values = {*op.outputs, *op.inputs} - self.held if live else set()
             size = sum(tensors[v].size_bytes for v in values) + done.extra_bytes * live
+            if self.is_cpu and live:
+                # A weight's gradient before it is added up; convolutions make it in a layout of their own first.
+                weights = sum(tensors[v].size_bytes for v in op.inputs if v in self.held and v in self.grads)
+                size += weights * (2 if done.kind == "convolution" else 1)
             found[op.name] = Kept(tuple(sorted(mine)), float(size), narrow)
         return found
+
+
+def _kept_by_processors(op: Operator, tensors: Mapping[str, Tensor], grads: frozenset[str]) -> float:
+    """Bytes that torch's kernels for processors keep for backward beside what `weft.model.work` counts, found by watching them.
+
+    RMS norm keeps what it normalised; attention its scores, where a mask learns, and thrice with dropout; oneDNN's LSTM a workspace of 16
+    outputs, other recurrent layers 7 in all.
+    """
+    if not grads.intersection(op.outputs):
+        return 0.0
+    name, out = packet(op), tensors[op.outputs[0]]
+    if name == "rms_norm":
+        return out.size_bytes
+    if name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+        layers = sum(1 for v in op.inputs[1:] if len(tensors[v].shape) == 2) / 2
+        return (16.0 if name == "lstm" else 7.0) * out.size_bytes * layers - RECURRENT_KEEPS * out.size_bytes * layers
+    if name == "scaled_dot_product_attention":
+        query, key = (tensors[v] for v in op.inputs[:2])
+        scores = query.size_bytes / query.shape[-1] * key.shape[-2]
+        mask = op.args[3] if len(op.args) > 3 else dict(op.kwargs).get("attn_mask")
+        if len(op.args) > 4 and op.args[4]:
+            return 3 * scores
+        return scores if isinstance(mask, Ref) and mask.value in grads else 0.0
+    return 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,11 +200,14 @@ def memory_of(
     rank = layout.rank_of(stage)
     flying = in_flight(layout.schedule, layout.pipeline, rank, layout.microbatches, layout.chunks)
     kept = state.kept_bytes - (state.scores_bytes if layout.recompute != "none" else 0.0)
-    activation = kept * flying
+    activation, working = kept * flying, state.working_bytes
+    # A layer that is there again for its own backward is not yet while the loss, say, works on the most.
     if layout.recompute == "full":
         activation = min(activation, (state.layer_bytes * state.layers + state.outside_bytes) * flying + state.fullest_bytes)
+        working = max(state.layer_bytes, working - state.fullest_bytes)
     if layout.offload in ("activations", "all"):
         activation = min(activation, layers_moved * state.fullest_bytes + state.outside_bytes)
+        working = max(state.layer_bytes, state.working_bytes - layers_moved * state.fullest_bytes)
     data, zero = layout.data, layout.zero
     shared, trained = ((n + state.num_elsewhere) / data for n in (state.num_parameters, state.num_trainable))
     parameters = widths.weight * (shared if zero == 3 else state.num_parameters)
@@ -176,9 +215,9 @@ def memory_of(
     optimizer = (widths.copies + widths.moment * optimizer_states) * (trained if zero else state.num_trainable)
     if layout.offload in ("optimizer", "all"):
         optimizer = 0.0
-    buffers = state.working_bytes + 2 * state.entering_bytes * (layout.pipeline > 1)
+    buffers = working + 2 * state.entering_bytes * (layout.pipeline > 1)
     if zero == 3 and data > 1:
         # Two layers' weights are whole at a time, and one's gradients.
-        buffers += (2 * widths.weight + widths.gradient) * state.num_parameters / state.layers
+        buffers += (min(2, state.layers) * widths.weight + widths.gradient) * state.num_parameters / state.layers
     margin = scratch_bytes / len(layout.stages_of(rank)) + MARGIN * (parameters + gradients + optimizer + activation + buffers)
     return Memory(parameters, gradients, optimizer, activation, buffers, margin)

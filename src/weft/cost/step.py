@@ -90,7 +90,7 @@ class Pricer:
 
     @cached_property
     def inventory(self) -> Inventory:
-        return Inventory.of(self.graph)
+        return Inventory.of(self.graph, self.cluster.is_cpu)
 
     @cached_property
     def cuts(self) -> tuple[Cut, ...]:
@@ -471,7 +471,7 @@ class Pricer:
         return GLOO_HIDES * apart
 
     def _memory(self, layout: Layout, index: int, base: _Base) -> Memory:
-        by_layer = layout.recompute == "full" or layout.offload in ("activations", "all")
+        by_layer = layout.recompute == "full" or layout.offload in ("activations", "all") or layout.zero == 3
         return memory_of(
             base.by_layer() if by_layer else base.state, layout, index, self.widths(layout), layers_moved=1 if self.cluster.is_cpu else 2,
             scratch_bytes=self.cluster.device.scratch_bytes, optimizer_states=self.optimizer_states,

@@ -14,6 +14,7 @@ from math import prod
 from weft.model.graph import Graph, Operator, Ref, Tensor
 
 MATMUL_KINDS = ("linear", "attention", "convolution", "recurrent")
+RECURRENT_KEEPS = 5.0  # gates and cell state of every step and layer, in its output's size (LSTM; fewer for the others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,9 +208,8 @@ def _keeps(op: Operator, name: str, kind: str, tensors: dict[str, Tensor], grads
         query = tensors[inputs[0]]
         return (*inputs[:3], out), 4.0 * query.size / query.shape[-1]
     if kind == "recurrent":
-        # Gates and cell state of every step and layer: 4 + 1 of the output's size (LSTM; fewer for the others).
         layers = sum(1 for v in inputs[1:] if len(tensors[v].shape) == 2) / 2
-        return (*inputs[:1], out), 5.0 * tensors[out].size_bytes * layers
+        return (*inputs[:1], out), RECURRENT_KEEPS * tensors[out].size_bytes * layers
     if kind in ("linear", "convolution") or name in ("mul", "div"):
         bias = name in ("addmm", "baddbmm", "addmv")
         operands = [a.value for a in op.args if isinstance(a, Ref)][bias : bias + 2] if name != "einsum" else list(inputs)
