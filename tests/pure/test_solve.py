@@ -170,7 +170,7 @@ def test_the_choice_is_the_best_of_all_plans(problem: tuple[Cluster, Graph, int,
     plan = search(graph, cluster, batch, "gpt", constraints)
     best = min(p.prediction.step_time_s for p in every)
     assert plan.prediction is not None
-    assert plan.prediction.step_time_s <= 1.005 * best  # three digits decide
+    assert plan.prediction.step_time_s <= 1.005 * best  # times within 0.4 % are the same
     assert plan.bound_gap is not None
     assert plan.bound_gap >= -1e-9
     assert best * (1 + plan.bound_gap) >= 0.995 * plan.prediction.step_time_s

@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import permutations
+from math import exp, log
 
 from weft.cluster.cluster import Cluster
 from weft.cluster.mixed import reordered
@@ -45,6 +46,7 @@ KEPT = 12  # candidates that the plan keeps
 MOST_REFUSED = 4
 MOST_GUESSED, MOST_TRIED_FIRST = 16, 2  # frames that look promising, and those of them that are priced before all others
 MOST_ORDERS = 6  # of the parts of a mixed cluster
+SAME = 0.004  # relative difference of times that is none
 NEARLY = 1.2  # of the memory: what the first of the most balanced stages may need where other stages could still fit
 MOST_CHECKED = 8_000  # actions of the program that is proven
 INFINITE = float("inf")
@@ -519,9 +521,14 @@ def _spares(other: Layout, layout: Layout) -> bool:
     return more and layout.offload in moved and other.zero == layout.zero
 
 
+def _rounded(seconds: float) -> float:
+    """To the nearest of a grid of steps of 0.4 %: no prediction is as exact, and decimal digits would be as coarse as 1 % at 1.00."""
+    return exp(round(log(seconds) / SAME) * SAME) if 0 < seconds < INFINITE else seconds
+
+
 def _value(layout: Layout, seconds: float, cluster: Cluster, objective: str) -> float:
-    """The objective of a step of so many seconds; three digits, below which the simpler layout and the leaner one wins."""
-    seconds = float(f"{seconds:.3g}")
+    """The objective of a step of so many seconds, on a grid within whose cells the simpler layout and the leaner one wins."""
+    seconds = _rounded(seconds)
     if objective == "time":
         return seconds
     return seconds * layout.num_ranks * (cluster.threads_of(layout.num_ranks, layout.threads) or 1)
@@ -529,7 +536,7 @@ def _value(layout: Layout, seconds: float, cluster: Cluster, objective: str) -> 
 
 def _score(priced: Priced, cluster: Cluster, objective: str) -> tuple[float, ...]:
     layout, prediction = priced.layout, priced.prediction
-    seconds = float(f"{prediction.step_time_s:.3g}")
+    seconds = _rounded(prediction.step_time_s)
     if objective == "memory":
         return (prediction.memory.total, seconds)
     unlike = sum(getattr(layout, f.name) != f.default for f in fields(Layout))
