@@ -37,8 +37,9 @@ MODELS = {
 
 TARGETS = (
     Target("data parallel, beside DDP", 1.0, lambda r: r.kind == "data" and r.peer_name == who.DDP.name),
-    Target("pipeline, beside torch GPipe", 1.1, lambda r: r.kind == "pipeline" and r.peer_name == who.GPIPE.name),
-    Target("pipeline, beside torch 1F1B", 1.1, lambda r: r.kind == "pipeline" and r.peer_name == who.ONE_F_ONE_B.name),
+    Target("pipeline, beside torch GPipe", 1.1, lambda r: is_pipeline(r, who.GPIPE.name, own=False)),
+    Target("pipeline, beside torch 1F1B", 1.1, lambda r: is_pipeline(r, who.ONE_F_ONE_B.name, own=False)),
+    Target("pipeline in zb-h1, beside torch 1F1B", 1.1, lambda r: is_pipeline(r, who.ONE_F_ONE_B.name, own=True)),
     Target("tensor, beside DTensor", 1.1, lambda r: r.kind == "tensor" and r.peer_name in (who.DTENSOR.name, who.DTENSOR_VOCABULARY.name)),
     Target("tensor, beside Megatron-Core", 1.0, lambda r: r.kind == "tensor" and r.peer_name == who.MEGATRON.name),
     Target("own plan in float32, beside the best in float32", 1.0, lambda r: is_best(r, who.CHOSEN_FLOAT32, "float32")),
@@ -51,6 +52,11 @@ started together and take turns; while one runs, the others wait in a blocked re
 allocator settings of the C library, the same optimizer (AdamW, fused where the peer takes it), float32, the same batches and
 microbatches; `own`: everything as the contender sets it by itself. "loss differs" is the largest relative difference of the two loss
 curves, from the same initial weights and data."""
+
+
+def is_pipeline(r: Row, peer_name: str, own: bool) -> bool:
+    """Whether a row compares pipelines: in the peer's schedule, or with `own` in one that weft has for the same memory."""
+    return r.kind == "pipeline" and r.peer_name == peer_name and (r.weft_name == who.BEST_SCHEDULE) is own
 
 
 def is_best(r: Row, weft_name: str, precision: str) -> bool:
