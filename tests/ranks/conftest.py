@@ -6,6 +6,7 @@ One prepared process serves the session, so that a launch costs tenths of a seco
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 from weft.world.launch import Launcher
 
 TIMEOUT_S = 60.0
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def children_of(pid: int) -> set[int]:
@@ -64,3 +66,24 @@ def _no_rank_is_left(launcher: Launcher) -> Iterator[None]:
     yield
     left = gone(lambda: (children_of(os.getpid()) - before - {launcher.pid or 0}) | children_of(launcher.pid or 0))
     assert not left, f"processes {sorted(left)} outlive their test"
+
+
+@pytest.fixture(scope="module")
+def subject() -> Iterator[Callable[[str], Any]]:
+    """Models by name, each traced once."""
+    import torch
+
+    sys.path.insert(0, str(ROOT))
+    from bench.verify_all import Subject
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    made: dict[str, Subject] = {}
+
+    def get(name: str) -> Subject:
+        if name not in made:
+            made[name] = Subject(str(ROOT / name) if ".py" in name else name.replace("hf:", f"hf:{ROOT}/"))
+        return made[name]
+
+    yield get
+    torch.set_num_threads(threads)

@@ -6,13 +6,12 @@ The orders here are written by this file, not by `schedules/`: what runs is the 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -31,22 +30,6 @@ from weft.world.world import World  # noqa: E402
 
 ODD, AWKWARD = "tests/ranks/odd_models.py", "tests/ranks/awkward_models.py"
 Rows = Sequence[Sequence[Compute]]
-
-
-@pytest.fixture(scope="module")
-def subject() -> Iterator[Callable[[str], Subject]]:
-    """Models, each traced once."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    made: dict[str, Subject] = {}
-
-    def get(name: str) -> Subject:
-        if name not in made:
-            made[name] = Subject(str(ROOT / name) if ".py" in name else name.replace("hf:", f"hf:{ROOT}/"))
-        return made[name]
-
-    yield get
-    torch.set_num_threads(threads)
 
 
 def program_for(subject: Subject, rows: Rows, layout: Layout) -> tuple[Plan, Program]:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,23 +32,6 @@ from weft.world.world import World  # noqa: E402
 
 ODD = "tests/ranks/odd_models.py"
 TOLERANCE = 1e-9
-
-
-@pytest.fixture(scope="module")
-def subject() -> Iterator[Callable[[str], Subject]]:
-    """Models, each traced once."""
-    threads, before = torch.get_num_threads(), Path.cwd()
-    torch.set_num_threads(1)
-    made: dict[str, Subject] = {}
-
-    def get(name: str) -> Subject:
-        if name not in made:
-            made[name] = Subject(str(ROOT / name) if ".py" in name else name.replace("hf:", f"hf:{ROOT}/"))
-        return made[name]
-
-    assert before.exists()
-    yield get
-    torch.set_num_threads(threads)
 
 
 def check(subject: Subject, layout: str, eager: str = "free links", **options: Any) -> Verification:

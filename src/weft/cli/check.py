@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from weft.cli import options
-from weft.cli.output import output, without_collection
+from weft.cli.output import output
 from weft.errors import ProgramError, UsageError
+from weft.model.collector import uncollected
 
 if TYPE_CHECKING:
     from weft.plan.program import Program
@@ -34,7 +35,7 @@ def check(
     Example:
       weft check mine.txt
     """
-    with output(as_json) as out, without_collection():
+    with output(as_json) as out, uncollected():
         from weft.plan.check import check as prove
 
         try:

@@ -6,7 +6,6 @@ ranks included, goes to standard error.
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import sys
@@ -102,18 +101,6 @@ def _plain(value: object) -> object:
     if isinstance(value, float):
         return value if isfinite(value) else None
     return value if value is None or isinstance(value, bool | int | str) else str(value)
-
-
-@contextmanager
-def without_collection() -> Iterator[None]:
-    """No cyclic garbage collection: the parts of a long program form no cycles, and walking a million of them takes half of all time."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
 
 
 @contextmanager

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from weft.cli import options
-from weft.cli.output import Output, output, without_collection
+from weft.cli.output import Output, output
 from weft.errors import ProgramError, UsageError
+from weft.model.collector import uncollected
 
 if TYPE_CHECKING:
     from weft.plan.program import Program
@@ -45,7 +46,7 @@ def schedule(
       weft schedule 1f1b --stages 4 --microbatches 8 --times f=1,b=2
       weft schedule zb-v --stages 4 --microbatches 8 --times f=1,b=1,w=1 -o picture.svg
     """
-    with output(as_json) as out, without_collection():
+    with output(as_json) as out, uncollected():
         from weft.plan.check import check
         from weft.plan.layout import chunks_of
         from weft.simulate.summary import Times, summarize

@@ -7,9 +7,10 @@ from typing import Annotated
 import typer
 
 from weft.cli import options
-from weft.cli.output import output, without_collection
+from weft.cli.output import output
 from weft.cli.schedule import DEFAULT_TIMES, Chunks, Times, build_of, record
 from weft.errors import UsageError
+from weft.model.collector import uncollected
 
 _COLUMNS = ("schedule", "time", "bubble", "utilisation", "in flight", "weights", "")
 
@@ -30,7 +31,7 @@ def schedules(
     Example:
       weft schedules --stages 4 --microbatches 8 --times f=1,b=1,w=1
     """
-    with output(as_json) as out, without_collection():
+    with output(as_json) as out, uncollected():
         from weft.plan.check import check
         from weft.plan.layout import SCHEDULES, chunks_of
         from weft.report.tables import Table

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,22 +32,6 @@ from weft.world.launch import launch  # noqa: E402
 from weft.world.world import World  # noqa: E402
 
 ODD, AWKWARD = "tests/ranks/odd_models.py", "tests/ranks/awkward_models.py"
-
-
-@pytest.fixture(scope="module")
-def subject() -> Iterator[Callable[[str], Subject]]:
-    """Models, each traced once."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    made: dict[str, Subject] = {}
-
-    def get(name: str) -> Subject:
-        if name not in made:
-            made[name] = Subject(str(ROOT / name) if ".py" in name else name.replace("hf:", f"hf:{ROOT}/"))
-        return made[name]
-
-    yield get
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize(
