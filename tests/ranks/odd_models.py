@@ -575,3 +575,28 @@ class _BranchNorm(_Branch):
 def branch_norm() -> Any:
     """The same with batch norm, which must not be divided."""
     return _BranchNorm(), (_normal(N, 6),), lambda output, batch: F.mse_loss(output, batch[0])
+
+
+@torch.library.custom_op("weft_odd_models::halved", mutates_args=())
+def _halved(x: Tensor) -> Tensor:
+    if x.dtype is not torch.float32:
+        raise RuntimeError(f"expected Float32, got {'Double' if x.dtype is torch.float64 else x.dtype}")
+    return x * 0.5
+
+
+_halved.register_fake(torch.empty_like)
+_halved.register_autograd(lambda ctx, grad: grad * 0.5)
+
+
+class _Single(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _halved(self.layer(x)).square().mean()
+
+
+def single() -> Any:
+    """An operator of somebody's own, with its own backward, that has no float64."""
+    return _Single(), (_normal(N, 6),)

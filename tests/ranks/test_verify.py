@@ -29,6 +29,7 @@ from weft.run.engine import Engine  # noqa: E402
 from weft.run.verify import Verification  # noqa: E402
 from weft.world.launch import launch  # noqa: E402
 from weft.world.world import World  # noqa: E402
+from weft.zoo.resolve import resolve  # noqa: E402
 
 ODD = "tests/ranks/odd_models.py"
 TOLERANCE = 1e-9
@@ -239,6 +240,15 @@ def test_ranks_that_hold_the_same_draw_the_same(subject: Callable[[str], Subject
         # What is run again draws what the first run drew.
         assert again[0]["losses"] == pytest.approx(found[0]["losses"], rel=1e-12)
     assert found[0]["losses"][0] != found[0]["losses"][1]
+
+
+def test_an_operator_without_float64_is_told_by_name() -> None:
+    name = str(ROOT / ODD) + ":single"
+    model = resolve(name)
+    batch = model.batch(model.default_batch)
+    with pytest.raises(ModelError, match=r"cannot compute in float64 .*got Double.*--dtype float32"):
+        weft.verify(model.make, "data=1", batch)
+    assert weft.verify(model.make, "data=1", batch, dtype="float32").ok
 
 
 def test_a_model_that_draws_is_refused_by_name(subject: Callable[[str], Subject]) -> None:

@@ -12,7 +12,8 @@ rounding noise of the serial run, which is measured (`run/serial`), not assumed.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -158,7 +159,8 @@ def verify_on_rank(
         raise _drawing(plan, f" at {', '.join(random[:3])}{' ...' if len(random) > 3 else ''}")
     seen = Comparison(bound, Noise(new_serial).of, plan.layout.precision != "float64")
     for step in range(steps):
-        result = engine.forward_backward(batch, want_inputs=not plan.uncaptured)
+        with _explained(plan):
+            result = engine.forward_backward(batch, want_inputs=not plan.uncaptured)
         for name, factor in (sabotage or {}).items():
             if (spoiled := engine.gradient(name)) is not None:
                 spoiled.mul_(factor)
@@ -173,7 +175,8 @@ def verify_on_rank(
             assert inputs is not None
             got = {"loss": {"": torch.tensor(loss_value)}, "gradients": gradients, "input_gradients": inputs, "weights": state}
             drawn = torch.random.get_rng_state()
-            wanted = serial.step()
+            with _explained(plan):
+                wanted = serial.step()
             if not torch.equal(drawn, torch.random.get_rng_state()):
                 raise _drawing(plan)
             seen.step(step, got, wanted)
@@ -188,3 +191,17 @@ def _drawing(plan: Plan, where: str = "") -> ModelError:
         f"{plan.model} draws random numbers{where}, which a serial run draws differently, so there is nothing to compare; verify it with "
         "dropout 0"
     )
+
+
+@contextmanager
+def _explained(plan: Plan) -> Iterator[None]:
+    """Raise ModelError where an operator of the model has no float64."""
+    try:
+        yield
+    except (RuntimeError, NotImplementedError) as error:
+        said = str(error).partition("\n")[0]
+        if plan.layout.precision != "float64" or not any(word in said for word in ("Double", "float64", "double")):
+            raise
+        raise ModelError(
+            f"an operator of {plan.model} cannot compute in float64 ({said}); verify it with dtype=float32 (--dtype float32)"
+        ) from error
