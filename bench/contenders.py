@@ -26,7 +26,7 @@ DDP = Contender("DDP", "bench.peers.ddp")
 DDP_BF16 = Contender("DDP, autocast", "bench.peers.ddp", precision="bfloat16", options={"autocast": True})
 FSDP2 = Contender("FSDP2", "bench.peers.fsdp2")
 GPIPE = Contender("torch GPipe", "bench.peers.pipelining", options={"schedule": "GPipe"})
-BEST_SCHEDULE = "weft zb-h1"  # the same memory as 1F1B on its fullest rank
+BEST_SCHEDULE = "weft zb-v"  # the same memory as 1F1B on its fullest rank
 ONE_F_ONE_B = Contender("torch 1F1B", "bench.peers.pipelining", options={"schedule": "1F1B"})
 DTENSOR = Contender("DTensor", "bench.peers.dtensor")
 DTENSOR_VOCABULARY = Contender("DTensor, vocabulary", "bench.peers.dtensor", options={"vocabulary": True})
@@ -90,7 +90,7 @@ def data_set() -> Set:
 def pipeline_set(case: Case) -> Set:
     end = f"pipeline=2 microbatches={case.microbatches} threads=1"
     gpipe, one = weft("weft GPipe", f"{end} schedule=gpipe"), weft("weft 1F1B", f"{end} schedule=1f1b")
-    best = weft(BEST_SCHEDULE, f"{end} schedule=zb-h1")
+    best = weft(BEST_SCHEDULE, f"{end} schedule=zb-v")
     plain = _as_written(GPIPE, ONE_F_ONE_B)
     pairs = ((gpipe.name, GPIPE.name), (one.name, ONE_F_ONE_B.name), (gpipe.name, plain[0].name), (one.name, plain[1].name))
     beside = ((best.name, GPIPE.name), (best.name, ONE_F_ONE_B.name))

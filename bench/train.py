@@ -39,7 +39,7 @@ TARGETS = (
     Target("data parallel, beside DDP", 1.0, lambda r: r.kind == "data" and r.peer_name == who.DDP.name),
     Target("pipeline, beside torch GPipe", 1.1, lambda r: is_pipeline(r, who.GPIPE.name, own=False)),
     Target("pipeline, beside torch 1F1B", 1.1, lambda r: is_pipeline(r, who.ONE_F_ONE_B.name, own=False)),
-    Target("pipeline in zb-h1, beside torch 1F1B", 1.1, lambda r: is_pipeline(r, who.ONE_F_ONE_B.name, own=True)),
+    Target("pipeline in zb-v, beside torch 1F1B", 1.1, lambda r: is_pipeline(r, who.ONE_F_ONE_B.name, own=True)),
     Target("tensor, beside DTensor", 1.1, lambda r: r.kind == "tensor" and r.peer_name in (who.DTENSOR.name, who.DTENSOR_VOCABULARY.name)),
     Target("tensor, beside Megatron-Core", 1.0, lambda r: r.kind == "tensor" and r.peer_name == who.MEGATRON.name),
     Target("own plan in float32, beside the best in float32", 1.0, lambda r: is_best(r, who.CHOSEN_FLOAT32, "float32")),
