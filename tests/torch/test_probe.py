@@ -12,7 +12,7 @@ from weft.cluster import doctor as doctor_module
 from weft.cluster.block import HIDDEN, SEQUENCE, SEQUENCES, rate_name
 from weft.cluster.cluster import Cluster, Speed
 from weft.cluster.doctor import doctor, writable
-from weft.cluster.probe import Block, fingerprint, measure_compute, probe
+from weft.cluster.probe import BUSY, SHARE, Block, _of_cores, fingerprint, measure_compute, probe
 from weft.cost.compute import Rates, block_work
 from weft.model.capture import capture
 from weft.model.work import Work, work
@@ -52,10 +52,26 @@ def test_the_second_call_reads_the_stored_result(measured: tuple[Cluster, Path],
             probe(path=path)
 
 
+def test_ranks_that_did_not_get_their_cores_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load that the system does not tell of shows in what ranks got: one that multiplies needs its core all the time."""
+    figures = {"linear.float32": 1e-11, "elementwise": 1e-10, "launch": 1e-6}
+    table = [("all_reduce", 2, [(4096, 1e-5), (1 << 20, 1e-4)])]
+
+    def measured(share: float) -> str:
+        ranks = [{"speeds": [(1, 1, {**figures, SHARE: share})], "tables": table, "scratch": 1e8} for _ in range(2)]
+        monkeypatch.setattr("weft.world.launch.launch", lambda *_: ranks)
+        monkeypatch.setattr("weft.cluster.probe._load", lambda: 0.0)
+        return _of_cores("mark", True).device.source
+
+    assert measured(0.97) == "measured"
+    assert f"{BUSY} (ranks got 60% of their cores)" in measured(0.6)
+
+
 def test_every_figure_is_of_the_operator_it_names() -> None:
     """A product makes hundreds of FLOPs a byte: catches units that were swapped, also on a busy machine."""
     torch.set_num_threads(1)
     found = measure_compute(torch.device("cpu"))
+    assert 0 < found.pop(SHARE) < 1.1
     assert all(0 < s < 1 for s in found.values())
     assert found["linear.float32"] < 20 * found["elementwise"]
     assert found["launch"] > 100 * found["linear.float32"]

@@ -25,7 +25,7 @@ from weft.cluster.catalogue import dump, loads
 from weft.cluster.cluster import Cluster, Device, Level, Link, Speed, Table
 from weft.errors import ConfigError
 
-VERSION = 5  # of what is measured; a stored result of another version is measured again
+VERSION = 6  # of what is measured; a stored result of another version is measured again
 QUICK_SIZES = (4096, 65536, 1 << 20, 4 << 20, 16 << 20)
 FULL_SIZES = (1024, 4096, 16384, 65536, 262144, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
 LAUNCH_OPERATORS = 64
@@ -33,6 +33,8 @@ BUSY = "while the machine was busy"
 LOOKS = 10
 WARM_S = 0.02  # threads that were just started take this long to find their cores
 CLOCK_S = 0.03  # per figure and round, at least
+SHARE = "share"  # of its cores that a rank got while it multiplied: less than 1 where others ran
+LEAST_SHARE = 0.85
 ROUNDS = 3  # of all figures, seconds apart: what disturbs one of them for a moment does not become the machine's speed
 
 
@@ -180,6 +182,9 @@ def _of_cores(mark: str, quick: bool) -> Cluster:
         said += f" {BUSY} (load {busy:.1f} on {cores} cores); measure again when it is idle"
     ranks = min(max(2, cores), 4) if quick else min(max(4, cores), 8)
     found = launch(measure_rank, ranks, cores, quick)
+    share = min(figures.pop(SHARE) for result in found for _, _, figures in result["speeds"])
+    if BUSY not in said and share < LEAST_SHARE:
+        said += f" {BUSY} (ranks got {share:.0%} of their cores); measure again when it is idle"
     alone: dict[str, float] = next(figures for r, t, figures in found[0]["speeds"] if (r, t) == (1, 1))
     speeds = []
     for count, threads in dict.fromkeys((r, t) for r, t, _ in found[0]["speeds"]):
@@ -212,7 +217,7 @@ def _device(name: str, kind: str, speed: Speed, memory: float, scratch: float, s
 def _speed(ranks: int, threads: int, seconds: dict[str, float]) -> Speed:
     """Figures of `measure_compute` (seconds per FLOP, per byte, per operator) as a `Speed`."""
     flops = tuple((key.partition(".")[2], 1 / s) for key, s in seconds.items() if key.startswith("linear."))
-    rates = tuple((key, 1 / s) for key, s in seconds.items() if not key.startswith(("linear.", "launch", "elementwise")))
+    rates = tuple((key, 1 / s) for key, s in seconds.items() if not key.startswith(("linear.", "launch", "elementwise", SHARE)))
     return Speed(ranks, threads, flops, 1 / seconds["elementwise"], seconds["launch"], rates)
 
 
@@ -277,7 +282,8 @@ def measure_compute(device: torch.device, quick: bool = True, together: Callable
     """Seconds per unit of each kind of operator, forward and backward, on this rank's threads.
 
     Units: `linear.P`, `attention.P`, `convolution.P`: a FLOP at precision P; `launch`: one operator; the others: a byte that the
-    operator must move. `together` is called before each figure, so that ranks that measure at once start at once.
+    operator must move; and the `SHARE` of its cores. `together` is called before each figure, so that ranks that measure at once start at
+    once.
     """
     made = torch.float32
     precisions = {"float32": made, **({"bfloat16": torch.bfloat16} if has_bfloat16() else {})}
@@ -301,6 +307,12 @@ def measure_compute(device: torch.device, quick: bool = True, together: Callable
         x = torch.randn(tokens, hidden, device=device, dtype=dtype, requires_grad=True)
         w = torch.randn(wide, hidden, device=device, dtype=dtype, requires_grad=True)
         train(f"linear.{precision}", 6.0 * tokens * hidden * wide, F.linear, x, w)
+        if SHARE not in found:
+            if together is not None:
+                together()
+            began, used = time.perf_counter(), time.process_time()
+            _clock(lambda x=x, w=w: F.linear(x, w), device, 2)  # type: ignore[misc]
+            found[SHARE] = (time.process_time() - used) / (time.perf_counter() - began) / (1 if big else share)
         heads = (8, 16, 1024, 64) if big else (2 * share, 6, 256, 64)
         q, k, v = (torch.randn(heads, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
         flops = 4.0 * heads[0] * heads[1] * heads[2] ** 2 * heads[3]
