@@ -21,7 +21,7 @@ from weft.model.stages import links
 from weft.plan.layout import BOTH_WAYS, RUNS, SCHEDULES, Layout
 from weft.simulate.memory import kept_bytes
 from weft.solve.bounds import least_saving_s
-from weft.solve.search import check_layout, clocked, price, search, without_graph
+from weft.solve.search import calmest, check_layout, clocked, price, search, without_graph
 from weft.solve.space import Space, divisors, layouts, parse_constraints
 from weft.solve.stages import balance, useful
 from weft.solve.timing import PLAIN, Priced, least_pipeline_s, rows, timeline
@@ -409,3 +409,18 @@ def test_a_better_placement_than_those_that_were_compared_has_no_bound(monkeypat
     assert plain.prediction is not None
     assert found.prediction.step_time_s == pytest.approx(0.9 * plain.prediction.step_time_s)
     assert found.bound_gap is None
+
+
+def test_on_processors_the_calmest_of_equal_plans_is_chosen() -> None:
+    """Tensor ranks meet in every layer: for less than a fiftieth of the step they are not chosen, and for more they are."""
+    one = price(Pricer(gpt(2), NODE, 8), Layout())
+
+    def timed(layout: Layout, seconds: float) -> Priced:
+        return replace(one, layout=layout, prediction=replace(one.prediction, step_time_s=seconds))
+
+    tensor, sharded = timed(Layout(tensor=2), 1.0), timed(Layout(data=2, zero=2), 1.005)
+    near, far, alone = timed(Layout(data=2), 1.015), timed(Layout(data=2), 1.03), timed(Layout(), 1.018)
+    assert calmest([sharded, near, alone, tensor], tensor) is near
+    assert calmest([sharded, far, tensor], tensor) is sharded
+    assert calmest([far, tensor], tensor) is tensor
+    assert calmest([], tensor) is tensor

@@ -46,6 +46,7 @@ KEPT = 12  # candidates that the plan keeps
 MOST_REFUSED = 4
 MOST_GUESSED, MOST_TRIED_FIRST = 16, 2  # frames that look promising, and those of them that are priced before all others
 MOST_ORDERS = 6  # of the parts of a mixed cluster
+CALM = 0.02  # of the step: what processors' own figures differ by from probe to probe
 SAME = 0.004  # relative difference of times that is none
 NEARLY = 1.2  # of the memory: what the first of the most balanced stages may need where other stages could still fit
 MOST_CHECKED = 8_000  # actions of the program that is proven
@@ -111,13 +112,16 @@ def _search(
         found.compare()
     pricer, cluster, best = found.pricer, found.pricer.cluster, found.best
     assert best is not None
+    if layout is None and objective == "time" and cluster.is_cpu:
+        best = calmest(found.clocked, best)
     if layout is None and wanted(pricer, best):
+        chosen = best
         pricer, best = refined(pricer, best)
-        if best is not found.best:
+        if best is not chosen:
             found.clocked.append(best)
             found.bound_s = 0.0  # what was proven was of the placements that propagation finds
     _prove(pricer, best)
-    found.clocked.sort(key=lambda p: _score(p, cluster, objective))
+    found.clocked.sort(key=lambda p: (p is not best, *_score(p, cluster, objective)))
     priced = {p.layout: p for p in reversed(found.clocked)}  # of two placements of one layout the better
     candidates = [Candidate(p.layout, p.prediction) for p in reversed(priced.values())]
     refused = sorted(
@@ -542,6 +546,24 @@ def _score(priced: Priced, cluster: Cluster, objective: str) -> tuple[float, ...
     unlike = sum(getattr(layout, f.name) != f.default for f in fields(Layout))
     value = _value(layout, prediction.step_time_s, cluster, objective)
     return (value, seconds, layout.num_ranks, layout.microbatches, unlike, prediction.memory.total)
+
+
+def calmest(clocked: Sequence[Priced], best: Priced) -> Priced:
+    """Of the plans about as fast as the best, the one whose ranks wait for one another least often.
+
+    On processors whatever else runs stops a rank now and then, and all that wait for it; that is not priced. Tensor ranks meet in
+    every layer, stages with every microbatch, replicas once a step.
+    """
+
+    def meets(one: Priced) -> tuple[object, ...]:
+        layout = one.layout
+        return layout.tensor > 1, layout.pipeline > 1, layout.offload != "none", layout.recompute != "none", layout.zero, _seconds(one)
+
+    return min((one for one in (best, *clocked) if _seconds(one) <= _seconds(best) * (1 + CALM)), key=meets)
+
+
+def _seconds(priced: Priced) -> float:
+    return priced.prediction.step_time_s
 
 
 def _differences(one: Layout, other: Layout) -> int:
