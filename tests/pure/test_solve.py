@@ -20,11 +20,11 @@ from weft.model.graph import Graph
 from weft.model.stages import links
 from weft.plan.layout import BOTH_WAYS, RUNS, SCHEDULES, Layout
 from weft.simulate.memory import kept_bytes
-from weft.solve.bounds import least_saving_s
+from weft.solve.bounds import least_s, least_saving_s
 from weft.solve.search import calmest, check_layout, clocked, price, search, without_graph
 from weft.solve.space import Space, divisors, layouts, parse_constraints
 from weft.solve.stages import balance, useful
-from weft.solve.timing import PLAIN, Priced, least_pipeline_s, rows, timeline
+from weft.solve.timing import PLAIN, Priced, least_pipeline_s, rows, timeline, trips_s
 
 CORE = Device("core", "cpu", (("float32", 1e11), ("bfloat16", 4e11)), 8e9, 2e10, 1.0, 2e-6)
 NODE = Cluster("node", CORE, (Level("node", 4, Link(1e-4, 1e9)),))
@@ -424,3 +424,16 @@ def test_on_processors_the_calmest_of_equal_plans_is_chosen() -> None:
     assert calmest([sharded, far, tensor], tensor) is sharded
     assert calmest([far, tensor], tensor) is tensor
     assert calmest([], tensor) is tensor
+
+
+@pytest.mark.parametrize("kind", ["cpu", "gpu"])
+def test_bounds_with_full_recomputation_repeat_what_the_price_does(kind: str) -> None:
+    """Embeddings and the loss are not run again; a bound that runs them again would leave out plans that may be the best."""
+    pricer = Pricer(gpt(4), replace(NODE, device=replace(CORE, kind=kind)), 8)
+    plain, again = (pricer.stages(Layout(microbatches=4, recompute=r))[0] for r in ("none", "full"))
+    repeated = again.backward_s - plain.backward_s
+    assert 0 < repeated < plain.forward_s
+    whole = [sum(both for _, both in trips_s(pricer, Layout(microbatches=4), full)) for full in (False, True)]
+    assert whole[1] - whole[0] == pytest.approx(repeated)
+    once = [least_s(pricer, Layout(microbatches=4), False, full) for full in (False, True)]
+    assert once[1] - once[0] == pytest.approx(4 * repeated)

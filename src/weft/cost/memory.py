@@ -151,7 +151,7 @@ def _kept_by_processors(op: Operator, tensors: Mapping[str, Tensor], grads: froz
         return out.size_bytes
     if name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
         layers = sum(1 for v in op.inputs[1:] if len(tensors[v].shape) == 2) / 2
-        return (16.0 if name == "lstm" else 7.0) * out.size_bytes * layers - RECURRENT_KEEPS * out.size_bytes * layers
+        return ((16.0 if name == "lstm" else 7.0) - RECURRENT_KEEPS) * out.size_bytes * layers
     if name == "scaled_dot_product_attention":
         query, key = (tensors[v] for v in op.inputs[:2])
         scores = query.size_bytes / query.shape[-1] * key.shape[-2]

@@ -82,6 +82,11 @@ class Parts:
         """By operator: whether it stands in a numbered block."""
         return np.array([bool(name) for name in self.blocks], dtype=bool)
 
+    @cached_property
+    def again(self) -> NDArray[np.bool_]:
+        """By operator: whether full recomputation runs it twice: those of numbered blocks, and all where there are none."""
+        return self.repeated if self.repeated.any() else np.ones(len(self.blocks), dtype=bool)
+
 
 class _Unique:
     """Numbers things in the order in which they first come."""
@@ -99,7 +104,7 @@ def numbered(site: str) -> bool:
     >>> numbered("layers.3.mlp.up/linear"), numbered("head/linear")
     (True, False)
     """
-    return any(part.isdigit() for part in site.partition("/")[0].split("."))
+    return bool(block(site))
 
 
 def block(site: str) -> str:

@@ -347,8 +347,8 @@ class Pricer:
         parts, ops = self.parts(layout), section.operators
         times = [one[ops] for one in self.operator_seconds(layout)]
         busy, network = Seconds(*(float(t.sum()) for t in times[:2])), Seconds(*(float(t.sum()) for t in times[2:]))
-        repeated = parts.repeated[ops] if parts.repeated.any() else np.ones(len(ops), dtype=bool)
-        block = Seconds(float(times[0][repeated].sum()), float(times[2][repeated].sum()))
+        again = parts.again[ops]
+        block = Seconds(float(times[0][again].sum()), float(times[2][again].sum()))
         scores_s = float(times[0][parts.attention[ops]].sum()) if self._keeps_scores else 0.0
         held, scale = section.held, self.microbatch(layout)
         widths = self.widths(layout)

@@ -34,9 +34,8 @@ def _once_s(pricer: Pricer, frame: Layout, again: bool) -> float:
     times = pricer.operator_seconds(frame)
     total = sum(float(part.sum()) for part in times)
     if again:
-        repeated = pricer.parts(frame).repeated
-        chosen = repeated if repeated.any() and not pricer.cluster.is_cpu else slice(None)
-        total += float(times[0][chosen].sum()) + float(times[2][chosen].sum())
+        twice = pricer.parts(frame).again
+        total += float(times[0][twice].sum()) + float(times[2][twice].sum())
     return total
 
 

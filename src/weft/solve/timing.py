@@ -223,8 +223,7 @@ def trips_s(pricer: Pricer, layout: Layout, again: bool) -> list[tuple[float, fl
             forward = times[0] + times[2]
             each = forward + times[1] + times[3]
             if again:
-                repeated = one.parts(layout).repeated
-                each = each + forward * (repeated if repeated.any() and not one.cluster.is_cpu else 1.0)
+                each = each + forward * one.parts(layout).again
             known[id(one)] = np.concatenate([np.zeros((2, 1)), np.cumsum(np.stack([forward, each]), axis=1)], axis=1)
         there = known[id(one)][:, end] - known[id(one)][:, start]
         found.append((float(there[0]), float(there[1])))
