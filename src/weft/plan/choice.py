@@ -1,0 +1,86 @@
+"""Which algorithm sums how many bytes over ranks. In: rows of sizes and names, or their text. Out: `Choices`, asked for a size.
+
+`native` is the transport's own collective: shared memory, gloo or NCCL. The other names are those of `weft.collectives`. Not modelled here:
+what an algorithm costs (`weft.cost`), and between which ranks.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from weft.errors import LayoutError
+
+NATIVE = "native"
+AUTO = "auto"
+ALGORITHMS = (
+    "parameter_server", "naive", "ring", "tree", "double_tree", "recursive_doubling", "halving_doubling", "hierarchical",
+)  # fmt: skip
+NAMES = (NATIVE, *ALGORITHMS)
+
+_ROW = re.compile(r"(\w+) to (\d{1,18}) B")
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """`rows` of (up to how many bytes, name of the algorithm), sizes ascending; what is larger than all of them is done by `above`.
+
+    >>> choices = Choices(((4096, "recursive_doubling"), (1 << 20, "ring")))
+    >>> choices.of(4096), choices.of(4097), choices.of(1 << 30)
+    ('recursive_doubling', 'ring', 'native')
+    >>> str(choices)
+    'recursive_doubling to 4096 B, ring to 1048576 B, native'
+    >>> Choices.parse(str(choices)) == choices
+    True
+
+    Raises:
+        LayoutError: an unknown name (names the nearest), sizes that do not ascend.
+    """
+
+    rows: tuple[tuple[int, str], ...] = ()
+    above: str = NATIVE
+
+    def __post_init__(self) -> None:
+        for name in (*(name for _, name in self.rows), self.above):
+            if name not in NAMES:
+                raise LayoutError(f"all_reduce={name} is unknown{nearest(name, NAMES)}; use one of {', '.join(NAMES)}")
+        sizes = [size for size, _ in self.rows]
+        if any(size < 0 for size in sizes) or any(a >= b for a, b in zip(sizes, sizes[1:], strict=False)):
+            raise LayoutError(f"sizes {sizes} of all-reduce choices; give bytes that ascend")
+
+    def of(self, size_bytes: int) -> str:
+        """The name of the algorithm for a sum of so many bytes."""
+        for up_to, name in self.rows:
+            if size_bytes <= up_to:
+                return name
+        return self.above
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every name that some size has, once."""
+        return tuple(dict.fromkeys((*(name for _, name in self.rows), self.above)))
+
+    def __str__(self) -> str:
+        """One line; `Choices.parse` reads it back."""
+        return ", ".join([*(f"{name} to {size} B" for size, name in self.rows), self.above])
+
+    @classmethod
+    def parse(cls, text: str) -> Choices:
+        """Read the line that `str` wrote.
+
+        Raises:
+            LayoutError: another form, an unknown name, sizes that do not ascend.
+        """
+        *rows, above = [part.strip() for part in text.split(",")]
+        found = [_ROW.fullmatch(row) for row in rows]
+        if not all(found):
+            raise LayoutError(f"all-reduce choices {text!r} are not of the form 'ring to 4096 B, native'")
+        return cls(tuple((int(row[2]), row[1]) for row in found if row), above)
+
+
+def nearest(word: str, known: Sequence[str]) -> str:
+    """` (did you mean ring?)`, or nothing where no known word is near."""
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f" (did you mean {close[0]}?)" if close else ""
