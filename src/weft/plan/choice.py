@@ -10,6 +10,7 @@ import difflib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from weft.errors import LayoutError
 
@@ -47,7 +48,7 @@ class Choices:
             if name not in NAMES:
                 raise LayoutError(f"all_reduce={name} is unknown{nearest(name, NAMES)}; use one of {', '.join(NAMES)}")
         sizes = [size for size, _ in self.rows]
-        if any(size < 0 for size in sizes) or any(a >= b for a, b in zip(sizes, sizes[1:], strict=False)):
+        if any(a >= b for a, b in pairwise((-1, *sizes))):
             raise LayoutError(f"sizes {sizes} of all-reduce choices; give bytes that ascend")
 
     def of(self, size_bytes: int) -> str:
