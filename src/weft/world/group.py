@@ -394,6 +394,27 @@ class Group:
         self._end(work, at, None, None, True)
         return [part.view(tuple(shape)) for part, shape in zip(torch.split(self._back(out, flat), sizes), shapes, strict=True)]
 
+    def exchange_into(self, out: Tensor, x: Tensor, wait: bool = True) -> Work:
+        """Piece i of flat `x` to member i, and what the members sent here into flat `out`, member after member; all pieces are equal.
+
+        May be waited for later; until then neither tensor may change.
+        """
+        if out.numel() != x.numel() or x.numel() % self.size or out.dtype != x.dtype or not (x.is_contiguous() and out.is_contiguous()):
+            raise UsageError(
+                f"exchange of {x.numel()} elements of {x.dtype} into {out.numel()} of {out.dtype} between {self.size}; "
+                "give contiguous tensors of one dtype and size, a multiple of the members"
+            )
+        if self.size == 1:
+            out.copy_(x)
+            return _DONE
+        at = self._begin(recorder.ALL_TO_ALL, x)
+        sent = self._host(x)
+        direct = not self._staged and out.dtype is not torch.bool
+        arrived = out.detach() if direct else self._room(sent, out.numel())
+        finish = None if direct else lambda: out.copy_(self._back(arrived, out))
+        sizes = [x.numel() // self.size] * self.size
+        return self._end(self._call("exchange", arrived, sent, sizes, sizes, wait), at, finish, (sent, arrived), wait)
+
     def isend(self, x: Tensor, to_index: int, tag: int = 0) -> Work:
         """Starts sending `x`; it must not change before `wait`. Never blocks, so that two ranks may send to one another."""
         at = self._begin(recorder.SEND, x, self._peer(to_index), tag)
