@@ -2,7 +2,8 @@
 
 A message is what one rank sends and another receives without anything in between: its values follow one another on one link, after one
 latency. Every rank sends one message at a time and receives one at a time; between nodes the ranks of a node share its ports, too.
-Messages go in the order in which they could. Not modelled: routes that cross in a network, and what it costs to add.
+Messages go in the order in which they could. A rank that adds what it received does nothing else meanwhile. Not modelled: routes that
+cross in a network, and memory that several ranks share.
 """
 
 from __future__ import annotations
@@ -69,8 +70,8 @@ class _Batch:
     values: tuple[Value, ...]
 
 
-def deliver(program: Program, size_bytes: Callable[[Value], float], wire: Callable[[int, int], Wire]) -> Traffic:
-    """Run the program's transfers.
+def deliver(program: Program, size_bytes: Callable[[Value], float], wire: Callable[[int, int], Wire], add_byte_s: float = 0.0) -> Traffic:
+    """Run the program's transfers. `add_byte_s`: seconds for which a rank adds a byte that it received.
 
     >>> from weft.collectives import build
     >>> ring = build("all_reduce", "ring", 4)
@@ -85,6 +86,7 @@ def deliver(program: Program, size_bytes: Callable[[Value], float], wire: Callab
     arrived: dict[_Batch, deque[float]] = defaultdict(deque)
     free: dict[Hashable, float] = defaultdict(float)
     waiting: dict[_Batch, int] = {}
+    last = [0.0] * program.num_ranks
     sent, received = [0.0] * program.num_ranks, [0.0] * program.num_ranks
     done: list[Message] = []
     events: list[tuple[float, int, _Batch]] = []
@@ -94,12 +96,15 @@ def deliver(program: Program, size_bytes: Callable[[Value], float], wire: Callab
         """Move `rank` on until it waits."""
         nonlocal count
         while at[rank] < len(rows[rank]):
-            batch = rows[rank][at[rank]]
+            batch, adds = rows[rank][at[rank]]
             if batch.source == rank:
                 heapq.heappush(events, (clock[rank], count, batch))
                 count += 1
             elif arrived[batch]:
                 clock[rank] = max(clock[rank], arrived[batch].popleft())
+                if adds and add_byte_s:
+                    clock[rank] += add_byte_s * sum(map(size_bytes, batch.values))
+                    last[rank] = clock[rank]
             else:
                 waiting[batch] = rank
                 return
@@ -127,9 +132,9 @@ def deliver(program: Program, size_bytes: Callable[[Value], float], wire: Callab
             run(waiting.pop(batch))
     for rank, row in enumerate(rows):
         if at[rank] < len(row):
-            batch = row[at[rank]]
+            batch, _ = row[at[rank]]
             raise ProgramError(f"{program.name}: rank {rank} waits for {batch.values[0]} of rank {batch.source}, which never comes")
-    return Traffic(max((m.ended_s for m in done), default=0.0), tuple(done), tuple(sent), tuple(received))
+    return Traffic(max([m.ended_s for m in done] + last, default=0.0), tuple(done), tuple(sent), tuple(received))
 
 
 def num_steps(program: Program) -> int:
@@ -142,8 +147,8 @@ def num_steps(program: Program) -> int:
     return round(deliver(program, lambda _: 0.0, lambda *_: Wire(0.0, 0.0, (), 1.0)).seconds)
 
 
-def _messages(program: Program) -> list[list[_Batch]]:
-    """[rank] -> the messages that it sends and receives, in order."""
+def _messages(program: Program) -> list[list[tuple[_Batch, bool]]]:
+    """[rank] -> the messages that it sends and receives, in order, and whether it adds what it receives."""
     sends: dict[tuple[int, int], list[tuple[int, Value]]] = defaultdict(list)
     receives: dict[tuple[int, int], list[tuple[int, Value]]] = defaultdict(list)
     for rank, row in enumerate(program.actions):
@@ -155,7 +160,7 @@ def _messages(program: Program) -> list[list[_Batch]]:
             else:
                 what = "a compute" if isinstance(action, Compute) else "no transfer"
                 raise ProgramError(f"{program.name}: rank {rank} step {step}: {action} is {what}; only transfers are timed here")
-    placed: list[dict[int, _Batch]] = [{} for _ in program.actions]
+    placed: list[dict[int, tuple[_Batch, bool]]] = [{} for _ in program.actions]
     for (source, target), out in sends.items():
         into = receives.get((source, target), [])
         alike = [value for _, value in out] == [value for _, value in into]
@@ -167,11 +172,17 @@ def _messages(program: Program) -> list[list[_Batch]]:
                 groups.append([i])
         for group in groups:
             batch = _Batch(source, target, tuple(out[i][1] for i in group))
-            placed[source][out[group[0]][0]] = batch
+            placed[source][out[group[0]][0]] = batch, False
             if alike:
-                placed[target][into[group[0]][0]] = batch
+                step = into[group[0]][0]
+                placed[target][step] = batch, _adds(program, target, step)
     for (source, target), into in receives.items():
         for step, value in into:
             if [v for _, v in sends.get((source, target), [])] != [v for _, v in into]:
-                placed[target][step] = _Batch(source, target, (value,))
+                placed[target][step] = _Batch(source, target, (value,)), _adds(program, target, step)
     return [[row[step] for step in sorted(row)] for row in placed]
+
+
+def _adds(program: Program, rank: int, step: int) -> bool:
+    action = program.actions[rank][step]
+    return isinstance(action, Recv) and action.add

@@ -53,5 +53,5 @@ def _wire(cluster: Cluster, source: int, target: int) -> Wire:
             if below > 1:
                 ports = tuple((rank // below, rank % below * link.ports // below) for rank in (source, target))
                 shared = ((depth, "out", *ports[0]), (depth, "in", *ports[1]))
-            return Wire(link.latency_s, byte_s, shared)
+            return Wire(link.latency_s, byte_s, shared, cluster.device.launch_s)
     raise AssertionError(cluster.name)
