@@ -14,7 +14,7 @@ Messages between two ranks: equal tags are matched in the order in which they we
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -25,10 +25,13 @@ from weft.plan.placement import piece
 from weft.world import private, recorder
 from weft.world.recorder import Recorder
 
+if TYPE_CHECKING:
+    from weft.world.runner import Runner
+
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 SHARED = "shared_memory"
-_DTYPES = {getattr(torch, name): code for code, name in enumerate(recorder.DTYPES) if code}
-_NARROW = (torch.bfloat16, torch.float16)
+DTYPES = {getattr(torch, name): code for code, name in enumerate(recorder.DTYPES) if code}
+NARROW = (torch.bfloat16, torch.float16)
 # What the transports say when the other end is gone, in any version seen: a symptom of another rank's failure.
 LOST = (
     "onnection closed", "onnection reset", "roken pipe", "ocket closed", "onnection refused", "Timed out", "timed out", "Timeout",
@@ -125,18 +128,19 @@ class Group:
         self.recorder = recorder
         self.device = device
         self._rank = rank
-        self._slot = recorder.slot(ranks) if self.size > 1 else 0
+        self.slot = recorder.slot(ranks) if self.size > 1 else 0
         self._open = open_transport
         self._transport: Any = None
         self._staged = False
         self._nccl = False
         self._shared = False
         self._lanes: dict[tuple[int, int], Any] = {}
+        self._runner: Runner | None = None
 
     @property
     def seconds(self) -> float:
         """From the start to the end of every collective of this group so far; those that run at once count each."""
-        return self.recorder.seconds[self._slot] if self.size > 1 else 0.0
+        return self.recorder.seconds[self.slot] if self.size > 1 else 0.0
 
     def __repr__(self) -> str:
         return f"Group(ranks={recorder.group_name(self.ranks)}, index={self.index})"
@@ -145,7 +149,7 @@ class Group:
         """Connects the members now; otherwise the first collective does. All members must come."""
         if self._transport is not None or self.size == 1:
             return
-        at = self.recorder.start(recorder.CONNECT, self._slot, 0, (), 0)
+        at = self.recorder.start(recorder.CONNECT, self.slot, 0, (), 0)
         try:
             self._transport, kind = self._open("")
         except RuntimeError as error:
@@ -156,6 +160,24 @@ class Group:
         if not self._shared:
             self._transport = _ProcessGroup(self._transport, self._nccl, self.size)
         self._staged = kind == "gloo" and self.device.type != "cpu"
+
+    def close(self) -> None:
+        """Ends the connection, which those that wait for this rank notice; the next collective connects anew."""
+        self._transport = None
+        self._lanes.clear()
+
+    def apart(self, name: str) -> Group:
+        """The same members over connections of their own, for what must not mix with this group's collectives; all ask, by `name`."""
+        return Group(self.ranks, self._rank, Recorder(), self.device, lambda lane: self._open(f"/{name}{lane}"))
+
+    @property
+    def runner(self) -> Runner:
+        """What runs collectives of several steps over messages of this group's members; see `weft.world.running`."""
+        if self._runner is None:
+            from weft.world.runner import Runner  # here, since a runner is made of groups
+
+            self._runner = Runner(self, self.apart("programs"))
+        return self._runner
 
     def explained(self, error: BaseException) -> RunError:
         """`error` of the transport, with the collective that it broke."""
@@ -169,7 +191,7 @@ class Group:
     def _begin(self, op: int, x: Tensor, peer: int = -1, tag: int = 0) -> int:
         if self._transport is None:
             self.connect()
-        return self.recorder.start(op, self._slot, _DTYPES.get(x.dtype, 0), x.shape, x.nbytes, peer, tag)
+        return self.recorder.start(op, self.slot, DTYPES.get(x.dtype, 0), x.shape, x.nbytes, peer, tag)
 
     def _end(self, work: Any, at: int, finish: Callable[[], object] | None, keep: object, wait: bool) -> Work:
         if work is None:  # shared memory has waited already
@@ -227,7 +249,7 @@ class Group:
         given = x
         if self._staged or x.dtype is torch.bool or x.requires_grad or not x.is_contiguous():
             x = self._host(x)
-        if x.dtype in _NARROW and not self._transport.widens(x.dtype):
+        if x.dtype in NARROW and not self._transport.widens(x.dtype):
             x = x.float()
         finish = None
         if x is not given:
@@ -247,7 +269,7 @@ class Group:
             self.connect()
         if not self._shared:
             return torch.zeros(numel, dtype=dtype, device=self.device)
-        at = self.recorder.start(recorder.CONNECT, self._slot, _DTYPES.get(dtype, 0), (numel,), numel * dtype.itemsize)
+        at = self.recorder.start(recorder.CONNECT, self.slot, DTYPES.get(dtype, 0), (numel,), numel * dtype.itemsize)
         try:
             made: Tensor = self._transport.shared_buffer(numel, dtype)
         except (RuntimeError, OSError) as error:

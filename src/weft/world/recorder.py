@@ -15,6 +15,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from weft.plan import choice
+
 MAGIC = b"weftrec1"
 HEADER = struct.Struct("<8sIIII")  # magic, ranks, capacity, group slots, generation
 HEADER_BYTES = 64
@@ -24,8 +26,8 @@ STATUS_BYTES = 64
 PHASE = 20
 NUM_SLOTS = 32
 SLOT_BYTES = 64
-RECORD = struct.Struct("<QddQIHBBBBhi4q")  # sequence, start, end, bytes, generation, slot, op, dtype, dims, -, peer, tag, shape
-START_AT, DONE_AT, SLOT_AT = 8, 16, 36
+RECORD = struct.Struct("<QddQIHBBBBhi4q")  # sequence, start, end, bytes, generation, slot, op, dtype, dims, algorithm, peer, tag, shape
+START_AT, DONE_AT, SLOT_AT, ALGORITHM_AT, STEP_AT = 8, 16, 36, 41, 42
 RECORD_BYTES = 96
 CAPACITY = 128
 
@@ -33,9 +35,11 @@ PHASES = ("absent", "starting", "running", "done", "failed")
 ABSENT, STARTING, RUNNING, DONE, FAILED = range(5)
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send", "receive", "connect")
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, BROADCAST, SEND, RECEIVE, CONNECT = range(8)
+ALGORITHMS = ("", *choice.ALGORITHMS, "halving", "doubling", "direct", "two_level", "halo", "a program")  # what messages do it, if any
 DTYPES = ("other", "float32", "float64", "bfloat16", "float16", "int64", "int32", "uint8", "bool", "int16", "int8")
 
 _PUT_RECORD = RECORD.pack_into
+_PUT_STEP = struct.Struct("<hi").pack_into
 _PUT_DONE = struct.Struct("<d").pack_into
 _GET_START = struct.Struct("<d").unpack_from
 _GET_SLOT = struct.Struct("<H").unpack_from
@@ -44,7 +48,10 @@ _PUT_SEQUENCE = struct.Struct("<Q").pack_into
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """One collective as it was recorded; `end_s` is 0 while it runs."""
+    """One collective as it was recorded; `end_s` is 0 while it runs.
+
+    `algorithm`: of one that is run from a program; its `peer` is then whom this rank waited for last, in step `tag`.
+    """
 
     generation: int
     sequence: int
@@ -57,6 +64,7 @@ class Moment:
     tag: int
     start_s: float
     end_s: float
+    algorithm: str = ""
 
     @property
     def running(self) -> bool:
@@ -65,6 +73,8 @@ class Moment:
     def __str__(self) -> str:
         to = {"send": f" to rank {self.peer}, tag {self.tag}", "receive": f" from rank {self.peer}, tag {self.tag}"}.get(self.op, "")
         what = "" if self.op == "connect" else f" {self.dtype} {list(self.shape)}"
+        if self.algorithm:
+            to = f" by {self.algorithm}" + (f", step {self.tag} with rank {self.peer}" if self.peer >= 0 else "")
         return f"{self.op} #{self.sequence}{what}{to} (ranks {self.group})"
 
 
@@ -152,6 +162,15 @@ class Recorder:
         _PUT_DONE(self._map, at + DONE_AT, now)
         self.seconds[_GET_SLOT(self._map, at + SLOT_AT)[0]] += now - _GET_START(self._map, at + START_AT)[0]
 
+    def programmed(self, at: int, algorithm: str) -> None:
+        """The collective at `at` is run from the program of an algorithm."""
+        known = algorithm if algorithm in ALGORITHMS else ALGORITHMS[-1]
+        self._map[at + ALGORITHM_AT] = ALGORITHMS.index(known)
+
+    def step(self, at: int, peer: int, step: int) -> None:
+        """The collective at `at` waits in its `step`, counted from 1, for rank `peer`."""
+        _PUT_STEP(self._map, at + STEP_AT, peer, step)
+
     def beat(self) -> None:
         """This process is alive and its interpreter runs."""
         _PUT_DONE(self._map, self._base, time.monotonic())
@@ -187,10 +206,11 @@ def _newest(data: mmap.mmap, base: int, capacity: int) -> Moment | None:
     found = [RECORD.unpack_from(data, ring + (started - 1 - back) % capacity * RECORD_BYTES) for back in range(min(started, capacity))]
     # Several may be in flight at once: the oldest that has not ended is the one that is waited for.
     running = [record for record in found if record[2] == 0.0]
-    sequence, start, end, size, generation, slot, op, dtype, dims, _, peer, tag, *shape = (running or found[:1])[-1]
+    sequence, start, end, size, generation, slot, op, dtype, dims, algorithm, peer, tag, *shape = (running or found[:1])[-1]
     at = base + STATUS_BYTES + slot * SLOT_BYTES
     group = data[at : at + SLOT_BYTES].rstrip(b"\0").decode(errors="replace")
-    return Moment(generation, sequence, group, OPS[op], DTYPES[dtype], tuple(shape[: min(dims, 4)]), size, peer, tag, start, end)
+    shown = tuple(shape[: min(dims, 4)])
+    return Moment(generation, sequence, group, OPS[op], DTYPES[dtype], shown, size, peer, tag, start, end, ALGORITHMS[algorithm])
 
 
 class Reader:

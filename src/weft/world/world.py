@@ -6,6 +6,7 @@ Every key in the store lies under the run's generation, so that ranks of a new a
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,7 @@ from weft.world.shared_memory.meet import Channel, SharedMemory
 
 TRANSPORT = "WEFT_TRANSPORT"  # the environment variable that whoever starts ranks passes on
 TRANSPORTS = ("", "gloo", SHARED, "portable")
+_DIRECTION = re.compile(r"/(\d+)to(\d+)$")
 
 __all__ = ["Group", "LostPeer", "Work", "World"]
 
@@ -145,25 +147,28 @@ class World:
         if self.device.type == "cuda" and dist.is_nccl_available():
             places = {self._store.get(f"place/{rank}") for rank in ranks}
             if len(places) == len(ranks):
-                if lane:
-                    source, _, target = lane[1:].partition("to")
-                    index, ranks = int(index == int(target)), (int(source), int(target))
+                if direction := _DIRECTION.search(lane):
+                    source, target = int(direction[1]), int(direction[2])
+                    index, ranks = int(index == target), (source, target)
                 return private.nccl(private.prefixed(name, self._store), index, len(ranks), self._timeout_s), "nccl"
         if self.device.type == "cpu" and self._transport != "gloo":
-            channel = self._share(private.prefixed(f"{name}/memory", self._store), index, ranks)
+            channel = self._share(private.prefixed(f"{name}/memory", self._store), index, ranks, lane)
             if not isinstance(channel, str):
                 return channel, SHARED
         return private.gloo(private.prefixed(name, self._store), index, len(ranks), self._timeout_s, self._host), "gloo"
 
-    def _share(self, store: Any, index: int, ranks: tuple[int, ...]) -> Channel | str:
+    def _share(self, store: Any, index: int, ranks: tuple[int, ...], lane: str) -> Channel | str:
         if self._one_host is None:
             assert self._store is not None
             self._one_host = self._transport != "" or len({self._store.get(f"host/{rank}") for rank in range(self.num_ranks)}) == 1
         if not self._one_host:
             return "the ranks of this run are on several hosts"
-        if self._shared is None:
+        if self._shared is None or lane:  # a lane is driven by a thread of its own, so it has an engine of its own
             cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-            self._shared = SharedMemory(self.num_ranks > cores, self._timeout_s, native=self._transport != "portable")
+            made = SharedMemory(self.num_ranks > cores, self._timeout_s, native=self._transport != "portable")
+            if lane:
+                return made.open(store, index, ranks)
+            self._shared = made
         return self._shared.open(store, index, ranks)
 
 

@@ -1,0 +1,101 @@
+"""A group's collectives of several steps, one after the other in its worker. In: what to do. Out: `Work`, with an entry of the recorder.
+
+The first call with a new size, type or algorithm compares what the members call. Later calls that differ never meet: messages have other
+tags, and the wait ends in time. After a failure nothing runs any more, and who waits for this rank is told by the end of its connection.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from weft.errors import RunError
+from weft.world import recorder
+from weft.world.group import DTYPES, LOST, Group, LostPeer, Work
+from weft.world.worker import Worker
+
+TAGS = 1 << 30  # above, so that no message of anybody else has one of them
+NUMBERS = 1 << 18  # of messages between two members in one collective
+_SALTS = 1 << 12
+
+Note = Callable[[int, int], None]  # (step, member): what is waited for from now on
+
+
+class Call(NamedTuple):
+    """What must be the same on all members: collective, what tells the algorithm apart, and sizes."""
+
+    op: int
+    name: str
+    mark: int
+    sizes: tuple[int, ...]
+
+
+class Runner:
+    """Runs collectives of `group`; `lane`: the same members, connected for this alone."""
+
+    def __init__(self, group: Group, lane: Group) -> None:
+        self.group, self.lane = group, lane
+        self._worker = Worker()
+        self._agreed: set[tuple[int, ...]] = set()
+        self._count = 0
+        self._broken: RunError | None = None
+
+    def start(self, call: Call, x: Tensor, work: Callable[[Note, int], None], wait: bool) -> Work:
+        """`work(note, tag)`, which says in `note` what it waits for; `tag`: the first of NUMBERS tags that no other collective has."""
+        group, dtype, count = self.group, DTYPES.get(x.dtype, 0), self._count
+        self._count += 1
+        signature = (call.op, call.mark, dtype, *call.sizes)
+        what = f"{recorder.OPS[call.op]} of {str(x.dtype).removeprefix('torch.')} {list(x.shape)} by {call.name}"
+        at = group.recorder.start(call.op, group.slot, dtype, tuple(x.shape), x.nbytes)
+        group.recorder.programmed(at, call.name)
+        where = [0, -1]
+
+        def note(step: int, member: int) -> None:
+            where[:] = step, member
+            group.recorder.step(at, group.ranks[member], step)
+
+        def run() -> None:
+            if self._broken is not None:
+                raise type(self._broken)(f"{self._broken}; this group runs nothing after it")
+            try:
+                self._agree(signature, what)
+                work(note, TAGS + zlib.crc32(repr((count, signature)).encode()) % _SALTS * NUMBERS)
+            except (RunError, RuntimeError) as error:
+                self._broken = self._explained(error, what, *where)
+                self.lane.close()
+                raise self._broken from error
+
+        result = Work(group, self._worker.do(run, now=wait), at, None, None)
+        if wait:
+            result.wait()
+        return result
+
+    def _explained(self, error: Exception, what: str, step: int, member: int) -> RunError:
+        if isinstance(error, RunError) and not isinstance(error, LostPeer) and member < 0:
+            return error
+        group = self.group
+        text = str(error.__cause__ or error).split("\n")[0]
+        me = group.ranks[group.index]
+        at = f"{what} (ranks {recorder.group_name(group.ranks)})" + (f", in step {step}" if member >= 0 else "")
+        other = f"rank {group.ranks[member]}" if member >= 0 else "another rank"
+        if isinstance(error, LostPeer) or any(part in text for part in LOST):
+            late = "imed out" in text or "imeout" in text
+            hint = f"; it is late, stopped, or in another collective, size or type than rank {me}" if late else ""
+            return LostPeer(f"rank {me} lost {other} in {at}: {text}{hint}")
+        return RunError(f"rank {me} failed in {at}, with {other}: {text}")
+
+    def _agree(self, signature: tuple[int, ...], what: str) -> None:
+        """Compare a call that is new here with what the others call. Raises RunError on all members where one differs."""
+        if signature in self._agreed:
+            return
+        mine = torch.tensor((*signature, -1, -1)[:4], dtype=torch.int64)
+        every = self.lane.all_gather(mine.to(self.lane.device)).cpu().view(self.group.size, -1)
+        unlike = [self.group.ranks[i] for i, one in enumerate(every) if not torch.equal(one, mine)]
+        if unlike:
+            me, others = self.group.ranks[self.group.index], ", ".join(map(str, unlike))
+            raise RunError(f"rank {me} is in {what}, and rank {others} in another collective, size, type or algorithm")
+        self._agreed.add(signature)

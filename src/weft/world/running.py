@@ -1,0 +1,297 @@
+"""Collectives run from their programs, over messages of a group's own second connection. In: tensors. Out: results, or `Work` to wait for.
+
+All members call the same, in the same order; `runner` runs one after the other while backward goes on, and knows what fails.
+bfloat16 and float16 of more than two members are added in float32. Rooms for what is added are kept for the next time.
+Not modelled: which program is best (`weft.cost`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from weft.errors import ProgramError, UsageError
+from weft.plan.placement import piece
+from weft.plan.program import Program, Value
+from weft.world import recorder
+from weft.world.group import NARROW, Work
+from weft.world.programs import Away, Route, Step, Sum, Take, routes
+from weft.world.runner import NUMBERS, Call, Note, Runner
+
+Room = Callable[[int, int], Tensor]  # the tensor of places first to last
+
+
+class _Coming(NamedTuple):
+    room: Tensor  # what to keep
+    part: Tensor  # what is received into
+    work: Work
+
+
+class Programs:
+    """Runs programs between the members of the runner's group."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner, self._group, self._lane = runner, runner.group, runner.lane
+        self._routes: dict[tuple[int, bool], tuple[Program, Route]] = {}
+        self._rooms: list[Tensor] = []
+
+    def all_reduce(self, program: Program, x: Tensor, wait: bool = True) -> Work:
+        """Replaces `x`, of any size and a type that can be added, by the sum over the members."""
+        flat = x.detach().reshape(-1)  # a view, or a copy of what is not contiguous
+
+        def work(route: Route, note: Note, tag: int) -> None:
+            wide = self._widened(flat)
+            self._run(route, _cut(wide, route.places), note, tag)
+            if wide.data_ptr() != x.data_ptr():
+                x.detach().copy_(wide.view(x.shape))
+
+        return self._start(program, recorder.ALL_REDUCE, x, (x.numel(),), work, wait)
+
+    def broadcast(self, program: Program, x: Tensor, wait: bool = True) -> Work:
+        """Replaces `x` on every member by that of the one that the program gives it."""
+
+        def work(route: Route, note: Note, tag: int) -> None:
+            flat = _bytes(x.detach().contiguous().view(-1))
+            self._run(route, _cut(flat, route.places, x.element_size()), note, tag)
+            if flat.data_ptr() != x.data_ptr():
+                x.detach().copy_(flat.view(x.dtype).view(x.shape))
+
+        return self._start(program, recorder.BROADCAST, x, (x.numel(),), work, wait)
+
+    def reduce_scatter(self, program: Program, out: Tensor, x: Tensor, wait: bool = True) -> Work:
+        """Piece `index` of the sum of flat `x` over the members into flat `out`; pieces are those of `plan.placement.piece`.
+
+        Where `out` lies in `x`, the rest of `x` is overwritten. Raises UsageError for a program that leaves other pieces.
+        """
+        _check_pieces(program, program.wants, x, out)
+        inside = x.data_ptr() <= out.data_ptr() < x.data_ptr() + x.nbytes
+
+        def work(route: Route, note: Note, tag: int) -> None:
+            wide = self._widened(x.detach())
+            if wide.data_ptr() == x.data_ptr() and not inside:
+                wide = wide.clone()
+            room = _cut(wide, route.places)
+            self._run(route, room, note, tag)
+            mine = room(self._group.index, self._group.index + 1)
+            if mine.data_ptr() != out.data_ptr():
+                out.detach().copy_(mine)
+
+        return self._start(program, recorder.REDUCE_SCATTER, x, (x.numel(),), work, wait)
+
+    def all_gather(self, program: Program, out: Tensor, x: Tensor, wait: bool = True) -> Work:
+        """Flat `x` of every member into flat `out`, member after member; pieces are those of `plan.placement.piece`."""
+        _check_pieces(program, program.given, out, x)
+
+        def work(route: Route, note: Note, tag: int) -> None:
+            room = _cut(_bytes(out.detach()), route.places, out.element_size())
+            own = room(self._group.index, self._group.index + 1)
+            if own.data_ptr() != x.data_ptr():
+                own.copy_(_bytes(x.detach()))
+            self._run(route, room, note, tag)
+
+        return self._start(program, recorder.ALL_GATHER, x, (out.numel(),), work, wait)
+
+    def exchange(self, program: Program, sent: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Sends `sent[i]` to member i by an all-to-all program, and returns what member i sent here, of `shapes[i]`; all of one dtype."""
+        size, me = self._group.size, self._group.index
+        if len(sent) != size or len(shapes) != size:
+            raise UsageError(f"exchange of {len(sent)} tensors for {len(shapes)} shapes; a group of {size} needs one for each member")
+        like = sent[0]
+        got = [torch.empty(tuple(shape), dtype=like.dtype, device=like.device) for shape in shapes]
+        held = {Value("block", (me, t)): _flat(x) for t, x in enumerate(sent)} | {
+            Value("block", (s, me)): x.view(-1) for s, x in enumerate(got) if s != me
+        }
+        got[me].copy_(sent[me])
+        lineup = sorted({value for row in program.actions for value in [action.value for action in row]})  # type: ignore[union-attr]
+        passing = [[action.value for action in row if rank not in action.value.index] for rank, row in enumerate(program.actions)]  # type: ignore[union-attr]
+
+        def work(route: Route, note: Note, tag: int) -> None:
+            if any(passing):
+                sizes = self._lane.all_gather(torch.tensor([x.numel() for x in sent])).view(size, size).tolist()
+                for value in passing[me]:
+                    held.setdefault(value, torch.empty(sizes[value.index[0]][value.index[1]], dtype=like.dtype, device=like.device))
+            self._run(route, lambda first, last: held[lineup[first]], note, tag)
+
+        self._start(program, recorder.ALL_TO_ALL, like, (), work, True, lineup)
+        return got
+
+    def halo(self, program: Program, sent: Mapping[tuple[int, int], Tensor], taken: Mapping[tuple[int, int], Tensor]) -> None:
+        """Borders to the neighbours of a grid, theirs into `taken`, both by (dimension of the grid, 0 for the lower side or 1).
+
+        Any tensors, views of one with margins as a rule: a border that has the margins of earlier dimensions in it carries corners along.
+        """
+        me = self._group.index
+        lineup = sorted({value for row in program.actions for value in [action.value for action in row]})  # type: ignore[union-attr]
+
+        def at(first: int, last: int) -> Tensor:
+            rank, dim, side = lineup[first].index
+            return sent[dim, side] if rank == me else taken[dim, 1 - side]
+
+        like = next(iter((*sent.values(), *taken.values())), torch.empty(0))
+        self._start(program, recorder.SEND, like, (), lambda route, note, tag: self._run(route, at, note, tag), True, lineup)
+
+    def _start(
+        self,
+        program: Program,
+        op: int,
+        x: Tensor,
+        sizes: tuple[int, ...],
+        work: Callable[[Route, Note, int], None],
+        wait: bool,
+        lineup: Sequence[Value] | None = None,
+    ) -> Work:
+        """`sizes`: what must be the same on all members. `lineup`: the program's values, where they are not chunks of one tensor."""
+        route = self._route(program, lineup)
+        call = Call(op, program.name, route.mark, sizes)
+        return self._runner.start(call, x, lambda note, tag: work(route, note, tag), wait)
+
+    def _route(self, program: Program, lineup: Sequence[Value] | None) -> Route:
+        """This member's route, made once for a program; it is kept with the program, so that no other has its identity."""
+        key = (id(program), lineup is None)
+        if key not in self._routes:
+            if program.num_ranks != self._group.size:
+                raise UsageError(f"{program.name} is for {program.num_ranks} ranks, and {self._group} has {self._group.size}")
+            places = chunks_of(program) if lineup is None else lineup
+            self._routes[key] = program, routes(program, places, joined=lineup is None)[self._group.index]
+        return self._routes[key][1]
+
+    def _widened(self, flat: Tensor) -> Tensor:
+        if flat.dtype is torch.bool or flat.is_complex():
+            raise UsageError(f"{flat.dtype} is not added by programs; use native")
+        return flat.float() if flat.dtype in NARROW and self._group.size > 2 else flat
+
+    def _room(self, like: Tensor) -> Tensor:
+        """Memory for what comes and is added to `like`."""
+        for i, room in enumerate(self._rooms):
+            if room.dtype is like.dtype and room.numel() >= like.numel():
+                return self._rooms.pop(i)
+        self._rooms = [room for room in self._rooms if room.dtype is not like.dtype or room.numel() >= like.numel()]
+        return torch.empty(like.numel(), dtype=like.dtype, device=like.device)
+
+    def _run(self, route: Route, room: Room, note: Note, tag: int) -> None:
+        sends: dict[int, tuple[int, Work]] = {}
+        coming: dict[int, list[_Coming]] = {}  # by step, what it receives
+        steps, lane = route.steps, self._lane
+
+        def settle(after: Sequence[int]) -> None:
+            for number in after:
+                if number in sends:
+                    member, work = sends.pop(number)
+                    note(number + 1, member)
+                    work.wait()
+
+        def begin(kept: Tensor, part: Tensor, member: int, number: int) -> _Coming:
+            return _Coming(kept, part, lane.irecv(part, member, tag + number % NUMBERS))
+
+        def post(step: Take | Sum) -> None:
+            place = room(step.first, step.last)
+            size = place.numel()
+            if isinstance(step, Take):
+                part = place if place.is_contiguous() else torch.empty_like(place, memory_format=torch.contiguous_format)
+                coming[step.step] = [begin(part, part, step.peer, step.number)] if size else []
+            else:
+                rooms = [self._room(place) for _ in step.peers] if size else []
+                known = zip(rooms, step.peers, step.numbers, strict=False)
+                coming[step.step] = [begin(kept, kept[:size], peer, number) for kept, peer, number in known]
+
+        for i, step in enumerate(steps):
+            if isinstance(step, Away):
+                x = room(step.first, step.last)
+                if x.numel():
+                    given = x.clone(memory_format=torch.contiguous_format) if step.copied else x.contiguous()
+                    sends[step.step] = step.peer, lane.isend(given, step.peer, tag + step.number % NUMBERS)
+                continue
+            if step.step not in coming:
+                if isinstance(step, Take):
+                    settle(step.after)
+                post(step)
+                for ahead in _ahead(steps, i):
+                    if ahead.step not in coming:
+                        post(ahead)
+            arrived = coming.pop(step.step)
+            if isinstance(step, Take):
+                for one in arrived:
+                    note(step.step + 1, step.peer)
+                    one.work.wait()
+                    place = room(step.first, step.last)
+                    if one.part.data_ptr() != place.data_ptr():
+                        place.copy_(one.part)
+            elif arrived:
+                self._add(step, room(step.first, step.last), arrived, settle, note)
+        settle(tuple(sends))
+
+    def _add(self, step: Sum, place: Tensor, arrived: list[_Coming], settle: Callable[[Sequence[int]], None], note: Note) -> None:
+        total = place
+        for i, ((_, part, work), peer) in enumerate(zip(arrived, step.peers, strict=True)):
+            if i == step.own:
+                settle(step.after)
+                if i:
+                    torch.add(total, place, out=place)
+                    total = place
+            note(step.step + 1, peer)
+            work.wait()
+            if i == 0 and step.own:
+                total = part
+            else:
+                total.add_(part)
+        if step.own == len(arrived):
+            settle(step.after)
+            torch.add(total, place, out=place)
+        self._rooms += [one.room for one in arrived]
+
+
+def chunks_of(program: Program) -> list[Value]:
+    """The pieces of the tensor that a program is about, in order.
+
+    Raises:
+        ProgramError: its values are not `chunk(0)`, `chunk(1)` and so on.
+    """
+    found = sorted({value for held in (*program.given, *program.wants) for value in held})
+    if found != [Value("chunk", (i,)) for i in range(len(found))]:
+        raise ProgramError(
+            f"{program.name} is about {', '.join(map(str, found[:4]))}; a collective of one tensor has chunk(0), chunk(1), ..."
+        )
+    return found
+
+
+def _ahead(steps: Sequence[Step], at: int) -> list[Take | Sum]:
+    """Receives right after step `at` that need not wait for anything to begin."""
+    found: list[Take | Sum] = []
+    first = steps[at]
+    used = [(first.first, first.last)]
+    for step in steps[at + 1 :]:
+        if isinstance(step, Away) or (isinstance(step, Take) and step.after):
+            break
+        if any(step.first < last and first < step.last for first, last in used):
+            break
+        used.append((step.first, step.last))
+        found.append(step)
+    return found
+
+
+def _cut(flat: Tensor, places: int, unit: int = 1) -> Room:
+    """Places of a flat tensor; `unit`: elements that stay together."""
+    lengths = [piece(flat.numel() // unit, places, i)[1] * unit for i in range(places)]
+    starts = [0, *accumulate(lengths)]
+    return lambda first, last: flat[starts[first] : starts[last]]
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x.detach().contiguous().view(-1)
+
+
+def _bytes(flat: Tensor) -> Tensor:
+    """The same memory as bytes: what is only moved may be of any type."""
+    return flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
+
+
+def _check_pieces(program: Program, pieces: Sequence[Mapping[Value, object]], whole: Tensor, part: Tensor) -> None:
+    n = program.num_ranks
+    if any(set(held) != {Value("chunk", (r,))} for r, held in enumerate(pieces)):
+        raise UsageError(f"{program.name} does not leave piece r of {n} with rank r; use ring, naive or a power of two")
+    if not whole.is_contiguous() or not part.is_contiguous() or whole.dtype != part.dtype:
+        raise UsageError(f"pieces of {part.dtype} for {whole.dtype}; give contiguous tensors of one dtype")
