@@ -12,8 +12,10 @@ from weft.cluster import doctor as doctor_module
 from weft.cluster.block import HIDDEN, SEQUENCE, SEQUENCES, rate_name
 from weft.cluster.cluster import Cluster, Speed
 from weft.cluster.doctor import doctor, writable
-from weft.cluster.probe import BUSY, SHARE, Block, _of_cores, fingerprint, measure_compute, probe
+from weft.cluster.probe import BUSY, MESSAGE_RANKS, SHARE, Block, _of_cores, fingerprint, measure_compute, measure_rank, probe
+from weft.cost.collectives import algorithms, choose
 from weft.cost.compute import Rates, block_work
+from weft.cost.network import Group
 from weft.model.capture import capture
 from weft.model.work import Work, work
 
@@ -31,7 +33,14 @@ def test_this_machine_is_a_cluster(measured: tuple[Cluster, Path]) -> None:
     assert dict(cluster.speed(1).flops)["float32"] > 1e8
     if cluster.is_cpu:
         assert cluster.table("all_reduce", 2) is not None
-        assert cluster.table("send", 2) is not None
+        for count in MESSAGE_RANKS:
+            for name in ("send", "exchange", "all_reduce", "send.gloo", "exchange.gloo", "all_reduce.gloo", "add"):
+                table = cluster.table(name, count)
+                assert table is not None, (name, count)
+                assert {size for size, _ in table.points} >= {4096, 1 << 20, 16 << 20}
+        # What is chosen by these figures is a choice among the algorithms, whatever the machine was doing meanwhile.
+        for transport in ("", "gloo"):
+            assert set(choose(cluster, Group(4), transport).names) <= set(algorithms(cluster, Group(4), transport))
         assert {(s.ranks, s.threads) for s in cluster.speeds} >= {(1, 1)}
 
 
@@ -59,7 +68,20 @@ def test_ranks_that_did_not_get_their_cores_are_told(monkeypatch: pytest.MonkeyP
 
     def measured(share: float) -> str:
         ranks = [{"speeds": [(1, 1, {**figures, SHARE: share})], "tables": table, "scratch": 1e8} for _ in range(2)]
-        monkeypatch.setattr("weft.world.launch.launch", lambda *_: ranks)
+
+        class Told:
+            """Answers in place of ranks."""
+
+            def __enter__(self) -> Told:
+                return self
+
+            def __exit__(self, *_: object) -> None:
+                pass
+
+            def launch(self, function: object, *_: object) -> object:
+                return ranks if function is measure_rank else [[("send", 2, [(4096, 1e-5)])]]
+
+        monkeypatch.setattr("weft.world.launch.Launcher", Told)
         monkeypatch.setattr("weft.cluster.probe._load", lambda: 0.0)
         return _of_cores("mark", True).device.source
 

@@ -25,9 +25,11 @@ from weft.cluster.catalogue import dump, loads
 from weft.cluster.cluster import Cluster, Device, Level, Link, Speed, Table
 from weft.errors import ConfigError
 
-VERSION = 6  # of what is measured; a stored result of another version is measured again
+VERSION = 7  # of what is measured; a stored result of another version is measured again
 QUICK_SIZES = (4096, 65536, 1 << 20, 4 << 20, 16 << 20)
 FULL_SIZES = (1024, 4096, 16384, 65536, 262144, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
+MESSAGE_SIZES = tuple(4**k << 10 for k in range(1, 8))  # 4 KiB to 16 MiB: between points a straight line in logarithms must do
+MESSAGE_RANKS = (2, 4)
 LAUNCH_OPERATORS = 64
 BUSY = "while the machine was busy"
 LOOKS = 10
@@ -173,7 +175,7 @@ def _of_gpus(mark: str) -> Cluster:
 
 
 def _of_cores(mark: str, quick: bool) -> Cluster:
-    from weft.world.launch import launch
+    from weft.world.launch import Launcher
 
     cores = num_cores()
     busy = _load()
@@ -181,7 +183,9 @@ def _of_cores(mark: str, quick: bool) -> Cluster:
     if busy >= cores:
         said += f" {BUSY} (load {busy:.1f} on {cores} cores); measure again when it is idle"
     ranks = min(max(2, cores), 4) if quick else min(max(4, cores), 8)
-    found = launch(measure_rank, ranks, cores, quick)
+    with Launcher() as launcher:
+        found = launcher.launch(measure_rank, ranks, cores, quick)
+        messages = [table for count in MESSAGE_RANKS for table in launcher.launch(measure_messages, count)[0]]
     share = min(figures.pop(SHARE) for result in found for _, _, figures in result["speeds"])
     if BUSY not in said and share < LEAST_SHARE:
         said += f" {BUSY} (ranks got {share:.0%} of their cores); measure again when it is idle"
@@ -195,7 +199,8 @@ def _of_cores(mark: str, quick: bool) -> Cluster:
             # More threads never make a large operator slower where nothing else runs; if they did, something else ran.
             figures = {key: min(s, alone[key]) for key, s in figures.items()}
         speeds.append(_speed(count, threads, figures))
-    tables = [Table(name, n, tuple((float(s), max(t, 1e-9)) for s, t in points)) for name, n, points in found[0]["tables"]]
+    measured = {(name, n): points for name, n, points in (*messages, *found[0]["tables"])}
+    tables = [Table(name, n, tuple((float(s), max(t, 1e-9)) for s, t in points)) for (name, n), points in sorted(measured.items())]
     reduce = next(t for t in tables if t.collective == "all_reduce" and t.ranks == 2)
     size, seconds = reduce.points[-1]
     one = next(s for s in speeds if (s.ranks, s.threads) == (1, 1))
@@ -275,6 +280,55 @@ def _measure_links(world: Any, count: int, sizes: Iterable[int]) -> list[tuple[s
                 times.append(time.perf_counter() - start)
             points.append((size, part * sorted(times)[len(times) // 4]))
         tables.append((name, count, points))
+    return tables
+
+
+def measure_messages(world: Any) -> list[tuple[str, int, list[tuple[int, float]]]]:
+    """Tables of what collectives as programs are made of, over shared memory and over gloo (`.gloo`), all ranks at once.
+
+    `send`: half of the ranks send to the others; `exchange`: each sends one and receives one; `add`: each adds what it has; `all_reduce`:
+    the transport's own.
+    """
+    from weft.world.world import World
+
+    n = world.num_ranks
+    over_gloo = World(world.rank, n, world._store, generation=1, transport="gloo")
+    tables = []
+    for end, group in (("", world.everyone), (".gloo", over_gloo.everyone)):
+        half, index = n // 2, group.index
+
+        def send(x: torch.Tensor, y: torch.Tensor, group: Any = group, half: int = half, index: int = index) -> None:
+            (group.isend(x, index + half) if index < half else group.irecv(y, index - half)).wait()
+
+        def back(x: torch.Tensor, y: torch.Tensor, group: Any = group, half: int = half, index: int = index) -> None:
+            (group.irecv(y, index + half) if index < half else group.isend(x, index - half)).wait()
+
+        def exchange(x: torch.Tensor, y: torch.Tensor, group: Any = group, index: int = index) -> None:
+            arriving, leaving = group.irecv(y, index ^ 1), group.isend(x, index ^ 1)
+            arriving.wait()
+            leaving.wait()
+
+        def add(x: torch.Tensor, y: torch.Tensor) -> None:
+            torch.add(x, y, out=x)
+
+        def reduce(x: torch.Tensor, y: torch.Tensor, group: Any = group) -> None:
+            group.all_reduce(x)
+
+        calls: dict[str, tuple[Callable[..., None], ...]] = {"send": (send, back), "exchange": (exchange,), "all_reduce": (reduce,)}
+        for name, steps in {**calls, **({} if end else {"add": (add,)})}.items():
+            points = []
+            for size in MESSAGE_SIZES:
+                x, y = torch.zeros(size // 4), torch.zeros(size // 4)
+                times = []
+                for _ in range(1 + (12 if size <= 65536 else 5 if size < MESSAGE_SIZES[-1] else 3)):
+                    if name == "add":
+                        group.barrier()
+                    start = time.perf_counter()
+                    for step in steps:
+                        step(x, y)
+                    times.append((time.perf_counter() - start) / len(steps))
+                points.append((size, median(times[1:])))
+            tables.append((name + end, n, points))
     return tables
 
 
