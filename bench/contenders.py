@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from bench.case import Case, Contender
 
 CHOSEN, CHOSEN_FLOAT32 = "weft, its plan", "weft, its plan in float32"
+ALONE = "weft data, no exchange"
 
 
 def weft(name: str, layout: str = "", num_ranks: int = 2, precision: str = "float32", settings: str = "equal", **more: object) -> Contender:
@@ -23,6 +24,9 @@ def weft(name: str, layout: str = "", num_ranks: int = 2, precision: str = "floa
 SINGLE = Contender("one process", "bench.peers.single", num_ranks=1, threads=2)
 SINGLE_BF16 = Contender("one process, autocast", "bench.peers.single", 1, 2, "bfloat16", options={"autocast": True})
 DDP = Contender("DDP", "bench.peers.ddp")
+DDP_WRITTEN = Contender("DDP, as users write it", "bench.peers.ddp", settings="own", options={"plain": True})
+DDP_ALONE = Contender("DDP, no exchange", "bench.peers.ddp", options={"exchange": False})
+ZERO_OPTIMIZER = Contender("ZeroRedundancyOptimizer", "bench.peers.zero_redundancy")
 DDP_BF16 = Contender("DDP, autocast", "bench.peers.ddp", precision="bfloat16", options={"autocast": True})
 FSDP2 = Contender("FSDP2", "bench.peers.fsdp2")
 GPIPE = Contender("torch GPipe", "bench.peers.pipelining", options={"schedule": "GPipe"})
@@ -85,6 +89,25 @@ def data_set() -> Set:
     plain = (DDP, ACCELERATE, FABRIC, MEGATRON_DATA, AXONN_DATA)
     zero = (FSDP2, DEEPSPEED)
     return Set("data", (replicas, sharded, *plain, *zero), _against(replicas.name, (*plain, *zero)) + _against(sharded.name, zero))
+
+
+def exchange_set() -> Set:
+    """Data parallelism beside itself with the exchange of gradients left out, which trains another model and is the limit; and ZeRO-1."""
+    replicas, sharded = weft("weft data", "data=2 threads=1"), weft("weft data, ZeRO-1", "data=2 zero=1 threads=1")
+    alone = weft(ALONE, "data=2 threads=1", exchange=False)
+    pairs = (*_against(replicas.name, (alone, DDP, DDP_ALONE)), *_against(sharded.name, (ZERO_OPTIMIZER,)))
+    return Set("exchange", (replicas, alone, sharded, DDP, DDP_ALONE, ZERO_OPTIMIZER), pairs)
+
+
+def settings_set() -> Set:
+    """weft's own plan beside DDP as its users write it, and beside itself with one of its settings left out at a time."""
+    own = weft(CHOSEN, settings="own", precision="own")
+    without = (
+        weft(f"{CHOSEN}, without bfloat16", settings="own", constraints=["precision=float32"]),
+        weft(f"{CHOSEN}, without allocator settings", settings="own", precision="own", allocator=False),
+        weft(f"{CHOSEN}, over gloo", settings="own", precision="own", transport="gloo"),
+    )
+    return Set("settings", (own, *without, DDP_WRITTEN), _against(own.name, (DDP_WRITTEN, *without)))
 
 
 def pipeline_set(case: Case) -> Set:

@@ -19,9 +19,11 @@ from bench.arithmetic import Row, Series, Verdict
 
 KINDS = {
     "data": "Data parallelism",
+    "exchange": "What the exchange of gradients costs",
     "pipeline": "Pipelines",
     "tensor": "Tensor parallelism",
     "chosen": "The plan that weft chooses, beside the fastest peers",
+    "settings": "What each of weft's settings contributes to its own plan",
     "gpu": "One GPU",
 }
 

@@ -35,8 +35,12 @@ MODELS = {
     "gpt-50m": Case("gpt-50m", batch=8, sequence=256, microbatches=4, together=4),
 }
 
+SETS = ("data", "exchange", "pipeline", "tensor", "chosen", "settings")
 TARGETS = (
     Target("data parallel, beside DDP", 1.0, lambda r: r.kind == "data" and r.peer_name == who.DDP.name),
+    Target("data parallel, beside itself without exchange", 1 / 1.02, lambda r: r.kind == "exchange" and r.peer_name == who.ALONE),
+    Target("data parallel, beside DDP over gloo", 1.05, lambda r: r.kind == "exchange" and r.peer_name == who.DDP.name),
+    Target("ZeRO-1, beside ZeroRedundancyOptimizer", 1.1, lambda r: r.kind == "exchange" and r.peer_name == who.ZERO_OPTIMIZER.name),
     Target("pipeline, beside torch GPipe", 1.1, lambda r: is_pipeline(r, who.GPIPE.name, own=False)),
     Target("pipeline, beside torch 1F1B", 1.1, lambda r: is_pipeline(r, who.ONE_F_ONE_B.name, own=False)),
     Target("pipeline in zb-v, beside torch 1F1B", 1.1, lambda r: is_pipeline(r, who.ONE_F_ONE_B.name, own=True)),
@@ -45,6 +49,7 @@ TARGETS = (
     Target("own plan in float32, beside the best in float32", 1.0, lambda r: is_best(r, who.CHOSEN_FLOAT32, "float32")),
     Target("own plan, beside the best in float32", 1.0, lambda r: is_best(r, who.CHOSEN, "float32")),
     Target("own plan, beside the best in its precision", 1.0, lambda r: is_best(r, who.CHOSEN, "its precision")),
+    Target("own plan, beside DDP as users write it", 1.8, lambda r: r.kind == "settings" and r.peer_name == who.DDP_WRITTEN.name),
 )
 
 INTRO = """Ratios are the peer's time over weft's (more than 1: weft is faster), by round, then their median. All contenders of a set are
@@ -92,7 +97,7 @@ def best_rows(case: Case, rows: Sequence[Row]) -> list[Row]:
 def fastest(found: Found, model: str, count: int) -> tuple[Contender, ...]:
     """The peers that were fastest in the earlier sets, by their distance to weft's contender that both ran beside."""
     peers = {c.name: c for s in (who.data_set(), who.pipeline_set(MODELS[model]), who.tensor_set()) for c in s.contenders}
-    seconds = {r.peer_name: r.peer for r in found.rows if r.case.startswith(model) and r.kind != "chosen"}
+    seconds = {r.peer_name: r.peer for r in found.rows if r.case.startswith(model) and r.peer_name in peers and r.kind != "chosen"}
     return tuple(peers[name] for name in sorted(seconds, key=lambda n: seconds[n])[:count])
 
 
@@ -105,6 +110,10 @@ def set_of(kind: str, work: Case, found: Found) -> Set:
             return who.pipeline_set(work)
         case "tensor":
             return who.tensor_set()
+        case "exchange":
+            return who.exchange_set()
+        case "settings":
+            return who.settings_set()
         case _:
             return who.chosen_set(fastest(found, work.model, 3))
 
@@ -136,7 +145,8 @@ def wrong(found: Found) -> list[str]:
     """What must not be: weft that does not run, or float32 loss curves that part."""
     out = [f"{name}: {reason}" for name, reason in found.skipped.items() if name.startswith("weft")]
     for r in found.rows:
-        if r.precision == r.peer_precision == "float32" and not r.loss_difference <= SAME_LOSS:
+        alone = r.peer_name in (who.ALONE, who.DDP_ALONE.name)  # every rank trains a model of its own
+        if r.precision == r.peer_precision == "float32" and not alone and not r.loss_difference <= SAME_LOSS:
             both = f"{r.weft_name} and {r.peer_name}"
             out.append(f"{r.case}: the losses of {both} differ by {r.loss_difference:.1e}, more than {SAME_LOSS:.0e}")
     return out
@@ -164,7 +174,7 @@ def main(arguments: Sequence[str]) -> int:
     p = argparse.ArgumentParser(prog="scripts/bench train", description="weft beside its peers on the same GPT", allow_abbrev=False)
     p.add_argument("--json", metavar="FILE", type=Path, help="write header, rows and targets to FILE")
     p.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    p.add_argument("--sets", nargs="+", choices=("data", "pipeline", "tensor", "chosen"), default=["data", "pipeline", "tensor", "chosen"])
+    p.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
     p.add_argument("--rounds", type=int, default=7)
     p.add_argument("--steps", type=int, default=2, help="steps of each contender in a round")
     p.add_argument("--quick", action="store_true", help="gpt-10m, three rounds of one step; does not write the page")

@@ -1,7 +1,8 @@
 """weft as a contender: plans, launches its own ranks, and lets each answer the same orders as a peer's.
 
-Started by bench.processes as `python -m bench.weft_side SOCKET SPEC`. Options of the contender: `layout` (text; empty: weft chooses) and
-`constraints` on that choice.
+Started by bench.processes as `python -m bench.weft_side SOCKET SPEC`. Options of the contender: `layout` (text; empty: weft chooses),
+`constraints` on that choice, `exchange` (False: gradients are not summed, to see what their sum costs), `allocator` (False: the C
+library's settings stay as they are), `transport` between the ranks.
 """
 
 from __future__ import annotations
@@ -31,12 +32,13 @@ def make_plan(case: Case, contender: Contender) -> Plan:
 
 def rank_main(world: World, path: str, text: str, plan_text: str) -> None:
     """One rank: an engine that takes a step at every order."""
-    case, _ = from_text(text)
+    case, contender = from_text(text)
     line = Line(path, world.rank, world.num_ranks)
     try:
         plan = parse_plan(plan_text)
         optimizer = {"name": "adamw", "lr": case.lr}
         engine = weft.parallelize(case.model, case.batch, plan=plan, world=world, seed=case.seed, optimizer=optimizer)
+        engine.gradients.exchange = contender.options.get("exchange", True)
         about = {"plan": str(plan.layout), "precision": plan.layout.precision}
         serve(line, case, lambda tokens: engine.step(_batch(tokens)).loss, world.everyone.barrier, about)
     except Exception as error:
@@ -47,7 +49,11 @@ def rank_main(world: World, path: str, text: str, plan_text: str) -> None:
 def main(path: str, text: str) -> None:
     case, contender = from_text(text)
     plan = make_plan(case, contender)
-    weft.launch(rank_main, plan.layout.num_ranks, path, text, format_plan(plan), threads=plan.layout.threads)
+    transport = contender.options.get("transport", "")
+    weft.launch(
+        rank_main, plan.layout.num_ranks, path, text, format_plan(plan), threads=plan.layout.threads,
+        allocator=contender.options.get("allocator", True), env={"WEFT_TRANSPORT": transport} if transport else None,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":
