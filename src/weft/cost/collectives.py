@@ -199,7 +199,7 @@ def _double_tree(size: float, w: Ways) -> float:
         return near
     # Ranks that are next to each other in a tree are next to each other in number, but for the top of the tree.
     top = _double_s(part, w.size, w.far, w.size) - _double_s(part, max(2, w.inside), w.far, w.size)
-    crossing, _, _ = _double_counts(w.nodes)
+    crossing, _, _ = double_counts(w.nodes)
     through = crossing if w.queue > 1 else 2 / 3 * crossing  # the two trees cross side by side where ranks have ports of their own
     return near + max(top, through * w.far.busy_s(part, w.size) + 2 * log2(w.nodes) * w.far.latency_s)
 
@@ -207,11 +207,11 @@ def _double_tree(size: float, w: Ways) -> float:
 def _double_s(part: float, ranks: int, hop: Hop, at_once: int) -> float:
     if ranks < 2:
         return 0.0
-    messages, latencies, additions = _double_counts(ranks)
+    messages, latencies, additions = double_counts(ranks)
     return messages * hop.busy_s(part, at_once) + latencies * hop.latency_s + additions * hop.add_s(part, at_once)
 
 
-def _double_counts(num_ranks: int) -> tuple[float, float, float]:
+def double_counts(num_ranks: int) -> tuple[float, float, float]:
     """What stands one after another; from 128 ranks on each doubling adds what the last one did."""
     known = sorted(DOUBLE_TREE)
     lower = max([n for n in known if n <= num_ranks][-1:] or [known[0]])
