@@ -20,6 +20,8 @@ ALGORITHMS = (
     "parameter_server", "naive", "ring", "tree", "double_tree", "recursive_doubling", "halving_doubling", "hierarchical",
 )  # fmt: skip
 NAMES = (NATIVE, *ALGORITHMS)
+# Those that first scatter sums and then gather them, with the names of the two halves: what ZeRO, which does either by itself, can use.
+SCATTERING = {"naive": ("naive", "naive"), "ring": ("ring", "ring"), "halving_doubling": ("halving", "doubling")}
 
 _ROW = re.compile(r"(\w+) to (\d{1,18}) B")
 

@@ -17,21 +17,23 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from weft.errors import RunError, UsageError
 from weft.plan.placement import piece
 from weft.world import private, recorder
+from weft.world.process_group import ProcessGroup
 from weft.world.recorder import Recorder
 
 if TYPE_CHECKING:
     from weft.world.runner import Runner
+    from weft.world.sums import Sums
 
-_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 SHARED = "shared_memory"
+BOX = "box"  # what connections apart from a group's own are called where their ranks are one host's
 DTYPES = {getattr(torch, name): code for code, name in enumerate(recorder.DTYPES) if code}
 NARROW = (torch.bfloat16, torch.float16)
+Boxes = tuple[tuple[int, ...], ...]
 # What the transports say when the other end is gone, in any version seen: a symptom of another rank's failure.
 LOST = (
     "onnection closed", "onnection reset", "roken pipe", "ocket closed", "onnection refused", "Timed out", "timed out", "Timeout",
@@ -81,37 +83,6 @@ class Work:
 _DONE = Work(None, None, 0, None, None)
 
 
-class _ProcessGroup:
-    """A process group of torch.distributed under the names of a channel of shared memory."""
-
-    def __init__(self, inner: Any, nccl: bool, size: int) -> None:
-        self._inner = inner
-        self._nccl = nccl
-        self._size = size
-
-    def widens(self, dtype: torch.dtype) -> bool:
-        """Whether sums of a narrow type are rounded once."""
-        return self._nccl or self._size == 2
-
-    def all_reduce(self, x: Tensor, op: str, wait: bool) -> Any:
-        return private.all_reduce(self._inner, x, _OPS[op])
-
-    def broadcast(self, x: Tensor, source: int, wait: bool) -> Any:
-        return private.broadcast(self._inner, x, source)
-
-    def all_gather(self, out: Tensor, x: Tensor, sizes: Sequence[int], wait: bool) -> Any:
-        return private.all_gather(self._inner, out, x)
-
-    def exchange(self, out: Tensor, x: Tensor, arriving: Sequence[int], sizes: Sequence[int], wait: bool) -> Any:
-        return private.all_to_all(self._inner, out, x, list(arriving), list(sizes))
-
-    def send(self, x: Tensor, to: int, tag: int) -> Any:
-        return private.send(self._inner, x, to, tag)
-
-    def receive(self, x: Tensor, source: int, tag: int) -> Any:
-        return private.receive(self._inner, x, source, tag)
-
-
 class Group:
     """`ranks` of the world in a given order, this rank among them at `index`.
 
@@ -120,7 +91,13 @@ class Group:
     """
 
     def __init__(
-        self, ranks: tuple[int, ...], rank: int, recorder: Recorder, device: torch.device, open_transport: Callable[[str], tuple[Any, str]]
+        self,
+        ranks: tuple[int, ...],
+        rank: int,
+        recorder: Recorder,
+        device: torch.device,
+        open_transport: Callable[[tuple[int, ...], str], tuple[Any, str]],
+        boxes_of: Callable[[tuple[int, ...]], Boxes] = lambda ranks: (ranks,),
     ) -> None:
         self.ranks = ranks
         self.size = len(ranks)
@@ -129,13 +106,14 @@ class Group:
         self.device = device
         self._rank = rank
         self.slot = recorder.slot(ranks) if self.size > 1 else 0
-        self._open = open_transport
+        self._open, self._boxes_of = open_transport, boxes_of
         self._transport: Any = None
         self._staged = False
         self._nccl = False
         self._shared = False
         self._lanes: dict[tuple[int, int], Any] = {}
         self._runner: Runner | None = None
+        self._sums: Sums | None = None
 
     @property
     def seconds(self) -> float:
@@ -151,14 +129,16 @@ class Group:
             return
         at = self.recorder.start(recorder.CONNECT, self.slot, 0, (), 0)
         try:
-            self._transport, kind = self._open("")
+            self._transport, kind = self._open(self.ranks, "")
         except RuntimeError as error:
             raise self.explained(error) from error
         self.recorder.done(at)
+        if self._sums is not None:
+            self._sums.connect()
         self._nccl = kind == "nccl"
         self._shared = kind == SHARED
         if not self._shared:
-            self._transport = _ProcessGroup(self._transport, self._nccl, self.size)
+            self._transport = ProcessGroup(self._transport, self._nccl, self.size)
         self._staged = kind == "gloo" and self.device.type != "cpu"
 
     def close(self) -> None:
@@ -166,9 +146,18 @@ class Group:
         self._transport = None
         self._lanes.clear()
 
-    def apart(self, name: str) -> Group:
-        """The same members over connections of their own, for what must not mix with this group's collectives; all ask, by `name`."""
-        return Group(self.ranks, self._rank, Recorder(), self.device, lambda lane: self._open(f"/{name}{lane}"))
+    @property
+    def boxes(self) -> Boxes:
+        """The members by host, as ranks: those of one box share memory, or a fast network inside a machine."""
+        return self._boxes_of(self.ranks)
+
+    def apart(self, name: str, ranks: tuple[int, ...] = ()) -> Group:
+        """All members, or `ranks` of them, over connections of their own, for what must not mix with this group's collectives.
+
+        All of them ask, by the same `name`. It is not recorded.
+        """
+        name = f"/{name} of {recorder.group_name(self.ranks)}"
+        return Group(ranks or self.ranks, self._rank, Recorder(), self.device, lambda who, lane: self._open(who, name + lane))
 
     @property
     def runner(self) -> Runner:
@@ -178,6 +167,10 @@ class Group:
 
             self._runner = Runner(self, self.apart("programs"))
         return self._runner
+
+    def choose(self, sums: Sums) -> None:
+        """From now on sums that are not waited for at once, and what gathers and scatters them, go as `sums` says. All members call."""
+        self._sums = sums
 
     def explained(self, error: BaseException) -> RunError:
         """`error` of the transport, with the collective that it broke."""
@@ -235,6 +228,8 @@ class Group:
             return _DONE
         if x.is_complex():  # no transport has complex numbers, but all have pairs
             return self.all_reduce(torch.view_as_real(x.detach()), op, wait)
+        if self._sums is not None and not wait and op == "sum" and (chosen := self._sums.all_reduce(x)) is not None:
+            return chosen
         at = self._begin(recorder.ALL_REDUCE, x)
         if self._shared and wait and not x.requires_grad and x.is_contiguous() and x.dtype is torch.float32:
             # What follows costs more than the sum of a few numbers.
@@ -267,6 +262,8 @@ class Group:
         """
         if self.size > 1:
             self.connect()
+        if self._sums is not None and self._sums.levels is not None:
+            return self._sums.levels.shared_buffer(numel, dtype)
         if not self._shared:
             return torch.zeros(numel, dtype=dtype, device=self.device)
         at = self.recorder.start(recorder.CONNECT, self.slot, DTYPES.get(dtype, 0), (numel,), numel * dtype.itemsize)
@@ -331,6 +328,8 @@ class Group:
         if self.size == 1:
             out.copy_(x)
             return _DONE
+        if self._sums is not None and not wait and (chosen := self._sums.all_gather_into(out, x)) is not None:
+            return chosen
         at = self._begin(recorder.ALL_GATHER, x)
         sent = self._host(x)
         direct = not self._staged and out.dtype is not torch.bool
@@ -371,6 +370,8 @@ class Group:
         if self.size == 1:
             out.copy_(x)
             return _DONE
+        if self._sums is not None and not wait and (chosen := self._sums.reduce_scatter_into(out, x)) is not None:
+            return chosen
         at = self._begin(recorder.REDUCE_SCATTER, x)
         sent = self._host(x)
         sizes = [out.numel()] * self.size
@@ -459,7 +460,7 @@ class Group:
         # NCCL runs the messages of one communicator one after the other: one for each direction, or two that send first wait for ever.
         lane = self._lanes.get((source, target))
         if lane is None:
-            lane, _ = self._open(f"/{source}to{target}")
+            lane, _ = self._open(self.ranks, f"/{source}to{target}")
             self._lanes[(source, target)] = lane
         try:
             return call(lane, x, peer, tag)

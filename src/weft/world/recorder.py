@@ -74,7 +74,8 @@ class Moment:
         to = {"send": f" to rank {self.peer}, tag {self.tag}", "receive": f" from rank {self.peer}, tag {self.tag}"}.get(self.op, "")
         what = "" if self.op == "connect" else f" {self.dtype} {list(self.shape)}"
         if self.algorithm:
-            to = f" by {self.algorithm}" + (f", step {self.tag} with rank {self.peer}" if self.peer >= 0 else "")
+            to = f" by {self.algorithm}" + (f", step {self.tag}" if self.tag else "")
+            to += f" with rank {self.peer}" if self.peer >= 0 else ""
         return f"{self.op} #{self.sequence}{what}{to} (ranks {self.group})"
 
 

@@ -56,7 +56,7 @@ class Runner:
 
         def note(step: int, member: int) -> None:
             where[:] = step, member
-            group.recorder.step(at, group.ranks[member], step)
+            group.recorder.step(at, group.ranks[member] if member >= 0 else -1, step)
 
         def run() -> None:
             if self._broken is not None:
@@ -75,12 +75,12 @@ class Runner:
         return result
 
     def _explained(self, error: Exception, what: str, step: int, member: int) -> RunError:
-        if isinstance(error, RunError) and not isinstance(error, LostPeer) and member < 0:
+        if isinstance(error, RunError) and not isinstance(error, LostPeer) and step == 0:
             return error
         group = self.group
         text = str(error.__cause__ or error).split("\n")[0]
         me = group.ranks[group.index]
-        at = f"{what} (ranks {recorder.group_name(group.ranks)})" + (f", in step {step}" if member >= 0 else "")
+        at = f"{what} (ranks {recorder.group_name(group.ranks)})" + (f", in step {step}" if step else "")
         other = f"rank {group.ranks[member]}" if member >= 0 else "another rank"
         if isinstance(error, LostPeer) or any(part in text for part in LOST):
             late = "imed out" in text or "imeout" in text

@@ -10,7 +10,7 @@ import re
 import signal
 import socket
 from collections.abc import Mapping, Sequence
-from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from weft.errors import UsageError
 from weft.world import private
-from weft.world.group import SHARED, Group, LostPeer, Work
+from weft.world.group import BOX, SHARED, Boxes, Group, LostPeer, Work
 from weft.world.recorder import Recorder
 from weft.world.shared_memory import segment
 from weft.world.shared_memory.meet import Channel, SharedMemory
@@ -37,7 +37,8 @@ class World:
     may take before it fails by itself. `threads` is what each rank computes with. With `catch_sigterm` the first look at
     `stopping` makes SIGTERM set it; before that, and otherwise, SIGTERM ends the process. `transport` is that of tensors on the host:
     gloo; shared_memory (or portable: without the C library) for every group whose members share a host; empty for shared memory where
-    all ranks share one. With both at once a rank that waits in gloo does nothing for those that wait for it in shared memory.
+    all ranks share one; boxes=2 (or boxes=2,3) for gloo, and boxes of so many neighbours as if each were a host. With both at once a
+    rank that waits in gloo does nothing for those that wait for it in shared memory, so what mixes them does so in a thread of its own.
 
     >>> world = World()
     >>> world.group((0,)).all_reduce(torch.ones(2)).wait()
@@ -74,9 +75,10 @@ class World:
         self._host = host
         self._timeout_s = timeout_s
         self._catch_sigterm = catch_sigterm
-        if transport not in TRANSPORTS:
-            raise UsageError(f"transport {transport!r} is not one of {', '.join(TRANSPORTS[1:])}")
-        self._transport = transport
+        self._boxes = _box_sizes(transport, num_ranks)
+        if transport not in TRANSPORTS and not self._boxes:
+            raise UsageError(f"transport {transport!r} is not one of {', '.join(TRANSPORTS[1:])} or boxes=N")
+        self._transport = "gloo" if self._boxes else transport
         self._shared: SharedMemory | None = None
         self._one_host: bool | None = None
         self._groups: dict[tuple[int, ...], Group] = {}
@@ -128,7 +130,7 @@ class World:
         if made is None:
             if self.rank not in key or len(set(key)) != len(key) or not all(0 <= rank < self.num_ranks for rank in key):
                 raise UsageError(f"rank {self.rank} of {self.num_ranks} cannot join the group of ranks {list(key)}")
-            made = self._groups[key] = Group(key, self.rank, self.recorder, self.device, partial(self._open, key))
+            made = self._groups[key] = Group(key, self.rank, self.recorder, self.device, self._open, self.boxes)
         return made
 
     def maximum(self, values: Sequence[int]) -> list[int]:
@@ -151,25 +153,62 @@ class World:
                     source, target = int(direction[1]), int(direction[2])
                     index, ranks = int(index == target), (source, target)
                 return private.nccl(private.prefixed(name, self._store), index, len(ranks), self._timeout_s), "nccl"
-        if self.device.type == "cpu" and self._transport != "gloo":
+        if self.device.type == "cpu" and (self._transport != "gloo" or (self._boxes and lane.startswith(f"/{BOX}"))):
             channel = self._share(private.prefixed(f"{name}/memory", self._store), index, ranks, lane)
             if not isinstance(channel, str):
                 return channel, SHARED
         return private.gloo(private.prefixed(name, self._store), index, len(ranks), self._timeout_s, self._host), "gloo"
 
+    def boxes(self, ranks: tuple[int, ...]) -> Boxes:
+        """`ranks` by the host that they are on, in the order in which hosts come."""
+        found: dict[str, list[int]] = {}
+        for rank in ranks:
+            found.setdefault(self._host_of(rank), []).append(rank)
+        return tuple(map(tuple, found.values()))
+
+    def _host_of(self, rank: int) -> str:
+        if self._boxes:
+            return str(sum(rank >= end for end in accumulate(self._boxes)))
+        if self.num_ranks == 1 or self._transport in (SHARED, "portable"):
+            return ""
+        assert self._store is not None
+        if self.device.type == "cuda":
+            return str(self._store.get(f"place/{rank}").decode()).rpartition("/")[0]
+        return str(rank) if self._transport == "gloo" else str(self._store.get(f"host/{rank}").decode())
+
     def _share(self, store: Any, index: int, ranks: tuple[int, ...], lane: str) -> Channel | str:
+        if lane.startswith(f"/{BOX}"):
+            return self._engine().open(store, index, ranks)
         if self._one_host is None:
             assert self._store is not None
-            self._one_host = self._transport != "" or len({self._store.get(f"host/{rank}") for rank in range(self.num_ranks)}) == 1
+            self._one_host = (
+                self._transport in (SHARED, "portable") or len({self._store.get(f"host/{rank}") for rank in range(self.num_ranks)}) == 1
+            )
         if not self._one_host:
             return "the ranks of this run are on several hosts"
-        if self._shared is None or lane:  # a lane is driven by a thread of its own, so it has an engine of its own
-            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-            made = SharedMemory(self.num_ranks > cores, self._timeout_s, native=self._transport != "portable")
-            if lane:
-                return made.open(store, index, ranks)
-            self._shared = made
+        if lane:
+            return self._engine().open(store, index, ranks)
+        if self._shared is None:
+            self._shared = self._engine()
         return self._shared.open(store, index, ranks)
+
+    def _engine(self) -> SharedMemory:
+        """What drives shared memory in one thread: a lane has a thread, and so an engine, of its own."""
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return SharedMemory(self.num_ranks > cores, self._timeout_s, native=self._transport != "portable")
+
+
+def _box_sizes(transport: str, num_ranks: int) -> tuple[int, ...]:
+    """The sizes in `boxes=2` (all of one size) or `boxes=2,3,1`; none for other transports."""
+    text = transport.removeprefix("boxes=")
+    if text == transport:
+        return ()
+    sizes = tuple(int(word) for word in text.split(",") if word.isdecimal() and int(word) > 0)
+    if len(sizes) == 1 and num_ranks % sizes[0] == 0:
+        sizes *= num_ranks // sizes[0]
+    if sum(sizes) != num_ranks or text.count(",") not in (0, len(sizes) - 1):
+        raise UsageError(f"transport {transport!r} does not divide {num_ranks} ranks; write boxes=2, or the size of each, boxes=2,3")
+    return sizes
 
 
 def _place(device: torch.device) -> str:

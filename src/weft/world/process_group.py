@@ -1,0 +1,45 @@
+"""A process group of torch.distributed (gloo or NCCL) under the names of a channel of shared memory. In: tensors. Out: its works."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weft.world import private
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+class ProcessGroup:
+    """The calls of `shared_memory.native.NativeChannel`, which start and never wait."""
+
+    def __init__(self, inner: Any, nccl: bool, size: int) -> None:
+        self._inner = inner
+        self._nccl = nccl
+        self._size = size
+
+    def widens(self, dtype: torch.dtype) -> bool:
+        """Whether sums of a narrow type are rounded once."""
+        return self._nccl or self._size == 2
+
+    def all_reduce(self, x: Tensor, op: str, wait: bool) -> Any:
+        return private.all_reduce(self._inner, x, _OPS[op])
+
+    def broadcast(self, x: Tensor, source: int, wait: bool) -> Any:
+        return private.broadcast(self._inner, x, source)
+
+    def all_gather(self, out: Tensor, x: Tensor, sizes: Sequence[int], wait: bool) -> Any:
+        return private.all_gather(self._inner, out, x)
+
+    def exchange(self, out: Tensor, x: Tensor, arriving: Sequence[int], sizes: Sequence[int], wait: bool) -> Any:
+        return private.all_to_all(self._inner, out, x, list(arriving), list(sizes))
+
+    def send(self, x: Tensor, to: int, tag: int) -> Any:
+        return private.send(self._inner, x, to, tag)
+
+    def receive(self, x: Tensor, source: int, tag: int) -> Any:
+        return private.receive(self._inner, x, source, tag)
