@@ -28,7 +28,7 @@ def test_closed_forms_are_what_programs_move(name: str) -> None:
             assert found.messages == len(counted.messages), n
         off = 0 if n & (n - 1) == 0 else 2
         if name == "double_tree":
-            off = 5 if n > 2 else 13  # two ranks alone send most pieces in pairs
+            off = 6 if n > 2 else 13  # two ranks alone send most pieces in pairs
         assert abs(found.steps - num_steps(program)) <= off, n
 
 

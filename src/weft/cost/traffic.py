@@ -2,7 +2,7 @@
 
 The same as counted on the programs (`weft.simulate.messages`), which `tests/pure/test_cost_traffic.py` holds it against; for numbers of
 ranks of which no program can be built. Steps of ranks that are no power of two are within two of the program's, those of `double_tree`
-within five (from three ranks on), and it has fewer messages where pieces go the same way at once.
+within six (from three ranks on), and it has fewer messages where pieces go the same way at once.
 """
 
 from __future__ import annotations
