@@ -97,7 +97,7 @@ ROWS = (
     Row("more stages than layers", "verify {tmp}/models.py:small --layout pipeline=9", 3, ("pipeline=9",)),
     Row("too many stages, planned", "plan {tmp}/models.py:small --cluster cpu-2 --layout pipeline=9", 3, ("pipeline=9", "pipeline<=")),
     Row("batch that does not divide", "verify gpt-tiny --batch 6 --layout data=4", 3, ("6", "4")),
-    Row("microbatches that do not divide", 'verify gpt-tiny --batch 6 --layout "data=2 microbatches=2"', 3, ("6", "multiple of 4")),
+    Row("more microbatches than samples", 'verify gpt-tiny --batch 6 --layout "data=2 microbatches=4"', 3, ("6", "microbatches=3")),
     Row("batch that does not divide, trained", "train {tmp}/config.toml", 3, ("4", "data=3"), ("data=1", "data=3")),
     Row("more devices than there are", "plan gpt-tiny --cluster p3.16xlarge --batch 64 --layout data=16", 3, ("16", "8")),
     Row("constraint that nothing meets", 'plan gpt-tiny --cluster cpu-2 --batch 4 --constrain "data=3"', 3, ("data=3",)),

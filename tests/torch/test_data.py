@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.errors import ConfigError, Infeasible
+from weft.plan.microbatches import microbatch_sizes
 from weft.train import corpus, data
 from weft.train.corpus import byte_frequency_loss, open_corpus
 from weft.train.data import Synthetic, Text, permute
@@ -96,15 +97,17 @@ def test_the_samples_of_a_step_do_not_depend_on_the_layout(count: int, microbatc
 
 
 def test_rows_that_do_not_divide_are_refused_with_the_numbers() -> None:
-    with pytest.raises(Infeasible, match="10 samples does not divide into data=2 x microbatches=2; use a multiple of 4"):
-        rows_of(10, 0, 2, 2)
+    with pytest.raises(Infeasible, match="11 samples does not divide into data=2 equal shares; use a multiple of 2 such as 10"):
+        rows_of(11, 0, 2, 2)
+    with pytest.raises(Infeasible, match="6 samples has 3 for each of data=2, which are too few for microbatches=4; use microbatches=3"):
+        rows_of(6, 0, 2, 4)
 
 
 Pair = namedtuple("Pair", "x y")
 
 
 def test_shard_takes_rows_of_anything() -> None:
-    where = SimpleNamespace(data_index=1, data_size=2, plan=SimpleNamespace(layout=SimpleNamespace(microbatches=2)))
+    where = SimpleNamespace(data_index=1, data_size=2, sizes_of=lambda samples: microbatch_sizes(samples, 2, 2))
     x = torch.arange(8)
     batches = [x, (x, x * 2), {"ids": x, "scale": torch.tensor(3.0), "flag": True}, Pair(x, [x])]
     a, b, c, d = shard(batches, where)

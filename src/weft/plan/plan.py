@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from weft.errors import Infeasible
 from weft.plan.layout import Layout
+from weft.plan.microbatches import microbatch_sizes
 
 FORMAT_VERSION = 1
 
@@ -74,11 +75,10 @@ class Plan:
 
     def __post_init__(self) -> None:
         if len(self.stages) != self.layout.num_stages - 1 and not self.uncaptured:
-            raise Infeasible(
-                f"{self.layout} needs {self.layout.num_stages - 1} stage boundaries, the plan has {len(self.stages)}"
-            )
-        if self.batch_size % (self.layout.data * self.layout.microbatches):
-            raise Infeasible(
-                f"a batch of {self.batch_size} samples does not divide into data={self.layout.data} x "
-                f"microbatches={self.layout.microbatches}; use a multiple of {self.layout.data * self.layout.microbatches}"
-            )
+            raise Infeasible(f"{self.layout} needs {self.layout.num_stages - 1} stage boundaries, the plan has {len(self.stages)}")
+        _ = self.microbatch_sizes
+
+    @property
+    def microbatch_sizes(self) -> tuple[int, ...]:
+        """Samples of each microbatch, all data replicas together."""
+        return microbatch_sizes(self.batch_size, self.layout.data, self.layout.microbatches)

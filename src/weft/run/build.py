@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, Self
 
 import torch
@@ -34,6 +35,7 @@ from weft.plan.program import Program
 from weft.run.layers import layers_of
 from weft.run.optimizer import OptimizerSpec
 from weft.run.parameters import FlatGroup, LocalParameter, build_groups
+from weft.run.sizes import Sized, constants_of, sized
 from weft.schedules import build as build_schedule
 from weft.world.world import World
 
@@ -119,8 +121,11 @@ class Traced(Source):
     def prepare(self, plan: Plan, batch: Any, loss: Loss | None) -> None:
         """Capture and shard what the ranks of a plan will ask for."""
         if not plan.uncaptured:
-            captured = self.capture(batch, loss, plan.batch_size // plan.layout.microbatches)
-            self.sharding(plan, _in_precision(captured.graph, plan))
+            sizes = plan.microbatch_sizes
+            captured = self.capture(batch, loss, sizes[0])
+            self.sharding(plan, in_precision(captured.graph, plan))
+            for size in sizes[1:]:
+                self.capture(batch, loss, size)
 
 
 @dataclass
@@ -141,12 +146,23 @@ class Parts:
     draw: Draw = field(default_factory=Draw)
     structure: Any = None  # the model's output, where it runs without a loss
     saved: frozenset[str] = frozenset()  # names in the model's own state dict: buffers may be left out of it
+    sized: Callable[[int], Sized] | None = None  # by samples of a microbatch; None where the stages take any number
 
     @property
     def only(self) -> LocalStage:
         """The one stage, of a plan without a pipeline."""
         (local,) = self.lowered.values()
         return local
+
+    def of_size(self, samples: int) -> Sized:
+        """This rank's stages for microbatches of so many samples, all data replicas together.
+
+        Raises:
+            Infeasible: with so many the model computes something else.
+        """
+        if self.sized is None or samples == self.graph.batch_size:
+            return Sized(self.graph, self.lowered, {})
+        return self.sized(samples)
 
     def holders(self, value: str) -> list[int]:
         """Pipeline ranks that have a stage which reads a variable, in order; the first rank where no stage does."""
@@ -185,10 +201,9 @@ def build(
     mesh = layout.mesh
     if mesh.num_ranks != world.num_ranks:
         raise Infeasible(f"the layout {layout} needs {mesh.num_ranks} ranks, {world.num_ranks} were started")
-    size = plan.batch_size // layout.microbatches
-    captured = source.capture(batch, loss, size, outputs)
+    captured = source.capture(batch, loss, plan.microbatch_sizes[0], outputs)
     dtype = DTYPES[layout.precision]
-    graph = _in_precision(captured.graph, plan)
+    graph = in_precision(captured.graph, plan)
     _check_dtypes(graph, layout.precision)
     sharding = source.sharding(plan, graph)
     stages = split(graph, plan.stages)
@@ -200,6 +215,10 @@ def build(
     rows = _rows_of_outputs(source, batch, graph, layout.data) if outputs else {}
     lowering = Lowering(graph, sharding, groups, world.device, draw, rows)
     lowered = {stage.index: lower(stage, lowering) for stage in mine}
+
+    def other(samples: int) -> Sized:
+        captured = source.capture(batch, loss, samples, outputs)
+        return sized(lowering, in_precision(captured.graph, plan), plan.stages, lowered, constants_of(captured, world.device, dtype))
 
     used = {value for stage in mine for value in stage.variables}
     holders = {v.value: _holders(stages, program, v.value) for v in graph.parameters}
@@ -242,10 +261,7 @@ def build(
         return view.to(device=world.device, dtype=torch.float64 if floating else view.dtype, copy=True)
 
     buffers = source.take(take, None)
-    constants = {value: tensor.to(world.device) for value, tensor in captured.constants.items()}
-    if dtype is torch.float64:
-        constants = {value: t.double() if t.dtype is torch.float32 else t for value, t in constants.items()}
-    variables: dict[str, Tensor] = {v: t for v, t in constants.items() if v in used}
+    variables: dict[str, Tensor] = {v: t for v, t in constants_of(captured, world.device, dtype).items() if v in used}
     for v in graph.parameters:
         if v.value in used:
             variables[v.value] = parameters[v.name]
@@ -254,7 +270,7 @@ def build(
             variables[v.value] = buffers[v.name]
     return Parts(
         graph, sharding, stages, program, lowered, parameters, specs, flat, buffers, kept_buffers, variables, draw, captured.structure,
-        frozenset(source.model.state_dict(keep_vars=True)),
+        frozenset(source.model.state_dict(keep_vars=True)), cache(other),
     )  # fmt: skip
 
 
@@ -289,7 +305,7 @@ def check_evaluation(graph: Graph, plan: Plan, source: Source, batch: Any, loss:
     if not any(module.training for module in source.model.modules()):
         return
     evaluation = source.capture_evaluation(batch, loss, graph.batch_size, outputs).graph
-    where = difference(graph, _in_precision(evaluation, plan))
+    where = difference(graph, in_precision(evaluation, plan))
     if where:
         raise ModelError(
             f"the model computes something else in evaluation than in training, first at {where}, which is not built yet; "
@@ -328,7 +344,8 @@ def _rows_of_outputs(source: Source, batch: Any, graph: Graph, data: int) -> dic
     return found
 
 
-def _in_precision(graph: Graph, plan: Plan) -> Graph:
+def in_precision(graph: Graph, plan: Plan) -> Graph:
+    """The graph in the dtype that a plan computes in."""
     return graph.cast("float32", "float64") if DTYPES[plan.layout.precision] is torch.float64 else graph
 
 

@@ -30,10 +30,11 @@ class Result:
     """What a step leaves: the rank's summand of the loss by microbatch, spans, and gradients of the inputs where asked for."""
 
     losses: list[Tensor] = field(default_factory=list)
+    shares: list[float] = field(default_factory=list)  # the part of the batch that each of `losses` is of
     spans: list[Span] = field(default_factory=list)
     input_gradients: list[dict[str, Tensor]] = field(default_factory=list)
     order: list[int] = field(default_factory=list)  # the microbatch of each entry of `input_gradients`
-    mean: tuple[Tensor, Work] | None = None  # the loss over microbatches and ranks, and its sum under way
+    mean: tuple[Tensor, Work] | None = None  # the loss over the batch and all ranks, and its sum under way
 
 
 @dataclass(slots=True)
@@ -67,13 +68,13 @@ def kind_of(action: Action) -> str:
 
 def _forward(executor: Executor, action: Compute, step: int) -> Run:
     s, m, program = action.stage, action.microbatch, executor.program
-    runner, draw, slot = executor.runners[s], executor.draw, executor.slot
+    runner, draw, slot = executor.runner(action), executor.draw, executor.slot
     place = {c.value: (slot(Value("x", (p, s, m))), i) for p in program.predecessors[s] for i, c in enumerate(executor.crossings[p, s])}
     sources = [place[value] for value in runner.local.received]
     position = {value: i for i, value in enumerate(runner.local.sent)}
     made = [(slot(Value("x", (s, q, m))), [position[c.value] for c in executor.crossings[s, q]]) for q in program.successors[s]]
     saved = slot(Value("saved", (s, m)))
-    has_loss = bool(runner.local.results)
+    has_loss, share = bool(runner.local.results), executor.sizes[m].share
     forward = forwarding(executor, action)
 
     def run(running: Running) -> None:
@@ -85,6 +86,7 @@ def _forward(executor: Executor, action: Compute, step: int) -> Run:
             held[at] = [kept.sent[i] for i in places]
         if has_loss:
             running.result.losses.append(kept.results[0].detach())
+            running.result.shares.append(share)
         if running.train:
             held[saved] = kept
 
@@ -94,7 +96,7 @@ def _forward(executor: Executor, action: Compute, step: int) -> Run:
 def _backward(executor: Executor, action: Compute, step: int) -> Run:
     """The whole backward, or the input part of one that is split: then the stage's runner takes notes for the rest."""
     s, m, program = action.stage, action.microbatch, executor.program
-    runner, draw, slot = executor.runners[s], executor.draw, executor.slot
+    runner, draw, slot = executor.runner(action), executor.draw, executor.slot
     position = {value: i for i, value in enumerate(runner.local.sent)}
     sources = [
         (slot(Value("g", (q, s, m))), [position[c.value] for c in executor.crossings[s, q] if c.has_gradient])
@@ -105,7 +107,7 @@ def _backward(executor: Executor, action: Compute, step: int) -> Run:
         (slot(Value("g", (s, p, m))), [place[c.value] for c in executor.crossings[p, s] if c.has_gradient]) for p in program.predecessors[s]
     ]
     saved, half = slot(Value("saved", (s, m))), slot(Value("half", (s, m))) if action.op is Op.I else None
-    completes, scale, num_sent = executor.completes[step], 1.0 / len(program.microbatches), len(runner.local.sent)
+    completes, share, num_sent = executor.completes[step], executor.sizes[m].share, len(runner.local.sent)
 
     def run(running: Running) -> None:
         running.reap()
@@ -119,7 +121,7 @@ def _backward(executor: Executor, action: Compute, step: int) -> Run:
             for i, x in zip(places, held[at], strict=True):
                 seen = gradients[i]
                 gradients[i] = x if seen is None else seen + x
-        out = runner.backward(kept, gradients, scale)
+        out = runner.backward(kept, gradients, share)
         for at, places in made:
             held[at] = [out[i] for i in places]
         if half is not None:
@@ -132,7 +134,7 @@ def _backward(executor: Executor, action: Compute, step: int) -> Run:
 
 
 def _weights(executor: Executor, action: Compute, step: int) -> Run:
-    late, half = executor.runners[action.stage].late, executor.slot(Value("half", (action.stage, action.microbatch)))
+    late, half = executor.runner(action).late, executor.slot(Value("half", (action.stage, action.microbatch)))
     completes = executor.completes[step]
 
     def run(running: Running) -> None:

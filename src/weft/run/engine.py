@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -19,17 +19,19 @@ from weft.errors import Infeasible, UsageError
 from weft.lower.late import with_late_weights
 from weft.model.capture import Loss
 from weft.model.derivatives import without_gradient
+from weft.model.graph import Graph
 from weft.model.nesting import BatchForm, batch_size_of
 from weft.model.propagate import needs_gradient
 from weft.model.work import model_flops
+from weft.plan.microbatches import microbatch_sizes, sizes_of_part
 from weft.plan.placement import piece
 from weft.plan.plan import Memory, Plan
 from weft.plan.program import Compute, Manage, ManageOp, Op, Program
 from weft.plan.timeline import Timeline
 from weft.run import checkpoint
-from weft.run.build import Source, build, check_evaluation
+from weft.run.build import Source, build, check_evaluation, program_of
 from weft.run.checkpoint import Piece
-from weft.run.executor import Crossing, Executor, Result
+from weft.run.executor import Executor, Result, Sizes
 from weft.run.gathered import Gathered
 from weft.run.gradients import Gradients
 from weft.run.host import HostStore
@@ -37,8 +39,10 @@ from weft.run.optimizer import Optimizer, OptimizerSpec
 from weft.run.parameters import share
 from weft.run.prepare import prepared
 from weft.run.replicas import Replicas
+from weft.run.sizes import Sized
 from weft.run.stage import StageRunner
 from weft.run.state import full_state, full_tensors, gradient_pieces, input_gradients, pieces_of
+from weft.run.transfers import Crossing, Crossings
 from weft.run.whole import build_whole
 from weft.world.memory import HOST, PARTS, accounts_of
 from weft.world.world import Work, World
@@ -76,7 +80,7 @@ class Engine:
         Raises:
             OutOfMemory: parameters, gradients and optimizer alone exceed `device_memory`; in a step, whatever does.
         """
-        self.plan, self.world = plan, world
+        self.plan, self.world, self._own_program = plan, world, program is not None
         self.memory = accounts_of(world.device, device_memory)
         self._form = BatchForm.of(batch)
         self.spec = OptimizerSpec.of(optimizer)
@@ -107,17 +111,19 @@ class Engine:
         share(self.parts.groups, sums)
         self._gathered = Gathered(self.parts.groups, sums, self.memory)
         self._host = HostStore(world.device, self.memory, self.parts.variables.values())
-        self._executor = self._build_executor(compile)
+        self._compile = compile
+        self._by_size: dict[int, tuple[dict[int, StageRunner], Crossings]] = {}
+        self._executors: dict[tuple[int, ...], Executor] = {}
         reduces = any(isinstance(a, Manage) and a.op is ManageOp.REDUCE_GRAD for row in self.parts.program.actions for a in row)
         self.gradients = Gradients(self.parts.groups, self.parts.parameters, sums, plan.layout.zero > 0, reduces)
-        self._executor.gradients = self.gradients
+        self._executor = self._executor_of(plan.microbatch_sizes)
         moves = plan.layout.offload in ("optimizer", "all")
         self._optimizer = Optimizer(self.spec, self.parts.groups, sums, self._everyone, plan.layout.zero > 0, moves)
         self._optimizer.load_parameters()
         self._count_state()
         self.timeline: Timeline | None = None
         self.seconds: dict[str, float] = {}  # of the last step: "program", "gradients" (what is left of their sums after it), "optimizer"
-        self.model_flops = model_flops(self.parts.graph) * plan.layout.microbatches
+        self.model_flops = model_flops(self.parts.graph) * plan.batch_size / self.parts.graph.batch_size
 
     def _count_state(self) -> None:
         """What is there from the first step to the last."""
@@ -141,8 +147,41 @@ class Engine:
         most = self.world.maximum([int(getattr(peak, part)) for part in PARTS] + [int(peak.total)])
         return dict(zip((*PARTS, "total"), map(float, most), strict=True))
 
-    def _build_executor(self, compile: bool) -> Executor:
-        parts, graph = self.parts, self.parts.graph
+    def _executor_of(self, sizes: tuple[int, ...]) -> Executor:
+        """What runs a step of microbatches of these sizes; made when it is first asked for, on every rank at once."""
+        if sizes not in self._executors:
+            program, layout = self.parts.program, self.plan.layout
+            if len(sizes) != layout.microbatches:
+                fewer = replace(self.plan, layout=replace(layout, microbatches=len(sizes)), batch_size=sum(sizes))
+                program = program_of(fewer, self.parts.stages, self.world)
+            by_size = {size: Sizes(*self._runners_of(size), share=size / sum(sizes)) for size in dict.fromkeys(sizes)}
+            by_microbatch = {m: by_size[size] for m, size in zip(program.microbatches, sizes, strict=True)}
+            where = self._pipeline, self.world.device
+            names = {number: frozenset(name for name, _ in mine.values()) for number, mine in self._learned().items()}
+            made = Executor(program, by_microbatch, *where, self.gradients, self._draw, names, self._gathered, self._host)
+            self._executors[sizes] = made
+        return self._executors[sizes]
+
+    def _learned(self) -> dict[int, dict[str, tuple[str, nn.Parameter]]]:
+        """The trainable parameters that each of this rank's stages reads: (name, parameter) by graph value."""
+        parts = self.parts
+        learned = {v.value: (v.name, parts.parameters[v.name]) for v in parts.graph.parameters if v.name in parts.parameters}
+        learned = {value: (name, p) for value, (name, p) in learned.items() if p.requires_grad}
+        # A model that runs whole has its parameters inside; then its one stage has them all.
+        return {
+            number: learned if self.plan.uncaptured else {value: learned[value] for value in local.variables if value in learned}
+            for number, local in parts.lowered.items()
+        }
+
+    def _runners_of(self, size: int) -> tuple[dict[int, StageRunner], Crossings]:
+        """This rank's stages for microbatches of `size` samples, all data replicas together, and what crosses between stages."""
+        if size not in self._by_size:
+            self._by_size[size] = self._build_runners(self.parts.of_size(size))
+        return self._by_size[size]
+
+    def _build_runners(self, sized: Sized) -> tuple[dict[int, StageRunner], Crossings]:
+        parts, graph, compile = self.parts, sized.graph, self._compile
+        variables = {**parts.variables, **{v: x for v, x in sized.constants.items() if v in parts.variables}}
         grads = needs_gradient(graph) - {v.value for v in graph.inputs}
         dtypes = {value: getattr(torch, t.dtype) for value, t in graph.tensors.items()}
         splits = any(isinstance(a, Compute) and a.op is Op.W for row in parts.program.actions for a in row)
@@ -150,21 +189,16 @@ class Engine:
             raise UsageError(f"compile=True with {self.plan.layout}, whose layers come and go, is not built yet; leave it out")
         if splits and compile:
             raise UsageError(f"compile=True with {parts.program.name}, which splits backward, is not built yet; leave it out, or use 1f1b")
-        learned = {v.value: (v.name, parts.parameters[v.name]) for v in graph.parameters if v.name in parts.parameters}
-        learned = {value: (name, p) for value, (name, p) in learned.items() if p.requires_grad}
-        runners, names = {}, {}
-        for number, local in parts.lowered.items():
-            mine = {value: learned[value] for value in local.variables if value in learned}
-            # A model that runs whole has its parameters inside; then its one stage has them all.
-            names[number] = frozenset(name for name, _ in (learned if self.plan.uncaptured else mine).values())
+        learned, runners = self._learned(), {}
+        for number, local in sized.lowered.items():
             late = None
             if splits:
-                local, late = with_late_weights(local, mine, self._keeps_plainly())
+                local, late = with_late_weights(local, learned[number], self._keeps_plainly())
             local = prepared(local, number, self.plan.layout, self._draw, self._gathered, self._host, self.memory)
             autocast = torch.bfloat16 if self.plan.layout.precision == "bfloat16" else None
             runners[number] = StageRunner(
                 local,
-                parts.variables,
+                variables,
                 grads,
                 dtypes,
                 self._draw,
@@ -175,9 +209,7 @@ class Engine:
                 late,
                 self.memory,
             )
-        crossings = self._crossings(grads, dtypes)
-        where = self._pipeline, self.world.device
-        return Executor(parts.program, runners, crossings, *where, None, self._draw, names, self._gathered, self._host)
+        return runners, self._crossings(graph, grads, dtypes)
 
     def _keeps_plainly(self) -> bool:
         """Whether what forward keeps for backward lies where it is until then."""
@@ -185,9 +217,9 @@ class Engine:
         managed = any(isinstance(a, Manage) for row in self.parts.program.actions for a in row)
         return layout.recompute == "none" and layout.offload == "none" and layout.zero < 3 and not managed
 
-    def _crossings(self, grads: set[str], dtypes: Mapping[str, torch.dtype]) -> dict[tuple[int, int], list[Crossing]]:
+    def _crossings(self, graph: Graph, grads: set[str], dtypes: Mapping[str, torch.dtype]) -> Crossings:
         """What crosses between every two stages of the model, with the local shapes."""
-        sharding, tensors = self.parts.sharding, self.parts.graph.tensors
+        sharding, tensors = self.parts.sharding, graph.tensors
 
         def crossing(v: str) -> Crossing:
             forms = {axis: "R" if form == "P" else form for axis, form in sharding.forms[v].items()}
@@ -220,34 +252,38 @@ class Engine:
         """Parameters of the whole model, each tied one once."""
         return self.parts.graph.num_parameters
 
-    def step(self, batch: Any, lr: float | None = None, record: bool = False) -> StepResult:
+    def step(self, batch: Any, lr: float | None = None, record: bool = False, whole: bool | None = None) -> StepResult:
         """One step on a batch: the global one (the same on every rank), or this rank's rows as `weft.shard` gives them.
 
+        A batch may have fewer samples than the plan's, as the last of an epoch has; its mean counts as any other's. `whole`: whether it is
+        the global one; left out, it is where it has more samples than a replica's share of the plan's batch.
+
         Raises:
-            Infeasible: a batch of another size than the plan's.
+            Infeasible: more samples than the plan's, or replicas whose shares would differ.
         """
         began = time.perf_counter()
-        result = self.forward_backward(batch, record=record)
+        result = self.forward_backward(batch, record=record, whole=whole)
         summed = time.perf_counter()
         norm = self.update(lr)
         self.seconds["optimizer"] = time.perf_counter() - summed
         loss = self.loss_of(result)
         return StepResult(loss, norm, time.perf_counter() - began)
 
-    def forward_backward(self, batch: Any, record: bool = False, want_inputs: bool = False) -> Result:
+    def forward_backward(self, batch: Any, record: bool = False, want_inputs: bool = False, whole: bool | None = None) -> Result:
         """Forward and backward of all microbatches; summed gradients lie in the flat groups."""
         self._draw.step = self.step_index
-        inputs = self._local(batch)
+        sizes, inputs = self._divided(batch, whole)
+        executor = self._executor_of(sizes)
         self.gradients.start()
         self._replicas.start()
         if record:
             self._everyone.barrier()  # spans count from here, on every rank
         began = time.perf_counter()
         with self.memory.guarded(self.world.rank):
-            result = self._executor.run(inputs, record=record, want_inputs=want_inputs)
+            result = executor.run(inputs, record=record, want_inputs=want_inputs)
             ended = time.perf_counter()
             self.gradients.finish()
-            self._replicas.finish()
+            self._replicas.finish(executor.program.microbatches)
             result.mean = self._mean_of(result)  # on its way beside the gradients
             self.gradients.wait()
         self._gathered.release()
@@ -264,8 +300,8 @@ class Engine:
         self.step_index += 1
         return norm
 
-    def evaluate(self, batch: Any) -> float:
-        """The loss on a batch, without training: no dropout, batch norm by its running statistics.
+    def evaluate(self, batch: Any, whole: bool | None = None) -> float:
+        """The loss on a batch, without training: no dropout, batch norm by its running statistics. `whole`: as for `step`.
 
         Raises:
             ModelError: the model does anything else in evaluation; found at the first call.
@@ -280,14 +316,15 @@ class Engine:
             module.training = False
         try:
             with torch.no_grad(), self.memory.guarded(self.world.rank):
-                return self.loss_of(self._executor.run(self._local(batch), train=False))
+                sizes, inputs = self._divided(batch, whole)
+                return self.loss_of(self._executor_of(sizes).run(inputs, train=False))
         finally:
             self._draw.evaluating = False
             for module, mode in modes:
                 module.training = mode
 
     def loss_of(self, result: Result) -> float:
-        """The mean over microbatches, from every rank's summands."""
+        """The mean over microbatches, each by its samples, from every rank's summands."""
         total, work = result.mean or self._mean_of(result)
         work.wait()
         return float(total)
@@ -300,33 +337,52 @@ class Engine:
             forms = next(local.forms[loss] for local in self.parts.lowered.values() if loss in local.results)
             at = self.mesh.coordinates(self.world.rank)
             if all(form == "P" or at[axis] == 0 for axis, form in forms.items()):
-                total += torch.stack([x.double() for x in result.losses]).sum() / self.plan.layout.microbatches
+                total += torch.stack([x.double() * share for x, share in zip(result.losses, result.shares, strict=True)]).sum()
         return total, self._everyone.all_reduce(total, wait=False)
 
     def _local(self, batch: Any) -> list[dict[str, Tensor]]:
         """This rank's tensors of every microbatch, by graph value."""
+        return self._divided(batch)[1]
+
+    def sizes_of(self, samples: int) -> tuple[int, ...]:
+        """Samples of each microbatch of a batch of so many, all data replicas together.
+
+        Raises:
+            Infeasible: they do not divide over data, or are too few.
+        """
+        layout = self.plan.layout
+        if self._own_program or samples == self.plan.batch_size:
+            return microbatch_sizes(samples, layout.data, layout.microbatches)
+        return sizes_of_part(samples, layout, self.plan.batch_size)
+
+    def _divided(self, batch: Any, whole: bool | None = None) -> tuple[tuple[int, ...], list[dict[str, Tensor]]]:
+        """Samples of every microbatch, all data replicas together, and this rank's tensors of it by graph value."""
         layout = self.plan.layout
         rows = batch_size_of(batch)
-        is_global = rows == self.plan.batch_size
-        if not is_global and rows != self.plan.batch_size // layout.data:
+        is_global = rows > self.plan.batch_size // layout.data if whole is None else whole
+        samples = rows if is_global else rows * layout.data
+        if samples > self.plan.batch_size:
             raise Infeasible(
                 f"the batch has {rows} samples; the plan is for {self.plan.batch_size} in all, which is "
                 f"{self.plan.batch_size // layout.data} for each of data={layout.data}"
             )
+        sizes = self.sizes_of(samples)
         given = self._form.tensors_of(batch)
         out: list[dict[str, Tensor]] = []
         needed = {value for local in self.parts.lowered.values() for value in local.variables}
-        for m in range(layout.microbatches):
+        begin = 0
+        for size in sizes:
             tensors: dict[str, Tensor] = {}
-            for v in self.parts.graph.inputs:
+            graph = self.parts.of_size(size).graph
+            rows = size if is_global else size // layout.data
+            for v in graph.inputs:
                 if v.value not in needed:
                     continue
                 x = given[v.name]
                 if v.batched:
-                    start, length = piece(x.shape[0], layout.microbatches, m)
-                    x = x.narrow(0, start, length)
+                    x = x.narrow(0, begin, rows)
                     if is_global and layout.data > 1:
-                        start, length = piece(length, layout.data, self.data_index)
+                        start, length = piece(rows, layout.data, self.data_index)
                         x = x.narrow(0, start, length)
                 want = self.parts.sharding.shape(v.value, v.tensor.shape)
                 if tuple(x.shape) != want and not self.plan.uncaptured:
@@ -336,8 +392,9 @@ class Engine:
                     )
                 dtype = getattr(torch, v.tensor.dtype)
                 tensors[v.value] = x.to(device=self.world.device, dtype=dtype if x.is_floating_point() else x.dtype, non_blocking=True)
+            begin += rows
             out.append(tensors)
-        return out
+        return sizes, out
 
     def pieces(self) -> list[Piece]:
         """This rank's parameters, buffers, optimizer state and counters, where they lie in the whole model; for checkpoints."""

@@ -24,10 +24,19 @@ from weft.run.gathered import Gathered
 from weft.run.gradients import Gradients
 from weft.run.host import HostStore
 from weft.run.stage import StageRunner
-from weft.run.transfers import Arriving, Crossing, Transfers, posted_before
+from weft.run.transfers import Arriving, Crossings, Transfers, posted_before
 from weft.world.world import Group
 
-__all__ = ["Crossing", "Executor", "Result"]
+__all__ = ["Executor", "Result", "Sizes"]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How microbatches of one size run: this rank's stages by number, what crosses, and the part of the batch that one of them is."""
+
+    runners: Mapping[int, StageRunner]
+    crossings: Crossings
+    share: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +50,7 @@ class _Step:
 
 
 class Executor:
-    """One rank of a pipeline. `runners`: this rank's stages by number; `group`: its pipeline group, by position.
+    """One rank of a pipeline. `sizes`: by microbatch, how it runs; `group`: its pipeline group, by position.
 
     `learned`: names of the trainable parameters that each of its stages reads. `gathered`: weights that come and go. `host`: where what
     was saved can lie.
@@ -50,8 +59,7 @@ class Executor:
     def __init__(
         self,
         program: Program,
-        runners: Mapping[int, StageRunner],
-        crossings: Mapping[tuple[int, int], Sequence[Crossing]],
+        sizes: Mapping[int, Sizes],
         group: Group,
         device: torch.device,
         gradients: Gradients | None,
@@ -60,10 +68,12 @@ class Executor:
         gathered: Gathered,
         host: HostStore,
     ) -> None:
-        self.program, self.runners, self.crossings = program, dict(runners), dict(crossings)
+        self.program, self.sizes = program, sizes
+        first = sizes[program.microbatches[0]]  # in which all sizes agree: stages, and what crosses but for its shape
+        self.runners, self.crossings = first.runners, first.crossings
         self.rank, self.gradients, self.draw = group.index, gradients, draw
         self.learned, self.gathered, self.host = learned, gathered, host
-        self.transfers = Transfers(program, self.crossings, group, device)
+        self.transfers = Transfers(program, {m: one.crossings for m, one in sizes.items()}, group, device)
         self._slots: dict[Value, int] = {}
         actions = program.actions[self.rank]
         unknown = next((a for a in actions if kind_of(a) not in HANDLERS), None)
@@ -77,6 +87,10 @@ class Executor:
     def slot(self, value: Value) -> int:
         """Where a value of this rank is held."""
         return self._slots.setdefault(value, len(self._slots))
+
+    def runner(self, action: Compute) -> StageRunner:
+        """The stage of an action, for microbatches of the size of its own."""
+        return self.sizes[action.microbatch].runners[action.stage]
 
     def _complete(self, actions: Sequence[Action], learned: Mapping[int, frozenset[str]]) -> list[frozenset[str]]:
         """[step] -> the parameters whose gradient nothing adds to after it."""

@@ -29,7 +29,7 @@ Forward = Callable[..., Kept]
 
 def forwarding(executor: Executor, action: Compute) -> Forward:
     """How a stage and microbatch run forward: as always, recorded so that it can be moved, or without keeping anything."""
-    runner = executor.runners[action.stage]
+    runner = executor.runner(action)
     then = {
         a.op
         for a in executor.program.actions[executor.rank]
@@ -101,7 +101,7 @@ def drop(executor: Executor, action: Manage, step: int) -> Run:
 def again(executor: Executor, action: Compute, step: int) -> Run:
     s, m = action.stage, action.microbatch
     saved, inputs = executor.slot(Value("saved", (s, m))), executor.slot(Value("inputs", (s, m)))
-    runner, draw = executor.runners[s], executor.draw
+    runner, draw = executor.runner(action), executor.draw
 
     def run(running: Running) -> None:
         draw.microbatch = m

@@ -43,7 +43,6 @@ class Replicas:
 
     def __init__(self, parts: Parts, mesh: Mesh, world: World) -> None:
         at = mesh.coordinates(world.rank)
-        self._microbatches = parts.program.microbatches
         by_ranks: dict[tuple[int, ...], list[_Shared]] = defaultdict(list)
         buffers = {v.value: v.name for v in parts.graph.buffers}
         # Of every stage, so that all ranks refuse together; this rank keeps what its own write.
@@ -69,16 +68,16 @@ class Replicas:
                 one.later.clear()
 
     @torch.no_grad()
-    def finish(self) -> None:
-        """After a step: write what its microbatches would have written."""
+    def finish(self, microbatches: Sequence[int]) -> None:
+        """After a step of these microbatches: write what they would have written."""
         for group, shared in self._by_group:
             for one in shared:
                 writes = next(iter(one.later.writes.values()), [])
-                for _ in self._microbatches:
+                for _ in microbatches:
                     for write in writes:
                         write()
             learned = [one for one in shared if one.later.statistics]
-            tables = [self._table(one) for one in learned]
+            tables = [_table(one, microbatches) for one in learned]
             for dtype in dict.fromkeys(table.dtype for table in tables):
                 alike = [table for table in tables if table.dtype is dtype]
                 flat = torch.cat([table.view(-1) for table in alike])
@@ -91,14 +90,15 @@ class Replicas:
                     for momentum, value in zip(momenta, of_microbatch, strict=True):
                         one.buffer.mul_(1 - momentum).add_(value, alpha=momentum)
 
-    def _table(self, one: _Shared) -> Tensor:
-        """[microbatch, time in it, *buffer]: what this rank's microbatches found, and zeros."""
-        times = len(next(iter(one.later.statistics.values())))
-        table = one.buffer.new_zeros((len(self._microbatches), times, *one.buffer.shape))
-        for row, m in zip(table, self._microbatches, strict=True):
-            for place, (_, value) in zip(row, one.later.statistics.get(m, []), strict=False):
-                place.copy_(value)
-        return table
+
+def _table(one: _Shared, microbatches: Sequence[int]) -> Tensor:
+    """[microbatch, time in it, *buffer]: what this rank's microbatches found, and zeros."""
+    times = len(next(iter(one.later.statistics.values())))
+    table = one.buffer.new_zeros((len(microbatches), times, *one.buffer.shape))
+    for row, m in zip(table, microbatches, strict=True):
+        for place, (_, value) in zip(row, one.later.statistics.get(m, []), strict=False):
+            place.copy_(value)
+    return table
 
 
 def out_of_order(program: Program, stage: int) -> bool:

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from weft.model.capture import Loss, call
 from weft.model.nesting import batch_size_of, leaves, rebuild
-from weft.plan.placement import piece
 from weft.plan.plan import Plan
 from weft.run.optimizer import OptimizerSpec
 from weft.world import private
@@ -110,23 +109,22 @@ class Serial:
         return {"loss": {"": torch.tensor(total)}, "gradients": found, "input_gradients": inputs, "weights": weights}
 
     def _forward_backward(self) -> tuple[float, dict[str, Tensor]]:
-        num = self._plan.layout.microbatches
-        samples = batch_size_of(self._nesting)
+        samples, start = batch_size_of(self._nesting), 0
         self._optimizer.zero_grad()
         leaves_now = {
             path: x.detach().requires_grad_(x.is_floating_point() and path not in self._closed) for path, x in self._batch.items()
         }
         total = 0.0
-        for m in range(num):
-            start, length = piece(samples, num, m)
+        for length in self._plan.microbatch_sizes:
             samples_in = {p for p, x in leaves_now.items() if x.dim() and x.shape[0] == samples and p not in self._whole}
             cut = {p: x.narrow(0, start, length) if p in samples_in else x for p, x in leaves_now.items()}
             whole = {p: cut.get(p, leaf) for p, leaf in leaves(self._nesting)}
             with torch.autocast(self._device.type, torch.bfloat16, enabled=self._plan.layout.precision == "bfloat16"):
-                value = call(self.model, rebuild(self._nesting, whole), self._loss) / num
+                value = call(self.model, rebuild(self._nesting, whole), self._loss) * (length / samples)
             if value.requires_grad:
                 torch.autograd.backward(value)
             total += float(value.detach())
+            start += length
         return total, {path: x.grad for path, x in leaves_now.items() if x.grad is not None}
 
     def perturb(self, seed: int) -> None:

@@ -116,12 +116,12 @@ def input_gradients(parts: Parts, plan: Plan, result: Result, at: Mapping[str, i
     Every stage that reads an input has a summand of its gradient; over an axis it is a piece, a summand, or the same everywhere.
     """
     out: dict[str, Tensor] = {}
-    num = plan.layout.microbatches
+    sizes = plan.microbatch_sizes
+    starts = [sum(sizes[:m]) for m in range(len(sizes))]
     for v in parts.graph.inputs:
         if not v.tensor.is_float:
             continue
-        rows = v.tensor.shape[0] if v.tensor.shape else 1
-        shape = (rows * num, *v.tensor.shape[1:]) if v.batched else v.tensor.shape
+        shape = (plan.batch_size, *v.tensor.shape[1:]) if v.batched else v.tensor.shape
         total = torch.zeros(shape, dtype=torch.float64, device=everyone.device)
         forms = parts.sharding.forms[v.value]
         if all(form[0] in "S+" or at[axis] == 0 for axis, form in forms.items()):
@@ -129,7 +129,7 @@ def input_gradients(parts: Parts, plan: Plan, result: Result, at: Mapping[str, i
                 gradient = by_value.get(v.value)
                 if gradient is None:
                     continue
-                place = total.narrow(0, m * rows, rows) if v.batched else total
+                place = total.narrow(0, starts[m], sizes[m]) if v.batched else total
                 for axis, form in forms.items():
                     if form[0] == "S":
                         dim = int(form[1:])

@@ -27,22 +27,22 @@ class Crossing:
     has_gradient: bool
 
 
+Crossings = Mapping[tuple[int, int], Sequence[Crossing]]  # by link: producer and consumer stage
 Arriving = tuple[list[Tensor], list[Work]]
 
 
 class Transfers:
-    """The messages of one rank of a pipeline. `group`: its pipeline group, by position."""
+    """The messages of one rank of a pipeline. `crossings`: by microbatch and link. `group`: its pipeline group, by position."""
 
-    def __init__(
-        self, program: Program, crossings: Mapping[tuple[int, int], Sequence[Crossing]], group: Group, device: torch.device
-    ) -> None:
+    def __init__(self, program: Program, crossings: Mapping[int, Crossings], group: Group, device: torch.device) -> None:
         self._program, self._crossings, self._group, self._device = program, crossings, group, device
-        self._width = max((len(c) for c in crossings.values()), default=1)
+        self._width = max((len(c) for links in crossings.values() for c in links.values()), default=1)
 
     def messages(self, value: Value) -> list[Crossing]:
         """The tensors of an activation x(src, dst, m) or of its gradient g(dst, src, m), in order."""
-        a, b, _ = value.index
-        return list(self._crossings[a, b]) if value.name == "x" else [c for c in self._crossings[b, a] if c.has_gradient]
+        a, b, m = value.index
+        links = self._crossings[m]
+        return list(links[a, b]) if value.name == "x" else [c for c in links[b, a] if c.has_gradient]
 
     def _tags(self, value: Value) -> list[int]:
         """One tag a tensor: what it is, between which stages, of which microbatch."""

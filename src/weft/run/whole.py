@@ -86,7 +86,7 @@ def build_whole(plan: Plan, source: Source, batch: Any, loss: Loss | None, world
             f"{plan.model} could not be captured, and {coupled[0]} takes statistics over the whole batch, which data={layout.data} "
             "would divide; use data=1, or make the model capturable (weft plan says what stands in the way)"
         )
-    size = plan.batch_size // layout.microbatches
+    size = plan.microbatch_sizes[0]
     samples = batch_size_of(batch)
     if layout.data > 1:
         _check_divides(plan, model, batch, loss)

@@ -28,6 +28,7 @@ from weft.model.sharding import Shards
 from weft.model.stages import links
 from weft.plan.check import check
 from weft.plan.layout import CHOICES, Layout
+from weft.plan.microbatches import microbatch_sizes
 from weft.plan.plan import Candidate, Plan
 from weft.schedules import build
 from weft.solve.bounds import check_state, least_s, least_saving_s, least_state_bytes
@@ -505,13 +506,7 @@ def check_layout(layout: Layout, cluster: Cluster, batch_size: int) -> None:
     """Raise `Infeasible` where the layout cannot be on this cluster or with this batch, with the numbers and the remedy."""
     if layout.num_ranks > cluster.num_devices and not cluster.is_cpu:
         raise Infeasible(f"{layout} needs {layout.num_ranks} devices, {cluster.name} has {cluster.num_devices}; make an axis smaller")
-    ways = layout.data * layout.microbatches
-    if batch_size % ways:
-        near = max(1, batch_size // ways) * ways
-        raise Infeasible(
-            f"a batch of {batch_size} samples does not divide into data={layout.data} x microbatches={layout.microbatches}; "
-            f"use a multiple of {ways} such as {near}"
-        )
+    microbatch_sizes(batch_size, layout.data, layout.microbatches)
     cluster.device.peak(layout.precision)
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
-from weft.errors import Infeasible
+from weft.plan.microbatches import microbatch_sizes
 from weft.plan.placement import piece
 from weft.train.data import Batch, batch_size, map_tensors, take
 
@@ -29,42 +29,47 @@ def rows_of(num_samples: int, index: int, count: int, microbatches: int = 1) -> 
 
     So a microbatch has the same samples in any layout, which matters where samples meet (batch norm).
 
-    >>> rows_of(8, 1, 2), rows_of(8, 1, 2, microbatches=2)
-    ([4, 5, 6, 7], [2, 3, 6, 7])
+    >>> rows_of(8, 1, 2), rows_of(8, 1, 2, microbatches=2), rows_of(6, 1, 2, microbatches=2)
+    ([4, 5, 6, 7], [2, 3, 6, 7], [2, 3, 5])
 
     Raises:
-        Infeasible: the batch does not divide.
+        Infeasible: the batch does not divide over `count`, or has too few samples.
     """
-    if num_samples % (count * microbatches):
-        raise Infeasible(
-            f"a batch of {num_samples} samples does not divide into data={count} x microbatches={microbatches}; "
-            f"use a multiple of {count * microbatches}, or drop the last batch"
-        )
+    return _rows(microbatch_sizes(num_samples, count, microbatches), index, count)
+
+
+def _rows(sizes: Sequence[int], index: int, count: int) -> list[int]:
     rows: list[int] = []
-    for m in range(microbatches):
-        start, length = piece(num_samples, microbatches, m)
-        first, own = piece(length, count, index)
+    start = 0
+    for size in sizes:
+        first, own = piece(size, count, index)
         rows += range(start + first, start + first + own)
+        start += size
     return rows
 
 
 def shard(batches: Iterable[Batch], where: Coordinate) -> Iterator[Batch]:
-    """This data coordinate's rows of every batch of any loader: tensors, tuples, lists and dicts of them.
+    """This data coordinate's rows of every batch of any loader: tensors, tuples, lists and dicts of them. The last may be smaller.
 
     Every rank must be given the same batches; ranks that differ only in another axis get the same rows.
 
     Raises:
-        Infeasible: a batch that does not divide, with the numbers.
+        Infeasible: a batch that does not divide over data, with the numbers.
 
     >>> import torch
     >>> from types import SimpleNamespace
     >>> list(shard([torch.arange(4)], SimpleNamespace(data_index=1, data_size=2)))
     [tensor([2, 3])]
     """
-    layout = getattr(getattr(where, "plan", None), "layout", None)
-    microbatches = layout.microbatches if layout is not None else 1
     for batch in batches:
-        yield take(batch, rows_of(batch_size(batch), where.data_index, where.data_size, microbatches))
+        yield take(batch, rows_of_part(batch_size(batch), where))
+
+
+def rows_of_part(num_samples: int, where: Coordinate) -> list[int]:
+    """As `rows_of`, of a batch that may be smaller than the plan's, in fewer microbatches where it must."""
+    sizes_of = getattr(where, "sizes_of", None)  # an Engine has microbatches, a place in a plain loop has none
+    sizes = sizes_of(num_samples) if sizes_of is not None else microbatch_sizes(num_samples, where.data_size)
+    return _rows(sizes, where.data_index, where.data_size)
 
 
 class Loader:

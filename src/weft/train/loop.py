@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from weft.errors import CheckpointError, ConfigError, RunError
+from weft.errors import CheckpointError, ConfigError, Infeasible, ModelError, RunError
 from weft.plan.plan import Plan
 from weft.run import checkpoint
 from weft.run.engine import Engine
@@ -26,7 +26,7 @@ from weft.train.config import Config
 from weft.train.corpus import Corpus
 from weft.train.data import Batch
 from weft.train.display import Display, display
-from weft.train.loader import Loader, rows_of
+from weft.train.loader import Loader, rows_of, rows_of_part
 from weft.train.metrics import FILE, Metrics, Row, read_metrics
 from weft.train.schedule import learning_rate
 from weft.train.subject import Subject, subject_of
@@ -203,10 +203,21 @@ class _Run:
         return self.engine.model_flops / seconds / self.job.peak_flops if self.job.peak_flops else None
 
     def _evaluate(self) -> float:
-        """Mean loss over the first validation batches."""
-        count = min(self.section.evaluate_batches, max(1, self.subject.source.num_validation // self.section.batch))
-        losses = [self.engine.evaluate(self.subject.source.validation(number, self.rows)) for number in range(count)]
-        return sum(losses) / count
+        """Mean loss over the first validation batches, the last of which may be smaller."""
+        source, batch = self.subject.source, self.section.batch
+        whole = max(1, source.num_validation // batch)
+        losses = [self.engine.evaluate(source.validation(number, self.rows)) for number in range(min(self.section.evaluate_batches, whole))]
+        left = source.num_validation - whole * batch
+        left -= left % self.job.plan.layout.data
+        if left > 0 and self.section.evaluate_batches > whole:
+            try:
+                rows = rows_of_part(left, self.engine)
+                last = self.engine.evaluate(source.validation(whole, rows))
+            except (Infeasible, ModelError) as error:  # of every rank, before any has sent
+                self.show.say(f"the last {left} validation samples are left out: {error}")
+            else:
+                return (sum(losses) * batch + last * left) / (whole * batch + left)
+        return sum(losses) / len(losses)
 
     def _stopping(self, done: int) -> bool:
         """Whether any rank was told to stop. Ranks agree about twice a second, not at every step: it costs a collective."""

@@ -1,0 +1,80 @@
+"""Stages for microbatches of another size: the same operators under the same sharding, lowered at other shapes.
+
+In: how a rank's stages were lowered, and the graph that the model makes with another number of samples. Out: `Sized`. Parameters, groups
+and what is drawn are shared, so that a step may have microbatches of several sizes.
+
+Not modelled: a model that computes something else with another number of samples; it is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+
+import torch
+from torch import Tensor
+
+from weft.errors import Infeasible
+from weft.lower.local import LocalStage, Lowering, lower
+from weft.model.capture import Captured
+from weft.model.graph import Graph, Operator
+from weft.model.stages import split
+
+
+@dataclass(frozen=True)
+class Sized:
+    """One rank's stages, by number, for microbatches of `graph.batch_size` samples. `constants`: in place of those of another size."""
+
+    graph: Graph
+    lowered: Mapping[int, LocalStage]
+    constants: Mapping[str, Tensor]
+
+
+def sized(lowering: Lowering, graph: Graph, sites: Sequence[str], like: Mapping[int, LocalStage], constants: Mapping[str, Tensor]) -> Sized:
+    """The stages `like`, which `lowering` made and which begin at `sites`, on another graph of the same model.
+
+    Raises:
+        Infeasible: the model computes something else there, or a tensor does not divide as it must.
+    """
+    check_alike(lowering, graph)
+    other = replace(lowering, graph=graph)
+    stages = split(graph, sites)
+    return Sized(graph, {number: lower(stages[number], other) for number in like}, constants)
+
+
+def check_alike(lowering: Lowering, graph: Graph) -> None:
+    """Raise Infeasible where `graph` has other operators than the one that was lowered, or tensors that its sharding does not divide."""
+    ours, sharding = lowering.graph, lowering.sharding
+    for mine, other in zip_longest(ours.operators, graph.operators):
+        if mine is None or other is None or _essence(ours, mine) != _essence(graph, other):
+            raise Infeasible(_unlike(graph, ours, (mine or other).site))
+    if [(v.value, v.name, v.batched) for v in ours.inputs] != [(v.value, v.name, v.batched) for v in graph.inputs]:
+        raise Infeasible(_unlike(graph, ours, "what it reads of the batch"))
+    for value, forms in sharding.forms.items():
+        shape = graph.tensors[value].shape if value in graph.tensors else ()
+        for axis, form in forms.items():
+            if form[0] == "S" and shape and shape[int(form[1:])] % sharding.sizes[axis]:
+                raise Infeasible(
+                    f"with microbatches of {graph.batch_size} samples {value} has shape {list(shape)}, whose dimension {form[1:]} does not "
+                    f"divide over {axis}={sharding.sizes[axis]}; use batches that divide into equal microbatches"
+                )
+
+
+def _essence(graph: Graph, op: Operator) -> tuple[object, ...]:
+    return op.site, op.name, op.target, op.inputs, op.outputs, tuple(len(graph.tensors[v].shape) for v in op.outputs)
+
+
+def _unlike(graph: Graph, ours: Graph, where: str) -> str:
+    return (
+        f"with microbatches of {graph.batch_size} samples the model computes something else than with {ours.batch_size}, first at {where}; "
+        "use batches that divide into equal microbatches"
+    )
+
+
+def constants_of(captured: Captured, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Small tensors that the model's code made, by graph value, as the run holds them."""
+    held = {value: tensor.to(device) for value, tensor in captured.constants.items()}
+    if dtype is torch.float64:
+        held = {value: t.double() if t.dtype is torch.float32 else t for value, t in held.items()}
+    return held
