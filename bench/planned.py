@@ -28,7 +28,7 @@ from rich.console import Console
 
 from bench.document import header, versions
 from bench.networks import INTERFACE, Hosts, NoNetworks
-from bench.processes import ROOT
+from bench.processes import ROOT, end
 from weft.cluster.cluster import Cluster, Table
 
 PAGE = ROOT / "docs" / "benchmarks" / "planned.md"
@@ -144,12 +144,7 @@ class Ranks:
     def close(self) -> None:
         for connection, _ in self._lines:
             connection.close()
-        for process in self._processes:
-            try:
-                process.wait(5)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        end(self._processes)
         self._listener.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -335,9 +330,10 @@ def main(arguments: Sequence[str]) -> int:
     p.add_argument("--seconds", type=float, default=1100.0, help="begin no further case after so long")
     given = p.parse_args(list(arguments))
     console = Console(soft_wrap=True)
+    rows: list[Row] = []
     try:
         with Hosts(given.ranks) as hosts:
-            rows = cases(given, hosts, console)
+            cases(given, hosts, console, rows)
     except NoNetworks as error:
         print(f"weft: {error}", file=sys.stderr)
         return 2
@@ -357,15 +353,16 @@ def interface(row: Row) -> dict[str, Any]:
             "ratio": row.best_s / row.chosen_s if row.chosen_s else None, "unit": "s"}  # fmt: skip
 
 
-def cases(given: argparse.Namespace, hosts: Hosts, console: Console) -> list[Row]:
-    """All models on all networks."""
+def cases(given: argparse.Namespace, hosts: Hosts, console: Console, rows: list[Row]) -> None:
+    """Add to `rows` all models on all networks. One that cannot be planned or run has its reason for a note; one whose ranks are gone ends
+    the run, with the rows that there are."""
     from weft.cluster.probe import probe
+    from weft.errors import WeftError
 
     machine = probe(fresh=given.fresh)
     cores = machine.num_devices
     wanted = [w for w in MODELS if any(word.lower() in w.name.lower() for word in given.models)]
     graphs: dict[str, Any] = {}
-    rows = []
     began = time.monotonic()
     with Ranks(hosts, max(1, cores // given.ranks)) as ranks:
         for network in given.networks:
@@ -374,10 +371,15 @@ def cases(given: argparse.Namespace, hosts: Hosts, console: Console) -> list[Row
                 if time.monotonic() - began > given.seconds:
                     console.print(f"{work.name}, {network}: left out, {given.seconds:.0f} s are over", markup=False)
                     continue
-                plans = Plans.of(work, cluster, given.ranks, graphs.get(work.name))
-                graphs[work.name] = plans.graph
-                rows.append(measure(plans, ranks, given.ranks, cores, given.rounds, lambda text: console.print(text, markup=False)))
-    return rows
+                try:
+                    plans = Plans.of(work, cluster, given.ranks, graphs.get(work.name))
+                    graphs[work.name] = plans.graph
+                    rows.append(measure(plans, ranks, given.ranks, cores, given.rounds, lambda text: console.print(text, markup=False)))
+                except (WeftError, RuntimeError, OSError) as error:
+                    console.print(f"{work.name}, {network}: {type(error).__name__}: {error}", markup=False)
+                    rows.append(Row(work.name, network, "", 0.0, 0.0, "", 0.0, 0.0, (), f"{type(error).__name__}: {error}"))
+                    if isinstance(error, OSError):
+                        return
 
 
 if __name__ == "__main__":

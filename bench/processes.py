@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -167,12 +167,7 @@ class Running:
             with contextlib.suppress(OSError):
                 connection.sendall(b'{"do": "stop"}\n')
                 connection.close()
-        for process in self._processes:
-            try:
-                process.wait(5)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        end(self._processes)
         self._listener.close()
         self._folder.cleanup()
 
@@ -181,6 +176,16 @@ class Running:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Wait for processes that have been told to stop, a few seconds each; whoever has not by then is ended."""
+    for process in processes:
+        try:
+            process.wait(5)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def missing(python: str, packages: tuple[str, ...]) -> str:

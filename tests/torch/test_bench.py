@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from bench import gpu, train
 from bench.arithmetic import Row, Series, Target, as_json, judge, loss_difference, ratios, row
 from bench.case import Case, Contender, from_text, to_text, window_starts
-from bench.contenders import CHOSEN, CHOSEN_FLOAT32, DDP, chosen_set, data_set, parts, pipeline_set, tensor_set
+from bench.contenders import ALONE, CHOSEN, CHOSEN_FLOAT32, DDP, chosen_set, data_set, parts, pipeline_set, tensor_set
 from bench.document import markdown, show
 from bench.measure import Effort, measure, turn
 
@@ -89,10 +89,11 @@ def test_loss_difference_sees_one_wrong_step_and_no_steps() -> None:
 
 
 def test_losses_that_part_are_told_and_equal_ones_are_not() -> None:
-    def found(last: float) -> train.Found:
-        a, b = Series("weft data", (1.0,), losses=(5.0, 4.0)), Series("DDP", (1.0,), losses=(5.0, last))
+    def found(last: float, peer: str = "DDP") -> train.Found:
+        a, b = Series("weft data", (1.0,), losses=(5.0, 4.0)), Series(peer, (1.0,), losses=(5.0, last))
         return train.Found(rows=[row(CASE.label, "data", a, b)])
 
+    assert not train.wrong(found(4.1, ALONE)), "without exchange every rank trains a model of its own"
     assert not train.wrong(found(4.0001))
     assert "differ by 2.4e-02" in train.wrong(found(4.1))[0]
     assert train.wrong(train.Found(skipped={"weft data (gpt-10m)": "rank 1 died"})) == ["weft data (gpt-10m): rank 1 died"]
@@ -117,14 +118,16 @@ def test_own_plan_is_held_against_the_best_in_each_precision() -> None:
 
 def test_every_target_has_a_row_in_a_run_where_everything_ran() -> None:
     rows = []
-    for group in (data_set(), pipeline_set(CASE), tensor_set(), chosen_set((DDP,))):
+    for kind in train.SETS:
+        group = train.set_of(kind, CASE, train.Found(rows=rows))
         series = {c.name: Series(c.name, (1.0,), precision=told(c)) for c in group.contenders}
         assert len(series) == len(group.contenders), "two contenders of one name"
         assert {n for pair in group.pairs for n in pair} <= set(series)
         rows += train.rows_of(CASE, group, series)
     rows += train.best_rows(CASE, rows)
-    assert [v.word for v in judge(train.TARGETS, rows) if v.target.startswith(("data", "own"))] == ["met"] * 4
-    assert [v.word for v in judge(train.TARGETS, rows) if v.at_least > 1] == ["missed"] * 4
+    verdicts = judge(train.TARGETS, rows)
+    assert [v.met for v in verdicts] == [v.at_least <= 1 for v in verdicts]
+    assert {r.kind for r in rows} == set(train.SETS)
 
 
 @pytest.mark.parametrize("most", [3, 4, 10])
