@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 from schedule_sizes import fit
 
 from weft.errors import ProgramError
-from weft.plan.program import Compute, Links, Op, chain
+from weft.plan.program import Compute, Links, Op, Value, chain
 from weft.schedules import NAMES, build, rows
 from weft.simulate.clock import simulate
-from weft.simulate.makespan import makespan_s
+from weft.simulate.makespan import Times, makespan_s
+
+ONES = Times([1, 1], [1, 1], {})
 
 
 @st.composite
@@ -32,25 +34,33 @@ def test_it_equals_the_clock(case: tuple[str, int, int, int, Links, int], scale:
     """Of all schedules; the exchange of gradients between replicas takes nothing."""
     name, stages, m, v, links, seed = case
     rng = random.Random(seed)
-    forward, backward = [rng.random() for _ in range(stages)], [rng.random() for _ in range(stages)]
-    weights = [rng.random() * b for b in backward]
-    sent = {link: scale * rng.random() for link in links}
+
+    def drawn() -> Times:
+        forward, backward = [rng.random() for _ in range(stages)], [rng.random() for _ in range(stages)]
+        return Times(forward, backward, {link: scale * rng.random() for link in links}, [rng.random() * b for b in backward])
+
+    usual, unusual, first = drawn(), drawn(), rng.randrange(m + 1)
 
     def compute_s(a: Compute) -> float:
-        s = a.stage
-        return {Op.F: forward[s], Op.B: backward[s], Op.I: backward[s] - weights[s], Op.W: weights[s]}[a.op]
+        s, times = a.stage, usual if a.microbatch < first else unusual
+        weight = (times.weight_s or [])[s]
+        return {Op.F: times.forward_s[s], Op.B: times.backward_s[s], Op.I: times.backward_s[s] - weight, Op.W: weight}[a.op]
 
-    timeline = simulate(
-        build(name, stages, m, links, chunks=v),
-        compute_s,
-        lambda value, source, to: sent[min(value.index[:2]), max(value.index[:2])] if value.name != "dw" else 0.0,
-    )
-    found = makespan_s(rows(name, stages, m, links, v), links, forward, backward, sent, weights)
+    def transfer_s(value: Value, source: int, to: int) -> float:
+        if value.name == "dw":
+            return 0.0
+        return (usual if value.index[2] < first else unusual).transfer_s[min(value.index[:2]), max(value.index[:2])]
+
+    timeline = simulate(build(name, stages, m, links, chunks=v), compute_s, transfer_s)
+    found = makespan_s(rows(name, stages, m, links, v), links, usual, (first, unusual))
     assert found == pytest.approx(timeline.total_s)
+    assert makespan_s(rows(name, stages, m, links, v), links, usual, (m, unusual)) == makespan_s(
+        rows(name, stages, m, links, v), links, usual
+    )
 
 
 def test_an_order_that_cannot_run_is_refused() -> None:
     with pytest.raises(ProgramError, match="no rank can move"):
-        makespan_s([[Compute(Op.B, 0, 0), Compute(Op.F, 0, 0)], [Compute(Op.F, 1, 0), Compute(Op.B, 1, 0)]], ((0, 1),), [1, 1], [1, 1], {})
+        makespan_s([[Compute(Op.B, 0, 0), Compute(Op.F, 0, 0)], [Compute(Op.F, 1, 0), Compute(Op.B, 1, 0)]], ((0, 1),), ONES)
     with pytest.raises(ProgramError, match="microbatch 0 of stage 0 is on ranks 0 and 1"):
-        makespan_s([[Compute(Op.F, 0, 0)], [Compute(Op.F, 0, 0)]], (), [1], [1], {})
+        makespan_s([[Compute(Op.F, 0, 0)], [Compute(Op.F, 0, 0)]], (), Times([1], [1], {}))

@@ -87,6 +87,7 @@ class Pricer:
     _network: dict[tuple[str, float, int, int, int], float] = field(default_factory=dict)
     _widths: dict[str, Widths] = field(default_factory=dict)
     _bases: dict[tuple[object, ...], dict[int, _Base]] = field(default_factory=dict)
+    _smaller: dict[int, Pricer] = field(default_factory=dict)
 
     @cached_property
     def inventory(self) -> Inventory:
@@ -105,7 +106,14 @@ class Pricer:
     def varied(self, stack: Stack | None = None, batch_size: int = 0) -> Pricer:
         """The same with another efficiency set or batch; what follows from the graph is shared."""
         made = replace(
-            self, stack=stack or self.stack, batch_size=batch_size or self.batch_size, balanced={}, _times={}, _bases={}, _widths={}
+            self,
+            stack=stack or self.stack,
+            batch_size=batch_size or self.batch_size,
+            balanced={},
+            _times={},
+            _bases={},
+            _widths={},
+            _smaller={},
         )
         made.__dict__.update(
             {key: getattr(self, key) for key in ("inventory", "cuts", "_position", "_narrow", "_least", "_flops", "_weighted")}
@@ -180,8 +188,18 @@ class Pricer:
         return found
 
     def microbatch(self, layout: Layout) -> float:
-        """Size of the whole microbatch, all data replicas together, against the graph's batch."""
-        return self.batch_size / layout.microbatches / self.graph.batch_size
+        """Size of the whole microbatch, all data replicas together, against the graph's batch; of unequal ones the larger."""
+        return -(-self.batch_size // (layout.data * layout.microbatches)) * layout.data / self.graph.batch_size
+
+    def smaller(self, layout: Layout) -> tuple[int, Pricer | None]:
+        """Where the batch does not divide into the layout's microbatches: how many are the smaller ones, and the pricer of those."""
+        each, more = divmod(self.batch_size // layout.data, layout.microbatches)
+        if not more or not each:
+            return 0, None
+        batch = each * layout.data * layout.microbatches
+        if batch not in self._smaller:
+            self._smaller[batch] = self.varied(batch_size=batch)
+        return layout.microbatches - more, self._smaller[batch]
 
     def parts(self, layout: Layout) -> Parts:
         """Unique operators and collectives under the layout's sharding."""
@@ -491,23 +509,32 @@ class Pricer:
         return send_s(self.cluster, size_bytes / parts, stride, stride)
 
     def predict(
-        self, layout: Layout, costs: Sequence[StageCost], transfers_s: Sequence[float], pipeline_s: float | None = None
+        self,
+        layout: Layout,
+        costs: Sequence[StageCost],
+        transfers_s: Sequence[float],
+        pipeline_s: float | None = None,
+        smaller: Sequence[StageCost] = (),
     ) -> Prediction:
         """The step. `transfers_s`: seconds of each border's transfer, one way. `pipeline_s`: of all microbatches, where it was timed.
+        `smaller`: as `costs`, of the smaller microbatches where they are unequal.
 
         `costs` are of all stages in order; `layout.stages_of` says whose they are. With v chunks a rank the bubble is that of one
         chunk of each rank (Narayanan et al. 2021, section 2.2), and each microbatch passes v times as many borders.
         """
-        m, p = layout.microbatches, layout.pipeline
-        ranks = [[costs[s] for s in layout.stages_of(r)] for r in range(p)] if len(costs) > 1 else [list(costs)]
+        few = self.smaller(layout)[0] if smaller else 0
+        m = layout.microbatches - few
+        ranks = self._by_rank(layout, costs)
         round_trip = [work_share(layout, r) * sum(c.forward_s + c.backward_s for c in own) for r, own in enumerate(ranks)]
         busy = round_trip.index(max(round_trip))
         busiest, share = ranks[busy], work_share(layout, busy)
+        lesser = self._by_rank(layout, smaller)[busy] if few else []
         if pipeline_s is None:
             once = sum(round_trip) / layout.chunks + max(round_trip) * (1 - 1 / layout.chunks)
             pipeline_s = once + (m - 1) * max(round_trip) + 2 * sum(transfers_s) / layout.chunks
-        compute = share * m * sum(c.compute.total for c in busiest)
-        tensor = share * m * sum(c.tensor.total for c in busiest)
+            pipeline_s += few * share * sum(c.forward_s + c.backward_s for c in lesser)
+        compute = share * (m * sum(c.compute.total for c in busiest) + few * sum(c.compute.total for c in lesser))
+        tensor = share * (m * sum(c.tensor.total for c in busiest) + few * sum(c.tensor.total for c in lesser))
         gradients = max(sum(c.gradients_s for c in own) for own in ranks)
         optimizer = max(sum(c.optimizer_s for c in own) for own in ranks)
         overhead = self.overhead_s(layout, pipeline_s)
@@ -523,6 +550,10 @@ class Pricer:
         fullest = max((together([c.memory for c in own]) for own in ranks), key=lambda memory: memory.total)
         flops = self.model_flops
         return Prediction(total, flops / total / self.peak_flops(layout), flops, fullest, parts)
+
+    @staticmethod
+    def _by_rank(layout: Layout, costs: Sequence[StageCost]) -> list[list[StageCost]]:
+        return [[costs[s] for s in layout.stages_of(r)] for r in range(layout.pipeline)] if len(costs) > 1 else [list(costs)]
 
     def overhead_s(self, layout: Layout, pipeline_s: float) -> float:
         """What a step costs besides, with what the slowest rank is behind the others."""

@@ -35,7 +35,7 @@ def microbatch_sizes(samples: int, data: int = 1, microbatches: int = 1) -> tupl
 
 
 def sizes_of_part(samples: int, layout: Layout, batch_size: int) -> tuple[int, ...]:
-    """As `microbatch_sizes`, of a batch that is smaller than the layout's own of `batch_size`: as few microbatches as are no larger.
+    """As `microbatch_sizes`, of a batch that may be smaller than the layout's own of `batch_size`: then in as few as are no larger.
 
     >>> sizes_of_part(5, Layout(microbatches=4), 12), sizes_of_part(5, Layout(microbatches=4, pipeline=2, schedule="chimera"), 12)
     ((3, 2), (3, 2))
@@ -43,6 +43,9 @@ def sizes_of_part(samples: int, layout: Layout, batch_size: int) -> tuple[int, .
     Raises:
         Infeasible: it does not divide over data, or is too small for the fewest microbatches of the layout's schedule.
     """
-    most = microbatch_sizes(batch_size, layout.data, layout.microbatches)[0]
+    whole = microbatch_sizes(batch_size, layout.data, layout.microbatches)
+    if samples == batch_size:
+        return whole
+    most = whole[0]
     count, step = -(-samples // most), 2 if layout.schedule in BOTH_WAYS else 1
     return microbatch_sizes(samples, layout.data, max(1, -(-count // step)) * step)

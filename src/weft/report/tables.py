@@ -43,13 +43,13 @@ class Table:
 def summary_table(plan: Plan) -> Table:
     """What was chosen and what it is predicted to cost: one line a fact."""
     layout = plan.layout
-    per_rank = plan.batch_size // (layout.data * layout.microbatches)
+    sizes = " or ".join(str(size // layout.data) for size in dict.fromkeys(plan.microbatch_sizes))
     rows = [
         ("model", plan.model),
         ("machines", plan.cluster),
         ("layout", str(layout)),
         ("ranks", f"{layout.num_ranks}"),
-        ("batch", f"{plan.batch_size} samples a step: {layout.data} x {layout.microbatches} microbatches of {per_rank}"),
+        ("batch", f"{plan.batch_size} samples a step: {layout.data} x {layout.microbatches} microbatches of {sizes}"),
     ]
     if plan.prediction is not None:
         p = plan.prediction

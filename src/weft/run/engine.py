@@ -351,7 +351,7 @@ class Engine:
             Infeasible: they do not divide over data, or are too few.
         """
         layout = self.plan.layout
-        if self._own_program or samples == self.plan.batch_size:
+        if self._own_program:
             return microbatch_sizes(samples, layout.data, layout.microbatches)
         return sizes_of_part(samples, layout, self.plan.batch_size)
 

@@ -9,34 +9,48 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from weft.errors import ProgramError
 from weft.plan.program import Compute, Links, Op
 
 
-def makespan_s(
-    rows: Sequence[Sequence[Compute]],
-    links: Links,
-    forward_s: Sequence[float],
-    backward_s: Sequence[float],
-    transfer_s: Mapping[tuple[int, int], float],
-    weight_s: Sequence[float] | None = None,
-) -> float:
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds of one microbatch.
+
+    `forward_s`, `backward_s`: by stage; B is the whole backward, R takes as long as F. `transfer_s`: by link (producer, consumer), the same
+    both ways; 0 where it is missing. `weight_s`: by stage, of W, which is the rest of B after I; half of B where it is not given.
+    """
+
+    forward_s: Sequence[float]
+    backward_s: Sequence[float]
+    transfer_s: Mapping[tuple[int, int], float]
+    weight_s: Sequence[float] | None = None
+
+    def of(self) -> dict[Op, Sequence[float]]:
+        """By stage, of every operation."""
+        weight_s = [b / 2 for b in self.backward_s] if self.weight_s is None else self.weight_s
+        input_s = [b - w for b, w in zip(self.backward_s, weight_s, strict=True)]
+        return {Op.F: self.forward_s, Op.B: self.backward_s, Op.I: input_s, Op.W: weight_s, Op.R: self.forward_s}
+
+
+def makespan_s(rows: Sequence[Sequence[Compute]], links: Links, times: Times, others: tuple[int, Times] | None = None) -> float:
     """Seconds until the last compute and the last transfer have ended.
 
     Args:
-        rows: [rank] -> its computes, in order. R takes as long as F.
-        forward_s, backward_s: by stage; B is the whole backward. weight_s: by stage, of W, which is the rest of B after I; half of
-            B where it is not given. transfer_s: by link (producer, consumer), the same both ways; 0 where it is missing.
+        rows: [rank] -> its computes, in order.
+        others: the microbatch from which on it is other times, of microbatches of another size.
 
     >>> from weft.schedules import SCHEDULES
-    >>> makespan_s(SCHEDULES["gpipe"](3, 3, ((0, 1), (1, 2))), ((0, 1), (1, 2)), [1.0] * 3, [1.0] * 3, {})
-    10.0
+    >>> gpipe, ones = SCHEDULES["gpipe"](3, 3, ((0, 1), (1, 2))), Times([1.0] * 3, [1.0] * 3, {})
+    >>> makespan_s(gpipe, ((0, 1), (1, 2)), ones), makespan_s(gpipe, ((0, 1), (1, 2)), ones, (2, Times([0.5] * 3, [0.5] * 3, {})))
+    (10.0, 9.0)
 
     Raises:
         ProgramError: no rank can move, or a microbatch of a stage on several ranks.
     """
-    num_stages = len(forward_s)
+    num_stages = len(times.forward_s)
     before: list[list[int]] = [[] for _ in range(num_stages)]
     after: list[list[int]] = [[] for _ in range(num_stages)]
     for source, target in links:
@@ -44,15 +58,10 @@ def makespan_s(
         after[source].append(target)
     home = _homes(rows, num_stages)
     # What a compute sends, and how long it takes: the nearest reader's first, as the program has it.
-    down = [[(q, transfer_s.get((s, q), 0.0)) for q in sorted(after[s], key=lambda q: q - s)] for s in range(num_stages)]
-    up = [[(q, transfer_s.get((q, s), 0.0)) for q in sorted(before[s], key=lambda q: s - q)] for s in range(num_stages)]
-    nothing: list[list[tuple[int, float]]] = [[]] * num_stages
     alone: list[list[int]] = [[]] * num_stages
-    sends = {Op.F: down, Op.B: up, Op.I: up, Op.W: nothing, Op.R: nothing}
-    weight_s = [b / 2 for b in backward_s] if weight_s is None else weight_s
-    input_s = [b - w for b, w in zip(backward_s, weight_s, strict=True)]
     waits = {Op.F: before, Op.B: after, Op.I: after, Op.W: alone, Op.R: alone}
-    seconds = {Op.F: forward_s, Op.B: backward_s, Op.I: input_s, Op.W: weight_s, Op.R: forward_s}
+    first, rest = others if others is not None else (1 << 62, times)
+    usual, unusual = ((one.of(), _sends(before, after, one.transfer_s)) for one in (times, rest))
     arrived: dict[tuple[int, int, int], float] = {}  # (from stage, to stage, microbatch) -> when
     waiting: dict[tuple[int, int, int], int] = {}
     free: dict[tuple[int, int], float] = {}
@@ -67,6 +76,7 @@ def makespan_s(
             action = row[step]
             s, m = action.stage, action.microbatch
             blocked = False
+            seconds, sends = usual if m < first else unusual
             for q in waits[action.op][s]:
                 when = arrived.get((q, s, m))
                 if when is None:
@@ -92,6 +102,17 @@ def makespan_s(
     if any(step < len(row) for step, row in zip(at, rows, strict=True)):
         raise ProgramError("no rank can move; the order of the computes is not legal")
     return max(end, *clock) if clock else 0.0
+
+
+def _sends(
+    before: Sequence[Sequence[int]], after: Sequence[Sequence[int]], transfer_s: Mapping[tuple[int, int], float]
+) -> dict[Op, list[list[tuple[int, float]]]]:
+    """By operation and stage: to which stages it sends, and how long that takes."""
+    stages = range(len(before))
+    down = [[(q, transfer_s.get((s, q), 0.0)) for q in sorted(after[s], key=lambda q: q - s)] for s in stages]
+    up = [[(q, transfer_s.get((q, s), 0.0)) for q in sorted(before[s], key=lambda q: s - q)] for s in stages]
+    nothing: list[list[tuple[int, float]]] = [[] for _ in stages]
+    return {Op.F: down, Op.B: up, Op.I: up, Op.W: nothing, Op.R: nothing}
 
 
 def _homes(rows: Sequence[Sequence[Compute]], num_stages: int) -> list[dict[int, int]]:

@@ -26,7 +26,7 @@ from weft.plan.program import Compute, Links, Op, Value
 from weft.plan.timeline import Timeline
 from weft.schedules import build
 from weft.simulate.clock import simulate
-from weft.simulate.makespan import makespan_s
+from weft.simulate.makespan import Times, makespan_s
 from weft.solve.mixed import MixedPricer, memory_of, owner
 from weft.solve.stages import arrange, balance, runs_bytes, runs_s, useful
 
@@ -38,12 +38,13 @@ STEADY = 4  # times the ranks: microbatches after which a schedule only repeats 
 
 @dataclass(frozen=True, slots=True)
 class Priced:
-    """A layout with its price and where its stages begin."""
+    """A layout with its price and where its stages begin. `smaller`: as `costs`, of the smaller of unequal microbatches."""
 
     layout: Layout
     prediction: Prediction
     sites: tuple[str, ...]
     costs: tuple[StageCost, ...]
+    smaller: tuple[StageCost, ...] = ()
 
 
 def price(pricer: Pricer, layout: Layout, sites: Sequence[str] = ()) -> Priced:
@@ -57,7 +58,9 @@ def price(pricer: Pricer, layout: Layout, sites: Sequence[str] = ()) -> Priced:
     sites = tuple(sites) if layout.num_stages > 1 else ()
     costs = pricer.stages(layout, sites)
     borders = [sum(_hand_over_s(pricer, layout, stage, to, values) for to, values in stage.sends) for stage in pricer.split(sites)[:-1]]
-    return Priced(layout, pricer.predict(layout, costs, borders), sites, costs)
+    _, lesser = pricer.smaller(layout)
+    smaller = lesser.stages(layout, sites) if lesser is not None else ()
+    return Priced(layout, pricer.predict(layout, costs, borders, smaller=smaller), sites, costs, smaller)
 
 
 def balanced(pricer: Pricer, layout: Layout) -> tuple[str, ...]:
@@ -171,20 +174,25 @@ def clocked(pricer: Pricer, priced: Priced, *, whole: bool = True) -> Priced:
     if layout.pipeline == 1:
         return priced
     connected = links(pricer.split(priced.sites))
-    forward, backward, weights = ([getattr(c, f"{part}_s") for c in priced.costs] for part in ("forward", "backward", "weight"))
-    sent = sends_s(pricer, priced)
+    times = _times(priced.costs, sends_s(pricer, priced))
+    lesser, smaller = pricer.smaller(layout)
+    others = (layout.microbatches - lesser, _times(priced.smaller, sends_s(smaller, priced))) if smaller is not None else None
 
     def seconds(microbatches: int) -> float:
-        return makespan_s(rows(replace(layout, microbatches=microbatches), connected), connected, forward, backward, sent, weights)
+        return makespan_s(rows(replace(layout, microbatches=microbatches), connected), connected, times, others)
 
     m, p = layout.microbatches, layout.pipeline
     few = STEADY * p + m % p
-    if whole or m < few + 3 * p:
+    if whole or smaller is not None or m < few + 3 * p:
         taken = seconds(m)
     else:
         more = seconds(few + p)
         taken = more + (m - few - p) / p * (more - seconds(few))
-    return replace(priced, prediction=pricer.predict(layout, priced.costs, (), taken))
+    return replace(priced, prediction=pricer.predict(layout, priced.costs, (), taken, priced.smaller))
+
+
+def _times(costs: Sequence[StageCost], sent: dict[tuple[int, int], float]) -> Times:
+    return Times([c.forward_s for c in costs], [c.backward_s for c in costs], sent, [c.weight_s for c in costs])
 
 
 def rows(layout: Layout, connected: Links) -> list[list[Compute]]:
@@ -235,10 +243,12 @@ def timeline(pricer: Pricer, priced: Priced) -> Timeline:
     layout = priced.layout
     connected = links(pricer.split(priced.sites))
     program = build(layout.schedule, layout.num_stages, layout.microbatches, connected, rendezvous=False, chunks=layout.chunks)
-    sent = sends_s(pricer, priced)
+    few, smaller = pricer.smaller(layout)
+    sent, sent_smaller = sends_s(pricer, priced), {} if smaller is None else sends_s(smaller, priced)
+    larger = layout.microbatches - few
 
     def compute_s(action: Compute) -> float:
-        cost = priced.costs[action.stage]
+        cost = (priced.costs if action.microbatch < larger else priced.smaller)[action.stage]
         if action.op in (Op.F, Op.R):
             return cost.forward_s
         return cost.weight_s if action.op is Op.W else cost.backward_s - cost.weight_s * (action.op is Op.I)
@@ -246,7 +256,8 @@ def timeline(pricer: Pricer, priced: Priced) -> Timeline:
     def transfer_s(value: Value, sender: int, receiver: int) -> float:
         if len(value.index) < 2:  # a stage's gradients, to its other replica: priced with the sums of gradients, after the last backward
             return 0.0
-        return sent.get((min(value.index[0], value.index[1]), max(value.index[0], value.index[1])), 0.0)
+        by_link = sent if value.index[2] < larger else sent_smaller
+        return by_link.get((min(value.index[0], value.index[1]), max(value.index[0], value.index[1])), 0.0)
 
     return simulate(program, compute_s, transfer_s)
 
