@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
 from weft.cli import run
 from weft.cluster.cluster import Cluster
 from weft.simulate.wires import wires
+
+SVG = "{http://www.w3.org/2000/svg}"
 
 
 def answer(words: list[str], capfd: pytest.CaptureFixture[str], code: int = 0) -> dict[str, Any]:
@@ -58,13 +62,66 @@ def test_steps_are_drawn(capfd: pytest.CaptureFixture[str]) -> None:
     assert answer(["draw", "tree", "--ranks", "4"], capfd)["steps"] == 4
 
 
+def test_closed_forms_take_over_where_programs_end(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same answer for 32 ranks by running programs and by forms."""
+    words = ["compare", "--ranks", "32", "--bytes", "1GB", "--cluster", "4xdgx-a100-80"]
+    by_programs = answer(words, capfd)
+    monkeypatch.setattr("weft.cli.collectives.MOST_RUN", 8)
+    by_forms = answer(words, capfd)
+    both = [{row["algorithm"]: row for row in found["algorithms"]} for found in (by_programs, by_forms)]
+    assert set(both[0]) == set(both[1])
+    for name, row in both[0].items():
+        off = {"naive": 0.25, "double_tree": 0.25}.get(name, 1e-6)
+        for key in ("time_s", "latency_s", "total_bytes", "mean_bytes", "busiest_bytes", "steps", "balance"):
+            assert both[1][name][key] == pytest.approx(row[key], rel=off if key in ("time_s", "latency_s") else 1e-6), (name, key)
+
+
+def test_sixteen_thousand_ranks(capfd: pytest.CaptureFixture[str]) -> None:
+    found = answer(["compare", "--ranks", "16384", "--bytes", "1GB", "--cluster", "2048xdgx-a100-80"], capfd)
+    rows = {row["algorithm"]: row for row in found["algorithms"]}
+    assert len(rows) == 8
+    assert rows["ring"]["steps"] == 2 * 16383
+    assert rows["tree"]["time_s"] > rows["hierarchical"]["time_s"] > 2 * 1e9 / 8 / 25e9
+    assert found["best"][0]["algorithm"] in ("recursive_doubling", "tree")
+    assert found["best"][-1]["library_s"] > 2 * (1 << 30) / 200e9
+
+
+def test_pictures(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Well-formed, with a line an algorithm, the winners' band and an arrow a message."""
+    target = tmp_path / "times.svg"
+    found = answer(["compare", "--ranks", "8", "--cluster", "2xdgx-a100-80", "-o", str(target)], capfd)
+    assert found["picture"] == str(target)
+    tree = ElementTree.parse(target)
+    words = [text.text for text in tree.iter(f"{SVG}text")]
+    names = {row["algorithm"] for row in found["algorithms"]}
+    assert names <= set(words)
+    assert "the library's own" in words
+    dashed = [line for line in tree.iter(f"{SVG}polyline") if line.get("stroke-dasharray")]
+    assert len(dashed) == 1
+    colour = {text.text: text.get("fill") for text in tree.iter(f"{SVG}text") if text.get("fill") != "#ffffff"}
+    band = [box.get("fill") for box in tree.iter(f"{SVG}rect")][1:]
+    # The least of all lines at the smallest and the largest size.
+    for box, row in ((band[0], found["best"][0]), (band[-1], found["best"][-1])):
+        name = row["algorithm"] if row["time_s"] <= row["library_s"] else "the library's own"
+        assert box == colour[name]
+    drawn = tmp_path / "ring.svg"
+    answer(["draw", "ring", "--ranks", "4", "-o", str(drawn)], capfd)
+    lines = [line for line in ElementTree.parse(drawn).iter(f"{SVG}polyline") if line.get("stroke-width") == "1.6"]
+    assert len(lines) == 24
+    pytest.importorskip("matplotlib")
+    assert answer(["draw", "tree", "--ranks", "4", "-o", str(tmp_path / "tree.png")], capfd)["proven"]
+    assert (tmp_path / "tree.png").read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["draw", "rign"], "did you mean ring?"),
         (["compare", "--collective", "all_reduse"], "did you mean all_reduce?"),
         (["compare", "--ranks", "64", "--cluster", "1xdgx-a100-80"], "has 8 devices; name more machines"),
-        (["compare", "--ranks", "4096"], "more than 512 ranks"),
+        (["compare", "--ranks", "4096", "--collective", "all_gather"], "more than 512 ranks"),
+        (["compare", "-o", "picture.pdf"], ".svg or .png"),
+        (["draw", "ring", "-o", "no/such/folder.svg"], "choose a folder that can be written to"),
         (["compare", "--bytes", "0"], "a byte or more"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,15 +13,23 @@ from weft.errors import UsageError
 
 if TYPE_CHECKING:
     from weft.cluster.cluster import Cluster
+    from weft.cost.collectives import Ways
     from weft.plan.program import Program, Value
-    from weft.simulate.messages import Traffic
+    from weft.report.canvas import Picture as Drawing
+    from weft.report.collectives import Arrow
+    from weft.simulate.messages import Message, Traffic
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Compare and draw collective algorithms.")
-MOST_RANKS = 512  # a ring has 2n(n-1) messages
+MOST_RUN = 64  # ranks up to which programs are run message by message: a ring has 2n(n-1) of them
+MOST_RANKS = 512  # of collectives that have no closed form
+EQUAL = (10e-6, 1 / 25e9)  # seconds of latency and a byte where no cluster is named
 SIZES = tuple(4**k * 1024 for k in range(1, 11))  # 4 KiB to 1 GiB
 Collective = Annotated[
     str, typer.Option("--collective", metavar="NAME", help="all_reduce, reduce_scatter, all_gather, broadcast, all_to_all.")
 ]
+
+
+Picture = Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the picture: .svg, or .png with matplotlib.")]
 
 
 @app.command()
@@ -31,15 +40,17 @@ def compare(
         str, typer.Option("--cluster", metavar="C", help="Whose links: a catalogue name with a count, or a TOML file.")
     ] = "",
     collective: Collective = "all_reduce",
+    target: Picture = None,
     as_json: options.Json = False,
 ) -> None:
     """Every algorithm on the same links: what it moves, in how many steps, how evenly, and how long it takes.
 
-    All of it is counted on the programs themselves. Without a cluster the links are equal: 25 GB/s, 10 us.
+    Up to 64 ranks all of it is counted on the programs themselves; all-reduce of more (16,384 and beyond) by closed forms that are held
+    against the programs. Without a cluster the links are equal: 25 GB/s, 10 us. What it costs to add is not in these times.
 
     \b
     Example:
-      weft collectives compare --ranks 64 --bytes 1GB --cluster 8xdgx-a100-80
+      weft collectives compare --ranks 64 --bytes 1GB --cluster 8xdgx-a100-80 -o picture.svg
     """
     with output(as_json) as out:
         from weft.units import parse_bytes
@@ -47,15 +58,26 @@ def compare(
         total = parse_bytes(size)
         if total < 1:
             raise UsageError(f"--bytes {size}: a tensor has a byte or more")
+        if target is not None:
+            from weft.report.canvas import check_suffix
+
+            check_suffix(target)
         machines = _machines(cluster, ranks)
-        known = _programs(collective, machines, ranks)
-        rows = [_row(name, program, total, machines) for name, program in known.items()]
-        best = {at: _best(known, at, machines) for at in SIZES}
-        _show(out, collective, ranks, total, machines, rows, best)
+        rows, times = (_by_forms if collective == "all_reduce" and ranks > MOST_RUN else _by_programs)(collective, machines, ranks, total)
+        best = {at: min(((name, row[i]) for name, row in times.items()), key=lambda item: item[1]) for i, at in enumerate(SIZES)}
+        library = _library(collective, machines, ranks)
+        _show(out, collective, ranks, total, machines, rows, best, library)
+        if target is not None:
+            _picture(collective, machines, ranks, times, library).write(target)
+            out.text(f"picture: {target}")
         out.answer({
             "collective": collective, "ranks": ranks, "bytes": total, "cluster": machines.name if machines else "",
             "algorithms": sorted(rows, key=lambda row: row["time_s"]),
-            "best": [{"bytes": at, "algorithm": name, "time_s": seconds} for at, (name, seconds) in best.items()],
+            "best": [
+                {"bytes": at, "algorithm": name, "time_s": seconds, "library_s": library[i] if library else None}
+                for i, (at, (name, seconds)) in enumerate(best.items())
+            ],
+            "picture": str(target) if target is not None else "",
         })  # fmt: skip
 
 
@@ -64,13 +86,14 @@ def draw(
     name: Annotated[str, typer.Argument(metavar="NAME", help="An algorithm, for example ring.", show_default=False)],
     ranks: Annotated[int, typer.Option("--ranks", min=1, max=64, metavar="N", help="Ranks that take part.")] = 4,
     collective: Collective = "all_reduce",
+    target: Picture = None,
     as_json: options.Json = False,
 ) -> None:
     """Show an algorithm's steps, proven: who sends which piece to whom; + where it is added.
 
     \b
     Example:
-      weft collectives draw ring --ranks 4
+      weft collectives draw ring --ranks 4 -o picture.svg
     """
     with output(as_json) as out:
         from weft.collectives import build
@@ -78,6 +101,10 @@ def draw(
         from weft.plan.program import Recv
         from weft.simulate.messages import Wire, deliver, num_steps
 
+        if target is not None:
+            from weft.report.canvas import check_suffix
+
+            check_suffix(target)
         program = build(collective, name, _levels(name, None, ranks))
         check(program)
         added: dict[tuple[int, int, Value], list[bool]] = {}  # of each receive, in order
@@ -87,28 +114,42 @@ def draw(
                     added.setdefault((action.source, rank, action.value), []).append(action.add)
         traffic = deliver(program, lambda _: 0.0, lambda *_: Wire(0.0, 0.0, (), 1.0))
         steps: dict[int, list[str]] = {}
+        arrows: list[Arrow] = []
         for m in sorted(traffic.messages, key=lambda m: (m.began_s, m.source)):
             flags = [added[m.source, m.target, value].pop(0) for value in m.values]
             sign = "+" if all(flags) else ""
             names = " ".join(map(str, m.values)) if len(m.values) < 4 else f"{m.values[0]} ... {m.values[-1]}"
             steps.setdefault(round(m.began_s) + 1, []).append(f"{m.source} -{sign}> {m.target}  {names}")
-        out.text(
-            f"{collective} by {name} of {program.num_ranks} ranks: {num_steps(program)} steps, {len(traffic.messages)} messages, proven"
-        )
+            if target is not None:
+                arrows.append(_arrow(m, all(flags)))
+        headline = f"{collective} by {name} of {program.num_ranks} ranks: {num_steps(program)} steps, {len(traffic.messages)} messages"
+        out.text(f"{headline}, proven")
         for step, lines in steps.items():
             out.text(f"step {step}")
             for line in lines:
                 out.text(f"  {line}")
+        if target is not None:
+            from weft.report.collectives import steps_picture
+
+            steps_picture(headline, program.num_ranks, arrows).write(target)
+            out.text(f"picture: {target}")
         out.answer({
             "collective": collective, "algorithm": name, "ranks": program.num_ranks, "proven": True, "steps": num_steps(program),
             "messages": len(traffic.messages), "actions": str(program).splitlines()[1:],
+            "picture": str(target) if target is not None else "",
         })  # fmt: skip
 
 
+def _arrow(message: Message, added: bool) -> Arrow:
+    from weft.report.collectives import Arrow
+
+    pieces = [",".join(map(str, value.index)) for value in message.values]
+    words = " ".join(pieces) if len(pieces) < 4 else f"{pieces[0]} .. {pieces[-1]}"
+    return Arrow(message.source, message.target, message.began_s, message.ended_s, added, words)
+
+
 def _machines(cluster: str, ranks: int) -> Cluster | None:
-    """The cluster, where one is named. Raises UsageError where it has fewer devices than ranks, or those are too many."""
-    if ranks > MOST_RANKS:
-        raise UsageError(f"--ranks {ranks}: programs of more than {MOST_RANKS} ranks are not compared, a ring of them has 2n(n-1) messages")
+    """The cluster, where one is named. Raises UsageError where it has fewer devices than ranks."""
     if not cluster:
         return None
     from weft.cluster.cluster import Cluster
@@ -151,29 +192,92 @@ def _traffic(program: Program, total: float, machines: Cluster | None) -> Traffi
 
     pieces = {value for held in (*program.given, *program.wants) for value in held}
     whole = total / len(pieces)
-    between = wires(machines) if machines is not None else lambda *_: Wire(10e-6, 1 / 25e9)
+    between = wires(machines) if machines is not None else lambda *_: Wire(*EQUAL)
     return deliver(program, lambda _: whole, between)
 
 
-def _row(name: str, program: Program, total: float, machines: Cluster | None) -> dict[str, Any]:
+Compared = tuple[list[dict[str, Any]], dict[str, list[float]]]  # a row an algorithm, and its seconds by SIZES
+
+
+def _by_programs(collective: str, machines: Cluster | None, ranks: int, total: float) -> Compared:
+    """Programs that are run message by message."""
     from weft.simulate.messages import num_steps
 
-    found = _traffic(program, total, machines)
+    if ranks > MOST_RANKS:
+        raise UsageError(
+            f"--ranks {ranks}: only all_reduce has closed forms; programs of more than {MOST_RANKS} ranks are not compared, "
+            "a ring of them has 2n(n-1) messages"
+        )
+    rows, times = [], {}
+    for name, program in _programs(collective, machines, ranks).items():
+        found = _traffic(program, total, machines)
+        rows.append(_row(name, ranks, found.seconds, _traffic(program, 0.0, machines).seconds, found.total_bytes, max(found.sent_bytes),
+                         num_steps(program), len(found.messages), found.balance))  # fmt: skip
+        times[name] = [_traffic(program, at, machines).seconds for at in SIZES]
+    return rows, times
+
+
+def _by_forms(collective: str, machines: Cluster | None, ranks: int, total: float) -> Compared:
+    """All-reduce programs in closed form."""
+    from weft.cost.collectives import FORMS, all_reduce_s
+    from weft.cost.traffic import moved
+
+    rows, times = [], {}
+    for name in FORMS:
+        inside = _levels(name, machines, ranks)
+        ways = _ways(machines, ranks, inside[0] if isinstance(inside, tuple) else 0)
+        about = moved(name, ranks, ways.inside)
+        rows.append(_row(name, ranks, all_reduce_s(name, total, ways), all_reduce_s(name, 0.0, ways), about.total * total,
+                         about.busiest * total, about.steps, about.messages, about.balance))  # fmt: skip
+        times[name] = [all_reduce_s(name, at, ways) for at in SIZES]
+    return rows, times
+
+
+def _ways(machines: Cluster | None, ranks: int, inside: int) -> Ways:
+    """The links of a group of the first `ranks` ranks, without what it costs to add, as the programs are run here."""
+    from dataclasses import replace
+
+    from weft.cost.collectives import Hop, Ways, ways
+    from weft.cost.network import Group
+
+    if machines is None:
+        hop = Hop(*EQUAL)
+        return Ways(hop, hop, inside, ranks // inside) if inside else Ways(hop, hop, ranks)
+    found = ways(machines, Group(ranks))
+    return replace(found, near=replace(found.near, add_byte_s=0.0, adding=()), far=replace(found.far, add_byte_s=0.0, adding=()))
+
+
+def _row(
+    name: str, ranks: int, seconds: float, latency_s: float, total: float, busiest: float, steps: int, messages: int, balance: float
+) -> dict[str, Any]:
     return {
-        "algorithm": name, "time_s": found.seconds, "total_bytes": found.total_bytes, "busiest_bytes": max(found.sent_bytes),
-        "steps": num_steps(program), "messages": len(found.messages), "balance": found.balance,
+        "algorithm": name, "time_s": seconds, "latency_s": latency_s, "total_bytes": total, "mean_bytes": total / ranks,
+        "busiest_bytes": busiest, "steps": steps, "messages": messages, "balance": balance,
     }  # fmt: skip
 
 
-def _best(known: dict[str, Program], at: float, machines: Cluster | None) -> tuple[str, float]:
-    times = {name: _traffic(program, at, machines).seconds for name, program in known.items()}
-    name = min(times, key=times.__getitem__)
-    return name, times[name]
+def _library(collective: str, machines: Cluster | None, ranks: int) -> list[float]:
+    """Seconds of the library's own by SIZES; empty without a cluster, or for a collective of which nothing is known."""
+    from weft.cost.network import FACTORS, Group, collective_s
+
+    if machines is None or collective not in FACTORS:
+        return []
+    return [collective_s(machines, collective, at, Group(ranks)) for at in SIZES]
+
+
+def _picture(collective: str, machines: Cluster | None, ranks: int, times: dict[str, list[float]], library: list[float]) -> Drawing:
+    from weft.report.collectives import times_picture
+
+    lines = {name: list(zip(SIZES, row, strict=True)) for name, row in times.items()}
+    if library:
+        lines["the library's own"] = list(zip(SIZES, library, strict=True))
+    where = machines.name if machines is not None else "equal links of 25 GB/s and 10 us"
+    return times_picture(f"{collective} over {ranks:,} ranks, {where}", lines, "the library's own")
 
 
 def _show(
     out: Output, collective: str, ranks: int, total: float, machines: Cluster | None, rows: list[dict[str, Any]],
-    best: dict[int, tuple[str, float]],
+    best: dict[int, tuple[str, float]], library: list[float],
 ) -> None:  # fmt: skip
     from weft.report.tables import Table
     from weft.units import format_bytes, format_seconds
@@ -181,16 +285,20 @@ def _show(
     where = machines.name if machines is not None else "equal links of 25 GB/s and 10 us"
     out.table(Table(
         f"{collective} of {format_bytes(total)} over {ranks} ranks, {where}",
-        ("algorithm", "time", "bytes in all", "from the busiest rank", "steps", "messages", "busiest / mean"),
+        ("algorithm", "time", "latency", "bytes in all", "a rank", "the busiest", "steps", "messages", "busiest / mean"),
         tuple(
-            (row["algorithm"], format_seconds(row["time_s"]), format_bytes(row["total_bytes"]), format_bytes(row["busiest_bytes"]),
-             str(row["steps"]), str(row["messages"]), f"{row['balance']:.2f}")
+            (row["algorithm"], format_seconds(row["time_s"]), format_seconds(row["latency_s"]), format_bytes(row["total_bytes"]),
+             format_bytes(row["mean_bytes"]), format_bytes(row["busiest_bytes"]), str(row["steps"]), str(row["messages"]),
+             f"{row['balance']:.2f}")
             for row in sorted(rows, key=lambda row: row["time_s"])
         ),
-        right=(1, 2, 3, 4, 5, 6),
+        right=(1, 2, 3, 4, 5, 6, 7, 8),
     ))  # fmt: skip
     out.table(Table(
-        "the fastest by size", ("bytes", "algorithm", "time"),
-        tuple((format_bytes(at), name, format_seconds(seconds)) for at, (name, seconds) in best.items()),
-        right=(0, 2),
+        "the fastest by size", ("bytes", "algorithm", "time", *(("the library's own",) if library else ())),
+        tuple(
+            (format_bytes(at), name, format_seconds(seconds), *((format_seconds(library[i]),) if library else ()))
+            for i, (at, (name, seconds)) in enumerate(best.items())
+        ),
+        right=(0, 2, 3),
     ))  # fmt: skip

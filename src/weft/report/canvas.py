@@ -1,0 +1,148 @@
+"""A picture of lines, boxes and words. In: shapes in pixels, from the upper left corner. Out: SVG, or PNG where matplotlib is installed.
+
+The SVG is self-contained: no script, no font or file from elsewhere. Every word is escaped. Not modelled: anything that moves.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+from weft.errors import UsageError
+
+SUFFIXES = (".svg", ".png")
+INK, PALE, GRID = "#3b3b40", "#6b6b72", "#dcdce2"
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Straight lines through `points`; `arrow` at the last one."""
+
+    points: tuple[tuple[float, float], ...]
+    colour: str = GRID
+    width: float = 1.0
+    dashed: bool = False
+    arrow: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A filled rectangle."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    colour: str
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """A line of text; `anchor` start, middle or end at x, its foot at y."""
+
+    x: float
+    y: float
+    text: str
+    anchor: str = "start"
+    size: float = 12.0
+    colour: str = INK
+    bold: bool = False
+
+
+Shape = Line | Box | Words
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """Shapes on white; the first lies lowest."""
+
+    width: float
+    height: float
+    shapes: tuple[Shape, ...]
+    title: str = ""
+
+    def svg(self) -> str:
+        """One `<svg>` element."""
+        size = f'width="{self.width:g}" height="{self.height:g}" viewBox="0 0 {self.width:g} {self.height:g}"'
+        style = "font-family:system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif"
+        head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" style="{style}"><title>{escape(self.title)}</title>'
+        back = f'<rect width="{self.width:g}" height="{self.height:g}" fill="#ffffff"/>'
+        return "\n".join([head, back, *map(_element, self.shapes), "</svg>"])
+
+    def png(self, scale: float = 2.0) -> bytes:
+        """The same as pixels, `scale` of them for each of the picture's.
+
+        Raises:
+            UsageError: matplotlib is not installed.
+        """
+        try:
+            from matplotlib.backends.backend_agg import FigureCanvasAgg
+            from matplotlib.figure import Figure
+        except ImportError:
+            raise UsageError("a .png needs matplotlib, which is not installed; name the picture .svg, or pip install matplotlib") from None
+        figure = Figure(figsize=(self.width / 100, self.height / 100), dpi=100 * scale, facecolor="white")
+        FigureCanvasAgg(figure)
+        axes = figure.add_axes((0, 0, 1, 1))
+        axes.set_xlim(0, self.width)
+        axes.set_ylim(self.height, 0)
+        axes.axis("off")
+        point = 72 / 100  # points of type a pixel
+        for shape in self.shapes:
+            if isinstance(shape, Line):
+                xs, ys = zip(*shape.points, strict=True)
+                axes.plot(xs, ys, color=shape.colour, linewidth=shape.width * point, linestyle=(0, (5, 3)) if shape.dashed else "-")
+                if shape.arrow:
+                    look = {"arrowstyle": "->", "color": shape.colour, "linewidth": shape.width * point, "shrinkA": 0, "shrinkB": 0}
+                    axes.annotate("", shape.points[-1], shape.points[-2], arrowprops=look)
+            elif isinstance(shape, Box):
+                axes.fill_between([shape.x, shape.x + shape.width], shape.y, shape.y + shape.height, color=shape.colour, linewidth=0)
+            else:
+                align = {"start": "left", "middle": "center", "end": "right"}[shape.anchor]
+                axes.text(shape.x, shape.y, shape.text.replace("$", r"\$"), size=shape.size * point, color=shape.colour, ha=align,
+                          va="baseline", weight="bold" if shape.bold else "normal")  # fmt: skip
+        out = io.BytesIO()
+        figure.savefig(out, format="png", dpi=100 * scale)
+        return out.getvalue()
+
+    def write(self, target: Path) -> None:
+        """Into `target`, by its suffix.
+
+        Raises:
+            UsageError: another suffix than .svg and .png, a file that cannot be written, no matplotlib for a .png.
+        """
+        check_suffix(target)
+        data = self.png() if target.suffix == ".png" else (self.svg() + "\n").encode()
+        try:
+            target.write_bytes(data)
+        except OSError as error:
+            raise UsageError(f"cannot write {target}: {error.strerror}; choose a folder that can be written to") from None
+
+
+def check_suffix(target: Path) -> None:
+    """Raise UsageError for a picture that is neither .svg nor .png."""
+    if target.suffix not in SUFFIXES:
+        raise UsageError(f"-o {target}: a picture is written as {' or '.join(SUFFIXES)}; name the file so")
+
+
+def _element(shape: Shape) -> str:
+    if isinstance(shape, Box):
+        return f'<rect x="{shape.x:.1f}" y="{shape.y:.1f}" width="{shape.width:.1f}" height="{shape.height:.1f}" fill="{shape.colour}"/>'
+    if isinstance(shape, Words):
+        weight = ' font-weight="600"' if shape.bold else ""
+        place = f'x="{shape.x:.1f}" y="{shape.y:.1f}" text-anchor="{shape.anchor}"'
+        return f'<text {place} font-size="{shape.size:g}" fill="{shape.colour}"{weight}>{escape(shape.text)}</text>'
+    points = [*shape.points, *(_head(shape.points) if shape.arrow else ())]
+    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+    dashes = ' stroke-dasharray="5 3"' if shape.dashed else ""
+    return f'<polyline points="{path}" fill="none" stroke="{shape.colour}" stroke-width="{shape.width:g}"{dashes}/>'
+
+
+def _head(points: Sequence[tuple[float, float]], length: float = 6.0) -> list[tuple[float, float]]:
+    """An arrow's two barbs, drawn on from its point and back."""
+    (ax, ay), (bx, by) = points[-2:]
+    far = ((bx - ax) ** 2 + (by - ay) ** 2) ** 0.5 or 1.0
+    ux, uy = (bx - ax) / far * length, (by - ay) / far * length
+    return [(bx - ux - uy / 2, by - uy + ux / 2), (bx, by), (bx - ux + uy / 2, by - uy - ux / 2)]
