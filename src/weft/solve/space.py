@@ -194,7 +194,10 @@ class Space:
         threads = self._threads(data * tensor * pipeline)
         sequences = [s for s in (("off", "on") if tensor > 1 else ("off",)) if self.admits("sequence_parallel", s)]
         experts = [e for e in divisors(data) if e <= self.experts and self.experts % e == 0 and self.admits("expert", e)]
-        for microbatches in divisors(self.batch_size // data):
+        each = self.batch_size // data
+        # Unequal microbatches only where they are asked for: as many as divide the batch are about as good.
+        named = {int(c.value) for c in self.constraints if c.key == "microbatches" and c.relation == "="}
+        for microbatches in sorted({*divisors(each), *(m for m in named if m <= each)}):
             if microbatches > MOST_MICROBATCHES or not self.admits("microbatches", microbatches):
                 continue
             for precision in precisions:
