@@ -6,6 +6,7 @@ import difflib
 from dataclasses import dataclass, fields
 
 from weft.errors import LayoutError
+from weft.plan.compression import Compression, refuse_compression
 from weft.plan.mesh import Mesh
 
 SCHEDULES = ("sequential", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "chimera", "gems-mast", "gems-master")
@@ -37,7 +38,7 @@ class Layout:
     """Sizes of every axis and the choices that go with them.
 
     `chunks`: stages of each pipeline rank (interleaved; of zb-v always 2). `expert`: data replicas among which the experts of a layer
-    are spread. `threads=0` shares the machine's cores among its ranks.
+    are spread. `threads=0` shares the machine's cores among its ranks. `compress`: how gradients travel, a `Compression`.
     """
 
     data: int = 1
@@ -52,6 +53,7 @@ class Layout:
     chunks: int = 1
     expert: int = 1
     sequence_parallel: str = "off"
+    compress: str = "none"
     offload: str = "none"
 
     def __post_init__(self) -> None:
@@ -77,6 +79,10 @@ class Layout:
             raise LayoutError(f"chunks={self.chunks} needs schedule=interleaved, and this is {self}")
         if self.data % self.expert:
             raise LayoutError(f"expert={self.expert} does not divide data={self.data}, over whose replicas experts are spread")
+        if self.compress != "none":
+            object.__setattr__(self, "compress", str(Compression.parse(self.compress)))  # in one form
+            if reason := refuse_compression(self.compress, self.data, self.zero):
+                raise LayoutError(reason)
 
     def not_built(self) -> dict[str, tuple[int | str, ...]]:
         """The choices that can be planned and priced but that no run has yet, by key, with those that it has."""

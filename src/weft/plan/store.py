@@ -46,6 +46,7 @@ _WORDS = {
     "expert": "replicas among which the experts of a layer are spread",
     "sequence_parallel": f"norms and residuals cut along the sequence over tensor: {', '.join(CHOICES['sequence_parallel'])}",
     "offload": f"kept in the host's memory: {', '.join(CHOICES['offload'])}",
+    "compress": "gradients on their way between replicas: none, bfloat16, int8, topk:FRACTION",
 }
 
 

@@ -23,6 +23,7 @@ from weft.model.graph import Graph
 from weft.model.nesting import BatchForm, batch_size_of
 from weft.model.propagate import needs_gradient
 from weft.model.work import model_flops
+from weft.plan.compression import Compression
 from weft.plan.microbatches import microbatch_sizes, sizes_of_part
 from weft.plan.placement import piece
 from weft.plan.plan import Memory, Plan
@@ -39,6 +40,7 @@ from weft.run.optimizer import Optimizer, OptimizerSpec
 from weft.run.parameters import share
 from weft.run.prepare import prepared
 from weft.run.replicas import Replicas
+from weft.run.rests import Rests
 from weft.run.sizes import Sized
 from weft.run.stage import StageRunner
 from weft.run.state import full_state, full_tensors, gradient_pieces, input_gradients, pieces_of
@@ -115,7 +117,9 @@ class Engine:
         self._by_size: dict[int, tuple[dict[int, StageRunner], Crossings]] = {}
         self._executors: dict[tuple[int, ...], Executor] = {}
         reduces = any(isinstance(a, Manage) and a.op is ManageOp.REDUCE_GRAD for row in self.parts.program.actions for a in row)
-        self.gradients = Gradients(self.parts.groups, self.parts.parameters, sums, plan.layout.zero > 0, reduces)
+        compress = Compression.parse(plan.layout.compress)
+        self.gradients = Gradients(self.parts.groups, self.parts.parameters, sums, plan.layout.zero > 0, reduces, compress)
+        self._rests = Rests(self.gradients.compressed.values(), plan.layout, world.rank)
         self._executor = self._executor_of(plan.microbatch_sizes)
         moves = plan.layout.offload in ("optimizer", "all")
         self._optimizer = Optimizer(self.spec, self.parts.groups, sums, self._everyone, plan.layout.zero > 0, moves)
@@ -130,7 +134,7 @@ class Engine:
         parts, optimizer = self.parts, self._optimizer
         self.memory.assign("buffers", parts.buffers.values())
         self.memory.assign(HOST if optimizer.offload else "optimizer", optimizer.own_tensors())
-        self.memory.assign("gradients", (group.grad for group in parts.groups))
+        self.memory.assign("gradients", [*(group.grad for group in parts.groups), *self._rests.tensors])
         self.memory.assign("parameters", [*parts.parameters.values(), *(group.data for group in parts.groups)])
         self.memory.forget_peak()
         self.memory.check(self.world.rank)
@@ -397,8 +401,9 @@ class Engine:
         return sizes, out
 
     def pieces(self) -> list[Piece]:
-        """This rank's parameters, buffers, optimizer state and counters, where they lie in the whole model; for checkpoints."""
-        return pieces_of(self.parts, self._optimizer, self.mesh.coordinates(self.world.rank), self._counters)
+        """This rank's parameters, buffers, optimizer state, counters and what compressed gradients have not sent; for checkpoints."""
+        found = pieces_of(self.parts, self._optimizer, self.mesh.coordinates(self.world.rank), self._counters)
+        return [*found, *self._rests.pieces(self.step_index)]
 
     def full_state_dict(self) -> dict[str, Tensor] | None:
         """Parameters and buffers of the whole model under the model's own names (tied ones under each), on rank 0; None elsewhere."""
@@ -432,8 +437,10 @@ class Engine:
         Raises:
             CheckpointError: nothing to load, damaged, or of another model; then nothing has been changed.
         """
-        extra = checkpoint.load(folder, self.pieces(), self.world)
+        wanted = pieces_of(self.parts, self._optimizer, self.mesh.coordinates(self.world.rank), self._counters)
+        extra = checkpoint.load(folder, [*wanted, *self._rests.pieces(-1)], self.world)
         self._optimizer.load_parameters()
         self.step_index = int(self._counters["step"])
+        self._rests.loaded(self.step_index)
         self._optimizer.set_steps(self.step_index)
         return extra

@@ -7,6 +7,9 @@ same ones in the same order, whatever autograd does. A parameter whose gradient 
 With ZeRO-1 (Rajbhandari et al. 2020) a bucket is reduced and scattered: each rank gets the sum of its own piece, where that piece
 lies, half of an all-reduce's bytes; what lies beside it is this rank's alone until `gather` is called. From stage 2 on no rank keeps a
 whole gradient: a bucket has memory from its first gradient until it is scattered, in every backward anew, and the pieces add up.
+
+Compressed gradients (`run.compressed`) take two phases. The second of a bucket follows the first of the next, whatever has arrived by then,
+so that it is the same on all ranks; where a rank of another stage takes part, which may be waiting for this one, it follows backward.
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from weft.plan.compression import Compression
+from weft.run.compressed import DTYPES, Compressed
 from weft.run.parameters import Bucket, FlatGroup
 from weft.run.scattered import Scattered
 from weft.world.world import Group, Work
@@ -26,7 +31,8 @@ class Gradients:
     """Collects the gradients of one rank's parameters over a step's microbatches and sums them over ranks.
 
     Call `begin(...)` before each action that adds to gradients, with the names of those that it completes, `finish()` after the last, and
-    `wait()`; gradients then lie in the flat groups. `by_program`: what ZeRO scatters is scattered when `reduce` says so.
+    `wait()`; gradients then lie in the flat groups. `by_program`: what ZeRO scatters is scattered when `reduce` says so. `compress`: how
+    what is summed whole, or scattered from whole gradients, travels.
     """
 
     def __init__(
@@ -36,6 +42,7 @@ class Gradients:
         sums: Sequence[Group | None],
         sharded: bool = False,
         by_program: bool = False,
+        compress: Compression | None = None,
     ) -> None:
         self.groups, self.parameters = list(groups), parameters
         self._sums, self._sharded = list(sums), sharded
@@ -51,6 +58,11 @@ class Gradients:
         self._next = 0
         self._works: list[Work] = []
         self.exchange = True
+        # By place in the order; and those of this step that were started, that are met, in that order.
+        self.compressed = {k: made for k, (g, bucket) in enumerate(self._order) if (made := self._compress(compress, g, bucket))}
+        self._started: list[Compressed] = []
+        self._met: list[Compressed] = []
+        self.before: dict[int, Tensor] | None = None  # where it is a dictionary, copies of what is compressed, by place in the order
         self._scattered = {
             number: Scattered(group, over, not by_program)
             for number, (group, over) in enumerate(zip(groups, sums, strict=True))
@@ -59,6 +71,12 @@ class Gradients:
         self._scatters = {member.name: one for number, one in self._scattered.items() for member in groups[number].members}
         for name in (*self._views, *self._scatters):
             self._hook(name)
+
+    def _compress(self, how: Compression | None, number: int, bucket: Bucket) -> Compressed | None:
+        over, group = self._sums[number], self.groups[number]
+        if how is None or how.kind == "none" or over is None or over.size == 1 or group.grad.dtype not in DTYPES:
+            return None
+        return Compressed(how, group, bucket, over, self._sharded)
 
     def _hook(self, name: str) -> None:
         # Through a parameter's hook no garbage collector sees; one that held this would keep all parameters for ever.
@@ -139,10 +157,25 @@ class Gradients:
         if over is None or over.size == 1 or not self.exchange:
             return
         whole = group.grad[bucket.start : bucket.stop]
-        if self._sharded:
+        if (compressed := self.compressed.get(self._next)) is not None:
+            if self.before is not None:
+                self.before[self._next] = whole.clone()
+            compressed.start()
+            self._meet(backward=True)
+            self._started.append(compressed)
+        elif self._sharded:
             self._works.append(over.reduce_scatter_into(whole.view(over.size, -1)[over.index], whole, wait=False))
         else:
             self._works.append(over.all_reduce(whole, wait=False))
+
+    def _meet(self, backward: bool) -> None:
+        """The next phase of what was started before."""
+        waiting = [one for one in self._started if backward and not one.early]
+        for one in self._started:
+            if one.early or not backward:
+                one.meet()
+                self._met.append(one)
+        self._started = waiting
 
     def finish(self) -> None:
         """After the last backward: launch what is left, in order."""
@@ -154,9 +187,13 @@ class Gradients:
 
     def wait(self) -> None:
         """Wait for all sums."""
+        self._meet(backward=False)
         for work in self._works:
             work.wait()
         self._works.clear()
+        for compressed in self._met:
+            compressed.finish()
+        self._met.clear()
         for scattered in self._scattered.values():
             scattered.wait()
 

@@ -5,9 +5,10 @@ each with its share of the cores or fewer, and only what a run has built (`Layou
 many as the batch lets, where it does not divide, and everything that can be priced.
 
 Each layout is there once, in one form: no sequence parallelism without tensor ranks, no ZeRO without replicas, no schedule without a
-pipeline, no experts spread where the model has none. A `frame` is what operators' seconds depend on; `variants` are its schedules
-and what trades time for memory. Not searched: microbatch counts beyond `MOST_MICROBATCHES`, chunks beyond `MOST_CHUNKS` or of uneven
-size, more stages than layers and float64 unless they are asked for.
+pipeline, no experts spread where the model has none. Gradients are compressed only where a constraint says so, since that changes the
+result. A `frame` is what operators' seconds depend on; `variants` are its schedules and what trades time for memory. Not searched:
+microbatch counts beyond `MOST_MICROBATCHES`, chunks beyond `MOST_CHUNKS` or of uneven size, more stages than layers and float64 unless
+they are asked for.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from dataclasses import dataclass, fields, replace
 
 from weft.cluster.cluster import Cluster
 from weft.errors import Infeasible, UsageError
+from weft.plan.compression import Compression, refuse_compression
 from weft.plan.layout import BOTH_WAYS, CHOICES, RUNS, Layout, chunks_of, refuse_sizes
 
 MOST_MICROBATCHES = 512
@@ -78,6 +80,9 @@ def parse_constraints(text: str) -> tuple[Constraint, ...]:
         else:
             if relation not in ("=", "!="):
                 raise UsageError(f"constraint {word}: {key} is a word; use {key}=... or {key}!=...")
+            if key == "compress":
+                found.append(Constraint(key, relation, str(Compression.parse(given))))
+                continue
             if given not in CHOICES[key]:
                 near = difflib.get_close_matches(given, CHOICES[key], n=1, cutoff=0.5)
                 hint = f" (did you mean {near[0]}?)" if near else ""
@@ -86,7 +91,9 @@ def parse_constraints(text: str) -> tuple[Constraint, ...]:
     for key in {c.key for c in found}:
         mine = [c for c in found if c.key == key]
         values: Sequence[int | str]
-        if key in CHOICES:
+        if key == "compress":
+            values = ["none", *(c.value for c in mine)]
+        elif key in CHOICES:
             values = CHOICES[key]
         else:
             limits = [c.value for c in mine if isinstance(c.value, int)]
@@ -154,6 +161,11 @@ class Space:
                 have = " or ".join(f"{key}={value}" for value in built)
                 raise Infeasible(f"{' '.join(map(str, mine))} is planned and priced, but not built yet for running here; use {have}")
 
+    @property
+    def compress(self) -> str:
+        """How gradients are compressed: as a constraint names it."""
+        return next((str(c.value) for c in self.constraints if c.key == "compress" and c.relation == "="), "none")
+
     def asked(self, key: str, value: int | str) -> bool:
         """Whether a constraint names exactly this value."""
         return any(c.key == key and c.relation == "=" and c.value == value for c in self.constraints)
@@ -174,9 +186,11 @@ class Space:
             if given and self.cluster.num_devices > 16 and not self.fewer:
                 return
             for data, tensor, pipeline in self._meshes(ranks):
+                if not self.admits("compress", self.compress) or refuse_compression(self.compress, data, 0):
+                    continue
                 for layout in self._frames(data, tensor, pipeline, precisions):
                     given = True
-                    yield layout
+                    yield replace(layout, compress=self.compress) if self.compress != "none" else layout
 
     def _meshes(self, ranks: int) -> Iterator[tuple[int, int, int]]:
         for tensor in divisors(ranks):
@@ -257,6 +271,8 @@ class Space:
         for offload in CHOICES["offload"]:
             for recompute in CHOICES["recompute"]:
                 for zero in (0, 1, 2, 3) if layout.data > 1 else (0,):
+                    if refuse_compression(layout.compress, layout.data, zero):
+                        continue
                     if self.admits("zero", zero) and self.admits("recompute", recompute) and self.admits("offload", offload):
                         yield replace(layout, zero=zero, recompute=recompute, offload=offload)
 

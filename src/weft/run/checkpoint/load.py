@@ -19,7 +19,7 @@ from weft.errors import CheckpointError
 from weft.run.checkpoint import disk
 from weft.run.checkpoint.folder import Saved, Warn, committed, read_manifest
 from weft.run.checkpoint.manifest import MANIFEST, Manifest, StoredTensor
-from weft.run.checkpoint.piece import DTYPES, KINDS, Piece, label, whole
+from weft.run.checkpoint.piece import DTYPES, KINDS, OPTIONAL, Piece, label, whole
 from weft.run.checkpoint.save import warn_python
 from weft.run.checkpoint.tensorfile import Reader
 from weft.run.checkpoint.together import Alone, Together, first_failed, from_first
@@ -135,7 +135,7 @@ def _match(path: Path, manifest: Manifest, wanted: Sequence[Piece], together: To
     for piece in wanted:
         at = number.get(piece.key)
         if at is None:
-            absent += [piece.label] * (piece.kind != "random")
+            absent += [piece.label] * (piece.kind not in OPTIONAL)
             continue
         used[at], stored = 1, manifest.tensors[at]
         dtype, shape = DTYPES[stored.dtype], tuple(stored.shape)
@@ -153,7 +153,9 @@ def _match(path: Path, manifest: Manifest, wanted: Sequence[Piece], together: To
     num_absent, converted = every
     kinds = {"parameter", "buffer"} | {kind for kind, hit in zip(KINDS, asked, strict=True) if hit}
     surplus = [
-        label(stored.key) for stored, hit in zip(manifest.tensors, used, strict=True) if not hit and stored.kind in kinds - {"random"}
+        label(stored.key)
+        for stored, hit in zip(manifest.tensors, used, strict=True)
+        if not hit and stored.kind in kinds.difference(OPTIONAL)
     ]
     why = []
     if num_absent:

@@ -1,0 +1,104 @@
+"""How gradients are compressed on the way between ranks. In: the word of a layout, `int8`. Out: `Compression`, and bytes of its messages.
+
+Lossy: the run that compresses is another than the serial one. What a rank does not send it keeps and adds to its next gradients (error
+feedback: Seide et al. 2014; Karimireddy et al. 2019; for top-k Stich et al. 2018), so that nothing is lost, only late; bfloat16 keeps
+nothing back, as mixed-precision training rounds. Not modelled: entropy coding, low rank.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from dataclasses import dataclass
+
+from weft.errors import LayoutError
+
+KINDS = ("none", "bfloat16", "int8", "topk")
+BLOCK = 512  # elements that share one scale of int8: 0.8 % more bytes, and one large element spoils few others
+FRACTION = 0.01  # of a bucket that top-k sends where nothing is said, as Aji and Heafield (2017)
+_SCALE_BYTES = 4
+_INDEX_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Compression:
+    """One way of compressing. `fraction`: part of the elements that `topk` sends; 0 with the others."""
+
+    kind: str = "none"
+    fraction: float = 0.0
+
+    @classmethod
+    def parse(cls, word: str) -> Compression:
+        """Read `none`, `bfloat16`, `int8`, `topk` (a hundredth) or `topk:0.05`.
+
+        Raises:
+            LayoutError: another word (names the nearest), or a fraction that is none.
+
+        >>> str(Compression.parse("topk")), Compression.parse("int8").keeps
+        ('topk:0.01', True)
+        """
+        kind, colon, number = word.partition(":")
+        if kind not in KINDS or (colon and kind != "topk"):
+            near = difflib.get_close_matches(kind, KINDS, n=1, cutoff=0.5)
+            hint = f" (did you mean {near[0]}?)" if near else ""
+            raise LayoutError(f"compress={word} is unknown{hint}; use one of none, bfloat16, int8, topk, topk:FRACTION")
+        if kind != "topk":
+            return cls(kind)
+        try:
+            fraction = float(number) if colon else FRACTION
+        except ValueError:
+            fraction = math.nan
+        if not 0 < fraction <= 1:
+            raise LayoutError(f"compress={word}: {number or 'nothing'} is no fraction above 0 and at most 1; use compress=topk:{FRACTION}")
+        return cls(kind, fraction)
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.fraction:.12g}" if self.kind == "topk" else self.kind
+
+    @property
+    def keeps(self) -> bool:
+        """Whether what is not sent is kept for the next step."""
+        return self.kind in ("int8", "topk")
+
+    def sent(self, num_elements: int) -> int:
+        """Elements of `num_elements` that a message holds.
+
+        >>> Compression.parse("topk:0.1").sent(25), Compression.parse("int8").sent(25)
+        (3, 25)
+        """
+        return max(1, math.ceil(self.fraction * num_elements)) if self.kind == "topk" and num_elements else num_elements
+
+    def message_bytes(self, num_elements: int, width: int = 4) -> int:
+        """Bytes of a message of `num_elements`, of `width` bytes each uncompressed.
+
+        bfloat16: 2 an element. int8: 1, and a scale of 4 for each block. topk: the chosen elements as they are, and 4 for where each is.
+
+        >>> [Compression.parse(word).message_bytes(1000) for word in ("none", "bfloat16", "int8", "topk")]
+        [4000, 2000, 1008, 80]
+        """
+        match self.kind:
+            case "bfloat16":
+                return 2 * num_elements
+            case "int8":
+                return num_elements + _SCALE_BYTES * -(-num_elements // BLOCK)
+            case "topk":
+                return self.sent(num_elements) * (width + _INDEX_BYTES)
+        return width * num_elements
+
+
+def refuse_compression(compress: str, data: int, zero: int) -> str:
+    """Why gradients cannot be compressed in such a layout; empty where they can.
+
+    >>> refuse_compression("int8", 2, 1)
+    ''
+    """
+    if compress == "none":
+        return ""
+    if data < 2:
+        return f"compress={compress} is for gradients between replicas, and data={data} has none; use data=2 or more, or compress=none"
+    if zero >= 2:
+        return (
+            f"compress={compress} with zero={zero}: it compresses whole gradients, which zero={zero} is there to avoid; use zero=1, or "
+            "compress=none"
+        )
+    return ""

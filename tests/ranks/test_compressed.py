@@ -1,0 +1,290 @@
+"""Compressed gradients against the same algorithm in numpy over all ranks, the conservation of what is not sent, and bytes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import weft
+from weft.plan.layout import Layout
+from weft.world.world import Group, World
+
+BLOCK = 512
+STEPS = 4
+
+
+class Tied(torch.nn.Module):
+    """Its first weights are read again at the end, so that of two stages both have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(33, 71)
+        self.middle = torch.nn.ModuleList([torch.nn.Linear(71, 71) for _ in range(3)])
+        self.last = torch.nn.Linear(33, 71, bias=False)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        for layer in self.middle:
+            x = x + torch.tanh(layer(x))
+        return x @ self.last.weight
+
+
+def _plain() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(33, 71), torch.nn.Tanh(), torch.nn.Linear(71, 3))
+
+
+def _loss(output: torch.Tensor, batch: Any) -> torch.Tensor:
+    return (output - 1).square().mean()
+
+
+def _batch(step: int, dtype: torch.dtype) -> tuple[torch.Tensor]:
+    return (torch.randn(12, 33, generator=torch.Generator().manual_seed(step), dtype=torch.float64).to(dtype),)
+
+
+def _dtype(layout: str) -> torch.dtype:
+    return torch.float64 if "float64" in layout else torch.float32
+
+
+def _run(world: World, layout: str, tied: bool, steps: int = STEPS, forgets: bool = False) -> dict[str, Any]:
+    """Steps under a layout. By bucket: its gradients before the exchange and after, step by step, its members and what was not sent."""
+    bytes_of: Counter[str] = Counter()
+    for name, counted in (("all_reduce", 0), ("reduce_scatter_into", 1), ("all_gather_into", 0), ("exchange_into", 1)):
+        real = getattr(Group, name)
+
+        def wrapped(self: Group, *args: Any, real: Any = real, name: str = name, counted: int = counted, **kwargs: Any) -> Any:
+            if args[counted].dtype is torch.uint8 and args[counted].numel() > 1:
+                bytes_of[name] += args[counted].nbytes
+            return real(self, *args, **kwargs)
+
+        setattr(Group, name, wrapped)
+    engine = weft.parallelize(Tied if tied else _plain, _batch(0, _dtype(layout)), loss=_loss, plan=layout, seed=0, world=world)
+    gradients = engine.gradients
+    found: dict[int, dict[str, Any]] = {}
+    for k in gradients.compressed:
+        number, bucket = gradients._order[k]
+        found[k] = {"ranks": gradients._sums[number].ranks, "names": bucket.names, "before": [], "after": []}
+    for step in range(steps):
+        gradients.before = {}
+        bytes_of.clear()
+        engine.forward_backward(_batch(step, _dtype(layout)))
+        sent = dict(bytes_of)
+        engine.gradients.gather()
+        for k, one in gradients.compressed.items():
+            found[k]["before"].append(gradients.before[k])
+            found[k]["after"].append(one._whole.clone())
+            if forgets:
+                for x in one.rests.values():
+                    x.zero_()
+        engine.update()
+    for k, one in gradients.compressed.items():
+        found[k]["rests"] = {name: x.clone() for name, x in one.rests.items()}
+    return {"buckets": list(found.values()), "sent": sent}
+
+
+def _narrow(x: np.ndarray) -> np.ndarray:
+    """Rounded to bfloat16, ties to even."""
+    bits = x.astype(np.float32).view(np.uint32)
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
+    return bits.view(np.float32).astype(x.dtype)
+
+
+def _through(kind: str, x: np.ndarray) -> np.ndarray:
+    """What arrives of `x`."""
+    word, _, fraction = kind.partition(":")
+    out = np.zeros_like(x)
+    if word == "bfloat16":
+        return _narrow(x)
+    if word == "topk":
+        chosen = np.argsort(-np.abs(x), kind="stable")[: int(np.ceil(float(fraction) * len(x)))]
+        out[chosen] = x[chosen]
+        return out
+    for start in range(0, len(x), BLOCK):
+        part = x[start : start + BLOCK]
+        scale = (np.abs(part).max() / part.dtype.type(127)).astype(np.float32)
+        by = part.dtype.type(scale if scale > 0 else 1)
+        out[start : start + BLOCK] = np.clip(np.rint(part / by), -127, 127) * part.dtype.type(scale)
+    return out
+
+
+class Reference:
+    """One bucket's exchange over all ranks, in one process."""
+
+    def __init__(self, kind: str, num: int, zero: int) -> None:
+        self.kind, self.num, self.zero = kind, num, zero
+        self.rests: list[Any] = [0.0] * num
+        self.rests_of_sums: list[Any] = [0.0] * num
+
+    def step(self, gradients: list[np.ndarray]) -> np.ndarray:
+        keeps = self.kind != "bfloat16"
+        size = len(gradients[0])
+        whole = self.kind.startswith("topk") and not self.zero
+        length = size if whole else -(-size // self.num)
+        pieces = 1 if whole else self.num
+        padded = [np.pad(g, (0, pieces * length - size)) for g in gradients]
+        arrived = []
+        for i, g in enumerate(padded):
+            wants = g + self.rests[i] if keeps else g
+            sent = np.concatenate([_through(self.kind, wants[p * length : (p + 1) * length]) for p in range(pieces)])
+            self.rests[i] = wants - sent
+            arrived.append(sent)
+        total = np.zeros_like(arrived[0])
+        for sent in arrived:
+            total = total + sent
+        if whole or self.zero:
+            return total[:size]
+        out = []
+        for p in range(pieces):
+            part = total[p * length : (p + 1) * length]
+            wants = part + self.rests_of_sums[p] if keeps else part
+            sent = _through(self.kind, wants)
+            self.rests_of_sums[p] = wants - sent
+            out.append(sent)
+        return np.concatenate(out)[:size]
+
+
+def _by_group(results: list[dict[str, Any]]) -> dict[tuple[Any, ...], dict[int, dict[str, Any]]]:
+    """Buckets by the ranks that share them and what they hold, then by rank."""
+    found: dict[tuple[Any, ...], dict[int, dict[str, Any]]] = {}
+    for rank, result in enumerate(results):
+        for bucket in result["buckets"]:
+            numbers = {key: [x.numpy() for x in bucket[key]] for key in ("before", "after")}
+            rests = {name: x.numpy() for name, x in bucket["rests"].items()}
+            found.setdefault((bucket["ranks"], bucket["names"]), {})[rank] = {**numbers, "rests": rests}
+    return found
+
+
+CASES = [
+    ("data=2 compress=int8", False),
+    ("data=3 compress=int8 microbatches=2", False),
+    ("data=3 compress=bfloat16", False),
+    ("data=3 compress=topk:0.03", False),
+    ("data=3 zero=1 compress=int8", False),
+    ("data=2 zero=1 compress=topk:0.1 precision=float64", False),
+    ("data=2 zero=1 compress=bfloat16", False),
+    ("data=2 pipeline=2 microbatches=2 compress=int8 precision=float64", True),
+    ("data=2 tensor=2 compress=topk:0.05", True),
+]
+
+
+@pytest.mark.parametrize(("layout", "tied"), CASES, ids=[case[0] for case in CASES])
+def test_it_is_the_same_algorithm_in_one_process(ranks: Callable[..., list[Any]], layout: str, tied: bool) -> None:
+    """Bit for bit: sums are made in the members' order."""
+    parsed = Layout.parse(layout)
+    results = ranks(_run, parsed.num_ranks, layout, tied)
+    groups = _by_group(results)
+    assert groups
+    assert any(len(members) > 2 for members, _ in groups) or not tied or parsed.pipeline == 1
+    for (members, _), by_rank in groups.items():
+        assert set(by_rank) == set(members)
+        reference = Reference(parsed.compress, len(members), parsed.zero)
+        for step in range(STEPS):
+            want = reference.step([by_rank[r]["before"][step] for r in members])
+            for r in members:
+                np.testing.assert_array_equal(by_rank[r]["after"][step], want)
+        differ = [by_rank[members[0]]["before"][0], by_rank[members[-1]]["before"][0]]
+        assert not np.array_equal(*differ)
+
+
+def _off(results: list[dict[str, Any]], steps: int) -> float:
+    """How far what was sent and what was not are from all gradients, relative to them."""
+    worst = 0.0
+    for (members, _), by_rank in _by_group(results).items():
+        given = sum(by_rank[r]["before"][step].astype(np.float64) for r in members for step in range(steps))
+        size = len(given)
+        arrived = sum(by_rank[members[0]]["after"][step].astype(np.float64) for step in range(steps))
+        kept = sum(by_rank[r]["rests"]["rest"][:size].astype(np.float64) for r in members)
+        if "rest_of_sum" in by_rank[members[0]]["rests"]:
+            kept = kept + np.concatenate([by_rank[r]["rests"]["rest_of_sum"] for r in members])[:size]
+        worst = max(worst, float(np.abs(arrived + kept - given).max() / np.abs(given).max()))
+    return worst
+
+
+@pytest.mark.parametrize("compress", ["int8", "topk:0.02"])
+@pytest.mark.parametrize("zero", [0, 1])
+def test_nothing_is_lost(ranks: Callable[..., list[Any]], compress: str, zero: int) -> None:
+    """What was sent in all steps and what still waits are all gradients; a twin that forgets the rests is told apart."""
+    layout = f"data=3 zero={zero} compress={compress} precision=float64"
+    assert _off(ranks(_run, 3, layout, False, 6), 6) < 1e-14
+    assert _off(ranks(_run, 3, layout, False, 6, True), 6) > 1e-4
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_bytes(ranks: Callable[..., list[Any]], num_ranks: int) -> None:
+    """Of int8 one an element and four a block, both ways; of bfloat16 two; of top-k eight for each that is chosen, to everyone."""
+    size = 33 * 71 + 71 + 71 * 3 + 3
+    piece = -(-size // num_ranks)
+    of_int8 = num_ranks * (piece + 4 * -(-piece // BLOCK))
+    chosen = 8 * int(np.ceil(0.01 * size))
+    want = {
+        "compress=int8": {"exchange_into": of_int8, "all_gather_into": of_int8},
+        "compress=bfloat16": {"exchange_into": 2 * num_ranks * piece, "all_gather_into": 2 * num_ranks * piece},
+        "compress=topk": {"all_gather_into": num_ranks * chosen},
+        "zero=1 compress=int8": {"exchange_into": of_int8},
+        "zero=1 compress=topk": {"exchange_into": num_ranks * 8 * int(np.ceil(0.01 * piece))},
+        "compress=none": {},
+    }
+    for layout, bytes_of in want.items():
+        for result in ranks(_run, num_ranks, f"data={num_ranks} {layout}", False, 1):
+            assert result["sent"] == bytes_of, layout
+
+
+def _losses(world: World, layout: str) -> list[float]:
+    engine = weft.parallelize(
+        _plain, _batch(0, torch.float32), loss=_loss, plan=layout, seed=0, world=world, optimizer={"name": "sgd", "lr": 0.05}
+    )
+    return [engine.step(_batch(step % 3, torch.float32)).loss for step in range(60)]
+
+
+def test_training_ends_where_it_would_have(ranks: Callable[..., list[Any]]) -> None:
+    """After 60 steps the loss is within a few percent of its whole descent of where it would be uncompressed."""
+    plain = ranks(_losses, 2, "data=2")[0]
+    descent = plain[0] - plain[-1]
+    assert descent > 0.5 * plain[0]
+    for compress, within in (("bfloat16", 0.001), ("int8", 0.001), ("topk:0.1", 0.05)):
+        found = ranks(_losses, 2, f"data=2 compress={compress}")
+        assert found[0] == found[1]
+        assert abs(found[0][-1] - plain[-1]) < within * descent, compress
+        assert found[0] != plain
+
+
+def _resumed(world: World, layout: str, then: str, folder: str, forgets: bool = False) -> tuple[list[float], list[float]]:
+    """Losses of steps 4 to 6 without an interruption, and after one, under another layout or the same."""
+
+    def new(layout: str) -> Any:
+        return weft.parallelize(_plain, _batch(0, torch.float32), loss=_loss, plan=layout, seed=0, world=world)
+
+    engine = new(layout)
+    for step in range(3):
+        engine.step(_batch(step, torch.float32))
+    engine.save(folder)
+    straight = [engine.step(_batch(step, torch.float32)).loss for step in range(3, 6)]
+    again = new(then)
+    for step in range(2):  # of another run: what it keeps back must go
+        again.step(_batch(90 + step, torch.float32))
+    again.load(folder)
+    if forgets:
+        for one in again.gradients.compressed.values():
+            for x in one.rests.values():
+                x.zero_()
+    return straight, [again.step(_batch(step, torch.float32)).loss for step in range(3, 6)]
+
+
+@pytest.mark.parametrize("compress", ["int8", "topk:0.05"])
+def test_a_checkpoint_holds_what_was_not_sent(ranks: Callable[..., list[Any]], tmp_path: Path, compress: str) -> None:
+    """The same layout goes on bit for bit; without what was kept it does not, and another layout goes on without it."""
+    layout = f"data=2 compress={compress}"
+    for straight, again in ranks(_resumed, 2, layout, layout, str(tmp_path / "same")):
+        assert straight == again
+    straight, again = ranks(_resumed, 2, layout, layout, str(tmp_path / "twin"), True)[0]
+    assert straight != again
+    for then in ("data=2 zero=1", f"data=2 zero=1 compress={compress}"):
+        straight, again = ranks(_resumed, 2, layout, then, str(tmp_path / then.replace(" ", "")))[0]
+        assert again[0] == pytest.approx(straight[0], rel=1e-6)
+        assert again == pytest.approx(straight, rel=0.05)
