@@ -15,7 +15,10 @@ from weft.model.collector import uncollected
 if TYPE_CHECKING:
     from weft.plan.program import Program
 
-_FILE = "Actions of each rank, a line a rank: `rank 0: 0F0 x(0,1,0)>1 ...`, or computes alone: `0F0 0F1 0B0 0B1`."
+_FILE = (
+    "Actions of each rank, a line a rank: `rank 0: 0F0 x(0,1,0)>1 ...`, or computes alone: `0F0 0F1 0B0 0B1`. "
+    "Of a collective a line says which: all_reduce, reduce_scatter, all_gather, all_to_all, broadcast."
+)
 MOST_BYTES = 256 << 20
 
 
@@ -26,14 +29,15 @@ def check(
     ] = False,
     as_json: options.Json = False,
 ) -> None:
-    """Prove or refute a schedule.
+    """Prove or refute a schedule or a collective.
 
-    Proven: it runs to its end, nothing is read that is not there, and every gradient holds each microbatch exactly once. A file that names
-    no transfers gets them first. The verb schedule writes such files with -o.
+    Proven: it runs to its end, nothing is read that is not there, and every gradient holds each microbatch exactly once, every sum each
+    rank's summand once. A file that names no transfers gets them first. The verb schedule writes such files with -o.
 
     \b
     Example:
       weft check mine.txt
+      weft check examples/two_rings.txt
     """
     with output(as_json) as out, uncollected():
         from weft.plan.check import check as prove
@@ -77,7 +81,22 @@ def read_program(file: Path, rendezvous: bool = False) -> tuple[Program, bool]:
 
 def _require_wants(program: Program) -> None:
     if not program.num_stages and not any(program.wants):
-        raise ProgramError(f"{program.name} does not say what must hold at the end; write `wants 0: chunk(0)=0,1` for each rank")
+        raise ProgramError(
+            f"{program.name} does not say what must hold at the end; write a line `all_reduce` (or another collective), or "
+            "`wants 0: chunk(0)=0,1` for each rank"
+        )
+
+
+def _moved(program: Program) -> str:
+    """In words, how long a collective's chain of messages is and what its ranks send, in parts of the tensor."""
+    from weft.simulate.messages import Wire, deliver, num_steps
+
+    pieces = {value for held in (*program.given, *program.wants) for value in held}
+    if not program.num_actions or not pieces:
+        return ""
+    sent = deliver(program, lambda _: 1 / len(pieces), lambda *_: Wire(0.0, 1.0)).sent_bytes
+    most, mean = max(sent), sum(sent) / len(sent)
+    return f", {num_steps(program)} messages one after another; a rank sends at most {most:.2f} of the tensor, {mean:.2f} in the mean"
 
 
 def _words(program: Program, completed: bool) -> str:
@@ -88,5 +107,5 @@ def _words(program: Program, completed: bool) -> str:
     elif program.num_stages:
         what += "; it runs to its end (it has no backward)"
     else:
-        what += "; every rank ends with what it wants"
+        what += f"; every rank ends with what it wants{_moved(program)}"
     return f"{what}{'; transfers were added' if completed else ''}"

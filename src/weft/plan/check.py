@@ -74,7 +74,28 @@ def check(program: Program, rendezvous: bool = False) -> None:
             got = final[rank].get(value)
             reason = "is not there" if got is None else _difference(got, content)
             if reason:
+                reason += _first_excess(program, rendezvous, value, content)
                 raise ProgramError(f"{program.name}: rank {rank} step {len(program.actions[rank])} (its end): wanted {value} {reason}")
+
+
+def _first_excess(program: Program, rendezvous: bool, value: Value, wanted: Content) -> str:
+    """Where a rank first added to `value` what was in it already; empty where none did."""
+    state = [dict(held.get(value, {})) for held in program.given]
+    wire: dict[tuple[int, int], deque[dict[int, int]]] = {}
+    for rank, step, action, _ in walk_effects(program, rendezvous):
+        if not isinstance(action, (Send, Recv)) or action.value != value:
+            continue
+        if isinstance(action, Send):
+            wire.setdefault((rank, action.to), deque()).append(dict(state[rank]))
+            continue
+        got = wire[action.source, rank].popleft()
+        if action.add:
+            _add(got, state[rank])
+            twice = next((c for c in sorted(got) if got[c] > max(1, wanted.get(c, 0))), None)
+            if twice is not None:
+                return f"; rank {rank} step {step}: {action} brings contribution {twice} {_times(got[twice])}"
+        state[rank] = got
+    return ""
 
 
 def _difference(got: Content, wanted: Content) -> str:

@@ -8,6 +8,13 @@
     given 0: chunk(0)=0     # value=contributions, held at first; by default nothing
     wants 0: dw(0)=0        # by default dw of each stage, on the ranks that compute it, of every microbatch; grad where it is reduced
 
+A collective may say what it is instead: a line `all_reduce` (reduce_scatter, all_gather, all_to_all, `broadcast 2` from rank 2) stands for
+what is given and wanted then, of as many pieces `chunk(c)` as are sent; see `weft.plan.collective`.
+
+    all_reduce
+    rank 0: chunk(0)>1 chunk(0)+<1
+    rank 1: chunk(0)>0 chunk(0)+<0
+
 Lines without a `rank N:` before them are those of the ranks 0, 1, 2, ...: `0F0 0F1 0B0 0B1`, with spaces or commas between actions, as
 others write schedules. A program with computes alone says nothing of transfers: `weft.schedules.lower.complete` puts them in.
 
@@ -21,11 +28,13 @@ from collections import Counter
 from collections.abc import Sequence
 
 from weft.errors import ProgramError
+from weft.plan import collective
 from weft.plan.action import Action, Compute, Manage, ManageOp, Op, Value, parse_action, parse_value
 from weft.plan.program import Held, Links, Program, chain
 
 _BARE = re.compile(r"\d+[A-Z]|\w+\([\d,]*\)")
 _LINE = re.compile(r"(rank|given|wants)\s+(\d{1,9})\s*:\s*(.*)|(program|stages|links)\s+(.*)|links")
+_COLLECTIVE = re.compile(rf"({'|'.join(collective.NAMES)})(?:\s+(\d{{1,9}}))?")
 
 
 def default_wants(actions: Sequence[Sequence[Action]]) -> tuple[Held, ...]:
@@ -68,16 +77,24 @@ def parse_program(text: str) -> Program:
     actions: dict[int, tuple[Action, ...]] = {}
     held: dict[str, dict[int, Held]] = {"given": {}, "wants": {}}
     unnumbered: list[tuple[Action, ...]] = []
+    meant: tuple[str, int] | None = None
     for number, raw in enumerate(text.splitlines(), 1):
         line = raw.partition("#")[0].strip()
         if not line:
             continue
-        found = _LINE.fullmatch(line)
+        found, named = _LINE.fullmatch(line), _COLLECTIVE.fullmatch(line)
         try:
-            if not found:
+            if named:
+                if meant is not None:
+                    raise ProgramError(f"{line!r}, and {meant[0]} before; a program is one collective")
+                if named[2] and named[1] != "broadcast":
+                    raise ProgramError(f"{line!r}: only broadcast has a rank that it starts from")
+                meant = named[1], int(named[2] or 0)
+            elif not found:
                 bare = line.replace(",", " ").split() if "(" not in line else line.split()
                 if not bare or not _BARE.match(bare[0]):
-                    raise ProgramError(f"{line!r} starts with none of program, stages, links, rank N:, given N:, wants N:, or an action")
+                    known = "program, stages, links, rank N:, given N:, wants N:, a collective's name, or an action"
+                    raise ProgramError(f"{line!r} starts with none of {known}")
                 unnumbered.append(tuple(parse_action(word) for word in bare))
             elif found[1]:
                 key, rank = found[1], int(found[2])
@@ -110,12 +127,19 @@ def parse_program(text: str) -> Program:
     num_computes = sum(isinstance(a, Compute) for row in all_actions for a in row)
     if stages > num_computes:
         raise ProgramError(f"{stages} stages, but only {num_computes} computes; stages are numbered from 0 without gaps")
+    given = tuple(held["given"].get(rank, {}) for rank in range(num_ranks))
+    wants = tuple(held["wants"].get(rank, {}) for rank in range(num_ranks)) if held["wants"] else default_wants(all_actions)
+    if meant is not None:
+        if held["given"] or held["wants"]:
+            raise ProgramError(f"the line {meant[0]} says what is given and wanted; leave out the lines given and wants, or that one")
+        given, wants = collective.ends(meant[0], num_ranks, collective.num_pieces(all_actions), meant[1])
+        name = meant[0] if name == "program" else name
     return Program(
         name,
         stages,
-        tuple(held["given"].get(rank, {}) for rank in range(num_ranks)),
+        given,
         all_actions,
-        tuple(held["wants"].get(rank, {}) for rank in range(num_ranks)) if held["wants"] else default_wants(all_actions),
+        wants,
         chain(stages) if links is None else links,
     )
 
