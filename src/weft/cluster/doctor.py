@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import platform
 import shutil
 import socket
 import sys
@@ -35,7 +36,7 @@ def doctor() -> tuple[Check, ...]:
     >>> doctor()[0].name
     'python'
     """
-    return (_python(), *_packages(), _loopback(), _shared_memory(), _files(), *_hardware(), _compiler(), _transformers())
+    return (_python(), *_packages(), _loopback(), _shared_memory(), _files(), *_hardware(), _allocator(), _compiler(), _transformers())
 
 
 def _python() -> Check:
@@ -128,6 +129,13 @@ def _hardware() -> list[Check]:
             "nothing to do: plans use float32 here", needed=False,
         ),
     ]  # fmt: skip
+
+
+def _allocator() -> Check:
+    library, number = platform.libc_ver()
+    if library != "glibc":
+        return Check("allocator", False, f"{library or 'not glibc'}: freed tensors go back to the system", "use glibc", needed=False)
+    return Check("allocator", True, f"glibc {number}: ranks keep the memory of freed tensors", needed=False)
 
 
 def _compiler() -> Check:

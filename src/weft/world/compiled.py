@@ -47,7 +47,7 @@ def built(
     if found is None:
         raise FileNotFoundError(f"no C compiler {compiler!r} in PATH")
     texts = [path.read_text() for path in sources]
-    digest = hashlib.sha256("\0".join([*texts, *flags, *after, key, found, _processor(), platform.machine()]).encode()).hexdigest()[:20]
+    digest = hashlib.sha256("\0".join([*texts, *flags, *after, key, found, processor(), platform.machine()]).encode()).hexdigest()[:20]
     cache = default_cache() if cache is None else cache
     cache.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = cache / f"{name}-{digest}.so"
@@ -64,8 +64,8 @@ def built(
     return path
 
 
-def _processor() -> str:
-    """What -march=native depends on: a home folder may be shared by machines that differ."""
+def processor() -> str:
+    """The processor in words, as far as -march=native and speed depend on it: a home folder may be shared by machines that differ."""
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
         return "\n".join(line for line in lines if line.startswith(("model", "cpu family", "flags", "Features", "CPU ")))

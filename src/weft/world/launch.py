@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 from weft.errors import RunError, UsageError
-from weft.world import message, recorder
+from weft.world import message, products, recorder
 from weft.world.prepared import LARGEST_MESSAGE
 from weft.world.prepared_rank import FRESH, IMPORTING, Task, run_rank
 from weft.world.watch import caught_signals, supervise
@@ -353,7 +353,8 @@ class _Folder:
 
 def _prepare(task: Task, path: Path) -> Task:
     recorder.create(path / "record", task.num_ranks, task.generation)
-    return Task.from_json(json.dumps({**json.loads(task.to_json()), "folder": str(path)}))
+    env = {**products.environment({**os.environ, **task.env}, task.device), **task.env}
+    return Task.from_json(json.dumps({**json.loads(task.to_json()), "folder": str(path), "env": env}))
 
 
 def _collective_timeout(timeout_s: float | None) -> float:

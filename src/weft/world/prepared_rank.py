@@ -27,7 +27,7 @@ import torch
 
 from weft import errors
 from weft.errors import UsageError, WeftError
-from weft.world import message, private, recorder
+from weft.world import message, private, products, recorder
 from weft.world.current import set_world
 from weft.world.group import LOST, LostPeer
 from weft.world.recorder import Recorder
@@ -120,6 +120,7 @@ def _run(
         os.environ.update(task.env)
         os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(task.threads)
         torch.set_num_threads(task.threads)
+        products.apply(os.environ.get(products.PRODUCTS, products.OWN))
         if inherited is None:
             os.chdir(task.cwd)
             sys.path[:] = task.sys_path

@@ -1,0 +1,88 @@
+"""How float32 matrices are multiplied: a way that is fast and wrong is not taken, what was found is kept, ranks do as they are told."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from weft.errors import UsageError
+from weft.world import products
+from weft.world.launch import launch
+from weft.world.products import OWN, PRODUCTS, WAYS, Products, Way
+from weft.world.world import World
+
+
+def precision(world: World) -> str:
+    return torch.get_float32_matmul_precision()
+
+
+@pytest.mark.parametrize(
+    ("ways", "chosen"),
+    [
+        ((Way("high", 1.02, 1.0), Way("medium", 1.11, 1.9)), OWN),
+        ((Way("high", 1.4, 1.0), Way("medium", 1.6, 1.9)), "medium"),
+        ((Way("high", 1.4, 1.0), Way("medium", 3.9, 700.0)), "high"),
+        ((), OWN),
+    ],
+)
+def test_the_fastest_exact_way_is_taken(ways: tuple[Way, ...], chosen: str) -> None:
+    assert Products(ways).chosen == chosen
+
+
+def test_a_narrow_product_is_seen_by_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The twin that must fail: one way rounds its operands to bfloat16, as a processor with such instructions would."""
+    state = {"now": OWN}
+    plain = torch.Tensor.__matmul__
+
+    def narrow(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return plain(a.bfloat16().float(), b.bfloat16().float()) if state["now"] == "medium" and a.dtype == torch.float32 else plain(a, b)
+
+    monkeypatch.setattr(products, "apply", lambda name: state.update(now=name))
+    monkeypatch.setattr(torch.Tensor, "__matmul__", narrow)
+    high, medium = products.measure(("high", "medium"), shapes=((16, 64, 32),))
+    assert high.error == 1.0
+    assert medium.error > 100
+    assert not Way("medium", 4.0, medium.error).taken
+
+
+def test_measuring_leaves_the_process_as_it_was() -> None:
+    threads, before = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    found = products.measure(WAYS[1:], shapes=((8, 16, 8),))
+    assert [way.name for way in found] == list(WAYS[1:])
+    assert all(way.speedup > 0 and way.error > 0 for way in found)
+    assert (torch.get_num_threads(), torch.get_float32_matmul_precision()) == (threads, before)
+
+
+def test_what_was_found_is_kept_and_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[int] = []
+
+    def once(ways: object) -> list[Way]:
+        measured.append(1)
+        return [Way("high", 1.5 - len(measured) / 10, 1.0), Way("medium", 1.0, 1.0)]
+
+    monkeypatch.setattr(products, "measure", once)
+    first = products.products(tmp_path)
+    assert len(measured) == 2, "a way that is taken was measured twice"
+    assert first.ways[0].speedup == pytest.approx(1.3), "the lesser of the two counts"
+    assert products.products(tmp_path) == first
+    assert len(measured) == 2
+    (file,) = tmp_path.iterdir()
+    assert json.loads(file.read_text())["ways"][0]["name"] == "high"
+
+
+def test_where_nothing_can_be_kept_torchs_own_stays(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert products.products(tmp_path / "file" / "folder").chosen == OWN
+
+
+def test_ranks_multiply_as_they_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert launch(precision, 2, env={PRODUCTS: "high"}) == ["high"] * 2
+    monkeypatch.setenv(PRODUCTS, OWN)
+    assert launch(precision, 1) == [OWN]
+    assert products.environment({PRODUCTS: "high"}, "cpu") == products.environment({}, "cuda") == {}
+
+
+def test_an_unknown_way_is_refused_by_name() -> None:
+    with pytest.raises(UsageError, match="WEFT_PRODUCTS=fast is not one of highest, high, medium"):
+        products.apply("fast")
