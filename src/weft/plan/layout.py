@@ -6,8 +6,11 @@ import difflib
 from dataclasses import dataclass, fields
 
 from weft.errors import LayoutError
+from weft.plan.choice import AUTO, NATIVE, SCATTERING
+from weft.plan.choice import NAMES as ALL_REDUCE
 from weft.plan.compression import Compression, refuse_compression
 from weft.plan.mesh import Mesh
+from weft.plan.recomputation import Recomputation
 
 SCHEDULES = ("sequential", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "chimera", "gems-mast", "gems-master")
 BOTH_WAYS = ("chimera", "gems-mast", "gems-master")  # two replicas of every stage, on ranks r and p-1-r
@@ -17,6 +20,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "recompute": ("none", "selective", "full"),
     "offload": ("none", "activations", "optimizer", "all"),
     "precision": ("float32", "bfloat16", "float16", "float64"),
+    "all_reduce": (AUTO, *ALL_REDUCE),
 }
 # What a plan may say and be priced for, and what runs of it: the rest is refused by name when a run starts, never ignored.
 RUNS: dict[str, tuple[int | str, ...]] = {
@@ -27,7 +31,7 @@ RUNS: dict[str, tuple[int | str, ...]] = {
     "precision": ("float32", "bfloat16", "float64"),
 }
 # Named in the interface, not built yet: refused by name, never ignored.
-LATER = ("context", "attention", "spatial", "channel", "branch", "all_reduce")
+LATER = ("context", "attention", "spatial", "channel", "branch")
 LATER_CHOICES: dict[str, tuple[str, ...]] = {
     "precision": ("float8",),
 }
@@ -38,7 +42,8 @@ class Layout:
     """Sizes of every axis and the choices that go with them.
 
     `chunks`: stages of each pipeline rank (interleaved; of zb-v always 2). `expert`: data replicas among which the experts of a layer
-    are spread. `threads=0` shares the machine's cores among its ranks. `compress`: how gradients travel, a `Compression`.
+    are spread. `threads=0` shares the machine's cores among its ranks. `recompute`: a `Recomputation`. `all_reduce`: the algorithm that sums gradients; `auto`: by size,
+    as the plan says. `compress`: how gradients travel, a `Compression`.
     """
 
     data: int = 1
@@ -55,6 +60,7 @@ class Layout:
     sequence_parallel: str = "off"
     compress: str = "none"
     offload: str = "none"
+    all_reduce: str = AUTO
 
     def __post_init__(self) -> None:
         for key in ("data", "tensor", "pipeline", "microbatches", "chunks", "expert"):
@@ -66,17 +72,21 @@ class Layout:
         if self.zero not in (0, 1, 2, 3):
             raise LayoutError(f"zero={self.zero} is unknown; ZeRO has the stages zero=0 (off), 1, 2 and 3")
         for key, known in CHOICES.items():
-            value = getattr(self, key)
+            value = self.recomputation.kind if key == "recompute" else getattr(self, key)
             if value in LATER_CHOICES.get(key, ()):
                 raise LayoutError(f"{key}={value} is not built yet; use one of {', '.join(known)}")
             if value not in known:
                 raise LayoutError(f"{key}={value} is unknown{_nearest(value, known)}; use one of {', '.join(known)}")
         if reason := refuse_sizes(self.schedule, self.microbatches):
             raise LayoutError(reason)
+        if reason := refuse_sums(self.all_reduce, self.zero, self.data * self.tensor):
+            raise LayoutError(reason)
         if self.chunks == 1:
             object.__setattr__(self, "chunks", chunks_of(self.schedule, 1))
         if self.chunks != chunks_of(self.schedule, self.chunks):
             raise LayoutError(f"chunks={self.chunks} needs schedule=interleaved, and this is {self}")
+        if len(counts := self.recomputation.counts) not in (0, 1, self.num_stages):
+            raise LayoutError(f"recompute={self.recompute} counts layers of {len(counts)} stages, and there are {self.num_stages}: {self}")
         if self.data % self.expert:
             raise LayoutError(f"expert={self.expert} does not divide data={self.data}, over whose replicas experts are spread")
         if self.compress != "none":
@@ -86,7 +96,8 @@ class Layout:
 
     def not_built(self) -> dict[str, tuple[int | str, ...]]:
         """The choices that can be planned and priced but that no run has yet, by key, with those that it has."""
-        return {key: known for key, known in RUNS.items() if getattr(self, key) not in known}
+        kinds = {"recompute": self.recomputation.kind}
+        return {key: known for key, known in RUNS.items() if kinds.get(key, getattr(self, key)) not in known}
 
     def check_runs(self) -> None:
         """Raise `LayoutError` for a choice that is not built for running, with those that are."""
@@ -95,6 +106,16 @@ class Layout:
                 f"{key}={getattr(self, key)} is planned and priced, but not built yet for running; "
                 f"use {' or '.join(f'{key}={v}' for v in known)}"
             )
+
+    @property
+    def recomputation(self) -> Recomputation:
+        """Which layers are computed again in backward."""
+        return Recomputation.parse(self.recompute)
+
+    @property
+    def repeats_layers(self) -> bool:
+        """Whether layers, some or all, are computed again in backward."""
+        return self.recompute.startswith("full")
 
     @property
     def num_stages(self) -> int:
@@ -190,6 +211,23 @@ def refuse_sizes(schedule: str, microbatches: int) -> str:
         return f"gems-mast has 2 microbatches, one a replica, not {microbatches}; {other}"
     if schedule in BOTH_WAYS and microbatches % 2:
         return f"{schedule} has as many microbatches for either replica, not {microbatches}; use an even number"
+    return ""
+
+
+def refuse_sums(all_reduce: str, zero: int, ranks: int) -> str:
+    """Why ZeRO over so many ranks cannot scatter its sums by an algorithm; empty where it can, or need not.
+
+    >>> refuse_sums("ring", 1, 4), refuse_sums("tree", 0, 4)
+    ('', '')
+    """
+    known = (AUTO, NATIVE, "hierarchical", *SCATTERING)
+    if zero and all_reduce not in known:
+        return (
+            f"all_reduce={all_reduce} zero={zero}: ZeRO scatters sums and gathers weights, and {all_reduce} has no such halves; "
+            "use auto, native, hierarchical, naive or ring"
+        )
+    if zero and all_reduce == "halving_doubling" and ranks & (ranks - 1):
+        return f"all_reduce={all_reduce} zero={zero}: its halves need a power of two of ranks, not data x tensor = {ranks}; use ring"
     return ""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from weft.errors import Infeasible
+from weft.plan.choice import AUTO, Choices
 from weft.plan.layout import Layout
 from weft.plan.microbatches import microbatch_sizes
 
@@ -57,6 +58,7 @@ class Plan:
     `stages`: site of the first operator of every stage after the first (pipeline x chunks - 1 of them).
     `shards`: per mesh axis other than data, (parameter name or pattern with `*` for layer numbers, dim that is cut).
     The placement of everything else follows from these by propagation.
+    `sums`: what `all_reduce=auto` is for how many bytes of gradients.
     """
 
     layout: Layout
@@ -72,11 +74,17 @@ class Plan:
     uncaptured: str = ""  # why the model could not be captured; then only data and zero apply
     bound_gap: float | None = None  # the step against a proven lower bound: 0.05 is 5 % above; None where nothing is proven
     planning_time_s: float = field(default=0.0, compare=False)
+    sums: Choices = field(default_factory=Choices)
 
     def __post_init__(self) -> None:
         if len(self.stages) != self.layout.num_stages - 1 and not self.uncaptured:
             raise Infeasible(f"{self.layout} needs {self.layout.num_stages - 1} stage boundaries, the plan has {len(self.stages)}")
         _ = self.microbatch_sizes
+
+    @property
+    def all_reduce(self) -> Choices:
+        """The algorithm that sums gradients, by bytes."""
+        return self.sums if self.layout.all_reduce == AUTO else Choices(above=self.layout.all_reduce)
 
     @property
     def microbatch_sizes(self) -> tuple[int, ...]:

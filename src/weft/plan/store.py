@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import ConfigError, LayoutError, UsageError, WeftError
+from weft.plan.choice import Choices
 from weft.plan.layout import CHOICES, Layout
 from weft.plan.patterns import expand_sites, shorten_sites
 from weft.plan.plan import FORMAT_VERSION, Candidate, Memory, Plan, Prediction
@@ -39,13 +40,14 @@ _WORDS = {
     "microbatches": "parts of a replica's batch, one after another",
     "schedule": f"order of their forwards and backwards: {', '.join(CHOICES['schedule'])}",
     "zero": "what replicas share instead of each having it: 0 nothing, 1 optimizer state, 2 gradients, 3 weights",
-    "recompute": f"activations computed again in backward: {', '.join(CHOICES['recompute'])}",
+    "recompute": f"activations computed again in backward: {', '.join(CHOICES['recompute'])}, full:2, full:3/1, full:h.0+h.5",
     "precision": f"of matrix products: {', '.join(CHOICES['precision'])}",
     "threads": "cores of each rank; 0 is an equal share",
     "chunks": "stages of each rank, where schedule is interleaved",
     "expert": "replicas among which the experts of a layer are spread",
     "sequence_parallel": f"norms and residuals cut along the sequence over tensor: {', '.join(CHOICES['sequence_parallel'])}",
     "offload": f"kept in the host's memory: {', '.join(CHOICES['offload'])}",
+    "all_reduce": f"how gradients are summed: {', '.join(CHOICES['all_reduce'])}",
     "compress": "gradients on their way between replicas: none, bfloat16, int8, topk:FRACTION",
 }
 
@@ -114,6 +116,8 @@ def format_plan(plan: Plan) -> str:
         value = getattr(plan.layout, field.name)
         if field.name in _ALWAYS or value != field.default:
             lines.append(f"{field.name} = {_string(value) if isinstance(value, str) else value}  # {_WORDS[field.name]}")
+    if plan.sums != Choices():
+        lines += ["", '[sums]  # what all_reduce = "auto" is, up to how many bytes', f"all_reduce = {_string(str(plan.sums))}"]
     if len(dict(plan.shards)) != len(plan.shards):
         raise UsageError("the plan names an axis twice in shards")
     for axis, cuts in plan.shards:
@@ -169,7 +173,7 @@ def parse_plan(text: str, source: str = "plan.toml") -> Plan:
         "reasons": tuple(tuple(top.columns("reasons", row, ["str", "str"])) for row in top.rows("reasons", "list")),
     }
     layout, sharded, search = top.table("layout"), top.table("shards", {}), top.table("search", {})
-    prediction = top.table("prediction", {})
+    prediction, sums = top.table("prediction", {}), top.table("sums", {})
     top.finish()
     words = {field.name: layout.take(field.name, str(field.type), field.default) for field in fields(Layout)}
     layout.finish()
@@ -179,7 +183,10 @@ def parse_plan(text: str, source: str = "plan.toml") -> Plan:
     given["bound_gap"] = search.take("bound_gap", "float", None)
     given["candidates"] = tuple(_read_candidate(row, search) for row in search.rows("candidates", "list"))
     search.finish()
+    chosen = sums.take("all_reduce", "str", str(Choices()))
+    sums.finish()
     try:
+        given["sums"] = Choices.parse(chosen)
         return Plan(layout=Layout(**words), **given)
     except WeftError as error:
         raise type(error)(f"{source}: {error}") from None

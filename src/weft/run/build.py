@@ -36,6 +36,7 @@ from weft.run.layers import layers_of
 from weft.run.optimizer import OptimizerSpec
 from weft.run.parameters import FlatGroup, LocalParameter, build_groups
 from weft.run.sizes import Sized, constants_of, sized
+from weft.run.summing import choose_sums
 from weft.schedules import build as build_schedule
 from weft.world.world import World
 
@@ -234,6 +235,7 @@ def build(
     read_by = layers_of(lowered)
     specs = {name: replace(spec, units=read_by.get(values[name], ())) for name, spec in specs.items()}
     flat, parameters = build_groups(list(specs.values()), world.device, layout.zero, world.rank)
+    choose_sums(plan, world, flat)
 
     in_pieces = {spec.name: group for group in flat if group.gathered for spec in group.members}
     offsets: dict[str, tuple[int, ...]] = {name: spec.offsets for name, spec in specs.items()}

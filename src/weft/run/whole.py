@@ -32,6 +32,7 @@ from weft.run.build import Parts, Source, program_of
 from weft.run.optimizer import OptimizerSpec
 from weft.run.parameters import LocalParameter, build_groups
 from weft.run.serial import Double
+from weft.run.summing import choose_sums
 from weft.world import private
 from weft.world.world import World
 
@@ -138,6 +139,7 @@ def build_whole(plan: Plan, source: Source, batch: Any, loss: Loss | None, world
         for v in variables
     }  # fmt: skip
     flat, parameters = build_groups(list(specs.values()), world.device, layout.zero, world.rank)
+    choose_sums(plan, world, flat)
     with torch.no_grad():
         for name, p in model.named_parameters():
             parameters[name].copy_(p)

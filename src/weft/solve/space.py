@@ -22,7 +22,7 @@ from dataclasses import dataclass, fields, replace
 from weft.cluster.cluster import Cluster
 from weft.errors import Infeasible, UsageError
 from weft.plan.compression import Compression, refuse_compression
-from weft.plan.layout import BOTH_WAYS, CHOICES, RUNS, Layout, chunks_of, refuse_sizes
+from weft.plan.layout import BOTH_WAYS, CHOICES, RUNS, Layout, chunks_of, refuse_sizes, refuse_sums
 
 MOST_MICROBATCHES = 512
 MOST_CHUNKS = 8
@@ -207,6 +207,7 @@ class Space:
     def _frames(self, data: int, tensor: int, pipeline: int, precisions: Sequence[str]) -> Iterator[Layout]:
         threads = self._threads(data * tensor * pipeline)
         sequences = [s for s in (("off", "on") if tensor > 1 else ("off",)) if self.admits("sequence_parallel", s)]
+        sums = next(name for name in CHOICES["all_reduce"] if self.admits("all_reduce", name))  # nothing else depends on it
         experts = [e for e in divisors(data) if e <= self.experts and self.experts % e == 0 and self.admits("expert", e)]
         each = self.batch_size // data
         # Unequal microbatches only where they are asked for: as many as divide the batch are about as good.
@@ -220,7 +221,7 @@ class Space:
                         for expert in experts:
                             yield Layout(
                                 data, tensor, pipeline, microbatches, precision=precision, threads=count, sequence_parallel=sequence,
-                                expert=expert,
+                                expert=expert, all_reduce=sums,
                             )  # fmt: skip
 
     def _threads(self, ranks: int) -> list[int]:
@@ -271,6 +272,8 @@ class Space:
         for offload in CHOICES["offload"]:
             for recompute in CHOICES["recompute"]:
                 for zero in (0, 1, 2, 3) if layout.data > 1 else (0,):
+                    if refuse_sums(layout.all_reduce, zero, layout.data * layout.tensor):
+                        continue
                     if refuse_compression(layout.compress, layout.data, zero):
                         continue
                     if self.admits("zero", zero) and self.admits("recompute", recompute) and self.admits("offload", offload):

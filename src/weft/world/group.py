@@ -114,6 +114,7 @@ class Group:
         self._lanes: dict[tuple[int, int], Any] = {}
         self._runner: Runner | None = None
         self._sums: Sums | None = None
+        self._num_apart = 0
 
     @property
     def seconds(self) -> float:
@@ -154,9 +155,10 @@ class Group:
     def apart(self, name: str, ranks: tuple[int, ...] = ()) -> Group:
         """All members, or `ranks` of them, over connections of their own, for what must not mix with this group's collectives.
 
-        All of them ask, by the same `name`. It is not recorded.
+        All of them ask, as often, by the same `name`. It is not recorded.
         """
-        name = f"/{name} of {recorder.group_name(self.ranks)}"
+        self._num_apart += 1
+        name = f"/{name}{self._num_apart} of {recorder.group_name(self.ranks)}"
         return Group(ranks or self.ranks, self._rank, Recorder(), self.device, lambda who, lane: self._open(who, name + lane))
 
     @property
@@ -168,8 +170,8 @@ class Group:
             self._runner = Runner(self, self.apart("programs"))
         return self._runner
 
-    def choose(self, sums: Sums) -> None:
-        """From now on sums that are not waited for at once, and what gathers and scatters them, go as `sums` says. All members call."""
+    def choose(self, sums: Sums | None) -> None:
+        """From now on sums that are not waited for at once, and what scatters and gathers them, go as `sums` says; None: natively."""
         self._sums = sums
 
     def explained(self, error: BaseException) -> RunError:

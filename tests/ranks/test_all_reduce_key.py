@@ -1,0 +1,113 @@
+"""`all_reduce=` of a layout: every algorithm trains as the serial model does in float64, alone and with ZeRO, tensor and pipeline ranks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+import weft
+from weft.collectives import ALGORITHMS as COLLECTIVES
+from weft.errors import LayoutError
+from weft.plan.choice import ALGORITHMS, NAMES, SCATTERING, Choices
+from weft.plan.layout import Layout
+from weft.run.verify import verify_on_rank
+from weft.world.levels import Levels
+from weft.world.running import Programs
+from weft.world.world import World
+
+WIDTH = 12  # of which 2, 3 and 4 are divisors: batches divide by as many ranks
+
+
+class Net(torch.nn.Module):
+    """Weights of several sizes; none a multiple of three or four elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(WIDTH, 10), torch.nn.Linear(10, WIDTH)
+        self.last = torch.nn.Linear(WIDTH, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self.second(torch.tanh(self.first(x))))).square().mean()
+
+
+def _batch() -> tuple[torch.Tensor]:
+    return (torch.randn(24, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64),)
+
+
+def _loss(output: torch.Tensor, batch: Any) -> torch.Tensor:
+    return output
+
+
+def checked(world: World, layout: str) -> dict[str, int]:
+    """How many collectives ran from a program or in levels, by its name, where all equals the serial run."""
+    seen: Counter[str] = Counter()
+    for kind, methods in ((Programs, ("all_reduce", "reduce_scatter", "all_gather")), (Levels, ("all_reduce", "reduce_scatter_into"))):
+        for method in methods:
+            real = getattr(kind, method)
+
+            def counted(self: Any, *args: Any, real: Any = real, method: str = method, **kwargs: Any) -> Any:
+                name = args[0].name if isinstance(self, Programs) else "levels"
+                seen[f"{method} {name}"] += 1
+                return real(self, *args, **kwargs)
+
+            setattr(kind, method, counted)
+    plan = weft.plan(Net, _batch(), loss=_loss, layout=f"{layout} precision=float64", cluster="4xcpu-2")
+    result = verify_on_rank(world, plan, Net, _batch(), _loss, steps=2)
+    assert result is None or result.ok, result  # rank 0 compares
+    return dict(seen)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("data", [2, 3, 4])
+def test_every_algorithm_equals_the_serial_model(ranks: Any, name: str, data: int) -> None:
+    for seen in ranks(checked, data, f"data={data} all_reduce={name}"):
+        # On one host the two levels are one, which is the transport's own.
+        assert (seen.get(f"all_reduce {name}", 0) > 0) == (name not in ("native", "hierarchical")), seen
+
+
+@pytest.mark.parametrize("name", SCATTERING)
+@pytest.mark.parametrize("zero", [1, 2])
+def test_zero_scatters_and_gathers_by_the_algorithm(ranks: Any, name: str, zero: int) -> None:
+    scatter, gather = SCATTERING[name]
+    for seen in ranks(checked, 4, f"data=4 zero={zero} all_reduce={name}"):
+        assert seen[f"reduce_scatter {scatter}"] > 0
+        assert seen[f"all_gather {gather}"] > 0
+
+
+@pytest.mark.parametrize("layout", ["data=2 tensor=2", "data=2 pipeline=2 microbatches=2", "data=2 pipeline=2 microbatches=2 zero=1"])
+def test_with_other_axes(ranks: Any, layout: str) -> None:
+    for seen in ranks(checked, 4, f"{layout} all_reduce=ring", env={"WEFT_TRANSPORT": "gloo"}):
+        assert sum(seen.values()) > 0
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_two_levels_equal_the_serial_model(ranks: Any, zero: int) -> None:
+    method = "reduce_scatter_into" if zero else "all_reduce"
+    for seen in ranks(checked, 4, f"data=4 zero={zero} all_reduce=hierarchical", env={"WEFT_TRANSPORT": "boxes=2"}):
+        assert seen[f"{method} levels"] > 0
+    ranks(checked, 3, f"data=3 zero={zero} all_reduce=hierarchical", env={"WEFT_TRANSPORT": "boxes=2,1"})
+
+
+def test_names_are_those_of_the_collectives() -> None:
+    assert set(ALGORITHMS) == set(COLLECTIVES["all_reduce"])
+    for scatter, gather in SCATTERING.values():
+        assert scatter in COLLECTIVES["reduce_scatter"]
+        assert gather in COLLECTIVES["all_gather"]
+
+
+def test_what_cannot_be_is_refused_by_name() -> None:
+    with pytest.raises(LayoutError, match=r"all_reduce=rign is unknown \(did you mean ring\?\)"):
+        Layout.parse("data=2 all_reduce=rign")
+    with pytest.raises(LayoutError, match=r"all_reduce=tree zero=1: .* tree has no such halves; use auto, native"):
+        Layout.parse("data=2 zero=1 all_reduce=tree")
+    with pytest.raises(LayoutError, match=r"halves need a power of two of ranks, not data x tensor = 3; use ring"):
+        Layout.parse("data=3 zero=2 all_reduce=halving_doubling")
+    with pytest.raises(LayoutError, match=r"is unknown \(did you mean ring\?\)"):
+        Choices(((100, "rings"),))
+    for text in ("ring to 5 B", "ring up to 5 B, native", "ring to 9 B, tree to 4 B, native", ""):
+        with pytest.raises(LayoutError):
+            Choices.parse(text)
+    assert str(Layout.parse("data=2 all_reduce=ring")).endswith("all_reduce=ring")
