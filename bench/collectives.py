@@ -3,7 +3,8 @@
 Out: a table for each number of ranks, targets, `--json FILE`, and docs/benchmarks/collectives.md. weft's transports take turns size by
 size within one run of processes, MPI's processes run between; round after round, in an order that turns. A call is timed on rank 0; the
 figures are medians over all calls, and the fastest tenth, which other work on the machine disturbs least. Exit status 0 also where a
-target is missed. Not measured: other collectives, and what an all-reduce costs the computation beside it.
+target is missed. `--algorithms` and `--hosts` are `bench.collectives_programs` and `bench.collectives_hosts`. Not measured: other
+collectives, and what an all-reduce costs the computation beside it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from bench import collectives_hosts, collectives_programs
 from bench.arithmetic import Verdict
 from bench.document import header, versions
 from bench.processes import ROOT, missing, peers_python
@@ -216,8 +218,17 @@ def main(arguments: list[str]) -> int:
     p.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     p.add_argument("--rounds", type=int, default=4)
     p.add_argument("--quick", action="store_true", help="2 ranks, three sizes, one round; does not write the page")
+    p.add_argument(
+        "--algorithms", action="store_true", help="every algorithm as a program, measured beside predicted, and auto beside the best"
+    )
+    p.add_argument("--hosts", action="store_true", help="emulated hosts: hierarchical beside flat rings (needs root)")
     given = p.parse_args(arguments)
     console = Console()
+    counts = [2] if given.quick else given.ranks
+    if given.algorithms:
+        return collectives_programs.measure(arguments, counts, given.quick, given.json, console.print)
+    if given.hosts:
+        return collectives_hosts.measure(arguments, given.quick, given.json, console.print)
     load = os.getloadavg()[0]
     why_no_mpi = missing(peers_python(), ("mpi4py",))
     if why_no_mpi:
@@ -225,7 +236,7 @@ def main(arguments: list[str]) -> int:
     sizes = (4 << 10, 1 << 20, 16 << 20) if given.quick else (*SIZES, LARGEST)
     found = {
         num_ranks: measured(num_ranks, sizes, 1 if given.quick else given.rounds, 0.1, not why_no_mpi, console.print)
-        for num_ranks in ([2] if given.quick else given.ranks)
+        for num_ranks in counts
     }
     verdicts = [v for num_ranks, times in found.items() for part in (0.5, 0.1) for v in judged(num_ranks, times, part)]
     about = header(f"scripts/bench collectives {' '.join(arguments)}".strip(), versions(("torch", "mpi4py", "mpich")))

@@ -29,6 +29,7 @@ ADDED = 3.0  # bytes of memory moved to add a byte: two are read, one is written
 # Of a double tree in 8 pieces a tree: ranks -> (messages, latencies, additions) one after another, counted on the programs.
 DOUBLE_TREE = {2: (32, 19, 29), 4: (48, 26, 29), 8: (55, 32, 31), 16: (66, 38, 35), 32: (74, 43, 39), 64: (82, 48, 43), 128: (92, 54, 47)}
 DOUBLE_PIECES = 16
+PART_BYTES = 4 << 20  # that cross hosts while the next part is summed inside them
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,12 +352,15 @@ def _native(cluster: Cluster, group: Group, transport: str, size_bytes: float) -
 
 
 def _through_memory(cluster: Cluster, group: Group, size_bytes: float) -> float:
-    """Hierarchical between processors: sums are scattered and gathered through a host's memory, shares cross by the library's rings."""
+    """Hierarchical between processors, as `weft.world.levels` runs it: sums are scattered and gathered through a host's memory, shares
+    cross by the library's own rings, and of large sums one part crosses while the next is scattered."""
     where = path(cluster, group)
     host = replace(cluster, levels=cluster.levels[:1])
-    inner = collective_s(host, "all_reduce", size_bytes, Group(where.inside))
+    inside = collective_s(host, "all_reduce", size_bytes, Group(where.inside))
     share = Group(where.nodes, cluster.node_size, where.nodes * cluster.node_size)
-    return inner + collective_s(cluster, "all_reduce", size_bytes / where.inside, share)
+    parts = max(1, ceil(size_bytes / PART_BYTES))
+    across = parts * collective_s(cluster, "all_reduce", size_bytes / parts / where.inside, share)
+    return max(inside, across) + min(inside, across) / parts
 
 
 def choose(cluster: Cluster, group: Group, transport: str = "") -> Choices:
