@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from weft.collectives import ALGORITHMS as COLLECTIVES
 from weft.errors import LayoutError
 from weft.plan.choice import ALGORITHMS, NAMES, SCATTERING, Choices
 from weft.plan.layout import Layout
+from weft.run.build import Traced
 from weft.run.verify import verify_on_rank
 from weft.world.levels import Levels
 from weft.world.running import Programs
@@ -41,8 +43,8 @@ def _loss(output: torch.Tensor, batch: Any) -> torch.Tensor:
     return output
 
 
-def checked(world: World, layout: str) -> dict[str, int]:
-    """How many collectives ran from a program or in levels, by its name, where all equals the serial run."""
+def checked(world: World, *layouts: str) -> list[dict[str, int]]:
+    """How many collectives ran from a program or in levels, by its name, for each of the layouts; all of which equal the serial run."""
     seen: Counter[str] = Counter()
     for kind, methods in ((Programs, ("all_reduce", "reduce_scatter", "all_gather")), (Levels, ("all_reduce", "reduce_scatter_into"))):
         for method in methods:
@@ -54,41 +56,47 @@ def checked(world: World, layout: str) -> dict[str, int]:
                 return real(self, *args, **kwargs)
 
             setattr(kind, method, counted)
-    plan = weft.plan(Net, _batch(), loss=_loss, layout=f"{layout} precision=float64", cluster="4xcpu-2")
-    result = verify_on_rank(world, plan, Net, _batch(), _loss, steps=2)
-    assert result is None or result.ok, result  # rank 0 compares
-    return dict(seen)
+    torch.manual_seed(0)  # under which verify runs the serial model
+    source, found = Traced.of(Net), []
+    first = weft.plan(Net, _batch(), loss=_loss, layout=f"{layouts[0]} precision=float64", cluster="4xcpu-2")
+    for layout in layouts:
+        plan = replace(first, layout=Layout.parse(f"{layout} precision=float64"))
+        result = verify_on_rank(world, plan, Net, _batch(), _loss, steps=2, source=source)
+        assert result is None or result.ok, (layout, result)  # rank 0 compares
+        found.append(dict(seen))
+        seen.clear()
+    return found
 
 
-@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("data", [2, 3, 4])
-def test_every_algorithm_equals_the_serial_model(ranks: Any, name: str, data: int) -> None:
-    for seen in ranks(checked, data, f"data={data} all_reduce={name}"):
-        # On one host the two levels are one, which is the transport's own.
-        assert (seen.get(f"all_reduce {name}", 0) > 0) == (name not in ("native", "hierarchical")), seen
+def test_every_algorithm_equals_the_serial_model(ranks: Any, data: int) -> None:
+    for every in ranks(checked, data, *(f"data={data} all_reduce={name}" for name in NAMES)):
+        for name, seen in zip(NAMES, every, strict=True):
+            # On one host the two levels are one, which is the transport's own.
+            assert (seen.get(f"all_reduce {name}", 0) > 0) == (name not in ("native", "hierarchical")), (name, seen)
 
 
-@pytest.mark.parametrize("name", SCATTERING)
-@pytest.mark.parametrize("zero", [1, 2])
-def test_zero_scatters_and_gathers_by_the_algorithm(ranks: Any, name: str, zero: int) -> None:
-    scatter, gather = SCATTERING[name]
-    for seen in ranks(checked, 4, f"data=4 zero={zero} all_reduce={name}"):
-        assert seen[f"reduce_scatter {scatter}"] > 0
-        assert seen[f"all_gather {gather}"] > 0
+def test_zero_scatters_and_gathers_by_the_algorithm(ranks: Any) -> None:
+    tried = [(name, zero) for name in SCATTERING for zero in (1, 2)]
+    for every in ranks(checked, 4, *(f"data=4 zero={zero} all_reduce={name}" for name, zero in tried)):
+        for (name, _), seen in zip(tried, every, strict=True):
+            assert seen[f"reduce_scatter {SCATTERING[name][0]}"] > 0
+            assert seen[f"all_gather {SCATTERING[name][1]}"] > 0
 
 
-@pytest.mark.parametrize("layout", ["data=2 tensor=2", "data=2 pipeline=2 microbatches=2", "data=2 pipeline=2 microbatches=2 zero=1"])
-def test_with_other_axes(ranks: Any, layout: str) -> None:
-    for seen in ranks(checked, 4, f"{layout} all_reduce=ring", env={"WEFT_TRANSPORT": "gloo"}):
-        assert sum(seen.values()) > 0
+@pytest.mark.parametrize("axes", ["tensor=2", "pipeline=2 microbatches=2"])
+def test_with_other_axes_over_gloo(ranks: Any, axes: str) -> None:
+    layouts = [f"data=2 {axes} all_reduce=tree", f"data=2 {axes} zero=1 all_reduce=ring"]
+    for every in ranks(checked, 4, *layouts, env={"WEFT_TRANSPORT": "gloo"}):
+        assert all(sum(seen.values()) > 0 for seen in every)
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2])
-def test_two_levels_equal_the_serial_model(ranks: Any, zero: int) -> None:
-    method = "reduce_scatter_into" if zero else "all_reduce"
-    for seen in ranks(checked, 4, f"data=4 zero={zero} all_reduce=hierarchical", env={"WEFT_TRANSPORT": "boxes=2"}):
-        assert seen[f"{method} levels"] > 0
-    ranks(checked, 3, f"data=3 zero={zero} all_reduce=hierarchical", env={"WEFT_TRANSPORT": "boxes=2,1"})
+def test_two_levels_equal_the_serial_model(ranks: Any) -> None:
+    layouts = [f"zero={zero} all_reduce=hierarchical" for zero in (0, 1, 2)]
+    for every in ranks(checked, 4, *(f"data=4 {layout}" for layout in layouts), env={"WEFT_TRANSPORT": "boxes=2"}):
+        for method, seen in zip(("all_reduce", "reduce_scatter_into", "reduce_scatter_into"), every, strict=True):
+            assert seen[f"{method} levels"] > 0
+    ranks(checked, 3, *(f"data=3 {layout}" for layout in layouts), env={"WEFT_TRANSPORT": "boxes=2,1"})
 
 
 def test_names_are_those_of_the_collectives() -> None:
