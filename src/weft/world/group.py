@@ -13,6 +13,7 @@ Messages between two ranks: equal tags are matched in the order in which they we
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -114,7 +115,7 @@ class Group:
         self._lanes: dict[tuple[int, int], Any] = {}
         self._runner: Runner | None = None
         self._sums: Sums | None = None
-        self._num_apart = 0
+        self._apart: Counter[str] = Counter()
 
     @property
     def seconds(self) -> float:
@@ -157,8 +158,8 @@ class Group:
 
         All of them ask, as often, by the same `name`. It is not recorded.
         """
-        self._num_apart += 1
-        name = f"/{name}{self._num_apart} of {recorder.group_name(self.ranks)}"
+        self._apart[name] += 1
+        name = f"/{name}{self._apart[name]} of {recorder.group_name(self.ranks)}"
         return Group(ranks or self.ranks, self._rank, Recorder(), self.device, lambda who, lane: self._open(who, name + lane))
 
     @property
