@@ -61,7 +61,8 @@ def parse_changes(words: Sequence[str]) -> tuple[Change, ...]:
             raise UsageError(f"unknown change {word}{f' (did you mean {near[0]}?)' if near else ''}; known: {', '.join(known)}")
         if any(change.key == key for change in found):
             raise UsageError(f"{key} is given twice; compare values by running whatif for each")
-        if key in CHOICES and value not in CHOICES[key]:
+        # Which layers `recompute=full:...` names is for the layout to read.
+        if key in CHOICES and (value.partition(":")[0] if key == "recompute" else value) not in CHOICES[key]:
             raise UsageError(f"{word}: {value} is unknown; use one of {', '.join(CHOICES[key])}")
         change = Change(key, value)
         if key not in CHOICES and key != "cluster" and not (key in ("zero", "threads") and value == "0"):

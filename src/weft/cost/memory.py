@@ -170,7 +170,9 @@ class StageState:
 
     `entering_bytes` come from other stages; `kept_bytes` are kept for backward, `scores_bytes` of them by attention's scores;
     `working_bytes` are the most that one operator's backward works on. By layer, for who runs layers again or moves them: `layers` there
-    are, `layer_bytes` enter each, `fullest_bytes` the fullest keeps, and `outside_bytes` are kept in none of them.
+    are, `layer_bytes` enter each, `fullest_bytes` the fullest keeps, and `outside_bytes` are kept in none of them. `layers_again` of them
+    are repeated, of which the fullest keeps `fullest_again_bytes`; the others keep `others_bytes` together, and those behind
+    all repeated ones `behind_bytes`.
     """
 
     num_parameters: float
@@ -184,6 +186,10 @@ class StageState:
     working_bytes: float = 0.0
     fullest_bytes: float = 0.0
     outside_bytes: float = 0.0
+    layers_again: int = 0
+    fullest_again_bytes: float = 0.0
+    others_bytes: float = 0.0
+    behind_bytes: float = 0.0
 
 
 def memory_of(
@@ -199,12 +205,15 @@ def memory_of(
     """The bytes of one rank of a stage (`stage` counts chunks too). `layers_moved`: that are on the device at once with offload."""
     rank = layout.rank_of(stage)
     flying = in_flight(layout.schedule, layout.pipeline, rank, layout.microbatches, layout.chunks)
-    kept = state.kept_bytes - (state.scores_bytes if layout.recompute != "none" else 0.0)
+    kept = state.kept_bytes - (state.scores_bytes if layout.recompute in ("selective", "full") else 0.0)
     activation, working = kept * flying, state.working_bytes
     # A layer that is there again for its own backward is not yet while the loss, say, works on the most.
-    if layout.recompute == "full":
-        activation = min(activation, (state.layer_bytes * state.layers + state.outside_bytes) * flying + state.fullest_bytes)
-        working = max(state.layer_bytes, working - state.fullest_bytes)
+    if layout.repeats_layers:
+        # Nor is it before the layers behind it, whose own activations its microbatch keeps, are gone.
+        there = max(0.0, state.fullest_again_bytes - state.behind_bytes)
+        entering = state.layer_bytes * state.layers_again
+        activation = min(activation, (entering + state.others_bytes + state.outside_bytes) * flying + there)
+        working = max(state.layer_bytes, working - there)
     if layout.offload in ("activations", "all"):
         activation = min(activation, layers_moved * state.fullest_bytes + state.outside_bytes)
         working = max(state.layer_bytes, state.working_bytes - layers_moved * state.fullest_bytes)

@@ -22,6 +22,7 @@ from weft.model.rules import rule_of
 from weft.model.sharding import Sharding
 from weft.model.stages import Cut
 from weft.model.work import packet
+from weft.plan.recomputation import Recomputation
 
 T = TypeVar("T", bound=Hashable)
 
@@ -376,12 +377,15 @@ class Section:
     score_bytes: Amount  # float32
     layers: int
     working: Amount
-    by_block: Callable[[], Blocks]  # worked out when it is first asked for
+    by_block: Callable[
+        [Recomputation, int], Blocks
+    ]  # of what is repeated, and of the stage's number; worked out when it is first asked for
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """What a stage's numbered blocks keep for backward: how many there are, the fullest one's, and what stands in none of them.
+    """What a stage's numbered blocks keep for backward: how many there are, the fullest one's, and what stands in none of them; how many
+    are repeated, the fullest of those, what the others keep together, and what those of them keep that stand behind all repeated ones.
 
     A stage without any is one block.
     """
@@ -389,17 +393,44 @@ class Blocks:
     count: int
     fullest: Amount
     outside: Amount
+    again: int
+    fullest_again: Amount
+    others: Amount
+    behind: Amount
 
 
-def _blocks(parts: Parts, operators: Sequence[int], half: str) -> Blocks:
+def _blocks(parts: Parts, operators: Sequence[int], half: str, which: Recomputation, stage: int) -> Blocks:
     groups: dict[str, list[int]] = {}
     for i in operators:
         groups.setdefault(parts.blocks[i], []).append(i)
     outside = groups.pop("", [])
     if not groups:
-        return Blocks(1, kept_bytes(parts, outside, half), Amount())
-    kept = [kept_bytes(parts, group, half) for group in groups.values()]
-    return Blocks(len(groups), max(kept, key=lambda amount: amount.at(1.0, 1)), kept_bytes(parts, outside, half))
+        groups, outside = {"": outside}, []
+    kept = {name: kept_bytes(parts, group, half) for name, group in groups.items()}
+    fullest = max(kept.values(), key=_size)
+    repeated = which.chosen(stage, list(groups))
+    others = [name for name in groups if name not in repeated]
+    last = list(groups).index(repeated[-1]) if repeated else -1
+    together, behind = (
+        kept_bytes(parts, [i for name in names for i in groups[name]], half)
+        for names in (others, [name for name in list(groups)[last + 1 :] if name in others])
+    )
+    again = max((kept[name] for name in repeated), key=_size, default=Amount())
+    return Blocks(len(groups), fullest, kept_bytes(parts, outside, half), len(repeated), again, together, behind)
+
+
+def _size(amount: Amount) -> float:
+    return amount.at(1.0, 1)
+
+
+def repeated(parts: Parts, operators: NDArray[np.intp], which: Recomputation, stage: int) -> NDArray[np.bool_]:
+    """By operator of a stage: whether recomputation runs it twice."""
+    if not which.counts and not which.names:
+        return parts.again[operators] if which.kind == "full" else np.zeros(len(operators), dtype=bool)
+    names = [parts.blocks[i] for i in operators.tolist()]
+    layers = list(dict.fromkeys(name for name in names if name)) or [""]
+    chosen = set(which.chosen(stage, layers))
+    return np.array([name in chosen for name in names], dtype=bool)
 
 
 def section(parts: Parts, operators: NDArray[np.intp], held: Held, half: str) -> Section:
@@ -411,7 +442,7 @@ def section(parts: Parts, operators: NDArray[np.intp], held: Held, half: str) ->
         working.append(max((float(parts.working_bytes[i]) for i in mine), default=0.0))
     layers = max(1, int(parts.attention[operators].sum()))
     numbers = operators.tolist()
-    by_block = cache(partial(_blocks, parts, numbers, half))
+    by_block: Callable[[Recomputation, int], Blocks] = cache(partial(_blocks, parts, numbers, half))
     return Section(operators, held, kept_bytes(parts, numbers, half), Amount(*scores), layers, Amount(*working), by_block)
 
 

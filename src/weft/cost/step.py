@@ -24,7 +24,7 @@ from weft.cost.efficiency import Stack, stack_of
 from weft.cost.gradients import Sums, exchange_s, summing_s
 from weft.cost.memory import Inventory, StageState, Widths, memory_of
 from weft.cost.network import Group, collective_s, send_s
-from weft.cost.parts import Local, Parts, Section, even_sites, expert_weights, gather, held_parameters, numbered, section
+from weft.cost.parts import Local, Parts, Section, even_sites, expert_weights, gather, held_parameters, numbered, repeated, section
 from weft.cost.stage import StageCost, straggling, together, work_share
 from weft.errors import Infeasible
 from weft.model.fold import propagate
@@ -34,6 +34,7 @@ from weft.model.stages import Cut, Stage, cuts, split
 from weft.model.work import MATMUL_KINDS, Work, model_flops
 from weft.plan.layout import Layout
 from weft.plan.plan import Memory, Prediction
+from weft.plan.recomputation import Recomputation
 
 __all__ = ["Pricer", "StageCost", "straggling", "together"]
 
@@ -51,17 +52,17 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class _Base:
-    """What a stage costs whatever the schedule, ZeRO stage and recomputation; `block` is what full recomputation repeats, `scores`
+    """What a stage costs whatever the schedule, ZeRO stage and recomputation; `block` is what recomputing layers repeats, `scores`
     what selective does; `weight_s` are for the gradients of weights."""
 
     compute: Seconds
     tensor: Seconds
-    block: Seconds  # forward: compute, backward: collectives
+    block: Callable[[Recomputation], Seconds]  # forward: compute, backward: collectives
     scores_s: float
     weight_s: float
     sums: Sums
     state: StageState
-    by_layer: Callable[[], StageState]  # the same with what its layers keep
+    by_layer: Callable[[Recomputation], StageState]  # the same with what its layers keep
 
 
 @dataclass
@@ -351,6 +352,10 @@ class Pricer:
         """What `only` some stages hold, without their seconds."""
         return tuple(self._memory(layout, i, base) for i, base in self._bases_of(layout, sites, only))
 
+    def num_layers(self, layout: Layout, sites: Sequence[str], stage: int) -> int:
+        """Layers of a stage that can be computed again."""
+        return self._sections_of(layout, tuple(sites))[stage].by_block(Recomputation("full"), stage).count
+
     def _bases_of(self, layout: Layout, sites: Sequence[str], only: Sequence[int] | None) -> list[tuple[int, _Base]]:
         key = (*self._cut(layout), layout.data, layout.pipeline, layout.chunks, layout.microbatches, layout.precision, layout.threads,
                layout.expert, tuple(sites))  # fmt: skip
@@ -365,8 +370,11 @@ class Pricer:
         parts, ops = self.parts(layout), section.operators
         times = [one[ops] for one in self.operator_seconds(layout)]
         busy, network = Seconds(*(float(t.sum()) for t in times[:2])), Seconds(*(float(t.sum()) for t in times[2:]))
-        again = parts.again[ops]
-        block = Seconds(float(times[0][again].sum()), float(times[2][again].sum()))
+
+        def block(which: Recomputation) -> Seconds:
+            again = repeated(parts, ops, which, stage.index)
+            return Seconds(float(times[0][again].sum()), float(times[2][again].sum()))
+
         scores_s = float(times[0][parts.attention[ops]].sum()) if self._keeps_scores else 0.0
         held, scale = section.held, self.microbatch(layout)
         widths = self.widths(layout)
@@ -408,12 +416,22 @@ class Pricer:
             working,
         )
 
-        def by_layer() -> StageState:
-            blocks = section.by_block()
+        def by_layer(which: Recomputation) -> StageState:
+            blocks = section.by_block(which, stage.index)
             inside = self._layer_bytes(layout) if blocks.count > 1 or parts.repeated[ops].any() else incoming
-            fullest, outside = (amount.at(scale, layout.data) * wide for amount in (blocks.fullest, blocks.outside))
+            amounts = (blocks.fullest, blocks.outside, blocks.fullest_again, blocks.others, blocks.behind)
+            fullest, outside, again, others, behind = (amount.at(scale, layout.data) * wide for amount in amounts)
+            each = scores / blocks.count
             return replace(
-                state, layers=blocks.count, layer_bytes=inside, fullest_bytes=fullest + scores / blocks.count, outside_bytes=outside
+                state,
+                layers=blocks.count,
+                layer_bytes=inside,
+                fullest_bytes=fullest + each,
+                outside_bytes=outside,
+                layers_again=blocks.again,
+                fullest_again_bytes=again + each if blocks.again else 0.0,
+                others_bytes=others + each * (blocks.count - blocks.again),
+                behind_bytes=behind,
             )
 
         # A product's backward is two products alike, one for its input and one for its weights, and weights' gradients are added up.
@@ -445,9 +463,10 @@ class Pricer:
     def _stage(self, layout: Layout, index: int, base: _Base) -> StageCost:
         busy, network = base.compute, base.tensor
         widths = self.widths(layout)
-        if layout.recompute == "full":
-            busy = Seconds(busy.forward, busy.backward + base.block.forward)
-            network = Seconds(network.forward, network.backward + base.block.backward)
+        if layout.repeats_layers:
+            block = base.block(layout.recomputation)
+            busy = Seconds(busy.forward, busy.backward + block.forward)
+            network = Seconds(network.forward, network.backward + block.backward)
         elif layout.recompute == "selective":
             busy = Seconds(busy.forward, busy.backward + base.scores_s)
         trained = base.state.num_trainable
@@ -489,9 +508,10 @@ class Pricer:
         return GLOO_HIDES * apart
 
     def _memory(self, layout: Layout, index: int, base: _Base) -> Memory:
-        by_layer = layout.recompute == "full" or layout.offload in ("activations", "all") or layout.zero == 3
+        by_layer = layout.repeats_layers or layout.offload in ("activations", "all") or layout.zero == 3
+        state = base.by_layer(layout.recomputation) if by_layer else base.state
         return memory_of(
-            base.by_layer() if by_layer else base.state, layout, index, self.widths(layout), layers_moved=1 if self.cluster.is_cpu else 2,
+            state, layout, index, self.widths(layout), layers_moved=1 if self.cluster.is_cpu else 2,
             scratch_bytes=self.cluster.device.scratch_bytes, optimizer_states=self.optimizer_states,
         )  # fmt: skip
 

@@ -94,6 +94,7 @@ class _Builder:
         self.tensors = lowering.graph.tensors
         self.written = written_buffers(lowering.graph)
         self.part = (0, False)  # number of the run of operators of one layer, and whether it is a repeated layer
+        self.layer = ""  # the layer itself
 
     def build(self) -> LocalStage:
         low, stage = self.low, self.stage
@@ -109,7 +110,7 @@ class _Builder:
         for op in stage.operators:
             here = layer_of(op.site)
             if here != layer:
-                layer, self.part = here, (self.part[0] + 1, bool(here))
+                layer, self.layer, self.part = here, here, (self.part[0] + 1, bool(here))
             self._operator(op)
         sent = tuple(dict.fromkeys(v for _, values in stage.sends for v in values))
         out = []
@@ -128,7 +129,7 @@ class _Builder:
 
     def _node(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> fx.Node:
         node = self.fx.call_function(target, args, kwargs)
-        node.meta["part"] = self.part
+        node.meta["part"], node.meta["layer"] = self.part, self.layer
         return node
 
     def get(self, value: str, want: tuple[Form | None, ...]) -> fx.Node:

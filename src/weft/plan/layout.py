@@ -42,8 +42,8 @@ class Layout:
     """Sizes of every axis and the choices that go with them.
 
     `chunks`: stages of each pipeline rank (interleaved; of zb-v always 2). `expert`: data replicas among which the experts of a layer
-    are spread. `threads=0` shares the machine's cores among its ranks. `recompute`: a `Recomputation`. `all_reduce`: the algorithm that sums gradients; `auto`: by size,
-    as the plan says. `compress`: how gradients travel, a `Compression`.
+    are spread. `threads=0` shares the machine's cores among its ranks. `all_reduce`: the algorithm that sums gradients; `auto`: by size,
+    as the plan says. `recompute`: a `Recomputation`. `compress`: how gradients travel, a `Compression`.
     """
 
     data: int = 1

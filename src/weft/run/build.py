@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from weft.errors import Infeasible, ModelError, ProgramError
 from weft.lower.kernels.randomness import Draw
-from weft.lower.local import LocalStage, Lowering, lower
+from weft.lower.local import LocalStage, Lowering, layer_of, lower
 from weft.model.capture import Captured, Loss, capture
 from weft.model.collector import uncollected
 from weft.model.deferred import Deferred, fake_copy, materialize, materialize_real
@@ -206,6 +206,7 @@ def build(
     dtype = DTYPES[layout.precision]
     graph = in_precision(captured.graph, plan)
     _check_dtypes(graph, layout.precision)
+    layout.recomputation.check(layer_of(op.site) for op in graph.operators)
     sharding = source.sharding(plan, graph)
     stages = split(graph, plan.stages)
     program = program_of(plan, stages, world) if program is None else _fitting(program, plan, stages)

@@ -17,10 +17,11 @@ from weft.lower.local import LocalStage, snapshot
 
 @dataclass(frozen=True)
 class Layered:
-    """`local.module` has the children `names[number]`; `repeated` are the numbers of those that are layers."""
+    """`local.module` has the children `names[number]`; `repeated` are the numbers of those that are layers, called `layers[number]`."""
 
     local: LocalStage
     names: Mapping[int, str]
+    layers: Mapping[int, str]
     repeated: frozenset[int]
     reads_written: frozenset[int]  # those that read a buffer which is written while the model runs
 
@@ -64,5 +65,6 @@ def by_layer(local: LocalStage) -> Layered:
     numbers = numbers_of(local.module)
     split = split_module(local.module, local.module, lambda node: numbers[node][0], keep_original_order=True)
     names = {int(name.removeprefix("submod_")): name for name, _ in split.named_children() if name.startswith("submod_")}
+    layers = {number: str(node.meta.get("layer", "")) for node, (number, _) in numbers.items()}
     read = frozenset(number for node, (number, _) in numbers.items() if node.target is snapshot)
-    return Layered(replace(local, module=split), names, frozenset(n for n, layer in numbers.values() if layer), read)
+    return Layered(replace(local, module=split), names, layers, frozenset(n for n, layer in numbers.values() if layer), read)

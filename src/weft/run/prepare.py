@@ -24,11 +24,13 @@ def prepared(
         local = recompute_attention(local, draw, memory)
     gathers = any(s == stage for s, _ in gathered.units)
     offloads = layout.offload in ("activations", "all")
-    if layout.recompute != "full" and not gathers and not offloads:
+    if not layout.repeats_layers and not gathers and not offloads:
         return local
     layered = by_layer(local)
-    if layout.recompute == "full":
-        recompute_layers(layered, draw, memory)
+    if layout.repeats_layers:
+        layers = [layered.layers[number] for number in sorted(layered.repeated)]
+        chosen = layout.recomputation.chosen(stage, list(dict.fromkeys(layers)))
+        recompute_layers(layered, draw, memory, {number for number in layered.repeated if layered.layers[number] in chosen})
     if offloads:
         offload_layers(layered, host, keeps_last=layout.num_stages == 1)
     if gathers:

@@ -18,7 +18,7 @@ from math import exp, log
 from weft.cluster.cluster import Cluster
 from weft.cluster.mixed import reordered
 from weft.cost.memory import state_bytes
-from weft.cost.parts import expert_weights
+from weft.cost.parts import block, expert_weights
 from weft.cost.stage import work_share
 from weft.cost.step import Pricer, together
 from weft.errors import Infeasible, LayoutError, UsageError
@@ -27,9 +27,10 @@ from weft.model.graph import Graph
 from weft.model.sharding import Shards
 from weft.model.stages import links
 from weft.plan.check import check
-from weft.plan.layout import CHOICES, Layout
+from weft.plan.layout import Layout
 from weft.plan.microbatches import microbatch_sizes
 from weft.plan.plan import Candidate, Plan
+from weft.plan.recomputation import KINDS
 from weft.schedules import build
 from weft.solve.bounds import check_state, least_s, least_saving_s, least_state_bytes
 from weft.solve.mixed import MixedPricer, check_fits, memory_of, pricer_of
@@ -38,6 +39,7 @@ from weft.solve.refine import refined, wanted
 from weft.solve.remedies import nothing_fits
 from weft.solve.space import Constraint, Space, layouts, parse_constraints
 from weft.solve.stages import useful
+from weft.solve.thinner import fewest
 from weft.solve.timing import PLAIN, Priced, balanced, clocked, fitted, least_pipeline_s, price, timeline, trips_s
 
 __all__ = ["OBJECTIVES", "Priced", "balanced", "check_layout", "clocked", "price", "search", "timeline", "without_graph"]
@@ -46,6 +48,7 @@ OBJECTIVES = ("time", "cost", "energy", "memory")
 KEPT = 12  # candidates that the plan keeps
 MOST_REFUSED = 4
 MOST_GUESSED, MOST_TRIED_FIRST = 16, 2  # frames that look promising, and those of them that are priced before all others
+MOST_THINNED = 24  # ways to fit by full recomputation, of which fewer layers are tried
 MOST_ORDERS = 6  # of the parts of a mixed cluster
 CALM = 0.02  # of the step: what processors' own figures differ by from probe to probe
 SAME = 0.004  # relative difference of times that is none
@@ -158,6 +161,7 @@ def _find(pricer: Pricer, limits: Sequence[Constraint], objective: str) -> _Sear
     space.check()
     found = _Search(pricer, space, objective)
     found.run()
+    found.thin()
     return found
 
 
@@ -213,6 +217,48 @@ class _Search:
                 least[frame, interleaved] = self._expand(frame, interleaved)
         lowest = min(least.values(), default=INFINITE)
         self.bound_s = lowest if lowest < INFINITE else 0.0
+
+    def thin(self) -> None:
+        """Where all layers are computed again for want of memory, try the fewest that it takes: of what could not be told to be worse.
+
+        The bound then is that of what is not recomputed at all, where that would be the least.
+        """
+        if self.best is None or self.objective == "memory" or not self.space.admits("recompute", "full"):
+            return
+        if self.space.asked("recompute", "full"):
+            return
+        full = sorted(
+            ((seconds, frame, interleaved, thrift) for (frame, interleaved), savings in self._known.items()
+             for thrift, seconds in savings.items() if thrift[1] == "full"),
+            key=lambda item: item[0],
+        )  # fmt: skip
+        for _, frame, interleaved, (zero, recompute, offload) in full[:MOST_THINNED]:
+            least = least_saving_s(self.pricer, replace(frame, zero=zero, offload=offload), interleaved)
+            if self._hopeless(frame, least):
+                continue
+            for schedule in self.space.schedules(frame):
+                if (schedule.schedule not in PLAIN) is interleaved and self._thinner(
+                    replace(schedule, zero=zero, recompute=recompute, offload=offload)
+                ):
+                    self.bound_s = min(self.bound_s, least)
+
+    def _thinner(self, layout: Layout) -> bool:
+        """Price the fewest layers under which `layout` fits; whether there are such."""
+        pricer = self.pricer
+        try:
+            sites = balanced(pricer, layout) if layout.num_stages > 1 else ()
+            fewer = fewest(pricer, layout, sites)
+            if fewer is None:
+                return False
+            priced = price(pricer, fewer, sites)
+            check_priced(pricer, priced)
+        except (Infeasible, LayoutError):
+            return False
+        timed = clocked(pricer, priced)
+        if self._leads(timed):
+            self.best = timed
+        self.clocked.append(timed)
+        return True
 
     def _promising(self) -> list[tuple[Layout, bool]]:
         """Frames that are likely to be among the best: a good plan that is known early saves pricing many others.
@@ -433,6 +479,7 @@ def _by_hand(pricer: Pricer, layout: Layout, stages: Sequence[str]) -> _Search:
         Infeasible, LayoutError: it cannot be, or does not fit.
     """
     check_layout(layout, pricer.cluster, pricer.batch_size)
+    layout.recomputation.check(block(op.site) for op in pricer.graph.operators)
     # By hand and on GPUs, stages have equally many layers, as the frameworks have them that the efficiency sets were measured with.
     priced = price(pricer, layout, stages or pricer.even(layout))
     check_priced(pricer, priced)
@@ -516,7 +563,7 @@ def _spares(other: Layout, layout: Layout) -> bool:
     ZeRO stages and an optimizer on the host may each be the faster, so they never stand for one another.
     """
     moved = {"none": ("none", "activations"), "optimizer": ("optimizer", "all")}.get(other.offload, (other.offload,))
-    more = CHOICES["recompute"].index(other.recompute) <= CHOICES["recompute"].index(layout.recompute)
+    more = KINDS.index(other.recomputation.kind) <= KINDS.index(layout.recomputation.kind)
     return more and layout.offload in moved and other.zero == layout.zero
 
 
