@@ -14,6 +14,7 @@ CASES = [
     (GPT, "data=2 zero=3"),
     (GPT, "pipeline=2 microbatches=4 schedule=zb-h1"),
     (GPT, "data=2 recompute=full"),
+    (GPT, "microbatches=2 recompute=full:2"),
     (GPT, "offload=activations"),
     ("t5-tiny", "data=2"),  # attention under a mask that learns keeps its scores
     ("llama-tiny", "tensor=2"),
