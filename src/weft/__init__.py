@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from weft import errors
 
 if TYPE_CHECKING:
-    from weft.api import auto_parallelize, parallelize, shard, verify
+    from weft.api import auto_parallelize, comm_hook, parallelize, shard, verify
     from weft.cluster.cluster import Cluster
     from weft.plan.layout import Layout
     from weft.plan.plan import Plan
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "Cluster", "Engine", "Layout", "Plan", "auto_parallelize", "errors", "launch", "parallelize", "plan", "shard", "simulate", "verify",
+    "Cluster", "Engine", "Layout", "Plan", "auto_parallelize", "comm_hook", "errors", "launch", "parallelize", "plan", "shard", "simulate",
+    "verify",
 ]  # fmt: skip
 
 # Looked up at first use, so that `weft --help` and programs that only read plans do not wait for torch.
@@ -32,7 +33,7 @@ _HOMES = {
     "Layout": "weft.plan.layout",
     "Plan": "weft.plan.plan",
     "launch": "weft.world.launch",
-    **dict.fromkeys(("auto_parallelize", "parallelize", "shard", "verify"), "weft.api"),
+    **dict.fromkeys(("auto_parallelize", "comm_hook", "parallelize", "shard", "verify"), "weft.api"),
 }
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.cluster.cluster import Cluster
+from weft.collectives import build as build_collective
 from weft.errors import Infeasible, ModelError, UsageError
 from weft.model.capture import Loss
 from weft.model.deferred import Deferred, building
@@ -329,6 +330,28 @@ def simulate(
     graph = Source.of(make).capture(given, loss, plan.batch_size).graph
     pricer = pricer_of(graph, machines, plan.batch_size, 2, _shards(plan, graph))
     return timeline(pricer, price(pricer, plan.layout, plan.stages))
+
+
+def comm_hook(name: str = "auto", process_group: Any = None) -> tuple[Any, Any]:
+    """For users of plain DistributedDataParallel: `model.register_comm_hook(*weft.comm_hook("butterfly"))`.
+
+    Gradients are then summed by an algorithm of weft's over connections of its own, and divided by the number of ranks, as DDP's are.
+
+    Args:
+        name: `auto` (shared memory where all ranks are on one host, and inside the hosts where they are not), `native`, or an
+            algorithm: `ring`, `tree`, `double_tree`, `recursive_doubling`, `halving_doubling` (also called `butterfly`), `naive`,
+            `parameter_server`, `hierarchical`.
+        process_group: the one that DDP was given; None for torch's default group.
+
+    Returns:
+        (state, hook) for `DistributedDataParallel.register_comm_hook`. All ranks must ask, as often.
+
+    Raises:
+        UsageError: an unknown name (names the nearest), or torch's process group is not initialised.
+    """
+    from weft.world.comm_hook import comm_hook as made
+
+    return made(name, build_collective, process_group)
 
 
 def _shards(plan: Plan, graph: Graph) -> dict[str, Shards]:

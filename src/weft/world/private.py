@@ -28,6 +28,8 @@ NAMES: tuple[tuple[Any, str], ...] = (
     (c10d, "BroadcastOptions"),
     (c10d, "AllToAllOptions"),
     (c10d, "PrefixStore"),
+    (c10d, "_get_default_store"),
+    (dist.ProcessGroup, "_get_backend"),
     (dist, "FileStore"),
     (dist, "TCPStore"),
     (torch.autograd.Variable, "_execution_engine"),
@@ -42,8 +44,13 @@ BatchNorm: type[torch.nn.Module] = torch.nn.modules.batchnorm._BatchNorm  # what
 
 
 def gloo(store: Any, rank: int, size: int, timeout_s: float, host: str) -> Any:
-    """A gloo process group of `size` processes that meet in `store`; connections go over the interface that has address `host`."""
+    """A gloo process group of `size` processes that meet in `store`; connections go over the interface that has address `host`.
+
+    Without `host` over the one that torch takes by itself: of GLOO_SOCKET_IFNAME, or that of the host's name.
+    """
     kind: Any = c10d.ProcessGroupGloo
+    if not host:
+        return kind(store, rank, size, timedelta(seconds=timeout_s))
     options = kind._Options()
     options._devices = [kind.create_device(hostname=host)]
     options._timeout = timedelta(seconds=timeout_s)
@@ -96,6 +103,18 @@ def receive(process_group: Any, x: Tensor, source: int, tag: int) -> Any:
 def prefixed(prefix: str, store: Any) -> Any:
     """`store` with every key under `prefix`."""
     return c10d.PrefixStore(prefix, store)
+
+
+def default_store() -> Any:
+    """The store of the process group that the user has initialised."""
+    stores: Any = c10d
+    return stores._get_default_store()
+
+
+def timeout_of(process_group: Any, device: torch.device) -> float:
+    """Seconds that its collectives on this device may take; of the default group, where it is None."""
+    group: Any = process_group if process_group is not None else dist.group.WORLD
+    return float(group._get_backend(device).options._timeout.total_seconds())
 
 
 def file_store(path: str, num_ranks: int) -> Any:

@@ -1,0 +1,93 @@
+"""A communication hook for torch's DistributedDataParallel: its buckets are summed as weft sums. In: a name. Out: DDP's (state, hook).
+
+Ranks meet in the store of the process group that the user has initialised, over connections of their own: the user's group is left alone.
+Buckets are divided by the number of ranks first, as DDP does, and go on in a thread while backward does. Not modelled: joining with uneven
+inputs (DDP's `join`), which needs DDP's own collectives.
+"""
+
+# No `from __future__ import annotations`: DDP compares the hook's annotations with classes.
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from weft.errors import UsageError
+from weft.plan.choice import AUTO, NAMES, Choices, nearest
+from weft.plan.program import Program
+from weft.world import private
+from weft.world.group import Group
+from weft.world.sums import Sums
+from weft.world.worker import Worker
+from weft.world.world import World
+
+SYNONYMS = {"butterfly": "halving_doubling"}
+NEAR_AND_FAR = "hierarchical"  # what is native on one host, and the best use of one host's memory between several
+
+
+class State:
+    """What the hook keeps between buckets. Connected by the first bucket."""
+
+    def __init__(self, choices: Choices, program_of: Callable[[str, str, int], Program], process_group: Any) -> None:
+        self._choices, self._program_of, self._process_group = choices, program_of, process_group
+        self._worker = Worker()
+        self._sums: Sums | None = None
+        self._group: Group | None = None
+
+    def start(self, bucket: Tensor) -> Future[Tensor]:
+        """The future of the mean of flat `bucket` over the ranks, in place."""
+        if self._group is None:
+            self._connect(bucket.device)
+        mean: Future[Tensor] = Future(devices=[bucket.device] if bucket.is_cuda else None)
+        self._worker.do(lambda: self._average(bucket, mean))
+        return mean
+
+    def _connect(self, device: torch.device) -> None:
+        ranks = tuple(dist.get_process_group_ranks(self._process_group))
+        timeout_s = private.timeout_of(self._process_group, device)
+        store, me = private.default_store(), dist.get_rank()
+        # Every rank's n-th hook meets the others' n-th.
+        where = f"weft/comm_hook/{','.join(map(str, ranks))}"
+        number = store.add(f"{where}/{me}", 1)
+        world = World(
+            ranks.index(me), len(ranks), private.prefixed(f"{where}/{number}", store), device=device, host="", timeout_s=timeout_s
+        )
+        self._group = world.everyone
+        self._sums = Sums(self._group, self._choices, self._program_of)
+
+    def _average(self, bucket: Tensor, mean: Future[Tensor]) -> None:
+        assert self._group is not None
+        assert self._sums is not None
+        try:
+            bucket.div_(self._group.size)
+            if self._group.size > 1:
+                (self._sums.all_reduce(bucket) or self._group.all_reduce(bucket, wait=False)).wait()
+            mean.set_result(bucket)
+        except BaseException as error:
+            told: Any = error if isinstance(error, Exception) else RuntimeError(str(error))
+            mean.set_exception(told)  # DDP raises it in backward
+
+
+def averaged(state: State, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
+    """DDP's hook: the mean of a bucket of gradients over the ranks."""
+    return state.start(bucket.buffer())
+
+
+def comm_hook(
+    name: str, program_of: Callable[[str, str, int], Program], process_group: Any = None
+) -> tuple[State, Callable[..., Future[Tensor]]]:
+    """See `weft.comm_hook`. `program_of`: (collective, algorithm, ranks) to its program.
+
+    Raises:
+        UsageError: an unknown name (names the nearest), or no process group.
+    """
+    known = (AUTO, *SYNONYMS, *NAMES)
+    if name not in known:
+        raise UsageError(f"comm_hook({name!r}): no algorithm has this name{nearest(name, known)}; use one of {', '.join(known)}")
+    if not dist.is_available() or not dist.is_initialized():
+        raise UsageError("comm_hook needs torch's process group; call torch.distributed.init_process_group first, as DDP needs it too")
+    chosen = NEAR_AND_FAR if name == AUTO else SYNONYMS.get(name, name)
+    return State(Choices(above=chosen), program_of, process_group), averaged

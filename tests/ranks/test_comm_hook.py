@@ -1,0 +1,120 @@
+"""`weft.comm_hook` beside DDP's own all-reduce: the same gradients and weights in float64, with several buckets and `no_sync`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import weft
+from weft.errors import UsageError
+from weft.world.world import World
+
+NAMES = (
+    "auto", "native", "butterfly", "ring", "tree", "double_tree", "recursive_doubling", "naive", "parameter_server", "hierarchical",
+)  # fmt: skip
+FIRST_BUCKET_MB = 0.0005  # of several
+
+
+@contextmanager
+def torchs_group(world: World, folder: str) -> Iterator[None]:
+    """What a user's script begins and ends with."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=world.rank, world_size=world.num_ranks)
+    yield
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def net() -> torch.nn.Module:
+    torch.manual_seed(3)
+    sizes = [7, 31, 29, 13, 1]
+    layers = [module for a, b in pairwise(sizes) for module in (torch.nn.Linear(a, b), torch.nn.Tanh())]
+    return torch.nn.Sequential(*layers).double()
+
+
+def trained(rank: int, model: torch.nn.Module, steps: int = 3) -> list[torch.Tensor]:
+    """Gradients of the last step and weights, after steps of two microbatches, of which the first is not synchronised."""
+    optimizer = torch.optim.AdamW(model.parameters())
+    draw = torch.Generator().manual_seed(100 + rank)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        with model.no_sync():  # type: ignore[operator]
+            model(torch.randn(5, 7, generator=draw, dtype=torch.float64)).square().mean().backward()
+        model(torch.randn(5, 7, generator=draw, dtype=torch.float64)).square().mean().backward()
+        optimizer.step()
+    return [*(p.grad.clone() for p in model.parameters() if p.grad is not None), *(p.detach().clone() for p in model.parameters())]
+
+
+def beside(world: World, folder: str) -> list[int]:
+    """How many buckets each name's hook was given."""
+    counts = []
+    with torchs_group(world, folder):
+        expected = trained(world.rank, DistributedDataParallel(net(), bucket_cap_mb=FIRST_BUCKET_MB))
+        assert expected[0].abs().max() > 0
+        for name in NAMES:
+            model = DistributedDataParallel(net(), bucket_cap_mb=FIRST_BUCKET_MB)
+            state, hook = weft.comm_hook(name)
+            start, seen = state.start, []
+            state.start = lambda bucket, start=start, seen=seen: (seen.append(bucket.numel()), start(bucket))[1]
+            model.register_comm_hook(state, hook)
+            got = trained(world.rank, model)
+            for a, b in zip(got, expected, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-13)
+            counts.append(len(seen))
+            if name in ("auto", "native"):
+                assert world.num_ranks == 1 or state._group._shared
+    return counts
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_every_name_equals_ddp_without_a_hook(ranks: Any, num_ranks: int, tmp_path: Path) -> None:
+    for counts in ranks(beside, num_ranks, str(tmp_path)):
+        assert min(counts) > 3 * 2  # several buckets in each of three steps, and none for the microbatch in no_sync
+
+
+def of_a_subgroup(world: World, folder: str) -> None:
+    with torchs_group(world, folder):
+        pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+        mine = pairs[world.rank % 2]
+        expected = trained(world.rank, DistributedDataParallel(net(), process_group=mine))
+        model = DistributedDataParallel(net(), process_group=mine)
+        model.register_comm_hook(*weft.comm_hook("ring", process_group=mine))
+        for a, b in zip(trained(world.rank, model), expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-13)
+
+
+def test_a_process_group_of_ones_own(ranks: Any, tmp_path: Path) -> None:
+    ranks(of_a_subgroup, 4, str(tmp_path))
+
+
+def unlike(world: World, folder: str) -> str:
+    """Rank 1 asks for another algorithm."""
+    with torchs_group(world, folder):
+        model = DistributedDataParallel(copy.deepcopy(net()))
+        model.register_comm_hook(*weft.comm_hook("tree" if world.rank else "ring"))
+        try:
+            trained(world.rank, model, steps=1)
+        except Exception as error:
+            return str(error)
+    return "no error"
+
+
+def test_hooks_that_differ_are_an_error_on_every_rank(ranks: Any, tmp_path: Path) -> None:
+    for rank, said in enumerate(ranks(unlike, 3, str(tmp_path))):
+        assert f"rank {rank} is in all_reduce of float64" in said
+        assert "in another collective, size, type or algorithm" in said
+
+
+def test_what_cannot_be_is_refused_by_name() -> None:
+    with pytest.raises(UsageError, match=r"comm_hook\('buterfly'\).*did you mean butterfly"):
+        weft.comm_hook("buterfly")
+    with pytest.raises(UsageError, match=r"call torch.distributed.init_process_group first"):
+        weft.comm_hook("ring")
