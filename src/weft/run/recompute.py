@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from weft.lower.kernels.randomness import Draw
 from weft.lower.local import LocalStage, snapshot
-from weft.run.layers import Layered, numbers_of
+from weft.run.layers import Layered
 from weft.world.memory import Accounts
 
 _PRODUCTS = frozenset({"matmul", "bmm", "baddbmm", "einsum"})
@@ -43,19 +43,18 @@ def recompute_layers(layered: Layered, draw: Draw, memory: Accounts, only: Colle
 def recompute_attention(local: LocalStage, draw: Draw, memory: Accounts) -> LocalStage:
     """The same stage with the core of every attention that keeps its scores under checkpointing."""
     assert isinstance(local.module, fx.GraphModule)  # only a captured model is lowered
-    numbers = numbers_of(local.module)
     module = fx.GraphModule(local.module, fx.Graph())
     copied: dict[fx.Node, fx.Node] = {}
     module.graph.output(module.graph.graph_copy(local.module.graph, copied))
     cores = [[copied[node] for node in core] for core in attention_cores(local.module.graph)]
     if not cores:
         return local
-    parts = [numbers[next(old for old, new in copied.items() if new is core[-1])] for core in cores]
+    where = [{key: core[-1].meta[key] for key in ("part", "layer")} for core in cores]
     module.recompile()
     fuse_by_partitions(module, [dict.fromkeys(core) for core in cores], prefix=_CORE)
     calls = [node for node in module.graph.nodes if node.op == "call_module" and str(node.target).startswith(_CORE)]
     for node in calls:
-        node.meta["part"] = parts[int(str(node.target).removeprefix(_CORE))]
+        node.meta.update(where[int(str(node.target).removeprefix(_CORE))])
         setattr(module, str(node.target), Recomputed(getattr(module, str(node.target)), draw, memory))
     return replace(local, module=module)
 
