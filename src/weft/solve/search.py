@@ -39,6 +39,7 @@ from weft.solve.refine import refined, wanted
 from weft.solve.remedies import nothing_fits
 from weft.solve.space import Constraint, Space, layouts, parse_constraints
 from weft.solve.stages import useful
+from weft.solve.sums import sums_of
 from weft.solve.thinner import fewest
 from weft.solve.timing import PLAIN, Priced, balanced, clocked, fitted, least_pipeline_s, price, timeline, trips_s
 
@@ -149,6 +150,7 @@ def _search(
         () if sharding is None else sharding.replicated,
         bound_gap=best.prediction.step_time_s / found.bound_s - 1 if found.bound_s else None,
         planning_time_s=time.perf_counter() - began,
+        sums=sums_of(cluster, best.layout),
     )
 
 
@@ -541,7 +543,9 @@ def without_graph(
         check_layout(one, cluster, batch_size)
         if state_bytes(num_parameters, one.zero, one.data) < cluster.memory_of(one.num_ranks):
             said = f"data={one.data}: as many replicas as there are devices and as divide the batch of {batch_size}; nothing else applies"
-            return Plan(one, model, cluster.name, batch_size, reasons=(("data", said), ("capture", why)), uncaptured=why)
+            return Plan(
+                one, model, cluster.name, batch_size, reasons=(("data", said), ("capture", why)), uncaptured=why, sums=sums_of(cluster, one)
+            )
     need, have = 8.0 * num_parameters, cluster.memory_of(1)
     raise Infeasible(
         f"{model} could not be captured ({why}), and by data parallelism it does not fit: its state needs at least {need / 2**30:.2f} GiB "
