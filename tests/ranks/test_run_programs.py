@@ -6,6 +6,7 @@ exactly, so that the order of adding does not matter.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -87,3 +88,107 @@ def test_every_algorithm_with_every_size(ranks: Any, kind: str, num_ranks: int) 
 def test_every_type(ranks: Any, kind: str) -> None:
     dtypes = ["float64", "bfloat16", "float16", "int64", "int32", "uint8"]
     ranks(everything, 3, kind, dtypes, (0, 2, 257), env={"WEFT_TRANSPORT": kind})
+
+
+def in_flight(world: World, kind: str) -> bool:
+    """Sums of many sizes under way at once, by several programs, while the group itself is used; waited for in any order."""
+    group, n, me = world.everyone, world.num_ranks, world.rank
+    running = Programs(group.runner)
+    known = programs_of("all_reduce", n)
+    drawn, own = random.Random(7), random.Random(me)
+    under_way: list[tuple[Any, Tensor, Tensor]] = []
+    for seed in range(40):
+        numel, program = drawn.choice((1, 30, 5000, 100_000)), drawn.choice(known)
+        x = whole(seed, me, numel, torch.float32)
+        under_way.append((running.all_reduce(program, x, wait=False), x, sum(whole(seed, r, numel, torch.float32) for r in range(n))))  # type: ignore[arg-type]
+        if seed % 7 == 0:
+            y = torch.full((3,), float(me))
+            group.all_reduce(y)
+            assert y.eq(sum(range(n))).all()
+    done = under_way[0][0].done
+    own.shuffle(under_way)
+    for work, got, expected in under_way:
+        work.wait()
+        assert work.done
+        assert torch.equal(got, expected)
+    return isinstance(done, bool)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_in_flight_at_once(ranks: Any, kind: str) -> None:
+    assert all(ranks(in_flight, 3, kind, env={"WEFT_TRANSPORT": kind}))
+
+
+def same_bits(world: World, numel: int) -> list[list[float]]:
+    """Sums of numbers whose sum depends on the order of adding, by every program."""
+    running = Programs(world.everyone.runner)
+    found = []
+    for program in programs_of("all_reduce", world.num_ranks):
+        x = torch.randn(numel, generator=torch.Generator().manual_seed(world.rank)) * 10.0 ** (world.rank * 3)
+        running.all_reduce(program, x)
+        found.append(x.tolist())
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [3, 6])
+def test_all_ranks_have_the_same_bits(ranks: Any, num_ranks: int) -> None:
+    told = ranks(same_bits, num_ranks, 101, env={"WEFT_TRANSPORT": "gloo"})
+    assert all(one == told[0] for one in told)
+
+
+def rounded_once(world: World) -> None:
+    """Summands that bfloat16 would lose one by one."""
+    running = Programs(world.everyone.runner)
+    for program in programs_of("all_reduce", world.num_ranks):
+        x = torch.full((5,), 256.0 if world.rank == 0 else 0.75, dtype=torch.bfloat16)
+        running.all_reduce(program, x)
+        assert x.eq(torch.tensor(256.0 + 0.75 * (world.num_ranks - 1)).to(torch.bfloat16)).all(), program.name
+
+
+def test_narrow_types_are_rounded_once(ranks: Any) -> None:
+    assert torch.tensor(256.75).to(torch.bfloat16) == 256.0
+    ranks(rounded_once, 5, env={"WEFT_TRANSPORT": "shared_memory"})
+
+
+SWAP = """
+given 0: chunk(0)=0
+given 1: chunk(0)=1
+wants 0: chunk(0)=1
+wants 1: chunk(0)=0
+rank 0: chunk(0)>1 chunk(0)<1
+rank 1: chunk(0)>0 chunk(0)<0
+"""
+
+
+def swapped(world: World) -> list[float]:
+    x = torch.full((70_000,), float(world.rank))
+    Programs(world.everyone.runner).all_reduce(Program.parse(SWAP), x)
+    return sorted(set(x.tolist()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_program_of_ones_own_that_overwrites_what_it_sends(ranks: Any, kind: str) -> None:
+    assert ranks(swapped, 2, env={"WEFT_TRANSPORT": kind}) == [[1.0], [0.0]]
+
+
+def bordered(world: World, grid: tuple[int, int], width: int) -> None:
+    """A tile of an image with margins, filled from the neighbours; corners come along."""
+    rows, columns = grid
+    full = torch.arange(rows * 6 * columns * 8, dtype=torch.float64).view(rows * 6, columns * 8)
+    i, j = divmod(world.rank, columns)
+    padded = torch.nn.functional.pad(full, (width,) * 4, value=-1.0)
+    wanted = padded[6 * i : 6 * i + 6 + 2 * width, 8 * j : 8 * j + 8 + 2 * width]
+    tile = torch.full_like(wanted, -1.0)
+    tile[width:-width, width:-width] = full[6 * i : 6 * i + 6, 8 * j : 8 * j + 8]
+    inner = slice(width, -width)
+    sent = {(0, 0): tile[width : 2 * width, inner], (0, 1): tile[-2 * width : -width, inner]}
+    taken = {(0, 0): tile[:width, inner], (0, 1): tile[-width:, inner]}
+    sent |= {(1, 0): tile[:, width : 2 * width], (1, 1): tile[:, -2 * width : -width]}
+    taken |= {(1, 0): tile[:, :width], (1, 1): tile[:, -width:]}
+    Programs(world.everyone.runner).halo(build("halo", "exchange", list(grid)), sent, taken)
+    assert torch.equal(tile, wanted)
+
+
+@pytest.mark.parametrize("grid", [(2, 2), (3, 1), (2, 3)])
+def test_halos_with_their_corners(ranks: Any, grid: tuple[int, int]) -> None:
+    ranks(bordered, grid[0] * grid[1], grid, 2, env={"WEFT_TRANSPORT": "gloo"})

@@ -178,7 +178,7 @@ def _ends(rows: Sequence[Sequence[_Message]], waits: Sequence[Sequence[tuple[int
                 message = row[at[rank]]
                 free = all(posted[row[send].peer] > row[send].partner for send in waits[rank][at[rank]])
                 if posted[rank] == at[rank] and (message.sends or message.add or free):
-                    posted[rank] += 1
+                    posted[rank] += max(1, sum(1 for _ in _alike(row[at[rank] :])))
                     moved = True
                 if not message.sends and not (free and posted[message.peer] > message.partner):
                     break
