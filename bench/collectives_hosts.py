@@ -66,7 +66,7 @@ def rank_times(world: World, name: str, sizes: Sequence[int], budget_s: float) -
             return programs.all_reduce(program, x)
 
     found = []
-    for size in sizes:
+    for size in sorted(sizes, reverse=True):
         x = torch.zeros(size // 4)
         call(x)
         times: list[float] = []

@@ -118,6 +118,15 @@ def test_measured_messages_win() -> None:
     assert more == pytest.approx(14 * 2 * 30e-6 + 7 * 2 * 1e-6)  # eight ranks on four cores take turns
 
 
+def test_what_a_program_costs_beyond_its_messages() -> None:
+    """`call` once, `step` with every message."""
+    tables = {"send_2": LINE, "exchange_2": LINE}
+    plain = algorithms(cpus(1, 4, **tables), Group(2))
+    more = algorithms(cpus(1, 4, **tables, call_2=((4096.0, 40e-6),), step_2=((4096.0, 5e-6),)), Group(2))
+    for name, messages in (("ring", 2), ("recursive_doubling", 1), ("tree", 2), ("naive", 1)):
+        assert more[name](65536.0) - plain[name](65536.0) == pytest.approx(40e-6 + 5e-6 * messages), name
+
+
 def test_each_transport_has_its_tables() -> None:
     shared = {"send_2": LINE, "exchange_2": LINE, "all_reduce_2": LINE}
     slow = tuple((size, 10 * s) for size, s in LINE)

@@ -38,6 +38,8 @@ def test_this_machine_is_a_cluster(measured: tuple[Cluster, Path]) -> None:
                 table = cluster.table(name, count)
                 assert table is not None, (name, count)
                 assert {size for size, _ in table.points} >= {4096, 1 << 20, 16 << 20}
+            for name in ("call", "step", "call.gloo", "step.gloo"):
+                assert cluster.table(name, count) is not None, (name, count)
         # What is chosen by these figures is a choice among the algorithms, whatever the machine was doing meanwhile.
         for transport in ("", "gloo"):
             assert set(choose(cluster, Group(4), transport).names) <= set(algorithms(cluster, Group(4), transport))

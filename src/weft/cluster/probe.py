@@ -24,6 +24,7 @@ from weft.cluster.block import HEADS, HIDDEN, LAYERS, SEQUENCE, SEQUENCES, rate_
 from weft.cluster.catalogue import dump, loads
 from weft.cluster.cluster import Cluster, Device, Level, Link, Speed, Table
 from weft.errors import ConfigError
+from weft.plan.program import Action, Program, Recv, Send, Value
 
 VERSION = 7  # of what is measured; a stored result of another version is measured again
 QUICK_SIZES = (4096, 65536, 1 << 20, 4 << 20, 16 << 20)
@@ -286,50 +287,87 @@ def _measure_links(world: Any, count: int, sizes: Iterable[int]) -> list[tuple[s
 def measure_messages(world: Any) -> list[tuple[str, int, list[tuple[int, float]]]]:
     """Tables of what collectives as programs are made of, over shared memory and over gloo (`.gloo`), all ranks at once.
 
-    `send`: half of the ranks send to the others; `exchange`: each sends one and receives one; `add`: each adds what it has; `all_reduce`:
-    the transport's own.
+    `send`: half of the ranks send to the others; `exchange`: each sends to the next and receives from the one before; `add`: each adds what
+    it has; `all_reduce`: the transport's own. `call` and `step`, of one size: what running a program costs, and each of its messages,
+    beyond those. Times are of the slowest rank. Large tensors come first: rings, windows and pages are then as in a long run.
     """
+    from weft.world.running import Programs
     from weft.world.world import World
 
     n = world.num_ranks
     over_gloo = World(world.rank, n, world._store, generation=1, transport="gloo")
-    tables = []
+    tables: dict[str, list[tuple[int, float]]] = {}
     for end, group in (("", world.everyone), (".gloo", over_gloo.everyone)):
-        half, index = n // 2, group.index
+        half, index, programs = n // 2, group.index, Programs(group.runner)
 
         def send(x: torch.Tensor, y: torch.Tensor, group: Any = group, half: int = half, index: int = index) -> None:
             (group.isend(x, index + half) if index < half else group.irecv(y, index - half)).wait()
-
-        def back(x: torch.Tensor, y: torch.Tensor, group: Any = group, half: int = half, index: int = index) -> None:
             (group.irecv(y, index + half) if index < half else group.isend(x, index - half)).wait()
 
         def exchange(x: torch.Tensor, y: torch.Tensor, group: Any = group, index: int = index) -> None:
-            arriving, leaving = group.irecv(y, index ^ 1), group.isend(x, index ^ 1)
-            arriving.wait()
-            leaving.wait()
+            for _ in range(2):
+                arriving, leaving = group.irecv(y, (index - 1) % n), group.isend(x, (index + 1) % n)
+                arriving.wait()
+                leaving.wait()
 
         def add(x: torch.Tensor, y: torch.Tensor) -> None:
-            torch.add(x, y, out=x)
+            for _ in range(4):
+                torch.add(x, y, out=x)
+            if n > 2:
+                world.everyone.barrier()  # ranks that have no core yet are waited for
 
         def reduce(x: torch.Tensor, y: torch.Tensor, group: Any = group) -> None:
             group.all_reduce(x)
 
-        calls: dict[str, tuple[Callable[..., None], ...]] = {"send": (send, back), "exchange": (exchange,), "all_reduce": (reduce,)}
-        for name, steps in {**calls, **({} if end else {"add": (add,)})}.items():
-            points = []
-            for size in MESSAGE_SIZES:
-                x, y = torch.zeros(size // 4), torch.zeros(size // 4)
-                times = []
-                for _ in range(1 + (12 if size <= 65536 else 5 if size < MESSAGE_SIZES[-1] else 3)):
-                    if name == "add":
-                        group.barrier()
-                    start = time.perf_counter()
-                    for step in steps:
-                        step(x, y)
-                    times.append((time.perf_counter() - start) / len(steps))
-                points.append((size, median(times[1:])))
-            tables.append((name + end, n, points))
-    return tables
+        calls: dict[str, tuple[Callable[..., None], float]] = {
+            "send": (send, 0.5),
+            "exchange": (exchange, 0.5),
+            "all_reduce": (reduce, 1.0),
+        }
+        if not end:
+            calls["add"] = (add, 0.25)
+        for size in MESSAGE_SIZES[::-1]:
+            x, y = torch.zeros(size // 4), torch.zeros(size // 4)
+            repeats = 8 if size <= 65536 else 4 if size <= 1 << 20 else 2
+            for name, (call, part) in calls.items():
+                tables.setdefault(name + end, []).insert(0, (size, part * _typical(world, call, repeats, x, y)))
+        small, few, many = torch.zeros(MESSAGE_SIZES[0] // 4), 1, 5
+        seconds = []
+        for count in (few, many):
+            program = _passing(n, count)
+            seconds.append(_typical(world, lambda x, program=program, programs=programs: programs.all_reduce(program, x), 8, small))
+        message = max(0.0, (seconds[1] - seconds[0]) / (many - few))
+        tables[f"step{end}"] = [(MESSAGE_SIZES[0], max(0.0, message - tables[f"exchange{end}"][0][1]))]
+        tables[f"call{end}"] = [(MESSAGE_SIZES[0], max(0.0, seconds[0] - few * message))]
+    return [(name, n, points) for name, points in tables.items()]
+
+
+def _passing(num_ranks: int, times: int) -> Program:
+    """Every rank of an even number sends a piece to the next and takes one from the one before, `times` times; nothing is added."""
+    pieces = [Value("chunk", (i,)) for i in range(2 * times)]
+    rows: list[tuple[Action, ...]] = []
+    for rank in range(num_ranks):
+        before, after = (rank - 1) % num_ranks, (rank + 1) % num_ranks
+        row: list[Action] = []
+        for i in range(times):
+            own, other = pieces[2 * i + rank % 2], pieces[2 * i + 1 - rank % 2]
+            row += [Send(own, after), Recv(other, before)]
+        rows.append(tuple(row))
+    given = tuple({piece: {rank: 1} for piece in pieces} for rank in range(num_ranks))
+    return Program("passing", 0, given, tuple(rows), ({},) * num_ranks)
+
+
+def _typical(world: Any, call: Callable[..., Any], repeats: int, *inputs: torch.Tensor) -> float:
+    """Median seconds of a call of all ranks, each time the slowest one's; after one that does not count."""
+    times = []
+    for _ in range(repeats + 1):
+        world.everyone.barrier()
+        start = time.perf_counter()
+        call(*inputs)
+        times.append(time.perf_counter() - start)
+    slowest = torch.tensor(times[1:])
+    world.everyone.all_reduce(slowest, op="max")
+    return float(slowest.median())
 
 
 def measure_compute(device: torch.device, quick: bool = True, together: Callable[[], Any] | None = None) -> dict[str, float]:

@@ -36,7 +36,7 @@ PART_BYTES = 4 << 20  # that cross hosts while the next part is summed inside th
 class Hop:
     """What a message costs between two ranks: it keeps its ends busy for `message_s` and `byte_s` a byte and arrives `latency_s` later;
     adding what arrived takes `add_byte_s` a byte. Affine, or measured: `one_way` and `exchange` are then times of whole messages by how
-    many ranks take part at once, `adding` of additions.
+    many ranks take part at once, `adding` of additions, `steps` what each message of a program costs beyond them.
     """
 
     latency_s: float
@@ -46,18 +46,23 @@ class Hop:
     one_way: tuple[Table, ...] = ()
     exchange: tuple[Table, ...] = ()
     adding: tuple[Table, ...] = ()
+    steps: tuple[Table, ...] = ()
     cores: int = 0
+
+    def step_s(self, ranks: int) -> float:
+        """What a message of a program costs more than one alone."""
+        return _at(self.steps, 1.0, ranks, self.cores) if self.steps else 0.0
 
     def sent_s(self, size_bytes: float, ranks: int = 2) -> float:
         """Until a message has arrived, while half of `ranks` send and the others receive."""
         if self.one_way:
-            return _at(self.one_way, size_bytes, ranks, self.cores)
+            return _at(self.one_way, size_bytes, ranks, self.cores) + self.step_s(ranks)
         return self.busy_s(size_bytes) + self.latency_s
 
     def met_s(self, size_bytes: float, ranks: int = 2) -> float:
         """Until it has arrived where each of `ranks` ranks sends one and receives one."""
         if self.exchange:
-            return _at(self.exchange, size_bytes, ranks, self.cores)
+            return _at(self.exchange, size_bytes, ranks, self.cores) + self.step_s(ranks)
         return self.busy_s(size_bytes) + self.latency_s
 
     def busy_s(self, size_bytes: float, ranks: int = 2) -> float:
@@ -74,13 +79,14 @@ class Hop:
 @dataclass(frozen=True, slots=True)
 class Ways:
     """A group's hops: `inside` ranks of a node over `near`, `nodes` of them over `far`. `queue`: messages that pass a node's port one
-    after another when all of its ranks send out at once."""
+    after another when all of its ranks send out at once. `call_s`: to start a program."""
 
     near: Hop
     far: Hop
     inside: int
     nodes: int = 1
     queue: float = 1.0
+    call_s: float = 0.0
 
     @property
     def size(self) -> int:
@@ -108,7 +114,7 @@ def all_reduce_s(name: str, size_bytes: float, ways: Ways) -> float:
     """
     if name not in FORMS:
         raise UsageError(f"no closed form of {name}; known: {', '.join(FORMS)}")
-    return FORMS[name](size_bytes, ways) if ways.size > 1 else 0.0
+    return ways.call_s + FORMS[name](size_bytes, ways) if ways.size > 1 else 0.0
 
 
 def _ring(size: float, w: Ways) -> float:
@@ -127,6 +133,8 @@ def _naive(size: float, w: Ways) -> float:
     n = w.size
     busy, added = w.near.busy_s(size, n), w.near.add_s(size, n)
     if w.nodes == 1:
+        if w.near.exchange:  # ranks that share cores move and add by turns
+            return (n - 1) * (w.near.met_s(size, n) + added)
         return w.near.latency_s + _pipelined(busy, added, n - 1)
     far = w.far.busy_s(size, n)
     out = max((w.inside - 1) * busy + (n - w.inside) * far, w.queue * (n - w.inside) * far)
@@ -134,12 +142,13 @@ def _naive(size: float, w: Ways) -> float:
 
 
 def _parameter_server(size: float, w: Ways) -> float:
-    n, last = w.size, w.far if w.nodes > 1 else w.near
-    busy, added = w.near.busy_s(size), w.near.add_s(size)
+    """All that the server's port takes, one after another, and then all that it gives."""
+    n = w.size
+    busy, added = w.near.sent_s(size) - w.near.latency_s, w.near.add_s(size)
     if w.nodes == 1:
         return 2 * w.near.latency_s + _pipelined(busy, added, n - 1) + (n - 1) * busy
-    through = (w.inside - 1) * busy + (n - w.inside) * last.busy_s(size)
-    return 2 * through + 2 * last.latency_s + max(added, (n - 1) * added - through)
+    through = (w.inside - 1) * busy + (n - w.inside) * (w.far.sent_s(size) - w.far.latency_s)
+    return 2 * through + 2 * w.far.latency_s + max(added, (n - 1) * added - through)
 
 
 def _pipelined(busy: float, added: float, count: int) -> float:
@@ -280,15 +289,19 @@ def ways(cluster: Cluster, group: Group, transport: str = "") -> Ways:
     where = path(cluster, group)
     add_byte_s = ADDED / cluster.speed(group.total).memory_bandwidth_bytes_per_s
     near = _hop(where.link, 1, cluster.device.launch_s, add_byte_s)
+    call_s = 0.0
     if cluster.is_cpu:
-        near = _measured(cluster, near, transport if where.nodes == 1 else "gloo")
+        means = transport if where.nodes == 1 else "gloo"
+        near = _measured(cluster, near, means)
+        calls = _tables(cluster, f"call.{means}" if means else "call")
+        call_s = _at(calls, 1.0, group.size, cluster.node_size) if calls else 0.0
     if where.nodes == 1:
-        return Ways(near, near, group.size)
+        return Ways(near, near, group.size, call_s=call_s)
     far = _hop(where.network, where.network.ports, cluster.device.launch_s, add_byte_s)
     if near.one_way:  # what messages cost in the hosts, and what the network adds
         far = replace(near, latency_s=far.latency_s, one_way=_slowed(near.one_way, far), exchange=_slowed(near.exchange, far))
     groups = max(1, min(cluster.node_size, group.total) // where.inside)
-    return Ways(near, far, where.inside, where.nodes, max(1.0, where.inside * groups / where.network.ports))
+    return Ways(near, far, where.inside, where.nodes, max(1.0, where.inside * groups / where.network.ports), call_s)
 
 
 def _hop(link: Link, ports: int, message_s: float, add_byte_s: float) -> Hop:
@@ -298,14 +311,17 @@ def _hop(link: Link, ports: int, message_s: float, add_byte_s: float) -> Hop:
 def _measured(cluster: Cluster, hop: Hop, transport: str) -> Hop:
     """The hop with what `weft probe` measured, where it did."""
     end = f".{transport}" if transport else ""
-    one_way, exchange, adding = (
-        tuple(t for t in cluster.tables if t.collective == name) for name in (f"send{end}", f"exchange{end}", "add")
-    )
+    one_way, exchange, adding, steps = (_tables(cluster, name) for name in (f"send{end}", f"exchange{end}", "add", f"step{end}"))
     if not one_way or not exchange:
         return hop
     # Half of the smallest message is the way; the other half its two ends' Python.
     latency = min(table.points[0][1] for table in one_way) / 2
-    return replace(hop, latency_s=latency, message_s=latency, one_way=one_way, exchange=exchange, adding=adding, cores=cluster.node_size)
+    return replace(hop, latency_s=latency, message_s=latency, one_way=one_way, exchange=exchange, adding=adding, steps=steps,
+                   cores=cluster.node_size)  # fmt: skip
+
+
+def _tables(cluster: Cluster, name: str) -> tuple[Table, ...]:
+    return tuple(table for table in cluster.tables if table.collective == name)
 
 
 def _slowed(tables: tuple[Table, ...], far: Hop) -> tuple[Table, ...]:
