@@ -130,24 +130,47 @@ def _inside_s(name: str, size_bytes: float, n: int, where: Path, rules: Protocol
 
 def _between_s(name: str, size_bytes: float, n: int, where: Path, rules: Protocols) -> float:
     """Rings and trees over nodes. An all-reduce may be a tree, up and down in log2(nodes) hops; the others are rings."""
+    factor, _ = FACTORS[name]
+    through_node = factor(n) * size_bytes / where.inside_bytes_per_s if where.inside > 1 else 0.0
+    return float(max(through_node, min(_lines_between(name, size_bytes, n, where, rules).values())))
+
+
+def _lines_between(name: str, size_bytes: float, n: int, where: Path, rules: Protocols) -> dict[str, float]:
+    """Seconds over nodes by algorithm and protocol."""
     factor, steps = FACTORS[name]
     latency, bandwidth, nodes = where.network.latency_s, where.network_bytes_per_s, where.nodes
     moved = factor(n) * size_bytes
     if name == "all_to_all":
         moved *= where.inside
     up = log2(nodes) if name == "all_reduce" else float(nodes - 1)
-    found = []
-    for line in (rules.net_ll, rules.net_ll128, *([rules.net_tree] if name == "all_reduce" else [])):
+    found = {}
+    for key, line in (("LL", rules.net_ll), ("LL128", rules.net_ll128), *([("Simple", rules.net_tree)] if name == "all_reduce" else [])):
         # What passes a node's port: both ways along the tree's edges, or less what a root and leaves need not.
-        saved = rules.tree_saved if line is rules.net_tree else 0.0
+        saved = rules.tree_saved if key == "Simple" else 0.0
         carried = 2 * size_bytes * (1 - saved / nodes) if name == "all_reduce" else moved
-        found.append(latency * (line.start + line.hop * up) + carried / (line.rate * bandwidth))
+        found[f"tree {key}"] = latency * (line.start + line.hop * up) + carried / (line.rate * bandwidth)
     ring = rules.net_ring
     part = steps(n) / (2 * (n - 1))
     hops = 2 * part * ((nodes - 1) * latency + (n - nodes) * where.link.latency_s)
-    found.append(latency * ring.start + ring.hop * hops + moved / (ring.rate * bandwidth))
-    through_node = factor(n) * size_bytes / where.inside_bytes_per_s if where.inside > 1 else 0.0
-    return float(max(through_node, min(found)))
+    found["ring"] = latency * ring.start + ring.hop * hops + moved / (ring.rate * bandwidth)
+    return found
+
+
+def library_lines(cluster: Cluster, size_bytes: float, group: Group) -> dict[str, float]:
+    """Seconds of an all-reduce over nodes by what the library may use, of which it takes the least: trees of three protocols, and rings.
+
+    >>> from weft.cluster.cluster import Cluster
+    >>> lines = library_lines(Cluster.parse("8xdgx-a100-40"), 2**30, Group(64))
+    >>> min(lines, key=lines.__getitem__)
+    'ring'
+
+    Raises:
+        UsageError: a group inside one node, where there are only rings.
+    """
+    where = path(cluster, group)
+    if where.nodes == 1:
+        raise UsageError(f"{group.size} ranks of {cluster.name} are on one node, where all are rings; name more ranks")
+    return _lines_between("all_reduce", size_bytes, group.size, where, protocols("gloo" if cluster.is_cpu else where.network.protocol))
 
 
 def send_s(cluster: Cluster, size_bytes: float, stride: int, flows: int = 1) -> float:
