@@ -111,6 +111,10 @@ def test_what_cannot_be_is_refused_by_name() -> None:
         Layout.parse("data=2 all_reduce=rign")
     with pytest.raises(LayoutError, match=r"all_reduce=tree zero=1: .* tree has no such halves; use auto, native"):
         Layout.parse("data=2 zero=1 all_reduce=tree")
+    with pytest.raises(
+        LayoutError, match=r"all_reduce=ring compress=int8: .* use all_reduce=auto, or compress=none"
+    ):
+        Layout.parse("data=2 compress=int8 all_reduce=ring")
     with pytest.raises(LayoutError, match=r"halves need a power of two of ranks, not data x tensor = 3; use ring"):
         Layout.parse("data=3 zero=2 all_reduce=halving_doubling")
     with pytest.raises(LayoutError, match=r"is unknown \(did you mean ring\?\)"):
