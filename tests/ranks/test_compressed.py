@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -288,3 +289,23 @@ def test_a_checkpoint_holds_what_was_not_sent(ranks: Callable[..., list[Any]], t
         straight, again = ranks(_resumed, 2, layout, then, str(tmp_path / then.replace(" ", "")))[0]
         assert again[0] == pytest.approx(straight[0], rel=1e-6)
         assert again == pytest.approx(straight, rel=0.05)
+
+
+def _buckets(world: World, layout: str, bucket_bytes: int) -> tuple[list[list[int]], list[float]]:
+    """Elements of each bucket's message and losses, where a plan says how large a bucket is."""
+    model = _plain()
+    plan = replace(weft.plan(model, _batch(0, torch.float32), loss=_loss, layout=layout), bucket_bytes=bucket_bytes)
+    engine = weft.parallelize(_plain, _batch(0, torch.float32), loss=_loss, plan=plan, seed=0, world=world)
+    losses = [engine.step(_batch(step, torch.float32)).loss for step in range(3)]
+    return [[b.stop - b.start for b in group.buckets] for group in engine.parts.groups], losses
+
+
+def test_the_build_uses_the_plans_buckets(ranks: Callable[..., list[Any]]) -> None:
+    """A bucket ends with the parameter that fills it; whatever their size, the losses are the same."""
+    layout = "data=2"
+    (usual, losses), _ = ranks(_buckets, 2, layout, 0)
+    assert usual == [[33 * 71 + 71 + 71 * 3 + 3]]
+    (small, same), _ = ranks(_buckets, 2, layout, 400)
+    assert sum(map(sum, small)) == sum(map(sum, usual))
+    assert all(sorted(sizes) == [71 + 33 * 71, 213 + 3] or len(sizes) > 1 for sizes in small)
+    assert same == losses

@@ -2,24 +2,33 @@
 
 Sums run in buckets behind the last backward where a framework overlaps them, in one go after it where not. ZeRO (Rajbhandari et al.
 2020): stages 1 and 2 reduce-scatter gradients and gather the new weights; from stage 2 gradients are scattered every microbatch, since
-none is kept whole; stage 3 gathers weights for every forward and backward, two layers ahead of use. Not modelled: buckets that
-start late, and sums that slow down the compute that they hide behind.
+none is kept whole; stage 3 gathers weights for every forward and backward, two layers ahead of use. Compressed sums are exchanged in
+pieces and gathered (`run.compressed`), and what packs and unpacks them takes the compute's time. Not modelled: buckets that start late,
+and sums that slow down the compute that they hide behind.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import ceil
 from typing import TYPE_CHECKING
 
 from weft.cost.compute import Seconds
 from weft.cost.memory import Widths
 from weft.cost.network import Group
+from weft.plan.compression import Compression
 from weft.plan.layout import BOTH_WAYS, Layout
 
 if TYPE_CHECKING:
     from weft.cost.step import Pricer
 
-BUCKET_BYTES = 25 * 2**20  # gradients are summed in pieces of this size where they overlap, and on processors
+BUCKET_BYTES = 25 * 2**20  # gradients are summed in pieces of this size where they overlap, and on processors, unless a plan says another
+BUCKETS = tuple(sorted({2**k for k in range(18, 29)} | {BUCKET_BYTES}))  # what is tried
+WORTH = 0.01  # part of the sums' seconds that another size than the usual one must save
+# Bytes of memory that each element takes on the way: counted from the operators, but for top-k's selection, which is measured.
+ENCODE_BYTES = {"bfloat16": 10.0, "int8": 80.0, "topk": 400.0}
+ADD_BYTES = {"bfloat16": 10.0, "int8": 25.0, "topk": 24.0}  # each that arrives
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +47,9 @@ def summing_s(
 
     `window_s`: what the sums of a step could hide behind; `each_s`: what those of a microbatch could.
     """
-    after, last = 0.0, 0.0
+    after, last, packing = 0.0, 0.0, 0.0
     inside = Seconds()
+    how = Compression.parse(layout.compress)
     is_cpu = pricer.cluster.is_cpu
     bucketed = is_cpu or overlap > 0
     for axes, count in sums.over:
@@ -51,8 +61,14 @@ def summing_s(
         count /= layout.expert if spread else 1
         group = pricer.group(layout, *("replicas" if spread else "data" if a == "expert" else a for a in kept))
         size = widths.gradient * count
-        pieces = max(1.0, size / BUCKET_BYTES) if bucketed else 1.0
-        if layout.zero == 0:
+        pieces = max(1.0, size / pricer.bucket_bytes) if bucketed else 1.0
+        if how.kind != "none":
+            one, touched = compressed_s(pricer, how, count / pieces, group, layout.zero, widths)
+            after += pieces * one
+            packing += pieces * touched / pricer.speed(layout).memory_bandwidth_bytes_per_s
+            if layout.zero:
+                after += pricer.collective("all_gather", widths.weight * count, group)
+        elif layout.zero == 0:
             one = pricer.collective("all_reduce", size / pieces, group)
             after += pieces * one
         else:
@@ -70,14 +86,55 @@ def summing_s(
     if sums.tied and not is_cpu and layout.pipeline > 1:
         ends = Group(2, layout.data * layout.tensor * (layout.pipeline - 1), layout.num_ranks)
         after += pricer.collective("all_reduce", widths.gradient * sums.tied, ends)
-    if overlap:
-        after = max(min(last, after), after - overlap * window_s)
+    if overlap and after:
+        # Equal buckets are ready one after another: before the first is, nothing hides, and behind the last there is nothing.
+        after = max(min(last, after), after - overlap * window_s * (1 - min(last, after) / after))
+    after += packing
     if inside.total:
         # Every microbatch's collectives run beside its compute; what is longer shows.
         hides = 0.0 if is_cpu else max(overlap, ZERO_HIDES)
         hidden = max(0.0, 1 - each_s * hides / inside.total)
         inside = Seconds(inside.forward * hidden, inside.backward * hidden)
     return after, inside
+
+
+def compressed_s(
+    pricer: Pricer, how: Compression, num_elements: float, group: Group, zero: int, widths: Widths
+) -> tuple[float, float]:
+    """(seconds of the network, bytes of memory that packing touches) of summing one bucket of `num_elements` compressed."""
+    n, size = group.size, ceil(num_elements)
+    piece = -(-size // n)
+    width = round(widths.gradient)
+    if how.kind == "topk" and not zero:
+        arrived = n * how.sent(size)
+        seconds = pricer.collective("all_gather", n * how.message_bytes(size, width), group)
+        return seconds, ENCODE_BYTES["topk"] * size + ADD_BYTES["topk"] * arrived
+    message = how.message_bytes(piece, width)
+    seconds = pricer.collective("all_to_all", n * n * message, group)  # each member has a message for every one
+    touched = ENCODE_BYTES[how.kind] * size + ADD_BYTES[how.kind] * n * how.sent(piece)
+    if not zero:
+        seconds += pricer.collective("all_gather", n * message, group)
+        touched += ENCODE_BYTES[how.kind] * piece + ADD_BYTES[how.kind] * size
+    return seconds, touched
+
+
+def best_bucket_bytes(pricer: Pricer, layout: Layout, sites: Sequence[str] = ()) -> int:
+    """The size of buckets for which sums of gradients show the fewest seconds of a step, of the stages that begin at `sites`.
+
+    Small buckets pay the start of a collective often; of large ones the last is long, behind which nothing hides. 0: no size
+    is better by more than `WORTH` than the usual one.
+    """
+
+    def seconds(bucket_bytes: int) -> float:
+        costs = pricer.with_buckets(bucket_bytes).stages(layout, sites)
+        each = [layout.microbatches * c.tensor.total + c.gradients_s for c in costs]
+        return max(sum(each[s] for s in layout.stages_of(rank)) for rank in range(layout.pipeline)) if len(costs) > 1 else each[0]
+
+    if layout.data * layout.tensor == 1:
+        return 0
+    shown = {size: seconds(size) for size in BUCKETS}
+    best = min(BUCKETS, key=lambda size: shown[size])
+    return best if shown[best] < (1 - WORTH) * shown[BUCKET_BYTES] else 0
 
 
 def exchange_s(pricer: Pricer, layout: Layout, stage: int, sums: Sums, widths: Widths) -> float:

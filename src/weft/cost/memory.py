@@ -15,6 +15,7 @@ from functools import cached_property
 
 from weft.model.graph import Graph, Operator, Ref, Tensor
 from weft.model.work import MATMUL_KINDS, RECURRENT_KEEPS, Work, batched, differentiable, packet, storages, work
+from weft.plan.compression import Compression
 from weft.plan.layout import BOTH_WAYS, Layout
 from weft.plan.plan import Memory
 from weft.schedules.interleaved import most_in_flight
@@ -221,6 +222,9 @@ def memory_of(
     shared, trained = ((n + state.num_elsewhere) / data for n in (state.num_parameters, state.num_trainable))
     parameters = widths.weight * (shared if zero == 3 else state.num_parameters)
     gradients = widths.gradient * (trained if zero >= 2 else state.num_trainable)
+    how = Compression.parse(layout.compress)
+    if how.keeps:  # what is not sent: of a rank's own gradients, and of its piece of the sums
+        gradients += widths.gradient * state.num_trainable * (1 + 1 / data * (how.kind == "int8" and not zero))
     optimizer = (widths.copies + widths.moment * optimizer_states) * (trained if zero else state.num_trainable)
     if layout.offload in ("optimizer", "all"):
         optimizer = 0.0

@@ -21,7 +21,7 @@ from weft.cluster.cluster import Cluster, Speed
 from weft.cost import kernels
 from weft.cost.compute import Rates, Seconds, optimizer_s
 from weft.cost.efficiency import Stack, stack_of
-from weft.cost.gradients import Sums, exchange_s, summing_s
+from weft.cost.gradients import BUCKET_BYTES, Sums, exchange_s, summing_s
 from weft.cost.memory import Inventory, StageState, Widths, memory_of
 from weft.cost.network import Group, collective_s, send_s
 from weft.cost.parts import Local, Parts, Section, even_sites, expert_weights, gather, held_parameters, numbered, repeated, section
@@ -69,7 +69,7 @@ class _Base:
 class Pricer:
     """Prices layouts of one graph on one cluster for one batch. It keeps what layouts share; nothing else changes.
 
-    `stack`: an efficiency set in place of the cluster's own (GPUs only).
+    `stack`: an efficiency set in place of the cluster's own (GPUs only). `bucket_bytes`: of gradients that are summed at once.
     """
 
     graph: Graph
@@ -78,6 +78,7 @@ class Pricer:
     optimizer_states: int = 2
     shards: Mapping[str, tuple[tuple[str, int], ...]] | None = None
     stack: Stack | None = None
+    bucket_bytes: float = BUCKET_BYTES
     balanced: dict[tuple[object, ...], tuple[str, ...]] = field(default_factory=dict)  # where the search begins stages, by layout
     places: dict[int, list[Cut]] = field(default_factory=dict)  # cuts that the search tries, by how many it needs
     _shardings: dict[tuple[bool, int, bool], Sharding | None] = field(default_factory=dict)
@@ -116,6 +117,13 @@ class Pricer:
             _widths={},
             _smaller={},
         )
+        return self._sharing(made)
+
+    def with_buckets(self, bucket_bytes: float) -> Pricer:
+        """The same with gradients summed in buckets of another size."""
+        return self._sharing(replace(self, bucket_bytes=bucket_bytes))
+
+    def _sharing(self, made: Pricer) -> Pricer:
         made.__dict__.update(
             {key: getattr(self, key) for key in ("inventory", "cuts", "_position", "_narrow", "_least", "_flops", "_weighted")}
         )

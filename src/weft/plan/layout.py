@@ -58,9 +58,9 @@ class Layout:
     chunks: int = 1
     expert: int = 1
     sequence_parallel: str = "off"
-    compress: str = "none"
     offload: str = "none"
     all_reduce: str = AUTO
+    compress: str = "none"
 
     def __post_init__(self) -> None:
         for key in ("data", "tensor", "pipeline", "microbatches", "chunks", "expert"):

@@ -72,6 +72,7 @@ class Plan:
     candidates: tuple[Candidate, ...] = ()
     replicated_operators: tuple[str, ...] = ()  # sites whose operator has no rule
     uncaptured: str = ""  # why the model could not be captured; then only data and zero apply
+    bucket_bytes: int = 0  # gradients are summed in pieces of this size; 0 is the usual one
     bound_gap: float | None = None  # the step against a proven lower bound: 0.05 is 5 % above; None where nothing is proven
     planning_time_s: float = field(default=0.0, compare=False)
     sums: Choices = field(default_factory=Choices)
@@ -80,6 +81,8 @@ class Plan:
         if len(self.stages) != self.layout.num_stages - 1 and not self.uncaptured:
             raise Infeasible(f"{self.layout} needs {self.layout.num_stages - 1} stage boundaries, the plan has {len(self.stages)}")
         _ = self.microbatch_sizes
+        if self.bucket_bytes < 0:
+            raise Infeasible(f"bucket_bytes = {self.bucket_bytes} is below zero; use 0 for the usual size, or bytes such as 4194304")
 
     @property
     def all_reduce(self) -> Choices:

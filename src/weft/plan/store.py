@@ -98,6 +98,8 @@ def format_plan(plan: Plan) -> str:
         f"cluster = {_string(plan.cluster)}",
         f"batch_size = {plan.batch_size}  # samples a step, over all ranks",
     ]
+    if plan.bucket_bytes:
+        lines.append(f"bucket_bytes = {plan.bucket_bytes}  # of gradients that are summed at once")
     if plan.uncaptured:
         lines.append(f"uncaptured = {_string(plan.uncaptured)}  # why the model is not a graph; it trains by data parallelism")
     if plan.stages:
@@ -167,6 +169,7 @@ def parse_plan(text: str, source: str = "plan.toml") -> Plan:
         "model": top.take("model", "str"),
         "cluster": top.take("cluster", "str"),
         "batch_size": top.take("batch_size", "int"),
+        "bucket_bytes": top.take("bucket_bytes", "int", 0),
         "uncaptured": top.take("uncaptured", "str", ""),
         "stages": expand_sites(top.rows("stages", "str")),
         "replicated_operators": top.rows("replicated_operators", "str"),

@@ -235,7 +235,7 @@ def build(
             )
     read_by = layers_of(lowered)
     specs = {name: replace(spec, units=read_by.get(values[name], ())) for name, spec in specs.items()}
-    flat, parameters = build_groups(list(specs.values()), world.device, layout.zero, world.rank)
+    flat, parameters = build_groups(list(specs.values()), world.device, layout.zero, world.rank, plan.bucket_bytes)
     choose_sums(plan, world, flat)
 
     in_pieces = {spec.name: group for group in flat if group.gathered for spec in group.members}

@@ -132,11 +132,12 @@ class FlatGroup:
 
 
 def build_groups(
-    parameters: Sequence[LocalParameter], device: torch.device, zero: int = 0, rank: int = 0
+    parameters: Sequence[LocalParameter], device: torch.device, zero: int = 0, rank: int = 0, bucket_bytes: int = 0
 ) -> tuple[list[FlatGroup], dict[str, torch.nn.Parameter]]:
     """Allocate flat groups; returns them and the parameters (views of them) by name.
 
     With `zero` every bucket is padded so that the ranks that sum it get equal pieces; `rank` is this one's number.
+    `bucket_bytes`: of gradients that are summed at once, 0 for `BUCKET_BYTES`; what is complete first is summed in a bucket of 1 MiB.
     """
     keyed: dict[tuple[object, ...], list[LocalParameter]] = {}
     for p in sorted((p for p in parameters if p.trainable), key=lambda p: p.ready):
@@ -150,7 +151,7 @@ def build_groups(
         scattered, gathered = in_pieces and zero >= 2, in_pieces and zero == 3
         if scattered:
             members = sorted(members, key=lambda p: tuple((-s, -layer) for s, layer in reversed(p.units)))
-        starts, buckets = _place(members, shards, scattered)
+        starts, buckets = _place(members, shards, scattered, bucket_bytes or BUCKET_BYTES)
         size = buckets[-1].stop
         data = torch.zeros(size // shards if gathered else size, dtype=first.dtype, device=device)
         grad = torch.zeros(size // shards if scattered else size, dtype=first.dtype, device=device)
@@ -173,7 +174,9 @@ def build_groups(
     return groups, made
 
 
-def _place(members: Sequence[LocalParameter], shards: int, by_unit: bool) -> tuple[list[int], list[Bucket]]:
+def _place(
+    members: Sequence[LocalParameter], shards: int, by_unit: bool, bucket_bytes: int
+) -> tuple[list[int], list[Bucket]]:
     """Where each parameter starts, and the buckets. `by_unit`: no bucket holds parameters that different layers read."""
     starts: list[int] = []
     buckets: list[Bucket] = []
@@ -184,7 +187,7 @@ def _place(members: Sequence[LocalParameter], shards: int, by_unit: bool) -> tup
         starts.append(at)
         at += p.size
         names.append(p.name)
-        limit = FIRST_BUCKET_BYTES if not buckets else BUCKET_BYTES
+        limit = min(FIRST_BUCKET_BYTES, bucket_bytes) if not buckets else bucket_bytes
         ends = i == len(members) - 1 or (by_unit and members[i + 1].units != p.units)
         if (at - begin) * item >= limit or ends:
             at = begin + -(-(at - begin) // shards) * shards

@@ -138,7 +138,7 @@ def build_whole(plan: Plan, source: Source, batch: Any, loss: Loss | None, world
         )
         for v in variables
     }  # fmt: skip
-    flat, parameters = build_groups(list(specs.values()), world.device, layout.zero, world.rank)
+    flat, parameters = build_groups(list(specs.values()), world.device, layout.zero, world.rank, plan.bucket_bytes)
     choose_sums(plan, world, flat)
     with torch.no_grad():
         for name, p in model.named_parameters():

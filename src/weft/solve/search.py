@@ -17,6 +17,7 @@ from math import exp, log
 
 from weft.cluster.cluster import Cluster
 from weft.cluster.mixed import reordered
+from weft.cost.gradients import best_bucket_bytes
 from weft.cost.memory import state_bytes
 from weft.cost.parts import block, expert_weights
 from weft.cost.stage import work_share
@@ -148,6 +149,7 @@ def _search(
         ),
         (*_spread(candidates), *refused[:MOST_REFUSED]),
         () if sharding is None else sharding.replicated,
+        bucket_bytes=0 if isinstance(pricer, MixedPricer) else best_bucket_bytes(pricer, best.layout, best.sites),
         bound_gap=best.prediction.step_time_s / found.bound_s - 1 if found.bound_s else None,
         planning_time_s=time.perf_counter() - began,
         sums=sums_of(cluster, best.layout),
