@@ -132,18 +132,18 @@ def test_a_constraint_compresses_and_nothing_else_does() -> None:
 
 
 def _shown(each_s: list[tuple[float, float]], window_s: float) -> float:
-    """What is left after a backward of `window_s`: buckets are ready one after another and are summed in turn."""
+    """A backward of `window_s` and what is left after it: buckets are ready one after another and are summed in turn."""
     at = 0.0
     for ready, seconds in each_s:
         at = max(at, window_s * ready) + seconds
-    return at - window_s
+    return at
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.floats(1e-6, 3e-2), st.floats(1e7, 1e10), st.integers(2, 8))
 def test_the_best_bucket_is_nearly_that_of_a_queue(latency_s: float, bandwidth: float, num: int) -> None:
     """Every number of equal buckets is tried on a queue whose network takes what the cost model says of each. Only powers of two are
-    tried by the plan, and what is left over is a bucket too: a third more at most."""
+    tried by the plan, and what is left over is a bucket too: a quarter more at most, and rarely."""
     cluster, layout = hosts(latency_s, bandwidth, num), Layout(data=num)
     pricer = Pricer(BIG, cluster, 4 * num)
     size = 4.0 * BIG.num_trainable
@@ -162,7 +162,7 @@ def test_the_best_bucket_is_nearly_that_of_a_queue(latency_s: float, bandwidth: 
     assert chosen in BUCKETS
     most = ceil(size / BUCKETS[0])
     best = min(queue(size / buckets) for buckets in range(1, most + 1))
-    assert queue(chosen) <= 1.35 * best
+    assert queue(chosen) <= 1.25 * best
     assert queue(chosen) <= 1.2 * queue(BUCKET_BYTES)
 
 

@@ -61,7 +61,7 @@ def summing_s(
         count /= layout.expert if spread else 1
         group = pricer.group(layout, *("replicas" if spread else "data" if a == "expert" else a for a in kept))
         size = widths.gradient * count
-        pieces = max(1.0, size / pricer.bucket_bytes) if bucketed else 1.0
+        pieces = max(1.0, ceil(size / pricer.bucket_bytes)) if bucketed else 1.0
         if how.kind != "none":
             one, touched = compressed_s(pricer, how, count / pieces, group, layout.zero, widths)
             after += pieces * one
