@@ -10,10 +10,12 @@ collectives, and what an all-reduce costs the computation beside it.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -26,21 +28,24 @@ from rich.table import Table
 from bench import collectives_hosts, collectives_programs
 from bench.arithmetic import Verdict
 from bench.document import header, versions
-from bench.processes import ROOT, missing, peers_python
+from bench.processes import ROOT, ContenderFailed, free_port, missing, peers_python
 from weft.world.launch import Launcher
 from weft.world.world import World
 
 PAGE = ROOT / "docs" / "benchmarks" / "collectives.md"
 SIZES = tuple(4**i << 10 for i in range(1, 9))  # 4 KiB to 64 MiB
 LARGEST = 256 << 20
+BUILD_S = 300.0  # DeepSpeed compiles its operator when it is first used
 GLOO, BUFFER, PRIVATE, PYTHON, MPI, COPY = "gloo", "shared buffer", "shared memory", "in Python", "MPI", "copy"
+DEEPSPEED = "DeepSpeed"
 TRANSPORTS = {GLOO: "gloo", BUFFER: "shared_memory", PRIVATE: "shared_memory", PYTHON: "portable"}
 Times = dict[tuple[int, str], list[float]]
 
 INTRO = """\
 All-reduce of float32, one thread a rank. `shared buffer`: the tensor lies in memory from `Group.shared_buffer`, where gradients can lie,
 and is summed in place; `shared memory`: any tensor, through slots; `in Python`: the same without the C library. gloo and these go through
-`Group`, its record included; MPI is called directly, by mpi4py. `copy`: every rank copies as many bytes within its own memory, all at
+`Group`, its record included; MPI is called directly, by mpi4py, and DeepSpeed's shared-memory operator (`inference_all_reduce`, float32) by
+its own name. `copy`: every rank copies as many bytes within its own memory, all at
 once, until the last has. Bus bandwidth is 2 (n - 1) / n times the bytes over the time, as nccl-tests count it. Each cell: median (fastest
 tenth)."""
 
@@ -115,8 +120,74 @@ def mpi_calls(num_ranks: int, sizes: Sequence[int], calls: int, budget_s: float)
     return [[size, MPI, times] for size, times in found]
 
 
-def measured(num_ranks: int, sizes: Sequence[int], rounds: int, budget_s: float, with_mpi: bool, say: Callable[[str], None]) -> Times:
-    """Seconds of all calls by (bytes, contender)."""
+DEEPSPEED_RANK = """
+import json, os, sys, time
+import torch
+import deepspeed
+from deepspeed import comm
+sizes, calls, budget = json.loads(sys.argv[1])
+deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+backend = comm.comm.cdb
+if getattr(backend, "shm_comm_op", None) is None or not hasattr(torch.ops.deepspeed, "inference_all_reduce_"):
+    sys.exit("its operator was not built")
+if getattr(backend, "shm_vector_kernel_level", 1) < 1:
+    sys.exit("this processor has no AVX2, without which it falls back to gloo")
+found = []
+for size in sizes:
+    x = torch.ones(size // 4)
+    comm.inference_all_reduce(x)
+    if float(x[-1]) != comm.get_world_size():
+        sys.exit(f"its sum of {size} bytes is {float(x[-1])}, not {comm.get_world_size()}")
+    x.zero_()
+    times = []
+    for _ in range(max(2, min(calls, int(budget / (20e-6 + size / 4e8))))):
+        began = time.perf_counter()
+        comm.inference_all_reduce(x)
+        times.append(time.perf_counter() - began)
+    found.append([size, times])
+    torch.distributed.barrier()
+if comm.get_rank() == 0:
+    print(json.dumps(found))
+"""
+
+
+def deepspeed_calls(num_ranks: int, sizes: Sequence[int], calls: int, budget_s: float) -> list[list[Any]]:
+    """As `rank_calls`, of DeepSpeed's operator alone. Raises ContenderFailed with the reason where it cannot be built or run."""
+    python = peers_python()
+    known = {
+        **os.environ, "WORLD_SIZE": str(num_ranks), "LOCAL_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks),
+        "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo", "DS_ACCELERATOR": "cpu",
+        "PATH": os.pathsep.join([str(Path(python).parent), os.environ.get("PATH", "")]),
+    }  # fmt: skip
+    command = [python, "-c", DEEPSPEED_RANK, json.dumps([list(sizes), calls, budget_s])]
+    with contextlib.ExitStack() as files:
+        running = []
+        for rank in range(num_ranks):
+            out, err = (files.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2))
+            env = {**known, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            running.append((subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=err), out, err))
+        try:
+            for process, _, err in running:
+                if process.wait(BUILD_S):
+                    err.seek(0)
+                    raise ContenderFailed((err.read().strip().splitlines() or ["it ended without a word"])[-1])
+            running[0][1].seek(0)
+            found = json.loads(running[0][1].read().splitlines()[-1])
+        except subprocess.TimeoutExpired:
+            raise ContenderFailed(f"it was not built, or did not end, within {BUILD_S:.0f} s") from None
+        finally:
+            for process, _, _ in running:
+                if process.poll() is None:
+                    process.kill()
+                    process.wait()
+    return [[size, DEEPSPEED, times] for size, times in found]
+
+
+def measured(
+    num_ranks: int, sizes: Sequence[int], rounds: int, budget_s: float, with_mpi: bool, why_not: dict[str, str], say: Callable[[str], None]
+) -> Times:
+    """Seconds of all calls by (bytes, contender). `why_not`: reasons of contenders that are left out; one that fails gets its own."""
     times: Times = {}
     names = [GLOO, BUFFER, PRIVATE, PYTHON]
     with Launcher() as launcher:
@@ -125,6 +196,12 @@ def measured(num_ranks: int, sizes: Sequence[int], rounds: int, budget_s: float,
             found = launcher.launch(rank_calls, num_ranks, list(sizes), order, 200, budget_s, threads=1, timeout_s=300.0)[0]
             if with_mpi:
                 found = found + mpi_calls(num_ranks, sizes, 200, budget_s)
+            if DEEPSPEED not in why_not:
+                try:
+                    found = found + deepspeed_calls(num_ranks, sizes, 200, budget_s)
+                except ContenderFailed as error:
+                    why_not[DEEPSPEED] = str(error)
+                    say(f"{DEEPSPEED} is not measured: {error}")
             for size, name, seconds in found:
                 times.setdefault((size, name), []).extend(seconds)
             say(f"{num_ranks} ranks: round {number + 1} of {rounds}")
@@ -159,6 +236,7 @@ def judged(num_ranks: int, times: Times, part: float) -> list[Verdict]:
             worst(f"{ours}, beside gloo", 5.0, ours, GLOO, sizes),
             worst(f"{ours}, beside gloo at 4 KiB", 20.0, ours, GLOO, sizes[:1]),
             worst(f"{ours}, beside MPI", 1.0, ours, MPI, sizes),
+            worst(f"{ours}, beside DeepSpeed", 1.0, ours, DEEPSPEED, sizes),
             worst(f"{ours}, beside 3 copies, from 1 MiB", 1.0, ours, COPY, [s for s in sizes if s >= 1 << 20], 3.0),
         ]
     return [verdict for verdict in found if verdict is not None]
@@ -176,7 +254,7 @@ def micro(seconds: float) -> str:
 
 def lines_of(num_ranks: int, times: Times) -> tuple[list[str], list[list[str]]]:
     """(column names, rows) of one number of ranks."""
-    names = [name for name in (GLOO, MPI, PYTHON, PRIVATE, BUFFER, COPY) if any(n == name for _, n in times)]
+    names = [name for name in (GLOO, MPI, DEEPSPEED, PYTHON, PRIVATE, BUFFER, COPY) if any(n == name for _, n in times)]
     columns = ["bytes", *names, "gloo / shared memory", "gloo / shared buffer", "bus GB/s of the buffer", "copied GB/s"]
     rows = []
     for size in sorted({s for s, _ in times}):
@@ -195,7 +273,7 @@ def verdict_lines(verdicts: Sequence[Verdict]) -> tuple[list[str], list[list[str
     return ["target", "at least", "ratio", "", "worst at", "weft's and the other's time"], rows
 
 
-def page(about: Mapping[str, Any], found: Mapping[int, Times], verdicts: Sequence[Verdict]) -> str:
+def page(about: Mapping[str, Any], found: Mapping[int, Times], verdicts: Sequence[Verdict], why_not: Mapping[str, str]) -> str:
     """docs/benchmarks/collectives.md."""
 
     def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -203,7 +281,10 @@ def page(about: Mapping[str, Any], found: Mapping[int, Times], verdicts: Sequenc
 
     parts = ["# Benchmark: collectives on one host", "", "Written by the run itself.", ""]
     parts += table(["", ""], [[key, f"`{value}`" if key == "command" else str(value)] for key, value in about.items()])
-    parts += [INTRO, "", "## Targets", "", *table(*verdict_lines(verdicts))]
+    parts += [INTRO, ""]
+    if why_not:
+        parts += ["Not measured: " + "; ".join(f"{name} ({reason})" for name, reason in why_not.items()) + ".", ""]
+    parts += ["## Targets", "", *table(*verdict_lines(verdicts))]
     for num_ranks, times in found.items():
         parts += [f"## {num_ranks} ranks", "", *table(*lines_of(num_ranks, times))]
     return "\n".join(parts)
@@ -230,16 +311,18 @@ def main(arguments: list[str]) -> int:
     if given.hosts:
         return collectives_hosts.measure(arguments, given.quick, given.json, console.print)
     load = os.getloadavg()[0]
-    why_no_mpi = missing(peers_python(), ("mpi4py",))
-    if why_no_mpi:
-        console.print(f"MPI is not measured: {why_no_mpi}; scripts/bench train --install-peers installs it")
+    why_not = {
+        name: reason for name, package in ((MPI, "mpi4py"), (DEEPSPEED, "deepspeed")) if (reason := missing(peers_python(), (package,)))
+    }
+    for name, reason in why_not.items():
+        console.print(f"{name} is not measured: {reason}; scripts/bench train --install-peers installs it")
     sizes = (4 << 10, 1 << 20, 16 << 20) if given.quick else (*SIZES, LARGEST)
     found = {
-        num_ranks: measured(num_ranks, sizes, 1 if given.quick else given.rounds, 0.1, not why_no_mpi, console.print)
+        num_ranks: measured(num_ranks, sizes, 1 if given.quick else given.rounds, 0.1, MPI not in why_not, why_not, console.print)
         for num_ranks in counts
     }
     verdicts = [v for num_ranks, times in found.items() for part in (0.5, 0.1) for v in judged(num_ranks, times, part)]
-    about = header(f"scripts/bench collectives {' '.join(arguments)}".strip(), versions(("torch", "mpi4py", "mpich")))
+    about = header(f"scripts/bench collectives {' '.join(arguments)}".strip(), versions(("torch", "mpi4py", "mpich", "deepspeed")))
     about["other work"] = f"load average {load:.1f} before the run; what is above 0 took cores and memory bandwidth from all contenders"
     about["versions"] = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
     for title, (columns, rows) in [
@@ -254,7 +337,7 @@ def main(arguments: list[str]) -> int:
         times_json = [[n, size, name, seconds] for n, times in found.items() for (size, name), seconds in times.items()]
         given.json.write_text(json.dumps({"about": about, "times": times_json, "targets": verdict_lines(verdicts)[1]}))
     if not given.quick:
-        PAGE.write_text(page(about, found, verdicts))
+        PAGE.write_text(page(about, found, verdicts, why_not))
         console.print(f"written: {PAGE.relative_to(ROOT)}")
     return 0
 
