@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import weft
 from weft.errors import UsageError
+from weft.world.shared_memory import segment
 from weft.world.world import World
 
 NAMES = (
@@ -53,13 +54,15 @@ def trained(rank: int, model: torch.nn.Module, steps: int = 3) -> list[torch.Ten
     return [*(p.grad.clone() for p in model.parameters() if p.grad is not None), *(p.detach().clone() for p in model.parameters())]
 
 
-def beside(world: World, folder: str) -> list[int]:
-    """How many buckets each name's hook was given."""
+def beside(world: World, folder: str, names: Sequence[str] = NAMES, on_a_host: int = 0) -> list[int]:
+    """How many buckets each name's hook was given. `on_a_host`: so many neighbours believe to be on one host, and no others."""
     counts = []
+    if on_a_host:
+        segment.host = lambda: f"host {world.rank // on_a_host}"
     with torchs_group(world, folder):
         expected = trained(world.rank, DistributedDataParallel(net(), bucket_cap_mb=FIRST_BUCKET_MB))
         assert expected[0].abs().max() > 0
-        for name in NAMES:
+        for name in names:
             model = DistributedDataParallel(net(), bucket_cap_mb=FIRST_BUCKET_MB)
             state, hook = weft.comm_hook(name)
             start, seen = state.start, []
@@ -70,7 +73,10 @@ def beside(world: World, folder: str) -> list[int]:
                 torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-13)
             counts.append(len(seen))
             if name in ("auto", "native"):
-                assert world.num_ranks == 1 or state._group._shared
+                assert world.num_ranks == 1 or state._group._shared == (on_a_host == 0)
+                levels = state._sums.levels
+                assert (levels is not None) == (name == "auto" and on_a_host > 1)
+                assert levels is None or levels._box._shared
     return counts
 
 
@@ -78,6 +84,11 @@ def beside(world: World, folder: str) -> list[int]:
 def test_every_name_equals_ddp_without_a_hook(ranks: Any, num_ranks: int, tmp_path: Path) -> None:
     for counts in ranks(beside, num_ranks, str(tmp_path)):
         assert min(counts) > 3 * 2  # several buckets in each of three steps, and none for the microbatch in no_sync
+
+
+@pytest.mark.parametrize(("num_ranks", "on_a_host"), [(2, 1), (4, 2)])
+def test_between_hosts(ranks: Any, num_ranks: int, on_a_host: int, tmp_path: Path) -> None:
+    ranks(beside, num_ranks, str(tmp_path), ("auto", "native", "butterfly"), on_a_host)
 
 
 def of_a_subgroup(world: World, folder: str) -> None:

@@ -64,6 +64,10 @@ class Runner:
             try:
                 self._agree(signature, what)
                 work(note, TAGS + zlib.crc32(repr((count, signature)).encode()) % _SALTS * NUMBERS)
+            except torch.OutOfMemoryError as error:  # whose own handlers know what to say
+                self._broken = RunError(f"rank {group.ranks[group.index]} had no memory for {what}: {error}")
+                self.lane.close()
+                raise
             except (RunError, RuntimeError) as error:
                 self._broken = self._explained(error, what, *where)
                 self.lane.close()
