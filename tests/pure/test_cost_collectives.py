@@ -138,7 +138,10 @@ def test_each_transport_has_its_tables() -> None:
 
 
 def test_the_choice_is_the_least_at_every_size() -> None:
-    for cluster, n in ((Cluster.parse("8xdgx-a100-80"), 64), (cpus(2, 2), 4), (cpus(1, 8), 6), (Cluster.parse("4xp3.16xlarge"), 32)):
+    slow = tuple((size, 1e-3 + 3 * s) for size, s in LINE)
+    for cluster, n in (
+        (cpus(2, 2), 4), (cpus(1, 8), 6), (cpus(4, 8), 32), (cpus(1, 2, send_2=LINE, exchange_2=LINE, all_reduce_2=slow), 2),
+    ):  # fmt: skip
         times = algorithms(cluster, Group(n))
         choices = choose(cluster, Group(n))
         for size in (LEAST, 4096, 50_000, 1 << 20, 3 << 20, 100 << 20, MOST):
@@ -158,5 +161,14 @@ def test_hosts_far_apart_choose_the_hierarchy() -> None:
     assert times["ring"](size) == pytest.approx(1.5 * size / 1e8, rel=0.1)
 
 
-def test_one_rank_has_nothing_to_choose() -> None:
-    assert choose(Cluster.parse("dgx-a100-80"), Group(1)).names == ("native",)
+def test_where_there_is_nothing_to_choose() -> None:
+    """One rank; and GPUs, where messages of programs were not measured."""
+    assert choose(cpus(1, 2), Group(1)).names == ("native",)
+    assert choose(Cluster.parse("8xdgx-a100-80"), Group(64)).names == ("native",)
+
+
+def test_a_library_that_is_slow_is_not_chosen() -> None:
+    slow = tuple((size, 1e-3 + 3 * s) for size, s in LINE)
+    cluster = cpus(1, 2, send_2=LINE, exchange_2=LINE, all_reduce_2=slow)
+    assert "native" not in choose(cluster, Group(2)).names
+    assert choose(cpus(1, 2, send_2=slow, exchange_2=slow, all_reduce_2=LINE), Group(2)).names == ("native",)
