@@ -65,4 +65,5 @@ def test_auto_is_native_where_nothing_beats_it() -> None:
     assert sums_of(Cluster.parse("1xcpu-2"), Layout(data=2)) == Choices()
     assert sums_of(Cluster.parse("4xcpu-2"), Layout(data=8)).of(1 << 25) == "hierarchical"
     assert sums_of(Cluster.parse("4xcpu-2"), Layout(data=4, tensor=2)) == Choices()  # one replica a host
+    assert sums_of(Cluster.parse("2xcpu-2"), Layout(data=2, pipeline=2)).of(1 << 20) == "hierarchical"  # replicas inside, stages between
     assert sums_of(Cluster.parse("4xcpu-2"), Layout(data=8, all_reduce="ring")) == Choices()

@@ -55,7 +55,7 @@ def sums(world: World, ranks: tuple[int, ...]) -> list[tuple[str, str]]:
             assert torch.equal(out, total[own * me : own * me + own])
             assert torch.equal(gathered, torch.cat([part[:own] for part in parts]))
     parts_of = (chosen.levels._box, chosen.levels._rail)
-    return [(str(part.ranks), SHARED if part._shared else "gloo") for part in parts_of if part is not None and part.size > 1]
+    return [(str(part.ranks), SHARED if part.shares_memory else "gloo") for part in parts_of if part is not None and part.size > 1]
 
 
 def test_boxes_of_one_size_use_every_rail(ranks: Any) -> None:
@@ -76,6 +76,10 @@ def test_boxes_that_differ_have_leaders(ranks: Any, boxes: str, num_ranks: int) 
 
 def test_a_group_inside_a_world_of_boxes(ranks: Any) -> None:
     ranks(sums, 6, (1, 2, 4, 5), env={"WEFT_TRANSPORT": "boxes=3"})
+
+
+def test_a_group_of_one_box_in_a_world_of_several(ranks: Any) -> None:
+    assert ranks(sums, 4, (2, 3), env={"WEFT_TRANSPORT": "boxes=2"})[2] == [("(2, 3)", SHARED)]
 
 
 def bytes_between(world: World) -> int:

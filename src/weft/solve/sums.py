@@ -1,7 +1,8 @@
 """What `all_reduce=auto` is in a plan. In: a cluster and a layout. Out: choices by bytes.
 
 On one host the transport's own sum is taken: gradients lie in memory that all ranks map, so that it copies nothing, which no program of
-messages can beat. On GPUs NCCL's is. Between hosts of processors that were measured, the predicted best; of others, two levels.
+messages can beat; in a run over several hosts `hierarchical` is that inside each. On GPUs NCCL's is taken. Between hosts of processors that
+were measured, the predicted best; of others, two levels.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ def sums_of(cluster: Cluster, layout: Layout) -> Choices:
     group = Group(layout.data, layout.tensor, layout.num_ranks)
     where = path(cluster, group)
     if where.nodes == 1:
-        return Choices()
+        inside = cluster.ranks_per_node(layout.num_ranks) >= layout.num_ranks
+        return Choices() if inside else Choices(above="hierarchical")
     if any(table.collective.startswith("send") for table in cluster.tables):
         return choose(cluster, group)
     return Choices(above="hierarchical") if where.inside > 1 else Choices()

@@ -111,7 +111,7 @@ class Group:
         self._transport: Any = None
         self._staged = False
         self._nccl = False
-        self._shared = False
+        self.shares_memory = False
         self._lanes: dict[tuple[int, int], Any] = {}
         self._runner: Runner | None = None
         self._sums: Sums | None = None
@@ -138,8 +138,8 @@ class Group:
         if self._sums is not None:
             self._sums.connect()
         self._nccl = kind == "nccl"
-        self._shared = kind == SHARED
-        if not self._shared:
+        self.shares_memory = kind == SHARED
+        if not self.shares_memory:
             self._transport = ProcessGroup(self._transport, self._nccl, self.size)
         self._staged = kind == "gloo" and self.device.type != "cpu"
 
@@ -234,7 +234,7 @@ class Group:
         if self._sums is not None and not wait and op == "sum" and (chosen := self._sums.all_reduce(x)) is not None:
             return chosen
         at = self._begin(recorder.ALL_REDUCE, x)
-        if self._shared and wait and not x.requires_grad and x.is_contiguous() and x.dtype is torch.float32:
+        if self.shares_memory and wait and not x.requires_grad and x.is_contiguous() and x.dtype is torch.float32:
             # What follows costs more than the sum of a few numbers.
             try:
                 self._transport.all_reduce(x, op, True)
@@ -267,7 +267,7 @@ class Group:
             self.connect()
         if self._sums is not None and self._sums.levels is not None:
             return self._sums.levels.shared_buffer(numel, dtype)
-        if not self._shared:
+        if not self.shares_memory:
             return torch.zeros(numel, dtype=dtype, device=self.device)
         at = self.recorder.start(recorder.CONNECT, self.slot, DTYPES.get(dtype, 0), (numel,), numel * dtype.itemsize)
         try:
@@ -303,7 +303,7 @@ class Group:
         at = self._begin(recorder.ALL_GATHER, x)
         widest = max(lengths)
         sent = self._host(x)
-        if self._shared:
+        if self.shares_memory:
             row = torch.Size([*sent.shape[:dim], *sent.shape[dim + 1 :]]).numel()
             out = self._room(sent, row * sum(lengths))
             self._end(self._call("all_gather", out, sent, [row * n for n in lengths], True), at, None, None, True)
@@ -472,7 +472,7 @@ class Group:
 
     def _adds(self, x: Tensor) -> bool:
         """Whether the transport itself can add summands of this type and scatter the sum."""
-        return self._shared and x.dtype is not torch.bool and bool(self._transport.widens(x.dtype))
+        return self.shares_memory and x.dtype is not torch.bool and bool(self._transport.widens(x.dtype))
 
     def _peer(self, index: int) -> int:
         if not 0 <= index < self.size or index == self.index:

@@ -19,7 +19,7 @@ NAME = "hierarchical"
 
 
 class Levels:
-    """Sums of the runner's group, which spans several boxes of which one has more members than one."""
+    """Sums of the runner's group, of whose boxes one or more has several members."""
 
     def __init__(self, runner: Runner) -> None:
         group, boxes = runner.group, runner.group.boxes

@@ -1,7 +1,7 @@
 """Which way a group's sums go. In: choices by size, and programs by name. Out: `Work`, or None where the transport's own collective is due.
 
-`hierarchical` is shared memory inside the boxes of the group and the network between them; in a group of one box, or of boxes of one
-member, it is the transport's own. Not modelled: what is fastest (`weft.cost` chooses).
+`hierarchical` is shared memory inside the boxes of the group and the network between them, if there are several; in a group that shares
+memory anyhow, or of boxes of one member, it is the transport's own. Not modelled: what is fastest (`weft.cost` chooses).
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ class Sums:
         self._made: dict[tuple[str, str], Program] = {}
         self._programs = Programs(group.runner)
         boxes = group.boxes if NAME in choices.names else ()
-        nested = len(boxes) > 1 and max(map(len, boxes)) > 1
+        nested = max(map(len, boxes), default=0) > 1
+        if nested and len(boxes) == 1:  # on one host, but in a run over several, which has gloo there
+            group.connect()
+            nested = not group.shares_memory
         self.levels = Levels(group.runner) if nested else None
 
     def connect(self) -> None:
