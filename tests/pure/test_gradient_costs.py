@@ -51,6 +51,7 @@ def test_the_word_is_read_and_written_back() -> None:
         ("compress=int8", "data=1 has none"),
         ("data=2 zero=2 compress=int8", "zero=1"),
         ("data=2 zero=3 compress=bfloat16", "zero=3"),
+        ("data=2 all_reduce=ring compress=int8", "all_reduce=auto"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(text: str, said: str) -> None:

@@ -14,6 +14,8 @@ import torch
 
 import weft
 from weft.plan.layout import Layout
+from weft.run.compressed import Compressed
+from weft.run.verify import verify_on_rank
 from weft.world.world import Group, World
 
 BLOCK = 512
@@ -79,7 +81,7 @@ def _run(world: World, layout: str, tied: bool, steps: int = STEPS, forgets: boo
         engine.gradients.gather()
         for k, one in gradients.compressed.items():
             found[k]["before"].append(gradients.before[k])
-            found[k]["after"].append(one._whole.clone())
+            found[k]["after"].append(one.whole.clone())
             if forgets:
                 for x in one.rests.values():
                     x.zero_()
@@ -289,6 +291,45 @@ def test_a_checkpoint_holds_what_was_not_sent(ranks: Callable[..., list[Any]], t
         straight, again = ranks(_resumed, 2, layout, then, str(tmp_path / then.replace(" ", "")))[0]
         assert again[0] == pytest.approx(straight[0], rel=1e-6)
         assert again == pytest.approx(straight, rel=0.05)
+
+
+def _verified(world: World, layout: str, tied: bool, spoil: str = "") -> list[Any] | None:
+    """What verification says; `spoil`: of one rank the exchange, or a gradient before it."""
+    if spoil == "exchange" and world.rank == 1:
+        real = Compressed.finish
+
+        def shifted(self: Compressed) -> None:
+            real(self)
+            self.whole[3] += 1e-3
+
+        Compressed.finish = shifted  # type: ignore[method-assign]
+    make, batch = (Tied if tied else _plain), _batch(0, torch.float32)
+    plan = weft.plan(make(), batch, loss=_loss, layout=f"{layout} precision=float64")
+    found = verify_on_rank(world, plan, make, batch, _loss, steps=3, sabotage={"0.weight": 1.001} if spoil == "gradient" else None)
+    return None if found is None else [found.ok, str(found), sorted(found.worst)]
+
+
+@pytest.mark.parametrize(
+    ("layout", "tied"),
+    [
+        ("data=2 compress=int8", False),
+        ("data=3 zero=1 compress=topk:0.05", False),
+        ("data=2 zero=1 compress=bfloat16", False),
+        ("data=2 pipeline=2 microbatches=2 compress=topk:0.1", True),
+    ],
+)
+def test_verification_says_what_it_compares(ranks: Callable[..., list[Any]], layout: str, tied: bool) -> None:
+    """Sums before they are compressed, the exchange, and weights after an update with what an emulation of it gives."""
+    ok, said, kinds = ranks(_verified, Layout.parse(layout).num_ranks, layout, tied)[0]
+    assert ok, said
+    assert kinds == ["exchange", "gradients", "input_gradients", "loss", "weights"]
+
+
+@pytest.mark.parametrize(("spoil", "names"), [("exchange", "what arrived"), ("gradient", "gradients of 0.weight")])
+def test_verification_finds_what_is_wrong(ranks: Callable[..., list[Any]], spoil: str, names: str) -> None:
+    ok, said, _ = ranks(_verified, 2, "data=2 compress=int8", False, spoil)[0]
+    assert not ok
+    assert names in said
 
 
 def _buckets(world: World, layout: str, bucket_bytes: int) -> tuple[list[list[int]], list[float]]:

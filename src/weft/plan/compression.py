@@ -86,7 +86,7 @@ class Compression:
         return width * num_elements
 
 
-def refuse_compression(compress: str, data: int, zero: int) -> str:
+def refuse_compression(compress: str, data: int, zero: int, all_reduce: str = "auto") -> str:
     """Why gradients cannot be compressed in such a layout; empty where they can.
 
     >>> refuse_compression("int8", 2, 1)
@@ -96,6 +96,11 @@ def refuse_compression(compress: str, data: int, zero: int) -> str:
         return ""
     if data < 2:
         return f"compress={compress} is for gradients between replicas, and data={data} has none; use data=2 or more, or compress=none"
+    if all_reduce not in ("auto", "native"):
+        return (
+            f"compress={compress} with all_reduce={all_reduce}: compressed gradients are exchanged in pieces and gathered, not summed on "
+            "their way; use all_reduce=auto"
+        )
     if zero >= 2:
         return (
             f"compress={compress} with zero={zero}: it compresses whole gradients, which zero={zero} is there to avoid; use zero=1, or "

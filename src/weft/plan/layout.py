@@ -91,7 +91,7 @@ class Layout:
             raise LayoutError(f"expert={self.expert} does not divide data={self.data}, over whose replicas experts are spread")
         if self.compress != "none":
             object.__setattr__(self, "compress", str(Compression.parse(self.compress)))  # in one form
-            if reason := refuse_compression(self.compress, self.data, self.zero):
+            if reason := refuse_compression(self.compress, self.data, self.zero, self.all_reduce):
                 raise LayoutError(reason)
 
     def not_built(self) -> dict[str, tuple[int | str, ...]]:

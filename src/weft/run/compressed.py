@@ -80,7 +80,7 @@ class Compressed:
     """
 
     def __init__(self, how: Compression, group: FlatGroup, bucket: Bucket, over: Group, sharded: bool) -> None:
-        self._how, self._group, self._bucket, self._over, self._sharded = how, group, bucket, over, sharded
+        self._how, self._group, self._bucket, self.over, self.sharded = how, group, bucket, over, sharded
         self.early = not group.members[0].across  # others of the sum run the same program, so that it may be met while backward goes on
         size = bucket.stop - bucket.start
         self._gathers = how.kind == "topk" and not sharded
@@ -103,12 +103,13 @@ class Compressed:
         return {name: x for name, x in found.items() if x is not None}
 
     @property
-    def _whole(self) -> Tensor:
+    def whole(self) -> Tensor:
+        """Where its gradients lie."""
         return self._group.grad[self._bucket.start : self._bucket.stop]
 
     def start(self) -> None:
         """Send what the bucket holds."""
-        x, size = self._whole, self._over.size
+        x, size = self.whole, self.over.size
         if self._rest is not None:
             self._rest[: x.numel()].add_(x)
             x = self._rest
@@ -119,18 +120,18 @@ class Compressed:
             x = torch.nn.functional.pad(x, (0, size * self._length - x.numel()))
         sent = torch.cat([encode(self._how, piece) for piece in x.view(size, -1)])
         self._arrived = torch.empty_like(sent)
-        self._work = self._over.exchange_into(self._arrived, sent, wait=False)
+        self._work = self.over.exchange_into(self._arrived, sent, wait=False)
 
     def _gather(self, message: Tensor) -> None:
-        self._arrived = message.new_empty(self._over.size * message.numel())
-        self._work = self._over.all_gather_into(self._arrived, message, wait=False)
+        self._arrived = message.new_empty(self.over.size * message.numel())
+        self._work = self.over.all_gather_into(self._arrived, message, wait=False)
 
     def _wait(self) -> Tensor:
         """What arrived: [member, byte]."""
         if self._work is not None:
             self._work.wait()
         arrived, self._arrived, self._work = self._arrived, self._arrived[:0], None
-        return arrived.view(self._over.size, -1)
+        return arrived.view(self.over.size, -1)
 
     def meet(self) -> None:
         """Add up what arrived of this rank's piece, and send the sum."""
@@ -139,8 +140,8 @@ class Compressed:
         total = self._group.grad.new_zeros(self._length)
         for message in self._wait():
             add(self._how, message, total)
-        if self._sharded:
-            self._whole.view(self._over.size, -1)[self._over.index].copy_(total)
+        if self.sharded:
+            self.whole.view(self.over.size, -1)[self.over.index].copy_(total)
             return
         if self._rest_of_sum is not None:
             total = self._rest_of_sum.add_(total)
@@ -148,9 +149,9 @@ class Compressed:
 
     def finish(self) -> None:
         """Put what arrived into the bucket."""
-        if self._sharded:
+        if self.sharded:
             return
-        arrived, whole = self._wait(), self._whole
+        arrived, whole = self._wait(), self.whole
         whole.zero_()
         if self._gathers:
             for message in arrived:

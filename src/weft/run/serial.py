@@ -89,10 +89,10 @@ class Serial:
         x = x.to(self._device)
         return x.double() if self._double and x.is_floating_point() else x.clone()
 
-    def step(self) -> Values:
+    def step(self, instead: Mapping[str, Tensor] | None = None) -> Values:
         """One step. Loss, gradients (before clipping), gradients of floating-point inputs, and the updated weights and buffers.
 
-        Weights are the model's own tensors: the next step writes them.
+        Weights are the model's own tensors: the next step writes them. `instead`: gradients that update them in the place of its own.
         """
         with Double() if self._double else nullcontext():  # type: ignore[no-untyped-call]  # torch's own constructor has no types
             total, inputs = self._forward_backward()
@@ -102,6 +102,9 @@ class Serial:
                 if p.grad is None and self._every:
                     p.grad = torch.zeros_like(p)
                 found[name] = torch.zeros_like(p) if p.grad is None else p.grad.detach().clone()
+        for name, p in self.model.named_parameters():
+            if instead is not None and p.grad is not None and name in instead:
+                p.grad.copy_(instead[name])
         if self._clip:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._clip)
         self._optimizer.step()

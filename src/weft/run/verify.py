@@ -7,6 +7,9 @@ In float64 both sides compute in float64 throughout: casts to float32 inside the
 A difference counts against the largest magnitude of its own tensor. Some tensors are zero but for rounding (the gradient of a bias before
 batch norm, or of attention keys), so that nothing they hold means anything; there, and only there, what is left is compared with the
 rounding noise of the serial run, which is measured (`run/serial`), not assumed.
+
+Where gradients are compressed, their sums before that are compared with the serial run's, what arrived with an emulation of the exchange,
+and the weights with the serial model's after an update with the emulated gradients (`run/lossy`).
 """
 
 from __future__ import annotations
@@ -24,10 +27,12 @@ from weft.errors import ModelError
 from weft.model.capture import Loss
 from weft.model.derivatives import without_gradient
 from weft.model.stages import draws
+from weft.plan.compression import Compression
 from weft.plan.plan import Plan
 from weft.plan.program import Program
 from weft.run.build import Source
 from weft.run.engine import Engine
+from weft.run.lossy import Lossy
 from weft.run.optimizer import OptimizerSpec
 from weft.run.serial import Noise, Serial, Values
 from weft.run.state import full_state
@@ -93,6 +98,12 @@ class Comparison:
                 if name in got[kind] or kind == "gradients":
                     self._add(kind, name, got[kind].get(name), tensor.cpu(), largest, step)
 
+    def exchanged(self, step: int, error: float) -> None:
+        """How far what arrived of compressed gradients is from what should have."""
+        self.worst["exchange"] = max(self.worst.get("exchange", 0.0), error)
+        if self.first is None and not error <= self.tolerance:
+            self.first = f"what arrived of compressed gradients in step {step + 1}: relative error {error:.1e}"
+
     def _add(self, kind: str, name: str, got: Tensor | None, want: Tensor, largest: float, step: int) -> None:
         why = ""
         least = largest if self.narrow and kind == "weights" else 0.0
@@ -157,15 +168,31 @@ def verify_on_rank(
     random = [op.site for op in engine.parts.graph.operators if draws(op)]
     if random:
         raise _drawing(plan, f" at {', '.join(random[:3])}{' ...' if len(random) > 3 else ''}")
-    seen = Comparison(bound, Noise(new_serial).of, plan.layout.precision != "float64")
+    noise = Noise(new_serial)
+    how = Compression.parse(plan.layout.compress)
+    lossy = Lossy(engine.gradients, how) if how.kind != "none" else None
+
+    def noise_of(kind: str, name: str, reference: Tensor, step: int) -> float:
+        # Runs that differ by rounding are not compressed: their weights are other ones.
+        return 0.0 if lossy is not None and kind == "weights" else noise.of(kind, name, reference, step)
+
+    seen = Comparison(bound, noise_of, plan.layout.precision != "float64")
     for step in range(steps):
         with _explained(plan):
             result = engine.forward_backward(batch, want_inputs=not plan.uncaptured)
+        off = 0.0
+        if lossy is not None:
+            off = _over_ranks(lossy.compare(), world)
+            lossy.show("summed")
         for name, factor in (sabotage or {}).items():
             if (spoiled := engine.gradient(name)) is not None:
                 spoiled.mul_(factor)
         loss_value = engine.loss_of(result)
-        gradients = engine.full_gradients()
+        gradients, instead = engine.full_gradients(), None
+        if lossy is not None:
+            lossy.show("emulated")
+            instead = engine.full_gradients()
+            lossy.show("arrived")
         inputs = engine.full_input_gradients(result) if not plan.uncaptured else {}
         engine.update()
         state = full_state(engine.parts, engine.pieces(), world.everyone, every=True)
@@ -176,14 +203,23 @@ def verify_on_rank(
             got = {"loss": {"": torch.tensor(loss_value)}, "gradients": gradients, "input_gradients": inputs, "weights": state}
             drawn = torch.random.get_rng_state()
             with _explained(plan):
-                wanted = serial.step()
+                wanted = serial.step(instead)
             if not torch.equal(drawn, torch.random.get_rng_state()):
                 raise _drawing(plan)
+            if lossy is not None:
+                seen.exchanged(step, off)
             seen.step(step, got, wanted)
     memory = engine.fullest_memory()
     if serial is None:
         return None
     return Verification(seen.first is None, seen.worst, seen.first, plan.replicated_operators, bound, memory)
+
+
+def _over_ranks(value: float, world: World) -> float:
+    """The largest that any rank has."""
+    largest = torch.tensor(value, dtype=torch.float64, device=world.device)
+    world.everyone.all_reduce(largest, op="max")
+    return float(largest)
 
 
 def _drawing(plan: Plan, where: str = "") -> ModelError:

@@ -162,6 +162,11 @@ class Space:
                 raise Infeasible(f"{' '.join(map(str, mine))} is planned and priced, but not built yet for running here; use {have}")
 
     @property
+    def sums(self) -> str:
+        """The algorithm that sums gradients: the first that is admitted, since nothing else depends on it."""
+        return next(name for name in CHOICES["all_reduce"] if self.admits("all_reduce", name))
+
+    @property
     def compress(self) -> str:
         """How gradients are compressed: as a constraint names it."""
         return next((str(c.value) for c in self.constraints if c.key == "compress" and c.relation == "="), "none")
@@ -186,7 +191,7 @@ class Space:
             if given and self.cluster.num_devices > 16 and not self.fewer:
                 return
             for data, tensor, pipeline in self._meshes(ranks):
-                if not self.admits("compress", self.compress) or refuse_compression(self.compress, data, 0):
+                if not self.admits("compress", self.compress) or refuse_compression(self.compress, data, 0, self.sums):
                     continue
                 for layout in self._frames(data, tensor, pipeline, precisions):
                     given = True
@@ -207,7 +212,6 @@ class Space:
     def _frames(self, data: int, tensor: int, pipeline: int, precisions: Sequence[str]) -> Iterator[Layout]:
         threads = self._threads(data * tensor * pipeline)
         sequences = [s for s in (("off", "on") if tensor > 1 else ("off",)) if self.admits("sequence_parallel", s)]
-        sums = next(name for name in CHOICES["all_reduce"] if self.admits("all_reduce", name))  # nothing else depends on it
         experts = [e for e in divisors(data) if e <= self.experts and self.experts % e == 0 and self.admits("expert", e)]
         each = self.batch_size // data
         # Unequal microbatches only where they are asked for: as many as divide the batch are about as good.
@@ -221,7 +225,7 @@ class Space:
                         for expert in experts:
                             yield Layout(
                                 data, tensor, pipeline, microbatches, precision=precision, threads=count, sequence_parallel=sequence,
-                                expert=expert, all_reduce=sums,
+                                expert=expert, all_reduce=self.sums,
                             )  # fmt: skip
 
     def _threads(self, ranks: int) -> list[int]:
