@@ -31,7 +31,8 @@ from weft.run.optimizer import OptimizerSpec
 from weft.run.plain import divide
 from weft.run.verify import Verification, verify_on_rank
 from weft.solve.mixed import pricer_of
-from weft.solve.search import price, search, timeline, without_graph
+from weft.solve.search import price, search, timeline
+from weft.solve.uncaptured import without_graph
 from weft.train.loader import shard as shard_batches
 from weft.units import parse_bytes
 from weft.world.current import Place, current_place, current_world, set_place

@@ -21,10 +21,11 @@ from weft.model.stages import links
 from weft.plan.layout import BOTH_WAYS, RUNS, SCHEDULES, Layout
 from weft.simulate.memory import kept_bytes
 from weft.solve.bounds import least_s, least_saving_s
-from weft.solve.search import calmest, check_layout, clocked, price, search, without_graph
+from weft.solve.search import calmest, check_layout, clocked, price, search
 from weft.solve.space import Space, divisors, layouts, parse_constraints
 from weft.solve.stages import balance, useful
 from weft.solve.timing import PLAIN, Priced, least_pipeline_s, rows, timeline, trips_s
+from weft.solve.uncaptured import without_graph
 
 CORE = Device("core", "cpu", (("float32", 1e11), ("bfloat16", 4e11)), 8e9, 2e10, 1.0, 2e-6)
 NODE = Cluster("node", CORE, (Level("node", 4, Link(1e-4, 1e9)),))

@@ -431,16 +431,10 @@ class Pricer:
             fullest, outside, again, others, behind = (amount.at(scale, layout.data) * wide for amount in amounts)
             each = scores / blocks.count
             return replace(
-                state,
-                layers=blocks.count,
-                layer_bytes=inside,
-                fullest_bytes=fullest + each,
-                outside_bytes=outside,
-                layers_again=blocks.again,
-                fullest_again_bytes=again + each if blocks.again else 0.0,
-                others_bytes=others + each * (blocks.count - blocks.again),
-                behind_bytes=behind,
-            )
+                state, layers=blocks.count, layer_bytes=inside, fullest_bytes=fullest + each, outside_bytes=outside,
+                layers_again=blocks.again, fullest_again_bytes=again + each if blocks.again else 0.0,
+                others_bytes=others + each * (blocks.count - blocks.again), behind_bytes=behind,
+            )  # fmt: skip
 
         # A product's backward is two products alike, one for its input and one for its weights, and weights' gradients are added up.
         weight_s = 0.5 * float(times[1][self._weighted[ops]].sum()) + adding * (layout.microbatches > 1)
@@ -537,13 +531,9 @@ class Pricer:
         return send_s(self.cluster, size_bytes / parts, stride, stride)
 
     def predict(
-        self,
-        layout: Layout,
-        costs: Sequence[StageCost],
-        transfers_s: Sequence[float],
-        pipeline_s: float | None = None,
+        self, layout: Layout, costs: Sequence[StageCost], transfers_s: Sequence[float], pipeline_s: float | None = None,
         smaller: Sequence[StageCost] = (),
-    ) -> Prediction:
+    ) -> Prediction:  # fmt: skip
         """The step. `transfers_s`: seconds of each border's transfer, one way. `pipeline_s`: of all microbatches, where it was timed.
         `smaller`: as `costs`, of the smaller microbatches where they are unequal.
 

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from weft.lower.kernels.randomness import Draw, attention, drawn, dropout
 from weft.lower.kernels.statistics import batch_norm
 from weft.lower.kernels.vocabulary import cross_entropy, embedding
-from weft.lower.redistribute import redistribute
+from weft.lower.redistribute import counted, redistribute
 from weft.model.graph import Arg, Graph, Operator, Ref, Word
 from weft.model.propagate import writes_buffer, written_buffers
 from weft.model.rules import Rule, rule_of
@@ -53,7 +53,9 @@ class LocalStage:
 
 @dataclass(frozen=True)
 class Lowering:
-    """What every operator is lowered with. `rows`: of the model's outputs, which dimension follows the samples."""
+    """What every operator is lowered with. `rows`: of the model's outputs, which dimension follows the samples. `shares`: of variables
+    whose gradients are summed over ranks that have the same, the part of each that counts. `apart`: what comes from stages that arrange
+    their ranks differently: its gradient goes back whole."""
 
     graph: Graph
     sharding: Sharding
@@ -61,6 +63,8 @@ class Lowering:
     device: torch.device
     draw: Draw
     rows: Mapping[str, int] = field(default_factory=dict)
+    shares: Mapping[str, float] = field(default_factory=dict)
+    apart: frozenset[str] = frozenset()
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -72,6 +76,11 @@ class Lowering:
     def crossing(self, value: str) -> Variant:
         """The form in which a value crosses to another stage: as it is made, summands summed."""
         return tuple("R" if form == "P" else form for form in self.variant(self.sharding.forms[value]))
+
+    def arriving(self, value: str) -> Variant:
+        """The form in which a value comes from another stage."""
+        crossing = self.crossing(value)
+        return tuple("R" if form == "+" else form for form in crossing) if value in self.apart else crossing
 
     def handed_out(self, value: str) -> Variant:
         """The form in which the user's own code gets an output: this rank's samples, and of those everything."""
@@ -102,10 +111,14 @@ class _Builder:
         for value in stage.variables:
             self.env[value] = {low.variant(low.sharding.forms[value]): self.fx.placeholder(_identifier(value))}
             forms[value] = low.sharding.forms[value]
+        for value in stage.variables:
+            if low.shares.get(value, 1.0) != 1.0:
+                ((variant, node),) = self.env[value].items()
+                self.env[value] = {variant: self._node(_bind(counted, share=low.shares[value]), (node,))}
         received = tuple(dict.fromkeys(v for _, values in stage.receives for v in values))
         for value in received:
-            self.env[value] = {low.crossing(value): self.fx.placeholder(_identifier(value))}
-            forms[value] = dict(zip(low.axes, low.crossing(value), strict=True))
+            self.env[value] = {low.arriving(value): self.fx.placeholder(_identifier(value))}
+            forms[value] = dict(zip(low.axes, low.arriving(value), strict=True))
         layer: str | None = None
         for op in stage.operators:
             here = layer_of(op.site)

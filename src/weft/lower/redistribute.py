@@ -38,6 +38,24 @@ class _Summed(torch.autograd.Function):
         return grad, None
 
 
+class _Counted(torch.autograd.Function):
+    """Nothing forward, a part of the gradient backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, share: float) -> Tensor:
+        ctx.share = share
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.share, None
+
+
+def counted(x: Tensor, share: float) -> Tensor:
+    """`x`, of whose gradient this rank counts a part, where all ranks that sum it have some."""
+    return _Counted.apply(x, share) if x.is_floating_point() else x  # type: ignore[no-untyped-call]
+
+
 class _Shared(torch.autograd.Function):
     """R -> +: nothing forward, all-reduce backward. Megatron's f."""
 

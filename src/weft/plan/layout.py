@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from math import lcm
 
 from weft.errors import LayoutError
 from weft.plan.choice import AUTO, NATIVE, SCATTERING
 from weft.plan.choice import NAMES as ALL_REDUCE
 from weft.plan.compression import Compression, refuse_compression
+from weft.plan.inner import Inner, parse_inner
 from weft.plan.mesh import Mesh
 from weft.plan.recomputation import Recomputation
 
@@ -30,6 +32,14 @@ RUNS: dict[str, tuple[int | str, ...]] = {
     "offload": ("none", "activations", "optimizer", "all"),
     "precision": ("float32", "bfloat16", "float64"),
 }
+# What goes with stages that are arranged differently.
+INNER_WITH: dict[str, tuple[int | str, ...]] = {
+    "schedule": ("sequential", "gpipe", "1f1b"),
+    "chunks": (1,),
+    "expert": (1,),
+    "zero": (0,),
+    "compress": ("none",),
+}
 # Named in the interface, not built yet: refused by name, never ignored.
 LATER = ("context", "attention", "spatial", "channel", "branch")
 LATER_CHOICES: dict[str, tuple[str, ...]] = {
@@ -44,6 +54,7 @@ class Layout:
     `chunks`: stages of each pipeline rank (interleaved; of zb-v always 2). `expert`: data replicas among which the experts of a layer
     are spread. `threads=0` shares the machine's cores among its ranks. `all_reduce`: the algorithm that sums gradients; `auto`: by size,
     as the plan says. `recompute`: a `Recomputation`. `compress`: how gradients travel, a `Compression`.
+    `inner`: data x tensor of every stage, where they differ; `data` and `tensor` are then the first stage's.
     """
 
     data: int = 1
@@ -61,6 +72,7 @@ class Layout:
     offload: str = "none"
     all_reduce: str = AUTO
     compress: str = "none"
+    inner: str = ""
 
     def __post_init__(self) -> None:
         for key in ("data", "tensor", "pipeline", "microbatches", "chunks", "expert"):
@@ -93,6 +105,49 @@ class Layout:
             object.__setattr__(self, "compress", str(Compression.parse(self.compress)))  # in one form
             if reason := refuse_compression(self.compress, self.data, self.zero, self.all_reduce):
                 raise LayoutError(reason)
+        self._check_inner()
+
+    def _check_inner(self) -> None:
+        """Stages of different inner layouts: `data` and `tensor` are then the first one's."""
+        if not self.inner:
+            return
+        sizes = parse_inner(self.inner)
+        if len(sizes) != self.pipeline:
+            raise LayoutError(f"inner={self.inner} arranges {len(sizes)} stages, and pipeline={self.pipeline}; give data x tensor of each")
+        data, tensor = sizes[0]
+        if (self.data, self.tensor) not in ((1, 1), (data, tensor)):
+            raise LayoutError(f"inner={self.inner} begins with {data}x{tensor}, and data={self.data} tensor={self.tensor}; leave those out")
+        object.__setattr__(self, "data", data)
+        object.__setattr__(self, "tensor", tensor)
+        if len(set(sizes)) == 1:
+            object.__setattr__(self, "inner", "")
+            return
+        for key, known in INNER_WITH.items():
+            if getattr(self, key) not in known:
+                raise LayoutError(
+                    f"{key}={getattr(self, key)} with stages that are arranged differently (inner={self.inner}) is not built yet; "
+                    f"use {' or '.join(f'{key}={value}' for value in known)}"
+                )
+
+    @property
+    def _inner(self) -> Inner:
+        return parse_inner(self.inner) if self.inner else ((self.data, self.tensor),) * self.pipeline
+
+    def of_stage(self, stage: int) -> Layout:
+        """The layout as one stage has it: its own `data` and `tensor`."""
+        if not self.inner:
+            return self
+        data, tensor = self._inner[stage]
+        return replace(self, data=data, tensor=tensor, inner="")
+
+    def mesh_of(self, rank: int) -> Mesh:
+        """The mesh as a rank's own stage arranges it."""
+        return self.of_stage(rank // (self.data * self.tensor)).mesh
+
+    @property
+    def shares(self) -> int:
+        """Samples are divided among so many: a multiple of every stage's `data`."""
+        return lcm(*(data for data, _ in self._inner))
 
     def not_built(self) -> dict[str, tuple[int | str, ...]]:
         """The choices that can be planned and priced but that no run has yet, by key, with those that it has."""

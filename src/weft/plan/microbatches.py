@@ -43,9 +43,9 @@ def sizes_of_part(samples: int, layout: Layout, batch_size: int) -> tuple[int, .
     Raises:
         Infeasible: it does not divide over data, or is too small for the fewest microbatches of the layout's schedule.
     """
-    whole = microbatch_sizes(batch_size, layout.data, layout.microbatches)
+    whole = microbatch_sizes(batch_size, layout.shares, layout.microbatches)
     if samples == batch_size:
         return whole
     most = whole[0]
     count, step = -(-samples // most), 2 if layout.schedule in BOTH_WAYS else 1
-    return microbatch_sizes(samples, layout.data, max(1, -(-count // step)) * step)
+    return microbatch_sizes(samples, layout.shares, max(1, -(-count // step)) * step)

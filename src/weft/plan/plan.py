@@ -92,4 +92,4 @@ class Plan:
     @property
     def microbatch_sizes(self) -> tuple[int, ...]:
         """Samples of each microbatch, all data replicas together."""
-        return microbatch_sizes(self.batch_size, self.layout.data, self.layout.microbatches)
+        return microbatch_sizes(self.batch_size, self.layout.shares, self.layout.microbatches)

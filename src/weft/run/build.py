@@ -28,11 +28,13 @@ from weft.model.propagate import learned, propagate
 from weft.model.sharding import Sharding
 from weft.model.stages import Stage, links, split
 from weft.model.watched import refuse_hooks
+from weft.plan.mesh import Mesh
 from weft.plan.patterns import expand_all
 from weft.plan.placement import piece
 from weft.plan.plan import Plan
 from weft.plan.program import Program
 from weft.run.layers import layers_of
+from weft.run.meshes import between_meshes, from_other_meshes, shares_of, stage_shardings
 from weft.run.optimizer import OptimizerSpec
 from weft.run.parameters import FlatGroup, LocalParameter, build_groups
 from weft.run.sizes import Sized, constants_of, sized
@@ -148,6 +150,7 @@ class Parts:
     structure: Any = None  # the model's output, where it runs without a loss
     saved: frozenset[str] = frozenset()  # names in the model's own state dict: buffers may be left out of it
     sized: Callable[[int], Sized] | None = None  # by samples of a microbatch; None where the stages take any number
+    shardings: tuple[Sharding, ...] = ()  # of the graph as each stage arranges its ranks, where they may differ
 
     @property
     def only(self) -> LocalStage:
@@ -199,7 +202,9 @@ def build(
     """
     layout = plan.layout
     layout.check_runs()
-    mesh = layout.mesh
+    if program is not None and layout.inner:
+        raise Infeasible(f"{program.name} with stages that are arranged differently ({layout}) is not built yet; leave inner out")
+    mesh = layout.mesh_of(world.rank)
     if mesh.num_ranks != world.num_ranks:
         raise Infeasible(f"the layout {layout} needs {mesh.num_ranks} ranks, {world.num_ranks} were started")
     captured = source.capture(batch, loss, plan.microbatch_sizes[0], outputs)
@@ -207,15 +212,18 @@ def build(
     graph = in_precision(captured.graph, plan)
     _check_dtypes(graph, layout.precision)
     layout.recomputation.check(layer_of(op.site) for op in graph.operators)
-    sharding = source.sharding(plan, graph)
     stages = split(graph, plan.stages)
     program = program_of(plan, stages, world) if program is None else _fitting(program, plan, stages)
     at = mesh.coordinates(world.rank)
+    shardings = stage_shardings(plan, source, graph, stages)
+    sharding = shardings[at["pipeline"]]  # of all stages of a rank
     mine = [stages[s] for s in program.stages_of[at["pipeline"]]]
     draw = Draw(seed=seed)
     groups = {axis: world.group(mesh.group(world.rank, axis)) for axis in sharding.sizes}
     rows = _rows_of_outputs(source, batch, graph, layout.data) if outputs else {}
-    lowering = Lowering(graph, sharding, groups, world.device, draw, rows)
+    across = between_meshes(layout, stages) & {v.value for v in graph.parameters}
+    shares, apart = shares_of(across, sharding, mesh), from_other_meshes(layout, mine)
+    lowering = Lowering(graph, sharding, groups, world.device, draw, rows, shares, apart)
     lowered = {stage.index: lower(stage, lowering) for stage in mine}
 
     def other(samples: int) -> Sized:
@@ -231,8 +239,9 @@ def build(
     for v in graph.parameters:
         if at["pipeline"] in holders[v.value]:
             specs[v.name] = _spec(
-                v, plan, sharding, holders[v.value], at, first_use.get(v.value, -1), optimizer, v.value in trainable, dtype
-            )
+                v, mesh, sharding, holders[v.value], at, first_use.get(v.value, -1), optimizer, v.value in trainable, dtype,
+                v.value in across,
+            )  # fmt: skip
     read_by = layers_of(lowered)
     specs = {name: replace(spec, units=read_by.get(values[name], ())) for name, spec in specs.items()}
     flat, parameters = build_groups(list(specs.values()), world.device, layout.zero, world.rank, plan.bucket_bytes)
@@ -273,7 +282,7 @@ def build(
             variables[v.value] = buffers[v.name]
     return Parts(
         graph, sharding, stages, program, lowered, parameters, specs, flat, buffers, kept_buffers, variables, draw, captured.structure,
-        frozenset(source.model.state_dict(keep_vars=True)), cache(other),
+        frozenset(source.model.state_dict(keep_vars=True)), cache(other), shardings,
     )  # fmt: skip
 
 
@@ -365,7 +374,7 @@ def _block(v: Variable, sharding: Sharding, at: Mapping[str, int]) -> tuple[tupl
 
 def _spec(
     v: Variable,
-    plan: Plan,
+    mesh: Mesh,
     sharding: Sharding,
     holders: list[int],
     at: Mapping[str, int],
@@ -373,16 +382,19 @@ def _spec(
     optimizer: OptimizerSpec,
     trainable: bool,
     dtype: torch.dtype,
+    between: bool,
 ) -> LocalParameter:
-    mesh = plan.layout.mesh
     offsets, shape = _block(v, sharding, at)
     axes = sharding.gradients.get(v.value, ())
     ranks = [
         mesh.rank({**at, "pipeline": holder, **({"data": d} if "data" in axes else {}), **({"tensor": t} if "tensor" in axes else {})})
         for holder in holders
-        for d in (range(plan.layout.data) if "data" in axes else (0,))
-        for t in (range(plan.layout.tensor) if "tensor" in axes else (0,))
+        for d in (range(mesh.size("data")) if "data" in axes else (0,))
+        for t in (range(mesh.size("tensor")) if "tensor" in axes else (0,))
     ]
+    if between:  # every rank of these stages has a share of the gradient, see `shares_of`
+        ranks = [rank for holder in holders for rank in mesh.group(mesh.rank({"pipeline": holder}), "data", "tensor")]
+        axes = ()
     cut = {axis for axis, form in sharding.forms[v.value].items() if form[0] == "S"}
     # Each element is counted once: by the first of the ranks that hold the same block.
     same = [a for a in ("data", "tensor") if a not in cut]

@@ -163,10 +163,7 @@ def _receive(executor: Executor, action: Recv, step: int) -> Run:
     at = executor.slot(action.value)
 
     def run(running: Running) -> None:
-        tensors, works = running.arriving.pop(at)
-        for work in works:
-            work.wait()
-        running.held[at] = tensors
+        running.held[at] = running.arriving.pop(at)()
 
     return run
 

@@ -40,6 +40,7 @@ from weft.run.optimizer import Optimizer, OptimizerSpec
 from weft.run.parameters import share
 from weft.run.prepare import prepared
 from weft.run.replicas import Replicas
+from weft.run.resharded import Resharded
 from weft.run.rests import Rests
 from weft.run.sizes import Sized
 from weft.run.stage import StageRunner
@@ -95,9 +96,9 @@ class Engine:
             self.parts = build_whole(plan, source, batch, loss, world, self.spec, seed)
         else:
             self.parts = build(plan, source, batch, loss, world, self.spec, seed, program=program)
-        self.mesh = plan.layout.mesh
+        self.mesh = plan.layout.mesh_of(world.rank)
         at = self.mesh.coordinates(world.rank)
-        self.data_index, self.data_size = at["data"], plan.layout.data
+        self.data_index, self.data_size = at["data"], self.mesh.size("data")
         self._counters = {"step": torch.zeros((), dtype=torch.int64)}
         self._everyone = world.group(tuple(range(world.num_ranks)))
         self._pipeline = world.group(self.mesh.group(world.rank, "pipeline"))
@@ -162,7 +163,14 @@ class Engine:
             by_microbatch = {m: by_size[size] for m, size in zip(program.microbatches, sizes, strict=True)}
             where = self._pipeline, self.world.device
             names = {number: frozenset(name for name, _ in mine.values()) for number, mine in self._learned().items()}
-            made = Executor(program, by_microbatch, *where, self.gradients, self._draw, names, self._gathered, self._host)
+            between = None
+            if layout.inner:
+                graphs = {m: self.parts.of_size(size).graph for m, size in zip(program.microbatches, sizes, strict=True)}
+                between = Resharded(layout, self.parts.shardings, graphs, self.world, self._everyone)
+                crossings = by_microbatch[program.microbatches[0]].crossings
+                for group in sorted(between.peers(crossings), key=lambda g: g.ranks):
+                    group.connect()  # all of a rank's in one order, as the others
+            made = Executor(program, by_microbatch, *where, self.gradients, self._draw, names, self._gathered, self._host, between)
             self._executors[sizes] = made
         return self._executors[sizes]
 
@@ -356,19 +364,19 @@ class Engine:
         """
         layout = self.plan.layout
         if self._own_program:
-            return microbatch_sizes(samples, layout.data, layout.microbatches)
+            return microbatch_sizes(samples, layout.shares, layout.microbatches)
         return sizes_of_part(samples, layout, self.plan.batch_size)
 
     def _divided(self, batch: Any, whole: bool | None = None) -> tuple[tuple[int, ...], list[dict[str, Tensor]]]:
         """Samples of every microbatch, all data replicas together, and this rank's tensors of it by graph value."""
-        layout = self.plan.layout
+        data = self.data_size
         rows = batch_size_of(batch)
-        is_global = rows > self.plan.batch_size // layout.data if whole is None else whole
-        samples = rows if is_global else rows * layout.data
+        is_global = rows > self.plan.batch_size // data if whole is None else whole
+        samples = rows if is_global else rows * data
         if samples > self.plan.batch_size:
             raise Infeasible(
                 f"the batch has {rows} samples; the plan is for {self.plan.batch_size} in all, which is "
-                f"{self.plan.batch_size // layout.data} for each of data={layout.data}"
+                f"{self.plan.batch_size // data} for each of data={data}"
             )
         sizes = self.sizes_of(samples)
         given = self._form.tensors_of(batch)
@@ -378,15 +386,15 @@ class Engine:
         for size in sizes:
             tensors: dict[str, Tensor] = {}
             graph = self.parts.of_size(size).graph
-            rows = size if is_global else size // layout.data
+            rows = size if is_global else size // data
             for v in graph.inputs:
                 if v.value not in needed:
                     continue
                 x = given[v.name]
                 if v.batched:
                     x = x.narrow(0, begin, rows)
-                    if is_global and layout.data > 1:
-                        start, length = piece(rows, layout.data, self.data_index)
+                    if is_global and data > 1:
+                        start, length = piece(rows, data, self.data_index)
                         x = x.narrow(0, start, length)
                 want = self.parts.sharding.shape(v.value, v.tensor.shape)
                 if tuple(x.shape) != want and not self.plan.uncaptured:

@@ -24,7 +24,7 @@ from weft.run.gathered import Gathered
 from weft.run.gradients import Gradients
 from weft.run.host import HostStore
 from weft.run.stage import StageRunner
-from weft.run.transfers import Arriving, Crossings, Transfers, posted_before
+from weft.run.transfers import Arriving, Between, Crossings, Transfers, posted_before
 from weft.world.world import Group
 
 __all__ = ["Executor", "Result", "Sizes"]
@@ -67,13 +67,14 @@ class Executor:
         learned: Mapping[int, frozenset[str]],
         gathered: Gathered,
         host: HostStore,
+        between: Between | None = None,
     ) -> None:
         self.program, self.sizes = program, sizes
         first = sizes[program.microbatches[0]]  # in which all sizes agree: stages, and what crosses but for its shape
         self.runners, self.crossings = first.runners, first.crossings
         self.rank, self.gradients, self.draw = group.index, gradients, draw
         self.learned, self.gathered, self.host = learned, gathered, host
-        self.transfers = Transfers(program, {m: one.crossings for m, one in sizes.items()}, group, device)
+        self.transfers = Transfers(program, {m: one.crossings for m, one in sizes.items()}, group, device, between)
         self._slots: dict[Value, int] = {}
         actions = program.actions[self.rank]
         unknown = next((a for a in actions if kind_of(a) not in HANDLERS), None)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -28,14 +29,32 @@ class Crossing:
 
 
 Crossings = Mapping[tuple[int, int], Sequence[Crossing]]  # by link: producer and consumer stage
-Arriving = tuple[list[Tensor], list[Work]]
+Arriving = Callable[[], list[Tensor]]  # waits for a message's tensors
+
+
+class Between(Protocol):
+    """Messages to and from stages that arrange their ranks differently: `run.resharded.Resharded`."""
+
+    def differ(self, value: Value) -> bool: ...
+
+    def sender(self, value: Value, messages: Sequence[Crossing], tags: Sequence[int]) -> Callable[[Sequence[Tensor]], list[Work]]: ...
+
+    def receiver(self, value: Value, messages: Sequence[Crossing], tags: Sequence[int]) -> Callable[[], Arriving]: ...
 
 
 class Transfers:
-    """The messages of one rank of a pipeline. `crossings`: by microbatch and link. `group`: its pipeline group, by position."""
+    """The messages of one rank of a pipeline. `crossings`: by microbatch and link. `group`: its pipeline group, by position. `between`:
+    what goes to and from stages that arrange their ranks differently."""
 
-    def __init__(self, program: Program, crossings: Mapping[int, Crossings], group: Group, device: torch.device) -> None:
-        self._program, self._crossings, self._group, self._device = program, crossings, group, device
+    def __init__(
+        self,
+        program: Program,
+        crossings: Mapping[int, Crossings],
+        group: Group,
+        device: torch.device,
+        between: Between | None = None,
+    ) -> None:
+        self._program, self._crossings, self._group, self._device, self._between = program, crossings, group, device, between
         self._width = max((len(c) for links in crossings.values() for c in links.values()), default=1)
 
     def messages(self, value: Value) -> list[Crossing]:
@@ -54,16 +73,27 @@ class Transfers:
     def sender(self, value: Value, to: int) -> Callable[[Sequence[Tensor]], list[Work]]:
         """What sends a value's tensors to rank `to`."""
         tags, isend = self._tags(value), self._group.isend
+        if self._between is not None and self._between.differ(value):
+            return self._between.sender(value, self.messages(value), tags)
         return lambda tensors: [isend(x.detach().contiguous(), to, tag=tag) for x, tag in zip(tensors, tags, strict=True)]
 
     def receiver(self, value: Value, source: int) -> Callable[[], Arriving]:
         """What posts the receives of a value's tensors from rank `source`."""
         tags, irecv, device = self._tags(value), self._group.irecv, self._device
+        if self._between is not None and self._between.differ(value):
+            return self._between.receiver(value, self.messages(value), tags)
         rooms = [(c.shape, c.dtype) for c in self.messages(value)]
 
         def post() -> Arriving:
             tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in rooms]
-            return tensors, [irecv(x, source, tag=tag) for x, tag in zip(tensors, tags, strict=True)]
+            works = [irecv(x, source, tag=tag) for x, tag in zip(tensors, tags, strict=True)]
+
+            def arrived() -> list[Tensor]:
+                for work in works:
+                    work.wait()
+                return tensors
+
+            return arrived
 
         return post
 

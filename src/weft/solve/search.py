@@ -18,7 +18,6 @@ from math import exp, log
 from weft.cluster.cluster import Cluster
 from weft.cluster.mixed import reordered
 from weft.cost.gradients import best_bucket_bytes
-from weft.cost.memory import state_bytes
 from weft.cost.parts import block, expert_weights
 from weft.cost.stage import work_share
 from weft.cost.step import Pricer, together
@@ -38,13 +37,13 @@ from weft.solve.mixed import MixedPricer, check_fits, memory_of, pricer_of
 from weft.solve.reasons import reasons
 from weft.solve.refine import refined, wanted
 from weft.solve.remedies import nothing_fits
-from weft.solve.space import Constraint, Space, layouts, parse_constraints
+from weft.solve.space import Constraint, Space, parse_constraints
 from weft.solve.stages import useful
 from weft.solve.sums import sums_of
-from weft.solve.thinner import fewest
+from weft.solve.thinner import thinned
 from weft.solve.timing import PLAIN, Priced, balanced, clocked, fitted, least_pipeline_s, price, timeline, trips_s
 
-__all__ = ["OBJECTIVES", "Priced", "balanced", "check_layout", "clocked", "price", "search", "timeline", "without_graph"]
+__all__ = ["OBJECTIVES", "Priced", "balanced", "check_layout", "clocked", "price", "search", "timeline"]
 
 OBJECTIVES = ("time", "cost", "energy", "memory")
 KEPT = 12  # candidates that the plan keeps
@@ -133,7 +132,8 @@ def _search(
     refused = sorted(
         found.refused, key=lambda c: (_differences(c.layout, best.layout), c.prediction.step_time_s if c.prediction else float("inf"))
     )
-    sharding = pricer.sharding(best.layout)
+    inner = [best.layout.of_stage(s) for s in range(best.layout.pipeline)]
+    sharding = pricer.sharding(max(inner, key=lambda one: one.tensor))  # stages with fewer tensor ranks cut the same
     cut = () if sharding is None else tuple((axis, names) for axis, names in sharding.shards.items() if axis != "data" and names)
     return Plan(
         best.layout,
@@ -241,28 +241,12 @@ class _Search:
             if self._hopeless(frame, least):
                 continue
             for schedule in self.space.schedules(frame):
-                if (schedule.schedule not in PLAIN) is interleaved and self._thinner(
-                    replace(schedule, zero=zero, recompute=recompute, offload=offload)
-                ):
-                    self.bound_s = min(self.bound_s, least)
-
-    def _thinner(self, layout: Layout) -> bool:
-        """Price the fewest layers under which `layout` fits; whether there are such."""
-        pricer = self.pricer
-        try:
-            sites = balanced(pricer, layout) if layout.num_stages > 1 else ()
-            fewer = fewest(pricer, layout, sites)
-            if fewer is None:
-                return False
-            priced = price(pricer, fewer, sites)
-            check_priced(pricer, priced)
-        except (Infeasible, LayoutError):
-            return False
-        timed = clocked(pricer, priced)
-        if self._leads(timed):
-            self.best = timed
-        self.clocked.append(timed)
-        return True
+                if (schedule.schedule not in PLAIN) is interleaved:
+                    timed = thinned(self.pricer, replace(schedule, zero=zero, recompute=recompute, offload=offload))
+                    if timed is not None:
+                        self.bound_s = min(self.bound_s, least)
+                        self.best = timed if self._leads(timed) else self.best
+                        self.clocked.append(timed)
 
     def _promising(self) -> list[tuple[Layout, bool]]:
         """Frames that are likely to be among the best: a good plan that is known early saves pricing many others.
@@ -489,7 +473,8 @@ def _by_hand(pricer: Pricer, layout: Layout, stages: Sequence[str]) -> _Search:
     check_priced(pricer, priced)
     best = clocked(pricer, priced)
     space = Space(pricer.cluster, pricer.batch_size)
-    return _Search(pricer, space, "time", best, best, [best], bound_s=least_saving_s(pricer, layout, layout.schedule not in PLAIN))
+    bound_s = 0.0 if layout.inner else least_saving_s(pricer, layout, layout.schedule not in PLAIN)
+    return _Search(pricer, space, "time", best, best, [best], bound_s=bound_s)
 
 
 def check_priced(pricer: Pricer, priced: Priced) -> None:
@@ -521,45 +506,17 @@ def _experts(graph: Graph) -> int:
     return max((sizes[value] for value in expert_weights(graph)), default=1)
 
 
-def without_graph(
-    num_parameters: int, why: str, cluster: Cluster, batch_size: int, model: str, constraints: str = "", layout: Layout | None = None
-) -> Plan:
-    """A plan for a model that could not be captured, for the reason `why`: data parallelism, ZeRO-1 where replicas do not fit.
-
-    Nothing is known of its compute, so nothing is predicted: as many data replicas as divide the batch.
-
-    Raises:
-        Infeasible: constraints or a layout that ask for tensor or pipeline, or a model that does not fit.
-    """
-    limits = parse_constraints(constraints)
-    plain = {"tensor": 1, "pipeline": 1, "microbatches": 1, "recompute": "none", "offload": "none"}
-    every = (one for one in layouts(cluster, batch_size, limits) if one.zero <= 1)
-    found = [one for one in every if all(getattr(one, k) == v for k, v in plain.items())] if layout is None else [layout]
-    if not found:
-        raise Infeasible(f"{model} could not be captured ({why}), so only data and zero apply, and {constraints!r} leaves nothing of them")
-    for one in found:
-        if one.tensor > 1 or one.pipeline > 1:
-            raise Infeasible(f"{one}: this model could not be captured ({why}), so only data and zero apply; use tensor=1 pipeline=1")
-        if one.recompute != "none":
-            raise Infeasible(f"{one}: this model could not be captured ({why}), so its layers are not known; use recompute=none")
-        check_layout(one, cluster, batch_size)
-        if state_bytes(num_parameters, one.zero, one.data) < cluster.memory_of(one.num_ranks):
-            said = f"data={one.data}: as many replicas as there are devices and as divide the batch of {batch_size}; nothing else applies"
-            return Plan(
-                one, model, cluster.name, batch_size, reasons=(("data", said), ("capture", why)), uncaptured=why, sums=sums_of(cluster, one)
-            )
-    need, have = 8.0 * num_parameters, cluster.memory_of(1)
-    raise Infeasible(
-        f"{model} could not be captured ({why}), and by data parallelism it does not fit: its state needs at least {need / 2**30:.2f} GiB "
-        f"a device, which has {have / 2**30:.2f} GiB"
-    )
-
-
 def check_layout(layout: Layout, cluster: Cluster, batch_size: int) -> None:
     """Raise `Infeasible` where the layout cannot be on this cluster or with this batch, with the numbers and the remedy."""
     if layout.num_ranks > cluster.num_devices and not cluster.is_cpu:
         raise Infeasible(f"{layout} needs {layout.num_ranks} devices, {cluster.name} has {cluster.num_devices}; make an axis smaller")
-    microbatch_sizes(batch_size, layout.data, layout.microbatches)
+    sizes = microbatch_sizes(batch_size, layout.shares, layout.microbatches)
+    if layout.inner and sizes[0] != sizes[-1]:
+        ways = layout.shares * layout.microbatches
+        raise Infeasible(
+            f"{layout}: a batch of {batch_size} samples is no multiple of {layout.shares} shares x microbatches={layout.microbatches}, and "
+            f"unequal microbatches with inner are not built yet; use a multiple of {ways}"
+        )
     cluster.device.peak(layout.precision)
 
 

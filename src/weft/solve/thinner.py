@@ -12,9 +12,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from weft.cost.step import Pricer
+from weft.errors import Infeasible, LayoutError
 from weft.plan.layout import BOTH_WAYS, Layout
 from weft.plan.recomputation import Recomputation
 from weft.solve.mixed import memory_of
+from weft.solve.timing import Priced, balanced, clocked, price
 
 
 def fewest(pricer: Pricer, layout: Layout, sites: Sequence[str]) -> Layout | None:
@@ -35,6 +37,16 @@ def fewest(pricer: Pricer, layout: Layout, sites: Sequence[str]) -> Layout | Non
         return None
     alike = tuple(counts) if len(set(counts)) > 1 else (counts[0],)
     return replace(layout, recompute=str(Recomputation("full", alike)))
+
+
+def thinned(pricer: Pricer, layout: Layout) -> Priced | None:
+    """The fewest layers repeated under which `layout` fits with its balanced stages, timed by the clock; None where `fewest` has none."""
+    try:
+        sites = balanced(pricer, layout) if layout.num_stages > 1 else ()
+        fewer = fewest(pricer, layout, sites)
+        return None if fewer is None else clocked(pricer, price(pricer, fewer, sites))
+    except (Infeasible, LayoutError):
+        return None
 
 
 def _fewest_of(pricer: Pricer, layout: Layout, sites: Sequence[str], stage: int, layers: int) -> int | None:

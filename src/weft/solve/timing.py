@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from weft import schedules
 from weft.cost.memory import MARGIN, in_flight
+from weft.cost.network import send_s
 from weft.cost.stage import work_share
 from weft.cost.step import Pricer, StageCost
 from weft.errors import Infeasible
@@ -56,11 +57,17 @@ def price(pricer: Pricer, layout: Layout, sites: Sequence[str] = ()) -> Priced:
     if layout.num_stages > 1 and len(sites) != layout.num_stages - 1:
         sites = balanced(pricer, layout)
     sites = tuple(sites) if layout.num_stages > 1 else ()
-    costs = pricer.stages(layout, sites)
+    costs = _stages_of(pricer, layout, sites)
     borders = [sum(_hand_over_s(pricer, layout, stage, to, values) for to, values in stage.sends) for stage in pricer.split(sites)[:-1]]
     _, lesser = pricer.smaller(layout)
     smaller = lesser.stages(layout, sites) if lesser is not None else ()
     return Priced(layout, pricer.predict(layout, costs, borders, smaller=smaller), sites, costs, smaller)
+
+
+def _stages_of(pricer: Pricer, layout: Layout, sites: Sequence[str]) -> tuple[StageCost, ...]:
+    if not layout.inner:
+        return pricer.stages(layout, sites)
+    return tuple(pricer.stages(layout.of_stage(s), sites, only=(s,))[0] for s in range(layout.num_stages))
 
 
 def balanced(pricer: Pricer, layout: Layout) -> tuple[str, ...]:
@@ -152,9 +159,19 @@ def _hand_over_s(pricer: Pricer, layout: Layout, stage: Stage, to: int, values: 
     if layout.rank_of(stage.index) == layout.rank_of(to):
         return 0.0
     size = pricer.crossing(layout, values)
+    if layout.of_stage(stage.index) != layout.of_stage(to):
+        return _reshard_s(pricer, layout, to, size)
     if isinstance(pricer, MixedPricer):
         return pricer.border_s(layout, stage.index, to, size)
     return pricer.transfer_s(layout, size)
+
+
+def _reshard_s(pricer: Pricer, layout: Layout, to: int, size_bytes: float) -> float:
+    """Seconds to hand one microbatch's `size_bytes` to a stage that arranges its ranks differently: every rank sends an equal part, each
+    element once, and tensor ranks that need it whole gather it."""
+    width, there = layout.data * layout.tensor, layout.of_stage(to)
+    gathered = pricer.collective("all_gather", size_bytes / there.data, pricer.group(there, "tensor")) if there.tensor > 1 else 0.0
+    return send_s(pricer.cluster, size_bytes / width, width, width) + gathered
 
 
 def sends_s(pricer: Pricer, priced: Priced) -> dict[tuple[int, int], float]:

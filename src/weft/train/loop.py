@@ -95,7 +95,7 @@ class _Run:
         self.step_times: list[float] = []
         self.eval_loss: float | None = None
         self.saved_step = -1
-        self.components = Components(world, layout.mesh)
+        self.components = Components(world, layout.mesh_of(world.rank))
         self.measured: dict[str, float] | None = None
         self.memory: dict[str, float] = {}
         self.show: Display
@@ -208,7 +208,7 @@ class _Run:
         whole = max(1, source.num_validation // batch)
         losses = [self.engine.evaluate(source.validation(number, self.rows)) for number in range(min(self.section.evaluate_batches, whole))]
         left = source.num_validation - whole * batch
-        left -= left % self.job.plan.layout.data
+        left -= left % self.job.plan.layout.shares
         if left > 0 and self.section.evaluate_batches > whole:
             try:
                 rows = rows_of_part(left, self.engine)

@@ -1,0 +1,80 @@
+"""Stages that arrange their ranks differently (`inner=4x1/2x2`): the sharding of each, and what several of them share.
+
+In: a plan, a graph cut into stages. Out: the sharding of the whole graph as each stage has it; parameters and buffers that stages of
+different meshes read, which are cut over no tensor axis; and by how much a rank's gradient of them counts.
+
+Not modelled: what such stages share being cut, split backwards and ZeRO under them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from typing import Protocol
+
+from weft.model.graph import Graph
+from weft.model.sharding import Sharding
+from weft.model.stages import Stage
+from weft.plan.layout import Layout
+from weft.plan.mesh import Mesh
+from weft.plan.patterns import expand_all
+from weft.plan.plan import Plan
+
+
+class Shards(Protocol):
+    """Who knows the sharding that a plan means: a `Source`."""
+
+    def sharding(self, plan: Plan, graph: Graph) -> Sharding: ...
+
+
+def between_meshes(layout: Layout, stages: Sequence[Stage]) -> frozenset[str]:
+    """Variables that stages of different meshes read."""
+    meshes: dict[str, set[tuple[int, int]]] = {}
+    if layout.inner:
+        for stage in stages:
+            own = layout.of_stage(stage.index)
+            for value in stage.variables:
+                meshes.setdefault(value, set()).add((own.data, own.tensor))
+    return frozenset(value for value, those in meshes.items() if len(those) > 1)
+
+
+def stage_shardings(plan: Plan, source: Shards, graph: Graph, stages: Sequence[Stage]) -> tuple[Sharding, ...]:
+    """The sharding of the graph under each pipeline rank's own mesh."""
+    layout = plan.layout
+    if not layout.inner:
+        return (source.sharding(plan, graph),) * layout.pipeline
+    variables = (*graph.parameters, *graph.buffers)
+    cuts = expand_all(plan.shards, (v.name for v in variables))
+    inner = [layout.of_stage(s) for s in range(layout.pipeline)]
+    if "tensor" not in cuts:
+        widest = max(inner, key=lambda one: one.tensor)
+        cuts = {"tensor": source.sharding(replace(plan, layout=widest), graph).shards.get("tensor", ())}
+    shared = {v.name for v in variables if v.value in between_meshes(layout, stages)}
+    kept = (("tensor", tuple((name, dim) for name, dim in cuts["tensor"] if name not in shared)),)
+    return tuple(source.sharding(replace(plan, layout=one, shards=kept), graph) for one in inner)
+
+
+def from_other_meshes(layout: Layout, stages: Sequence[Stage]) -> frozenset[str]:
+    """What these stages receive from stages that arrange their ranks differently."""
+    return (
+        frozenset(
+            value
+            for stage in stages
+            for source, values in stage.receives
+            if layout.of_stage(source) != layout.of_stage(stage.index)
+            for value in values
+        )
+        if layout.inner
+        else frozenset()
+    )
+
+
+def shares_of(between: frozenset[str], sharding: Sharding, mesh: Mesh) -> Mapping[str, float]:
+    """Of each variable between meshes: the part of this rank's gradient that counts in the sum over all ranks of its stages.
+
+    Along an axis over which gradients are summed each rank has a summand; along the others all have the same.
+    """
+    ranks = mesh.size("data") * mesh.size("tensor")
+    summed = {value: prod(mesh.size(axis) for axis in sharding.gradients.get(value, ())) for value in between}
+    return {value: number / ranks for value, number in summed.items()}

@@ -1,0 +1,49 @@
+"""A plan for a model that could not be captured. In: the number of its parameters, a cluster, a batch. Out: a `Plan` of data parallelism.
+
+Not modelled: anything of its compute, so nothing is predicted.
+"""
+
+from __future__ import annotations
+
+from weft.cluster.cluster import Cluster
+from weft.cost.memory import state_bytes
+from weft.errors import Infeasible
+from weft.plan.layout import Layout
+from weft.plan.plan import Plan
+from weft.solve.search import check_layout
+from weft.solve.space import layouts, parse_constraints
+from weft.solve.sums import sums_of
+
+
+def without_graph(
+    num_parameters: int, why: str, cluster: Cluster, batch_size: int, model: str, constraints: str = "", layout: Layout | None = None
+) -> Plan:
+    """A plan for a model that could not be captured, for the reason `why`: data parallelism, ZeRO-1 where replicas do not fit.
+
+    Nothing is known of its compute, so nothing is predicted: as many data replicas as divide the batch.
+
+    Raises:
+        Infeasible: constraints or a layout that ask for tensor or pipeline, or a model that does not fit.
+    """
+    limits = parse_constraints(constraints)
+    plain = {"tensor": 1, "pipeline": 1, "microbatches": 1, "recompute": "none", "offload": "none"}
+    every = (one for one in layouts(cluster, batch_size, limits) if one.zero <= 1)
+    found = [one for one in every if all(getattr(one, k) == v for k, v in plain.items())] if layout is None else [layout]
+    if not found:
+        raise Infeasible(f"{model} could not be captured ({why}), so only data and zero apply, and {constraints!r} leaves nothing of them")
+    for one in found:
+        if one.tensor > 1 or one.pipeline > 1:
+            raise Infeasible(f"{one}: this model could not be captured ({why}), so only data and zero apply; use tensor=1 pipeline=1")
+        if one.recompute != "none":
+            raise Infeasible(f"{one}: this model could not be captured ({why}), so its layers are not known; use recompute=none")
+        check_layout(one, cluster, batch_size)
+        if state_bytes(num_parameters, one.zero, one.data) < cluster.memory_of(one.num_ranks):
+            said = f"data={one.data}: as many replicas as there are devices and as divide the batch of {batch_size}; nothing else applies"
+            return Plan(
+                one, model, cluster.name, batch_size, reasons=(("data", said), ("capture", why)), uncaptured=why, sums=sums_of(cluster, one)
+            )
+    need, have = 8.0 * num_parameters, cluster.memory_of(1)
+    raise Infeasible(
+        f"{model} could not be captured ({why}), and by data parallelism it does not fit: its state needs at least {need / 2**30:.2f} GiB "
+        f"a device, which has {have / 2**30:.2f} GiB"
+    )

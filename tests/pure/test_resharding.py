@@ -1,0 +1,124 @@
+"""What crosses between meshes: each element once, and every receiver has its block in the end. Against enumeration of elements."""
+
+from __future__ import annotations
+
+from itertools import product
+from math import prod
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weft.errors import Infeasible, LayoutError
+from weft.plan.layout import Layout
+from weft.plan.mesh import Mesh
+from weft.plan.microbatches import microbatch_sizes
+from weft.plan.resharding import Box, Resharding, Side, reshard
+
+Element = tuple[int, ...]
+
+
+def elements(box: Box) -> set[Element]:
+    return set(product(*(range(start, stop) for start, stop in box)))
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[tuple[int, ...], Side, Side]:
+    """A tensor of up to three dimensions between two arrangements of 1 to 8 ranks a stage."""
+    ranks = draw(st.sampled_from([1, 2, 4, 6, 8]))
+    shape = tuple(draw(st.lists(st.sampled_from([8, 12, 24]), min_size=1, max_size=3)))
+
+    def side(stage: int) -> Side:
+        data = draw(st.sampled_from([d for d in range(1, ranks + 1) if ranks % d == 0]))
+        mesh = Mesh((("pipeline", 2), ("data", data), ("tensor", ranks // data)))
+        dims = [None, *range(len(shape))]
+        forms = {}
+        for axis in ("data", "tensor"):
+            dim = draw(st.sampled_from(dims))
+            if dim is not None and shape[dim] % (mesh.size("data") * mesh.size("tensor")) == 0:
+                forms[axis] = f"S{dim}"
+        return Side(mesh, stage, forms)
+
+    return shape, side(0), side(1)
+
+
+@given(cases())
+@settings(max_examples=150, deadline=None)
+def test_each_element_crosses_once_and_all_arrive(case: tuple[tuple[int, ...], Side, Side]) -> None:
+    shape, source, target = case
+    found = reshard(shape, source, target)
+    divides = all(_divides(target, shape, rank) for rank in target.ranks)
+    if divides:
+        assert found.elements == prod(shape)
+    got: dict[int, set[Element]] = {rank: set() for rank in target.ranks}
+    for piece in found.pieces:
+        assert elements(piece.box) <= elements(source.box(piece.sender, shape)), "nobody sends what it does not have"
+        mine = elements(piece.box)
+        assert not mine & got[piece.receiver], "nothing comes twice"
+        got[piece.receiver] |= mine
+    for rank in target.ranks:
+        assert got[rank] == elements(found.parts[rank])
+        joined = set().union(*(got[peer] for peer in found.peers.get(rank, (rank,))))
+        assert joined == elements(target.box(rank, shape))
+        peers = found.peers.get(rank, (rank,))
+        starts = [found.parts[peer][found.dims.get(rank, 0)][0] for peer in peers]
+        assert starts == sorted(starts), "gathered in the order of the ranks"
+
+
+def _divides(side: Side, shape: tuple[int, ...], rank: int) -> bool:
+    """Whether the block of `rank` divides among the ranks that have the same."""
+    box = side.box(rank, shape)
+    alike = sum(side.box(other, shape) == box for other in side.ranks)
+    return any((stop - start) % alike == 0 for start, stop in box)
+
+
+def test_sends_are_shared_among_replicas() -> None:
+    """Four ranks that hold the same send a quarter each."""
+    mesh = Mesh((("pipeline", 2), ("data", 1), ("tensor", 4)))
+    other = Mesh((("pipeline", 2), ("data", 4), ("tensor", 1)))
+    found = reshard((8, 6), Side(mesh, 0, {}), Side(other, 1, {"data": "S0"}))
+    assert sorted(p.sender for p in found.pieces) == [0, 1, 2, 3]
+    assert all(p.box[0][1] - p.box[0][0] == 2 for p in found.pieces)
+
+
+def test_whole_blocks_to_every_replica_cross_as_often_as_there_are_replicas() -> None:
+    """The broken twin of the gather: what does not divide goes whole to each, and the count says so."""
+    mesh = Mesh((("pipeline", 2), ("data", 1), ("tensor", 4)))
+    found: Resharding = reshard((3, 5), Side(mesh, 0, {}), Side(mesh, 1, {}))
+    assert found.elements == 4 * 15
+    assert not found.peers
+
+
+def test_layouts_of_each_stage() -> None:
+    layout = Layout.parse("pipeline=2 inner=4x1/2x2 microbatches=2")
+    assert str(layout) == "data=4 tensor=1 pipeline=2 microbatches=2 inner=4x1/2x2"
+    assert Layout.parse(str(layout)) == layout
+    assert (layout.num_ranks, layout.shares) == (8, 4)
+    assert [str(layout.of_stage(s)) for s in (0, 1)] == [
+        "data=4 tensor=1 pipeline=2 microbatches=2",
+        "data=2 tensor=2 pipeline=2 microbatches=2",
+    ]
+    assert layout.mesh_of(5).coordinates(5) == {"pipeline": 1, "data": 0, "tensor": 1}
+    assert layout.mesh_of(5).group(5, "data") == (5, 7)
+    assert str(Layout.parse("pipeline=2 inner=2x2/2x2")) == "data=2 tensor=2 pipeline=2"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("pipeline=2 inner=4x1/2", "'2' is not data x tensor of a stage"),
+        ("pipeline=2 inner=4x1/2x3", r"unequal numbers of ranks \(4x1 = 4, 2x3 = 6\)"),
+        ("pipeline=3 inner=4x1/2x2", "arranges 2 stages, and pipeline=3"),
+        ("data=2 pipeline=2 inner=4x1/2x2", "begins with 4x1, and data=2 tensor=1; leave those out"),
+        ("pipeline=2 inner=4x1/2x2 zero=1", "zero=1 with stages that are arranged differently .* is not built yet; use zero=0"),
+        ("pipeline=2 inner=4x1/2x2 microbatches=2 schedule=zb-h1", "schedule=zb-h1 with stages .* use schedule=sequential or"),
+    ],
+)
+def test_what_cannot_be_is_refused(text: str, said: str) -> None:
+    with pytest.raises(LayoutError, match=said):
+        Layout.parse(text)
+
+
+def test_a_batch_divides_into_the_shares_of_all_stages() -> None:
+    with pytest.raises(Infeasible, match="a batch of 6 samples does not divide into data=4"):
+        microbatch_sizes(6, Layout.parse("pipeline=2 inner=4x1/2x2").shares, 1)
