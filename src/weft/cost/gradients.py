@@ -98,9 +98,7 @@ def summing_s(
     return after, inside
 
 
-def compressed_s(
-    pricer: Pricer, how: Compression, num_elements: float, group: Group, zero: int, widths: Widths
-) -> tuple[float, float]:
+def compressed_s(pricer: Pricer, how: Compression, num_elements: float, group: Group, zero: int, widths: Widths) -> tuple[float, float]:
     """(seconds of the network, bytes of memory that packing touches) of summing one bucket of `num_elements` compressed."""
     n, size = group.size, ceil(num_elements)
     piece = -(-size // n)

@@ -174,9 +174,7 @@ def build_groups(
     return groups, made
 
 
-def _place(
-    members: Sequence[LocalParameter], shards: int, by_unit: bool, bucket_bytes: int
-) -> tuple[list[int], list[Bucket]]:
+def _place(members: Sequence[LocalParameter], shards: int, by_unit: bool, bucket_bytes: int) -> tuple[list[int], list[Bucket]]:
     """Where each parameter starts, and the buckets. `by_unit`: no bucket holds parameters that different layers read."""
     starts: list[int] = []
     buckets: list[Bucket] = []
