@@ -11,6 +11,7 @@ import pytest
 
 from weft.cli import run
 from weft.cluster.cluster import Cluster
+from weft.collectives import ALGORITHMS
 from weft.simulate.wires import wires
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -84,6 +85,15 @@ def test_sixteen_thousand_ranks(capfd: pytest.CaptureFixture[str]) -> None:
     assert rows["tree"]["time_s"] > rows["hierarchical"]["time_s"] > 2 * 1e9 / 8 / 25e9
     assert found["best"][0]["algorithm"] in ("recursive_doubling", "tree")
     assert found["best"][-1]["library_s"] > 2 * (1 << 30) / 200e9
+
+
+def test_a_node_that_is_not_full(capfd: pytest.CaptureFixture[str]) -> None:
+    """100 ranks on nodes of 8: everything but boxes of equal size."""
+    found = answer(["compare", "--ranks", "100", "--cluster", "13xdgx-a100-80"], capfd)
+    assert {row["algorithm"] for row in found["algorithms"]} == set(ALGORITHMS["all_reduce"]) - {"hierarchical"}
+    assert next(row for row in found["algorithms"] if row["algorithm"] == "ring")["steps"] == 198
+    equal = answer(["compare", "--ranks", "100"], capfd)
+    assert len(equal["algorithms"]) == len(ALGORITHMS["all_reduce"])
 
 
 def test_pictures(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:

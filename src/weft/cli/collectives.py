@@ -226,6 +226,8 @@ def _by_forms(collective: str, machines: Cluster | None, ranks: int, total: floa
     for name in FORMS:
         inside = _levels(name, machines, ranks)
         ways = _ways(machines, ranks, inside[0] if isinstance(inside, tuple) else 0)
+        if name == "hierarchical" and ranks % ways.inside:
+            continue  # the last node is not full
         about = moved(name, ranks, ways.inside)
         rows.append(_row(name, ranks, all_reduce_s(name, total, ways), all_reduce_s(name, 0.0, ways), about.total * total,
                          about.busiest * total, about.steps, about.messages, about.balance))  # fmt: skip
