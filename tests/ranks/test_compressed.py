@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import weft
+from weft.cost.memory import PACKED_BYTES, PACKING
 from weft.plan.layout import Layout
 from weft.run.compressed import Compressed
 from weft.run.verify import verify_on_rank
@@ -350,3 +351,41 @@ def test_the_build_uses_the_plans_buckets(ranks: Callable[..., list[Any]]) -> No
     assert sum(map(sum, small)) == sum(map(sum, usual))
     assert all(sorted(sizes) == [71 + 33 * 71, 213 + 3] or len(sizes) > 1 for sizes in small)
     assert same == losses
+
+
+def _held(world: World, layout: str) -> list[float]:
+    """Bytes of gradients at the peak, and the parameters' own."""
+    engine = weft.parallelize(_plain, _batch(0, torch.float32), loss=_loss, plan=layout, seed=0, world=world)
+    engine.step(_batch(0, torch.float32))
+    peak = engine.peak_memory()
+    assert peak is not None
+    return [peak.gradients, 4.0 * engine.num_parameters]
+
+
+@pytest.mark.parametrize(("words", "times"), [("none", 1.0), ("bfloat16", 1.0), ("topk", 2.0), ("int8", 2.5), ("int8 zero=1", 2.0)])
+def test_what_is_kept_is_counted_as_gradients(ranks: Callable[..., list[Any]], words: str, times: float) -> None:
+    """As much again as the gradients, and with int8 this rank's half of the sums; a padded element at most besides."""
+    for held, parameters in ranks(_held, 2, f"data=2 compress={words}"):
+        assert held == pytest.approx(times * parameters, abs=3 * 64)
+
+
+def _packing(world: World, layout: str) -> float:
+    """Bytes of buffers at the peak, of a model whose gradients fill a bucket."""
+
+    def make() -> torch.nn.Module:
+        return torch.nn.Sequential(*[torch.nn.Linear(900, 900) for _ in range(9)])
+
+    batch = (torch.randn(2, 900, generator=torch.Generator().manual_seed(0)),)
+    engine = weft.parallelize(make, batch, loss=_loss, plan=layout, seed=0, world=world)
+    engine.step(batch)
+    peak = engine.peak_memory()
+    assert peak is not None
+    return peak.total - peak.gradients
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "int8", "topk"])
+def test_packing_takes_the_memory_that_is_predicted(ranks: Callable[..., list[Any]], kind: str) -> None:
+    """Beside what is kept: so many times a bucket, within half a bucket."""
+    bucket = min(PACKED_BYTES, 4 * 8 * (900 * 900 + 900))
+    more = ranks(_packing, 2, f"data=2 compress={kind}")[0] - ranks(_packing, 2, "data=2")[0]
+    assert more / bucket == pytest.approx(PACKING[kind], abs=0.6)

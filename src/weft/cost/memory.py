@@ -21,6 +21,9 @@ from weft.plan.plan import Memory
 from weft.schedules.interleaved import most_in_flight
 
 MARGIN = 0.06  # of everything else: fragmentation and workspaces
+# Memory that packing and unpacking a bucket takes besides, in sizes of a bucket, and that size: measured.
+PACKING = {"bfloat16": 2.0, "int8": 2.0, "topk": 4.0}
+PACKED_BYTES = 25 * 2**20
 
 
 def state_bytes(num_parameters: float, zero: int, num_ranks: int, weight: float = 4, gradient: float = 4, optimizer: float = 8) -> float:
@@ -229,6 +232,7 @@ def memory_of(
     if layout.offload in ("optimizer", "all"):
         optimizer = 0.0
     buffers = working + 2 * state.entering_bytes * (layout.pipeline > 1)
+    buffers += PACKING.get(how.kind, 0.0) * min(PACKED_BYTES, widths.gradient * state.num_trainable)
     if zero == 3 and data > 1:
         # Two layers' weights are whole at a time, and one's gradients.
         buffers += (min(2, state.layers) * widths.weight + widths.gradient) * state.num_parameters / state.layers
