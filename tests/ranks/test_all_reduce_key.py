@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -35,15 +36,23 @@ class Net(torch.nn.Module):
         return self.last(torch.tanh(self.second(torch.tanh(self.first(x))))).square().mean()
 
 
+class Branching(Net):
+    """No graph: it is trained whole."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return y if y > 0 else -y
+
+
 def _batch() -> tuple[torch.Tensor]:
-    return (torch.randn(24, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64),)
+    return (torch.randn(24, WIDTH, generator=torch.Generator().manual_seed(1)),)
 
 
 def _loss(output: torch.Tensor, batch: Any) -> torch.Tensor:
     return output
 
 
-def checked(world: World, *layouts: str) -> list[dict[str, int]]:
+def checked(world: World, *layouts: str, make: Callable[[], torch.nn.Module] = Net) -> list[dict[str, int]]:
     """How many collectives ran from a program or in levels, by its name, for each of the layouts; all of which equal the serial run."""
     seen: Counter[str] = Counter()
     for kind, methods in ((Programs, ("all_reduce", "reduce_scatter", "all_gather")), (Levels, ("all_reduce", "reduce_scatter_into"))):
@@ -57,11 +66,11 @@ def checked(world: World, *layouts: str) -> list[dict[str, int]]:
 
             setattr(kind, method, counted)
     torch.manual_seed(0)  # under which verify runs the serial model
-    source, found = Traced.of(Net), []
-    first = weft.plan(Net, _batch(), loss=_loss, layout=f"{layouts[0]} precision=float64", cluster="4xcpu-2")
+    source, found = Traced.of(make), []
+    first = weft.plan(make, _batch(), loss=_loss, layout=f"{layouts[0]} precision=float64", cluster="4xcpu-2")
     for layout in layouts:
         plan = replace(first, layout=Layout.parse(f"{layout} precision=float64"))
-        result = verify_on_rank(world, plan, Net, _batch(), _loss, steps=2, source=source)
+        result = verify_on_rank(world, plan, make, _batch(), _loss, steps=2, source=source)
         assert result is None or result.ok, (layout, result)  # rank 0 compares
         found.append(dict(seen))
         seen.clear()
@@ -99,6 +108,46 @@ def test_two_levels_equal_the_serial_model(ranks: Any) -> None:
     ranks(checked, 3, *(f"data=3 {layout}" for layout in layouts), env={"WEFT_TRANSPORT": "boxes=2,1"})
 
 
+def whole(world: World) -> list[dict[str, int]]:
+    # A model that runs whole takes its place in the engine: each run makes its own.
+    return [checked(world, layout, make=Branching)[0] for layout in ("data=2 all_reduce=ring", "data=2 zero=1 all_reduce=naive")]
+
+
+def test_a_model_without_a_graph(ranks: Any) -> None:
+    for summed, scattered in ranks(whole, 2):
+        assert summed["all_reduce ring"] > 0
+        assert scattered["reduce_scatter naive"] > 0
+
+
+def plainly(world: World, name: str) -> list[list[float]]:
+    """Weights after steps of a loop of one's own, and how often a program ran."""
+    runs = [0]
+    real = Programs.all_reduce
+
+    def counted(self: Programs, *args: Any, **given: Any) -> Any:
+        runs[0] += 1
+        return real(self, *args, **given)
+
+    Programs.all_reduce = counted  # type: ignore[method-assign]
+    torch.manual_seed(5)
+    (x,) = _batch()
+    with weft.auto_parallelize(batch=(x,), plan=f"data=2 all_reduce={name}", world=world):
+        model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(x.chunk(2)[world.rank]).backward()
+        optimizer.step()
+    return [[p.double().sum().item() for p in model.parameters()], [float(runs[0])]]
+
+
+def test_a_loop_of_ones_own(ranks: Any) -> None:
+    native, tree = ranks(plainly, 2, "native")[0], ranks(plainly, 2, "tree")[0]
+    assert native[0] == pytest.approx(tree[0], rel=1e-5)
+    assert native[1] == [0.0]
+    assert tree[1][0] >= 2
+
+
 def test_names_are_those_of_the_collectives() -> None:
     assert set(ALGORITHMS) == set(COLLECTIVES["all_reduce"])
     for scatter, gather in SCATTERING.values():
@@ -111,9 +160,7 @@ def test_what_cannot_be_is_refused_by_name() -> None:
         Layout.parse("data=2 all_reduce=rign")
     with pytest.raises(LayoutError, match=r"all_reduce=tree zero=1: .* tree has no such halves; use auto, native"):
         Layout.parse("data=2 zero=1 all_reduce=tree")
-    with pytest.raises(
-        LayoutError, match=r"all_reduce=ring compress=int8: .* use all_reduce=auto, or compress=none"
-    ):
+    with pytest.raises(LayoutError, match=r"all_reduce=ring compress=int8: .* use all_reduce=auto, or compress=none"):
         Layout.parse("data=2 compress=int8 all_reduce=ring")
     with pytest.raises(LayoutError, match=r"halves need a power of two of ranks, not data x tensor = 3; use ring"):
         Layout.parse("data=3 zero=2 all_reduce=halving_doubling")
