@@ -31,6 +31,8 @@ QUICK_SIZES = (4096, 65536, 1 << 20, 4 << 20, 16 << 20)
 FULL_SIZES = (1024, 4096, 16384, 65536, 262144, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
 MESSAGE_SIZES = tuple(4**k << 10 for k in range(1, 8))  # 4 KiB to 16 MiB: between points a straight line in logarithms must do
 MESSAGE_RANKS = (2, 4)
+PIECES = 4
+Pieces = tuple[torch.Tensor, ...]
 LAUNCH_OPERATORS = 64
 BUSY = "while the machine was busy"
 LOOKS = 10
@@ -300,36 +302,33 @@ def measure_messages(world: Any) -> list[tuple[str, int, list[tuple[int, float]]
     for end, group in (("", world.everyone), (".gloo", over_gloo.everyone)):
         half, index, programs = n // 2, group.index, Programs(group.runner)
 
-        def send(x: torch.Tensor, y: torch.Tensor, group: Any = group, half: int = half, index: int = index) -> None:
-            (group.isend(x, index + half) if index < half else group.irecv(y, index - half)).wait()
-            (group.irecv(y, index + half) if index < half else group.isend(x, index - half)).wait()
+        def send(x: Pieces, y: Pieces, group: Any = group, half: int = half, index: int = index) -> None:
+            (group.isend(x[0], index + half) if index < half else group.irecv(y[0], index - half)).wait()
+            (group.irecv(y[0], index + half) if index < half else group.isend(x[0], index - half)).wait()
 
-        def exchange(x: torch.Tensor, y: torch.Tensor, group: Any = group, index: int = index) -> None:
-            for _ in range(2):
-                arriving, leaving = group.irecv(y, (index - 1) % n), group.isend(x, (index + 1) % n)
+        def exchange(x: Pieces, y: Pieces, group: Any = group, index: int = index) -> None:
+            for leaves, comes in zip(x, y, strict=True):
+                arriving, leaving = group.irecv(comes, (index - 1) % n), group.isend(leaves, (index + 1) % n)
                 arriving.wait()
                 leaving.wait()
 
-        def add(x: torch.Tensor, y: torch.Tensor) -> None:
-            for _ in range(4):
-                torch.add(x, y, out=x)
+        def add(x: Pieces, y: Pieces) -> None:
+            for one, other in zip(x, y, strict=True):
+                torch.add(one, other, out=one)
             if n > 2:
                 world.everyone.barrier()  # ranks that have no core yet are waited for
 
-        def reduce(x: torch.Tensor, y: torch.Tensor, group: Any = group) -> None:
-            group.all_reduce(x)
+        def reduce(x: Pieces, y: Pieces, group: Any = group) -> None:
+            group.all_reduce(x[0])
 
-        calls: dict[str, tuple[Callable[..., None], float]] = {
-            "send": (send, 0.5),
-            "exchange": (exchange, 0.5),
-            "all_reduce": (reduce, 1.0),
-        }
-        if not end:
-            calls["add"] = (add, 0.25)
+        calls: dict[str, Callable[..., None]] = {"send": send, "exchange": exchange, "all_reduce": reduce, **({} if end else {"add": add})}
         for size in MESSAGE_SIZES[::-1]:
-            x, y = torch.zeros(size // 4), torch.zeros(size // 4)
+            # A program goes through pieces of a tensor: one that is sent again and again would stay in a core's own cache.
+            count = PIECES if size < MESSAGE_SIZES[-1] else 2
+            x, y = (torch.zeros(count, size // 4).unbind() for _ in range(2))
             repeats = 8 if size <= 65536 else 4 if size <= 1 << 20 else 2
-            for name, (call, part) in calls.items():
+            for name, call in calls.items():
+                part = {"send": 0.5, "all_reduce": 1.0}.get(name, 1 / count)
                 tables.setdefault(name + end, []).insert(0, (size, part * _typical(world, call, repeats, x, y)))
         small, few, many = torch.zeros(MESSAGE_SIZES[0] // 4), 1, 5
         seconds = []
@@ -357,7 +356,7 @@ def _passing(num_ranks: int, times: int) -> Program:
     return Program("passing", 0, given, tuple(rows), ({},) * num_ranks)
 
 
-def _typical(world: Any, call: Callable[..., Any], repeats: int, *inputs: torch.Tensor) -> float:
+def _typical(world: Any, call: Callable[..., Any], repeats: int, *inputs: Any) -> float:
     """Median seconds of a call of all ranks, each time the slowest one's; after one that does not count."""
     times = []
     for _ in range(repeats + 1):

@@ -7,7 +7,8 @@ that are no power of two (which message passes a port first decides: within a fi
 programs, between counts a line (at most a quarter more). Over nodes `naive` and `double_tree` are estimates (within a quarter).
 
 Where a machine was measured (`weft probe`) a hop is what messages between its ranks took, their Python and their share of the cores
-in it. Not modelled: more than two levels of links (the slowest beyond the node stands for all), and collectives that meet in a switch.
+in it. Not modelled: more than two levels of links (the slowest beyond the node stands for all), nodes that are not full (they count as
+full), and collectives that meet in a switch.
 """
 
 from __future__ import annotations
@@ -218,6 +219,9 @@ def _double_s(part: float, ranks: int, hop: Hop, at_once: int) -> float:
     if ranks < 2:
         return 0.0
     messages, latencies, additions = double_counts(ranks)
+    if hop.exchange:
+        # A measured exchange is a message of every rank at once: the chain's share of them, or what each rank sends in the mean.
+        messages = max(2 * messages / ranks, 2 * DOUBLE_PIECES * (ranks - 1) / ranks)
     return messages * hop.busy_s(part, at_once) + latencies * hop.latency_s + additions * hop.add_s(part, at_once)
 
 
