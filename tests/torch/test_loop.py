@@ -191,6 +191,28 @@ def test_the_engine_gets_the_rate_of_each_step_and_the_rows_in_order(job: Job) -
     assert [step for step, _ in engine.seen] == list(range(12))
 
 
+@pytest.mark.parametrize(("batch", "batches", "seen"), [(4, 1000, "all"), (5, 1000, "all"), (4, 2, 8), (1000, 3, "all")])
+def test_an_evaluation_takes_every_sample_once(job: Job, monkeypatch: pytest.MonkeyPatch, batch: int, batches: int, seen: Any) -> None:
+    """Also those of the last batch, which is smaller: the loss is the mean over samples, each counted alike."""
+    job = change(job, "train", batch=batch, steps=1, evaluate_every=1, evaluate_batches=batches)
+    job = replace(job, plan=Plan(Layout(), job.config.model.name, "here", batch))
+    rows: list[torch.Tensor] = []
+    losses: list[tuple[float, int]] = []
+    evaluate = SerialEngine.evaluate
+
+    def watched(self: SerialEngine, given: Any) -> float:
+        found = evaluate(self, given)
+        rows.extend(given["input_ids"])
+        losses.append((found, len(given["input_ids"])))
+        return found
+
+    monkeypatch.setattr(SerialEngine, "evaluate", watched)
+    summary, (engine,) = run(job)
+    number = engine.subject.source.num_validation
+    assert len(rows) == (seen if seen != "all" else max(number, batch))  # text that is too short for one batch is gone through again
+    assert summary["eval_loss"] == pytest.approx(sum(x * n for x, n in losses) / sum(n for _, n in losses))
+
+
 @pytest.mark.parametrize("at", [0, 1, 4, 7, 11])
 def test_a_run_that_crashed_goes_on_with_the_same_losses(job: Job, at: int) -> None:
     whole = replace(job, folder=job.folder / "whole")
