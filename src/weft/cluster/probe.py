@@ -202,8 +202,10 @@ def _of_cores(mark: str, quick: bool) -> Cluster:
             # More threads never make a large operator slower where nothing else runs; if they did, something else ran.
             figures = {key: min(s, alone[key]) for key, s in figures.items()}
         speeds.append(_speed(count, threads, figures))
-    measured = {(name, n): points for name, n, points in (*messages, *found[0]["tables"])}
-    tables = [Table(name, n, tuple((float(s), max(t, 1e-9)) for s, t in points)) for (name, n), points in sorted(measured.items())]
+    measured: dict[tuple[str, int], dict[int, float]] = {}
+    for name, n, points in (*messages, *found[0]["tables"]):  # of a size that both measured, what the first ranks did counts
+        measured.setdefault((name, n), {}).update(points)
+    tables = [Table(*key, tuple((float(s), max(t, 1e-9)) for s, t in sorted(points.items()))) for key, points in sorted(measured.items())]
     reduce = next(t for t in tables if t.collective == "all_reduce" and t.ranks == 2)
     size, seconds = reduce.points[-1]
     one = next(s for s in speeds if (s.ranks, s.threads) == (1, 1))
@@ -330,8 +332,7 @@ def measure_messages(world: Any) -> list[tuple[str, int, list[tuple[int, float]]
             for name, call in calls.items():
                 part = {"send": 0.5, "all_reduce": 1.0}.get(name, 1 / count)
                 tables.setdefault(name + end, []).insert(0, (size, part * _typical(world, call, repeats, x, y)))
-        small, few, many = torch.zeros(MESSAGE_SIZES[0] // 4), 1, 5
-        seconds = []
+        small, few, many, seconds = torch.zeros(MESSAGE_SIZES[0] // 4), 1, 5, []
         for count in (few, many):
             program = _passing(n, count)
             seconds.append(_typical(world, lambda x, program=program, programs=programs: programs.all_reduce(program, x), 8, small))
