@@ -49,8 +49,8 @@ WAIT_S = 180.0
 INTRO = f"""\
 {HOSTS} emulated hosts of {INSIDE} ranks, joined by one link of the rate that is named (token buckets on both ends); ranks of a host share
 memory. `hierarchical` scatters sums inside the hosts, sums across, gathers inside; the flat ones (gloo's own, `native`, among them) send
-every message over gloo. Each cell: measured (the median), and by how much the prediction misses it. All {HOSTS * INSIDE} ranks share this
-machine's cores."""
+every message over gloo. A bucket holds 1/250 s of the rate, 128 KiB at least: what is smaller passes unshaped. Each cell: measured (the
+median), and by how much the prediction misses it. All {HOSTS * INSIDE} ranks share this machine's cores."""
 
 
 def rank_times(world: World, name: str, sizes: Sequence[int], budget_s: float) -> list[tuple[int, list[float]]]:
