@@ -64,7 +64,7 @@ class State:
         try:
             bucket.div_(self._group.size)
             if self._group.size > 1:
-                (self._sums.all_reduce(bucket) or self._group.all_reduce(bucket, wait=False)).wait()
+                _ = self._sums.all_reduce(bucket, wait=True) or self._group.all_reduce(bucket)
             mean.set_result(bucket)
         except BaseException as error:
             told: Any = error if isinstance(error, Exception) else RuntimeError(str(error))

@@ -41,12 +41,12 @@ class Sums:
         if self.levels is not None:
             self.levels.connect()
 
-    def all_reduce(self, x: Tensor) -> Work | None:
-        """Starts to replace `x` by the sum over the members."""
+    def all_reduce(self, x: Tensor, wait: bool = False) -> Work | None:
+        """Replaces `x` by the sum over the members, or starts to."""
         name = self._name(x)
         if name == NAME and self.levels is not None:
-            return self.levels.all_reduce(x, wait=False)
-        return None if name in (NATIVE, NAME) else self._programs.all_reduce(self._program("all_reduce", name), x, wait=False)
+            return self.levels.all_reduce(x, wait)
+        return None if name in (NATIVE, NAME) else self._programs.all_reduce(self._program("all_reduce", name), x, wait)
 
     def reduce_scatter_into(self, out: Tensor, x: Tensor) -> Work | None:
         """Starts to put this member's piece of the sum of flat `x` into `out`."""
