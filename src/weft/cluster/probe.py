@@ -26,7 +26,7 @@ from weft.cluster.cluster import Cluster, Device, Level, Link, Speed, Table
 from weft.errors import ConfigError
 from weft.plan.program import Action, Program, Recv, Send, Value
 
-VERSION = 7  # of what is measured; a stored result of another version is measured again
+VERSION = 8  # of what is measured; a stored result of another version is measured again
 QUICK_SIZES = (4096, 65536, 1 << 20, 4 << 20, 16 << 20)
 FULL_SIZES = (1024, 4096, 16384, 65536, 262144, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
 MESSAGE_SIZES = tuple(4**k << 10 for k in range(1, 8))  # 4 KiB to 16 MiB: between points a straight line in logarithms must do
