@@ -68,7 +68,10 @@ def _run(world: World, layout: str, tied: bool, steps: int = STEPS, forgets: boo
             return real(self, *args, **kwargs)
 
         setattr(Group, name, wrapped)
-    engine = weft.parallelize(Tied if tied else _plain, _batch(0, _dtype(layout)), loss=_loss, plan=layout, seed=0, world=world)
+    make, batch = (Tied if tied else _plain), _batch(0, _dtype(layout))
+    plan = weft.plan(make(), batch, loss=_loss, layout=layout)
+    plan = replace(plan, bucket_bytes=6000 if tied else 0)  # several buckets under way, or one
+    engine = weft.parallelize(make, batch, loss=_loss, plan=plan, seed=0, world=world)
     gradients = engine.gradients
     found: dict[int, dict[str, Any]] = {}
     for k in gradients.compressed:
@@ -181,9 +184,19 @@ CASES = [
 def test_it_is_the_same_algorithm_in_one_process(ranks: Callable[..., list[Any]], layout: str, tied: bool) -> None:
     """Bit for bit: sums are made in the members' order."""
     parsed = Layout.parse(layout)
-    results = ranks(_run, parsed.num_ranks, layout, tied)
+    _same(ranks(_run, parsed.num_ranks, layout, tied), parsed, tied)
+
+
+@pytest.mark.parametrize("transport", ["gloo", "portable"])
+@pytest.mark.parametrize("layout", ["data=3 compress=int8", "data=2 pipeline=2 microbatches=2 compress=bfloat16"])
+def test_every_transport_gives_the_same(ranks: Callable[..., list[Any]], layout: str, transport: str) -> None:
+    parsed = Layout.parse(layout)
+    _same(ranks(_run, parsed.num_ranks, layout, True, env={"WEFT_TRANSPORT": transport}), parsed, True)
+
+
+def _same(results: list[dict[str, Any]], parsed: Layout, tied: bool) -> None:
     groups = _by_group(results)
-    assert groups
+    assert len(groups) > 2 * tied
     assert any(len(members) > 2 for members, _ in groups) or not tied or parsed.pipeline == 1
     for (members, _), by_rank in groups.items():
         assert set(by_rank) == set(members)
@@ -219,6 +232,10 @@ def test_nothing_is_lost(ranks: Callable[..., list[Any]], compress: str, zero: i
     assert _off(ranks(_run, 3, layout, False, 6, True), 6) > 1e-4
 
 
+def _sent(world: World, layouts: list[str]) -> list[dict[str, int]]:
+    return [_run(world, layout, False, 1)["sent"] for layout in layouts]
+
+
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_bytes(ranks: Callable[..., list[Any]], num_ranks: int) -> None:
     """Of int8 one an element and four a block, both ways; of bfloat16 two; of top-k eight for each that is chosen, to everyone."""
@@ -234,9 +251,9 @@ def test_bytes(ranks: Callable[..., list[Any]], num_ranks: int) -> None:
         "zero=1 compress=topk": {"exchange_into": num_ranks * 8 * int(np.ceil(0.01 * piece))},
         "compress=none": {},
     }
-    for layout, bytes_of in want.items():
-        for result in ranks(_run, num_ranks, f"data={num_ranks} {layout}", False, 1):
-            assert result["sent"] == bytes_of, layout
+    layouts = [f"data={num_ranks} {layout}" for layout in want]
+    for result in ranks(_sent, num_ranks, layouts):
+        assert dict(zip(want, result, strict=True)) == want
 
 
 def _losses(world: World, layout: str) -> list[float]:

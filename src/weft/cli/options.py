@@ -11,7 +11,9 @@ _MODEL = """A zoo name (gpt-10m, gpt:layers=12,hidden=768), hf:CONFIG.json, or F
 (module, batch) or (module, batch, loss)."""
 _LAYOUT = 'The layout by hand: "data=2 tensor=2 pipeline=2 microbatches=4".'
 _CLUSTER = "Machines: here (measured), COUNTxNAME such as 8xp3.16xlarge, or a file that probe wrote."
-_CONSTRAIN = 'Restrict the search, as often as needed: --constrain "tensor<=8".'
+_CONSTRAIN = (
+    'Restrict the search, as often as needed: --constrain "tensor<=8". Gradients are compressed only where this says so: "compress=int8".'
+)
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help=_MODEL, show_default=False)]
 Batch = Annotated[int | None, typer.Option("--batch", min=1, metavar="N", help="Samples a step, over all ranks.", show_default=False)]
