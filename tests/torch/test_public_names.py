@@ -10,7 +10,8 @@ import pytest
 import weft
 
 NAMES = {
-    "Cluster", "Engine", "Layout", "Plan", "auto_parallelize", "comm_hook", "errors", "launch", "parallelize", "plan", "shard", "simulate", "verify",
+    "Cluster", "Engine", "Layout", "Plan",
+    "auto_parallelize", "comm_hook", "errors", "launch", "parallelize", "plan", "shard", "simulate", "verify",
 }  # fmt: skip
 
 

@@ -80,7 +80,7 @@ def summing_s(
                 inside += Seconds(0.0, pieces * one)
                 after += weights
             else:
-                again = 2 if layout.recompute == "full" else 1
+                again = 2 if layout.repeats_layers else 1  # also where only some are: at most what is counted here
                 inside += Seconds(weights, again * weights + pieces * one)
         last = max(last, one)
     if sums.tied and not is_cpu and layout.pipeline > 1:
