@@ -204,3 +204,5 @@ def test_the_best_bucket_is_the_best_that_is_tried() -> None:
     late, soon = (best_bucket_bytes(Pricer(BIG, c, 16), Layout(data=4)) or BUCKET_BYTES for c in (slow_to_start, quick))
     assert late > soon
     assert best_bucket_bytes(Pricer(BIG, quick, 16), Layout(pipeline=2, microbatches=2)) == 0
+    host = Cluster("host", CPU, (Level("node", 4, Link(1e-4, 1e9)),))
+    assert best_bucket_bytes(Pricer(BIG, host, 16), Layout(data=4)) == 0

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from weft.cost.step import Pricer
 
 BUCKET_BYTES = 25 * 2**20  # gradients are summed in pieces of this size where they overlap, and on processors, unless a plan says another
-BUCKETS = tuple(sorted({2**k for k in range(18, 29)} | {BUCKET_BYTES}))  # what is tried
+BUCKETS = tuple(sorted({2**k for k in range(20, 29)} | {BUCKET_BYTES}))  # what is tried: the first bucket of a run is 1 MiB
 WORTH = 0.01  # part of the sums' seconds that another size than the usual one must save
 # Bytes of memory that each element takes on the way: counted from the operators, but for top-k's selection, which is measured.
 ENCODE_BYTES = {"bfloat16": 10.0, "int8": 80.0, "topk": 400.0}
@@ -120,7 +120,8 @@ def best_bucket_bytes(pricer: Pricer, layout: Layout, sites: Sequence[str] = ())
     """The size of buckets for which sums of gradients show the fewest seconds of a step, of the stages that begin at `sites`.
 
     Small buckets pay the start of a collective often; of large ones the last is long, behind which nothing hides. 0: no size
-    is better by more than `WORTH` than the usual one.
+    is better by more than `WORTH` than the usual one, or sums hide behind nothing: between ranks of one host, where a table's small
+    tensors look faster because they stay in caches, as a step's do not.
     """
 
     def seconds(bucket_bytes: int) -> float:
@@ -128,7 +129,7 @@ def best_bucket_bytes(pricer: Pricer, layout: Layout, sites: Sequence[str] = ())
         each = [layout.microbatches * c.tensor.total + c.gradients_s for c in costs]
         return max(sum(each[s] for s in layout.stages_of(rank)) for rank in range(layout.pipeline)) if len(costs) > 1 else each[0]
 
-    if layout.data * layout.tensor == 1:
+    if layout.data * layout.tensor == 1 or not pricer.overlap(layout):
         return 0
     shown = {size: seconds(size) for size in BUCKETS}
     best = min(BUCKETS, key=lambda size: shown[size])

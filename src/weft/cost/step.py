@@ -492,7 +492,7 @@ class Pricer:
                 # Out during forward, back during backward, beside the computation, which shares the device's memory with it.
                 moving = base.state.kept_bytes / HOST_BYTES_PER_S
                 busy = Seconds(max(busy.forward + HOST_SLOWS * moving, moving), max(busy.backward + HOST_SLOWS * moving, moving))
-        overlap = self._overlap(layout)
+        overlap = self.overlap(layout)
         # The sums of every chunk but the first run while the other chunks of p microbatches go backward.
         each = busy.backward + network.backward
         window = each * (layout.pipeline if index >= layout.pipeline else 1)
@@ -501,7 +501,7 @@ class Pricer:
         network += inside
         return StageCost(busy, network, summing, optimizer, self._memory(layout, index, base), base.weight_s)
 
-    def _overlap(self, layout: Layout) -> float:
+    def overlap(self, layout: Layout) -> float:
         """Part of a backward that sums of gradients hide behind. Ranks of one host sum through memory, and compute meanwhile less;
         between hosts gloo's own threads move what the network takes."""
         if not self.cluster.is_cpu:
