@@ -82,7 +82,7 @@ class Picture:
             from matplotlib.backends.backend_agg import FigureCanvasAgg
             from matplotlib.figure import Figure
         except ImportError:
-            raise UsageError("a .png needs matplotlib, which is not installed; name the picture .svg, or pip install 'weft[pictures]'") from None
+            raise UsageError("a .png needs matplotlib: name the picture .svg, or pip install 'weft[pictures]'") from None
         figure = Figure(figsize=(self.width / 100, self.height / 100), dpi=100 * scale, facecolor="white")
         FigureCanvasAgg(figure)
         axes = figure.add_axes((0, 0, 1, 1))
