@@ -209,6 +209,16 @@ def run(names: Sequence[str], counts: Sequence[int], which: str, every: int, lim
     return rows
 
 
+def listed(numbers: Sequence[int]) -> str:
+    """In words.
+
+    >>> listed([1]), listed([1, 2, 4])
+    ('1', '1, 2 and 4')
+    """
+    *most, last = map(str, numbers)
+    return f"{', '.join(most)} and {last}" if most else last
+
+
 def document(rows: Sequence[Row]) -> str:
     """The table as Markdown."""
     by_model: dict[str, list[Row]] = {}
@@ -218,7 +228,8 @@ def document(rows: Sequence[Row]) -> str:
     lines = [
         "# Parallel equals serial",
         "",
-        "`scripts/verify_all --document FILE`: models under factorisations data x tensor x pipeline of 1, 2, 4 and 8 ranks. Loss, every "
+        "`scripts/verify_all --document FILE`: models under factorisations data x tensor x pipeline of "
+        f"{listed(sorted({Layout.parse(row.layout).num_ranks for row in rows}))} ranks. Loss, every "
         "gradient (inputs included), and every weight and buffer after two AdamW steps in float64 are compared with plain PyTorch in one "
         f"process; the tolerance is {TOLERANCE:.0e} relative. `free links` and `dear links` are prices by which more tensors are cut than "
         "the planner would in models as small as these.",
