@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +15,7 @@ from weft.cluster import doctor as doctor_module
 from weft.cluster.block import HIDDEN, SEQUENCE, SEQUENCES, rate_name
 from weft.cluster.cluster import Cluster, Speed
 from weft.cluster.doctor import doctor, writable
-from weft.cluster.probe import BUSY, MESSAGE_RANKS, SHARE, Block, _of_cores, fingerprint, measure_compute, measure_rank, probe
+from weft.cluster.probe import BUSY, BUSY_S, MESSAGE_RANKS, SHARE, Block, _of_cores, fingerprint, measure_compute, measure_rank, probe
 from weft.cost.collectives import algorithms, choose
 from weft.cost.compute import Rates, block_work
 from weft.cost.network import Group
@@ -61,6 +64,51 @@ def test_the_second_call_reads_the_stored_result(measured: tuple[Cluster, Path],
         path.write_text(broken)
         with pytest.raises(AssertionError, match="measured again"):
             probe(path=path)
+
+
+def test_what_a_busy_machine_gave_is_used_for_minutes(
+    measured: tuple[Cluster, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Commands in a row would otherwise each measure for seconds, where a neighbour comes and goes."""
+    found = measured[0]
+    busy = replace(found, device=replace(found.device, source=f"measured {BUSY}"))
+    counted: list[int] = []
+    load = [0.0]
+    monkeypatch.setattr("weft.cluster.probe._of_cores", lambda *_: counted.append(1) or busy)
+    monkeypatch.setattr("weft.cluster.probe._of_gpus", lambda *_: counted.append(1) or busy)
+    monkeypatch.setattr("weft.cluster.probe._load", lambda: load[0])
+    path = tmp_path / "cluster.toml"
+    assert probe(path=path) == probe(path=path) == busy
+    assert len(counted) == 1
+    long_ago = path.stat().st_mtime - 2 * BUSY_S
+    os.utime(path, (long_ago, long_ago))
+    load[0] = 99.0
+    assert probe(path=path) == busy
+    assert len(counted) == 1, "it is as busy as before"
+    load[0] = 0.0
+    probe(path=path)
+    assert len(counted) == 2
+    probe(path=path, fresh=True)
+    assert len(counted) == 3
+
+
+def test_processes_that_ask_at_the_same_time_measure_once(
+    measured: tuple[Cluster, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted: list[int] = []
+
+    def slow(*_: object) -> Cluster:
+        counted.append(1)
+        time.sleep(0.2)
+        return measured[0]
+
+    monkeypatch.setattr("weft.cluster.probe._of_cores", slow)
+    monkeypatch.setattr("weft.cluster.probe._of_gpus", slow)
+    monkeypatch.setattr("weft.cluster.probe._load", lambda: 99.0)
+    with ThreadPoolExecutor(3) as pool:  # every call opens the file of the lock by itself, as processes do
+        found = list(pool.map(lambda _: probe(path=tmp_path / "cluster.toml"), range(3)))
+    assert found == [measured[0]] * 3
+    assert len(counted) == 1
 
 
 def test_ranks_that_did_not_get_their_cores_are_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,11 +7,13 @@ Not measured: long runs that heat the machine, and other work on it. Between CUD
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import os
 import platform
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -35,6 +37,7 @@ PIECES = 4
 Pieces = tuple[torch.Tensor, ...]
 LAUNCH_OPERATORS = 64
 BUSY = "while the machine was busy"
+BUSY_S = 300.0  # for which such a result is used all the same
 LOOKS = 10
 WARM_S = 0.02  # threads that were just started take this long to find their cores
 CLOCK_S = 0.03  # per figure and round, at least
@@ -46,7 +49,8 @@ ROUNDS = 3  # of all figures, seconds apart: what disturbs one of them for a mom
 def probe(quick: bool = True, *, fresh: bool = False, path: Path | None = None) -> Cluster:
     """This machine as a cluster. The first call measures for a few seconds; later ones read the stored result.
 
-    What was measured while other programs ran is measured again as soon as they do not.
+    What was measured while other programs ran is measured again when they do not, some minutes later at the earliest. Processes that
+    ask at the same time wait for the first of them, and read what it found.
 
     Args:
         quick: fewer sizes and at most two ranks. `fresh`: measure even where a stored result fits.
@@ -57,20 +61,29 @@ def probe(quick: bool = True, *, fresh: bool = False, path: Path | None = None) 
     """
     path = path or cache_path()
     mark = fingerprint()
-    if not fresh:
-        stored = _stored(path, mark)
-        if stored is not None and not (BUSY in stored.device.source and _load() < num_cores()):
+    if not fresh and (stored := _usable(path, mark)) is not None:
+        return stored
+    with _alone(path):
+        if not fresh and (stored := _usable(path, mark)) is not None:
             return stored
-    # Read back from its text, so that the first call and the later ones plan with the same digits.
-    cluster = loads(dump(_of_gpus(mark) if torch.cuda.is_available() else _of_cores(mark, quick)))
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(f".{os.getpid()}")
-        part.write_text(dump(cluster))
-        part.replace(path)
-    except OSError:
-        pass  # a cache that cannot be written costs a few seconds next time, and nothing else
+        # Read back from its text, so that the first call and the later ones plan with the same digits.
+        cluster = loads(dump(_of_gpus(mark) if torch.cuda.is_available() else _of_cores(mark, quick)))
+        with contextlib.suppress(OSError):  # a cache that cannot be written costs a few seconds next time, and nothing else
+            part = path.with_suffix(f".{os.getpid()}")
+            part.write_text(dump(cluster))
+            part.replace(path)
     return cluster
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """While no other process is in here for the same file; measurements that run at once would measure one another."""
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lock = held.enter_context(open(path.with_suffix(".lock"), "a"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _load() -> float:
@@ -149,6 +162,17 @@ def _cpu_model() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
+
+
+def _usable(path: Path, mark: str) -> Cluster | None:
+    """What is stored of this machine, unless it was busy then, some time ago, and is not now."""
+    stored = _stored(path, mark)
+    if stored is None or BUSY not in stored.device.source:
+        return stored
+    with contextlib.suppress(OSError):
+        if 0 <= time.time() - path.stat().st_mtime < BUSY_S:
+            return stored
+    return stored if _load() >= num_cores() else None
 
 
 def _stored(path: Path, mark: str) -> Cluster | None:
