@@ -3,8 +3,9 @@
 Sums run in buckets behind the last backward where a framework overlaps them, in one go after it where not. ZeRO (Rajbhandari et al.
 2020): stages 1 and 2 reduce-scatter gradients and gather the new weights; from stage 2 gradients are scattered every microbatch, since
 none is kept whole; stage 3 gathers weights for every forward and backward, two layers ahead of use. Compressed sums are exchanged in
-pieces and gathered (`run.compressed`), and what packs and unpacks them takes the compute's time. Not modelled: buckets that start late,
-and sums that slow down the compute that they hide behind.
+pieces and gathered (`run.compressed`), and what packs and unpacks them takes the compute's time. Where updates come late,
+sums of a step hide behind the next steps too. Not modelled: buckets that start late, sums that slow down the compute that they hide
+behind, and ranks that are late by chance, for which late updates are.
 """
 
 from __future__ import annotations
@@ -41,11 +42,13 @@ class Sums:
 
 
 def summing_s(
-    pricer: Pricer, layout: Layout, sums: Sums, widths: Widths, overlap: float, window_s: float, each_s: float
+    pricer: Pricer, layout: Layout, sums: Sums, widths: Widths, overlap: float, window_s: float, each_s: float, step_s: float = 0.0
 ) -> tuple[float, Seconds]:
     """(seconds of a step that show, collectives of every microbatch that show).
 
-    `window_s`: what the sums of a step could hide behind; `each_s`: what those of a microbatch could.
+    `window_s`: what the sums of a step could hide behind; `each_s`: what those of a microbatch could;
+    `step_s`: the compute of a whole step. With staleness=K a step's sums have those of the next K steps as their window, in which K
+    more steps' sums pass too: so per step one is what hides, whatever K.
     """
     after, last, packing = 0.0, 0.0, 0.0
     inside = Seconds()
@@ -86,7 +89,9 @@ def summing_s(
     if sums.tied and not is_cpu and layout.pipeline > 1:
         ends = Group(2, layout.data * layout.tensor * (layout.pipeline - 1), layout.num_ranks)
         after += pricer.collective("all_reduce", widths.gradient * sums.tied, ends)
-    if overlap and after:
+    if layout.staleness:
+        after = max(0.0, after - overlap * step_s)
+    elif overlap and after:
         # Equal buckets are ready one after another: before the first is, nothing hides, and behind the last there is nothing.
         after = max(min(last, after), after - overlap * window_s * (1 - min(last, after) / after))
     after += packing

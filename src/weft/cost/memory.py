@@ -225,6 +225,7 @@ def memory_of(
     shared, trained = ((n + state.num_elsewhere) / data for n in (state.num_parameters, state.num_trainable))
     parameters = widths.weight * (shared if zero == 3 else state.num_parameters)
     gradients = widths.gradient * (trained if zero >= 2 else state.num_trainable)
+    gradients *= layout.staleness + 1  # each step under way has its own
     how = Compression.parse(layout.compress)
     if how.keeps:  # what is not sent: of a rank's own gradients, and of its piece of the sums
         gradients += widths.gradient * state.num_trainable * (1 + 1 / data * (how.kind == "int8" and not zero))

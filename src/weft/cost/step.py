@@ -496,7 +496,8 @@ class Pricer:
         # The sums of every chunk but the first run while the other chunks of p microbatches go backward.
         each = busy.backward + network.backward
         window = each * (layout.pipeline if index >= layout.pipeline else 1)
-        summing, inside = summing_s(self, layout, base.sums, widths, overlap, window, each)
+        step = layout.microbatches * (busy + network).total + optimizer
+        summing, inside = summing_s(self, layout, base.sums, widths, overlap, window, each, step)
         summing += exchange_s(self, layout, index, base.sums, widths)
         network += inside
         return StageCost(busy, network, summing, optimizer, self._memory(layout, index, base), base.weight_s)

@@ -40,6 +40,17 @@ INNER_WITH: dict[str, tuple[int | str, ...]] = {
     "zero": (0,),
     "compress": ("none",),
 }
+# What goes with updates that come late.
+STALE_WITH: dict[str, tuple[int | str, ...]] = {
+    "tensor": (1,),
+    "pipeline": (1,),
+    "chunks": (1,),
+    "schedule": ("1f1b", "gpipe", "sequential"),
+    "expert": (1,),
+    "zero": (0,),
+    "offload": ("none", "activations"),
+    "compress": ("none",),
+}
 # Named in the interface, not built yet: refused by name, never ignored.
 LATER = ("context", "attention", "spatial", "channel", "branch")
 LATER_CHOICES: dict[str, tuple[str, ...]] = {
@@ -55,6 +66,7 @@ class Layout:
     are spread. `threads=0` shares the machine's cores among its ranks. `all_reduce`: the algorithm that sums gradients; `auto`: by size,
     as the plan says. `recompute`: a `Recomputation`. `compress`: how gradients travel, a `Compression`.
     `inner`: data x tensor of every stage, where they differ; `data` and `tensor` are then the first stage's.
+    `staleness`: a step's update is applied so many steps later, so that no replica waits for the others before.
     """
 
     data: int = 1
@@ -73,6 +85,7 @@ class Layout:
     all_reduce: str = AUTO
     compress: str = "none"
     inner: str = ""
+    staleness: int = 0
 
     def __post_init__(self) -> None:
         for key in ("data", "tensor", "pipeline", "microbatches", "chunks", "expert"):
@@ -106,6 +119,8 @@ class Layout:
             if reason := refuse_compression(self.compress, self.data, self.zero, self.all_reduce):
                 raise LayoutError(reason)
         self._check_inner()
+        if reason := refuse_staleness(self):
+            raise LayoutError(reason)
 
     def _check_inner(self) -> None:
         """Stages of different inner layouts: `data` and `tensor` are then the first one's."""
@@ -288,6 +303,27 @@ def refuse_sums(all_reduce: str, zero: int, ranks: int, compress: str = "none") 
         )
     if zero and all_reduce == "halving_doubling" and ranks & (ranks - 1):
         return f"all_reduce={all_reduce} zero={zero}: its halves need a power of two of ranks, not data x tensor = {ranks}; use ring"
+    return ""
+
+
+def refuse_staleness(layout: Layout) -> str:
+    """Why updates of a layout cannot come late; empty where they can, or need not.
+
+    >>> refuse_staleness(Layout(data=2, staleness=1))
+    ''
+    """
+    if layout.staleness < 0:
+        return f"staleness={layout.staleness}; it counts steps, so use staleness=0 for updates at once, or more"
+    if not layout.staleness:
+        return ""
+    if layout.data == 1:
+        return f"staleness={layout.staleness} lets replicas run ahead of each other, and data=1 has one; use data=2 or more, or staleness=0"
+    for key, known in STALE_WITH.items():
+        if (value := getattr(layout, key)) not in known:
+            return (
+                f"{key}={value} with staleness={layout.staleness} is not built; "
+                f"use {' or '.join(f'{key}={value}' for value in known)}, or staleness=0"
+            )
     return ""
 
 

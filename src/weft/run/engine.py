@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ from weft.run.resharded import Resharded
 from weft.run.rests import Rests
 from weft.run.sizes import Sized
 from weft.run.stage import StageRunner
+from weft.run.stale import Stale
 from weft.run.state import full_state, full_tensors, gradient_pieces, input_gradients, pieces_of
 from weft.run.transfers import Crossing, Crossings
 from weft.run.whole import build_whole
@@ -53,11 +54,21 @@ from weft.world.world import Work, World
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step tells: the loss over the whole batch, the gradient norm where it is clipped, seconds."""
+    """What one step tells: the loss over the whole batch, the gradient norm where it is clipped, seconds.
 
-    loss: float
+    `grad_norm` is that of the update which this step applied: with staleness=K of the step K before it, and None before there is one.
+    """
+
     grad_norm: float | None
     step_time_s: float
+    total: Tensor = field(repr=False)
+    summed: Work = field(repr=False)
+
+    @property
+    def loss(self) -> float:
+        """On the weights that the step computed with. With staleness it waits until all ranks have made the step."""
+        self.summed.wait()
+        return float(self.total)
 
 
 class Engine:
@@ -111,7 +122,8 @@ class Engine:
         every = {self._everyone, self._pipeline, *axes, *self._replicas.groups, *(g for g in sums if g is not None)}
         for group in sorted(every, key=lambda g: g.ranks):
             group.connect()
-        share(self.parts.groups, sums)
+        late = plan.layout.staleness
+        share(self.parts.groups, sums, late + 1)
         self._gathered = Gathered(self.parts.groups, sums, self.memory)
         self._host = HostStore(world.device, self.memory, self.parts.variables.values())
         self._compile = compile
@@ -123,8 +135,9 @@ class Engine:
         self._rests = Rests(self.gradients.compressed.values(), plan.layout, world.rank)
         self._executor = self._executor_of(plan.microbatch_sizes)
         moves = plan.layout.offload in ("optimizer", "all")
-        self._optimizer = Optimizer(self.spec, self.parts.groups, sums, self._everyone, plan.layout.zero > 0, moves)
+        self._optimizer = Optimizer(self.spec, self.parts.groups, sums, self._everyone, plan.layout.zero > 0, moves, late > 0)
         self._optimizer.load_parameters()
+        self._stale = Stale(late, self.gradients, self._optimizer) if late else None
         self._count_state()
         self.timeline: Timeline | None = None
         self.seconds: dict[str, float] = {}  # of the last step: "program", "gradients" (what is left of their sums after it), "optimizer"
@@ -135,7 +148,7 @@ class Engine:
         parts, optimizer = self.parts, self._optimizer
         self.memory.assign("buffers", parts.buffers.values())
         self.memory.assign(HOST if optimizer.offload else "optimizer", optimizer.own_tensors())
-        self.memory.assign("gradients", [*(group.grad for group in parts.groups), *self._rests.tensors])
+        self.memory.assign("gradients", [*(g for group in parts.groups for g in group.turns), *self._rests.tensors])
         self.memory.assign("parameters", [*parts.parameters.values(), *(group.data for group in parts.groups)])
         self.memory.forget_peak()
         self.memory.check(self.world.rank)
@@ -277,15 +290,21 @@ class Engine:
         result = self.forward_backward(batch, record=record, whole=whole)
         summed = time.perf_counter()
         norm = self.update(lr)
-        self.seconds["optimizer"] = time.perf_counter() - summed
-        loss = self.loss_of(result)
-        return StepResult(loss, norm, time.perf_counter() - began)
+        waited = self._stale.waited_s if self._stale else 0.0
+        self.seconds["optimizer"] = time.perf_counter() - summed - waited
+        self.seconds["gradients"] += waited
+        total, work = result.mean or self._mean_of(result)
+        if self._stale is None:
+            work.wait()
+        return StepResult(norm, time.perf_counter() - began, total, work)
 
     def forward_backward(self, batch: Any, record: bool = False, want_inputs: bool = False, whole: bool | None = None) -> Result:
-        """Forward and backward of all microbatches; summed gradients lie in the flat groups."""
+        """Forward and backward of all microbatches; summed gradients lie in the flat groups, with staleness once `gradient` is asked."""
         self._draw.step = self.step_index
         sizes, inputs = self._divided(batch, whole)
         executor = self._executor_of(sizes)
+        if self._stale is not None:
+            self._stale.start()
         self.gradients.start()
         self._replicas.start()
         if record:
@@ -297,7 +316,10 @@ class Engine:
             self.gradients.finish()
             self._replicas.finish(executor.program.microbatches)
             result.mean = self._mean_of(result)  # on its way beside the gradients
-            self.gradients.wait()
+            if self._stale is None:
+                self.gradients.wait()
+            else:
+                self._stale.take(result.mean[1])
         self._gathered.release()
         self.seconds = {"program": ended - began, "gradients": time.perf_counter() - ended}
         if record:
@@ -306,11 +328,20 @@ class Engine:
         return result
 
     def update(self, lr: float | None = None) -> float | None:
-        """Clip and update the parameters from the summed gradients. Returns the gradient norm where it is clipped."""
+        """Clip and update the parameters from the summed gradients. Returns the gradient norm where it is clipped.
+
+        With staleness=K the gradients are those of the step K before, and `lr` is kept for those of this one.
+        """
         with self.memory.guarded(self.world.rank):
-            norm = self._optimizer.step(lr)
+            norm = self._optimizer.step(lr) if self._stale is None else self._stale.push(lr)
         self.step_index += 1
         return norm
+
+    def drain(self) -> None:
+        """With staleness: apply all updates that wait, so that the weights are those of all steps made. Every rank calls it, or none."""
+        if self._stale is not None:
+            with self.memory.guarded(self.world.rank):
+                self._stale.drain()
 
     def evaluate(self, batch: Any, whole: bool | None = None) -> float:
         """The loss on a batch, without training: no dropout, batch norm by its running statistics. `whole`: as for `step`.
@@ -318,6 +349,7 @@ class Engine:
         Raises:
             ModelError: the model does anything else in evaluation; found at the first call.
         """
+        self.drain()
         if not self.plan.uncaptured:
             self._check_evaluation()
         self._draw.step = self.step_index
@@ -408,8 +440,13 @@ class Engine:
             out.append(tensors)
         return sizes, out
 
-    def pieces(self) -> list[Piece]:
-        """This rank's parameters, buffers, optimizer state, counters and what compressed gradients have not sent; for checkpoints."""
+    def pieces(self, drain: bool = True) -> list[Piece]:
+        """This rank's parameters, buffers, optimizer state, counters and what compressed gradients have not sent; for checkpoints.
+
+        Updates that wait are applied first, unless `drain` is False.
+        """
+        if drain:
+            self.drain()
         found = pieces_of(self.parts, self._optimizer, self.mesh.coordinates(self.world.rank), self._counters)
         return [*found, *self._rests.pieces(self.step_index)]
 
@@ -422,11 +459,17 @@ class Engine:
 
         With ZeRO only this rank's piece of it is summed, until `full_gradients` has been called; from zero=2 on that piece, flat, is all.
         """
+        self._settle()
         found = (group.gradient(name) for group in self.parts.groups)
         return next((x for x in found if x is not None), None)
 
+    def _settle(self) -> None:
+        if self._stale is not None:
+            self._stale.settle()
+
     def full_gradients(self) -> dict[str, Tensor] | None:
         """Summed gradients of the whole model by parameter name, on rank 0, after `forward_backward`; None elsewhere."""
+        self._settle()
         self.gradients.gather()
         found = gradient_pieces(self.parts)
         return full_tensors({v.name: v for v in self.parts.graph.parameters}, found, self._everyone)
@@ -447,6 +490,8 @@ class Engine:
         """
         wanted = pieces_of(self.parts, self._optimizer, self.mesh.coordinates(self.world.rank), self._counters)
         extra = checkpoint.load(folder, [*wanted, *self._rests.pieces(-1)], self.world)
+        if self._stale is not None:
+            self._stale.forget()
         self._optimizer.load_parameters()
         self.step_index = int(self._counters["step"])
         self._rests.loaded(self.step_index)

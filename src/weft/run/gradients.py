@@ -80,12 +80,13 @@ class Gradients:
 
     def _hook(self, name: str) -> None:
         # Through a parameter's hook no garbage collector sees; one that held this would keep all parameters for ever.
-        mine, view = weakref.ref(self), self._views.get(name)
+        mine = weakref.ref(self)
 
         def done(parameter: Tensor) -> None:
             gradients = mine()
             if parameter.grad is None or gradients is None:
                 return
+            view = gradients._views.get(name)
             if parameter.grad is view:  # autograd itself has added to it
                 gradients._came(name)
             else:
@@ -132,6 +133,12 @@ class Gradients:
             self.parameters[name].grad = None
         for scattered in self._scattered.values():
             scattered.start()
+
+    def turn(self, number: int) -> None:
+        """Collect in the groups' buffers of that number from now on; before `start`."""
+        for group in self.groups:
+            group.collect_in(group.turns[number])
+            self._views.update(group.views)
 
     def begin(self, completes: frozenset[str]) -> None:
         """Before each backward, with the parameters that nothing adds to after it: a bucket whose last one comes is exchanged at once."""
@@ -184,6 +191,11 @@ class Gradients:
         while self._next < len(self._order):
             self._sum(*self._order[self._next])
             self._next += 1
+
+    def hand_over(self) -> list[Work]:
+        """After `finish`, in the place of `wait`: the sums under way, of gradients that are whole and not compressed."""
+        works, self._works = self._works, []
+        return works
 
     def wait(self) -> None:
         """Wait for all sums."""

@@ -94,10 +94,12 @@ class Optimizer:
         world: Group,
         sharded: bool,
         offload: bool = False,
+        alone: bool = False,
     ) -> None:
+        """`alone`: every rank has all gradients, so none asks another for the norm."""
         self.spec, self._groups, self._sums, self._world = spec, list(groups), list(sums), world
         self.sharded = [sharded and over is not None and over.size > 1 for over in self._sums]
-        self.offload = offload
+        self.offload, self._alone = offload, alone
         # By group and piece: where the device has it, and what is updated.
         self._there = [list(zip(*self._views(number), strict=True)) for number in range(len(self._groups))]
         self._mine = [[(_host(p), _host(g)) if offload else (p, g) for p, g in those] for those in self._there]
@@ -122,6 +124,10 @@ class Optimizer:
         """Everything that the optimizer holds beside the groups' own parameters and gradients."""
         copies = [t for those in self._mine for pair in those for t in pair] if self.offload else []
         return copies + [t for state in self.inner.state.values() for t in state.values() if isinstance(t, Tensor)]
+
+    def read(self, gradients: Sequence[Tensor]) -> None:
+        """Take gradients from these from now on, one flat tensor a group; where groups are updated whole, and here."""
+        self._mine = [[(p, g) for p, _ in those] for those, g in zip(self._mine, gradients, strict=True)]
 
     def slots(self, number: int) -> list[dict[str, Tensor]]:
         """The optimizer's state tensors of group `number`, by piece as in `pieces(number)`."""
@@ -177,10 +183,11 @@ class Optimizer:
         total = torch.zeros((), dtype=torch.float64, device=self._world.device)
         for number, group in enumerate(self._groups):
             # A piece is counted by its owner; what is whole on many ranks is counted by the first of them.
-            if group.counted_piece if self.sharded[number] else group.counted:
+            if self._alone or (group.counted_piece if self.sharded[number] else group.counted):
                 for _, g in self._mine[number]:
                     total += (torch.linalg.vector_norm(g).double() ** 2).to(total.device)
-        self._world.all_reduce(total)
+        if not self._alone:
+            self._world.all_reduce(total)
         return float(total.sqrt())
 
     def _clip(self) -> float:

@@ -89,6 +89,7 @@ class FlatGroup:
     shards: int = 1
     scattered: bool = False
     gathered: bool = False
+    turns: list[Tensor] = field(default_factory=list)  # where gradients of steps that are under way at once lie; `grad` is one of them
 
     def collect_in(self, grad: Tensor) -> None:
         """Let gradients lie in `grad` from now on: flat, zeroed, as long as the old one."""
@@ -194,10 +195,11 @@ def _place(members: Sequence[LocalParameter], shards: int, by_unit: bool, bucket
     return starts, buckets
 
 
-def share(groups: Sequence[FlatGroup], sums: Sequence[Group | None]) -> None:
+def share(groups: Sequence[FlatGroup], sums: Sequence[Group | None], turns: int = 1) -> None:
     """Connect the sums, and move gradients into memory that all ranks of their sum can read, where the transport has such memory.
 
-    Every rank goes through its sums in the order of their ranks: two that met in different orders would wait for one another.
+    `turns`: steps whose gradients are kept apart, where gradients are whole. Every rank goes through its sums in the order of their
+    ranks: two that met in different orders would wait for one another.
     """
     order = sorted(
         (over.ranks, number) for number, over in enumerate(sums) if over is not None and over.size > 1 and not groups[number].scattered
@@ -205,4 +207,8 @@ def share(groups: Sequence[FlatGroup], sums: Sequence[Group | None]) -> None:
     for _, number in order:
         over = sums[number]
         assert over is not None
-        groups[number].collect_in(over.shared_buffer(groups[number].grad.numel(), groups[number].grad.dtype))
+        group = groups[number]
+        group.turns = [over.shared_buffer(group.grad.numel(), group.grad.dtype) for _ in range(turns)]
+        group.collect_in(group.turns[0])
+    for group in groups:
+        group.turns = group.turns or [group.grad, *(torch.zeros_like(group.grad) for _ in range(turns - 1))]

@@ -84,10 +84,10 @@ def divide(model: nn.Module, source: Source, plan: Plan, batch: Any, world: Worl
     """Divide `model` in place under `plan`; `batch` is what it is called with, with the whole batch's samples.
 
     Raises:
-        Infeasible: a plan with a pipeline, microbatches, ZeRO or compressed gradients, which need the engine.
+        Infeasible: a plan with a pipeline, microbatches, ZeRO, compressed gradients or staleness, which need the engine.
     """
     layout = plan.layout
-    if layout.num_stages > 1 or layout.microbatches > 1 or layout.zero or layout.compress != "none":
+    if layout.num_stages > 1 or layout.microbatches > 1 or layout.zero or layout.compress != "none" or layout.staleness:
         raise Infeasible(f"{layout}: a plain loop owns its backward and its optimizer, so only data and tensor apply; use weft.parallelize")
     parts = build(plan, source, batch, None, world, OptimizerSpec(), torch.initial_seed(), outputs=True)
     cannot: ModelError | None = None

@@ -84,6 +84,7 @@ class Serial:
         trained = [p for p in self.model.parameters() if p.requires_grad]
         self._optimizer = spec.build([(p, spec.decays(p.shape)) for p in trained])
         self._clip = spec.clip
+        self._late: list[list[Tensor | None]] = []  # gradients of steps whose update is not due yet, the oldest first
 
     def _input(self, x: Tensor) -> Tensor:
         x = x.to(self._device)
@@ -92,7 +93,8 @@ class Serial:
     def step(self, instead: Mapping[str, Tensor] | None = None) -> Values:
         """One step. Loss, gradients (before clipping), gradients of floating-point inputs, and the updated weights and buffers.
 
-        Weights are the model's own tensors: the next step writes them. `instead`: gradients that update them in the place of its own.
+        Weights are the model's own tensors: the next step writes them. With staleness=K they are updated with the gradients of the step
+        K before. `instead`: gradients that update them in the place of its own.
         """
         with Double() if self._double else nullcontext():  # type: ignore[no-untyped-call]  # torch's own constructor has no types
             total, inputs = self._forward_backward()
@@ -105,15 +107,19 @@ class Serial:
         for name, p in self.model.named_parameters():
             if instead is not None and p.grad is not None and name in instead:
                 p.grad.copy_(instead[name])
-        if self._clip:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._clip)
-        self._optimizer.step()
+        self._late.append([p.grad for p in self.model.parameters()])
+        if len(self._late) > self._plan.layout.staleness:
+            for p, grad in zip(self.model.parameters(), self._late.pop(0), strict=True):
+                p.grad = grad
+            if self._clip:
+                torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._clip)
+            self._optimizer.step()
         weights = {name: x.detach() for name, x in (*self.model.named_parameters(), *self.model.named_buffers())}
         return {"loss": {"": torch.tensor(total)}, "gradients": found, "input_gradients": inputs, "weights": weights}
 
     def _forward_backward(self) -> tuple[float, dict[str, Tensor]]:
         samples, start = batch_size_of(self._nesting), 0
-        self._optimizer.zero_grad()
+        self._optimizer.zero_grad(set_to_none=True)  # those that wait for their update keep their tensors
         leaves_now = {
             path: x.detach().requires_grad_(x.is_floating_point() and path not in self._closed) for path, x in self._batch.items()
         }

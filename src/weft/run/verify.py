@@ -9,7 +9,8 @@ batch norm, or of attention keys), so that nothing they hold means anything; the
 rounding noise of the serial run, which is measured (`run/serial`), not assumed.
 
 Where gradients are compressed, their sums before that are compared with the serial run's, what arrived with an emulation of the exchange,
-and the weights with the serial model's after an update with the emulated gradients (`run/lossy`).
+and the weights with the serial model's after an update with the emulated gradients (`run/lossy`). Where updates come late, those of the
+serial model do too.
 """
 
 from __future__ import annotations
@@ -177,7 +178,8 @@ def verify_on_rank(
         return 0.0 if lossy is not None and kind == "weights" else noise.of(kind, name, reference, step)
 
     seen = Comparison(bound, noise_of, plan.layout.precision != "float64")
-    for step in range(steps):
+    # As many steps as it takes to compute on weights whose update came late.
+    for step in range(max(steps, plan.layout.staleness + 2 if plan.layout.staleness else 0)):
         with _explained(plan):
             result = engine.forward_backward(batch, want_inputs=not plan.uncaptured)
         off = 0.0
@@ -195,7 +197,7 @@ def verify_on_rank(
             lossy.show("arrived")
         inputs = engine.full_input_gradients(result) if not plan.uncaptured else {}
         engine.update()
-        state = full_state(engine.parts, engine.pieces(), world.everyone, every=True)
+        state = full_state(engine.parts, engine.pieces(drain=False), world.everyone, every=True)
         if serial is not None:
             assert gradients is not None
             assert state is not None

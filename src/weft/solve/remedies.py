@@ -81,7 +81,7 @@ def feasible(pricer: Pricer, space: Space) -> Layout | None:
 def _lean(pricer: Pricer, space: Space) -> list[Layout]:
     """The leanest layout of each frame that holds least state, and its plainest one."""
     frames = sorted(islice(space.frames(), 5000), key=lambda f: (least_state_bytes(pricer, replace(f, zero=0)), -f.microbatches))
-    lean = sorted(frames, key=lambda f: (least_state_bytes(pricer, replace(f, zero=3, compress="none")), -f.microbatches))
+    lean = sorted(frames, key=lambda f: (least_state_bytes(pricer, replace(f, zero=3, compress="none", staleness=0)), -f.microbatches))
     found: dict[Layout, None] = {}
     for frame in (*lean[:TRIED], *frames[:TRIED]):
         variants = list(space.variants(frame))

@@ -301,7 +301,7 @@ class _Search:
         if self.objective == "memory":
             zero = max((z for z in range(4) if self.space.admits("zero", z)), default=0) if frame.data > 1 else 0
             offload = "all" if any(self.space.admits("offload", o) for o in ("optimizer", "all")) else "none"
-            return (least_state_bytes(self.pricer, replace(frame, zero=zero, offload=offload, compress="none")),)
+            return (least_state_bytes(self.pricer, replace(frame, zero=zero, offload=offload, compress="none", staleness=0)),)
         return (_value(frame, seconds, self.pricer.cluster, self.objective),)
 
     def _savings(self, frame: Layout, interleaved: bool) -> dict[Thrift, float]:

@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
 from weft.cluster.cluster import Cluster
-from weft.errors import Infeasible, UsageError
+from weft.errors import Infeasible, LayoutError, UsageError
 from weft.plan.compression import Compression, refuse_compression
-from weft.plan.layout import BOTH_WAYS, CHOICES, RUNS, Layout, chunks_of, refuse_sizes, refuse_sums
+from weft.plan.layout import BOTH_WAYS, CHOICES, RUNS, STALE_WITH, Layout, chunks_of, refuse_sizes, refuse_sums
 
 MOST_MICROBATCHES = 512
 MOST_CHUNKS = 8
@@ -97,7 +97,7 @@ def parse_constraints(text: str) -> tuple[Constraint, ...]:
             values = CHOICES[key]
         else:
             limits = [c.value for c in mine if isinstance(c.value, int)]
-            least = 0 if key in ("zero", "threads") else 1
+            least = 0 if key in ("zero", "threads", "staleness") else 1
             values = sorted({least, *(max(least, v + d) for v in limits for d in (-1, 0, 1))})
             values = [v for v in values if isinstance(v, int) and (key != "zero" or v <= 3)]
         if not any(all(c.admits(v) for c in mine) for v in values):
@@ -171,6 +171,12 @@ class Space:
         """How gradients are compressed: as a constraint names it."""
         return next((str(c.value) for c in self.constraints if c.key == "compress" and c.relation == "="), "none")
 
+    @property
+    def staleness(self) -> int:
+        """Steps by which updates come late: the fewest that constraints admit, since that changes the result."""
+        most = max((int(c.value) for c in self.constraints if c.key == "staleness"), default=0)
+        return next(k for k in range(most + 2) if self.admits("staleness", k))
+
     def asked(self, key: str, value: int | str) -> bool:
         """Whether a constraint names exactly this value."""
         return any(c.key == key and c.relation == "=" and c.value == value for c in self.constraints)
@@ -194,8 +200,12 @@ class Space:
                 if not self.admits("compress", self.compress) or refuse_compression(self.compress, data, 0, self.sums):
                     continue
                 for layout in self._frames(data, tensor, pipeline, precisions):
+                    try:
+                        layout = replace(layout, compress=self.compress, staleness=self.staleness)
+                    except LayoutError:  # has no late updates
+                        continue
                     given = True
-                    yield replace(layout, compress=self.compress) if self.compress != "none" else layout
+                    yield layout
 
     def _meshes(self, ranks: int) -> Iterator[tuple[int, int, int]]:
         for tensor in divisors(ranks):
@@ -279,6 +289,8 @@ class Space:
                     if refuse_sums(layout.all_reduce, zero, layout.data * layout.tensor):
                         continue
                     if refuse_compression(layout.compress, layout.data, zero):
+                        continue
+                    if layout.staleness and (zero not in STALE_WITH["zero"] or offload not in STALE_WITH["offload"]):
                         continue
                     if self.admits("zero", zero) and self.admits("recompute", recompute) and self.admits("offload", offload):
                         yield replace(layout, zero=zero, recompute=recompute, offload=offload)
