@@ -7,6 +7,7 @@ rate follow from the step, everything else is in the checkpoint. Not modelled: c
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from typing import Any
 from weft.errors import CheckpointError, ConfigError, Infeasible, ModelError, RunError
 from weft.plan.plan import Plan
 from weft.run import checkpoint
-from weft.run.engine import Engine
+from weft.run.engine import Engine, StepResult
 from weft.train import artifacts
 from weft.train.components import Components
 from weft.train.config import Config
@@ -100,6 +101,7 @@ class _Run:
         self.memory: dict[str, float] = {}
         self.show: Display
         self._agree_at, self._agree_every = 0, 1
+        self._untold: deque[tuple[Row, StepResult]] = deque()
 
     def run(self) -> Summary:
         _ = self.world.stopping  # from here on SIGTERM is heeded between steps
@@ -157,22 +159,39 @@ class _Run:
         with Loader(make, start, self.section.steps, pin=self.world.device.type == "cuda") as loader:
             for step in range(start, self.section.steps):
                 began = time.perf_counter()  # waiting for data counts too
-                row = self._step(step, next(loader), began, record=step + _RECORDED >= self.section.steps)
+                row, result = self._step(step, next(loader), began, record=step + _RECORDED >= self.section.steps)
+                self._untold.append((row, result))
                 done = step + 1
                 if self._every(self.section.evaluate_every, done) or done == self.section.steps:
                     row["eval_loss"] = self.eval_loss = self._evaluate()
-                write(row)
+                # A loss is known when all ranks have made the step, for which nobody waits before its update is due.
+                self._tell(write, self.job.plan.layout.staleness)
                 if self._every(self.section.checkpoint_every, done):
+                    self._tell(write)
                     self._save(done, token)
                 if self._stopping(done):
+                    self._tell(write)
                     self.show.say(f"told to stop: saving after step {done}")
                     return done < self.section.steps
+        self._tell(write)
         return False
+
+    def _tell(self, write: Callable[[Row], None], but: int = 0) -> None:
+        """Write the rows of all steps but the last so many."""
+        while len(self._untold) > but:
+            row, result = self._untold.popleft()
+            row["loss"] = result.loss
+            if not isfinite(result.loss):
+                raise RunError(
+                    f"the loss is {result.loss} at step {row['step']}; {self._last_good()}{_unstable(self.section.learning_rate)}"
+                )
+            self.losses.append(result.loss)
+            write(row)
 
     def _every(self, period: int, done: int) -> bool:
         return bool(period) and done % period == 0
 
-    def _step(self, step: int, batch: Batch, began: float, record: bool) -> Row:
+    def _step(self, step: int, batch: Batch, began: float, record: bool) -> tuple[Row, StepResult]:
         rate = learning_rate(step, self.section)
         self.components.before()
         try:
@@ -181,22 +200,19 @@ class _Run:
             raise ConfigError(
                 f"step {step + 1}: {error}; byte tokens go from 0 to 255, so use a model with a vocabulary of at least 256"
             ) from error
-        if not isfinite(result.loss):
-            raise RunError(f"the loss is {result.loss} at step {step + 1}; {self._last_good()}{_unstable(self.section.learning_rate)}")
         seconds = time.perf_counter() - began
-        self.losses.append(result.loss)
         self.step_times.append(seconds)
         if record:
             self.components.after(self.engine, seconds)
         return {
             "step": step + 1,
-            "loss": result.loss,
+            "loss": None,  # until it is known
             "lr": rate,
             "grad_norm": result.grad_norm,
             "tokens_per_s": self.subject.tokens_per_step / seconds,
             "step_time_s": seconds,
             "mfu": self._mfu(seconds),
-        }
+        }, result
 
     def _mfu(self, seconds: float) -> float | None:
         """Model FLOP a second over the peak of all devices (Chowdhery et al. 2022, appendix B: recomputation does not count)."""
