@@ -11,6 +11,7 @@ NAMES = {
     "out_of_core": "what trains under a limit of memory, and how fast: GEMS, recomputation, offload",
     "gpu": "a 1.3 B GPT on one GPU beside plain PyTorch with torch.compile",
     "collectives": "all-reduce on one host through shared memory, beside gloo and MPI",
+    "staleness": "late updates where ranks are late by chance",
     "plan": "how long planning takes, and how that grows",
     "planned": "the plan chosen against the best of all plans run, over emulated networks (needs root)",
     "alpa": "the 21 configurations of Alpa's evaluation, planned and priced",
