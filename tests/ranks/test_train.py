@@ -111,6 +111,23 @@ def test_killed_and_stopped_it_computes_the_same_bits(tmp_path: Path, run: Calla
     assert all(mine[name].equal(theirs[name]) for name in theirs)
 
 
+def test_a_run_whose_updates_come_late_goes_on_as_it_was(tmp_path: Path, run: Callable[[Config], dict[str, Any]]) -> None:
+    """Saving applies what waits, in the run that goes on and in the one that is started again; each step has its row."""
+    whole = configure(tmp_path / "whole", "data=2 staleness=2", schedule="constant")
+    summary = run(whole)
+    assert (summary["step"], len(losses(whole))) == (12, 12)
+    assert summary["loss"] == losses(whole)[-1]
+    broken = configure(tmp_path / "broken", "data=2 staleness=2", schedule="constant", steps=6)
+    run(broken)
+    run(configure(tmp_path / "broken", "data=2 staleness=2", schedule="constant"))
+    assert losses(broken) == losses(whole)
+    assert losses(broken, "eval_loss") == losses(whole, "eval_loss")
+    # Saved every three steps, and so of every three the first is on weights of all steps before it, and applies nothing at its end.
+    assert len(losses(whole, "grad_norm")) == 4
+    mine, theirs = (load_file(Path(c.run.folder) / "model.safetensors") for c in (broken, whole))
+    assert all(mine[name].equal(theirs[name]) for name in theirs)
+
+
 def in_ranks(world: World, folder: str) -> tuple[int, float]:
     """As under torchrun: every rank calls `flow.train` with the world that it is in."""
     summary = flow.train(configure(Path(folder), "data=2", steps=3), planner, world)
