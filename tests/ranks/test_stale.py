@@ -20,6 +20,7 @@ from weft.run.verify import verify_on_rank
 from weft.world.world import World
 
 STEPS = 8
+BOUNDS = (0, 1, 3)
 SAMPLES = 12
 CASES = [(staleness, name) for staleness in (0, 1, 2, 3) for name in ("sgd", "adamw")]
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -129,14 +130,21 @@ def test_it_is_the_loop_whose_updates_come_late(ranks: Callable[..., list[Any]],
         assert _off(list(each), _late(name, staleness)) < 1e-9, (staleness, name)
 
 
-@pytest.mark.parametrize("more", ["microbatches=2", "microbatches=3 recompute=full", "offload=activations"])
-def test_it_goes_with_what_a_layout_may_have_besides(ranks: Callable[..., list[Any]], more: str) -> None:
-    assert _off(ranks(_trained, 2, f"data=2 staleness=2 {more}", "sgd"), _late("sgd", 2)) < 1e-9
+def _besides(world: World, words: list[str]) -> list[Any]:
+    return [_trained(world, f"data=2 staleness=2 {more}", "sgd") for more in words]
 
 
-@pytest.mark.parametrize("transport", ["gloo", "portable"])
-def test_every_transport_does(ranks: Callable[..., list[Any]], transport: str) -> None:
-    found = ranks(_trained, 2, "data=2 staleness=2", "sgd", env={"WEFT_TRANSPORT": transport})
+def test_it_goes_with_what_a_layout_may_have_besides(ranks: Callable[..., list[Any]]) -> None:
+    words = ["microbatches=2", "microbatches=3 recompute=full", "offload=activations"]
+    for more, each in zip(words, zip(*ranks(_besides, 2, words), strict=True), strict=True):
+        assert _off(list(each), _late("sgd", 2)) < 1e-9, more
+
+
+@pytest.mark.parametrize(
+    ("transport", "layout"), [("gloo", "data=2"), ("portable", "data=2"), ("boxes=2", "data=4 all_reduce=hierarchical")]
+)
+def test_every_transport_does(ranks: Callable[..., list[Any]], transport: str, layout: str) -> None:
+    found = ranks(_trained, Layout.parse(layout).num_ranks, f"{layout} staleness=2", "sgd", env={"WEFT_TRANSPORT": transport})
     assert _off(found, _late("sgd", 2)) < 1e-9
 
 
@@ -202,13 +210,16 @@ def _counted(world: World, layout: str, path: str, staleness: int) -> list[int]:
     return ahead
 
 
+def _bounded(world: World, how: str, folder: str) -> list[list[int]]:
+    return [_counted(world, f"data=2 staleness={k} all_reduce={how}", str(Path(folder, str(k))), k) for k in BOUNDS]
+
+
 @pytest.mark.parametrize("how", ["native", "parameter_server", "ring"])
 def test_nobody_waits_within_the_bound_and_nobody_passes_it(ranks: Callable[..., list[Any]], tmp_path: Path, how: str) -> None:
     """A rank that waits until the other is ahead would wait for ever if that one waited for it; and it never sees it further ahead."""
-    for staleness in (0, 1, 3):
-        path = tmp_path / f"{staleness}"
-        path.write_bytes(bytes(16))
-        first, second = ranks(_counted, 2, f"data=2 staleness={staleness} all_reduce={how}", str(path), staleness)
+    for staleness in BOUNDS:
+        (tmp_path / str(staleness)).write_bytes(bytes(16))
+    for staleness, first, second in zip(BOUNDS, *ranks(_bounded, 2, how, str(tmp_path)), strict=True):
         assert max(second) == staleness
         assert max(first) <= staleness
 
