@@ -252,7 +252,7 @@ def test_eval_is_evaluation(ranks: Callable[..., list[Any]]) -> None:
 
 
 def refused(world: World) -> list[str]:
-    """What is said to a batch of the wrong size, an odd batch, a pipeline and microbatches."""
+    """What is said to a batch of the wrong size, an odd batch, a pipeline, microbatches and late updates."""
     torch.manual_seed(7)
     x, y = batches()[0]
     with weft.auto_parallelize(batch=(x, y), plan=plan_of("data=2"), world=world):
@@ -269,13 +269,14 @@ def refused(world: World) -> list[str]:
         said(lambda: list(weft.shard([(x[:7], y[:7])])), Infeasible),
         said(lambda: pipeline("pipeline=2", "head/linear"), Infeasible),
         said(lambda: pipeline("data=2 microbatches=2"), Infeasible),
+        said(lambda: pipeline("data=2 staleness=1"), Infeasible),
     ]
 
 
 def test_what_a_plain_loop_cannot_do_is_refused(ranks: Callable[..., list[Any]]) -> None:
-    for size, odd, pipeline, microbatches in ranks(refused, 2):
+    for size, odd, pipeline, microbatches, stale in ranks(refused, 2):
         assert size.startswith("the model is divided for 8 samples, 4 on each of data=2, and was called with 8; draw batches through")
         assert odd.startswith("a batch of 7 samples does not divide into data=2")
-        for text in (pipeline, microbatches):
+        for text in (pipeline, microbatches, stale):
             assert "a plain loop owns its backward and its optimizer" in text
             assert "use weft.parallelize" in text
