@@ -87,7 +87,7 @@ def test_what_is_counted_is_what_the_process_grows_by(accounts: Accounts) -> Non
     done = subprocess.run([sys.executable, "-c", GROWTH], capture_output=True, text=True, check=True)
     counted, grown = map(int, done.stdout.split())
     assert counted == 24 * 4 * MIB
-    assert counted <= grown < counted * 1.1
+    assert counted * 0.99 <= grown < counted * 1.1  # some systems take back pages of the program itself meanwhile
 
 
 def test_a_limit_is_enforced_with_the_numbers(accounts: Accounts) -> None:
