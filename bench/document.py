@@ -98,7 +98,7 @@ def tables(rows: Sequence[Row], verdicts: Sequence[Verdict], skipped: Mapping[st
     for v in verdicts:
         style = {True: "green", False: "red", None: "yellow"}[v.met]
         ratio = f"{v.ratio:.2f}" if v.met is not None else "-"
-        targets.add_row(escape(v.target), f"{v.at_least:.1f}", ratio, f"[{style}]{v.word}[/]", escape(v.case), escape(v.why))
+        targets.add_row(escape(v.target), f"{v.at_least:.2f}", ratio, f"[{style}]{v.word}[/]", escape(v.case), escape(v.why))
     out.append(targets)
     if skipped:
         table = Table(title="Not measured", title_justify="left")
@@ -136,7 +136,7 @@ def markdown(
     parts += [intro, "", "## Targets", ""]
     parts += _table(
         ["target", "at least", "ratio", "", "worst case", "seconds a step"],
-        [[v.target, f"{v.at_least:.1f}", f"{v.ratio:.2f}" if v.met is not None else "", f"**{v.word}**", v.case, v.why] for v in verdicts],
+        [[v.target, f"{v.at_least:.2f}", f"{v.ratio:.2f}" if v.met is not None else "", f"**{v.word}**", v.case, v.why] for v in verdicts],
     )
     for kind, heading in KINDS.items():
         mine = [r for r in rows if r.kind == kind]
