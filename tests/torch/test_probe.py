@@ -15,7 +15,19 @@ from weft.cluster import doctor as doctor_module
 from weft.cluster.block import HIDDEN, SEQUENCE, SEQUENCES, rate_name
 from weft.cluster.cluster import Cluster, Speed
 from weft.cluster.doctor import doctor, writable
-from weft.cluster.probe import BUSY, BUSY_S, MESSAGE_RANKS, SHARE, Block, _of_cores, fingerprint, measure_compute, measure_rank, probe
+from weft.cluster.probe import (
+    BUSY,
+    BUSY_S,
+    MESSAGE_RANKS,
+    SHARE,
+    Block,
+    _of_cores,
+    _rising,
+    fingerprint,
+    measure_compute,
+    measure_rank,
+    probe,
+)
 from weft.cost.collectives import algorithms, choose
 from weft.cost.compute import Rates, block_work
 from weft.cost.network import Group
@@ -64,6 +76,11 @@ def test_the_second_call_reads_the_stored_result(measured: tuple[Cluster, Path],
         path.write_text(broken)
         with pytest.raises(AssertionError, match="measured again"):
             probe(path=path)
+
+
+def test_a_pause_of_the_system_is_no_size_s_time() -> None:
+    assert _rising({16: 9e-3, 64: 2e-3, 4: 1e-3}) == ((4.0, 1e-3), (16.0, 2e-3), (64.0, 2e-3))
+    assert _rising({4: 1.0, 16: 2.0}) == ((4.0, 1.0), (16.0, 2.0))
 
 
 def test_what_a_busy_machine_gave_is_used_for_minutes(
