@@ -314,7 +314,7 @@ def _measure_links(world: Any, count: int, sizes: Iterable[int]) -> list[tuple[s
 
 
 def _rising(seconds: Mapping[int, float]) -> tuple[tuple[float, float], ...]:
-    """(bytes, seconds), ascending. Fewer bytes take no longer than more: where they seem to, the system paused (for milliseconds over gloo).
+    """(bytes, seconds), rising. Fewer bytes take no longer than more: where they seem to, the system paused (over gloo for milliseconds).
 
     >>> _rising({4096: 1e-5, 65536: 3e-3, 1 << 20: 1e-3})
     ((4096.0, 1e-05), (65536.0, 0.001), (1048576.0, 0.001))
