@@ -27,7 +27,7 @@ from rich.table import Table
 
 from bench import collectives_hosts, collectives_programs
 from bench.arithmetic import Verdict
-from bench.document import header, versions
+from bench.document import command, header, versions
 from bench.processes import ROOT, ContenderFailed, free_port, missing, peers_python
 from weft.world.launch import Launcher
 from weft.world.world import World
@@ -322,7 +322,7 @@ def main(arguments: list[str]) -> int:
         for num_ranks in counts
     }
     verdicts = [v for num_ranks, times in found.items() for part in (0.5, 0.1) for v in judged(num_ranks, times, part)]
-    about = header(f"scripts/bench collectives {' '.join(arguments)}".strip(), versions(("torch", "mpi4py", "mpich", "deepspeed")))
+    about = header(command("collectives", arguments), versions(("torch", "mpi4py", "mpich", "deepspeed")))
     about["other work"] = f"load average {load:.1f} before the run; what is above 0 took cores and memory bandwidth from all contenders"
     about["versions"] = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
     for title, (columns, rows) in [

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from bench.collectives_programs import Case, bytes_word, lines_of, verdict
-from bench.document import header, versions
+from bench.document import command, header, versions
 from bench.networks import INTERFACE, Hosts, NoNetworks
 from bench.processes import ROOT
 from bench.rank import Line
@@ -207,7 +207,7 @@ def measure(arguments: Sequence[str], quick: bool, target: Path | None, say: Cal
     except NoNetworks as error:
         say(f"hosts are not measured: {error}")
         return 2
-    about = header(f"scripts/bench collectives {' '.join(arguments)}".strip(), versions(("torch",)))
+    about = header(command("collectives", arguments), versions(("torch",)))
     about["versions"] = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
     if target is not None:
         rows = [

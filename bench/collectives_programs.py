@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from bench.document import header, versions
+from bench.document import command, header, versions
 from bench.processes import ROOT
 from weft.cluster.cluster import Cluster
 from weft.cluster.probe import probe
@@ -185,7 +185,7 @@ def measure(arguments: Sequence[str], counts: Sequence[int], quick: bool, target
     say(f"probed: {cluster.device.name}, {cluster.num_devices} cores ({cluster.device.source})")
     sizes = (64 << 10, 1 << 20, 4 << 20) if quick else SIZES
     found = cases(cluster, counts, sizes, 5 if quick else 25, 1.0 if quick else 8.0, say)
-    about = header(f"scripts/bench collectives {' '.join(arguments)}".strip(), versions(("torch",)))
+    about = header(command("collectives", arguments), versions(("torch",)))
     about["other work"] = f"load average {load:.1f} before the run"
     about["versions"] = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
     if target is not None:

@@ -40,6 +40,20 @@ def header(command: str, versions: Mapping[str, str], **more: Any) -> dict[str, 
     }
 
 
+def command(name: str, arguments: Sequence[str]) -> str:
+    """The command as a page names it: everything but where this run's figures were put besides, which is nobody else's path.
+
+    >>> command("train", ["--rounds", "3", "--json", "/home/me/x.json", "--steps=1", "--json=y.json"])
+    'scripts/bench train --rounds 3 --steps=1'
+    """
+    kept = [
+        word
+        for before, word in zip(("", *arguments), arguments, strict=False)
+        if before != "--json" and word.partition("=")[0] != "--json"
+    ]
+    return " ".join(["scripts/bench", name, *kept])
+
+
 def processor() -> str:
     """The processor's name, as the system gives it."""
     path = Path("/proc/cpuinfo")

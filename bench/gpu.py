@@ -22,7 +22,7 @@ from torch import Tensor
 
 import weft
 from bench.arithmetic import Row, Series, Target, Verdict, as_json, judge, row
-from bench.document import header, markdown, show, versions
+from bench.document import command, header, markdown, show, versions
 from bench.measure import Effort, turn
 from bench.parity import verified
 from bench.processes import ROOT
@@ -169,7 +169,7 @@ def main(arguments: Sequence[str]) -> int:
     ours, theirs, flops = measure(given.model, given.batch, device, effort)
     mfu = flops / ours.median / peak
     about = header(
-        " ".join(["scripts/bench gpu", *arguments]),
+        command("gpu", arguments),
         versions(("torch",)),
         gpu=torch.cuda.get_device_name(device),
         model=f"{given.model}, {given.batch} samples a step",

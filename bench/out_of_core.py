@@ -25,7 +25,7 @@ from rich.table import Table
 
 import weft
 from bench.arithmetic import Row, Series, Target, as_json, judge, row
-from bench.document import header, markdown, show, versions
+from bench.document import command, header, markdown, show, versions
 from bench.measure import turn
 from bench.pipeline import lines_of
 from bench.processes import ROOT
@@ -256,7 +256,7 @@ def main(arguments: Sequence[str]) -> int:
     chosen = [way for way in ways(given.microbatches) if way.name in given.ways]
     console = Console(soft_wrap=True) if not sys.stdout.isatty() else Console()
     about = header(
-        " ".join(["scripts/bench out_of_core", *arguments]),
+        command("out_of_core", arguments),
         versions(("torch",)),
         limit=f"{format_bytes(limit)} for each of two ranks, enforced",
         load=f"{os.getloadavg()[0]:.1f} processes were running before (a quiet machine has 0)" if hasattr(os, "getloadavg") else "unknown",

@@ -21,7 +21,7 @@ from rich.table import Table
 from bench.arithmetic import Row, Series, Target, as_json, judge, row
 from bench.case import Case, Contender
 from bench.contenders import weft
-from bench.document import header, markdown, show, versions
+from bench.document import command, header, markdown, show, versions
 from bench.executor import Beside, Overhead, beside, overhead
 from bench.measure import Effort, measure
 from bench.processes import ROOT
@@ -120,7 +120,7 @@ def main(arguments: Sequence[str]) -> int:
     effort = Effort(3, 2, 2) if given.quick else Effort(given.rounds, given.steps)
     console = Console(soft_wrap=True) if not sys.stdout.isatty() else Console()
     about = header(
-        " ".join(["scripts/bench pipeline", *arguments]),
+        command("pipeline", arguments),
         versions(("torch",)),
         load=f"{os.getloadavg()[0]:.1f} processes were running before (a quiet machine has 0)" if hasattr(os, "getloadavg") else "unknown",
         measured=f"{effort.rounds} rounds of {effort.steps} steps after {effort.warm}, interleaved; medians of ratios by round",

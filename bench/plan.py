@@ -22,7 +22,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench.document import header, versions
+from bench.document import command, header, versions
 from bench.processes import ROOT
 
 PAGE = ROOT / "docs" / "benchmarks" / "plan.md"
@@ -265,7 +265,7 @@ def main(arguments: Sequence[str]) -> int:
     given = p.parse_args(list(arguments))
     console = Console(width=200) if not sys.stdout.isatty() else Console()
     about = header(
-        f"scripts/bench plan --rounds {given.rounds}{' --quick' if given.quick else ''}",
+        command("plan", arguments),
         versions(("torch", "transformers", "highspy")),
         load=f"{os.getloadavg()[0]:.1f} processes were running before (a quiet machine has 0)",
         measured=f"{given.rounds} runs of each, one after another; medians",

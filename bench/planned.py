@@ -26,7 +26,7 @@ from typing import Any
 
 from rich.console import Console
 
-from bench.document import header, versions
+from bench.document import command, header, versions
 from bench.networks import INTERFACE, Hosts, NoNetworks
 from bench.processes import ROOT, end
 from weft.cluster.cluster import Cluster, Table
@@ -337,7 +337,7 @@ def main(arguments: Sequence[str]) -> int:
     except NoNetworks as error:
         print(f"weft: {error}", file=sys.stderr)
         return 2
-    about = header(f"scripts/bench planned {' '.join(arguments)}".strip(), versions(("torch", "highspy")),
+    about = header(command("planned", arguments), versions(("torch", "highspy")),
                    load=f"{os.getloadavg()[0]:.1f} processes at the end, those measured included")  # fmt: skip
     console.print(markdown(about, rows), markup=False)
     if given.json:

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from bench.document import header, versions
+from bench.document import command, header, versions
 from bench.measure import turn
 from bench.pipeline import lines_of
 from bench.processes import ROOT
@@ -136,7 +136,7 @@ def main(arguments: Sequence[str]) -> int:
     given = p.parse_args(list(arguments))
     rounds, steps = (3, 10) if given.quick else (given.rounds, given.steps)
     about = header(
-        " ".join(["scripts/bench staleness", *arguments]),
+        command("staleness", arguments),
         versions(("torch",)),
         load=f"{os.getloadavg()[0]:.1f} processes were running before (a quiet machine has 0)",
         measured=f"{rounds} rounds of {steps} steps of each K, interleaved; ranks sleep {given.sleep_ms:g} ms in the mean",

@@ -22,7 +22,7 @@ from bench import contenders as who
 from bench.arithmetic import Row, Series, Target, as_json, judge, row
 from bench.case import Case, Contender
 from bench.contenders import Set
-from bench.document import header, markdown, show, versions
+from bench.document import command, header, markdown, show, versions
 from bench.measure import Effort, measure
 from bench.processes import ROOT
 
@@ -189,7 +189,7 @@ def main(arguments: Sequence[str]) -> int:
         Path(given.profile).mkdir(parents=True, exist_ok=True)
     console = Console(soft_wrap=True) if not sys.stdout.isatty() else Console()
     about = header(
-        " ".join(["scripts/bench train", *arguments]),
+        command("train", arguments),
         versions(PACKAGES),
         load=f"{os.getloadavg()[0]:.1f} processes were running before (a quiet machine has 0)" if hasattr(os, "getloadavg") else "unknown",
         measured=f"{effort.rounds} rounds of {effort.steps} steps after {effort.warm}, interleaved; medians of ratios by round",

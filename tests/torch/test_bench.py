@@ -18,7 +18,7 @@ from bench import gpu, train
 from bench.arithmetic import Row, Series, Target, as_json, judge, loss_difference, ratios, row
 from bench.case import Case, Contender, from_text, to_text, window_starts
 from bench.contenders import ALONE, CHOSEN, CHOSEN_FLOAT32, DDP, chosen_set, data_set, parts, pipeline_set, tensor_set
-from bench.document import markdown, show
+from bench.document import command, markdown, show
 from bench.measure import Effort, measure, turn
 
 TARGETS = (Target("data, beside DDP", 1.0, lambda r: r.peer_name == "DDP"),)
@@ -33,6 +33,15 @@ def compare(weft: float, peer: float, name: str = "DDP") -> Row:
 def told(contender: Contender) -> str:
     """The precision that a contender reports: its own plan takes bfloat16 here."""
     return "bfloat16" if contender.precision == "own" else contender.precision
+
+
+def test_a_page_names_the_command_without_where_its_figures_were_put() -> None:
+    given = ["--models", "gpt-10m", "--json", "/home/me/x.json", "--rounds=3", "--json=y.json", "--quick"]
+    assert command("train", given) == "scripts/bench train --models gpt-10m --rounds=3 --quick"
+    assert command("plan", []) == "scripts/bench plan"
+    pages = sorted((Path(__file__).parents[2] / "docs" / "benchmarks").glob("*.md"))
+    assert pages
+    assert [page.name for page in pages if "--json" in page.read_text() or "/tmp" in page.read_text()] == []
 
 
 def test_ratio_is_the_median_of_ratios_by_round_not_the_ratio_of_medians() -> None:
