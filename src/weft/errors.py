@@ -5,6 +5,19 @@ Exit codes: 2 wrong use or configuration, 3 infeasible, 4 a run or a check faile
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
+
+def nearest(word: str, known: Iterable[str], cutoff: float = 0.5) -> str:
+    """What a message says after an unknown word: ` (did you mean ring?)`, or nothing where no known word is `cutoff` alike.
+
+    >>> nearest("rng", ("ring", "tree")), nearest("zzz", ("ring", "tree"))
+    (' (did you mean ring?)', '')
+    """
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
+    return f" (did you mean {close[0]}?)" if close else ""
+
 
 class WeftError(Exception):
     """Anything weft reports to a user. `exit_code` is what the command line ends with."""

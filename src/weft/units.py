@@ -6,11 +6,10 @@ GiB of 1024; a lower-case b or "bit" is an eighth of a byte ("100 Gb/s" is 12.5e
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 
-from weft.errors import UsageError
+from weft.errors import UsageError, nearest
 
 _SI = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
 _BINARY = {f"{prefix}i": 1024.0**power for power, prefix in enumerate("KMGTPE", 1)}
@@ -133,8 +132,7 @@ def _parse(text: str | float, units: dict[str, float], what: str, example: str) 
             raise UsageError(f"{what} {text!r} is not a number with a unit, for example {example}")
         number, unit = float(found[1]), found[2]
     if unit not in units:
-        close = difflib.get_close_matches(unit, [u for u in units if u], n=1, cutoff=0.3)
-        hint = f" (did you mean {close[0]}?)" if close else ""
+        hint = nearest(unit, [u for u in units if u], 0.3)
         raise UsageError(f"{what} {text!r} has the unknown unit {unit!r}{hint}; write for example {example}")
     if not math.isfinite(number) or number < 0:
         raise UsageError(f"{what} {text!r} must be finite and not negative, for example {example}")

@@ -6,14 +6,13 @@ the number of devices, and the samples that a rank computes at once stay as many
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from math import gcd
 
 from weft.cli.machines import resized
 from weft.cli.setting import Setting
-from weft.errors import Infeasible, LayoutError, UsageError
+from weft.errors import Infeasible, LayoutError, UsageError, nearest
 from weft.plan.layout import CHOICES, Layout
 from weft.plan.plan import Plan
 
@@ -57,8 +56,7 @@ def parse_changes(words: Sequence[str]) -> tuple[Change, ...]:
         if not equals or not value:
             raise UsageError(f"{word!r} is not KEY=VALUE; for example gpus=128, seq=8192 or zero=3")
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-            raise UsageError(f"unknown change {word}{f' (did you mean {near[0]}?)' if near else ''}; known: {', '.join(known)}")
+            raise UsageError(f"unknown change {word}{nearest(key, known)}; known: {', '.join(known)}")
         if any(change.key == key for change in found):
             raise UsageError(f"{key} is given twice; compare values by running whatif for each")
         # Which layers `recompute=full:...` names is for the layout to read.

@@ -6,7 +6,6 @@ as well; what joins the parts is the slower of their networks, or the file's [be
 
 from __future__ import annotations
 
-import difflib
 import re
 import tomllib
 from collections.abc import Mapping
@@ -18,7 +17,7 @@ from typing import Any
 
 from weft.cluster.cluster import Cluster, Device, Level, Link, Speed, Table
 from weft.cluster.mixed import mixed
-from weft.errors import ConfigError, UsageError
+from weft.errors import ConfigError, UsageError, nearest
 
 FORMAT = 1
 
@@ -178,12 +177,6 @@ def _tables(cluster: Cluster, prefix: str) -> list[str]:
     for table in cluster.tables:
         lines += ["", f"[[{prefix}table]]", *_fields(table)]
     return lines
-
-
-def nearest(word: str, known: Any) -> str:
-    """` (did you mean X?)`, or nothing where no known word is near."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def _names(kind: type) -> tuple[str, ...]:

@@ -5,12 +5,11 @@ A new one is a new function and a new line in `ALGORITHMS`. None imports torch.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Sequence
 from math import prod
 
 from weft.collectives import all_to_all, butterfly, halo, hierarchical, naive, parameter_server, ring, tree
-from weft.errors import UsageError
+from weft.errors import UsageError, nearest
 from weft.plan.program import Program
 
 __all__ = ["ALGORITHMS", "COLLECTIVES", "NESTED", "build"]
@@ -46,10 +45,10 @@ def build(collective: str, name: str, ranks: int | Sequence[int], **options: int
         UsageError: an unknown collective or algorithm, an option that it does not have, sizes that it cannot do.
     """
     if collective not in ALGORITHMS:
-        raise UsageError(f"unknown collective {collective}{_nearest(collective, COLLECTIVES)}; known: {', '.join(COLLECTIVES)}")
+        raise UsageError(f"unknown collective {collective}{nearest(collective, COLLECTIVES, 0.4)}; known: {', '.join(COLLECTIVES)}")
     known = ALGORITHMS[collective]
     if name not in known:
-        raise UsageError(f"{collective} has no algorithm {name}{_nearest(name, tuple(known))}; known: {', '.join(known)}")
+        raise UsageError(f"{collective} has no algorithm {name}{nearest(name, known, 0.4)}; known: {', '.join(known)}")
     sizes: int | Sequence[int] = ranks
     if name in NESTED:
         sizes = [ranks] if isinstance(ranks, int) else ranks
@@ -59,8 +58,3 @@ def build(collective: str, name: str, ranks: int | Sequence[int], **options: int
         return known[name](sizes, **options)
     except TypeError:
         raise UsageError(f"{name} takes no {' or '.join(options)}") from None
-
-
-def _nearest(word: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.4)
-    return f" (did you mean {close[0]}?)" if close else ""

@@ -6,13 +6,11 @@ what an algorithm costs (`weft.cost`), and between which ranks.
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from weft.errors import LayoutError
+from weft.errors import LayoutError, nearest
 
 NATIVE = "native"
 AUTO = "auto"
@@ -81,9 +79,3 @@ class Choices:
         if not all(found):
             raise LayoutError(f"all-reduce choices {text!r} are not of the form 'ring to 4096 B, native'")
         return cls(tuple((int(row[2]), row[1]) for row in found if row), above)
-
-
-def nearest(word: str, known: Sequence[str]) -> str:
-    """` (did you mean ring?)`, or nothing where no known word is near."""
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f" (did you mean {close[0]}?)" if close else ""

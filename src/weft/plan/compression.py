@@ -7,11 +7,10 @@ nothing back, as mixed-precision training rounds. Not modelled: entropy coding, 
 
 from __future__ import annotations
 
-import difflib
 import math
 from dataclasses import dataclass
 
-from weft.errors import LayoutError
+from weft.errors import LayoutError, nearest
 
 KINDS = ("none", "bfloat16", "int8", "topk")
 BLOCK = 512  # elements that share one scale of int8: 0.8 % more bytes, and one large element spoils few others
@@ -39,9 +38,7 @@ class Compression:
         """
         kind, colon, number = word.partition(":")
         if kind not in KINDS or (colon and kind != "topk"):
-            near = difflib.get_close_matches(kind, KINDS, n=1, cutoff=0.5)
-            hint = f" (did you mean {near[0]}?)" if near else ""
-            raise LayoutError(f"compress={word} is unknown{hint}; use one of none, bfloat16, int8, topk, topk:FRACTION")
+            raise LayoutError(f"compress={word} is unknown{nearest(kind, KINDS)}; use one of none, bfloat16, int8, topk, topk:FRACTION")
         if kind != "topk":
             return cls(kind)
         try:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass, fields, replace
 from math import lcm
 
-from weft.errors import LayoutError
+from weft.errors import LayoutError, nearest
 from weft.plan.choice import AUTO, NATIVE, SCATTERING
 from weft.plan.choice import NAMES as ALL_REDUCE
 from weft.plan.compression import Compression, refuse_compression
@@ -101,7 +100,7 @@ class Layout:
             if value in LATER_CHOICES.get(key, ()):
                 raise LayoutError(f"{key}={value} is not built yet; use one of {', '.join(known)}")
             if value not in known:
-                raise LayoutError(f"{key}={value} is unknown{_nearest(value, known)}; use one of {', '.join(known)}")
+                raise LayoutError(f"{key}={value} is unknown{nearest(value, known)}; use one of {', '.join(known)}")
         if reason := refuse_sizes(self.schedule, self.microbatches):
             raise LayoutError(reason)
         if reason := refuse_sums(self.all_reduce, self.zero, self.data * self.tensor, self.compress):
@@ -253,7 +252,7 @@ class Layout:
             if key in LATER:
                 raise LayoutError(f"layout key {key} is not built yet; use {', '.join(known)}")
             if key not in known:
-                raise LayoutError(f"unknown layout key {key}{_nearest(key, (*known, *LATER))}; known: {', '.join(known)}")
+                raise LayoutError(f"unknown layout key {key}{nearest(key, (*known, *LATER))}; known: {', '.join(known)}")
             if key in given:
                 raise LayoutError(f"layout key {key} is given twice")
             if known[key] == "int":
@@ -325,8 +324,3 @@ def refuse_staleness(layout: Layout) -> str:
                 f"use {' or '.join(f'{key}={value}' for value in known)}, or staleness=0"
             )
     return ""
-
-
-def _nearest(word: str, known: tuple[str, ...]) -> str:
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f" (did you mean {close[0]}?)" if close else ""

@@ -6,7 +6,6 @@ them; both are elementwise, so one flat tensor is updated exactly as its paramet
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.errors import UsageError
+from weft.errors import UsageError, nearest
 from weft.run.parameters import FlatGroup
 from weft.world.world import Group
 
@@ -37,8 +36,7 @@ class OptimizerSpec:
 
     def __post_init__(self) -> None:
         if self.name not in ("adamw", "sgd"):
-            close = difflib.get_close_matches(self.name, ("adamw", "sgd"), n=1)
-            raise UsageError(f"optimizer {self.name!r} is unknown{f' (did you mean {close[0]}?)' if close else ''}; use adamw or sgd")
+            raise UsageError(f"optimizer {self.name!r} is unknown{nearest(self.name, ('adamw', 'sgd'), 0.6)}; use adamw or sgd")
         if self.decay not in ("all", "matrices"):
             raise UsageError(f"decay={self.decay!r} is unknown; use all or matrices")
         if self.lr < 0 or self.clip < 0:
@@ -54,10 +52,7 @@ class OptimizerSpec:
         known = [f.name for f in fields(cls)]
         for key in value:
             if key not in known:
-                close = difflib.get_close_matches(key, known, n=1)
-                raise UsageError(
-                    f"optimizer option {key!r} is unknown{f' (did you mean {close[0]}?)' if close else ''}; known: {', '.join(known)}"
-                )
+                raise UsageError(f"optimizer option {key!r} is unknown{nearest(key, known, 0.6)}; known: {', '.join(known)}")
         return cls(**value)
 
     @property

@@ -6,10 +6,9 @@ is a new file and a new line in `SCHEDULES` and in `weft.plan.layout`, which say
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 
-from weft.errors import UsageError
+from weft.errors import UsageError, nearest
 from weft.plan.layout import chunks_of, refuse_sizes
 from weft.plan.program import Compute, Links, Program, chain
 from weft.schedules.chimera import chimera
@@ -67,9 +66,7 @@ def build(
 def rows(name: str, num_stages: int, num_microbatches: int, links: Links, chunks: int = 1) -> list[list[Compute]]:
     """[rank] -> its computes in order, without transfers; as `build` otherwise."""
     if name not in SCHEDULES:
-        close = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.4)
-        hint = f" (did you mean {close[0]}?)" if close else ""
-        raise UsageError(f"unknown schedule {name}{hint}; known: {', '.join(NAMES)}")
+        raise UsageError(f"unknown schedule {name}{nearest(name, NAMES, 0.4)}; known: {', '.join(NAMES)}")
     if num_stages < 1 or num_microbatches < 1:
         raise UsageError(f"{name} of {num_stages} stages and {num_microbatches} microbatches; it needs at least 1 of each")
     if reason := refuse_sizes(name, num_microbatches):

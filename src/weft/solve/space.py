@@ -13,14 +13,13 @@ they are asked for.
 
 from __future__ import annotations
 
-import difflib
 import operator
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
 from weft.cluster.cluster import Cluster
-from weft.errors import Infeasible, LayoutError, UsageError
+from weft.errors import Infeasible, LayoutError, UsageError, nearest
 from weft.plan.compression import Compression, refuse_compression
 from weft.plan.layout import BOTH_WAYS, CHOICES, RUNS, STALE_WITH, Layout, chunks_of, refuse_sizes, refuse_sums
 
@@ -69,10 +68,7 @@ def parse_constraints(text: str) -> tuple[Constraint, ...]:
             raise UsageError(f"constraint {word!r} is not KEY<=VALUE, KEY=VALUE or KEY>=VALUE; for example tensor<=8")
         key, relation, given = match[1], match[2].replace("==", "="), match[3]
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-            raise UsageError(
-                f"constraint {word} has the unknown key {key}{f' (did you mean {near[0]}?)' if near else ''}; known: {', '.join(known)}"
-            )
+            raise UsageError(f"constraint {word} has the unknown key {key}{nearest(key, known)}; known: {', '.join(known)}")
         if known[key] == "int":
             if not given.isdigit():
                 raise UsageError(f"constraint {word}: {key} is a whole number, for example {key}<=4")
@@ -83,10 +79,8 @@ def parse_constraints(text: str) -> tuple[Constraint, ...]:
             if key == "compress":
                 found.append(Constraint(key, relation, str(Compression.parse(given))))
                 continue
-            if given not in CHOICES[key]:
-                near = difflib.get_close_matches(given, CHOICES[key], n=1, cutoff=0.5)
-                hint = f" (did you mean {near[0]}?)" if near else ""
-                raise UsageError(f"constraint {word}: {given} is unknown{hint}; use one of {', '.join(CHOICES[key])}")
+            if given not in (choices := CHOICES[key]):
+                raise UsageError(f"constraint {word}: {given} is unknown{nearest(given, choices)}; use one of {', '.join(choices)}")
             found.append(Constraint(key, relation, given))
     for key in {c.key for c in found}:
         mine = [c for c in found if c.key == key]

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from weft.errors import UsageError
-from weft.plan.choice import AUTO, NAMES, Choices, nearest
+from weft.errors import UsageError, nearest
+from weft.plan.choice import AUTO, NAMES, Choices
 from weft.plan.program import Program
 from weft.world import private
 from weft.world.group import Group
