@@ -26,7 +26,7 @@ SINGLE_BF16 = Contender("one process, autocast", "bench.peers.single", 1, 2, "bf
 DDP = Contender("DDP", "bench.peers.ddp")
 DDP_WRITTEN = Contender("DDP, as users write it", "bench.peers.ddp", settings="own", options={"plain": True})
 DDP_ALONE = Contender("DDP, no exchange", "bench.peers.ddp", options={"exchange": False})
-ZERO_OPTIMIZER = Contender("ZeroRedundancyOptimizer", "bench.peers.zero_redundancy")
+ZERO_OPTIMIZER = Contender("ZeroRedundancyOptimizer", "bench.peers.ddp", options={"zero": True})
 DDP_BF16 = Contender("DDP, autocast", "bench.peers.ddp", precision="bfloat16", options={"autocast": True})
 FSDP2 = Contender("FSDP2", "bench.peers.fsdp2")
 GPIPE = Contender("torch GPipe", "bench.peers.pipelining", options={"schedule": "GPipe"})

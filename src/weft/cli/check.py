@@ -91,10 +91,9 @@ def _moved(program: Program) -> str:
     """In words, how long a collective's chain of messages is and what its ranks send, in parts of the tensor."""
     from weft.simulate.messages import Wire, deliver, num_steps
 
-    pieces = {value for held in (*program.given, *program.wants) for value in held}
-    if not program.num_actions or not pieces:
+    if not program.num_actions or not program.pieces:
         return ""
-    sent = deliver(program, lambda _: 1 / len(pieces), lambda *_: Wire(0.0, 1.0)).sent_bytes
+    sent = deliver(program, lambda _: 1 / len(program.pieces), lambda *_: Wire(0.0, 1.0)).sent_bytes
     most, mean = max(sent), sum(sent) / len(sent)
     return f", {num_steps(program)} messages one after another; a rank sends at most {most:.2f} of the tensor, {mean:.2f} in the mean"
 

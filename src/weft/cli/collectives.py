@@ -190,8 +190,7 @@ def _traffic(program: Program, total: float, machines: Cluster | None) -> Traffi
     from weft.simulate.messages import Wire, deliver
     from weft.simulate.wires import wires
 
-    pieces = {value for held in (*program.given, *program.wants) for value in held}
-    whole = total / len(pieces)
+    whole = total / len(program.pieces)
     between = wires(machines) if machines is not None else lambda *_: Wire(*EQUAL)
     return deliver(program, lambda _: whole, between)
 

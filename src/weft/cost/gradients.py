@@ -20,11 +20,11 @@ from weft.cost.memory import Widths
 from weft.cost.network import Group
 from weft.plan.compression import Compression
 from weft.plan.layout import BOTH_WAYS, Layout
+from weft.plan.plan import BUCKET_BYTES
 
 if TYPE_CHECKING:
     from weft.cost.step import Pricer
 
-BUCKET_BYTES = 25 * 2**20  # gradients are summed in pieces of this size where they overlap, and on processors, unless a plan says another
 BUCKETS = tuple(sorted({2**k for k in range(20, 29)} | {BUCKET_BYTES}))  # what is tried: the first bucket of a run is 1 MiB
 WORTH = 0.01  # part of the sums' seconds that another size than the usual one must save
 # Bytes of memory that each element takes on the way: counted from the operators, but for top-k's selection, which is measured.

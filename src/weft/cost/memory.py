@@ -17,13 +17,12 @@ from weft.model.graph import Graph, Operator, Ref, Tensor
 from weft.model.work import MATMUL_KINDS, RECURRENT_KEEPS, Work, batched, differentiable, packet, storages, work
 from weft.plan.compression import Compression
 from weft.plan.layout import BOTH_WAYS, Layout
-from weft.plan.plan import Memory
+from weft.plan.plan import BUCKET_BYTES, Memory
 from weft.schedules.interleaved import most_in_flight
 
 MARGIN = 0.06  # of everything else: fragmentation and workspaces
-# Memory that packing and unpacking a bucket takes besides, in sizes of a bucket, and that size: measured.
+# Memory that packing and unpacking a bucket takes besides, in sizes of a bucket: measured.
 PACKING = {"bfloat16": 2.0, "int8": 2.0, "topk": 4.0}
-PACKED_BYTES = 25 * 2**20
 
 
 def state_bytes(num_parameters: float, zero: int, num_ranks: int, weight: float = 4, gradient: float = 4, optimizer: float = 8) -> float:
@@ -233,7 +232,7 @@ def memory_of(
     if layout.offload in ("optimizer", "all"):
         optimizer = 0.0
     buffers = working + 2 * state.entering_bytes * (layout.pipeline > 1)
-    buffers += PACKING.get(how.kind, 0.0) * min(PACKED_BYTES, widths.gradient * state.num_trainable)
+    buffers += PACKING.get(how.kind, 0.0) * min(BUCKET_BYTES, widths.gradient * state.num_trainable)
     if zero == 3 and data > 1:
         # Two layers' weights are whole at a time, and one's gradients.
         buffers += (min(2, state.layers) * widths.weight + widths.gradient) * state.num_parameters / state.layers

@@ -21,7 +21,7 @@ from weft.cluster.cluster import Cluster, Speed
 from weft.cost import kernels
 from weft.cost.compute import Rates, Seconds, optimizer_s
 from weft.cost.efficiency import Stack, stack_of
-from weft.cost.gradients import BUCKET_BYTES, Sums, exchange_s, summing_s
+from weft.cost.gradients import Sums, exchange_s, summing_s
 from weft.cost.memory import Inventory, StageState, Widths, memory_of
 from weft.cost.network import Group, collective_s, send_s
 from weft.cost.parts import Local, Parts, Section, even_sites, expert_weights, gather, held_parameters, numbered, repeated, section
@@ -33,7 +33,7 @@ from weft.model.sharding import Prices, Sharding
 from weft.model.stages import Cut, Stage, cuts, split
 from weft.model.work import MATMUL_KINDS, Work, model_flops
 from weft.plan.layout import Layout
-from weft.plan.plan import Memory, Prediction
+from weft.plan.plan import BUCKET_BYTES, Memory, Prediction
 from weft.plan.recomputation import Recomputation
 
 __all__ = ["Pricer", "StageCost", "straggling", "together"]

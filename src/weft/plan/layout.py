@@ -103,7 +103,7 @@ class Layout:
                 raise LayoutError(f"{key}={value} is unknown{nearest(value, known)}; use one of {', '.join(known)}")
         if reason := refuse_sizes(self.schedule, self.microbatches):
             raise LayoutError(reason)
-        if reason := refuse_sums(self.all_reduce, self.zero, self.data * self.tensor, self.compress):
+        if reason := refuse_sums(self.all_reduce, self.zero, self.data * self.tensor):
             raise LayoutError(reason)
         if self.chunks == 1:
             object.__setattr__(self, "chunks", chunks_of(self.schedule, 1))
@@ -283,17 +283,12 @@ def refuse_sizes(schedule: str, microbatches: int) -> str:
     return ""
 
 
-def refuse_sums(all_reduce: str, zero: int, ranks: int, compress: str = "none") -> str:
-    """Why gradients of so many ranks cannot be summed by an algorithm, as ZeRO and compression need it; empty where they can.
+def refuse_sums(all_reduce: str, zero: int, ranks: int) -> str:
+    """Why gradients of so many ranks cannot be summed by an algorithm, as ZeRO needs it; empty where they can.
 
     >>> refuse_sums("ring", 1, 4), refuse_sums("tree", 0, 4)
     ('', '')
     """
-    if compress != "none" and all_reduce not in (AUTO, NATIVE):
-        return (
-            f"all_reduce={all_reduce} compress={compress}: compressed gradients have an exchange of their own; use all_reduce=auto, or "
-            "compress=none"
-        )
     known = (AUTO, NATIVE, "hierarchical", *SCATTERING)
     if zero and all_reduce not in known:
         return (

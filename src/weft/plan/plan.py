@@ -10,6 +10,7 @@ from weft.plan.layout import Layout
 from weft.plan.microbatches import microbatch_sizes
 
 FORMAT_VERSION = 1
+BUCKET_BYTES = 25 << 20  # gradients are summed in pieces of this size, as DistributedDataParallel does (Li et al., VLDB 2020)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ class Plan:
     candidates: tuple[Candidate, ...] = ()
     replicated_operators: tuple[str, ...] = ()  # sites whose operator has no rule
     uncaptured: str = ""  # why the model could not be captured; then only data and zero apply
-    bucket_bytes: int = 0  # gradients are summed in pieces of this size; 0 is the usual one
+    bucket_bytes: int = 0  # gradients are summed in pieces of this size; 0 is `BUCKET_BYTES`
     bound_gap: float | None = None  # the step against a proven lower bound: 0.05 is 5 % above; None where nothing is proven
     planning_time_s: float = field(default=0.0, compare=False)
     sums: Choices = field(default_factory=Choices)

@@ -114,6 +114,11 @@ class Program:
         return sum(map(len, self.actions))
 
     @cached_property
+    def pieces(self) -> tuple[Value, ...]:
+        """Every value that some rank is given or wants, in order: of a collective, the pieces of its tensor."""
+        return tuple(sorted({value for held in (*self.given, *self.wants) for value in held}))
+
+    @cached_property
     def microbatches(self) -> tuple[int, ...]:
         """Every microbatch that some action names, in order."""
         return tuple(sorted({a.microbatch for row in self.actions for a in row if isinstance(a, Compute)}))

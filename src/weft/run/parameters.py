@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from weft.plan.plan import BUCKET_BYTES
 from weft.world.world import Group
 
-BUCKET_BYTES = 25 << 20  # as DistributedDataParallel (Li et al., VLDB 2020)
 FIRST_BUCKET_BYTES = 1 << 20
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.errors import Infeasible, ModelError
+from weft.lower.redistribute import counted
 from weft.model.nesting import BatchForm, batch_size_of, leaves, rebuild
 from weft.plan.plan import Plan
 from weft.run.build import Parts, Source, build, check_evaluation
@@ -25,20 +26,6 @@ from weft.run.optimizer import OptimizerSpec
 from weft.run.parameters import FlatGroup, share
 from weft.world import private
 from weft.world.world import Group, World
-
-
-class _Averaged(torch.autograd.Function):
-    """Nothing forward; the gradient of a mean over one of n equal parts is 1/n of that of the mean over all."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, share: float) -> Tensor:
-        ctx.share = share
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad * ctx.share, None
-
 
 _PLAIN = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device)
 
@@ -132,9 +119,8 @@ def divide(model: nn.Module, source: Source, plan: Plan, batch: Any, world: Worl
             results = local.module(*values)
         out = []
         for name, x in zip(local.results, results, strict=True):
-            if forms[name].get("data", "R")[0] == "S" and x.is_floating_point():
-                x = _Averaged.apply(x, 1.0 / layout.data)  # type: ignore[no-untyped-call]
-            out.append(x)
+            cut = forms[name].get("data", "R")[0] == "S"  # of a mean over one of n equal parts 1/n counts
+            out.append(counted(x, 1.0 / layout.data) if cut else x)
         return rebuild(structure, others | dict(zip(outputs, out, strict=True)))
 
     model.forward = forward

@@ -31,7 +31,9 @@ class Resharded:
 
     def differ(self, value: Value) -> bool:
         """Whether a value's two stages arrange their ranks differently."""
-        a, b = value.index[:2]
+        return self._differ(*value.index[:2])
+
+    def _differ(self, a: int, b: int) -> bool:
         return self._shardings[a].sizes != self._shardings[b].sizes
 
     def side(self, stage: int, value: str) -> Side:
@@ -50,7 +52,7 @@ class Resharded:
         """Groups of this rank that gather after a message, either way."""
         found = set()
         for (a, b), those in crossings.items():
-            for c in those if self._shardings[a].sizes != self._shardings[b].sizes else ():
+            for c in those if self._differ(a, b) else ():
                 for graph in self._graphs.values():
                     for source, target in ((a, b), (b, a)):
                         ranks = self.of(c.value, graph.tensors[c.value].shape, source, target).peers.get(self._rank)

@@ -16,12 +16,13 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 
 from weft.cluster.cluster import Cluster
 from weft.errors import Infeasible, LayoutError, UsageError, nearest
-from weft.plan.compression import Compression, refuse_compression
-from weft.plan.layout import BOTH_WAYS, CHOICES, RUNS, STALE_WITH, Layout, chunks_of, refuse_sizes, refuse_sums
+from weft.plan.compression import Compression
+from weft.plan.layout import BOTH_WAYS, CHOICES, RUNS, Layout, chunks_of, refuse_sizes
 
 MOST_MICROBATCHES = 512
 MOST_CHUNKS = 8
@@ -191,12 +192,12 @@ class Space:
             if given and self.cluster.num_devices > 16 and not self.fewer:
                 return
             for data, tensor, pipeline in self._meshes(ranks):
-                if not self.admits("compress", self.compress) or refuse_compression(self.compress, data, 0, self.sums):
+                if not self.admits("compress", self.compress):
                     continue
                 for layout in self._frames(data, tensor, pipeline, precisions):
                     try:
                         layout = replace(layout, compress=self.compress, staleness=self.staleness)
-                    except LayoutError:  # has no late updates
+                    except LayoutError:  # has no replicas to compress for, or no late updates
                         continue
                     given = True
                     yield layout
@@ -280,13 +281,9 @@ class Space:
         for offload in CHOICES["offload"]:
             for recompute in CHOICES["recompute"]:
                 for zero in (0, 1, 2, 3) if layout.data > 1 else (0,):
-                    if refuse_sums(layout.all_reduce, zero, layout.data * layout.tensor):
+                    if not (self.admits("zero", zero) and self.admits("recompute", recompute) and self.admits("offload", offload)):
                         continue
-                    if refuse_compression(layout.compress, layout.data, zero):
-                        continue
-                    if layout.staleness and (zero not in STALE_WITH["zero"] or offload not in STALE_WITH["offload"]):
-                        continue
-                    if self.admits("zero", zero) and self.admits("recompute", recompute) and self.admits("offload", offload):
+                    with suppress(LayoutError):  # what does not go together, a layout says itself
                         yield replace(layout, zero=zero, recompute=recompute, offload=offload)
 
     def variants(self, frame: Layout) -> Iterator[Layout]:

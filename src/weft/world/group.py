@@ -335,9 +335,7 @@ class Group:
             return chosen
         at = self._begin(recorder.ALL_GATHER, x)
         sent = self._host(x)
-        direct = not self._staged and out.dtype is not torch.bool
-        arrived = out.detach() if direct else self._room(sent, out.numel())
-        finish = None if direct else lambda: out.copy_(self._back(arrived, out))
+        arrived, finish = self._into(out, sent)
         return self._end(self._call("all_gather", arrived, sent, [sent.numel()] * self.size, wait), at, finish, (sent, arrived), wait)
 
     def reduce_scatter(self, x: Tensor, dim: int = 0) -> Tensor:
@@ -435,11 +433,16 @@ class Group:
             return _DONE
         at = self._begin(recorder.ALL_TO_ALL, x)
         sent = self._host(x)
-        direct = not self._staged and out.dtype is not torch.bool
-        arrived = out.detach() if direct else self._room(sent, out.numel())
-        finish = None if direct else lambda: out.copy_(self._back(arrived, out))
+        arrived, finish = self._into(out, sent)
         sizes = [x.numel() // self.size] * self.size
         return self._end(self._call("exchange", arrived, sent, sizes, sizes, wait), at, finish, (sent, arrived), wait)
+
+    def _into(self, out: Tensor, sent: Tensor) -> tuple[Tensor, Callable[[], Any] | None]:
+        """Where what comes for `out` arrives, and what then brings it there, if anything."""
+        if not self._staged and out.dtype is not torch.bool:
+            return out.detach(), None
+        arrived = self._room(sent, out.numel())
+        return arrived, lambda: out.copy_(self._back(arrived, out))
 
     def isend(self, x: Tensor, to_index: int, tag: int = 0) -> Work:
         """Starts sending `x`; it must not change before `wait`. Never blocks, so that two ranks may send to one another."""

@@ -55,7 +55,7 @@ class Programs:
         """Replaces `x` on every member by that of the one that the program gives it."""
 
         def work(route: Route, note: Note, tag: int) -> None:
-            flat = _bytes(x.detach().contiguous().view(-1))
+            flat = _bytes(_flat(x))
             self._run(route, _cut(flat, route.places, x.element_size()), note, tag)
             if flat.data_ptr() != x.data_ptr():
                 x.detach().copy_(flat.view(x.dtype).view(x.shape))
@@ -106,7 +106,7 @@ class Programs:
             Value("block", (s, me)): x.view(-1) for s, x in enumerate(got) if s != me
         }
         got[me].copy_(sent[me])
-        lineup = sorted({value for row in program.actions for value in [action.value for action in row]})  # type: ignore[union-attr]
+        lineup = _moved(program)
         passing = [[action.value for action in row if rank not in action.value.index] for rank, row in enumerate(program.actions)]  # type: ignore[union-attr]
 
         def work(route: Route, note: Note, tag: int) -> None:
@@ -125,7 +125,7 @@ class Programs:
         Any tensors, views of one with margins as a rule: a border that has the margins of earlier dimensions in it carries corners along.
         """
         me = self._group.index
-        lineup = sorted({value for row in program.actions for value in [action.value for action in row]})  # type: ignore[union-attr]
+        lineup = _moved(program)
 
         def at(first: int, last: int) -> Tensor:
             rank, dim, side = lineup[first].index
@@ -250,12 +250,17 @@ def chunks_of(program: Program) -> list[Value]:
     Raises:
         ProgramError: its values are not `chunk(0)`, `chunk(1)` and so on.
     """
-    found = sorted({value for held in (*program.given, *program.wants) for value in held})
+    found = list(program.pieces)
     if found != [Value("chunk", (i,)) for i in range(len(found))]:
         raise ProgramError(
             f"{program.name} is about {', '.join(map(str, found[:4]))}; a collective of one tensor has chunk(0), chunk(1), ..."
         )
     return found
+
+
+def _moved(program: Program) -> list[Value]:
+    """What its messages carry, in order."""
+    return sorted({action.value for row in program.actions for action in row})  # type: ignore[union-attr]
 
 
 def _ahead(steps: Sequence[Step], at: int) -> list[Take | Sum]:
