@@ -1,4 +1,4 @@
-"""Recomputation of some layers: what the word means, what it costs beside enumeration, and the fewest that fit."""
+"""Layers that are repeated or moved: what the words mean, what they cost beside enumeration, and the fewest that fit."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from weft.cluster.cluster import Cluster, Device, Level, Link
 from weft.cost.step import Pricer
 from weft.errors import Infeasible, LayoutError
 from weft.plan.layout import Layout
-from weft.plan.recomputation import Recomputation
+from weft.plan.residency import LayerChoice, Residency
+from weft.solve.residency import DROP, KEEP, resident
 from weft.solve.search import search
-from weft.solve.thinner import fewest
 from weft.solve.timing import balanced, clocked, price
 
 LAYERS = [f"h.{i}" for i in range(12)]
@@ -41,7 +41,7 @@ def cluster(memory_bytes: float, devices: int = 4) -> Cluster:
     ],
 )
 def test_a_word_names_layers(word: str, stage: int, want: list[str]) -> None:
-    found = Recomputation.parse(word)
+    found = LayerChoice.parse("recompute", word)
     assert list(found.chosen(stage, LAYERS)) == want
     assert str(found) == word
 
@@ -65,7 +65,7 @@ def test_a_word_that_means_nothing_is_refused(word: str, said: str) -> None:
 
 def test_a_layer_that_the_model_lacks_is_refused() -> None:
     with pytest.raises(LayoutError, match=r"the model has no such layer; it has h\.0, h\.1"):
-        Recomputation.parse("full:h.9").check(["", "h.0", "h.1"])
+        Residency.parse("full:h.9", "none").check([["h.0"], ["h.1"]])
 
 
 def test_each_layer_costs_its_forward_and_saves_what_it_keeps() -> None:
@@ -104,10 +104,10 @@ def test_the_fewest_layers_are_the_best_of_all_counts(tight: float, pipeline: in
     sites = balanced(wide, layout) if pipeline > 1 else ()
     most, least = (price(wide, replace(layout, recompute=word), sites).prediction.memory.total for word in ("none", "full"))
     pricer = Pricer(graph, cluster(least + tight * (most - least)), 8)
-    each = [pricer.num_layers(layout, sites, s) for s in range(pipeline)]
+    each = [len(pricer.loads(layout, sites, s)) for s in range(pipeline)]
     every = [replace(layout, recompute=f"full:{'/'.join(map(str, c))}") for c in product(*(range(n + 1) for n in each)) if any(c)]
     fitting = [clocked(pricer, price(pricer, one, sites)) for one in every if _fits(pricer, one, sites)]
-    found = fewest(pricer, layout, sites)
+    found = resident(pricer, replace(layout, recompute="none"), sites, (KEEP, DROP))
     if found is None:
         assert min(sum(_counts(p.layout, pipeline)) for p in fitting) == sum(each)
         return
@@ -118,7 +118,7 @@ def test_the_fewest_layers_are_the_best_of_all_counts(tight: float, pipeline: in
 
 
 def _counts(layout: Layout, stages: int) -> tuple[int, ...]:
-    counts = layout.recomputation.counts
+    counts = layout.residency.recompute.counts
     return counts * stages if len(counts) == 1 else counts
 
 
@@ -127,7 +127,7 @@ def test_the_planner_repeats_as_few_layers_as_fit() -> None:
     graph, one = gpt(6), "data=1 tensor=1 pipeline=1 microbatches=1 zero=0 offload=none precision=float32"
     most, least = (price(Pricer(graph, cluster(1e11, 1), 8), Layout(recompute=w)).prediction.memory.total for w in ("none", "full"))
     plan = search(graph, cluster((most + least) / 2, 1), 8, "gpt", one)
-    assert 1 <= plan.layout.recomputation.counts[0] <= 5
+    assert 1 <= plan.layout.residency.recompute.counts[0] <= 5
     assert plan.prediction is not None
     whole = search(graph, cluster((most + least) / 2, 1), 8, "gpt", f"{one} recompute=full")
     assert whole.prediction is not None

@@ -15,6 +15,7 @@ from weft.cli.setting import Setting
 from weft.errors import Infeasible, LayoutError, UsageError, nearest
 from weft.plan.layout import CHOICES, Layout
 from weft.plan.plan import Plan
+from weft.plan.residency import kind_of
 
 DEVICES = ("gpus", "devices")
 SEQUENCE = ("seq", "sequence")
@@ -60,7 +61,7 @@ def parse_changes(words: Sequence[str]) -> tuple[Change, ...]:
         if any(change.key == key for change in found):
             raise UsageError(f"{key} is given twice; compare values by running whatif for each")
         # Which layers `recompute=full:...` names is for the layout to read.
-        if key in CHOICES and (value.partition(":")[0] if key == "recompute" else value) not in CHOICES[key]:
+        if key in CHOICES and kind_of(key, value) not in CHOICES[key]:
             raise UsageError(f"{word}: {value} is unknown; use one of {', '.join(CHOICES[key])}")
         change = Change(key, value)
         if key not in CHOICES and key != "cluster" and not (key in ("zero", "threads") and value == "0"):

@@ -174,8 +174,9 @@ class StageState:
     `entering_bytes` come from other stages; `kept_bytes` are kept for backward, `scores_bytes` of them by attention's scores;
     `working_bytes` are the most that one operator's backward works on. By layer, for who runs layers again or moves them: `layers` there
     are, `layer_bytes` enter each, `fullest_bytes` the fullest keeps, and `outside_bytes` are kept in none of them. `layers_again` of them
-    are repeated, of which the fullest keeps `fullest_again_bytes`; the others keep `others_bytes` together, and those behind
-    all repeated ones `behind_bytes`.
+    are repeated, of which the fullest keeps `fullest_again_bytes`; some are picked to move to the host, of which the fullest keeps
+    `fullest_moved_bytes`; the others keep `others_bytes` together, and those behind all repeated and moved ones `behind_bytes`.
+    `moved_bytes` of a microbatch go to the host, of the layers that are picked or of all.
     """
 
     num_parameters: float
@@ -191,8 +192,16 @@ class StageState:
     outside_bytes: float = 0.0
     layers_again: int = 0
     fullest_again_bytes: float = 0.0
+    fullest_moved_bytes: float = 0.0
+    moved_bytes: float = 0.0
     others_bytes: float = 0.0
     behind_bytes: float = 0.0
+
+
+def there_bytes(fullest_again: float, fullest_moved: float, behind: float, layers_moved: int) -> float:
+    """Bytes beside what is kept while a layer that was dropped or moved is there for its backward: it, and those that move that come
+    meanwhile; less what the layers behind all such have given back by then."""
+    return max(0.0, max(fullest_again, fullest_moved) + (layers_moved - 1) * fullest_moved - behind)
 
 
 def memory_of(
@@ -210,14 +219,15 @@ def memory_of(
     flying = in_flight(layout.schedule, layout.pipeline, rank, layout.microbatches, layout.chunks)
     kept = state.kept_bytes - (state.scores_bytes if layout.recompute in ("selective", "full") else 0.0)
     activation, working = kept * flying, state.working_bytes
+    picks = layout.residency.offload.picks
     # A layer that is there again for its own backward is not yet while the loss, say, works on the most.
-    if layout.repeats_layers:
+    if layout.repeats_layers or picks:
         # Nor is it before the layers behind it, whose own activations its microbatch keeps, are gone.
-        there = max(0.0, state.fullest_again_bytes - state.behind_bytes)
+        there = there_bytes(state.fullest_again_bytes, state.fullest_moved_bytes, state.behind_bytes, layers_moved)
         entering = state.layer_bytes * state.layers_again
         activation = min(activation, (entering + state.others_bytes + state.outside_bytes) * flying + there)
         working = max(state.layer_bytes, working - there)
-    if layout.offload in ("activations", "all"):
+    if layout.moves_layers and not picks:
         activation = min(activation, layers_moved * state.fullest_bytes + state.outside_bytes)
         working = max(state.layer_bytes, state.working_bytes - layers_moved * state.fullest_bytes)
     data, zero = layout.data, layout.zero
@@ -229,7 +239,7 @@ def memory_of(
     if how.keeps:  # what is not sent: of a rank's own gradients, and of its piece of the sums
         gradients += widths.gradient * state.num_trainable * (1 + 1 / data * (how.kind == "int8" and not zero))
     optimizer = (widths.copies + widths.moment * optimizer_states) * (trained if zero else state.num_trainable)
-    if layout.offload in ("optimizer", "all"):
+    if layout.moves_optimizer:
         optimizer = 0.0
     buffers = working + 2 * state.entering_bytes * (layout.pipeline > 1)
     buffers += PACKING.get(how.kind, 0.0) * min(BUCKET_BYTES, widths.gradient * state.num_trainable)

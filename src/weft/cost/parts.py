@@ -22,7 +22,7 @@ from weft.model.rules import rule_of
 from weft.model.sharding import Sharding
 from weft.model.stages import Cut
 from weft.model.work import packet
-from weft.plan.recomputation import Recomputation
+from weft.plan.residency import Residency
 
 T = TypeVar("T", bound=Hashable)
 
@@ -377,15 +377,17 @@ class Section:
     score_bytes: Amount  # float32
     layers: int
     working: Amount
+    groups: Groups
     by_block: Callable[
-        [Recomputation, int], Blocks
-    ]  # of what is repeated, and of the stage's number; worked out when it is first asked for
+        [Residency, int], Blocks
+    ]  # of what is repeated or moved, and of the stage's number; worked out when it is first asked for
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
     """What a stage's numbered blocks keep for backward: how many there are, the fullest one's, and what stands in none of them; how many
-    are repeated, the fullest of those, what the others keep together, and what those of them keep that stand behind all repeated ones.
+    are repeated, the fullest of those, the fullest of those that move to the host and all of them together; what the others keep together,
+    and what those of them keep that stand behind all that are repeated or moved.
 
     A stage without any is one block.
     """
@@ -395,41 +397,79 @@ class Blocks:
     outside: Amount
     again: int
     fullest_again: Amount
+    num_moved: int
+    fullest_moved: Amount
+    moved: Amount
     others: Amount
     behind: Amount
 
 
-def _blocks(parts: Parts, operators: Sequence[int], half: str, which: Recomputation, stage: int) -> Blocks:
-    groups: dict[str, list[int]] = {}
-    for i in operators:
-        groups.setdefault(parts.blocks[i], []).append(i)
-    outside = groups.pop("", [])
-    if not groups:
-        groups, outside = {"": outside}, []
-    kept = {name: kept_bytes(parts, group, half) for name, group in groups.items()}
-    fullest = max(kept.values(), key=_size)
-    repeated = which.chosen(stage, list(groups))
-    others = [name for name in groups if name not in repeated]
-    last = list(groups).index(repeated[-1]) if repeated else -1
-    together, behind = (
-        kept_bytes(parts, [i for name in names for i in groups[name]], half)
-        for names in (others, [name for name in list(groups)[last + 1 :] if name in others])
-    )
-    again = max((kept[name] for name in repeated), key=_size, default=Amount())
-    return Blocks(len(groups), fullest, kept_bytes(parts, outside, half), len(repeated), again, together, behind)
+@dataclass(frozen=True)
+class Groups:
+    """A stage's operators by their numbered block; a stage without any is one block. `half` as for `kept_bytes`."""
+
+    parts: Parts
+    operators: Sequence[int]
+    half: str
+
+    @cached_property
+    def _all(self) -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {}
+        for i in self.operators:
+            found.setdefault(self.parts.blocks[i], []).append(i)
+        return found
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Of the blocks, in order."""
+        return tuple(name for name in self._all if name) or ("",)
+
+    @cached_property
+    def where(self) -> dict[str, NDArray[np.intp]]:
+        """By block: its operators' places among those of the stage."""
+        places = {i: place for place, i in enumerate(self.operators)}
+        return {name: np.array([places[i] for i in self._all[name]], dtype=np.intp) for name in self.names}
+
+    @cached_property
+    def kept(self) -> dict[str, Amount]:
+        """By block: what it alone keeps for backward."""
+        return {name: self.together([name]) for name in self.names}
+
+    @cached_property
+    def outside(self) -> Amount:
+        """What stands in no block."""
+        return kept_bytes(self.parts, self._all.get("", []) if self.names != ("",) else [], self.half)
+
+    def together(self, names: Iterable[str]) -> Amount:
+        """What these blocks keep."""
+        return kept_bytes(self.parts, [i for name in names for i in self._all.get(name, [])], self.half)
+
+
+def _blocks(groups: Groups, which: Residency, stage: int) -> Blocks:
+    names, kept = groups.names, groups.kept
+    repeated, moved = which.repeated(stage, names), which.moved(stage, names) if which.offload.picks else ()
+    others = [name for name in names if name not in repeated and name not in moved]
+    last = max((names.index(some[-1]) for some in (repeated, moved) if some), default=-1)
+    fullest, again, away = (max((kept[name] for name in some), key=_size, default=Amount()) for some in (names, repeated, moved))
+    together, behind = groups.together(others), groups.together(name for name in names[last + 1 :] if name in others)
+    return Blocks(
+        len(names), fullest, groups.outside, len(repeated), again, len(moved), away, groups.together(moved), together, behind
+    )  # fmt: skip
 
 
 def _size(amount: Amount) -> float:
     return amount.at(1.0, 1)
 
 
-def repeated(parts: Parts, operators: NDArray[np.intp], which: Recomputation, stage: int) -> NDArray[np.bool_]:
+def repeated(parts: Parts, operators: NDArray[np.intp], which: Residency, stage: int) -> NDArray[np.bool_]:
     """By operator of a stage: whether recomputation runs it twice."""
-    if not which.counts and not which.names:
-        return parts.again[operators] if which.kind == "full" else np.zeros(len(operators), dtype=bool)
+    if not which.recompute.of_layers:
+        return np.zeros(len(operators), dtype=bool)
+    if not which.recompute.picks and not which.offload.picks:
+        return parts.again[operators]
     names = [parts.blocks[i] for i in operators.tolist()]
     layers = list(dict.fromkeys(name for name in names if name)) or [""]
-    chosen = set(which.chosen(stage, layers))
+    chosen = set(which.repeated(stage, layers))
     return np.array([name in chosen for name in names], dtype=bool)
 
 
@@ -442,8 +482,9 @@ def section(parts: Parts, operators: NDArray[np.intp], held: Held, half: str) ->
         working.append(max((float(parts.working_bytes[i]) for i in mine), default=0.0))
     layers = max(1, int(parts.attention[operators].sum()))
     numbers = operators.tolist()
-    by_block: Callable[[Recomputation, int], Blocks] = cache(partial(_blocks, parts, numbers, half))
-    return Section(operators, held, kept_bytes(parts, numbers, half), Amount(*scores), layers, Amount(*working), by_block)
+    groups = Groups(parts, numbers, half)
+    by_block: Callable[[Residency, int], Blocks] = cache(partial(_blocks, groups))
+    return Section(operators, held, kept_bytes(parts, numbers, half), Amount(*scores), layers, Amount(*working), groups, by_block)
 
 
 def even_sites(cuts: Sequence[Cut], num_stages: int) -> tuple[str, ...]:

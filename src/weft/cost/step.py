@@ -10,21 +10,23 @@ that compiles.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from weft.cluster.cluster import Cluster, Speed
 from weft.cost import kernels
+from weft.cost.base import Base, Load, base_of
 from weft.cost.compute import Rates, Seconds, optimizer_s
+from weft.cost.copies import HOST_BYTES_PER_S, Copies
 from weft.cost.efficiency import Stack, stack_of
-from weft.cost.gradients import Sums, exchange_s, summing_s
+from weft.cost.gradients import exchange_s, summing_s
 from weft.cost.memory import Inventory, StageState, Widths, memory_of
 from weft.cost.network import Group, collective_s, send_s
-from weft.cost.parts import Local, Parts, Section, even_sites, expert_weights, gather, held_parameters, numbered, repeated, section
+from weft.cost.parts import Local, Parts, Section, even_sites, expert_weights, gather, held_parameters, numbered, section
 from weft.cost.stage import StageCost, straggling, together, work_share
 from weft.errors import Infeasible
 from weft.model.fold import propagate
@@ -34,35 +36,15 @@ from weft.model.stages import Cut, Stage, cuts, split
 from weft.model.work import MATMUL_KINDS, Work, model_flops
 from weft.plan.layout import Layout
 from weft.plan.plan import BUCKET_BYTES, Memory, Prediction
-from weft.plan.recomputation import Recomputation
 
 __all__ = ["Pricer", "StageCost", "straggling", "together"]
 
-MICROBATCH_S = 3e-4  # the executor's own time for one microbatch of one stage of a pipeline, on processors
 GLOO_HIDES = 0.9  # part of a backward behind which gloo sums gradients over a network; assumed, since copying takes some of the cores
 STEP_S = 1e-3  # what a step costs besides on processors: the loop, clipping, logging
 NARROW = ("linear", "attention", "convolution", "recurrent", "activation")  # results are bfloat16 under autocast
-HOST_BYTES_PER_S = 12e9  # to the host's memory and back, a GPU: half of PCIe 4 x16, shared by two; assumed
 HOST_ADAM_S = 2.0e-9  # of a parameter's Adam step on the host's processors, an eighth of which is a GPU's share; assumed
-COPY_MOVES = 3.0  # bytes that a processor's copy into new memory moves for each: read, written, and cleared by the system before
-HOST_SLOWS = 0.1  # part of the seconds of copies to the host and back that computation is slower by while they run; assumed
 
 Array = NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True)
-class _Base:
-    """What a stage costs whatever the schedule, ZeRO stage and recomputation; `block` is what recomputing layers repeats, `scores`
-    what selective does; `weight_s` are for the gradients of weights."""
-
-    compute: Seconds
-    tensor: Seconds
-    block: Callable[[Recomputation], Seconds]  # forward: compute, backward: collectives
-    scores_s: float
-    weight_s: float
-    sums: Sums
-    state: StageState
-    by_layer: Callable[[Recomputation], StageState]  # the same with what its layers keep
 
 
 @dataclass
@@ -88,7 +70,7 @@ class Pricer:
     _times: dict[tuple[object, ...], tuple[Array, Array, Array, Array]] = field(default_factory=dict)
     _network: dict[tuple[str, float, int, int, int], float] = field(default_factory=dict)
     _widths: dict[str, Widths] = field(default_factory=dict)
-    _bases: dict[tuple[object, ...], dict[int, _Base]] = field(default_factory=dict)
+    _bases: dict[tuple[object, ...], dict[int, Base]] = field(default_factory=dict)
     _smaller: dict[int, Pricer] = field(default_factory=dict)
 
     @cached_property
@@ -125,7 +107,7 @@ class Pricer:
 
     def _sharing(self, made: Pricer) -> Pricer:
         made.__dict__.update(
-            {key: getattr(self, key) for key in ("inventory", "cuts", "_position", "_narrow", "_least", "_flops", "_weighted")}
+            {key: getattr(self, key) for key in ("inventory", "cuts", "_position", "_narrow", "_least", "_flops", "weighted")}
         )
         return made
 
@@ -360,98 +342,47 @@ class Pricer:
         """What `only` some stages hold, without their seconds."""
         return tuple(self._memory(layout, i, base) for i, base in self._bases_of(layout, sites, only))
 
-    def num_layers(self, layout: Layout, sites: Sequence[str], stage: int) -> int:
-        """Layers of a stage that can be computed again."""
-        return self._sections_of(layout, tuple(sites))[stage].by_block(Recomputation("full"), stage).count
+    def loads(self, layout: Layout, sites: Sequence[str], stage: int) -> tuple[Load, ...]:
+        """Layers of a stage that can be computed again or moved, in order; in a stage without any it is one."""
+        ((_, base),) = self._bases_of(layout, sites, (stage,))
+        return base.loads()
 
-    def _bases_of(self, layout: Layout, sites: Sequence[str], only: Sequence[int] | None) -> list[tuple[int, _Base]]:
+    def working(self, layout: Layout, sites: Sequence[str], stage: int) -> float:
+        """The most bytes that one operator's backward in a stage works on."""
+        ((_, base),) = self._bases_of(layout, sites, (stage,))
+        return base.state.working_bytes
+
+    @property
+    def layers_moved(self) -> int:
+        """Layers that move to the host and are on the device at once: where copies run beside the compute one comes meanwhile."""
+        return 1 if self.cluster.is_cpu else 2
+
+    def copies(self, layout: Layout) -> Copies:
+        """What copies to the host and back take."""
+        return Copies.of(self.cluster, self.speed(layout))
+
+    def _bases_of(self, layout: Layout, sites: Sequence[str], only: Sequence[int] | None) -> list[tuple[int, Base]]:
         key = (*self._cut(layout), layout.data, layout.pipeline, layout.chunks, layout.microbatches, layout.precision, layout.threads,
                layout.expert, tuple(sites))  # fmt: skip
         bases, split = self._bases.setdefault(key, {}), self.split(sites)
         wanted = only or range(len(split))
         for i in wanted:
             if i not in bases:
-                bases[i] = self._base(layout, split[i], self._sections_of(layout, tuple(sites))[i])
+                bases[i] = base_of(self, layout, split[i], self._sections_of(layout, tuple(sites))[i])
         return [(i, bases[i]) for i in wanted]
 
-    def _base(self, layout: Layout, stage: Stage, section: Section) -> _Base:
-        parts, ops = self.parts(layout), section.operators
-        times = [one[ops] for one in self.operator_seconds(layout)]
-        busy, network = Seconds(*(float(t.sum()) for t in times[:2])), Seconds(*(float(t.sum()) for t in times[2:]))
-
-        def block(which: Recomputation) -> Seconds:
-            again = repeated(parts, ops, which, stage.index)
-            return Seconds(float(times[0][again].sum()), float(times[2][again].sum()))
-
-        scores_s = float(times[0][parts.attention[ops]].sum()) if self._keeps_scores else 0.0
-        held, scale = section.held, self.microbatch(layout)
-        widths = self.widths(layout)
-        elsewhere = held.expert * (1 - 1 / layout.expert)  # experts of other ranks
-        incoming = sum(self.crossing(layout, values) for _, values in stage.receives) / layout.data
-        if self.cluster.is_cpu:
-            if layout.num_ranks * layout.microbatches > 1:
-                busy += Seconds(MICROBATCH_S / 2, MICROBATCH_S / 2)
-            # Every microbatch but the first reads, adds to and writes the gradients that are there.
-            adding = 3 * widths.gradient * (held.trainable - elsewhere) / self.speed(layout).memory_bandwidth_bytes_per_s
-            busy += Seconds(0.0, adding * (layout.microbatches - 1) / layout.microbatches)
-        else:
-            stack, device = self.efficiency, self.cluster.device
-            # Wider gradients are read and written wider.
-            moved = stack.accumulate_bytes + 2 * max(0.0, widths.gradient - stack.gradient_bytes)
-            adding = moved * (held.trainable - elsewhere) / (device.memory_bandwidth_bytes_per_s * stack.bandwidth)
-            busy += Seconds(stack.microbatch_s / 2, stack.microbatch_s / 2 + adding * (layout.microbatches > 1))
-            outgoing = sum(self.transfer_s(layout, self.crossing(layout, values)) for _, values in stage.sends)
-            back = sum(self.transfer_s(layout, self.crossing(layout, values)) for _, values in stage.receives)
-            if layout.microbatches > 1:
-                network += Seconds(stack.exposed_sends * outgoing, stack.exposed_sends * back)
-        kept = section.kept.at(scale, layout.data)
-        scores = 0.0
-        if self._keeps_scores:
-            # Two tensors of scores and a mask (Korthikanti et al. 2022, equation 1: 5as/h of sbh).
-            scores = section.score_bytes.at(scale, layout.data) * (1.25 if layout.precision in ("float16", "bfloat16") else 2.25)
-        working = max(section.working.shared * scale / layout.data, section.working.batched * scale)
-        working *= {"float64": 2.0, "float16": 0.5, "bfloat16": 1.0 if self.cluster.is_cpu else 0.5}.get(layout.precision, 1.0)
-        wide = 2.0 if layout.precision == "float64" else 1.0
-        state = StageState(
-            held.number - elsewhere,
-            held.trainable - elsewhere,
-            incoming,
-            elsewhere,
-            section.layers,
-            0.0,
-            kept * wide + scores,
-            scores,
-            working,
-        )
-
-        def by_layer(which: Recomputation) -> StageState:
-            blocks = section.by_block(which, stage.index)
-            inside = self._layer_bytes(layout) if blocks.count > 1 or parts.repeated[ops].any() else incoming
-            amounts = (blocks.fullest, blocks.outside, blocks.fullest_again, blocks.others, blocks.behind)
-            fullest, outside, again, others, behind = (amount.at(scale, layout.data) * wide for amount in amounts)
-            each = scores / blocks.count
-            return replace(
-                state, layers=blocks.count, layer_bytes=inside, fullest_bytes=fullest + each, outside_bytes=outside,
-                layers_again=blocks.again, fullest_again_bytes=again + each if blocks.again else 0.0,
-                others_bytes=others + each * (blocks.count - blocks.again), behind_bytes=behind,
-            )  # fmt: skip
-
-        # A product's backward is two products alike, one for its input and one for its weights, and weights' gradients are added up.
-        weight_s = 0.5 * float(times[1][self._weighted[ops]].sum()) + adding * (layout.microbatches > 1)
-        return _Base(busy, network, block, scores_s, weight_s, Sums(held.sums, held.tied, held.number), state, cache(by_layer))
-
     @cached_property
-    def _weighted(self) -> NDArray[np.bool_]:
+    def weighted(self) -> NDArray[np.bool_]:
         """By operator: whether it is a product with a trainable weight."""
         trained = {v.value for v in self.graph.parameters if v.trainable and len(v.tensor.shape) > 1}
         works, operators = self.inventory.works, self.graph.operators
         return np.array([works[op.name].kind in MATMUL_KINDS and any(v in trained for v in op.inputs) for op in operators], dtype=bool)
 
     @property
-    def _keeps_scores(self) -> bool:
+    def keeps_scores(self) -> bool:
         return not self.cluster.is_cpu and self.efficiency.attention == "scores"
 
-    def _layer_bytes(self, layout: Layout) -> float:
+    def layer_bytes(self, layout: Layout) -> float:
         """What enters one layer, of one replica's microbatch: the least that crosses between operators in numbered blocks."""
         ways = layout.tensor if layout.sequence_parallel == "on" else 1
         return self.crossing(layout, self._least) / layout.data / ways
@@ -462,11 +393,11 @@ class Pricer:
         inside = [cut for cut in self.cuts if numbered(cut.site)] or list(self.cuts)
         return min(inside, key=lambda cut: cut.size_bytes).values if inside else ()
 
-    def _stage(self, layout: Layout, index: int, base: _Base) -> StageCost:
+    def _stage(self, layout: Layout, index: int, base: Base) -> StageCost:
         busy, network = base.compute, base.tensor
         widths = self.widths(layout)
         if layout.repeats_layers:
-            block = base.block(layout.recomputation)
+            block = base.block(layout.residency)
             busy = Seconds(busy.forward, busy.backward + block.forward)
             network = Seconds(network.forward, network.backward + block.backward)
         elif layout.recompute == "selective":
@@ -478,20 +409,14 @@ class Pricer:
             optimizer = optimizer_s(self.speed(layout), updated, states)
         else:
             optimizer = kernels.optimizer_s(self.cluster.device, self.efficiency, updated, states)
-        if layout.offload in ("optimizer", "all"):
+        if layout.moves_optimizer:
             moved = updated * (widths.gradient + widths.weight)
             if self.cluster.is_cpu:  # gradients there and weights back, read and written, before and after the same update
                 optimizer += 2 * moved / self.speed(layout).memory_bandwidth_bytes_per_s
             else:
                 optimizer = moved / HOST_BYTES_PER_S + updated * HOST_ADAM_S
-        if layout.offload in ("activations", "all"):
-            if self.cluster.is_cpu:  # copies take the compute's time
-                moving = COPY_MOVES * base.state.kept_bytes / self.speed(layout).memory_bandwidth_bytes_per_s
-                busy += Seconds(moving, moving)
-            else:
-                # Out during forward, back during backward, beside the computation, which shares the device's memory with it.
-                moving = base.state.kept_bytes / HOST_BYTES_PER_S
-                busy = Seconds(max(busy.forward + HOST_SLOWS * moving, moving), max(busy.backward + HOST_SLOWS * moving, moving))
+        if layout.moves_layers:
+            busy = self.copies(layout).around(busy, self._state(layout, base).moved_bytes)
         overlap = self.overlap(layout)
         # The sums of every chunk but the first run while the other chunks of p microbatches go backward.
         each = busy.backward + network.backward
@@ -510,11 +435,14 @@ class Pricer:
         apart = self.cluster.ranks_per_node(layout.num_ranks) < layout.num_ranks or self.cluster.levels[0].link.protocol == "gloo"
         return GLOO_HIDES * apart
 
-    def _memory(self, layout: Layout, index: int, base: _Base) -> Memory:
-        by_layer = layout.repeats_layers or layout.offload in ("activations", "all") or layout.zero == 3
-        state = base.by_layer(layout.recomputation) if by_layer else base.state
+    @staticmethod
+    def _state(layout: Layout, base: Base) -> StageState:
+        by_layer = layout.repeats_layers or layout.moves_layers or layout.zero == 3
+        return base.by_layer(layout.residency) if by_layer else base.state
+
+    def _memory(self, layout: Layout, index: int, base: Base) -> Memory:
         return memory_of(
-            state, layout, index, self.widths(layout), layers_moved=1 if self.cluster.is_cpu else 2,
+            self._state(layout, base), layout, index, self.widths(layout), layers_moved=self.layers_moved,
             scratch_bytes=self.cluster.device.scratch_bytes, optimizer_states=self.optimizer_states,
         )  # fmt: skip
 

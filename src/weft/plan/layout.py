@@ -11,7 +11,7 @@ from weft.plan.choice import NAMES as ALL_REDUCE
 from weft.plan.compression import Compression, refuse_compression
 from weft.plan.inner import Inner, parse_inner
 from weft.plan.mesh import Mesh
-from weft.plan.recomputation import Recomputation
+from weft.plan.residency import Residency, kind_of
 
 SCHEDULES = ("sequential", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "chimera", "gems-mast", "gems-master")
 BOTH_WAYS = ("chimera", "gems-mast", "gems-master")  # two replicas of every stage, on ranks r and p-1-r
@@ -63,7 +63,7 @@ class Layout:
 
     `chunks`: stages of each pipeline rank (interleaved; of zb-v always 2). `expert`: data replicas among which the experts of a layer
     are spread. `threads=0` shares the machine's cores among its ranks. `all_reduce`: the algorithm that sums gradients; `auto`: by size,
-    as the plan says. `recompute`: a `Recomputation`. `compress`: how gradients travel, a `Compression`.
+    as the plan says. `recompute` and `offload`: a `Residency`. `compress`: how gradients travel, a `Compression`.
     `inner`: data x tensor of every stage, where they differ; `data` and `tensor` are then the first stage's.
     `staleness`: a step's update is applied so many steps later, so that no replica waits for the others before.
     """
@@ -96,7 +96,7 @@ class Layout:
         if self.zero not in (0, 1, 2, 3):
             raise LayoutError(f"zero={self.zero} is unknown; ZeRO has the stages zero=0 (off), 1, 2 and 3")
         for key, known in CHOICES.items():
-            value = self.recomputation.kind if key == "recompute" else getattr(self, key)
+            value = kind_of(key, getattr(self, key))
             if value in LATER_CHOICES.get(key, ()):
                 raise LayoutError(f"{key}={value} is not built yet; use one of {', '.join(known)}")
             if value not in known:
@@ -109,8 +109,11 @@ class Layout:
             object.__setattr__(self, "chunks", chunks_of(self.schedule, 1))
         if self.chunks != chunks_of(self.schedule, self.chunks):
             raise LayoutError(f"chunks={self.chunks} needs schedule=interleaved, and this is {self}")
-        if len(counts := self.recomputation.counts) not in (0, 1, self.num_stages):
-            raise LayoutError(f"recompute={self.recompute} counts layers of {len(counts)} stages, and there are {self.num_stages}: {self}")
+        for choice in (self.residency.recompute, self.residency.offload):
+            if len(choice.counts) not in (0, 1, self.num_stages):
+                raise LayoutError(
+                    f"{choice.key}={choice} counts layers of {len(choice.counts)} stages, and there are {self.num_stages}: {self}"
+                )
         if self.data % self.expert:
             raise LayoutError(f"expert={self.expert} does not divide data={self.data}, over whose replicas experts are spread")
         if self.compress != "none":
@@ -165,8 +168,7 @@ class Layout:
 
     def not_built(self) -> dict[str, tuple[int | str, ...]]:
         """The choices that can be planned and priced but that no run has yet, by key, with those that it has."""
-        kinds = {"recompute": self.recomputation.kind}
-        return {key: known for key, known in RUNS.items() if kinds.get(key, getattr(self, key)) not in known}
+        return {key: known for key, known in RUNS.items() if kind_of(key, getattr(self, key)) not in known}
 
     def check_runs(self) -> None:
         """Raise `LayoutError` for a choice that is not built for running, with those that are."""
@@ -177,14 +179,24 @@ class Layout:
             )
 
     @property
-    def recomputation(self) -> Recomputation:
-        """Which layers are computed again in backward."""
-        return Recomputation.parse(self.recompute)
+    def residency(self) -> Residency:
+        """Which layers are computed again in backward, and which lie on the host until then."""
+        return Residency.parse(self.recompute, self.offload)
 
     @property
     def repeats_layers(self) -> bool:
         """Whether layers, some or all, are computed again in backward."""
         return self.recompute.startswith("full")
+
+    @property
+    def moves_layers(self) -> bool:
+        """Whether activations of layers, some or all, lie on the host until their backward."""
+        return self.offload.startswith(("activations", "all"))
+
+    @property
+    def moves_optimizer(self) -> bool:
+        """Whether the optimizer's state lies on the host, and updates there."""
+        return self.offload.startswith(("optimizer", "all"))
 
     @property
     def num_stages(self) -> int:
@@ -313,7 +325,7 @@ def refuse_staleness(layout: Layout) -> str:
     if layout.data == 1:
         return f"staleness={layout.staleness} lets replicas run ahead of each other, and data=1 has one; use data=2 or more, or staleness=0"
     for key, known in STALE_WITH.items():
-        if (value := getattr(layout, key)) not in known:
+        if kind_of(key, value := getattr(layout, key)) not in known:
             return (
                 f"{key}={value} with staleness={layout.staleness} is not built; "
                 f"use {' or '.join(f'{key}={value}' for value in known)}, or staleness=0"

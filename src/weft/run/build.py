@@ -211,8 +211,8 @@ def build(
     dtype = DTYPES[layout.precision]
     graph = in_precision(captured.graph, plan)
     _check_dtypes(graph, layout.precision)
-    layout.recomputation.check(layer_of(op.site) for op in graph.operators)
     stages = split(graph, plan.stages)
+    layout.residency.check([list(dict.fromkeys(filter(None, (layer_of(op.site) for op in s.operators)))) or [""] for s in stages])
     program = program_of(plan, stages, world) if program is None else _fitting(program, plan, stages)
     at = mesh.coordinates(world.rank)
     shardings = stage_shardings(plan, source, graph, stages)

@@ -134,7 +134,7 @@ class Engine:
         self.gradients = Gradients(self.parts.groups, self.parts.parameters, sums, plan.layout.zero > 0, reduces, compress)
         self._rests = Rests(self.gradients.compressed.values(), plan.layout, world.rank)
         self._executor = self._executor_of(plan.microbatch_sizes)
-        moves = plan.layout.offload in ("optimizer", "all")
+        moves = plan.layout.moves_optimizer
         self._optimizer = Optimizer(self.spec, self.parts.groups, sums, self._everyone, plan.layout.zero > 0, moves, late > 0)
         self._optimizer.load_parameters()
         self._stale = Stale(late, self.gradients, self._optimizer) if late else None
@@ -210,7 +210,7 @@ class Engine:
         grads = needs_gradient(graph) - {v.value for v in graph.inputs}
         dtypes = {value: getattr(torch, t.dtype) for value, t in graph.tensors.items()}
         splits = any(isinstance(a, Compute) and a.op is Op.W for row in parts.program.actions for a in row)
-        if compile and (self._gathered.units or self.plan.layout.offload in ("activations", "all")):
+        if compile and (self._gathered.units or self.plan.layout.moves_layers):
             raise UsageError(f"compile=True with {self.plan.layout}, whose layers come and go, is not built yet; leave it out")
         if splits and compile:
             raise UsageError(f"compile=True with {parts.program.name}, which splits backward, is not built yet; leave it out, or use 1f1b")

@@ -54,6 +54,7 @@ class Moved:
 
     blocks: WeakSet[_Block] = field(default_factory=WeakSet)
     is_out: bool = False
+    is_read: bool = False  # its backward has begun
     own: list[tuple[Tensor, _View]] = field(default_factory=list)  # tensors that are held by name, and lose their memory too
     before: Moved | None = None
 
@@ -73,6 +74,11 @@ class HostStore:
         self._resident: WeakValueDictionary[int, _Block] = WeakValueDictionary()
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self.moved_bytes = 0
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether copies run beside the compute, so that it pays to begin one before it is needed."""
+        return self._stream is not None
 
     def begin(self, inputs: Iterable[Tensor]) -> None:
         """Before a step: the batch's tensors, which stay."""
@@ -133,14 +139,21 @@ class HostStore:
         for x, view in moved.own:
             x.data = self._tensor(view)
 
+    def call(self, moved: Moved | None) -> None:
+        """Bring back the first that is away, of this one and those whose backward comes after it."""
+        while moved is not None and not moved.is_out:
+            moved = moved.before
+        if moved is not None:
+            self.back(moved)
+
     def _unpack(self, kept: object) -> Tensor:
         if isinstance(kept, Tensor):
             return kept
         assert isinstance(kept, _View)
-        if self._stream is not None and kept.moved is not None:
+        if self.overlaps and kept.moved is not None and not kept.moved.is_read:
+            kept.moved.is_read = True
             self.back(kept.moved)
-            if kept.moved.before is not None:
-                self.back(kept.moved.before)  # on its way while this one's backward runs
+            self.call(kept.moved.before)  # on its way while this one's backward runs
         return self._tensor(kept)
 
     def _tensor(self, view: _View) -> Tensor:

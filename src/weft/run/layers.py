@@ -6,7 +6,7 @@ the number of the run that lowering wrote on each node; what stands between two 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from torch import fx
@@ -24,6 +24,10 @@ class Layered:
     layers: Mapping[int, str]
     repeated: frozenset[int]
     reads_written: frozenset[int]  # those that read a buffer which is written while the model runs
+
+    def numbers_of(self, layers: Collection[str]) -> frozenset[int]:
+        """The runs of these layers."""
+        return frozenset(number for number in self.repeated if self.layers[number] in layers)
 
     def child(self, number: int) -> fx.GraphModule:
         """The operators of one run."""

@@ -23,16 +23,18 @@ def prepared(
     if layout.recompute == "selective":
         local = recompute_attention(local, draw, memory)
     gathers = any(s == stage for s, _ in gathered.units)
-    offloads = layout.offload in ("activations", "all")
-    if not layout.repeats_layers and not gathers and not offloads:
+    if not layout.repeats_layers and not gathers and not layout.moves_layers:
         return local
-    layered = by_layer(local)
+    layered, which = by_layer(local), layout.residency
+    layers = list(dict.fromkeys(layered.layers[number] for number in sorted(layered.repeated)))
     if layout.repeats_layers:
-        layers = [layered.layers[number] for number in sorted(layered.repeated)]
-        chosen = layout.recomputation.chosen(stage, list(dict.fromkeys(layers)))
-        recompute_layers(layered, draw, memory, {number for number in layered.repeated if layered.layers[number] in chosen})
-    if offloads:
-        offload_layers(layered, host, keeps_last=layout.num_stages == 1)
+        recompute_layers(layered, draw, memory, layered.numbers_of(which.repeated(stage, layers)))
+    if which.offload.picks:
+        offload_layers(layered, host, layered.numbers_of(which.moved(stage, layers)))
+    elif layout.moves_layers:
+        every = sorted(layered.names)
+        # Without a pipeline the last one's backward follows at once, so it stays.
+        offload_layers(layered, host, frozenset(every[: len(every) - (layout.num_stages == 1)]))
     if gathers:
         gathered.wrap(stage, layered)
     return layered.local

@@ -70,7 +70,7 @@ def build_whole(plan: Plan, source: Source, batch: Any, loss: Loss | None, world
         raise Infeasible(f"the layout {layout} needs {layout.num_ranks} ranks, {world.num_ranks} were started")
     if layout.recompute != "none":
         raise Infeasible(f"{plan.model} could not be captured ({plan.uncaptured}), so its layers are not known; use recompute=none")
-    if layout.offload in ("activations", "all"):
+    if layout.moves_layers:
         raise Infeasible(f"{plan.model} could not be captured ({plan.uncaptured}), so its layers are not known; use offload=optimizer")
     if layout.zero == 3:
         raise Infeasible(f"{plan.model} could not be captured ({plan.uncaptured}), so its layers are not known; use zero=2")

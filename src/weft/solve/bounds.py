@@ -91,7 +91,7 @@ def least_saving_s(pricer: Pricer, layout: Layout, interleaved: bool) -> float:
 def least_state_bytes(pricer: Pricer, layout: Layout) -> float:
     """Bytes of weights, gradients and optimizer on the fullest rank, at the least: those of an even division."""
     widths = pricer.widths(layout)
-    copies = 0.0 if layout.offload in ("optimizer", "all") else widths.copies + widths.moment * pricer.optimizer_states
+    copies = 0.0 if layout.moves_optimizer else widths.copies + widths.moment * pricer.optimizer_states
     number = pricer.graph.num_parameters / (layout.tensor * layout.pipeline)
     if layout.expert > 1:
         number /= layout.expert

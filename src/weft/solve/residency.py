@@ -1,181 +1,171 @@
-"""Which stages' activations stay on the device, which go to the host, which are made again (KARMA: Wahib et al., SC 2020).
+"""Which layers' activations stay on the device, which move to the host, which are computed again (KARMA: Wahib et al., SC 2020).
 
-In: seconds and bytes of each stage of one rank, the bytes that the device has for them, the speed of copies. Out: `Residency`. Swapping
-costs nothing while copies hide behind the compute of other stages, recomputation costs its forward; a copy that does not hide, or that
-must leave before the next forward fits, makes the compute wait. `seconds_of` is that clock; `choose` looks for the fastest.
+In: a pricer, a layout that does not fit, where its stages begin. Out: the same layout with layers of every stage moved and repeated under
+which it fits and is fastest: moving costs nothing while copies hide behind the stage's compute (`weft.cost.copies`), repeating costs a
+forward, and stages do not share memory, so the fastest of each stage are the fastest of all. `choose` is that choice among the layers
+of one stage, in a model of bytes and seconds that is `memory_of`'s and `Copies`' own; what it finds is held against the prices.
 
-Not modelled: more than one load ahead, copies that slow the compute down, and microbatches that overlap (they run one after the other).
+Not modelled: ranks with several stages, and storages that two layers keep, which count for both until the prices tell otherwise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import combinations, product
 from math import inf
 
-from weft.cost.stage import StageCost
-from weft.errors import Infeasible
-from weft.plan.program import Links, Program
-from weft.schedules.out_of_core import out_of_core
-from weft.units import format_bytes
+from weft.cost.base import Load
+from weft.cost.compute import Seconds
+from weft.cost.copies import Copies
+from weft.cost.memory import MARGIN, in_flight, there_bytes
+from weft.cost.step import Pricer
+from weft.errors import Infeasible, LayoutError
+from weft.plan.layout import BOTH_WAYS, Layout
+from weft.plan.residency import LayerChoice
+from weft.solve.mixed import memory_of
+from weft.solve.timing import Priced, balanced, clocked, price
+from weft.units import format_bytes, format_seconds
 
 KEEP, SWAP, DROP = "keep", "swap", "drop"
 CHOICES = (KEEP, SWAP, DROP)
-_EXACT = 5  # stages up to which every choice is tried
+FIRST = (SWAP, DROP, KEEP)  # of equal choices the one that moves the first layers, repeats the next and keeps the last
+_EXACT = 5  # layers up to which every choice is tried
+_PAIRS = 12  # layers up to which two are changed at a time
+_TIGHTENED = 6  # times that a choice that the prices refuse is made again with less room
+
+Choices = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """One stage of one microbatch: seconds, bytes that it saves for backward, and bytes that enter it, which outlive a drop."""
+class Room:
+    """What a stage's layers have: `limit_bytes` for what they keep and what works on it, of `flying` microbatches at once.
 
-    forward_s: float
-    backward_s: float
-    saved_bytes: float
-    input_bytes: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Residency:
-    """`choices[stage]`, and the seconds of one microbatch."""
-
-    choices: tuple[str, ...]
-    seconds: float
-
-    def of(self, choice: str) -> frozenset[int]:
-        """The stages with this choice."""
-        return frozenset(s for s, one in enumerate(self.choices) if one == choice)
-
-    def program(self, num_microbatches: int, links: Links | None = None) -> Program:
-        """The program of one rank that does so."""
-        return out_of_core(len(self.choices), num_microbatches, links, self.of(SWAP), self.of(DROP))
-
-
-def seconds_of(loads: Sequence[Load], choices: Sequence[str], limit_bytes: float, bytes_per_s: float, overlaps: bool = True) -> float:
-    """Seconds of all forwards and backwards; infinite where they never fit. Without `overlaps` copies take the compute's time.
-
-    >>> seconds_of([Load(1, 2, 4), Load(1, 2, 4)], ("swap", "keep"), 8, 4.0)
-    6.0
-    >>> seconds_of([Load(1, 2, 4), Load(1, 2, 4)], ("drop", "keep"), 4, 4.0)
-    7.0
+    `compute`: seconds of the stage without copies. `working_bytes`: the most that one operator's backward works on. `loads`: layers that
+    move are on the device at once, the one that is worked on and those that come meanwhile.
     """
-    clock = _Clock(limit_bytes, bytes_per_s, overlaps)
-    last = len(loads) - 1
-    # The last stage's backward follows its forward at once, so that there is nothing to gain from letting go of it.
-    plan = [KEEP if s == last else choice for s, choice in enumerate(choices)]
-    for load, choice in zip(loads, plan, strict=True):
-        if not clock.fits(load.saved_bytes if choice != DROP else load.input_bytes):
-            return inf
-        clock.now += load.forward_s
-        clock.held += load.saved_bytes if choice != DROP else load.input_bytes
+
+    limit_bytes: float
+    compute: Seconds
+    copies: Copies
+    flying: float = 1.0
+    working_bytes: float = 0.0
+    loads: int = 1
+
+
+def seconds_of(layers: Sequence[Load], choices: Sequence[str], room: Room) -> float:
+    """Seconds of one microbatch, forward and back.
+
+    >>> two, room = [Load("a", 1, 4, 0), Load("b", 1, 4, 0)], Room(8, Seconds(2, 4), Copies(0.25, beside=False))
+    >>> seconds_of(two, (SWAP, KEEP), room), seconds_of(two, (DROP, KEEP), room)
+    (8.0, 7.0)
+    """
+    moved = sum(layer.saved_bytes for layer, choice in zip(layers, choices, strict=True) if choice == SWAP)
+    again = [layer for layer, choice in zip(layers, choices, strict=True) if choice == DROP]
+    compute = room.compute + Seconds(0.0, sum(layer.forward_s for layer in again))
+    return (room.copies.around(compute, moved) if moved else compute).total + sum(layer.collectives_s for layer in again)
+
+
+def bytes_of(layers: Sequence[Load], choices: Sequence[str], room: Room) -> float:
+    """Bytes on the device when it holds most.
+
+    >>> two, room = [Load("a", 1, 4, 1), Load("b", 1, 4, 1)], Room(8, Seconds(2, 4), Copies(0.25, beside=False))
+    >>> bytes_of(two, (KEEP, KEEP), room), bytes_of(two, (DROP, KEEP), room), bytes_of(two, (DROP, DROP), room)
+    (8.0, 6.0, 7.0)
+    """
+    kept = behind = again = moved = 0.0
+    for layer, choice in zip(layers, choices, strict=True):
+        if choice == KEEP:
+            kept += layer.saved_bytes
+            behind += layer.saved_bytes
+            continue
+        behind = 0.0
         if choice == SWAP:
-            clock.copy_out(load.saved_bytes)
+            moved = max(moved, layer.saved_bytes)
         else:
-            clock.left.append(None)
-    arrives: float | None = None
-    for s in reversed(range(len(loads))):
-        load, choice = loads[s], plan[s]
-        if choice == DROP:
-            if not clock.fits(load.saved_bytes - load.input_bytes):
-                return inf
-            clock.held += load.saved_bytes - load.input_bytes
-            clock.now += load.forward_s
-        elif choice == SWAP:
-            if arrives is None:  # there was no room for it before
-                if not clock.fits(load.saved_bytes):
-                    return inf
-                arrives = clock.copy_in(load.saved_bytes, s)
-            clock.now = max(clock.now, arrives)
-        arrives = None
-        if s and plan[s - 1] == SWAP and clock.room(loads[s - 1].saved_bytes):
-            arrives = clock.copy_in(loads[s - 1].saved_bytes, s - 1)
-        clock.now += load.backward_s
-        clock.held -= load.saved_bytes
-    return clock.now
+            again, kept = max(again, layer.saved_bytes), kept + layer.entering_bytes
+    there = there_bytes(again, moved, behind, room.loads)
+    if SWAP in choices or DROP in choices:
+        there += layers[0].entering_bytes  # which a backward works on at least
+    return kept * room.flying + max(there, room.working_bytes)
 
 
-class _Clock:
-    """Compute, a lane for copies in each direction, and the memory between them."""
-
-    def __init__(self, limit_bytes: float, bytes_per_s: float, overlaps: bool) -> None:
-        self.now = self.held = self._out = self._in = 0.0
-        self.left: list[float | None] = []  # by stage: when its copy has left the device
-        self._leaving: list[tuple[float, float]] = []
-        self._limit, self._speed, self._overlaps = limit_bytes * (1 + 1e-12), bytes_per_s, overlaps
-
-    def room(self, size: float) -> bool:
-        """Whether there is room now."""
-        while self._leaving and self._leaving[0][0] <= self.now:
-            self.held -= self._leaving.pop(0)[1]
-        return self.held + size <= self._limit
-
-    def fits(self, size: float) -> bool:
-        """Wait until there is room; False where there never is."""
-        while not self.room(size):
-            if not self._leaving:
-                return False
-            self.now = self._leaving[0][0]
-        return True
-
-    def copy_out(self, size: float) -> None:
-        """To the host, from now on."""
-        if not self._overlaps:
-            self.now += size / self._speed
-        self._out = max(self.now, self._out) + (size / self._speed if self._overlaps else 0.0)
-        self._leaving.append((self._out, size))
-        self.left.append(self._out)
-
-    def copy_in(self, size: float, stage: int) -> float:
-        """Back to the device; when it has arrived."""
-        self.held += size
-        if not self._overlaps:
-            self.now += size / self._speed
-            return self.now
-        self._in = max(self.now, self._in, self.left[stage] or 0.0) + size / self._speed
-        return self._in
+Key = tuple[float, int, tuple[int, ...]]
 
 
-def choose(loads: Sequence[Load], limit_bytes: float, bytes_per_s: float, overlaps: bool = True) -> Residency:
-    """The fastest choice that fits; of equals the one that moves and repeats least.
+def choose(layers: Sequence[Load], room: Room, allowed: Sequence[str] = CHOICES) -> Choices:
+    """The fastest choice for each layer that fits; of equals the one that moves and repeats least, and that does so first.
 
-    Every choice is tried for few stages. For more the search starts from the shapes that KARMA has (the first stages swapped, those
-    after them dropped, the rest kept) and changes one or two stages at a time while that helps.
+    Every choice is tried for few layers. For more, of several orders of the layers (as they come, and by the seconds that repeating them
+    takes for the bytes that it frees) every number of the first is moved with the fewest after them repeated that fit; of layers that are
+    alike no other choice is better. Where they differ one or two are then changed at a time while that helps.
 
     Raises:
-        Infeasible: nothing fits, with the bytes of the largest stage.
+        Infeasible: nothing fits, with the bytes of the largest layer.
 
-    >>> choose([Load(1, 2, 4), Load(1, 2, 4), Load(1, 2, 4)], 8, 4.0).choices
+    >>> three = [Load(name, 1, 4, 0) for name in "abc"]
+    >>> choose(three, Room(8, Seconds(3, 6), Copies(0.25, beside=True)))
     ('swap', 'keep', 'keep')
     """
-    count = len(loads)
+    count = len(layers)
 
-    def key(choices: tuple[str, ...]) -> tuple[float, int]:
-        return seconds_of(loads, choices, limit_bytes, bytes_per_s, overlaps), sum(one != KEEP for one in choices)
+    def key(choices: Choices) -> Key:
+        fits = bytes_of(layers, choices, room) <= room.limit_bytes * (1 + 1e-12)
+        seconds = float(f"{seconds_of(layers, choices, room):.9g}") if fits else inf  # sums differ by rounding
+        return seconds, sum(one != KEEP for one in choices), tuple(FIRST.index(one) for one in choices)
 
     if count <= _EXACT:
-        best = min(product(CHOICES, repeat=count), key=key)
+        best = min(product(allowed, repeat=count), key=key)
     else:
-        starts = [(SWAP,) * i + (DROP,) * (j - i) + (KEEP,) * (count - j) for i, j in combinations(range(count + 1), 2)]
-        starts += [(DROP,) * i + (SWAP,) * (j - i) + (KEEP,) * (count - j) for i, j in combinations(range(count + 1), 2)]
-        starts.append((KEEP,) * count)
-        best = min((_improved(start, key) for start in sorted(set(starts), key=key)[:4]), key=key)
-    seconds = key(best)[0]
-    if seconds == inf:
-        most = max(load.saved_bytes for load in loads)
+        starts = sorted({one for order in _orders(layers) for one in _along(layers, room, allowed, order)}, key=key)
+        alike = len({(one.forward_s, one.saved_bytes, one.entering_bytes, one.collectives_s) for one in layers}) == 1
+        best = starts[0] if alike else min((_improved(start, key, allowed) for start in starts[:4]), key=key)
+    if key(best)[0] == inf:
+        most = max(layer.saved_bytes for layer in layers)
         raise Infeasible(
-            f"{count} stages do not fit in {format_bytes(limit_bytes)} whatever is swapped or dropped; the largest saves "
-            f"{format_bytes(most)}: use more chunks, more microbatches, or allow more memory"
+            f"{count} layers do not fit in {format_bytes(room.limit_bytes)} whatever is moved or repeated; the largest keeps "
+            f"{format_bytes(most)}: use more microbatches or stages, or allow more memory"
         )
-    return Residency(best, seconds)
+    return best
 
 
-def _improved(start: tuple[str, ...], key: object) -> tuple[str, ...]:
-    assert callable(key)
+def _orders(layers: Sequence[Load]) -> Iterator[list[int]]:
+    """Orders in which the first are moved and those after them repeated."""
+    every = list(range(len(layers)))
+    yield every
+    yield every[::-1]
+    dear = sorted(every, key=lambda i: -layers[i].forward_s / max(layers[i].saved_bytes, 1.0))
+    yield dear
+    yield dear[::-1]
+
+
+def _along(layers: Sequence[Load], room: Room, allowed: Sequence[str], order: Sequence[int]) -> Iterator[Choices]:
+    """For every number of the order's first layers that are moved, the fewest others that must be repeated: the next ones, and the last."""
+    count = len(order)
+    for from_the_end in (False, True):
+        again = 0 if DROP not in allowed else count
+        for moved in range(count + 1 if SWAP in allowed else 1):
+            rest, first = order[moved:], set(order[:moved])
+            # The first of the rest, or its last, the last of all first.
+            queue = rest[::-1] if from_the_end else rest
+            again = min(again, len(rest))
+            while again and bytes_of(layers, _made(count, first, queue[: again - 1]), room) <= room.limit_bytes:
+                again -= 1
+            yield _made(count, first, queue[:again])
+
+
+def _made(count: int, moved: Collection[int], again: Collection[int]) -> Choices:
+    return tuple(SWAP if i in moved else DROP if i in again else KEEP for i in range(count))
+
+
+def _improved(start: Choices, key: Callable[[Choices], Key], allowed: Sequence[str]) -> Choices:
     best, value = start, key(start)
+    sizes = (1, 2) if len(start) <= _PAIRS else (1,)
     while True:
         found = best
-        for places in (*combinations(range(len(best)), 1), *combinations(range(len(best)), 2)):
-            for new in product(CHOICES, repeat=len(places)):
+        for places in (one for size in sizes for one in combinations(range(len(best)), size)):
+            for new in product(allowed, repeat=len(places)):
                 tried = list(best)
                 for place, one in zip(places, new, strict=True):
                     tried[place] = one
@@ -186,12 +176,126 @@ def _improved(start: tuple[str, ...], key: object) -> tuple[str, ...]:
         best = found
 
 
-def loads_of(costs: Sequence[StageCost]) -> tuple[Load, ...]:
-    """The stages of one rank as the cost model has them."""
-    return tuple(Load(c.forward_s, c.backward_s, c.memory.activations) for c in costs)
+def resident(pricer: Pricer, layout: Layout, sites: Sequence[str], allowed: Sequence[str] = CHOICES) -> Layout | None:
+    """`layout`, which neither repeats nor moves layers, with those repeated and moved under which every rank fits its device.
+
+    None where it fits without, where all layers would be repeated or nothing fits, and where ranks have several stages.
+    """
+    if layout.chunks > 1 or layout.schedule in BOTH_WAYS:
+        return None
+    found = []
+    for stage in range(layout.num_stages):
+        choices = _of_stage(pricer, layout, sites, stage, allowed)
+        if choices is None:
+            return None
+        found.append((pricer.loads(layout, sites, stage), choices))
+    every = {choice for _, choices in found for choice in choices}
+    if every in ({KEEP}, {DROP}):
+        return None
+    return worded(layout, [([layer.name for layer in layers], choices) for layers, choices in found])
 
 
-def state_of(costs: Sequence[StageCost]) -> float:
-    """Bytes that are there all the time: parameters, gradients, optimizer, and the most that one stage works on."""
-    held = sum(c.memory.parameters + c.memory.gradients + c.memory.optimizer for c in costs)
-    return held + max(c.memory.buffers for c in costs)
+def worded(layout: Layout, stages: Sequence[tuple[Sequence[str], Choices]]) -> Layout:
+    """`layout` with the choices of every stage's layers as words: counts where the first are moved and the next repeated, names elsewhere.
+
+    >>> str(worded(Layout(), [(["h.0", "h.1", "h.2"], (SWAP, DROP, KEEP))]))
+    'data=1 tensor=1 pipeline=1 recompute=full:1 offload=activations:1'
+    >>> str(worded(Layout(), [(["h.0", "h.1", "h.2"], (KEEP, DROP, SWAP))]))
+    'data=1 tensor=1 pipeline=1 recompute=full:h.1 offload=activations:h.2'
+    """
+    moved = [[name for name, one in zip(names, choices, strict=True) if one == SWAP] for names, choices in stages]
+    rests = [[(name, one) for name, one in zip(names, choices, strict=True) if one != SWAP] for names, choices in stages]
+    again = [[name for name, one in rest if one == DROP] for rest in rests]
+    first = all(list(names[: len(some)]) == some for (names, _), some in zip(stages, moved, strict=True))
+    after = all([name for name, _ in rest[: len(some)]] == some for rest, some in zip(rests, again, strict=True))
+    if not any(moved):
+        offload = layout.offload
+    else:
+        offload = str(_choice("offload", "all" if layout.moves_optimizer else "activations", moved, first))
+    return replace(layout, offload=offload, recompute=str(_choice("recompute", "full", again, first and after)) if any(again) else "none")
+
+
+def _choice(key: str, kind: str, layers: Sequence[Sequence[str]], counted: bool) -> LayerChoice:
+    if not counted:
+        return LayerChoice(key, kind, (), tuple(name for names in layers for name in names))
+    counts = tuple(len(names) for names in layers)
+    return LayerChoice(key, kind, counts if len(set(counts)) > 1 else counts[:1])
+
+
+def _of_stage(pricer: Pricer, layout: Layout, sites: Sequence[str], stage: int, allowed: Sequence[str]) -> Choices | None:
+    """The choice for one stage's layers, by the prices' own bytes; None where nothing fits."""
+    layers, have = pricer.loads(layout, sites, stage), memory_of(pricer, layout, stage)
+
+    def needs(choices: Choices) -> float:
+        mine = ([layer.name for layer in layers], choices)
+        every = [mine if s == stage else ([], ()) for s in range(layout.num_stages)]
+        return pricer.held(worded(layout, every), sites, (stage,))[0].total
+
+    kept = (KEEP,) * len(layers)
+    without = needs(kept)
+    if without <= have:
+        return kept
+    (cost,) = pricer.stages(layout, sites, only=(stage,))
+    flying = in_flight(layout.schedule, layout.pipeline, layout.rank_of(stage), layout.microbatches, layout.chunks)
+    room = Room(inf, cost.compute, pricer.copies(layout), flying, pricer.working(layout, sites, stage), pricer.layers_moved)
+    short = (without - have) / (1 + MARGIN)
+    most = bytes_of(layers, kept, room)
+    for _ in range(_TIGHTENED):
+        try:
+            choices = choose(layers, replace(room, limit_bytes=most - short), allowed)
+        except Infeasible:
+            return None
+        need = needs(choices)
+        if need <= have:
+            return _eased(layers, choices, lambda tried: needs(tried) <= have, partial(seconds_of, layers, room=room))
+        short += (need - have) / (1 + MARGIN)
+    return None
+
+
+def _eased(layers: Sequence[Load], choices: Choices, fits: Callable[[Choices], bool], seconds: Callable[[Choices], float]) -> Choices:
+    """The same with every layer kept that there is room for after all, the dearest first."""
+    refused: set[tuple[str, float, float]] = set()
+    dear = sorted(range(len(layers)), key=lambda i: (-layers[i].forward_s, -i))
+    for i in dear:
+        alike = (choices[i], layers[i].forward_s, layers[i].saved_bytes)
+        if choices[i] == KEEP or alike in refused:
+            continue
+        tried = (*choices[:i], KEEP, *choices[i + 1 :])
+        if seconds(tried) < seconds(choices) and fits(tried):
+            choices = tried
+        else:
+            refused.add(alike)
+    return choices
+
+
+def housed(pricer: Pricer, layout: Layout, allowed: Sequence[str] = CHOICES) -> Priced | None:
+    """`resident` with the layout's balanced stages, timed by the clock; None where that has none."""
+    try:
+        sites = balanced(pricer, layout) if layout.num_stages > 1 else ()
+        found = resident(pricer, layout, sites, allowed)
+        return None if found is None else clocked(pricer, price(pricer, found, sites))
+    except (Infeasible, LayoutError):
+        return None
+
+
+def told(pricer: Pricer, layout: Layout, sites: Sequence[str]) -> str:
+    """What moves and what is repeated, in words with what it costs; empty where no layers are picked."""
+    which = layout.residency
+    if not (which.recompute.picks or which.offload.picks):
+        return ""
+    said, copies = [], pricer.copies(layout)
+    for stage in range(layout.num_stages):
+        layers = pricer.loads(layout.of_stage(stage), sites, stage)
+        names = [layer.name for layer in layers]
+        moved, again = which.moved(stage, names) if which.offload.picks else (), which.repeated(stage, names)
+        size = sum(layer.saved_bytes for layer in layers if layer.name in moved)
+        repeats = sum(layer.forward_s + layer.collectives_s for layer in layers if layer.name in again)
+        where = f"of the {len(layers)} layers of stage {stage}" if layout.num_stages > 1 else f"of {len(layers)} layers"
+        how = "beside the compute" if copies.beside else "in the compute's time"
+        moving = f" ({format_bytes(size)} and {format_seconds(size * copies.seconds_per_byte)} each way of a microbatch, {how})"
+        repeating = f" ({format_seconds(repeats)})"
+        said.append(
+            f"{where} {len(moved)} move to the host{moving if moved else ''}, {len(again)} are computed again{repeating if again else ''}, "
+            f"{len(layers) - len(moved) - len(again)} stay"
+        )
+    return "; ".join(said)

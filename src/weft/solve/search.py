@@ -30,17 +30,17 @@ from weft.plan.check import check
 from weft.plan.layout import Layout
 from weft.plan.microbatches import microbatch_sizes
 from weft.plan.plan import Candidate, Plan
-from weft.plan.recomputation import KINDS
+from weft.plan.residency import KINDS
 from weft.schedules import build
 from weft.solve.bounds import check_state, least_s, least_saving_s, least_state_bytes
 from weft.solve.mixed import MixedPricer, check_fits, memory_of, pricer_of
 from weft.solve.reasons import reasons
 from weft.solve.refine import refined, wanted
 from weft.solve.remedies import nothing_fits
+from weft.solve.residency import DROP, KEEP, SWAP, housed, told
 from weft.solve.space import Constraint, Space, parse_constraints
 from weft.solve.stages import useful
 from weft.solve.sums import sums_of
-from weft.solve.thinner import thinned
 from weft.solve.timing import PLAIN, Priced, balanced, clocked, fitted, least_pipeline_s, price, timeline, trips_s
 
 __all__ = ["OBJECTIVES", "Priced", "balanced", "check_layout", "clocked", "price", "search", "timeline"]
@@ -49,7 +49,7 @@ OBJECTIVES = ("time", "cost", "energy", "memory")
 KEPT = 12  # candidates that the plan keeps
 MOST_REFUSED = 4
 MOST_GUESSED, MOST_TRIED_FIRST = 16, 2  # frames that look promising, and those of them that are priced before all others
-MOST_THINNED = 24  # ways to fit by full recomputation, of which fewer layers are tried
+MOST_HOUSED = 24  # ways to fit by repeating or moving all layers, of which fewer are tried
 MOST_ORDERS = 6  # of the parts of a mixed cluster
 CALM = 0.02  # of the step: what processors' own figures differ by from probe to probe
 SAME = 0.004  # relative difference of times that is none
@@ -145,6 +145,7 @@ def _search(
         best.prediction,
         (
             *reasons(best.layout, best.prediction, candidates, refused, cluster, by_hand=layout is not None, bound_s=found.bound_s),
+            *((("layers", words),) if (words := told(pricer, best.layout, best.sites)) else ()),
             *((("parts", pricer.where(best.layout)),) if isinstance(pricer, MixedPricer) else ()),
         ),
         (*_spread(candidates), *refused[:MOST_REFUSED]),
@@ -165,7 +166,7 @@ def _find(pricer: Pricer, limits: Sequence[Constraint], objective: str) -> _Sear
     space.check()
     found = _Search(pricer, space, objective)
     found.run()
-    found.thin()
+    found.house()
     return found
 
 
@@ -222,27 +223,33 @@ class _Search:
         lowest = min(least.values(), default=INFINITE)
         self.bound_s = lowest if lowest < INFINITE else 0.0
 
-    def thin(self) -> None:
-        """Where all layers are computed again for want of memory, try the fewest that it takes: of what could not be told to be worse.
+    def house(self) -> None:
+        """Where all layers are repeated or moved for want of memory, try the fewest that it takes: of what could not be told to be worse.
 
-        The bound then is that of what is not recomputed at all, where that would be the least.
+        The bound then is that of what neither repeats nor moves layers, where that would be the least.
         """
-        if self.best is None or self.objective == "memory" or not self.space.admits("recompute", "full"):
+        if self.best is None or self.objective == "memory":
             return
-        if self.space.asked("recompute", "full"):
-            return
-        full = sorted(
-            ((seconds, frame, interleaved, thrift) for (frame, interleaved), savings in self._known.items()
-             for thrift, seconds in savings.items() if thrift[1] == "full"),
-            key=lambda item: item[0],
-        )  # fmt: skip
-        for _, frame, interleaved, (zero, recompute, offload) in full[:MOST_THINNED]:
+        ways = {DROP: ("recompute", ("full",)), SWAP: ("offload", ("activations", "all"))}
+        open_to = {
+            way: [kind for kind in kinds if self.space.admits(key, kind) and not self.space.asked(key, kind)]
+            for way, (key, kinds) in ways.items()
+        }
+        bases: dict[tuple[Layout, bool, int, str], float] = {}
+        for (frame, interleaved), savings in self._known.items():
+            for (zero, recompute, offload), seconds in savings.items():
+                if recompute in open_to[DROP] or offload in open_to[SWAP]:
+                    base = (frame, interleaved, zero, "optimizer" if offload in ("optimizer", "all") else "none")
+                    bases[base] = min(seconds, bases.get(base, INFINITE))
+        for frame, interleaved, zero, offload in heapq.nsmallest(MOST_HOUSED, bases, key=lambda one: bases[one]):
+            moves = "all" if offload == "optimizer" else "activations"
+            allowed = [KEEP, *([SWAP] if moves in open_to[SWAP] else []), *([DROP] if open_to[DROP] else [])]
             least = least_saving_s(self.pricer, replace(frame, zero=zero, offload=offload), interleaved)
             if self._hopeless(frame, least):
                 continue
             for schedule in self.space.schedules(frame):
                 if (schedule.schedule not in PLAIN) is interleaved:
-                    timed = thinned(self.pricer, replace(schedule, zero=zero, recompute=recompute, offload=offload))
+                    timed = housed(self.pricer, replace(schedule, zero=zero, offload=offload), allowed)
                     if timed is not None:
                         self.bound_s = min(self.bound_s, least)
                         self.best = timed if self._leads(timed) else self.best
@@ -467,9 +474,10 @@ def _by_hand(pricer: Pricer, layout: Layout, stages: Sequence[str]) -> _Search:
         Infeasible, LayoutError: it cannot be, or does not fit.
     """
     check_layout(layout, pricer.cluster, pricer.batch_size)
-    layout.recomputation.check(block(op.site) for op in pricer.graph.operators)
     # By hand and on GPUs, stages have equally many layers, as the frameworks have them that the efficiency sets were measured with.
     priced = price(pricer, layout, stages or pricer.even(layout))
+    blocks = [dict.fromkeys(block(op.site) for op in stage.operators) for stage in pricer.split(priced.sites)]
+    layout.residency.check([list(filter(None, one)) or [""] for one in blocks])
     check_priced(pricer, priced)
     best = clocked(pricer, priced)
     space = Space(pricer.cluster, pricer.batch_size)
@@ -526,7 +534,7 @@ def _spares(other: Layout, layout: Layout) -> bool:
     ZeRO stages and an optimizer on the host may each be the faster, so they never stand for one another.
     """
     moved = {"none": ("none", "activations"), "optimizer": ("optimizer", "all")}.get(other.offload, (other.offload,))
-    more = KINDS.index(other.recomputation.kind) <= KINDS.index(layout.recomputation.kind)
+    more = KINDS.index(other.residency.recompute.kind) <= KINDS.index(layout.residency.recompute.kind)
     return more and layout.offload in moved and other.zero == layout.zero
 
 

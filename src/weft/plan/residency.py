@@ -1,0 +1,160 @@
+"""What becomes of each layer's activations between its forward and its backward: they stay, move to the host, or are computed again.
+
+In: the words of `recompute=` and `offload=`. Out: a `Residency`, which picks from a stage's layers. A layer is a numbered block of the
+model (`h.3`, `encoder.layers.0`), by the path of its module. Where words count layers, the first of a stage move, those after them are
+repeated and the rest stay (KARMA: Wahib et al., SC 2020): the first have the longest time for their copies, and when the backward of
+those that are repeated comes the others' activations are gone already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cache
+from typing import Any
+
+from weft.errors import LayoutError
+
+KINDS = ("none", "selective", "full")  # of recomputation, each after those that repeat less
+OF_LAYERS = {"recompute": ("full",), "offload": ("activations", "all")}  # words that may say of which layers
+_VERBS = {"recompute": "repeats", "offload": "moves"}
+
+
+def kind_of(key: str, value: Any) -> Any:
+    """A choice without its layers.
+
+    >>> kind_of("offload", "all:2"), kind_of("schedule", "1f1b")
+    ('all', '1f1b')
+    """
+    return str(value).partition(":")[0] if key in OF_LAYERS else value
+
+
+@dataclass(frozen=True, slots=True)
+class LayerChoice:
+    """The word of a key. `counts`: layers of each stage, the first ones, or one count for every stage. `names`: layers by name. With
+    neither, all of them.
+
+    >>> LayerChoice.parse("recompute", "full:2").chosen(0, ["h.0", "h.1", "h.2"])
+    ('h.0', 'h.1')
+    >>> LayerChoice.parse("offload", "activations:h.2+x.*").chosen(0, ["h.0", "h.2"])
+    ('h.2',)
+    """
+
+    key: str
+    kind: str = "none"
+    counts: tuple[int, ...] = ()
+    names: tuple[str, ...] = ()
+
+    @classmethod
+    def parse(cls, key: str, text: str) -> LayerChoice:
+        """`none`, `selective`, `full`, `full:2` (two layers of each stage), `full:3/1` (of two stages), `full:h.0+h.5` (these layers).
+
+        Raises:
+            LayoutError: anything else.
+        """
+        kind, colon, which = text.partition(":")
+        if not colon:
+            return cls(key, kind)
+        words, takes = which.split("/"), OF_LAYERS[key]
+        if kind not in takes or not which:
+            one = takes[0]
+            raise LayoutError(
+                f"{key}={text}: only {' and '.join(takes)} {'take' if len(takes) > 1 else 'takes'} layers; for example {key}={one}:2, "
+                f"{key}={one}:3/1 or {key}={one}:h.0+h.5"
+            )
+        if all(word.isdecimal() and len(word) < 7 for word in words):
+            counts = tuple(int(word) for word in words)
+            if not any(counts):
+                raise LayoutError(f"{key}={text} {_VERBS[key]} no layer; use {key}={'optimizer' if kind == 'all' else 'none'}")
+            return cls(key, kind, counts)
+        names = tuple(which.split("+"))
+        if not all(names) or "/" in which:
+            raise LayoutError(f"{key}={text}: layers are counts by stage ({kind}:3/1) or names ({kind}:h.0+h.5)")
+        return cls(key, kind, (), names)
+
+    def __str__(self) -> str:
+        which = "/".join(map(str, self.counts)) or "+".join(self.names)
+        return f"{self.kind}:{which}" if which else self.kind
+
+    @property
+    def picks(self) -> bool:
+        """Whether it is of some layers only."""
+        return bool(self.counts or self.names)
+
+    @property
+    def of_layers(self) -> bool:
+        """Whether it is of layers, some or all."""
+        return self.kind in OF_LAYERS[self.key]
+
+    def count(self, stage: int) -> int:
+        """Layers that are counted of a stage."""
+        return self.counts[stage % len(self.counts)] if self.counts else 0
+
+    def chosen(self, stage: int, layers: Sequence[str]) -> tuple[str, ...]:
+        """Those of a stage's layers, in their order, that it is of."""
+        if not self.of_layers:
+            return ()
+        if self.names:
+            return tuple(layer for layer in layers if any(fnmatchcase(layer, name) for name in self.names))
+        return tuple(layers[: self.count(stage)] if self.counts else layers)
+
+
+@dataclass(frozen=True, slots=True)
+class Residency:
+    """`recompute=` and `offload=` together. Layers that `offload` picks are not repeated: `recompute` is of the others.
+
+    Offload of all layers moves whatever they keep, which of one that is repeated is what enters it.
+
+    >>> both = Residency.parse("full:1", "activations:2")
+    >>> both.moved(0, ["h.0", "h.1", "h.2", "h.3"]), both.repeated(0, ["h.0", "h.1", "h.2", "h.3"])
+    (('h.0', 'h.1'), ('h.2',))
+    """
+
+    recompute: LayerChoice = LayerChoice("recompute")
+    offload: LayerChoice = LayerChoice("offload")
+
+    @staticmethod
+    @cache
+    def parse(recompute: str, offload: str) -> Residency:
+        """Raises LayoutError."""
+        return Residency(LayerChoice.parse("recompute", recompute), LayerChoice.parse("offload", offload))
+
+    def moved(self, stage: int, layers: Sequence[str]) -> tuple[str, ...]:
+        """Those of a stage's layers that lie on the host between forward and backward."""
+        return self.offload.chosen(stage, layers)
+
+    def repeated(self, stage: int, layers: Sequence[str]) -> tuple[str, ...]:
+        """Those of a stage's layers that are computed again."""
+        gone = set(self.moved(stage, layers)) if self.offload.picks else set()
+        return self.recompute.chosen(stage, [layer for layer in layers if layer not in gone])
+
+    def check(self, stages: Sequence[Sequence[str]]) -> None:
+        """Check against the layers of every stage.
+
+        Raises:
+            LayoutError: a name that none of the model's layers has, or layers that would be both moved and repeated.
+        """
+        known = list(dict.fromkeys(layer for layers in stages for layer in layers if layer))
+        for choice in (self.recompute, self.offload):
+            for name in choice.names:
+                if not any(fnmatchcase(layer, name) for layer in known):
+                    has = f"{', '.join(known[:4])}{' ...' if len(known) > 4 else ''}" if known else "none that is numbered"
+                    raise LayoutError(f"{choice.key}={choice.kind}:{name}: the model has no such layer; it has {has}")
+        if not (self.recompute.picks and self.offload.picks):
+            return
+        said = f"recompute={self.recompute} offload={self.offload}"
+        for stage, layers in enumerate(stages):
+            moves, again = self.offload.count(stage), self.recompute.count(stage)
+            if moves and again and moves + again > len(layers):
+                raise LayoutError(
+                    f"{said}: {moves} layers moved and {again} others repeated are {moves + again} of stage {stage}, which has "
+                    f"{len(layers)}; count fewer"
+                )
+            both = set(self.moved(stage, layers)) & set(self.recompute.chosen(stage, layers)) if self.recompute.names else set()
+            if both:
+                names = ", ".join(layer for layer in layers if layer in both)
+                raise LayoutError(
+                    f"{said}: {len(both)} of the {len(layers)} layers of stage {stage} would be both moved and repeated ({names}); "
+                    "name each in one of them"
+                )
