@@ -179,15 +179,16 @@ def test_of_a_pipeline_every_stage_has_its_best(schedule: str, tight: float) -> 
     assert mine.prediction.step_time_s <= best * (1 + 1e-3)
 
 
+BATCH = 64
 ONE = "data=1 tensor=1 pipeline=1 microbatches=1 zero=0 precision=float32"
 
 
 def _planned(share: float, flops: float, more: str = "offload!=optimizer") -> tuple[Plan, float]:
     graph = gpt(8)
-    wide = Pricer(graph, cluster(1e11, flops, 1), 8)
+    wide = Pricer(graph, cluster(1e11, flops, 1), BATCH)
     most, least = (price(wide, Layout(recompute=word)).prediction.memory.total for word in ("none", "full"))
     have = least + share * (most - least)
-    return search(graph, cluster(have, flops, 1), 8, "gpt", f"{ONE} {more} offload!=all"), have
+    return search(graph, cluster(have, flops, 1), BATCH, "gpt", f"{ONE} {more} offload!=all"), have
 
 
 def test_the_planner_mixes_where_that_is_the_fastest() -> None:
@@ -201,7 +202,7 @@ def test_the_planner_mixes_where_that_is_the_fastest() -> None:
     assert plan.prediction.memory.total <= have
     for more in ("offload=none", "offload=none recompute=full", "offload=activations"):
         try:
-            other = search(gpt(8), cluster(have, flops, 1), 8, "gpt", f"{ONE} {more}")
+            other = search(gpt(8), cluster(have, flops, 1), BATCH, "gpt", f"{ONE} {more}")
         except Infeasible:
             continue
         assert other.prediction is not None

@@ -174,3 +174,67 @@ def test_a_copy_that_is_not_what_was_kept_is_found(accounts: Accounts, monkeypat
 
     monkeypatch.setattr(HostStore, "_copy_out", spoiled)
     assert not _same(plain, _trained("data=1 offload=activations")[0])
+
+
+MIXED = [
+    "data=1 offload=activations:2",
+    "data=1 offload=activations:1 recompute=full:2",
+    "data=1 offload=activations:2 recompute=full",
+    "data=1 offload=all:layers.1+layers.3 recompute=full:layers.0",
+    "data=1 microbatches=2 offload=activations:layers.0+layers.2 recompute=full:1",
+]
+
+
+@pytest.mark.parametrize("layout", MIXED)
+def test_layers_that_move_and_layers_that_are_repeated_change_no_bit(accounts: Accounts, layout: str) -> None:
+    plain, peak = _trained("data=1 microbatches=2" if "microbatches" in layout else "data=1")
+    mixed, less = _trained(layout)
+    assert _same(plain, mixed)
+    assert less < peak
+
+
+def test_each_layer_does_what_was_asked_of_it(accounts: Accounts) -> None:
+    """By layer: two move, one is repeated, one stays; and only what those two keep is copied, there and back."""
+    every, two, mixed = (
+        _engine(f"data=1 {words}")
+        for words in ("offload=activations:4", "offload=activations:2", "offload=activations:2 recompute=full:1")
+    )
+    for engine in (every, two, mixed):
+        engine.step(BATCH)
+    modules = [type(m).__name__ for runner in mixed._executor.runners.values() for m in runner.local.module.children()]
+    assert [name for name in modules if name in ("OffloadedLayer", "Recomputed")] == ["OffloadedLayer", "OffloadedLayer", "Recomputed"]
+    assert two._host.moved_bytes == mixed._host.moved_bytes == every._host.moved_bytes / 2 > 0
+
+
+@pytest.mark.parametrize(("moves", "order"), [(2, "c1 c0 r1 r0"), (3, "c2 r2 c1 r1 c0 r0"), (4, "r3 c3 c2 r2 c1 r1 c0 r0")])
+def test_where_copies_overlap_layers_are_called_as_soon_as_there_is_room(
+    accounts: Accounts, monkeypatch: pytest.MonkeyPatch, moves: int, order: str
+) -> None:
+    """Of four layers: one that is away is called (c) for each that stays and is over, then one each time one is read (r)."""
+    plain, _ = _trained("data=1")
+    monkeypatch.setattr(HostStore, "overlaps", property(lambda self: True))
+    events: list[str] = []
+    back, unpack = HostStore.back, HostStore._unpack
+
+    def depth(moved: Any) -> int:
+        return 0 if moved.before is None else 1 + depth(moved.before)
+
+    def backed(self: HostStore, moved: Any) -> None:
+        if moved.is_out:
+            events.append(f"c{depth(moved)}")
+        back(self, moved)
+
+    def unpacked(self: HostStore, kept: Any) -> Tensor:
+        if not isinstance(kept, Tensor) and not kept.moved.is_read:
+            events.append(f"r{depth(kept.moved)}")
+        return unpack(self, kept)
+
+    monkeypatch.setattr(HostStore, "back", backed)
+    monkeypatch.setattr(HostStore, "_unpack", unpacked)
+    engine = _engine(f"data=1 offload=activations:{moves}")
+    engine.step(BATCH)
+    assert " ".join(events) == order
+    engine.step(BATCH)
+    state = engine.full_state_dict()
+    assert state is not None
+    assert _same(plain, state)

@@ -23,8 +23,8 @@ MICROBATCH_S = 3e-4  # the executor's own time for one microbatch of one stage o
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """One layer of a stage: seconds of its forward's compute, bytes that it keeps of a microbatch for backward, bytes that enter it, which
-    outlive a drop, and seconds of its forward's collectives."""
+    """One layer of a stage: seconds of its forward's compute, bytes that it keeps of a microbatch for backward and that none behind it does,
+    bytes that enter it, which outlive a drop, and seconds of its forward's collectives."""
 
     name: str
     forward_s: float
@@ -122,7 +122,7 @@ def base_of(pricer: Pricer, layout: Layout, stage: Stage, section: Section) -> B
             Load(
                 name,
                 float(times[0][section.groups.where[name]].sum()),
-                section.groups.kept[name].at(scale, layout.data) * wide + each,
+                section.groups.adds[name].at(scale, layout.data) * wide + each,
                 inside,
                 float(times[2][section.groups.where[name]].sum()),
             )

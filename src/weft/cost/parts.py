@@ -266,12 +266,12 @@ class Amount:
         return (self.shared / data + self.batched) * scale + self.fixed
 
 
-def kept_bytes(parts: Parts, operators: Iterable[int], half: str = "") -> Amount:
-    """What these operators keep for backward, each storage once.
+def kept_bytes(parts: Parts, operators: Iterable[int], half: str = "", seen: set[tuple[str, bool]] | None = None) -> Amount:
+    """What these operators keep for backward, each storage once. `seen`: storages that others count, to which these are added.
 
     `half`: "" for none, "autocast" for 16-bit copies of products' operands, "all" where every float tensor is 16-bit.
     """
-    seen: set[tuple[str, bool]] = set()
+    seen = set() if seen is None else seen
     shared = batched = fixed = 0.0
     for i in operators:
         for item in parts.stored[i]:
@@ -434,6 +434,15 @@ class Groups:
     def kept(self) -> dict[str, Amount]:
         """By block: what it alone keeps for backward."""
         return {name: self.together([name]) for name in self.names}
+
+    @cached_property
+    def adds(self) -> dict[str, Amount]:
+        """By block: what it keeps that none behind it does; together they are what all keep.
+
+        What one hands to the next is counted there: it is on the device unless that one moves.
+        """
+        seen: set[tuple[str, bool]] = set()
+        return {name: kept_bytes(self.parts, self._all[name], self.half, seen) for name in reversed(self.names)}
 
     @cached_property
     def outside(self) -> Amount:

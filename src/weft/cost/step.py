@@ -449,7 +449,7 @@ class Pricer:
     def crossing(self, layout: Layout, values: Sequence[str]) -> float:
         """Bytes of these values, of one whole microbatch."""
         scale = self.microbatch(layout)
-        width = 1.0 if self.cluster.is_cpu else self._width(layout, narrow=True)
+        width = self._width(layout, narrow=not self.cluster.is_cpu)
         return width * sum(self.graph.tensors[v].size_bytes * (scale if v in self.inventory.batched else 1.0) for v in values)
 
     def transfer_s(self, layout: Layout, size_bytes: float) -> float:

@@ -5,7 +5,7 @@ which it fits and is fastest: moving costs nothing while copies hide behind the 
 forward, and stages do not share memory, so the fastest of each stage are the fastest of all. `choose` is that choice among the layers
 of one stage, in a model of bytes and seconds that is `memory_of`'s and `Copies`' own; what it finds is held against the prices.
 
-Not modelled: ranks with several stages, and storages that two layers keep, which count for both until the prices tell otherwise.
+Not modelled: ranks with several stages.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CHOICES = (KEEP, SWAP, DROP)
 FIRST = (SWAP, DROP, KEEP)  # of equal choices the one that moves the first layers, repeats the next and keeps the last
 _EXACT = 5  # layers up to which every choice is tried
 _PAIRS = 12  # layers up to which two are changed at a time
-_TIGHTENED = 6  # times that a choice that the prices refuse is made again with less room
+_TIGHTENED = 16  # times that a choice that the prices refuse is made again with less room
 
 Choices = tuple[str, ...]
 
@@ -118,7 +118,7 @@ def choose(layers: Sequence[Load], room: Room, allowed: Sequence[str] = CHOICES)
     if count <= _EXACT:
         best = min(product(allowed, repeat=count), key=key)
     else:
-        starts = sorted({one for order in _orders(layers) for one in _along(layers, room, allowed, order)}, key=key)
+        starts = sorted({(KEEP,) * count, *(one for order in _orders(layers) for one in _along(layers, room, allowed, order))}, key=key)
         alike = len({(one.forward_s, one.saved_bytes, one.entering_bytes, one.collectives_s) for one in layers}) == 1
         best = starts[0] if alike else min((_improved(start, key, allowed) for start in starts[:4]), key=key)
     if key(best)[0] == inf:
@@ -238,17 +238,16 @@ def _of_stage(pricer: Pricer, layout: Layout, sites: Sequence[str], stage: int, 
     (cost,) = pricer.stages(layout, sites, only=(stage,))
     flying = in_flight(layout.schedule, layout.pipeline, layout.rank_of(stage), layout.microbatches, layout.chunks)
     room = Room(inf, cost.compute, pricer.copies(layout), flying, pricer.working(layout, sites, stage), pricer.layers_moved)
-    short = (without - have) / (1 + MARGIN)
-    most = bytes_of(layers, kept, room)
+    limit = bytes_of(layers, kept, room) - (without - have) / (1 + MARGIN)
     for _ in range(_TIGHTENED):
         try:
-            choices = choose(layers, replace(room, limit_bytes=most - short), allowed)
+            choices = choose(layers, replace(room, limit_bytes=limit), allowed)
         except Infeasible:
             return None
         need = needs(choices)
         if need <= have:
             return _eased(layers, choices, lambda tried: needs(tried) <= have, partial(seconds_of, layers, room=room))
-        short += (need - have) / (1 + MARGIN)
+        limit = min(limit - (need - have) / (1 + MARGIN), 0.999 * bytes_of(layers, choices, room))
     return None
 
 
