@@ -29,17 +29,12 @@ from bench.document import command, header, markdown, show, versions
 from bench.measure import turn
 from bench.pipeline import lines_of
 from bench.processes import ROOT
-from weft.cluster.cluster import Cluster
 from weft.errors import Infeasible, LayoutError, OutOfMemory
-from weft.model.stages import links
 from weft.plan.plan import Plan
 from weft.run.build import Traced
 from weft.run.engine import Engine
 from weft.schedules import build
 from weft.simulate.clock import simulate
-from weft.solve.mixed import pricer_of
-from weft.solve.residency import Residency, choose, loads_of, state_of
-from weft.solve.timing import price
 from weft.units import format_bytes, parse_bytes
 from weft.world.launch import launch
 from weft.world.world import World
@@ -49,21 +44,20 @@ from weft.zoo.resolved import Resolved
 PAGE = ROOT / "docs" / "benchmarks" / "out_of_core.md"
 OWN = "weft's choice"
 SWAPS = "swap or drop"
-COPY_BYTES_PER_S = 4e9  # from one part of the host's memory to another, by one thread; the copies take the compute's time
-CHUNKS = 6
 
 INTRO = """Two ranks, each with the limit; all ways train the same model in float32 with AdamW from the same weights. Ratios are the other
 way's time over that of weft's choice (more than 1: weft's choice is faster), by round, then their median; ways take turns within a round.
-A way that exceeds the limit ends with the error that a user would see, and counts as not fitting. "swap or drop" cuts the model of each
-data-parallel rank into stages and chooses for each whether its activations stay, move to the host or are made again."""
+A way that exceeds the limit ends with the error that a user would see, and counts as not fitting. "swap or drop" is data parallelism for
+whose every layer weft chooses whether its activations stay, move to the host or are made again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way to train on two ranks: a layout, empty where weft chooses."""
+    """One way to train on two ranks: a layout, or what constrains weft's choice."""
 
     name: str
-    layout: str
+    layout: str = ""
+    constraints: str = ""
 
 
 def ways(microbatches: int) -> tuple[Way, ...]:
@@ -77,8 +71,8 @@ def ways(microbatches: int) -> tuple[Way, ...]:
         Way("GEMS MASTER", f"{end} schedule=gems-master"),
         Way("recompute", "data=2 recompute=full"),
         Way("offload", "data=2 offload=all"),
-        Way(SWAPS, f"data=2 chunks={CHUNKS} schedule=interleaved"),
-        Way(OWN, ""),
+        Way(SWAPS, constraints="ranks=2 data=2 microbatches=1 zero=0 precision=float32 offload!=optimizer offload!=all"),
+        Way(OWN, constraints="ranks=2 precision=float32"),
     )
 
 
@@ -93,15 +87,6 @@ class Size:
     @property
     def named(self) -> str:
         return f"{self.model}{',' if ':' in self.model else ':'}image={self.image}"
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A way at a size: its plan, and for `swap or drop` what happens to each stage and which feeds which."""
-
-    plan: Plan
-    choices: tuple[str, ...] = ()
-    links: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +106,7 @@ class Tries:
     def __init__(self, limit: float, cluster: str) -> None:
         self._limit, self._cluster = limit, cluster
         self._sources: dict[Size, tuple[Resolved, Any, Traced]] = {}
-        self._prepared: dict[tuple[str, Size], Prepared] = {}
+        self._prepared: dict[tuple[str, Size], Plan] = {}
 
     def _source(self, size: Size) -> tuple[Resolved, Any, Traced]:
         if size not in self._sources:
@@ -130,39 +115,27 @@ class Tries:
             self._sources[size] = subject, subject.batch(size.batch), Traced.of(subject.make)
         return self._sources[size]
 
-    def prepare(self, size: Size, way: Way) -> Prepared:
+    def prepare(self, size: Size, way: Way) -> Plan:
         """Raises Infeasible where weft knows beforehand that the way does not fit, or the batch does not divide."""
         if (way.name, size) not in self._prepared:
             self._prepared[way.name, size] = self._prepare(size, way)
         return self._prepared[way.name, size]
 
-    def _prepare(self, size: Size, way: Way) -> Prepared:
+    def _prepare(self, size: Size, way: Way) -> Plan:
         subject, batch, source = self._source(size)
         plan = partial(weft.plan, subject, batch, cluster=self._cluster, source=source)
-        if not way.layout:
-            return Prepared(plan(constraints="ranks=2 precision=float32", device_memory=self._limit))
-        planned = plan(layout=way.layout)
-        if way.name != SWAPS:
-            return Prepared(planned)
-        pricer = pricer_of(source.capture(batch, subject.loss, size.batch).graph, Cluster.parse(self._cluster), size.batch)
-        costs = price(pricer, planned.layout, planned.stages).costs
-        room = 0.9 * (self._limit - state_of(costs))  # what the prices are off by
-        found = choose(loads_of(costs), room, COPY_BYTES_PER_S, overlaps=False)
-        return Prepared(planned, found.choices, links(pricer.split(planned.stages)))
+        return plan(layout=way.layout) if way.layout else plan(constraints=way.constraints, device_memory=self._limit)
 
     def run(self, size: Size, way: Way, steps: int) -> Tried:
         """Some steps of a way at a size."""
         limit = self._limit
         try:
-            ready = self.prepare(size, way)
+            plan = self.prepare(size, way)
             subject, batch, source = self._source(size)
-            source.prepare(ready.plan, batch, subject.loss)
-            program = Residency(ready.choices, 0.0).program(ready.plan.layout.microbatches, ready.links) if ready.choices else None
+            source.prepare(plan, batch, subject.loss)
 
             def work(world: World) -> Any:
-                engine = Engine(
-                    ready.plan, subject.make, batch, subject.loss, world, seed=0, source=source, program=program, device_memory=limit
-                )
+                engine = Engine(plan, subject.make, batch, subject.loss, world, seed=0, source=source, device_memory=limit)
                 seconds, losses = [], []
                 for _ in range(steps):
                     world.everyone.barrier()
@@ -174,8 +147,7 @@ class Tries:
             seconds, losses, held = launch(work, 2, show=False)[0]
         except (OutOfMemory, Infeasible, LayoutError) as error:
             return Tried(why=str(error).splitlines()[0])
-        said = str(ready.plan.layout) + (f"; {', '.join(ready.choices)}" if ready.choices else "")
-        return Tried(tuple(seconds), tuple(losses), held, said)
+        return Tried(tuple(seconds), tuple(losses), held, str(plan.layout))
 
 
 def largest(sizes: Iterable[Size], tries: Callable[[Size], Tried]) -> Size | None:

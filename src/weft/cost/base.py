@@ -23,8 +23,8 @@ MICROBATCH_S = 3e-4  # the executor's own time for one microbatch of one stage o
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """One layer of a stage: seconds of its forward's compute, bytes that it keeps of a microbatch for backward and that none behind it does,
-    bytes that enter it, which outlive a drop, and seconds of its forward's collectives."""
+    """One layer of a stage: seconds of its forward's compute, bytes that it keeps of a microbatch for backward and that none behind it
+    does, bytes that enter it, which outlive a drop, and seconds of its forward's collectives."""
 
     name: str
     forward_s: float

@@ -347,10 +347,10 @@ class Pricer:
         ((_, base),) = self._bases_of(layout, sites, (stage,))
         return base.loads()
 
-    def working(self, layout: Layout, sites: Sequence[str], stage: int) -> float:
-        """The most bytes that one operator's backward in a stage works on."""
+    def state(self, layout: Layout, sites: Sequence[str], stage: int) -> StageState:
+        """What a stage holds of one microbatch, by what its layers do."""
         ((_, base),) = self._bases_of(layout, sites, (stage,))
-        return base.state.working_bytes
+        return self._state(layout, base)
 
     @property
     def layers_moved(self) -> int:

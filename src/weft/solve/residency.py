@@ -24,7 +24,7 @@ from weft.cost.step import Pricer
 from weft.errors import Infeasible, LayoutError
 from weft.plan.layout import BOTH_WAYS, Layout
 from weft.plan.residency import LayerChoice
-from weft.solve.mixed import memory_of
+from weft.solve.mixed import memory_of, owner
 from weft.solve.timing import Priced, balanced, clocked, price
 from weft.units import format_bytes, format_seconds
 
@@ -188,7 +188,7 @@ def resident(pricer: Pricer, layout: Layout, sites: Sequence[str], allowed: Sequ
         choices = _of_stage(pricer, layout, sites, stage, allowed)
         if choices is None:
             return None
-        found.append((pricer.loads(layout, sites, stage), choices))
+        found.append((owner(pricer, layout, stage).loads(layout, sites, stage), choices))
     every = {choice for _, choices in found for choice in choices}
     if every in ({KEEP}, {DROP}):
         return None
@@ -224,7 +224,8 @@ def _choice(key: str, kind: str, layers: Sequence[Sequence[str]], counted: bool)
 
 def _of_stage(pricer: Pricer, layout: Layout, sites: Sequence[str], stage: int, allowed: Sequence[str]) -> Choices | None:
     """The choice for one stage's layers, by the prices' own bytes; None where nothing fits."""
-    layers, have = pricer.loads(layout, sites, stage), memory_of(pricer, layout, stage)
+    one, have = owner(pricer, layout, stage), memory_of(pricer, layout, stage)
+    layers = one.loads(layout, sites, stage)
 
     def needs(choices: Choices) -> float:
         mine = ([layer.name for layer in layers], choices)
@@ -237,7 +238,8 @@ def _of_stage(pricer: Pricer, layout: Layout, sites: Sequence[str], stage: int, 
         return kept
     (cost,) = pricer.stages(layout, sites, only=(stage,))
     flying = in_flight(layout.schedule, layout.pipeline, layout.rank_of(stage), layout.microbatches, layout.chunks)
-    room = Room(inf, cost.compute, pricer.copies(layout), flying, pricer.working(layout, sites, stage), pricer.layers_moved)
+    working = one.state(layout, sites, stage).working_bytes
+    room = Room(inf, cost.compute, one.copies(layout), flying, working, one.layers_moved)
     limit = bytes_of(layers, kept, room) - (without - have) / (1 + MARGIN)
     for _ in range(_TIGHTENED):
         try:
@@ -280,21 +282,24 @@ def housed(pricer: Pricer, layout: Layout, allowed: Sequence[str] = CHOICES) -> 
 def told(pricer: Pricer, layout: Layout, sites: Sequence[str]) -> str:
     """What moves and what is repeated, in words with what it costs; empty where no layers are picked."""
     which = layout.residency
-    if not (which.recompute.picks or which.offload.picks):
+    if (layout.moves_layers and not which.offload.picks) or not (which.recompute.picks or which.offload.picks):
         return ""
-    said, copies = [], pricer.copies(layout)
+    said: dict[str, list[int]] = {}
     for stage in range(layout.num_stages):
-        layers = pricer.loads(layout.of_stage(stage), sites, stage)
+        inner = layout.of_stage(stage)
+        one = owner(pricer, inner, stage)
+        layers, copies = one.loads(inner, sites, stage), one.copies(inner)
         names = [layer.name for layer in layers]
-        moved, again = which.moved(stage, names) if which.offload.picks else (), which.repeated(stage, names)
-        size = sum(layer.saved_bytes for layer in layers if layer.name in moved)
+        moved, again = which.moved(stage, names), which.repeated(stage, names)
+        size = one.state(inner, sites, stage).moved_bytes if moved else 0.0
         repeats = sum(layer.forward_s + layer.collectives_s for layer in layers if layer.name in again)
-        where = f"of the {len(layers)} layers of stage {stage}" if layout.num_stages > 1 else f"of {len(layers)} layers"
         how = "beside the compute" if copies.beside else "in the compute's time"
         moving = f" ({format_bytes(size)} and {format_seconds(size * copies.seconds_per_byte)} each way of a microbatch, {how})"
-        repeating = f" ({format_seconds(repeats)})"
-        said.append(
-            f"{where} {len(moved)} move to the host{moving if moved else ''}, {len(again)} are computed again{repeating if again else ''}, "
-            f"{len(layers) - len(moved) - len(again)} stay"
+        words = (
+            f"of {len(layers)} layers {len(moved)} move to the host{moving if moved else ''}, {len(again)} are computed again"
+            f"{f' ({format_seconds(repeats)})' if again else ''}, {len(layers) - len(moved) - len(again)} stay"
         )
-    return "; ".join(said)
+        said.setdefault(words, []).append(stage)
+    if len(said) == 1:
+        return f"{next(iter(said))}{', in every stage' if layout.num_stages > 1 else ''}"
+    return "; ".join(f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}: {words}" for words, stages in said.items())
