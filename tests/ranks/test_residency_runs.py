@@ -91,6 +91,9 @@ GPT = "gpt:layers=4,hidden=128,heads=4,sequence=128,vocabulary=256"
         "data=2 zero=3 microbatches=2 offload=activations:2 recompute=full:1",
         "tensor=2 offload=all:layers.1+layers.2 recompute=full:layers.0",
         "pipeline=2 microbatches=3 schedule=gpipe offload=activations:1 recompute=full",
+        "pipeline=2 microbatches=4 schedule=gems-master offload=activations:1 recompute=full",
+        "inner=2x1/1x2 pipeline=2 microbatches=2 offload=activations:1 recompute=full",
+        "data=2 staleness=1 recompute=selective offload=activations:2",
     ],
 )
 def test_mixtures_on_ranks_equal_serial(layout: str) -> None:

@@ -46,7 +46,7 @@ _WORDS = {
     "chunks": "stages of each rank, where schedule is interleaved",
     "expert": "replicas among which the experts of a layer are spread",
     "sequence_parallel": f"norms and residuals cut along the sequence over tensor: {', '.join(CHOICES['sequence_parallel'])}",
-    "offload": f"kept in the host's memory: {', '.join(CHOICES['offload'])}",
+    "offload": f"kept in the host's memory: {', '.join(CHOICES['offload'])}, activations:2, all:h.0+h.5",
     "all_reduce": f"how gradients are summed: {', '.join(CHOICES['all_reduce'])}",
     "inner": "data x tensor of every stage, where stages arrange their ranks differently: 4x1/2x2",
     "compress": "gradients on their way between replicas: none, bfloat16, int8, topk:FRACTION",
