@@ -1,4 +1,4 @@
-"""What a plan says that a rank will hold is what it is measured to hold, within a tenth: transformers, recurrent layers and experts."""
+"""What a plan says that a rank will hold is what it is measured to hold, within a tenth: attention, recurrence, experts, convolutions."""
 
 from __future__ import annotations
 
@@ -20,6 +20,14 @@ CASES = [
     ("llama-tiny", "tensor=2"),
     ("moe-tiny", "pipeline=2 microbatches=4"),
     ("lstm-tiny", "data=2"),
+    ("vit-tiny", "data=2 zero=3"),
+    ("unet-tiny", "data=2 zero=2"),
+    # A convolution makes its weight's gradient twice, whatever the batch; the weights here are larger than the activations.
+    ("resnet-18:image=64", "data=2"),
+    ("resnet-18:image=64", "data=2 zero=2"),
+    ("resnet-18:image=64", "data=2 zero=3"),
+    # Tied embeddings, larger than all layers: read by the first run and by the last.
+    ("gpt:layers=2,hidden=256,heads=4,sequence=64,vocabulary=8192", "data=2 zero=3"),
 ]
 
 

@@ -7,9 +7,11 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from weft.cost.compute import Seconds
 from weft.cost.gradients import Sums
-from weft.cost.memory import StageState
+from weft.cost.memory import Moments, StageState
 from weft.cost.parts import Section, repeated
 from weft.model.stages import Stage
 from weft.plan.layout import Layout
@@ -84,9 +86,8 @@ def base_of(pricer: Pricer, layout: Layout, stage: Stage, section: Section) -> B
     if pricer.keeps_scores:
         # Two tensors of scores and a mask (Korthikanti et al. 2022, equation 1: 5as/h of sbh).
         scores = section.score_bytes.at(scale, layout.data) * (1.25 if layout.precision in ("float16", "bfloat16") else 2.25)
-    working = max(section.working.shared * scale / layout.data, section.working.batched * scale)
-    working *= {"float64": 2.0, "float16": 0.5, "bfloat16": 1.0 if pricer.cluster.is_cpu else 0.5}.get(layout.precision, 1.0)
     wide = 2.0 if layout.precision == "float64" else 1.0
+    moments, beside = _moments(pricer, layout, section)
     state = StageState(
         held.number - elsewhere,
         held.trainable - elsewhere,
@@ -96,7 +97,8 @@ def base_of(pricer: Pricer, layout: Layout, stage: Stage, section: Section) -> B
         0.0,
         kept * wide + scores,
         scores,
-        working,
+        moments,
+        beside,
         moved_bytes=kept * wide + scores,
     )
 
@@ -132,3 +134,17 @@ def base_of(pricer: Pricer, layout: Layout, stage: Stage, section: Section) -> B
     # A product's backward is two products alike, one for its input and one for its weights, and weights' gradients are added up.
     weight_s = 0.5 * float(times[1][pricer.weighted[ops]].sum()) + adding * (layout.microbatches > 1)
     return Base(busy, network, block, scores_s, weight_s, Sums(held.sums, held.tied, held.number), state, by_layer, loads)
+
+
+def _moments(pricer: Pricer, layout: Layout, section: Section) -> tuple[Moments, Moments]:
+    """The most that is there for a moment of backward, and the most of that less what of the kept bytes is gone by then."""
+    parts, ops, runs, widths = pricer.parts(layout), section.operators, section.runs(layout.expert), pricer.widths(layout)
+    scale = pricer.microbatch(layout)
+    wide = 2.0 if layout.precision == "float64" else 1.0
+    narrow = {"float64": 2.0, "float16": 0.5, "bfloat16": 1.0 if pricer.cluster.is_cpu else 0.5}.get(layout.precision, 1.0)
+    tensors = parts.working_bytes[ops] * np.where(parts.shared[ops], scale / layout.data, scale)
+    whole = runs.working(narrow * (tensors + parts.weight_bytes[ops]))
+    scattered = whole + runs.scattering(widths.gradient, layout.data)
+    every = (whole, scattered, scattered + runs.gathered(widths.weight))
+    gone = wide * runs.gone(scale, layout.data)
+    return Moments(*(float(one.max()) for one in every)), Moments(*(float((one - gone).max()) for one in every))

@@ -89,10 +89,11 @@ def in_flight(schedule: str, num_stages: int, rank: int, microbatches: int, chun
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What one operator keeps for backward: storages with their bytes, and the bytes that its own backward works on."""
+    """What one operator keeps for backward: storages with their bytes, and the bytes of tensors that its own backward works on."""
 
     storages: tuple[tuple[str, float], ...]
     working_bytes: float
+    weight_bytes: float  # the gradients of its weights before they are added up, whatever the batch
     narrow: bool  # keeps bfloat16 copies under autocast
 
 
@@ -133,11 +134,11 @@ class Inventory:
             live = any(v in self.grads for v in op.outputs)
             values = {*op.outputs, *op.inputs} - self.held if live else set()
             size = sum(tensors[v].size_bytes for v in values) + done.extra_bytes * live
+            weights = 0.0
             if self.is_cpu and live:
-                # A weight's gradient before it is added up; convolutions make it in a layout of their own first.
                 weights = sum(tensors[v].size_bytes for v in op.inputs if v in self.held and v in self.grads)
-                size += weights * (2 if done.kind == "convolution" else 1)
-            found[op.name] = Kept(tuple(sorted(mine)), float(size), narrow)
+                weights *= 2 if done.kind == "convolution" else 1  # convolutions make it in a layout of their own first
+            found[op.name] = Kept(tuple(sorted(mine)), float(size), weights, narrow)
         return found
 
 
@@ -166,13 +167,28 @@ def _kept_by_processors(op: Operator, tensors: Mapping[str, Tensor], grads: froz
 
 
 @dataclass(frozen=True, slots=True)
+class Moments:
+    """Bytes that are there while one operator's backward runs (`weft.cost.runs`): where gradients and weights are whole, where gradients
+    are scattered (stage 2 of ZeRO), where weights are gathered as well (stage 3)."""
+
+    whole: float = 0.0
+    scattered: float = 0.0
+    gathered: float = 0.0
+
+    def of(self, zero: int) -> float:
+        """Of a stage of ZeRO."""
+        return self.gathered if zero == 3 else self.scattered if zero == 2 else self.whole
+
+
+@dataclass(frozen=True, slots=True)
 class StageState:
     """One stage on one rank: parameters after cutting, layers, and bytes of one microbatch.
 
     `num_elsewhere` are parameters of experts that other data replicas have: ZeRO divides those too.
 
     `entering_bytes` come from other stages; `kept_bytes` are kept for backward, `scores_bytes` of them by attention's scores;
-    `working_bytes` are the most that one operator's backward works on. By layer, for who runs layers again or moves them: `layers` there
+    `moments` are the most that is there for a moment of its backward, `beside` the same less what of the kept bytes is gone by then.
+    By layer, for who runs layers again or moves them: `layers` there
     are, `layer_bytes` enter each, `fullest_bytes` the fullest keeps, and `outside_bytes` are kept in none of them. `layers_again` of them
     are repeated, of which the fullest keeps `fullest_again_bytes`; some are picked to move to the host, of which the fullest keeps
     `fullest_moved_bytes`; the others keep `others_bytes` together, and those behind all repeated and moved ones `behind_bytes`.
@@ -187,7 +203,8 @@ class StageState:
     layer_bytes: float = 0.0
     kept_bytes: float = 0.0
     scores_bytes: float = 0.0
-    working_bytes: float = 0.0
+    moments: Moments = Moments()
+    beside: Moments = Moments()
     fullest_bytes: float = 0.0
     outside_bytes: float = 0.0
     layers_again: int = 0
@@ -218,7 +235,7 @@ def memory_of(
     rank = layout.rank_of(stage)
     flying = in_flight(layout.schedule, layout.pipeline, rank, layout.microbatches, layout.chunks)
     kept = state.kept_bytes - (state.scores_bytes if layout.recompute in ("selective", "full") else 0.0)
-    activation, working = kept * flying, state.working_bytes
+    activation, working = kept * flying, state.moments.whole
     picks = layout.residency.offload.picks
     # A layer that is there again for its own backward is not yet while the loss, say, works on the most.
     if layout.repeats_layers or picks:
@@ -229,7 +246,7 @@ def memory_of(
         working = max(state.layer_bytes, working - there)
     if layout.moves_layers and not picks:
         activation = min(activation, layers_moved * state.fullest_bytes + state.outside_bytes)
-        working = max(state.layer_bytes, state.working_bytes - layers_moved * state.fullest_bytes)
+        working = max(state.layer_bytes, working - layers_moved * state.fullest_bytes)
     data, zero = layout.data, layout.zero
     shared, trained = ((n + state.num_elsewhere) / data for n in (state.num_parameters, state.num_trainable))
     parameters = widths.weight * (shared if zero == 3 else state.num_parameters)
@@ -241,10 +258,12 @@ def memory_of(
     optimizer = (widths.copies + widths.moment * optimizer_states) * (trained if zero else state.num_trainable)
     if layout.moves_optimizer:
         optimizer = 0.0
+    pieces = zero if data > 1 else 0
+    if layout.repeats_layers or layout.moves_layers:  # little of what is kept is there to be gone
+        working += state.moments.of(pieces) - state.moments.whole
+    else:
+        working = state.beside.of(pieces)
     buffers = working + 2 * state.entering_bytes * (layout.pipeline > 1)
     buffers += PACKING.get(how.kind, 0.0) * min(BUCKET_BYTES, widths.gradient * state.num_trainable)
-    if zero == 3 and data > 1:
-        # Two layers' weights are whole at a time, and one's gradients.
-        buffers += (min(2, state.layers) * widths.weight + widths.gradient) * state.num_parameters / state.layers
     margin = scratch_bytes / len(layout.stages_of(rank)) + MARGIN * (parameters + gradients + optimizer + activation + buffers)
     return Memory(parameters, gradients, optimizer, activation, buffers, margin)

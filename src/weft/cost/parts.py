@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from weft.cost.kernels import Kernel
 from weft.cost.memory import Inventory
+from weft.cost.runs import Amount, Runs
 from weft.model.graph import Graph, Operator, Variable
 from weft.model.rules import rule_of
 from weft.model.sharding import Sharding
@@ -73,7 +74,8 @@ class Parts:
     backward: tuple[NDArray[np.intp], NDArray[np.intp]]
     stored: tuple[tuple[Stored, ...], ...]
     extra_bytes: NDArray[np.float64]  # float32 tensors that are no value of the graph, kept by each operator
-    working_bytes: NDArray[np.float64]
+    working_bytes: NDArray[np.float64]  # of tensors that follow the batch, in each operator's backward
+    weight_bytes: NDArray[np.float64]  # the same of weights' gradients
     shared: NDArray[np.bool_]
     attention: NDArray[np.bool_]
     blocks: tuple[str, ...]  # the numbered block that each operator stands in, which recomputation repeats; "" for none
@@ -156,7 +158,7 @@ def gather(inventory: Inventory, sharding: Sharding | None, tensor: int, narrow:
                 backward.append((position[move.op], moved(move.backward, move.value, move.axis)))
     dispatched: set[str] = set()
     by_expert = set(expert_weights(graph).values())
-    stored, extra, working, shared = [], [], [], []
+    stored, extra, working, weights, shared = [], [], [], [], []
     for i, op in enumerate(graph.operators):
         index[i] = compute(_local(inventory, sharding, tensor, op, siblings))
         for axis in ("data", "tensor"):
@@ -179,6 +181,7 @@ def gather(inventory: Inventory, sharding: Sharding | None, tensor: int, narrow:
         ))  # fmt: skip
         extra.append(inventory.works[op.name].extra_bytes / divide)
         working.append(mine.working_bytes / divide)
+        weights.append(mine.weight_bytes / divide)
         shared.append(cut(sharding, op.name, "data"))
     return Parts(
         tuple(compute.found),  # type: ignore[arg-type]
@@ -189,6 +192,7 @@ def gather(inventory: Inventory, sharding: Sharding | None, tensor: int, narrow:
         tuple(stored),
         np.array(extra),
         np.array(working),
+        np.array(weights),
         np.array(shared, dtype=bool),
         np.array([inventory.works[op.name].kind == "attention" for op in graph.operators]),
         tuple(block(op.site) for op in graph.operators),
@@ -251,19 +255,6 @@ def _inside(
         backward.append((i, statistics))
     elif inventory.works[op.name].kind in ("linear", "convolution") and whole:
         forward.append((i, moved("all_reduce", out, axis)))  # summed before the bias is added
-
-
-@dataclass(frozen=True, slots=True)
-class Amount:
-    """Bytes that follow the batch and are shared by the data replicas, that follow it only, and that do neither."""
-
-    shared: float = 0.0
-    batched: float = 0.0
-    fixed: float = 0.0
-
-    def at(self, scale: float, data: int) -> float:
-        """For a microbatch of `scale` times the graph's batch over `data` replicas."""
-        return (self.shared / data + self.batched) * scale + self.fixed
 
 
 def kept_bytes(parts: Parts, operators: Iterable[int], half: str = "", seen: set[tuple[str, bool]] | None = None) -> Amount:
@@ -376,7 +367,7 @@ class Section:
     kept: Amount
     score_bytes: Amount  # float32
     layers: int
-    working: Amount
+    runs: Callable[[int], Runs]  # by the ranks among which experts are spread
     groups: Groups
     by_block: Callable[
         [Residency, int], Blocks
@@ -482,18 +473,17 @@ def repeated(parts: Parts, operators: NDArray[np.intp], which: Residency, stage:
     return np.array([name in chosen for name in names], dtype=bool)
 
 
-def section(parts: Parts, operators: NDArray[np.intp], held: Held, half: str) -> Section:
+def section(parts: Parts, operators: NDArray[np.intp], held: Held, half: str, runs: Callable[[int], Runs]) -> Section:
     """`half` as for `kept_bytes`."""
-    scores, working = [], []
+    scores = []
     for shared in (True, False):
         mine = [int(i) for i in operators if bool(parts.shared[i]) is shared]
         scores.append(sum(4.0 * parts.compute[parts.index[i]].kernel.scores for i in mine if parts.attention[i]))
-        working.append(max((float(parts.working_bytes[i]) for i in mine), default=0.0))
     layers = max(1, int(parts.attention[operators].sum()))
     numbers = operators.tolist()
     groups = Groups(parts, numbers, half)
     by_block: Callable[[Residency, int], Blocks] = cache(partial(_blocks, groups))
-    return Section(operators, held, kept_bytes(parts, numbers, half), Amount(*scores), layers, Amount(*working), groups, by_block)
+    return Section(operators, held, kept_bytes(parts, numbers, half), Amount(*scores), layers, runs, groups, by_block)
 
 
 def even_sites(cuts: Sequence[Cut], num_stages: int) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +26,20 @@ from weft.cost.efficiency import Stack, stack_of
 from weft.cost.gradients import exchange_s, summing_s
 from weft.cost.memory import Inventory, StageState, Widths, memory_of
 from weft.cost.network import Group, collective_s, send_s
-from weft.cost.parts import Local, Parts, Section, even_sites, expert_weights, gather, held_parameters, numbered, section
+from weft.cost.parts import (
+    Local,
+    Parts,
+    Section,
+    even_sites,
+    expert_weights,
+    gather,
+    held_parameters,
+    kept_bytes,
+    numbered,
+    pieces,
+    section,
+)
+from weft.cost.runs import Runs, starts_of
 from weft.cost.stage import StageCost, straggling, together, work_share
 from weft.errors import Infeasible
 from weft.model.fold import propagate
@@ -301,16 +314,21 @@ class Pricer:
         if key not in self._sections:
             parts, stages = self.parts(layout), self.split(sites)
             readers = Counter(value for stage in stages for value in stage.variables)
-            parameters = {v.value: v for v in self.graph.parameters}
-            self._sections[key] = [
-                section(
-                    parts,
-                    np.array([self._position[op.name] for op in stage.operators], dtype=np.intp),
-                    held_parameters(parameters, self.sharding(layout), layout.tensor, stage.variables, readers, self._experts),
-                    half,
-                )
-                for stage in stages
-            ]
+            parameters, sharding = {v.value: v for v in self.graph.parameters}, self.sharding(layout)
+            found = []
+            for stage in stages:
+                numbers = np.array([self._position[op.name] for op in stage.operators], dtype=np.intp)
+                held = held_parameters(parameters, sharding, layout.tensor, stage.variables, readers, self._experts)
+                # What several stages have stays whole on each.
+                mine = {
+                    v: parameters[v].tensor.size / pieces(sharding, v, "tensor", layout.tensor)
+                    for v in stage.variables if v in parameters and parameters[v].trainable and readers[v] == 1
+                }  # fmt: skip
+                starts, seen = starts_of([parts.blocks[i] for i in numbers]), set[tuple[str, bool]]()
+                kept = [kept_bytes(parts, some, half, seen) for some in np.split(numbers, starts[1:])]
+                runs = cache(partial(Runs.of, stage.operators, starts, kept, mine, self._experts))
+                found.append(section(parts, numbers, held, half, runs))
+            self._sections[key] = found
         return self._sections[key]
 
     @cached_property

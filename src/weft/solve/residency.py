@@ -238,7 +238,7 @@ def _of_stage(pricer: Pricer, layout: Layout, sites: Sequence[str], stage: int, 
         return kept
     (cost,) = pricer.stages(layout, sites, only=(stage,))
     flying = in_flight(layout.schedule, layout.pipeline, layout.rank_of(stage), layout.microbatches, layout.chunks)
-    working = one.state(layout, sites, stage).working_bytes
+    working = one.state(layout, sites, stage).moments.whole
     room = Room(inf, cost.compute, one.copies(layout), flying, working, one.layers_moved)
     limit = bytes_of(layers, kept, room) - (without - have) / (1 + MARGIN)
     for _ in range(_TIGHTENED):

@@ -1,0 +1,56 @@
+"""What runs of layers hold for a moment, against what a backward would do, told step by step."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weft.cost.runs import Amount, Runs, starts_of
+from weft.model.graph import Operator, Ref
+
+BIG = 25 * 2**20 / 4  # elements of a bucket
+sizes = st.lists(st.floats(1, BIG / 4), min_size=0, max_size=4)  # one bucket a run
+
+
+def operators(weights: list[list[str]]) -> list[Operator]:
+    return [Operator(f"o{i}", "aten.mm.default", tuple(map(Ref, mine)), (), (f"v{i}",), f"h.{i}/mm") for i, mine in enumerate(weights)]
+
+
+def runs_of(weights: list[list[str]], trained: dict[str, float], experts: frozenset[str] = frozenset(), spread: int = 1) -> Runs:
+    return Runs.of(operators(weights), list(range(len(weights))), [Amount()] * len(weights), trained, experts, spread)
+
+
+@given(st.lists(sizes, min_size=1, max_size=5), st.integers(2, 8))
+def test_scattering_is_what_a_backward_holds(runs: list[list[float]], data: int) -> None:
+    names = [[f"w{k}.{i}" for i in range(len(mine))] for k, mine in enumerate(runs)]
+    made = runs_of(names, {name: size for mine, own in zip(names, runs, strict=True) for name, size in zip(mine, own, strict=True)})
+    under_way, want = 0.0, []
+    for mine in reversed(runs):
+        want.append(sum(mine) + under_way * (1 + 1 / data))  # its bucket fills while the one before is scattered, and a piece of it comes
+        under_way = sum(mine) or under_way
+    assert made.scattering(1.0, data).tolist() == pytest.approx(want[::-1])
+    assert made.gathered(2.0).tolist() == pytest.approx([2 * (sum(mine) + (sum(runs[k - 1]) if k else 0)) for k, mine in enumerate(runs)])
+
+
+def test_a_layer_of_several_buckets_holds_two_of_them() -> None:
+    made = runs_of([["a", "b", "c"]], {"a": BIG, "b": BIG, "c": 1.0})
+    assert made.scattering(4.0, 2).tolist() == [4 * (BIG + 1.5 * BIG)]
+
+
+def test_a_weight_that_two_runs_read_is_whole_in_both() -> None:
+    made = runs_of([["embed"], ["up"], ["embed", "norm"]], {"embed": 100, "up": 10, "norm": 1})
+    assert made.gathered(1.0).tolist() == [100, 110, 111]
+    assert made.scattering(1.0, 2).tolist() == [100 + 1.5 * 10, 10 + 1.5 * 101, 101]
+
+
+def test_spread_experts_count_their_part() -> None:
+    made = runs_of([["experts", "gate"]], {"experts": 80, "gate": 2}, frozenset({"experts"}), 4)
+    assert made.gathered(1.0).tolist() == [22]
+
+
+def test_what_stands_behind_is_gone() -> None:
+    kept = [Amount(4, 0, 0), Amount(0, 3, 1), Amount(8, 0, 0)]
+    made = Runs.of(operators([[], [], []]), [0, 1, 2], kept, {}, frozenset(), 1)
+    assert made.gone(1.0, 2).tolist() == [3 + 1 + 4, 4, 0]
+    assert starts_of(["", "a", "a", "b", "a"]) == [0, 1, 3, 4]
