@@ -41,10 +41,10 @@ ALLOWED: dict[str, set[str]] = {
 }
 EVERYTHING = {"cli", "api", "__init__"}
 # Measuring a machine with several ranks needs ranks.
-EXTRA = {"cluster/probe.py": {"world"}}
+EXTRA = {"cluster/probe/here.py": {"world"}, "cluster/probe/messages.py": {"world"}}
 
 TORCH_PARTS = {"zoo", "world", "lower", "run", "train"}
-TORCH_FILES = {"model/capture.py", "model/nesting.py", "model/watched.py", "model/deferred/", "cluster/probe.py", "api.py"}
+TORCH_FILES = {"model/capture.py", "model/nesting.py", "model/watched.py", "model/deferred/", "cluster/probe/", "api.py"}
 ENVIRONMENT_FILES = ("cli/", "world/launch", "world/prepared", "world/current")
 # What unpickles, or is unpickled: none of these ever reads or writes a byte for weft.
 PICKLING = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
@@ -157,6 +157,7 @@ def test_every_file_keeps_the_rule(rule: Rule) -> None:
         (wrong_imports, "from ..run import engine", "solve/search.py"),
         (wrong_imports, "from weft import cli", "plan/plan.py"),
         (wrong_imports, "from weft.world.launch import launch", "cluster/cluster.py"),
+        (wrong_imports, "from weft.world.launch import launch", "cluster/probe/kept.py"),
         (wrong_torch, "import torch", "plan/mesh.py"),
         (wrong_torch, "def f():\n    from torch import nn", "solve/search.py"),
         (wrong_torch, "import torch", "cli/plan.py"),
@@ -178,7 +179,7 @@ def test_a_broken_file_is_refused(rule: Rule, text: str, file: str) -> None:
     ("rule", "text", "file"),
     [
         (wrong_imports, "from weft.plan.plan import Plan", "report/page.py"),
-        (wrong_imports, "from weft.world.launch import launch", "cluster/probe.py"),
+        (wrong_imports, "from weft.world.launch import launch", "cluster/probe/here.py"),
         (wrong_torch, "def f():\n    import torch", "cli/plan.py"),
         (wrong_environment, "import os\nx = os.environ['RANK']", "world/launch.py"),
     ],

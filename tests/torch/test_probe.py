@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -15,19 +16,13 @@ from weft.cluster import doctor as doctor_module
 from weft.cluster.block import HIDDEN, SEQUENCE, SEQUENCES, rate_name
 from weft.cluster.cluster import Cluster, Speed
 from weft.cluster.doctor import doctor, writable
-from weft.cluster.probe import (
-    BUSY,
-    BUSY_S,
-    MESSAGE_RANKS,
-    SHARE,
-    Block,
-    _of_cores,
-    _rising,
-    fingerprint,
-    measure_compute,
-    measure_rank,
-    probe,
-)
+from weft.cluster.probe import here, kept, probe, timing
+from weft.cluster.probe.here import BUSY, MESSAGE_RANKS
+from weft.cluster.probe.kept import BUSY_S, VERSION
+from weft.cluster.probe.machine import fingerprint
+from weft.cluster.probe.operators import Block
+from weft.cluster.probe.rank import measure_alone, measure_rank
+from weft.cluster.probe.timing import SURE, Case, Patience, Setting, interval, sample, spread
 from weft.cost.collectives import algorithms, choose
 from weft.cost.compute import Rates, block_work
 from weft.cost.network import Group
@@ -44,7 +39,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Cluster, Path]:
 def test_this_machine_is_a_cluster(measured: tuple[Cluster, Path]) -> None:
     cluster, _ = measured
     assert cluster.name == "here"
-    assert cluster.fingerprint == fingerprint()
+    assert cluster.fingerprint == fingerprint(VERSION)
     assert dict(cluster.speed(1).flops)["float32"] > 1e8
     if cluster.is_cpu:
         assert cluster.table("all_reduce", 2) is not None
@@ -67,9 +62,8 @@ def test_the_second_call_reads_the_stored_result(measured: tuple[Cluster, Path],
     def fail(*_: object) -> None:
         raise AssertionError("measured again")
 
-    monkeypatch.setattr("weft.cluster.probe._of_cores", fail)
-    monkeypatch.setattr("weft.cluster.probe._of_gpus", fail)
-    monkeypatch.setattr("weft.cluster.probe._load", lambda: 99.0)  # what was measured while busy is measured again once idle
+    monkeypatch.setattr(kept, "measure_here", fail)
+    monkeypatch.setattr(kept, "num_waiting", lambda: 99.0)  # what was measured while busy is measured again once idle
     assert probe(path=path) == cluster
     assert Cluster.parse(str(path)) == cluster
     for broken in (path.read_text().replace(cluster.fingerprint, "0" * 16), "not TOML at all", ""):
@@ -79,8 +73,8 @@ def test_the_second_call_reads_the_stored_result(measured: tuple[Cluster, Path],
 
 
 def test_a_pause_of_the_system_is_no_size_s_time() -> None:
-    assert _rising({16: 9e-3, 64: 2e-3, 4: 1e-3}) == ((4.0, 1e-3), (16.0, 2e-3), (64.0, 2e-3))
-    assert _rising({4: 1.0, 16: 2.0}) == ((4.0, 1.0), (16.0, 2.0))
+    assert here._rising({16: 9e-3, 64: 2e-3, 4: 1e-3}) == ((4.0, 1e-3), (16.0, 2e-3), (64.0, 2e-3))
+    assert here._rising({4: 1.0, 16: 2.0}) == ((4.0, 1.0), (16.0, 2.0))
 
 
 def test_what_a_busy_machine_gave_is_used_for_minutes(
@@ -91,9 +85,8 @@ def test_what_a_busy_machine_gave_is_used_for_minutes(
     busy = replace(found, device=replace(found.device, source=f"measured {BUSY}"))
     counted: list[int] = []
     load = [0.0]
-    monkeypatch.setattr("weft.cluster.probe._of_cores", lambda *_: counted.append(1) or busy)
-    monkeypatch.setattr("weft.cluster.probe._of_gpus", lambda *_: counted.append(1) or busy)
-    monkeypatch.setattr("weft.cluster.probe._load", lambda: load[0])
+    monkeypatch.setattr(kept, "measure_here", lambda *_: counted.append(1) or busy)
+    monkeypatch.setattr(kept, "num_waiting", lambda: load[0])
     path = tmp_path / "cluster.toml"
     assert probe(path=path) == probe(path=path) == busy
     assert len(counted) == 1
@@ -119,9 +112,8 @@ def test_processes_that_ask_at_the_same_time_measure_once(
         time.sleep(0.2)
         return measured[0]
 
-    monkeypatch.setattr("weft.cluster.probe._of_cores", slow)
-    monkeypatch.setattr("weft.cluster.probe._of_gpus", slow)
-    monkeypatch.setattr("weft.cluster.probe._load", lambda: 99.0)
+    monkeypatch.setattr(kept, "measure_here", slow)
+    monkeypatch.setattr(kept, "num_waiting", lambda: 99.0)
     with ThreadPoolExecutor(3) as pool:  # every call opens the file of the lock by itself, as processes do
         found = list(pool.map(lambda _: probe(path=tmp_path / "cluster.toml"), range(3)))
     assert found == [measured[0]] * 3
@@ -134,7 +126,7 @@ def test_ranks_that_did_not_get_their_cores_are_told(monkeypatch: pytest.MonkeyP
     table = [("all_reduce", 2, [(4096, 1e-5), (1 << 20, 1e-4)])]
 
     def measured(share: float) -> str:
-        ranks = [{"speeds": [(1, 1, {**figures, SHARE: share})], "tables": table, "scratch": 1e8} for _ in range(2)]
+        ranks = [{"speeds": [(1, 1, figures, share)], "scratch": 1e8}] * 2
 
         class Told:
             """Answers in place of ranks."""
@@ -146,21 +138,61 @@ def test_ranks_that_did_not_get_their_cores_are_told(monkeypatch: pytest.MonkeyP
                 pass
 
             def launch(self, function: object, *_: object) -> object:
-                return ranks if function is measure_rank else [[("send", 2, [(4096, 1e-5)])]]
+                return ranks if function is measure_rank else [table]
 
-        monkeypatch.setattr("weft.world.launch.Launcher", Told)
-        monkeypatch.setattr("weft.cluster.probe._load", lambda: 0.0)
-        return _of_cores("mark", True).device.source
+        monkeypatch.setattr("weft.world.launch.Launcher", lambda **_: Told())
+        monkeypatch.setattr(here, "num_waiting", lambda: 0.0)
+        return here._of_cores("mark", True).device.source
 
     assert measured(0.97) == "measured"
     assert f"{BUSY} (ranks got 60% of their cores)" in measured(0.6)
 
 
+def test_rounds_end_where_every_median_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calm cases take the least rounds and are left alone then; restless ones go on, up to the most or until the time is over."""
+    wild = [1.0, 2.0, 1.0, 2.0, 1.0, 2.0]
+    given = {"calm": [1.0] * 6, "wild": wild, "late": [1.0, 2.0, 1.0, 1.0, 1.0, 1.0]}
+    calls: list[str] = []
+
+    def told(case: Case, device: torch.device) -> float:
+        calls.append(case.name)
+        return given[case.name][calls.count(case.name) - 1]
+
+    monkeypatch.setattr(timing, "_slice", told)
+
+    def rounds(patience: Patience, elsewhere: float = 0.0) -> dict[str, int]:
+        calls.clear()
+        setting = Setting(1, 1, tuple(Case(name, 2.0, lambda: None) for name in given))
+        sample([setting], tuple(given), torch.device("cpu"), patience, lambda mine: [max(x, elsewhere) for x in mine])
+        assert setting.seconds()["calm"] == 0.5
+        return {name: len(times) for name, times in setting.times.items()}
+
+    assert rounds(Patience(2, 6, 0.05)) == {"calm": 2, "wild": 6, "late": 5}
+    assert rounds(Patience(3, 5, 0.05)) == {"calm": 3, "wild": 5, "late": 5}
+    assert rounds(Patience(2, 6, 0.05, seconds=0.0)) == {"calm": 2, "wild": 2, "late": 2}
+    assert rounds(Patience(2, 4, 0.05), elsewhere=0.1) == dict.fromkeys(given, 4), "on another rank none is known"
+    assert rounds(Patience(1, 6, 0.6)) == {"calm": 2, "wild": 2, "late": 2}, "one sample tells nothing of its spread"
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 5, 7, 12, 20])
+def test_the_interval_holds_the_true_median_as_often_as_it_says(n: int) -> None:
+    """Against random samples of known median, of a skewed law as pauses make it."""
+    samples = torch.randn(4000, n, generator=torch.Generator().manual_seed(n), dtype=torch.float64).exp()  # of median 1
+    held = sum(low <= 1 <= high for low, high in map(interval, samples.tolist()))
+    assert held > (SURE - 0.03) * len(samples)
+
+
+def test_the_spread_is_a_part_of_the_median() -> None:
+    assert spread([1e-6]) == spread([]) == math.inf
+    assert spread([2e-6, 2e-6]) == 0.0
+    assert spread([1e-6, 3e-6]) == pytest.approx(0.5)
+    assert spread([1e-6, 1e-6, 9e-6, 1e-6, 1e-6]) == 0.0, "one pause is not the median's"
+
+
 def test_every_figure_is_of_the_operator_it_names() -> None:
     """A product makes hundreds of FLOPs a byte: catches units that were swapped, also on a busy machine."""
     torch.set_num_threads(1)
-    found = measure_compute(torch.device("cpu"))
-    assert 0 < found.pop(SHARE) < 1.1
+    found = measure_alone(torch.device("cpu"))
     assert all(0 < s < 1 for s in found.values())
     assert found["linear.float32"] < 20 * found["elementwise"]
     assert found["launch"] > 100 * found["linear.float32"]

@@ -114,18 +114,18 @@ def _files() -> Check:
 def _hardware() -> list[Check]:
     if importlib.util.find_spec("torch") is None:
         return []
-    from weft.cluster import probe
+    from weft.cluster.probe import machine
 
-    found = probe.capabilities()
-    memory = probe.memory_bytes()
+    found = machine.capabilities()
+    memory = machine.memory_bytes()
     return [
-        Check("cores", True, f"{probe.num_cores()} usable of {os.cpu_count()}", needed=False),
+        Check("cores", True, f"{machine.num_cores()} usable of {os.cpu_count()}", needed=False),
         Check("memory", memory >= 2 << 30, f"{memory / 2**30:.1f} GiB", "2 GiB is the least that trains anything of use", needed=False),
         Check("gloo", found["gloo"], "available" if found["gloo"] else "missing", "install a torch built with distributed support"),
         Check("GPUs", True, f"{found['gpus']}: {found['gpu']}" if found["gpus"] else "none; training runs on processors", needed=False),
         Check("nccl", bool(found["nccl"] or not found["gpus"]), "available" if found["nccl"] else "missing", "install a CUDA torch", False),
         Check(
-            "bfloat16", probe.has_bfloat16(), "in hardware" if probe.has_bfloat16() else "emulated, so float32 is faster",
+            "bfloat16", machine.has_bfloat16(), "in hardware" if machine.has_bfloat16() else "emulated, so float32 is faster",
             "nothing to do: plans use float32 here", needed=False,
         ),
     ]  # fmt: skip

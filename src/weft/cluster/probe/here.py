@@ -1,0 +1,110 @@
+"""What was measured, as a `Cluster`. In: the fingerprint to keep with it. Out: this machine. [torch]"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from weft.cluster.cluster import Cluster, Device, Level, Link, Speed, Table
+from weft.cluster.probe.machine import cpu_model, memory_bytes, num_cores, num_waiting
+from weft.cluster.probe.messages import measure_messages
+from weft.cluster.probe.rank import measure_alone, measure_rank
+
+BUSY = "while the machine was busy"
+LEAST_SHARE = 0.85  # of its cores that a rank gets while it multiplies, or others ran
+MESSAGE_RANKS = (2, 4)
+
+
+def measure_here(mark: str, quick: bool) -> Cluster:
+    """This machine with the fingerprint `mark`: its GPUs, or its cores where it has none."""
+    return _of_gpus(mark) if torch.cuda.is_available() else _of_cores(mark, quick)
+
+
+def _of_gpus(mark: str) -> Cluster:
+    """GPUs of one host: their own products and copies measured, their links as NVLink where peers see each other."""
+    count = torch.cuda.device_count()
+    properties = torch.cuda.get_device_properties(0)
+    figures = measure_alone(torch.device("cuda", 0))
+    peers = count > 1 and torch.cuda.can_device_access_peer(0, 1)
+    link = Link(3.4e-6, 250e9 if peers else 12e9, source="assumed: peer access" if peers else "assumed: no peer access, through the host")
+    speed = _speed(1, 0, figures)
+    return Cluster(
+        "here",
+        _device(properties.name, "gpu", speed, float(properties.total_memory), 0.8e9),
+        (Level("node", count, link),),
+        speeds=(speed,) if count == 1 else tuple(_speed(ranks, 0, figures) for ranks in range(1, count + 1)),
+        fingerprint=mark,
+    )
+
+
+def _of_cores(mark: str, quick: bool) -> Cluster:
+    from weft.world.launch import Launcher
+
+    cores = num_cores()
+    busy = num_waiting()
+    said = "measured"
+    if busy >= cores:
+        said += f" {BUSY} (load {busy:.1f} on {cores} cores); measure again when it is idle"
+    ranks = min(max(2, cores), 4) if quick else min(max(4, cores), 8)
+    together = MESSAGE_RANKS if quick or cores < 8 else (*MESSAGE_RANKS, 8)
+    with Launcher(preload=(measure_rank.__module__, measure_messages.__module__)) as launcher:
+        found = launcher.launch(measure_rank, ranks, cores, quick)
+        told = [table for count in together for table in launcher.launch(measure_messages, count, quick)[0]]
+    share = min(share for result in found for *_, share in result["speeds"])
+    if BUSY not in said and share < LEAST_SHARE:
+        said += f" {BUSY} (ranks got {share:.0%} of their cores); measure again when it is idle"
+    speeds = _speeds([speed for result in found for speed in result["speeds"]])
+    tables = tuple(Table(name, n, _rising(dict(points))) for name, n, points in sorted(told, key=lambda table: table[:2]))
+    reduce = next(t for t in tables if t.collective == "all_reduce" and t.ranks == 2)
+    size, seconds = reduce.points[-1]
+    one = next(s for s in speeds if (s.ranks, s.threads) == (1, 1))
+    return Cluster(
+        "here",
+        _device(cpu_model(), "cpu", one, memory_bytes() / cores, found[0]["scratch"], said),
+        (Level("node", cores, Link(reduce.points[0][1] / 2, size / seconds, source="measured between two ranks")),),
+        speeds=speeds,
+        tables=tables,
+        fingerprint=mark,
+    )
+
+
+def _speeds(measured: Iterable[tuple[int, int, dict[str, float], float]]) -> tuple[Speed, ...]:
+    """One for each setting of (ranks, threads), of what each rank measured in it: ranks wait for the slowest of them."""
+    found: dict[tuple[int, int], dict[str, float]] = {}
+    for ranks, threads, figures, _ in measured:
+        slowest = found.setdefault((ranks, threads), dict(figures))
+        slowest.update({key: max(slowest[key], s) for key, s in figures.items()})
+    alone = found[1, 1]
+    for (ranks, _), slowest in found.items():
+        if ranks == 1:
+            # More threads never make a large operator slower where nothing else runs; if they did, something else ran.
+            slowest.update({key: min(s, alone[key]) for key, s in slowest.items()})
+    return tuple(_speed(*key, found[key]) for key in sorted(found))
+
+
+def _device(name: str, kind: str, speed: Speed, memory: float, scratch: float, source: str = "measured") -> Device:
+    """A device whose peak is what it was measured to reach."""
+    return Device(name, kind, speed.flops, memory, speed.memory_bandwidth_bytes_per_s, 1.0, speed.launch_s, scratch, source)
+
+
+def _speed(ranks: int, threads: int, seconds: dict[str, float]) -> Speed:
+    """Seconds a unit of each case of `operators` as a `Speed`."""
+    flops = tuple((key.partition(".")[2], 1 / s) for key, s in seconds.items() if key.startswith("linear."))
+    rates = tuple((key, 1 / s) for key, s in seconds.items() if not key.startswith(("linear.", "launch", "elementwise")))
+    return Speed(ranks, threads, flops, 1 / seconds["elementwise"], seconds["launch"], rates)
+
+
+def _rising(seconds: Mapping[int, float]) -> tuple[tuple[float, float], ...]:
+    """(bytes, seconds), rising. Fewer bytes take no longer than more: where they seem to, the system paused (over gloo for milliseconds).
+
+    >>> _rising({4096: 1e-5, 65536: 3e-3, 1 << 20: 1e-3})
+    ((4096.0, 1e-05), (65536.0, 0.001), (1048576.0, 0.001))
+    """
+    found: list[tuple[float, float]] = []
+    least = math.inf
+    for size in sorted(seconds, reverse=True):
+        least = min(least, max(seconds[size], 1e-9))
+        found.append((float(size), least))
+    return tuple(found[::-1])

@@ -1,0 +1,121 @@
+"""What a rank times of its compute. In: a device and threads. Out: a case for each kind of operator, forward and backward. [torch]"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from torch.optim.adamw import adamw
+
+from weft.cluster.block import HEADS, HIDDEN, LAYERS, SEQUENCE, SEQUENCES, rate_name
+from weft.cluster.probe.machine import has_bfloat16
+from weft.cluster.probe.timing import Case
+
+LAUNCH_OPERATORS = 64
+
+
+def operators(device: torch.device, threads: int) -> Iterator[Case]:
+    """Units: `linear.P`, `attention.P`, `convolution.P`: a FLOP at precision P; `launch`: one operator; `block.P`: a block of one thread's
+    batch; the others: a byte that the operator must move.
+
+    Tensors grow with the threads that share them, as a step's do: two threads on the tensors of one would find them in their caches.
+    """
+    precisions = {"float32": torch.float32, **({"bfloat16": torch.bfloat16} if has_bfloat16() else {})}
+    big = device.type != "cpu"
+    share = 1 if big else threads
+    for precision, dtype in precisions.items():
+        yield from _products(device, big, share, precision, dtype)
+    double = torch.randn(512, 512, device=device, dtype=torch.float64)
+    yield Case("linear.float64", 2.0 * 512**3, lambda: double @ double, keeps_busy=True)
+    yield from _moves(device, 16384 if big else 2048 * share, "bfloat16" in precisions)
+    yield _optimizer(device)
+    if not big:
+        block = Block(device)
+        x = torch.randn(SEQUENCES * share, SEQUENCE, HIDDEN, device=device, requires_grad=True)
+        inputs = (x, *block.parameters())
+
+        def step(narrow: bool) -> Any:
+            with torch.autocast("cpu", torch.bfloat16, enabled=narrow):
+                return torch.autograd.grad(block(x).sum(), inputs)
+
+        for precision in precisions:
+            yield Case(rate_name(precision), share, partial(step, precision != "float32"))
+    tiny = torch.ones(8, device=device, requires_grad=True)
+
+    def chain(y: torch.Tensor) -> torch.Tensor:
+        for _ in range(LAUNCH_OPERATORS):
+            y = y + tiny
+        return y
+
+    yield _train("launch", 3.0 * LAUNCH_OPERATORS, chain, tiny)
+
+
+def _products(device: torch.device, big: bool, share: int, precision: str, dtype: torch.dtype) -> Iterator[Case]:
+    def randn(*sizes: int) -> torch.Tensor:
+        return torch.randn(*sizes, device=device, dtype=dtype, requires_grad=True)
+
+    tokens, hidden, wide = (16384, 4096, 4096) if big else (512 * share, 384, 1536)
+    yield _train(f"linear.{precision}", 6.0 * tokens * hidden * wide, F.linear, randn(tokens, hidden), randn(wide, hidden), keeps_busy=True)
+    heads = (8, 16, 1024, 64) if big else (2 * share, 6, 256, 64)
+    flops = 4.0 * heads[0] * heads[1] * heads[2] ** 2 * heads[3]
+    # Backward of attention forms the scores once more: 1 + 2.5 products in place of 1 + 2.
+    attention = partial(F.scaled_dot_product_attention, is_causal=True)
+    yield _train(f"attention.{precision}", 3.5 * flops, attention, *(randn(*heads) for _ in range(3)))
+    image = randn(32 if big else 2 * share, 64, 56, 56)
+    yield _train(f"convolution.{precision}", 6.0 * image.numel() * 64 * 9, partial(F.conv2d, padding=1), image, randn(64, 64, 3, 3))
+
+
+def _moves(device: torch.device, rows: int, narrow: bool) -> Iterator[Case]:
+    """Operators that move bytes: of float32, and the cast where there is something to cast to."""
+    a, b = (torch.randn(rows, 1024, device=device) for _ in range(2))
+    yield Case("elementwise", 3.0 * a.nbytes, lambda: a + b)
+    if narrow:
+        yield Case("cast", 1.5 * a.nbytes, lambda: a.to(torch.bfloat16))
+    h = a.clone().requires_grad_()
+    gain = torch.ones(1024, device=device, requires_grad=True)
+    yield _train("activation", 5.0 * h.nbytes, partial(F.gelu, approximate="tanh"), h)
+    yield _train("norm", 5.0 * h.nbytes, lambda h: F.layer_norm(h, (1024,), gain, gain), h)
+    yield _train("softmax", 5.0 * h.nbytes, partial(F.log_softmax, dim=-1), h)
+
+
+def _optimizer(device: torch.device) -> Case:
+    """AdamW's update in one call: the function, since a `torch.optim.Optimizer` imports torch's compiler first, for a second."""
+    weights, gradients, first, second = ([torch.ones(1 << 20, device=device) for _ in range(4)] for _ in range(4))
+    steps = [torch.zeros((), device=device) for _ in weights]
+    call = partial(
+        adamw, weights, gradients, first, second, [], steps, fused=True, amsgrad=False, maximize=False,
+        beta1=0.9, beta2=0.999, lr=1e-4, weight_decay=0.01, eps=1e-8,
+    )  # fmt: skip
+    # It reads weight, gradient and two moments, and writes three of them.
+    return Case("optimizer", 7.0 * sum(weight.nbytes for weight in weights), call)
+
+
+def _train(name: str, units: float, call: Callable[..., torch.Tensor], *inputs: torch.Tensor, keeps_busy: bool = False) -> Case:
+    """Forward and backward, from a gradient that is there already."""
+    gradient = torch.ones_like(call(*inputs))
+    return Case(name, units, lambda: torch.autograd.grad(call(*inputs), inputs, gradient), keeps_busy=keeps_busy)
+
+
+class Block(torch.nn.Module):
+    """The layers of `weft.cluster.block`: `x -> x`, [sequences, SEQUENCE, HIDDEN]. Norms have no weights, and attention is causal."""
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        super().__init__()
+        wide = {"qkv": (HIDDEN, 3 * HIDDEN), "out": (HIDDEN, HIDDEN), "up": (HIDDEN, 4 * HIDDEN), "down": (4 * HIDDEN, HIDDEN)}
+        self.layers = torch.nn.ModuleList(
+            torch.nn.ModuleDict({name: torch.nn.Linear(*sizes, device=device) for name, sizes in wide.items()}) for _ in range(LAYERS)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The layers in turn."""
+        for layer in self.layers:
+            qkv = layer["qkv"](F.layer_norm(x, (HIDDEN,)))  # type: ignore[index]
+            q, k, v = qkv.unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4).unbind()
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+            x = x + layer["out"](mixed)  # type: ignore[index]
+            up = F.gelu(layer["up"](F.layer_norm(x, (HIDDEN,))), approximate="tanh")  # type: ignore[index]
+            x = x + layer["down"](up)  # type: ignore[index]
+        return x

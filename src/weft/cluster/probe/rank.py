@@ -1,0 +1,71 @@
+"""What one rank of the probe does. In: a world. Out: plain numbers. [torch]"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from weft.cluster.probe.machine import resident_bytes
+from weft.cluster.probe.operators import operators
+from weft.cluster.probe.timing import Case, Patience, Setting, sample
+
+QUICK = Patience(least=2, most=7, spread=0.02, seconds=6.0)
+FULL = Patience(least=6, most=20, spread=0.01, seconds=60.0)
+ROOM_BYTES = 128 << 20  # more than what a thread's calls make
+
+
+def measure_rank(world: Any, cores: int, quick: bool) -> dict[str, Any]:
+    """Every operator alone on one core, alone on all cores, and on all ranks at once.
+
+    `speeds`: (ranks, threads, seconds a unit by case, share of its cores that this rank got) of the settings that this rank has a part
+    in; `scratch`: bytes of this process before it had any tensor.
+    """
+    rank, size = world.rank, world.num_ranks
+    scratch = float(resident_bytes())
+    device, threads_before = torch.device("cpu"), torch.get_num_threads()
+    settings: list[Setting] = []
+    made: dict[int, tuple[Case, ...]] = {}
+    # The last one first: all ranks then make their tensors, and load what multiplies them, at the same time.
+    for ranks, threads in reversed(dict.fromkeys(((1, 1), (1, cores), (min(cores, size), max(1, cores // size))))):
+        setting = Setting(ranks, threads)
+        if rank < ranks:
+            setting.cases = made[threads] = made.get(threads) or warmed(device, threads)
+            if ranks > 1:
+                group = world.group(tuple(range(ranks)))
+                setting.meet = partial(_meet, group)
+        settings.insert(0, setting)
+        _meet(world.everyone)
+
+    def agree(numbers: list[float]) -> list[float]:
+        told = torch.tensor(numbers, dtype=torch.float64)
+        world.everyone.all_reduce(told, op="max")
+        return told.tolist()
+
+    names = [case.name for case in settings[-1].cases or operators(device, 1)]
+    sample(settings, names, device, QUICK if quick else FULL, agree)
+    torch.set_num_threads(threads_before)
+    return {"speeds": [(s.ranks, s.threads, s.seconds(), s.share) for s in settings if s.cases], "scratch": scratch}
+
+
+def _meet(group: Any) -> None:
+    group.all_reduce(torch.zeros(1))
+
+
+def measure_alone(device: torch.device, quick: bool = True) -> dict[str, float]:
+    """Seconds a unit of every case of `operators`, on this rank's threads, while nothing else of the probe runs."""
+    setting = Setting(1, torch.get_num_threads(), warmed(device, torch.get_num_threads()))
+    sample([setting], [case.name for case in setting.cases], device, QUICK if quick else FULL)
+    return setting.seconds()
+
+
+def warmed(device: torch.device, threads: int) -> tuple[Case, ...]:
+    """The cases of so many threads, each called once: libraries load, choose and allocate in their first call."""
+    torch.set_num_threads(threads)
+    cases = tuple(operators(device, threads))
+    # Freed memory stays with a rank that was launched: what calls make then lies in pages that are there, as after some steps of training.
+    torch.ones(threads * ROOM_BYTES // 4)
+    for case in cases:
+        case.call()
+    return cases
