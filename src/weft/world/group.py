@@ -23,6 +23,7 @@ from torch import Tensor
 from weft.errors import RunError, UsageError
 from weft.plan.placement import piece
 from weft.world import private, recorder
+from weft.world.lane import Apart, Lane
 from weft.world.process_group import ProcessGroup
 from weft.world.recorder import Recorder
 
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from weft.world.sums import Sums
 
 SHARED = "shared_memory"
-BOX = "box"  # what connections apart from a group's own are called where their ranks are one host's
 DTYPES = {getattr(torch, name): code for code, name in enumerate(recorder.DTYPES) if code}
 NARROW = (torch.bfloat16, torch.float16)
 Boxes = tuple[tuple[int, ...], ...]
@@ -97,7 +97,7 @@ class Group:
         rank: int,
         recorder: Recorder,
         device: torch.device,
-        open_transport: Callable[[tuple[int, ...], str], tuple[Any, str]],
+        open_transport: Callable[[tuple[int, ...], Lane], tuple[Any, str]],
         boxes_of: Callable[[tuple[int, ...]], Boxes] = lambda ranks: (ranks,),
     ) -> None:
         self.ranks = ranks
@@ -131,7 +131,7 @@ class Group:
             return
         at = self.recorder.start(recorder.CONNECT, self.slot, 0, (), 0)
         try:
-            self._transport, kind = self._open(self.ranks, "")
+            self._transport, kind = self._open(self.ranks, Lane())
         except RuntimeError as error:
             raise self.explained(error) from error
         self.recorder.done(at)
@@ -159,8 +159,8 @@ class Group:
         All of them ask, as often, by the same `name`. It is not recorded.
         """
         self._apart[name] += 1
-        name = f"/{name}{self._apart[name]} of {recorder.group_name(self.ranks)}"
-        return Group(ranks or self.ranks, self._rank, Recorder(), self.device, lambda who, lane: self._open(who, name + lane))
+        apart = Apart(name, self._apart[name], self.ranks)
+        return Group(ranks or self.ranks, self._rank, Recorder(), self.device, lambda who, lane: self._open(who, lane.within(apart)))
 
     @property
     def runner(self) -> Runner:
@@ -466,7 +466,7 @@ class Group:
         # NCCL runs the messages of one communicator one after the other: one for each direction, or two that send first wait for ever.
         lane = self._lanes.get((source, target))
         if lane is None:
-            lane, _ = self._open(self.ranks, f"/{source}to{target}")
+            lane, _ = self._open(self.ranks, Lane(direction=(source, target)))
             self._lanes[(source, target)] = lane
         try:
             return call(lane, x, peer, tag)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from weft.world import recorder
-from weft.world.group import BOX, NARROW, Group, Work
+from weft.world.group import NARROW, Group, Work
+from weft.world.lane import BOX
 from weft.world.runner import Call, Note, Runner
 
 PART_BYTES = 4 << 20

@@ -6,7 +6,6 @@ Every key in the store lies under the run's generation, so that ranks of a new a
 from __future__ import annotations
 
 import os
-import re
 import signal
 import socket
 from collections.abc import Mapping, Sequence
@@ -18,14 +17,14 @@ import torch.distributed as dist
 
 from weft.errors import UsageError
 from weft.world import private
-from weft.world.group import BOX, SHARED, Boxes, Group, LostPeer, Work
+from weft.world.group import SHARED, Boxes, Group, LostPeer, Work
+from weft.world.lane import Lane
 from weft.world.recorder import Recorder
 from weft.world.shared_memory import segment
 from weft.world.shared_memory.meet import Channel, SharedMemory
 
 TRANSPORT = "WEFT_TRANSPORT"  # the environment variable that whoever starts ranks passes on
 TRANSPORTS = ("", "gloo", SHARED, "portable")
-_DIRECTION = re.compile(r"/(\d+)to(\d+)$")
 
 __all__ = ["Group", "LostPeer", "Work", "World"]
 
@@ -141,19 +140,18 @@ class World:
         self.everyone.all_reduce(numbers, op="max")
         return [int(value) for value in numbers.tolist()]
 
-    def _open(self, ranks: tuple[int, ...], lane: str) -> tuple[Any, str]:
+    def _open(self, ranks: tuple[int, ...], lane: Lane) -> tuple[Any, str]:
         """(transport, its kind): NCCL needs a GPU of its own for every member, shared memory one host for all."""
         assert self._store is not None
         index = ranks.index(self.rank)
-        name = "group/" + ",".join(map(str, ranks)) + lane
+        name = "group/" + ",".join(map(str, ranks)) + str(lane)
         if self.device.type == "cuda" and dist.is_nccl_available():
             places = {self._store.get(f"place/{rank}") for rank in ranks}
             if len(places) == len(ranks):
-                if direction := _DIRECTION.search(lane):
-                    source, target = int(direction[1]), int(direction[2])
-                    index, ranks = int(index == target), (source, target)
+                if lane.direction is not None:
+                    index, ranks = int(index == lane.direction[1]), lane.direction
                 return private.nccl(private.prefixed(name, self._store), index, len(ranks), self._timeout_s), "nccl"
-        if self.device.type == "cpu" and (self._transport != "gloo" or (self._boxes and lane.startswith(f"/{BOX}"))):
+        if self.device.type == "cpu" and (self._transport != "gloo" or (self._boxes and lane.of_box)):
             channel = self._share(private.prefixed(f"{name}/memory", self._store), index, ranks, lane)
             if not isinstance(channel, str):
                 return channel, SHARED
@@ -176,8 +174,8 @@ class World:
             return str(self._store.get(f"place/{rank}").decode()).rpartition("/")[0]
         return str(rank) if self._transport == "gloo" else str(self._store.get(f"host/{rank}").decode())
 
-    def _share(self, store: Any, index: int, ranks: tuple[int, ...], lane: str) -> Channel | str:
-        if lane.startswith(f"/{BOX}"):
+    def _share(self, store: Any, index: int, ranks: tuple[int, ...], lane: Lane) -> Channel | str:
+        if lane.of_box:
             return self._engine().open(store, index, ranks)
         if self._one_host is None:
             assert self._store is not None
@@ -186,7 +184,7 @@ class World:
             )
         if not self._one_host:
             return "the ranks of this run are on several hosts"
-        if lane:
+        if not lane.own:
             return self._engine().open(store, index, ranks)
         if self._shared is None:
             self._shared = self._engine()
