@@ -77,10 +77,25 @@ def test_where_nothing_can_be_kept_torchs_own_stays(tmp_path: Path) -> None:
 
 
 def test_ranks_multiply_as_they_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where this machine would multiply otherwise by itself."""
+    monkeypatch.setattr(products, "products", lambda: Products((Way("medium", 2.0, 1.0),)))
+    assert launch(precision, 1) == ["medium"]
     assert launch(precision, 2, env={PRODUCTS: "high"}) == ["high"] * 2
     monkeypatch.setenv(PRODUCTS, OWN)
     assert launch(precision, 1) == [OWN]
     assert products.environment({PRODUCTS: "high"}, "cpu") == products.environment({}, "cuda") == {}
+
+
+def test_who_is_told_nothing_multiplies_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forked rank goes on as its user's process did."""
+    monkeypatch.setattr(products, "products", lambda: Products())
+    monkeypatch.delenv(PRODUCTS, raising=False)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert launch(lambda world: torch.get_float32_matmul_precision(), 1) == ["high"]
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def test_an_unknown_way_is_refused_by_name() -> None:

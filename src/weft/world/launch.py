@@ -203,8 +203,9 @@ class Launcher:
             return _launch_forked(function, num_ranks, args, device, timeout_s, env, generation, folder, stop_grace_s, show)
         _check(num_ranks, threads)
         threads = threads or max(1, num_cores() // num_ranks)
+        given = {**self._env, **(env or {})}
         task = Task(
-            "", num_ranks, threads, device, generation, _collective_timeout(timeout_s), named, tuple(sys.path), os.getcwd(), dict(env or {})
+            "", num_ranks, threads, device, generation, _collective_timeout(timeout_s), named, tuple(sys.path), os.getcwd(), given
         )  # fmt: skip
         with _Folder(folder) as path:
             task = _prepare(task, path)

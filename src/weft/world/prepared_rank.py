@@ -120,7 +120,8 @@ def _run(
         os.environ.update(task.env)
         os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(task.threads)
         torch.set_num_threads(task.threads)
-        products.apply(os.environ.get(products.PRODUCTS, products.OWN))
+        if products.PRODUCTS in os.environ:
+            products.apply(os.environ[products.PRODUCTS])
         if inherited is None:
             os.chdir(task.cwd)
             sys.path[:] = task.sys_path
