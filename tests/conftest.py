@@ -1,9 +1,38 @@
-"""What holds for every test."""
+"""What holds for every test, and what every folder of tests may ask for; nothing here imports torch, so that tests/pure alone starts at once."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
 from hypothesis import settings
 
 # Times are not tested: a machine that has other work must not fail a test.
 settings.register_profile("weft", deadline=None)
 settings.load_profile("weft")
+
+
+@pytest.fixture(scope="session")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A home folder whose stored machine stays the same for the session; whatever else is cached is the user's.
+
+    A machine that was busy when it was measured is measured again some minutes later, for seconds. Tests keep it busy, so that of all
+    tests some would wait, ranks of one run for one another, and a later one would plan for another machine than an earlier one.
+    """
+    from weft.cluster.catalogue import dump
+    from weft.cluster.probe import probe
+
+    made = tmp_path_factory.mktemp("home")
+    found = probe()
+    cache, own = Path.home() / ".cache", made / ".cache"
+    for folder, there in ((cache, own), (cache / "weft", own / "weft")):
+        there.mkdir(mode=0o700)
+        for entry in folder.iterdir() if folder.is_dir() else ():
+            if entry not in (cache / "weft", cache / "weft" / "cluster.toml"):
+                (there / entry.name).symlink_to(entry)
+    (own / "weft" / "cluster.toml").write_text(dump(replace(found, device=replace(found.device, source="measured"))))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(made))
+        yield made

@@ -1,6 +1,7 @@
 """The one harness of all rank tests: `ranks(function, n, *args)` runs a function of a test module on n processes.
 
-One prepared process serves the session, so that a launch costs tenths of a second. After every test no process that it started may live.
+One prepared process serves the session, with what an engine needs imported, so that a launch costs tenths of a second. After every
+test no process that it started may live.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from weft.world.launch import Launcher
+from weft.world.launch import ENGINE, Launcher
 
 TIMEOUT_S = 60.0
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,9 +44,9 @@ def gone(find: Callable[[], set[int]], wait_s: float = 5.0) -> set[int]:
 
 
 @pytest.fixture(scope="session")
-def launcher() -> Iterator[Launcher]:
-    """The session's prepared process."""
-    with Launcher(env={"OMP_NUM_THREADS": "1"}) as made:
+def launcher(home: Path) -> Iterator[Launcher]:
+    """The session's prepared process; ranks inherit its home folder."""
+    with Launcher(env={"OMP_NUM_THREADS": "1"}, preload=ENGINE) as made:
         yield made
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import io
 import os
 import resource
@@ -22,7 +23,7 @@ import torch
 
 from weft.errors import ConfigError, Infeasible, RankError, RunError, UsageError
 from weft.world import message
-from weft.world.launch import Launcher, launch, reference
+from weft.world.launch import ENGINE, Launcher, engine_modules, launch, reference
 from weft.world.recorder import Reader
 from weft.world.world import World
 
@@ -328,6 +329,35 @@ def test_a_prepared_process_that_died_is_replaced(launcher: Launcher) -> None:
 def test_a_prepared_process_that_cannot_start_says_why() -> None:
     with pytest.raises(RunError, match="No module named 'no_such_module_here'"):
         launch(echo, 1, preload=["no_such_module_here"])
+
+
+def loaded(world: World) -> list[bool]:
+    return [name in sys.modules for name in ENGINE]
+
+
+def test_ranks_find_imported_what_this_process_has_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The twin that has traced nothing imports nothing for its ranks, nor does one whose ranks may use a GPU."""
+    for name in ENGINE:
+        importlib.import_module(name)
+    assert launch(loaded, 2) == [[True] * len(ENGINE)] * 2
+    assert launch(loaded, 1, preload=()) == [[False] * len(ENGINE)]
+    monkeypatch.delitem(sys.modules, "torch._dynamo")
+    assert launch(loaded, 1) == [[False] * len(ENGINE)]
+    monkeypatch.setattr("torch.version.cuda", "12.8")
+    assert (engine_modules("cpu"), engine_modules("cuda"), engine_modules("auto")) == (ENGINE, (), ())
+
+
+def test_what_engines_need_starts_no_thread_and_asks_no_gpu() -> None:
+    """A process with threads of its own, or one that has asked the driver, could not be forked into ranks that compute."""
+    code = (
+        "import importlib, os, torch; asked = []\n"
+        "for name in ('is_available', 'device_count', '_lazy_init'): setattr(torch.cuda, name, lambda name=name: asked.append(name))\n"
+        f"for name in {ENGINE}: importlib.import_module(name)\n"
+        "print(len(os.listdir('/proc/self/task')), asked)"
+    )
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    found = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    assert found.stdout.split("\n")[0] == "1 []", found.stderr
 
 
 def long_launch(folder: str, grace_s: float, forked: bool) -> None:

@@ -60,7 +60,7 @@ def planner(config: Config, known: Plan | None) -> Planned:
 @pytest.fixture
 def run(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> Callable[[Config], dict[str, Any]]:
     """Trains in the session's prepared process."""
-    monkeypatch.setattr(flow, "launch", launcher.launch)
+    monkeypatch.setattr(flow, "launch", lambda *args, preload, **options: launcher.launch(*args, **options))
     return lambda config: flow.train(config, planner)
 
 

@@ -16,6 +16,7 @@ from weft.run import checkpoint
 from weft.train import flow
 from weft.train.config import Config
 from weft.train.flow import Planned, known_plan, locked, prepare
+from weft.world.launch import engine_modules
 
 TEXT = b"to be or not to be, that is the question. " * 100
 
@@ -71,12 +72,12 @@ def test_train_launches_the_plan_s_ranks_on_the_folder(config: Config, monkeypat
     calls: list[Any] = []
 
     def launch(function: Any, num_ranks: int, *args: Any, **options: Any) -> list[Any]:
-        calls.append((function, num_ranks, args, options["threads"], options["device"]))
+        calls.append((function, num_ranks, args, options["threads"], options["device"], options["preload"]))
         return [{"step": 3}, None]
 
     monkeypatch.setattr(flow, "launch", launch)
     assert flow.train(config, planner("data=2 threads=1")) == {"step": 3}
-    assert calls == [(flow.rank_main, 2, (config.run.folder, 1e9), 1, "auto")]
+    assert calls == [(flow.rank_main, 2, (config.run.folder, 1e9), 1, "auto", engine_modules("auto"))]
 
 
 def test_a_run_that_goes_on_keeps_its_plan(config: Config) -> None:

@@ -23,7 +23,7 @@ from weft.run.checkpoint import committed, from_first
 from weft.train import loop
 from weft.train.config import Config
 from weft.train.corpus import Corpus, open_corpus, same_text, save_description
-from weft.world.launch import launch
+from weft.world.launch import engine_modules, launch
 from weft.world.world import World
 
 CONFIG, PLAN, CORPUS, LOCK = "config.toml", "plan.toml", "corpus.json", ".lock"
@@ -70,6 +70,7 @@ def train(config: Config, planner: Planner, world: World | None = None) -> dict[
             timeout_s=TIMEOUT_S,
             stop_grace_s=STOP_GRACE_S,
             folder=folder / "logs",
+            preload=engine_modules(planned.device),
         )
     summary: dict[str, Any] = results[0]
     return summary

@@ -39,6 +39,9 @@ from weft.world.world import World
 
 START_S = 120.0
 KILL_S = 10.0
+# What building an engine imports beyond torch: 1.5 to 2 s of one core, for each rank again where the prepared process has not done it.
+ENGINE = ("weft.api", "torch._dynamo", "torch.export._trace")
+_TRACES = "torch._dynamo"
 # Freed memory stays in the process: after some warm-up a tensor of 100 MiB costs no page faults, not 25600 (glibc 2.36). An older
 # C library refuses a threshold above 32 MiB and keeps its own, which grows to that.
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(4 << 30), "MALLOC_TOP_PAD_": str(64 << 20)}
@@ -57,14 +60,15 @@ def launch(
     stop_grace_s: float = 0.0,
     show: bool = True,
     allocator: bool = True,
-    preload: Sequence[str] = (),
+    preload: Sequence[str] | None = None,
 ) -> list[Any]:
     """Runs `function(world, *args)` on `num_ranks` processes of this machine and returns their results in the order of ranks.
 
     `threads` per rank (0: an equal share of the cores); `device` cpu, cuda or auto; `timeout_s` the longest that one collective, or a
     silence of one rank, may last (None: no limit); `env` is set before torch is imported; `folder` keeps the record and the
     logs; `stop_grace_s` how long ranks may go on after SIGTERM or Ctrl-C, which they see as `world.stopping`; `show` rank 0's
-    output; `allocator` the C library's settings for large tensors; `preload` modules to import once for all ranks.
+    output; `allocator` the C library's settings for large tensors; `preload` modules to import once for all ranks (None: those that
+    building an engine needs, where this process has needed them too).
 
     Raises RankError for the first rank that failed (also of that rank's own class, where it raised a WeftError), UsageError for
     arguments that cannot be sent.
@@ -74,6 +78,8 @@ def launch(
     """
     if reference(function) is None:
         return _launch_forked(function, num_ranks, args, device, timeout_s, env, generation, folder, stop_grace_s, show)
+    if preload is None:
+        preload = engine_modules(device) if _TRACES in sys.modules else ()
     with Launcher(env=env, allocator=allocator, preload=preload) as launcher:
         return launcher.launch(
             function,
@@ -87,6 +93,14 @@ def launch(
             stop_grace_s=stop_grace_s,
             show=show,
         )
+
+
+def engine_modules(device: str) -> tuple[str, ...]:
+    """What to `preload` for ranks that build engines on `device` (as of `launch`).
+
+    Nothing where torch has CUDA and may use it: what a module asked the driver when it is imported would spoil the GPU for all forks.
+    """
+    return ENGINE if device == "cpu" or torch.version.cuda is None else ()
 
 
 def world_from_environment(device: str = "auto") -> World:
