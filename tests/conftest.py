@@ -1,4 +1,4 @@
-"""What holds for every test, and what every folder of tests may ask for; nothing here imports torch, so that tests/pure alone starts at once."""
+"""What holds for every test, and what any may ask for. Nothing here imports torch beforehand, so that tests/pure starts at once."""
 
 from __future__ import annotations
 

@@ -116,7 +116,10 @@ def deliver(program: Program, size_bytes: Callable[[Value], float], wire: Callab
         ready, number, batch = heapq.heappop(events)
         link = wire(batch.source, batch.target)
         busy = (("out", batch.source), ("in", batch.target), *link.shared)
-        start = max(ready, *(free[key] for key in busy))
+        start = ready
+        for key in busy:  # a loop: `max` over a generator took a tenth of a comparison's time
+            if free[key] > start:
+                start = free[key]
         if start > ready:
             heapq.heappush(events, (start, number, batch))
             continue

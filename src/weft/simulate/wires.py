@@ -29,11 +29,12 @@ def wires(cluster: Cluster) -> Callable[[int, int], Wire]:
     known: dict[tuple[int, int], Wire] = {}
 
     def wire(source: int, target: int) -> Wire:
-        if not (0 <= source < cluster.num_devices and 0 <= target < cluster.num_devices):
-            raise UsageError(f"ranks {source} and {target} of {cluster.name}, which has {cluster.num_devices} devices")
-        if (source, target) not in known:
-            known[source, target] = _wire(cluster, source, target)
-        return known[source, target]
+        found = known.get((source, target))
+        if found is None:
+            if not (0 <= source < cluster.num_devices and 0 <= target < cluster.num_devices):
+                raise UsageError(f"ranks {source} and {target} of {cluster.name}, which has {cluster.num_devices} devices")
+            found = known[source, target] = _wire(cluster, source, target)
+        return found
 
     return wire
 
