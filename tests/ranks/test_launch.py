@@ -20,15 +20,13 @@ from typing import Any
 
 import pytest
 import torch
+from processes import children_of, gone
 
 from weft.errors import ConfigError, Infeasible, RankError, RunError, UsageError
 from weft.world import message
 from weft.world.launch import ENGINE, Launcher, engine_modules, launch, reference
 from weft.world.recorder import Reader
 from weft.world.world import World
-
-from conftest import children_of, gone  # isort: skip
-
 
 IMPORT = f"import sys; sys.path[:0] = [{str(Path(__file__).parent)!r}]\nimport test_launch as t"
 
