@@ -13,8 +13,9 @@ import pytest
 import torch
 
 import weft
-from weft.cost.memory import PACKED_BYTES, PACKING
+from weft.cost.memory import PACKING
 from weft.plan.layout import Layout
+from weft.plan.plan import BUCKET_BYTES
 from weft.run.compressed import Compressed
 from weft.run.verify import verify_on_rank
 from weft.world.world import Group, World
@@ -403,6 +404,6 @@ def _packing(world: World, layout: str) -> float:
 @pytest.mark.parametrize("kind", ["bfloat16", "int8", "topk"])
 def test_packing_takes_the_memory_that_is_predicted(ranks: Callable[..., list[Any]], kind: str) -> None:
     """Beside what is kept: so many times a bucket, within half a bucket."""
-    bucket = min(PACKED_BYTES, 4 * 8 * (900 * 900 + 900))
+    bucket = min(BUCKET_BYTES, 4 * 8 * (900 * 900 + 900))
     more = ranks(_packing, 2, f"data=2 compress={kind}")[0] - ranks(_packing, 2, "data=2")[0]
     assert more / bucket == pytest.approx(PACKING[kind], abs=0.6)
