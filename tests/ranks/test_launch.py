@@ -235,6 +235,23 @@ def sleeps(world: World, seconds: float) -> None:
     time.sleep(seconds)
 
 
+def leaves_unread(world: World, untimed: bool) -> float:
+    """A sum that nobody waits for while the rank works for long, and which is read then."""
+    total = torch.ones(())
+    work = world.everyone.all_reduce(total, wait=False)
+    if untimed:
+        work = work.untimed()
+    time.sleep(2.5)
+    work.wait()
+    return float(total)
+
+
+def test_what_need_not_be_waited_for_is_no_hang(ranks: Any) -> None:
+    assert ranks(leaves_unread, 2, True, timeout_s=1.0) == [2.0, 2.0]
+    with pytest.raises(RankError, match=r"all_reduce #1 .* lasts longer than 1 s"):
+        ranks(leaves_unread, 2, False, timeout_s=1.0)
+
+
 def faults(world: World) -> tuple[int, int]:
     """(threads of the process that forked this one, page faults of ten 48 MiB tensors made one after the other).
 

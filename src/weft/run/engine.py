@@ -382,7 +382,7 @@ class Engine:
             at = self.mesh.coordinates(self.world.rank)
             if all(form == "P" or at[axis] == 0 for axis, form in forms.items()):
                 total += torch.stack([x.double() * share for x, share in zip(result.losses, result.shares, strict=True)]).sum()
-        return total, self._everyone.all_reduce(total, wait=False)
+        return total, self._everyone.all_reduce(total, wait=False).untimed()  # a loss need not be read
 
     def _local(self, batch: Any) -> list[dict[str, Tensor]]:
         """This rank's tensors of every microbatch, by graph value."""

@@ -70,10 +70,18 @@ class Work:
         except RuntimeError as error:
             raise group.explained(error) from error
         self._work = None
-        group.recorder.done(self._at)
+        if self._at >= 0:
+            group.recorder.done(self._at)
         if self._finish is not None:
             self._finish()
         self._keep = self._finish = None
+
+    def untimed(self) -> Work:
+        """The same, which the record takes for ended already: whoever may wait for it late, or never, does not look as if it hung."""
+        if self._group is not None and self._work is not None and self._at >= 0:
+            self._group.recorder.done(self._at)
+            self._at = -1
+        return self
 
     @property
     def done(self) -> bool:
