@@ -79,7 +79,7 @@ class _Eager(Traced):
         if prices is None:
             return super().shard(plan, graph)
         layout = plan.layout
-        return propagate(graph, {"data": layout.data, "tensor": layout.tensor}, prices=prices, sequence=layout.sequence_parallel == "on")
+        return propagate(graph, {"data": layout.data, **dict(layout.tensor_axes)}, prices=prices, sequence=layout.sequence_parallel == "on")
 
 
 class Subject:

@@ -130,7 +130,7 @@ def test_microbatches_in_flight() -> None:
 
 def test_activations_follow_the_batch_and_the_width() -> None:
     graph = gpt(2)
-    parts = gather(Inventory.of(graph), None, 1, frozenset())
+    parts = gather(Inventory.of(graph), None, frozenset())
     kept = kept_bytes(parts, range(len(graph.operators)))
     assert kept.at(2.0, 1) - kept.fixed == pytest.approx(2 * (kept.at(1.0, 1) - kept.fixed))
     # Losses' logarithms stay float32, the rest is half as wide.

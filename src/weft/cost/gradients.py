@@ -58,7 +58,7 @@ def summing_s(
     for axes, count in sums.over:
         spread = "expert" in axes and layout.expert > 1
         data = layout.data // layout.expert if spread else layout.data
-        kept = tuple(a for a in axes if (a in ("data", "expert") and data > 1) or (a == "tensor" and layout.tensor > 1))
+        kept = tuple(a for a in axes if data > 1 or a not in ("data", "expert"))
         if not kept:
             continue
         count /= layout.expert if spread else 1

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
+from math import prod
 from typing import TypeVar
 
 import numpy as np
@@ -20,7 +21,7 @@ from weft.cost.memory import Inventory
 from weft.cost.runs import Amount, Runs
 from weft.model.graph import Graph, Operator, Variable
 from weft.model.rules import rule_of
-from weft.model.sharding import Sharding
+from weft.model.sharding import Move, Sharding
 from weft.model.stages import Cut
 from weft.model.work import packet
 from weft.plan.residency import Residency
@@ -124,14 +125,44 @@ def cut(sharding: Sharding | None, op: str, axis: str) -> bool:
     return sharding is not None and bool(sharding.ops[op].get(axis))
 
 
-def pieces(sharding: Sharding | None, value: str, axis: str, size: int) -> int:
-    """Pieces that a value is cut into along one axis."""
-    if sharding is None or size < 2 or value not in sharding.forms:
+def tensor_axes(sharding: Sharding | None) -> list[str]:
+    """The axes that cut weights: all but data."""
+    return [] if sharding is None else [axis for axis in sharding.sizes if axis != "data"]
+
+
+def shared_by_data(sharding: Sharding | None, value: str) -> bool:
+    """Whether data replicas have a piece each of a value."""
+    return sharding is not None and value in sharding.forms and sharding.forms[value].get("data", "R")[0] == "S"
+
+
+def pieces(sharding: Sharding | None, value: str, but: str = "") -> int:
+    """Pieces that a value is cut into along the tensor axes, all of them `but` one."""
+    if sharding is None or value not in sharding.forms:
         return 1
-    return size if sharding.forms[value].get(axis, "R")[0] == "S" else 1
+    forms = sharding.forms[value]
+    return prod(sharding.sizes[axis] for axis in tensor_axes(sharding) if axis != but and forms.get(axis, "R")[0] == "S")
 
 
-def gather(inventory: Inventory, sharding: Sharding | None, tensor: int, narrow: frozenset[str]) -> Parts:
+def _pieces_moving(sharding: Sharding, op: Operator, move: Move) -> int:
+    """Pieces that a value is cut into along the other tensor axes while it moves along one: what moves before and after says
+    `weft.lower.local`, summands first, then axis by axis."""
+    made, order = sharding.forms[move.value], list(sharding.sizes)
+    need = sharding.needs[op.name][op.inputs.index(move.value)]
+    ways = 1
+    for axis in tensor_axes(sharding):
+        if axis != move.axis:
+            before = (made[axis][0] != "P", order.index(axis)) < (move.source[0] != "P", order.index(move.axis))
+            form = (need[axis] if before else None) or made[axis]
+            ways *= sharding.sizes[axis] if form[0] == "S" else 1
+    return ways
+
+
+def divided(sharding: Sharding | None, op: str) -> int:
+    """Tensor ranks among which an operator's work is divided."""
+    return 1 if sharding is None else prod(sharding.sizes[axis] for axis in tensor_axes(sharding) if cut(sharding, op, axis))
+
+
+def gather(inventory: Inventory, sharding: Sharding | None, narrow: frozenset[str]) -> Parts:
     """`narrow`: values that are 16-bit under autocast on processors."""
     graph = inventory.graph
     siblings = _siblings(inventory)
@@ -141,28 +172,29 @@ def gather(inventory: Inventory, sharding: Sharding | None, tensor: int, narrow:
     backward: list[tuple[int, int]] = []
     position = {op.name: i for i, op in enumerate(graph.operators)}
 
-    def moved(name: str, value: str, axis: str, size_bytes: float | None = None, by_row: bool = False) -> int:
-        ways = pieces(sharding, value, "tensor", tensor) if axis == "data" else 1
-        shared = (pieces(sharding, value, "data", 2) > 1 or by_row) and axis != "data"
-        size = graph.tensors[value].size_bytes / ways if size_bytes is None else size_bytes
+    def moved(name: str, value: str, axis: str, size_bytes: float | None = None, by_row: bool = False, ways: int = 0) -> int:
+        shared = (shared_by_data(sharding, value) or by_row) and axis != "data"
+        size = graph.tensors[value].size_bytes / (ways or pieces(sharding, value, axis)) if size_bytes is None else size_bytes
         follows = by_row or (size_bytes is None and value in inventory.batched)
         return collectives(Collective(name, axis, size, follows, shared, value in narrow, size_bytes is not None))
 
     if sharding is not None:
         for move in sharding.moves:
-            if move.op not in position or (move.axis == "tensor" and tensor < 2):
+            if move.op not in position:
                 continue
+            at = position[move.op]
+            ways = 0 if move.axis == "data" else _pieces_moving(sharding, graph.operators[at], move)
             if move.forward not in ("", "slice", "pad"):
-                forward.append((position[move.op], moved(move.forward, move.value, move.axis)))
+                forward.append((at, moved(move.forward, move.value, move.axis, ways=ways)))
             if move.backward not in ("", "slice", "pad") and move.value in inventory.grads:
-                backward.append((position[move.op], moved(move.backward, move.value, move.axis)))
+                backward.append((at, moved(move.backward, move.value, move.axis, ways=ways)))
     dispatched: set[str] = set()
     by_expert = set(expert_weights(graph).values())
     stored, extra, working, weights, shared = [], [], [], [], []
     for i, op in enumerate(graph.operators):
-        index[i] = compute(_local(inventory, sharding, tensor, op, siblings))
-        for axis in ("data", "tensor"):
-            if (axis == "data" or tensor > 1) and cut(sharding, op.name, axis):
+        index[i] = compute(_local(inventory, sharding, op, siblings))
+        for axis in ("data", *tensor_axes(sharding)):
+            if cut(sharding, op.name, axis):
                 _inside(inventory, sharding, op, i, axis, moved, forward, backward)
         if op.name in by_expert:
             # Tokens go to the experts with the narrower of what a product reads and writes: into the first, out of the last.
@@ -172,10 +204,10 @@ def gather(inventory: Inventory, sharding: Sharding | None, tensor: int, narrow:
                 dispatched.add(value)
                 forward.append((i, moved("all_to_all", value, "expert")))
                 backward.append((i, moved("all_to_all", value, "expert")))
-        divide = tensor if cut(sharding, op.name, "tensor") else 1
+        divide = divided(sharding, op.name)
         mine = inventory.kept[op.name]
         stored.append(tuple(
-            Stored(root, size / pieces(sharding, root, "tensor", tensor), root in inventory.batched, pieces(sharding, root, "data", 2) > 1,
+            Stored(root, size / pieces(sharding, root), root in inventory.batched, shared_by_data(sharding, root),
                    graph.tensors[root].is_float, mine.narrow, root in inventory.held)
             for root, size in mine.storages
         ))  # fmt: skip
@@ -213,19 +245,20 @@ def _siblings(inventory: Inventory) -> dict[str, float]:
     return {name: sum(rows for _, rows in group) for group in groups.values() for name, _ in group}
 
 
-def _local(inventory: Inventory, sharding: Sharding | None, tensor: int, op: Operator, siblings: dict[str, float]) -> Local:
+def _local(inventory: Inventory, sharding: Sharding | None, op: Operator, siblings: dict[str, float]) -> Local:
     done = inventory.works[op.name]
     tensors = inventory.graph.tensors
-    divide = tensor if cut(sharding, op.name, "tensor") else 1
+    divide = divided(sharding, op.name)
     m = n = k = scores = heads = 0.0
     share = 1.0
     if packet(op) == "linear" and len(tensors[op.inputs[1]].shape) == 2:
         rows, inner = tensors[op.inputs[1]].shape
         m, n, k = tensors[op.outputs[0]].size / rows, siblings[op.name], float(inner)
         share = rows / n
-        if divide > 1 and sharding is not None:
-            form = sharding.forms[op.inputs[1]].get("tensor", "R")
-            m, n, k = (m, n / tensor, k) if form == "S0" else (m, n, k / tensor) if form == "S1" else (m / tensor, n, k)
+        for axis in tensor_axes(sharding):
+            if sharding is not None and cut(sharding, op.name, axis):
+                form, ranks = sharding.forms[op.inputs[1]].get(axis, "R"), sharding.sizes[axis]
+                m, n, k = (m, n / ranks, k) if form == "S0" else (m, n, k / ranks) if form == "S1" else (m / ranks, n, k)
     elif done.kind == "attention":
         query, key = (tensors[v].shape for v in op.inputs[:2])
         heads = float(np.prod(query[:-2])) / divide
@@ -306,7 +339,6 @@ class Held:
 def held_parameters(
     parameters: Mapping[str, Variable],
     sharding: Sharding | None,
-    tensor: int,
     used: Sequence[str],
     readers: Mapping[str, int],
     experts: frozenset[str] = frozenset(),
@@ -319,14 +351,14 @@ def held_parameters(
         variable = parameters.get(value)
         if variable is None:
             continue
-        local = variable.tensor.size / pieces(sharding, value, "tensor", tensor)
+        local = variable.tensor.size / pieces(sharding, value)
         number += local
         if not variable.trainable:
             continue
         trainable += local
         if readers[value] > 1:
             tied += local
-        over = () if sharding is None else tuple(a for a in sharding.gradients.get(value, ()) if a == "data" or tensor > 1)
+        over = () if sharding is None else tuple(sharding.gradients.get(value, ()))
         if value in experts:
             expert += local
             over = tuple("expert" if a == "data" else a for a in over)

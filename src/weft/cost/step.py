@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from weft.cluster.cluster import Cluster, Speed
 from weft.cost import kernels
+from weft.cost.axes import group_of, prices_of
 from weft.cost.base import Base, Load, base_of
 from weft.cost.compute import Rates, Seconds, optimizer_s
 from weft.cost.copies import HOST_BYTES_PER_S, Copies
@@ -58,6 +59,7 @@ NARROW = ("linear", "attention", "convolution", "recurrent", "activation")  # re
 HOST_ADAM_S = 2.0e-9  # of a parameter's Adam step on the host's processors, an eighth of which is a GPU's share; assumed
 
 Array = NDArray[np.float64]
+Cutting = tuple[bool, tuple[tuple[str, int], ...], bool]  # whether data cuts, the tensor axes with their sizes, sequence parallelism
 
 
 @dataclass
@@ -76,8 +78,8 @@ class Pricer:
     bucket_bytes: float = BUCKET_BYTES
     balanced: dict[tuple[object, ...], tuple[str, ...]] = field(default_factory=dict)  # where the search begins stages, by layout
     places: dict[int, list[Cut]] = field(default_factory=dict)  # cuts that the search tries, by how many it needs
-    _shardings: dict[tuple[bool, int, bool], Sharding | None] = field(default_factory=dict)
-    _parts: dict[tuple[bool, int, bool], Parts] = field(default_factory=dict)
+    _shardings: dict[Cutting, Sharding | None] = field(default_factory=dict)
+    _parts: dict[Cutting, Parts] = field(default_factory=dict)
     _sections: dict[tuple[object, ...], list[Section]] = field(default_factory=dict)
     _splits: dict[tuple[str, ...], tuple[Stage, ...]] = field(default_factory=dict)
     _times: dict[tuple[object, ...], tuple[Array, Array, Array, Array]] = field(default_factory=dict)
@@ -153,25 +155,25 @@ class Pricer:
         return self._widths[layout.precision]
 
     @staticmethod
-    def _cut(layout: Layout) -> tuple[bool, int, bool]:
+    def _cut(layout: Layout) -> Cutting:
         """What of a layout decides the sharding."""
-        return layout.data > 1, layout.tensor, layout.sequence_parallel == "on"
+        return layout.data > 1, layout.tensor_axes, layout.sequence_parallel == "on"
 
     def sharding(self, layout: Layout) -> Sharding | None:
-        """The sharding over data and tensor; None for one rank a stage.
+        """The sharding over data and the tensor axes; None for one rank a stage.
 
         Data is propagated once, over 2 ranks: the same labels are cut whatever its size.
         """
         key = self._cut(layout)
         sequence = key[2]
         if key not in self._shardings:
-            sizes = {"data": 2 if layout.data > 1 else 1, "tensor": layout.tensor}
+            sizes = {"data": 2 if layout.data > 1 else 1, **dict(layout.tensor_axes)}
             if max(sizes.values()) == 1:
                 self._shardings[key] = None
             else:
                 found = propagate(self.graph, sizes, self.shards, prices=self.prices(layout), sequence=sequence)
                 matrices = sum(len(v.tensor.shape) > 1 for v in self.graph.parameters)
-                if layout.tensor > 1 and 2 * len(found.shards.get("tensor", ())) < matrices:
+                if any(2 * len(found.shards.get(axis, ())) < matrices for axis, n in layout.tensor_axes if n > 1):
                     # Too small a model for cuts to pay; but who asks for tensor ranks wants them to share the work.
                     found = propagate(self.graph, sizes, self.shards, sequence=sequence)
                 self._shardings[key] = found
@@ -179,17 +181,7 @@ class Pricer:
 
     def prices(self, layout: Layout) -> dict[str, Prices]:
         """What placing operators is weighed by, along each axis."""
-        speed = self.speed(layout)
-        found = {}
-        for axis, size, stride in (("data", layout.data, layout.tensor), ("tensor", layout.tensor, 1)):
-            if size > 1:
-                group = Group(size, stride, layout.num_ranks)
-                little, much = (collective_s(self.cluster, "all_reduce", s, group) for s in (1.0, 2.0**24))
-                rate = 2 * (size - 1) / size * 2.0**24 / max(much - little, 1e-9)
-                flops = dict(speed.flops).get(layout.precision, dict(speed.flops)["float32"])
-                repeats = max(1.0, 1 / self.microbatch(layout))
-                found[axis] = Prices(flops, speed.memory_bandwidth_bytes_per_s, rate, little, repeats)
-        return found
+        return prices_of(self.cluster, layout, max(1.0, 1 / self.microbatch(layout)))
 
     def microbatch(self, layout: Layout) -> float:
         """Size of the whole microbatch, all data replicas together, against the graph's batch; of unequal ones the larger."""
@@ -209,7 +201,7 @@ class Pricer:
         """Unique operators and collectives under the layout's sharding."""
         key = self._cut(layout)
         if key not in self._parts:
-            self._parts[key] = gather(self.inventory, self.sharding(layout), layout.tensor, self._narrow)
+            self._parts[key] = gather(self.inventory, self.sharding(layout), self._narrow)
         return self._parts[key]
 
     def operator_seconds(self, layout: Layout) -> tuple[Array, Array, Array, Array]:
@@ -251,7 +243,7 @@ class Pricer:
         parts = self.parts(layout)
         scale = self.microbatch(layout)
         slower = 1.0 if self.cluster.is_cpu else self.efficiency.tensor
-        sizes = {"data": layout.data, "tensor": layout.tensor, "expert": layout.expert}
+        sizes = {"expert": layout.expert, **dict(layout.mesh.axes)}
         found = []
         for one in parts.collectives:
             if sizes[one.axis] < 2:
@@ -287,19 +279,8 @@ class Pricer:
         return self._network[key]
 
     def group(self, layout: Layout, *axes: str) -> Group:
-        """Ranks along `axes`: tensor varies fastest, then data, then pipeline; "expert" are neighbours among the data replicas, and
-        "replicas" are those of one expert."""
-        if "expert" in axes:
-            return Group(layout.expert, layout.tensor, layout.num_ranks)
-        if "replicas" in axes:
-            return Group(layout.data // layout.expert, layout.tensor * layout.expert, layout.num_ranks)
-        size, stride = 1, 0
-        at = 1
-        for axis, n in (("tensor", layout.tensor), ("data", layout.data), ("pipeline", layout.pipeline)):
-            if axis in axes and n > 1:
-                size, stride = size * n, stride or at
-            at *= n
-        return Group(size, stride or 1, layout.num_ranks)
+        """Ranks along `axes`, as `group_of` has them."""
+        return group_of(layout, *axes)
 
     def split(self, sites: Sequence[str]) -> tuple[Stage, ...]:
         """The stages that begin at `sites`; one of the whole graph where there are none."""
@@ -318,10 +299,10 @@ class Pricer:
             found = []
             for stage in stages:
                 numbers = np.array([self._position[op.name] for op in stage.operators], dtype=np.intp)
-                held = held_parameters(parameters, sharding, layout.tensor, stage.variables, readers, self._experts)
+                held = held_parameters(parameters, sharding, stage.variables, readers, self._experts)
                 # What several stages have stays whole on each.
                 mine = {
-                    v: parameters[v].tensor.size / pieces(sharding, v, "tensor", layout.tensor)
+                    v: parameters[v].tensor.size / pieces(sharding, v)
                     for v in stage.variables if v in parameters and parameters[v].trainable and readers[v] == 1
                 }  # fmt: skip
                 starts, seen = starts_of([parts.blocks[i] for i in numbers]), set[tuple[str, bool]]()

@@ -9,6 +9,7 @@ from weft.errors import LayoutError, nearest
 from weft.plan.choice import AUTO, NATIVE, SCATTERING
 from weft.plan.choice import NAMES as ALL_REDUCE
 from weft.plan.compression import Compression, refuse_compression
+from weft.plan.grid import axes_of, checked_grid
 from weft.plan.inner import Inner, parse_inner
 from weft.plan.mesh import Mesh
 from weft.plan.residency import Residency, kind_of
@@ -66,6 +67,7 @@ class Layout:
     as the plan says. `recompute` and `offload`: a `Residency`. `compress`: how gradients travel, a `Compression`.
     `inner`: data x tensor of every stage, where they differ; `data` and `tensor` are then the first stage's.
     `staleness`: a step's update is applied so many steps later, so that no replica waits for the others before.
+    `grid`: rows, columns and depth of the tensor ranks, where they are no line; `tensor` is how many these are. Both print as `tensor=2x2`.
     """
 
     data: int = 1
@@ -85,12 +87,17 @@ class Layout:
     compress: str = "none"
     inner: str = ""
     staleness: int = 0
+    grid: str = ""
 
     def __post_init__(self) -> None:
         for key in ("data", "tensor", "pipeline", "microbatches", "chunks", "expert"):
             value = getattr(self, key)
             if value < 1:
                 raise LayoutError(f"{key}={value}; it counts something, so use {key}=1 or more")
+        if self.grid:
+            tensor, grid = checked_grid(self.grid, self.tensor)
+            object.__setattr__(self, "tensor", tensor)
+            object.__setattr__(self, "grid", grid)
         if self.threads < 0:
             raise LayoutError(f"threads={self.threads}; use threads=0 for an equal share of the cores, or a count")
         if self.zero not in (0, 1, 2, 3):
@@ -128,6 +135,10 @@ class Layout:
         """Stages of different inner layouts: `data` and `tensor` are then the first one's."""
         if not self.inner:
             return
+        if self.grid:
+            raise LayoutError(
+                f"tensor={self.grid} with inner={self.inner} is not built: the tensor ranks of such stages are in a line; leave one of them out"
+            )
         sizes = parse_inner(self.inner)
         if len(sizes) != self.pipeline:
             raise LayoutError(f"inner={self.inner} arranges {len(sizes)} stages, and pipeline={self.pipeline}; give data x tensor of each")
@@ -233,7 +244,16 @@ class Layout:
     @property
     def mesh(self) -> Mesh:
         """Pipeline outermost, since it talks least; tensor innermost, since it talks most."""
-        return Mesh((("pipeline", self.pipeline), ("data", self.data), ("tensor", self.tensor)))
+        return Mesh((("pipeline", self.pipeline), ("data", self.data), *self.tensor_axes))
+
+    @property
+    def tensor_axes(self) -> tuple[tuple[str, int], ...]:
+        """The mesh axes of the tensor ranks with their sizes, outermost first: `tensor`, or those of a grid.
+
+        >>> Layout(tensor=4).tensor_axes, Layout.parse("tensor=2x2").tensor_axes
+        ((('tensor', 4),), (('rows', 2), ('columns', 2)))
+        """
+        return axes_of(self.tensor, self.grid)
 
     def __str__(self) -> str:
         """Axis sizes always, the rest where it differs from the default; `Layout.parse` reads it back."""
@@ -241,6 +261,10 @@ class Layout:
         parts = []
         for field in fields(self):
             value = getattr(self, field.name)
+            if field.name == "grid":
+                continue
+            if field.name == "tensor":
+                value = self.grid or value
             if field.name in always or value != field.default:
                 parts.append(f"{field.name}={value}")
         return " ".join(parts)
@@ -255,7 +279,7 @@ class Layout:
         >>> str(Layout.parse("data=2 pipeline=2 microbatches=4"))
         'data=2 tensor=1 pipeline=2 microbatches=4'
         """
-        known = {field.name: field.type for field in fields(cls)}
+        known = {field.name: field.type for field in fields(cls) if field.name != "grid"}
         given: dict[str, int | str] = {}
         for word in text.replace(",", " ").split():
             key, eq, value = word.partition("=")
@@ -267,7 +291,9 @@ class Layout:
                 raise LayoutError(f"unknown layout key {key}{nearest(key, (*known, *LATER))}; known: {', '.join(known)}")
             if key in given:
                 raise LayoutError(f"layout key {key} is given twice")
-            if known[key] == "int":
+            if key == "tensor" and "x" in value:
+                given[key], given["grid"] = checked_grid(value, 1)
+            elif known[key] == "int":
                 if not value.isdecimal() or len(value) > 9:
                     raise LayoutError(f"{key}={value}: {key} is a whole number, for example {key}=2")
                 given[key] = int(value)

@@ -35,6 +35,11 @@ class Mesh:
     def num_ranks(self) -> int:
         return prod(size for _, size in self.axes)
 
+    @property
+    def inside(self) -> tuple[str, ...]:
+        """Axes along which the ranks of one pipeline stage lie."""
+        return tuple(name for name, _ in self.axes if name != "pipeline")
+
     def size(self, axis: str) -> int:
         """Ranks along `axis`; 1 for an axis that the mesh does not have."""
         return dict(self.axes).get(axis, 1)

@@ -28,6 +28,7 @@ from weft.model.propagate import learned, propagate
 from weft.model.sharding import Sharding
 from weft.model.stages import Stage, links, split
 from weft.model.watched import refuse_hooks
+from weft.plan.grid import AXES, PLAIN
 from weft.plan.mesh import Mesh
 from weft.plan.patterns import expand_all
 from weft.plan.placement import piece
@@ -112,7 +113,7 @@ class Traced(Source):
     def sharding(self, plan: Plan, graph: Graph) -> Sharding:
         """As `Source.sharding`, once for each way of cutting."""
         layout = plan.layout
-        key = (layout.data, layout.tensor, layout.sequence_parallel, plan.shards, graph.batch_size, layout.precision)
+        key = (layout.data, layout.tensor_axes, layout.sequence_parallel, plan.shards, graph.batch_size, layout.precision)
         if key not in self.shardings:
             self.shardings[key] = self.shard(plan, graph)
         return self.shardings[key]
@@ -174,9 +175,20 @@ class Parts:
 
 
 def shard_of(plan: Plan, graph: Graph) -> Sharding:
-    """The complete sharding that a plan means for a graph."""
+    """The complete sharding that a plan means for a graph.
+
+    Raises:
+        LayoutError: cuts over an axis of tensor ranks that the layout does not have, or that the graph cannot have.
+    """
     cuts = expand_all(plan.shards, (v.name for v in (*graph.parameters, *graph.buffers)))
-    sizes = {"data": plan.layout.data, "tensor": plan.layout.tensor}
+    sizes = {"data": plan.layout.data, **dict(plan.layout.tensor_axes)}
+    lost = [axis for axis in cuts if axis in (PLAIN, *AXES) and axis not in sizes]
+    if lost and plan.layout.tensor > 1:
+        have = ", ".join(axis for axis, _ in plan.layout.tensor_axes)
+        raise LayoutError(
+            f"the plan cuts parameters over {', '.join(lost)}, and the tensor ranks of {plan.layout} lie along {have}; "
+            f"leave [shards.{lost[0]}] out, or name it after one of these"
+        )
     return propagate(graph, sizes, cuts, sequence=plan.layout.sequence_parallel == "on")
 
 
@@ -386,18 +398,13 @@ def _spec(
 ) -> LocalParameter:
     offsets, shape = _block(v, sharding, at)
     axes = sharding.gradients.get(v.value, ())
-    ranks = [
-        mesh.rank({**at, "pipeline": holder, **({"data": d} if "data" in axes else {}), **({"tensor": t} if "tensor" in axes else {})})
-        for holder in holders
-        for d in (range(mesh.size("data")) if "data" in axes else (0,))
-        for t in (range(mesh.size("tensor")) if "tensor" in axes else (0,))
-    ]
+    ranks = [rank for holder in holders for rank in mesh.group(mesh.rank({**at, "pipeline": holder}), *axes)]
     if between:  # every rank of these stages has a share of the gradient, see `shares_of`
-        ranks = [rank for holder in holders for rank in mesh.group(mesh.rank({"pipeline": holder}), "data", "tensor")]
+        ranks = [rank for holder in holders for rank in mesh.group(mesh.rank({"pipeline": holder}), *mesh.inside)]
         axes = ()
     cut = {axis for axis, form in sharding.forms[v.value].items() if form[0] == "S"}
     # Each element is counted once: by the first of the ranks that hold the same block.
-    same = [a for a in ("data", "tensor") if a not in cut]
+    same = [a for a in mesh.inside if a not in cut]
     counted = at["pipeline"] == holders[0] and all(at[a] == 0 for a in same)
     counted_piece = all(at[a] == 0 for a in same if a not in axes)
     return LocalParameter(

@@ -75,6 +75,6 @@ def shares_of(between: frozenset[str], sharding: Sharding, mesh: Mesh) -> Mappin
 
     Along an axis over which gradients are summed each rank has a summand; along the others all have the same.
     """
-    ranks = mesh.size("data") * mesh.size("tensor")
+    ranks = prod(mesh.size(axis) for axis in mesh.inside)
     summed = {value: prod(mesh.size(axis) for axis in sharding.gradients.get(value, ())) for value in between}
     return {value: number / ranks for value, number in summed.items()}

@@ -20,7 +20,7 @@ class Rests:
     """The rests of one rank's buckets."""
 
     def __init__(self, compressed: Iterable[Compressed], layout: Layout, rank: int) -> None:
-        axes = f"data={layout.data} tensor={layout.tensor} pipeline={layout.pipeline}"
+        axes = f"data={layout.data} tensor={layout.grid or layout.tensor} pipeline={layout.pipeline}"
         self._name = f"{axes} zero={layout.zero} compress={layout.compress} rank={rank}"
         self._found = {(f"{self._name} {one.name} {x.numel()}", slot): x for one in compressed for slot, x in one.rests.items()}
         self._step = torch.zeros((), dtype=torch.int64)

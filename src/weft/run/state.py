@@ -34,7 +34,8 @@ def pieces_of(parts: Parts, optimizer: Optimizer, at: Mapping[str, int], counter
     for name, tensor in parts.buffers.items():
         variable, offsets = parts.blocks[name]
         cut = {axis for axis, form in parts.sharding.forms[variable.value].items() if form[0] == "S"}
-        owner = at["pipeline"] == parts.holders(variable.value)[0] and all(at[axis] == 0 for axis in ("data", "tensor") if axis not in cut)
+        first = parts.holders(variable.value)[0]
+        owner = at["pipeline"] == first and all(place == 0 for axis, place in at.items() if axis not in (*cut, "pipeline"))
         found.append(Piece(name, "buffer", variable.tensor.shape, offsets, tensor, owner=owner))
     for number, group in enumerate(parts.groups):
         owner = group.counted_piece if optimizer.sharded[number] else group.counted

@@ -20,7 +20,7 @@ MANY_WAYS = ("conv1d", "conv2d", "conv3d", "bmm", "baddbmm", "einsum", "_grouped
 
 def wanted(pricer: Pricer, best: Priced) -> bool:
     """Whether the integer programme may place operators better than propagation did."""
-    if best.layout.tensor == 1 or pricer.shards is not None or not available():
+    if best.layout.tensor == 1 or best.layout.grid or pricer.shards is not None or not available():
         return False
     return any(packet(op) in MANY_WAYS for op in pricer.graph.operators)
 

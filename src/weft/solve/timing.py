@@ -73,7 +73,7 @@ def _stages_of(pricer: Pricer, layout: Layout, sites: Sequence[str]) -> tuple[St
 def balanced(pricer: Pricer, layout: Layout) -> tuple[str, ...]:
     """Where the most balanced stages begin; the same whatever the schedule, ZeRO stage and recomputation."""
     key = (
-        layout.data, layout.tensor, layout.pipeline, layout.chunks, layout.microbatches, layout.precision, layout.threads,
+        layout.data, layout.tensor_axes, layout.pipeline, layout.chunks, layout.microbatches, layout.precision, layout.threads,
         layout.sequence_parallel, layout.expert,
     )  # fmt: skip
     if key not in pricer.balanced:

@@ -24,13 +24,17 @@ class Components:
 
     def __init__(self, world: World, mesh: Mesh) -> None:
         self.world = world
-        self._tensor = world.group(mesh.group(world.rank, "tensor"))
+        self._tensor = [world.group(mesh.group(world.rank, axis)) for axis in mesh.inside if axis != "data"]
         self._at = 0.0
         self.rows: list[tuple[float, ...]] = []
 
     def before(self) -> None:
         """Collectives so far are not this step's."""
-        self._at = self._tensor.seconds
+        self._at = self._inside_s()
+
+    def _inside_s(self) -> float:
+        """Seconds that this rank has spent in collectives of tensor ranks."""
+        return sum(group.seconds for group in self._tensor)
 
     def after(self, engine: Engine, step_s: float) -> None:
         """Read what the engine recorded of the step that has ended."""
@@ -38,7 +42,7 @@ class Components:
             return
         spans = engine.timeline.spans
         busy = sum(span.duration_s for span in spans if span.lane == COMPUTE_LANE)
-        tensor = min(busy, self._tensor.seconds - self._at)
+        tensor = min(busy, self._inside_s() - self._at)
         program, gradients, optimizer = (engine.seconds.get(key, 0.0) for key in ("program", "gradients", "optimizer"))
         pipeline = max(0.0, program - busy)
         rest = max(0.0, step_s - program - gradients - optimizer)

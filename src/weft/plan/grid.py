@@ -1,0 +1,85 @@
+"""How tensor ranks are arranged in a grid: `tensor=2x4` or `tensor=2x2x2`. In: text. Out: rows, columns, depth, each a mesh axis.
+
+Every axis cuts weights by the same factor rules. Rows are cut first, then columns, which cut other dimensions than rows do, then depth,
+which cuts what these leave or a piece of theirs once more (3-D parallel matrix multiplication: Singh et al. SC'24). The last axis is the
+innermost one: its ranks are neighbours. Not modelled: grids of more than three axes.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+from weft.errors import LayoutError
+
+AXES = ("rows", "columns", "depth")  # outermost first
+PLAIN = "tensor"  # the axis of tensor ranks in a line
+HOW = "use a count (tensor=4), rows x columns (tensor=2x2) or rows x columns x depth (tensor=2x2x2)"
+
+
+def parse_grid(text: str) -> tuple[int, ...]:
+    """Ranks along rows, columns and depth; the last sizes are left out where they are 1, and () is a line.
+
+    >>> parse_grid("2x4"), parse_grid("2x1x2"), parse_grid("2x2x1"), parse_grid("1x4")
+    ((2, 4), (2, 1, 2), (2, 2), ())
+
+    Raises:
+        LayoutError: no such text, an axis without ranks, more than three axes.
+    """
+    words = text.split("x")
+    for word in words:
+        if not word.isdecimal() or len(word) > 6 or not int(word):
+            raise LayoutError(f"tensor={text}: {word!r} is not the number of ranks along an axis of a grid, 1 or more; {HOW}")
+    if len(words) > len(AXES):
+        raise LayoutError(f"tensor={text} has {len(words)} axes, and a grid has at most {len(AXES)}; {HOW}")
+    sizes = [int(word) for word in words]
+    while sizes and sizes[-1] == 1:
+        sizes.pop()
+    return tuple(sizes) if sum(n > 1 for n in sizes) > 1 else ()
+
+
+def format_grid(sizes: tuple[int, ...]) -> str:
+    """As `parse_grid` reads it.
+
+    >>> format_grid((2, 4)), format_grid(())
+    ('2x4', '')
+    """
+    return "x".join(map(str, sizes))
+
+
+def checked_grid(text: str, tensor: int) -> tuple[int, str]:
+    """(tensor ranks, the grid in its one form) of `text`; a `tensor` of 1 says nothing.
+
+    >>> checked_grid("2x2x1", 1), checked_grid("4x1", 4)
+    ((4, '2x2'), (4, ''))
+
+    Raises:
+        LayoutError: no such grid, or one of another number of ranks.
+    """
+    sizes = parse_grid(text)
+    ranks = prod(int(word) for word in text.split("x"))
+    if tensor not in (1, ranks):
+        raise LayoutError(f"a grid of {text} has {ranks} tensor ranks, and tensor={tensor}; give one of them, or a grid of {tensor}")
+    return ranks, format_grid(sizes)
+
+
+def axes_of(tensor: int, grid: str) -> tuple[tuple[str, int], ...]:
+    """Mesh axes of the tensor ranks with their sizes, outermost first; of a grid those that have more than one rank.
+
+    >>> axes_of(4, ""), axes_of(4, "2x1x2")
+    ((('tensor', 4),), (('rows', 2), ('depth', 2)))
+    """
+    if not grid:
+        return ((PLAIN, tensor),)
+    return tuple((name, n) for name, n in zip(AXES, parse_grid(grid), strict=False) if n > 1)
+
+
+def grids_of(tensor: int) -> list[str]:
+    """Every grid of so many ranks that is none in another form: of rows and columns, and of all three axes.
+
+    >>> grids_of(8), grids_of(3)
+    (['2x4', '4x2', '2x2x2'], [])
+    """
+    sides = [n for n in range(2, tensor) if tensor % n == 0]
+    flat = [(r, tensor // r) for r in sides]
+    deep = [(r, c, tensor // r // c) for r in sides for c in sides if tensor % (r * c) == 0 and tensor // r // c > 1]
+    return [format_grid(sizes) for sizes in (*flat, *deep)]
