@@ -13,12 +13,15 @@ The search is a frontier dynamic programme: operators in order, states are the f
 
 Which labels another axis than `data` may cut says `model/labels.py`: those of weights, never samples; positions only with `sequence`.
 
-Not modelled: overlap, memory. One dimension of a tensor is cut by at most one axis.
+One dimension of a tensor is cut by at most one axis, but for `depth`, the last of a grid of tensor ranks: it may also cut the pieces of a
+dimension once more, of values that lie in such pieces wherever they are read, so that none of them is ever put together without the other.
+
+Not modelled: overlap, memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -28,6 +31,7 @@ from weft.model.labels import meanings
 from weft.model.rules import Rule, rule_of
 from weft.model.sharding import Form, Move, Prices, Sharding, Shards, collective_s, move_collectives
 from weft.model.work import differentiable, operator_bytes, operator_flops
+from weft.plan.grid import NESTED
 
 # Operators whose output is the sum over a contracted label, so that a cut leaves summands.
 _SUMS = {"linear", "mm", "bmm", "mv", "dot", "matmul", "einsum", "sum", "mean", "conv1d", "conv2d", "conv3d", "bilinear"}
@@ -71,9 +75,13 @@ class _Axis:
         divide: int,
         sequence: bool = False,
         labels: Mapping[str, str] | None = None,
+        inside: Mapping[str, Mapping[int, int]] | None = None,
+        kernels: frozenset[tuple[str, str]] = frozenset(),
     ):
         self.graph, self.axis, self.n, self.prices = graph, axis, n, prices
         self.taken = taken  # value -> dims that other axes cut
+        self.inside = inside or {}  # value -> {dim: into how many pieces another axis cuts it}, where this axis may cut the pieces
+        self.kernels = kernels  # (operator, label) that another axis cuts, which takes a kernel of one group
         self.fixed = fixed
         self.divide = divide  # ranks along the other axes, to scale bytes and FLOPs
         self.grads = needs_gradient(graph)
@@ -89,8 +97,11 @@ class _Axis:
             self.prices = replace(prices, latency_s=0.0)
 
     def cuttable(self, value: str, dim: int) -> bool:
-        size = self.graph.tensors[value].shape[dim]
-        return size % self.n == 0 and size >= self.n and dim not in self.taken.get(value, ())
+        size, ways = self.graph.tensors[value].shape[dim], self.inside.get(value, {}).get(dim, 0)
+        if not ways and dim in self.taken.get(value, ()):
+            return False
+        size //= ways or 1
+        return size % self.n == 0 and size >= self.n
 
     def compute_s(self, op: Operator) -> float:
         """Seconds of a whole operator, forward and (counted twice as much) backward."""
@@ -146,6 +157,8 @@ class _Axis:
     def _cut(self, op: Operator, name: str, rule: Rule, label: str, seconds: float, summed: bool) -> _Choice | None:
         """Cut `label`. `summed`: a product whose bias is added once sums its summands first; else each rank adds its share of the bias."""
         kernel = rule.kernels.get(label)
+        if (op.name, label) in self.kernels:
+            return None
         makes: list[Form] = []
         for value, labels in zip(op.outputs, rule.outputs, strict=True):
             if label in labels:
@@ -420,7 +433,14 @@ def propagate(
         n = sizes[axis]
         fixed = given_dims(graph, axis, n, shards)
         price = prices.get(axis, Prices()) if isinstance(prices, Mapping) else prices or Prices()
-        problem = _Axis(graph, axis, n, taken, fixed, price, done, sequence, (labels or {}).get(axis))
+        inside, kernels = _nested(graph, ops, forms, needs, sizes) if axis == NESTED else ({}, frozenset())
+        problem = _Axis(graph, axis, n, taken, fixed, price, done, sequence, (labels or {}).get(axis), inside, kernels)
+        for v in names.values():
+            if axis != "data" and fixed and v.value in fixed and not problem.cuttable(v.value, fixed[v.value]):
+                raise LayoutError(
+                    f"the plan cuts dimension {fixed[v.value]} of {v.name} {list(v.tensor.shape)} over {axis}={n}, and another axis cuts "
+                    f"it already; only {NESTED} cuts pieces once more, where all that reads them is cut alike and they divide"
+                )
         chosen, placed = problem.solve(beam)
         _record(graph, problem, chosen, placed, ops, forms, needs, gradients, moves)
         cut[axis] = tuple((v.name, int(forms[v.value][axis][1:])) for v in names.values() if forms[v.value][axis][0] == "S")
@@ -444,6 +464,39 @@ def propagate(
         tuple(op.site for op in graph.operators if rule_of(op, graph.tensors) is None and not writes_buffer(op, buffers)),
         cut,
     )
+
+
+def _nested(
+    graph: Graph,
+    ops: Mapping[str, Mapping[str, str]],
+    forms: Mapping[str, Mapping[str, Form]],
+    needs: Mapping[str, Sequence[Mapping[str, Form | None]]],
+    sizes: Mapping[str, int],
+) -> tuple[dict[str, dict[int, int]], frozenset[tuple[str, str]]]:
+    """What a last axis may cut once more: [value][dim] -> pieces that there are; and the (operator, label) that it may not.
+
+    A value must lie in the same pieces of another axis wherever it is: put together along that axis alone, pieces of pieces would be out of
+    order. Outputs are handed out whole.
+    """
+    lies: dict[str, dict[str, set[Form]]] = {
+        value: {axis: {form} for axis, form in by_axis.items() if axis != "data"} for value, by_axis in forms.items()
+    }
+    kernels = set()
+    for op in graph.operators:
+        rule = rule_of(op, graph.tensors)
+        kernels |= {(op.name, label) for label in ops[op.name].values() if rule is not None and label in rule.kernels}
+        for value, row in zip(op.inputs, needs[op.name], strict=True):
+            for axis, form in row.items():
+                if axis != "data" and form is not None:
+                    lies[value][axis].add(form)
+    whole = {graph.loss, *graph.outputs}
+    found: dict[str, dict[int, int]] = {}
+    for value, by in lies.items():
+        for axis, those in by.items():
+            (form, *others) = those
+            if form[0] == "S" and not others and value not in whole:
+                found.setdefault(value, {})[int(form[1:])] = sizes[axis]
+    return found, frozenset(kernels)
 
 
 def _record(

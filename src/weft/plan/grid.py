@@ -12,6 +12,7 @@ from math import prod
 from weft.errors import LayoutError
 
 AXES = ("rows", "columns", "depth")  # outermost first
+NESTED = AXES[-1]  # which may cut a piece of another axis once more
 PLAIN = "tensor"  # the axis of tensor ranks in a line
 HOW = "use a count (tensor=4), rows x columns (tensor=2x2) or rows x columns x depth (tensor=2x2x2)"
 

@@ -137,7 +137,7 @@ class Layout:
             return
         if self.grid:
             raise LayoutError(
-                f"tensor={self.grid} with inner={self.inner} is not built: the tensor ranks of such stages are in a line; leave one of them out"
+                f"tensor={self.grid} with inner={self.inner} is not built: tensor ranks of such stages are in a line; leave one of them out"
             )
         sizes = parse_inner(self.inner)
         if len(sizes) != self.pipeline:

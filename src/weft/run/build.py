@@ -14,7 +14,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from weft.errors import Infeasible, ModelError, ProgramError
+from weft.errors import Infeasible, LayoutError, ModelError, ProgramError
 from weft.lower.kernels.randomness import Draw
 from weft.lower.local import LocalStage, Lowering, layer_of, lower
 from weft.model.capture import Captured, Loss, capture
@@ -380,7 +380,8 @@ def _block(v: Variable, sharding: Sharding, at: Mapping[str, int]) -> tuple[tupl
     for axis, form in sharding.forms[v.value].items():
         if form[0] == "S":
             dim = int(form[1:])
-            offsets[dim], shape[dim] = piece(v.tensor.shape[dim], sharding.sizes[axis], at[axis])
+            start, shape[dim] = piece(shape[dim], sharding.sizes[axis], at[axis])
+            offsets[dim] += start
     return tuple(offsets), tuple(shape)
 
 

@@ -13,6 +13,8 @@ from torch import fx
 from torch.fx.passes.split_module import split_module
 
 from weft.lower.local import LocalStage, snapshot
+from weft.lower.redistribute import counted, redistribute
+from weft.world import private
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,27 @@ def layers_of(stages: Mapping[int, LocalStage]) -> dict[str, tuple[tuple[int, in
         numbers = numbers_of(local.module)
         inputs = [node for node in local.module.graph.nodes if node.op == "placeholder"]
         for value, node in zip(local.variables, inputs, strict=False):
-            found.setdefault(value, set()).update((stage, numbers[user][0]) for user in node.users if user in numbers)
+            found.setdefault(value, set()).update((stage, numbers[reader][0]) for reader in _readers(node) if reader in numbers)
     return {value: tuple(sorted(units)) for value, units in found.items()}
+
+
+def _readers(node: fx.Node) -> set[fx.Node]:
+    """All that read the memory of a node's result: its users, and those of results that may be views of it."""
+    found: set[fx.Node] = set()
+    open_ = list(node.users)
+    while open_:
+        reader = open_.pop()
+        if reader not in found:
+            found.add(reader)
+            open_ += reader.users if _may_be_view(reader) else ()
+    return found
+
+
+def _may_be_view(node: fx.Node) -> bool:
+    """A redistribution that moves nothing hands on what it got; operators say it of themselves."""
+    if getattr(node.target, "__name__", "") in (redistribute.__name__, counted.__name__):
+        return True
+    return private.makes_view(node.target)
 
 
 def reads_written(local: LocalStage) -> bool:

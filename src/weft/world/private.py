@@ -34,6 +34,8 @@ NAMES: tuple[tuple[Any, str], ...] = (
     (dist, "TCPStore"),
     (torch.autograd.Variable, "_execution_engine"),
     (torch.nn.modules.batchnorm, "_BatchNorm"),
+    (torch.ops.aten.view.default, "_schema"),
+    (torch, "_ops"),
     (torch.utils, "_python_dispatch"),
     (python_dispatch, "TorchDispatchMode"),
 )
@@ -136,3 +138,8 @@ def after_backward(callback: Any) -> None:
     """Call `callback()` when the backward pass that is running has finished. Only from within a gradient hook."""
     variable: Any = torch.autograd.Variable
     variable._execution_engine.queue_callback(callback)
+
+
+def makes_view(operator: Any) -> bool:
+    """Whether an operator of torch's may hand on the memory of what it gets."""
+    return isinstance(operator, torch._ops.OpOverload) and any(result.alias_info is not None for result in operator._schema.returns)
