@@ -13,6 +13,7 @@ from math import gcd
 from weft.cli.machines import resized
 from weft.cli.setting import Setting
 from weft.errors import Infeasible, LayoutError, UsageError, nearest
+from weft.plan.grid import checked_grid
 from weft.plan.layout import CHOICES, Layout
 from weft.plan.plan import Plan
 from weft.plan.residency import kind_of
@@ -20,7 +21,7 @@ from weft.plan.residency import kind_of
 DEVICES = ("gpus", "devices")
 SEQUENCE = ("seq", "sequence")
 OTHERS = (*DEVICES, *SEQUENCE, "batch", "cluster")
-LAYOUT_KEYS = tuple(field.name for field in fields(Layout))
+LAYOUT_KEYS = tuple(field.name for field in fields(Layout) if field.name != "grid")  # a grid is written as tensor=2x2
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,11 @@ class Change:
 
     def __str__(self) -> str:
         return f"{self.key}={self.value}"
+
+    @property
+    def grid(self) -> tuple[int, str] | None:
+        """Of `tensor=2x2`: how many ranks that are, and the grid in its one form. Raises `LayoutError` where it is none."""
+        return checked_grid(self.value, 1) if self.key == "tensor" and "x" in self.value else None
 
     @property
     def number(self) -> int:
@@ -64,6 +70,9 @@ def parse_changes(words: Sequence[str]) -> tuple[Change, ...]:
         if key in CHOICES and kind_of(key, value) not in CHOICES[key]:
             raise UsageError(f"{word}: {value} is unknown; use one of {', '.join(CHOICES[key])}")
         change = Change(key, value)
+        if change.grid is not None:
+            found.append(change)
+            continue
         if key not in CHOICES and key != "cluster" and not (key in ("zero", "threads") and value == "0"):
             _ = change.number
         found.append(change)
@@ -99,7 +108,12 @@ def apply(plan: Plan, setting: Setting, changes: Sequence[Change]) -> tuple[Sett
     ranks = plan.layout.num_ranks
     if cluster is not setting.cluster:
         ranks = cluster.num_devices if ranks >= setting.cluster.num_devices or ranks > cluster.num_devices else ranks
-    wanted = {key: change.value if key in CHOICES else int(change.value) for key, change in given.items() if key in LAYOUT_KEYS}
+    wanted: dict[str, int | str] = {}
+    for key, change in given.items():
+        if change.grid is not None:
+            wanted["tensor"], wanted["grid"] = change.grid
+        elif key in LAYOUT_KEYS:
+            wanted[key] = change.value if key in CHOICES else int(change.value)
     layout, moved = moved_along(plan.layout, wanted, ranks, plan.batch_size, other.batch_size)
     return other, layout, moved
 
@@ -114,6 +128,8 @@ def moved_along(old: Layout, wanted: Mapping[str, int | str], ranks: int, old_ba
     sizes = {key: wanted.get(key, getattr(old, key)) for key in ("data", "tensor", "pipeline", "microbatches", "chunks", "expert")}
     n = {key: int(value) for key, value in sizes.items()}
     choices: dict[str, int | str] = {key: value for key, value in wanted.items() if key not in n}
+    if "tensor" in wanted:
+        choices.setdefault("grid", "")  # a count of tensor ranks is a line of them
     if "data" not in wanted:
         if ranks % (n["tensor"] * n["pipeline"]):
             raise Infeasible(

@@ -35,6 +35,7 @@ from weft.plan.grid import NESTED
 
 # Operators whose output is the sum over a contracted label, so that a cut leaves summands.
 _SUMS = {"linear", "mm", "bmm", "mv", "dot", "matmul", "einsum", "sum", "mean", "conv1d", "conv2d", "conv3d", "bilinear"}
+GATHERED = 1 + 1 / 16  # what putting pieces together weighs where another axis of a grid is still to cut: more than what else is as cheap
 _BIASED = {"linear": 2, "conv1d": 2, "conv2d": 2, "conv3d": 2, "bilinear": 3}  # position of a bias, added once, after the sum
 
 
@@ -77,10 +78,12 @@ class _Axis:
         labels: Mapping[str, str] | None = None,
         inside: Mapping[str, Mapping[int, int]] | None = None,
         kernels: frozenset[tuple[str, str]] = frozenset(),
+        more: bool = False,
     ):
         self.graph, self.axis, self.n, self.prices = graph, axis, n, prices
         self.taken = taken  # value -> dims that other axes cut
         self.inside = inside or {}  # value -> {dim: into how many pieces another axis cuts it}, where this axis may cut the pieces
+        self.more = more  # whether other tensor axes come after this one
         self.kernels = kernels  # (operator, label) that another axis cuts, which takes a kernel of one group
         self.fixed = fixed
         self.divide = divide  # ranks along the other axes, to scale bytes and FLOPs
@@ -104,7 +107,9 @@ class _Axis:
         return size % self.n == 0 and size >= self.n
 
     def compute_s(self, op: Operator) -> float:
-        """Seconds of a whole operator, forward and (counted twice as much) backward."""
+        """Seconds of a whole operator, forward and (counted twice as much) backward; what no product is may be cut by a later axis."""
+        if self.more and op.name not in self.heavy:
+            return 0.0
         flops, size = operator_flops(op, self.graph.tensors), operator_bytes(op, self.graph.tensors)
         return 3 * max(flops / self.prices.flops_per_s, size / self.prices.memory_bytes_per_s) / self.divide
 
@@ -222,7 +227,8 @@ class _Axis:
         cost = collective_s(forward, size, self.n, self.prices)
         if value in self.grads:
             cost += collective_s(backward, size, self.n, self.prices)
-        return cost
+        # What lies in pieces here and whole there leaves the dimension to no later axis; sums, which move as many bytes, do.
+        return cost * GATHERED if self.more and source[0] == "S" and target[0] != "S" else cost
 
     @cached_property
     def asked(self) -> set[str]:
@@ -429,12 +435,14 @@ def propagate(
     cut: dict[str, Shards] = {}
     moves: list[Move] = []
     done = 1
-    for axis in sorted((a for a in sizes if sizes[a] > 1), key=lambda a: a != "data"):
+    order = sorted((a for a in sizes if sizes[a] > 1), key=lambda a: a != "data")
+    for axis in order:
         n = sizes[axis]
         fixed = given_dims(graph, axis, n, shards)
         price = prices.get(axis, Prices()) if isinstance(prices, Mapping) else prices or Prices()
         inside, kernels = _nested(graph, ops, forms, needs, sizes) if axis == NESTED else ({}, frozenset())
-        problem = _Axis(graph, axis, n, taken, fixed, price, done, sequence, (labels or {}).get(axis), inside, kernels)
+        more = axis != "data" and axis != order[-1]
+        problem = _Axis(graph, axis, n, taken, fixed, price, done, sequence, (labels or {}).get(axis), inside, kernels, more)
         for v in names.values():
             if axis != "data" and fixed and v.value in fixed and not problem.cuttable(v.value, fixed[v.value]):
                 raise LayoutError(

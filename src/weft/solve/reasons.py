@@ -1,4 +1,5 @@
-"""Why a plan is what it is, in plain words with numbers. In: the chosen layout and all that were priced. Out: (key, sentence)s.
+"""Why a plan is what it is, in plain words with numbers. In: the chosen layout and all that were priced. Out: (key, sentence)s, and which
+of the others the plan keeps.
 
 Each reason compares the choice with the best candidate that differs in that key; nothing is said that was not priced.
 """
@@ -6,15 +7,17 @@ Each reason compares the choice with the best candidate that differs in that key
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 
 from weft.cluster.cluster import Cluster
 from weft.plan.layout import CHOICES, RUNS, Layout
 from weft.plan.plan import Candidate, Prediction
 from weft.units import format_bytes, format_seconds
 
+KEPT = 12  # candidates that the plan keeps
 KEYS = (
-    "data", "tensor", "sequence_parallel", "pipeline", "microbatches", "schedule", "chunks", "expert", "zero", "recompute", "offload",
-    "precision", "threads",
+    "data", "tensor", "grid", "sequence_parallel", "pipeline", "microbatches", "schedule", "chunks", "expert", "zero", "recompute",
+    "offload", "precision", "threads",
 )  # fmt: skip
 # The part of a step that each key's choice shows in.
 CAUSE = {
@@ -28,6 +31,7 @@ CAUSE = {
     "recompute": ("compute", "compute"),
     "schedule": ("pipeline", "the pipeline's bubble and transfers"),
     "chunks": ("pipeline", "the pipeline's bubble and transfers"),
+    "grid": ("tensor", "collectives inside layers"),
     "sequence_parallel": ("tensor", "collectives inside layers"),
     "expert": ("tensor", "collectives inside layers"),
     "offload": ("compute", "compute"),
@@ -62,9 +66,12 @@ def reasons(
         return (*found, ("layout", "given by hand; nothing else was tried"))
     for key in KEYS:
         mine = getattr(layout, key)
-        other = next((c for c in candidates if getattr(c.layout, key) != mine and c.prediction is not None), None)
+        alike = [c for c in candidates if c.layout.tensor == layout.tensor] if key == "grid" else candidates
+        other = next((c for c in alike if getattr(c.layout, key) != mine and c.prediction is not None), None)
         if other is not None and other.prediction is not None:
-            found.append((key, _compared(key, mine, layout, parts, step, other)))
+            found.append((key, _compared(key, layout, parts, step, other)))
+            continue
+        if key == "grid":
             continue
         barred = next((c for c in refused if getattr(c.layout, key) != mine and c.note), None)
         if barred is not None:
@@ -86,14 +93,18 @@ def _allowed(key: str, known: Sequence[int | str]) -> str:
     return " ".join(f"{key}!={word}" for word in CHOICES[key] if word not in known)
 
 
-def _compared(key: str, mine: object, layout: Layout, parts: dict[str, float], step: float, other: Candidate) -> str:
+def _said(key: str, layout: Layout) -> str:
+    """A key of a layout as it is written: a grid is how tensor ranks are arranged."""
+    return f"tensor={layout.grid or layout.tensor}" if key == "grid" else f"{key}={getattr(layout, key)}"
+
+
+def _compared(key: str, layout: Layout, parts: dict[str, float], step: float, other: Candidate) -> str:
     assert other.prediction is not None
-    theirs = getattr(other.layout, key)
     seconds = other.prediction.step_time_s
     ratio = seconds / step
     name, words = CAUSE[key]
     after = dict(other.prediction.parts).get(name, 0.0)
-    text = f"{key}={mine}: the best priced plan with {key}={theirs} takes {format_seconds(seconds)} a step"
+    text = f"{_said(key, layout)}: the best priced plan with {_said(key, other.layout)} takes {format_seconds(seconds)} a step"
     if ratio > 1.005:
         text += f", {ratio:.2f} times as long"
     elif ratio > 0.995:
@@ -101,3 +112,20 @@ def _compared(key: str, mine: object, layout: Layout, parts: dict[str, float], s
     if abs(after - parts.get(name, 0.0)) > 0.002 * step:
         text += f"; {words} would take {format_seconds(after)} and not {format_seconds(parts.get(name, 0.0))}"
     return text + f" ({other.layout})"
+
+
+def differences(one: Layout, other: Layout) -> int:
+    """Keys in which two layouts differ."""
+    return sum(getattr(one, f.name) != getattr(other, f.name) for f in fields(Layout))
+
+
+def spread(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """The best few, and the best with every other value of every key, so that every choice can be compared."""
+    found = list(candidates[:3])
+    seen = {(f.name, getattr(c.layout, f.name)) for c in found for f in fields(Layout)}
+    for candidate in candidates[3:]:
+        new = {(f.name, getattr(candidate.layout, f.name)) for f in fields(Layout)} - seen
+        if new and len(found) < KEPT:
+            seen |= new
+            found.append(candidate)
+    return found

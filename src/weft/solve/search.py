@@ -2,8 +2,9 @@
 
 Branch and bound. Every frame of the space gets a proven lower bound; the most promising is priced with all its schedules and all that
 trades memory for time, and timed by the clock on the program that would run, until no bound is below the best. What costs time and
-saves only memory is not tried where the same fits without. A layout by hand goes the same way, alone. Not searched: shards other than
-those that propagation finds best, and stages other than the most balanced (that fit).
+saves only memory is not tried where the same fits without. Then the leading layouts' tensor ranks are arranged in grids. A layout by hand
+goes the same way, alone. Not searched: shards other than those that propagation finds best, stages other than the most balanced (that
+fit), and grids of layouts that do not lead with their tensor ranks in a line.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ from weft.plan.plan import Candidate, Plan
 from weft.plan.residency import KINDS
 from weft.schedules import build
 from weft.solve.bounds import check_state, least_s, least_saving_s, least_state_bytes
+from weft.solve.grids import in_grids
 from weft.solve.mixed import MixedPricer, check_fits, memory_of, pricer_of
-from weft.solve.reasons import reasons
+from weft.solve.reasons import differences, reasons, spread
 from weft.solve.refine import refined, wanted
 from weft.solve.remedies import nothing_fits
 from weft.solve.residency import DROP, KEEP, SWAP, housed, told
@@ -46,7 +48,6 @@ from weft.solve.timing import PLAIN, Priced, balanced, clocked, fitted, least_pi
 __all__ = ["OBJECTIVES", "Priced", "balanced", "check_layout", "clocked", "price", "search", "timeline"]
 
 OBJECTIVES = ("time", "cost", "energy", "memory")
-KEPT = 12  # candidates that the plan keeps
 MOST_REFUSED = 4
 MOST_GUESSED, MOST_TRIED_FIRST = 16, 2  # frames that look promising, and those of them that are priced before all others
 MOST_HOUSED = 24  # ways to fit by repeating or moving all layers, of which fewer are tried
@@ -130,7 +131,7 @@ def _search(
     priced = {p.layout: p for p in reversed(found.clocked)}  # of two placements of one layout the better
     candidates = [Candidate(p.layout, p.prediction) for p in reversed(priced.values())]
     refused = sorted(
-        found.refused, key=lambda c: (_differences(c.layout, best.layout), c.prediction.step_time_s if c.prediction else float("inf"))
+        found.refused, key=lambda c: (differences(c.layout, best.layout), c.prediction.step_time_s if c.prediction else float("inf"))
     )
     inner = [best.layout.of_stage(s) for s in range(best.layout.pipeline)]
     sharding = pricer.sharding(max(inner, key=lambda one: one.tensor))  # stages with fewer tensor ranks cut the same
@@ -148,7 +149,7 @@ def _search(
             *((("layers", words),) if (words := told(pricer, best.layout, best.sites)) else ()),
             *((("parts", pricer.where(best.layout)),) if isinstance(pricer, MixedPricer) else ()),
         ),
-        (*_spread(candidates), *refused[:MOST_REFUSED]),
+        (*spread(candidates), *refused[:MOST_REFUSED]),
         () if sharding is None else sharding.replicated,
         bucket_bytes=0 if isinstance(pricer, MixedPricer) else best_bucket_bytes(pricer, best.layout, best.sites),
         bound_gap=best.prediction.step_time_s / found.bound_s - 1 if found.bound_s else None,
@@ -167,6 +168,7 @@ def _find(pricer: Pricer, limits: Sequence[Constraint], objective: str) -> _Sear
     found = _Search(pricer, space, objective)
     found.run()
     found.house()
+    found.arrange()
     return found
 
 
@@ -255,6 +257,15 @@ class _Search:
                         self.best = timed if self._leads(timed) else self.best
                         self.clocked.append(timed)
 
+    def arrange(self) -> None:
+        """Try the leading layouts' tensor ranks in grids, unless a constraint arranges them; the bound counts those that fit."""
+        if self.best is None or self.space.grid is not None or self.objective == "memory":
+            return
+        for layout, least in in_grids(self.pricer, list(self.clocked), self._hopeless):
+            taken = None if self._hopeless(layout, least) else self._try(layout)
+            if taken is not None:
+                self.bound_s = min(self.bound_s, max(least, taken))
+
     def _promising(self) -> list[tuple[Layout, bool]]:
         """Frames that are likely to be among the best: a good plan that is known early saves pricing many others.
 
@@ -290,7 +301,7 @@ class _Search:
                         break
         done = {p.layout for p in self.clocked}
         for one in self.space.variants(replace(mine, schedule="1f1b", chunks=1, zero=0, recompute="none", offload="none")):
-            if one not in done and _differences(one, mine) == 1:
+            if one not in done and differences(one, mine) == 1:
                 self._try(one, whatever=True)
 
     def _plainest(self, frame: Layout) -> bool:
@@ -577,20 +588,3 @@ def calmest(clocked: Sequence[Priced], best: Priced) -> Priced:
 
 def _seconds(priced: Priced) -> float:
     return priced.prediction.step_time_s
-
-
-def _differences(one: Layout, other: Layout) -> int:
-    """Keys in which two layouts differ."""
-    return sum(getattr(one, f.name) != getattr(other, f.name) for f in fields(Layout))
-
-
-def _spread(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """The best few, and the best with every other value of every key, so that every choice can be compared."""
-    found = list(candidates[:3])
-    seen = {(f.name, getattr(c.layout, f.name)) for c in found for f in fields(Layout)}
-    for candidate in candidates[3:]:
-        new = {(f.name, getattr(candidate.layout, f.name)) for f in fields(Layout)} - seen
-        if new and len(found) < KEPT:
-            seen |= new
-            found.append(candidate)
-    return found

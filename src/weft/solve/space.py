@@ -1,14 +1,15 @@
 """Every legal layout. In: a cluster, a batch, constraints as text. Out: layouts, or `Infeasible` naming what leaves none.
 
-A constraint is `key<=8`, `<`, `=`, `!=`, `>=` or `>` with a key of the layout, or `ranks`. On processors any number of ranks is tried,
-each with its share of the cores or fewer, and only what a run has built (`Layout.check_runs`); on GPUs all devices are used, or as
-many as the batch lets, where it does not divide, and everything that can be priced.
+A constraint is `key<=8`, `<`, `=`, `!=`, `>=` or `>` with a key of the layout, or `ranks`; `tensor=2x4` says how many tensor ranks there
+are and how they are arranged, which a count leaves open. On processors any number of ranks is tried, each with its share of the cores or
+fewer, and only what a run has built (`Layout.check_runs`); on GPUs all devices are used, or as many as the batch lets, where it does not
+divide, and everything that can be priced.
 
 Each layout is there once, in one form: no sequence parallelism without tensor ranks, no ZeRO without replicas, no schedule without a
 pipeline, no experts spread where the model has none. Gradients are compressed only where a constraint says so, since that changes the
-result. A `frame` is what operators' seconds depend on; `variants` are its schedules and what trades time for memory. Not searched:
-microbatch counts beyond `MOST_MICROBATCHES`, chunks beyond `MOST_CHUNKS` or of uneven size, more stages than layers and float64 unless
-they are asked for.
+result. Tensor ranks stand in a line, or as a constraint arranges them: the search arranges those of the leading layouts only. A `frame` is
+what operators' seconds depend on; `variants` are its schedules and what trades time for memory. Not searched: microbatch counts beyond
+`MOST_MICROBATCHES`, chunks beyond `MOST_CHUNKS` or of uneven size, more stages than layers and float64 unless they are asked for.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from dataclasses import dataclass, fields, replace
 from weft.cluster.cluster import Cluster
 from weft.errors import Infeasible, LayoutError, UsageError, nearest
 from weft.plan.compression import Compression
+from weft.plan.grid import checked_grid
 from weft.plan.layout import BOTH_WAYS, CHOICES, RUNS, Layout, chunks_of, refuse_sizes
 
 MOST_MICROBATCHES = 512
@@ -43,6 +45,8 @@ class Constraint:
     value: int | str
 
     def __str__(self) -> str:
+        if self.key == "grid":
+            return f"tensor{self.relation}{self.value or 'a line'}"
         return f"{self.key}{self.relation}{self.value}"
 
     def admits(self, value: int | str) -> bool:
@@ -61,7 +65,7 @@ def parse_constraints(text: str) -> tuple[Constraint, ...]:
         UsageError: a word that is no constraint, an unknown key (names the nearest), a value of the wrong type.
         Infeasible: constraints on one key that no value meets, by name.
     """
-    known = {f.name: f.type for f in fields(Layout)} | {"ranks": "int"}
+    known = {f.name: f.type for f in fields(Layout) if f.name not in ("grid", "inner")} | {"ranks": "int"}
     found = []
     for word in text.replace(",", " ").split():
         match = _WORD.fullmatch(word)
@@ -70,6 +74,12 @@ def parse_constraints(text: str) -> tuple[Constraint, ...]:
         key, relation, given = match[1], match[2].replace("==", "="), match[3]
         if key not in known:
             raise UsageError(f"constraint {word} has the unknown key {key}{nearest(key, known)}; known: {', '.join(known)}")
+        if key == "tensor" and "x" in given:
+            if relation != "=":
+                raise UsageError(f"constraint {word}: a grid has no order; use tensor={given}, or a count such as tensor<=8")
+            tensor, grid = checked_grid(given, 1)
+            found += [Constraint(key, "=", tensor), Constraint("grid", "=", grid)]
+            continue
         if known[key] == "int":
             if not given.isdigit():
                 raise UsageError(f"constraint {word}: {key} is a whole number, for example {key}<=4")
@@ -86,7 +96,7 @@ def parse_constraints(text: str) -> tuple[Constraint, ...]:
     for key in {c.key for c in found}:
         mine = [c for c in found if c.key == key]
         values: Sequence[int | str]
-        if key == "compress":
+        if key in ("compress", "grid"):
             values = ["none", *(c.value for c in mine)]
         elif key in CHOICES:
             values = CHOICES[key]
@@ -167,6 +177,11 @@ class Space:
         return next((str(c.value) for c in self.constraints if c.key == "compress" and c.relation == "="), "none")
 
     @property
+    def grid(self) -> str | None:
+        """How tensor ranks are arranged where a constraint says it: "" in a line; None where none does."""
+        return next((str(c.value) for c in self.constraints if c.key == "grid"), None)
+
+    @property
     def staleness(self) -> int:
         """Steps by which updates come late: the fewest that constraints admit, since that changes the result."""
         most = max((int(c.value) for c in self.constraints if c.key == "staleness"), default=0)
@@ -204,7 +219,7 @@ class Space:
 
     def _meshes(self, ranks: int) -> Iterator[tuple[int, int, int]]:
         for tensor in divisors(ranks):
-            if tensor > self.cluster.node_size or not self.admits("tensor", tensor):
+            if (tensor > self.cluster.node_size and not self.grid) or not self.admits("tensor", tensor):
                 continue
             for pipeline in divisors(ranks // tensor):
                 data = ranks // tensor // pipeline
@@ -230,7 +245,7 @@ class Space:
                         for expert in experts:
                             yield Layout(
                                 data, tensor, pipeline, microbatches, precision=precision, threads=count, sequence_parallel=sequence,
-                                expert=expert, all_reduce=self.sums,
+                                expert=expert, all_reduce=self.sums, grid=self.grid or "",
                             )  # fmt: skip
 
     def _threads(self, ranks: int) -> list[int]:
