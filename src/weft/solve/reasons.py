@@ -66,8 +66,10 @@ def reasons(
         return (*found, ("layout", "given by hand; nothing else was tried"))
     for key in KEYS:
         mine = getattr(layout, key)
-        alike = [c for c in candidates if c.layout.tensor == layout.tensor] if key == "grid" else candidates
-        other = next((c for c in alike if getattr(c.layout, key) != mine and c.prediction is not None), None)
+        compared = candidates
+        if key == "grid":  # as many tensor ranks in a line, against those in a grid
+            compared = [c for c in candidates if (c.layout.tensor, not c.layout.grid) == (layout.tensor, bool(layout.grid))]
+        other = next((c for c in compared if getattr(c.layout, key) != mine and c.prediction is not None), None)
         if other is not None and other.prediction is not None:
             found.append((key, _compared(key, layout, parts, step, other)))
             continue

@@ -19,11 +19,12 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
+from math import prod
 
 from weft.cluster.cluster import Cluster
 from weft.errors import Infeasible, LayoutError, UsageError, nearest
 from weft.plan.compression import Compression
-from weft.plan.grid import checked_grid
+from weft.plan.grid import checked_grid, parse_grid
 from weft.plan.layout import BOTH_WAYS, CHOICES, RUNS, Layout, chunks_of, refuse_sizes
 
 MOST_MICROBATCHES = 512
@@ -219,7 +220,8 @@ class Space:
 
     def _meshes(self, ranks: int) -> Iterator[tuple[int, int, int]]:
         for tensor in divisors(ranks):
-            if (tensor > self.cluster.node_size and not self.grid) or not self.admits("tensor", tensor):
+            apart = tensor > self.cluster.node_size and not self.grid
+            if apart or (self.grid and tensor != prod(parse_grid(self.grid))) or not self.admits("tensor", tensor):
                 continue
             for pipeline in divisors(ranks // tensor):
                 data = ranks // tensor // pipeline
