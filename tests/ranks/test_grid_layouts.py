@@ -1,0 +1,198 @@
+"""Tensor ranks in grids: equal to the serial model, what each axis sends by count, checkpoints between arrangements, broken twins."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_plain
+import torch
+from torch import Tensor, nn
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from bench.verify_all import Subject  # noqa: E402
+
+from weft.errors import LayoutError  # noqa: E402
+from weft.model import propagate as propagate_module  # noqa: E402
+from weft.plan.layout import Layout  # noqa: E402
+from weft.plan.plan import Plan  # noqa: E402
+from weft.run import build  # noqa: E402
+from weft.run.build import Traced  # noqa: E402
+from weft.run.engine import Engine  # noqa: E402
+from weft.world.group import Group  # noqa: E402
+from weft.world.launch import launch  # noqa: E402
+from weft.world.world import World  # noqa: E402
+
+_made: dict[str, Subject] = {}
+
+
+def of(name: str) -> Subject:
+    """A model on a batch of eight, traced once."""
+    if name not in _made:
+        torch.set_num_threads(1)
+        _made[name] = Subject(name, 8)
+    return _made[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("gpt-tiny", "tensor=2x2 microbatches=2 recompute=full"),
+        ("gpt-tiny", "data=2 tensor=2x2 zero=3"),
+        ("bert-tiny", "tensor=2x2 sequence_parallel=on"),
+        ("t5-tiny", "tensor=2x2 pipeline=2 microbatches=2"),
+        ("llama-tiny", "tensor=2x1x2 sequence_parallel=on"),
+        ("vit-tiny", "tensor=2x2 offload=all"),
+        ("resnet-tiny", "data=2 tensor=2x2 zero=1 microbatches=2"),
+        ("unet-tiny", "tensor=2x2"),
+        ("moe-tiny", "tensor=2x2x2"),
+    ],
+)
+def test_a_grid_equals_serial(name: str, layout: str) -> None:
+    found = of(name).check(replace(Layout.parse(layout), precision="float64"), optimizer={"name": "adamw", "clip": 0.05})
+    assert found.ok, found
+    assert found.tolerance == 1e-9
+
+
+@pytest.mark.parametrize("eager", ["free links", "dear links"])
+def test_a_grid_that_cuts_whatever_it_can_equals_serial(eager: str) -> None:
+    found = of("gpt-tiny").check(Layout.parse("tensor=2x2 precision=float64"), eager=eager)
+    assert found.ok, found
+
+
+def test_a_gradient_that_is_summed_along_one_axis_only_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A broken twin: gradients of parameters that rows have whole are not summed over them."""
+    shard = build.shard_of
+
+    def without(plan: Plan, graph: Any) -> Any:
+        found = shard(plan, graph)
+        return replace(found, gradients={v: tuple(a for a in axes if a != "rows") for v, axes in found.gradients.items()})
+
+    monkeypatch.setattr(build, "shard_of", without)
+    subject = Subject("gpt-tiny", 8)
+    found = subject.check(Layout.parse("tensor=2x2 precision=float64"), eager="")
+    assert not found.ok
+    assert found.worst["gradients"] > 1e-3
+
+
+def test_pieces_that_are_put_together_out_of_order_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A broken twin: depth cuts every piece once more, also those that are gathered along the other axis alone."""
+
+    def anything(graph: Any, ops: Any, forms: Any, needs: Any, sizes: Any) -> Any:
+        return {v: {int(f[1:]): sizes[a] for a, f in by.items() if f[0] == "S"} for v, by in forms.items()}, frozenset()
+
+    monkeypatch.setattr(propagate_module, "_nested", anything)
+    subject = Subject("gpt-tiny", 8)
+    assert not subject.check(Layout.parse("tensor=2x1x2 precision=float64"), eager="free links").ok
+
+
+def test_cuts_over_an_axis_that_the_layout_has_not_are_refused() -> None:
+    subject = of("gpt-tiny")
+    plan = replace(subject.plan(Layout.parse("tensor=2x2")), shards=(("tensor", (("tokens.weight", 0),)),))
+    graph = subject.source.capture(subject.batch, subject.loss, subject.size).graph
+    with pytest.raises(LayoutError, match=r"over tensor, and the tensor ranks of .* lie along rows, columns; leave \[shards.tensor\] out"):
+        build.shard_of(plan, graph)
+
+
+WIDTHS, BATCH = (64, 128, 64, 128, 64), 512  # so much work that products are cut, and no weight is gathered for them
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(a, b, bias=False) for a, b in pairwise(WIDTHS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x.sum()
+
+
+def counted(world: World) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes of all tensors that this rank summed with others in a step: by axis, and those of the closed form."""
+    summed: Counter[tuple[int, ...]] = Counter()
+    all_reduce = Group.all_reduce
+
+    def counting(self: Group, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if x.numel() > 1 and self.size > 1:
+            summed[self.ranks] += x.numel() * x.element_size()
+        return all_reduce(self, x, *args, **kwargs)
+
+    turns = [0, 1, 0, 1]
+    rows = tuple((f"layers.{i}.weight", dim) for i, dim in enumerate(turns))
+    columns = tuple((name, 1 - dim) for name, dim in rows)
+    layout = Layout.parse("tensor=2x2 precision=float64")
+    plan = Plan(layout, "chain", "1xcpu-2", BATCH, shards=(("rows", rows), ("columns", columns)))
+    batch = (torch.randn(BATCH, WIDTHS[0], generator=torch.Generator().manual_seed(3)),)
+    engine = Engine(plan, Chain, batch, None, world, optimizer="sgd", seed=0, source=Traced.of(Chain))
+    Group.all_reduce = counting  # type: ignore[method-assign]
+    try:
+        engine.forward_backward(batch)
+    finally:
+        Group.all_reduce = all_reduce  # type: ignore[method-assign]
+    want = dict.fromkeys(("rows", "columns"), 0)
+    for i, (a, b) in enumerate(pairwise(WIDTHS)):
+        inputs, outputs = ("columns", "rows") if turns[i] == 0 else ("rows", "columns")
+        want[inputs] += 8 * BATCH * b // 2  # the output, summed over what cuts its inputs, in pieces of the other axis
+        want[outputs] += 8 * BATCH * a // 2 if i else 0  # the gradient of its input
+    return {axis: summed.pop(layout.mesh.group(world.rank, axis), 0) for axis in want} | {"others": sum(summed.values())}, want
+
+
+def test_each_axis_sums_the_bytes_of_the_closed_form() -> None:
+    """Agarwal et al. 1995 as AxoNN has it: an output over one axis forward, its input's gradient over the other backward."""
+    for found, want in launch(counted, 4, timeout_s=60, show=False):
+        assert found == want | {"others": 0}
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [("tensor=2x2", "data=2"), ("tensor=2", "data=2 tensor=1x2x2 zero=1"), ("tensor=2x2", "tensor=4")]
+)
+def test_training_goes_on_under_another_arrangement(tmp_path: Path, first: str, second: str) -> None:
+    """A step, a checkpoint, and a step under the other layout, against two steps under the first: weights by name."""
+    subject = of("gpt-tiny")
+
+    def run(world: World, layout: str, steps: int, loads: bool) -> dict[str, list[float]]:
+        plan = subject.plan(Layout.parse(f"{layout} precision=float64"))
+        engine = Engine(plan, subject.make, subject.batch, subject.loss, world, seed=1 if loads else 0, source=subject.source)
+        if loads:
+            engine.load(tmp_path)
+        for step in range(steps):
+            engine.step(subject.batch)
+            if step == 0 and not loads:
+                engine.save(tmp_path)
+        return {name: x.flatten().tolist() for name, x in (engine.full_state_dict() or {}).items()}
+
+    want = launch(lambda world: run(world, first, 2, False), Layout.parse(first).num_ranks, show=False)[0]
+    got = launch(lambda world: run(world, second, 1, True), Layout.parse(second).num_ranks, show=False)[0]
+    assert got.keys() == want.keys()
+    for name, values in want.items():
+        assert torch.allclose(torch.tensor(got[name]).double(), torch.tensor(values).double(), rtol=1e-9, atol=1e-9), name
+
+
+def in_a_grid(world: World) -> dict[str, Any]:
+    rows = (("up.weight", 0), ("up.bias", 0), ("down.weight", 1), ("emb.weight", 0))
+    columns = (("up.weight", 1), ("down.weight", 0), ("down.bias", 0))
+    shards = (("rows", rows), ("columns", columns))
+    layout = Layout.parse("tensor=2x2 precision=float64")
+    made, test_plain.plan_of = test_plain.plan_of, lambda _: Plan(layout, "Mixed", "1xcpu-2", test_plain.BATCH, shards=shards)
+    try:
+        return test_plain.divided(world, "tensor=2x2", 1)
+    finally:
+        test_plain.plan_of = made
+
+
+def test_a_plain_loop_in_a_grid_is_the_serial_loop(ranks: Callable[..., list[Any]]) -> None:
+    for found in ranks(in_a_grid, 4):
+        assert found["losses"]
+        assert set(found["cut"]) == {"up.weight", "up.bias", "down.weight", "down.bias", "emb.weight"}
+        whole = {"up.weight", "down.weight"}  # cut along two dimensions, which `matches` does not look for
+        assert not set(found["gradients"]) - whole
+        assert not set(found["weights"]) - whole
