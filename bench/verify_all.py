@@ -27,6 +27,7 @@ from weft.model.graph import Graph
 from weft.model.nesting import batch_size_of
 from weft.model.propagate import propagate
 from weft.model.sharding import Prices, Sharding
+from weft.plan.grid import grids_of
 from weft.plan.layout import BOTH_WAYS, Layout
 from weft.plan.plan import Plan
 from weft.run.build import Traced
@@ -131,7 +132,7 @@ def factorisations(num_ranks: int) -> Iterator[tuple[int, int, int]]:
 
 
 def layouts(counts: Sequence[int], size: int, which: str) -> Iterator[tuple[Layout, str]]:
-    """(layout, eager) of each factorisation: `plain`, and `mixed` with the other choices taken in turn."""
+    """(layout, eager) of each factorisation: `plain`, `mixed` with the other choices taken in turn, `grids` of the tensor ranks."""
     turn = 0
     for count in counts:
         for data, tensor, pipeline in factorisations(count):
@@ -148,6 +149,10 @@ def layouts(counts: Sequence[int], size: int, which: str) -> Iterator[tuple[Layo
                 chunks = 2 if schedule == "interleaved" else 1
                 layout = Layout(data, tensor, pipeline, microbatches, schedule, zero, recompute, "float64", chunks=chunks, offload=offload)
                 yield replace(layout, sequence_parallel="on" if tensor > 1 and turn % 3 else "off"), list(EAGER)[turn % 2]
+            if which in ("grids", "all"):
+                for number, grid in enumerate(grids_of(tensor)):
+                    layout = Layout(data, tensor, pipeline, zero=(turn + number) % 4, precision="float64", grid=grid)
+                    yield replace(layout, sequence_parallel="on" if (turn + number) % 2 else "off"), ("", *EAGER)[(turn + number) % 3]
             turn += 1
 
 
@@ -266,7 +271,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="scripts/verify_all", description="Every model under every layout against the serial run.")
     parser.add_argument("models", nargs="*", help="models, or parts of their names; all of them by default")
     parser.add_argument("--ranks", default="1,2,4,8", help="numbers of ranks, as 1,2,4")
-    parser.add_argument("--choices", choices=("plain", "mixed", "all"), default="all", help="plain layouts, mixed ones, or all")
+    parser.add_argument("--choices", choices=("plain", "mixed", "grids", "all"), default="all", help="plain layouts, mixed, grids, or all")
     parser.add_argument("--every", type=int, default=1, metavar="N", help="take every Nth case of each model")
     parser.add_argument("--limit", type=float, default=LIMIT_S, metavar="S", help="seconds after which a silent case is ended")
     parser.add_argument("--json", metavar="FILE", help="write the rows there, after every case")

@@ -272,6 +272,7 @@ def test_every_factorisation_is_listed() -> None:
     assert set(factorisations(4)) == {(1, 1, 4), (1, 2, 2), (1, 4, 1), (2, 1, 2), (2, 2, 1), (4, 1, 1)}
     cases = [layout for layout, _ in layouts((1, 2, 4, 8), 16, "all")]
     assert {x.num_ranks for x in cases} == {1, 2, 4, 8}
+    assert {x.grid for x in cases} == {"", "2x2", "2x4", "4x2", "2x2x2"}
     assert {x.schedule for x in cases} == set(SCHEDULES)
     assert {x.schedule for x in cases if x.pipeline > 1} == set(SCHEDULES)
     assert {(x.zero, x.recompute) for x in cases} >= {(0, "none"), (1, "none"), (1, "full"), (0, "full")}
