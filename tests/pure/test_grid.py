@@ -239,7 +239,7 @@ def test_broken_twin_depth_without_the_rule_cuts_what_is_put_together(monkeypatc
     def anything(graph: Graph, ops: object, forms: dict[str, dict[str, str]], needs: object, sizes: dict[str, int]) -> object:
         return {v: {int(f[1:]): sizes[a] for a, f in by.items() if f[0] == "S"} for v, by in forms.items()}, frozenset()
 
-    monkeypatch.setattr(propagate_module, "_nested", anything)
+    monkeypatch.setattr(propagate_module, "nested", anything)
     found = propagate(graph, {"rows": 2, "columns": 2, "depth": 2})
     moved = {(m.value, int(form[1:])) for m in found.moves if m.axis != NESTED for form in (m.source, m.target) if form[0] == "S"}
     assert nested(found) & moved
@@ -252,6 +252,27 @@ def test_cuts_by_hand_that_two_axes_want() -> None:
         propagate(graph, {"rows": 2, "columns": 2}, {"rows": up, "columns": up})
     with pytest.raises(LayoutError, match=r"over columns=3, which does not divide it"):
         propagate(graph, {"rows": 2, "columns": 3}, {"columns": up})
+
+
+@pytest.mark.parametrize("batch", [2, 512])
+def test_cuts_that_were_found_are_kept_whatever_else_would_be_cheaper(batch: int) -> None:
+    """A plan is found for one batch and prices, and run with others: with a few samples weights would rather be gathered."""
+    widths, sizes = (512, 2048, 512, 2048, 512), {"rows": 2, "columns": 2, "depth": 2}
+    found = propagate(chain(widths, 512), sizes)
+    again = propagate(chain(widths, batch), sizes, found.shards)
+    assert {axis: set(cuts) for axis, cuts in again.shards.items()} == {axis: set(cuts) for axis, cuts in found.shards.items()}
+    assert {name for name, dim in found.shards["depth"] if (name, dim) in found.shards["rows"]}
+    for value, _ in nested(again):
+        assert not [m for m in again.moves if m.value == value and m.axis != NESTED and "S" in (m.source[0], m.target[0])]
+
+
+def test_broken_twin_cuts_that_nobody_keeps_cannot_be_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    widths, sizes = (16, 16, 16), {"rows": 2, "depth": 2}
+    shards = {axis: (("w0", 0), ("w1", 1)) for axis in sizes}
+    assert propagate(chain(widths, 2), sizes, shards).shards == shards
+    monkeypatch.setattr(propagate_module, "kept_for", lambda later, given, fixed: ({}, {}))
+    with pytest.raises(LayoutError, match="another axis cuts it already; only depth cuts pieces once more"):
+        propagate(chain(widths, 2), sizes, shards)
 
 
 # The planner.

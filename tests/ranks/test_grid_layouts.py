@@ -27,6 +27,7 @@ from weft.plan.plan import Plan  # noqa: E402
 from weft.run import build  # noqa: E402
 from weft.run.build import Traced  # noqa: E402
 from weft.run.engine import Engine  # noqa: E402
+from weft.run.verify import verify_on_rank  # noqa: E402
 from weft.world.group import Group  # noqa: E402
 from weft.world.launch import launch  # noqa: E402
 from weft.world.world import World  # noqa: E402
@@ -89,7 +90,7 @@ def test_pieces_that_are_put_together_out_of_order_are_found(monkeypatch: pytest
     def anything(graph: Any, ops: Any, forms: Any, needs: Any, sizes: Any) -> Any:
         return {v: {int(f[1:]): sizes[a] for a, f in by.items() if f[0] == "S"} for v, by in forms.items()}, frozenset()
 
-    monkeypatch.setattr(propagate_module, "_nested", anything)
+    monkeypatch.setattr(propagate_module, "nested", anything)
     subject = Subject("gpt-tiny", 8)
     assert not subject.check(Layout.parse("tensor=2x1x2 precision=float64"), eager="free links").ok
 
@@ -100,6 +101,23 @@ def test_cuts_over_an_axis_that_the_layout_has_not_are_refused() -> None:
     graph = subject.source.capture(subject.batch, subject.loss, subject.size).graph
     with pytest.raises(LayoutError, match=r"over tensor, and the tensor ranks of .* lie along rows, columns; leave \[shards.tensor\] out"):
         build.shard_of(plan, graph)
+
+
+def cut_thrice(world: World) -> dict[str, Any] | None:
+    rows = tuple((f"layers.{i}.weight", i % 2) for i in range(4))
+    shards = (("rows", rows), ("columns", tuple((name, 1 - dim) for name, dim in rows)), ("depth", rows))
+    plan = Plan(Layout.parse("tensor=2x2x2 precision=float64"), "chain", "1xcpu-2", 8, shards=shards)
+    batch = (torch.randn(8, WIDTHS[0], generator=torch.Generator().manual_seed(4)),)
+    torch.manual_seed(0)
+    found = verify_on_rank(world, plan, Chain, batch, None, steps=2, seed=0, source=Traced.of(Chain))
+    return None if found is None else {"ok": found.ok, "worst": found.worst}
+
+
+def test_weights_that_a_plan_cuts_thrice_equal_serial_with_few_samples() -> None:
+    """So few that their pieces would rather be gathered than their products cut."""
+    found = launch(cut_thrice, 8, timeout_s=120, show=False)[0]
+    assert found is not None
+    assert found["ok"], found
 
 
 WIDTHS, BATCH = (64, 128, 64, 128, 64), 512  # so much work that products are cut, and no weight is gathered for them
@@ -148,7 +166,7 @@ def counted(world: World) -> tuple[dict[str, int], dict[str, int]]:
 
 def test_each_axis_sums_the_bytes_of_the_closed_form() -> None:
     """Agarwal et al. 1995 as AxoNN has it: an output over one axis forward, its input's gradient over the other backward."""
-    for found, want in launch(counted, 4, timeout_s=60, show=False):
+    for found, want in launch(counted, 4, timeout_s=120, show=False):
         assert found == want | {"others": 0}
 
 

@@ -21,12 +21,13 @@ Not modelled: overlap, memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from weft.errors import LayoutError
 from weft.model.graph import Graph, Operator, Ref
+from weft.model.grid import kept_for, nested, twice_cut
 from weft.model.labels import meanings
 from weft.model.rules import Rule, rule_of
 from weft.model.sharding import Form, Move, Prices, Sharding, Shards, collective_s, move_collectives
@@ -79,11 +80,13 @@ class _Axis:
         inside: Mapping[str, Mapping[int, int]] | None = None,
         kernels: frozenset[tuple[str, str]] = frozenset(),
         more: bool = False,
+        pinned: Mapping[str, Form] | None = None,
     ):
         self.graph, self.axis, self.n, self.prices = graph, axis, n, prices
         self.taken = taken  # value -> dims that other axes cut
         self.inside = inside or {}  # value -> {dim: into how many pieces another axis cuts it}, where this axis may cut the pieces
         self.more = more  # whether other tensor axes come after this one
+        self.pinned = pinned or {}  # variable -> the form that it is read in, whatever else would be cheaper
         self.kernels = kernels  # (operator, label) that another axis cuts, which takes a kernel of one group
         self.fixed = fixed
         self.divide = divide  # ranks along the other axes, to scale bytes and FLOPs
@@ -132,6 +135,9 @@ class _Axis:
                 choice = self._cut(op, name, rule, label, seconds / self.n, summed)
                 if choice is not None and choice not in found:
                     found.append(choice)
+        if any(value in self.pinned for value in op.inputs):
+            needed = [self.pinned.get(value) for value in op.inputs]
+            found = [c for c in found if all(p is None or need in (None, p) for p, need in zip(needed, c.needs, strict=True))] or found
         return self._said(op, said, found)
 
     def _said(self, op: Operator, said: str | None, choices: list[_Choice]) -> list[_Choice]:
@@ -436,19 +442,20 @@ def propagate(
     moves: list[Move] = []
     done = 1
     order = sorted((a for a in sizes if sizes[a] > 1), key=lambda a: a != "data")
+    given = {axis: given_dims(graph, axis, sizes[axis], shards) for axis in order}
     for axis in order:
-        n = sizes[axis]
-        fixed = given_dims(graph, axis, n, shards)
+        n, fixed = sizes[axis], given[axis]
         price = prices.get(axis, Prices()) if isinstance(prices, Mapping) else prices or Prices()
-        inside, kernels = _nested(graph, ops, forms, needs, sizes) if axis == NESTED else ({}, frozenset())
-        more = axis != "data" and axis != order[-1]
-        problem = _Axis(graph, axis, n, taken, fixed, price, done, sequence, (labels or {}).get(axis), inside, kernels, more)
-        for v in names.values():
-            if axis != "data" and fixed and v.value in fixed and not problem.cuttable(v.value, fixed[v.value]):
-                raise LayoutError(
-                    f"the plan cuts dimension {fixed[v.value]} of {v.name} {list(v.tensor.shape)} over {axis}={n}, and another axis cuts "
-                    f"it already; only {NESTED} cuts pieces once more, where all that reads them is cut alike and they divide"
-                )
+        inside, kernels = nested(graph, ops, forms, needs, sizes) if axis == NESTED else ({}, frozenset())
+        later = order[order.index(axis) + 1 :] if axis != "data" else []
+        reserved, pinned = kept_for(later, given, fixed or {})
+        blocked = {v: taken.get(v, set()) | reserved.get(v, set()) for v in (*taken, *reserved)}
+        problem = _Axis(
+            graph, axis, n, blocked, fixed, price, done, sequence, (labels or {}).get(axis), inside, kernels, bool(later), pinned
+        )
+        for v in names.values() if axis != "data" else ():
+            if v.value in (fixed or {}) and not problem.cuttable(v.value, (fixed or {})[v.value]):
+                raise twice_cut(v, (fixed or {})[v.value], axis, n)
         chosen, placed = problem.solve(beam)
         _record(graph, problem, chosen, placed, ops, forms, needs, gradients, moves)
         cut[axis] = tuple((v.name, int(forms[v.value][axis][1:])) for v in names.values() if forms[v.value][axis][0] == "S")
@@ -472,39 +479,6 @@ def propagate(
         tuple(op.site for op in graph.operators if rule_of(op, graph.tensors) is None and not writes_buffer(op, buffers)),
         cut,
     )
-
-
-def _nested(
-    graph: Graph,
-    ops: Mapping[str, Mapping[str, str]],
-    forms: Mapping[str, Mapping[str, Form]],
-    needs: Mapping[str, Sequence[Mapping[str, Form | None]]],
-    sizes: Mapping[str, int],
-) -> tuple[dict[str, dict[int, int]], frozenset[tuple[str, str]]]:
-    """What a last axis may cut once more: [value][dim] -> pieces that there are; and the (operator, label) that it may not.
-
-    A value must lie in the same pieces of another axis wherever it is: put together along that axis alone, pieces of pieces would be out of
-    order. Outputs are handed out whole.
-    """
-    lies: dict[str, dict[str, set[Form]]] = {
-        value: {axis: {form} for axis, form in by_axis.items() if axis != "data"} for value, by_axis in forms.items()
-    }
-    kernels = set()
-    for op in graph.operators:
-        rule = rule_of(op, graph.tensors)
-        kernels |= {(op.name, label) for label in ops[op.name].values() if rule is not None and label in rule.kernels}
-        for value, row in zip(op.inputs, needs[op.name], strict=True):
-            for axis, form in row.items():
-                if axis != "data" and form is not None:
-                    lies[value][axis].add(form)
-    whole = {graph.loss, *graph.outputs}
-    found: dict[str, dict[int, int]] = {}
-    for value, by in lies.items():
-        for axis, those in by.items():
-            (form, *others) = those
-            if form[0] == "S" and not others and value not in whole:
-                found.setdefault(value, {})[int(form[1:])] = sizes[axis]
-    return found, frozenset(kernels)
 
 
 def _record(
