@@ -268,7 +268,7 @@ def test_cuts_that_were_found_are_kept_whatever_else_would_be_cheaper(batch: int
 
 def test_broken_twin_cuts_that_nobody_keeps_cannot_be_run(monkeypatch: pytest.MonkeyPatch) -> None:
     widths, sizes = (16, 16, 16), {"rows": 2, "depth": 2}
-    shards = {axis: (("w0", 0), ("w1", 1)) for axis in sizes}
+    shards = dict.fromkeys(sizes, (("w0", 0), ("w1", 1)))
     assert propagate(chain(widths, 2), sizes, shards).shards == shards
     monkeypatch.setattr(propagate_module, "kept_for", lambda later, given, fixed: ({}, {}))
     with pytest.raises(LayoutError, match="another axis cuts it already; only depth cuts pieces once more"):

@@ -25,7 +25,7 @@ def group_of(layout: Layout, *axes: str) -> Group:
     if "replicas" in axes:
         return Group(layout.data // layout.expert, layout.tensor * layout.expert, layout.num_ranks)
     size = stride = at = span = 1
-    for axis, n in reversed(layout.mesh.axes):
+    for axis, n in reversed(layout.axes):
         if axis in axes and n > 1:
             stride = at if size == 1 else stride
             size, span = size * n, at * n
@@ -37,7 +37,7 @@ def prices_of(cluster: Cluster, layout: Layout, repeats: float) -> dict[str, Pri
     """By axis with more than one rank. `repeats`: microbatches that make up the graph's batch, see `Prices`."""
     speed = cluster.speed(layout.num_ranks, layout.threads)
     found = {}
-    for axis, size in layout.mesh.axes:
+    for axis, size in layout.axes:
         if axis == "pipeline" or size == 1:
             continue
         group = group_of(layout, axis)

@@ -243,7 +243,7 @@ class Pricer:
         parts = self.parts(layout)
         scale = self.microbatch(layout)
         slower = 1.0 if self.cluster.is_cpu else self.efficiency.tensor
-        sizes = {"expert": layout.expert, **dict(layout.mesh.axes)}
+        sizes = {"expert": layout.expert, **dict(layout.axes)}
         found = []
         for one in parts.collectives:
             if sizes[one.axis] < 2:

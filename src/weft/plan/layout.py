@@ -244,7 +244,12 @@ class Layout:
     @property
     def mesh(self) -> Mesh:
         """Pipeline outermost, since it talks least; tensor innermost, since it talks most."""
-        return Mesh((("pipeline", self.pipeline), ("data", self.data), *self.tensor_axes))
+        return Mesh(self.axes)
+
+    @property
+    def axes(self) -> tuple[tuple[str, int], ...]:
+        """The mesh's axes with their sizes, outermost first."""
+        return (("pipeline", self.pipeline), ("data", self.data), *self.tensor_axes)
 
     @property
     def tensor_axes(self) -> tuple[tuple[str, int], ...]:
