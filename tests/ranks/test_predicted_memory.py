@@ -11,6 +11,7 @@ GPT = "gpt:layers=4,hidden=128,heads=4,sequence=128,vocabulary=256"
 CASES = [
     (GPT, "data=2"),
     (GPT, "tensor=2"),
+    (GPT, "tensor=2x2"),
     (GPT, "data=2 zero=3"),
     (GPT, "pipeline=2 microbatches=4 schedule=zb-h1"),
     (GPT, "data=2 recompute=full"),
@@ -18,6 +19,7 @@ CASES = [
     (GPT, "offload=activations"),
     ("t5-tiny", "data=2"),  # attention under a mask that learns keeps its scores
     ("llama-tiny", "tensor=2"),
+    ("llama-tiny", "tensor=2x2"),
     ("moe-tiny", "pipeline=2 microbatches=4"),
     ("lstm-tiny", "data=2"),
     ("vit-tiny", "data=2 zero=3"),
