@@ -41,6 +41,34 @@ class Sums:
     number: float
 
 
+@dataclass(frozen=True, slots=True)
+class _Queue:
+    """Buckets that are ready one after another during backward and are summed in turn: `full` ones of `bucket_bytes`, which take `each_s`,
+    and one of what is left over, which takes `tail_s` (0 where nothing is)."""
+
+    size_bytes: float
+    full: float
+    bucket_bytes: float
+    each_s: float
+    tail_s: float
+
+    @property
+    def seconds(self) -> float:
+        return self.full * self.each_s + self.tail_s
+
+    def left_s(self, total_s: float, window_s: float, whole_bytes: float) -> float:
+        """Of `total_s` of sums what is left after a backward of `window_s`, in which `whole_bytes` get ready evenly.
+
+        The sums go on without a pause from the first bucket on, or from the last full one, or from what is left over; nothing hides
+        before the first is ready.
+        """
+        ready = self.bucket_bytes / whole_bytes
+        full = ready * self.full if self.tail_s else 1.0  # when the last full one is ready
+        last = self.tail_s or self.each_s
+        late = window_s * (full - 1) + self.each_s + self.tail_s
+        return max(min(last, total_s), min(late, total_s), total_s - window_s * (1 - ready))
+
+
 def summing_s(
     pricer: Pricer, layout: Layout, sums: Sums, widths: Widths, overlap: float, window_s: float, each_s: float, step_s: float = 0.0
 ) -> tuple[float, Seconds]:
@@ -50,7 +78,8 @@ def summing_s(
     `step_s`: the compute of a whole step. With staleness=K a step's sums have those of the next K steps as their window, in which K
     more steps' sums pass too: so per step one is what hides, whatever K.
     """
-    after, last, packing = 0.0, 0.0, 0.0
+    after, packing = 0.0, 0.0
+    queues: list[_Queue] = []
     inside = Seconds()
     how = Compression.parse(layout.compress)
     is_cpu = pricer.cluster.is_cpu
@@ -64,36 +93,36 @@ def summing_s(
         count /= layout.expert if spread else 1
         group = pricer.group(layout, *("replicas" if spread else "data" if a == "expert" else a for a in kept))
         size = widths.gradient * count
-        pieces = max(1.0, ceil(size / pricer.bucket_bytes)) if bucketed else 1.0
+        bucket = min(size, pricer.bucket_bytes) if bucketed else size
+        full, rest = divmod(size, bucket) if size else (0.0, 0.0)
         if how.kind != "none":
-            one, touched = compressed_s(pricer, how, count / pieces, group, layout.zero, widths)
-            after += pieces * one
-            packing += pieces * touched / pricer.speed(layout).memory_bandwidth_bytes_per_s
-            if layout.zero:
-                after += pricer.collective("all_gather", widths.weight * count, group)
-        elif layout.zero == 0:
-            one = pricer.collective("all_reduce", size / pieces, group)
-            after += pieces * one
+            (each, touched), (tail, more) = (
+                compressed_s(pricer, how, part / widths.gradient, group, layout.zero, widths) if part else (0.0, 0.0)
+                for part in (bucket, rest)
+            )
+            packing += (full * touched + more) / pricer.speed(layout).memory_bandwidth_bytes_per_s
         else:
-            one = pricer.collective("reduce_scatter", size / pieces, group)
-            weights = pricer.collective("all_gather", widths.weight * count, group)
-            if layout.zero == 1:
-                after += pieces * one + weights
-            elif layout.zero == 2:
-                inside += Seconds(0.0, pieces * one)
-                after += weights
-            else:
-                again = 2 if layout.repeats_layers else 1  # also where only some are: at most what is counted here
-                inside += Seconds(weights, again * weights + pieces * one)
-        last = max(last, one)
+            kind = "reduce_scatter" if layout.zero else "all_reduce"
+            each, tail = (pricer.collective(kind, part, group) if part else 0.0 for part in (bucket, rest))
+        queue = _Queue(size, full, bucket, each, tail)
+        queues.append(queue)
+        weights = pricer.collective("all_gather", widths.weight * count, group) if layout.zero else 0.0
+        if layout.zero < 2:
+            after += queue.seconds + weights
+        elif layout.zero == 2:
+            inside += Seconds(0.0, queue.seconds)
+            after += weights
+        else:
+            again = 2 if layout.repeats_layers else 1  # also where only some are: at most what is counted here
+            inside += Seconds(weights, again * weights + queue.seconds)
     if sums.tied and not is_cpu and layout.pipeline > 1:
         ends = Group(2, layout.data * layout.tensor * (layout.pipeline - 1), layout.num_ranks)
         after += pricer.collective("all_reduce", widths.gradient * sums.tied, ends)
     if layout.staleness:
         after = max(0.0, after - overlap * step_s)
     elif overlap and after:
-        # Equal buckets are ready one after another: before the first is, nothing hides, and behind the last there is nothing.
-        after = max(min(last, after), after - overlap * window_s * (1 - min(last, after) / after))
+        whole = sum(queue.size_bytes for queue in queues)
+        after = max(queue.left_s(after, overlap * window_s, whole) for queue in queues)
     after += packing
     if inside.total:
         # Every microbatch's collectives run beside its compute; what is longer shows.
