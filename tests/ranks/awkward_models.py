@@ -488,6 +488,28 @@ def writes() -> Any:
     return _Writes(), {"x": _normal(N, 6), "y": _ids(3, N)}
 
 
+class _Overwritten(nn.Module):
+    """A table that is read in pieces where its readers are cut, written whole, and read again."""
+
+    table: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.register_buffer("table", torch.linspace(0.5, 1.5, 32).view(4, 8))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        with torch.no_grad():
+            before = torch.mm(self.table, self.inside.weight).sum(0)
+            self.table.copy_(self.table * 0.5 + 1.0)
+            after = torch.mm(self.table, self.inside.weight).sum(0)
+        return F.cross_entropy(self.head(torch.tanh(self.inside(x) + torch.mv(x, before + after).unsqueeze(1))), y)
+
+
+def overwritten() -> Any:
+    return _Overwritten(), {"x": _normal(N, 6), "y": _ids(3, N)}
+
+
 class _Quiet(nn.Module):
     """Dropouts that drop nothing, stops of gradients, straight-through estimators, masked means, sizes used as numbers."""
 
@@ -535,6 +557,7 @@ MODELS: dict[str, Callable[[], Any]] = {
         transformer,
         parametrised,
         writes,
+        overwritten,
         quiet,
     )
 }

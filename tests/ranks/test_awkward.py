@@ -16,10 +16,11 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "ranks")]
 
 from awkward_models import MODELS  # noqa: E402
-from bench.verify_all import Subject  # noqa: E402
+from bench.verify_all import EAGER, Subject  # noqa: E402
 
 import weft  # noqa: E402
-from weft.errors import Infeasible  # noqa: E402
+from weft.errors import Infeasible, LayoutError  # noqa: E402
+from weft.model.propagate import propagate  # noqa: E402
 from weft.plan.layout import Layout  # noqa: E402
 from weft.plan.plan import Plan  # noqa: E402
 from weft.run.build import Source  # noqa: E402
@@ -27,7 +28,7 @@ from weft.run.verify import verify_on_rank  # noqa: E402
 from weft.world.launch import launch  # noqa: E402
 from weft.world.world import World  # noqa: E402
 
-TWO = ("data=2", "tensor=2", "pipeline=2")
+TWO = ("data=2", "tensor=2", "tensor=2 sequence_parallel=on", "pipeline=2")
 FOUR = ("data=2 tensor=2",)
 CROSSED = {"alike", "guests", "together", "norms", "attentions", "coupled", "tables", "writes"}
 CUT = {"tied", "norms", "images", "attentions", "losses", "writes", "quiet"}  # also in microbatches, which the others' code does not admit
@@ -117,3 +118,17 @@ def test_a_loss_that_does_not_divide_is_refused_where_the_model_cannot_be_captur
     with pytest.raises(Infeasible, match=r"its loss over 8 samples is .* where the mean over data=2 parts of them is"):
         weft.verify(Branching, "data=2", (x,))
     assert weft.verify(Branching, "data=1 microbatches=2", (x,)).ok
+
+
+def test_written_buffers_lie_whole_and_are_cut_anew_where_they_are_read_in_pieces() -> None:
+    make = MODELS["overwritten"]
+    subject = Subject(str(ROOT / "tests/ranks/awkward_models.py:overwritten"))
+    graph = subject.source.capture(subject.batch, subject.loss, len(make()[1]["x"])).graph
+    (table,) = (v.value for v in graph.buffers)
+    sharding = propagate(graph, {"tensor": 2}, prices=EAGER["free links"], sequence=True)
+    assert sharding.forms[table]["tensor"] == "R"
+    reads = [needs["tensor"] for op in graph.operators for v, needs in zip(op.inputs, sharding.needs[op.name], strict=True) if v == table]
+    assert reads[0] == reads[-1] == "S1"  # before it is written and after
+    assert "R" in reads
+    with pytest.raises(LayoutError, match="the plan cuts table over tensor, but the model writes all of it in place"):
+        propagate(graph, {"tensor": 2}, {"tensor": (("table", 0),)})

@@ -190,6 +190,9 @@ class _Builder:
             # Backward may need what was read, whatever later microbatches write.
             inputs = [self._node(snapshot, (x,)) if v in self.written else x for v, x in zip(op.inputs, inputs, strict=True)]
         node = self._call(op, inputs)
+        if writes_buffer(op, self.placed):  # pieces that were taken from it are of what it held before
+            stored = low.variant(low.sharding.forms[op.inputs[0]])
+            self.env[op.inputs[0]] = {stored: self.env[op.inputs[0]][stored]}
         made = [low.variant(low.sharding.forms[value]) for value in op.outputs]
         if op.multiple:
             for i, (value, variant) in enumerate(zip(op.outputs, made, strict=True)):

@@ -92,6 +92,7 @@ class _Axis:
         self.divide = divide  # ranks along the other axes, to scale bytes and FLOPs
         self.grads = needs_gradient(graph)
         self.placed = {v.value: v for v in (*graph.parameters, *graph.buffers)}
+        self.copied_into = copied_into(graph)
         self.weights = {v.value for v in graph.parameters if len(v.tensor.shape) > 1}
         self.rules = {op.name: rule_of(op, graph.tensors) for op in graph.operators}
         self.heavy = {op.name for op in graph.operators if operator_flops(op, graph.tensors) > 0}
@@ -274,6 +275,8 @@ class _Axis:
 
     def start(self, value: str) -> tuple[Form, ...] | None:
         """Forms in which a variable is there at the beginning; None for a parameter that may still lie anywhere."""
+        if value in self.copied_into:  # what is written is the whole buffer
+            return ("R",)
         if value in self.placed:
             if self.fixed is None:
                 return None
@@ -380,10 +383,15 @@ def writes_buffer(op: Operator, placed: Mapping[str, object]) -> bool:
     return name.endswith("_") and not name.endswith("__") and bool(op.args) and isinstance(op.args[0], Ref) and op.args[0].value in placed
 
 
+def copied_into(graph: Graph) -> set[str]:
+    """Values of the buffers (and parameters) that an operator updates in place: they lie whole on every rank, as they are written."""
+    placed = {v.value: v for v in (*graph.parameters, *graph.buffers)}
+    return {op.inputs[0] for op in graph.operators if writes_buffer(op, placed)}
+
+
 def written_buffers(graph: Graph) -> set[str]:
     """Values of the buffers that are updated while the model runs, statistics of batch norm in training included."""
-    placed = {v.value: v for v in (*graph.parameters, *graph.buffers)}
-    found = {op.inputs[0] for op in graph.operators if writes_buffer(op, placed)}
+    found = copied_into(graph)
     held = {v.value for v in graph.buffers}
     for op in graph.operators:
         if op.target.split(".")[1] == "batch_norm" and len(op.args) > 5 and op.args[5]:
@@ -401,10 +409,13 @@ def given_dims(graph: Graph, axis: str, n: int, shards: Mapping[str, Shards] | N
     if given is None:
         return {} if axis == "data" else None
     names = {v.name: v for v in (*graph.parameters, *graph.buffers)}
+    whole = copied_into(graph)
     fixed = {}
     for name, dim in given:
         if name not in names:
             raise LayoutError(f"the plan cuts {name} over {axis}, but the model has no such parameter or buffer")
+        if names[name].value in whole:
+            raise LayoutError(f"the plan cuts {name} over {axis}, but the model writes all of it in place; leave that cut out")
         shape = names[name].tensor.shape
         if dim >= len(shape) or shape[dim] % n:
             raise LayoutError(f"the plan cuts dimension {dim} of {name} {list(shape)} over {axis}={n}, which does not divide it")

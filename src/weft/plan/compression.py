@@ -95,8 +95,8 @@ def refuse_compression(compress: str, data: int, zero: int, all_reduce: str = "a
         return f"compress={compress} is for gradients between replicas, and data={data} has none; use data=2 or more, or compress=none"
     if all_reduce not in ("auto", "native"):
         return (
-            f"compress={compress} with all_reduce={all_reduce}: compressed gradients are exchanged in pieces and gathered, not summed on "
-            "their way; use all_reduce=auto"
+            f"all_reduce={all_reduce} compress={compress}: compressed gradients are exchanged in pieces and gathered, not summed on their "
+            "way; use all_reduce=auto, or compress=none"
         )
     if zero >= 2:
         return (

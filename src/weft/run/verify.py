@@ -238,7 +238,8 @@ def _explained(plan: Plan) -> Iterator[None]:
         yield
     except (RuntimeError, NotImplementedError) as error:
         said = str(error).partition("\n")[0]
-        if plan.layout.precision != "float64" or not any(word in said for word in ("Double", "float64", "double")):
+        of_width = any(word in said for word in ("Double", "float64", "double")) and "modified by an inplace operation" not in said
+        if plan.layout.precision != "float64" or not of_width:
             raise
         raise ModelError(
             f"an operator of {plan.model} cannot compute in float64 ({said}); verify it with dtype=float32 (--dtype float32)"
