@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.cluster.cluster import Cluster, Device, Level, Link
+from weft.cost.collectives import algorithms
 from weft.cost.gradients import ADD_BYTES, BUCKET_BYTES, BUCKETS, ENCODE_BYTES, best_bucket_bytes
 from weft.cost.network import Group, collective_s
 from weft.cost.step import Pricer
@@ -21,6 +22,7 @@ from weft.plan.plan import Plan
 from weft.plan.store import format_plan, parse_plan
 from weft.solve.search import search
 from weft.solve.space import parse_constraints
+from weft.units import format_bytes, format_seconds
 
 CPU = Device("c", "cpu", (("float32", 1e11), ("bfloat16", 1e11), ("float64", 5e10)), 64e9, 20e9)
 GRAPH = gpt(3, hidden=64, batch=8)
@@ -209,3 +211,16 @@ def test_the_best_bucket_is_the_best_that_is_tried() -> None:
     assert best_bucket_bytes(Pricer(BIG, quick, 16), Layout(pipeline=2, microbatches=2)) == 0
     host = Cluster("host", CPU, (Level("node", 4, Link(1e-4, 1e9)),))
     assert best_bucket_bytes(Pricer(BIG, host, 16), Layout(data=4)) == 0
+
+
+def test_a_plan_says_why_its_gradients_are_summed_so() -> None:
+    """With the seconds that the cost model has for a bucket; nothing where there is nothing to sum."""
+    cluster = hosts(1e-4, 1e9, 4)
+    plan = search(BIG, cluster, 16, "gpt", layout=Layout(data=4))
+    said = dict(plan.reasons)["all_reduce"]
+    seconds = algorithms(cluster, Group(4, 1, 4))[plan.sums.of(plan.bucket_bytes)](plan.bucket_bytes)
+    assert said.startswith(f"{plan.sums.of(plan.bucket_bytes)}")
+    assert f"a bucket of {format_bytes(plan.bucket_bytes)} is summed in {format_seconds(seconds)}" in said
+    assert "all_reduce" not in dict(search(BIG, cluster, 16, "gpt", layout=Layout(pipeline=4, microbatches=4)).reasons)
+    ring = dict(search(BIG, cluster, 16, "gpt", layout=Layout(data=4, all_reduce="ring")).reasons)["all_reduce"]
+    assert ring.startswith("ring: a bucket")

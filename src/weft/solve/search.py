@@ -42,7 +42,7 @@ from weft.solve.remedies import nothing_fits
 from weft.solve.residency import DROP, KEEP, SWAP, housed, told
 from weft.solve.space import Constraint, Space, parse_constraints
 from weft.solve.stages import useful
-from weft.solve.sums import sums_of
+from weft.solve.sums import sums_of, why
 from weft.solve.timing import PLAIN, Priced, balanced, clocked, fitted, least_pipeline_s, price, timeline, trips_s
 
 __all__ = ["OBJECTIVES", "Priced", "balanced", "check_layout", "clocked", "price", "search", "timeline"]
@@ -136,6 +136,9 @@ def _search(
     inner = [best.layout.of_stage(s) for s in range(best.layout.pipeline)]
     sharding = pricer.sharding(max(inner, key=lambda one: one.tensor))  # stages with fewer tensor ranks cut the same
     cut = () if sharding is None else tuple((axis, names) for axis, names in sharding.shards.items() if axis != "data" and names)
+    mixed = isinstance(pricer, MixedPricer)
+    bucket_bytes = 0 if mixed else best_bucket_bytes(pricer, best.layout, best.sites)
+    sums = sums_of(cluster, best.layout)
     return Plan(
         best.layout,
         model,
@@ -146,15 +149,16 @@ def _search(
         best.prediction,
         (
             *reasons(best.layout, best.prediction, candidates, refused, cluster, by_hand=layout is not None, bound_s=found.bound_s),
+            *((("all_reduce", words),) if not mixed and (words := why(cluster, best.layout, sums, bucket_bytes)) else ()),
             *((("layers", words),) if (words := told(pricer, best.layout, best.sites)) else ()),
             *((("parts", pricer.where(best.layout)),) if isinstance(pricer, MixedPricer) else ()),
         ),
         (*spread(candidates), *refused[:MOST_REFUSED]),
         () if sharding is None else sharding.replicated,
-        bucket_bytes=0 if isinstance(pricer, MixedPricer) else best_bucket_bytes(pricer, best.layout, best.sites),
+        bucket_bytes=bucket_bytes,
         bound_gap=best.prediction.step_time_s / found.bound_s - 1 if found.bound_s else None,
         planning_time_s=time.perf_counter() - began,
-        sums=sums_of(cluster, best.layout),
+        sums=sums,
     )
 
 
