@@ -10,6 +10,7 @@ Not modelled: ranks with several stages.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,6 +34,7 @@ CHOICES = (KEEP, SWAP, DROP)
 FIRST = (SWAP, DROP, KEEP)  # of equal choices the one that moves the first layers, repeats the next and keeps the last
 _EXACT = 5  # layers up to which every choice is tried
 _PAIRS = 12  # layers up to which two are changed at a time
+_ENDS = 2  # layers that may differ from all the others, which are alike: a stage's first and last
 _TIGHTENED = 16  # times that a choice that the prices refuse is made again with less room
 
 Choices = tuple[str, ...]
@@ -99,7 +101,8 @@ def choose(layers: Sequence[Load], room: Room, allowed: Sequence[str] = CHOICES)
 
     Every choice is tried for few layers. For more, of several orders of the layers (as they come, and by the seconds that repeating them
     takes for the bytes that it frees) every number of the first is moved with the fewest after them repeated that fit; of layers that are
-    alike no other choice is better. Where they differ one or two are then changed at a time while that helps.
+    alike no other choice is better, and a first and a last one that differ change little. Where more differ one or two are then changed at
+    a time while that helps.
 
     Raises:
         Infeasible: nothing fits, with the bytes of the largest layer.
@@ -119,7 +122,8 @@ def choose(layers: Sequence[Load], room: Room, allowed: Sequence[str] = CHOICES)
         best = min(product(allowed, repeat=count), key=key)
     else:
         starts = sorted({(KEEP,) * count, *(one for order in _orders(layers) for one in _along(layers, room, allowed, order))}, key=key)
-        alike = len({(one.forward_s, one.saved_bytes, one.entering_bytes, one.collectives_s) for one in layers}) == 1
+        kinds = Counter((one.forward_s, one.saved_bytes, one.entering_bytes, one.collectives_s) for one in layers)
+        alike = kinds.most_common(1)[0][1] >= count - _ENDS
         best = starts[0] if alike else min((_improved(start, key, allowed) for start in starts[:4]), key=key)
     if key(best)[0] == inf:
         most = max(layer.saved_bytes for layer in layers)
