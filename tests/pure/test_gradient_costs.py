@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from weft.cluster.cluster import Cluster, Device, Level, Link
 from weft.cost.collectives import algorithms
-from weft.cost.gradients import ADD_BYTES, BUCKET_BYTES, BUCKETS, ENCODE_BYTES, best_bucket_bytes
+from weft.cost.gradients import ADD_BYTES, BUCKET_BYTES, BUCKETS, ENCODE_BYTES, Sums, best_bucket_bytes, summing_s
 from weft.cost.network import Group, collective_s
 from weft.cost.step import Pricer
 from weft.errors import Infeasible, LayoutError
@@ -224,3 +224,15 @@ def test_a_plan_says_why_its_gradients_are_summed_so() -> None:
     assert "all_reduce" not in dict(search(BIG, cluster, 16, "gpt", layout=Layout(pipeline=4, microbatches=4)).reasons)
     ring = dict(search(BIG, cluster, 16, "gpt", layout=Layout(data=4, all_reduce="ring")).reasons)["all_reduce"]
     assert ring.startswith("ring: a bucket")
+
+
+def test_the_sum_of_tied_weights_alone_hides_behind_a_backward() -> None:
+    """A pipeline without replicas has no buckets of gradients, and one sum where stages share a weight."""
+    pricer, layout = Pricer(BIG, Cluster.parse("1xdgx-h100"), 8), Layout(pipeline=2, microbatches=4)
+    sums, widths = Sums((), 1e8, 2e8), pricer.widths(layout)
+    whole = pricer.collective("all_reduce", widths.gradient * 1e8, Group(2, 1, 2))
+    assert whole > 0
+    for window_s in (0.0, 0.5 * whole, 3 * whole):
+        shown, inside = summing_s(pricer, layout, sums, widths, 0.8, window_s, 1.0)
+        assert shown == pytest.approx(max(0.0, whole - 0.8 * window_s))
+        assert inside.total == 0.0

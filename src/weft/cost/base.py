@@ -93,7 +93,6 @@ def base_of(pricer: Pricer, layout: Layout, stage: Stage, section: Section) -> B
         held.trainable - elsewhere,
         incoming,
         elsewhere,
-        section.layers,
         0.0,
         kept * wide + scores,
         scores,
@@ -110,7 +109,7 @@ def base_of(pricer: Pricer, layout: Layout, stage: Stage, section: Section) -> B
         fullest, outside, again, moved, others, behind = (amount.at(scale, layout.data) * wide for amount in amounts)
         each = scores / blocks.count if which.recompute.kind != "selective" else 0.0
         return replace(
-            state, layers=blocks.count, layer_bytes=inside, fullest_bytes=fullest + scores / blocks.count, outside_bytes=outside,
+            state, layer_bytes=inside, fullest_bytes=fullest + scores / blocks.count, outside_bytes=outside,
             layers_again=blocks.again, fullest_again_bytes=again + each if blocks.again else 0.0,
             fullest_moved_bytes=moved + each if blocks.num_moved else 0.0,
             moved_bytes=blocks.moved.at(scale, layout.data) * wide + each * blocks.num_moved if which.offload.picks else state.moved_bytes,

@@ -88,13 +88,13 @@ def summing_s(
         spread = "expert" in axes and layout.expert > 1
         data = layout.data // layout.expert if spread else layout.data
         kept = tuple(a for a in axes if data > 1 or a not in ("data", "expert"))
-        if not kept:
+        if not kept or not count:
             continue
         count /= layout.expert if spread else 1
         group = pricer.group(layout, *("replicas" if spread else "data" if a == "expert" else a for a in kept))
         size = widths.gradient * count
         bucket = min(size, pricer.bucket_bytes) if bucketed else size
-        full, rest = divmod(size, bucket) if size else (0.0, 0.0)
+        full, rest = divmod(size, bucket)
         if how.kind != "none":
             (each, touched), (tail, more) = (
                 compressed_s(pricer, how, part / widths.gradient, group, layout.zero, widths) if part else (0.0, 0.0)
@@ -121,8 +121,9 @@ def summing_s(
     if layout.staleness:
         after = max(0.0, after - overlap * step_s)
     elif overlap and after:
-        whole = sum(queue.size_bytes for queue in queues)
-        after = max(queue.left_s(after, overlap * window_s, whole) for queue in queues)
+        window, whole = overlap * window_s, sum(queue.size_bytes for queue in queues)
+        # Without buckets there is the sum of tied weights alone.
+        after = max((queue.left_s(after, window, whole) for queue in queues), default=max(0.0, after - window))
     after += packing
     if inside.total:
         # Every microbatch's collectives run beside its compute; what is longer shows.

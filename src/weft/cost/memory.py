@@ -188,18 +188,16 @@ class StageState:
 
     `entering_bytes` come from other stages; `kept_bytes` are kept for backward, `scores_bytes` of them by attention's scores;
     `moments` are the most that is there for a moment of its backward, `beside` the same less what of the kept bytes is gone by then.
-    By layer, for who runs layers again or moves them: `layers` there
-    are, `layer_bytes` enter each, `fullest_bytes` the fullest keeps, and `outside_bytes` are kept in none of them. `layers_again` of them
-    are repeated, of which the fullest keeps `fullest_again_bytes`; some are picked to move to the host, of which the fullest keeps
-    `fullest_moved_bytes`; the others keep `others_bytes` together, and those behind all repeated and moved ones `behind_bytes`.
-    `moved_bytes` of a microbatch go to the host, of the layers that are picked or of all.
+    By layer, for who runs layers again or moves them: `layer_bytes` enter each, `fullest_bytes` the fullest keeps, and `outside_bytes`
+    are kept in none of them. `layers_again` of them are repeated, of which the fullest keeps `fullest_again_bytes`; some are picked to
+    move to the host, of which the fullest keeps `fullest_moved_bytes`; the others keep `others_bytes` together, and those behind all
+    repeated and moved ones `behind_bytes`. `moved_bytes` of a microbatch go to the host, of the layers that are picked or of all.
     """
 
     num_parameters: float
     num_trainable: float
     entering_bytes: float
     num_elsewhere: float = 0.0
-    layers: int = 1
     layer_bytes: float = 0.0
     kept_bytes: float = 0.0
     scores_bytes: float = 0.0
@@ -246,7 +244,7 @@ def memory_of(
         working = max(state.layer_bytes, working - there)
     if layout.moves_layers and not picks:
         activation = min(activation, layers_moved * state.fullest_bytes + state.outside_bytes)
-        working = max(state.layer_bytes, working - layers_moved * state.fullest_bytes)
+        working = max(state.layer_bytes, state.moments.whole - layers_moved * state.fullest_bytes)
     data, zero = layout.data, layout.zero
     shared, trained = ((n + state.num_elsewhere) / data for n in (state.num_parameters, state.num_trainable))
     parameters = widths.weight * (shared if zero == 3 else state.num_parameters)

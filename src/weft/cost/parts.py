@@ -398,7 +398,6 @@ class Section:
     held: Held
     kept: Amount
     score_bytes: Amount  # float32
-    layers: int
     runs: Callable[[int], Runs]  # by the ranks among which experts are spread
     groups: Groups
     by_block: Callable[
@@ -511,11 +510,10 @@ def section(parts: Parts, operators: NDArray[np.intp], held: Held, half: str, ru
     for shared in (True, False):
         mine = [int(i) for i in operators if bool(parts.shared[i]) is shared]
         scores.append(sum(4.0 * parts.compute[parts.index[i]].kernel.scores for i in mine if parts.attention[i]))
-    layers = max(1, int(parts.attention[operators].sum()))
     numbers = operators.tolist()
     groups = Groups(parts, numbers, half)
     by_block: Callable[[Residency, int], Blocks] = cache(partial(_blocks, groups))
-    return Section(operators, held, kept_bytes(parts, numbers, half), Amount(*scores), layers, runs, groups, by_block)
+    return Section(operators, held, kept_bytes(parts, numbers, half), Amount(*scores), runs, groups, by_block)
 
 
 def even_sites(cuts: Sequence[Cut], num_stages: int) -> tuple[str, ...]:

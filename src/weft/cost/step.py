@@ -436,7 +436,7 @@ class Pricer:
 
     @staticmethod
     def _state(layout: Layout, base: Base) -> StageState:
-        by_layer = layout.repeats_layers or layout.moves_layers or layout.zero == 3
+        by_layer = layout.repeats_layers or layout.moves_layers
         return base.by_layer(layout.residency) if by_layer else base.state
 
     def _memory(self, layout: Layout, index: int, base: Base) -> Memory:
