@@ -1,8 +1,9 @@
 """`scripts/bench planned`: is the plan that weft chooses the fastest of all plans? Models times emulated networks, every plan run.
 
-Each rank runs on a host of its own (a network namespace), joined to the others by links of a shaped rate. The cluster that weft plans
-for is this machine as `weft probe` measured it, with collectives and messages measured over those links. Then every layout that runs
-is run: a few steps each, those near the best again in turn. Needs root. Out: a table, docs/benchmarks/planned.md, `--json FILE`.
+Each rank runs on a host of its own (a network namespace) with its share of the cores, joined to the others by links of a shaped rate.
+The cluster that weft plans for is this machine as `weft probe` measured it, with collectives and messages measured over those links.
+Then every layout that runs is run: a few steps each, those near the best again in turn. Needs root. Out: a table,
+docs/benchmarks/planned.md, `--json FILE`.
 
 Not emulated: latency (the kernel's links have tens of microseconds), and memory and caches that hosts would not share.
 """
@@ -36,7 +37,7 @@ PORT = 29511
 BUILD_S = 120.0
 NETWORKS: dict[str, float | None] = {"200 Mbit/s": 2e8, "1 Gbit/s": 1e9, "10 Gbit/s": 1e10, "unshaped": None}
 SIZES = (64, 4096, 65536, 262144, 1 << 20, 4 << 20, 16 << 20)
-LIMITS = "precision=float32 recompute=none offload=none zero<=1 microbatches<=4 chunks<=2 threads=0"
+LIMITS = "precision=float32 recompute=none offload=none zero<=1 microbatches<=4 chunks<=2 threads={}"  # threads: the cores of a host
 HOPELESS = 1.6  # times the best so far: after one step a plan that takes longer is not run again
 NEAR = 1.15  # times the best: plans that are measured again, in turn
 WITHIN = 1.05  # what the chosen plan may take against the best
@@ -188,19 +189,19 @@ class Plans:
         from weft.solve.space import layouts, parse_constraints
         from weft.zoo.resolve import resolve
 
-        found = cls(work, cluster, LIMITS)
+        limits = LIMITS.format(max(1, cluster.num_devices // count))
+        found = cls(work, cluster, limits)
         if graph is None:
             subject = resolve(work.model, work.batch, work.sequence)
             graph = Source.of(subject.make).capture(subject.batch(work.batch), subject.loss, work.batch).graph
         found.graph = graph
         pricer = pricer_of(graph, cluster, work.batch, 2)
-        limits = parse_constraints(LIMITS)
         # Cores that a host does not have are not planned with: 1 rank, or one a host.
-        plan = search(graph, cluster, work.batch, work.model, LIMITS)
+        plan = search(graph, cluster, work.batch, work.model, limits)
         found.chosen = str(plan.layout)
         assert plan.prediction is not None
         found.every[found.chosen] = (format_plan(plan), plan.prediction.step_time_s)
-        for layout in layouts(cluster, work.batch, limits, len(pricer.cuts) + 1):
+        for layout in layouts(cluster, work.batch, parse_constraints(limits), len(pricer.cuts) + 1):
             if layout.num_ranks not in (1, count) or str(layout) in found.every:
                 continue
             try:
@@ -212,7 +213,7 @@ class Plans:
         return found
 
 
-def measure(plans: Plans, ranks: Ranks, count: int, cores: int, rounds: int, say: Any) -> Row:
+def measure(plans: Plans, ranks: Ranks, count: int, threads: int, rounds: int, say: Any) -> Row:
     """Run every plan, the promising first; those near the best again, in turn."""
     seconds: dict[str, list[float]] = {}
     failed: dict[str, str] = {}
@@ -232,9 +233,7 @@ def measure(plans: Plans, ranks: Ranks, count: int, cores: int, rounds: int, say
     for layout, (text, _) in sorted(plans.every.items(), key=lambda item: (item[0] != plans.chosen, item[1][1])):
         n = size(layout)
         try:
-            ranks.tell(
-                n, do="build", key=layout, model=work.model, batch=work.batch, sequence=work.sequence, plan=text, threads=max(1, cores // n)
-            )
+            ranks.tell(n, do="build", key=layout, model=work.model, batch=work.batch, sequence=work.sequence, plan=text, threads=threads)
             first = run(layout, 2)
         except RuntimeError as error:
             failed[layout] = str(error)
@@ -302,16 +301,16 @@ def markdown(about: Mapping[str, Any], rows: Sequence[Row]) -> str:
     return "\n".join([*lines, ""])
 
 
-INTRO = f"""Written by `scripts/bench planned`. Every rank runs on a host of its own, emulated by a network namespace, and hosts are
-joined by links of the rate that is named (token buckets; what the kernel's own links do is called unshaped). weft plans for this
-machine as `weft probe` measured it, with collectives measured over these links; then all layouts that run are run, under
-`{LIMITS}`: one rank with all cores, and one rank a host
-with data, tensor and pipeline ranks, microbatches and schedules. Times are medians; plans within {100 * (NEAR - 1):.0f} % of the best
-were measured again in turn."""
+INTRO = f"""Written by `scripts/bench planned`. Every rank runs on a host of its own, emulated by a network namespace with its share of the
+cores, and hosts are joined by links of the rate that is named (token buckets; what the kernel's own links do is called unshaped). weft
+plans for this machine as `weft probe` measured it, with collectives measured over these links; then all layouts that run are run, under
+`{LIMITS.format("(cores of a host)")}`: one rank alone on its host,
+and one rank a host with data, tensor and pipeline ranks, microbatches and schedules. Times are medians; plans within
+{100 * (NEAR - 1):.0f} % of the best were measured again in turn."""
 
 
 def _short(layout: str) -> str:
-    return " ".join(word for word in layout.split() if not word.endswith("=1") or word.startswith("zero")) or "one rank, all cores"
+    return " ".join(word for word in layout.split() if not word.endswith("=1") or word.startswith("zero")) or "one rank"
 
 
 def _ms(seconds: float) -> str:
@@ -360,11 +359,11 @@ def cases(given: argparse.Namespace, hosts: Hosts, console: Console, rows: list[
     from weft.errors import WeftError
 
     machine = probe(fresh=given.fresh)
-    cores = machine.num_devices
+    threads = max(1, machine.num_devices // given.ranks)
     wanted = [w for w in MODELS if any(word.lower() in w.name.lower() for word in given.models)]
     graphs: dict[str, Any] = {}
     began = time.monotonic()
-    with Ranks(hosts, max(1, cores // given.ranks)) as ranks:
+    with Ranks(hosts, threads) as ranks:
         for network in given.networks:
             cluster = emulated(machine, ranks, hosts, network, NETWORKS[network])
             for work in wanted:
@@ -374,7 +373,7 @@ def cases(given: argparse.Namespace, hosts: Hosts, console: Console, rows: list[
                 try:
                     plans = Plans.of(work, cluster, given.ranks, graphs.get(work.name))
                     graphs[work.name] = plans.graph
-                    rows.append(measure(plans, ranks, given.ranks, cores, given.rounds, lambda text: console.print(text, markup=False)))
+                    rows.append(measure(plans, ranks, given.ranks, threads, given.rounds, lambda text: console.print(text, markup=False)))
                 except (WeftError, RuntimeError, OSError) as error:
                     console.print(f"{work.name}, {network}: {type(error).__name__}: {error}", markup=False)
                     rows.append(Row(work.name, network, "", 0.0, 0.0, "", 0.0, 0.0, (), f"{type(error).__name__}: {error}"))
