@@ -39,7 +39,7 @@ ALLOWED: dict[str, set[str]] = {
     "run": RANKS | {"lower"},
     "train": RANKS | {"lower", "run", "zoo"},
 }
-EVERYTHING = {"cli", "api", "__init__"}
+EVERYTHING = {"cli", "api", "__init__", "__main__"}
 # Measuring a machine with several ranks needs ranks.
 EXTRA = {"cluster/probe/here.py": {"world"}, "cluster/probe/messages.py": {"world"}}
 

@@ -164,7 +164,7 @@ def test_a_folder_that_cannot_be_written_is_named(plan_file: Path, capfd: pytest
     assert str(plan_file / "page.html") in capfd.readouterr().err
 
 
-def test_the_entry_point_is_installed() -> None:
-    weft = Path(sys.executable).with_name("weft")
-    done = subprocess.run([weft, "--version"], capture_output=True, text=True, check=True, env={**os.environ})
+@pytest.mark.parametrize("command", [[str(Path(sys.executable).with_name("weft"))], [sys.executable, "-m", "weft"]])
+def test_the_entry_point_is_installed(command: list[str]) -> None:
+    done = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True, env={**os.environ})
     assert re.fullmatch(r"weft \d+\.\d+\.\d+\n", done.stdout)
