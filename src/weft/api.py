@@ -23,7 +23,7 @@ from weft.model.sharding import Shards
 from weft.plan.layout import Layout
 from weft.plan.patterns import expand_all
 from weft.plan.plan import Plan
-from weft.plan.store import read_plan
+from weft.plan.store import format_plan, parse_plan, read_plan
 from weft.plan.timeline import Timeline
 from weft.run.build import Source, Traced
 from weft.run.engine import Engine
@@ -175,7 +175,13 @@ def _plan_for(
         if wanted is not None:
             chosen = _plan(make, batch, loss=loss, cluster=_any_cluster(), layout=wanted)
         else:
-            chosen = _plan(make, batch, loss=loss, cluster=cluster, constraints=f"ranks={world.num_ranks}", device_memory=device_memory)
+            # Rank 0 chooses for all: what another machine measured of itself may lead to another plan.
+            ranks = f"ranks={world.num_ranks}"
+            chosen = parse_plan(
+                world.told(
+                    lambda: format_plan(_plan(make, batch, loss=loss, cluster=cluster, constraints=ranks, device_memory=device_memory))
+                )
+            )
     finally:
         torch.random.set_rng_state(state)
     return replace(chosen, model=name)
@@ -228,16 +234,21 @@ def _plain_plan(
     if wanted is not None:
         layout = Layout.parse(wanted) if isinstance(wanted, str) else wanted
         return search(graph, _any_cluster(), size, name, layout=layout)
+    return parse_plan(world.told(lambda: format_plan(_best_plain_plan(graph, size, name, cluster, world.num_ranks))))
+
+
+def _best_plain_plan(graph: Graph, size: int, name: str, cluster: Cluster | str, num_ranks: int) -> Plan:
+    """The fastest for `num_ranks` ranks without a pipeline. Raises Infeasible where none fits."""
     machines = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
     found: list[Plan] = []
     refused: list[str] = []
-    for tensor in (t for t in range(1, world.num_ranks + 1) if world.num_ranks % t == 0):
+    for tensor in (t for t in range(1, num_ranks + 1) if num_ranks % t == 0):
         try:
-            found.append(search(graph, machines, size, name, layout=Layout(data=world.num_ranks // tensor, tensor=tensor)))
+            found.append(search(graph, machines, size, name, layout=Layout(data=num_ranks // tensor, tensor=tensor)))
         except Infeasible as error:
             refused.append(str(error))
     if not found:
-        raise Infeasible(f"no layout of {world.num_ranks} ranks without a pipeline fits: {refused[0]}")
+        raise Infeasible(f"no layout of {num_ranks} ranks without a pipeline fits: {refused[0]}")
     return min(found, key=lambda p: p.prediction.step_time_s if p.prediction else float("inf"))
 
 

@@ -11,10 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from weft.errors import RankError, UsageError
+import weft
+from weft.cluster.cluster import Cluster, Device, Level, Link
+from weft.errors import Infeasible, RankError, UsageError
 from weft.plan.placement import piece
 from weft.world import private
 from weft.world.world import World
+from weft.zoo.resolve import resolve
 
 DTYPES = ("float32", "float64", "bfloat16", "int64", "bool")
 
@@ -187,6 +190,40 @@ def agreed(world: World) -> list[int]:
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_maximum(ranks: Any, num_ranks: int) -> None:
     assert ranks(agreed, num_ranks) == [[num_ranks - 1, 0, 7 if num_ranks > 1 else -1]] * num_ranks
+
+
+def told(world: World) -> list[str]:
+    def choose() -> str:
+        assert world.rank == 0
+        return "first"
+
+    def refuse() -> str:
+        raise Infeasible("9 layers and 10 stages")
+
+    said = [world.told(choose)]
+    try:
+        world.told(refuse)
+    except Infeasible as error:
+        said.append(str(error))
+    return [*said, world.told(lambda: "third")]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_rank_0_chooses_for_all_and_fails_for_all(ranks: Any, num_ranks: int) -> None:
+    assert ranks(told, num_ranks) == [["first", "9 layers and 10 stages", "third"]] * num_ranks
+
+
+def plans(world: World) -> list[str]:
+    """Machines that would lead each rank to a plan of its own: slow links on rank 0, fast ones on the others."""
+    link = Link(1e-3, 1e6) if world.rank == 0 else Link(1e-9, 1e13)
+    core = Device("core", "cpu", (("float32", 1e9),), 8e9, 2e10)
+    engine = weft.parallelize("gpt-tiny", 8, cluster=Cluster("mine", core, (Level("node", 2, link),)), world=world, seed=0)
+    return [str(engine.plan.layout), str(engine.step(resolve("gpt-tiny").batch(8)).loss)]
+
+
+def test_ranks_that_measured_other_machines_train_under_one_plan(ranks: Any) -> None:
+    (one, other) = ranks(plans, 2)
+    assert one == other
 
 
 def wrong_calls(world: World) -> list[str]:

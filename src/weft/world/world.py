@@ -5,17 +5,20 @@ Every key in the store lies under the run's generation, so that ranks of a new a
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from weft.errors import UsageError
+from weft import errors
+from weft.errors import RunError, UsageError, WeftError
 from weft.world import private
 from weft.world.group import SHARED, Boxes, Group, LostPeer, Work
 from weft.world.lane import Lane
@@ -80,6 +83,7 @@ class World:
         self._transport = "gloo" if self._boxes else transport
         self._shared: SharedMemory | None = None
         self._one_host: bool | None = None
+        self._questions = 0
         self._groups: dict[tuple[int, ...], Group] = {}
         if self._store is not None and self.device.type == "cuda":
             self._store.set(f"place/{rank}", _place(self.device))
@@ -139,6 +143,32 @@ class World:
         numbers = torch.tensor([int(value) for value in values], dtype=torch.int64, device=self.device)
         self.everyone.all_reduce(numbers, op="max")
         return [int(value) for value in numbers.tolist()]
+
+    def told(self, make: Callable[[], str]) -> str:
+        """What `make` returns on rank 0, on every rank; the others do not call it, and wait for as long as a collective may take.
+
+        Raises what rank 0 raised, on every rank; RunError where rank 0 does not answer in time.
+        """
+        if self._store is None:
+            return make()
+        self._questions += 1
+        key = f"told/{self._questions}"
+        if self.rank == 0:
+            try:
+                text = make()
+            except WeftError as error:
+                self._store.set(key, json.dumps([type(error).__name__, str(error)]))
+                raise
+            self._store.set(key, json.dumps(["", text]))
+            return text
+        try:
+            self._store.wait([key], timedelta(seconds=self._timeout_s))
+        except RuntimeError as error:
+            raise RunError(f"rank {self.rank} waited {self._timeout_s:.0f} s for what rank 0 chooses; did rank 0 end?") from error
+        kind, text = json.loads(self._store.get(key))
+        if kind:
+            raise getattr(errors, kind, RunError)(text)
+        return str(text)
 
     def _open(self, ranks: tuple[int, ...], lane: Lane) -> tuple[Any, str]:
         """(transport, its kind): NCCL needs a GPU of its own for every member, shared memory one host for all."""
