@@ -8,6 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 import pytest
 import torch
@@ -18,10 +19,10 @@ from weft.cluster.cluster import Cluster, Speed
 from weft.cluster.doctor import doctor, writable
 from weft.cluster.probe import here, kept, probe, timing
 from weft.cluster.probe.here import BUSY, MESSAGE_RANKS
-from weft.cluster.probe.kept import BUSY_S, VERSION
+from weft.cluster.probe.kept import BUSY_S, SETTLED_S, VERSION
 from weft.cluster.probe.machine import fingerprint
 from weft.cluster.probe.operators import Block
-from weft.cluster.probe.rank import measure_alone, measure_rank
+from weft.cluster.probe.rank import measure_alone, measure_rank, pace
 from weft.cluster.probe.timing import SURE, Case, Patience, Setting, interval, sample, spread
 from weft.cost.collectives import algorithms, choose
 from weft.cost.compute import Rates, block_work
@@ -100,6 +101,43 @@ def test_what_a_busy_machine_gave_is_used_for_minutes(
     assert len(counted) == 2
     probe(path=path, fresh=True)
     assert len(counted) == 3
+
+
+@pytest.mark.parametrize(("now", "again"), [(1.0, 0), (1.1, 0), (0.5, 1), (2.0, 1)])
+def test_a_machine_that_computes_at_another_speed_is_measured_again(
+    now: float, again: int, measured: tuple[Cluster, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`now`: its speed against what was stored, some minutes ago at least and while nothing else runs."""
+    found = measured[0]
+    if not found.is_cpu:
+        pytest.skip("GPUs keep their speed")
+    idle = replace(found, device=replace(found.device, source="measured"))
+    counted: list[int] = []
+    load = [0.0]
+    then = dict(found.speed(1, 1).rates)["pulse"]
+    monkeypatch.setattr(kept, "measure_here", lambda *_: counted.append(1) or idle)
+    monkeypatch.setattr(kept, "num_waiting", lambda: load[0])
+    monkeypatch.setattr(kept, "pace", lambda stored: now * then / stored)
+    path = tmp_path / "cluster.toml"
+    probe(path=path)
+    assert probe(path=path) == idle
+    assert len(counted) == 1, "it has just been measured"
+    long_ago = path.stat().st_mtime - 2 * SETTLED_S
+    os.utime(path, (long_ago, long_ago))
+    load[0] = 99.0
+    assert probe(path=path) == idle
+    assert len(counted) == 1, "others compute now"
+    load[0] = 0.0
+    probe(path=path)
+    assert len(counted) == 1 + again
+
+
+def test_the_pace_is_the_part_of_the_speed_that_is_asked_about() -> None:
+    """Ten times as many pulses a second as there were is a tenth of the pace, whatever the machine does meanwhile."""
+    threads = torch.get_num_threads()
+    paces = [(pace(1.0), pace(10.0)) for _ in range(5)]
+    assert torch.get_num_threads() == threads
+    assert median(one / ten for one, ten in paces) == pytest.approx(10.0, rel=0.5)
 
 
 def test_processes_that_ask_at_the_same_time_measure_once(

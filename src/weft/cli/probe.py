@@ -30,7 +30,7 @@ def probe(
     with output(as_json) as out:
         from weft.cluster.probe import probe as measure
 
-        with out.working("measuring this machine (once, some seconds)"):
+        with out.working("measuring this machine (some seconds)"):
             cluster = measure(not full, fresh=fresh or full)
         if target is not None:
             try:

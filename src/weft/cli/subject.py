@@ -27,7 +27,7 @@ def load_cluster(text: str, out: Output) -> Cluster:
     if text == "here":
         from weft.cluster.probe import probe
 
-        with out.working("measuring this machine (once, some seconds)"):
+        with out.working("measuring this machine (some seconds)"):
             return probe()
     from weft.cluster.cluster import Cluster
 

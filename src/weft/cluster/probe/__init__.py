@@ -1,4 +1,4 @@
-"""This machine as a `Cluster`: measured once, in seconds, kept in the user's cache, read from there the next time. [torch]
+"""This machine as a `Cluster`: measured in seconds, kept in the user's cache, read from there until it computes at another speed. [torch]
 
 `machine` says what is there without measuring; `operators` and `messages` are what is timed, `timing` is how, `rank` is what one rank of
 it does, `here` makes a `Cluster` of what all ranks found, and `kept` stores it.

@@ -13,17 +13,22 @@ from weft.cluster.catalogue import dump, loads
 from weft.cluster.cluster import Cluster
 from weft.cluster.probe.here import BUSY, measure_here
 from weft.cluster.probe.machine import fingerprint, num_cores, num_waiting
+from weft.cluster.probe.operators import PULSE
+from weft.cluster.probe.rank import pace
 from weft.errors import ConfigError
 
-VERSION = 10  # of what is measured; a stored result of another version is measured again
+VERSION = 11  # of what is measured; a stored result of another version is measured again
 BUSY_S = 300.0  # for which a result of a busy machine is used all the same
+SETTLED_S = 600.0  # for which a result is used whatever the machine's speed does
+DRIFT = 1.15  # times as fast, or as slow, as it was measured: then it is measured again
 
 
 def probe(quick: bool = True, *, fresh: bool = False, path: Path | None = None) -> Cluster:
     """This machine as a cluster. The first call measures for some seconds; later ones read the stored result.
 
-    What was measured while other programs ran is measured again when they do not, some minutes later at the earliest. Processes that
-    ask at the same time wait for the first of them, and read what it found.
+    What was measured while other programs ran is measured again when they do not, and so is a machine whose cores compute faster or
+    slower than they did (virtual ones at their neighbours' pleasure), some minutes later at the earliest. Processes that ask at the same
+    time wait for the first of them, and read what it found.
 
     Args:
         quick: fewer sizes, rounds and ranks. `fresh`: measure even where a stored result fits.
@@ -65,14 +70,25 @@ def _alone(path: Path) -> Iterator[None]:
 
 
 def _usable(path: Path, mark: str) -> Cluster | None:
-    """What is stored of this machine, unless it was busy then, some time ago, and is not now."""
+    """What is stored of this machine, unless it is some minutes old and the machine was busy then and is not now, or has another speed."""
     stored = _stored(path, mark)
-    if stored is None or BUSY not in stored.device.source:
-        return stored
+    if stored is None:
+        return None
+    busy = BUSY in stored.device.source
     with contextlib.suppress(OSError):
-        if 0 <= time.time() - path.stat().st_mtime < BUSY_S:
+        if 0 <= time.time() - path.stat().st_mtime < (BUSY_S if busy else SETTLED_S):
             return stored
-    return stored if num_waiting() >= num_cores() else None
+    if num_waiting() >= num_cores():
+        return stored  # what would be measured now is worse
+    return None if busy or _drifted(stored) else stored
+
+
+def _drifted(stored: Cluster) -> bool:
+    """Whether a core computes at another speed than when it was measured."""
+    if not stored.is_cpu:
+        return False
+    then = dict(stored.speed(1, 1).rates).get(PULSE)
+    return then is not None and not 1 / DRIFT < pace(then) < DRIFT
 
 
 def _stored(path: Path, mark: str) -> Cluster | None:

@@ -15,11 +15,12 @@ from weft.cluster.probe.machine import has_bfloat16
 from weft.cluster.probe.timing import Case
 
 LAUNCH_OPERATORS = 64
+PULSE = "pulse"
 
 
 def operators(device: torch.device, threads: int) -> Iterator[Case]:
     """Units: `linear.P`, `attention.P`, `convolution.P`: a FLOP at precision P; `launch`: one operator; `block.P`: a block of one thread's
-    batch; the others: a byte that the operator must move.
+    batch; `pulse`: a call of `pulse`; the others: a byte that the operator must move.
 
     Tensors grow with the threads that share them, as a step's do: two threads on the tensors of one would find them in their caches.
     """
@@ -33,6 +34,7 @@ def operators(device: torch.device, threads: int) -> Iterator[Case]:
     yield from _moves(device, 16384 if big else 2048 * share, "bfloat16" in precisions)
     yield _optimizer(device)
     if not big:
+        yield pulse()
         block = Block(device)
         x = torch.randn(SEQUENCES * share, SEQUENCE, HIDDEN, device=device, requires_grad=True)
         inputs = (x, *block.parameters())
@@ -51,6 +53,17 @@ def operators(device: torch.device, threads: int) -> Iterator[Case]:
         return y
 
     yield _train("launch", 3.0 * LAUNCH_OPERATORS, chain, tiny)
+
+
+def pulse() -> Case:
+    """What shows in a tenth of a second whether one core computes as fast as when it was measured: a product and a norm, in its caches."""
+    a, b, out, gain = torch.randn(256, 512), torch.randn(512, 512), torch.empty(256, 512), torch.ones(512)
+
+    def call() -> None:
+        torch.mm(a, b, out=out)
+        F.layer_norm(a, (512,), gain, gain)
+
+    return Case(PULSE, 1.0, torch.no_grad()(call))
 
 
 def _products(device: torch.device, big: bool, share: int, precision: str, dtype: torch.dtype) -> Iterator[Case]:

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 
 from weft.cluster.probe.machine import resident_bytes
-from weft.cluster.probe.operators import operators
+from weft.cluster.probe.operators import PULSE, operators, pulse
 from weft.cluster.probe.timing import Case, Patience, Setting, sample
 
 QUICK = Patience(least=2, most=7, spread=0.02, seconds=6.0)
 FULL = Patience(least=6, most=20, spread=0.01, seconds=60.0)
+PACE = Patience(least=5, most=9, spread=0.02)
 ROOM_BYTES = 128 << 20  # more than what a thread's calls make
 
 
@@ -58,6 +59,18 @@ def measure_alone(device: torch.device, quick: bool = True) -> dict[str, float]:
     setting = Setting(1, torch.get_num_threads(), warmed(device, torch.get_num_threads()))
     sample([setting], [case.name for case in setting.cases], device, QUICK if quick else FULL)
     return setting.seconds()
+
+
+def pace(pulses_per_s: float) -> float:
+    """How fast one core computes now, as a part of `pulses_per_s` that were measured before."""
+    threads = torch.get_num_threads()
+    setting = Setting(1, 1, (pulse(),))
+    setting.cases[0].call()
+    try:
+        sample([setting], [PULSE], torch.device("cpu"), PACE)
+    finally:
+        torch.set_num_threads(threads)
+    return 1 / setting.seconds()[PULSE] / pulses_per_s
 
 
 def warmed(device: torch.device, threads: int) -> tuple[Case, ...]:
