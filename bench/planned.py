@@ -68,7 +68,7 @@ MODELS = (
     Work("LSTM", "lstm:vocabulary=1000,sequence=32,hidden=256,layers=2", 16),
     Work("mixture of experts", "moe-tiny:hidden=128,inner=512,sequence=64,layers=4", 8),
     Work("mixer of convolutions and tokens", "examples/mixer.py:make", 16),
-    Work("GPT-2 of Hugging Face", "hf:tests/torch/hf/gpt2.json", 8, 64),
+    Work("GPT-2 of Hugging Face", "hf:tests/torch/hf/gpt2.json", 8, 32),
 )
 
 

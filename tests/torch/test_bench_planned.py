@@ -21,6 +21,7 @@ from bench.planned import MODELS, Plans, Row, Run, Work, interface, markdown
 
 from weft.cluster.cluster import Cluster, Device, Level, Link, Table
 from weft.plan.layout import Layout
+from weft.zoo.resolve import resolve
 
 ROOT = Path(__file__).parents[2]
 
@@ -116,6 +117,8 @@ def test_every_plan_has_the_chosen_one_and_all_axes() -> None:
 
 def test_there_are_twelve_models_and_more_of_many_kinds() -> None:
     assert len(MODELS) == len({work.name for work in MODELS}) >= 12
+    for work in MODELS:
+        resolve(work.model, work.batch, work.sequence).batch(work.batch)
 
 
 def test_the_page_says_how_many_are_within_five_per_cent() -> None:
