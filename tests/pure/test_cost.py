@@ -16,6 +16,7 @@ from weft.cost.network import FACTORS, Group, collective_s, ring_s, send_s
 from weft.cost.parts import gather, kept_bytes
 from weft.cost.step import Pricer
 from weft.errors import Infeasible, UsageError
+from weft.model.propagate import propagate
 from weft.model.work import Work
 from weft.plan.layout import Layout
 
@@ -92,6 +93,39 @@ def test_roofline() -> None:
     launched = Rates.of(LAUNCHED, "float32")
     assert launched.seconds(Work("elementwise", 0, 0, 1e11, 2e11)) == Seconds(1.0 + 1e-6, 2.0 + 2e-6)
     assert launched.seconds(Work("view")) == Seconds(1e-6, 2e-6)
+
+
+def test_a_product_packs_and_collects_its_weights_in_every_microbatch() -> None:
+    """Three passes at the measured rate, then a copy of the gradient by the first microbatch and an addition by each of the others."""
+    gb = 1e9
+    speed = replace(SPEED, rates=(("weights.linear", 10 * gb), ("start.linear", 1e3)))
+    alone, few = Work("linear", 1e12, 2e12, 1e6, 1e6), Work("linear", 1e12, 2e12, 1e6, 1e6, weight_bytes=20 * gb)
+    for microbatches in (1, 2, 4):
+        rates = Rates.of(speed, "float32", microbatches)
+        assert rates.seconds(alone) == Seconds(1.0 + 1e-3, 2.0 + 2e-3)
+        found = rates.seconds(few)
+        assert found.forward == pytest.approx(1.0 + 1e-3 + 2.0)
+        assert microbatches * found.backward == pytest.approx(
+            microbatches * (2.0 + 2e-3 + 4.0) + (2 + 3 * (microbatches - 1)) * 20 * gb / SPEED.memory_bandwidth_bytes_per_s
+        )
+        # Fewer samples are no fewer weights; fewer weights are.
+        half = rates.seconds(few, scale=0.5)
+        assert found.forward - half.forward == pytest.approx(0.5)
+        assert rates.seconds(few, 2).forward == pytest.approx(0.5 * (1.0 + 2.0) + 1e-3)
+    assert Rates.of(SPEED, "float32").seconds(few) == Seconds(1.0, 2.0), "where it was not measured nothing is known of it"
+    assert Rates.of(speed, "float32").seconds(replace(few, kind="convolution")) == Seconds(1.0, 2.0)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_weights_are_what_does_not_follow_the_samples(ranks: int) -> None:
+    """Of a GPT 12 h^2 of matrices and 9 h of biases a layer, and the head; all but the biases of what is summed are divided."""
+    layers, h, vocabulary = 3, 64, 512
+    graph = gpt(layers, h, vocabulary=vocabulary)
+    sharding = propagate(graph, {"data": 1, "tensor": ranks}) if ranks > 1 else None
+    parts = gather(Inventory.of(graph), sharding, frozenset())
+    found = sum(parts.compute[i].kernel.weight_bytes for i in parts.index)
+    whole = 2 * h
+    assert found == 4 * (layers * ((12 * h**2 + 7 * h) / ranks + whole) + vocabulary * h / ranks)
 
 
 @given(st.integers(1, 64))

@@ -14,6 +14,7 @@ from math import log, prod
 from weft.errors import ConfigError, Infeasible
 
 KINDS = ("cpu", "gpu", "tpu")
+START, WEIGHTS = "start.", "weights."  # with a kind behind them, keys of `Speed.rates`
 PRECISIONS = ("float64", "float32", "tf32", "float16", "bfloat16", "float8")
 
 
@@ -113,7 +114,9 @@ class Speed:
 
     `flops`: FLOP/s of large matrix products by precision. `memory_bandwidth_bytes_per_s`: of elementwise operators.
     `launch_s`: host time of one operator. `rates`: what other kinds of operator reach, by kind ("norm", "attention.bfloat16"):
-    bytes/s, or FLOP/s for "attention", "convolution" and "recurrent"; a kind that is not there runs at the roofline of the rest.
+    bytes/s, or FLOP/s for "attention", "convolution" and "recurrent"; a kind that is not there runs at the roofline of the rest. With the
+    kind's name behind them, `START`: calls/s of next to nothing, forward and two of backward alike, and `WEIGHTS`: bytes/s at which a
+    product packs its weights.
     """
 
     ranks: int

@@ -1,10 +1,11 @@
 """Seconds of one operator on one rank of processors. In: its `Work`, how it is cut, a rank's `Speed`. Out: forward and backward seconds.
 
 Roofline (Williams et al. 2009) of the rate that each kind of operator reaches in training: matrix products by FLOPs, the rest by the
-bytes that they move, and a launch for each; then times what a few whole layers took over the sum of their operators, where that was
-measured (`weft.cluster.block`), since a step finds colder caches than an operator alone. A label cut over an axis divides FLOPs and
-bytes by the axis's size. GPUs are priced by `weft.cost.kernels`.
-Not modelled: the lower efficiency of small or odd shapes beyond launch and bytes, fusion by a compiler, clocks that fall under load.
+bytes that they move, and the least that a call of its kind takes for each. A product also packs its weights anew in every call, forward,
+for the input's gradient and for their own, and that is collected: what a microbatch costs however few samples it has. Then times what a
+few whole layers took over the sum of their operators, where that was measured (`weft.cluster.block`), since a step finds colder caches
+than an operator alone. A label cut over an axis divides FLOPs and bytes by the axis's size. GPUs are priced by `weft.cost.kernels`.
+Not modelled: the lower efficiency of odd shapes beyond that, fusion by a compiler, clocks that fall under load.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from weft.cluster.block import HIDDEN, LAYERS, SEQUENCE, SEQUENCES, rate_name
-from weft.cluster.cluster import Speed
+from weft.cluster.cluster import START, WEIGHTS, Speed
 from weft.model.work import MATMUL_KINDS, Work
 
 # Part of an operator's float32 bytes that are left under bfloat16 autocast: products and what follows them are half as wide,
@@ -45,7 +46,8 @@ class Seconds:
 class Rates:
     """A rank's rates at one precision: FLOP/s and bytes/s by kind of operator; made once, asked for every operator.
 
-    `whole`: seconds of operators in a model over those of each alone.
+    `whole`: seconds of operators in a model over those of each alone. `collects`: times that a weight's gradient is read or written where
+    gradients are collected, a microbatch: copied by the first, added by the others.
     """
 
     speed: Speed
@@ -53,11 +55,13 @@ class Rates:
     flops: float
     moved: float  # part of float32 bytes that an operator whose kind is not listed moves
     whole: float = 1.0
+    collects: float = 2.0
 
     @classmethod
-    def of(cls, speed: Speed, precision: str) -> Rates:
+    def of(cls, speed: Speed, precision: str, microbatches: int = 1) -> Rates:
         """Raises `KeyError` where the speed has no such precision: the search asks for none that the device lacks."""
-        apart = cls(speed, precision, dict(speed.flops)[precision], 2.0 if precision == "float64" else 1.0)
+        collects = 3.0 - 1.0 / microbatches
+        apart = cls(speed, precision, dict(speed.flops)[precision], 2.0 if precision == "float64" else 1.0, collects=collects)
         measured = dict(speed.rates).get(rate_name(precision))
         if measured is None:
             return apart
@@ -70,13 +74,25 @@ class Rates:
         if work.kind == "view":
             return Seconds(self._host(1), self._host(2))
         part = scale / divide
-        return Seconds(
-            self._one(work.kind, work.flops * part, work.bytes * part, 1),
-            self._one(work.kind, work.backward_flops * part, work.backward_bytes * part, 2) if work.backward_bytes else 0.0,
-        )
+        packed, collected = self._weights(work.kind, work.weight_bytes / divide)
+        forward = self._one(work.kind, work.flops * part, work.bytes * part, 1) + packed
+        if not work.backward_bytes:
+            return Seconds(forward)
+        backward = self._one(work.kind, work.backward_flops * part, work.backward_bytes * part, 2)
+        return Seconds(forward, backward + 2 * packed + collected)
 
-    def _host(self, launches: int) -> float:
-        return self.speed.launch_s * launches
+    def _weights(self, kind: str, size_bytes: float) -> tuple[float, float]:
+        """To pack a product's weights once, and to collect their gradient, where it was measured what that takes."""
+        rate = dict(self.speed.rates).get(WEIGHTS + kind)
+        if rate is None or not size_bytes:
+            return 0.0, 0.0
+        width = 0.5 if self.precision == "bfloat16" else self.moved
+        collected = self.collects * self.moved * size_bytes / self.speed.memory_bandwidth_bytes_per_s
+        return width * size_bytes / rate * self.whole, collected
+
+    def _host(self, launches: int, kind: str = "") -> float:
+        calls = dict(self.speed.rates).get(START + kind)
+        return launches * (self.speed.launch_s if calls is None else 1 / calls)
 
     def _one(self, kind: str, flops: float, moved: float, launches: int) -> float:
         rates = dict(self.speed.rates)
@@ -93,7 +109,7 @@ class Rates:
             busy = max(flops / reached, moved / bandwidth) + casts
         else:
             busy = moved / rates.get(kind, bandwidth) + casts
-        return (self._host(launches) + busy) * self.whole
+        return (self._host(launches, kind) + busy) * self.whole
 
 
 def block_work(sequences: int) -> Iterator[Work]:
@@ -102,7 +118,8 @@ def block_work(sequences: int) -> Iterator[Work]:
 
     def linear(into: int, out: int) -> Work:
         flops, read, wrote, weight = 2.0 * into * out * sequences * SEQUENCE, into / HIDDEN * x, out / HIDDEN * x, 4.0 * into * out
-        return Work("linear", flops, 2 * flops, read + wrote + weight + 4.0 * out, wrote + 2 * read + 2 * weight + 4.0 * out)
+        moved = read + wrote + weight + 4.0 * out, wrote + 2 * read + 2 * weight + 4.0 * out
+        return Work("linear", flops, 2 * flops, *moved, weight_bytes=weight)
 
     scores = 4.0 * sequences * SEQUENCE**2 * HIDDEN
     for _ in range(LAYERS):

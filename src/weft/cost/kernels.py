@@ -37,7 +37,8 @@ class Kernel:
     """One operator at its local sizes. `flops`, `backward_flops`: of products. `bytes`, `backward_bytes`: moved, in float32.
 
     `m`, `n`, `k`: of a product, n with those of its siblings (products of one input run as one), of which `share` is this operator's.
-    `scores`, `heads`: of attention: how many scores, and how many heads times samples.
+    `scores`, `heads`: of attention: how many scores, and how many heads times samples. `weight_bytes`: of operands that are the same for
+    every sample, in float32.
     """
 
     kind: str
@@ -51,6 +52,7 @@ class Kernel:
     share: float = 1.0
     scores: float = 0.0
     heads: float = 0.0
+    weight_bytes: float = 0.0
 
     def seconds(self, device: Device, stack: Stack, precision: str) -> tuple[Seconds, Seconds]:
         """What the host takes to launch it, and what the device takes to run it, forward and backward.

@@ -263,9 +263,11 @@ def _local(inventory: Inventory, sharding: Sharding | None, op: Operator, siblin
         query, key = (tensors[v].shape for v in op.inputs[:2])
         heads = float(np.prod(query[:-2])) / divide
         scores = heads * query[-2] * key[-2]
+    products = done.kind in ("linear", "convolution")
+    weights = sum(tensors[v].size_bytes / pieces(sharding, v) for v in op.inputs if products and v not in inventory.batched)
     kernel = Kernel(
         done.kind, done.flops / divide, done.backward_flops / divide, done.bytes / divide, done.backward_bytes / divide,
-        m, n, k, share, scores, heads,
+        m, n, k, share, scores, heads, weights,
     )  # fmt: skip
     return Local(kernel, op.outputs[0] in inventory.batched, cut(sharding, op.name, "data"))
 

@@ -214,11 +214,12 @@ class Pricer:
 
     def _compute(self, layout: Layout) -> tuple[Array, Array]:
         parts = self.parts(layout)
-        rates = Rates.of(self.speed(layout), layout.precision)
+        rates = Rates.of(self.speed(layout), layout.precision, layout.microbatches)
         found = []
         for local, by in self._sized(layout):
             k = local.kernel
-            found.append(rates.seconds(Work(k.kind, k.flops, k.backward_flops, k.bytes, k.backward_bytes), 1.0, by))
+            work = Work(k.kind, k.flops, k.backward_flops, k.bytes, k.backward_bytes, weight_bytes=k.weight_bytes)
+            found.append(rates.seconds(work, 1.0, by))
         return np.array([s.forward for s in found])[parts.index], np.array([s.backward for s in found])[parts.index]
 
     def _on_gpu(self, layout: Layout) -> tuple[Array, Array]:

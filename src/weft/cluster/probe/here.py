@@ -7,9 +7,10 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from weft.cluster.cluster import Cluster, Device, Level, Link, Speed, Table
+from weft.cluster.cluster import WEIGHTS, Cluster, Device, Level, Link, Speed, Table
 from weft.cluster.probe.machine import cpu_model, memory_bytes, num_cores, num_waiting
 from weft.cluster.probe.messages import measure_messages
+from weft.cluster.probe.operators import few_rows
 from weft.cluster.probe.rank import measure_alone, measure_rank
 
 BUSY = "while the machine was busy"
@@ -91,6 +92,11 @@ def _device(name: str, kind: str, speed: Speed, memory: float, scratch: float, s
 
 def _speed(ranks: int, threads: int, seconds: dict[str, float]) -> Speed:
     """Seconds a unit of each case of `operators` as a `Speed`."""
+    for key in (key for key in seconds if key.startswith(WEIGHTS)):
+        kind = key.removeprefix(WEIGHTS)
+        product = seconds[f"{kind}.float32"]
+        # What its few rows multiply is not the weights' cost; where it seems to be nearly all, the rest is noise.
+        seconds = seconds | {key: max(seconds[key] - few_rows(kind) * product, 0.1 * seconds[key])}
     flops = tuple((key.partition(".")[2], 1 / s) for key, s in seconds.items() if key.startswith("linear."))
     rates = tuple((key, 1 / s) for key, s in seconds.items() if not key.startswith(("linear.", "launch", "elementwise")))
     return Speed(ranks, threads, flops, 1 / seconds["elementwise"], seconds["launch"], rates)

@@ -11,16 +11,19 @@ from torch.nn import functional as F
 from torch.optim.adamw import adamw
 
 from weft.cluster.block import HEADS, HIDDEN, LAYERS, SEQUENCE, SEQUENCES, rate_name
+from weft.cluster.cluster import START, WEIGHTS
 from weft.cluster.probe.machine import has_bfloat16
 from weft.cluster.probe.timing import Case
 
-LAUNCH_OPERATORS = 64
+LAUNCH_OPERATORS, START_OPERATORS = 64, 16
+ROWS = {"linear": 16, "convolution": 8}  # of the products that show what their weights cost
 PULSE = "pulse"
 
 
 def operators(device: torch.device, threads: int) -> Iterator[Case]:
     """Units: `linear.P`, `attention.P`, `convolution.P`: a FLOP at precision P; `launch`: one operator; `block.P`: a block of one thread's
-    batch; `pulse`: a call of `pulse`; the others: a byte that the operator must move.
+    batch; `pulse`: a call of `pulse`; `start.KIND`: a call of next to nothing; `weights.KIND`: a byte of weights, with
+    `few_rows` FLOPs for it; the others: a byte that the operator must move.
 
     Tensors grow with the threads that share them, as a step's do: two threads on the tensors of one would find them in their caches.
     """
@@ -45,14 +48,61 @@ def operators(device: torch.device, threads: int) -> Iterator[Case]:
 
         for precision in precisions:
             yield Case(rate_name(precision), share, partial(step, precision != "float32"))
+        yield from _starts()
+        yield from _weights()
     tiny = torch.ones(8, device=device, requires_grad=True)
+    yield _train("launch", 3.0 * LAUNCH_OPERATORS, _chain(lambda y: y + tiny, LAUNCH_OPERATORS), tiny)
 
+
+def _chain(call: Callable[[torch.Tensor], torch.Tensor], times: int) -> Callable[[torch.Tensor], torch.Tensor]:
     def chain(y: torch.Tensor) -> torch.Tensor:
-        for _ in range(LAUNCH_OPERATORS):
-            y = y + tiny
+        for _ in range(times):
+            y = call(y)
         return y
 
-    yield _train("launch", 3.0 * LAUNCH_OPERATORS, chain, tiny)
+    return chain
+
+
+def _starts() -> Iterator[Case]:
+    """A call of each kind that takes longer to begin than adding two numbers: it looks for a kernel, or makes one of many."""
+    x, image, heads = torch.randn(2, 8), torch.randn(1, 8, 2, 2), torch.randn(1, 1, 8, 8)
+    w, filters, gain = torch.randn(8, 8, requires_grad=True), torch.randn(8, 8, 3, 3, requires_grad=True), torch.ones(8, requires_grad=True)
+    calls: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], tuple[torch.Tensor, ...]]] = {
+        "linear": (lambda y: F.linear(y, w), (x, w)),
+        "convolution": (lambda y: F.conv2d(y, filters, padding=1), (image, filters)),
+        "attention": (lambda y: F.scaled_dot_product_attention(y, y, y, is_causal=True), (heads,)),
+        "norm": (lambda y: F.layer_norm(y, (8,), gain, gain), (x, gain)),
+        "softmax": (lambda y: F.log_softmax(y, -1), (x,)),
+        "activation": (lambda y: F.gelu(y, approximate="tanh"), (x,)),
+    }
+    for kind, (call, (first, *learned)) in calls.items():
+        chain = _chain(call, START_OPERATORS)
+        yield _train(START + kind, 3.0 * START_OPERATORS, lambda y, *_, chain=chain: chain(y), first.requires_grad_(), *learned)
+
+
+def few_rows(kind: str) -> float:
+    """FLOPs, forward and backward, for each byte of weights that is packed in the `WEIGHTS` cases: 2 a multiplication, of 4 bytes."""
+    return ROWS[kind] / 2
+
+
+def _weights() -> Iterator[Case]:
+    """Products of few rows with more weights than the caches nearby hold: packed forward, for the input's gradient and for their own."""
+    matrices = [torch.randn(1536, 1536, requires_grad=True) for _ in range(3)]
+    filters = [torch.randn(384, 384, 3, 3, requires_grad=True) for _ in range(3)]
+
+    def linear(y: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        for w in weights:
+            y = F.linear(y, w)
+        return y
+
+    def convolution(y: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        for w in weights:
+            y = F.conv2d(y, w, padding=1)
+        return y
+
+    x, image = torch.randn(ROWS["linear"], 1536, requires_grad=True), torch.randn(ROWS["convolution"] // 4, 384, 2, 2, requires_grad=True)
+    yield _train(WEIGHTS + "linear", 3.0 * sum(w.nbytes for w in matrices), linear, x, *matrices)
+    yield _train(WEIGHTS + "convolution", 3.0 * sum(w.nbytes for w in filters), convolution, image, *filters)
 
 
 def pulse() -> Case:
