@@ -15,6 +15,7 @@ from weft.errors import ConfigError, Infeasible
 
 KINDS = ("cpu", "gpu", "tpu")
 START, WEIGHTS = "start.", "weights."  # with a kind behind them, keys of `Speed.rates`
+SCORES = "scores."  # with a precision behind it
 PRECISIONS = ("float64", "float32", "tf32", "float16", "bfloat16", "float8")
 
 
@@ -116,7 +117,7 @@ class Speed:
     `launch_s`: host time of one operator. `rates`: what other kinds of operator reach, by kind ("norm", "attention.bfloat16"):
     bytes/s, or FLOP/s for "attention", "convolution" and "recurrent"; a kind that is not there runs at the roofline of the rest. With the
     kind's name behind them, `START`: calls/s of next to nothing, forward and two of backward alike, and `WEIGHTS`: bytes/s at which a
-    product packs its weights.
+    product packs its weights. `SCORES` with a precision: scores/s of attention beside their FLOPs, which are at "attention" then.
     """
 
     ranks: int

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from weft.cluster.block import HIDDEN, LAYERS, SEQUENCE, SEQUENCES, rate_name
-from weft.cluster.cluster import START, WEIGHTS, Speed
+from weft.cluster.block import HEADS, HIDDEN, LAYERS, SEQUENCE, SEQUENCES, rate_name
+from weft.cluster.cluster import SCORES, START, WEIGHTS, Speed
 from weft.model.work import MATMUL_KINDS, Work
 
 # Part of an operator's float32 bytes that are left under bfloat16 autocast: products and what follows them are half as wide,
@@ -24,7 +24,8 @@ BFLOAT16_BYTES = {
 }  # fmt: skip
 # Casts of a product's float32 operands, and of its gradients back: 4 bytes read and 2 written of every 4, of about half of what moves.
 CAST = 0.75
-SCORES = 0.6  # attention against large products, where it was not measured
+ATTENTION = 0.6  # against large products, where it was not measured
+SCORED_AGAIN = 2.5  # times attention's forward is its backward, as products and as scores
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +76,12 @@ class Rates:
             return Seconds(self._host(1), self._host(2))
         part = scale / divide
         packed, collected = self._weights(work.kind, work.weight_bytes / divide)
-        forward = self._one(work.kind, work.flops * part, work.bytes * part, 1) + packed
+        scored = self._scores(work.scores * part)
+        forward = self._one(work.kind, work.flops * part, work.bytes * part, 1) + packed + scored
         if not work.backward_bytes:
             return Seconds(forward)
         backward = self._one(work.kind, work.backward_flops * part, work.backward_bytes * part, 2)
-        return Seconds(forward, backward + 2 * packed + collected)
+        return Seconds(forward, backward + 2 * packed + collected + SCORED_AGAIN * scored)
 
     def _weights(self, kind: str, size_bytes: float) -> tuple[float, float]:
         """To pack a product's weights once, and to collect their gradient, where it was measured what that takes."""
@@ -89,6 +91,11 @@ class Rates:
         width = 0.5 if self.precision == "bfloat16" else self.moved
         collected = self.collects * self.moved * size_bytes / self.speed.memory_bandwidth_bytes_per_s
         return width * size_bytes / rate * self.whole, collected
+
+    def _scores(self, number: float) -> float:
+        """What attention does once for every score, where that was measured apart from its products."""
+        rate = dict(self.speed.rates).get(SCORES + ("float32" if self.precision == "float64" else self.precision))
+        return number / rate * self.whole if rate else 0.0
 
     def _host(self, launches: int, kind: str = "") -> float:
         calls = dict(self.speed.rates).get(START + kind)
@@ -105,7 +112,7 @@ class Rates:
         else:
             moved = moved * self.moved
         if kind in MATMUL_KINDS:
-            reached = rates.get(f"{kind}.{self.precision}", self.flops * (SCORES if kind == "attention" else 1.0))
+            reached = rates.get(f"{kind}.{self.precision}", self.flops * (ATTENTION if kind == "attention" else 1.0))
             busy = max(flops / reached, moved / bandwidth) + casts
         else:
             busy = moved / rates.get(kind, bandwidth) + casts
@@ -125,7 +132,7 @@ def block_work(sequences: int) -> Iterator[Work]:
     for _ in range(LAYERS):
         yield from (Work("norm", bytes=2 * x, backward_bytes=3 * x),) * 2
         yield from (linear(HIDDEN, 3 * HIDDEN), linear(HIDDEN, HIDDEN), linear(HIDDEN, 4 * HIDDEN), linear(4 * HIDDEN, HIDDEN))
-        yield Work("attention", scores, 2.5 * scores, 4 * x, 8 * x)
+        yield Work("attention", scores, SCORED_AGAIN * scores, 4 * x, 8 * x, scores=sequences * HEADS * SEQUENCE**2)
         yield Work("activation", bytes=8 * x, backward_bytes=12 * x)
         yield from (Work("elementwise", bytes=3 * x, backward_bytes=3 * x),) * 2
 

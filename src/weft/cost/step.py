@@ -218,7 +218,7 @@ class Pricer:
         found = []
         for local, by in self._sized(layout):
             k = local.kernel
-            work = Work(k.kind, k.flops, k.backward_flops, k.bytes, k.backward_bytes, weight_bytes=k.weight_bytes)
+            work = Work(k.kind, k.flops, k.backward_flops, k.bytes, k.backward_bytes, weight_bytes=k.weight_bytes, scores=k.scores)
             found.append(rates.seconds(work, 1.0, by))
         return np.array([s.forward for s in found])[parts.index], np.array([s.backward for s in found])[parts.index]
 

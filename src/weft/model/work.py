@@ -24,7 +24,8 @@ class Work:
     `kind`: linear, attention, convolution, recurrent, elementwise, activation, norm, softmax, gather, make or view.
     `flops` and `backward_flops`: of matrix products. `bytes` and `backward_bytes`: read and written. `keeps`: values that backward
     needs; `extra_bytes`: tensors that backward needs and that are no value of the graph (masks, logarithms of softmax). `weight_bytes`:
-    of a product's operands that are the same for every sample, among `bytes`; known to whoever knows what follows the samples.
+    of a product's operands that are the same for every sample, among `bytes`; known to whoever knows what follows the samples. `scores`:
+    of attention, known to whoever knows its ranks.
     """
 
     kind: str
@@ -35,6 +36,7 @@ class Work:
     keeps: tuple[str, ...] = ()
     extra_bytes: float = 0.0
     weight_bytes: float = 0.0
+    scores: float = 0.0
 
 
 def _kinds() -> dict[str, str]:

@@ -7,15 +7,16 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from weft.cluster.cluster import WEIGHTS, Cluster, Device, Level, Link, Speed, Table
+from weft.cluster.cluster import SCORES, WEIGHTS, Cluster, Device, Level, Link, Speed, Table
 from weft.cluster.probe.machine import cpu_model, memory_bytes, num_cores, num_waiting
 from weft.cluster.probe.messages import measure_messages
-from weft.cluster.probe.operators import few_rows
+from weft.cluster.probe.operators import NARROW, WIDE, few_rows
 from weft.cluster.probe.rank import measure_alone, measure_rank
 
 BUSY = "while the machine was busy"
 LEAST_SHARE = 0.85  # of its cores that a rank gets while it multiplies, or others ran
 MESSAGE_RANKS = (2, 4)
+NOISE = 0.1  # part of a figure, below which what is left of it after another was taken off says nothing
 
 
 def measure_here(mark: str, quick: bool) -> Cluster:
@@ -92,14 +93,33 @@ def _device(name: str, kind: str, speed: Speed, memory: float, scratch: float, s
 
 def _speed(ranks: int, threads: int, seconds: dict[str, float]) -> Speed:
     """Seconds a unit of each case of `operators` as a `Speed`."""
-    for key in (key for key in seconds if key.startswith(WEIGHTS)):
-        kind = key.removeprefix(WEIGHTS)
-        product = seconds[f"{kind}.float32"]
-        # What its few rows multiply is not the weights' cost; where it seems to be nearly all, the rest is noise.
-        seconds = seconds | {key: max(seconds[key] - few_rows(kind) * product, 0.1 * seconds[key])}
+    seconds = {**seconds, **_weights(seconds), **_scores(seconds)}
     flops = tuple((key.partition(".")[2], 1 / s) for key, s in seconds.items() if key.startswith("linear."))
     rates = tuple((key, 1 / s) for key, s in seconds.items() if not key.startswith(("linear.", "launch", "elementwise")))
     return Speed(ranks, threads, flops, 1 / seconds["elementwise"], seconds["launch"], rates)
+
+
+def _weights(seconds: Mapping[str, float]) -> dict[str, float]:
+    """Of a byte of weights. What their few rows multiply is not their cost; where it seems to be nearly all, the rest is noise."""
+    kinds = [key.removeprefix(WEIGHTS) for key in seconds if key.startswith(WEIGHTS)]
+    each = {kind: (seconds[WEIGHTS + kind], few_rows(kind) * seconds[f"{kind}.float32"]) for kind in kinds}
+    return {WEIGHTS + kind: max(whole - product, NOISE * whole) for kind, (whole, product) in each.items()}
+
+
+def _scores(seconds: Mapping[str, float]) -> dict[str, float]:
+    """Attention's seconds of a score and of a FLOP (4 for each element of a head), from heads of two widths; neither is below zero.
+
+    >>> found = _scores({"scores.float32": 16e-9, "attention.float32": 40e-9 / 256})
+    >>> round(1e9 * found["scores.float32"], 6), round(1e12 * found["attention.float32"], 6)
+    (8.0, 125.0)
+    """
+    found: dict[str, float] = {}
+    for key in (key for key in seconds if key.startswith(SCORES)):
+        product = f"attention.{key.removeprefix(SCORES)}"
+        narrow, wide = seconds[key], 4 * WIDE * seconds[product]
+        element = max((wide - narrow) / (4 * (WIDE - NARROW)), NOISE * seconds[product])
+        found |= {product: element, key: max(wide - 4 * WIDE * element, NOISE * narrow)}
+    return found
 
 
 def _rising(seconds: Mapping[int, float]) -> tuple[tuple[float, float], ...]:

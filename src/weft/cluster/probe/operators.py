@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -11,19 +12,20 @@ from torch.nn import functional as F
 from torch.optim.adamw import adamw
 
 from weft.cluster.block import HEADS, HIDDEN, LAYERS, SEQUENCE, SEQUENCES, rate_name
-from weft.cluster.cluster import START, WEIGHTS
+from weft.cluster.cluster import SCORES, START, WEIGHTS
 from weft.cluster.probe.machine import has_bfloat16
 from weft.cluster.probe.timing import Case
 
 LAUNCH_OPERATORS, START_OPERATORS = 64, 16
+WIDE, NARROW = 64, 16  # elements of a head
 ROWS = {"linear": 16, "convolution": 8}  # of the products that show what their weights cost
 PULSE = "pulse"
 
 
 def operators(device: torch.device, threads: int) -> Iterator[Case]:
-    """Units: `linear.P`, `attention.P`, `convolution.P`: a FLOP at precision P; `launch`: one operator; `block.P`: a block of one thread's
-    batch; `pulse`: a call of `pulse`; `start.KIND`: a call of next to nothing; `weights.KIND`: a byte of weights, with
-    `few_rows` FLOPs for it; the others: a byte that the operator must move.
+    """Units: `linear.P`, `attention.P`, `convolution.P`: a FLOP at precision P; `scores.P`: a score of heads of `NARROW`; `launch`: one
+    operator; `block.P`: a block of one thread's batch; `pulse`: a call of `pulse`; `start.KIND`: a call of next to nothing; `weights.KIND`: a
+    byte of weights, with `few_rows` FLOPs for it; the others: a byte that the operator must move.
 
     Tensors grow with the threads that share them, as a step's do: two threads on the tensors of one would find them in their caches.
     """
@@ -64,14 +66,17 @@ def _chain(call: Callable[[torch.Tensor], torch.Tensor], times: int) -> Callable
 
 
 def _starts() -> Iterator[Case]:
-    """A call of each kind that takes longer to begin than adding two numbers: it looks for a kernel, or makes one of many."""
-    x, image, heads = torch.randn(2, 8), torch.randn(1, 8, 2, 2), torch.randn(1, 1, 8, 8)
-    w, filters, gain = torch.randn(8, 8, requires_grad=True), torch.randn(8, 8, 3, 3, requires_grad=True), torch.ones(8, requires_grad=True)
+    """A call of each kind that takes longer to begin than adding two numbers: it looks for a kernel, or makes one of many.
+
+    Products are just large enough not to be spared that.
+    """
+    x, image, heads = torch.randn(32, 32), torch.randn(2, 32, 4, 4), torch.randn(1, 1, 8, 8)
+    w, filters, gain = (torch.randn(*sizes, requires_grad=True) for sizes in ((32, 32), (32, 32, 3, 3), (32,)))
     calls: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], tuple[torch.Tensor, ...]]] = {
         "linear": (lambda y: F.linear(y, w), (x, w)),
         "convolution": (lambda y: F.conv2d(y, filters, padding=1), (image, filters)),
         "attention": (lambda y: F.scaled_dot_product_attention(y, y, y, is_causal=True), (heads,)),
-        "norm": (lambda y: F.layer_norm(y, (8,), gain, gain), (x, gain)),
+        "norm": (lambda y: F.layer_norm(y, (32,), gain, gain), (x, gain)),
         "softmax": (lambda y: F.log_softmax(y, -1), (x,)),
         "activation": (lambda y: F.gelu(y, approximate="tanh"), (x,)),
     }
@@ -106,12 +111,16 @@ def _weights() -> Iterator[Case]:
 
 
 def pulse() -> Case:
-    """What shows in a tenth of a second whether one core computes as fast as when it was measured: a product and a norm, in its caches."""
-    a, b, out, gain = torch.randn(256, 512), torch.randn(512, 512), torch.empty(256, 512), torch.ones(512)
+    """What shows in a tenth of a second whether one core computes as fast as when it was measured: a product and a norm, in its caches.
+
+    In float64, whose products are the same in every process: how ranks multiply in float32 is a setting (`weft.world.products`).
+    """
+    a, b, out = (torch.randn(256, 256, dtype=torch.float64) for _ in range(3))
+    x, gain = torch.randn(256, 512), torch.ones(512)
 
     def call() -> None:
         torch.mm(a, b, out=out)
-        F.layer_norm(a, (512,), gain, gain)
+        F.layer_norm(x, (512,), gain, gain)
 
     return Case(PULSE, 1.0, torch.no_grad()(call))
 
@@ -122,11 +131,14 @@ def _products(device: torch.device, big: bool, share: int, precision: str, dtype
 
     tokens, hidden, wide = (16384, 4096, 4096) if big else (512 * share, 384, 1536)
     yield _train(f"linear.{precision}", 6.0 * tokens * hidden * wide, F.linear, randn(tokens, hidden), randn(wide, hidden), keeps_busy=True)
-    heads = (8, 16, 1024, 64) if big else (2 * share, 6, 256, 64)
+    heads = (8, 16, 1024, WIDE) if big else (2 * share, 6, 256, WIDE)
     flops = 4.0 * heads[0] * heads[1] * heads[2] ** 2 * heads[3]
     # Backward of attention forms the scores once more: 1 + 2.5 products in place of 1 + 2.
     attention = partial(F.scaled_dot_product_attention, is_causal=True)
     yield _train(f"attention.{precision}", 3.5 * flops, attention, *(randn(*heads) for _ in range(3)))
+    if not big:
+        narrow = (*heads[:3], NARROW)
+        yield _train(f"{SCORES}{precision}", 3.5 * prod(heads[:3]) * heads[2], attention, *(randn(*narrow) for _ in range(3)))
     image = randn(32 if big else 2 * share, 64, 56, 56)
     yield _train(f"convolution.{precision}", 6.0 * image.numel() * 64 * 9, partial(F.conv2d, padding=1), image, randn(64, 64, 3, 3))
 
