@@ -24,8 +24,8 @@ PULSE = "pulse"
 
 def operators(device: torch.device, threads: int) -> Iterator[Case]:
     """Units: `linear.P`, `attention.P`, `convolution.P`: a FLOP at precision P; `scores.P`: a score of heads of `NARROW`; `launch`: one
-    operator; `block.P`: a block of one thread's batch; `pulse`: a call of `pulse`; `start.KIND`: a call of next to nothing; `weights.KIND`: a
-    byte of weights, with `few_rows` FLOPs for it; the others: a byte that the operator must move.
+    operator; `block.P`: a block of one thread's batch; `pulse`: a call of `pulse`; `start.KIND`: a call of next to nothing;
+    `weights.KIND`: a byte of weights, with `few_rows` FLOPs for it; the others: a byte that the operator must move.
 
     Tensors grow with the threads that share them, as a step's do: two threads on the tensors of one would find them in their caches.
     """
