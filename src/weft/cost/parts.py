@@ -87,6 +87,12 @@ class Parts:
         return np.array([bool(name) for name in self.blocks], dtype=bool)
 
     @cached_property
+    def block_numbers(self) -> NDArray[np.intp]:
+        """By operator: the number of its block."""
+        numbers = {name: i for i, name in enumerate(dict.fromkeys(self.blocks))}
+        return np.array([numbers[name] for name in self.blocks], dtype=np.intp)
+
+    @cached_property
     def again(self) -> NDArray[np.bool_]:
         """By operator: whether full recomputation runs it twice: those of numbered blocks, and all where there are none."""
         return self.repeated if self.repeated.any() else np.ones(len(self.blocks), dtype=bool)
@@ -511,9 +517,13 @@ def section(parts: Parts, operators: NDArray[np.intp], held: Held, half: str, ru
         mine = [int(i) for i in operators if bool(parts.shared[i]) is shared]
         scores.append(sum(4.0 * parts.compute[parts.index[i]].kernel.scores for i in mine if parts.attention[i]))
     numbers = operators.tolist()
-    groups = Groups(parts, numbers, half)
-    by_block: Callable[[Residency, int], Blocks] = cache(partial(_blocks, groups))
-    return Section(operators, held, kept_bytes(parts, numbers, half), Amount(*scores), runs, groups, by_block)
+    return Section(operators, held, kept_bytes(parts, numbers, half), Amount(*scores), runs, *grouped(parts, numbers, half))
+
+
+def grouped(parts: Parts, operators: Sequence[int], half: str) -> tuple[Groups, Callable[[Residency, int], Blocks]]:
+    """A stage's operators by their block, and what its blocks keep, see `Section`. `half` as for `kept_bytes`."""
+    groups = Groups(parts, operators, half)
+    return groups, cache(partial(_blocks, groups))
 
 
 def even_sites(cuts: Sequence[Cut], num_stages: int) -> tuple[str, ...]:
