@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from weft.model.fold import Fold
+    from weft.model.rules import Rule
 
 DTYPE_BYTES = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1,
@@ -198,6 +199,13 @@ class Graph:
         from weft.model.fold import fold
 
         return fold(self, lead=3)
+
+    @cached_property
+    def rules(self) -> dict[str, Rule | None]:
+        """The factor rule of every operator by its name, None where it has none."""
+        from weft.model.rules import rule_of  # here, since rules are written in terms of Graph
+
+        return {op.name: rule_of(op, self.tensors) for op in self.operators}
 
     @cached_property
     def free(self) -> frozenset[str]:

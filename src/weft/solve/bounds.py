@@ -98,14 +98,18 @@ def least_state_bytes(pricer: Pricer, layout: Layout) -> float:
     return state_bytes(number, layout.zero, layout.data, widths.weight, widths.gradient, copies)
 
 
+def most_memory(pricer: Pricer, layout: Layout) -> float:
+    """Bytes of the largest device that a rank of the layout lies on."""
+    return max(memory_of(pricer, layout, rank) for rank in (range(layout.pipeline) if pricer.cluster.parts else range(1)))
+
+
 def check_state(pricer: Pricer, layout: Layout) -> None:
     """Refuse, before anything is priced, a layout whose weights, gradients and optimizer alone cannot fit.
 
     Raises:
         Infeasible: with the numbers.
     """
-    least = least_state_bytes(pricer, layout)
-    have = max(memory_of(pricer, layout, rank) for rank in (range(layout.pipeline) if pricer.cluster.parts else range(1)))
+    least, have = least_state_bytes(pricer, layout), most_memory(pricer, layout)
     if least > have:
         raise Infeasible(
             f"{layout}: weights, gradients and optimizer need at least {least / 2**30:.2f} GiB a device, which has {have / 2**30:.2f} GiB"
