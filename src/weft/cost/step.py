@@ -52,6 +52,7 @@ STEP_S = 1e-3  # what a step costs besides on processors: the loop, clipping, lo
 NARROW = ("linear", "attention", "convolution", "recurrent", "activation")  # results are bfloat16 under autocast
 HOST_ADAM_S = 2.0e-9  # of a parameter's Adam step on the host's processors, an eighth of which is a GPU's share; assumed
 
+NOTHING = Memory(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 Array = NDArray[np.float64]
 Cutting = tuple[bool, tuple[tuple[str, int], ...], bool]  # whether data cuts, the tensor axes with their sizes, sequence parallelism
 
@@ -320,6 +321,11 @@ class Pricer:
                 known[key] = self._seconds(layout, index, base)
             found.append(StageCost(*known[key], self._memory(layout, index, base), base.weight_s))
         return tuple(found)
+
+    def whole(self, layout: Layout) -> StageCost:
+        """All of the model as one stage, without what it holds: for bounds."""
+        ((_, base),) = self._bases_of(layout, (), None)
+        return StageCost(*self._seconds(layout, 0, base), NOTHING, base.weight_s)
 
     def held(self, layout: Layout, sites: Sequence[str], only: Sequence[int]) -> tuple[Memory, ...]:
         """What `only` some stages hold, without their seconds."""

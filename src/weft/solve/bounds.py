@@ -77,12 +77,12 @@ def least_saving_s(pricer: Pricer, layout: Layout, interleaved: bool) -> float:
     """
     if isinstance(pricer, MixedPricer):
         return least_s(pricer, layout, interleaved, layout.recompute == "full")
-    (whole,) = pricer.stages(layout)
+    whole = pricer.whole(layout)
     _, lesser = pricer.smaller(layout)
     if layout.pipeline == 1:
-        return pricer.predict(layout, (whole,), (), smaller=lesser.stages(layout) if lesser is not None else ()).step_time_s
+        return pricer.predict(layout, (whole,), (), smaller=(lesser.whole(layout),) if lesser is not None else ()).step_time_s
     if lesser is not None:  # as if all microbatches were the smaller
-        (whole,) = lesser.stages(layout)
+        whole = lesser.whole(layout)
     busy = layout.microbatches * (whole.forward_s + whole.backward_s) / layout.pipeline * (1.0 if interleaved else filled(layout))
     step = busy + whole.optimizer_s / layout.pipeline + pricer.overhead_s(layout, busy)
     return max(step, summing_s(pricer, layout))
