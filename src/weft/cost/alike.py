@@ -39,7 +39,7 @@ def operator_kinds(inventory: Inventory, parts: Parts, weighted: NDArray[np.bool
 
     How far back something was met counts operators that belong to a stage: those that follow from the batch alone keep nothing.
     """
-    forward, backward = (_at(*pairs, len(parts.index)) for pairs in (parts.forward, parts.backward))
+    forward, backward = _at(*parts.forward), _at(*parts.backward)
     found: dict[Hashable, int] = {}
     kept_at: dict[str, int] = {}
     read_at: dict[str, int] = {}
@@ -69,7 +69,7 @@ def _back(last: dict[str, int], thing: str, place: int) -> int:
     return found
 
 
-def _at(where: Numbers, what: Numbers, count: int) -> dict[int, tuple[int, ...]]:
+def _at(where: Numbers, what: Numbers) -> dict[int, tuple[int, ...]]:
     found: dict[int, list[int]] = {}
     for i, which in zip(where.tolist(), what.tolist(), strict=True):
         found.setdefault(i, []).append(which)

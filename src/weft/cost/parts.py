@@ -177,10 +177,12 @@ def gather(inventory: Inventory, sharding: Sharding | None, narrow: frozenset[st
     forward: list[tuple[int, int]] = []
     backward: list[tuple[int, int]] = []
     position = {op.name: i for i, op in enumerate(graph.operators)}
+    ways_of = cache(partial(pieces, sharding))
+    axes = ("data", *tensor_axes(sharding))
 
     def moved(name: str, value: str, axis: str, size_bytes: float | None = None, by_row: bool = False, ways: int = 0) -> int:
         shared = (shared_by_data(sharding, value) or by_row) and axis != "data"
-        size = graph.tensors[value].size_bytes / (ways or pieces(sharding, value, axis)) if size_bytes is None else size_bytes
+        size = graph.tensors[value].size_bytes / (ways or ways_of(value, axis)) if size_bytes is None else size_bytes
         follows = by_row or (size_bytes is None and value in inventory.batched)
         return collectives(Collective(name, axis, size, follows, shared, value in narrow, size_bytes is not None))
 
@@ -199,7 +201,7 @@ def gather(inventory: Inventory, sharding: Sharding | None, narrow: frozenset[st
     stored, extra, working, weights, shared = [], [], [], [], []
     for i, op in enumerate(graph.operators):
         index[i] = compute(_local(inventory, sharding, op, siblings))
-        for axis in ("data", *tensor_axes(sharding)):
+        for axis in axes:
             if cut(sharding, op.name, axis):
                 _inside(inventory, sharding, op, i, axis, moved, forward, backward)
         if op.name in by_expert:
@@ -213,7 +215,7 @@ def gather(inventory: Inventory, sharding: Sharding | None, narrow: frozenset[st
         divide = divided(sharding, op.name)
         mine = inventory.kept[op.name]
         stored.append(tuple(
-            Stored(root, size / pieces(sharding, root), root in inventory.batched, shared_by_data(sharding, root),
+            Stored(root, size / ways_of(root), root in inventory.batched, shared_by_data(sharding, root),
                    graph.tensors[root].is_float, mine.narrow, root in inventory.held)
             for root, size in mine.storages
         ))  # fmt: skip

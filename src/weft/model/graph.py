@@ -177,6 +177,11 @@ class Graph:
         return {value: i for i, op in enumerate(self.operators) for value in op.outputs}
 
     @cached_property
+    def sites(self) -> dict[str, int]:
+        """Number of the operator that stands at each site."""
+        return {op.site: i for i, op in enumerate(self.operators)}
+
+    @cached_property
     def held(self) -> dict[str, bool]:
         """Of each variable, whether it is a parameter or a buffer."""
         return {v.value: i < 2 for i, group in enumerate((self.parameters, self.buffers, self.inputs, self.constants)) for v in group}
