@@ -7,11 +7,14 @@ machines, named with their source. Exit status 0 also where a target is missed, 
 from __future__ import annotations
 
 import argparse
+import compileall
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -26,6 +29,7 @@ from bench.document import command, header, versions
 from bench.processes import ROOT
 
 PAGE = ROOT / "docs" / "benchmarks" / "plan.md"
+WEFT = (sys.executable, "-c", "from weft.cli import main; main()")
 LIMIT_S = 300
 MOST_BYTES = 2e9
 
@@ -92,7 +96,7 @@ SWEEPS = (
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """One call: seconds from the start of its process, processor seconds, largest resident set in bytes, the plan's JSON."""
+    """One call: seconds from the start of its process to its end, processor seconds, largest resident set in bytes, the plan's JSON."""
 
     wall_s: float
     cpu_s: float
@@ -101,48 +105,32 @@ class Told:
 
 
 def run(work: Work, folder: Path) -> Told:
-    """Plan once, in a process of its own."""
+    """Plan once, as `weft plan --json` in a process of its own."""
     model = work.model
     if model == "hf:CONFIG":
         config = folder / "config.json"
         config.write_text(json.dumps(LLAMA_8B))
         model = f"hf:{config}"
-    words = [sys.executable, "-m", "bench.plan", "--one", model, work.cluster, str(work.batch), str(work.sequence or 0)]
-    began = time.perf_counter()
+    words = [*WEFT, "plan", model, "--cluster", work.cluster, "--batch", str(work.batch), "--json"]
+    words += ["--sequence", str(work.sequence)] if work.sequence else []
+    said, errors = folder / "answer", folder / "errors"
+    with said.open("w") as out, errors.open("w") as err:
+        began = time.perf_counter()
+        process = subprocess.Popen(words, stdout=out, stderr=err, cwd=ROOT)
+        clock = threading.Timer(LIMIT_S, process.kill)
+        clock.start()
+        _, status, used = os.wait4(process.pid, 0)
+        wall = time.perf_counter() - began
+        clock.cancel()
+        process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode == -signal.SIGKILL and wall >= LIMIT_S:
+        return Told(wall, 0.0, 0, {"error": f"not done after {LIMIT_S} s"})
     try:
-        done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, timeout=LIMIT_S, check=False)
-    except subprocess.TimeoutExpired:
-        return Told(float(LIMIT_S), 0.0, 0, {"error": f"not done after {LIMIT_S} s"})
-    wall = time.perf_counter() - began
-    try:
-        found = json.loads(done.stdout.strip().splitlines()[-1])
+        answer = json.loads(said.read_text().strip().splitlines()[-1])
     except (IndexError, ValueError):
-        lines = done.stderr.strip().splitlines()
-        return Told(wall, 0.0, 0, {"error": lines[-1] if lines else f"exit {done.returncode}, and nothing said"})
-    return Told(wall, found["cpu_s"], int(found["memory_bytes"]), found["answer"])
-
-
-def one(arguments: Sequence[str]) -> int:
-    """In a process of its own: plan as `weft plan --json` does, and tell the answer with the most memory that it took."""
-    import resource
-
-    from weft.cli import run as weft
-
-    model, cluster, batch, sequence = arguments
-    with tempfile.TemporaryFile("w+") as answer:
-        kept = os.dup(1)
-        os.dup2(answer.fileno(), 1)
-        code = weft(
-            ["plan", model, "--cluster", cluster, "--batch", batch, *(["--sequence", sequence] if sequence != "0" else []), "--json"]
-        )
-        sys.stdout.flush()
-        os.dup2(kept, 1)
-        answer.seek(0)
-        said = answer.read().strip().splitlines()
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    about = {"memory_bytes": used.ru_maxrss * 1024, "cpu_s": used.ru_utime + used.ru_stime}
-    print(json.dumps({**about, "answer": json.loads(said[-1]) if said else {"error": f"exit {code}"}}))
-    return code
+        lines = errors.read_text().strip().splitlines()
+        answer = {"error": lines[-1] if lines else f"exit {process.returncode}, and nothing said"}
+    return Told(wall, used.ru_utime + used.ru_stime, used.ru_maxrss * 1024, answer)
 
 
 def rows_of(work: Work, told: Sequence[Told], busy: bool = False) -> list[Row]:
@@ -245,10 +233,10 @@ def growth(rows: Sequence[Row]) -> float | None:
     return log(seconds[1] / seconds[0]) / log(last / first)
 
 
-INTRO = """Seconds from the start of `weft plan` to its answer, in a process of its own: starting Python and torch, building the model
-without memory, tracing it, searching, and timing the leading candidates with the simulator. Memory is the process's largest resident
-set. Where the machine was busy with other things (`load` above 1), targets are held against processor time, since the planner has one
-thread, and ratios say too little."""
+INTRO = """Seconds from the start of `weft plan` to the end of its process: starting Python and torch, building the model without memory,
+tracing it, searching, timing the leading candidates with the simulator, and leaving. Memory is the process's largest resident set.
+Python's bytecode of weft is there before, as an installation has it. Where the machine was busy with other things (`load` above 1),
+targets are held against processor time, since the planner has one thread, and ratios say too little."""
 
 
 def _words(value: Any) -> str:
@@ -270,6 +258,7 @@ def main(arguments: Sequence[str]) -> int:
         load=f"{os.getloadavg()[0]:.1f} processes were running before (a quiet machine has 0)",
         measured=f"{given.rounds} runs of each, one after another; medians",
     )
+    compileall.compile_dir(ROOT / "src", quiet=2)
     rows: list[Row] = []
     busy = os.getloadavg()[0] > 1
     with tempfile.TemporaryDirectory() as folder:
@@ -293,4 +282,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(one(sys.argv[2:]) if sys.argv[1:2] == ["--one"] else main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -13,6 +14,7 @@ import cli_examples
 import pytest
 import typer
 
+from weft import cli
 from weft.cli import app, run
 from weft.plan.layout import Layout
 from weft.plan.plan import Candidate, Memory, Plan, Prediction
@@ -168,3 +170,17 @@ def test_a_folder_that_cannot_be_written_is_named(plan_file: Path, capfd: pytest
 def test_the_entry_point_is_installed(command: list[str]) -> None:
     done = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True, env={**os.environ})
     assert re.fullmatch(r"weft \d+\.\d+\.\d+\n", done.stdout)
+
+
+@pytest.mark.parametrize(("verb", "collects"), [("plan", False), ("train", True)])
+def test_a_process_that_plans_once_leaves_the_collector_off(verb: str, collects: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[object] = []
+    monkeypatch.setattr(sys, "argv", ["weft", verb])
+    monkeypatch.setattr(cli, "run", lambda words: seen.append(gc.isenabled()) or 0)
+    monkeypatch.setattr(gc, "freeze", lambda: seen.append("what is left at the end is not looked through"))
+    try:
+        with pytest.raises(SystemExit) as left:
+            cli.main()
+    finally:
+        gc.enable()
+    assert (seen[0], len(seen), left.value.code) == (collects, 2, 0)

@@ -37,7 +37,8 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """`block` is what recomputing layers repeats, `scores_s` what selective does; `weight_s` are for the gradients of weights."""
+    """`block` is what recomputing layers repeats, `scores_s` what selective does; `weight_s` are for the gradients of weights. `first`:
+    the first stage that is like it."""
 
     compute: Seconds
     tensor: Seconds
@@ -48,6 +49,7 @@ class Base:
     state: StageState
     by_layer: Callable[[Residency], StageState]  # the same with what its layers keep
     loads: Callable[[], tuple[Load, ...]]  # its layers, in order
+    first: int
 
 
 def base_of(pricer: Pricer, layout: Layout, stage: Stage, section: Section) -> Base:
@@ -56,6 +58,7 @@ def base_of(pricer: Pricer, layout: Layout, stage: Stage, section: Section) -> B
     times = [one[ops] for one in pricer.operator_seconds(layout)]
     busy, network = Seconds(*(float(t.sum()) for t in times[:2])), Seconds(*(float(t.sum()) for t in times[2:]))
 
+    @cache
     def block(which: Residency) -> Seconds:
         again = repeated(parts, ops, which, stage.index)
         return Seconds(float(times[0][again].sum()), float(times[2][again].sum()))
@@ -132,7 +135,19 @@ def base_of(pricer: Pricer, layout: Layout, stage: Stage, section: Section) -> B
 
     # A product's backward is two products alike, one for its input and one for its weights, and weights' gradients are added up.
     weight_s = 0.5 * float(times[1][pricer.weighted[ops]].sum()) + adding * (layout.microbatches > 1)
-    return Base(busy, network, block, scores_s, weight_s, Sums(held.sums, held.tied, held.number), state, by_layer, loads)
+    return Base(busy, network, block, scores_s, weight_s, Sums(held.sums, held.tied, held.number), state, by_layer, loads, stage.index)
+
+
+def like(base: Base, own: Callable[[], Base]) -> Base:
+    """What a stage costs that is like `base`'s; its `own` is worked out where layers are told apart, by name or by how many of a stage."""
+
+    def block(which: Residency) -> Seconds:
+        return (own() if which.picks else base).block(which)
+
+    def by_layer(which: Residency) -> StageState:
+        return (own() if which.picks else base).by_layer(which)
+
+    return replace(base, block=block, by_layer=by_layer, loads=lambda: own().loads())
 
 
 def _moments(pricer: Pricer, layout: Layout, section: Section) -> tuple[Moments, Moments]:

@@ -10,7 +10,7 @@ modelled: waves of tiles, clocks under load, and what stays in caches.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -137,9 +137,10 @@ def together(host: NDArray[np.float64], device: NDArray[np.float64]) -> NDArray[
 
 def scaled(kernel: Kernel, by: float) -> Kernel:
     """The same for `by` times the rows."""
-    return replace(
-        kernel, flops=kernel.flops * by, backward_flops=kernel.backward_flops * by, bytes=kernel.bytes * by,
-        backward_bytes=kernel.backward_bytes * by, m=kernel.m * by, scores=kernel.scores * by, heads=kernel.heads * by,
+    k = kernel
+    return Kernel(
+        k.kind, k.flops * by, k.backward_flops * by, k.bytes * by, k.backward_bytes * by, k.m * by, k.n, k.k, k.share, k.scores * by,
+        k.heads * by,
     )  # fmt: skip
 
 

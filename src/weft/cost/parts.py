@@ -87,6 +87,12 @@ class Parts:
         return np.array([bool(name) for name in self.blocks], dtype=bool)
 
     @cached_property
+    def block_numbers(self) -> NDArray[np.intp]:
+        """By operator: the number of its block."""
+        numbers = {name: i for i, name in enumerate(dict.fromkeys(self.blocks))}
+        return np.array([numbers[name] for name in self.blocks], dtype=np.intp)
+
+    @cached_property
     def again(self) -> NDArray[np.bool_]:
         """By operator: whether full recomputation runs it twice: those of numbered blocks, and all where there are none."""
         return self.repeated if self.repeated.any() else np.ones(len(self.blocks), dtype=bool)
@@ -171,10 +177,12 @@ def gather(inventory: Inventory, sharding: Sharding | None, narrow: frozenset[st
     forward: list[tuple[int, int]] = []
     backward: list[tuple[int, int]] = []
     position = {op.name: i for i, op in enumerate(graph.operators)}
+    ways_of = cache(partial(pieces, sharding))
+    axes = ("data", *tensor_axes(sharding))
 
     def moved(name: str, value: str, axis: str, size_bytes: float | None = None, by_row: bool = False, ways: int = 0) -> int:
         shared = (shared_by_data(sharding, value) or by_row) and axis != "data"
-        size = graph.tensors[value].size_bytes / (ways or pieces(sharding, value, axis)) if size_bytes is None else size_bytes
+        size = graph.tensors[value].size_bytes / (ways or ways_of(value, axis)) if size_bytes is None else size_bytes
         follows = by_row or (size_bytes is None and value in inventory.batched)
         return collectives(Collective(name, axis, size, follows, shared, value in narrow, size_bytes is not None))
 
@@ -193,7 +201,7 @@ def gather(inventory: Inventory, sharding: Sharding | None, narrow: frozenset[st
     stored, extra, working, weights, shared = [], [], [], [], []
     for i, op in enumerate(graph.operators):
         index[i] = compute(_local(inventory, sharding, op, siblings))
-        for axis in ("data", *tensor_axes(sharding)):
+        for axis in axes:
             if cut(sharding, op.name, axis):
                 _inside(inventory, sharding, op, i, axis, moved, forward, backward)
         if op.name in by_expert:
@@ -207,7 +215,7 @@ def gather(inventory: Inventory, sharding: Sharding | None, narrow: frozenset[st
         divide = divided(sharding, op.name)
         mine = inventory.kept[op.name]
         stored.append(tuple(
-            Stored(root, size / pieces(sharding, root), root in inventory.batched, shared_by_data(sharding, root),
+            Stored(root, size / ways_of(root), root in inventory.batched, shared_by_data(sharding, root),
                    graph.tensors[root].is_float, mine.narrow, root in inventory.held)
             for root, size in mine.storages
         ))  # fmt: skip
@@ -513,9 +521,13 @@ def section(parts: Parts, operators: NDArray[np.intp], held: Held, half: str, ru
         mine = [int(i) for i in operators if bool(parts.shared[i]) is shared]
         scores.append(sum(4.0 * parts.compute[parts.index[i]].kernel.scores for i in mine if parts.attention[i]))
     numbers = operators.tolist()
-    groups = Groups(parts, numbers, half)
-    by_block: Callable[[Residency, int], Blocks] = cache(partial(_blocks, groups))
-    return Section(operators, held, kept_bytes(parts, numbers, half), Amount(*scores), runs, groups, by_block)
+    return Section(operators, held, kept_bytes(parts, numbers, half), Amount(*scores), runs, *grouped(parts, numbers, half))
+
+
+def grouped(parts: Parts, operators: Sequence[int], half: str) -> tuple[Groups, Callable[[Residency, int], Blocks]]:
+    """A stage's operators by their block, and what its blocks keep, see `Section`. `half` as for `kept_bytes`."""
+    groups = Groups(parts, operators, half)
+    return groups, cache(partial(_blocks, groups))
 
 
 def even_sites(cuts: Sequence[Cut], num_stages: int) -> tuple[str, ...]:

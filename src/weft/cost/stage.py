@@ -51,4 +51,6 @@ def straggling(num_ranks: int, spread: float) -> float:
 
 def together(held: Sequence[Memory]) -> Memory:
     """What the stages of one rank hold."""
+    if len(held) == 1:
+        return held[0]
     return Memory(*(sum(getattr(one, name) for one in held) for name in Memory.__dataclass_fields__))

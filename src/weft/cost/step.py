@@ -9,7 +9,6 @@ that compiles.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
@@ -20,7 +19,7 @@ from numpy.typing import NDArray
 from weft.cluster.cluster import Cluster, Speed
 from weft.cost import kernels
 from weft.cost.axes import group_of, prices_of
-from weft.cost.base import Base, Load, base_of
+from weft.cost.base import Base, Load, base_of, like
 from weft.cost.compute import Rates, Seconds, optimizer_s
 from weft.cost.copies import HOST_BYTES_PER_S, Copies
 from weft.cost.efficiency import Stack, stack_of
@@ -30,17 +29,12 @@ from weft.cost.network import Group, collective_s, send_s
 from weft.cost.parts import (
     Local,
     Parts,
-    Section,
     even_sites,
     expert_weights,
     gather,
-    held_parameters,
-    kept_bytes,
     numbered,
-    pieces,
-    section,
 )
-from weft.cost.runs import Runs, starts_of
+from weft.cost.sections import Kinds, Sections
 from weft.cost.stage import StageCost, straggling, together, work_share
 from weft.errors import Infeasible
 from weft.model.fold import propagate
@@ -48,7 +42,7 @@ from weft.model.graph import Graph
 from weft.model.sharding import Prices, Sharding
 from weft.model.stages import Cut, Stage, cuts, split
 from weft.model.work import MATMUL_KINDS, Work, model_flops
-from weft.plan.layout import Layout
+from weft.plan.layout import BOTH_WAYS, Layout
 from weft.plan.plan import BUCKET_BYTES, Memory, Prediction
 
 __all__ = ["Pricer", "StageCost", "straggling", "together"]
@@ -58,6 +52,7 @@ STEP_S = 1e-3  # what a step costs besides on processors: the loop, clipping, lo
 NARROW = ("linear", "attention", "convolution", "recurrent", "activation")  # results are bfloat16 under autocast
 HOST_ADAM_S = 2.0e-9  # of a parameter's Adam step on the host's processors, an eighth of which is a GPU's share; assumed
 
+NOTHING = Memory(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 Array = NDArray[np.float64]
 Cutting = tuple[bool, tuple[tuple[str, int], ...], bool]  # whether data cuts, the tensor axes with their sizes, sequence parallelism
 
@@ -80,7 +75,8 @@ class Pricer:
     places: dict[int, list[Cut]] = field(default_factory=dict)  # cuts that the search tries, by how many it needs
     _shardings: dict[Cutting, Sharding | None] = field(default_factory=dict)
     _parts: dict[Cutting, Parts] = field(default_factory=dict)
-    _sections: dict[tuple[object, ...], list[Section]] = field(default_factory=dict)
+    _kinds: dict[Cutting, Kinds] = field(default_factory=dict)
+    _sections: dict[tuple[object, ...], Sections] = field(default_factory=dict)
     _splits: dict[tuple[str, ...], tuple[Stage, ...]] = field(default_factory=dict)
     _times: dict[tuple[object, ...], tuple[Array, Array, Array, Array]] = field(default_factory=dict)
     _network: dict[tuple[str, float, int, int, int], float] = field(default_factory=dict)
@@ -121,14 +117,8 @@ class Pricer:
         return self._sharing(replace(self, bucket_bytes=bucket_bytes))
 
     def _sharing(self, made: Pricer) -> Pricer:
-        made.__dict__.update(
-            {key: getattr(self, key) for key in ("inventory", "cuts", "_position", "_narrow", "_least", "_flops", "weighted")}
-        )
+        made.__dict__.update({key: getattr(self, key) for key in ("inventory", "cuts", "_narrow", "_least", "_flops", "weighted")})
         return made
-
-    @cached_property
-    def _position(self) -> dict[str, int]:
-        return {op.name: i for i, op in enumerate(self.graph.operators)}
 
     @cached_property
     def _narrow(self) -> frozenset[str]:
@@ -290,27 +280,14 @@ class Pricer:
             self._splits[key] = split(self.graph, key)
         return self._splits[key]
 
-    def _sections_of(self, layout: Layout, sites: tuple[str, ...]) -> list[Section]:
+    def _sections_of(self, layout: Layout, sites: tuple[str, ...]) -> Sections:
         half = "" if layout.precision in ("float32", "float64") else "autocast" if self.cluster.is_cpu else "all"
-        key = (*self._cut(layout), half, sites)
+        cutting = self._cut(layout)
+        key = (*cutting, half, sites)
         if key not in self._sections:
-            parts, stages = self.parts(layout), self.split(sites)
-            readers = Counter(value for stage in stages for value in stage.variables)
-            parameters, sharding = {v.value: v for v in self.graph.parameters}, self.sharding(layout)
-            found = []
-            for stage in stages:
-                numbers = np.array([self._position[op.name] for op in stage.operators], dtype=np.intp)
-                held = held_parameters(parameters, sharding, stage.variables, readers, self._experts)
-                # What several stages have stays whole on each.
-                mine = {
-                    v: parameters[v].tensor.size / pieces(sharding, v)
-                    for v in stage.variables if v in parameters and parameters[v].trainable and readers[v] == 1
-                }  # fmt: skip
-                starts, seen = starts_of([parts.blocks[i] for i in numbers]), set[tuple[str, bool]]()
-                kept = [kept_bytes(parts, some, half, seen) for some in np.split(numbers, starts[1:])]
-                runs = cache(partial(Runs.of, stage.operators, starts, kept, mine, self._experts))
-                found.append(section(parts, numbers, held, half, runs))
-            self._sections[key] = found
+            if cutting not in self._kinds:
+                self._kinds[cutting] = Kinds(self.inventory, self.sharding(layout), self.parts(layout), self._experts, self.weighted)
+            self._sections[key] = Sections(self._kinds[cutting], self.split(sites), half)
         return self._sections[key]
 
     @cached_property
@@ -335,8 +312,21 @@ class Pricer:
         Raises:
             LayoutError: sites that the graph does not have, or not in order.
         """
-        bases = self._bases_of(layout, sites, only)
-        return tuple(self._stage(layout, i if place is None else place, base) for i, base in bases)
+        apart = layout.residency.picks or layout.schedule in BOTH_WAYS  # where stages that are alike may still differ
+        known: dict[tuple[int, int], tuple[Seconds, Seconds, float, float]] = {}
+        found = []
+        for i, base in self._bases_of(layout, sites, only):
+            index = i if place is None else place
+            key = (i, index) if apart else (base.first, index // layout.pipeline)
+            if key not in known:
+                known[key] = self._seconds(layout, index, base)
+            found.append(StageCost(*known[key], self._memory(layout, index, base), base.weight_s))
+        return tuple(found)
+
+    def whole(self, layout: Layout) -> StageCost:
+        """All of the model as one stage, without what it holds: for bounds."""
+        ((_, base),) = self._bases_of(layout, (), None)
+        return StageCost(*self._seconds(layout, 0, base), NOTHING, base.weight_s)
 
     def held(self, layout: Layout, sites: Sequence[str], only: Sequence[int]) -> tuple[Memory, ...]:
         """What `only` some stages hold, without their seconds."""
@@ -366,9 +356,18 @@ class Pricer:
                layout.expert, tuple(sites))  # fmt: skip
         bases, split = self._bases.setdefault(key, {}), self.split(sites)
         wanted = only or range(len(split))
-        for i in wanted:
-            if i not in bases:
-                bases[i] = base_of(self, layout, split[i], self._sections_of(layout, tuple(sites))[i])
+        if any(i not in bases for i in wanted):
+            sections = self._sections_of(layout, tuple(sites))
+
+            def own(i: int) -> Base:
+                return base_of(self, layout, split[i], sections.of(i))
+
+            for i in wanted:
+                first = sections.first[i]
+                if first not in bases:
+                    bases[first] = own(first)
+                if i not in bases:
+                    bases[i] = like(bases[first], cache(partial(own, i)))
         return [(i, bases[i]) for i in wanted]
 
     @cached_property
@@ -393,7 +392,8 @@ class Pricer:
         inside = [cut for cut in self.cuts if numbered(cut.site)] or list(self.cuts)
         return min(inside, key=lambda cut: cut.size_bytes).values if inside else ()
 
-    def _stage(self, layout: Layout, index: int, base: Base) -> StageCost:
+    def _seconds(self, layout: Layout, index: int, base: Base) -> tuple[Seconds, Seconds, float, float]:
+        """A stage's compute and collectives of one microbatch, and its sums and optimizer of a step."""
         busy, network = base.compute, base.tensor
         widths = self.widths(layout)
         if layout.repeats_layers:
@@ -425,7 +425,7 @@ class Pricer:
         summing, inside = summing_s(self, layout, base.sums, widths, overlap, window, each, step)
         summing += exchange_s(self, layout, index, base.sums, widths)
         network += inside
-        return StageCost(busy, network, summing, optimizer, self._memory(layout, index, base), base.weight_s)
+        return busy, network, summing, optimizer
 
     def overlap(self, layout: Layout) -> float:
         """Part of a backward that sums of gradients hide behind. Ranks of one host sum through memory, and compute meanwhile less;

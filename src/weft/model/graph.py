@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from weft.model.fold import Fold
+    from weft.model.rules import Rule
 
 DTYPE_BYTES = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1,
@@ -176,6 +177,11 @@ class Graph:
         return {value: i for i, op in enumerate(self.operators) for value in op.outputs}
 
     @cached_property
+    def sites(self) -> dict[str, int]:
+        """Number of the operator that stands at each site."""
+        return {op.site: i for i, op in enumerate(self.operators)}
+
+    @cached_property
     def held(self) -> dict[str, bool]:
         """Of each variable, whether it is a parameter or a buffer."""
         return {v.value: i < 2 for i, group in enumerate((self.parameters, self.buffers, self.inputs, self.constants)) for v in group}
@@ -198,6 +204,13 @@ class Graph:
         from weft.model.fold import fold
 
         return fold(self, lead=3)
+
+    @cached_property
+    def rules(self) -> dict[str, Rule | None]:
+        """The factor rule of every operator by its name, None where it has none."""
+        from weft.model.rules import rule_of  # here, since rules are written in terms of Graph
+
+        return {op.name: rule_of(op, self.tensors) for op in self.operators}
 
     @cached_property
     def free(self) -> frozenset[str]:

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 
 from weft.errors import LayoutError
 from weft.model.graph import Graph, Variable
-from weft.model.rules import rule_of
 from weft.model.sharding import Form
 from weft.plan.grid import NESTED
 
@@ -33,7 +32,7 @@ def nested(
     }
     kernels = set()
     for op in graph.operators:
-        rule = rule_of(op, graph.tensors)
+        rule = graph.rules[op.name]
         kernels |= {(op.name, label) for label in ops[op.name].values() if rule is not None and label in rule.kernels}
         for value, row in zip(op.inputs, needs[op.name], strict=True):
             for axis, form in row.items():

@@ -24,12 +24,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from weft.errors import LayoutError
 from weft.model.graph import Graph, Operator, Ref
 from weft.model.grid import kept_for, nested, twice_cut
 from weft.model.labels import meanings
-from weft.model.rules import Rule, rule_of
+from weft.model.rules import Rule
 from weft.model.sharding import Form, Move, Prices, Sharding, Shards, collective_s, move_collectives
 from weft.model.work import differentiable, operator_bytes, operator_flops
 from weft.plan.grid import NESTED
@@ -53,8 +54,7 @@ class _Choice:
         return self.label + "+" * ("P" in self.makes)
 
 
-@dataclass(frozen=True, slots=True)
-class _Decided:
+class _Decided(NamedTuple):
     """The decisions that led to a state of the search, the last one first."""
 
     before: _Decided | None
@@ -94,10 +94,11 @@ class _Axis:
         self.placed = {v.value: v for v in (*graph.parameters, *graph.buffers)}
         self.copied_into = copied_into(graph)
         self.weights = {v.value for v in graph.parameters if len(v.tensor.shape) > 1}
-        self.rules = {op.name: rule_of(op, graph.tensors) for op in graph.operators}
+        self.rules = graph.rules
         self.heavy = {op.name for op in graph.operators if operator_flops(op, graph.tensors) > 0}
         self.sequence = sequence
         self.labels = labels or {}  # site -> the choice that is given, in its word
+        self._moves: dict[tuple[str, Form, Form], float] = {}
         self.meanings = None if axis == "data" else meanings(graph, self.rules)
         if axis == "data":
             # Every operator that can follow the samples does, whatever its latency: that is what the axis is for.
@@ -222,7 +223,13 @@ class _Axis:
         return size * self.prices.repeats if value in self.placed else size / self.divide
 
     def move_s(self, value: str, source: Form, target: Form) -> float:
-        """Seconds of a redistribution, forward and (where the value has a gradient) backward."""
+        """Seconds of a redistribution, forward and (where the value has a gradient) backward; each question once."""
+        key = (value, source, target)
+        if key not in self._moves:
+            self._moves[key] = self._move_s(value, source, target)
+        return self._moves[key]
+
+    def _move_s(self, value: str, source: Form, target: Form) -> float:
         if source == target:
             return 0.0
         if (source, target) == ("+", "R"):
@@ -487,7 +494,7 @@ def propagate(
         {name: tuple(rows) for name, rows in needs.items()},
         {value: tuple(axes) for value, axes in gradients.items()},
         tuple(moves),
-        tuple(op.site for op in graph.operators if rule_of(op, graph.tensors) is None and not writes_buffer(op, buffers)),
+        tuple(op.site for op in graph.operators if graph.rules[op.name] is None and not writes_buffer(op, buffers)),
         cut,
     )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from weft.errors import Infeasible, LayoutError
 from weft.model.graph import Graph, Operator
@@ -119,7 +120,7 @@ def split(graph: Graph, sites: Sequence[str]) -> tuple[Stage, ...]:
         LayoutError: a site that the graph does not have, or sites out of order.
         Infeasible: a stage without operators.
     """
-    order = {op.site: i for i, op in enumerate(graph.operators)}
+    order = graph.sites
     starts = [0]
     fixed = graph.held_together
     for site in sites:
@@ -132,34 +133,30 @@ def split(graph: Graph, sites: Sequence[str]) -> tuple[Stage, ...]:
         starts.append(order[site])
     free = graph.free
     home: dict[str, int] = {}  # value -> the stage that makes it
-    mine: list[list[Operator]] = [[] for _ in starts]
-    stage = 0
-    for i, op in enumerate(graph.operators):
-        while stage + 1 < len(starts) and i >= starts[stage + 1]:
-            stage += 1
-        if op.name not in free:
-            mine[stage].append(op)
-            home.update(dict.fromkeys(op.outputs, stage))
-    for s, ops in enumerate(mine):
-        if not ops:
+    mine: list[list[int]] = []  # numbers of the operators of every stage
+    for s, (start, end) in enumerate(pairwise([*starts, len(graph.operators)])):
+        mine.append([i for i in range(start, end) if graph.operators[i].name not in free])
+        home.update((value, s) for i in mine[s] for value in graph.operators[i].outputs)
+        if not mine[s]:
             raise Infeasible(f"stage {s} of {len(starts)} has no operator; use fewer stages")
     finals = graph.outputs or (graph.loss,)
     # What follows from the batch is made wherever it is read (and with the last stage, where it is a result).
     place = graph.place
-    needed: list[set[str]] = [set() for _ in starts]
+    needed: list[set[int]] = [set() for _ in starts]
     reads: list[dict[str, None]] = [{} for _ in starts]
-    for s, ops in enumerate(mine):
-        todo = [v for op in ops for v in op.inputs]
+    for s, own in enumerate(mine):
+        todo = [v for i in own for v in graph.operators[i].inputs]
         if s == len(starts) - 1:
             todo += [v for v in finals if v not in home]
         while todo:
             value = todo.pop()
-            at = place.get(value)
-            maker = None if at is None else graph.operators[at]
-            if value not in reads[s] and maker is not None and maker.name in free and maker.name not in needed[s]:
-                needed[s].add(maker.name)
-                todo += maker.inputs
+            if value in reads[s]:
+                continue
             reads[s][value] = None
+            at = place.get(value)
+            if at is not None and at not in needed[s] and graph.operators[at].name in free:
+                needed[s].add(at)
+                todo += graph.operators[at].inputs
     receives: list[dict[int, dict[str, None]]] = [{} for _ in starts]
     sends: list[dict[int, dict[str, None]]] = [{} for _ in starts]
     for s in range(len(starts)):
@@ -169,19 +166,12 @@ def split(graph: Graph, sites: Sequence[str]) -> tuple[Stage, ...]:
                 sends[home[value]].setdefault(s, {})[value] = None
     stages = []
     variables = {v.value: i for i, v in enumerate(graph.variables)}
-    by_name = {op.name: op for op in graph.operators}
-    numbers = {op.name: i for i, op in enumerate(graph.operators)}
-
-    def number(op: Operator) -> int:
-        return numbers[op.name]
-
     for s in range(len(starts)):
-        own = {op.name for op in mine[s]} | needed[s]
         results = tuple(v for v in finals if home.get(v, len(starts) - 1) == s)
         stages.append(
             Stage(
                 s,
-                tuple(sorted((by_name[name] for name in own), key=number)),
+                tuple([graph.operators[i] for i in sorted({*mine[s], *needed[s]})]),
                 tuple(sorted((v for v in {*reads[s], *results} if v in variables), key=variables.__getitem__)),
                 tuple((p, tuple(values)) for p, values in sorted(receives[s].items())),
                 tuple((q, tuple(values)) for q, values in sorted(sends[s].items())),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 
 from weft.errors import LayoutError, nearest
 
@@ -26,8 +27,9 @@ class Compression:
     kind: str = "none"
     fraction: float = 0.0
 
-    @classmethod
-    def parse(cls, word: str) -> Compression:
+    @staticmethod
+    @cache
+    def parse(word: str) -> Compression:
         """Read `none`, `bfloat16`, `int8`, `topk` (a hundredth) or `topk:0.05`.
 
         Raises:
@@ -40,14 +42,14 @@ class Compression:
         if kind not in KINDS or (colon and kind != "topk"):
             raise LayoutError(f"compress={word} is unknown{nearest(kind, KINDS)}; use one of none, bfloat16, int8, topk, topk:FRACTION")
         if kind != "topk":
-            return cls(kind)
+            return Compression(kind)
         try:
             fraction = float(number) if colon else FRACTION
         except ValueError:
             fraction = math.nan
         if not 0 < fraction <= 1:
             raise LayoutError(f"compress={word}: {number or 'nothing'} is no fraction above 0 and at most 1; use compress=topk:{FRACTION}")
-        return cls(kind, fraction)
+        return Compression(kind, fraction)
 
     def __str__(self) -> str:
         return f"{self.kind}:{self.fraction:.12g}" if self.kind == "topk" else self.kind

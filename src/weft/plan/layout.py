@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from math import lcm
 
 from weft.errors import LayoutError, nearest
@@ -90,10 +91,10 @@ class Layout:
     grid: str = ""
 
     def __post_init__(self) -> None:
-        for key in ("data", "tensor", "pipeline", "microbatches", "chunks", "expert"):
-            value = getattr(self, key)
-            if value < 1:
-                raise LayoutError(f"{key}={value}; it counts something, so use {key}=1 or more")
+        if min(self.data, self.tensor, self.pipeline, self.microbatches, self.chunks, self.expert) < 1:
+            counts = ((key, getattr(self, key)) for key in ("data", "tensor", "pipeline", "microbatches", "chunks", "expert"))
+            key, value = next((key, value) for key, value in counts if value < 1)
+            raise LayoutError(f"{key}={value}; it counts something, so use {key}=1 or more")
         if self.grid:
             tensor, grid = checked_grid(self.grid, self.tensor)
             object.__setattr__(self, "tensor", tensor)
@@ -102,12 +103,9 @@ class Layout:
             raise LayoutError(f"threads={self.threads}; use threads=0 for an equal share of the cores, or a count")
         if self.zero not in (0, 1, 2, 3):
             raise LayoutError(f"zero={self.zero} is unknown; ZeRO has the stages zero=0 (off), 1, 2 and 3")
-        for key, known in CHOICES.items():
-            value = kind_of(key, getattr(self, key))
-            if value in LATER_CHOICES.get(key, ()):
-                raise LayoutError(f"{key}={value} is not built yet; use one of {', '.join(known)}")
-            if value not in known:
-                raise LayoutError(f"{key}={value} is unknown{nearest(value, known)}; use one of {', '.join(known)}")
+        words = (self.schedule, self.sequence_parallel, self.recompute, self.offload, self.precision, self.all_reduce)
+        if reason := refuse_words(words):
+            raise LayoutError(reason)
         if reason := refuse_sizes(self.schedule, self.microbatches):
             raise LayoutError(reason)
         if reason := refuse_sums(self.all_reduce, self.zero, self.data * self.tensor):
@@ -116,7 +114,8 @@ class Layout:
             object.__setattr__(self, "chunks", chunks_of(self.schedule, 1))
         if self.chunks != chunks_of(self.schedule, self.chunks):
             raise LayoutError(f"chunks={self.chunks} needs schedule=interleaved, and this is {self}")
-        for choice in (self.residency.recompute, self.residency.offload):
+        residency = self.residency
+        for choice in (residency.recompute, residency.offload):
             if len(choice.counts) not in (0, 1, self.num_stages):
                 raise LayoutError(
                     f"{choice.key}={choice} counts layers of {len(choice.counts)} stages, and there are {self.num_stages}: {self}"
@@ -312,6 +311,23 @@ def chunks_of(schedule: str, chunks: int) -> int:
     return chunks if schedule == "interleaved" else 2 if schedule == "zb-v" else 1
 
 
+@cache
+def refuse_words(words: tuple[str, ...]) -> str:
+    """Why one of the `words` for the keys of `CHOICES`, in their order, is no choice; empty where all are. A search makes thousands of
+    layouts of the same few words.
+
+    >>> refuse_words(("1f1b", "off", "none", "none", "float8", "auto"))
+    'precision=float8 is not built yet; use one of float32, bfloat16, float16, float64'
+    """
+    for (key, known), word in zip(CHOICES.items(), words, strict=True):
+        value = kind_of(key, word)
+        if value in LATER_CHOICES.get(key, ()):
+            return f"{key}={value} is not built yet; use one of {', '.join(known)}"
+        if value not in known:
+            return f"{key}={value} is unknown{nearest(value, known)}; use one of {', '.join(known)}"
+    return ""
+
+
 def refuse_sizes(schedule: str, microbatches: int) -> str:
     """Why a schedule is not for so many microbatches; empty where it is.
 
@@ -332,8 +348,7 @@ def refuse_sums(all_reduce: str, zero: int, ranks: int) -> str:
     >>> refuse_sums("ring", 1, 4), refuse_sums("tree", 0, 4)
     ('', '')
     """
-    known = (AUTO, NATIVE, "hierarchical", *SCATTERING)
-    if zero and all_reduce not in known:
+    if zero and all_reduce not in (AUTO, NATIVE, "hierarchical", *SCATTERING):
         return (
             f"all_reduce={all_reduce} zero={zero}: ZeRO scatters sums and gathers weights, and {all_reduce} has no such halves; "
             "use auto, native, hierarchical, naive or ring"

@@ -120,6 +120,11 @@ class Residency:
         """Raises LayoutError."""
         return Residency(LayerChoice.parse("recompute", recompute), LayerChoice.parse("offload", offload))
 
+    @property
+    def picks(self) -> bool:
+        """Whether it is of some layers only."""
+        return self.recompute.picks or self.offload.picks
+
     def moved(self, stage: int, layers: Sequence[str]) -> tuple[str, ...]:
         """Those of a stage's layers that lie on the host between forward and backward."""
         return self.offload.chosen(stage, layers)

@@ -5,6 +5,7 @@ In: sizes and links. Out: the computes of each rank, rank r having stages r, r +
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import pairwise
 
 from weft.errors import UsageError
@@ -50,6 +51,7 @@ def interleaved(num_stages: int, num_microbatches: int, links: Links, chunks: in
     return rows
 
 
+@cache
 def most_in_flight(num_ranks: int, num_microbatches: int, chunks: int, rank: int) -> int:
     """Forwards of one stage whose activations rank `rank` holds at once, all its chunks together.
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from weft.errors import ProgramError
 from weft.plan.program import Compute, Links, Op
 
+_Work = tuple[Sequence[int], float, Sequence[tuple[int, float]]]
+
 
 @dataclass(frozen=True, slots=True)
 class Times:
@@ -57,11 +59,9 @@ def makespan_s(rows: Sequence[Sequence[Compute]], links: Links, times: Times, ot
         before[target].append(source)
         after[source].append(target)
     home = _homes(rows, num_stages)
-    # What a compute sends, and how long it takes: the nearest reader's first, as the program has it.
-    alone: list[list[int]] = [[]] * num_stages
-    waits = {Op.F: before, Op.B: after, Op.I: after, Op.W: alone, Op.R: alone}
+    # What a compute waits for, how long it takes, and what it sends: the nearest reader's first, as the program has it.
     first, rest = others if others is not None else (1 << 62, times)
-    usual, unusual = ((one.of(), _sends(before, after, one.transfer_s)) for one in (times, rest))
+    usual, unusual = (_works(before, after, one) for one in (times, rest))
     arrived: dict[tuple[int, int, int], float] = {}  # (from stage, to stage, microbatch) -> when
     waiting: dict[tuple[int, int, int], int] = {}
     free: dict[tuple[int, int], float] = {}
@@ -73,11 +73,10 @@ def makespan_s(rows: Sequence[Sequence[Compute]], links: Links, times: Times, ot
         rank = ready.popleft()
         row, now, step = rows[rank], clock[rank], at[rank]
         while step < len(row):
-            action = row[step]
-            s, m = action.stage, action.microbatch
+            op, s, m = row[step]
+            waits, seconds, sends = (usual if m < first else unusual)[op][s]
             blocked = False
-            seconds, sends = usual if m < first else unusual
-            for q in waits[action.op][s]:
+            for q in waits:
                 when = arrived.get((q, s, m))
                 if when is None:
                     waiting[q, s, m] = rank
@@ -87,16 +86,18 @@ def makespan_s(rows: Sequence[Sequence[Compute]], links: Links, times: Times, ot
                     now = when
             if blocked:
                 break
-            now += seconds[action.op][s]
-            for q, takes in sends[action.op][s]:
+            now += seconds
+            for q, takes in sends:
                 when, to = now, home[q].get(m, rank)
                 if to != rank:
                     when = max(now, free.get((rank, to), 0.0)) + takes
                     free[rank, to] = when
-                    end = max(end, when)
-                arrived[s, q, m] = when
-                if (s, q, m) in waiting:
-                    ready.append(waiting.pop((s, q, m)))
+                    if when > end:
+                        end = when
+                sent = (s, q, m)
+                arrived[sent] = when
+                if sent in waiting:
+                    ready.append(waiting.pop(sent))
             step += 1
         clock[rank], at[rank] = now, step
     if any(step < len(row) for step, row in zip(at, rows, strict=True)):
@@ -104,23 +105,24 @@ def makespan_s(rows: Sequence[Sequence[Compute]], links: Links, times: Times, ot
     return max(end, *clock) if clock else 0.0
 
 
-def _sends(
-    before: Sequence[Sequence[int]], after: Sequence[Sequence[int]], transfer_s: Mapping[tuple[int, int], float]
-) -> dict[Op, list[list[tuple[int, float]]]]:
-    """By operation and stage: to which stages it sends, and how long that takes."""
-    stages = range(len(before))
-    down = [[(q, transfer_s.get((s, q), 0.0)) for q in sorted(after[s], key=lambda q: q - s)] for s in stages]
-    up = [[(q, transfer_s.get((q, s), 0.0)) for q in sorted(before[s], key=lambda q: s - q)] for s in stages]
+def _works(before: Sequence[Sequence[int]], after: Sequence[Sequence[int]], times: Times) -> dict[Op, list[_Work]]:
+    """By operation and stage: the stages that it waits for, seconds, and to which stages it sends with how long that takes."""
+    stages, takes = range(len(before)), times.transfer_s
+    down = [[(q, takes.get((s, q), 0.0)) for q in sorted(after[s], key=lambda q: q - s)] for s in stages]
+    up = [[(q, takes.get((q, s), 0.0)) for q in sorted(before[s], key=lambda q: s - q)] for s in stages]
+    alone: list[list[int]] = [[] for _ in stages]
     nothing: list[list[tuple[int, float]]] = [[] for _ in stages]
-    return {Op.F: down, Op.B: up, Op.I: up, Op.W: nothing, Op.R: nothing}
+    ends = {Op.F: (before, down), Op.B: (after, up), Op.I: (after, up), Op.W: (alone, nothing), Op.R: (alone, nothing)}
+    seconds = times.of()
+    return {op: list(zip(waits, seconds[op], sends, strict=True)) for op, (waits, sends) in ends.items()}
 
 
 def _homes(rows: Sequence[Sequence[Compute]], num_stages: int) -> list[dict[int, int]]:
     """[stage] -> {microbatch: rank that computes it}."""
     home: list[dict[int, int]] = [{} for _ in range(num_stages)]
     for rank, row in enumerate(rows):
-        for action in row:
-            there = home[action.stage].setdefault(action.microbatch, rank)
+        for _, stage, microbatch in row:
+            there = home[stage].setdefault(microbatch, rank)
             if there != rank:
-                raise ProgramError(f"microbatch {action.microbatch} of stage {action.stage} is on ranks {there} and {rank}")
+                raise ProgramError(f"microbatch {microbatch} of stage {stage} is on ranks {there} and {rank}")
     return home

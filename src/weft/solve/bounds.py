@@ -77,12 +77,12 @@ def least_saving_s(pricer: Pricer, layout: Layout, interleaved: bool) -> float:
     """
     if isinstance(pricer, MixedPricer):
         return least_s(pricer, layout, interleaved, layout.recompute == "full")
-    (whole,) = pricer.stages(layout)
+    whole = pricer.whole(layout)
     _, lesser = pricer.smaller(layout)
     if layout.pipeline == 1:
-        return pricer.predict(layout, (whole,), (), smaller=lesser.stages(layout) if lesser is not None else ()).step_time_s
+        return pricer.predict(layout, (whole,), (), smaller=(lesser.whole(layout),) if lesser is not None else ()).step_time_s
     if lesser is not None:  # as if all microbatches were the smaller
-        (whole,) = lesser.stages(layout)
+        whole = lesser.whole(layout)
     busy = layout.microbatches * (whole.forward_s + whole.backward_s) / layout.pipeline * (1.0 if interleaved else filled(layout))
     step = busy + whole.optimizer_s / layout.pipeline + pricer.overhead_s(layout, busy)
     return max(step, summing_s(pricer, layout))
@@ -98,14 +98,18 @@ def least_state_bytes(pricer: Pricer, layout: Layout) -> float:
     return state_bytes(number, layout.zero, layout.data, widths.weight, widths.gradient, copies)
 
 
+def most_memory(pricer: Pricer, layout: Layout) -> float:
+    """Bytes of the largest device that a rank of the layout lies on."""
+    return max(memory_of(pricer, layout, rank) for rank in (range(layout.pipeline) if pricer.cluster.parts else range(1)))
+
+
 def check_state(pricer: Pricer, layout: Layout) -> None:
     """Refuse, before anything is priced, a layout whose weights, gradients and optimizer alone cannot fit.
 
     Raises:
         Infeasible: with the numbers.
     """
-    least = least_state_bytes(pricer, layout)
-    have = max(memory_of(pricer, layout, rank) for rank in (range(layout.pipeline) if pricer.cluster.parts else range(1)))
+    least, have = least_state_bytes(pricer, layout), most_memory(pricer, layout)
     if least > have:
         raise Infeasible(
             f"{layout}: weights, gradients and optimizer need at least {least / 2**30:.2f} GiB a device, which has {have / 2**30:.2f} GiB"

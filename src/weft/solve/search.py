@@ -33,7 +33,7 @@ from weft.plan.microbatches import microbatch_sizes
 from weft.plan.plan import Candidate, Plan
 from weft.plan.residency import KINDS
 from weft.schedules import build
-from weft.solve.bounds import check_state, least_s, least_saving_s, least_state_bytes
+from weft.solve.bounds import check_state, least_s, least_saving_s, least_state_bytes, most_memory
 from weft.solve.grids import in_grids
 from weft.solve.mixed import MixedPricer, check_fits, memory_of, pricer_of
 from weft.solve.reasons import differences, reasons, spread
@@ -191,6 +191,7 @@ class _Search:
     _open: list[tuple[tuple[float, ...], int, Layout, bool]] = field(default_factory=list)
     _all: list[tuple[tuple[float, ...], int, Layout, bool]] = field(default_factory=list)
     _number: int = 0
+    _best_value: tuple[float, ...] = ()
     _known: dict[tuple[Layout, bool], dict[Thrift, float]] = field(default_factory=dict)
     _may_fit: dict[Layout, dict[Thrift, Layout]] = field(default_factory=dict)
 
@@ -258,7 +259,8 @@ class _Search:
                     timed = housed(self.pricer, replace(schedule, zero=zero, offload=offload), allowed)
                     if timed is not None:
                         self.bound_s = min(self.bound_s, least)
-                        self.best = timed if self._leads(timed) else self.best
+                        if self._leads(timed):
+                            self._lead(timed)
                         self.clocked.append(timed)
 
     def arrange(self) -> None:
@@ -381,18 +383,15 @@ class _Search:
         GPipe holds as many microbatches or more, and chunks hold (p - 1)/v more.
         """
         if frame not in self._may_fit:
-            pricer = self.pricer
-            have = max(memory_of(pricer, frame, k) for k in (range(frame.pipeline) if pricer.cluster.parts else range(1)))
-            found = {}
-            for one in self.space.thrifts(frame):
-                try:
-                    check_state(pricer, one)
-                    sites = balanced(pricer, one) if one.pipeline > 1 else ()
-                    (first,) = pricer.held(one, sites, range(1))
-                except (Infeasible, LayoutError):
-                    continue
-                if first.total <= NEARLY * have:
-                    found[one.zero, one.recompute, one.offload] = one
+            pricer, found = self.pricer, {}
+            have = most_memory(pricer, frame)
+            try:
+                sites = balanced(pricer, frame) if frame.pipeline > 1 else ()  # the same for all
+                for one in self.space.thrifts(frame):
+                    if least_state_bytes(pricer, one) <= have and pricer.held(one, sites, range(1))[0].total <= NEARLY * have:
+                        found[one.zero, one.recompute, one.offload] = one
+            except (Infeasible, LayoutError):  # the model has too few places for so many stages
+                pass
             self._may_fit[frame] = found
         return self._may_fit[frame]
 
@@ -443,7 +442,7 @@ class _Search:
         if self._leads(timed):
             timed = clocked(pricer, priced)  # what is chosen is timed in whole
             if self._leads(timed):
-                self.best = timed
+                self._lead(timed)
         self.clocked.append(timed)
         return timed.prediction.step_time_s
 
@@ -474,9 +473,9 @@ class _Search:
         assert self.best is not None
         return _score(self.best, self.pricer.cluster, self.objective)
 
-    @property
-    def _best_value(self) -> tuple[float, ...]:
-        return () if self.best is None else _score(self.best, self.pricer.cluster, self.objective)[:1]
+    def _lead(self, priced: Priced) -> None:
+        self.best = priced
+        self._best_value = self.score()[:1]
 
     def _refuse(self, layout: Layout, priced: Priced | None, why: str) -> None:
         self.refused.append(Candidate(layout, None if priced is None else priced.prediction, why))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import cast
 
 import numpy as np
@@ -236,12 +235,13 @@ def least_pipeline_s(layout: Layout, trips_s: Sequence[tuple[float, float]]) -> 
 def trips_s(pricer: Pricer, layout: Layout, again: bool) -> list[tuple[float, float]]:
     """Seconds at the least of every balanced stage for one microbatch, forward, and forward and back: of its operators alone, with what
     full recomputation repeats (`again`) or without."""
-    sites = balanced(pricer, layout) if layout.num_stages > 1 else ()
-    numbers = {cut.site: cut.index for cut in places(pricer, layout)} if sites else {}
-    ends = [0, *(numbers[site] for site in sites), len(pricer.graph.operators)]
-    known: dict[int, NDArray[np.float64]] = {}
+    ends = [0, len(pricer.graph.operators)]
+    if layout.num_stages > 1:
+        numbers = {cut.site: cut.index for cut in places(pricer, layout)}
+        ends[1:1] = [numbers[site] for site in balanced(pricer, layout)]
+    known: dict[int, list[tuple[float, float]]] = {}
     found = []
-    for k, (start, end) in enumerate(pairwise(ends)):
+    for k in range(layout.num_stages):
         one = owner(pricer, layout, k)
         if id(one) not in known:
             times = one.operator_seconds(layout)
@@ -249,9 +249,9 @@ def trips_s(pricer: Pricer, layout: Layout, again: bool) -> list[tuple[float, fl
             each = forward + times[1] + times[3]
             if again:
                 each = each + forward * one.parts(layout).again
-            known[id(one)] = np.concatenate([np.zeros((2, 1)), np.cumsum(np.stack([forward, each]), axis=1)], axis=1)
-        there = known[id(one)][:, end] - known[id(one)][:, start]
-        found.append((float(there[0]), float(there[1])))
+            sums = np.concatenate([np.zeros((2, 1)), np.cumsum(np.stack([forward, each]), axis=1)], axis=1)
+            known[id(one)] = list(zip(*np.diff(sums[:, ends], axis=1).tolist(), strict=True))
+        found.append(known[id(one)][k])
     return found
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import random
+from functools import cache
 from typing import Any
 
 import torch
@@ -211,14 +212,16 @@ class Operators(DispatchMode):  # type: ignore[no-untyped-call]
         if func.overloadpacket is torch.ops.aten.set_:
             return self._move(func, args, kwargs)
         is_random = torch.Tag.nondeterministic_seeded in func.tags
-        tensors = [a for a in tree_flatten((args, kwargs))[0] if isinstance(a, torch.Tensor)]
+        tensors = _tensors((args, kwargs))
         writes = _written(func, args, kwargs)
         if any(not isinstance(t, Fake) for t in writes):
             return self._write_real(func, args, kwargs, is_random)
-        if tensors and not is_random and not any(isinstance(t, Fake) for t in tensors):
-            return func(*args, **kwargs)
-        args, kwargs = tree_map(self._lifted, (args, kwargs))
-        before = {id(t): recording.view(t) for t in tree_flatten((args, kwargs))[0] if isinstance(t, Fake)}
+        if not all(isinstance(t, Fake) for t in tensors):
+            if not is_random and not any(isinstance(t, Fake) for t in tensors):
+                return func(*args, **kwargs)
+            args, kwargs = tree_map(self._lifted, (args, kwargs))
+            tensors = _tensors((args, kwargs))
+        before = {id(t): recording.view(t) for t in tensors}
         if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype == torch.bool:
             low, high = recording.known(args[0]) or (0, 1)
             if low == high:
@@ -231,7 +234,7 @@ class Operators(DispatchMode):  # type: ignore[no-untyped-call]
         except NO_FAKE:
             return self._now(func, args, kwargs, bool(writes) or is_random)
         forget(recording.fake_mode)
-        draws = is_random and any(t.device.type != "meta" for t in tree_flatten((out, writes))[0] if isinstance(t, Fake))
+        draws = is_random and any(t.device.type != "meta" for t in (*_tensors(out), *writes) if isinstance(t, Fake))
         op = self._record(func, args, kwargs, out, before, writes, recording.stream(generator) if draws else None)
         if op is not None and known is not None:
             recording.bounds.update({(v.storage, len(recording.tape.ops) - 1): known for v in (*op.overwrites, *(v for _, v in op.makes))})
@@ -245,7 +248,8 @@ class Operators(DispatchMode):  # type: ignore[no-untyped-call]
     ) -> Op | None:
         """Put a call onto the tape, unless it only makes views. `before` has where its arguments were."""
         tape = self._recording.tape
-        fresh = [(i, self._recording.new_storage(t)) for i, t in enumerate(tree_flatten(out)[0]) if isinstance(t, Fake)]
+        flat = [out] if isinstance(out, torch.Tensor) else tree_flatten(out)[0]
+        fresh = [(i, self._recording.new_storage(t)) for i, t in enumerate(flat) if isinstance(t, Fake)]
         makes = tuple((i, view) for i, view in fresh if view is not None)
         if not makes and not writes and stream is None:
             return None
@@ -253,12 +257,13 @@ class Operators(DispatchMode):  # type: ignore[no-untyped-call]
         written = {id(t): before[id(t)] for t in writes}
         read = [] if name in _SHAPE_ONLY else [view for key, view in before.items() if key not in written]
         overwrites = tuple(written.values()) if name in _FILLS else ()
-        others = [before[id(t)].storage for t in tree_flatten((args[1:], kwargs))[0] if isinstance(t, Fake)]
+        others = [before[id(t)].storage for t in _tensors((args[1:], kwargs))] if overwrites else []
         if any(not w.covers or w.storage in others for w in overwrites):  # a tensor may be copied onto itself
             overwrites = ()
         changes = dict.fromkeys(v.storage for v in written.values() if v not in overwrites)
         reads = dict.fromkeys(v.storage for v in read if v.storage not in changes)
-        args, kwargs = tree_map(lambda a: before[id(a)] if isinstance(a, torch.Tensor) else a, (args, kwargs))
+        if before:
+            args, kwargs = tree_map(lambda a: before[id(a)] if isinstance(a, torch.Tensor) else a, (args, kwargs))
         consumed = tuple(map(tape.now, reads)), tuple(map(tape.now, changes))
         op = Op(func, args, kwargs, *consumed, overwrites, makes, torch.get_default_dtype())
         if stream is not None:
@@ -294,11 +299,22 @@ class Operators(DispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
 
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    """The tensors of an operator's arguments or results, in order; a few thousand times for a large model."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    if isinstance(tree, dict):
+        return [t for item in tree.values() for t in _tensors(item)]
+    return [t for item in tree for t in _tensors(item)] if isinstance(tree, tuple | list) else []
+
+
+@cache
+def _writes(func: Any) -> tuple[tuple[int, str], ...]:
+    """Places and names of the arguments that an operator's schema says it writes."""
+    arguments = func._schema.arguments
+    return tuple((i, a.name) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
+
+
 def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     """The tensors that an operator's schema says it writes."""
-    found: list[torch.Tensor] = []
-    for i, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[i] if i < len(args) else kwargs.get(argument.name)
-            found.extend(t for t in tree_flatten(value)[0] if isinstance(t, torch.Tensor))
-    return found
+    return [t for i, name in _writes(func) for t in _tensors(args[i] if i < len(args) else kwargs.get(name))]
