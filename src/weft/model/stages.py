@@ -124,7 +124,10 @@ def split(graph: Graph, sites: Sequence[str]) -> tuple[Stage, ...]:
     fixed = graph.held_together
     for site in sites:
         if site not in order:
-            raise LayoutError(f"the plan begins a stage at {site!r}, but the model has no such operator; plan again for this model")
+            raise LayoutError(
+                f"the plan begins a stage at {site!r}, but the model has no such operator; plan again for this model, "
+                f"which may compute something else for {graph.batch_size} samples than for the whole batch"
+            )
         if order[site] <= starts[-1]:
             raise LayoutError(f"the plan's stage at {site!r} begins before or with the one before it; list stages in the model's order")
         if order[site] in fixed:
@@ -141,6 +144,8 @@ def split(graph: Graph, sites: Sequence[str]) -> tuple[Stage, ...]:
             mine[stage].append(op)
             home.update(dict.fromkeys(op.outputs, stage))
     for s, ops in enumerate(mine):
+        if not ops and len(starts) == 1:
+            raise Infeasible("no parameter leads to the model's loss, so there is nothing to train")
         if not ops:
             raise Infeasible(f"stage {s} of {len(starts)} has no operator; use fewer stages")
     finals = graph.outputs or (graph.loss,)
