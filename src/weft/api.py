@@ -96,7 +96,7 @@ _plan = plan  # where an argument is called plan
 
 def _call_once(source: Source, batch: Any, loss: Loss | None, error: ModelError) -> None:
     """A model that cannot be followed may simply be wrong: where it raises when it is run for real, that is the error to tell."""
-    from weft.model.capture import call
+    from weft.model.capture import call, called
     from weft.model.deferred import realize
 
     if sum(p.numel() for p in source.model.parameters()) > 200_000_000:
@@ -105,16 +105,37 @@ def _call_once(source: Source, batch: Any, loss: Loss | None, error: ModelError)
     # A copy: running statistics and what else a forward pass changes are not ours to change.
     model = copy.deepcopy(realize(source.deferred, source.model) if source.deferred is not None else source.model)
     try:
-        with torch.no_grad():
-            call(model, batch, loss)
+        output = called(model, batch)  # with gradients, which the model itself may ask for
+        try:
+            call(lambda *_, **__: output, batch, source.loss_of(loss))  # type: ignore[arg-type]
+        except ModelError:
+            raise
+        except Exception as real:
+            given = "loss(output, batch), where batch is all that the model is called with"
+            raise ModelError(f"the loss raises when it is called as {given}: {_said(real)}") from error
     except ModelError:
         raise
     except Exception as real:
-        raise ModelError(
-            f"the model raises when it is called: {type(real).__name__}: {str(real).splitlines()[0] if str(real) else ''}"
-        ) from error
+        raise ModelError(f"the model raises when it is called: {_said(real)}{_misfit(model, batch)}") from error
     finally:
         torch.random.set_rng_state(state)
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+
+
+def _misfit(model: nn.Module, batch: Any) -> str:
+    """What to do where the batch is not what `forward` takes; empty where it is."""
+    order, named = ((), batch) if isinstance(batch, Mapping) else (batch, {})
+    try:
+        inspect.signature(model.forward).bind(*order, **named)
+    except TypeError:
+        has = f"with the keywords {', '.join(map(str, named))}" if named else f"with {len(order)} arguments in order"
+        return f"; it is called {has}, which is all of the batch: let forward take its targets too, and leave them to the loss"
+    except ValueError:  # no signature to see
+        return ""
+    return ""
 
 
 def parallelize(

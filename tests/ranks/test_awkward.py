@@ -1,4 +1,7 @@
-"""Awkward models (`awkward_models.py`) under every kind of axis, in float64 against plain PyTorch: two launches of ranks a model."""
+"""Awkward models (`awkward_models.py`, `user_models.py`) under every kind of axis, in float64 against plain PyTorch.
+
+Two launches of ranks a model at most.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "ranks")]
 
 from awkward_models import MODELS  # noqa: E402
 from bench.verify_all import EAGER, Subject  # noqa: E402
+from user_models import MODELS as OF_USERS  # noqa: E402
 
 import weft  # noqa: E402
-from weft.errors import Infeasible, LayoutError  # noqa: E402
+from weft.errors import Infeasible, LayoutError, ModelError  # noqa: E402
 from weft.model.propagate import propagate  # noqa: E402
 from weft.plan.layout import Layout  # noqa: E402
 from weft.plan.plan import Plan  # noqa: E402
@@ -66,6 +70,14 @@ def test_awkward_models_are_what_they_are_in_one_process(name: str) -> None:
     assert not check(subject, TWO + cut)
     if name in CROSSED:
         assert not check(subject, FOUR)
+
+
+@pytest.mark.parametrize("name", OF_USERS)
+def test_models_of_users_are_what_they_are_in_one_process(name: str) -> None:
+    subject = Subject(str(ROOT / f"tests/ranks/user_models.py:{name}"))
+    # What `running` writes at its beginning is read at its end, so that it has no stages.
+    layouts = (*TWO[:3], "data=2 microbatches=2 zero=3") if name == "running" else (*TWO, "data=2 microbatches=2 zero=3")
+    assert not check(subject, layouts)
 
 
 class Accidents(nn.Module):
@@ -118,6 +130,61 @@ def test_a_loss_that_does_not_divide_is_refused_where_the_model_cannot_be_captur
     with pytest.raises(Infeasible, match=r"its loss over 8 samples is .* where the mean over data=2 parts of them is"):
         weft.verify(Branching, "data=2", (x,))
     assert weft.verify(Branching, "data=1 microbatches=2", (x,)).ok
+
+
+class Seen(nn.Module):
+    """Cannot be captured, and keeps what it sees: a mean in a buffer, or rows of a table cut to a length."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.layer = kind, nn.Linear(4, 2)
+        self.table = nn.Embedding(20, 4, max_norm=0.5 if kind == "table" else None)
+        self.mean: Tensor
+        self.register_buffer("mean", torch.zeros(4))
+        self.calls: Tensor
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        self.calls += 1
+        if self.kind == "mean":
+            self.mean.lerp_(x.detach().mean(0), 0.5)
+        scale = 2.0 if self.calls > 1_000_000 else 1.0
+        return self.layer(x + self.table(ids)).square().mean() * scale
+
+
+def test_what_is_written_by_the_samples_seen_is_not_divided_where_the_model_cannot_be_captured() -> None:
+    batch = (torch.randn(8, 4, generator=torch.Generator().manual_seed(1)), torch.arange(8))
+    for kind, written in (("mean", "mean"), ("table", "table.weight")):
+        with pytest.raises(Infeasible, match=rf"it writes {written} while it runs, by the samples that it sees"):
+            weft.verify(lambda kind=kind: Seen(kind), "data=2", batch)
+    assert weft.verify(lambda: Seen("calls"), "data=2", batch).ok
+
+
+class OwnGradient(nn.Module):
+    """Asks for a derivative of its own by its input, as physics-informed networks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.requires_grad_()
+        (slope,) = torch.autograd.grad(self.net(x).sum(), x, create_graph=True)
+        return (slope - x.cos()).square().mean()
+
+
+class Overwriting(OwnGradient):
+    """Writes over what its backward needs, which torch tells in backward only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x).sigmoid_().mul_(2.0).mean()
+
+
+def test_a_model_that_differentiates_trains_by_data_and_one_that_pytorch_cannot_train_is_told_so() -> None:
+    x = torch.randn(8, 1, generator=torch.Generator().manual_seed(1))
+    assert weft.verify(OwnGradient, "data=2", (x,)).ok
+    with pytest.raises(ModelError, match="raises when plain PyTorch trains it in one process: one of the variables"):
+        weft.verify(Overwriting, "data=1", (x,))
 
 
 def test_written_buffers_lie_whole_and_are_cut_anew_where_they_are_read_in_pieces() -> None:

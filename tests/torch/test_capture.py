@@ -274,6 +274,69 @@ def test_what_depends_on_data_is_refused_with_the_reason(kind: type[nn.Module]) 
         Source.of(kind).capture((torch.ones(4, 3),), None, None)
 
 
+class Picked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.w)[x[:, 0] > 0].mean()
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"), [(Branch, r"data-dependent at test_capture\.py:\d+, \"return .* if x\.sum\(\)"), (Picked, r"x\[mask\]")]
+)
+def test_what_depends_on_data_is_named_by_its_line_or_by_what_it_makes(kind: type[nn.Module], said: str) -> None:
+    with pytest.raises(ModelError, match=said):
+        Source.of(kind).capture((torch.ones(4, 3),), None, None)
+
+
+class Counted(nn.Module):
+    """Branches on what follows from numbers alone; `unknown`: on a mask into which an input was written."""
+
+    def __init__(self, unknown: bool) -> None:
+        super().__init__()
+        self.w, self.unknown = nn.Parameter(torch.ones(3)), unknown
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.triu(torch.ones(3, 3), 1).bool()
+        mask[2, :2] = x[0, :2] > 0 if self.unknown else torch.tensor([True, False])
+        x = x * int(mask.sum())
+        return ((x if mask.any() else -x) * self.w * float(torch.linspace(0, 2, 3)[-1])).sum()
+
+
+def test_what_follows_from_numbers_alone_may_be_asked_for_its_value() -> None:
+    equal_to_eager(Counted(unknown=False).double(), (torch.ones(4, 3, dtype=torch.float64),))
+    with pytest.raises(ModelError, match=r"int\(mask\.sum"):
+        Source.of(lambda: Counted(unknown=True)).capture((torch.ones(4, 3),), None, None)
+
+
+def test_distributions_and_mapped_functions_are_captured() -> None:
+    class Sampled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.full((2, 3), 0.5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            mean = torch.vmap(lambda w: x * w)(self.w).mean(0)
+            return -torch.distributions.Normal(mean, self.w[0].exp()).log_prob(x).mean()
+
+    equal_to_eager(Sampled().double(), (torch.randn(4, 3, dtype=torch.float64),))
+    assert torch.distributions.Distribution._validate_args == __debug__
+
+
+def test_a_parameter_that_is_none_of_the_models_is_refused() -> None:
+    centres = nn.Parameter(torch.ones(2))
+    with pytest.raises(ModelError, match=r"a parameter of shape \[2\] is read that is none of the model's"):
+        Source.of(nn.Linear(3, 2)).capture((torch.ones(4, 3),), lambda output, batch: (output - centres).square().mean(), None)
+
+
+def test_a_compiled_module_is_refused() -> None:
+    for model in (torch.jit.script(nn.Linear(3, 2)), nn.Sequential(torch.jit.script(nn.Linear(3, 2)))):
+        with pytest.raises(ModelError, match=r"is compiled by torch\.jit"):
+            Source.of(model)
+
+
 def test_a_loss_that_is_not_a_scalar_is_refused() -> None:
     with pytest.raises(ModelError, match=r"must be a scalar tensor, got a tensor of shape \[4, 2\]"):
         Source.of(lambda: nn.Linear(3, 2)).capture((torch.ones(4, 3),), None, None)

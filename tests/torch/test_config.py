@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from weft.errors import ConfigError
 from weft.train import toml
 from weft.train.config import SECTIONS, Config
+from weft.train.subject import sequence_of
 
 GOOD = """# a comment
 [model]
@@ -37,6 +38,13 @@ def test_defaults_and_values() -> None:
     assert config.data.paths == ()
     assert Config.parse(GOOD, changes=["text=/a/b"]).data.paths == ("/a/b",)
     assert Config.parse(GOOD, changes=['text=["a", "b"]']).data.paths == ("a", "b")
+
+
+def test_tokens_of_a_sample_are_asked_of_named_models_with_text_alone() -> None:
+    assert sequence_of(Config.parse(GOOD)) == 128
+    assert sequence_of(Config.parse(GOOD, changes=['data.source="synthetic"'])) is None
+    for own in ("mine.py:make", "folder/mine.py"):
+        assert sequence_of(Config.parse(GOOD.replace("gpt-10m", own))) is None
 
 
 def test_the_folder_is_named_after_the_file(tmp_path: Path) -> None:

@@ -163,6 +163,54 @@ def test_only_tensors_with_samples_are_cut(tmp_path: Path) -> None:
     assert (len(batch["x"]), len(batch["scale"]), batch["n"], len(batch["y"][0])) == (2, 3, 5, 2)
 
 
+def test_a_loss_may_hold_tensors_and_its_own_model(tmp_path: Path) -> None:
+    """What was made without memory beside the model is real when the loss is called, for each model its own."""
+    file = written(
+        tmp_path,
+        """
+def weighted():
+    criterion = nn.CrossEntropyLoss(weight=torch.arange(1.0, 4.0))
+    return nn.Linear(4, 3), (torch.ones(6, 4),), lambda o, b: criterion(o, torch.arange(6) % 3)
+def penalised():
+    model = nn.Linear(4, 3)
+    return model, (torch.ones(6, 4),), lambda o, b: sum(p.abs().sum() for p in model.parameters())
+def held():
+    model = nn.Linear(4, 3)
+    weight = model.weight
+    return model, (torch.ones(6, 4),), lambda o, b: o.mean() + weight.abs().sum()
+def learned():
+    class Centre(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.centre = nn.Parameter(torch.ones(3))
+        def forward(self, output, batch):
+            return (output - self.centre).square().mean()
+    return nn.Linear(4, 3), (torch.ones(6, 4),), Centre()
+""",
+    )
+    resolved = resolve(f"{file}:weighted")
+    output = torch.randn(6, 3)
+    want = torch.nn.functional.cross_entropy(output, torch.arange(6) % 3, weight=torch.arange(1.0, 4.0))
+    assert torch.equal(resolved.loss(output, None), want)
+    resolved = resolve(f"{file}:penalised")
+    first, second = resolved.make(), resolved.make()
+    for model in (first, second):
+        value = call(model, resolved.example(), resolved.loss)
+        assert value == sum(p.abs().sum() for p in model.parameters())
+    assert not torch.equal(first.weight, second.weight)
+    with pytest.raises(ModelError, match="holds the model's parameter weight itself; let it read the parameter from the model"):
+        resolve(f"{file}:held")
+    with pytest.raises(ModelError, match="has a parameter of its own, centre of Centre, which would not be trained"):
+        resolve(f"{file}:learned")
+
+
+def test_a_named_tuple_stays_one(tmp_path: Path) -> None:
+    text = "from collections import namedtuple\nPair = namedtuple('Pair', 'x y')\n"
+    file = written(tmp_path, text + "def make(): return nn.Identity(), Pair(torch.zeros(6, 4), torch.ones(6))\n")
+    batch = resolve(f"{file}:make", batch=2).example()
+    assert (type(batch).__name__, len(batch.x), len(batch.y)) == ("Pair", 2, 2)
+
+
 def test_siblings_are_imported_and_nothing_stays_on_the_path(tmp_path: Path) -> None:
     """Two folders with a sibling of one name each get their own; a factory may import when it is called."""
     path = list(sys.path)
@@ -192,6 +240,12 @@ def test_a_sibling_does_not_take_the_place_of_what_can_be_imported(tmp_path: Pat
         ("def make(): return nn.ReLU(), 7\n", "make", "a batch of type int"),
         ("def make(): return nn.ReLU(), (torch.ones(2),), 7\n", "make", "a loss of type int"),
         ("def make(): return nn.ReLU(), {'n': 3}\n", "make", "samples in dimension 0"),
+        (
+            "import numpy\ndef make(): return nn.ReLU(), (numpy.ones(3),)\n",
+            "make",
+            r"it holds ndarray; make tensors of it",
+        ),
+        ("def make(): return nn.LazyLinear(3)\n", "make", "lazy layers have no sizes before they are called"),
         ("def make(): raise RuntimeError('no luck')\n", "make", "raises RuntimeError: no luck"),
         ("def make(n): return nn.ReLU()\n", "make", "takes no arguments"),
         ("def make(): return nn.ReLU()\n", "mak", "no function mak; did you mean make"),

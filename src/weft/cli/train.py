@@ -88,13 +88,13 @@ def make_plan(config: Config, known: Plan | None, out: Output) -> Planned:
     from weft.cli.subject import load_cluster, load_model
     from weft.plan.layout import Layout
     from weft.train.flow import Planned
+    from weft.train.subject import sequence_of
 
     cluster = load_cluster(config.plan.cluster, out)
     if known is not None:
         plan = known
     else:
-        sequence = config.data.sequence if config.data.source == "text" else None
-        subject = load_model(config.model.name, config.train.batch, sequence)
+        subject = load_model(config.model.name, config.train.batch, sequence_of(config))
         layout = Layout.parse(config.plan.layout) if config.plan.layout else None
         if layout is not None:
             layout.check_runs()

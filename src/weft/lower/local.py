@@ -33,6 +33,7 @@ _LAYER = re.compile(r"^(?:[^/]*?\.)?\d+(?=\.|/|$)")
 _TRAINS = dict.fromkeys(("alpha_dropout", "feature_dropout", "feature_alpha_dropout", "native_dropout"), 2) | dict.fromkeys(
     ("lstm", "gru", "rnn_tanh", "rnn_relu"), 6
 )
+_SPARSE = {"embedding": 4, "embedding_bag": 5}  # where an operator is told that its gradient be sparse
 _EXPANDS = {"expand", "expand_as", "broadcast_to"}
 
 
@@ -258,6 +259,13 @@ class _Builder:
         if name == "as_strided":
             # It reads memory, and what stands here lies in memory as it was traced: in rows.
             return self._emit(op, _lookup(op.target), [self._node(torch.ops.aten.contiguous.default, (args[0],)), *args[1:]], kwargs)
+        if name in _SPARSE and len(args) > _SPARSE[name]:
+            args[_SPARSE[name]] = False  # gradients lie in buffers with others, which are dense
+        if name == "view_as_complex":
+            # A parameter may begin anywhere in the buffer that it lies in with others, and a complex number only at every second place.
+            return self._emit(op, _lookup(op.target), [self._node(torch.ops.aten.clone.default, (args[0],))], kwargs)
+        if name in ("slice_scatter", "select_scatter") and self.tensors[op.outputs[0]].dtype.startswith("complex"):
+            return self._node(_bind(_complex_scatter, _lookup(op.target)), tuple(args), kwargs)
         kernels = self._kernels(op, cut)
         if name == "embedding" and "vocabulary" in kernels:
             rows = self.tensors[op.inputs[0]].shape[0]
@@ -416,6 +424,12 @@ def _nll(
     count = (target != ignore).sum().to(loss.dtype)
     rows.all_reduce(count)
     return loss / count
+
+
+def _complex_scatter(target: Callable[..., Tensor], x: Tensor, source: Tensor, dim: int = 0, *rest: Any, **kwargs: Any) -> Tensor:
+    """`slice_scatter` and `select_scatter` of complex numbers, which have no derivative in torch: those of their two parts."""
+    parts = target(torch.view_as_real(x), torch.view_as_real(source.to(x.dtype)), dim % x.dim(), *rest, **kwargs)
+    return torch.view_as_complex(parts.contiguous())
 
 
 def _add_bias(x: Tensor, bias: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import combinations, islice
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -24,7 +25,9 @@ from torch.fx import config as fx_config
 
 from weft.errors import ModelError
 from weft.model.collector import uncollected
+from weft.model.deferred.blame import why_not
 from weft.model.deferred.fakes import Fake
+from weft.model.deferred.losses import loss_of
 from weft.model.functional import Memory, is_in_place, make_functional
 from weft.model.graph import Arg, Graph, Operator, Ref, Tensor, Variable, Word
 from weft.model.nesting import batch_size_of, leaves, rebuild
@@ -47,16 +50,22 @@ class Captured:
     structure: Any = None  # the model's output with fake tensors, where it was captured without a loss
 
 
+def called(model: nn.Module, batch: Any) -> Any:
+    """The model's output of a batch: dicts by keyword, tuples in order."""
+    return model(**batch) if isinstance(batch, Mapping) else model(*batch) if isinstance(batch, tuple | list) else model(batch)
+
+
 def call(model: nn.Module, batch: Any, loss: Loss | None) -> torch.Tensor:
     """Run the model on a batch as `MODEL` says: dicts by keyword, tuples in order; then the loss, a scalar.
 
     Raises:
         ModelError: no loss is given and the output is neither a scalar nor has a scalar `.loss`.
     """
-    output = model(**batch) if isinstance(batch, Mapping) else model(*batch) if isinstance(batch, tuple | list) else model(batch)
+    output = called(model, batch)
     value: Any
-    if loss is not None:
-        value = loss(output, batch)
+    own = loss_of(loss, model)
+    if own is not None:
+        value = own(output, batch)
     else:
         value = output if isinstance(output, torch.Tensor) else getattr(output, "loss", None)
         if value is None and isinstance(output, Mapping):
@@ -76,7 +85,8 @@ class _Step(nn.Module):
         self.model = model
         self.gives_outputs = outputs
         self._batch = batch
-        self._loss = loss
+        # In a closure: a loss that is a module is no part of the model.
+        self._call: Callable[[Any], torch.Tensor] = lambda given: call(model, given, loss)
         outputs_seen: list[Any] = []
         states_seen: list[State] = []
         # Kept in closures: export puts a module's attributes back as they were.
@@ -91,11 +101,11 @@ class _Step(nn.Module):
         batch = rebuild(self._batch, new)
         with watched(self.model):
             if self.gives_outputs:
-                output = self.model(**batch) if isinstance(batch, Mapping) else self.model(*batch)
+                output = called(self.model, batch)
                 self.seen(output)
                 result = tuple(leaf for _, leaf in leaves(output) if isinstance(leaf, torch.Tensor))
             else:
-                result = (call(self.model, batch, self._loss),)
+                result = (self._call(batch),)
         self.left(state_of(self.model))
         return result
 
@@ -174,13 +184,29 @@ def _traced(step: _Step, batch: Any, batched: frozenset[str], size: int, fake_mo
         except ModelError:
             raise
         except Exception as error:
-            said = str(error).strip().splitlines()
             cut = "" if size == batch_size_of(batch) else f" with {size} of the batch's {batch_size_of(batch)} samples (one microbatch)"
-            raise ModelError(f"torch.export cannot follow the model{cut}: {type(error).__name__}: {said[0] if said else ''}") from error
+            raise ModelError(f"torch.export cannot follow the model{cut}: {why_not(error)}") from error
+        _refuse_unknown_shapes(program)
         try:
             return _read(program, step, batch, batched, size)
         except _Aliased:
-            return _read(program.run_decompositions({}), step, batch, batched, size)
+            program = program.run_decompositions({})
+        try:
+            return _read(program, step, batch, batched, size)
+        except _Aliased as error:
+            raise ModelError(str(error)) from error
+
+
+def _refuse_unknown_shapes(program: Any) -> None:
+    """Raise ModelError where a tensor has a shape that depends on values: as many rows as a mask picks."""
+    for node in program.graph.nodes:
+        value = node.meta.get("val")
+        for item in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(item, torch.Tensor) and any(not isinstance(n, int) for n in item.shape):
+                raise ModelError(
+                    f"the shape of what {node.target} makes is data-dependent: it follows the values of a tensor (x[mask], "
+                    "nonzero, unique); keep shapes fixed, for example with torch.where or weights of 0"
+                )
 
 
 @contextlib.contextmanager
@@ -203,7 +229,7 @@ def _quiet() -> Iterator[None]:
 
 
 class _Aliased(Exception):
-    """An in-place write whose aliases cannot be followed here; torch's own functionalisation is asked instead."""
+    """An in-place write whose aliases cannot be followed here, or a function's transform (vmap); torch's decomposition is asked instead."""
 
 
 def _read(program: Any, step: _Step, batch: Any, batched: frozenset[str], size: int) -> Captured:
@@ -263,7 +289,7 @@ def _read(program: Any, step: _Step, batch: Any, batched: frozenset[str], size: 
                 "the model writes into a tensor in a way that cannot be followed, beside a block without gradients; write with torch.where "
                 "or index_put, or leave the block out"
             )
-        raise _Aliased
+        raise _Aliased("the model writes into a tensor in a way that cannot be followed; write with torch.where or index_put")
     ops, rename = operators
     results = [rename.get(v, v) for v in reader.results]
     wanted = _keep(ops, results, {b.value for b in buffers.values()})
@@ -407,6 +433,8 @@ class _Reader:
         elif "autocast" in kind:
             keep_grad, body, operands, full_precision = True, node.args[4], node.args[5:], not node.args[2]
         else:
+            if isinstance(node.target, FunctionType):
+                raise _Aliased(f"the model calls {node.target.__name__}, which weft cannot take apart")
             raise ModelError(f"the model calls {kind}, which weft cannot take apart")
         inner = getattr(owner, body.target)
         start = len(self.operators)

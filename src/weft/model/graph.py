@@ -146,7 +146,8 @@ class Graph:
     def cast(self, source: str, target: str) -> Graph:
         """The same graph with dtype `source` replaced by `target`, in tensors and in arguments (`x.to(torch.float32)`).
 
-        Complex numbers of float32 become those of float64 with it.
+        Complex numbers of float32 become those of float64 with it. What is made of numbers alone (`torch.linspace(0, 1, 5)`) is told its
+        dtype; what is made of integers (`torch.arange(5) / 4`) is computed as it was, and cast.
         """
         dtypes = {source: target} | ({"complex64": "complex128"} if (source, target) == ("float32", "float64") else {})
 
@@ -161,14 +162,32 @@ class Graph:
         def variables(group: tuple[Variable, ...]) -> tuple[Variable, ...]:
             return tuple(replace(v, tensor=tensor(v.tensor)) for v in group)
 
+        operators: list[Operator] = []
+        tensors = {value: tensor(t) for value, t in self.tensors.items()}
+        for op in self.operators:
+            kwargs = tuple((k, arg(a)) for k, a in op.kwargs)
+            made = replace(op, args=arg(op.args), kwargs=kwargs)  # type: ignore[arg-type]
+            narrow = [v for v in op.outputs if self.tensors[v].dtype == source]
+            if not narrow or any(isinstance(a, Word) and a.kind == "dtype" for a in (*op.args, *dict(op.kwargs).values())):
+                operators.append(made)
+            elif not op.inputs:
+                operators.append(replace(made, kwargs=(*((k, a) for k, a in kwargs if k != "dtype"), ("dtype", Word("dtype", target)))))
+            elif op.multiple or any(self.tensors[v].dtype.startswith(("float", "complex", "bfloat")) for v in op.inputs):
+                operators.append(made)
+            else:
+                (value,) = narrow
+                tensors[f"{value}_narrow"] = self.tensors[value]
+                operators.append(replace(made, outputs=(f"{value}_narrow",)))
+                cast = (Ref(f"{value}_narrow"), Word("dtype", target))
+                operators.append(Operator(f"{op.name}_cast", "aten.to.dtype", cast, (), (value,), f"{op.site}/{target}"))
         return replace(
             self,
             parameters=variables(self.parameters),
             buffers=variables(self.buffers),
             inputs=variables(self.inputs),
             constants=variables(self.constants),
-            operators=tuple(replace(op, args=arg(op.args), kwargs=tuple((k, arg(a)) for k, a in op.kwargs)) for op in self.operators),  # type: ignore[arg-type]
-            tensors={value: tensor(t) for value, t in self.tensors.items()},
+            operators=tuple(operators),
+            tensors=tensors,
         )
 
     @cached_property

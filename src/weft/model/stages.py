@@ -125,7 +125,10 @@ def split(graph: Graph, sites: Sequence[str]) -> tuple[Stage, ...]:
     fixed = graph.held_together
     for site in sites:
         if site not in order:
-            raise LayoutError(f"the plan begins a stage at {site!r}, but the model has no such operator; plan again for this model")
+            raise LayoutError(
+                f"the plan begins a stage at {site!r}, but the model has no such operator; plan again for this model, "
+                f"which may compute something else for {graph.batch_size} samples than for the whole batch"
+            )
         if order[site] <= starts[-1]:
             raise LayoutError(f"the plan's stage at {site!r} begins before or with the one before it; list stages in the model's order")
         if order[site] in fixed:
@@ -137,6 +140,8 @@ def split(graph: Graph, sites: Sequence[str]) -> tuple[Stage, ...]:
     for s, (start, end) in enumerate(pairwise([*starts, len(graph.operators)])):
         mine.append([i for i in range(start, end) if graph.operators[i].name not in free])
         home.update((value, s) for i in mine[s] for value in graph.operators[i].outputs)
+        if not mine[s] and len(starts) == 1:
+            raise Infeasible("no parameter leads to the model's loss, so there is nothing to train")
         if not mine[s]:
             raise Infeasible(f"stage {s} of {len(starts)} has no operator; use fewer stages")
     finals = graph.outputs or (graph.loss,)

@@ -18,10 +18,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributions import Distribution
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from weft.errors import ModelError
+from weft.model.deferred.known import Known
 
 State = Mapping[tuple[str, str], Any]  # (path of a module, attribute) -> value
 _GET_DATA, _SET_DATA = Tensor.data.__get__, Tensor.data.__set__  # type: ignore[attr-defined]
@@ -36,7 +38,12 @@ _OWN = set(vars(nn.Module()))
 
 
 class _Told(TorchFunctionMode):
-    """Refuses what acts in backward alone, and says `.data` in words that a trace keeps."""
+    """Refuses what acts in backward alone or on parameters of others, and says `.data` in words that a trace keeps."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._own = {id(p) for p in model.parameters()}
+        self._known = Known()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == _GET_DATA:
@@ -47,7 +54,18 @@ class _Told(TorchFunctionMode):
             )
         if func in _IN_BACKWARD:
             raise ModelError(f"the model {_IN_BACKWARD[func]} while it runs, which a captured graph does not hold")
-        return func(*args, **(kwargs or {}))
+        for x in (*args, *(kwargs or {}).values()):
+            if isinstance(x, nn.Parameter) and x.requires_grad and id(x) not in self._own:
+                raise ModelError(
+                    f"a parameter of shape {list(x.shape)} is read that is none of the model's, so that it would not be trained; make it "
+                    "(and the loss, where that reads it) a part of the model"
+                )
+        answer = self._known.asked(func, args)
+        if answer is not None:
+            return answer[0]
+        result = func(*args, **(kwargs or {}))
+        self._known.note(func, args, kwargs or {}, result)
+        return result
 
 
 def refuse_hooks(model: nn.Module) -> None:
@@ -55,6 +73,14 @@ def refuse_hooks(model: nn.Module) -> None:
     for name, p in model.named_parameters():
         if p._backward_hooks:  # the only place where torch shows them
             raise ModelError(f"parameter {name} has a gradient hook, which weft would lose; change gradients after backward instead")
+
+
+def refuse_scripts(model: nn.Module) -> None:
+    """Raise ModelError where torch.jit has compiled the model or a part of it, which can be neither traced nor given other parameters."""
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            part = f"its part {path}" if path else "the model"
+            raise ModelError(f"{part} is compiled by torch.jit, which cannot be divided; give the module as it was before torch.jit.script")
 
 
 # What torch.library makes of an operator's registered backward: it belongs to the operator, which the graph holds.
@@ -79,11 +105,15 @@ def watched(model: nn.Module) -> Iterator[None]:
         return _apply(cls, *args, **kwargs)
 
     function.apply = classmethod(apply)
+    checked = Distribution._validate_args
+    # Distributions look at the values of their arguments, which only tells whether they are valid.
+    Distribution.set_default_validate_args(False)
     try:
-        with _Told():
+        with _Told(model):
             yield
     finally:
         function.apply = before
+        Distribution.set_default_validate_args(checked)
     if _python_randomness() != drawn:
         raise ModelError("the model draws from Python's or numpy's random numbers, which a captured graph would fix; use torch's")
     modules = dict(model.named_modules())

@@ -19,7 +19,7 @@ from weft.lower.kernels.randomness import Draw
 from weft.lower.local import LocalStage, Lowering, layer_of, lower
 from weft.model.capture import Captured, Loss, capture
 from weft.model.collector import uncollected
-from weft.model.deferred import Deferred, fake_copy, materialize, materialize_real
+from weft.model.deferred import Deferred, fake_copy, loss_of, materialize, materialize_real, realize_loss
 from weft.model.deferred.fakes import fake_mode
 from weft.model.evaluation import difference
 from weft.model.graph import Graph, Variable
@@ -27,7 +27,7 @@ from weft.model.nesting import batch_size_of
 from weft.model.propagate import learned, propagate
 from weft.model.sharding import Sharding
 from weft.model.stages import Stage, links, split
-from weft.model.watched import refuse_hooks
+from weft.model.watched import refuse_hooks, refuse_scripts
 from weft.plan.grid import AXES, PLAIN
 from weft.plan.mesh import Mesh
 from weft.plan.patterns import expand_all
@@ -57,14 +57,22 @@ class Source:
     def of(cls, model: nn.Module | Callable[[], nn.Module]) -> Self:
         """A module as it is; a function is called under deferred construction."""
         if isinstance(model, nn.Module):
+            refuse_scripts(model)
             return cls(model, None)
         with uncollected(), Deferred() as deferred:
             made = model()
+        refuse_scripts(made)
         return cls(made, deferred)
+
+    def loss_of(self, loss: Loss | None) -> Loss | None:
+        """The loss that belongs to this model, with real tensors where it was made without memory beside it."""
+        own = loss_of(loss, self.model)
+        return own if own is None or self.deferred is None else realize_loss(self.deferred, own, self.model)
 
     def capture(self, batch: Any, loss: Loss | None, batch_size: int | None, outputs: bool = False) -> Captured:
         """Capture the model on a batch of `batch_size` samples. Raises ModelError where it cannot be followed."""
         refuse_hooks(self.model)
+        loss = self.loss_of(loss)
         if self.deferred is not None:
             deferred = self.deferred
             captured = capture(self.model, batch, loss, batch_size=batch_size, fake_mode=deferred.fake_mode, outputs=outputs)

@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from weft.model.capture import Loss, call
+from weft.model.deferred.fakes import tree_flatten, tree_map
 from weft.model.nesting import batch_size_of, leaves, rebuild
+from weft.model.watched import set_state, state_of
 from weft.plan.plan import Plan
 from weft.run.optimizer import OptimizerSpec
 from weft.world import private
@@ -29,12 +31,20 @@ _RUNS = 4  # perturbed runs: one alone can round the same way by chance
 
 
 class Double(private.DispatchMode):  # type: ignore[no-untyped-call]
-    """Casts to float32 become casts to float64, and so do constants that the model's code makes."""
+    """Casts to float32 become casts to float64, and so do constants that the model's code makes, or the loss brings (class weights)."""
+
+    supports_higher_order_operators = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        if not hasattr(func, "_schema"):  # an operator of operators, as torch.cond
+            return func(*args, **kwargs)
         if kwargs.get("dtype") is torch.float32:
             kwargs["dtype"] = torch.float64
+        given = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
+        narrow = {id(x) for x in given if x.dtype is torch.float32}
+        if narrow and not _writes(func) and any(x.dtype is torch.float64 for x in given):
+            args, kwargs = tree_map(lambda x: x.double() if id(x) in narrow else x, (args, kwargs))
         try:
             made = func(*args, **kwargs)
         except RuntimeError:
@@ -45,9 +55,15 @@ class Double(private.DispatchMode):  # type: ignore[no-untyped-call]
         if isinstance(made, Tensor) and made.dtype is torch.float32:
             if not any(isinstance(x, Tensor) for x in args):
                 return func(*args, **{**kwargs, "dtype": torch.float64})
-            if func is torch.ops.aten.lift_fresh.default:
+            of_integers = not any(x.is_floating_point() or x.is_complex() for x in given) and kwargs.get("dtype") is None
+            if func is torch.ops.aten.lift_fresh.default or of_integers:
                 return made.double()
         return made
+
+
+def _writes(func: Any) -> bool:
+    """Whether an operator writes one of its arguments."""
+    return any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)  # where torch says it
 
 
 class Serial:
@@ -84,6 +100,8 @@ class Serial:
         trained = [p for p in self.model.parameters() if p.requires_grad]
         self._optimizer = spec.build([(p, spec.decays(p.shape)) for p in trained])
         self._clip = spec.clip
+        if self._carries_inputs():
+            self._closed = frozenset(self._batch)
         self._late: list[list[Tensor | None]] = []  # gradients of steps whose update is not due yet, the oldest first
 
     def _input(self, x: Tensor) -> Tensor:
@@ -103,6 +121,8 @@ class Serial:
             if p.requires_grad:
                 if p.grad is None and self._every:
                     p.grad = torch.zeros_like(p)
+                if p.grad is not None and p.grad.is_sparse:
+                    p.grad = p.grad.to_dense()
                 found[name] = torch.zeros_like(p) if p.grad is None else p.grad.detach().clone()
         for name, p in self.model.named_parameters():
             if instead is not None and p.grad is not None and name in instead:
@@ -135,6 +155,34 @@ class Serial:
             total += float(value.detach())
             start += length
         return total, {path: x.grad for path, x in leaves_now.items() if x.grad is not None}
+
+    def _carries_inputs(self) -> bool:
+        """Whether a buffer would keep the graph of a floating-point input from step to step (a running mean of the batch).
+
+        Training asks for no gradients of its batch, and nothing of this is seen then.
+        """
+        if not any(b.is_floating_point() for b in self.model.buffers()):
+            return False
+        own = {(path, key): b for path, m in self.model.named_modules() for key, b in m._buffers.items() if b is not None}
+        values, attributes = {at: b.clone() for at, b in own.items()}, state_of(self.model)
+        modules = dict(self.model.named_modules())
+        parameters = [(p, p.requires_grad) for p in self.model.parameters()]
+        try:
+            for p, _ in parameters:
+                p.requires_grad_(False)
+            with Double() if self._double else nullcontext():  # type: ignore[no-untyped-call]
+                inputs = {path: x.detach().clone().requires_grad_(x.is_floating_point()) for path, x in self._batch.items()}
+                call(self.model, rebuild(self._nesting, {p: inputs.get(p, leaf) for p, leaf in leaves(self._nesting)}), self._loss)
+            return any(b.requires_grad for b in self.model.buffers())
+        except Exception:
+            return False  # the step itself will tell
+        finally:
+            for p, asked in parameters:
+                p.requires_grad_(asked)
+            with torch.no_grad():
+                for (path, key), b in own.items():
+                    modules[path]._buffers[key] = b.detach_().copy_(values[path, key])
+            set_state(self.model, attributes)
 
     def perturb(self, seed: int) -> None:
         """Move every parameter by one unit of rounding, up or down at random."""

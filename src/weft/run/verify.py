@@ -204,7 +204,7 @@ def verify_on_rank(
             assert inputs is not None
             got = {"loss": {"": torch.tensor(loss_value)}, "gradients": gradients, "input_gradients": inputs, "weights": state}
             drawn = torch.random.get_rng_state()
-            with _explained(plan):
+            with _explained(plan), _in_plain_pytorch(plan):
                 wanted = serial.step(instead)
             if not torch.equal(drawn, torch.random.get_rng_state()):
                 raise _drawing(plan)
@@ -232,15 +232,33 @@ def _drawing(plan: Plan, where: str = "") -> ModelError:
 
 
 @contextmanager
+def _in_plain_pytorch(plan: Plan) -> Iterator[None]:
+    """Raise ModelError where the model cannot be trained in one process either."""
+    try:
+        yield
+    except RuntimeError as error:
+        if _of_width(plan, error):
+            raise
+        said = str(error).partition("\n")[0]
+        raise ModelError(f"{plan.model} raises when plain PyTorch trains it in one process: {said}; make it train there first") from error
+
+
+def _of_width(plan: Plan, error: Exception) -> bool:
+    """Whether an operator says that it has no float64."""
+    said = str(error).partition("\n")[0]
+    told = any(word in said for word in ("Double", "float64", "double")) and "modified by an inplace operation" not in said
+    return told and plan.layout.precision == "float64"
+
+
+@contextmanager
 def _explained(plan: Plan) -> Iterator[None]:
     """Raise ModelError where an operator of the model has no float64."""
     try:
         yield
     except (RuntimeError, NotImplementedError) as error:
-        said = str(error).partition("\n")[0]
-        of_width = any(word in said for word in ("Double", "float64", "double")) and "modified by an inplace operation" not in said
-        if plan.layout.precision != "float64" or not of_width:
+        if not _of_width(plan, error):
             raise
+        said = str(error).partition("\n")[0]
         raise ModelError(
             f"an operator of {plan.model} cannot compute in float64 ({said}); verify it with dtype=float32 (--dtype float32)"
         ) from error

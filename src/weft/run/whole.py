@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.errors import Infeasible
+from weft.errors import Infeasible, ModelError
 from weft.lower.kernels.randomness import Draw
 from weft.lower.local import LocalStage
 from weft.model.capture import Loss, call
@@ -26,7 +26,7 @@ from weft.model.graph import Tensor as Spec
 from weft.model.nesting import batch_size_of, leaves, rebuild
 from weft.model.sharding import Sharding
 from weft.model.stages import Stage
-from weft.model.watched import refuse_hooks
+from weft.model.watched import refuse_hooks, set_state, state_of
 from weft.plan.plan import Plan
 from weft.run.build import Parts, Source, program_of
 from weft.run.optimizer import OptimizerSpec
@@ -76,6 +76,7 @@ def build_whole(plan: Plan, source: Source, batch: Any, loss: Loss | None, world
         raise Infeasible(f"{plan.model} could not be captured ({plan.uncaptured}), so its layers are not known; use zero=2")
     model = source.model
     refuse_hooks(model)
+    loss = source.loss_of(loss)
     if source.deferred is not None:
         model = realize(source.deferred, model)
     model = model.to(world.device)
@@ -87,6 +88,9 @@ def build_whole(plan: Plan, source: Source, batch: Any, loss: Loss | None, world
             f"{plan.model} could not be captured, and {coupled[0]} takes statistics over the whole batch, which data={layout.data} "
             "would divide; use data=1, or make the model capturable (weft plan says what stands in the way)"
         )
+    for module in model.modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            module.sparse = False  # gradients lie in buffers with others, which are dense
     size = plan.microbatch_sizes[0]
     samples = batch_size_of(batch)
     if layout.data > 1:
@@ -157,13 +161,19 @@ def build_whole(plan: Plan, source: Source, batch: Any, loss: Loss | None, world
 
 
 def _check_divides(plan: Plan, model: nn.Module, batch: Any, loss: Loss | None) -> None:
-    """Raise Infeasible where the loss of some samples is not the mean over its `data` parts: a sum, or a mean over what they differ in."""
+    """Raise Infeasible where `data` ranks with a part of the samples each would train something else than one with all of them.
+
+    That is where the loss is not the mean over the parts (a sum, or a mean over what they differ in), where a part alone makes the model
+    fail, and where what the model writes while it runs (a running mean, a queue of keys) depends on the samples that it sees.
+    """
     samples, data = batch_size_of(batch), plan.layout.data
     size = min(samples // data, _TRIED) * data
-    kept = {name: b.clone() for name, b in model.named_buffers()}
-    modes = [(m, m.training) for m in model.modules()]
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    kept = {name: x.detach().clone() for name, x in named.items()}
+    modes, attributes, drawn = [(m, m.training) for m in model.modules()], state_of(model), torch.random.get_rng_state()
 
-    def loss_of(start: int, length: int) -> float:
+    def ran(start: int, length: int) -> tuple[float, dict[str, Tensor]]:
+        """The loss of some samples, and what a call leaves in parameters and buffers."""
         cut = {
             path: x[start : start + length] if isinstance(x, Tensor) and x.dim() and x.shape[0] == samples else x
             for path, x in leaves(batch)
@@ -172,25 +182,50 @@ def _check_divides(plan: Plan, model: nn.Module, batch: Any, loss: Loss | None) 
         double = plan.layout.precision == "float64"
         moved = {p: x.to(device) if isinstance(x, Tensor) else x for p, x in cut.items()}
         moved = {p: x.double() if double and isinstance(x, Tensor) and x.is_floating_point() else x for p, x in moved.items()}
-        return float(call(model, rebuild(batch, moved), loss))
+        try:
+            with Double() if double else nullcontext():  # type: ignore[no-untyped-call]
+                found = float(call(model, rebuild(batch, moved), loss))
+            now = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+            return found, {name: x.detach().clone() for name, x in now.items()}
+        except Exception as error:
+            if length == samples or isinstance(error, ModelError):
+                raise
+            raise Infeasible(
+                f"{plan.model} could not be captured ({plan.uncaptured}), and with {length} of its {samples} samples it raises "
+                f"{type(error).__name__}: {str(error).partition(chr(10))[0]}; use data=1"
+            ) from error
+        finally:
+            for module in model.modules():  # buffers may have been replaced
+                for key in module._buffers:
+                    module._buffers[key] = own[id(module), key]
+            set_state(model, attributes)
+            with torch.no_grad():
+                for name, x in named.items():
+                    x.copy_(kept[name])
+            torch.random.set_rng_state(drawn)
 
-    state = torch.random.get_rng_state()
+    own = {(id(m), key): b for m in model.modules() for key, b in m._buffers.items()}
+    parts = [(i * (size // data), size // data) for i in range(data)]
     try:
+        all_left = ran(0, size)[1]
+        for start, length in parts:
+            left = ran(start, length)[1]
+            for name, x in all_left.items():
+                if left[name].shape != x.shape or not torch.allclose(left[name], x, rtol=_CLOSE, atol=1e-9):
+                    raise Infeasible(
+                        f"{plan.model} could not be captured ({plan.uncaptured}), and it writes {name} while it runs, by the samples that "
+                        f"it sees, which differ between the data={data} ranks; use data=1"
+                    )
         model.eval()  # dropout would tell them apart
-        with torch.no_grad():
-            whole = loss_of(0, size)
-            parts = sum(loss_of(i * (size // data), size // data) for i in range(data)) / data
+        whole = ran(0, size)[0]
+        mean = sum(ran(start, length)[0] for start, length in parts) / data
     finally:
         for module, training in modes:
             module.training = training
-        with torch.no_grad():
-            for name, b in model.named_buffers():
-                b.copy_(kept[name])
-        torch.random.set_rng_state(state)
-    if abs(whole - parts) > _CLOSE * max(abs(whole), abs(parts)):
+    if abs(whole - mean) > _CLOSE * max(abs(whole), abs(mean)):
         raise Infeasible(
             f"{plan.model} could not be captured ({plan.uncaptured}), and its loss over {size} samples is {whole:.6g} where the mean over "
-            f"data={data} parts of them is {parts:.6g}, so data={data} would train something else; use data=1, or a loss that is a "
+            f"data={data} parts of them is {mean:.6g}, so data={data} would train something else; use data=1, or a loss that is a "
             "mean over samples"
         )
 

@@ -123,7 +123,9 @@ def places(pricer: Pricer, layout: Layout) -> list[Cut]:
     p = layout.num_stages
     if len(pricer.cuts) < p - 1:
         at = f"pipeline={layout.pipeline}" + (f" chunks={layout.chunks}" if layout.chunks > 1 else "")
-        raise Infeasible(f"{at} but the model can be cut in {len(pricer.cuts)} places; use pipeline<={len(pricer.cuts) + 1}")
+        stages = len(pricer.cuts) + 1
+        most = f"pipeline<={stages}" if layout.chunks == 1 else f"a schedule with one stage a rank (1f1b), and pipeline<={stages}"
+        raise Infeasible(f"{at} but the model can be cut in {len(pricer.cuts)} places; use {most}")
     # With several stages a rank there are enough of them: borders where least crosses, if those suffice.
     least = p - 1 if layout.chunks == 1 else p // 2
     if least not in pricer.places:

@@ -36,6 +36,12 @@ class Subject:
     byte_frequency_loss: float = 0.0
 
 
+def sequence_of(config: Config) -> int | None:
+    """Tokens of a sample that a named model is made for; None without text, and for a file's factory, which makes its batch itself."""
+    own = ".py:" in config.model.name or config.model.name.endswith(".py")
+    return None if own or config.data.source != "text" else config.data.sequence
+
+
 def subject_of(config: Config, corpus: Corpus | None) -> Subject:
     """Resolve the model and the data of a configuration.
 
@@ -43,7 +49,7 @@ def subject_of(config: Config, corpus: Corpus | None) -> Subject:
         ModelError, ConfigError: an unknown model, one that does not take text, too little text.
     """
     batch = config.train.batch
-    resolved = resolve(config.model.name, batch, config.data.sequence if corpus is not None else None)
+    resolved = resolve(config.model.name, batch, sequence_of(config))
     if corpus is None:
         example = resolved.batch(batch)
         first = next(tensors(example))

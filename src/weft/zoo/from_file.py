@@ -19,7 +19,8 @@ import torch
 from torch import nn
 
 from weft.errors import ModelError
-from weft.model.deferred import Deferred
+from weft.model.deferred import Deferred, Losses, realize_loss
+from weft.model.nesting import leaves, rebuild
 from weft.zoo.names import nearest
 from weft.zoo.resolved import Loss, Resolved
 
@@ -41,11 +42,18 @@ def from_file(text: str, batch: int | None = None, sequence: int | None = None) 
             except ModelError:
                 raise
             except Exception as error:
-                raise ModelError(f"{text} raises {type(error).__name__}: {error}; a factory takes no arguments") from error
+                raise ModelError(f"{text} raises {type(error).__name__}: {error}; {_remedy(error)}") from error
         return _parts(text, answer)
 
-    own, loss = _batch_of(text, made)
+    own, first = _batch_of(text, made)
+    loss = None if first is None else Losses(first)
     num_samples = _num_samples(text, own)
+
+    def make() -> nn.Module:
+        module, _, its = made()
+        if loss is not None:
+            loss.add(module, its)
+        return module
 
     def take(size: int) -> Any:
         if own is None:
@@ -56,7 +64,7 @@ def from_file(text: str, batch: int | None = None, sequence: int | None = None) 
 
     if batch is not None and own is not None:
         take(batch)
-    return Resolved(text, lambda: made()[0], take, loss, batch or num_samples or 1)
+    return Resolved(text, make, take, loss, batch or num_samples or 1)
 
 
 def _load(text: str) -> tuple[Path, Callable[[], Any]]:
@@ -84,6 +92,14 @@ def _load(text: str) -> tuple[Path, Callable[[], Any]]:
     if not callable(factory):
         raise ModelError(f"{file} has no function {name}{nearest(name, factories) if factories else ''}")
     return path, factory
+
+
+def _remedy(error: Exception) -> str:
+    if isinstance(error, TypeError) and "argument" in str(error):
+        return "a factory takes no arguments"
+    if "Uninitialized" in str(error):
+        return "lazy layers have no sizes before they are called, so write nn.Linear(8, 4) for nn.LazyLinear(4)"
+    return "a factory is called without arguments, and its tensors take no memory yet: a file to load must be there, none can be written"
 
 
 def _defined_in(value: object, module: ModuleType) -> bool:
@@ -133,25 +149,28 @@ def _batch_of(text: str, made: Callable[[], tuple[nn.Module, Any, Loss | None]])
         torch.manual_seed(0)
         with deferred:
             module, batch, loss = made()
-        del module
         try:
-            return _map(batch, lambda leaf: (deferred.value(leaf) if deferred.is_fake(leaf) else leaf).detach().cpu()), loss
+            own = _map(batch, lambda leaf: (deferred.value(leaf) if deferred.is_fake(leaf) else leaf).detach().cpu())
+            return own, None if loss is None else realize_loss(deferred, loss, module)
         except ModelError as error:
-            raise ModelError(f"{text}: its batch cannot be made: {error}") from error
+            raise ModelError(f"{text}: its batch or its loss cannot be made: {error}") from error
 
 
 def _num_samples(text: str, batch: Any) -> int:
     sizes: list[int] = []
+    others = list(dict.fromkeys(type(leaf).__name__ for _, leaf in leaves(batch) if not isinstance(leaf, torch.Tensor)))
     _map(batch, lambda leaf: sizes.append(leaf.shape[0]) if leaf.dim() else None)
     if batch is not None and not sizes:
-        raise ModelError(f"{text} returns a batch without tensors that have samples in dimension 0")
+        held = f", it holds {', '.join(others)}" if others else ""
+        raise ModelError(
+            f"{text} returns a batch without tensors that have samples in dimension 0{held}; make tensors of it, for example with "
+            "torch.as_tensor"
+        )
     return sizes[0] if sizes else 0
 
 
 def _map(batch: Any, change: Callable[[torch.Tensor], Any]) -> Any:
     """The same nesting with every tensor changed."""
-    if isinstance(batch, Mapping):
-        return {key: _map(value, change) for key, value in batch.items()}
-    if isinstance(batch, tuple | list):
-        return type(batch)(_map(value, change) for value in batch)
-    return change(batch) if isinstance(batch, torch.Tensor) else batch
+    if batch is None:
+        return None
+    return rebuild(batch, {path: change(leaf) if isinstance(leaf, torch.Tensor) else leaf for path, leaf in leaves(batch)})

@@ -1,6 +1,7 @@
 """The one adapter to torch's fake tensors (shape, dtype and device "cpu", but no memory), to its dispatcher and its trees.
 
-In: torch's private names, each listed once. Out: `Fake`, `fake_mode()`, `forget()`, `NO_FAKE`, `DispatchMode`, `tree_flatten`, `tree_map`.
+In: torch's private names, each listed once. Out: `Fake`, `fake_mode()`, `forget()`, `for_real()`, a block without fake tensors and
+tracing, `NO_FAKE`, `DATA_DEPENDENT`, `DispatchMode`, `tree_flatten`, `tree_map`.
 Not modelled: fake tensors of other devices.
 """
 
@@ -17,11 +18,26 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
+from torch.fx.experimental import symbolic_shapes
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _python_dispatch, _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as for_real
 from torch.utils._pytree import tree_flatten, tree_map
 
-__all__ = ["NAMES", "NO_FAKE", "DispatchMode", "Fake", "FakeMode", "fake_mode", "forget", "tree_flatten", "tree_map"]
+__all__ = [
+    "DATA_DEPENDENT",
+    "NAMES",
+    "NO_FAKE",
+    "DispatchMode",
+    "Fake",
+    "FakeMode",
+    "fake_mode",
+    "for_real",
+    "forget",
+    "tree_flatten",
+    "tree_map",
+]
 
 # (owner, attribute) of every private name used here, for the test.
 NAMES: tuple[tuple[Any, str], ...] = (
@@ -31,7 +47,9 @@ NAMES: tuple[tuple[Any, str], ...] = (
     (fake_tensor, "DataDependentOutputException"),
     (fake_tensor, "DynamicOutputShapeException"),
     (fake_tensor, "UnsupportedOperatorException"),
+    (symbolic_shapes, "GuardOnDataDependentSymNode"),
     (_python_dispatch, "TorchDispatchMode"),
+    (_python_dispatch, "_disable_current_modes"),
     (_pytree, "tree_flatten"),
     (_pytree, "tree_map"),
 )
@@ -40,6 +58,8 @@ Fake = FakeTensor
 FakeMode = FakeTensorMode
 # What a fake tensor raises where only real values can tell the answer: a number, a shape, or an operator without a shape rule.
 NO_FAKE = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+# What a trace raises where Python code asks a tensor for a value, or a shape follows values.
+DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 
 
 def fake_mode() -> FakeTensorMode:

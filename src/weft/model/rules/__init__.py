@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from weft.model.graph import Arg, Operator, Ref, Tensor
 from weft.model.rules.rule import BLOCKED, Labels, Rule, parse
-from weft.model.rules.table import ALONG_DIM, FACTORIES, LOSSES, NOTATION, POINTWISE, REDUCTIONS, SHAPED_LIKE
+from weft.model.rules.table import ALONG_DIM, CELLS, FACTORIES, LOSSES, NOTATION, POINTWISE, REDUCTIONS, SHAPED_LIKE
 from weft.model.rules.views import VIEWS, index
 
 __all__ = ["BLOCKED", "Labels", "Rule", "parse", "rule_of"]
@@ -34,6 +34,10 @@ def rule_of(op: Operator, tensors: dict[str, Tensor]) -> Rule | None:
         return _reduction(op, name, ins, outs)
     if name in LOSSES:
         return _loss(op, ins, outs)
+    if name in ("layer_norm", "rms_norm"):
+        return _normalized(op, ins, outs)
+    if name == "renorm":
+        return _renormed(op, ins)
     if name == "index":
         return index(op, tensors)
     if name == "matmul":
@@ -42,6 +46,8 @@ def rule_of(op: Operator, tensors: dict[str, Tensor]) -> Rule | None:
         return _einsum(op, ins, outs)
     if name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
         return _recurrent(op, ins, outs)
+    if name in CELLS:
+        return _cell(ins, outs, 2 if name == "lstm_cell" else 1)
     if name == "cross_entropy_loss":
         return _cross_entropy(op, ins, outs)
     if name in ("nll_loss", "nll_loss_nd"):
@@ -150,29 +156,44 @@ def _nll(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
     return Rule((("n", BLOCKED), ("n",)), ((),), {"n": "average"})
 
 
-def _matmul(ins: list[Shape], outs: list[Shape]) -> Rule | None:
-    a, b = ins
-    if len(a) < 2 or len(b) < 2:
+def _normalized(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
+    """The dimensions of `normalized_shape`, the last ones, come whole; weights, which have that shape, too."""
+    over = op.args[1] if len(op.args) > 1 else ()
+    if not isinstance(over, tuple):
         return None
-    rank = len(outs[0])
-    batch = [f"b{i}" if n > 1 else BLOCKED for i, n in enumerate(outs[0][:-2])]
+    lead = len(ins[0]) - len(over)
+    labels = tuple(f"b{i - lead}" if i < lead and n > 1 else BLOCKED for i, n in enumerate(ins[0]))
+    return Rule((labels, *((BLOCKED,) * len(s) for s in ins[1:])), (labels,))
 
-    def row(shape: Shape, first: str, second: str) -> Labels:
-        extra = rank - len(shape)
-        lead = [batch[i + extra] if n == outs[0][i + extra] else BLOCKED for i, n in enumerate(shape[:-2])]
-        last = [x if n > 1 else BLOCKED for x, n in zip((first, second), shape[-2:], strict=True)]
-        return tuple(lead + last)
 
-    ends = [x if n > 1 else BLOCKED for x, n in zip(("n", "m"), outs[0][-2:], strict=True)]
-    return Rule((row(a, "n", "k"), row(b, "k", "m")), (tuple(batch + ends),))
+def _renormed(op: Operator, ins: list[Shape]) -> Rule | None:
+    """Every piece along `dim` by its own norm, which is over all other dimensions."""
+    dim = op.args[2] if len(op.args) > 2 else dict(op.kwargs).get("dim")
+    if not isinstance(dim, int):
+        return None
+    labels = tuple("d" if i == dim % len(ins[0]) and n > 1 else BLOCKED for i, n in enumerate(ins[0]))
+    return Rule((labels,), (labels,))
+
+
+def _matmul(ins: list[Shape], outs: list[Shape]) -> Rule | None:
+    """Matrices, stacks of them that broadcast, and vectors, which lack the dimension that is not contracted."""
+    firsts, seconds = ("k",) if len(ins[0]) == 1 else ("n", "k"), ("k",) if len(ins[1]) == 1 else ("k", "m")
+    ends = firsts[:-1] + seconds[1:]
+    rank = len(outs[0]) - len(ends)
+    batch = [f"b{i}" if n > 1 else BLOCKED for i, n in enumerate(outs[0][:rank])]
+
+    def row(shape: Shape, last: tuple[str, ...]) -> Labels:
+        lead, tail = shape[: len(shape) - len(last)], shape[len(shape) - len(last) :]
+        extra = rank - len(lead)
+        stacked = [batch[i + extra] if n == outs[0][i + extra] else BLOCKED for i, n in enumerate(lead)]
+        return (*stacked, *(x if n > 1 else BLOCKED for x, n in zip(last, tail, strict=True)))
+
+    out = (*batch, *(x if n > 1 else BLOCKED for x, n in zip(ends, outs[0][rank:], strict=True)))
+    return Rule((row(ins[0], firsts), row(ins[1], seconds)), (out,))
 
 
 def _einsum(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
-    equation = str(op.args[0]).replace(" ", "")
-    if "." in equation or "->" not in equation:
-        return None
-    left, right = equation.split("->")
-    terms = left.split(",")
+    terms, right = _spelled(str(op.args[0]).replace(" ", ""), ins)
     if any(len(set(t)) != len(t) for t in terms):
         return None
     sizes: dict[str, int] = {}
@@ -184,6 +205,32 @@ def _einsum(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
         return tuple(x if n == sizes[x] and n > 1 else BLOCKED for x, n in zip(term, shape, strict=True))
 
     return Rule(tuple(row(t, s) for t, s in zip(terms, ins, strict=True)), (row(right, outs[0]),))
+
+
+def _spelled(equation: str, ins: list[Shape]) -> tuple[list[str], str]:
+    """The terms and the result of an einsum's equation, with letters for its dots, and a result where it leaves it out.
+
+    >>> _spelled("...i,ij->...j", [(4, 2, 3), (3, 5)])
+    (['ABi', 'ij'], 'ABj')
+    """
+    left, _, right = equation.partition("->")
+    terms = left.split(",")
+    free = [x for x in "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz" if x not in equation]
+    counts = [len(shape) - len(term.replace("...", "")) if "..." in term else 0 for term, shape in zip(terms, ins, strict=True)]
+    dots = "".join(free[: max(counts, default=0)])
+    if "->" not in equation:
+        letters = "".join(terms).replace(".", "")
+        right = "..." * bool(dots) + "".join(sorted(x for x in set(letters) if letters.count(x) == 1))
+    spelled = [term.replace("...", dots[len(dots) - n :]) for term, n in zip(terms, counts, strict=True)]
+    return spelled, right.replace("...", dots)
+
+
+def _cell(ins: list[Shape], outs: list[Shape], num_states: int) -> Rule | None:
+    """One step of a recurrence: samples can be cut, weights come whole."""
+    if any(len(s) != 2 for s in ins[: 1 + num_states]):
+        return None
+    x = ("b" if ins[0][0] > 1 else BLOCKED, BLOCKED)
+    return Rule((*[x] * (1 + num_states), *((BLOCKED,) * len(s) for s in ins[1 + num_states :])), tuple(x for _ in outs))
 
 
 def _recurrent(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:

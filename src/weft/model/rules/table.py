@@ -13,12 +13,6 @@ NOTATION: dict[str, tuple[str, ...]] = {
     "dot": ("k, k -> ",),
     "mv": ("n k, k -> n",),
     "embedding": ("v^ e, b* -> b* e",),
-    "layer_norm": (
-        "b* !n, _, !n, !n -> b* !n",
-        "b* !n !m, _, !n !m, !n !m -> b* !n !m",
-        "b* !n !m !l, _, !n !m !l, !n !m !l -> b* !n !m !l",
-    ),
-    "rms_norm": ("b* !n, _, !n -> b* !n",),
     "batch_norm": ("n+ c s+*, c, c, c, c -> n c s*",),
     "group_norm": ("n !c !s*, _, !c, !c -> n !c !s*",),
     "instance_norm": ("n c !s*, c, c, c, c -> n c !s*",),
@@ -73,14 +67,14 @@ POINTWISE = frozenset(
     alpha_dropout feature_dropout to type_as clone contiguous detach alias zeros_like ones_like full_like rand_like randn_like empty_like
     _to_copy copy hypot xlogy heaviside sinc angle conj sgn square_ positive lift_fresh_copy lift multiply subtract divide negative absolute
     greater greater_equal less less_equal not_equal float_power fix deg2rad rad2deg softshrink hardshrink real imag polar complex logaddexp
-    logaddexp2 copysign nextafter erfinv lgamma digamma i0 ldexp bitwise_left_shift bitwise_right_shift
+    logaddexp2 broadcast_tensors copysign nextafter erfinv lgamma digamma i0 ldexp bitwise_left_shift bitwise_right_shift
     """.split()
 )
 
 # (operator, does the dimension's result depend on the whole dimension): every other dimension can be cut.
 ALONG_DIM = frozenset(
     """
-    softmax _softmax log_softmax _log_softmax cumsum cumprod logcumsumexp flip sort topk argsort glu renorm kthvalue roll gather
+    softmax _softmax log_softmax _log_softmax cumsum cumprod logcumsumexp flip sort topk argsort glu kthvalue roll gather
     index_select scatter scatter_add cummax cummin logsumexp take_along_dim scatter_reduce index_add index_copy diff
     """.split()
 )
@@ -91,6 +85,7 @@ REDUCTIONS = frozenset(
 LOSSES = frozenset(
     "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits soft_margin_loss kl_div".split()
 )
+CELLS = frozenset("lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell".split())
 FACTORIES = frozenset(
     "arange zeros ones full empty scalar_tensor eye linspace rand randn randint randperm tril_indices triu_indices hann_window".split()
 )

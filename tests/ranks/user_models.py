@@ -1,0 +1,151 @@
+"""Models as users write them who never saw weft: losses that hold tensors or their model, masks made on the spot, numbers without a dtype.
+
+Every factory returns (module, batch) or (module, batch, loss), 8 samples in dimension 0. `weft verify tests/ranks/user_models.py:NAME`.
+"""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+N = 8  # samples
+Pair = namedtuple("Pair", "x y")
+
+
+def _normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _ids(high: int, *shape: int, seed: int = 0) -> Tensor:
+    return torch.randint(high, shape, generator=torch.Generator().manual_seed(seed))
+
+
+class _Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.down(F.relu(self.up(x)))
+
+
+class _Scored:
+    """A loss that is a method, with tensors in attributes, in a module, in a closure and in defaults."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.scale, self.criterion = model, torch.rand(3), nn.CrossEntropyLoss(weight=torch.rand(3))
+        drawn = {"of": [torch.rand(3)]}
+        self.more = partial(lambda shift, o, by: ((o - shift) * drawn["of"][0] * by).square().mean(), torch.rand(3), by=torch.rand(()))
+
+    def loss(self, output: Tensor, batch: Any) -> Tensor:
+        penalty = sum((p.square().sum() for p in self.model.parameters()), torch.zeros(()))
+        return self.criterion(output * self.scale, batch.y) + 0.1 * penalty + self.more(output)
+
+
+def penalised() -> Any:
+    model = _Net()
+    return model, Pair(_normal(N, 6), _ids(3, N)), _Scored(model).loss
+
+
+class _Spectral(nn.Module):
+    """Weights that are complex numbers in pairs, behind one of odd length; a piece of complex zeros that is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.odd, self.pairs, self.lift = nn.Parameter(_normal(3)), nn.Parameter(_normal(8, 8, 4, 2, seed=1) * 0.1), nn.Conv1d(2, 8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.lift(x)
+        f = torch.fft.rfft(h)
+        kept = torch.zeros(len(x), 8, 7, dtype=f.dtype)
+        kept[:, :, :4] = torch.einsum("bix,iox->box", f[:, :, :4], torch.view_as_complex(self.pairs))
+        kept[:, :, 5] = f[:, :, 5] * self.odd[0]
+        return F.gelu(torch.fft.irfft(kept, n=12) + h).square().mean() + self.odd.square().sum()
+
+
+def spectral() -> Any:
+    return _Spectral(), (_normal(N, 2, 12),)
+
+
+class _Numbers(nn.Module):
+    """Tables made of numbers without a dtype, quotients of integers, norms over two dimensions, vectors, dots, odd `renorm`s."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.out = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.inside(x) * torch.linspace(0.1, 1, 8) + torch.arange(0.0, 8, 1.0) / 7
+        h = h + torch.arange(4)[:, None] / 3 @ torch.ones(1, 8) + torch.eye(8).mean() + torch.full((4, 8), 0.3).sqrt()
+        h = F.layer_norm(h, (4, 8)) + F.rms_norm(h, h.shape[1:]) + torch.einsum("...i,ij->...j", h, torch.ones(8, 8) / 3)
+        h = h + (h @ self.out.weight[0])[..., None] + (self.out.weight[1] @ h.transpose(1, 2))[..., None]
+        flat = h.flatten(1)
+        flat = flat + torch.renorm(flat, 2, 0, 1.0) + torch.renorm(flat, 1, 1, 0.5) + torch.einsum("bi,bi", flat, flat) * 0.01
+        out = self.out(flat.unflatten(1, (4, 8)).mean(1))
+        return F.cross_entropy(out, y) + F.binary_cross_entropy_with_logits(out, torch.sigmoid(out.detach()), reduction="sum") / N
+
+
+def numbers() -> Any:
+    return _Numbers(), {"x": _normal(N, 4, 6), "y": _ids(3, N)}
+
+
+class _Translator(nn.Module):
+    """torch's Transformer asked with a mask that is made on the spot, which it looks at; distributions, which look at their arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.source, self.target = nn.Embedding(12, 8), nn.Embedding(12, 8)
+        self.body = nn.Transformer(8, 2, 1, 1, 16, dropout=0.0, batch_first=True)
+        self.head, self.spread = nn.Linear(8, 12), nn.Linear(8, 8)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        mask = torch.triu(torch.ones(4, 4), 1).bool()
+        out = self.body(self.source(source), self.target(target[:, :-1]), tgt_mask=mask, src_key_padding_mask=source == 0)
+        q = torch.distributions.Normal(out.mean(1), F.softplus(self.spread(out.mean(1))) + 0.1)
+        p = torch.distributions.Normal(torch.zeros(8), torch.ones(8))
+        words = torch.distributions.Categorical(logits=self.head(out))
+        return torch.distributions.kl_divergence(q, p).sum(1).mean() * 0.1 - words.log_prob(target[:, 1:]).mean()
+
+
+def translator() -> Any:
+    source = _ids(11, N, 5) + 1
+    source[2, 3:] = 0
+    return _Translator(), (source, _ids(12, N, 5, seed=1))
+
+
+class _Running(nn.Module):
+    """A mean and a count of what was seen, which the same call reads; sparse gradients; cells; a function mapped over weights."""
+
+    mean: Tensor
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("count", torch.tensor(1e-4))
+        self.table, self.cell, self.gru = nn.Embedding(9, 6, sparse=True), nn.LSTMCell(6, 8), nn.GRUCell(8, 8)
+        self.experts, self.head = nn.Parameter(_normal(3, 8, 5, seed=2)), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor, ids: Tensor, y: Tensor) -> Tensor:
+        total = self.count + len(x)
+        self.mean += (x.mean(0) - self.mean) * len(x) / total
+        self.count = total
+        h = torch.zeros(len(x), 8, dtype=x.dtype)
+        c = g = h
+        for t in range(2):
+            h, c = self.cell(x - self.mean + self.table(ids[:, t]), (h, c))
+            g = self.gru(h, g)
+        mixed = torch.vmap(lambda w: torch.tanh(g @ w))(self.experts)
+        return F.cross_entropy(self.head(mixed.mean(0)), y)
+
+
+def running() -> Any:
+    return _Running(), {"x": _normal(N, 6), "ids": _ids(9, N, 2), "y": _ids(3, N)}
+
+
+MODELS = {make.__name__: make for make in (penalised, spectral, numbers, translator, running)}
