@@ -104,7 +104,7 @@ def test_mixtures_on_ranks_equal_serial(layout: str) -> None:
 def test_layers_that_are_not_there_are_refused_before_anything_runs() -> None:
     for words, said in (
         ("offload=activations:layers.9", r"offload=activations:layers\.9: the model has no such layer; it has layers\.0"),
-        ("offload=activations:3 recompute=full:3", "3 layers moved and 3 others repeated are 6 of stage 0, which has 4"),
+        ("offload=activations:3 recompute=full:3", "3 moved and 3 others repeated are 6 layers of stage 0, which has 4"),
     ):
         with pytest.raises((weft.errors.LayoutError, RankError), match=said):
             weft.verify(GPT, f"data=1 {words}", 8)
