@@ -39,21 +39,20 @@ INTRO = """Two ranks, each with the limit; all ways train the same model in floa
 way's time over that of weft's choice (more than 1: weft's choice is faster), by round, then their median; ways take turns within a round.
 A way that exceeds the limit ends with the error that a user would see, and counts as not fitting. "swap or drop" is data parallelism for
 whose every layer weft chooses whether its activations stay, move to the host or are made again. A size is the largest of those that were
-offered: the next one was tried and did not fit, except where "or more" says that there was none, or no time. "predicted" is what the plan
-says that the fullest rank holds, without its margin. GEMS is beside MP-Basic with one thread a rank; at most two of its ranks compute at a
-time, so that two cores suffice for four stages."""
+offered: the next one was tried and did not fit, except where "or more" says that there was none, or no time. Samples a second beside it
+are of its first step. "predicted" is what the plan says that the fullest rank holds, without its margin. GEMS is beside MP-Basic with one
+thread a rank; at most two of its ranks compute at a time, so that two cores suffice for four stages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is trained within `limit`: ascending `extents` with a batch of `at.batch`, ascending `batches` at `at.extent`, and `at` and
-    `others` for samples a second."""
+    """What is trained within `limit`: ascending `extents` with a batch of `at.batch`, ascending `batches` at `at.extent`, and `at` for
+    samples a second."""
 
     limit: str
     extents: tuple[int, ...]
     batches: tuple[int, ...]
     at: Size
-    others: tuple[Size, ...] = ()
 
     @property
     def title(self) -> str:
@@ -61,10 +60,10 @@ class Subject:
         return f"{at.model} within {self.limit} a rank, {at.key}s at batch {at.batch} and batches at {at.key} {at.extent}"
 
 
-RESNET, GPT = "resnet-18", "gpt:layers=6,hidden=256,heads=4,vocabulary=4096"
+RESNET, GPT = "resnet-18", "gpt-10m"
 SUBJECTS = {
-    "resnet": Subject("2GiB", (512, 768, 1024, 1280, 1536, 2048), (4, 8, 12, 16, 24), Size(RESNET, 1024, 8), (Size(RESNET, 512, 8),)),
-    "gpt": Subject("1GiB", (256, 512, 1024, 1536, 2048, 3072), (4, 8, 16, 24, 32, 48), Size(GPT, 1024, 16), (Size(GPT, 256, 16),)),
+    "resnet": Subject("2GiB", (512, 768, 1024, 1280, 1536, 2048), (4, 8, 12, 16), Size(RESNET, 1024, 4)),
+    "gpt": Subject("512MiB", (256, 512, 768, 1024, 1536, 2048), (4, 8, 12, 16, 24), Size(GPT, 512, 8)),
 }
 TINY = "resnet-tiny"
 QUICK = Subject("5MiB", (64, 128), (4, 8), Size(TINY, 64, 4))
@@ -99,7 +98,7 @@ def sizes_of(subject: Subject, chosen: Sequence[Way], tries: Tries, into: dict[s
     """What each way trains at most."""
     at = subject.at
     for way in chosen:
-        run, expected = partial(tries.run, way=way, steps=1), partial(tries.expected, way=way)
+        run, expected = partial(tries.once, way=way), partial(tries.expected, way=way)
         extent, first, more = largest([Size(at.model, n, at.batch) for n in subject.extents], run, expected)
         batch, second, still = largest([Size(at.model, at.extent, n) for n in subject.batches], run, expected)
         into[way.name] = Largest(extent, batch, first, second, not more, not still)
@@ -172,7 +171,7 @@ def _rate(label: str, series: Series) -> float:
 def sizes_table(title: str, found: Mapping[str, Largest]) -> Table:
     """What each way trained at most."""
     table = Table(title=f"The largest that was trained: {title}", title_justify="left")
-    for name in ("way", "size", "held", "predicted", "batch", "held", "predicted", "layout at the largest batch, or why not"):
+    for name in ("way", "size", "held", "predicted", "batch", "held", "predicted", "samples/s", "layout at the largest batch, or why not"):
         table.add_column(name, justify="left" if name == "way" or name.startswith("layout") else "right")
     for name, one in found.items():
         cells = []
@@ -183,7 +182,8 @@ def sizes_table(title: str, found: Mapping[str, Largest]) -> Table:
             said = f"{number}{' or more' if more else ''}" if size else "not known" if tried.is_late else "none"
             predicted = format_bytes(tried.predicted_bytes) if tried.predicted_bytes else ""
             cells += [said, format_bytes(tried.held_bytes) if tried.seconds else "", predicted]
-        table.add_row(name, *cells, one.at_batch.layout or one.at_batch.why)
+        rate = f"{one.batch.batch / one.at_batch.seconds[-1]:.3g}" if one.batch else ""
+        table.add_row(name, *cells, rate, one.at_batch.layout or one.at_batch.why)
     return table
 
 
@@ -196,7 +196,7 @@ def options(arguments: Sequence[str]) -> argparse.Namespace:
     p.add_argument("--json", metavar="FILE", type=Path, help="write header, rows, sizes and the shape of GEMS to FILE")
     p.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what to measure; the page then has these only")
     p.add_argument("--model", help="of the zoo, in place of the ResNet and the GPT, with --limit, --extents, --batches and --at")
-    p.add_argument("--limit", help="of each rank; by default 2GiB for images and 1GiB for text")
+    p.add_argument("--limit", help="of each rank; by default 2GiB for images and 512MiB for text")
     p.add_argument("--extents", type=int, nargs="+", metavar="N", help="pixels a side, or tokens, that are offered, ascending")
     p.add_argument("--batches", type=int, nargs="+", metavar="N", help="that are offered, ascending")
     p.add_argument("--at", type=int, nargs=2, metavar=("EXTENT", "BATCH"), help="what is held fixed, and trained for samples a second")
@@ -220,7 +220,7 @@ def subjects(given: argparse.Namespace) -> list[Subject]:
         return [QUICK]
     if not given.model:
         found = [SUBJECTS[name] for name in given.parts if name in SUBJECTS]
-        return [Subject(given.limit or s.limit, s.extents, s.batches, s.at, s.others) for s in found]
+        return [Subject(given.limit or s.limit, s.extents, s.batches, s.at) for s in found]
     usual = SUBJECTS["resnet" if Size(given.model, 1, 1).key == "image" else "gpt"]
     at = Size(given.model, *(given.at or (usual.at.extent, usual.at.batch)))
     extents, batches = (tuple(sorted(some or own)) for some, own in ((given.extents, usual.extents), (given.batches, usual.batches)))
@@ -249,10 +249,9 @@ def main(arguments: Sequence[str]) -> int:
     chosen = [way for way in ways(given.microbatches) if way.name in given.ways]
     try:
         for subject, tries in every:
-            for size in (subject.at, *subject.others):
-                say(f"{size.model}, {size}: seconds a step within {subject.limit} a rank")
-                rates_of(size, chosen, tries, given.rounds, found, say)
-                keep()
+            say(f"{subject.at.model}, {subject.at}: seconds a step within {subject.limit} a rank")
+            rates_of(subject.at, chosen, tries, given.rounds, found, say)
+            keep()
         if "gems" in given.parts:
             found.points = shape_of_gems((2, 4, 8), (2, 4, 8))
             if not given.quick and not given.model:

@@ -102,6 +102,7 @@ class Tries:
         self._limit, self._cluster, self._deadline, self._say = limit, cluster, deadline, say
         self._sources: dict[Size, tuple[Resolved, Any, Traced]] = {}
         self._prepared: dict[tuple[str, Size], Plan | WeftError] = {}
+        self._tried: dict[tuple[str, Size], Tried] = {}
 
     def _source(self, size: Size) -> tuple[Resolved, Any, Traced]:
         if size not in self._sources:
@@ -141,9 +142,14 @@ class Tries:
             return Tried(why=LATE, is_late=True)
         began = time.monotonic()
         tried = self._run(size, way, steps)
+        self._tried[way.name, size] = tried
         gave = tried.why or f"{median(tried.seconds[-1:]):.2f} s a step, held {tried.held_bytes / 2**30:.2f} GiB"
         self._say(f"    {way.name}, {size}: {gave} (took {time.monotonic() - began:.0f} s)")
         return tried
+
+    def once(self, size: Size, way: Way) -> Tried:
+        """What the way gave at the size when it was last tried; one step of it where it was not."""
+        return self._tried[way.name, size] if (way.name, size) in self._tried else self.run(size, way, 1)
 
     def _run(self, size: Size, way: Way, steps: int) -> Tried:
         limit, predicted = self._limit, 0.0

@@ -171,7 +171,8 @@ def _moments(pricer: Pricer, layout: Layout, section: Section) -> tuple[Array, R
     parts, ops, runs, widths = pricer.parts(layout), section.operators, section.runs(layout.expert), pricer.widths(layout)
     scale = pricer.microbatch(layout)
     narrow = {"float64": 2.0, "float16": 0.5, "bfloat16": 1.0 if pricer.cluster.is_cpu else 0.5}.get(layout.precision, 1.0)
-    tensors = parts.working_bytes[ops] * np.where(parts.shared[ops], scale / layout.data, scale)
+    working = parts.working64_bytes if layout.precision == "float64" else parts.working_bytes
+    tensors = working[ops] * np.where(parts.shared[ops], scale / layout.data, scale)
     works = tensors + parts.weight_bytes[ops] + parts.waiting.of_some(ops).at(scale, layout.data)
     scattered = runs.scattering(widths.gradient, layout.data)
     return narrow * works, runs, (np.zeros_like(scattered), scattered, scattered + runs.gathered(widths.weight))

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import prod
 
 from weft.model.graph import Graph, Operator, Ref, Tensor
 from weft.model.work import MATMUL_KINDS, RECURRENT_KEEPS, Work, batched, differentiable, packet, storages, work
@@ -91,11 +92,12 @@ def in_flight(schedule: str, num_stages: int, rank: int, microbatches: int, chun
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What one operator keeps for backward: storages with their bytes, and the bytes of tensors that its own backward works on, and besides
-    where it is not cut over ranks (`alone_bytes`)."""
+    """What one operator keeps for backward: storages with their bytes, and the bytes of tensors that its own backward works on, in float32
+    and narrower and in float64 (counted as float32), and besides where it is not cut over ranks (`alone_bytes`)."""
 
     storages: tuple[tuple[str, float], ...]
     working_bytes: float
+    working64_bytes: float
     alone_bytes: float
     weight_bytes: float  # the gradients of its weights before they are added up, whatever the batch
     narrow: bool  # keeps bfloat16 copies under autocast
@@ -137,16 +139,16 @@ class Inventory:
             mine = [(r, float(tensors[r].size_bytes)) for r in roots if r not in self.held or (narrow and r in self.grads)]
             live = any(v in self.grads for v in op.outputs)
             values = {*op.outputs, *op.inputs} - self.held if live else set()
-            size = sum(tensors[v].size_bytes for v in values) + done.extra_bytes * live
-            weights = alone = 0.0
+            size = 0.0 + sum(tensors[v].size_bytes for v in values) + done.extra_bytes * live
+            weights = alone = relaid = columns = 0.0
             if self.is_cpu and live:
                 weights = sum(tensors[v].size_bytes for v in op.inputs if v in self.held and v in self.grads)
                 weights *= 2 if done.kind == "convolution" else 1  # convolutions make it in a layout of their own first
                 if done.kind == "convolution":
-                    size += _relaid_bytes(op, tensors, self.grads)
+                    relaid, columns = _relaid_bytes(op, tensors, self.grads), _columns_bytes(op, tensors)
                 # Batch norm makes as much again as its input's gradient; `weft.lower.kernels.statistics`, of many ranks, does not.
                 alone = float(tensors[op.inputs[0]].size_bytes) if packet(op) == "batch_norm" and op.inputs[0] in self.grads else 0.0
-            found[op.name] = Kept(tuple(sorted(mine)), float(size), alone, weights, narrow)
+            found[op.name] = Kept(tuple(sorted(mine)), size + relaid, size + columns, alone, weights, narrow)
         return found
 
 
@@ -160,6 +162,15 @@ def _relaid_bytes(op: Operator, tensors: Mapping[str, Tensor], grads: frozenset[
     if op.inputs[0] not in grads:
         return float(out.size_bytes)
     return float(x.size_bytes + (max(x.size_bytes, out.size_bytes) if strided else out.size_bytes))
+
+
+def _columns_bytes(op: Operator, tensors: Mapping[str, Tensor]) -> float:
+    """Bytes, as float32, of one group's columns, by which a convolution in float64 is a product; oneDNN has none in float64."""
+    out, weight = tensors[op.outputs[0]], tensors[op.inputs[1]]
+    window = prod(weight.shape[2:])
+    if window == 1 or "transpose" in op.target:
+        return 0.0
+    return out.size_bytes / out.shape[1] * weight.shape[1] * window
 
 
 def _kept_by_processors(op: Operator, tensors: Mapping[str, Tensor], grads: frozenset[str]) -> float:

@@ -84,6 +84,7 @@ class Parts:
     makes: tuple[tuple[Stored, ...], ...]
     extra_bytes: NDArray[np.float64]  # float32 tensors that are no value of the graph, kept by each operator
     working_bytes: NDArray[np.float64]  # of tensors that follow the batch, in each operator's backward
+    working64_bytes: NDArray[np.float64]  # the same of float64's operators, as float32
     weight_bytes: NDArray[np.float64]  # the same of weights' gradients
     waiting: Amounts  # gradients that are there meanwhile: of what was made before the operator and is read behind it
     shared: NDArray[np.bool_]
@@ -206,7 +207,7 @@ def gather(inventory: Inventory, sharding: Sharding | None, narrow: frozenset[st
                 backward.append((at, moved(move.backward, move.value, move.axis, ways=ways)))
     dispatched: set[str] = set()
     by_expert = set(expert_weights(graph).values())
-    stored, reads, makes, extra, working, weights, shared = [], [], [], [], [], [], []
+    stored, reads, makes, extra, working, working64, weights, shared = [], [], [], [], [], [], [], []
     made = {value: i for i, op in enumerate(graph.operators) for value in op.outputs}
     for i, op in enumerate(graph.operators):
         index[i] = compute(_local(inventory, sharding, op, siblings))
@@ -230,6 +231,7 @@ def gather(inventory: Inventory, sharding: Sharding | None, narrow: frozenset[st
         extra.append(inventory.works[op.name].extra_bytes / divide)
         is_cut = any(cut(sharding, op.name, axis) for axis in ("data", *tensor_axes(sharding)))
         working.append((mine.working_bytes + mine.alone_bytes * (not is_cut)) / divide)
+        working64.append((mine.working64_bytes + mine.alone_bytes * (not is_cut)) / divide)
         weights.append(mine.weight_bytes / divide)
         shared.append(cut(sharding, op.name, "data"))
     return Parts(
@@ -243,6 +245,7 @@ def gather(inventory: Inventory, sharding: Sharding | None, narrow: frozenset[st
         tuple(makes),
         np.array(extra),
         np.array(working),
+        np.array(working64),
         np.array(weights),
         _waiting(graph, inventory.grads, made, [one.amount for one in (whole(v, float(graph.tensors[v].size_bytes)) for v in made)]),
         np.array(shared, dtype=bool),
