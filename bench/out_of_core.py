@@ -26,7 +26,7 @@ from bench.arithmetic import Row, Series, Target, as_json, judge, row
 from bench.document import command, header, markdown, show, versions
 from bench.measure import turn
 from bench.out_of_core_gems import BATCH, MODEL, Point, measured_shape, shape_of_gems
-from bench.out_of_core_tries import LATE, OWN, Size, Tried, Tries, Way, largest, ways
+from bench.out_of_core_tries import LATE, OWN, SWAPS, Size, Tried, Tries, Way, largest, ways
 from bench.pipeline import lines_of
 from bench.processes import ROOT
 from weft.units import format_bytes, parse_bytes
@@ -46,13 +46,14 @@ thread a rank; at most two of its ranks compute at a time, so that two cores suf
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is trained within `limit`: ascending `extents` with a batch of `at.batch`, ascending `batches` at `at.extent`, and `at` for
-    samples a second."""
+    """What is trained within `limit`: ascending `extents` with a batch of `at.batch`, ascending `batches` at `at.extent`, and `at`
+    and `tight` for samples a second: where most ways fit, and where few do."""
 
     limit: str
     extents: tuple[int, ...]
     batches: tuple[int, ...]
     at: Size
+    tight: Size | None = None
 
     @property
     def title(self) -> str:
@@ -62,8 +63,8 @@ class Subject:
 
 RESNET, GPT = "resnet-18", "gpt-10m"
 SUBJECTS = {
-    "resnet": Subject("2GiB", (512, 768, 1024, 1280, 1536, 2048), (4, 8, 12, 16), Size(RESNET, 1024, 4)),
-    "gpt": Subject("512MiB", (256, 512, 768, 1024, 1536, 2048), (4, 8, 12, 16, 24), Size(GPT, 512, 8)),
+    "resnet": Subject("2GiB", (512, 768, 1024, 1280, 1536, 2048), (4, 8, 12, 16), Size(RESNET, 1024, 4), Size(RESNET, 1024, 8)),
+    "gpt": Subject("512MiB", (256, 512, 768, 1024, 1536, 2048, 3072), (4, 8, 12, 16, 24, 32), Size(GPT, 512, 8), Size(GPT, 512, 16)),
 }
 TINY = "resnet-tiny"
 QUICK = Subject("5MiB", (64, 128), (4, 8), Size(TINY, 64, 4))
@@ -201,7 +202,7 @@ def options(arguments: Sequence[str]) -> argparse.Namespace:
     p.add_argument("--batches", type=int, nargs="+", metavar="N", help="that are offered, ascending")
     p.add_argument("--at", type=int, nargs=2, metavar=("EXTENT", "BATCH"), help="what is held fixed, and trained for samples a second")
     p.add_argument("--microbatches", type=int, default=4)
-    p.add_argument("--rounds", type=int, default=3)
+    p.add_argument("--rounds", type=int, default=2)
     p.add_argument("--minutes", type=float, default=20.0, help="after which nothing more is tried")
     p.add_argument("--cluster", default="here")
     p.add_argument("--ways", nargs="+", choices=[w.name for w in ways(4)], default=[w.name for w in ways(4)])
@@ -220,7 +221,7 @@ def subjects(given: argparse.Namespace) -> list[Subject]:
         return [QUICK]
     if not given.model:
         found = [SUBJECTS[name] for name in given.parts if name in SUBJECTS]
-        return [Subject(given.limit or s.limit, s.extents, s.batches, s.at) for s in found]
+        return [Subject(given.limit or s.limit, s.extents, s.batches, s.at, s.tight) for s in found]
     usual = SUBJECTS["resnet" if Size(given.model, 1, 1).key == "image" else "gpt"]
     at = Size(given.model, *(given.at or (usual.at.extent, usual.at.batch)))
     extents, batches = (tuple(sorted(some or own)) for some, own in ((given.extents, usual.extents), (given.batches, usual.batches)))
@@ -249,9 +250,10 @@ def main(arguments: Sequence[str]) -> int:
     chosen = [way for way in ways(given.microbatches) if way.name in given.ways]
     try:
         for subject, tries in every:
-            say(f"{subject.at.model}, {subject.at}: seconds a step within {subject.limit} a rank")
-            rates_of(subject.at, chosen, tries, given.rounds, found, say)
-            keep()
+            for size in filter(None, (subject.at, subject.tight)):
+                say(f"{size.model}, {size}: seconds a step within {subject.limit} a rank")
+                rates_of(size, chosen, tries, given.rounds, found, say)
+                keep()
         if "gems" in given.parts:
             found.points = shape_of_gems((2, 4, 8), (2, 4, 8))
             if not given.quick and not given.model:
@@ -260,7 +262,7 @@ def main(arguments: Sequence[str]) -> int:
                 keep()
         for subject, tries in every:
             say(f"{subject.at.model}: the largest within {subject.limit} a rank")
-            sizes_of(subject, chosen, tries, found.sizes.setdefault(subject.title, {}), keep)
+            sizes_of(subject, [way for way in chosen if way.name != SWAPS], tries, found.sizes.setdefault(subject.title, {}), keep)
     except KeyboardInterrupt:
         found.skipped["what comes after"] = "interrupted"
     _keep(given, about, found)
