@@ -36,6 +36,10 @@ CASES = [
     ("unet-tiny:base=16,image=32", "data=1"),
     ("unet-tiny:base=16,image=32", "recompute=full"),
     ("unet-tiny:base=16,image=32", "offload=all"),
+    # A convolution of tensor ranks keeps what was gathered for it.
+    ("resnet-18:base=16,image=96", "tensor=2"),
+    ("resnet-18:base=16,image=96", "tensor=2 recompute=full"),
+    ("unet-tiny:base=16,image=32", "tensor=2x2"),
     # Tied embeddings, larger than all layers: read by the first run and by the last.
     ("gpt:layers=2,hidden=256,heads=4,sequence=64,vocabulary=8192", "data=2 zero=3"),
 ]

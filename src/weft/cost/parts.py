@@ -8,7 +8,7 @@ that data replicas share although they do not follow the batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import TypeVar
@@ -167,6 +167,12 @@ def _pieces_moving(sharding: Sharding, op: Operator, move: Move) -> int:
     return ways
 
 
+def _ways_read(sharding: Sharding, op: Operator) -> int:
+    """Pieces along the tensor axes into which an operator's first operand is cut where the operator reads it."""
+    made, need = sharding.forms[op.inputs[0]], sharding.needs[op.name][0]
+    return prod(sharding.sizes[axis] for axis in tensor_axes(sharding) if (need.get(axis) or made.get(axis, "R"))[0] == "S")
+
+
 def divided(sharding: Sharding | None, op: str) -> int:
     """Tensor ranks among which an operator's work is divided."""
     return 1 if sharding is None else prod(sharding.sizes[axis] for axis in tensor_axes(sharding) if cut(sharding, op, axis))
@@ -225,13 +231,22 @@ def gather(inventory: Inventory, sharding: Sharding | None, narrow: frozenset[st
         divide = divided(sharding, op.name)
         mine = inventory.kept[op.name]
         stored.append(tuple(whole(root, size, mine.narrow) for root, size in mine.storages))
+        more = 0.0
+        if sharding is not None and inventory.is_cpu and inventory.works[op.name].kind == "convolution":
+            ways = _ways_read(sharding, op)
+            if ways < pieces(sharding, op.inputs[0]):  # it keeps what was gathered for it
+                root = inventory.root.get(op.inputs[0], op.inputs[0])
+                read_whole = replace(whole(root, 0.0), root=f"{root} in {ways}", size_bytes=graph.tensors[root].size_bytes / ways)
+                stored[-1] = (*(item for item in stored[-1] if item.root != root), read_whole)
+            if op.inputs[0] in inventory.grads:  # its gradient, and that in a layout of its own
+                more = max(0.0, 2.0 * graph.tensors[op.inputs[0]].size_bytes * (1 / ways - 1 / divide))
         read = {v: inventory.root.get(v, v) for v in op.inputs if v in made}
         makes.append(tuple(whole(root, float(graph.tensors[root].size_bytes)) for root in (inventory.root.get(v, v) for v in op.outputs)))
         reads.append(tuple((made[v], whole(root, float(graph.tensors[root].size_bytes))) for v, root in read.items()))
         extra.append(inventory.works[op.name].extra_bytes / divide)
         is_cut = any(cut(sharding, op.name, axis) for axis in ("data", *tensor_axes(sharding)))
-        working.append((mine.working_bytes + mine.alone_bytes * (not is_cut)) / divide)
-        working64.append((mine.working64_bytes + mine.alone_bytes * (not is_cut)) / divide)
+        working.append((mine.working_bytes + mine.alone_bytes * (not is_cut)) / divide + more)
+        working64.append((mine.working64_bytes + mine.alone_bytes * (not is_cut)) / divide + more)
         weights.append(mine.weight_bytes / divide)
         shared.append(cut(sharding, op.name, "data"))
     return Parts(
