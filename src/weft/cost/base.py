@@ -123,7 +123,7 @@ def base_of(pricer: Pricer, layout: Layout, stage: Stage, section: Section) -> B
 
     @cache
     def by_layer(which: Residency) -> StageState:
-        mine = section.staying(which, stage.index, layout.num_stages == 1)
+        mine = section.staying(which, stage.index, layout.num_stages == 1, pricer.layers_moved == 1)
         each = scores / mine.num_layers if which.recompute.kind != "selective" else 0.0
         columns = (mine.kept, mine.there, mine.back, mine.forward, mine.at_once)
         stays, there, back, forward, at_once = (wide * one.at(scale, layout.data) for one in columns)
@@ -142,7 +142,7 @@ def base_of(pricer: Pricer, layout: Layout, stage: Stage, section: Section) -> B
     def loads() -> tuple[Load, ...]:
         groups = section.groups
         each = scores / len(groups.names)
-        moved = section.staying(Residency.parse("none", "activations:*"), stage.index, False)
+        moved = section.staying(Residency.parse("none", "activations:*"), stage.index, False, pricer.layers_moved == 1)
         back, forward = (wide * one.at(scale, layout.data) for one in (moved.back, moved.forward))
         found = []
         for name in groups.names:

@@ -103,8 +103,9 @@ class Groups:
         return storages_bytes(items, self.half, seen)
 
 
-def staying(groups: Groups, which: Residency, stage: int, last_stays: bool) -> Staying:
-    """`last_stays`: of offload of everything, the last run is not moved."""
+def staying(groups: Groups, which: Residency, stage: int, last_stays: bool, piecewise: bool) -> Staying:
+    """`last_stays`: of offload of everything, the last run is not moved. `piecewise`: what was moved comes back as it is asked for, and
+    `back` and `forward` are told; otherwise `at_once` says it all."""
     parts, half, runs = groups.parts, groups.half, groups.runs
     repeated = set(which.repeated(stage, groups.names))
     if which.offload.picks:
@@ -134,12 +135,14 @@ def staying(groups: Groups, which: Residency, stage: int, last_stays: bool) -> S
             if goes:
                 total += groups.entering(mine, host)
                 come = groups.entering(mine, own)
-                asked, passing = [come] * len(mine), _passing(groups, mine, seen, saves=False)
+                if piecewise:
+                    asked, passing = [come] * len(mine), _passing(groups, mine, seen, saves=False)
             again = list(accumulate(keeps(parts, mine, half, own)))  # those behind an operator have given back what they made
         elif goes:
             total += kept_bytes(parts, mine, half, host)
             come = kept_bytes(parts, mine, half, set(seen))
-            asked, passing = _asked_for(parts, mine, half, seen), _passing(groups, mine, seen, saves=True)
+            if piecewise:
+                asked, passing = _asked_for(parts, mine, half, seen), _passing(groups, mine, seen, saves=True)
         there += again
         back += asked
         forward += passing
@@ -209,7 +212,7 @@ class Section:
     score_bytes: Amount  # float32
     runs: Callable[[int], Runs]  # by the ranks among which experts are spread
     groups: Groups
-    staying: Callable[[Residency, int, bool], Staying]  # worked out when it is first asked for
+    staying: Callable[[Residency, int, bool, bool], Staying]  # worked out when it is first asked for
 
 
 def section(parts: Parts, operators: NDArray[np.intp], held: Held, half: str, runs: Callable[[int], Runs]) -> Section:
