@@ -57,8 +57,9 @@ class Contender:
         if self.settings == "own":
             return threads
         from weft.world.launch import ALLOCATOR  # takes torch with it
+        from weft.world.products import PRODUCTS, products
 
-        return {**ALLOCATOR, **threads}
+        return {**ALLOCATOR, PRODUCTS: products().chosen, **threads}
 
 
 def to_text(case: Case, contender: Contender) -> str:

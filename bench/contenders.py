@@ -106,6 +106,7 @@ def settings_set() -> Set:
         weft(f"{CHOSEN}, without bfloat16", settings="own", constraints=["precision=float32"]),
         weft(f"{CHOSEN}, without allocator settings", settings="own", precision="own", allocator=False),
         weft(f"{CHOSEN}, over gloo", settings="own", precision="own", transport="gloo"),
+        weft(f"{CHOSEN}, torch's own products", settings="own", constraints=["precision=float32"], products="highest"),
     )
     return Set("settings", (own, *without, DDP_WRITTEN), _against(own.name, (DDP_WRITTEN, *without)))
 

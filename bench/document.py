@@ -25,6 +25,7 @@ KINDS = {
     "chosen": "The plan that weft chooses, beside the fastest peers",
     "settings": "What each of weft's settings contributes to its own plan",
     "gpu": "One GPU",
+    "out of core": "weft's choice beside other ways, under the limit",
 }
 
 
@@ -47,9 +48,7 @@ def command(name: str, arguments: Sequence[str]) -> str:
     'scripts/bench train --rounds 3 --steps=1'
     """
     kept = [
-        word
-        for before, word in zip(("", *arguments), arguments, strict=False)
-        if before != "--json" and word.partition("=")[0] != "--json"
+        word for before, word in zip(("", *arguments), arguments, strict=False) if before != "--json" and word.partition("=")[0] != "--json"
     ]
     return " ".join(["scripts/bench", name, *kept])
 

@@ -1,8 +1,9 @@
 """`scripts/bench out_of_core`: what can be trained under one limit of memory a rank, and how fast: pipelines, GEMS, recomputation, offload.
 
-Out: rows and tables in the terminal, `--json FILE`, and docs/benchmarks/out_of_core.md: the largest image and the largest batch of each
-way, images a second at one size beside weft's own choice, and the published shape of GEMS (speed-up over MP-Basic by number of batches),
-simulated and measured. Every way trains the same ResNet on two ranks whose limit is enforced. Exit status 4 where weft's choice fails.
+Out: rows and tables in the terminal, `--json FILE`, and docs/benchmarks/out_of_core.md: the largest sample and the largest batch of each
+way, samples a second at given sizes beside weft's own choice, and the published shape of GEMS (speed-up over MP-Basic by number of
+batches), simulated and measured. Every way trains the same model on two ranks whose limit is enforced. What has been measured is written
+after every part, also where a later one is interrupted. Exit status 4 where weft's choice fails.
 """
 
 from __future__ import annotations
@@ -12,279 +13,286 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
-import weft
 from bench.arithmetic import Row, Series, Target, as_json, judge, row
 from bench.document import command, header, markdown, show, versions
 from bench.measure import turn
+from bench.out_of_core_gems import BATCH, MODEL, Point, measured_shape, shape_of_gems
+from bench.out_of_core_tries import LATE, OWN, SWAPS, Size, Tried, Tries, Way, largest, ways
 from bench.pipeline import lines_of
 from bench.processes import ROOT
-from weft.errors import Infeasible, LayoutError, OutOfMemory
-from weft.plan.plan import Plan
-from weft.run.build import Traced
-from weft.run.engine import Engine
-from weft.schedules import build
-from weft.simulate.clock import simulate
 from weft.units import format_bytes, parse_bytes
-from weft.world.launch import launch
-from weft.world.world import World
-from weft.zoo.resolve import resolve
-from weft.zoo.resolved import Resolved
+from weft.world.launch import ALLOCATOR
 
 PAGE = ROOT / "docs" / "benchmarks" / "out_of_core.md"
-OWN = "weft's choice"
-SWAPS = "swap or drop"
+KIND = "out of core"
 
 INTRO = """Two ranks, each with the limit; all ways train the same model in float32 with AdamW from the same weights. Ratios are the other
 way's time over that of weft's choice (more than 1: weft's choice is faster), by round, then their median; ways take turns within a round.
 A way that exceeds the limit ends with the error that a user would see, and counts as not fitting. "swap or drop" is data parallelism for
-whose every layer weft chooses whether its activations stay, move to the host or are made again."""
+whose every layer weft chooses whether its activations stay, move to the host or are made again. A size is the largest of those that were
+offered: the next one was tried and did not fit, except where "or more" says that there was none, or no time. Samples a second beside it
+are of its first step. "predicted" is what the plan says that the fullest rank holds, without its margin. GEMS is beside MP-Basic with one
+thread a rank; at most two of its ranks compute at a time, so that two cores suffice for four stages."""
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """One way to train on two ranks: a layout, or what constrains weft's choice."""
+class Subject:
+    """What is trained within `limit`: ascending `extents` with a batch of `at.batch`, ascending `batches` at `at.extent`, and `at`
+    and `tight` for samples a second: where most ways fit, and where few do."""
 
-    name: str
-    layout: str = ""
-    constraints: str = ""
-
-
-def ways(microbatches: int) -> tuple[Way, ...]:
-    """All that are compared, with so many microbatches where a way has them."""
-    end = f"pipeline=2 microbatches={microbatches}"
-    return (
-        Way("MP-Basic", "pipeline=2 schedule=sequential"),
-        Way("GPipe", f"{end} schedule=gpipe"),
-        Way("1F1B", f"{end} schedule=1f1b"),
-        Way("GEMS MAST", "pipeline=2 microbatches=2 schedule=gems-mast"),
-        Way("GEMS MASTER", f"{end} schedule=gems-master"),
-        Way("recompute", "data=2 recompute=full"),
-        Way("offload", "data=2 offload=all"),
-        Way(SWAPS, constraints="ranks=2 data=2 microbatches=1 zero=0 precision=float32 offload!=optimizer offload!=all"),
-        Way(OWN, constraints="ranks=2 precision=float32"),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Size:
-    """What is trained: `model` of the zoo on images of `image` x `image`, `batch` of them a step."""
-
-    model: str
-    image: int
-    batch: int
+    limit: str
+    extents: tuple[int, ...]
+    batches: tuple[int, ...]
+    at: Size
+    tight: Size | None = None
 
     @property
-    def named(self) -> str:
-        return f"{self.model}{',' if ':' in self.model else ':'}image={self.image}"
+    def title(self) -> str:
+        at = self.at
+        return f"{at.model} within {self.limit} a rank, {at.key}s at batch {at.batch} and batches at {at.key} {at.extent}"
+
+
+RESNET, GPT = "resnet-18", "gpt-10m"
+SUBJECTS = {
+    "resnet": Subject("2GiB", (512, 768, 1024, 1280, 1536, 2048), (4, 8, 12, 16), Size(RESNET, 1024, 4), Size(RESNET, 1024, 8)),
+    "gpt": Subject("512MiB", (256, 512, 768, 1024, 1536, 2048, 3072), (4, 8, 12, 16, 24, 32), Size(GPT, 512, 8), Size(GPT, 512, 16)),
+}
+TINY = "resnet-tiny"
+QUICK = Subject("5MiB", (64, 128), (4, 8), Size(TINY, 64, 4))
+PARTS = (*SUBJECTS, "gems")
 
 
 @dataclass(frozen=True, slots=True)
-class Tried:
-    """What a try gave: `why` it did not fit, or seconds, losses and the most bytes held."""
+class Largest:
+    """The largest extent and batch of a way, each with what it gave; `more`: whether no larger one was tried."""
 
-    seconds: tuple[float, ...] = ()
-    losses: tuple[float, ...] = ()
-    held_bytes: float = 0.0
-    layout: str = ""
-    why: str = ""
-
-
-class Tries:
-    """Ways and sizes under one limit. What a model is traced and planned to is kept: ranks are forked from here, and inherit it."""
-
-    def __init__(self, limit: float, cluster: str) -> None:
-        self._limit, self._cluster = limit, cluster
-        self._sources: dict[Size, tuple[Resolved, Any, Traced]] = {}
-        self._prepared: dict[tuple[str, Size], Plan] = {}
-
-    def _source(self, size: Size) -> tuple[Resolved, Any, Traced]:
-        if size not in self._sources:
-            subject = resolve(size.named)
-            torch.manual_seed(0)
-            self._sources[size] = subject, subject.batch(size.batch), Traced.of(subject.make)
-        return self._sources[size]
-
-    def prepare(self, size: Size, way: Way) -> Plan:
-        """Raises Infeasible where weft knows beforehand that the way does not fit, or the batch does not divide."""
-        if (way.name, size) not in self._prepared:
-            self._prepared[way.name, size] = self._prepare(size, way)
-        return self._prepared[way.name, size]
-
-    def _prepare(self, size: Size, way: Way) -> Plan:
-        subject, batch, source = self._source(size)
-        plan = partial(weft.plan, subject, batch, cluster=self._cluster, source=source)
-        return plan(layout=way.layout) if way.layout else plan(constraints=way.constraints, device_memory=self._limit)
-
-    def run(self, size: Size, way: Way, steps: int) -> Tried:
-        """Some steps of a way at a size."""
-        limit = self._limit
-        try:
-            plan = self.prepare(size, way)
-            subject, batch, source = self._source(size)
-            source.prepare(plan, batch, subject.loss)
-
-            def work(world: World) -> Any:
-                engine = Engine(plan, subject.make, batch, subject.loss, world, seed=0, source=source, device_memory=limit)
-                seconds, losses = [], []
-                for _ in range(steps):
-                    world.everyone.barrier()
-                    began = time.perf_counter()
-                    losses.append(engine.step(batch).loss)
-                    seconds.append(time.perf_counter() - began)
-                return [seconds, losses, engine.fullest_memory().get("total", 0.0)]
-
-            seconds, losses, held = launch(work, 2, show=False)[0]
-        except (OutOfMemory, Infeasible, LayoutError) as error:
-            return Tried(why=str(error).splitlines()[0])
-        return Tried(tuple(seconds), tuple(losses), held, str(plan.layout))
+    extent: Size | None
+    batch: Size | None
+    at_extent: Tried
+    at_batch: Tried
+    more_extent: bool
+    more_batch: bool
 
 
-def largest(sizes: Iterable[Size], tries: Callable[[Size], Tried]) -> Size | None:
-    """The last of ascending sizes that fits, as far as the first that does not."""
-    found = None
-    for size in sizes:
-        if tries(size).why:
-            break
-        found = size
-    return found
+@dataclass
+class Found:
+    """What has been measured so far."""
+
+    rows: list[Row] = field(default_factory=list)
+    series: dict[str, list[Series]] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+    sizes: dict[str, dict[str, Largest]] = field(default_factory=dict)  # by subject's title, by way
+    points: list[Point] = field(default_factory=list)
+    failed: str = ""  # why weft's own choice does not run
 
 
-def shape_of_gems(numbers: Sequence[int], stages: Sequence[int]) -> list[tuple[int, int, float]]:
-    """(stages, batches, speed-up of GEMS over MP-Basic) by the clock, with a backward of two forwards and free transfers.
-
-    Jain et al. 2020: MAST trains two batches at a time, one a replica; MASTER goes on with as many as there are.
-    """
-    rows = []
-    for d in stages:
-        one = _simulated("sequential", d, 1)
-        rows += [(d, n, n * one / _simulated("gems-master", d, n)) for n in numbers]
-    return rows
-
-
-def _simulated(schedule: str, stages: int, microbatches: int) -> float:
-    seconds = {"F": 1.0, "B": 2.0}
-    return simulate(build(schedule, stages, microbatches), lambda action: seconds[action.op.value], lambda *_: 0.0).total_s
+def sizes_of(subject: Subject, chosen: Sequence[Way], tries: Tries, into: dict[str, Largest], keep: Callable[[], None]) -> None:
+    """What each way trains at most."""
+    at = subject.at
+    for way in chosen:
+        run, expected = partial(tries.once, way=way), partial(tries.expected, way=way)
+        extent, first, more = largest([Size(at.model, n, at.batch) for n in subject.extents], run, expected)
+        batch, second, still = largest([Size(at.model, at.extent, n) for n in subject.batches], run, expected)
+        into[way.name] = Largest(extent, batch, first, second, not more, not still)
+        keep()
 
 
-def shape_table(simulated: Sequence[tuple[int, int, float]], measured: dict[tuple[int, int], float]) -> Table:
+def rates_of(size: Size, chosen: Sequence[Way], tries: Tries, rounds: int, found: Found, say: Callable[[str], None]) -> None:
+    """Seconds a step of each way at one size, in turn; one that fails once is left out from then on."""
+    label = f"{size.model}, {size}"
+    seconds: dict[str, list[float]] = {}
+    last: dict[str, Tried] = {}
+    for number in range(rounds):
+        this: dict[str, Tried] = {}
+        for name in turn([way.name for way in chosen if number == 0 or way.name in seconds], number):
+            tried = tries.run(size, next(way for way in chosen if way.name == name), 2)
+            if tried.is_late:
+                break
+            if tried.why:
+                found.skipped[f"{name} ({label})"] = tried.why
+                seconds.pop(name, None)
+            else:
+                this[name] = tried
+        else:  # only whole rounds count
+            last |= this
+            for name, tried in this.items():
+                seconds.setdefault(name, []).append(tried.seconds[-1])
+            continue
+        say(f"  {label}: {LATE} after {number} rounds")
+        break
+    if not seconds:
+        found.skipped.setdefault(f"all ways ({label})", LATE)
+    made = {
+        name: Series(name, tuple(s), losses=last[name].losses, memory_bytes=int(last[name].held_bytes), plan=last[name].layout)
+        for name, s in seconds.items()
+    }
+    found.series[label] = list(made.values())
+    if OWN in made:
+        found.rows += [row(label, KIND, made[OWN], one) for name, one in made.items() if name != OWN]
+    elif why := found.skipped.get(f"{OWN} ({label})"):
+        found.failed = f"{label}: {why}"
+
+
+def gems_table(points: Sequence[Point]) -> Table:
     """The shape of GEMS."""
     table = Table(title="GEMS beside MP-Basic: speed-up by number of batches", title_justify="left")
-    for name in ("stages", "batches", "simulated", "measured"):
+    for name in ("stages", "batches", "simulated", "measured", "min..max"):
         table.add_column(name, justify="right")
-    for d, n, ratio in simulated:
-        shown = f"{measured[d, n]:.2f}" if (d, n) in measured else ""
-        table.add_row(str(d), str(n), f"{ratio:.2f}", shown)
+    for p in points:
+        shown = (f"{p.measured:.2f}", f"{p.least:.2f}..{p.most:.2f}") if p.measured else (p.why, "")
+        table.add_row(str(p.stages), str(p.batches), f"{p.simulated:.2f}", *shown)
     return table
 
 
-def sizes_table(found: dict[str, tuple[Size | None, Size | None, Tried]], limit: float) -> Table:
+def rates_table(found: Found) -> Table:
+    """Samples a second of each way, by what was trained."""
+    table = Table(title="Images or sequences a second", title_justify="left")
+    table.add_column("way")
+    for label in found.series:
+        table.add_column(label, justify="right")
+    for way in dict.fromkeys(s.name for every in found.series.values() for s in every):
+        by_label = {label: s for label, every in found.series.items() for s in every if s.name == way}
+        table.add_row(way, *(f"{_rate(label, by_label[label]):.3g}" if label in by_label else "" for label in found.series))
+    return table
+
+
+def _rate(label: str, series: Series) -> float:
+    return int(label.rpartition(" ")[2]) / series.median
+
+
+def sizes_table(title: str, found: Mapping[str, Largest]) -> Table:
     """What each way trained at most."""
-    table = Table(title=f"The largest that was trained within {format_bytes(limit)} a rank", title_justify="left")
-    for name in ("way", "image", "batch", "images/s", "held at most", "layout, or why not"):
-        table.add_column(name, justify="left" if name in ("way", "layout, or why not") else "right")
-    for name, (image, batch, tried) in found.items():
-        rate = f"{batch.batch / median(tried.seconds):.2f}" if batch and tried.seconds else ""
-        table.add_row(
-            name, str(image.image) if image else "none", str(batch.batch) if batch else "none", rate,
-            format_bytes(tried.held_bytes) if tried.seconds else "", tried.layout or tried.why,
-        )  # fmt: skip
+    table = Table(title=f"The largest that was trained: {title}", title_justify="left")
+    for name in ("way", "size", "held", "predicted", "batch", "held", "predicted", "samples/s", "layout at the largest batch, or why not"):
+        table.add_column(name, justify="left" if name == "way" or name.startswith("layout") else "right")
+    for name, one in found.items():
+        cells = []
+        for size, tried, more, number in (
+            (one.extent, one.at_extent, one.more_extent, one.extent.extent if one.extent else 0),
+            (one.batch, one.at_batch, one.more_batch, one.batch.batch if one.batch else 0),
+        ):
+            said = f"{number}{' or more' if more else ''}" if size else "not known" if tried.is_late else "none"
+            predicted = format_bytes(tried.predicted_bytes) if tried.predicted_bytes else ""
+            cells += [said, format_bytes(tried.held_bytes) if tried.seconds else "", predicted]
+        rate = f"{one.batch.batch / one.at_batch.seconds[-1]:.3g}" if one.batch else ""
+        table.add_row(name, *cells, rate, one.at_batch.layout or one.at_batch.why)
     return table
 
 
-TARGETS = (Target("weft's choice is the best or within 3 %", 0.97, lambda r: r.kind == "out of core"),)
+TARGETS = (Target("weft's choice is the best or within 3 %", 0.97, lambda r: r.kind == KIND),)
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Read the options, measure, tell."""
+def options(arguments: Sequence[str]) -> argparse.Namespace:
+    """The command's."""
     p = argparse.ArgumentParser(prog="scripts/bench out_of_core", description="training under a limit of memory", allow_abbrev=False)
     p.add_argument("--json", metavar="FILE", type=Path, help="write header, rows, sizes and the shape of GEMS to FILE")
-    p.add_argument("--model", default="resnet-18")
-    p.add_argument("--limit", default="2GiB", help="of each rank")
-    p.add_argument("--images", type=int, nargs="+", default=[256, 384, 512, 640, 768, 1024, 1280, 1536], metavar="PIXELS")
-    p.add_argument("--batches", type=int, nargs="+", default=[4, 8, 12, 16, 24, 32], metavar="N")
-    p.add_argument("--image", type=int, default=512, help="for the largest batch, and for images a second")
-    p.add_argument("--batch", type=int, default=8, help="for the largest image, and for images a second")
+    p.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what to measure; the page then has these only")
+    p.add_argument("--model", help="of the zoo, in place of the ResNet and the GPT, with --limit, --extents, --batches and --at")
+    p.add_argument("--limit", help="of each rank; by default 2GiB for images and 512MiB for text")
+    p.add_argument("--extents", type=int, nargs="+", metavar="N", help="pixels a side, or tokens, that are offered, ascending")
+    p.add_argument("--batches", type=int, nargs="+", metavar="N", help="that are offered, ascending")
+    p.add_argument("--at", type=int, nargs=2, metavar=("EXTENT", "BATCH"), help="what is held fixed, and trained for samples a second")
     p.add_argument("--microbatches", type=int, default=4)
-    p.add_argument("--rounds", type=int, default=5)
+    p.add_argument("--rounds", type=int, default=2)
+    p.add_argument("--minutes", type=float, default=20.0, help="after which nothing more is tried")
     p.add_argument("--cluster", default="here")
     p.add_argument("--ways", nargs="+", choices=[w.name for w in ways(4)], default=[w.name for w in ways(4)])
     p.add_argument("--quick", action="store_true", help="a tiny model, few sizes, one round; does not write the page")
     given = p.parse_args(list(arguments))
+    if not given.model and any((given.extents, given.batches, given.at)):
+        p.error("--extents, --batches and --at are of a model; name one with --model")
     if given.quick:
-        given.model, given.limit, given.images, given.batches = "resnet-tiny", "5MiB", [64, 128], [4, 8]
-        given.image, given.batch, given.rounds, given.cluster = 64, 4, 1, "1xcpu-2"
-    limit = parse_bytes(given.limit)
-    chosen = [way for way in ways(given.microbatches) if way.name in given.ways]
+        given.rounds, given.cluster = 1, "1xcpu-2"
+    return given
+
+
+def subjects(given: argparse.Namespace) -> list[Subject]:
+    """What the options ask for."""
+    if given.quick:
+        return [QUICK]
+    if not given.model:
+        found = [SUBJECTS[name] for name in given.parts if name in SUBJECTS]
+        return [Subject(given.limit or s.limit, s.extents, s.batches, s.at, s.tight) for s in found]
+    usual = SUBJECTS["resnet" if Size(given.model, 1, 1).key == "image" else "gpt"]
+    at = Size(given.model, *(given.at or (usual.at.extent, usual.at.batch)))
+    extents, batches = (tuple(sorted(some or own)) for some, own in ((given.extents, usual.extents), (given.batches, usual.batches)))
+    return [Subject(given.limit or usual.limit, extents, batches, at)]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Read the options, measure, tell."""
+    given = options(arguments)
+    if not given.quick and not ALLOCATOR.items() <= os.environ.items():
+        # Ranks are forked from here, and the C library reads how it keeps freed memory when a process starts.
+        os.execve(sys.executable, [sys.executable, "-m", "bench", "out_of_core", *arguments], {**os.environ, **ALLOCATOR})
     console = Console(soft_wrap=True) if not sys.stdout.isatty() else Console()
+    say = partial(console.print, highlight=False, markup=False)
+    asked = subjects(given)
     about = header(
         command("out_of_core", arguments),
         versions(("torch",)),
-        limit=f"{format_bytes(limit)} for each of two ranks, enforced",
+        limit=", ".join(f"{s.at.model}: {format_bytes(parse_bytes(s.limit))} for each of two ranks, enforced" for s in asked) or "none",
         load=f"{os.getloadavg()[0]:.1f} processes were running before (a quiet machine has 0)" if hasattr(os, "getloadavg") else "unknown",
-        measured=f"{given.rounds} rounds of 2 steps after 1, in turn; medians of ratios by round",
+        measured=f"{given.rounds} rounds of 1 step after 1, in turn; medians of ratios by round. GEMS: {MODEL}, batches of {BATCH}",
     )
-    base = Size(given.model, given.image, given.batch)
-    sizes: dict[str, tuple[Size | None, Size | None, Tried]] = {}
-    seconds: dict[str, list[float]] = {}
-    losses: dict[str, list[float]] = {}
-    skipped: dict[str, str] = {}
-    layouts: dict[str, str] = {}
-    tries = Tries(limit, given.cluster)
-    for way in chosen:
-        image = largest((Size(given.model, n, given.batch) for n in given.images), partial(tries.run, way=way, steps=1))
-        batch = largest((Size(given.model, given.image, n) for n in given.batches), partial(tries.run, way=way, steps=1))
-        at_most = tries.run(batch or base, way, 2)
-        sizes[way.name] = image, batch, at_most
-        told = f"image {image.image if image else 'none'}, batch {batch.batch if batch else 'none'}"
-        console.print(f"  {way.name}: {told} {at_most.why}", highlight=False, markup=False)
-    for number in range(given.rounds):
-        for name in turn([way.name for way in chosen if way.name not in skipped], number):
-            tried = tries.run(base, next(way for way in chosen if way.name == name), 3)
-            if tried.why:
-                skipped[name] = tried.why
-                seconds.pop(name, None)
-                continue
-            seconds.setdefault(name, []).append(median(tried.seconds[1:]))
-            losses[name], layouts[name] = list(tried.losses), tried.layout
-    series = {name: Series(name, tuple(s), losses=tuple(losses[name]), plan=layouts[name]) for name, s in seconds.items()}
-    label = f"{given.model}, image {given.image}, batch {given.batch}"
-    others = [one for name, one in series.items() if name != OWN]
-    rows: list[Row] = [row(label, "out of core", series[OWN], one) for one in others] if OWN in series else []
-    simulated = shape_of_gems((2, 4, 8, 16), (2, 4, 8))
-    measured = {}
-    if {"MP-Basic", "GEMS MASTER"} <= seconds.keys():
-        # Both train the same batch: MP-Basic in one piece, GEMS in as many as it has microbatches.
-        measured[2, given.microbatches] = median(a / b for a, b in zip(seconds["MP-Basic"], seconds["GEMS MASTER"], strict=True))
-    verdicts = judge(TARGETS, rows, skipped)
-    show(console, rows, verdicts, skipped)
-    tables = [sizes_table(sizes, limit), shape_table(simulated, measured)]
-    for table in tables:
+    found, deadline = Found(), time.monotonic() + 60 * given.minutes
+    keep = partial(_keep, given, about, found)
+    every = [(one, Tries(parse_bytes(one.limit), given.cluster, deadline, say)) for one in asked]
+    chosen = [way for way in ways(given.microbatches) if way.name in given.ways]
+    try:
+        for subject, tries in every:
+            for size in filter(None, (subject.at, subject.tight)):
+                say(f"{size.model}, {size}: seconds a step within {subject.limit} a rank")
+                rates_of(size, chosen, tries, given.rounds, found, say)
+                keep()
+        if "gems" in given.parts:
+            found.points = shape_of_gems((2, 4, 8), (2, 4, 8))
+            if not given.quick and not given.model:
+                say("GEMS beside MP-Basic")
+                found.points = measured_shape(found.points, (2, 4), max(3, given.rounds), cluster=given.cluster)
+                keep()
+        for subject, tries in every:
+            say(f"{subject.at.model}: the largest within {subject.limit} a rank")
+            sizes_of(subject, [way for way in chosen if way.name != SWAPS], tries, found.sizes.setdefault(subject.title, {}), keep)
+    except KeyboardInterrupt:
+        found.skipped["what comes after"] = "interrupted"
+    _keep(given, about, found)
+    show(console, found.rows, judge(TARGETS, found.rows, found.skipped), found.skipped)
+    for table in _tables(found):
         console.print(table)
+    if not given.quick:
+        say(f"wrote {PAGE.relative_to(ROOT)}")
+    if found.failed:
+        print(f"weft: its own choice does not run: {found.failed}", file=sys.stderr)
+    return 4 if found.failed else 0
+
+
+def _tables(found: Found) -> list[Table]:
+    sizes = [sizes_table(title, by_way) for title, by_way in found.sizes.items()]
+    rates = [rates_table(found)] if any(found.series.values()) else []
+    return [*rates, *sizes, *([gems_table(found.points)] if found.points else [])]
+
+
+def _keep(given: argparse.Namespace, about: Mapping[str, Any], found: Found) -> None:
+    """Write what there is."""
+    verdicts = judge(TARGETS, found.rows, found.skipped)
     if given.json:
         more = {
-            "limit_bytes": limit,
-            "largest": {
-                name: {"image": i.image if i else None, "batch": b.batch if b else None, **asdict(t)} for name, (i, b, t) in sizes.items()
-            },
-            "gems": [{"stages": d, "batches": n, "simulated": r, "measured": measured.get((d, n))} for d, n, r in simulated],
+            "largest": {title: {name: asdict(one) for name, one in by_way.items()} for title, by_way in found.sizes.items()},
+            "samples_per_s": {label: {s.name: _rate(label, s) for s in every} for label, every in found.series.items()},
+            "gems": [asdict(point) for point in found.points],
         }
-        given.json.write_text(json.dumps(as_json(about, rows, verdicts, skipped) | more, indent=1) + "\n")
+        given.json.write_text(json.dumps(as_json(about, found.rows, verdicts, found.skipped) | more, indent=1) + "\n")
     if not given.quick:
-        text = markdown(about, rows, verdicts, skipped, {label: list(series.values())}, INTRO, "training under a limit of memory")
+        text = markdown(about, found.rows, verdicts, found.skipped, found.series, INTRO, "training under a limit of memory")
         PAGE.parent.mkdir(parents=True, exist_ok=True)
-        PAGE.write_text("\n".join([text, *(line for table in tables for line in lines_of(table))]))
-        console.print(f"wrote {PAGE.relative_to(ROOT)}")
-    if OWN in skipped:
-        print(f"weft: its own choice does not run: {skipped[OWN]}", file=sys.stderr)
-    return 4 if OWN in skipped else 0
+        PAGE.write_text("\n".join([text, *(line for table in _tables(found) for line in lines_of(table))]))

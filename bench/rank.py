@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bench.case import Case, Contender, corpus, from_text, window_starts
+from weft.world import products
 
 Step = Callable[[Tensor], "Tensor | float | None"]
 
@@ -93,6 +94,8 @@ def apply_settings(contender: Contender) -> None:
     """Threads, and for equal settings the library of matrix products, the same for all."""
     if contender.settings == "equal" or not contender.launcher:
         torch.set_num_threads(contender.threads)
+    if contender.settings == "equal":
+        products.apply(os.environ[products.PRODUCTS])
 
 
 def join(num_ranks: int) -> None:

@@ -54,9 +54,9 @@ TARGETS = (
 
 INTRO = """Ratios are the peer's time over weft's (more than 1: weft is faster), by round, then their median. All contenders of a set are
 started together and take turns; while one runs, the others wait in a blocked read. Settings `equal`: the same threads a rank, the same
-allocator settings of the C library, the same optimizer (AdamW, fused where the peer takes it), float32, the same batches and
-microbatches; `own`: everything as the contender sets it by itself. "loss differs" is the largest relative difference of the two loss
-curves, from the same initial weights and data."""
+allocator settings of the C library, float32 products by the same library, the same optimizer (AdamW, fused where the peer takes it),
+float32, the same batches and microbatches; `own`: everything as the contender sets it by itself. "loss differs" is the largest relative
+difference of the two loss curves, from the same initial weights and data."""
 
 
 def is_pipeline(r: Row, peer_name: str, own: bool) -> bool:

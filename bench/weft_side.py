@@ -16,6 +16,7 @@ from bench.case import Case, Contender, from_text
 from bench.rank import Line, serve
 from weft.plan.plan import Plan
 from weft.plan.store import format_plan, parse_plan
+from weft.world.products import PRODUCTS
 from weft.world.world import World
 
 
@@ -49,10 +50,10 @@ def rank_main(world: World, path: str, text: str, plan_text: str) -> None:
 def main(path: str, text: str) -> None:
     case, contender = from_text(text)
     plan = make_plan(case, contender)
-    transport = contender.options.get("transport", "")
+    options = {"WEFT_TRANSPORT": contender.options.get("transport", ""), PRODUCTS: contender.options.get("products", "")}
     weft.launch(
         rank_main, plan.layout.num_ranks, path, text, format_plan(plan), threads=plan.layout.threads,
-        allocator=contender.options.get("allocator", True), env={"WEFT_TRANSPORT": transport} if transport else None,
+        allocator=contender.options.get("allocator", True), env={key: value for key, value in options.items() if value},
     )  # fmt: skip
 
 

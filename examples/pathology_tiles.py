@@ -2,7 +2,8 @@
 under a limit of memory a rank that is enforced; weft chooses the plan that fits.
 
     python examples/pathology_tiles.py --device-memory 1GiB --tile 512
-    python examples/pathology_tiles.py --device-memory 600MiB --tile 512      # another plan, the same training
+    python examples/pathology_tiles.py --device-memory 300MiB --tile 512      # does not fit as it is: another plan
+    python examples/pathology_tiles.py --device-memory 2GiB --tile 1024 --zoom 8 --batch 8
 
 The image is scikit-image's: colon tissue, immunohistochemistry against FHL2 (brown, DAB) with haematoxylin (blue), 512 x 512. It is
 enlarged, since a scanner's tiles are: `--zoom` 4 makes 2048 x 2048 of it. A tile's class is whether more of it is stained than of the

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.cost.runs import Amount, Runs, starts_of
+from weft.cost.runs import Amount, Amounts, Runs, behind, starts_of
 from weft.model.graph import Operator, Ref
 
 BIG = 25 * 2**20 / 4  # elements of a bucket
@@ -18,7 +19,7 @@ def operators(weights: list[list[str]]) -> list[Operator]:
 
 
 def runs_of(weights: list[list[str]], trained: dict[str, float], experts: frozenset[str] = frozenset(), spread: int = 1) -> Runs:
-    return Runs.of(operators(weights), list(range(len(weights))), [Amount()] * len(weights), trained, experts, spread)
+    return Runs.of(operators(weights), list(range(len(weights))), trained, experts, spread)
 
 
 @given(st.lists(sizes, min_size=1, max_size=5), st.integers(2, 8))
@@ -50,7 +51,9 @@ def test_spread_experts_count_their_part() -> None:
 
 
 def test_what_stands_behind_is_gone() -> None:
-    kept = [Amount(4, 0, 0), Amount(0, 3, 1), Amount(8, 0, 0)]
-    made = Runs.of(operators([[], [], []]), [0, 1, 2], kept, {}, frozenset(), 1)
-    assert made.gone(1.0, 2).tolist() == [3 + 1 + 4, 4, 0]
+    kept = Amounts.of([Amount(4, 0, 0), Amount(0, 3, 1), Amount(8, 0, 0)])
+    assert behind(kept.at(1.0, 2)).tolist() == [3 + 1 + 4, 4, 0]
     assert starts_of(["", "a", "a", "b", "a"]) == [0, 1, 3, 4]
+    made = Runs.of(operators([[], [], []]), [0, 2], {}, frozenset(), 1)
+    assert made.most(np.array([1.0, 3.0, 2.0])).tolist() == [3.0, 2.0]
+    assert made.over(np.array([5.0, 6.0]), 3).tolist() == [5.0, 5.0, 6.0]

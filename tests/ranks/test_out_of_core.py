@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 import weft
 from weft.errors import RankError
+from weft.units import parse_bytes
 from weft.world.memory import accounts_of
 from weft.world.world import World
 
-GPT, BATCH, LIMIT = "gpt-tiny:sequence=128", 8, 20 << 20
+GPT, BATCH = "gpt-tiny:sequence=128", 8
 
 
 @pytest.fixture(autouse=True)
@@ -24,14 +25,31 @@ def _needs_counting() -> None:
         pytest.skip(made.why)
 
 
-def test_a_gpt_that_exceeds_the_limit_serially() -> None:
-    """42 MiB in one process (float64); half of that is allowed."""
-    with pytest.raises(RankError, match=r"rank 0 holds .* of 20\.0 MiB .*activations .* needs .* more; use recompute=full"):
-        weft.verify(GPT, "data=1", BATCH, device_memory=LIMIT)
-    for layout in ("data=1 recompute=full", "data=1 offload=all", "pipeline=2 microbatches=4 schedule=gems-master"):
-        found = weft.verify(GPT, layout, BATCH, device_memory="20MiB")
-        assert found.ok, (layout, found)
-        assert 0 < found.memory["total"] <= LIMIT
+WAYS = ("data=1 recompute=full", "data=1 offload=all", "pipeline=2 microbatches=4 schedule=gems-master")
+
+
+@pytest.mark.parametrize(
+    ("name", "batch", "limit"),
+    [
+        (GPT, BATCH, "20MiB"),  # 42 MiB in one process (float64); half of that is allowed
+        ("resnet:blocks=6,bottleneck=false,base=32,image=64,classes=8", BATCH, "20MiB"),  # 26 MiB
+    ],
+)
+def test_what_exceeds_the_limit_serially_trains_under_it(name: str, batch: int, limit: str) -> None:
+    """With recomputation, offload, GEMS and by weft's choice, on one rank and on two, each against the serial run without a limit."""
+    allowed = parse_bytes(limit)
+    with pytest.raises(RankError, match=r"rank 0 holds .* of .* MiB .*activations .* needs .* more; use recompute=full"):
+        weft.verify(name, "data=1", batch, device_memory=limit)
+    words = "precision=float64 tensor=1"
+    chosen = [
+        weft.plan(name, batch, cluster="1xcpu-2", constraints=f"{words} {more}", device_memory=limit)
+        for more in ("ranks=1 microbatches=1", "ranks=2")
+    ]
+    assert chosen[0].layout.repeats_layers or chosen[0].layout.moves_layers
+    for way in (*WAYS, *chosen):
+        found = weft.verify(name, way, batch, device_memory=limit)
+        assert found.ok, (way, found)
+        assert 0 < found.memory["total"] <= allowed
 
 
 class Residual(nn.Module):

@@ -28,6 +28,18 @@ CASES = [
     ("resnet-18:image=64", "data=2"),
     ("resnet-18:image=64", "data=2 zero=2"),
     ("resnet-18:image=64", "data=2 zero=3"),
+    # Recomputation and offload by what each operator finds; of GEMS a rank holds one of its two stages at a time, and they are unequal.
+    ("resnet-18:base=16,image=96", "data=2 recompute=full"),
+    ("resnet-18:base=16,image=96", "data=1 offload=activations recompute=full"),
+    ("resnet-18:base=16,image=96", "data=2 offload=activations:2 recompute=full:2"),
+    ("resnet-18:base=16,image=96", "pipeline=2 microbatches=2 schedule=gems-mast"),
+    ("unet-tiny:base=16,image=32", "data=1"),
+    ("unet-tiny:base=16,image=32", "recompute=full"),
+    ("unet-tiny:base=16,image=32", "offload=all"),
+    # A convolution of tensor ranks keeps what was gathered for it.
+    ("resnet-18:base=16,image=96", "tensor=2"),
+    ("resnet-18:base=16,image=96", "tensor=2 recompute=full"),
+    ("unet-tiny:base=16,image=32", "tensor=2x2"),
     # Tied embeddings, larger than all layers: read by the first run and by the last.
     ("gpt:layers=2,hidden=256,heads=4,sequence=64,vocabulary=8192", "data=2 zero=3"),
 ]

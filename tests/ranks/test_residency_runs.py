@@ -62,8 +62,8 @@ def _predicted(layout: str) -> tuple[float, float]:
 
 def test_the_planner_mixes_under_a_limit_and_the_plan_runs_under_it() -> None:
     """Nothing kept whole fits, and repeating or moving alone is slower or does not fit: the plan does some of each."""
-    most, least = _predicted("data=1")[0], _predicted("recompute=full")[0]
-    limit = 1.06 * (least + 0.05 * (most - least))
+    most, least = _predicted("data=1")[0], _predicted("offload=activations")[0]
+    limit = 1.06 * (least + 0.3 * (most - least))
     plan = weft.plan(Unlike, BATCH, loss=_loss, cluster="1xcpu-2", constraints=PLAIN, device_memory=limit)
     which = plan.layout.residency
     assert which.recompute.picks
@@ -104,7 +104,7 @@ def test_mixtures_on_ranks_equal_serial(layout: str) -> None:
 def test_layers_that_are_not_there_are_refused_before_anything_runs() -> None:
     for words, said in (
         ("offload=activations:layers.9", r"offload=activations:layers\.9: the model has no such layer; it has layers\.0"),
-        ("offload=activations:3 recompute=full:3", "3 layers moved and 3 others repeated are 6 of stage 0, which has 4"),
+        ("offload=activations:3 recompute=full:3", "3 moved and 3 others repeated are 6 layers of stage 0, which has 4"),
     ):
         with pytest.raises((weft.errors.LayoutError, RankError), match=said):
             weft.verify(GPT, f"data=1 {words}", 8)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.cost.memory import Inventory
-from weft.cost.parts import Parts, pieces
+from weft.cost.parts import Parts, Stored, pieces
 from weft.model.graph import Variable
 from weft.model.sharding import Sharding
 from weft.model.stages import Stage
@@ -40,23 +40,29 @@ def operator_kinds(inventory: Inventory, parts: Parts, weighted: NDArray[np.bool
     How far back something was met counts operators that belong to a stage: those that follow from the batch alone keep nothing.
     """
     forward, backward = _at(*parts.forward), _at(*parts.backward)
+    waiting = list(zip(parts.waiting.shared.tolist(), parts.waiting.batched.tolist(), parts.waiting.fixed.tolist(), strict=True))
     found: dict[Hashable, int] = {}
-    kept_at: dict[str, int] = {}
+    met_at: dict[str, int] = {}
     read_at: dict[str, int] = {}
+    made_at: list[int] = []
     free, place, numbers = inventory.graph.free, 0, []
+
+    def met(item: Stored) -> Hashable:
+        return _back(met_at, item.root, place), item.size_bytes, item.batched, item.shared, item.is_float, item.narrow, item.held
+
     for i, op in enumerate(inventory.graph.operators):
-        kept, read = [], []
-        for item in parts.stored[i]:
-            kept.append(
-                (_back(kept_at, item.root, place), item.size_bytes, item.batched, item.shared, item.is_float, item.narrow, item.held)
-            )
+        made_at.append(place)
+        entered = tuple([(place - made_at[maker], met(item)) for maker, item in parts.reads[i]])
+        kept, makes = tuple([met(item) for item in parts.stored[i]]), tuple([met(item) for item in parts.makes[i]])
+        read = []
         for value in op.inputs:
             if value in of_parameters:
                 read.append((_back(read_at, value, place), of_parameters[value]))
         place += op.name not in free
         key = (
-            parts.index[i], forward.get(i), backward.get(i), tuple(kept), tuple(read), parts.extra_bytes[i], parts.working_bytes[i],
-            parts.weight_bytes[i], parts.shared[i], parts.attention[i], bool(parts.blocks[i]), weighted[i], op.name in free,
+            parts.index[i], forward.get(i), backward.get(i), entered, kept, makes, tuple(read), parts.extra_bytes[i],
+            parts.working_bytes[i], parts.working64_bytes[i], *waiting[i], parts.weight_bytes[i], parts.shared[i], parts.attention[i],
+            bool(parts.blocks[i]), weighted[i], op.name in free,
         )  # fmt: skip
         numbers.append(found.setdefault(key, len(found)))
     return np.array(numbers, dtype=np.intp)

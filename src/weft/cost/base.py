@@ -8,11 +8,13 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from weft.cost.compute import Seconds
 from weft.cost.gradients import Sums
 from weft.cost.memory import Moments, StageState
-from weft.cost.parts import Section, repeated
+from weft.cost.runs import Runs, behind
+from weft.cost.sections import Section, repeated
 from weft.model.stages import Stage
 from weft.plan.layout import Layout
 from weft.plan.residency import Residency
@@ -20,19 +22,37 @@ from weft.plan.residency import Residency
 if TYPE_CHECKING:
     from weft.cost.step import Pricer
 
+Array = NDArray[np.float64]
+
 MICROBATCH_S = 3e-4  # the executor's own time for one microbatch of one stage of a pipeline, on processors
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
     """One layer of a stage: seconds of its forward's compute, bytes that it keeps of a microbatch for backward and that none behind it
-    does, bytes that enter it, which outlive a drop, and seconds of its forward's collectives."""
+    does, bytes that enter it and none before it, which outlive a drop, and seconds of its forward's collectives; the most bytes that its
+    backward works on, and that are back at once of what was moved (all, where they are not given)."""
 
     name: str
     forward_s: float
     saved_bytes: float
     entering_bytes: float
     collectives_s: float = 0.0
+    working_bytes: float = 0.0
+    back_bytes: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """What stands outside of a stage's layers: the most bytes that backward works on before the first and behind the last, and what is
+    kept behind the last."""
+
+    first_bytes: float = 0.0
+    last_bytes: float = 0.0
+    behind_bytes: float = 0.0
+
+
+NOTHING = Ends()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +69,7 @@ class Base:
     state: StageState
     by_layer: Callable[[Residency], StageState]  # the same with what its layers keep
     loads: Callable[[], tuple[Load, ...]]  # its layers, in order
+    ends: Callable[[], Ends]
     first: int
 
 
@@ -84,58 +105,68 @@ def base_of(pricer: Pricer, layout: Layout, stage: Stage, section: Section) -> B
         back = sum(pricer.transfer_s(layout, pricer.crossing(layout, values)) for _, values in stage.receives)
         if layout.microbatches > 1:
             network += Seconds(stack.exposed_sends * outgoing, stack.exposed_sends * back)
-    kept = section.kept.at(scale, layout.data)
     scores = 0.0
     if pricer.keeps_scores:
         # Two tensors of scores and a mask (Korthikanti et al. 2022, equation 1: 5as/h of sbh).
         scores = section.score_bytes.at(scale, layout.data) * (1.25 if layout.precision in ("float16", "bfloat16") else 2.25)
     wide = 2.0 if layout.precision == "float64" else 1.0
-    moments, beside = _moments(pricer, layout, section)
+    works, runs, whole = _moments(pricer, layout, section)
+    each_keeps = wide * section.kept.at(scale, layout.data)
+    kept, gone = float(each_keeps.sum()), behind(each_keeps)
     state = StageState(
         held.number - elsewhere,
         held.trainable - elsewhere,
         incoming,
         elsewhere,
-        0.0,
-        kept * wide + scores,
+        kept + scores,
         scores,
-        moments,
-        beside,
-        moved_bytes=kept * wide + scores,
+        Moments(*(float((runs.most(works - gone) + one).max()) for one in whole)),
+        moved_bytes=kept + scores,
     )
 
     @cache
     def by_layer(which: Residency) -> StageState:
-        blocks = section.by_block(which, stage.index)
-        inside = pricer.layer_bytes(layout) if blocks.count > 1 or parts.repeated[ops].any() else incoming
-        amounts = (blocks.fullest, blocks.outside, blocks.fullest_again, blocks.fullest_moved, blocks.others, blocks.behind)
-        fullest, outside, again, moved, others, behind = (amount.at(scale, layout.data) * wide for amount in amounts)
-        each = scores / blocks.count if which.recompute.kind != "selective" else 0.0
+        mine = section.staying(which, stage.index, layout.num_stages == 1, pricer.layers_moved == 1)
+        each = scores / mine.num_layers if which.recompute.kind != "selective" else 0.0
+        columns = (mine.kept, mine.there, mine.back, mine.forward, mine.at_once)
+        stays, there, back, forward, at_once = (wide * one.at(scale, layout.data) for one in columns)
+        if pricer.layers_moved > 1:  # all of a layer comes back together, and meanwhile the next
+            back = runs.over(at_once + (at_once > 0) * (pricer.layers_moved - 1) * at_once.max(), len(back))
+        # What was dropped or moved is there again beside what works on it, and what those behind it kept is gone by then.
+        moments = np.maximum(works + there + back, forward) + runs.over(each * mine.away, len(back)) - behind(stays)
+        at = [int((moments + runs.over(one, len(moments))).argmax()) for one in whole]
+        beside = [float(min(works[i], moments[i]) + runs.over(one, len(works))[i]) for one, i in zip(whole, at, strict=True)]
         return replace(
-            state, layer_bytes=inside, fullest_bytes=fullest + scores / blocks.count, outside_bytes=outside,
-            layers_again=blocks.again, fullest_again_bytes=again + each if blocks.again else 0.0,
-            fullest_moved_bytes=moved + each if blocks.num_moved else 0.0,
-            moved_bytes=blocks.moved.at(scale, layout.data) * wide + each * blocks.num_moved if which.offload.picks else state.moved_bytes,
-            others_bytes=others + each * (blocks.count - blocks.again - blocks.num_moved), behind_bytes=behind,
+            state, kept_bytes=float(stays.sum()) + each * (mine.num_layers - float(mine.away.sum())), scores_bytes=0.0,
+            beside=Moments(*beside), there=Moments(*(float(max(0.0, moments[i] - works[i])) for i in at)),
+            moved_bytes=mine.moved.at(scale, layout.data) * wide + each * mine.num_moved,
         )  # fmt: skip
 
     def loads() -> tuple[Load, ...]:
-        inside = by_layer(Residency()).layer_bytes
-        each = scores / len(section.groups.names)
-        return tuple(
-            Load(
-                name,
-                float(times[0][section.groups.where[name]].sum()),
-                section.groups.adds[name].at(scale, layout.data) * wide + each,
-                inside,
-                float(times[2][section.groups.where[name]].sum()),
-            )
-            for name in section.groups.names
-        )
+        groups = section.groups
+        each = scores / len(groups.names)
+        moved = section.staying(Residency.parse("none", "activations:*"), stage.index, False, pricer.layers_moved == 1)
+        back, forward = (wide * one.at(scale, layout.data) for one in (moved.back, moved.forward))
+        found = []
+        for name in groups.names:
+            at = groups.where[name]
+            saved, working = groups.adds[name].at(scale, layout.data) * wide + each, float(works[at].max())
+            come = saved if pricer.layers_moved > 1 else float(np.maximum(works + back, forward)[at].max()) - working
+            found.append(Load(
+                name, float(times[0][at].sum()), saved, groups.enters[name].at(scale, layout.data) * wide, float(times[2][at].sum()),
+                working, come,
+            ))  # fmt: skip
+        return tuple(found)
+
+    def ends() -> Ends:
+        where = section.groups.where
+        first, last = min(int(at[0]) for at in where.values()), max(int(at[-1]) for at in where.values())
+        return Ends(float(works[:first].max(initial=0.0)), float((works - gone)[last + 1 :].max(initial=0.0)), float(gone[last]))
 
     # A product's backward is two products alike, one for its input and one for its weights, and weights' gradients are added up.
     weight_s = 0.5 * float(times[1][pricer.weighted[ops]].sum()) + adding * (layout.microbatches > 1)
-    return Base(busy, network, block, scores_s, weight_s, Sums(held.sums, held.tied, held.number), state, by_layer, loads, stage.index)
+    sums = Sums(held.sums, held.tied, held.number)
+    return Base(busy, network, block, scores_s, weight_s, sums, state, by_layer, loads, ends, stage.index)
 
 
 def like(base: Base, own: Callable[[], Base]) -> Base:
@@ -147,18 +178,17 @@ def like(base: Base, own: Callable[[], Base]) -> Base:
     def by_layer(which: Residency) -> StageState:
         return (own() if which.picks else base).by_layer(which)
 
-    return replace(base, block=block, by_layer=by_layer, loads=lambda: own().loads())
+    return replace(base, block=block, by_layer=by_layer, loads=lambda: own().loads(), ends=lambda: own().ends())
 
 
-def _moments(pricer: Pricer, layout: Layout, section: Section) -> tuple[Moments, Moments]:
-    """The most that is there for a moment of backward, and the most of that less what of the kept bytes is gone by then."""
+def _moments(pricer: Pricer, layout: Layout, section: Section) -> tuple[Array, Runs, tuple[Array, Array, Array]]:
+    """By operator the bytes that its backward works on; the runs; by run what else is there for a moment, by stage of ZeRO: nothing where
+    gradients and weights are whole, then whole gradients on their way, then gathered weights as well."""
     parts, ops, runs, widths = pricer.parts(layout), section.operators, section.runs(layout.expert), pricer.widths(layout)
     scale = pricer.microbatch(layout)
-    wide = 2.0 if layout.precision == "float64" else 1.0
     narrow = {"float64": 2.0, "float16": 0.5, "bfloat16": 1.0 if pricer.cluster.is_cpu else 0.5}.get(layout.precision, 1.0)
-    tensors = parts.working_bytes[ops] * np.where(parts.shared[ops], scale / layout.data, scale)
-    whole = runs.working(narrow * (tensors + parts.weight_bytes[ops]))
-    scattered = whole + runs.scattering(widths.gradient, layout.data)
-    every = (whole, scattered, scattered + runs.gathered(widths.weight))
-    gone = wide * runs.gone(scale, layout.data)
-    return Moments(*(float(one.max()) for one in every)), Moments(*(float((one - gone).max()) for one in every))
+    working = parts.working64_bytes if layout.precision == "float64" else parts.working_bytes
+    tensors = working[ops] * np.where(parts.shared[ops], scale / layout.data, scale)
+    works = tensors + parts.weight_bytes[ops] + parts.waiting.of_some(ops).at(scale, layout.data)
+    scattered = runs.scattering(widths.gradient, layout.data)
+    return narrow * works, runs, (np.zeros_like(scattered), scattered, scattered + runs.gathered(widths.weight))

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import prod
 
 from weft.model.graph import Graph, Operator, Ref, Tensor
 from weft.model.work import MATMUL_KINDS, RECURRENT_KEEPS, Work, batched, differentiable, packet, storages, work
@@ -60,20 +61,22 @@ class Widths:
 
 
 def in_flight(schedule: str, num_stages: int, rank: int, microbatches: int, chunks: int = 1) -> float:
-    """Microbatches whose activations a rank of p = `num_stages` holds at most at once for each of its stages, on average over them.
+    """Microbatches whose activations a rank of p = `num_stages` holds at most at once for each of its stages, on average over them; of GEMS
+    for one of them (`weft.cost.stage.together`).
 
     All (gpipe), p - rank (1f1b), one where there is no pipeline. Interleaved, Narayanan et al. 2021: rank r runs
     2(p - r - 1) + (v - 1)p chunks ahead, so the first rank holds (vp + p - 1)/v where p divides m. Zero bubble, Qi et al. 2024: p (h1,
-    and v of its two stages each), 2p - 1 (h2), where what waits for its weights part counts in full. Of schedules that go both ways
-    a rank's two stages have half each of p + 1 (Chimera) or of one (GEMS).
+    and v of its two stages each), 2p - 1 (h2), where what waits for its weights part counts in full. Of Chimera a rank's two stages
+    have half each of p + 1.
 
     >>> in_flight("interleaved", 4, 0, 8, chunks=2)
     5.5
     """
     p, m = num_stages, microbatches
+    if schedule == "chimera":
+        return min(m, p + (m > p)) / (1 if 2 * rank == p - 1 else 2)
     if schedule in BOTH_WAYS:
-        stages = 1 if 2 * rank == p - 1 else 2
-        return (min(m, p + (m > p)) if schedule == "chimera" else 1) / stages
+        return 1
     if schedule == "gpipe":
         return m
     if schedule == "sequential":
@@ -89,10 +92,13 @@ def in_flight(schedule: str, num_stages: int, rank: int, microbatches: int, chun
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What one operator keeps for backward: storages with their bytes, and the bytes of tensors that its own backward works on."""
+    """What one operator keeps for backward: storages with their bytes, and the bytes of tensors that its own backward works on, in float32
+    and narrower and in float64 (counted as float32), and besides where it is not cut over ranks (`alone_bytes`)."""
 
     storages: tuple[tuple[str, float], ...]
     working_bytes: float
+    working64_bytes: float
+    alone_bytes: float
     weight_bytes: float  # the gradients of its weights before they are added up, whatever the batch
     narrow: bool  # keeps bfloat16 copies under autocast
 
@@ -133,13 +139,38 @@ class Inventory:
             mine = [(r, float(tensors[r].size_bytes)) for r in roots if r not in self.held or (narrow and r in self.grads)]
             live = any(v in self.grads for v in op.outputs)
             values = {*op.outputs, *op.inputs} - self.held if live else set()
-            size = sum(tensors[v].size_bytes for v in values) + done.extra_bytes * live
-            weights = 0.0
+            size = 0.0 + sum(tensors[v].size_bytes for v in values) + done.extra_bytes * live
+            weights = alone = relaid = columns = 0.0
             if self.is_cpu and live:
                 weights = sum(tensors[v].size_bytes for v in op.inputs if v in self.held and v in self.grads)
                 weights *= 2 if done.kind == "convolution" else 1  # convolutions make it in a layout of their own first
-            found[op.name] = Kept(tuple(sorted(mine)), float(size), weights, narrow)
+                if done.kind == "convolution":
+                    relaid, columns = _relaid_bytes(op, tensors, self.grads), _columns_bytes(op, tensors)
+                # Batch norm makes as much again as its input's gradient; `weft.lower.kernels.statistics`, of many ranks, does not.
+                alone = float(tensors[op.inputs[0]].size_bytes) if packet(op) == "batch_norm" and op.inputs[0] in self.grads else 0.0
+            found[op.name] = Kept(tuple(sorted(mine)), size + relaid, size + columns, alone, weights, narrow)
         return found
+
+
+def _relaid_bytes(op: Operator, tensors: Mapping[str, Tensor], grads: frozenset[str]) -> float:
+    """Bytes that a convolution's backward takes on processors besides the gradients of its operands, found by watching it: oneDNN has the
+    output's gradient and the input's (with strides, its values too) in layouts of its own, but where the convolution is one product."""
+    x, out, window = tensors[op.inputs[0]], tensors[op.outputs[0]], tensors[op.inputs[1]].shape[2:]
+    strided = any(n >= 2 * m for n, m in zip(x.shape[2:], out.shape[2:], strict=True))
+    if max(window, default=1) == 1 and not strided:
+        return 0.0
+    if op.inputs[0] not in grads:
+        return float(out.size_bytes)
+    return float(x.size_bytes + (max(x.size_bytes, out.size_bytes) if strided else out.size_bytes))
+
+
+def _columns_bytes(op: Operator, tensors: Mapping[str, Tensor]) -> float:
+    """Bytes, as float32, of one group's columns, by which a convolution in float64 is a product; oneDNN has none in float64."""
+    out, weight = tensors[op.outputs[0]], tensors[op.inputs[1]]
+    window = prod(weight.shape[2:])
+    if window == 1 or "transpose" in op.target:
+        return 0.0
+    return out.size_bytes / out.shape[1] * weight.shape[1] * window
 
 
 def _kept_by_processors(op: Operator, tensors: Mapping[str, Tensor], grads: frozenset[str]) -> float:
@@ -186,66 +217,33 @@ class StageState:
 
     `num_elsewhere` are parameters of experts that other data replicas have: ZeRO divides those too.
 
-    `entering_bytes` come from other stages; `kept_bytes` are kept for backward, `scores_bytes` of them by attention's scores;
-    `moments` are the most that is there for a moment of its backward, `beside` the same less what of the kept bytes is gone by then.
-    By layer, for who runs layers again or moves them: `layer_bytes` enter each, `fullest_bytes` the fullest keeps, and `outside_bytes`
-    are kept in none of them. `layers_again` of them are repeated, of which the fullest keeps `fullest_again_bytes`; some are picked to
-    move to the host, of which the fullest keeps `fullest_moved_bytes`; the others keep `others_bytes` together, and those behind all
-    repeated and moved ones `behind_bytes`. `moved_bytes` of a microbatch go to the host, of the layers that are picked or of all.
+    `entering_bytes` come from other stages; `kept_bytes` are kept on the device for backward, `scores_bytes` of them by attention's scores.
+    `beside` is what there is for a moment of backward beside what is
+    kept, less what of that is gone by then. Where layers are repeated or moved `there` is what was made again or came back, less what
+    is gone, at that moment, and `beside` the rest. `moved_bytes` of a microbatch go to the host.
     """
 
     num_parameters: float
     num_trainable: float
     entering_bytes: float
     num_elsewhere: float = 0.0
-    layer_bytes: float = 0.0
     kept_bytes: float = 0.0
     scores_bytes: float = 0.0
-    moments: Moments = Moments()
     beside: Moments = Moments()
-    fullest_bytes: float = 0.0
-    outside_bytes: float = 0.0
-    layers_again: int = 0
-    fullest_again_bytes: float = 0.0
-    fullest_moved_bytes: float = 0.0
+    there: Moments = Moments()
     moved_bytes: float = 0.0
-    others_bytes: float = 0.0
-    behind_bytes: float = 0.0
-
-
-def there_bytes(fullest_again: float, fullest_moved: float, behind: float, layers_moved: int) -> float:
-    """Bytes beside what is kept while a layer that was dropped or moved is there for its backward: it, and those that move that come
-    meanwhile; less what the layers behind all such have given back by then."""
-    return max(0.0, max(fullest_again, fullest_moved) + (layers_moved - 1) * fullest_moved - behind)
 
 
 def memory_of(
-    state: StageState,
-    layout: Layout,
-    stage: int,
-    widths: Widths,
-    *,
-    layers_moved: int = 2,
-    scratch_bytes: float = 0.0,
-    optimizer_states: int = 2,
+    state: StageState, layout: Layout, stage: int, widths: Widths, *, scratch_bytes: float = 0.0, optimizer_states: int = 2
 ) -> Memory:
-    """The bytes of one rank of a stage (`stage` counts chunks too). `layers_moved`: that are on the device at once with offload."""
+    """The bytes of one rank of a stage (`stage` counts chunks too)."""
     rank = layout.rank_of(stage)
     flying = in_flight(layout.schedule, layout.pipeline, rank, layout.microbatches, layout.chunks)
-    kept = state.kept_bytes - (state.scores_bytes if layout.recompute in ("selective", "full") else 0.0)
-    activation, working = kept * flying, state.moments.whole
-    picks = layout.residency.offload.picks
-    # A layer that is there again for its own backward is not yet while the loss, say, works on the most.
-    if layout.repeats_layers or picks:
-        # Nor is it before the layers behind it, whose own activations its microbatch keeps, are gone.
-        there = there_bytes(state.fullest_again_bytes, state.fullest_moved_bytes, state.behind_bytes, layers_moved)
-        entering = state.layer_bytes * state.layers_again
-        activation = min(activation, (entering + state.others_bytes + state.outside_bytes) * flying + there)
-        working = max(state.layer_bytes, working - there)
-    if layout.moves_layers and not picks:
-        activation = min(activation, layers_moved * state.fullest_bytes + state.outside_bytes)
-        working = max(state.layer_bytes, state.moments.whole - layers_moved * state.fullest_bytes)
     data, zero = layout.data, layout.zero
+    pieces = zero if data > 1 else 0
+    kept = state.kept_bytes - (state.scores_bytes if layout.recompute == "selective" else 0.0)
+    activation = kept * flying + state.there.of(pieces)
     shared, trained = ((n + state.num_elsewhere) / data for n in (state.num_parameters, state.num_trainable))
     parameters = widths.weight * (shared if zero == 3 else state.num_parameters)
     gradients = widths.gradient * (trained if zero >= 2 else state.num_trainable)
@@ -256,12 +254,7 @@ def memory_of(
     optimizer = (widths.copies + widths.moment * optimizer_states) * (trained if zero else state.num_trainable)
     if layout.moves_optimizer:
         optimizer = 0.0
-    pieces = zero if data > 1 else 0
-    if layout.repeats_layers or layout.moves_layers:  # little of what is kept is there to be gone
-        working += state.moments.of(pieces) - state.moments.whole
-    else:
-        working = state.beside.of(pieces)
-    buffers = working + 2 * state.entering_bytes * (layout.pipeline > 1)
+    buffers = state.beside.of(pieces) + 2 * state.entering_bytes * (layout.pipeline > 1)
     buffers += PACKING.get(how.kind, 0.0) * min(BUCKET_BYTES, widths.gradient * state.num_trainable)
     margin = scratch_bytes / len(layout.stages_of(rank)) + MARGIN * (parameters + gradients + optimizer + activation + buffers)
     return Memory(parameters, gradients, optimizer, activation, buffers, margin)

@@ -1,4 +1,4 @@
-"""What pricing asks of a graph and a sharding again and again, gathered once. In: an inventory, a sharding. Out: `Parts`, `Section`s.
+"""What pricing asks of a graph and a sharding again and again, gathered once. In: an inventory, a sharding. Out: `Parts`.
 
 Operators that cost the same are one entry (the layers of a transformer are alike), so that a layout is priced in the time of one
 layer. Data is divided later: entries say whether they follow the batch and whether data replicas share them. Not modelled: values
@@ -8,7 +8,7 @@ that data replicas share although they do not follow the batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from math import prod
 from typing import TypeVar
@@ -18,15 +18,15 @@ from numpy.typing import NDArray
 
 from weft.cost.kernels import Kernel
 from weft.cost.memory import Inventory
-from weft.cost.runs import Amount, Runs
+from weft.cost.runs import Amount, Amounts
 from weft.model.graph import Graph, Operator, Variable
 from weft.model.rules import rule_of
 from weft.model.sharding import Move, Sharding
 from weft.model.stages import Cut
 from weft.model.work import packet
-from weft.plan.residency import Residency
 
 T = TypeVar("T", bound=Hashable)
+Seen = set[tuple[str, bool]]  # storages that are counted already: (root, whether a 16-bit copy of it)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +63,12 @@ class Stored:
     narrow: bool  # a 16-bit copy under autocast
     held: bool  # a parameter or an input: only such a copy counts
 
+    @property
+    def amount(self) -> Amount:
+        if not self.batched:
+            return Amount(fixed=self.size_bytes)
+        return Amount(shared=self.size_bytes) if self.shared else Amount(batched=self.size_bytes)
+
 
 @dataclass(frozen=True)
 class Parts:
@@ -74,9 +80,13 @@ class Parts:
     forward: tuple[NDArray[np.intp], NDArray[np.intp]]
     backward: tuple[NDArray[np.intp], NDArray[np.intp]]
     stored: tuple[tuple[Stored, ...], ...]
+    reads: tuple[tuple[tuple[int, Stored], ...], ...]  # what each operator reads of others', with the number of the one that made it
+    makes: tuple[tuple[Stored, ...], ...]
     extra_bytes: NDArray[np.float64]  # float32 tensors that are no value of the graph, kept by each operator
     working_bytes: NDArray[np.float64]  # of tensors that follow the batch, in each operator's backward
+    working64_bytes: NDArray[np.float64]  # the same of float64's operators, as float32
     weight_bytes: NDArray[np.float64]  # the same of weights' gradients
+    waiting: Amounts  # gradients that are there meanwhile: of what was made before the operator and is read behind it
     shared: NDArray[np.bool_]
     attention: NDArray[np.bool_]
     blocks: tuple[str, ...]  # the numbered block that each operator stands in, which recomputation repeats; "" for none
@@ -163,6 +173,12 @@ def _pieces_moving(sharding: Sharding, op: Operator, move: Move) -> int:
     return ways
 
 
+def _ways_read(sharding: Sharding, op: Operator) -> int:
+    """Pieces along the tensor axes into which an operator's first operand is cut where the operator reads it."""
+    made, need = sharding.forms[op.inputs[0]], sharding.needs[op.name][0]
+    return prod(sharding.sizes[axis] for axis in tensor_axes(sharding) if (need.get(axis) or made.get(axis, "R"))[0] == "S")
+
+
 def divided(sharding: Sharding | None, op: str) -> int:
     """Tensor ranks among which an operator's work is divided."""
     return 1 if sharding is None else prod(sharding.sizes[axis] for axis in tensor_axes(sharding) if cut(sharding, op, axis))
@@ -186,6 +202,13 @@ def gather(inventory: Inventory, sharding: Sharding | None, narrow: frozenset[st
         follows = by_row or (size_bytes is None and value in inventory.batched)
         return collectives(Collective(name, axis, size, follows, shared, value in narrow, size_bytes is not None))
 
+    def whole(root: str, size: float, narrow: bool = False) -> Stored:
+        """A storage of so many bytes before it is cut."""
+        return Stored(
+            root, size / ways_of(root), root in inventory.batched, shared_by_data(sharding, root), graph.tensors[root].is_float,
+            narrow, root in inventory.held,
+        )  # fmt: skip
+
     if sharding is not None:
         for move in sharding.moves:
             if move.op not in position:
@@ -198,7 +221,8 @@ def gather(inventory: Inventory, sharding: Sharding | None, narrow: frozenset[st
                 backward.append((at, moved(move.backward, move.value, move.axis, ways=ways)))
     dispatched: set[str] = set()
     by_expert = set(expert_weights(graph).values())
-    stored, extra, working, weights, shared = [], [], [], [], []
+    stored, reads, makes, extra, working, working64, weights, shared = [], [], [], [], [], [], [], []
+    made = {value: i for i, op in enumerate(graph.operators) for value in op.outputs}
     for i, op in enumerate(graph.operators):
         index[i] = compute(_local(inventory, sharding, op, siblings))
         for axis in axes:
@@ -214,13 +238,23 @@ def gather(inventory: Inventory, sharding: Sharding | None, narrow: frozenset[st
                 backward.append((i, moved("all_to_all", value, "expert")))
         divide = divided(sharding, op.name)
         mine = inventory.kept[op.name]
-        stored.append(tuple(
-            Stored(root, size / ways_of(root), root in inventory.batched, shared_by_data(sharding, root),
-                   graph.tensors[root].is_float, mine.narrow, root in inventory.held)
-            for root, size in mine.storages
-        ))  # fmt: skip
+        stored.append(tuple(whole(root, size, mine.narrow) for root, size in mine.storages))
+        more = 0.0
+        if sharding is not None and inventory.is_cpu and inventory.works[op.name].kind == "convolution":
+            ways = _ways_read(sharding, op)
+            if ways < pieces(sharding, op.inputs[0]):  # it keeps what was gathered for it
+                root = inventory.root.get(op.inputs[0], op.inputs[0])
+                read_whole = replace(whole(root, 0.0), root=f"{root} in {ways}", size_bytes=graph.tensors[root].size_bytes / ways)
+                stored[-1] = (*(item for item in stored[-1] if item.root != root), read_whole)
+            if op.inputs[0] in inventory.grads:  # its gradient, and that in a layout of its own
+                more = max(0.0, 2.0 * graph.tensors[op.inputs[0]].size_bytes * (1 / ways - 1 / divide))
+        read = {v: inventory.root.get(v, v) for v in op.inputs if v in made}
+        makes.append(tuple(whole(root, float(graph.tensors[root].size_bytes)) for root in (inventory.root.get(v, v) for v in op.outputs)))
+        reads.append(tuple((made[v], whole(root, float(graph.tensors[root].size_bytes))) for v, root in read.items()))
         extra.append(inventory.works[op.name].extra_bytes / divide)
-        working.append(mine.working_bytes / divide)
+        is_cut = any(cut(sharding, op.name, axis) for axis in axes)
+        working.append((mine.working_bytes + mine.alone_bytes * (not is_cut)) / divide + more)
+        working64.append((mine.working64_bytes + mine.alone_bytes * (not is_cut)) / divide + more)
         weights.append(mine.weight_bytes / divide)
         shared.append(cut(sharding, op.name, "data"))
     return Parts(
@@ -230,13 +264,30 @@ def gather(inventory: Inventory, sharding: Sharding | None, narrow: frozenset[st
         _columns(forward),
         _columns(backward),
         tuple(stored),
+        tuple(reads),
+        tuple(makes),
         np.array(extra),
         np.array(working),
+        np.array(working64),
         np.array(weights),
+        _waiting(graph, inventory.grads, made, [one.amount for one in (whole(v, float(graph.tensors[v].size_bytes)) for v in made)]),
         np.array(shared, dtype=bool),
         np.array([inventory.works[op.name].kind == "attention" for op in graph.operators]),
         tuple(block(op.site) for op in graph.operators),
     )
+
+
+def _waiting(graph: Graph, grads: frozenset[str], made: Mapping[str, int], sizes: Sequence[Amount]) -> Amounts:
+    """By operator: gradients that lie there while its backward runs, since something behind it has made them and their own operator's
+    backward is still to come: of what goes round it. `sizes`: of what is `made`."""
+    last = {value: i for i, op in enumerate(graph.operators) for value in op.inputs}
+    rows = [[0.0] * (len(graph.operators) + 1) for _ in range(3)]
+    for (value, maker), size in zip(made.items(), sizes, strict=True):
+        if value in grads and last.get(value, 0) > maker + 1:
+            for row, each in zip(rows, (size.shared, size.batched, size.fixed), strict=True):
+                row[maker + 1] += each
+                row[last[value]] -= each
+    return Amounts(*(np.cumsum(row[:-1]) for row in rows))
 
 
 def _columns(pairs: Sequence[tuple[int, int]]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
@@ -300,34 +351,44 @@ def _inside(
         forward.append((i, moved("all_reduce", out, axis)))  # summed before the bias is added
 
 
-def kept_bytes(parts: Parts, operators: Iterable[int], half: str = "", seen: set[tuple[str, bool]] | None = None) -> Amount:
-    """What these operators keep for backward, each storage once. `seen`: storages that others count, to which these are added.
+def storages_bytes(items: Iterable[Stored], half: str, seen: Seen) -> Amount:
+    """Those of these storages that are not in `seen`, to which they are added. `half` as for `keeps`."""
+    shared = batched = fixed = 0.0
+    for item in items:
+        narrow = half == "autocast" and item.narrow
+        if (item.root, narrow) in seen or (item.held and not narrow):
+            continue
+        seen.add((item.root, narrow))
+        size = item.size_bytes * (0.5 if item.is_float and (narrow or half == "all") else 1.0)
+        if not item.batched:
+            fixed += size
+        elif item.shared:
+            shared += size
+        else:
+            batched += size
+    return Amount(shared, batched, fixed)
+
+
+def keeps(parts: Parts, operators: Iterable[int], half: str = "", seen: Seen | None = None) -> list[Amount]:
+    """By operator: what it keeps for backward and none before it does. `seen`: storages that others count, to which these are added.
 
     `half`: "" for none, "autocast" for 16-bit copies of products' operands, "all" where every float tensor is 16-bit.
     """
-    seen = set() if seen is None else seen
-    shared = batched = fixed = 0.0
+    seen, found = Seen() if seen is None else seen, []
     for i in operators:
-        for item in parts.stored[i]:
-            narrow = half == "autocast" and item.narrow
-            if (item.root, narrow) in seen or (item.held and not narrow):
-                continue
-            seen.add((item.root, narrow))
-            size = item.size_bytes * (0.5 if item.is_float and (narrow or half == "all") else 1.0)
-            if not item.batched:
-                fixed += size
-            elif item.shared:
-                shared += size
-            else:
-                batched += size
+        kept = storages_bytes(parts.stored[i], half, seen) if parts.stored[i] else Amount()
         # Besides losses' logarithms it is masks that are no value of the graph: a byte an element.
         mask = half == "all" and parts.compute[parts.index[i]].kernel.kind == "elementwise"
         extra = float(parts.extra_bytes[i]) * (0.25 if mask else 1.0)
-        if extra and parts.shared[i]:
-            shared += extra
-        elif extra:
-            batched += extra
-    return Amount(shared, batched, fixed)
+        if extra:
+            kept += Amount(shared=extra) if parts.shared[i] else Amount(batched=extra)
+        found.append(kept)
+    return found
+
+
+def kept_bytes(parts: Parts, operators: Iterable[int], half: str = "", seen: Seen | None = None) -> Amount:
+    """What these operators keep together, as `keeps`."""
+    return sum(keeps(parts, operators, half, seen), Amount())
 
 
 @dataclass(frozen=True, slots=True)
@@ -398,136 +459,6 @@ def expert_weights(graph: Graph) -> dict[str, str]:
         elif weights and packet(op) in ("_grouped_mm", "grouped_mm"):
             found.update(dict.fromkeys(weights, op.name))
     return found
-
-
-@dataclass(frozen=True)
-class Section:
-    """A stage's share of `Parts`: its operators by number, and what follows from them whatever the batch."""
-
-    operators: NDArray[np.intp]
-    held: Held
-    kept: Amount
-    score_bytes: Amount  # float32
-    runs: Callable[[int], Runs]  # by the ranks among which experts are spread
-    groups: Groups
-    by_block: Callable[
-        [Residency, int], Blocks
-    ]  # of what is repeated or moved, and of the stage's number; worked out when it is first asked for
-
-
-@dataclass(frozen=True, slots=True)
-class Blocks:
-    """What a stage's numbered blocks keep for backward: how many there are, the fullest one's, and what stands in none of them; how many
-    are repeated, the fullest of those, the fullest of those that move to the host and all of them together; what the others keep together,
-    and what those of them keep that stand behind all that are repeated or moved.
-
-    A stage without any is one block.
-    """
-
-    count: int
-    fullest: Amount
-    outside: Amount
-    again: int
-    fullest_again: Amount
-    num_moved: int
-    fullest_moved: Amount
-    moved: Amount
-    others: Amount
-    behind: Amount
-
-
-@dataclass(frozen=True)
-class Groups:
-    """A stage's operators by their numbered block; a stage without any is one block. `half` as for `kept_bytes`."""
-
-    parts: Parts
-    operators: Sequence[int]
-    half: str
-
-    @cached_property
-    def _all(self) -> dict[str, list[int]]:
-        found: dict[str, list[int]] = {}
-        for i in self.operators:
-            found.setdefault(self.parts.blocks[i], []).append(i)
-        return found
-
-    @cached_property
-    def names(self) -> tuple[str, ...]:
-        """Of the blocks, in order."""
-        return tuple(name for name in self._all if name) or ("",)
-
-    @cached_property
-    def where(self) -> dict[str, NDArray[np.intp]]:
-        """By block: its operators' places among those of the stage."""
-        places = {i: place for place, i in enumerate(self.operators)}
-        return {name: np.array([places[i] for i in self._all[name]], dtype=np.intp) for name in self.names}
-
-    @cached_property
-    def kept(self) -> dict[str, Amount]:
-        """By block: what it alone keeps for backward."""
-        return {name: self.together([name]) for name in self.names}
-
-    @cached_property
-    def adds(self) -> dict[str, Amount]:
-        """By block: what it keeps that none behind it does; together they are what all keep.
-
-        What one hands to the next is counted there: it is on the device unless that one moves.
-        """
-        seen: set[tuple[str, bool]] = set()
-        return {name: kept_bytes(self.parts, self._all[name], self.half, seen) for name in reversed(self.names)}
-
-    @cached_property
-    def outside(self) -> Amount:
-        """What stands in no block."""
-        return kept_bytes(self.parts, self._all.get("", []) if self.names != ("",) else [], self.half)
-
-    def together(self, names: Iterable[str]) -> Amount:
-        """What these blocks keep."""
-        return kept_bytes(self.parts, [i for name in names for i in self._all.get(name, [])], self.half)
-
-
-def _blocks(groups: Groups, which: Residency, stage: int) -> Blocks:
-    names, kept = groups.names, groups.kept
-    repeated, moved = which.repeated(stage, names), which.moved(stage, names) if which.offload.picks else ()
-    others = [name for name in names if name not in repeated and name not in moved]
-    last = max((names.index(some[-1]) for some in (repeated, moved) if some), default=-1)
-    fullest, again, away = (max((kept[name] for name in some), key=_size, default=Amount()) for some in (names, repeated, moved))
-    together, behind = groups.together(others), groups.together(name for name in names[last + 1 :] if name in others)
-    return Blocks(
-        len(names), fullest, groups.outside, len(repeated), again, len(moved), away, groups.together(moved), together, behind
-    )  # fmt: skip
-
-
-def _size(amount: Amount) -> float:
-    return amount.at(1.0, 1)
-
-
-def repeated(parts: Parts, operators: NDArray[np.intp], which: Residency, stage: int) -> NDArray[np.bool_]:
-    """By operator of a stage: whether recomputation runs it twice."""
-    if not which.recompute.of_layers:
-        return np.zeros(len(operators), dtype=bool)
-    if not which.recompute.picks and not which.offload.picks:
-        return parts.again[operators]
-    names = [parts.blocks[i] for i in operators.tolist()]
-    layers = list(dict.fromkeys(name for name in names if name)) or [""]
-    chosen = set(which.repeated(stage, layers))
-    return np.array([name in chosen for name in names], dtype=bool)
-
-
-def section(parts: Parts, operators: NDArray[np.intp], held: Held, half: str, runs: Callable[[int], Runs]) -> Section:
-    """`half` as for `kept_bytes`."""
-    scores = []
-    for shared in (True, False):
-        mine = [int(i) for i in operators if bool(parts.shared[i]) is shared]
-        scores.append(sum(4.0 * parts.compute[parts.index[i]].kernel.scores for i in mine if parts.attention[i]))
-    numbers = operators.tolist()
-    return Section(operators, held, kept_bytes(parts, numbers, half), Amount(*scores), runs, *grouped(parts, numbers, half))
-
-
-def grouped(parts: Parts, operators: Sequence[int], half: str) -> tuple[Groups, Callable[[Residency, int], Blocks]]:
-    """A stage's operators by their block, and what its blocks keep, see `Section`. `half` as for `kept_bytes`."""
-    groups = Groups(parts, operators, half)
-    return groups, cache(partial(_blocks, groups))
 
 
 def even_sites(cuts: Sequence[Cut], num_stages: int) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 In: operators with the bytes that each works on and keeps, and the parameters that each reads. Out: the most that is there at once. A
 run is what stands in one numbered block, or between two: `run.layers` cuts stages so, and `run.parameters` keeps buckets of scattered
-gradients within one. Backward goes from the last run to the first. While it is in one, what those behind it kept is gone, its own
+gradients within one. Backward goes from the last operator to the first. While it is at one, what those behind it kept is gone; the run's
 bucket fills, the bucket before is scattered and this rank's piece of it arrives (`run.scattered`); in stage 3 the run's weights are
 whole, and those of the run that comes next are on their way (`run.gathered`).
 """
@@ -37,6 +37,36 @@ class Amount:
         return Amount(self.shared + other.shared, self.batched + other.batched, self.fixed + other.fixed)
 
 
+@dataclass(frozen=True)
+class Amounts:
+    """Many `Amount`s, as columns."""
+
+    shared: NDArray[np.float64]
+    batched: NDArray[np.float64]
+    fixed: NDArray[np.float64]
+
+    @classmethod
+    def of(cls, rows: Sequence[Amount]) -> Amounts:
+        return cls(*(np.array([getattr(one, name) for one in rows]) for name in ("shared", "batched", "fixed")))
+
+    def of_some(self, rows: NDArray[np.intp]) -> Amounts:
+        """Some of them."""
+        return Amounts(self.shared[rows], self.batched[rows], self.fixed[rows])
+
+    def at(self, scale: float, data: int) -> NDArray[np.float64]:
+        """As `Amount.at`."""
+        return (self.shared / data + self.batched) * scale + self.fixed
+
+
+def behind(kept: NDArray[np.float64]) -> NDArray[np.float64]:
+    """By operator: what those behind it keep, by what each does; its backward does not find that.
+
+    >>> behind(np.array([1.0, 2.0, 4.0])).tolist()
+    [6.0, 4.0, 0.0]
+    """
+    return np.concatenate((np.cumsum(kept[:0:-1])[::-1], [0.0]))
+
+
 def starts_of(blocks: Sequence[str]) -> list[int]:
     """Where runs begin, by the block of every operator.
 
@@ -48,11 +78,10 @@ def starts_of(blocks: Sequence[str]) -> list[int]:
 
 @dataclass(frozen=True)
 class Runs:
-    """By run, in order: where it begins among the stage's operators, what the runs behind it keep and it does not, the trainable parameters
-    that it reads, those of its largest buckets, and those of the largest that is scattered while it goes backward."""
+    """By run, in order: where it begins among the stage's operators, the trainable parameters that it reads, those of its largest buckets,
+    and those of the largest that is scattered while it goes backward."""
 
     starts: tuple[int, ...]
-    behind: tuple[Amount, ...]
     parameters: NDArray[np.float64]
     filled: NDArray[np.float64]
     scattered: NDArray[np.float64]
@@ -62,12 +91,11 @@ class Runs:
         cls,
         operators: Sequence[Operator],
         starts: Sequence[int],
-        kept: Sequence[Amount],
         trained: Mapping[str, float],
         experts: frozenset[str],
         spread: int,
     ) -> Runs:
-        """`kept`: by run, what none before it keeps. `trained`: the elements that a tensor rank has of each trainable parameter; of
+        """`trained`: the elements that a tensor rank has of each trainable parameter; of
         `experts` it has one part in `spread`."""
         readers: dict[str, list[int]] = {}
         for run, (first, last) in enumerate(zip(starts, [*starts[1:], len(operators)], strict=True)):
@@ -81,21 +109,20 @@ class Runs:
             for run in runs:
                 parameters[run] += sum(sizes)
                 filled[run] += min(sum(sizes), max(_BUCKET, *sizes))  # a bucket is full with the parameter that brings it to its size
-        scattered, before, behind = [], 0.0, [Amount()]
-        for whole, bucket, amount in zip(reversed(parameters), reversed(filled), reversed(kept), strict=True):
+        scattered, before = [], 0.0
+        for whole, bucket in zip(reversed(parameters), reversed(filled), strict=True):
             scattered.append(max(before, bucket if whole > bucket else 0.0))
             before = bucket or before
-            behind.append(behind[-1] + amount)
-        return cls(tuple(starts), tuple(behind[-2::-1]), np.array(parameters), np.array(filled), np.array(scattered[::-1]))
+        return cls(tuple(starts), np.array(parameters), np.array(filled), np.array(scattered[::-1]))
 
-    def working(self, by_operator: NDArray[np.float64]) -> NDArray[np.float64]:
-        """By run: the most bytes that one of its operators works on."""
+    def most(self, by_operator: NDArray[np.float64]) -> NDArray[np.float64]:
+        """By run: the most bytes that there are in the backward of one of its operators."""
         found: NDArray[np.float64] = np.maximum.reduceat(by_operator, self.starts)
         return found
 
-    def gone(self, scale: float, data: int) -> NDArray[np.float64]:
-        """By run: bytes that those behind it kept of a microbatch, which its backward does not find."""
-        return np.array([amount.at(scale, data) for amount in self.behind])
+    def over(self, by_run: NDArray[np.float64], num_operators: int) -> NDArray[np.float64]:
+        """By operator, of so many: what there is by run."""
+        return np.repeat(by_run, np.diff([*self.starts, num_operators]))
 
     def scattering(self, gradient: float, data: int) -> NDArray[np.float64]:
         """By run: bytes of whole gradients of `gradient` bytes an element, and of the piece that arrives, from stage 2 of ZeRO on."""

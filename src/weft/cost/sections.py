@@ -1,102 +1,232 @@
-"""What follows from a pipeline's stages whatever the batch. In: what is known of a graph, its parts, stages. Out: a `Section` of each.
+"""A stage's share of `Parts`: what its operators and its layers keep, whatever the batch, and what of it stays under a choice of residency.
 
-A section is worked out when it is first asked for, and once for stages that are alike (`weft.cost.alike`): a search asks many pipelines
-for their first stage alone, and of a deep model most others are the same.
+In: `Parts`, the stage's operators. Out: `Section`, which tells `Staying` for every choice of layers that are repeated or moved. A run is
+what stands in one numbered block, or between two: checkpointing and copies are by run (`run.layers`). A storage is counted once: by the
+first run that keeps it, since it is there until that one's backward is over.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache, cached_property, partial
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.cost.alike import firsts, operator_kinds, parameter_kinds
-from weft.cost.memory import Inventory
-from weft.cost.parts import Parts, Section, grouped, held_parameters, kept_bytes, pieces, section
-from weft.cost.runs import Runs, starts_of
-from weft.model.sharding import Sharding
-from weft.model.stages import Stage
+from weft.cost.parts import Held, Parts, Seen, Stored, keeps, kept_bytes, storages_bytes
+from weft.cost.runs import Amount, Amounts, Runs, starts_of
+from weft.plan.residency import Residency
+
+Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Kinds:
-    """One graph under one sharding, with numbers that are the same for operators and parameters of which pricing asks the same."""
+class Staying:
+    """What becomes of what a stage keeps of one microbatch for backward, under a choice of layers that are repeated or moved.
 
-    inventory: Inventory
-    sharding: Sharding | None
+    By operator: `kept` on the device from its forward to its backward; `there` besides in its backward, since it was made again, or
+    came `back` from the host as it was asked for; `forward`: of runs that are moved, what is there when it has run, before the run's goes.
+    By run: `at_once`, all that comes back of it, and `away`, the layers that do not keep their own, in parts. `moved` goes to the host.
+    """
+
+    kept: Amounts
+    there: Amounts
+    back: Amounts
+    forward: Amounts
+    at_once: Amounts
+    away: Array
+    moved: Amount
+    num_moved: int
+    num_layers: int
+
+
+@dataclass(frozen=True)
+class Groups:
+    """A stage's operators by their numbered block; a stage without any is one block. `half` as for `keeps`."""
+
     parts: Parts
-    experts: frozenset[str]
-    weighted: NDArray[np.bool_]
+    operators: Sequence[int]
+    half: str
 
     @cached_property
-    def place(self) -> dict[str, int]:
-        """By operator's name: its number in the graph."""
-        return {op.name: i for i, op in enumerate(self.inventory.graph.operators)}
+    def names(self) -> tuple[str, ...]:
+        """Of the blocks, in order."""
+        return tuple(dict.fromkeys(name for name in self._blocks if name)) or ("",)
 
     @cached_property
-    def parameters(self) -> dict[str, int]:
-        """By value."""
-        return parameter_kinds({v.value: v for v in self.inventory.graph.parameters}, self.sharding, self.experts)
+    def _blocks(self) -> list[str]:
+        return [self.parts.blocks[i] for i in self.operators]
 
     @cached_property
-    def operators(self) -> NDArray[np.intp]:
-        """In the graph's order."""
-        return operator_kinds(self.inventory, self.parts, self.weighted, self.parameters)
+    def runs(self) -> list[tuple[str, list[int]]]:
+        """(block, operators) of every run, in order."""
+        starts = starts_of(self._blocks)
+        return [(self._blocks[a], list(self.operators[a:b])) for a, b in zip(starts, [*starts[1:], len(self.operators)], strict=True)]
+
+    @cached_property
+    def where(self) -> dict[str, NDArray[np.intp]]:
+        """By block: its operators' places among those of the stage."""
+        found: dict[str, list[int]] = {}
+        for place, name in enumerate(self._blocks):
+            found.setdefault(name, []).append(place)
+        return {name: np.array(found[name], dtype=np.intp) for name in self.names}
+
+    @cached_property
+    def adds(self) -> dict[str, Amount]:
+        """By block: what it keeps that none behind it does; together they are what all keep.
+
+        What one hands to the next is counted there: it is on the device unless that one moves.
+        """
+        seen = Seen()
+        found = dict.fromkeys(self.names, Amount())
+        for name, mine in reversed(self.runs):
+            if name in found:
+                found[name] += kept_bytes(self.parts, mine, self.half, seen)
+        return found
+
+    @cached_property
+    def enters(self) -> dict[str, Amount]:
+        """By block: what comes into it that comes into none before it."""
+        seen = Seen()
+        found = dict.fromkeys(self.names, Amount())
+        for name, mine in self.runs:
+            if name in found:
+                found[name] += self.entering(mine, seen)
+        return found
+
+    def entering(self, run: Sequence[int], seen: Seen) -> Amount:
+        """What the operators of a run read that others made, and nobody has counted."""
+        mine = set(run)
+        items = (item for i in run for maker, item in self.parts.reads[i] if maker not in mine)
+        return storages_bytes(items, self.half, seen)
+
+
+def staying(groups: Groups, which: Residency, stage: int, last_stays: bool, piecewise: bool) -> Staying:
+    """`last_stays`: of offload of everything, the last run is not moved. `piecewise`: what was moved comes back as it is asked for, and
+    `back` and `forward` are told; otherwise `at_once` says it all."""
+    parts, half, runs = groups.parts, groups.half, groups.runs
+    repeated = set(which.repeated(stage, groups.names))
+    if which.offload.picks:
+        gone = set(which.moved(stage, groups.names))
+        moved = [name in gone for name, _ in runs]
+    else:
+        moved = [which.offload.of_layers and not (last_stays and at == len(runs) - 1) for at in range(len(runs))]
+    kept: list[Amount] = []
+    seen = Seen()
+    for (name, mine), goes in zip(runs, moved, strict=True):
+        if goes:
+            kept += [Amount()] * len(mine)
+        elif name in repeated:
+            kept += [groups.entering(mine, seen), *[Amount()] * (len(mine) - 1)]
+        else:
+            kept += keeps(parts, mine, half, seen)
+    there: list[Amount] = []
+    back: list[Amount] = []
+    forward: list[Amount] = []
+    at_once: list[Amount] = []
+    away, total, host = [], Amount(), Seen()
+    for (name, mine), goes in zip(runs, moved, strict=True):
+        come, none = Amount(), [Amount()] * len(mine)
+        again = asked = passing = none
+        if name in repeated:
+            own = set(seen)
+            if goes:
+                total += groups.entering(mine, host)
+                come = groups.entering(mine, own)
+                if piecewise:
+                    asked, passing = [come] * len(mine), _passing(groups, mine, seen, saves=False)
+            again = list(accumulate(keeps(parts, mine, half, own)))  # those behind an operator have given back what they made
+        elif goes:
+            total += kept_bytes(parts, mine, half, host)
+            come = kept_bytes(parts, mine, half, set(seen))
+            if piecewise:
+                asked, passing = _asked_for(parts, mine, half, seen), _passing(groups, mine, seen, saves=True)
+        there += again
+        back += asked
+        forward += passing
+        at_once.append(come)
+        layer = name in groups.names
+        away.append((name in repeated or goes) * layer / max(1, sum(other == name for other, _ in runs)))
+    num_moved = len({name for (name, _), goes in zip(runs, moved, strict=True) if goes and name in groups.names})
+    return Staying(
+        Amounts.of(kept), Amounts.of(there), Amounts.of(back), Amounts.of(forward), Amounts.of(at_once), np.array(away), total, num_moved,
+        len(groups.names),
+    )  # fmt: skip
+
+
+def _passing(groups: Groups, run: Sequence[int], seen: Seen, saves: bool) -> list[Amount]:
+    """By operator of a run: what is there when it has run forward, beside what `seen` has: what those up to it keep (where it `saves`
+    nothing, what enters it), and what it reads and makes."""
+    parts, half, counted = groups.parts, groups.half, set(seen)
+    kept, found = Amount() if saves else groups.entering(run, counted), []
+    for i in run:
+        if saves:
+            kept += kept_bytes(parts, [i], half, counted)
+        values = (*(item for _, item in parts.reads[i]), *parts.makes[i])
+        found.append(kept + storages_bytes(values, half, set(counted)))
+    return found
+
+
+def _asked_for(parts: Parts, run: Sequence[int], half: str, seen: Seen) -> list[Amount]:
+    """By operator of a run that was moved: what is back while its backward is at it, of what `seen` does not have already: what it keeps
+    itself, and what operators behind it asked for and it or one before it will read."""
+    first: dict[tuple[str, bool], int] = {}
+    last: dict[tuple[str, bool], int] = {}
+    items: dict[tuple[str, bool], Stored] = {}
+    for at, i in enumerate(run):
+        for item in parts.stored[i]:
+            key = item.root, item.narrow
+            first.setdefault(key, at)
+            last[key], items[key] = at, item
+    every = {(root, narrow) for root, _ in items for narrow in (False, True)}
+    found = [kept_bytes(parts, [i], half, set(every)) for i in run]  # what is no value of the graph
+    counted = set(seen)
+    for key, item in items.items():
+        size = storages_bytes([item], half, counted)
+        for at in range(first[key], last[key] + 1) if size != Amount() else ():
+            found[at] += size
+    return found
+
+
+def repeated(parts: Parts, operators: NDArray[np.intp], which: Residency, stage: int) -> NDArray[np.bool_]:
+    """By operator of a stage: whether recomputation runs it twice."""
+    if not which.recompute.of_layers:
+        return np.zeros(len(operators), dtype=bool)
+    if not which.recompute.picks and not which.offload.picks:
+        return parts.again[operators]
+    names = [parts.blocks[i] for i in operators.tolist()]
+    layers = list(dict.fromkeys(name for name in names if name)) or [""]
+    chosen = set(which.repeated(stage, layers))
+    return np.array([name in chosen for name in names], dtype=bool)
 
 
 @dataclass(frozen=True)
-class Sections:
-    """The sections of `stages`. `half` as for `kept_bytes`."""
+class Section:
+    """A stage's share of `Parts`: its operators by number, and what follows from them whatever the batch."""
 
-    kinds: Kinds
-    stages: Sequence[Stage]
-    half: str
-    _found: dict[int, Section] = field(default_factory=dict)
+    operators: NDArray[np.intp]
+    held: Held
+    kept: Amounts  # by operator, what none before it keeps
+    score_bytes: Amount  # float32
+    runs: Callable[[int], Runs]  # by the ranks among which experts are spread
+    groups: Groups
+    staying: Callable[[Residency, int, bool, bool], Staying]  # worked out when it is first asked for
 
-    @cached_property
-    def first(self) -> tuple[int, ...]:
-        """For every stage the first that is like it."""
-        kinds = self.kinds
-        if len(self.stages) == 1:
-            return (0,)
-        return firsts(kinds.inventory, kinds.parts, kinds.operators, kinds.parameters, self.stages, self._numbers)
 
-    def of(self, stage: int) -> Section:
-        """A stage's."""
-        if stage not in self._found:
-            first = self.first[stage]
-            if first == stage:
-                self._found[stage] = self._made(stage)
-            else:
-                numbers = self._numbers[stage]
-                groups, by_block = grouped(self.kinds.parts, numbers.tolist(), self.half)
-                self._found[stage] = replace(self.of(first), operators=numbers, groups=groups, by_block=by_block)
-        return self._found[stage]
+def section(parts: Parts, operators: NDArray[np.intp], held: Held, half: str, runs: Callable[[int], Runs]) -> Section:
+    """`half` as for `keeps`."""
+    scores = []
+    for shared in (True, False):
+        mine = [int(i) for i in operators if bool(parts.shared[i]) is shared]
+        scores.append(sum(4.0 * parts.compute[parts.index[i]].kernel.scores for i in mine if parts.attention[i]))
+    numbers = operators.tolist()
+    kept = Amounts.of(keeps(parts, numbers, half))
+    return Section(operators, held, kept, Amount(*scores), runs, *grouped(parts, numbers, half))
 
-    @cached_property
-    def _numbers(self) -> list[NDArray[np.intp]]:
-        place = self.kinds.place
-        return [np.array([place[op.name] for op in stage.operators], dtype=np.intp) for stage in self.stages]
 
-    @cached_property
-    def _readers(self) -> Mapping[str, int]:
-        return Counter(value for stage in self.stages for value in stage.variables)
-
-    def _made(self, number: int) -> Section:
-        parts, sharding, experts = self.kinds.parts, self.kinds.sharding, self.kinds.experts
-        stage, numbers, readers = self.stages[number], self._numbers[number], self._readers
-        parameters = {v.value: v for v in self.kinds.inventory.graph.parameters}
-        held = held_parameters(parameters, sharding, stage.variables, readers, experts)
-        # What several stages have stays whole on each.
-        mine = {
-            v: parameters[v].tensor.size / pieces(sharding, v)
-            for v in stage.variables if v in parameters and parameters[v].trainable and readers[v] == 1
-        }  # fmt: skip
-        starts, seen = starts_of([parts.blocks[i] for i in numbers]), set[tuple[str, bool]]()
-        kept = [kept_bytes(parts, some, self.half, seen) for some in np.split(numbers, starts[1:])]
-        runs = cache(partial(Runs.of, stage.operators, starts, kept, mine, experts))
-        return section(parts, numbers, held, self.half, runs)
+def grouped(parts: Parts, operators: Sequence[int], half: str) -> tuple[Groups, Callable[[Residency, int, bool, bool], Staying]]:
+    """A stage's operators by their block, and what of theirs stays, see `Section`. `half` as for `keeps`."""
+    groups = Groups(parts, operators, half)
+    return groups, cache(partial(staying, groups))

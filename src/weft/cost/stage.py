@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import log, sqrt
 
 from weft.cost.compute import Seconds
+from weft.cost.memory import MARGIN
 from weft.plan.layout import BOTH_WAYS, Layout
 from weft.plan.plan import Memory
 
@@ -49,8 +50,18 @@ def straggling(num_ranks: int, spread: float) -> float:
     return spread * sqrt(2 * log(num_ranks)) if num_ranks > 1 else 0.0
 
 
-def together(held: Sequence[Memory]) -> Memory:
-    """What the stages of one rank hold."""
+def together(held: Sequence[Memory], layout: Layout) -> Memory:
+    """What the stages of one rank hold. Of GEMS it holds activations of one of them at a time (Jain et al. 2020, section IV).
+
+    >>> both = Memory(1.0, 0, 0, 8.0), Memory(2.0, 0, 0, 3.0)
+    >>> together(both, Layout(pipeline=2, microbatches=2, schedule="gems-mast")).activations, together(both, Layout()).activations
+    (8.0, 11.0)
+    """
     if len(held) == 1:
         return held[0]
-    return Memory(*(sum(getattr(one, name) for one in held) for name in Memory.__dataclass_fields__))
+    total = Memory(*(sum(getattr(one, name) for one in held) for name in Memory.__dataclass_fields__))
+    if not layout.schedule.startswith("gems"):
+        return total
+    fullest = max(held, key=lambda one: one.activations + one.buffers)
+    less = total.activations + total.buffers - fullest.activations - fullest.buffers
+    return replace(total, activations=fullest.activations, buffers=fullest.buffers, margin=total.margin - MARGIN * less)

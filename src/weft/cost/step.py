@@ -19,11 +19,12 @@ from numpy.typing import NDArray
 from weft.cluster.cluster import Cluster, Speed
 from weft.cost import kernels
 from weft.cost.axes import group_of, prices_of
-from weft.cost.base import Base, Load, base_of, like
+from weft.cost.base import Base, Ends, Load, base_of, like
 from weft.cost.compute import Rates, Seconds, optimizer_s
 from weft.cost.copies import HOST_BYTES_PER_S, Copies
 from weft.cost.efficiency import Stack, stack_of
 from weft.cost.gradients import exchange_s, summing_s
+from weft.cost.kinds import Kinds, Sections
 from weft.cost.memory import Inventory, StageState, Widths, memory_of
 from weft.cost.network import Group, collective_s, send_s
 from weft.cost.parts import (
@@ -32,9 +33,7 @@ from weft.cost.parts import (
     even_sites,
     expert_weights,
     gather,
-    numbered,
 )
-from weft.cost.sections import Kinds, Sections
 from weft.cost.stage import StageCost, straggling, together, work_share
 from weft.errors import Infeasible
 from weft.model.fold import propagate
@@ -117,7 +116,7 @@ class Pricer:
         return self._sharing(replace(self, bucket_bytes=bucket_bytes))
 
     def _sharing(self, made: Pricer) -> Pricer:
-        made.__dict__.update({key: getattr(self, key) for key in ("inventory", "cuts", "_narrow", "_least", "_flops", "weighted")})
+        made.__dict__.update({key: getattr(self, key) for key in ("inventory", "cuts", "_narrow", "_flops", "weighted")})
         return made
 
     @cached_property
@@ -337,6 +336,11 @@ class Pricer:
         ((_, base),) = self._bases_of(layout, sites, (stage,))
         return base.loads()
 
+    def ends(self, layout: Layout, sites: Sequence[str], stage: int) -> Ends:
+        """What stands before and behind those layers."""
+        ((_, base),) = self._bases_of(layout, sites, (stage,))
+        return base.ends()
+
     def state(self, layout: Layout, sites: Sequence[str], stage: int) -> StageState:
         """What a stage holds of one microbatch, by what its layers do."""
         ((_, base),) = self._bases_of(layout, sites, (stage,))
@@ -380,17 +384,6 @@ class Pricer:
     @property
     def keeps_scores(self) -> bool:
         return not self.cluster.is_cpu and self.efficiency.attention == "scores"
-
-    def layer_bytes(self, layout: Layout) -> float:
-        """What enters one layer, of one replica's microbatch: the least that crosses between operators in numbered blocks."""
-        ways = layout.tensor if layout.sequence_parallel == "on" else 1
-        return self.crossing(layout, self._least) / layout.data / ways
-
-    @cached_property
-    def _least(self) -> tuple[str, ...]:
-        """What crosses where numbered blocks join: the least that crosses anywhere in them."""
-        inside = [cut for cut in self.cuts if numbered(cut.site)] or list(self.cuts)
-        return min(inside, key=lambda cut: cut.size_bytes).values if inside else ()
 
     def _seconds(self, layout: Layout, index: int, base: Base) -> tuple[Seconds, Seconds, float, float]:
         """A stage's compute and collectives of one microbatch, and its sums and optimizer of a step."""
@@ -442,7 +435,7 @@ class Pricer:
 
     def _memory(self, layout: Layout, index: int, base: Base) -> Memory:
         return memory_of(
-            self._state(layout, base), layout, index, self.widths(layout), layers_moved=self.layers_moved,
+            self._state(layout, base), layout, index, self.widths(layout),
             scratch_bytes=self.cluster.device.scratch_bytes, optimizer_states=self.optimizer_states,
         )  # fmt: skip
 
@@ -494,7 +487,7 @@ class Pricer:
             ("optimizer", optimizer),
             ("overhead", overhead),
         )
-        fullest = max((together([c.memory for c in own]) for own in ranks), key=lambda memory: memory.total)
+        fullest = max((together([c.memory for c in own], layout) for own in ranks), key=lambda memory: memory.total)
         flops = self.model_flops
         return Prediction(total, flops / total / self.peak_flops(layout), flops, fullest, parts)
 

@@ -138,7 +138,8 @@ class Residency:
         """Check against the layers of every stage.
 
         Raises:
-            LayoutError: a name that none of the model's layers has, or layers that would be both moved and repeated.
+            LayoutError: a name that none of the model's layers has, more layers than a stage has, or layers that would be both moved
+                and repeated.
         """
         known = list(dict.fromkeys(layer for layers in stages for layer in layers if layer))
         for choice in (self.recompute, self.offload):
@@ -146,20 +147,31 @@ class Residency:
                 if not any(fnmatchcase(layer, name) for layer in known):
                     has = f"{', '.join(known[:4])}{' ...' if len(known) > 4 else ''}" if known else "none that is numbered"
                     raise LayoutError(f"{choice.key}={choice.kind}:{name}: the model has no such layer; it has {has}")
-        if not (self.recompute.picks and self.offload.picks):
-            return
-        said = f"recompute={self.recompute} offload={self.offload}"
+        said = " ".join(f"{choice.key}={choice}" for choice in (self.recompute, self.offload) if choice.picks)
         for stage, layers in enumerate(stages):
-            moves, again = self.offload.count(stage), self.recompute.count(stage)
-            if moves and again and moves + again > len(layers):
-                raise LayoutError(
-                    f"{said}: {moves} layers moved and {again} others repeated are {moves + again} of stage {stage}, which has "
-                    f"{len(layers)}; count fewer"
-                )
+            moves, again = self._num_moved(stage, layers), self.recompute.count(stage)
+            if moves + again > len(layers):
+                counted = f"{moves} moved and {again} others repeated are {moves + again}" if moves and again else str(moves or again)
+                raise LayoutError(f"{said}: {counted} layers of stage {stage}, which has {len(layers)}; {self._fewer(stages)}")
             both = set(self.moved(stage, layers)) & set(self.recompute.chosen(stage, layers)) if self.recompute.names else set()
-            if both:
+            if both and self.offload.picks:
                 names = ", ".join(layer for layer in layers if layer in both)
                 raise LayoutError(
                     f"{said}: {len(both)} of the {len(layers)} layers of stage {stage} would be both moved and repeated ({names}); "
                     "name each in one of them"
                 )
+
+    def _num_moved(self, stage: int, layers: Sequence[str]) -> int:
+        """Layers of a stage that `offload` picks, counted as it says."""
+        return self.offload.count(stage) if self.offload.counts else len(self.moved(stage, layers)) * self.offload.picks
+
+    def _fewer(self, stages: Sequence[Sequence[str]]) -> str:
+        """What to write instead of counts of more layers than there are: as many of each stage as it has, those that move first."""
+        moved = [min(self._num_moved(stage, layers), len(layers)) for stage, layers in enumerate(stages)]
+        again = [min(self.recompute.count(stage), len(layers) - n) for stage, (layers, n) in enumerate(zip(stages, moved, strict=True))]
+        words = []
+        for choice, counts in ((self.offload, moved), (self.recompute, again)):
+            if choice.counts:
+                written = "/".join(map(str, counts if len(set(counts)) > 1 else counts[:1]))
+                words.append(f"{choice.key}={choice.kind}:{written}" if any(counts) else f"{choice.key}=none")
+        return f"use at most {' '.join(words)}"

@@ -17,10 +17,10 @@ from functools import partial
 from itertools import combinations, product
 from math import inf
 
-from weft.cost.base import Load
+from weft.cost.base import NOTHING, Ends, Load
 from weft.cost.compute import Seconds
 from weft.cost.copies import Copies
-from weft.cost.memory import MARGIN, in_flight, there_bytes
+from weft.cost.memory import MARGIN, in_flight
 from weft.cost.step import Pricer
 from weft.errors import Infeasible, LayoutError
 from weft.plan.layout import BOTH_WAYS, Layout
@@ -44,15 +44,15 @@ Choices = tuple[str, ...]
 class Room:
     """What a stage's layers have: `limit_bytes` for what they keep and what works on it, of `flying` microbatches at once.
 
-    `compute`: seconds of the stage without copies. `working_bytes`: the most that one operator's backward works on. `loads`: layers that
-    move are on the device at once, the one that is worked on and those that come meanwhile.
+    `compute`: seconds of the stage without copies. `ends`: what stands before and behind the layers. `loads`: layers that move are on the
+    device at once, the one that is worked on and those that come meanwhile.
     """
 
     limit_bytes: float
     compute: Seconds
     copies: Copies
     flying: float = 1.0
-    working_bytes: float = 0.0
+    ends: Ends = NOTHING
     loads: int = 1
 
 
@@ -70,27 +70,24 @@ def seconds_of(layers: Sequence[Load], choices: Sequence[str], room: Room) -> fl
 
 
 def bytes_of(layers: Sequence[Load], choices: Sequence[str], room: Room) -> float:
-    """Bytes on the device when it holds most.
+    """Bytes on the device when it holds most: in the backward of one layer, when what those behind it kept is gone.
 
     >>> two, room = [Load("a", 1, 4, 1), Load("b", 1, 4, 1)], Room(8, Seconds(2, 4), Copies(0.25, beside=False))
     >>> bytes_of(two, (KEEP, KEEP), room), bytes_of(two, (DROP, KEEP), room), bytes_of(two, (DROP, DROP), room)
-    (8.0, 6.0, 7.0)
+    (8.0, 5.0, 5.0)
     """
-    kept = behind = again = moved = 0.0
-    for layer, choice in zip(layers, choices, strict=True):
-        if choice == KEEP:
-            kept += layer.saved_bytes
-            behind += layer.saved_bytes
-            continue
-        behind = 0.0
-        if choice == SWAP:
-            moved = max(moved, layer.saved_bytes)
-        else:
-            again, kept = max(again, layer.saved_bytes), kept + layer.entering_bytes
-    there = there_bytes(again, moved, behind, room.loads)
-    if SWAP in choices or DROP in choices:
-        there += layers[0].entering_bytes  # which a backward works on at least
-    return kept * room.flying + max(there, room.working_bytes)
+    moved = max((layer.saved_bytes for layer, choice in zip(layers, choices, strict=True) if choice == SWAP), default=0.0)
+    gone, kept, most = room.ends.behind_bytes, 0.0, room.ends.last_bytes
+    for layer, choice in zip(reversed(layers), reversed(choices), strict=True):
+        there, stays = 0.0, layer.saved_bytes
+        if choice == DROP:
+            there, stays = max(0.0, layer.saved_bytes - layer.entering_bytes), layer.entering_bytes
+        elif choice == SWAP:
+            back = layer.saved_bytes if layer.back_bytes is None else layer.back_bytes
+            there, stays = back + (room.loads - 1) * moved, 0.0
+        most = max(most, layer.working_bytes + there - gone)
+        gone, kept = gone + stays, kept + stays
+    return kept * room.flying + max(most, room.ends.first_bytes - gone)
 
 
 Key = tuple[float, int, tuple[int, ...]]
@@ -145,7 +142,8 @@ def _orders(layers: Sequence[Load]) -> Iterator[list[int]]:
 
 
 def _along(layers: Sequence[Load], room: Room, allowed: Sequence[str], order: Sequence[int]) -> Iterator[Choices]:
-    """For every number of the order's first layers that are moved, the fewest others that must be repeated: the next ones, and the last."""
+    """For every number of the order's first layers that are moved, none of the others repeated (which may take less room than one does),
+    and the fewest that must be: the next ones, and the last."""
     count = len(order)
     for from_the_end in (False, True):
         again = 0 if DROP not in allowed else count
@@ -157,6 +155,7 @@ def _along(layers: Sequence[Load], room: Room, allowed: Sequence[str], order: Se
             while again and bytes_of(layers, _made(count, first, queue[: again - 1]), room) <= room.limit_bytes:
                 again -= 1
             yield _made(count, first, queue[:again])
+            yield _made(count, first, ())
 
 
 def _made(count: int, moved: Collection[int], again: Collection[int]) -> Choices:
@@ -242,8 +241,7 @@ def _of_stage(pricer: Pricer, layout: Layout, sites: Sequence[str], stage: int, 
         return kept
     (cost,) = pricer.stages(layout, sites, only=(stage,))
     flying = in_flight(layout.schedule, layout.pipeline, layout.rank_of(stage), layout.microbatches, layout.chunks)
-    working = one.state(layout, sites, stage).moments.whole
-    room = Room(inf, cost.compute, one.copies(layout), flying, working, one.layers_moved)
+    room = Room(inf, cost.compute, one.copies(layout), flying, one.ends(layout, sites, stage), one.layers_moved)
     limit = bytes_of(layers, kept, room) - (without - have) / (1 + MARGIN)
     for _ in range(_TIGHTENED):
         try:

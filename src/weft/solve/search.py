@@ -408,7 +408,7 @@ class _Search:
             check_state(pricer, layout)
             sites = balanced(pricer, layout) if layout.num_stages > 1 else ()
             mine = layout.stages_of(0)
-            need = together(pricer.held(layout, sites, mine)).total
+            need = together(pricer.held(layout, sites, mine), layout).total
             barred = need > have and (layout.pipeline == 1 or layout.schedule != "1f1b")
             if not (barred or whatever or self.best is None):
                 own = sum(c.forward_s + c.backward_s for c in pricer.stages(layout, sites, only=mine))
@@ -505,7 +505,9 @@ def check_priced(pricer: Pricer, priced: Priced) -> None:
     if not pricer.cluster.parts:
         pricer.check_memory(layout, priced.prediction)
         return
-    check_fits(pricer, layout, [together([priced.costs[s].memory for s in layout.stages_of(r)]).total for r in range(layout.pipeline)])
+    check_fits(
+        pricer, layout, [together([priced.costs[s].memory for s in layout.stages_of(r)], layout).total for r in range(layout.pipeline)]
+    )
 
 
 def _prove(pricer: Pricer, best: Priced) -> None:
