@@ -90,7 +90,7 @@ def bytes_of(layers: Sequence[Load], choices: Sequence[str], room: Room) -> floa
     return kept * room.flying + max(most, room.ends.first_bytes - gone)
 
 
-Key = tuple[float, int, tuple[int, ...]]
+Key = tuple[float, float, int, tuple[int, ...]]  # seconds, bytes where they are too many, layers that do not keep their own, and which
 
 
 def choose(layers: Sequence[Load], room: Room, allowed: Sequence[str] = CHOICES) -> Choices:
@@ -111,16 +111,17 @@ def choose(layers: Sequence[Load], room: Room, allowed: Sequence[str] = CHOICES)
     count = len(layers)
 
     def key(choices: Choices) -> Key:
-        fits = bytes_of(layers, choices, room) <= room.limit_bytes * (1 + 1e-12)
+        need = bytes_of(layers, choices, room)
+        fits = need <= room.limit_bytes * (1 + 1e-12)
         seconds = float(f"{seconds_of(layers, choices, room):.9g}") if fits else inf  # sums differ by rounding
-        return seconds, sum(one != KEEP for one in choices), tuple(FIRST.index(one) for one in choices)
+        return seconds, 0.0 if fits else need, sum(one != KEEP for one in choices), tuple(FIRST.index(one) for one in choices)
 
     if count <= _EXACT:
         best = min(product(allowed, repeat=count), key=key)
     else:
         starts = sorted({(KEEP,) * count, *(one for order in _orders(layers) for one in _along(layers, room, allowed, order))}, key=key)
         kinds = Counter((one.forward_s, one.saved_bytes, one.entering_bytes, one.collectives_s) for one in layers)
-        alike = kinds.most_common(1)[0][1] >= count - _ENDS
+        alike = kinds.most_common(1)[0][1] >= count - _ENDS and key(starts[0])[0] < inf
         best = starts[0] if alike else min((_improved(start, key, allowed) for start in starts[:4]), key=key)
     if key(best)[0] == inf:
         most = max(layer.saved_bytes for layer in layers)
