@@ -40,8 +40,8 @@ ALLOWED: dict[str, set[str]] = {
     "train": RANKS | {"lower", "run", "zoo"},
 }
 EVERYTHING = {"cli", "api", "__init__", "__main__"}
-# Measuring a machine with several ranks needs ranks.
-EXTRA = {"cluster/probe/here.py": {"world"}, "cluster/probe/messages.py": {"world"}}
+# Measuring a machine with several ranks needs ranks, which compute as they do.
+EXTRA = {f"cluster/probe/{name}.py": {"world"} for name in ("here", "messages", "operators")}
 
 TORCH_PARTS = {"zoo", "world", "lower", "run", "train"}
 TORCH_FILES = {"model/capture.py", "model/nesting.py", "model/watched.py", "model/deferred/", "cluster/probe/", "api.py"}

@@ -24,6 +24,7 @@ from weft.model.propagate import writes_buffer, written_buffers
 from weft.model.rules import Rule, rule_of
 from weft.model.sharding import Form, Sharding, move_collectives
 from weft.model.stages import Stage, draws
+from weft.world.attention import attend
 from weft.world.world import Group
 
 Variant = tuple[Form, ...]  # a value's form along every axis, in the order of `Lowering.axes`
@@ -247,6 +248,8 @@ class _Builder:
             q, k, v, mask, p, causal = (*args, False)[:6]
             call = _bind(attention, draw=low.draw, operator=self.ordinal[op.name], part=self._part(cut))
             return self._node(call, (q, k, v, mask, p, causal, kwargs.get("scale"), kwargs.get("enable_gqa", False)))
+        if name == "scaled_dot_product_attention" and low.device.type == "cpu":
+            return self._emit(op, _bind(scaled_dot_product_attention, _lookup(op.target)), args, kwargs)
         if draws(op):
             call = _bind(drawn, _lookup(op.target), low.draw, self.ordinal[op.name], self._part(cut), _TRAINS.get(name))
             return self._node(call, tuple(args), kwargs)
@@ -349,6 +352,11 @@ def layer_of(site: str) -> str:
 def _lookup(target: str) -> Callable[..., Any]:
     namespace, packet, overload = target.split(".")
     return getattr(getattr(getattr(torch.ops, namespace), packet), overload)  # type: ignore[no-any-return]
+
+
+def scaled_dot_product_attention(target: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """`attend`, by the name that recomputation knows it by."""
+    return attend(target, *args, **kwargs)
 
 
 def _bind(function: Callable[..., Any], *first: Any, **named: Any) -> Callable[..., Any]:
