@@ -154,14 +154,14 @@ def test_an_estimate_is_the_step_times_the_steps(capfd: pytest.CaptureFixture[st
 
 def test_what_does_not_fit_gets_the_time_of_its_arithmetic(capfd: pytest.CaptureFixture[str]) -> None:
     """175 B parameters: 6 FLOPs a parameter and token, at the rate that the catalogue has for large products."""
-    model = "gpt:hidden=12288,heads=96,layers=3,sequence=2048"
+    model = "gpt:hidden=12288,heads=96,layers=4,sequence=2048"
     found = answer(["estimate", model, "--cluster", "dgx-a100-40", "--gpus", "1", "--tokens", "300e9", "--batch", "8"], capfd)
     device = Cluster.parse("dgx-a100-40").device
     assert not found["fits"]
     assert "fits" in found["reason"]
     assert found["num_devices"] == 1
     assert found["time_s"] == pytest.approx(found["flops"] / (device.peak("bfloat16") * device.matmul_efficiency))
-    assert found["flops"] == pytest.approx(6 * 300e9 * 6.1e9, rel=0.1)  # 3 layers of 1.8 B and the vocabulary
+    assert found["flops"] == pytest.approx(6 * 300e9 * 7.9e9, rel=0.1)  # 4 layers of 1.8 B and the vocabulary
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,8 @@ def over_channels(a: Tensor, b: Tensor) -> Tensor:
         row //= 2
     if row < _SHORT or not (a.is_contiguous() and b.is_contiguous()):
         return (a * b).sum(dim=[0, *range(2, a.dim())])
-    by_row = torch.bmm(a.view(-1, 1, row), b.view(-1, row, 1))
+    with torch.autocast(a.device.type, enabled=False):  # which would round the products' operands
+        by_row = torch.bmm(a.view(-1, 1, row), b.view(-1, row, 1))
     return by_row.view(a.shape[0], a.shape[1], -1).sum(dim=(0, 2))
 
 
