@@ -101,6 +101,7 @@ class Ranks:
     """The processes on the hosts. A context manager; the guard of the hosts ends them where this process cannot."""
 
     def __init__(self, hosts: Hosts, threads: int) -> None:
+        from weft.world import products
         from weft.world.launch import ALLOCATOR
 
         self._folder = tempfile.mkdtemp(prefix="weft-planned-")
@@ -112,7 +113,7 @@ class Ranks:
         self._processes = []
         for i in range(hosts.count):
             env = {
-                **os.environ, **ALLOCATOR, "RANK": str(i), "WORLD_SIZE": str(hosts.count), "LOCAL_RANK": "0", "MASTER_PORT": str(PORT),
+                **os.environ, **ALLOCATOR, **products.environment(os.environ, "cpu"), "RANK": str(i), "WORLD_SIZE": str(hosts.count), "LOCAL_RANK": "0", "MASTER_PORT": str(PORT),
                 "MASTER_ADDR": hosts.address(0), "GLOO_SOCKET_IFNAME": INTERFACE, "WEFT_TRANSPORT": "gloo", "OMP_NUM_THREADS": str(threads),
             }  # fmt: skip
             words = hosts.command(i, [sys.executable, "-m", "bench.planned_rank", path])
