@@ -113,8 +113,9 @@ class Ranks:
         self._processes = []
         for i in range(hosts.count):
             env = {
-                **os.environ, **ALLOCATOR, **products.environment(os.environ, "cpu"), "RANK": str(i), "WORLD_SIZE": str(hosts.count), "LOCAL_RANK": "0", "MASTER_PORT": str(PORT),
-                "MASTER_ADDR": hosts.address(0), "GLOO_SOCKET_IFNAME": INTERFACE, "WEFT_TRANSPORT": "gloo", "OMP_NUM_THREADS": str(threads),
+                **os.environ, **ALLOCATOR, **products.environment(os.environ, "cpu"), "RANK": str(i), "WORLD_SIZE": str(hosts.count),
+                "LOCAL_RANK": "0", "MASTER_PORT": str(PORT), "MASTER_ADDR": hosts.address(0), "GLOO_SOCKET_IFNAME": INTERFACE,
+                "WEFT_TRANSPORT": "gloo", "OMP_NUM_THREADS": str(threads),
             }  # fmt: skip
             words = hosts.command(i, [sys.executable, "-m", "bench.planned_rank", path])
             self._processes.append(subprocess.Popen(words, env=env, cwd=ROOT, stdin=subprocess.DEVNULL))
