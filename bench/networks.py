@@ -74,8 +74,10 @@ class Hosts:
         for name in self.names:
             subprocess.run(["tc", "-n", name, "qdisc", "del", "dev", INTERFACE, "root"], capture_output=True, check=False)
             if bits_per_s is not None:
-                # The bucket must hold a segment of 64 KiB, and what passes in a tick of the kernel's clock.
-                burst = max(128 * 1024, int(bits_per_s / 8 / 250))
+                # What the bucket holds passes at once, and would make short messages look free: it is as small as its segments let it be.
+                segment = 8192 if bits_per_s < 2e9 else 65536
+                _call("ip", "-n", name, "link", "set", "dev", INTERFACE, "gso_max_size", str(segment))
+                burst = max(2 * segment, int(bits_per_s / 8 / 4000))
                 _call("tc", "-n", name, "qdisc", "add", "dev", INTERFACE, "root", "tbf", "rate", f"{bits_per_s:.0f}bit",
                       "burst", str(burst), "latency", "200ms")  # fmt: skip
 
