@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.cluster.cluster import Cluster, Device, Level, Link, Speed, Table
+from weft.cost.base import MICROBATCH_S
 from weft.cost.compute import Rates, Seconds, optimizer_s
 from weft.cost.memory import Inventory, in_flight, state_bytes
 from weft.cost.network import FACTORS, Group, collective_s, ring_s, send_s
@@ -95,25 +96,32 @@ def test_roofline() -> None:
     assert launched.seconds(Work("view")) == Seconds(1e-6, 2e-6)
 
 
-def test_a_product_packs_and_collects_its_weights_in_every_microbatch() -> None:
-    """Three passes at the measured rate, then a copy of the gradient by the first microbatch and an addition by each of the others."""
+def test_a_product_packs_its_weights_in_every_microbatch() -> None:
+    """Three passes at the measured rate, however few samples there are."""
     gb = 1e9
     speed = replace(SPEED, rates=(("weights.linear", 10 * gb), ("start.linear", 1e3)))
+    rates = Rates.of(speed, "float32")
     alone, few = Work("linear", 1e12, 2e12, 1e6, 1e6), Work("linear", 1e12, 2e12, 1e6, 1e6, weight_bytes=20 * gb)
-    for microbatches in (1, 2, 4):
-        rates = Rates.of(speed, "float32", microbatches)
-        assert rates.seconds(alone) == Seconds(1.0 + 1e-3, 2.0 + 2e-3)
-        found = rates.seconds(few)
-        assert found.forward == pytest.approx(1.0 + 1e-3 + 2.0)
-        assert microbatches * found.backward == pytest.approx(
-            microbatches * (2.0 + 2e-3 + 4.0) + (2 + 3 * (microbatches - 1)) * 20 * gb / SPEED.memory_bandwidth_bytes_per_s
-        )
-        # Fewer samples are no fewer weights; fewer weights are.
-        half = rates.seconds(few, scale=0.5)
-        assert found.forward - half.forward == pytest.approx(0.5)
-        assert rates.seconds(few, 2).forward == pytest.approx(0.5 * (1.0 + 2.0) + 1e-3)
+    assert rates.seconds(alone) == Seconds(1.0 + 1e-3, 2.0 + 2e-3)
+    assert rates.seconds(few) == Seconds(1.0 + 1e-3 + 2.0, 2.0 + 2e-3 + 4.0)
+    # Fewer samples are no fewer weights; fewer weights are.
+    assert rates.seconds(few).forward - rates.seconds(few, scale=0.5).forward == pytest.approx(0.5)
+    assert rates.seconds(few, 2).forward == pytest.approx(0.5 * (1.0 + 2.0) + 1e-3)
     assert Rates.of(SPEED, "float32").seconds(few) == Seconds(1.0, 2.0), "where it was not measured nothing is known of it"
-    assert Rates.of(speed, "float32").seconds(replace(few, kind="convolution")) == Seconds(1.0, 2.0)
+    assert rates.seconds(replace(few, kind="convolution")) == Seconds(1.0, 2.0)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 8])
+def test_gradients_are_copied_by_the_first_microbatch_and_added_by_the_others(microbatches: int) -> None:
+    """A copy reads and writes, an addition reads twice and writes: once each, also where it is known what packing weights costs."""
+    cpu = replace(GPU, kind="cpu")
+    for rates in ((), (("weights.linear", 1e10),)):
+        p = Pricer(gpt(2), Cluster("c", cpu, (Level("node", 1, FAST),), speeds=(replace(SPEED, threads=1, rates=rates),)), 16)
+        layout = Layout(microbatches=microbatches)
+        (stage,) = p.stages(layout, ())
+        apart = stage.backward_s - p.operator_seconds(layout)[1].sum() - (MICROBATCH_S / 2 if microbatches > 1 else 0.0)
+        passes = 2 + 3 * (microbatches - 1)
+        assert microbatches * apart == pytest.approx(passes * 4 * p.graph.num_parameters / SPEED.memory_bandwidth_bytes_per_s)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

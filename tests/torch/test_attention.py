@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.world.attention import attend
+from weft.world.attention import scaled_dot_product_attention
 from weft.world.products import OWN
 
 WAY = "high"  # torch's name of one that is not its own
@@ -53,7 +53,8 @@ def test_short_sequences_are_torchs_own(length: int, within: str) -> None:
 
     q, k, v = _heads(length)
     before, behind = [], []
-    out = Seen.apply(attend(watched, Seen.apply(q, before), k, v, is_causal=True), behind)  # type: ignore[no-untyped-call]
+    mixed = scaled_dot_product_attention(watched, Seen.apply(q, before), k, v, is_causal=True)  # type: ignore[no-untyped-call]
+    out = Seen.apply(mixed, behind)  # type: ignore[no-untyped-call]
     assert seen == [within]
     assert torch.get_float32_matmul_precision() == WAY
     # What runs in backward itself shows in a node that runs between the two hooks.
@@ -76,12 +77,17 @@ def test_a_call_that_fails_leaves_the_way_as_it_was() -> None:
         raise RuntimeError("too large")
 
     with pytest.raises(RuntimeError, match="too large"):
-        attend(fails, *_heads(8))
+        scaled_dot_product_attention(fails, *_heads(8))
     assert torch.get_float32_matmul_precision() == WAY
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_only_float32_products_have_ways(dtype: torch.dtype) -> None:
     seen: list[str] = []
-    attend(lambda q, k, v: seen.append(torch.get_float32_matmul_precision()) or q, *_heads(8, dtype))  # type: ignore[func-returns-value]
+
+    def noted(q: Tensor, *_: Tensor) -> Tensor:
+        seen.append(torch.get_float32_matmul_precision())
+        return q
+
+    scaled_dot_product_attention(noted, *_heads(8, dtype))
     assert seen == [WAY]

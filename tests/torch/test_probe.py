@@ -6,7 +6,7 @@ import math
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
@@ -78,58 +78,68 @@ def test_a_pause_of_the_system_is_no_size_s_time() -> None:
     assert here._rising({4: 1.0, 16: 2.0}) == ((4.0, 1.0), (16.0, 2.0))
 
 
-def test_what_a_busy_machine_gave_is_used_for_minutes(
-    measured: tuple[Cluster, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@dataclass
+class Watched:
+    """A machine whose measuring is counted, and whose load is told; `path`: where what was found is kept."""
+
+    gives: Cluster
+    path: Path
+    waiting: float = 0.0
+    times: int = 0
+
+    def measure(self, *_: object) -> Cluster:
+        self.times += 1
+        return self.gives
+
+    def age(self, seconds: float) -> None:
+        long_ago = self.path.stat().st_mtime - seconds
+        os.utime(self.path, (long_ago, long_ago))
+
+
+@pytest.fixture
+def watched(measured: tuple[Cluster, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Watched:
+    made = Watched(measured[0], tmp_path / "cluster.toml")
+    monkeypatch.setattr(kept, "measure_here", made.measure)
+    monkeypatch.setattr(kept, "num_waiting", lambda: made.waiting)
+    return made
+
+
+def test_what_a_busy_machine_gave_is_used_for_minutes(watched: Watched) -> None:
     """Commands in a row would otherwise each measure for seconds, where a neighbour comes and goes."""
-    found = measured[0]
-    busy = replace(found, device=replace(found.device, source=f"measured {BUSY}"))
-    counted: list[int] = []
-    load = [0.0]
-    monkeypatch.setattr(kept, "measure_here", lambda *_: counted.append(1) or busy)
-    monkeypatch.setattr(kept, "num_waiting", lambda: load[0])
-    path = tmp_path / "cluster.toml"
-    assert probe(path=path) == probe(path=path) == busy
-    assert len(counted) == 1
-    long_ago = path.stat().st_mtime - 2 * BUSY_S
-    os.utime(path, (long_ago, long_ago))
-    load[0] = 99.0
-    assert probe(path=path) == busy
-    assert len(counted) == 1, "it is as busy as before"
-    load[0] = 0.0
-    probe(path=path)
-    assert len(counted) == 2
-    probe(path=path, fresh=True)
-    assert len(counted) == 3
+    busy = watched.gives = replace(watched.gives, device=replace(watched.gives.device, source=f"measured {BUSY}"))
+    assert probe(path=watched.path) == probe(path=watched.path) == busy
+    assert watched.times == 1
+    watched.age(2 * BUSY_S)
+    watched.waiting = 99.0
+    assert probe(path=watched.path) == busy
+    assert watched.times == 1, "it is as busy as before"
+    watched.waiting = 0.0
+    probe(path=watched.path)
+    assert watched.times == 2
+    probe(path=watched.path, fresh=True)
+    assert watched.times == 3
 
 
 @pytest.mark.parametrize(("now", "again"), [(1.0, 0), (1.1, 0), (0.5, 1), (2.0, 1)])
 def test_a_machine_that_computes_at_another_speed_is_measured_again(
-    now: float, again: int, measured: tuple[Cluster, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    now: float, again: int, watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`now`: its speed against what was stored, some minutes ago at least and while nothing else runs."""
-    found = measured[0]
-    if not found.is_cpu:
+    if not watched.gives.is_cpu:
         pytest.skip("GPUs keep their speed")
-    idle = replace(found, device=replace(found.device, source="measured"))
-    counted: list[int] = []
-    load = [0.0]
-    then = dict(found.speed(1, 1).rates)["pulse"]
-    monkeypatch.setattr(kept, "measure_here", lambda *_: counted.append(1) or idle)
-    monkeypatch.setattr(kept, "num_waiting", lambda: load[0])
+    idle = watched.gives = replace(watched.gives, device=replace(watched.gives.device, source="measured"))
+    then = dict(idle.speed(1, 1).rates)["pulse"]
     monkeypatch.setattr(kept, "pace", lambda stored: now * then / stored)
-    path = tmp_path / "cluster.toml"
-    probe(path=path)
-    assert probe(path=path) == idle
-    assert len(counted) == 1, "it has just been measured"
-    long_ago = path.stat().st_mtime - 2 * SETTLED_S
-    os.utime(path, (long_ago, long_ago))
-    load[0] = 99.0
-    assert probe(path=path) == idle
-    assert len(counted) == 1, "others compute now"
-    load[0] = 0.0
-    probe(path=path)
-    assert len(counted) == 1 + again
+    probe(path=watched.path)
+    assert probe(path=watched.path) == idle
+    assert watched.times == 1, "it has just been measured"
+    watched.age(2 * SETTLED_S)
+    watched.waiting = 99.0
+    assert probe(path=watched.path) == idle
+    assert watched.times == 1, "others compute now"
+    watched.waiting = 0.0
+    probe(path=watched.path)
+    assert watched.times == 1 + again
 
 
 def test_the_pace_is_the_part_of_the_speed_that_is_asked_about() -> None:

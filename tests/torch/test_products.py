@@ -98,6 +98,15 @@ def test_who_is_told_nothing_multiplies_as_before(monkeypatch: pytest.MonkeyPatc
         torch.set_float32_matmul_precision(before)
 
 
-def test_an_unknown_way_is_refused_by_name() -> None:
-    with pytest.raises(UsageError, match="WEFT_PRODUCTS=fast is not one of highest, high, medium"):
-        products.apply("fast")
+def test_whom_a_launcher_started_multiplies_as_the_environment_says() -> None:
+    before = torch.get_float32_matmul_precision()
+    try:
+        for way in WAYS:
+            World.from_environment({PRODUCTS: way}, "cpu")
+            assert torch.get_float32_matmul_precision() == way
+        World.from_environment({}, "cpu")
+        assert torch.get_float32_matmul_precision() == WAYS[-1], "it says nothing"
+        with pytest.raises(UsageError, match="WEFT_PRODUCTS=fast is not one of highest, high, medium"):
+            World.from_environment({PRODUCTS: "fast"}, "cpu")
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -92,15 +92,17 @@ def base_of(pricer: Pricer, layout: Layout, stage: Stage, section: Section) -> B
     if pricer.cluster.is_cpu:
         if layout.num_ranks * layout.microbatches > 1:
             busy += Seconds(MICROBATCH_S / 2, MICROBATCH_S / 2)
-        # Every microbatch but the first reads, adds to and writes the gradients that are there.
-        adding = 3 * widths.gradient * (held.trainable - elsewhere) / pricer.speed(layout).memory_bandwidth_bytes_per_s
-        busy += Seconds(0.0, adding * (layout.microbatches - 1) / layout.microbatches)
+        # The first microbatch copies its gradients to where they are collected; every other reads, adds to and writes those there.
+        passes = 3 - 1 / layout.microbatches
+        adding = passes * widths.gradient * (held.trainable - elsewhere) / pricer.speed(layout).memory_bandwidth_bytes_per_s
+        busy += Seconds(0.0, adding)
     else:
         stack, device = pricer.efficiency, pricer.cluster.device
         # Wider gradients are read and written wider.
         moved = stack.accumulate_bytes + 2 * max(0.0, widths.gradient - stack.gradient_bytes)
         adding = moved * (held.trainable - elsewhere) / (device.memory_bandwidth_bytes_per_s * stack.bandwidth)
-        busy += Seconds(stack.microbatch_s / 2, stack.microbatch_s / 2 + adding * (layout.microbatches > 1))
+        adding *= layout.microbatches > 1
+        busy += Seconds(stack.microbatch_s / 2, stack.microbatch_s / 2 + adding)
         outgoing = sum(pricer.transfer_s(layout, pricer.crossing(layout, values)) for _, values in stage.sends)
         back = sum(pricer.transfer_s(layout, pricer.crossing(layout, values)) for _, values in stage.receives)
         if layout.microbatches > 1:
@@ -164,7 +166,7 @@ def base_of(pricer: Pricer, layout: Layout, stage: Stage, section: Section) -> B
         return Ends(float(works[:first].max(initial=0.0)), float((works - gone)[last + 1 :].max(initial=0.0)), float(gone[last]))
 
     # A product's backward is two products alike, one for its input and one for its weights, and weights' gradients are added up.
-    weight_s = 0.5 * float(times[1][pricer.weighted[ops]].sum()) + adding * (layout.microbatches > 1)
+    weight_s = 0.5 * float(times[1][pricer.weighted[ops]].sum()) + adding
     sums = Sums(held.sums, held.tied, held.number)
     return Base(busy, network, block, scores_s, weight_s, sums, state, by_layer, loads, ends, stage.index)
 

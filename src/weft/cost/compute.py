@@ -2,15 +2,16 @@
 
 Roofline (Williams et al. 2009) of the rate that each kind of operator reaches in training: matrix products by FLOPs, the rest by the
 bytes that they move, and the least that a call of its kind takes for each. A product also packs its weights anew in every call, forward,
-for the input's gradient and for their own, and that is collected: what a microbatch costs however few samples it has. Then times what a
-few whole layers took over the sum of their operators, where that was measured (`weft.cluster.block`), since a step finds colder caches
-than an operator alone. A label cut over an axis divides FLOPs and bytes by the axis's size. GPUs are priced by `weft.cost.kernels`.
+for the input's gradient and for their own: what a microbatch costs however few samples it has. Then times what a few whole layers took
+over the sum of their operators, where that was measured (`weft.cluster.block`), since a step finds colder caches than an operator alone.
+Weights' gradients are added up by stage (`weft.cost.base`). A label cut over an axis divides FLOPs and bytes by the axis's size. GPUs
+are priced by `weft.cost.kernels`.
 Not modelled: the lower efficiency of odd shapes beyond that, fusion by a compiler, clocks that fall under load.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from weft.cluster.block import HEADS, HIDDEN, LAYERS, SEQUENCE, SEQUENCES, rate_name
@@ -47,23 +48,21 @@ class Seconds:
 class Rates:
     """A rank's rates at one precision: FLOP/s and bytes/s by kind of operator; made once, asked for every operator.
 
-    `whole`: seconds of operators in a model over those of each alone. `collects`: times that a weight's gradient is read or written where
-    gradients are collected, a microbatch: copied by the first, added by the others.
+    `by_kind`: the speed's rates. `whole`: seconds of operators in a model over those of each alone.
     """
 
     speed: Speed
     precision: str
     flops: float
     moved: float  # part of float32 bytes that an operator whose kind is not listed moves
+    by_kind: Mapping[str, float]
     whole: float = 1.0
-    collects: float = 2.0
 
     @classmethod
-    def of(cls, speed: Speed, precision: str, microbatches: int = 1) -> Rates:
+    def of(cls, speed: Speed, precision: str) -> Rates:
         """Raises `KeyError` where the speed has no such precision: the search asks for none that the device lacks."""
-        collects = 3.0 - 1.0 / microbatches
-        apart = cls(speed, precision, dict(speed.flops)[precision], 2.0 if precision == "float64" else 1.0, collects=collects)
-        measured = dict(speed.rates).get(rate_name(precision))
+        apart = cls(speed, precision, dict(speed.flops)[precision], 2.0 if precision == "float64" else 1.0, dict(speed.rates))
+        measured = apart.by_kind.get(rate_name(precision))
         if measured is None:
             return apart
         threads = max(1, speed.threads)
@@ -75,35 +74,32 @@ class Rates:
         if work.kind == "view":
             return Seconds(self._host(1), self._host(2))
         part = scale / divide
-        packed, collected = self._weights(work.kind, work.weight_bytes / divide)
+        packed = self._packed(work.kind, work.weight_bytes / divide)
         scored = self._scores(work.scores * part)
         forward = self._one(work.kind, work.flops * part, work.bytes * part, 1) + packed + scored
         if not work.backward_bytes:
             return Seconds(forward)
         backward = self._one(work.kind, work.backward_flops * part, work.backward_bytes * part, 2)
-        return Seconds(forward, backward + 2 * packed + collected + SCORED_AGAIN * scored)
+        return Seconds(forward, backward + 2 * packed + SCORED_AGAIN * scored)
 
-    def _weights(self, kind: str, size_bytes: float) -> tuple[float, float]:
-        """To pack a product's weights once, and to collect their gradient, where it was measured what that takes."""
-        rate = dict(self.speed.rates).get(WEIGHTS + kind)
-        if rate is None or not size_bytes:
-            return 0.0, 0.0
-        width = 0.5 if self.precision == "bfloat16" else self.moved
-        collected = self.collects * self.moved * size_bytes / self.speed.memory_bandwidth_bytes_per_s
-        return width * size_bytes / rate * self.whole, collected
+    def _packed(self, kind: str, size_bytes: float) -> float:
+        """To pack a product's weights once, where it was measured what that takes."""
+        rate = self.by_kind.get(WEIGHTS + kind)
+        if rate is None:
+            return 0.0
+        return (0.5 if self.precision == "bfloat16" else self.moved) * size_bytes / rate * self.whole
 
     def _scores(self, number: float) -> float:
         """What attention does once for every score, where that was measured apart from its products."""
-        rate = dict(self.speed.rates).get(SCORES + ("float32" if self.precision == "float64" else self.precision))
+        rate = self.by_kind.get(SCORES + ("float32" if self.precision == "float64" else self.precision))
         return number / rate * self.whole if rate else 0.0
 
     def _host(self, launches: int, kind: str = "") -> float:
-        calls = dict(self.speed.rates).get(START + kind)
+        calls = self.by_kind.get(START + kind)
         return launches * (self.speed.launch_s if calls is None else 1 / calls)
 
     def _one(self, kind: str, flops: float, moved: float, launches: int) -> float:
-        rates = dict(self.speed.rates)
-        bandwidth = self.speed.memory_bandwidth_bytes_per_s
+        rates, bandwidth = self.by_kind, self.speed.memory_bandwidth_bytes_per_s
         casts = 0.0
         if self.precision == "bfloat16":
             if kind in ("linear", "convolution", "softmax"):

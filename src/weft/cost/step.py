@@ -203,7 +203,7 @@ class Pricer:
 
     def _compute(self, layout: Layout) -> tuple[Array, Array]:
         parts = self.parts(layout)
-        rates = Rates.of(self.speed(layout), layout.precision, layout.microbatches)
+        rates = Rates.of(self.speed(layout), layout.precision)
         found = []
         for local, by in self._sized(layout):
             k = local.kernel

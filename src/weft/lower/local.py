@@ -24,7 +24,7 @@ from weft.model.propagate import writes_buffer, written_buffers
 from weft.model.rules import Rule, rule_of
 from weft.model.sharding import Form, Sharding, move_collectives
 from weft.model.stages import Stage, draws
-from weft.world.attention import attend
+from weft.world.attention import scaled_dot_product_attention
 from weft.world.world import Group
 
 Variant = tuple[Form, ...]  # a value's form along every axis, in the order of `Lowering.axes`
@@ -352,11 +352,6 @@ def layer_of(site: str) -> str:
 def _lookup(target: str) -> Callable[..., Any]:
     namespace, packet, overload = target.split(".")
     return getattr(getattr(getattr(torch.ops, namespace), packet), overload)  # type: ignore[no-any-return]
-
-
-def scaled_dot_product_attention(target: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """`attend`, by the name that recomputation knows it by."""
-    return attend(target, *args, **kwargs)
 
 
 def _bind(function: Callable[..., Any], *first: Any, **named: Any) -> Callable[..., Any]:

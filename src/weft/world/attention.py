@@ -31,7 +31,7 @@ def suits(queries: int, keys: int, width: int) -> bool:
     return min(block, queries) * min(KEYS, keys) * width >= LARGE
 
 
-def attend(target: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *more: Any, **named: Any) -> Tensor:
+def scaled_dot_product_attention(target: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *more: Any, **named: Any) -> Tensor:
     """`target` (torch's scaled_dot_product_attention) of queries [..., queries, width], keys [..., keys, width] and values."""
     way = torch.get_float32_matmul_precision()
     if way == OWN or q.dtype is not torch.float32 or q.device.type != "cpu" or torch.compiler.is_compiling():

@@ -15,7 +15,7 @@ from weft.cluster.block import HEADS, HIDDEN, LAYERS, SEQUENCE, SEQUENCES, rate_
 from weft.cluster.cluster import SCORES, START, WEIGHTS
 from weft.cluster.probe.machine import has_bfloat16
 from weft.cluster.probe.timing import Case
-from weft.world.attention import attend
+from weft.world.attention import scaled_dot_product_attention
 
 LAUNCH_OPERATORS, START_OPERATORS = 64, 16
 WIDE, NARROW = 64, 16  # elements of a head
@@ -76,7 +76,7 @@ def _starts() -> Iterator[Case]:
     calls: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], tuple[torch.Tensor, ...]]] = {
         "linear": (lambda y: F.linear(y, w), (x, w)),
         "convolution": (lambda y: F.conv2d(y, filters, padding=1), (image, filters)),
-        "attention": (lambda y: attend(F.scaled_dot_product_attention, y, y, y, is_causal=True), (heads,)),
+        "attention": (lambda y: scaled_dot_product_attention(F.scaled_dot_product_attention, y, y, y, is_causal=True), (heads,)),
         "norm": (lambda y: F.layer_norm(y, (32,), gain, gain), (x, gain)),
         "softmax": (lambda y: F.log_softmax(y, -1), (x,)),
         "activation": (lambda y: F.gelu(y, approximate="tanh"), (x,)),
@@ -135,7 +135,7 @@ def _products(device: torch.device, big: bool, share: int, precision: str, dtype
     heads = (8, 16, 1024, WIDE) if big else (2 * share, 6, 256, WIDE)
     flops = 4.0 * heads[0] * heads[1] * heads[2] ** 2 * heads[3]
     # Backward of attention forms the scores once more: 1 + 2.5 products in place of 1 + 2.
-    attention = partial(attend, F.scaled_dot_product_attention, is_causal=True)
+    attention = partial(scaled_dot_product_attention, F.scaled_dot_product_attention, is_causal=True)
     yield _train(f"attention.{precision}", 3.5 * flops, attention, *(randn(*heads) for _ in range(3)))
     if not big:
         narrow = (*heads[:3], NARROW)
@@ -190,7 +190,7 @@ class Block(torch.nn.Module):
         for layer in self.layers:
             qkv = layer["qkv"](F.layer_norm(x, (HIDDEN,)))  # type: ignore[index]
             q, k, v = qkv.unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4).unbind()
-            mixed = attend(F.scaled_dot_product_attention, q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+            mixed = scaled_dot_product_attention(F.scaled_dot_product_attention, q, k, v, is_causal=True).transpose(1, 2).flatten(2)
             x = x + layer["out"](mixed)  # type: ignore[index]
             up = F.gelu(layer["up"](F.layer_norm(x, (HIDDEN,))), approximate="tanh")  # type: ignore[index]
             x = x + layer["down"](up)  # type: ignore[index]

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.lower.kernels.statistics import Later
+from weft.world.attention import scaled_dot_product_attention
 
 
 @dataclass
@@ -67,7 +68,7 @@ def attention(
 ) -> Tensor:
     """Scaled dot-product attention with dropout on its weights: torch's global generator is borrowed and put back."""
     if draw.evaluating:
-        return F.scaled_dot_product_attention(q, k, v, mask, 0.0, causal, scale=scale, enable_gqa=enable_gqa)
+        return scaled_dot_product_attention(F.scaled_dot_product_attention, q, k, v, mask, 0.0, causal, scale=scale, enable_gqa=enable_gqa)
     device = q.device
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(draw.generator(torch.device("cpu"), operator, part).initial_seed())
