@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,14 +15,14 @@ import pytest
 import torch
 
 from weft.cluster import doctor as doctor_module
-from weft.cluster.block import HIDDEN, SEQUENCE, SEQUENCES, rate_name
+from weft.cluster.block import FEW, WHOLE
 from weft.cluster.cluster import Cluster, Speed
 from weft.cluster.doctor import doctor, writable
 from weft.cluster.probe import here, kept, probe, timing
 from weft.cluster.probe.here import BUSY, MESSAGE_RANKS
 from weft.cluster.probe.kept import BUSY_S, SETTLED_S, VERSION
 from weft.cluster.probe.machine import fingerprint
-from weft.cluster.probe.operators import Block
+from weft.cluster.probe.operators import Layers, operators
 from weft.cluster.probe.rank import measure_alone, measure_rank, pace
 from weft.cluster.probe.timing import SURE, Case, Patience, Setting, interval, sample, spread
 from weft.cost.collectives import algorithms, choose
@@ -254,29 +255,71 @@ def test_the_price_of_the_block_is_that_of_its_operators() -> None:
 
         def __init__(self) -> None:
             super().__init__()
-            self.start, self.block = torch.nn.Parameter(torch.zeros(HIDDEN)), Block()
+            self.start, self.block = torch.nn.Parameter(torch.zeros(WHOLE.hidden)), Layers(WHOLE)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.block(x + self.start)
 
-    graph = capture(Learned(), (torch.randn(3, SEQUENCE, HIDDEN),), lambda out, _: out.sum()).graph
+    graph = capture(Learned(), (torch.randn(3, WHOLE.sequence, WHOLE.hidden),), lambda out, _: out.sum()).graph
     captured = list(work(graph).values())[1:-1]
-    priced = list(block_work(3))
-    for kind in {w.kind for w in captured} - {"view"}:
+    priced = list(block_work(WHOLE, 3))
+    for kind in {w.kind for w in captured}:
         for name in ("flops", "backward_flops", "bytes", "backward_bytes"):
             want, got = (sum(getattr(w, name) for w in works if w.kind == kind) for works in (captured, priced))
             assert got == pytest.approx(want, rel=0.01), (kind, name)
-    assert {w.kind for w in priced} == {w.kind for w in captured} - {"view"}
+    assert Counter(w.kind for w in priced) == Counter(w.kind for w in captured)
 
 
 def test_what_the_block_took_prices_every_operator() -> None:
     apart = Speed(1, 2, (("float32", 1e11),), 1e10, 1e-6)
     rates = Rates.of(apart, "float32")
-    assert rates.whole == 1.0
-    alone = sum(rates.seconds(w).total for w in block_work(2 * SEQUENCES))
-    slower = replace(apart, rates=((rate_name("float32"), 2 / (1.25 * alone)),))  # blocks/s of one thread's batch
-    assert Rates.of(slower, "float32").whole == pytest.approx(1.25)
-    assert Rates.of(slower, "float32").seconds(Work("linear", 1e9)).total == pytest.approx(1.25 * rates.seconds(Work("linear", 1e9)).total)
+    assert rates.whole == rates.begins == 1.0
+    alone = sum(rates.seconds(w).total for w in block_work(WHOLE, 2 * WHOLE.sequences))
+    slower = Rates.of(replace(apart, rates=((WHOLE.rate("float32"), 2 / (1.25 * alone)),)), "float32")  # blocks/s of one thread's batch
+    assert slower.whole == pytest.approx(1.25)
+    assert slower.begins == pytest.approx(1.25)
+    assert slower.seconds(Work("linear", 1e9)).total == pytest.approx(1.25 * rates.seconds(Work("linear", 1e9)).total)
+
+
+def test_two_blocks_tell_what_begins_from_what_follows_sizes() -> None:
+    """Blocks of which sizes take 1.1 times and beginnings 1.7 times as long as alone: both are found."""
+    apart = Speed(1, 1, (("float32", 1e11),), 1e10, 1e-5, (("start.linear", 5e4), ("weights.linear", 2e10)))
+    told = replace(Rates.of(apart, "float32"), whole=1.1, begins=1.7)
+    took = {b: sum(told.seconds(w).total for w in block_work(b, b.sequences)) for b in (WHOLE, FEW)}
+    measured = replace(apart, rates=(*apart.rates, *((b.rate("float32"), 1 / seconds) for b, seconds in took.items())))
+    found = Rates.of(measured, "float32")
+    assert (found.whole, found.begins) == (pytest.approx(1.1), pytest.approx(1.7))
+    few = sum(found.seconds(w).total for w in block_work(FEW, FEW.sequences))
+    assert few == pytest.approx(took[FEW])
+
+
+def test_what_two_cases_share_is_told_apart() -> None:
+    """Seconds made up of a FLOP's, a byte's and a score's, as the cases hold them, give these back."""
+    flop, byte, score, weight = 1e-11, 5e-11, 3e-10, 1e-10
+    taps, each = 9, 6 * 64 / 20  # FLOPs of a byte that a convolution with one tap moves
+    seconds = {
+        "linear.float32": flop, "weights.linear": weight + 8 * flop,
+        "convolution.float32": flop + byte / (taps * each), "besides.convolution.float32": byte + each * flop,
+        "convolution.bfloat16": flop + byte / (2 * taps * each), "besides.convolution.bfloat16": byte + 2 * each * flop,
+        "weights.convolution": weight + 4 * flop,
+        "attention.float32": flop + score / 256, "scores.float32": score + 64 * flop,
+        "recurrent.float32": flop + weight * 2 / 128, "weights.recurrent": weight + 2 * flop,
+        "elementwise": byte, "launch": 1e-6,
+    }  # fmt: skip
+    found = here._speed(1, 2, seconds)
+    want = {
+        "convolution.float32": flop, "besides.convolution.float32": byte, "besides.convolution.bfloat16": byte, "scores.float32": score,
+        "attention.float32": flop, "recurrent.float32": flop, "weights.linear": weight, "weights.convolution": weight,
+        "weights.recurrent": weight,
+    }  # fmt: skip
+    assert {key: 1 / rate for key, rate in found.rates if key in want} == {key: pytest.approx(s) for key, s in want.items()}
+
+
+def test_the_cases_are_as_their_pairs_have_them() -> None:
+    """FLOPs and bytes by torch's shapes: of convolutions with nine taps and with one, and of recurrences of many and of few samples."""
+    units = {case.name: case.units for case in operators(torch.device("cpu"), 1)}
+    assert units["convolution.float32"] == 9 * units["besides.convolution.float32"] * 6 * 64 / 20
+    assert units["weights.recurrent"] * 64 / 2 == units["recurrent.float32"]
 
 
 def test_the_doctor_finds_this_machine_well_and_sees_faults(monkeypatch: pytest.MonkeyPatch) -> None:

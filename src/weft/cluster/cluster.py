@@ -16,6 +16,7 @@ from weft.errors import ConfigError, Infeasible
 KINDS = ("cpu", "gpu", "tpu")
 START, WEIGHTS = "start.", "weights."  # with a kind behind them, keys of `Speed.rates`
 SCORES = "scores."  # with a precision behind it
+BESIDES = "besides."  # with a kind and a precision behind it
 PRECISIONS = ("float64", "float32", "tf32", "float16", "bfloat16", "float8")
 
 
@@ -117,7 +118,8 @@ class Speed:
     `launch_s`: host time of one operator. `rates`: what other kinds of operator reach, by kind ("norm", "attention.bfloat16"):
     bytes/s, or FLOP/s for "attention", "convolution" and "recurrent"; a kind that is not there runs at the roofline of the rest. With the
     kind's name behind them, `START`: calls/s of next to nothing, forward and two of backward alike, and `WEIGHTS`: bytes/s at which a
-    product packs its weights. `SCORES` with a precision: scores/s of attention beside their FLOPs, which are at "attention" then.
+    product packs its weights. `SCORES` with a precision: scores/s of attention beside their FLOPs, which are at "attention" then; `BESIDES`
+    with kind and precision: bytes/s of what a product reads and writes besides weights, beside its FLOPs.
     """
 
     ranks: int

@@ -3,9 +3,9 @@
 Roofline (Williams et al. 2009) of the rate that each kind of operator reaches in training: matrix products by FLOPs, the rest by the
 bytes that they move, and the least that a call of its kind takes for each. A product also packs its weights anew in every call, forward,
 for the input's gradient and for their own: what a microbatch costs however few samples it has. Then times what a few whole layers took
-over the sum of their operators, where that was measured (`weft.cluster.block`), since a step finds colder caches than an operator alone.
-Weights' gradients are added up by stage (`weft.cost.base`). A label cut over an axis divides FLOPs and bytes by the axis's size. GPUs
-are priced by `weft.cost.kernels`.
+over the sum of their operators, where that was measured (`weft.cluster.block`), since a step finds colder caches than an operator alone;
+what layers with next to nothing in them took says it of the beginning of calls. Weights' gradients are added up by stage
+(`weft.cost.base`). A label cut over an axis divides FLOPs and bytes by the axis's size. GPUs are priced by `weft.cost.kernels`.
 Not modelled: the lower efficiency of odd shapes beyond that, fusion by a compiler, clocks that fall under load.
 """
 
@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from weft.cluster.block import HEADS, HIDDEN, LAYERS, SEQUENCE, SEQUENCES, rate_name
-from weft.cluster.cluster import SCORES, START, WEIGHTS, Speed
+from weft.cluster.block import FEW, WHOLE, Block
+from weft.cluster.cluster import BESIDES, SCORES, START, WEIGHTS, Speed
 from weft.model.work import MATMUL_KINDS, Work
 
 # Part of an operator's float32 bytes that are left under bfloat16 autocast: products and what follows them are half as wide,
@@ -27,6 +27,8 @@ BFLOAT16_BYTES = {
 CAST = 0.75
 ATTENTION = 0.6  # against large products, where it was not measured
 SCORED_AGAIN = 2.5  # times attention's forward is its backward, as products and as scores
+VIEWS = 5  # of a layer of a `Block`: heads told apart and put in front, and back
+LEAST = 0.5  # of what it takes alone, that an operator takes in a model at least: less would be noise
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,7 @@ class Seconds:
 class Rates:
     """A rank's rates at one precision: FLOP/s and bytes/s by kind of operator; made once, asked for every operator.
 
-    `by_kind`: the speed's rates. `whole`: seconds of operators in a model over those of each alone.
+    `by_kind`: the speed's rates. In a model over alone: `whole`, seconds that follow sizes, and `begins`, those of beginning a call.
     """
 
     speed: Speed
@@ -57,30 +59,49 @@ class Rates:
     moved: float  # part of float32 bytes that an operator whose kind is not listed moves
     by_kind: Mapping[str, float]
     whole: float = 1.0
+    begins: float = 1.0
 
     @classmethod
     def of(cls, speed: Speed, precision: str) -> Rates:
         """Raises `KeyError` where the speed has no such precision: the search asks for none that the device lacks."""
         apart = cls(speed, precision, dict(speed.flops)[precision], 2.0 if precision == "float64" else 1.0, dict(speed.rates))
-        measured = apart.by_kind.get(rate_name(precision))
+        threads = max(1, speed.threads)
+        measured = apart.by_kind.get(WHOLE.rate(precision))
         if measured is None:
             return apart
-        threads = max(1, speed.threads)
-        summed = sum(apart.seconds(work).total for work in block_work(SEQUENCES * threads))
-        return replace(apart, whole=threads / measured / summed)
+        whole_s, (sized, begun) = threads / measured, apart._block(WHOLE, WHOLE.sequences * threads)
+        if (rate := apart.by_kind.get(FEW.rate(precision))) is None:
+            each = whole_s / (sized + begun)
+            return replace(apart, whole=each, begins=each)
+        # Two blocks and two unknowns: one block is nearly all sizes, the other nearly all beginning.
+        few_s, (few_sized, few_begun) = 1 / rate, apart._block(FEW, FEW.sequences)
+        spread = sized * few_begun - begun * few_sized
+        whole, begins = (whole_s * few_begun - few_s * begun) / spread, (few_s * sized - whole_s * few_sized) / spread
+        return replace(apart, whole=max(LEAST, whole), begins=max(LEAST, begins))
+
+    def _block(self, block: Block, sequences: int) -> tuple[float, float]:
+        """Seconds of a block's operators one by one: those that follow sizes, and those of beginning."""
+        works = list(block_work(block, sequences))
+        begun = sum(self._host(1, work.kind) + self._host(2, work.kind) for work in works)
+        return sum(self.seconds(work).total for work in works) - begun, begun
 
     def seconds(self, work: Work, divide: float = 1.0, scale: float = 1.0) -> Seconds:
         """One operator cut `divide` ways, at `scale` times the graph's batch."""
         if work.kind == "view":
-            return Seconds(self._host(1), self._host(2))
+            return Seconds(self._host(1, "view"), self._host(2, "view"))
         part = scale / divide
         packed = self._packed(work.kind, work.weight_bytes / divide)
         scored = self._scores(work.scores * part)
-        forward = self._one(work.kind, work.flops * part, work.bytes * part, 1) + packed + scored
+        forward = self._one(work.kind, work.flops * part, work.bytes * part, 1, work.weight_bytes * part) + packed + scored
         if not work.backward_bytes:
             return Seconds(forward)
-        backward = self._one(work.kind, work.backward_flops * part, work.backward_bytes * part, 2)
+        backward = self._one(work.kind, work.backward_flops * part, work.backward_bytes * part, 2, 2 * work.weight_bytes * part)
         return Seconds(forward, backward + 2 * packed + SCORED_AGAIN * scored)
+
+    @property
+    def known(self) -> str:
+        """The precision whose figures stand for this one's where only products were measured in it."""
+        return "float32" if self.precision == "float64" else self.precision
 
     def _packed(self, kind: str, size_bytes: float) -> float:
         """To pack a product's weights once, where it was measured what that takes."""
@@ -91,15 +112,19 @@ class Rates:
 
     def _scores(self, number: float) -> float:
         """What attention does once for every score, where that was measured apart from its products."""
-        rate = self.by_kind.get(SCORES + ("float32" if self.precision == "float64" else self.precision))
+        rate = self.by_kind.get(SCORES + self.known)
         return number / rate * self.whole if rate else 0.0
 
-    def _host(self, launches: int, kind: str = "") -> float:
+    def _host(self, launches: int, kind: str) -> float:
         calls = self.by_kind.get(START + kind)
-        return launches * (self.speed.launch_s if calls is None else 1 / calls)
+        return launches * self.begins * (self.speed.launch_s if calls is None else 1 / calls)
 
-    def _one(self, kind: str, flops: float, moved: float, launches: int) -> float:
+    def _one(self, kind: str, flops: float, moved: float, launches: int, weights: float) -> float:
+        """One way. `weights`: of the bytes that a product moves those of its weights, which it packs."""
         rates, bandwidth = self.by_kind, self.speed.memory_bandwidth_bytes_per_s
+        besides = rates.get(f"{BESIDES}{kind}.{self.known}")
+        if besides is not None:
+            moved = max(0.0, moved - weights)
         casts = 0.0
         if self.precision == "bfloat16":
             if kind in ("linear", "convolution", "softmax"):
@@ -109,28 +134,31 @@ class Rates:
             moved = moved * self.moved
         if kind in MATMUL_KINDS:
             reached = rates.get(f"{kind}.{self.precision}", self.flops * (ATTENTION if kind == "attention" else 1.0))
-            busy = max(flops / reached, moved / bandwidth) + casts
+            busy = max(flops / reached, moved / bandwidth) if besides is None else flops / reached + moved / besides
+            busy += casts
         else:
             busy = moved / rates.get(kind, bandwidth) + casts
-        return (self._host(launches, kind) + busy) * self.whole
+        return self._host(launches, kind) + busy * self.whole
 
 
-def block_work(sequences: int) -> Iterator[Work]:
-    """What the operators of `weft.cluster.block` cost for a batch of `sequences`, without views."""
-    x = 4.0 * sequences * SEQUENCE * HIDDEN
+def block_work(block: Block, sequences: int) -> Iterator[Work]:
+    """What the operators of a block cost for a batch of `sequences`."""
+    h, tokens = block.hidden, sequences * block.sequence
+    x = 4.0 * tokens * h
 
     def linear(into: int, out: int) -> Work:
-        flops, read, wrote, weight = 2.0 * into * out * sequences * SEQUENCE, into / HIDDEN * x, out / HIDDEN * x, 4.0 * into * out
+        flops, read, wrote, weight = 2.0 * into * out * tokens, into / h * x, out / h * x, 4.0 * into * out
         moved = read + wrote + weight + 4.0 * out, wrote + 2 * read + 2 * weight + 4.0 * out
         return Work("linear", flops, 2 * flops, *moved, weight_bytes=weight)
 
-    scores = 4.0 * sequences * SEQUENCE**2 * HIDDEN
-    for _ in range(LAYERS):
+    scores = 4.0 * tokens * block.sequence * h
+    for _ in range(block.layers):
         yield from (Work("norm", bytes=2 * x, backward_bytes=3 * x),) * 2
-        yield from (linear(HIDDEN, 3 * HIDDEN), linear(HIDDEN, HIDDEN), linear(HIDDEN, 4 * HIDDEN), linear(4 * HIDDEN, HIDDEN))
-        yield Work("attention", scores, SCORED_AGAIN * scores, 4 * x, 8 * x, scores=sequences * HEADS * SEQUENCE**2)
+        yield from (linear(h, 3 * h), linear(h, h), linear(h, 4 * h), linear(4 * h, h))
+        yield Work("attention", scores, SCORED_AGAIN * scores, 4 * x, 8 * x, scores=tokens * block.heads * block.sequence)
         yield Work("activation", bytes=8 * x, backward_bytes=12 * x)
         yield from (Work("elementwise", bytes=3 * x, backward_bytes=3 * x),) * 2
+        yield from (Work("view"),) * VIEWS
 
 
 def optimizer_s(speed: Speed, num_parameters: float, states: int = 2) -> float:

@@ -22,7 +22,8 @@ from weft.model.work import MATMUL_KINDS
 
 # Kernels that a framework launches for an operator, forward and backward (biases, dropout and casts are in them or fused to them).
 LAUNCHES: dict[str, tuple[int, int]] = {
-    "linear": (2, 4), "attention": (8, 12), "convolution": (2, 4), "recurrent": (4, 8), "norm": (1, 2), "activation": (1, 1),
+    "linear": (2, 4), "attention": (8, 12), "convolution": (2, 4), "recurrent": (4, 8), "norm": (1, 2), "batch_norm": (1, 2),
+    "activation": (1, 1),
     "elementwise": (2, 2), "softmax": (12, 6), "gather": (2, 4), "make": (1, 0),
 }  # fmt: skip
 FUSED_ATTENTION = (2, 3)

@@ -23,7 +23,7 @@ from weft.model.graph import Graph, Operator, Variable
 from weft.model.rules import rule_of
 from weft.model.sharding import Move, Sharding
 from weft.model.stages import Cut
-from weft.model.work import packet
+from weft.model.work import num_steps, packet
 
 T = TypeVar("T", bound=Hashable)
 Seen = set[tuple[str, bool]]  # storages that are counted already: (root, whether a 16-bit copy of it)
@@ -322,8 +322,9 @@ def _local(inventory: Inventory, sharding: Sharding | None, op: Operator, siblin
         query, key = (tensors[v].shape for v in op.inputs[:2])
         heads = float(np.prod(query[:-2])) / divide
         scores = heads * query[-2] * key[-2]
-    products = done.kind in ("linear", "convolution")
+    products = done.kind in ("linear", "convolution", "recurrent")
     weights = sum(tensors[v].size_bytes / pieces(sharding, v) for v in op.inputs if products and v not in inventory.batched)
+    weights *= num_steps(op, tensors)
     kernel = Kernel(
         done.kind, done.flops / divide, done.backward_flops / divide, done.bytes / divide, done.backward_bytes / divide,
         m, n, k, share, scores, heads, weights,

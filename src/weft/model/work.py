@@ -21,11 +21,11 @@ RECURRENT_KEEPS = 5.0  # gates and cell state of every step and layer, in its ou
 class Work:
     """One operator, whole, for the graph's batch.
 
-    `kind`: linear, attention, convolution, recurrent, elementwise, activation, norm, softmax, gather, make or view.
+    `kind`: linear, attention, convolution, recurrent, elementwise, activation, norm, batch_norm, softmax, gather, make or view.
     `flops` and `backward_flops`: of matrix products. `bytes` and `backward_bytes`: read and written. `keeps`: values that backward
     needs; `extra_bytes`: tensors that backward needs and that are no value of the graph (masks, logarithms of softmax). `weight_bytes`:
-    of a product's operands that are the same for every sample, among `bytes`; known to whoever knows what follows the samples. `scores`:
-    of attention, known to whoever knows its ranks.
+    of a product's operands that are the same for every sample, once for each step of a recurrence, known to whoever knows what follows the
+    samples. `scores`: of attention, known to whoever knows its ranks.
     """
 
     kind: str
@@ -48,8 +48,8 @@ def _kinds() -> dict[str, str]:
         "recurrent": "lstm gru rnn_tanh rnn_relu",
         "activation": "gelu silu tanh sigmoid exp erf mish softplus elu selu pow sqrt rsqrt cos sin log log1p log_sigmoid logsigmoid "
         "log_sigmoid_forward hardswish exp2 expm1 atan2",
-        "norm": "layer_norm native_layer_norm rms_norm _fused_rms_norm batch_norm native_batch_norm _native_batch_norm_legit group_norm "
-        "native_group_norm instance_norm cudnn_batch_norm",
+        "norm": "layer_norm native_layer_norm rms_norm _fused_rms_norm group_norm native_group_norm",
+        "batch_norm": "batch_norm native_batch_norm _native_batch_norm_legit instance_norm cudnn_batch_norm",
         "softmax": "softmax _softmax _safe_softmax log_softmax _log_softmax cross_entropy_loss logsumexp",
         "gather": "embedding index index_select gather nll_loss nll_loss_forward nll_loss_nd take_along_dim",
         "make": "arange zeros ones full empty zeros_like ones_like full_like empty_like scalar_tensor new_zeros new_ones new_full "
@@ -118,6 +118,12 @@ def operator_flops(op: Operator, tensors: dict[str, Tensor]) -> float:
         return _einsum_flops(str(op.args[0]), shapes)
     first = shapes[1] if name in ("addmm", "baddbmm", "addmv") else shapes[0]
     return 2.0 * out * (first[-1] if first else 1)
+
+
+def num_steps(op: Operator, tensors: dict[str, Tensor]) -> int:
+    """Times that an operator goes over its weights: the length of a recurrence's sequences, 1 for the rest."""
+    shape = tensors[op.inputs[0]].shape if op.inputs else ()
+    return shape[1 if op.args[-1] is True else 0] if kind_of(op) == "recurrent" and len(shape) == 3 else 1
 
 
 def operator_bytes(op: Operator, tensors: dict[str, Tensor]) -> float:
@@ -227,7 +233,7 @@ def _keeps(op: Operator, name: str, kind: str, tensors: dict[str, Tensor], grads
         return tuple(inputs[1:2]), float(tensors[inputs[0]].size_bytes)
     if name in KEEPS_OUTPUT:
         return (out,), 0.0
-    if kind == "norm":
+    if kind in ("norm", "batch_norm"):
         return inputs[:1], 0.0
     if kind == "gather":
         return tuple(v for v in inputs if not tensors[v].is_float), 0.0

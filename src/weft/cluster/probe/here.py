@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
-from weft.cluster.cluster import SCORES, WEIGHTS, Cluster, Device, Level, Link, Speed, Table
+from weft.cluster.cluster import BESIDES, SCORES, WEIGHTS, Cluster, Device, Level, Link, Speed, Table
 from weft.cluster.probe.machine import cpu_model, memory_bytes, num_cores, num_waiting
 from weft.cluster.probe.messages import measure_messages
-from weft.cluster.probe.operators import NARROW, WIDE, few_rows
+from weft.cluster.probe.operators import CHANNELS, NARROW, SAMPLES, TAPS, WIDE, few_rows
 from weft.cluster.probe.rank import measure_alone, measure_rank
 
 BUSY = "while the machine was busy"
@@ -93,33 +93,34 @@ def _device(name: str, kind: str, speed: Speed, memory: float, scratch: float, s
 
 def _speed(ranks: int, threads: int, seconds: dict[str, float]) -> Speed:
     """Seconds a unit of each case of `operators` as a `Speed`."""
-    seconds = {**seconds, **_weights(seconds), **_scores(seconds)}
+    for first, beside, other, units in _pairs(seconds, threads):
+        seconds[first], seconds[other] = apart(seconds[first], beside, seconds[other], units)
     flops = tuple((key.partition(".")[2], 1 / s) for key, s in seconds.items() if key.startswith("linear."))
     rates = tuple((key, 1 / s) for key, s in seconds.items() if not key.startswith(("linear.", "launch", "elementwise")))
     return Speed(ranks, threads, flops, 1 / seconds["elementwise"], seconds["launch"], rates)
 
 
-def _weights(seconds: Mapping[str, float]) -> dict[str, float]:
-    """Of a byte of weights. What their few rows multiply is not their cost; where it seems to be nearly all, the rest is noise."""
-    kinds = [key.removeprefix(WEIGHTS) for key in seconds if key.startswith(WEIGHTS)]
-    each = {kind: (seconds[WEIGHTS + kind], few_rows(kind) * seconds[f"{kind}.float32"]) for kind in kinds}
-    return {WEIGHTS + kind: max(whole - product, NOISE * whole) for kind, (whole, product) in each.items()}
+def _pairs(seconds: Mapping[str, float], threads: int) -> Iterator[tuple[str, float, str, float]]:
+    """Cases that hold some of what another one measures, as `apart` takes them, with their names in place of seconds."""
+    for key in sorted(seconds):
+        of = key.partition(".")[2]
+        if key.startswith(SCORES):  # an element of a head is 4 FLOPs of a score
+            yield f"attention.{of}", 1 / (4 * WIDE), key, 4 * NARROW
+        elif key.startswith(BESIDES):  # 6 FLOPs an element, tap and channel for the bytes of 5 elements
+            each = 6 * CHANNELS / (5 * (2 if of.endswith("bfloat16") else 4))
+            yield of, 1 / (each * TAPS), key, each
+        elif key.startswith(WEIGHTS):
+            yield f"{of}.float32", 2 / (SAMPLES * threads) if of == "recurrent" else 0.0, key, few_rows(of)
 
 
-def _scores(seconds: Mapping[str, float]) -> dict[str, float]:
-    """Attention's seconds of a score and of a FLOP (4 for each element of a head), from heads of two widths; neither is below zero.
+def apart(first: float, beside: float, other: float, units: float) -> tuple[float, float]:
+    """(x, y) of `first` = x + beside y and `other` = units x + y. Neither is below the part of its measurement that noise is.
 
-    >>> found = _scores({"scores.float32": 16e-9, "attention.float32": 40e-9 / 256})
-    >>> round(1e9 * found["scores.float32"], 6), round(1e12 * found["attention.float32"], 6)
-    (8.0, 125.0)
+    >>> [round(s, 9) for s in apart(3.0 + 0.5 * 2.0, 0.5, 0.25 * 3.0 + 2.0, 0.25)], apart(1.0, 0.0, 4.0, 8.0)
+    ([3.0, 2.0], (1.0, 0.4))
     """
-    found: dict[str, float] = {}
-    for key in (key for key in seconds if key.startswith(SCORES)):
-        product = f"attention.{key.removeprefix(SCORES)}"
-        narrow, wide = seconds[key], 4 * WIDE * seconds[product]
-        element = max((wide - narrow) / (4 * (WIDE - NARROW)), NOISE * seconds[product])
-        found |= {product: element, key: max(wide - 4 * WIDE * element, NOISE * narrow)}
-    return found
+    x = max((first - beside * other) / (1 - beside * units), NOISE * first)
+    return x, max(other - units * x, NOISE * other)
 
 
 def _rising(seconds: Mapping[int, float]) -> tuple[tuple[float, float], ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from math import prod
 from typing import Any
@@ -11,22 +11,25 @@ import torch
 from torch.nn import functional as F
 from torch.optim.adamw import adamw
 
-from weft.cluster.block import HEADS, HIDDEN, LAYERS, SEQUENCE, SEQUENCES, rate_name
-from weft.cluster.cluster import SCORES, START, WEIGHTS
+from weft.cluster.block import FEW, WHOLE, Block
+from weft.cluster.cluster import BESIDES, SCORES, START, WEIGHTS
 from weft.cluster.probe.machine import has_bfloat16
 from weft.cluster.probe.timing import Case
 from weft.world.attention import scaled_dot_product_attention
 
 LAUNCH_OPERATORS, START_OPERATORS = 64, 16
 WIDE, NARROW = 64, 16  # elements of a head
-ROWS = {"linear": 16, "convolution": 8}  # of the products that show what their weights cost
+ROWS = {"linear": 16, "convolution": 8, "recurrent": 4}  # of the products that show what their weights cost
+STATES, STEPS, SAMPLES = 256, 16, 64  # of a recurrence
+CHANNELS, TAPS = 64, 9  # of a convolution; another has one tap
 PULSE = "pulse"
 
 
 def operators(device: torch.device, threads: int) -> Iterator[Case]:
     """Units: `linear.P`, `attention.P`, `convolution.P`: a FLOP at precision P; `scores.P`: a score of heads of `NARROW`; `launch`: one
-    operator; `block.P`: a block of one thread's batch; `pulse`: a call of `pulse`; `start.KIND`: a call of next to nothing;
-    `weights.KIND`: a byte of weights, with `few_rows` FLOPs for it; the others: a byte that the operator must move.
+    operator; `block.P`, `few.P`: a block of one thread's batch; `pulse`: a call of `pulse`; `start.KIND`: a call of next to nothing;
+    `weights.KIND`: a byte of weights, with `few_rows` FLOPs for it; `besides.convolution.P`: a byte, with few FLOPs for it; the others: a
+    byte that the operator must move.
 
     Tensors grow with the threads that share them, as a step's do: two threads on the tensors of one would find them in their caches.
     """
@@ -41,16 +44,8 @@ def operators(device: torch.device, threads: int) -> Iterator[Case]:
     yield _optimizer(device)
     if not big:
         yield pulse()
-        block = Block(device)
-        x = torch.randn(SEQUENCES * share, SEQUENCE, HIDDEN, device=device, requires_grad=True)
-        inputs = (x, *block.parameters())
-
-        def step(narrow: bool) -> Any:
-            with torch.autocast("cpu", torch.bfloat16, enabled=narrow):
-                return torch.autograd.grad(block(x).sum(), inputs)
-
-        for precision in precisions:
-            yield Case(rate_name(precision), share, partial(step, precision != "float32"))
+        yield from _blocks(WHOLE, share, precisions)
+        yield from _blocks(FEW, 1, precisions)
         yield from _starts()
         yield from _weights()
     tiny = torch.ones(8, device=device, requires_grad=True)
@@ -72,12 +67,15 @@ def _starts() -> Iterator[Case]:
     Products are just large enough not to be spared that.
     """
     x, image, heads = torch.randn(32, 32), torch.randn(2, 32, 4, 4), torch.randn(1, 1, 8, 8)
+    sequences, cell = torch.randn(2, 4, 32), torch.nn.LSTM(32, 32, bias=False)
     w, filters, gain = (torch.randn(*sizes, requires_grad=True) for sizes in ((32, 32), (32, 32, 3, 3), (32,)))
     calls: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], tuple[torch.Tensor, ...]]] = {
         "linear": (lambda y: F.linear(y, w), (x, w)),
         "convolution": (lambda y: F.conv2d(y, filters, padding=1), (image, filters)),
         "attention": (lambda y: scaled_dot_product_attention(F.scaled_dot_product_attention, y, y, y, is_causal=True), (heads,)),
+        "recurrent": (lambda y: cell(y)[0], (sequences, *cell.parameters())),
         "norm": (lambda y: F.layer_norm(y, (32,), gain, gain), (x, gain)),
+        "batch_norm": (lambda y: F.batch_norm(y, None, None, gain, gain, training=True), (image, gain)),
         "softmax": (lambda y: F.log_softmax(y, -1), (x,)),
         "activation": (lambda y: F.gelu(y, approximate="tanh"), (x,)),
     }
@@ -87,12 +85,15 @@ def _starts() -> Iterator[Case]:
 
 
 def few_rows(kind: str) -> float:
-    """FLOPs, forward and backward, for each byte of weights that is packed in the `WEIGHTS` cases: 2 a multiplication, of 4 bytes."""
+    """FLOPs, forward and backward, for each byte of weights in the `WEIGHTS` cases: 2 a multiplication, of 4 bytes."""
     return ROWS[kind] / 2
 
 
 def _weights() -> Iterator[Case]:
-    """Products of few rows with more weights than the caches nearby hold: packed forward, for the input's gradient and for their own."""
+    """Products of few rows with more weights than the caches nearby hold: packed forward, for the input's gradient and for their own.
+
+    A recurrence goes over its weights at every step.
+    """
     matrices = [torch.randn(1536, 1536, requires_grad=True) for _ in range(3)]
     filters = [torch.randn(384, 384, 3, 3, requires_grad=True) for _ in range(3)]
 
@@ -109,6 +110,15 @@ def _weights() -> Iterator[Case]:
     x, image = torch.randn(ROWS["linear"], 1536, requires_grad=True), torch.randn(ROWS["convolution"] // 4, 384, 2, 2, requires_grad=True)
     yield _train(WEIGHTS + "linear", 3.0 * sum(w.nbytes for w in matrices), linear, x, *matrices)
     yield _train(WEIGHTS + "convolution", 3.0 * sum(w.nbytes for w in filters), convolution, image, *filters)
+    yield _recurrence(WEIGHTS + "recurrent", ROWS["recurrent"], lambda sizes: 3.0 * STEPS * sizes)
+
+
+def _recurrence(name: str, samples: int, units: Callable[[float], float]) -> Case:
+    """An LSTM of one layer over `samples`. `units`: of so many bytes of weights."""
+    layer = torch.nn.LSTM(STATES, STATES, bias=False)
+    x = torch.randn(STEPS, samples, STATES, requires_grad=True)
+    weights = tuple(layer.parameters())
+    return _train(name, units(sum(w.nbytes for w in weights)), lambda x, *_: layer(x)[0], x, *weights)
 
 
 def pulse() -> Case:
@@ -140,8 +150,13 @@ def _products(device: torch.device, big: bool, share: int, precision: str, dtype
     if not big:
         narrow = (*heads[:3], NARROW)
         yield _train(f"{SCORES}{precision}", 3.5 * prod(heads[:3]) * heads[2], attention, *(randn(*narrow) for _ in range(3)))
-    image = randn(32 if big else 2 * share, 64, 56, 56)
-    yield _train(f"convolution.{precision}", 6.0 * image.numel() * 64 * 9, partial(F.conv2d, padding=1), image, randn(64, 64, 3, 3))
+    image = randn(32 if big else 2 * share, CHANNELS, 56, 56)
+    filters = randn(CHANNELS, CHANNELS, 3, 3)
+    yield _train(f"convolution.{precision}", 6.0 * image.numel() * CHANNELS * TAPS, partial(F.conv2d, padding=1), image, filters)
+    if not big:
+        yield _train(f"{BESIDES}convolution.{precision}", 5.0 * image.nbytes, F.conv2d, image, randn(CHANNELS, CHANNELS, 1, 1))
+    if precision == "float32" and not big:
+        yield _recurrence(f"recurrent.{precision}", SAMPLES * share, lambda sizes: 6.0 * STEPS * SAMPLES * share * sizes / 4)
 
 
 def _moves(device: torch.device, rows: int, narrow: bool) -> Iterator[Case]:
@@ -154,6 +169,9 @@ def _moves(device: torch.device, rows: int, narrow: bool) -> Iterator[Case]:
     gain = torch.ones(1024, device=device, requires_grad=True)
     yield _train("activation", 5.0 * h.nbytes, partial(F.gelu, approximate="tanh"), h)
     yield _train("norm", 5.0 * h.nbytes, lambda h: F.layer_norm(h, (1024,), gain, gain), h)
+    maps, channels = torch.randn(rows // 64, CHANNELS, 32, 32, device=device, requires_grad=True), torch.ones(CHANNELS, device=device)
+    normed = partial(F.batch_norm, running_mean=None, running_var=None, weight=channels, bias=channels, training=True)
+    yield _train("batch_norm", 5.0 * maps.nbytes, normed, maps)
     yield _train("softmax", 5.0 * h.nbytes, partial(F.log_softmax, dim=-1), h)
 
 
@@ -175,23 +193,38 @@ def _train(name: str, units: float, call: Callable[..., torch.Tensor], *inputs: 
     return Case(name, units, lambda: torch.autograd.grad(call(*inputs), inputs, gradient), keeps_busy=keeps_busy)
 
 
-class Block(torch.nn.Module):
-    """The layers of `weft.cluster.block`: `x -> x`, [sequences, SEQUENCE, HIDDEN]. Norms have no weights, and attention is causal."""
+def _blocks(block: Block, share: int, precisions: Iterable[str]) -> Iterator[Case]:
+    """Forward and backward of a block, in every precision."""
+    layers = Layers(block)
+    x = torch.randn(block.sequences * share, block.sequence, block.hidden, requires_grad=True)
+    inputs = (x, *layers.parameters())
 
-    def __init__(self, device: torch.device | None = None) -> None:
+    def step(narrow: bool) -> Any:
+        with torch.autocast("cpu", torch.bfloat16, enabled=narrow):
+            return torch.autograd.grad(layers(x).sum(), inputs)
+
+    for precision in precisions:
+        yield Case(block.rate(precision), share, partial(step, precision != "float32"))
+
+
+class Layers(torch.nn.Module):
+    """The layers of a `weft.cluster.block.Block`: `x -> x`, [sequences, sequence, hidden]. Norms have no weights; attention is causal."""
+
+    def __init__(self, block: Block) -> None:
         super().__init__()
-        wide = {"qkv": (HIDDEN, 3 * HIDDEN), "out": (HIDDEN, HIDDEN), "up": (HIDDEN, 4 * HIDDEN), "down": (4 * HIDDEN, HIDDEN)}
+        h, self.heads = block.hidden, block.heads
+        wide = {"qkv": (h, 3 * h), "out": (h, h), "up": (h, 4 * h), "down": (4 * h, h)}
         self.layers = torch.nn.ModuleList(
-            torch.nn.ModuleDict({name: torch.nn.Linear(*sizes, device=device) for name, sizes in wide.items()}) for _ in range(LAYERS)
+            torch.nn.ModuleDict({name: torch.nn.Linear(*sizes) for name, sizes in wide.items()}) for _ in range(block.layers)
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The layers in turn."""
         for layer in self.layers:
-            qkv = layer["qkv"](F.layer_norm(x, (HIDDEN,)))  # type: ignore[index]
-            q, k, v = qkv.unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4).unbind()
+            qkv = layer["qkv"](F.layer_norm(x, x.shape[-1:]))  # type: ignore[index]
+            q, k, v = qkv.unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind()
             mixed = scaled_dot_product_attention(F.scaled_dot_product_attention, q, k, v, is_causal=True).transpose(1, 2).flatten(2)
             x = x + layer["out"](mixed)  # type: ignore[index]
-            up = F.gelu(layer["up"](F.layer_norm(x, (HIDDEN,))), approximate="tanh")  # type: ignore[index]
+            up = F.gelu(layer["up"](F.layer_norm(x, x.shape[-1:])), approximate="tanh")  # type: ignore[index]
             x = x + layer["down"](up)  # type: ignore[index]
         return x
