@@ -46,12 +46,12 @@ def plan(
         size = batch or load_model(name, None, sequence).default_batch
         with out.working(f"planning {model} on {machines.name}"):
             chosen = Setting(name, machines, size, sequence).plan(constrain or (), objective, wanted)
-        for table in plan_tables(chosen):
-            out.table(table)
-        if target is not None:
+        if target is not None:  # first: whoever reads the tables may stop reading
             write_plan(chosen, target)
             out.message(
                 f"written to {target}; edit it if you like, then: weft explain {target}, weft simulate {target}, "
                 f'or plan.file = "{target}" in a training file'
             )
+        for table in plan_tables(chosen):
+            out.table(table)
         out.answer(plan_record(chosen))
