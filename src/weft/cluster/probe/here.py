@@ -91,8 +91,9 @@ def _device(name: str, kind: str, speed: Speed, memory: float, scratch: float, s
     return Device(name, kind, speed.flops, memory, speed.memory_bandwidth_bytes_per_s, 1.0, speed.launch_s, scratch, source)
 
 
-def _speed(ranks: int, threads: int, seconds: dict[str, float]) -> Speed:
+def _speed(ranks: int, threads: int, seconds: Mapping[str, float]) -> Speed:
     """Seconds a unit of each case of `operators` as a `Speed`."""
+    seconds = dict(seconds)
     for first, beside, other, units in _pairs(seconds, threads):
         seconds[first], seconds[other] = apart(seconds[first], beside, seconds[other], units)
     flops = tuple((key.partition(".")[2], 1 / s) for key, s in seconds.items() if key.startswith("linear."))
