@@ -117,6 +117,7 @@ class Group:
         self.slot = recorder.slot(ranks) if self.size > 1 else 0
         self._open, self._boxes_of = open_transport, boxes_of
         self._transport: Any = None
+        self._closed = False
         self._staged = False
         self._nccl = False
         self.shares_memory = False
@@ -137,6 +138,8 @@ class Group:
         """Connects the members now; otherwise the first collective does. All members must come."""
         if self._transport is not None or self.size == 1:
             return
+        if self._closed:
+            raise RunError(f"{self} was closed, and takes part in nothing more")
         at = self.recorder.start(recorder.CONNECT, self.slot, 0, (), 0)
         try:
             self._transport, kind = self._open(self.ranks, Lane())
@@ -152,8 +155,11 @@ class Group:
         self._staged = kind == "gloo" and self.device.type != "cpu"
 
     def close(self) -> None:
-        """Ends the connection, which those that wait for this rank notice; the next collective connects anew."""
+        """Ends the connection for ever. Those that wait for this rank get a LostPeer, and so do those that will need it."""
+        if self.shares_memory and self._transport is not None:
+            self._transport.close()
         self._transport = None
+        self._closed = True
         self._lanes.clear()
 
     @property
@@ -233,11 +239,17 @@ class Group:
     def all_reduce(self, x: Tensor, op: Literal["sum", "max", "min"] = "sum", wait: bool = True) -> Work:
         """Replaces `x` on every member by the sum (or maximum, minimum) over the members; a bool's sum is "any".
 
-        More than two summands of bfloat16 or float16 are added in float32, so that the result is rounded once.
+        More than two summands of bfloat16 or float16 are added in float32, so that the result is rounded once. What is not a number on one
+        member stays so in the maximum or minimum through shared memory, and may be lost over gloo.
+
+        Raises:
+            UsageError: the maximum or minimum of complex numbers.
         """
         if self.size == 1:
             return _DONE
         if x.is_complex():  # no transport has complex numbers, but all have pairs
+            if op != "sum":
+                raise UsageError(f"{op} of {x.dtype}: complex numbers have no order")
             return self.all_reduce(torch.view_as_real(x.detach()), op, wait)
         if self._sums is not None and not wait and op == "sum" and (chosen := self._sums.all_reduce(x)) is not None:
             return chosen
@@ -303,10 +315,14 @@ class Group:
                 torch.cuda.synchronize(self.device)
 
     def all_gather(self, x: Tensor, dim: int = 0, length: int | None = None) -> Tensor:
-        """The members' pieces joined along `dim`, whose whole length is `length` (default: pieces are equal); a new tensor."""
+        """The members' pieces joined along `dim`, whose whole length is `length` (default: pieces are equal); a new tensor.
+
+        Raises:
+            UsageError: a tensor without dimensions.
+        """
+        dim = self._dim(x, dim)
         if self.size == 1:
             return x.clone()
-        dim = dim % x.dim() if x.dim() else 0
         lengths = self._lengths(x.shape[dim], length)
         at = self._begin(recorder.ALL_GATHER, x)
         widest = max(lengths)
@@ -350,10 +366,13 @@ class Group:
         """This rank's piece along `dim` of the sum of `x` over the members; a new contiguous tensor. Pieces may be uneven, even empty.
 
         Summands are added in the members' order, bfloat16 and float16 in float32: the same bits in every run.
+
+        Raises:
+            UsageError: a tensor without dimensions.
         """
+        dim = self._dim(x, dim)
         if self.size == 1:
             return x.clone(memory_format=torch.contiguous_format)
-        dim %= x.dim()
         cuts = [piece(x.shape[dim], self.size, i) for i in range(self.size)]
         at = self._begin(recorder.REDUCE_SCATTER, x)
         if dim == 0:
@@ -489,6 +508,11 @@ class Group:
         if not 0 <= index < self.size or index == self.index:
             raise UsageError(f"member {self.index} of {self} cannot exchange messages with member {index}")
         return self.ranks[index]
+
+    def _dim(self, x: Tensor, dim: int) -> int:
+        if not x.dim():
+            raise UsageError(f"{self} cannot cut or join a tensor without dimensions; give one of one element, x.view(1)")
+        return dim % x.dim()
 
     def _lengths(self, mine: int, length: int | None) -> list[int]:
         if length is None:
