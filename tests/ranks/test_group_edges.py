@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from weft.errors import RunError, UsageError
+from weft.plan.placement import piece
 from weft.world.group import LostPeer
 from weft.world.world import World
 
@@ -89,3 +91,54 @@ def edges(world: World) -> list[list[str]]:
 def test_what_is_no_number_stays_so_in_a_maximum(ranks: Any, kind: str, num_ranks: int) -> None:
     for found in ranks(edges, num_ranks, env={"WEFT_TRANSPORT": kind}):
         assert all(one == ["nan", "2.0", "nan"] for one in found)
+
+
+def lazy(world: World) -> None:
+    """Conjugates and negatives that torch has not written down yet, and types that gloo does not have, in every collective."""
+    group, me, n = world.everyone, world.rank, world.num_ranks
+
+    def given(rank: int) -> list[Tensor]:
+        z = torch.tensor([1 + 2j, -3 + 4j, 5j, 7.0]) * (rank + 1)
+        return [z.conj(), z[:1].conj().imag, torch._neg_view(z.real.contiguous()), z.to(torch.complex128), z.real.to(torch.int16)]
+
+    for k in range(len(given(0))):
+        mine, every = given(me)[k], [given(r)[k].clone().resolve_conj().resolve_neg() for r in range(n)]
+        assert torch.equal(group.all_gather(mine), torch.cat(every)), k
+        into = every[0].new_zeros(mine.numel() * n)
+        if k > 2:
+            group.all_gather_into(into, mine)
+            assert torch.equal(into, torch.cat(every)), k
+        else:
+            with pytest.raises(UsageError, match="contiguous"):
+                group.all_gather_into(into, mine)
+        pieces = group.reduce_scatter(mine)
+        assert torch.equal(pieces, sum(every[1:], every[0])[slice(*span(mine.numel(), n, me))]), k
+        for got, wanted in zip(group.exchange([mine] * n, [mine.shape] * n), every, strict=True):
+            assert torch.equal(got, wanted), k
+        at_last = given(me)[k]
+        group.broadcast(at_last, n - 1)
+        assert torch.equal(at_last, every[-1]), k
+        here = given(me)[k]
+        if me == 0:
+            group.isend(mine, 1).wait()
+        elif me == 1:
+            group.irecv(here, 0).wait()
+            assert torch.equal(here, every[0]), k
+        if mine.dtype is not torch.int16:
+            summed = given(me)[k]
+            group.all_reduce(summed, wait=False).wait()
+            assert torch.equal(summed, sum(every[1:], every[0])), k
+        if mine.dtype is torch.float32:
+            most = given(me)[k]
+            group.all_reduce(most, "max")
+            assert torch.equal(most, torch.stack(every).amax(0)), k
+
+
+def span(length: int, num: int, index: int) -> tuple[int, int]:
+    start, size = piece(length, num, index)
+    return start, start + size
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_lazy_conjugates_and_negatives_arrive_as_they_read(ranks: Any, kind: str) -> None:
+    ranks(lazy, 3, env={"WEFT_TRANSPORT": kind})

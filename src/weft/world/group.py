@@ -92,6 +92,16 @@ class Work:
 _DONE = Work(None, None, 0, None, None)
 
 
+def _lazy(x: Tensor) -> bool:
+    """Whether the memory of `x` holds its conjugates or negatives: transports see the memory."""
+    return x.is_conj() or x.is_neg()
+
+
+def _in_order(x: Tensor) -> bool:
+    """Whether the memory of `x` is its elements, one after the other."""
+    return x.is_contiguous() and not _lazy(x)
+
+
 class Group:
     """`ranks` of the world in a given order, this rank among them at `index`.
 
@@ -221,8 +231,8 @@ class Group:
             raise self.explained(error) from error
 
     def _host(self, x: Tensor) -> Tensor:
-        """`x` as the transport takes it: contiguous, on the host where it is staged, with bools as bytes."""
-        x = x.detach()
+        """`x` as the transport takes it: its memory in order, on the host where it is staged, with bools as bytes."""
+        x = x.detach().resolve_conj().resolve_neg()
         if self._staged:
             x = x.cpu()
         x = x.contiguous()
@@ -246,6 +256,11 @@ class Group:
             UsageError: the maximum or minimum of complex numbers.
         """
         if self.size == 1:
+            return _DONE
+        if _lazy(x):
+            plain = x.detach().resolve_conj().resolve_neg()
+            self.all_reduce(plain, op)
+            x.detach().copy_(plain)
             return _DONE
         if x.is_complex():  # no transport has complex numbers, but all have pairs
             if op != "sum":
@@ -450,7 +465,7 @@ class Group:
 
         May be waited for later; until then neither tensor may change.
         """
-        if out.numel() != x.numel() or x.numel() % self.size or out.dtype != x.dtype or not (x.is_contiguous() and out.is_contiguous()):
+        if out.numel() != x.numel() or x.numel() % self.size or out.dtype != x.dtype or not (_in_order(x) and _in_order(out)):
             raise UsageError(
                 f"exchange of {x.numel()} elements of {x.dtype} into {out.numel()} of {out.dtype} between {self.size}; "
                 "give contiguous tensors of one dtype and size, a multiple of the members"
@@ -482,7 +497,7 @@ class Group:
     def irecv(self, x: Tensor, from_index: int, tag: int = 0) -> Work:
         """Starts receiving into `x`, whose shape and dtype must be the sender's; `x` is ready after `wait`."""
         at = self._begin(recorder.RECEIVE, x, self._peer(from_index), tag)
-        direct = not self._staged and x.is_contiguous()
+        direct = not self._staged and x.is_contiguous() and not _lazy(x)
         room = x.detach() if direct else torch.empty(x.shape, dtype=x.dtype, device="cpu" if self._staged else x.device)
         finish = None if direct else lambda: x.detach().copy_(room)
         if self._nccl:
@@ -525,7 +540,7 @@ class Group:
         return lengths
 
     def _fits(self, whole: Tensor, part: Tensor) -> None:
-        if whole.numel() != self.size * part.numel() or whole.dtype != part.dtype or not whole.is_contiguous() or not part.is_contiguous():
+        if whole.numel() != self.size * part.numel() or whole.dtype != part.dtype or not (_in_order(whole) and _in_order(part)):
             raise UsageError(
                 f"{whole.numel()} elements of {whole.dtype} for {self.size} pieces of {part.numel()} of {part.dtype}; "
                 f"give contiguous tensors of one dtype, the whole {self.size} times the piece"

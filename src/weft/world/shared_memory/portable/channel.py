@@ -114,6 +114,8 @@ class PortableChannel:
 
     def all_reduce(self, x: Tensor, op: str, wait: bool = True) -> PortableWork | None:
         """Replaces `x` by the sum (maximum, minimum) over the members."""
+        if x.dtype not in _DTYPES:
+            raise RuntimeError(f"{x.dtype} cannot be added in shared memory")
         kind = self._kind("all_reduce", x, list(OPS).index(op))
         found = self._job.find(x)
         if found is not None:

@@ -107,8 +107,8 @@ class Memory:
 
 
 def flat(x: Tensor) -> Tensor:
-    """The bytes of a contiguous tensor."""
-    return x.detach().reshape(-1).view(torch.uint8)
+    """The bytes of a contiguous tensor: one of a single element is that with any stride, and no view of bytes."""
+    return x.detach().as_strided((x.numel(),), (1,)).view(torch.uint8)
 
 
 def starts(sizes: Sequence[int]) -> list[int]:
