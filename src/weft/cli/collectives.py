@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Compare and draw collective algorithms.")
 MOST_RUN = 64  # ranks up to which programs are run message by message: a ring has 2n(n-1) of them
-MOST_RANKS = 256  # of collectives that have no closed form: half a minute; messages are four times as many for twice the ranks
+MOST_RANKS = 256  # of collectives that have no closed form: some 20 s of processor; twice the ranks have four times the messages
 EQUAL = (10e-6, 1 / 25e9)  # seconds of latency and a byte where no cluster is named
 SIZES = tuple(4**k * 1024 for k in range(1, 11))  # 4 KiB to 1 GiB
 Collective = Annotated[

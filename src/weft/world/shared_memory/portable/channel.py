@@ -51,7 +51,8 @@ class PortableEngine:
     def open(self, mapping: mmap.mmap, index: int, ranks: Sequence[int], pids: Sequence[int], timeout_s: float) -> PortableChannel:
         """The group of `ranks` on a segment that all of them have mapped."""
         channel = PortableChannel(self, mapping, index, ranks, pids, timeout_s)
-        self.channels.add(channel)
+        with self.lock:
+            self.channels.add(channel)
         return channel
 
     def progress(self) -> bool:
