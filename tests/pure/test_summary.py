@@ -30,6 +30,7 @@ def test_times_are_read_and_split() -> None:
         ("f=1,b=x", "'x' is not a number"),
         ("f=1,b=-2", "finite and not negative"),
         ("f=1,b=nan", "finite and not negative"),
+        ("f=0,b=0", "nothing takes any time"),
         ("f=1,b=2,q=3", "'q=3' is not f=, b=, w= or c="),
     ],
 )

@@ -75,6 +75,11 @@ def test_messages_keep_types_and_shapes() -> None:
     assert str(got) == str(value)
     with pytest.raises(UsageError, match="set"):
         message.dump({1, 2})
+    for pair in (torch.tensor([1 + 2j, 3j], dtype=torch.complex128), torch.tensor([[1 + 2j]], dtype=torch.complex128).conj()):
+        assert torch.equal(message.load(message.dump(pair)), pair)
+    for kind, tensor in (("sparse", torch.eye(2).to_sparse()), ("on meta", torch.ones(2, device="meta"))):
+        with pytest.raises(UsageError, match=rf"value\[0\] is a .*{kind}"):
+            message.dump([tensor])
 
 
 @pytest.mark.parametrize(("num_ranks", "options"), [(0, {}), (2, {"threads": -1})])

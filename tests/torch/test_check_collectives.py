@@ -57,6 +57,7 @@ def test_a_broadcast_may_start_anywhere() -> None:
         (PAIR.replace("all_reduce", "all_gather"), "cut the tensor into a multiple of 2 pieces"),
         (PAIR.replace("rank 1: ", "rank 1: 0F0 "), "rank 1 step 0: 0F0 is no transfer"),
         (PAIR.replace("all_reduce", "all_reduse"), "a collective's name"),
+        (PAIR.replace("chunk(0)>", "chunk(999999999)>"), "rank 0 step 0: chunk(999999999)>1 moves a piece, and chunk(1) is never moved"),
     ],
 )
 def test_headers_that_are_wrong(text: str, said: str) -> None:

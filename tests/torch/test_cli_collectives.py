@@ -128,10 +128,11 @@ def test_pictures(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         (["draw", "rign"], "did you mean ring?"),
         (["compare", "--collective", "all_reduse"], "did you mean all_reduce?"),
         (["compare", "--ranks", "64", "--cluster", "1xdgx-a100-80"], "has 8 devices; name more machines"),
-        (["compare", "--ranks", "4096", "--collective", "all_gather"], "more than 512 ranks"),
+        (["compare", "--ranks", "4096", "--collective", "all_gather"], "more than 256 ranks"),
         (["compare", "-o", "picture.pdf"], ".svg or .png"),
         (["draw", "ring", "-o", "no/such/folder.svg"], "choose a folder that can be written to"),
         (["compare", "--bytes", "0"], "a byte or more"),
+        (["compare", "--collective", "halo"], "nothing to compare; weft collectives draw exchange"),
     ],
 )
 def test_bad_input(words: list[str], said: str, capfd: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ import typer
 from weft.cli import options
 from weft.cli.output import Output, output
 from weft.errors import UsageError
+from weft.model.collector import uncollected
 
 if TYPE_CHECKING:
     from weft.cluster.cluster import Cluster
@@ -21,11 +22,11 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Compare and draw collective algorithms.")
 MOST_RUN = 64  # ranks up to which programs are run message by message: a ring has 2n(n-1) of them
-MOST_RANKS = 512  # of collectives that have no closed form
+MOST_RANKS = 256  # of collectives that have no closed form: some 20 s of processor; twice the ranks have four times the messages
 EQUAL = (10e-6, 1 / 25e9)  # seconds of latency and a byte where no cluster is named
 SIZES = tuple(4**k * 1024 for k in range(1, 11))  # 4 KiB to 1 GiB
 Collective = Annotated[
-    str, typer.Option("--collective", metavar="NAME", help="all_reduce, reduce_scatter, all_gather, broadcast, all_to_all.")
+    str, typer.Option("--collective", metavar="NAME", help="all_reduce, reduce_scatter, all_gather, broadcast, all_to_all, halo.")
 ]
 
 
@@ -52,7 +53,7 @@ def compare(
     Example:
       weft collectives compare --ranks 64 --bytes 1GB --cluster 8xdgx-a100-80 -o picture.svg
     """
-    with output(as_json) as out:
+    with output(as_json) as out, uncollected():
         from weft.units import parse_bytes
 
         total = parse_bytes(size)
@@ -95,7 +96,7 @@ def draw(
     Example:
       weft collectives draw ring --ranks 4 -o picture.svg
     """
-    with output(as_json) as out:
+    with output(as_json) as out, uncollected():
         from weft.collectives import build
         from weft.plan.check import check
         from weft.plan.program import Recv
@@ -175,8 +176,13 @@ def _levels(name: str, machines: Cluster | None, ranks: int) -> int | tuple[int,
 def _programs(collective: str, machines: Cluster | None, ranks: int) -> dict[str, Program]:
     from weft.collectives import ALGORITHMS, build
 
-    if collective not in ALGORITHMS or collective == "halo":
+    if collective not in ALGORITHMS:
         build(collective, "", ranks)  # says what is known
+    if len(ALGORITHMS[collective]) == 1:
+        (only,) = ALGORITHMS[collective]
+        raise UsageError(
+            f"{collective} has one algorithm, so there is nothing to compare; weft collectives draw {only} --collective {collective}"
+        )
     found = {}
     for name in ALGORITHMS[collective]:
         try:

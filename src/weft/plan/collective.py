@@ -7,6 +7,7 @@ or the rank that had the piece. Where ranks keep pieces, rank r has the r-th of 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import count
 
 from weft.errors import ProgramError
 from weft.plan.program import Action, Held, Recv, Send, Value
@@ -53,16 +54,19 @@ def num_pieces(actions: Iterable[Iterable[Action]]) -> int:
     """Into how many pieces the tensor is cut: one more than the highest `chunk` that is sent or received.
 
     Raises:
-        ProgramError: an action that is no transfer, since a collective has no other.
+        ProgramError: an action that is no transfer, since a collective has no other; a piece beyond the first that is not moved.
     """
-    most = 0
+    moved: dict[int, str] = {}  # piece -> where first
     for rank, row in enumerate(actions):
         for step, action in enumerate(row):
             if not isinstance(action, (Send, Recv)):
                 raise ProgramError(f"rank {rank} step {step}: {action} is no transfer, and a collective has nothing else")
             if action.value.name == "chunk" and action.value.index:
-                most = max(most, action.value.index[0])
-    return most + 1
+                moved.setdefault(action.value.index[0], f"rank {rank} step {step}: {action}")
+    missing = next(c for c in count() if c not in moved)
+    if moved and max(moved) > missing:
+        raise ProgramError(f"{moved[max(moved)]} moves a piece, and chunk({missing}) is never moved; pieces count from 0 without gaps")
+    return max(1, len(moved))
 
 
 def _chunk(index: int) -> Value:

@@ -187,7 +187,7 @@ class Optimizer:
 
     def _clip(self) -> float:
         norm = self.norm()
-        if norm > self.spec.clip:
+        if not norm <= self.spec.clip:  # what is not a number makes all gradients so, as torch's clipping does
             scale = self.spec.clip / (norm + 1e-6)
             for those in self._mine:
                 for _, g in those:

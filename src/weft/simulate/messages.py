@@ -180,8 +180,8 @@ def _messages(program: Program) -> list[list[tuple[_Batch, bool]]]:
                 step = into[group[0]][0]
                 placed[target][step] = batch, _adds(program, target, step)
     for (source, target), into in receives.items():
-        for step, value in into:
-            if [v for _, v in sends.get((source, target), [])] != [v for _, v in into]:
+        if [v for _, v in sends.get((source, target), [])] != [v for _, v in into]:
+            for step, value in into:
                 placed[target][step] = _Batch(source, target, (value,)), _adds(program, target, step)
     return [[row[step] for step in sorted(row)] for row in placed]
 

@@ -38,7 +38,7 @@ class Times:
         """Read `f=1,b=2,w=1,c=0.1`.
 
         Raises:
-            UsageError: an unknown letter, one that is given twice, no number, or f or b missing.
+            UsageError: an unknown letter, one that is given twice, no number, f or b missing, or nothing that takes time.
         """
         found: dict[str, float] = {}
         for word in text.replace(",", " ").split():
@@ -55,6 +55,8 @@ class Times:
                 raise UsageError(f"--times {word}: a time is finite and not negative")
         if missing := [f"{key} ({_LETTERS[key]})" for key in "fb" if key not in found]:
             raise UsageError(f"--times {text!r} lacks {' and '.join(missing)}; for example {EXAMPLE}")
+        if not found["f"] + found["b"] + found.get("w", 0.0):
+            raise UsageError(f"--times {text!r}: nothing takes any time; for example {EXAMPLE}")
         return cls(found["f"], found["b"], found.get("w"), found.get("c", 0.0))
 
     def of(self, op: Op) -> float:

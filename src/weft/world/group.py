@@ -92,6 +92,16 @@ class Work:
 _DONE = Work(None, None, 0, None, None)
 
 
+def _lazy(x: Tensor) -> bool:
+    """Whether the memory of `x` holds its conjugates or negatives: transports see the memory."""
+    return x.is_conj() or x.is_neg()
+
+
+def _in_order(x: Tensor) -> bool:
+    """Whether the memory of `x` is its elements, one after the other."""
+    return x.is_contiguous() and not _lazy(x)
+
+
 class Group:
     """`ranks` of the world in a given order, this rank among them at `index`.
 
@@ -117,6 +127,7 @@ class Group:
         self.slot = recorder.slot(ranks) if self.size > 1 else 0
         self._open, self._boxes_of = open_transport, boxes_of
         self._transport: Any = None
+        self._closed = False
         self._staged = False
         self._nccl = False
         self.shares_memory = False
@@ -137,6 +148,8 @@ class Group:
         """Connects the members now; otherwise the first collective does. All members must come."""
         if self._transport is not None or self.size == 1:
             return
+        if self._closed:
+            raise RunError(f"{self} was closed, and takes part in nothing more")
         at = self.recorder.start(recorder.CONNECT, self.slot, 0, (), 0)
         try:
             self._transport, kind = self._open(self.ranks, Lane())
@@ -152,8 +165,11 @@ class Group:
         self._staged = kind == "gloo" and self.device.type != "cpu"
 
     def close(self) -> None:
-        """Ends the connection, which those that wait for this rank notice; the next collective connects anew."""
+        """Ends the connection for ever. Those that wait for this rank get a LostPeer, and so do those that will need it."""
+        if self.shares_memory and self._transport is not None:
+            self._transport.close()
         self._transport = None
+        self._closed = True
         self._lanes.clear()
 
     @property
@@ -215,8 +231,8 @@ class Group:
             raise self.explained(error) from error
 
     def _host(self, x: Tensor) -> Tensor:
-        """`x` as the transport takes it: contiguous, on the host where it is staged, with bools as bytes."""
-        x = x.detach()
+        """`x` as the transport takes it: its memory in order, on the host where it is staged, with bools as bytes."""
+        x = x.detach().resolve_conj().resolve_neg()
         if self._staged:
             x = x.cpu()
         x = x.contiguous()
@@ -233,11 +249,22 @@ class Group:
     def all_reduce(self, x: Tensor, op: Literal["sum", "max", "min"] = "sum", wait: bool = True) -> Work:
         """Replaces `x` on every member by the sum (or maximum, minimum) over the members; a bool's sum is "any".
 
-        More than two summands of bfloat16 or float16 are added in float32, so that the result is rounded once.
+        More than two summands of bfloat16 or float16 are added in float32, so that the result is rounded once. What is not a number on one
+        member stays so in the maximum or minimum through shared memory, and may be lost over gloo.
+
+        Raises:
+            UsageError: the maximum or minimum of complex numbers.
         """
         if self.size == 1:
             return _DONE
+        if _lazy(x):
+            plain = x.detach().resolve_conj().resolve_neg()
+            self.all_reduce(plain, op)
+            x.detach().copy_(plain)
+            return _DONE
         if x.is_complex():  # no transport has complex numbers, but all have pairs
+            if op != "sum":
+                raise UsageError(f"{op} of {x.dtype}: complex numbers have no order")
             return self.all_reduce(torch.view_as_real(x.detach()), op, wait)
         if self._sums is not None and not wait and op == "sum" and (chosen := self._sums.all_reduce(x)) is not None:
             return chosen
@@ -303,10 +330,14 @@ class Group:
                 torch.cuda.synchronize(self.device)
 
     def all_gather(self, x: Tensor, dim: int = 0, length: int | None = None) -> Tensor:
-        """The members' pieces joined along `dim`, whose whole length is `length` (default: pieces are equal); a new tensor."""
+        """The members' pieces joined along `dim`, whose whole length is `length` (default: pieces are equal); a new tensor.
+
+        Raises:
+            UsageError: a tensor without dimensions.
+        """
+        dim = self._dim(x, dim)
         if self.size == 1:
             return x.clone()
-        dim = dim % x.dim() if x.dim() else 0
         lengths = self._lengths(x.shape[dim], length)
         at = self._begin(recorder.ALL_GATHER, x)
         widest = max(lengths)
@@ -350,10 +381,13 @@ class Group:
         """This rank's piece along `dim` of the sum of `x` over the members; a new contiguous tensor. Pieces may be uneven, even empty.
 
         Summands are added in the members' order, bfloat16 and float16 in float32: the same bits in every run.
+
+        Raises:
+            UsageError: a tensor without dimensions.
         """
+        dim = self._dim(x, dim)
         if self.size == 1:
             return x.clone(memory_format=torch.contiguous_format)
-        dim %= x.dim()
         cuts = [piece(x.shape[dim], self.size, i) for i in range(self.size)]
         at = self._begin(recorder.REDUCE_SCATTER, x)
         if dim == 0:
@@ -431,7 +465,7 @@ class Group:
 
         May be waited for later; until then neither tensor may change.
         """
-        if out.numel() != x.numel() or x.numel() % self.size or out.dtype != x.dtype or not (x.is_contiguous() and out.is_contiguous()):
+        if out.numel() != x.numel() or x.numel() % self.size or out.dtype != x.dtype or not (_in_order(x) and _in_order(out)):
             raise UsageError(
                 f"exchange of {x.numel()} elements of {x.dtype} into {out.numel()} of {out.dtype} between {self.size}; "
                 "give contiguous tensors of one dtype and size, a multiple of the members"
@@ -463,7 +497,7 @@ class Group:
     def irecv(self, x: Tensor, from_index: int, tag: int = 0) -> Work:
         """Starts receiving into `x`, whose shape and dtype must be the sender's; `x` is ready after `wait`."""
         at = self._begin(recorder.RECEIVE, x, self._peer(from_index), tag)
-        direct = not self._staged and x.is_contiguous()
+        direct = not self._staged and x.is_contiguous() and not _lazy(x)
         room = x.detach() if direct else torch.empty(x.shape, dtype=x.dtype, device="cpu" if self._staged else x.device)
         finish = None if direct else lambda: x.detach().copy_(room)
         if self._nccl:
@@ -490,6 +524,11 @@ class Group:
             raise UsageError(f"member {self.index} of {self} cannot exchange messages with member {index}")
         return self.ranks[index]
 
+    def _dim(self, x: Tensor, dim: int) -> int:
+        if not x.dim():
+            raise UsageError(f"{self} cannot cut or join a tensor without dimensions; give one of one element, x.view(1)")
+        return dim % x.dim()
+
     def _lengths(self, mine: int, length: int | None) -> list[int]:
         if length is None:
             return [mine] * self.size
@@ -501,7 +540,7 @@ class Group:
         return lengths
 
     def _fits(self, whole: Tensor, part: Tensor) -> None:
-        if whole.numel() != self.size * part.numel() or whole.dtype != part.dtype or not whole.is_contiguous() or not part.is_contiguous():
+        if whole.numel() != self.size * part.numel() or whole.dtype != part.dtype or not (_in_order(whole) and _in_order(part)):
             raise UsageError(
                 f"{whole.numel()} elements of {whole.dtype} for {self.size} pieces of {part.numel()} of {part.dtype}; "
                 f"give contiguous tensors of one dtype, the whole {self.size} times the piece"

@@ -47,7 +47,9 @@ def _packed(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
     match value:
         case None | bool() | int() | float() | str():
             return value
-        case Tensor():
+        case Tensor() if value.dtype is torch.complex128:  # which safetensors does not have
+            return ["complex", keep(torch.view_as_real(value.detach().to("cpu").resolve_conj()).contiguous())]
+        case Tensor() if value.layout is torch.strided and not value.is_meta and not value.is_quantized:
             return ["tensor", keep(value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format))]
         case bytes():
             return ["bytes", keep(torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else torch.empty(0, dtype=torch.uint8))]
@@ -57,9 +59,10 @@ def _packed(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
             return ["tuple", *(_packed(item, f"{where}[{i}]", tensors) for i, item in enumerate(value))]
         case dict():
             return ["dict", *([_packed(k, f"a key of {where}", tensors), _packed(v, f"{where}[{k!r}]", tensors)] for k, v in value.items())]
+    kind = f"{value.layout} on {value.device} of {value.dtype}" if isinstance(value, Tensor) else type(value).__qualname__
     raise UsageError(
-        f"{where} is a {type(value).__qualname__}, which cannot be sent between processes; "
-        "send None, bools, numbers, strings, bytes, tensors, or lists, tuples and dicts of them"
+        f"{where} is a {kind}, which cannot be sent between processes; "
+        "send None, bools, numbers, strings, bytes, dense tensors, or lists, tuples and dicts of them"
     )
 
 
@@ -69,6 +72,7 @@ def _unpacked(shape: Any, tensors: dict[str, Tensor]) -> Any:
     kind, *rest = shape
     makers: dict[str, Callable[[], Any]] = {
         "tensor": lambda: tensors[rest[0]],
+        "complex": lambda: torch.view_as_complex(tensors[rest[0]]),
         "bytes": lambda: bytes(tensors[rest[0]].tolist()),
         "list": lambda: [_unpacked(item, tensors) for item in rest],
         "tuple": lambda: tuple(_unpacked(item, tensors) for item in rest),

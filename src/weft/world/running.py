@@ -67,7 +67,7 @@ class Programs:
 
         Where `out` lies in `x`, the rest of `x` is overwritten. Raises UsageError for a program that leaves other pieces.
         """
-        _check_pieces(program, program.wants, x, out)
+        self._check_pieces(program, program.wants, x, out)
         inside = x.data_ptr() <= out.data_ptr() < x.data_ptr() + x.nbytes
 
         def work(route: Route, note: Note, tag: int) -> None:
@@ -84,7 +84,7 @@ class Programs:
 
     def all_gather(self, program: Program, out: Tensor, x: Tensor, wait: bool = True) -> Work:
         """Flat `x` of every member into flat `out`, member after member; pieces are those of `plan.placement.piece`."""
-        _check_pieces(program, program.given, out, x)
+        self._check_pieces(program, program.given, out, x)
 
         def work(route: Route, note: Note, tag: int) -> None:
             room = _cut(_bytes(out.detach()), route.places, out.element_size())
@@ -158,6 +158,16 @@ class Programs:
             places = chunks_of(program) if lineup is None else lineup
             self._routes[key] = program, routes(program, places, joined=lineup is None)[self._group.index]
         return self._routes[key][1]
+
+    def _check_pieces(self, program: Program, pieces: Sequence[Mapping[Value, object]], whole: Tensor, part: Tensor) -> None:
+        n = program.num_ranks
+        if any(set(held) != {Value("chunk", (r,))} for r, held in enumerate(pieces)):
+            raise UsageError(f"{program.name} does not leave piece r of {n} with rank r; use ring, naive or a power of two")
+        if not whole.is_contiguous() or not part.is_contiguous() or whole.dtype != part.dtype:
+            raise UsageError(f"pieces of {part.dtype} for {whole.dtype}; give contiguous tensors of one dtype")
+        mine = piece(whole.numel(), n, self._group.index)[1]
+        if part.numel() != mine:
+            raise UsageError(f"a piece of {part.numel()} elements for {whole.numel()} of {n} ranks; this rank's has {mine}")
 
     def _widened(self, flat: Tensor) -> Tensor:
         if flat.dtype is torch.bool or flat.is_complex():
@@ -286,17 +296,9 @@ def _cut(flat: Tensor, places: int, unit: int = 1) -> Room:
 
 
 def _flat(x: Tensor) -> Tensor:
-    return x.detach().contiguous().view(-1)
+    return x.detach().resolve_conj().resolve_neg().contiguous().view(-1)
 
 
 def _bytes(flat: Tensor) -> Tensor:
     """The same memory as bytes: what is only moved may be of any type."""
-    return flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
-
-
-def _check_pieces(program: Program, pieces: Sequence[Mapping[Value, object]], whole: Tensor, part: Tensor) -> None:
-    n = program.num_ranks
-    if any(set(held) != {Value("chunk", (r,))} for r, held in enumerate(pieces)):
-        raise UsageError(f"{program.name} does not leave piece r of {n} with rank r; use ring, naive or a power of two")
-    if not whole.is_contiguous() or not part.is_contiguous() or whole.dtype != part.dtype:
-        raise UsageError(f"pieces of {part.dtype} for {whole.dtype}; give contiguous tensors of one dtype")
+    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)

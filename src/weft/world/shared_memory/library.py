@@ -20,6 +20,8 @@ _SIGNATURES = {
     "weft_engine": (c_void_p, [c_double]),
     "weft_open": (c_void_p, [c_void_p, c_void_p, c_int, c_int, c_uint64, c_uint64, POINTER(c_int)]),
     "weft_buffer": (c_int, [c_void_p, c_int, POINTER(c_void_p)]),
+    "weft_leave": (None, [c_void_p]),
+    "weft_close": (None, [c_void_p]),
     "weft_adds": (c_int, [c_int]),
     "weft_start": (
         c_int,

@@ -36,7 +36,7 @@ _COPIED = 31  # any other type, which is moved but not added
 _OPS = {"sum": 0, "max": 1, "min": 2}
 _ALL_REDUCE, _GATHER, _REDUCE_SCATTER, _EXCHANGE, _BROADCAST = range(5)
 _JOB = 5
-_DONE, _PENDING, _TIMED_OUT, _DEAD, _MISMATCH = range(5)
+_DONE, _PENDING, _TIMED_OUT, _DEAD, _MISMATCH, _LEFT = range(6)
 
 
 class NativeEngine:
@@ -107,6 +107,8 @@ class NativeChannel:
         )
         if not self._channel:
             raise MemoryError("no memory for a group")
+        # With the mapping, which must be there as long as the library may look at it.
+        weakref.finalize(self, _close, self.library, self._channel, mapping).atexit = False
         self._alive: dict[int, object] = {}
         self._buffers: list[tuple[int, int, int]] = []  # first address, end, number
         self._num_buffers = 0
@@ -175,6 +177,10 @@ class NativeChannel:
             raise self._error(state)
         self.library.weft_free(handle)
         del self._alive[handle]
+
+    def close(self) -> None:
+        """Tells the others that this member takes part in nothing more; the memory goes with the last operation's `NativeWork`."""
+        self.library.weft_leave(self._channel)
 
     def add_buffer(self, own: mmap.mmap, all_mappings: Sequence[mmap.mmap]) -> None:
         """Makes known a buffer of which member i's is mapped at `all_mappings[i]`. It is forgotten when `own` is freed."""
@@ -247,6 +253,8 @@ class NativeChannel:
         who = f"rank {self._ranks[culprit]} (process {self._pids[culprit]})" if culprit >= 0 else "another rank"
         if state == _DEAD:
             return RuntimeError(f"remote process exited: {who}")
+        if state == _LEFT:
+            return RuntimeError(f"connection closed by {who}")
         if state == _TIMED_OUT:
             return RuntimeError(f"Timed out after {self._timeout_s:g} s waiting for {who}")
         return RuntimeError(f"the call of {who} differs from another rank's in collective, size, type, order or shared buffers")
@@ -260,5 +268,13 @@ def _forget(
     others: list[mmap.mmap],
 ) -> None:
     buffers.remove(entry)
-    library.weft_buffer(channel, entry[2], None)
+    if channel:
+        library.weft_buffer(channel, entry[2], None)
     others.clear()
+
+
+def _close(library: ctypes.CDLL, channel: c_void_p, mapping: mmap.mmap) -> None:
+    library.weft_leave(channel)
+    library.weft_close(channel)
+    channel.value = None  # a buffer may outlive its group
+    del mapping

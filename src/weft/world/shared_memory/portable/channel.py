@@ -13,6 +13,7 @@ import os
 import select
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -40,7 +41,7 @@ class PortableEngine:
     """What a waiting rank drives: all channels of this process."""
 
     def __init__(self) -> None:
-        self.channels: list[PortableChannel] = []
+        self.channels: weakref.WeakSet[PortableChannel] = weakref.WeakSet()
         self.lock = threading.RLock()
 
     def segment_bytes(self, size: int) -> int:
@@ -50,7 +51,8 @@ class PortableEngine:
     def open(self, mapping: mmap.mmap, index: int, ranks: Sequence[int], pids: Sequence[int], timeout_s: float) -> PortableChannel:
         """The group of `ranks` on a segment that all of them have mapped."""
         channel = PortableChannel(self, mapping, index, ranks, pids, timeout_s)
-        self.channels.append(channel)
+        with self.lock:
+            self.channels.add(channel)
         return channel
 
     def progress(self) -> bool:
@@ -101,6 +103,7 @@ class PortableChannel:
         self._memory = Memory(mapping, index, ranks, pids)
         self._stream, self._job, self._message = Streams(self._memory), Jobs(self._memory), Messages(self._memory)
         self._exits = {i: os.pidfd_open(pid) for i, pid in enumerate(pids) if i != index}
+        weakref.finalize(self, _end, self._memory, tuple(self._exits.values())).atexit = False
         self._number, self._num_jobs = 0, 0
         self._streams: deque[tuple[Steps, PortableWork]] = deque()
         self._jobs: deque[tuple[Steps, PortableWork]] = deque()
@@ -112,6 +115,8 @@ class PortableChannel:
 
     def all_reduce(self, x: Tensor, op: str, wait: bool = True) -> PortableWork | None:
         """Replaces `x` by the sum (maximum, minimum) over the members."""
+        if x.dtype not in _DTYPES:
+            raise RuntimeError(f"{x.dtype} cannot be added in shared memory")
         kind = self._kind("all_reduce", x, list(OPS).index(op))
         found = self._job.find(x)
         if found is not None:
@@ -152,6 +157,10 @@ class PortableChannel:
         work = self._begin(self._sends[to], partial(self._message.send, flat(x), to, tag), x, False)
         assert work is not None
         return work
+
+    def close(self) -> None:
+        """Tells the others that this member takes part in nothing more."""
+        self._memory.leave()
 
     def add_buffer(self, own: mmap.mmap, all_mappings: Sequence[mmap.mmap]) -> None:
         """Makes known a buffer of which member i's is mapped at `all_mappings[i]`. It is forgotten when `own` is freed."""
@@ -206,7 +215,7 @@ class PortableChannel:
             poll = select.poll()
             poll.register(self._exits[blocked], select.POLLIN)
             # It may have done its part before it ended.
-            if poll.poll(0) and not (self.engine.progress() or work.done) and work.blocked == blocked:
+            if (self._memory.left(blocked) or poll.poll(0)) and not (self.engine.progress() or work.done) and work.blocked == blocked:
                 raise self._memory.gone(blocked)  # who waits for this rank is told of that one
         if waited_s > self._timeout_s:
             raise RuntimeError(f"Timed out after {self._timeout_s:g} s waiting for {self._memory.who(blocked)}")
@@ -237,6 +246,12 @@ class PortableChannel:
         while self._jobs and self._jobs[0][1].done:
             self._jobs.popleft()
         return any(moved)
+
+
+def _end(memory: Memory, exits: Sequence[int]) -> None:
+    memory.leave()
+    for descriptor in exits:
+        os.close(descriptor)
 
 
 def _advance(steps: Steps, work: PortableWork) -> bool:

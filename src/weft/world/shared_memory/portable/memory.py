@@ -35,7 +35,8 @@ class Layout:
         self.done = self.consumed + n * n
         self.sent = self.done + 8 * n
         self.taken = self.sent + n * n
-        self.descriptors = self.taken + n * n
+        self.gone = self.taken + n * n  # 1 once that member has closed the group
+        self.descriptors = self.gone + n
         self.heads = self.descriptors + JOBS * n * WORDS
         self.head_words = WORDS + n
         self.slots = -(-8 * (self.heads + n * DEPTH * self.head_words) // 4096) * 4096
@@ -78,6 +79,14 @@ class Memory:
         """A member, for people."""
         return f"rank {self._ranks[index]} (process {self._pids[index]})" if index >= 0 else "another rank"
 
+    def leave(self) -> None:
+        """This member takes part in nothing more."""
+        self.put(self.at.gone + self.index, 1)
+
+    def left(self, index: int) -> bool:
+        """Whether that member has said so."""
+        return self.get(self.at.gone + index) == 1
+
     def mismatch(self, index: int) -> RuntimeError:
         """Breaks the group on all members, since the call of `index` is not this one's; the error to raise."""
         self.words[0] = index + 1
@@ -92,13 +101,14 @@ class Memory:
         """Why the group is broken."""
         who = self.who(abs(self.words[0]) - 1)
         if self.words[0] < 0:
-            return RuntimeError(f"remote process exited: {who}")
+            left = self.left(abs(self.words[0]) - 1)
+            return RuntimeError(f"connection closed by {who}" if left else f"remote process exited: {who}")
         return RuntimeError(f"the call of {who} differs from another rank's in collective, size, type, order or shared buffers")
 
 
 def flat(x: Tensor) -> Tensor:
-    """The bytes of a contiguous tensor."""
-    return x.detach().reshape(-1).view(torch.uint8)
+    """The bytes of a contiguous tensor: one of a single element is that with any stride, and no view of bytes."""
+    return x.detach().as_strided((x.numel(),), (1,)).view(torch.uint8)
 
 
 def starts(sizes: Sequence[int]) -> list[int]:

@@ -1,4 +1,5 @@
-/* Sums, maxima and minima of several ranks' numbers, in the order of ranks. d = a op b, where d may be a or b. */
+/* Sums, maxima and minima of several ranks' numbers, in the order of ranks. d = a op b, where d may be a or b.
+ * What is not a number (a != a) stays so in maxima and minima too, as torch has it. */
 
 #define PAIR(T, NAME, EXPRESSION)                                           \
     static void NAME(T *d, const T *p, const T *q, size_t n) {              \
@@ -9,8 +10,8 @@
     }
 #define KIND(T, U, NAME)                                \
     PAIR(T, NAME##_sum, (T)((U)a + (U)b))               \
-    PAIR(T, NAME##_max, a > b ? a : b)                  \
-    PAIR(T, NAME##_min, a < b ? a : b)                  \
+    PAIR(T, NAME##_max, a > b || a != a ? a : b)        \
+    PAIR(T, NAME##_min, a < b || a != a ? a : b)        \
     static void NAME##_pair(int op, void *d, const void *a, const void *b, size_t n) { \
         (op == SUM ? NAME##_sum : op == MAX ? NAME##_max : NAME##_min)(d, a, b, n);    \
     }

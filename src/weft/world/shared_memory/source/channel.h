@@ -13,6 +13,7 @@
 
 #define AHEAD 2 /* chunks that a rank writes before it adds the first of them, which its cache still holds then */
 #define GONE (1ull << 32)
+#define OUT (1ull << 33) /* not ended: it has left the group */
 #define DEPTH 4   /* slots of each rank's stream */
 #define JOBS 64   /* jobs under way in one group */
 #define BLOCK 2048 /* elements added at a time: they stay in the first-level cache */
@@ -23,7 +24,7 @@ enum { F32, F64, BF16, F16, I64, I32, I16, I8, U8 };
 enum { SUM, MAX, MIN };
 enum { ALL_REDUCE, GATHER, REDUCE_SCATTER, EXCHANGE, BROADCAST, JOB_ALL_REDUCE, JOB_REDUCE_SCATTER, JOB_GATHER, JOB_BROADCAST, SEND, RECEIVE };
 enum { MOVED = 1, OTHERS = 2 };
-enum { DONE, PENDING, TIMED_OUT, DEAD, MISMATCH };
+enum { DONE, PENDING, TIMED_OUT, DEAD, MISMATCH, LEFT };
 
 typedef struct {
     _Alignas(64) _Atomic uint64_t v;
@@ -32,7 +33,7 @@ typedef struct {
 typedef struct {
     _Alignas(64) _Atomic uint32_t event;
     _Alignas(64) _Atomic uint32_t sleepers;
-    _Alignas(64) _Atomic uint64_t broken; /* GONE, and 1 + the rank that is gone or whose call did not match, once one was seen */
+    _Alignas(64) _Atomic uint64_t broken; /* GONE or OUT, and 1 + the rank that is gone or whose call did not match, once one was seen */
 } Head;
 
 typedef struct {
@@ -88,7 +89,7 @@ struct Channel {
     Engine *engine;
     int n, me, culprit;
     Head *head;
-    Counter *written, *reduced, *left, *core, *sent, *taken;
+    Counter *written, *reduced, *left, *core, *gone, *sent, *taken; /* gone: 1 once that rank has closed the group */
     _Atomic uint64_t *consumed;
     uint64_t consumed_stride, slot_bytes, chunk, chunk_head, ring, number, jobs, jobs_left, total_reduced, my_written, room;
     Descriptor *descriptors;
@@ -129,7 +130,7 @@ static void pause_core(void) {
 }
 
 typedef struct {
-    uint64_t written, reduced, left, core, sent, taken, consumed, consumed_stride, descriptors, job, slots, rings, chunk_head, slot_bytes, total;
+    uint64_t written, reduced, left, core, gone, sent, taken, consumed, consumed_stride, descriptors, job, slots, rings, chunk_head, slot_bytes, total;
 } Layout;
 
 static Layout layout(int n, uint64_t chunk, uint64_t ring) {
@@ -139,6 +140,7 @@ static Layout layout(int n, uint64_t chunk, uint64_t ring) {
     l.reduced = at, at += counters;
     l.left = at, at += counters;
     l.core = at, at += counters;
+    l.gone = at, at += counters;
     l.sent = at, at += counters * n;
     l.taken = at, at += counters * n;
     l.consumed_stride = up(8 * n, 64);

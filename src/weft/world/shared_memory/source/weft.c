@@ -30,17 +30,20 @@ Engine *weft_engine(double spin_s) {
     return e;
 }
 
+static void lock(Engine *e) {
+    while (atomic_flag_test_and_set_explicit(&e->lock, memory_order_acquire)) sched_yield();
+}
+static void unlock(Engine *e) { atomic_flag_clear_explicit(&e->lock, memory_order_release); }
+
 /* This rank's view of a mapped segment. `pidfds`: a descriptor for each rank's process, -1 for this one. NULL without memory. */
 Channel *weft_open(Engine *e, char *base, int n, int me, uint64_t chunk, uint64_t ring, const int *pidfds) {
     Layout l = layout(n, chunk, ring);
     Channel *c = calloc(1, sizeof *c);
-    Channel **more = realloc(e->channels, sizeof(Channel *) * (e->num_channels + 1));
-    if (!c || !more) return NULL;
-    e->channels = more;
+    if (!c) return NULL;
     c->engine = e, c->n = n, c->me = me, c->culprit = -1;
     c->head = (Head *)base;
     c->written = (Counter *)(base + l.written), c->reduced = (Counter *)(base + l.reduced), c->left = (Counter *)(base + l.left);
-    c->core = (Counter *)(base + l.core);
+    c->core = (Counter *)(base + l.core), c->gone = (Counter *)(base + l.gone);
     c->sent = (Counter *)(base + l.sent), c->taken = (Counter *)(base + l.taken);
     c->consumed = (_Atomic uint64_t *)(base + l.consumed), c->consumed_stride = l.consumed_stride / 8;
     c->descriptors = (Descriptor *)(base + l.descriptors), c->job = (Job *)(base + l.job);
@@ -49,25 +52,66 @@ Channel *weft_open(Engine *e, char *base, int n, int me, uint64_t chunk, uint64_
     c->read = calloc(n, sizeof *c->read), c->peers = calloc(n, sizeof *c->peers), c->pidfds = calloc(n, sizeof *c->pidfds);
     if (!c->read || !c->peers || !c->pidfds) return NULL;
     memcpy(c->pidfds, pidfds, sizeof(int) * n);
-    e->channels[e->num_channels++] = c;
-    return c;
+    lock(e); /* another thread may be going through them */
+    Channel **more = realloc(e->channels, sizeof(Channel *) * (e->num_channels + 1));
+    if (more) e->channels = more, e->channels[e->num_channels++] = c;
+    unlock(e);
+    return more ? c : NULL;
+}
+
+/* Tells the others that this rank takes part in nothing more. Those that need it end as if its process had. */
+void weft_leave(Channel *c) {
+    lock(c->engine);
+    put(&c->gone[c->me], 1);
+    notify(c);
+    unlock(c->engine);
+}
+
+static void drop(Op *op) {
+    for (Op *next; op; op = next) next = op->next, free(op);
+}
+
+/* After weft_leave, when nobody waits any more: what is still under way is dropped, and the segment may be unmapped. */
+void weft_close(Channel *c) {
+    Engine *e = c->engine;
+    lock(e);
+    for (int i = 0; i < e->num_channels; i++)
+        if (e->channels[i] == c) e->channels[i--] = e->channels[--e->num_channels];
+    unlock(e);
+    drop(c->stream), drop(c->running);
+    for (int r = 0; r < c->n; r++) {
+        Peer *p = &c->peers[r];
+        drop(p->sends), drop(p->receives);
+        free(p->inside ? p->op : NULL);
+        for (Unexpected *next; p->early; p->early = next) next = p->early->next, free(p->early->claimed), free(p->early);
+        if (c->pidfds[r] >= 0) close(c->pidfds[r]);
+    }
+    for (int i = 0; i < c->num_buffers; i++) free(c->buffers[i]);
+    free(c->buffers), free(c->read), free(c->peers), free(c->pidfds), free(c);
 }
 
 /* Makes buffer number `number` known: `bases[r]` is where rank r's is mapped here. NULL forgets it. Returns 0 without memory. */
 int weft_buffer(Channel *c, int number, char **bases) {
+    char **kept = bases ? malloc(sizeof(char *) * c->n) : NULL;
+    if (bases && !kept) return 0;
+    if (bases) memcpy(kept, bases, sizeof(char *) * c->n);
+    lock(c->engine); /* another thread may be in a job */
     if (number >= c->num_buffers) {
         char ***more = realloc(c->buffers, sizeof(char **) * (number + 1));
-        if (!more) return 0;
-        memset(more + c->num_buffers, 0, sizeof(char **) * (number + 1 - c->num_buffers));
-        c->buffers = more, c->num_buffers = number + 1;
+        if (more) {
+            memset(more + c->num_buffers, 0, sizeof(char **) * (number + 1 - c->num_buffers));
+            c->buffers = more, c->num_buffers = number + 1;
+        }
     }
-    free(c->buffers[number]);
-    c->buffers[number] = NULL;
-    if (!bases) return 1;
-    c->buffers[number] = malloc(sizeof(char *) * c->n);
-    if (!c->buffers[number]) return 0;
-    memcpy(c->buffers[number], bases, sizeof(char *) * c->n);
-    return 1;
+    int known = number < c->num_buffers;
+    if (known) {
+        free(c->buffers[number]);
+        c->buffers[number] = kept;
+    } else {
+        free(kept);
+    }
+    unlock(c->engine);
+    return known;
 }
 
 /* Whether anything moved. */
@@ -118,25 +162,21 @@ static int needs(Channel *c, Op *op, int r) {
     return !first->ended[r] && !arrived(c, r, c->read[r]);
 }
 
+/* A rank that `op` needs and that has ended, or left the group; -1 where there is none. */
 static int dead_peer(Channel *c, Op *op) {
     for (int r = 0; r < c->n; r++) {
         struct pollfd p = {c->pidfds[r], POLLIN, 0};
-        if (c->pidfds[r] >= 0 && poll(&p, 1, 0) > 0 && needs(c, op, r)) return r;
+        if (c->pidfds[r] >= 0 && (get(&c->gone[r]) || poll(&p, 1, 0) > 0) && needs(c, op, r)) return r;
     }
     return -1;
 }
 
-static void lock(Engine *e) {
-    while (atomic_flag_test_and_set_explicit(&e->lock, memory_order_acquire)) sched_yield();
-}
-static void unlock(Engine *e) { atomic_flag_clear_explicit(&e->lock, memory_order_release); }
-
-/* DEAD or MISMATCH once any rank has seen that; PENDING before. */
+/* DEAD, LEFT or MISMATCH once any rank has seen that; PENDING before. */
 static int broken(Channel *c) {
     uint64_t who = atomic_load_explicit(&c->head->broken, memory_order_acquire);
     if (!who) return PENDING;
     c->culprit = (int)(uint32_t)who - 1;
-    return who & GONE ? DEAD : MISMATCH;
+    return who & GONE ? DEAD : who & OUT ? LEFT : MISMATCH;
 }
 
 /* Moves everything that can move: MOVED where something of `c` did, OTHERS where other groups have something under way. */
@@ -169,7 +209,7 @@ static int shares_core(Channel *c) {
     return 0;
 }
 
-/* Waits until the operation has ended: DONE, TIMED_OUT, DEAD or MISMATCH, with the rank of the last two in weft_culprit. */
+/* Waits until the operation has ended: DONE, TIMED_OUT, DEAD, LEFT or MISMATCH, with the rank of these in weft_culprit. */
 int weft_wait(Op *op, double timeout_s) {
     Channel *c = op->channel;
     Engine *e = c->engine;
@@ -205,7 +245,7 @@ int weft_wait(Op *op, double timeout_s) {
                 unlock(e);
                 if (state == DONE) return DONE;
                 if (missing) {
-                    breaks(c, dead, GONE); /* who waits for this rank is told of that one */
+                    breaks(c, dead, get(&c->gone[dead]) ? OUT : GONE); /* who waits for this rank is told of that one */
                     return broken(c);
                 }
             }
