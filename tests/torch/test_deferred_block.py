@@ -56,6 +56,17 @@ def test_roots_and_building() -> None:
     assert found == [net]
 
 
+def test_a_model_that_lies_where_one_thrown_away_lay_is_seen() -> None:
+    kept: list[nn.Module] = []
+    with Deferred() as deferred:
+        for _ in range(100):
+            thrown_away = id(nn.Sequential(nn.Linear(2, 2)))
+            kept.append(nn.Sequential(nn.Linear(2, 2)))
+            if id(kept[-1]) == thrown_away:
+                break
+    assert list(deferred.roots) == kept
+
+
 def test_realize_gives_a_module_that_computes_the_same() -> None:
     def make() -> nn.Module:
         net = nn.Sequential(Tied(), nn.Linear(3, 3))

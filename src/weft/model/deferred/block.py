@@ -88,8 +88,9 @@ class Deferred:
 
     def _see(self, module: nn.Module, name: str, item: object) -> None:
         for m in (module, item):
-            if isinstance(m, nn.Module):
-                self._seen.setdefault(id(m), weakref.ref(m))
+            if isinstance(m, nn.Module) and ((known := self._seen.get(id(m))) is None or known() is not m):
+                self._seen.pop(id(m), None)  # one that was thrown away lay there, earlier in the order
+                self._seen[id(m)] = weakref.ref(m)
 
     def _outermost(self) -> tuple[nn.Module, ...]:
         alive = [m for m in (ref() for ref in self._seen.values()) if m is not None]
