@@ -20,6 +20,8 @@ from weft.schedules.lower import gather_weights, offload, recompute
 from weft.world.current import current_world
 from weft.world.memory import Accounts, accounts_of
 
+pytestmark = pytest.mark.usefixtures("few_objects")
+
 
 class Residual(nn.Module):
     """A small ResNet's layers on wide images: one storage is kept by several operators, and read after the layer that keeps it."""

@@ -19,6 +19,7 @@ from weft.world.memory import Accounts, accounts_of, library
 from weft.world.memory.accounts import HostAccounts
 from weft.zoo.resolve import resolve
 
+pytestmark = pytest.mark.usefixtures("few_objects")
 MIB = 1 << 20
 CPU = torch.device("cpu")
 
