@@ -10,6 +10,7 @@ are shown when their rank fails first. Not modelled: several machines (torchrun 
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import select
@@ -339,6 +340,7 @@ def _launch_forked(
                 pid = os.fork()
                 if pid == 0:
                     os.close(held)
+                    gc.freeze()  # the rank shares its parent's pages; its first collection would copy them all
                     run_rank(task, rank, lifeline, parent, (0, 1, 2) if show else None, (function, args))
                 pids.append(pid)
             return supervise(_ForkedRanks(pids), path, num_ranks, timeout_s, stop_grace_s, stops, show)
