@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from weft.world.memory import Accounts
 
 # Times are not tested: a machine that has other work must not fail a test.
 settings.register_profile("weft", deadline=None)
@@ -36,3 +41,18 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOME", str(made))
         yield made
+
+
+@pytest.fixture
+def counting() -> Accounts:
+    """The accounts of this process's memory. Without a compiler the test is skipped; anything else that is in the way is a fault."""
+    import torch
+
+    from weft.world.memory import accounts_of
+
+    made = accounts_of(torch.device("cpu"))
+    if not made.counts:
+        if shutil.which("c++") is None:
+            pytest.skip(f"memory is counted by a library that needs a C++ compiler ({made.why})")
+        pytest.fail(f"memory is not counted although there is a C++ compiler: {made.why}")
+    return made

@@ -19,7 +19,7 @@ from weft.cost.network import Group, collective_s, library_lines
 from weft.errors import UsageError
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "validation"  # as scripts/validate has it
-measured = pytest.mark.skipif(not DATA.is_dir(), reason="the measured tables are not part of the project")
+measured = pytest.mark.skipif(not DATA.is_dir(), reason="the measured tables, ../shared/validation, are not part of the project")
 
 
 def made(*lines: tuple[float, float]) -> list[tuple[float, float]]:

@@ -12,19 +12,10 @@ from torch import Tensor, nn
 import weft
 from weft.errors import RankError
 from weft.units import parse_bytes
-from weft.world.memory import accounts_of
 from weft.world.world import World
 
+pytestmark = pytest.mark.usefixtures("counting")
 GPT, BATCH = "gpt-tiny:sequence=128", 8
-
-
-@pytest.fixture(autouse=True)
-def _needs_counting() -> None:
-    made = accounts_of(torch.device("cpu"))
-    if not made.counts:
-        pytest.skip(made.why)
-
-
 WAYS = ("data=1 recompute=full", "data=1 offload=all", "pipeline=2 microbatches=4 schedule=gems-master")
 
 

@@ -9,16 +9,9 @@ from torch import Tensor, nn
 import weft
 from weft.errors import RankError
 from weft.run.host import HostStore
-from weft.world.memory import accounts_of
 
+pytestmark = pytest.mark.usefixtures("counting")
 PLAIN = "ranks=1 microbatches=1 precision=float64 offload!=optimizer offload!=all threads=0"
-
-
-@pytest.fixture(autouse=True)
-def _needs_counting() -> None:
-    made = accounts_of(torch.device("cpu"))
-    if not made.counts:
-        pytest.skip(made.why)
 
 
 class Waves(nn.Module):
