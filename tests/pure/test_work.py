@@ -45,6 +45,8 @@ def test_six_flops_a_parameter_and_token() -> None:
         ("aten.conv_transpose2d.input", [(2, 6, 4, 4), (6, 4, 2, 2)], (2, 4, 8, 8), None, 2 * (2 * 6 * 16) * (4 * 4)),
         ("aten.einsum.default", [(2, 3, 5), (2, 5, 4)], (2, 3, 4), ("bij,bjk->bik", (Ref("v0"), Ref("v1"))), 2 * 2 * 3 * 5 * 4),
         ("aten.scaled_dot_product_attention.default", [(2, 3, 7, 4), (2, 3, 9, 4), (2, 3, 9, 5)], (2, 3, 7, 5), None, 2 * 6 * 7 * 9 * 9),
+        ("aten.lstm_cell.default", [(5, 6), (5, 8), (5, 8), (32, 6), (32, 8), (32,), (32,)], (5, 8), None, 2 * 5 * (32 * 6 + 32 * 8)),
+        ("aten.gru_cell.default", [(5, 6), (5, 8), (24, 6), (24, 8)], (5, 8), None, 2 * 5 * (24 * 6 + 24 * 8)),
         ("aten.add.Tensor", [(5, 7), (5, 7)], (5, 7), None, 0),
         ("aten.layer_norm.default", [(5, 7), (7,)], (5, 7), None, 0),
     ],

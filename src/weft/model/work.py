@@ -16,6 +16,11 @@ from weft.model.graph import Graph, Operator, Ref, Tensor
 MATMUL_KINDS = ("linear", "attention", "convolution", "recurrent")
 RECURRENT_KEEPS = 5.0  # gates and cell state of every step and layer, in its output's size (LSTM; fewer for the others)
 
+_CELL_KEEPS = {
+    "lstm_cell": 5,
+    "gru_cell": 6,
+}  # states that a cell's backward keeps beside what it read: its gates; others keep their output
+
 
 @dataclass(frozen=True, slots=True)
 class Work:
@@ -45,7 +50,7 @@ def _kinds() -> dict[str, str]:
         "convolution": "conv1d conv2d conv3d convolution _convolution conv_transpose1d conv_transpose2d conv_transpose3d",
         "attention": "scaled_dot_product_attention _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention "
         "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_attention_math",
-        "recurrent": "lstm gru rnn_tanh rnn_relu",
+        "recurrent": "lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell",
         "activation": "gelu silu tanh sigmoid exp erf mish softplus elu selu pow sqrt rsqrt cos sin log log1p log_sigmoid logsigmoid "
         "log_sigmoid_forward hardswish exp2 expm1 atan2",
         "norm": "layer_norm native_layer_norm rms_norm _fused_rms_norm group_norm native_group_norm",
@@ -113,7 +118,7 @@ def operator_flops(op: Operator, tensors: dict[str, Tensor]) -> float:
         return 2.0 * (prod(shapes[0]) if transposed else out) * prod(shapes[1][1:])
     if kind == "recurrent":
         steps = prod(shapes[0][:-1])
-        return sum(2.0 * steps * prod(shape) for shape in shapes[1:] if len(shape) == 2)
+        return sum(2.0 * steps * prod(shape) for shape in _recurrent_weights(op, tensors))
     if name == "einsum":
         return _einsum_flops(str(op.args[0]), shapes)
     first = shapes[1] if name in ("addmm", "baddbmm", "addmv") else shapes[0]
@@ -124,6 +129,17 @@ def num_steps(op: Operator, tensors: dict[str, Tensor]) -> int:
     """Times that an operator goes over its weights: the length of a recurrence's sequences, 1 for the rest."""
     shape = tensors[op.inputs[0]].shape if op.inputs else ()
     return shape[1 if op.args[-1] is True else 0] if kind_of(op) == "recurrent" and len(shape) == 3 else 1
+
+
+def _cell_states(name: str) -> int:
+    """How many states a cell, one step of a recurrence, reads beside its input; 0 for an operator that makes all of the steps."""
+    return 0 if not name.endswith("_cell") else 2 if name == "lstm_cell" else 1
+
+
+def _recurrent_weights(op: Operator, tensors: dict[str, Tensor]) -> list[tuple[int, ...]]:
+    """Shapes of the matrices of a recurrent operator; the states of a cell are no matrices of weights."""
+    shapes = (tensors[v].shape for v in op.inputs[1 + _cell_states(packet(op)) :])
+    return [shape for shape in shapes if len(shape) == 2]
 
 
 def operator_bytes(op: Operator, tensors: dict[str, Tensor]) -> float:
@@ -218,7 +234,13 @@ def _keeps(op: Operator, name: str, kind: str, tensors: dict[str, Tensor], grads
         query = tensors[inputs[0]]
         return (*inputs[:3], out), 4.0 * query.size / query.shape[-1]
     if kind == "recurrent":
-        layers = sum(1 for v in inputs[1:] if len(tensors[v].shape) == 2) / 2
+        states = _cell_states(name)
+        if states:
+            gates = _CELL_KEEPS.get(name, 0)
+            return tuple(dict.fromkeys((*op.inputs[: 1 + states], *op.outputs[: 0 if gates else 1]))), float(
+                gates * tensors[out].size_bytes
+            )
+        layers = len(_recurrent_weights(op, tensors)) / 2
         return (*inputs[:1], out), RECURRENT_KEEPS * tensors[out].size_bytes * layers
     if kind in ("linear", "convolution") or name in ("mul", "div"):
         bias = name in ("addmm", "baddbmm", "addmv")
