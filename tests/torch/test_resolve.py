@@ -313,13 +313,16 @@ def test_classifiers_of_text(transformers: object, tmp_path: Path) -> None:
         step(resolved)
 
 
-def test_sequence_of_a_configuration(transformers: object) -> None:
+def test_sequence_of_a_configuration(transformers: object, tmp_path: Path) -> None:
     file = CONFIGS[0].parent / "gpt2.json"
     assert resolve(f"hf:{file}", sequence=16).batch(2)["input_ids"].shape == (2, 16)
     with pytest.raises(ModelError, match="--sequence 33 is more than the 32 positions"):
         resolve(f"hf:{file}", sequence=33)
     with pytest.raises(ModelError, match="a model of images"):
         resolve(f"hf:{CONFIGS[0].parent / 'vit.json'}", sequence=33)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "xlnet", "d_model": 8, "n_layer": 1, "n_head": 2, "d_inner": 8, "vocab_size": 16}))
+    assert resolve(f"hf:{path}", sequence=33).batch(2)["input_ids"].shape == (2, 33)  # it says -1 positions, which is no limit
 
 
 def test_experts_of_the_library_give_the_same(transformers: object, tmp_path: Path) -> None:

@@ -305,7 +305,7 @@ def ternary(draw: Draw) -> Case:
                 lambda: case("rsub.Scalar", x, 2.0),
                 lambda: case("pow.Tensor_Scalar", x, 3),
                 lambda: case("dropout.default", x, 0.0, True),
-                lambda: case("type_as.default", x, y),
+                lambda: case("type_as.default", x, real(*shape(draw, 0))),  # whose dtype is read, whatever its shape
                 lambda: case("copy.default", positive(*full), x),
             )
         )

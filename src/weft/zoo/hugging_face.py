@@ -128,7 +128,7 @@ def _inputs(config: Any, kind: Any, file: str, sequence: int | None) -> Callable
     if takes != "input_ids" or name.endswith("ForImageClassification"):
         raise ModelError(f"{file}: {name} takes {takes}; weft makes up text and images only, so use file.py:factory")
     text = config.get_text_config()
-    limit = getattr(text, "max_position_embeddings", None)
+    limit = max(getattr(text, "max_position_embeddings", None) or 0, 0)  # XLNet says -1, for none
     length = sequence or min(limit or getattr(text, "n_positions", None) or DEFAULT_SEQUENCE, DEFAULT_SEQUENCE)
     if limit and length > limit:
         raise ModelError(f"--sequence {length} is more than the {limit} positions of {file}; use {limit} or fewer, or raise them there")

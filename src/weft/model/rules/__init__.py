@@ -25,7 +25,7 @@ def rule_of(op: Operator, tensors: dict[str, Tensor]) -> Rule | None:
     if name in SHAPED_LIKE:
         return Rule((None,) * len(ins), tuple((BLOCKED,) * len(s) for s in outs))
     if name in POINTWISE:
-        return _pointwise(ins, outs)
+        return _cast_alike(ins, outs) if name == "type_as" or op.target == "aten.to.other" else _pointwise(ins, outs)
     if name in VIEWS and ins:
         return VIEWS[name](op, ins, outs)
     if name in ALONG_DIM:
@@ -79,6 +79,12 @@ def _pointwise(ins: list[Shape], outs: list[Shape]) -> Rule:
         extra = rank - len(shape)
         rows.append(tuple(out[i + extra] if n == outs[0][i + extra] else BLOCKED for i, n in enumerate(shape)))
     return Rule(tuple(rows), tuple(out for _ in outs))
+
+
+def _cast_alike(ins: list[Shape], outs: list[Shape]) -> Rule:
+    """Of the second tensor, whatever its shape, only the dtype is read."""
+    first = _pointwise(ins[:1], outs)
+    return Rule((*first.inputs, *(None for _ in ins[1:])), first.outputs)
 
 
 def _dims(op: Operator, position: int, rank: int) -> list[int] | None:
