@@ -30,6 +30,7 @@ from weft.run.engine import Engine
 from weft.run.optimizer import OptimizerSpec
 from weft.run.plain import divide
 from weft.run.verify import Verification, verify_on_rank
+from weft.run.whole import refuse_division
 from weft.solve.mixed import pricer_of
 from weft.solve.search import price, search, timeline
 from weft.solve.uncaptured import without_graph
@@ -74,9 +75,29 @@ def plan(
     >>> str(chosen.layout), len(chosen.replicated_operators)
     ('data=2 tensor=1 pipeline=1', 0)
     """
+    subject = _subject(model, batch, loss)
+    return _planned(
+        *subject, cluster, layout, constraints=constraints, objective=objective, like=like, source=source, device_memory=device_memory
+    )
+
+
+def _planned(
+    name: str,
+    make: nn.Module | Callable[[], nn.Module],
+    given: Any,
+    loss: Loss | None,
+    cluster: Cluster | str = "here",
+    layout: Layout | str | None = None,
+    *,
+    constraints: str | Sequence[str] = "",
+    objective: str = "time",
+    like: Plan | None = None,
+    source: Source | None = None,
+    device_memory: float | str = 0,
+) -> Plan:
+    """As `plan`, of a model that goes by `name`."""
     machines = (Cluster.parse(cluster) if isinstance(cluster, str) else cluster).limited(parse_bytes(device_memory))
     by_hand = Layout.parse(layout) if isinstance(layout, str) else layout
-    name, make, given, loss = _subject(model, batch, loss)
     source = source or Source.of(make)
     words = constraints if isinstance(constraints, str) else " ".join(constraints)
     size = batch_size_of(given)
@@ -84,23 +105,28 @@ def plan(
         graph = source.capture(given, loss, size).graph
     except ModelError as error:
         count = sum(p.numel() for p in source.model.parameters())
-        _call_once(source, given, loss, error)
-        return without_graph(count, str(error), machines, size, name, words, by_hand)
+        whole = _called_once(source, given, loss, error)
+
+        def trial(plan: Plan) -> None:
+            if whole is not None:
+                refuse_division(plan, whole, given, source.loss_of(loss))
+
+        return without_graph(count, str(error), machines, size, name, words, by_hand, trial)
     if like is not None:
         return search(graph, machines, size, name, "", like.layout, objective, shards=_shards(like, graph), stages=like.stages)
     return search(graph, machines, size, name, words, by_hand, objective)
 
 
-_plan = plan  # where an argument is called plan
+def _called_once(source: Source, batch: Any, loss: Loss | None, error: ModelError) -> nn.Module | None:
+    """A model that cannot be followed may simply be wrong: where it raises when it is run for real, that is the error to tell.
 
-
-def _call_once(source: Source, batch: Any, loss: Loss | None, error: ModelError) -> None:
-    """A model that cannot be followed may simply be wrong: where it raises when it is run for real, that is the error to tell."""
+    Returns a copy of the model that has been called, None where it is too large to try.
+    """
     from weft.model.capture import call, called
     from weft.model.deferred import realize
 
     if sum(p.numel() for p in source.model.parameters()) > 200_000_000:
-        return
+        return None
     state = torch.random.get_rng_state()
     # A copy: running statistics and what else a forward pass changes are not ours to change.
     model = copy.deepcopy(realize(source.deferred, source.model) if source.deferred is not None else source.model)
@@ -119,6 +145,7 @@ def _call_once(source: Source, batch: Any, loss: Loss | None, error: ModelError)
         raise ModelError(f"the model raises when it is called: {_said(real)}{_misfit(model, batch)}") from error
     finally:
         torch.random.set_rng_state(state)
+    return model
 
 
 def _said(error: Exception) -> str:
@@ -194,18 +221,15 @@ def _plan_for(
     state = torch.random.get_rng_state()
     try:
         if wanted is not None:
-            chosen = _plan(make, batch, loss=loss, cluster=_any_cluster(), layout=wanted)
+            return _planned(name, make, batch, loss, _any_cluster(), wanted)
         else:
             # Rank 0 chooses for all: what another machine measured of itself may lead to another plan.
             ranks = f"ranks={world.num_ranks}"
-            chosen = parse_plan(
-                world.told(
-                    lambda: format_plan(_plan(make, batch, loss=loss, cluster=cluster, constraints=ranks, device_memory=device_memory))
-                )
+            return parse_plan(
+                world.told(lambda: format_plan(_planned(name, make, batch, loss, cluster, constraints=ranks, device_memory=device_memory)))
             )
     finally:
         torch.random.set_rng_state(state)
-    return replace(chosen, model=name)
 
 
 def _any_cluster() -> Cluster:
@@ -337,8 +361,8 @@ def verify(
     if isinstance(layout, Plan):
         chosen = replace(layout, layout=replace(wanted, precision=dtype))
     else:
-        chosen = _plan(make, given, loss=loss, cluster=_any_cluster(), layout=replace(wanted, precision="float32"), source=source)
-        chosen = replace(chosen, model=name, layout=replace(wanted, precision=dtype))
+        chosen = _planned(name, make, given, loss, _any_cluster(), replace(wanted, precision="float32"), source=source)
+        chosen = replace(chosen, layout=replace(wanted, precision=dtype))
 
     source.prepare(chosen, given, loss)
     torch.random.set_rng_state(state)

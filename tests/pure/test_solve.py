@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import combinations, pairwise, product
 
@@ -19,6 +20,7 @@ from weft.errors import Infeasible, LayoutError, UsageError
 from weft.model.graph import Graph
 from weft.model.stages import links
 from weft.plan.layout import BOTH_WAYS, RUNS, SCHEDULES, Layout
+from weft.plan.plan import Plan
 from weft.simulate.memory import kept_bytes
 from weft.solve.bounds import least_s, least_saving_s
 from weft.solve.search import calmest, check_layout, clocked, price, search
@@ -295,6 +297,23 @@ def test_a_model_that_cannot_be_captured_is_trained_by_data() -> None:
         without_graph(1000, "it branches on data", NODE, 8, "odd", layout=Layout(tensor=2))
     with pytest.raises(Infeasible, match="GiB"):
         without_graph(10**12, "it branches on data", NODE, 8, "odd")
+
+
+def test_a_model_that_cannot_be_captured_is_divided_as_far_as_its_trial_allows() -> None:
+    def trial(most: int) -> Callable[[Plan], None]:
+        def tried(plan: Plan) -> None:
+            if plan.layout.data > most:
+                raise Infeasible(f"a part of {plan.layout.data} is another model")
+
+        return tried
+
+    plan = without_graph(1000, "it branches on data", NODE, 8, "odd", trial=trial(2))
+    assert plan.layout.data == 2
+    assert "a part of 4 is another model" in dict(plan.reasons)["data"]
+    with pytest.raises(Infeasible, match="a part of 4"):
+        without_graph(1000, "it branches on data", NODE, 8, "odd", layout=Layout(data=4), trial=trial(2))
+    with pytest.raises(Infeasible, match="a part of 4"):
+        without_graph(1000, "it branches on data", NODE, 8, "odd", trial=trial(0))
 
 
 def test_useful_cuts_are_where_little_crosses() -> None:

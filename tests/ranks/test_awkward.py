@@ -129,6 +129,7 @@ def test_a_loss_that_does_not_divide_is_refused_where_the_model_cannot_be_captur
     x = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
     with pytest.raises(Infeasible, match=r"its loss over 8 samples is .* where the mean over data=2 parts of them is"):
         weft.verify(Branching, "data=2", (x,))
+    assert weft.plan(Branching, (x,), cluster="1xcpu-2").layout.data == 1  # tried before it is proposed
     assert weft.verify(Branching, "data=1 microbatches=2", (x,)).ok
 
 
@@ -149,7 +150,7 @@ class Seen(nn.Module):
         if self.kind == "mean":
             self.mean.lerp_(x.detach().mean(0), 0.5)
         scale = 2.0 if self.calls > 1_000_000 else 1.0
-        return self.layer(x + self.table(ids)).square().mean() * scale
+        return F.soft_margin_loss(self.layer(x + self.table(ids)), x[:, :2].sign()) * scale  # whose targets can have no gradient
 
 
 def test_what_is_written_by_the_samples_seen_is_not_divided_where_the_model_cannot_be_captured() -> None:

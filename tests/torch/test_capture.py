@@ -274,6 +274,17 @@ def test_what_depends_on_data_is_refused_with_the_reason(kind: type[nn.Module]) 
         Source.of(kind).capture((torch.ones(4, 3),), None, None)
 
 
+class Counting(nn.Module):
+    """Running statistics that are the mean over all steps: their weight is one over a counter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3, momentum=None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x).mean()
+
+
 class Picked(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -284,7 +295,12 @@ class Picked(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"), [(Branch, r"data-dependent at test_capture\.py:\d+, \"return .* if x\.sum\(\)"), (Picked, r"x\[mask\]")]
+    ("kind", "said"),
+    [
+        (Branch, r"data-dependent at test_capture\.py:\d+, \"return .* if x\.sum\(\)"),
+        (Picked, r"x\[mask\]"),
+        (Counting, r"BatchNorm1d with momentum=None at .* give it a momentum"),
+    ],
 )
 def test_what_depends_on_data_is_named_by_its_line_or_by_what_it_makes(kind: type[nn.Module], said: str) -> None:
     with pytest.raises(ModelError, match=said):

@@ -162,7 +162,8 @@ def verify_on_rank(
 
     def new_serial() -> Serial:
         whole = frozenset(v.name for v in graph.inputs if not v.batched)
-        names = frozenset(v.name for v in graph.inputs if v.value in closed)
+        # Gradients of inputs are not compared where the model runs whole, and some of its operators may have none (a loss's targets).
+        names = frozenset(v.name for v in graph.inputs if v.value in closed or plan.uncaptured)
         return Serial(make, seed, batch, loss, plan, spec, world.device, bool(plan.uncaptured), whole, names)
 
     serial = new_serial() if world.rank == 0 else None

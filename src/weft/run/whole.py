@@ -82,19 +82,12 @@ def build_whole(plan: Plan, source: Source, batch: Any, loss: Loss | None, world
     model = model.to(world.device)
     if layout.precision == "float64":
         model = model.double()
-    coupled = [name for name, m in model.named_modules() if isinstance(m, private.BatchNorm) and m.training]
-    if layout.data > 1 and coupled:
-        raise Infeasible(
-            f"{plan.model} could not be captured, and {coupled[0]} takes statistics over the whole batch, which data={layout.data} "
-            "would divide; use data=1, or make the model capturable (weft plan says what stands in the way)"
-        )
+    refuse_division(plan, model, batch, loss)
     for module in model.modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
             module.sparse = False  # gradients lie in buffers with others, which are dense
     size = plan.microbatch_sizes[0]
     samples = batch_size_of(batch)
-    if layout.data > 1:
-        _check_divides(plan, model, batch, loss)
     tensors = {path: leaf for path, leaf in leaves(batch) if isinstance(leaf, Tensor)}
     inputs = tuple(
         Variable(
@@ -160,13 +153,22 @@ def build_whole(plan: Plan, source: Source, batch: Any, loss: Loss | None, world
     return Parts(graph, sharding, (stage,), program, {0: local}, parameters, specs, flat, kept, blocks, {}, Draw(seed=seed), saved=saved)
 
 
-def _check_divides(plan: Plan, model: nn.Module, batch: Any, loss: Loss | None) -> None:
+def refuse_division(plan: Plan, model: nn.Module, batch: Any, loss: Loss | None) -> None:
     """Raise Infeasible where `data` ranks with a part of the samples each would train something else than one with all of them.
 
-    That is where the loss is not the mean over the parts (a sum, or a mean over what they differ in), where a part alone makes the model
-    fail, and where what the model writes while it runs (a running mean, a queue of keys) depends on the samples that it sees.
+    That is where the model takes statistics over the batch, where the loss is not the mean over the parts (a sum, or a mean over what they
+    differ in), where a part alone makes the model fail, and where what the model writes while it runs (a running mean, a queue of keys)
+    depends on the samples that it sees. The model is run on some of the batch, and left as it was.
     """
     samples, data = batch_size_of(batch), plan.layout.data
+    if data == 1:
+        return
+    coupled = [name for name, m in model.named_modules() if isinstance(m, private.BatchNorm) and m.training]
+    if coupled:
+        raise Infeasible(
+            f"{plan.model} could not be captured ({plan.uncaptured}), and {coupled[0]} takes statistics over the whole batch, which "
+            f"data={data} would divide; use data=1, or make the model capturable"
+        )
     size = min(samples // data, _TRIED) * data
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     kept = {name: x.detach().clone() for name, x in named.items()}
@@ -184,7 +186,7 @@ def _check_divides(plan: Plan, model: nn.Module, batch: Any, loss: Loss | None) 
         moved = {p: x.double() if double and isinstance(x, Tensor) and x.is_floating_point() else x for p, x in moved.items()}
         try:
             with Double() if double else nullcontext():  # type: ignore[no-untyped-call]
-                found = float(call(model, rebuild(batch, moved), loss))
+                found = float(call(model, rebuild(batch, moved), loss).detach())
             now = {**dict(model.named_parameters()), **dict(model.named_buffers())}
             return found, {name: x.detach().clone() for name, x in now.items()}
         except Exception as error:

@@ -1,9 +1,14 @@
 """A plan for a model that could not be captured. In: the number of its parameters, a cluster, a batch. Out: a `Plan` of data parallelism.
 
+Whether parts of the batch train what the whole does can only be tried; whoever can run the model brings the trial.
+
 Not modelled: anything of its compute, so nothing is predicted.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
 
 from weft.cluster.cluster import Cluster
 from weft.cost.memory import state_bytes
@@ -16,14 +21,22 @@ from weft.solve.sums import sums_of
 
 
 def without_graph(
-    num_parameters: int, why: str, cluster: Cluster, batch_size: int, model: str, constraints: str = "", layout: Layout | None = None
+    num_parameters: int,
+    why: str,
+    cluster: Cluster,
+    batch_size: int,
+    model: str,
+    constraints: str = "",
+    layout: Layout | None = None,
+    trial: Callable[[Plan], None] = lambda plan: None,
 ) -> Plan:
     """A plan for a model that could not be captured, for the reason `why`: data parallelism, ZeRO-1 where replicas do not fit.
 
-    Nothing is known of its compute, so nothing is predicted: as many data replicas as divide the batch.
+    Nothing is known of its compute, so nothing is predicted: as many data replicas as divide the batch and pass `trial`, which raises
+    Infeasible where the model, in so many parts, would not train what it trains whole.
 
     Raises:
-        Infeasible: constraints or a layout that ask for tensor or pipeline, or a model that does not fit.
+        Infeasible: constraints or a layout that ask for tensor or pipeline, a model that does not fit, or none that passes the trial.
     """
     limits = parse_constraints(constraints)
     plain = {"tensor": 1, "pipeline": 1, "microbatches": 1, "recompute": "none", "offload": "none"}
@@ -31,7 +44,10 @@ def without_graph(
     found = [one for one in every if all(getattr(one, k) == v for k, v in plain.items())] if layout is None else [layout]
     if not found:
         raise Infeasible(f"{model} could not be captured ({why}), so only data and zero apply, and {constraints!r} leaves nothing of them")
+    refused: dict[int, Infeasible] = {}  # by data
     for one in found:
+        if one.data in refused:
+            continue
         if one.tensor > 1 or one.pipeline > 1:
             raise Infeasible(f"{one}: this model could not be captured ({why}), so only data and zero apply; use tensor=1 pipeline=1")
         if one.recompute != "none":
@@ -39,9 +55,18 @@ def without_graph(
         check_layout(one, cluster, batch_size)
         if state_bytes(num_parameters, one.zero, one.data) < cluster.memory_of(one.num_ranks):
             said = f"data={one.data}: as many replicas as there are devices and as divide the batch of {batch_size}; nothing else applies"
-            return Plan(
-                one, model, cluster.name, batch_size, reasons=(("data", said), ("capture", why)), uncaptured=why, sums=sums_of(cluster, one)
-            )
+            plan = Plan(one, model, cluster.name, batch_size, uncaptured=why, sums=sums_of(cluster, one))
+            try:
+                trial(plan)
+            except Infeasible as error:
+                refused[one.data] = error
+                continue
+            if refused:
+                first = str(next(iter(refused.values()))).replace(f" ({why})", "")
+                said = f"data={one.data}: more replicas would train something else; {first}"
+            return replace(plan, reasons=(("data", said), ("capture", why)))
+    if refused:
+        raise next(iter(refused.values()))
     need, have = 8.0 * num_parameters, cluster.memory_of(1)
     raise Infeasible(
         f"{model} could not be captured ({why}), and by data parallelism it does not fit: its state needs at least {need / 2**30:.2f} GiB "

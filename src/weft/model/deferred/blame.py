@@ -7,11 +7,14 @@ import traceback
 from pathlib import Path
 
 import torch
+from torch import nn
 
 import weft
 from weft.model.deferred.fakes import DATA_DEPENDENT
 
 _NOT_THE_USERS = tuple(str(Path(package.__file__).parent) for package in (torch, weft) if package.__file__)
+
+_COUNTING = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 def why_not(error: Exception) -> str:
@@ -19,6 +22,13 @@ def why_not(error: Exception) -> str:
     said = str(error).strip().splitlines()
     where = _place(error)
     if isinstance(error, DATA_DEPENDENT):
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            module = frame.f_locals.get("self")
+            if isinstance(module, _COUNTING) and module.momentum is None:
+                return (
+                    f"{type(module).__name__} with momentum=None{where} weighs its statistics by the value of a counter, which a graph "
+                    "that is the same in every step does not hold; give it a momentum, for example 0.1"
+                )
         return f"data-dependent{where}: what it does there depends on the values of a tensor (if, float(), int(), .item(), a mask)"
     return f"{type(error).__name__}: {said[0] if said else ''}{where}"
 
