@@ -25,6 +25,7 @@ from weft.model.evaluation import difference
 from weft.model.graph import Graph, Variable
 from weft.model.nesting import batch_size_of
 from weft.model.propagate import learned, propagate
+from weft.model.samples import check_samples
 from weft.model.sharding import Sharding
 from weft.model.stages import Stage, links, split
 from weft.model.watched import refuse_hooks, refuse_scripts
@@ -231,6 +232,7 @@ def build(
     dtype = DTYPES[layout.precision]
     graph = in_precision(captured.graph, plan)
     _check_dtypes(graph, layout.precision)
+    check_samples(graph, layout)
     stages = split(graph, plan.stages)
     layout.residency.check([list(dict.fromkeys(filter(None, (layer_of(op.site) for op in s.operators)))) or [""] for s in stages])
     program = program_of(plan, stages, world) if program is None else _fitting(program, plan, stages)

@@ -25,6 +25,7 @@ from weft.cost.step import Pricer, together
 from weft.errors import Infeasible, LayoutError, UsageError
 from weft.model.collector import uncollected
 from weft.model.graph import Graph
+from weft.model.samples import check_samples, samples_elsewhere
 from weft.model.sharding import Shards
 from weft.model.stages import links
 from weft.plan.check import check
@@ -40,7 +41,7 @@ from weft.solve.reasons import differences, reasons, spread
 from weft.solve.refine import refined, wanted
 from weft.solve.remedies import nothing_fits
 from weft.solve.residency import DROP, KEEP, SWAP, housed, told
-from weft.solve.space import Constraint, Space, parse_constraints
+from weft.solve.space import Constraint, Space, limits_of
 from weft.solve.stages import useful
 from weft.solve.sums import sums_of, why
 from weft.solve.timing import PLAIN, Priced, balanced, clocked, fitted, least_pipeline_s, price, timeline, trips_s
@@ -104,8 +105,10 @@ def _search(
         raise UsageError(f"a batch of {batch_size} samples; use 1 or more")
     if objective not in OBJECTIVES:
         raise UsageError(f"unknown objective {objective}; use one of {', '.join(OBJECTIVES)}")
-    limits = parse_constraints(constraints)
+    elsewhere = samples_elsewhere(graph)
+    limits = limits_of(constraints, elsewhere)
     if layout is not None:
+        check_samples(graph, layout)
         found = _by_hand(pricer_of(graph, cluster, batch_size, optimizer_states, shards), layout, stages)
     else:
         # Of a mixed cluster the parts may stand in any order along the pipeline.
@@ -151,6 +154,7 @@ def _search(
             *reasons(best.layout, best.prediction, candidates, refused, cluster, by_hand=layout is not None, bound_s=found.bound_s),
             *((("all_reduce", words),) if not mixed and (words := why(cluster, best.layout, sums, bucket_bytes)) else ()),
             *((("layers", words),) if (words := told(pricer, best.layout, best.sites)) else ()),
+            *((("samples", elsewhere),) if elsewhere else ()),
             *((("parts", pricer.where(best.layout)),) if isinstance(pricer, MixedPricer) else ()),
         ),
         (*spread(candidates), *refused[:MOST_REFUSED]),

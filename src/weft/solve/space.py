@@ -56,6 +56,21 @@ class Constraint:
         return (value == self.value) is (self.relation == "=")
 
 
+def limits_of(text: str, elsewhere: str | None) -> tuple[Constraint, ...]:
+    """The constraints of `text`; also no division of the batch, where its samples lie `elsewhere` than in dimension 0.
+
+    Raises:
+        As `parse_constraints`.
+    """
+    given = parse_constraints(text)
+    if elsewhere is None:
+        return given
+    try:
+        return parse_constraints(f"{text} data=1 microbatches=1")
+    except Infeasible as error:
+        raise Infeasible(f"{error}: {elsewhere}") from error
+
+
 def parse_constraints(text: str) -> tuple[Constraint, ...]:
     """Read `tensor<=8 pipeline=4 precision=float32`.
 

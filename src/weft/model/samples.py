@@ -1,0 +1,151 @@
+"""Whether the samples of a batch lie in dimension 0. In: a graph. Out: None, or in words where they seem to lie instead, and what to do.
+
+A dimension is followed from the batch through the factor rules. Samples go through a model each by itself, up to the sums of the loss; what
+a recurrent layer goes along step by step, or what attention mixes, are positions. Batches given as (time, samples, ...) are told from
+others by that: dimension 0 is mixed, and dimension 1 is not, or a recurrent layer or the shapes of the batch say what it is.
+
+Not modelled: operators without a rule, behind which nothing is known; samples that are mixed on purpose, in both dimensions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import prod
+from typing import NamedTuple
+
+from weft.errors import Infeasible
+from weft.model.graph import Graph, Operator
+from weft.model.rules import Rule
+from weft.model.rules.table import LOSSES
+from weft.plan.layout import Layout
+
+_CLASSES = ("cross_entropy_loss", "nll_loss", "nll_loss_nd")  # classes lie in dimension 1 of their first argument
+_SUMS = frozenset(("sum", "mean", *_CLASSES, *LOSSES))
+_RESHAPES = frozenset("view reshape _unsafe_view flatten unflatten squeeze unsqueeze view_as reshape_as".split())
+_SHIFTS = frozenset("slice narrow pad constant_pad_nd flip roll cat concat".split())  # mix positions, and leave the dimension what it is
+_RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+
+
+class _Place(NamedTuple):
+    """A dimension as it lies in a tensor: in dimension `dim`, with `inner` elements of that to each of its own, from `size` on outside."""
+
+    dim: int
+    inner: int
+    size: int
+
+
+@dataclass
+class _Followed:
+    """What became of a dimension of the batch: where it was first mixed, which recurrent layer goes along it, whether it was summed up."""
+
+    mixed: Operator | None = None
+    steps: Operator | None = None
+    summed: bool = False
+    known: bool = True
+    places: dict[str, _Place] = field(default_factory=dict)
+
+
+def check_samples(graph: Graph, layout: Layout) -> None:
+    """Raise Infeasible where a layout divides dimension 0 of a batch whose samples lie elsewhere."""
+    if layout.data > 1 or layout.microbatches > 1:
+        said = samples_elsewhere(graph)
+        if said is not None:
+            raise Infeasible(f"{layout} divides the batch along dimension 0, but {said}")
+
+
+def samples_elsewhere(graph: Graph) -> str | None:
+    """Why dimension 0 of the batch holds no samples, and what to do; None where nothing says so."""
+    wide = [v for v in graph.inputs if v.batched and len(v.tensor.shape) > 1]
+    seconds = {v.tensor.shape[1] for v in wide}
+    if graph.batch_size < 2 or not wide or len(seconds) > 1 or min(seconds) < 2:
+        return None
+    (second,) = seconds
+    lengths = {v.tensor.shape[0] for v in graph.inputs if len(v.tensor.shape) == 1}
+    first = _follow(graph, {v.value: 0 for v in graph.inputs if v.batched})
+    if first.mixed is None:
+        return None
+    rows = f"dimension 0 of {wide[0].name} {list(wide[0].tensor.shape)}"
+    remedy = "give it as (samples, time, ...) and let forward transpose it (x.transpose(0, 1)), or use data=1 microbatches=1"
+    if first.steps is not None:
+        return f"{first.steps.site} goes along {rows} step by step, so that it holds no samples; {remedy}"
+    if graph.batch_size in lengths:
+        return None  # as many labels as there are rows
+    other = _follow(graph, {v.value: 1 for v in wide} | {v.value: 0 for v in graph.inputs if v.tensor.shape == (second,)})
+    if other.mixed is None and other.known and other.summed:
+        why = f"each of the {second} in dimension 1 goes through by itself"
+    elif second in lengths:
+        why = f"the batch has {second} of what is one for each sample"
+    else:
+        return None
+    return f"{first.mixed.site} mixes {rows}, and {why}, so that samples lie in dimension 1; {remedy}"
+
+
+def _follow(graph: Graph, start: dict[str, int]) -> _Followed:
+    shapes = {value: tensor.shape for value, tensor in graph.tensors.items()}
+    found = _Followed(places={value: _Place(dim, 1, shapes[value][dim]) for value, dim in start.items()})
+    for op in graph.operators:
+        here = [(i, found.places[value]) for i, value in enumerate(op.inputs) if value in found.places]
+        if not here:
+            continue
+        rule, name = graph.rules[op.name], op.target.split(".")[1]
+        if name in _RESHAPES:
+            for value in op.outputs:
+                place = _reshaped(here[0][1], shapes[op.inputs[0]], shapes[value])
+                if place is None:
+                    found.mixed = found.mixed or op
+                else:
+                    found.places[value] = place
+        elif rule is None:
+            found.known = False
+        else:
+            _through(found, op, name, rule, here, shapes)
+    return found
+
+
+def _through(
+    found: _Followed, op: Operator, name: str, rule: Rule, here: list[tuple[int, _Place]], shapes: dict[str, tuple[int, ...]]
+) -> None:
+    """Take the dimension through one operator, by its labels."""
+    rows = [(i, place, rule.inputs[i]) for i, place in here]
+    labels = {row[place.dim] for _, place, row in rows if row is not None}
+    if not labels:  # its values are not read
+        return
+    if name in _SUMS and all(prod(shapes[value]) == 1 for value in op.outputs):
+        found.summed = True
+        if name in _CLASSES and any(i == 0 and place.dim == min(1, len(shapes[op.inputs[0]]) - 1) for i, place in here):
+            found.mixed = found.mixed or op
+        return
+    label = next(iter(labels))
+    place = next(place for _, place, row in rows if row is not None)
+    if name in _RECURRENT and here[0][0] == 0 and not label:
+        time = 1 if bool(op.args[-1]) else 0
+        found.steps = found.steps or (op if here[0][1].dim == time and len(shapes[op.inputs[0]]) == 3 else None)
+    if not label or len(labels) > 1 or rule.kernels.get(label) in ("statistics", "vocabulary"):
+        found.mixed = found.mixed or op
+        if name in _SHIFTS:
+            for value in op.outputs:
+                if len(shapes[value]) == len(shapes[op.inputs[here[0][0]]]):
+                    found.places[value] = place
+        return
+    kept = False
+    for value, row in zip(op.outputs, rule.outputs, strict=True):
+        if label in row:
+            kept = True
+            found.places[value] = place._replace(dim=row.index(label))
+    if not kept:
+        found.mixed = found.mixed or op
+
+
+def _reshaped(place: _Place, before: tuple[int, ...], after: tuple[int, ...]) -> _Place | None:
+    """Where a dimension lies after a reshape; None where it is taken apart.
+
+    >>> _reshaped(_Place(1, 1, 8), (6, 8, 5), (48, 5)), _reshaped(_Place(1, 2, 8), (6, 16, 3), (48, 6))
+    (_Place(dim=0, inner=1, size=8), _Place(dim=0, inner=1, size=8))
+    """
+    inner = place.inner * prod(before[place.dim + 1 :])
+    for dim in range(len(after)):
+        below = prod(after[dim + 1 :])
+        if below <= inner and inner * place.size <= below * after[dim] and inner % below == 0:
+            within = inner // below
+            return _Place(dim, within, place.size) if after[dim] % (within * place.size) == 0 else None
+    return None
