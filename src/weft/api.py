@@ -14,12 +14,13 @@ from torch import Tensor, nn
 
 from weft.cluster.cluster import Cluster
 from weft.collectives import build as build_collective
-from weft.errors import Infeasible, ModelError, UsageError
+from weft.errors import Infeasible, ModelError, UsageError, said
 from weft.model.capture import Loss
 from weft.model.deferred import Deferred, building
 from weft.model.graph import Graph
 from weft.model.nesting import batch_size_of
 from weft.model.sharding import Shards
+from weft.model.stages import check_trains
 from weft.plan.layout import Layout
 from weft.plan.patterns import expand_all
 from weft.plan.plan import Plan
@@ -112,6 +113,7 @@ def _planned(
                 refuse_division(plan, whole, given, source.loss_of(loss))
 
         return without_graph(count, str(error), machines, size, name, words, by_hand, trial)
+    check_trains(graph)
     if like is not None:
         return search(graph, machines, size, name, "", like.layout, objective, shards=_shards(like, graph), stages=like.stages)
     return search(graph, machines, size, name, words, by_hand, objective)
@@ -138,18 +140,14 @@ def _called_once(source: Source, batch: Any, loss: Loss | None, error: ModelErro
             raise
         except Exception as real:
             given = "loss(output, batch), where batch is all that the model is called with"
-            raise ModelError(f"the loss raises when it is called as {given}: {_said(real)}") from error
+            raise ModelError(f"the loss raises when it is called as {given}: {said(real)}") from error
     except ModelError:
         raise
     except Exception as real:
-        raise ModelError(f"the model raises when it is called: {_said(real)}{_misfit(model, batch)}") from error
+        raise ModelError(f"the model raises when it is called: {said(real)}{_misfit(model, batch)}") from error
     finally:
         torch.random.set_rng_state(state)
     return model
-
-
-def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
 def _misfit(model: nn.Module, batch: Any) -> str:

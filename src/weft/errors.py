@@ -19,6 +19,15 @@ def nearest(word: str, known: Iterable[str], cutoff: float = 0.5) -> str:
     return f" (did you mean {close[0]}?)" if close else ""
 
 
+def said(error: BaseException) -> str:
+    """What another's exception says, in one line.
+
+    >>> said(ValueError("no\n  such   row"))
+    'ValueError: no such row'
+    """
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
 class WeftError(Exception):
     """Anything weft reports to a user. `exit_code` is what the command line ends with."""
 

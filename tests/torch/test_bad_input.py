@@ -51,6 +51,9 @@ def broken():
 
 def nothing():
     return 42
+
+def detached():
+    return nn.Linear(4, 2), (torch.ones(4, 4),), lambda output, batch: output.detach().mean()
 """
 
 
@@ -108,6 +111,7 @@ ROWS = (
     Row("constraint that nothing meets", 'plan gpt-tiny --cluster cpu-2 --batch 4 --constrain "data=3"', 3, ("data=3",)),
     Row("model that raises", "verify {tmp}/models.py:raises --layout data=2", 2, ("no good at 17",)),
     Row("model that raises, planned", "plan {tmp}/models.py:raises --cluster cpu-2", 2, ("no good at 17",)),
+    Row("loss that learns nothing", "plan {tmp}/models.py:detached --cluster cpu-2", 3, ("no parameter leads to the model's loss",)),
     Row("factory that raises", "plan {tmp}/models.py:broken --cluster cpu-2", 2, ("factory fell over at 23",)),
     Row("factory that returns nothing of use", "plan {tmp}/models.py:nothing --cluster cpu-2", 2, ("nothing", "int")),
 )  # fmt: skip

@@ -252,7 +252,11 @@ def test_a_sibling_does_not_take_the_place_of_what_can_be_imported(tmp_path: Pat
         ("def make(): return nn.ReLU()\nx = 3\n", "x", "no function x"),
         ("def make(): return nn.ReLU()\n", "", "names no factory; use .*:NAME, with one of make"),
         ("import weft_no_such_module\n", "make", "ModuleNotFoundError"),
-        ("def make(:\n", "make", "SyntaxError in line 3"),
+        ("def make(:\n", "make", "line 3: SyntaxError"),
+        ("def make(): raise RuntimeError('no\\n luck')\n", "make", "raises RuntimeError: no luck; "),
+        ("def make(): raise SystemExit(7)\n", "make", "raises SystemExit: 7; .* belongs under if __name__"),
+        ("raise SystemExit(7)\n", "make", "cannot be loaded: SystemExit: 7"),
+        ("def make(): return nn.ReLU(), (torch.ones(0, 2),)\n", "make", "returns a batch of 0 samples"),
         ("def make(): return nn.ReLU(), (torch.ones(2, 2),)\n", "make", "makes a batch of 2 samples, 4 are asked for"),
     ],
 )
@@ -359,6 +363,13 @@ def test_configurations_that_are_wrong(transformers: object, tmp_path: Path, val
     path.write_text(values)
     with pytest.raises(ModelError, match=said):
         resolve(f"hf:{path}")
+
+
+def test_a_configuration_of_which_no_model_can_be_made(transformers: object, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"model_type": "gpt2", "n_embd": 10, "n_head": 3, "n_layer": 1}')
+    with pytest.raises(ModelError, match=r"GPT2LMHeadModel cannot be made of this configuration: ValueError: .* divisible by num_heads"):
+        resolve(f"hf:{path}").make()
 
 
 def test_a_missing_configuration(transformers: object) -> None:

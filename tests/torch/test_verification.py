@@ -117,3 +117,9 @@ def test_an_ill_conditioned_model_is_told_from_a_wrong_run() -> None:
     assert "serial runs whose weights differ by one unit of rounding do so too (1.0e-09)" in (chaotic.first or "")
     wrong = compared(real(1.0 + 2e-9), real(1.0), noise=1e-15)
     assert wrong.first == "gradients of g in step 1: relative error 2.0e-09"
+
+
+def test_a_serial_loss_that_is_no_number_is_told() -> None:
+    seen, loss = Comparison(1e-9, lambda kind, name, reference, step: 0.0), {"": real(float("nan"))}
+    seen.step(0, {**values(), "loss": loss}, {**values(), "loss": loss})
+    assert "the serial run's is nan, so there is nothing to compare" in (seen.first or "")

@@ -71,7 +71,8 @@ def call(model: nn.Module, batch: Any, loss: Loss | None) -> torch.Tensor:
         if value is None and isinstance(output, Mapping):
             value = output.get("loss")
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
-        got = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else f"{type(output).__name__}"
+        found = output if value is None else value
+        got = f"a tensor of shape {list(found.shape)}" if isinstance(found, torch.Tensor) else type(found).__name__
         raise ModelError(f"the loss must be a scalar tensor, got {got}; pass loss=f with f(output, batch) -> scalar")
     # A reshape of a scalar would be one operator more, behind which summands are no longer known as such.
     return value if value.dim() == 0 else value.reshape(())

@@ -14,6 +14,7 @@ from itertools import pairwise
 from weft.errors import Infeasible, LayoutError
 from weft.model.graph import Graph, Operator
 from weft.model.propagate import writes_buffer, written_buffers
+from weft.model.work import closure, packet
 
 _RANDOM = (
     "dropout", "bernoulli", "rand", "normal", "multinomial", "uniform", "rrelu", "exponential", "cauchy", "geometric", "poisson",
@@ -113,13 +114,24 @@ def held_together(graph: Graph) -> set[int]:
     return found
 
 
+def check_trains(graph: Graph) -> None:
+    """Raise Infeasible where no trainable parameter leads to the loss, or the model detaches what leads there."""
+
+    def through(op: Operator) -> bool:
+        return packet(op) != "detach" and graph.tensors[op.outputs[0]].dtype.startswith(("float", "bfloat", "complex"))
+
+    if not graph.outputs and graph.loss not in closure(graph, {v.value for v in graph.parameters if v.trainable}, through):
+        raise Infeasible("no parameter leads to the model's loss, so there is nothing to train")
+
+
 def split(graph: Graph, sites: Sequence[str]) -> tuple[Stage, ...]:
     """Cut the graph into `len(sites) + 1` stages that begin at these sites.
 
     Raises:
         LayoutError: a site that the graph does not have, or sites out of order.
-        Infeasible: a stage without operators.
+        Infeasible: a stage without operators, or a loss to which no parameter leads.
     """
+    check_trains(graph)
     order = graph.sites
     starts = [0]
     fixed = graph.held_together
@@ -140,8 +152,6 @@ def split(graph: Graph, sites: Sequence[str]) -> tuple[Stage, ...]:
     for s, (start, end) in enumerate(pairwise([*starts, len(graph.operators)])):
         mine.append([i for i in range(start, end) if graph.operators[i].name not in free])
         home.update((value, s) for i in mine[s] for value in graph.operators[i].outputs)
-        if not mine[s] and len(starts) == 1:
-            raise Infeasible("no parameter leads to the model's loss, so there is nothing to train")
         if not mine[s]:
             raise Infeasible(f"stage {s} of {len(starts)} has no operator; use fewer stages")
     finals = graph.outputs or (graph.loss,)

@@ -118,6 +118,8 @@ class Comparison:
                     f"; serial runs whose weights differ by one unit of rounding do so too ({noise / _NOISE_FACTOR:.1e}), so the "
                     "model is ill-conditioned here: batch norm over two or three values, for example"
                 )
+        if kind == "loss" and not torch.isfinite(want).all():
+            why = f"; the serial run's is {float(want)}, so there is nothing to compare: verify on a batch where it is a number"
         self.worst[kind] = max(self.worst.get(kind, 0.0), error)
         if self.first is None and not error <= self.tolerance:
             self.first = (

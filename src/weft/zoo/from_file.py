@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.errors import ModelError
+from weft.errors import ModelError, said
 from weft.model.deferred import Deferred, Losses, realize_loss
 from weft.model.nesting import leaves, rebuild
 from weft.zoo.names import nearest
@@ -41,8 +41,8 @@ def from_file(text: str, batch: int | None = None, sequence: int | None = None) 
                 answer = factory()
             except ModelError:
                 raise
-            except Exception as error:
-                raise ModelError(f"{text} raises {type(error).__name__}: {error}; {_remedy(error)}") from error
+            except (Exception, SystemExit) as error:
+                raise ModelError(f"{text} raises {said(error)}; {_remedy(error)}") from error
         return _parts(text, answer)
 
     own, first = _batch_of(text, made)
@@ -81,10 +81,10 @@ def _load(text: str) -> tuple[Path, Callable[[], Any]]:
     try:
         with _beside(path.parent):
             spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[unique]
-        where = f" in line {error.lineno}" if isinstance(error, SyntaxError) else ""
-        raise ModelError(f"{file} cannot be loaded: {type(error).__name__}{where}: {error}") from error
+        where = f"line {error.lineno}: " if isinstance(error, SyntaxError) else ""
+        raise ModelError(f"{file} cannot be loaded: {where}{said(error)}") from error
     factories = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_") and _defined_in(v, module)]
     if not name:
         raise ModelError(f"{file} names no factory; use {file}:NAME, with one of {', '.join(factories) or 'its functions'}")
@@ -94,7 +94,9 @@ def _load(text: str) -> tuple[Path, Callable[[], Any]]:
     return path, factory
 
 
-def _remedy(error: Exception) -> str:
+def _remedy(error: BaseException) -> str:
+    if isinstance(error, SystemExit):
+        return "what a script does belongs under if __name__ == '__main__'"
     if isinstance(error, TypeError) and "argument" in str(error):
         return "a factory takes no arguments"
     if "Uninitialized" in str(error):
@@ -166,6 +168,8 @@ def _num_samples(text: str, batch: Any) -> int:
             f"{text} returns a batch without tensors that have samples in dimension 0{held}; make tensors of it, for example with "
             "torch.as_tensor"
         )
+    if sizes and not sizes[0]:
+        raise ModelError(f"{text} returns a batch of 0 samples, which dimension 0 of its first tensor counts; make one of 1 or more")
     return sizes[0] if sizes else 0
 
 

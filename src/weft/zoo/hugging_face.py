@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from weft.errors import ModelError
+from weft.errors import ModelError, said
 from weft.zoo import dense_experts, parts
 from weft.zoo.names import nearest
 from weft.zoo.resolved import Resolved
@@ -57,7 +57,10 @@ def from_config(text: str, batch: int | None = None, sequence: int | None = None
         return inputs(size)
 
     def make() -> nn.Module:
-        module: nn.Module = kind(copy.deepcopy(config)).train()  # models write to their configuration
+        try:
+            module: nn.Module = kind(copy.deepcopy(config)).train()  # models write to their configuration
+        except Exception as error:
+            raise ModelError(f"{file}: {kind.__name__} cannot be made of this configuration: {said(error)}") from error
         return module
 
     return Resolved(text, make, example_batch, None, batch or DEFAULT_BATCH)
@@ -92,7 +95,7 @@ def _configuration(library: Any, file: str) -> Any:
     try:
         config = auto.CONFIG_MAPPING[kind].from_dict(values)
     except Exception as error:
-        raise ModelError(f"{file} is no configuration of {kind}: {type(error).__name__}: {error}") from error
+        raise ModelError(f"{file} is no configuration of {kind}: {said(error)}") from error
     if hasattr(config, "use_cache"):
         config.use_cache = False
     if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
