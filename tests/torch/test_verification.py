@@ -89,6 +89,26 @@ class Cancels(nn.Module):
         return out
 
 
+class Asking(nn.Module):
+    """Asks for gradients of its own input, which torch allows of a leaf only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x[:, :]
+        x.requires_grad = True
+        return self.layer(x).square().mean()  # type: ignore[no-any-return]
+
+
+def test_a_model_that_asks_for_gradients_of_its_input_is_trained_as_plain_pytorch_does() -> None:
+    x, plan = torch.ones(4, 8), Plan(Layout(precision="float64"), "Asking", "1xcpu-2", 4)
+    found = Serial(Asking, 0, (x,), None, plan, OptimizerSpec(), torch.device("cpu")).step()
+    assert not found["input_gradients"]
+    assert all(bool(x.any()) for x in found["gradients"].values())
+
+
 def test_noise_measures_the_terms_that_cancel() -> None:
     """Noise over the unit of rounding is the sum of the terms' magnitudes: here to within a factor of 30, of a sum that is zero."""
     x = torch.randn(64, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

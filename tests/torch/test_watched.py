@@ -258,6 +258,23 @@ def test_a_capture_leaves_the_module_as_it_was() -> None:
     assert (model.count, model.known, model.last) == (0, {"a": 1}, None)
 
 
+def collecting(model: Any, x: Tensor) -> Tensor:
+    """Hangs a hook on a part when it is first called, and remembers that it did, as transformers does to collect hidden states."""
+    if not getattr(model, "hooked", False):
+        model.layer.register_forward_hook(lambda module, given, made: model.kept.append(made))
+        model.hooked = True
+    model.kept = []
+    model.layer(x)
+    assert len(model.kept) == 1, "the hook hangs there twice"
+    return model.kept.pop().square().sum()  # type: ignore[no-any-return]
+
+
+def test_hooks_that_a_call_hangs_on_are_put_back_with_the_rest() -> None:
+    source = Source.of(lambda: Model(collecting))  # which is traced itself, not a copy
+    for size in (8, 4):
+        source.capture((X.float(),), None, size)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.complex64])
 def test_weights_of_another_dtype_are_refused_by_name(dtype: torch.dtype) -> None:
     batch = (torch.ones(4, 6, dtype=dtype),)

@@ -35,6 +35,7 @@ _IN_BACKWARD: dict[Any, str] = {
     torch.autograd.backward: "calls torch.autograd.backward",
 }
 _OWN = set(vars(nn.Module()))
+_HOOKS = {key for key in _OWN if "forward" in key and "hooks" in key}  # a model may hang some on its parts when it is first called
 
 
 class _Told(TorchFunctionMode):
@@ -152,9 +153,12 @@ class _Contents:
 
 
 def state_of(model: nn.Module) -> State:
-    """Every attribute of all modules that is no parameter, buffer or module, with the contents of containers."""
+    """Every attribute of all modules that is no parameter, buffer or module, with the contents of containers; hooks on forward too."""
     return {
-        (path, key): _contents(value) for path, module in model.named_modules() for key, value in vars(module).items() if key not in _OWN
+        (path, key): _contents(value)
+        for path, module in model.named_modules()
+        for key, value in vars(module).items()
+        if key not in _OWN or key in _HOOKS
     }
 
 

@@ -115,7 +115,14 @@ class Serial:
         K before. `instead`: gradients that update them in the place of its own.
         """
         with Double() if self._double else nullcontext():  # type: ignore[no-untyped-call]  # torch's own constructor has no types
-            total, inputs = self._forward_backward()
+            try:
+                total, inputs = self._forward_backward()
+            except RuntimeError as error:
+                # A model that asks for gradients of its own input (wav2vec) can only do so where that is not asked from outside.
+                if "requires_grad flags" not in str(error) or len(self._closed) == len(self._batch):
+                    raise
+                self._closed = frozenset(self._batch)
+                total, inputs = self._forward_backward()
         found: dict[str, Tensor] = {}
         for name, p in self.model.named_parameters():
             if p.requires_grad:
