@@ -1,9 +1,9 @@
 """`scripts/bench planned`: is the plan that weft chooses the fastest of all plans? Models times emulated networks, every plan run.
 
-Each rank runs on a host of its own (a network namespace) with its share of the cores, joined to the others by links of a shaped rate.
-The cluster that weft plans for is this machine as `weft probe` measured it, with collectives and messages measured over those links.
-Then every layout that runs is run: a few steps each, those near the best again in turn. Needs root. Out: a table,
-docs/benchmarks/planned.md, `--json FILE`.
+Each rank runs on a host of its own (a network namespace) with cores of its own, joined to the others by links of a shaped rate. The
+cluster that weft plans for is this machine as `weft probe` measured it, with collectives and messages measured over those links. Then every
+layout that runs is run: a few steps each, those near the best again in turn. Needs root. Out: a table, docs/benchmarks/planned.md,
+`--json FILE`.
 
 Not emulated: latency (the kernel's links have tens of microseconds), and memory and caches that hosts would not share.
 """
@@ -303,8 +303,8 @@ def markdown(about: Mapping[str, Any], rows: Sequence[Row]) -> str:
     return "\n".join([*lines, ""])
 
 
-INTRO = f"""Written by `scripts/bench planned`. Every rank runs on a host of its own, emulated by a network namespace with its share of the
-cores, and hosts are joined by links of the rate that is named (token buckets; what the kernel's own links do is called unshaped). weft
+INTRO = f"""Written by `scripts/bench planned`. Every rank runs on a host of its own, emulated by a network namespace with cores of its
+own, and hosts are joined by links of the rate that is named (token buckets; what the kernel's own links do is called unshaped). weft
 plans for this machine as `weft probe` measured it, with collectives measured over these links; then all layouts that run are run, under
 `{LIMITS.format("(cores of a host)")}`: one rank alone on its host,
 and one rank a host with data, tensor and pipeline ranks, microbatches and schedules. Times are medians; plans within

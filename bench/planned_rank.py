@@ -106,6 +106,9 @@ class Rank:
 
 
 def main(path: str) -> None:
+    # A host's cores are its own.
+    each, cores, rank = int(os.environ["OMP_NUM_THREADS"]), sorted(os.sched_getaffinity(0)), int(os.environ["RANK"])
+    os.sched_setaffinity(0, cores[rank * each : (rank + 1) * each] or cores)
     world = World.from_environment(os.environ, "cpu")
     line = Line(path, world.rank, world.num_ranks)
     rank = Rank(world)

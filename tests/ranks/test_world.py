@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -20,6 +22,19 @@ from weft.world.world import World
 from weft.zoo.resolve import resolve
 
 DTYPES = ("float32", "float64", "bfloat16", "int64", "bool")
+
+
+def loops(world: World) -> list[int]:
+    world.everyone.all_reduce(torch.ones(4))
+    threads = [thread for thread in Path("/proc/self/task").iterdir() if (thread / "comm").read_text().strip() == private.GLOO_LOOP]
+    return [os.sched_getscheduler(int(thread.name)) for thread in threads]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has batch threads")
+def test_loops_of_gloo_wait_for_the_threads_that_they_need(ranks: Any) -> None:
+    for found in ranks(2, loops, transport="gloo"):
+        assert found, f"torch {torch.__version__} names gloo's loop other than {private.GLOO_LOOP}; adapt weft/world/private.py"
+        assert set(found) == {os.SCHED_BATCH}
 
 
 def whole(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
