@@ -52,6 +52,7 @@ def of(name: str) -> Subject:
         ("t5-tiny", "tensor=2x2 pipeline=2 microbatches=2"),
         ("llama-tiny", "tensor=2x1x2 sequence_parallel=on"),
         ("vit-tiny", "tensor=2x2 offload=all"),
+        ("resnet-v2-tiny", "tensor=2x2"),  # whose statistics would be gathered over columns, and the copies written
         ("resnet-tiny", "data=2 tensor=2x2 zero=1 microbatches=2"),
         ("unet-tiny", "tensor=2x2"),
         ("moe-tiny", "tensor=2x2x2"),

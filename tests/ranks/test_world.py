@@ -24,15 +24,16 @@ from weft.zoo.resolve import resolve
 DTYPES = ("float32", "float64", "bfloat16", "int64", "bool")
 
 
-def loops(world: World) -> list[int]:
-    world.everyone.all_reduce(torch.ones(4))
+def loops(world: World, folder: str) -> list[int]:
+    again = World(world.rank, 2, private.file_store(f"{folder}/loops", 2), transport="gloo")
+    again.everyone.all_reduce(torch.ones(4))
     threads = [thread for thread in Path("/proc/self/task").iterdir() if (thread / "comm").read_text().strip() == private.GLOO_LOOP]
     return [os.sched_getscheduler(int(thread.name)) for thread in threads]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has batch threads")
-def test_loops_of_gloo_wait_for_the_threads_that_they_need(ranks: Any) -> None:
-    for found in ranks(2, loops, transport="gloo"):
+def test_loops_of_gloo_wait_for_the_threads_that_they_need(ranks: Any, tmp_path: Path) -> None:
+    for found in ranks(loops, 2, str(tmp_path)):
         assert found, f"torch {torch.__version__} names gloo's loop other than {private.GLOO_LOOP}; adapt weft/world/private.py"
         assert set(found) == {os.SCHED_BATCH}
 

@@ -93,6 +93,7 @@ class _Axis:
         self.divide = divide  # ranks along the other axes, to scale bytes and FLOPs
         self.grads = needs_gradient(graph)
         self.placed = {v.value: v for v in (*graph.parameters, *graph.buffers)}
+        self.still = written_buffers(graph)  # written where they lie: what is moved is a copy, in which the write would be lost
         self.copied_into = copied_into(graph)
         self.weights = {v.value for v in graph.parameters if len(v.tensor.shape) > 1}
         self.rules = graph.rules
@@ -233,7 +234,7 @@ class _Axis:
     def _move_s(self, value: str, source: Form, target: Form) -> float:
         if source == target:
             return 0.0
-        if (source, target) == ("+", "R"):
+        if (source, target) == ("+", "R") or value in self.still:
             return float("inf")
         forward, backward = move_collectives(source, target)
         if target[0] == "S" and not self.cuttable(value, int(target[1:])):
@@ -257,7 +258,7 @@ class _Axis:
         """
         if source == target:
             return 0.0
-        if (source, target) == ("+", "R") or (target[0] == "S" and not self.cuttable(value, int(target[1:]))):
+        if (source, target) == ("+", "R") or value in self.still or (target[0] == "S" and not self.cuttable(value, int(target[1:]))):
             return float("inf")
         size = self._bytes(value)
         inner = any(form[0] == "S" and form != "S0" for form in (source, target))
@@ -286,7 +287,7 @@ class _Axis:
         if value in self.copied_into:  # what is written is the whole buffer
             return ("R",)
         if value in self.placed:
-            if self.fixed is None:
+            if self.fixed is None or value in self.still:  # statistics lie as the operator has them that writes them
                 return None
             dim = self.fixed.get(value)
             return ("R",) if dim is None else (f"S{dim}",)
