@@ -11,15 +11,11 @@ import resource
 import sys
 import time
 import traceback
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from bench.rank import Line
-from weft.cluster.block import WHOLE
-from weft.cluster.probe.operators import Layers
 from weft.plan.store import parse_plan
 from weft.run.build import Traced
 from weft.run.engine import Engine
@@ -29,36 +25,24 @@ from weft.zoo.resolve import resolve
 
 
 def links(world: World, sizes: list[int]) -> list[dict[str, Any]]:
-    """Seconds of collectives between all ranks and of a message between the first two, by bytes of the whole tensor.
-
-    What they add to a small layer before them, as in a step: one after the other they would find their threads awake and caches theirs.
-    """
+    """Seconds of collectives between all ranks and of a message between the first two, by bytes of the whole tensor."""
     group = world.everyone
     n = world.num_ranks
     found = []
-    layers = Layers(replace(WHOLE, hidden=192, sequence=64, layers=1))
-    x = torch.randn(1, 64, 192)
-
-    def step() -> None:
-        layers(x).sum().backward()
-
-    alone = sorted(_seconds(group, step) for _ in range(20))[10]
     for name in ("all_reduce", "all_gather", "reduce_scatter", "send"):
         points = []
         for size in sizes:
             number = max(n, size // 4 // n * n)
-            count = 20 if size <= 262144 else 8 if size <= 1 << 20 else 3
-            times = sorted(_seconds(group, lambda: (step(), _move(name, group, number))) for _ in range(count))  # noqa: B023
-            points.append((size, (0.5 if name == "send" else 1.0) * max(1e-6, times[count // 2] - alone)))
+            times = []
+            for i in range(12 if size <= 65536 else 5 if size <= 1 << 20 else 3):
+                group.barrier()
+                began = time.perf_counter()
+                _move(name, group, number)
+                if i:
+                    times.append(time.perf_counter() - began)
+            points.append((size, (0.5 if name == "send" else 1.0) * sorted(times)[len(times) // 2]))
         found.append({"collective": name, "points": points})
     return found
-
-
-def _seconds(group: Group, call: Callable[[], object]) -> float:
-    group.barrier()
-    began = time.perf_counter()
-    call()
-    return time.perf_counter() - began
 
 
 def _move(name: str, group: Group, number: int) -> None:
