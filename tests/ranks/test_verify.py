@@ -96,10 +96,11 @@ def test_optimizers_and_the_global_norm(subject: Callable[[str], Subject], layou
     assert found.ok, found
 
 
-@pytest.mark.parametrize(("name", "layout"), [("t5-tiny", "tensor=2"), ("resnet-tiny", "data=2")])
-def test_bfloat16_is_as_near_as_bfloat16_is(subject: Callable[[str], Subject], name: str, layout: str) -> None:
-    """After one step; in the second the ResNet's own rounding is a third of its gradients, in one process too."""
-    found = subject(name).check(
+@pytest.mark.parametrize(("name", "layout", "batch"), [("t5-tiny", "tensor=2", None), ("resnet-tiny", "data=2", 12)])
+def test_bfloat16_is_as_near_as_bfloat16_is(subject: Callable[[str], Subject], name: str, layout: str, batch: int | None) -> None:
+    """After one step; in the second the ResNet's own rounding is a third of its gradients, in one process too, and with 16 samples in the
+    first."""
+    found = (Subject(name, batch) if batch else subject(name)).check(
         replace(Layout.parse(layout), precision="bfloat16"), steps=1, eager="free links" if "tensor" in layout else ""
     )
     assert found.ok, found

@@ -93,8 +93,9 @@ class _Axis:
         self.divide = divide  # ranks along the other axes, to scale bytes and FLOPs
         self.grads = needs_gradient(graph)
         self.placed = {v.value: v for v in (*graph.parameters, *graph.buffers)}
-        self.still = written_buffers(graph)  # written where they lie: what is moved is a copy, in which the write would be lost
         self.copied_into = copied_into(graph)
+        # Statistics are written by the operator that reads them: what is moved is a copy, in which the write would be lost.
+        self.still = written_buffers(graph) - self.copied_into
         self.weights = {v.value for v in graph.parameters if len(v.tensor.shape) > 1}
         self.rules = graph.rules
         self.heavy = {op.name for op in graph.operators if operator_flops(op, graph.tensors) > 0}

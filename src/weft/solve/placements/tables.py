@@ -21,7 +21,7 @@ from functools import cached_property
 
 from weft.cost.memory import Inventory
 from weft.model.graph import Graph, Operator
-from weft.model.propagate import _Axis
+from weft.model.propagate import _Axis, written_buffers
 from weft.model.propagate import _Choice as Choice
 from weft.model.sharding import Form
 
@@ -103,7 +103,7 @@ class Moves:
 
     def __init__(self, axis: Axis):
         self.axis = axis
-        self.still = axis.still
+        self.still = written_buffers(axis.graph)  # written where they lie, so never moved
         self._known: dict[tuple[object, ...], float] = {}
         self._like: dict[str, tuple[object, ...]] = {}
 
