@@ -9,7 +9,7 @@ from itertools import combinations, pairwise, product
 
 import pytest
 from gpt_graph import gpt
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from weft.cluster.cluster import Cluster, Device, Level, Link
@@ -182,16 +182,23 @@ def test_the_choice_is_the_best_of_all_plans(problem: tuple[Cluster, Graph, int,
         assert least <= one.prediction.step_time_s * (1 + 1e-9), f"{one.layout} beats its bound"
 
 
-@given(st.integers(2, 5), st.integers(1, 3), st.integers(0, 30), st.integers(0, 2**32 - 1))
+@given(
+    st.integers(2, 5),
+    st.sampled_from(["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v"]),
+    st.integers(0, 30),
+    st.integers(0, 2**32 - 1),
+)
+@example(2, "zb-h2", 30, 2)  # the slow rank uses up its head start only after eleven microbatches
+@example(3, "1f1b", 30, 37)  # repeats itself every two microbatches, which three are no multiple of
 @settings(max_examples=12, deadline=None)
-def test_many_microbatches_are_timed_by_a_part_of_them(ranks: int, chunks: int, more: int, seed: int) -> None:
+def test_many_microbatches_are_timed_by_a_part_of_them(ranks: int, schedule: str, more: int, seed: int) -> None:
     """Against timing all of them, stages as unlike as the balanced ones are: never too much, and little too little."""
     rng = random.Random(seed)
+    chunks = {"interleaved": rng.choice([2, 3]), "zb-v": 2}.get(schedule, 1)
     graph = gpt(max(4, 2 * ranks * chunks), hidden=16, batch=1)
     pricer = Pricer(graph, GPUS, 1)
-    schedule = "interleaved" if chunks > 1 else rng.choice(["gpipe", "1f1b", "zb-h1", "zb-h2", "zb-v"])
-    chunks = 2 if schedule == "zb-v" else chunks
-    layout = Layout(pipeline=ranks, microbatches=8 * ranks + more * (ranks if chunks > 1 else 1), schedule=schedule, chunks=chunks)
+    microbatches = 8 * ranks + more * (ranks if schedule == "interleaved" else 1)
+    layout = Layout(pipeline=ranks, microbatches=microbatches, schedule=schedule, chunks=chunks)
     pricer.batch_size = layout.microbatches
     priced = price(pricer, layout)
     uneven = tuple(
@@ -200,7 +207,7 @@ def test_many_microbatches_are_timed_by_a_part_of_them(ranks: int, chunks: int, 
     )
     priced = replace(priced, costs=uneven)
     part, whole = (clocked(pricer, priced, whole=whole).prediction.step_time_s for whole in (False, True))
-    assert 0.975 * whole <= part <= whole * (1 + 1e-9)
+    assert 0.985 * whole <= part <= whole * (1 + 1e-9)
     even = replace(priced, costs=(priced.costs[0],) * len(priced.costs))
     part, whole = (clocked(pricer, even, whole=whole).prediction.step_time_s for whole in (False, True))
     assert part == pytest.approx(whole, rel=1e-9)

@@ -184,9 +184,10 @@ def sends_s(pricer: Pricer, priced: Priced) -> dict[tuple[int, int], float]:
 def clocked(pricer: Pricer, priced: Priced, *, whole: bool = True) -> Priced:
     """The same with its pipeline timed by the clock on the program that would run.
 
-    `whole=False`: of a step of many microbatches only a part is timed. Schedules repeat themselves every p of them, so what p more take
-    once it runs steadily is taken for the rest. That is exact for equal stages; where a slow one is long in coming to bear on the others
-    it is up to 2 % too little, never too much.
+    `whole=False`: of a step of many microbatches only a part is timed. Schedules repeat themselves every p or 2p of them, so what 2p more
+    take once it runs steadily is taken for the rest. That is exact for equal stages. Where a rank a little slower than the others has
+    not yet used up the head start that its schedule gives it, that is too little, and the slowest rank's own work is the better bound;
+    what is left is up to 1 % too little, never too much.
     """
     layout = priced.layout
     if layout.pipeline == 1:
@@ -200,12 +201,14 @@ def clocked(pricer: Pricer, priced: Priced, *, whole: bool = True) -> Priced:
         return makespan_s(rows(replace(layout, microbatches=microbatches), connected), connected, times, others)
 
     m, p = layout.microbatches, layout.pipeline
-    few = STEADY * p + m % p
-    if whole or smaller is not None or m < few + 3 * p:
+    again = 2 * p
+    few = STEADY * p + m % again
+    if whole or smaller is not None or m <= few + again:
         taken = seconds(m)
     else:
-        more = seconds(few + p)
-        taken = more + (m - few - p) / p * (more - seconds(few))
+        more = seconds(few + again)
+        steady = more + (m - few - again) // again * (more - seconds(few))
+        taken = max(steady, least_pipeline_s(layout, [(c.forward_s, c.forward_s + c.backward_s) for c in priced.costs]))
     return replace(priced, prediction=pricer.predict(layout, priced.costs, (), taken, priced.smaller))
 
 
