@@ -316,7 +316,7 @@ def test_few_layouts_are_tried_in_grids(monkeypatch: pytest.MonkeyPatch) -> None
             tried.append(str(layout))
             yield layout, least
 
-    monkeypatch.setattr("weft.solve.search.in_grids", counting)
+    monkeypatch.setattr("weft.solve.branches.in_grids", counting)
     search(WIDE, DGX, 256, "wide")
     assert 1 <= len(tried) <= grids.MOST_LAYOUTS * grids.MOST_GRIDS
     tried.clear()

@@ -23,7 +23,8 @@ from weft.plan.layout import BOTH_WAYS, RUNS, SCHEDULES, Layout
 from weft.plan.plan import Plan
 from weft.simulate.memory import kept_bytes
 from weft.solve.bounds import least_s, least_saving_s
-from weft.solve.search import calmest, check_layout, clocked, price, search
+from weft.solve.score import calmest
+from weft.solve.search import check_layout, clocked, price, search
 from weft.solve.space import Space, divisors, layouts, parse_constraints
 from weft.solve.stages import balance, useful
 from weft.solve.timing import PLAIN, Priced, least_pipeline_s, rows, timeline, trips_s

@@ -27,7 +27,9 @@ def pipelines(draw: st.DrawFn) -> tuple[list[float], list[float], list[float], l
     n = draw(st.integers(1, 8))
     p = draw(st.integers(1, n))
     positive = st.floats(0.01, 10)
-    units, size, peaks = (draw(st.lists(positive, min_size=n, max_size=n)) for _ in range(3))
+    units = draw(st.lists(positive, min_size=n, max_size=n))
+    # Bytes are whole numbers, whose sums are exact: what needs all that there is fits.
+    size, peaks = ([float(b) for b in draw(st.lists(st.integers(1, 10), min_size=n, max_size=n))] for _ in range(2))
     cross = draw(st.lists(st.floats(0, 3), min_size=n - 1, max_size=n - 1))
     slow = draw(st.lists(st.sampled_from([1.0, 1.0, 2.5]), min_size=p, max_size=p))
     have = draw(st.lists(st.sampled_from([1e9, 30.0, 60.0, 120.0]), min_size=p, max_size=p))

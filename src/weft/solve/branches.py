@@ -1,0 +1,375 @@
+"""Branch and bound over the frames of a space. In: a pricer, a space, an objective. Out: the best plan and all that was timed.
+
+Every frame gets a proven lower bound; the most promising is priced with all its schedules and all that trades memory for time, and timed
+by the clock on the program that would run, until no bound is below the best. What costs time and saves only memory is not tried where
+the same fits without. Then the leading layouts' tensor ranks are arranged in grids.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field, replace
+
+from weft.cluster.cluster import Cluster
+from weft.cost.stage import work_share
+from weft.cost.step import Pricer, together
+from weft.errors import Infeasible, LayoutError
+from weft.plan.layout import Layout
+from weft.plan.microbatches import microbatch_sizes
+from weft.plan.plan import Candidate
+from weft.plan.residency import KINDS
+from weft.solve.bounds import check_state, least_s, least_saving_s, least_state_bytes, most_memory
+from weft.solve.grids import in_grids
+from weft.solve.mixed import check_fits, memory_of
+from weft.solve.reasons import differences
+from weft.solve.residency import DROP, KEEP, SWAP, housed
+from weft.solve.score import score, worth
+from weft.solve.space import Space
+from weft.solve.timing import PLAIN, Priced, balanced, clocked, fitted, least_pipeline_s, price, trips_s
+
+MOST_GUESSED, MOST_TRIED_FIRST = 16, 2  # frames that look promising, and those of them that are priced before all others
+MOST_HOUSED = 24  # ways to fit by repeating or moving all layers, of which fewer are tried
+NEARLY = 1.2  # of the memory: what the first of the most balanced stages may need where other stages could still fit
+INFINITE = float("inf")
+Thrift = tuple[int, str, str]  # ZeRO stage, recomputation, offload
+COMPARED = ("data", "tensor", "pipeline", "microbatches", "precision", "sequence_parallel", "expert")  # keys of frames
+
+
+@dataclass
+class Branches:
+    """One search: what is still open, what was found. `clocked` and `refused` are in no order."""
+
+    pricer: Pricer
+    space: Space
+    objective: str
+    best: Priced | None = None
+    leanest: Priced | None = None
+    clocked: list[Priced] = field(default_factory=list)
+    refused: list[Candidate] = field(default_factory=list)
+    bound_s: float = 0.0
+    _open: list[tuple[tuple[float, ...], int, Layout, bool]] = field(default_factory=list)
+    _all: list[tuple[tuple[float, ...], int, Layout, bool]] = field(default_factory=list)
+    _number: int = 0
+    _best_value: tuple[float, ...] = ()
+    _known: dict[tuple[Layout, bool], dict[Thrift, float]] = field(default_factory=dict)
+    _may_fit: dict[Layout, dict[Thrift, Layout]] = field(default_factory=dict)
+
+    def run(self) -> None:
+        """Price frames in the order of their bounds until none can be better than the best."""
+        cluster = self.pricer.cluster
+        least: dict[tuple[Layout, bool], float] = {}
+        for frame in self.space.frames():
+            for interleaved in {one.schedule not in PLAIN for one in self.space.schedules(frame)}:
+                try:
+                    check_layout(frame, cluster, self.pricer.batch_size)
+                    bound = least_s(self.pricer, frame, interleaved)
+                except (Infeasible, LayoutError) as error:
+                    self._refuse(frame, None, str(error))
+                    continue
+                least[frame, interleaved] = bound
+                self._number += 1
+                heapq.heappush(self._open, (self._bound(frame, bound), self._number, frame, interleaved))
+        self._all = list(self._open)
+        done = {key: self._expand(*key) for key in self._promising()}
+        least.update(done)
+        while self._open:
+            bound_score, number, frame, interleaved = self._open[0]
+            if self.best is not None and bound_score > self._best_value:
+                break
+            heapq.heappop(self._open)
+            if (frame, interleaved) in done:
+                continue
+            savings = self._savings(frame, interleaved)
+            least[frame, interleaved] = min(savings.values(), default=INFINITE)  # nothing makes it fit
+            known = min((self._bound(frame, seconds) for seconds in savings.values()), default=None)
+            if known is not None and known > bound_score:
+                heapq.heappush(self._open, (known, number, frame, interleaved))  # what makes it fit costs time
+            elif known is not None:
+                least[frame, interleaved] = self._expand(frame, interleaved)
+        lowest = min(least.values(), default=INFINITE)
+        self.bound_s = lowest if lowest < INFINITE else 0.0
+
+    def house(self) -> None:
+        """Where all layers are repeated or moved for want of memory, try the fewest that it takes: of what could not be told to be worse.
+
+        The bound then is that of what neither repeats nor moves layers, where that would be the least.
+        """
+        if self.best is None or self.objective == "memory":
+            return
+        ways = {DROP: ("recompute", ("full",)), SWAP: ("offload", ("activations", "all"))}
+        open_to = {
+            way: [kind for kind in kinds if self.space.admits(key, kind) and not self.space.asked(key, kind)]
+            for way, (key, kinds) in ways.items()
+        }
+        bases: dict[tuple[Layout, bool, int, str], float] = {}
+        for (frame, interleaved), savings in self._known.items():
+            for (zero, recompute, offload), seconds in savings.items():
+                if recompute in open_to[DROP] or offload in open_to[SWAP]:
+                    base = (frame, interleaved, zero, "optimizer" if offload in ("optimizer", "all") else "none")
+                    bases[base] = min(seconds, bases.get(base, INFINITE))
+        for frame, interleaved, zero, offload in heapq.nsmallest(MOST_HOUSED, bases, key=lambda one: bases[one]):
+            moves = "all" if offload == "optimizer" else "activations"
+            allowed = [KEEP, *([SWAP] if moves in open_to[SWAP] else []), *([DROP] if open_to[DROP] else [])]
+            least = least_saving_s(self.pricer, replace(frame, zero=zero, offload=offload), interleaved)
+            if self._hopeless(frame, least):
+                continue
+            for schedule in self.space.schedules(frame):
+                if (schedule.schedule not in PLAIN) is interleaved:
+                    timed = housed(self.pricer, replace(schedule, zero=zero, offload=offload), allowed)
+                    if timed is not None:
+                        self.bound_s = min(self.bound_s, least)
+                        if self._leads(timed):
+                            self._lead(timed)
+                        self.clocked.append(timed)
+
+    def arrange(self) -> None:
+        """Try the leading layouts' tensor ranks in grids, unless a constraint arranges them; the bound counts those that fit."""
+        if self.best is None or self.space.grid is not None or self.objective == "memory":
+            return
+        for layout, least in in_grids(self.pricer, list(self.clocked), self._hopeless):
+            taken = None if self._hopeless(layout, least) else self._try(layout)
+            if taken is not None:
+                self.bound_s = min(self.bound_s, max(least, taken))
+
+    def _promising(self) -> list[tuple[Layout, bool]]:
+        """Frames that are likely to be among the best: a good plan that is known early saves pricing many others.
+
+        A guess: what makes them fit counts, and half of the time in which a pipeline of whole backwards fills and drains.
+        """
+
+        def guess(item: tuple[tuple[float, ...], int, Layout, bool]) -> float:
+            return item[0][0] * (1 + 0.5 * (item[2].pipeline - 1) / item[2].microbatches)
+
+        # The best of every mesh, since those of one mesh need about as much memory.
+        likely: dict[tuple[int, int, int], tuple[tuple[float, ...], int, Layout, bool]] = {}
+        for item in sorted(self._open, key=guess):
+            likely.setdefault((item[2].data, item[2].tensor, item[2].pipeline), item)
+        found = []
+        for item in list(likely.values())[:MOST_GUESSED]:
+            savings = self._savings(item[2], item[3])
+            if savings:
+                waits = 1 + 0.5 * (item[2].pipeline - 1) / item[2].microbatches
+                found.append((waits * min(savings.values()), item[1], item[2], item[3]))
+        return [(frame, interleaved) for _, _, frame, interleaved in heapq.nsmallest(MOST_TRIED_FIRST, found)]
+
+    def compare(self) -> None:
+        """Price what differs from the best in one key, where the search had no need to: the plan says what it would cost."""
+        assert self.best is not None
+        mine = self.best.layout
+        frames = [item for item in self._all if not item[3]]
+        for key in COMPARED:
+            have = {getattr(p.layout, key) for p in self.clocked}
+            for value in sorted({getattr(item[2], key) for item in frames} - have, key=str):
+                near = sorted((item for item in frames if getattr(item[2], key) == value), key=lambda i: (i[0], i[1]))
+                for _, _, frame, _ in near[:2]:
+                    if self._plainest(frame):
+                        break
+        done = {p.layout for p in self.clocked}
+        for one in self.space.variants(replace(mine, schedule="1f1b", chunks=1, zero=0, recompute="none", offload="none")):
+            if one not in done and differences(one, mine) == 1:
+                self._try(one, whatever=True)
+
+    def _plainest(self, frame: Layout) -> bool:
+        """Price the frame with the first thrift that makes it fit; whether one does."""
+        schedule = next(self.space.schedules(frame), None)
+        if schedule is None:
+            return False
+        thrifts = sorted(self._thrifts(frame), key=lambda t: (t[2] != "none", t[1] == "full", t[1] != "none", abs(t[0] - 1)))
+        return any(
+            self._try(replace(schedule, zero=zero, recompute=recompute, offload=offload), whatever=True) is not None
+            for zero, recompute, offload in thrifts[:3]
+        )
+
+    def _bound(self, frame: Layout, seconds: float) -> tuple[float, ...]:
+        if self.objective == "memory":
+            zero = max((z for z in range(4) if self.space.admits("zero", z)), default=0) if frame.data > 1 else 0
+            offload = "all" if any(self.space.admits("offload", o) for o in ("optimizer", "all")) else "none"
+            return (least_state_bytes(self.pricer, replace(frame, zero=zero, offload=offload, compress="none", staleness=0)),)
+        return (worth(frame, seconds, self.pricer.cluster, self.objective),)
+
+    def _savings(self, frame: Layout, interleaved: bool) -> dict[Thrift, float]:
+        """Every (zero, recompute, offload) under which the frame may fit, with seconds that no such step beats."""
+        key = (frame, interleaved)
+        if key not in self._known:
+            every = self._thrifts(frame).items()
+            self._known[key] = {thrift: least_saving_s(self.pricer, one, interleaved) for thrift, one in every}
+        return self._known[key]
+
+    def _expand(self, frame: Layout, interleaved: bool) -> float:
+        """Price the variants of a frame, those that cost more only where what costs less does not fit.
+
+        Returns:
+            Seconds below which no variant comes that may fit; infinite where none does.
+        """
+        savings = self._savings(frame, interleaved)
+        lowest = INFINITE
+        for schedule in self.space.schedules(frame):
+            if (schedule.schedule not in PLAIN) is not interleaved:
+                continue
+            fitting: list[Layout] = []
+            # Of the balanced stages of this schedule, with what full recomputation repeats or without.
+            known: dict[bool, float] = {}
+            for thrift, seconds in savings.items():
+                zero, recompute, offload = thrift
+                least = seconds
+                if not self._hopeless(frame, least):
+                    again = recompute == "full"
+                    if again not in known:
+                        known[again] = self._least_of(schedule, again)
+                    least = max(least, known[again])
+                if not self._hopeless(frame, least):
+                    one = replace(schedule, zero=zero, recompute=recompute, offload=offload)
+                    if self.objective != "memory" and any(_spares(other, one) for other in fitting):
+                        continue
+                    found = self._try(one)
+                    if found is None:
+                        continue
+                    fitting.append(one)
+                    least = max(least, found)
+                lowest = min(lowest, least)
+        return lowest
+
+    def _least_of(self, schedule: Layout, again: bool) -> float:
+        """Seconds at the least with the balanced stages of one schedule, with full recomputation (`again`) or without."""
+        try:
+            return least_pipeline_s(schedule, trips_s(self.pricer, schedule, again))
+        except Infeasible:
+            return 0.0
+
+    def _thrifts(self, frame: Layout) -> dict[Thrift, Layout]:
+        """(zero, recompute, offload) under which the frame may fit, with the layout: under which the first stage of 1F1B nearly does.
+
+        GPipe holds as many microbatches or more, and chunks hold (p - 1)/v more.
+        """
+        if frame not in self._may_fit:
+            pricer, found = self.pricer, {}
+            have = most_memory(pricer, frame)
+            try:
+                sites = balanced(pricer, frame) if frame.pipeline > 1 else ()  # the same for all
+                for one in self.space.thrifts(frame):
+                    if least_state_bytes(pricer, one) <= have and pricer.held(one, sites, range(1))[0].total <= NEARLY * have:
+                        found[one.zero, one.recompute, one.offload] = one
+            except (Infeasible, LayoutError):  # the model has too few places for so many stages
+                pass
+            self._may_fit[frame] = found
+        return self._may_fit[frame]
+
+    def _try(self, layout: Layout, whatever: bool = False) -> float | None:
+        """Price a layout, and time it by the clock where it may be the best (or `whatever`).
+
+        Returns:
+            Seconds below which it does not come; None where it does not fit. What cannot be the best may be told not to fit, or not.
+        """
+        pricer, cluster = self.pricer, self.pricer.cluster
+        have = memory_of(pricer, layout, 0)
+        try:
+            check_layout(layout, cluster, pricer.batch_size)
+            check_state(pricer, layout)
+            sites = balanced(pricer, layout) if layout.num_stages > 1 else ()
+            mine = layout.stages_of(0)
+            need = together(pricer.held(layout, sites, mine), layout).total
+            barred = need > have and (layout.pipeline == 1 or layout.schedule != "1f1b")
+            if not (barred or whatever or self.best is None):
+                own = sum(c.forward_s + c.backward_s for c in pricer.stages(layout, sites, only=mine))
+                floor = work_share(layout, 0) * layout.microbatches * own
+                if self._hopeless(layout, floor):
+                    return floor
+            if self.objective == "memory" and self.best is not None and need > self.best.prediction.memory.total and not whatever:
+                return 0.0
+            if barred:
+                raise Infeasible(f"{layout}: the first rank needs {need / 2**30:.2f} GiB, and has {have / 2**30:.2f} GiB")
+            priced = price(pricer, layout, sites)
+        except (Infeasible, LayoutError) as error:
+            self._refuse(layout, None, str(error))
+            return None
+        if self.leanest is None or priced.prediction.memory.total < self.leanest.prediction.memory.total:
+            self.leanest = priced
+        try:
+            check_priced(pricer, priced)
+        except Infeasible as error:
+            found = self._fitted(priced) if layout.schedule == "1f1b" and layout.pipeline > 1 else None
+            if found is None:
+                self._refuse(layout, priced, str(error))
+                return None
+            priced = found
+        if not whatever:
+            trips = [(c.forward_s, c.forward_s + c.backward_s) for c in priced.costs]
+            lowest = pricer.predict(layout, priced.costs, (), least_pipeline_s(layout, trips)).step_time_s
+            if self._hopeless(layout, lowest):
+                return lowest
+        timed = clocked(pricer, priced, whole=False)
+        if self._leads(timed):
+            timed = clocked(pricer, priced)  # what is chosen is timed in whole
+            if self._leads(timed):
+                self._lead(timed)
+        self.clocked.append(timed)
+        return timed.prediction.step_time_s
+
+    def _leads(self, priced: Priced) -> bool:
+        cluster = self.pricer.cluster
+        return self.best is None or score(priced, cluster, self.objective) < score(self.best, cluster, self.objective)
+
+    def _fitted(self, priced: Priced) -> Priced | None:
+        """The same with stages that fit, where the most balanced ones do not."""
+        pricer, layout = self.pricer, priced.layout
+        if sum(c.memory.total for c in priced.costs) > sum(memory_of(pricer, layout, k) for k in range(layout.pipeline)):
+            return None
+        try:
+            found = fitted(pricer, layout)
+            check_priced(pricer, found)
+        except Infeasible:
+            return None
+        return found
+
+    def _hopeless(self, layout: Layout, seconds: float) -> bool:
+        """Whether a step of at least so many seconds cannot be the best."""
+        if self.best is None:
+            return False
+        return self._bound(layout, seconds) > self._best_value
+
+    def score(self) -> tuple[float, ...]:
+        """Of the best; less is better."""
+        assert self.best is not None
+        return score(self.best, self.pricer.cluster, self.objective)
+
+    def _lead(self, priced: Priced) -> None:
+        self.best = priced
+        self._best_value = self.score()[:1]
+
+    def _refuse(self, layout: Layout, priced: Priced | None, why: str) -> None:
+        self.refused.append(Candidate(layout, None if priced is None else priced.prediction, why))
+
+
+def check_layout(layout: Layout, cluster: Cluster, batch_size: int) -> None:
+    """Raise `Infeasible` where the layout cannot be on this cluster or with this batch, with the numbers and the remedy."""
+    if layout.num_ranks > cluster.num_devices and not cluster.is_cpu:
+        raise Infeasible(f"{layout} needs {layout.num_ranks} devices, {cluster.name} has {cluster.num_devices}; make an axis smaller")
+    sizes = microbatch_sizes(batch_size, layout.shares, layout.microbatches)
+    if layout.inner and sizes[0] != sizes[-1]:
+        ways = layout.shares * layout.microbatches
+        raise Infeasible(
+            f"{layout}: a batch of {batch_size} samples is no multiple of {layout.shares} shares x microbatches={layout.microbatches}, and "
+            f"unequal microbatches with inner are not built yet; use a multiple of {ways}"
+        )
+    cluster.device.peak(layout.precision)
+
+
+def check_priced(pricer: Pricer, priced: Priced) -> None:
+    """Raise `Infeasible` with the numbers where a rank does not fit the devices that it lies on."""
+    layout = priced.layout
+    if not pricer.cluster.parts:
+        pricer.check_memory(layout, priced.prediction)
+        return
+    check_fits(
+        pricer, layout, [together([priced.costs[s].memory for s in layout.stages_of(r)], layout).total for r in range(layout.pipeline)]
+    )
+
+
+def _spares(other: Layout, layout: Layout) -> bool:
+    """Whether `layout` only saves memory where `other` does not, and costs at least its time: it recomputes more, or offloads activations.
+
+    ZeRO stages and an optimizer on the host may each be the faster, so they never stand for one another.
+    """
+    moved = {"none": ("none", "activations"), "optimizer": ("optimizer", "all")}.get(other.offload, (other.offload,))
+    more = KINDS.index(other.residency.recompute.kind) <= KINDS.index(layout.residency.recompute.kind)
+    return more and layout.offload in moved and other.zero == layout.zero

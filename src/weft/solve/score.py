@@ -1,0 +1,63 @@
+"""What a plan is worth. In: a priced layout, a cluster, an objective. Out: a score, of which less is better, and the calmest of equals."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from math import exp, inf, log
+
+from weft.cluster.cluster import Cluster
+from weft.plan.layout import Layout
+from weft.solve.timing import Priced
+
+OBJECTIVES = ("time", "cost", "energy", "memory")
+CALM = 0.02  # of the step: what processors' own figures differ by from probe to probe
+SAME = 0.004  # relative difference of times that is none
+
+
+def _rounded(seconds: float) -> float:
+    """To the nearest of a grid of steps of 0.4 %: no prediction is as exact, and decimal digits would be as coarse as 1 % at 1.00."""
+    return exp(round(log(seconds) / SAME) * SAME) if 0 < seconds < inf else seconds
+
+
+def worth(layout: Layout, seconds: float, cluster: Cluster, objective: str) -> float:
+    """The objective of a step of so many seconds, on a grid within whose cells the simpler layout and the leaner one wins."""
+    seconds = _rounded(seconds)
+    if objective == "time":
+        return seconds
+    return seconds * layout.num_ranks * (cluster.threads_of(layout.num_ranks, layout.threads) or 1)
+
+
+def score(priced: Priced, cluster: Cluster, objective: str) -> tuple[float, ...]:
+    """The objective first; then what tells plans of the same worth apart: the fastest, the fewest ranks, the simplest, the leanest."""
+    layout, prediction = priced.layout, priced.prediction
+    seconds = _rounded(prediction.step_time_s)
+    if objective == "memory":
+        return (prediction.memory.total, seconds)
+    unlike = sum(getattr(layout, f.name) != f.default for f in fields(Layout))
+    return (
+        worth(layout, prediction.step_time_s, cluster, objective),
+        seconds,
+        layout.num_ranks,
+        layout.microbatches,
+        unlike,
+        prediction.memory.total,
+    )
+
+
+def calmest(clocked: Sequence[Priced], best: Priced) -> Priced:
+    """Of the plans about as fast as the best, the one whose ranks wait for one another least often.
+
+    On processors whatever else runs stops a rank now and then, and all that wait for it; that is not priced. Tensor ranks meet in
+    every layer, stages with every microbatch, replicas once a step.
+    """
+
+    def meets(one: Priced) -> tuple[object, ...]:
+        layout = one.layout
+        return layout.tensor > 1, layout.pipeline > 1, layout.offload != "none", layout.recompute != "none", layout.zero, _seconds(one)
+
+    return min((one for one in (best, *clocked) if _seconds(one) <= _seconds(best) * (1 + CALM)), key=meets)
+
+
+def _seconds(priced: Priced) -> float:
+    return priced.prediction.step_time_s
