@@ -29,6 +29,7 @@ from weft.solve.space import Space, divisors, layouts, parse_constraints
 from weft.solve.stages import balance, useful
 from weft.solve.timing import PLAIN, Priced, least_pipeline_s, rows, timeline, trips_s
 from weft.solve.uncaptured import without_graph
+from weft.units import parse_bytes
 
 CORE = Device("core", "cpu", (("float32", 1e11), ("bfloat16", 4e11)), 8e9, 2e10, 1.0, 2e-6)
 NODE = Cluster("node", CORE, (Level("node", 4, Link(1e-4, 1e9)),))
@@ -258,9 +259,17 @@ def test_stages_of_another_model_are_refused() -> None:
 
 def test_nothing_fits() -> None:
     tiny = replace(GPUS, device=replace(GPU, memory_bytes=2e5))
-    said = r"none of \d+ layouts fits gpus: the leanest, .* needs .* GiB .*What would do: (about )?\d+ such devices"
+    said = r"layouts? fits gpus: the leanest, .* needs 565 KiB .*, which has 195 KiB. What would do: (about )?\d+ such devices"
     with pytest.raises(Infeasible, match=said):
         search(gpt(4), tiny, 16, "gpt")
+
+
+def test_where_a_limit_was_set_a_limit_is_the_remedy() -> None:
+    """What is said would do does."""
+    with pytest.raises(Infeasible, match="What would do: a limit of") as caught:
+        search(gpt(4), GPUS.limited(2e5), 16, "gpt")
+    enough = parse_bytes(str(caught.value).rsplit("a limit of ", 1)[1])
+    assert search(gpt(4), GPUS.limited(enough), 16, "gpt").prediction is not None
 
 
 def test_memory_decides_where_time_would_not() -> None:

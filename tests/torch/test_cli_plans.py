@@ -73,6 +73,16 @@ def row_machines(row: dict[str, Any]) -> float:
     return -(-Layout.parse(row["layout"]).num_ranks // 8) / 2
 
 
+def test_a_plan_under_a_limit_holds_less(capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "gpt-tiny", "--cluster", "1xcpu-2", "--batch", "64"]
+    scratch = Cluster.parse("1xcpu-2").device.scratch_bytes
+    free = answer(words, capfd)["memory_bytes"]["total"]
+    limit = 0.8 * (free - scratch)
+    assert answer([*words, "--device-memory", f"{limit:.0f}"], capfd)["memory_bytes"]["total"] <= limit + scratch < free
+    assert run([*words, "--device-memory", "two"]) == 2
+    assert "for example 2 GiB" in capfd.readouterr().err
+
+
 def test_explain_in_words(plan_file: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert run(["explain", str(plan_file)]) == 0
     shown = capfd.readouterr().out

@@ -22,7 +22,7 @@ LayoutText = Annotated[str | None, typer.Option("--layout", metavar='"KEY=N ..."
 ClusterText = Annotated[str, typer.Option("--cluster", metavar="CLUSTER", help=_CLUSTER)]
 Constraints = Annotated[list[str] | None, typer.Option("--constrain", metavar='"KEY<=N"', help=_CONSTRAIN, show_default=False)]
 DeviceMemory = Annotated[
-    str | None, typer.Option("--device-memory", metavar="SIZE", help="What a rank may hold, 2GiB; enforced.", show_default=False)
+    str | None, typer.Option("--device-memory", metavar="SIZE", help="What a rank may hold: 2GiB. A run is held to it.", show_default=False)
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output and nothing else there.")]
 OutFile = Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write it to this file.", show_default=False)]

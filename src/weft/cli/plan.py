@@ -20,6 +20,7 @@ def plan(
     objective: Annotated[
         str, typer.Option("--objective", metavar="NAME", help="What is made least: time, cost, energy or memory.")
     ] = "time",
+    device_memory: options.DeviceMemory = None,
     target: options.OutFile = None,
     as_json: options.Json = False,
 ) -> None:
@@ -32,6 +33,7 @@ def plan(
       weft plan gpt-10m --cluster here --batch 16 -o plan.toml
       weft plan gpt-39b --cluster 8xp3.16xlarge --batch 1024 --constrain "tensor<=8"
       weft plan gpt-10m --batch 16 --layout "data=2 pipeline=2 microbatches=4"
+      weft plan resnet-18:image=1024 --batch 8 --device-memory 2GiB
     """
     with output(as_json) as out:
         from weft.cli.setting import Setting, named
@@ -39,9 +41,10 @@ def plan(
         from weft.plan.layout import Layout
         from weft.plan.store import write_plan
         from weft.report.tables import plan_record, plan_tables
+        from weft.units import parse_bytes
 
         wanted = Layout.parse(layout) if layout is not None else None
-        machines = load_cluster(cluster, out)
+        machines = load_cluster(cluster, out).limited(parse_bytes(device_memory or 0))
         name, sequence = named(model, sequence)
         size = batch or load_model(name, None, sequence).default_batch
         with out.working(f"planning {model} on {machines.name}"):

@@ -20,6 +20,7 @@ from weft.solve.bounds import check_state, least_state_bytes
 from weft.solve.mixed import pricer_of
 from weft.solve.space import Space
 from weft.solve.timing import Priced, price
+from weft.units import format_bytes
 
 TRIED = 4  # frames of each question
 TIMES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256)
@@ -39,11 +40,23 @@ def nothing_fits(pricer: Pricer, space: Space, constraints: str, leanest: Priced
     have, need = cluster.memory_of(leanest.layout.num_ranks), leanest.prediction.memory
     state = need.parameters + need.gradients + need.optimizer
     more = -(-need.total * leanest.layout.num_ranks // have)
+    if not hints and cluster.memory_limit_bytes:
+        enough = need.total - cluster.device.scratch_bytes
+        hints = [f"a limit of {format_bytes(1.005 * enough)}"]  # three digits, rounded up
     remedy = "; ".join(hints) or f"about {more:.0f} such devices, or a smaller batch or model"
+    shares = ", ".join(
+        f"{format_bytes(size)} for {part}"
+        for part, size in (
+            ("weights, gradients and optimizer", state),
+            ("activations", need.activations),
+            ("kernels and messages", need.buffers),
+            ("margin", need.margin),
+        )
+    )
+    tried = f"none of {len(refused)} layouts" if len(refused) > 1 else "no layout"
     return Infeasible(
-        f"none of {max(1, len(refused))} layouts fits {cluster.name}{under}: the leanest, {leanest.layout}, needs "
-        f"{need.total / 2**30:.2f} GiB on its fullest device ({state / 2**30:.2f} for weights, gradients and optimizer, "
-        f"{need.activations / 2**30:.2f} for activations), which has {have / 2**30:.2f} GiB. What would do: {remedy}"
+        f"{tried} fits {cluster.name}{under}: the leanest, {leanest.layout}, needs {format_bytes(need.total)} on its fullest device "
+        f"({shares}), which has {format_bytes(have)}. What would do: {remedy}"
     )
 
 
