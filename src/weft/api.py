@@ -33,9 +33,11 @@ from weft.run.plain import divide
 from weft.run.verify import Verification, verify_on_rank
 from weft.run.whole import refuse_division
 from weft.solve.mixed import pricer_of
+from weft.solve.reasons import reasons
 from weft.solve.search import price, search, timeline
 from weft.solve.uncaptured import without_graph
 from weft.train.loader import shard as shard_batches
+from weft.train.trials import fastest, trial_words, try_all, unlike
 from weft.units import parse_bytes
 from weft.world.current import Place, current_place, current_world, set_place
 from weft.world.launch import launch
@@ -58,6 +60,7 @@ def plan(
     like: Plan | None = None,
     source: Source | None = None,
     device_memory: float | str = 0,
+    trials: int = 0,
 ) -> Plan:
     """The fastest plan for a model on a cluster; or `layout` priced as it is.
 
@@ -67,9 +70,12 @@ def plan(
         loss: `loss(output, batch)` -> scalar; without it the output is the loss or has `.loss`.
         like: a plan whose shards and stages are kept, with `layout` its own.
         device_memory: what a rank's tensors may take, 2e9 or "2GiB"; 0 is all that there is.
+        trials: of a model by name, so many of the plans predicted to be fastest make some steps on this machine, and the fastest by the
+            clock is taken; 0 or 1 leaves it to the prediction. Not with `layout`.
 
     Raises:
         Infeasible: nothing fits, with the numbers. ModelError: the model cannot be made or called.
+        UsageError: trials of a model that has no name, or on machines that are not this one.
 
     >>> import weft
     >>> chosen = weft.plan("gpt-tiny", 8, cluster="1xcpu-2", layout="data=2")
@@ -77,9 +83,52 @@ def plan(
     ('data=2 tensor=1 pipeline=1', 0)
     """
     subject = _subject(model, batch, loss)
-    return _planned(
-        *subject, cluster, layout, constraints=constraints, objective=objective, like=like, source=source, device_memory=device_memory
-    )
+    machines = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
+
+    def of(layout: Layout | str | None) -> Plan:
+        return _planned(
+            *subject, machines, layout, constraints=constraints, objective=objective, like=like, source=source, device_memory=device_memory
+        )
+
+    if trials > 1 and not isinstance(model, str):
+        raise UsageError('trials start processes that make the model anew, by its name: give it as text, "file.py:factory" for your own')
+    chosen = of(layout)
+    return chosen if layout is not None else tried(chosen, trials, of, machines, device_memory=parse_bytes(device_memory))
+
+
+def tried(
+    chosen: Plan,
+    trials: int,
+    plan_of: Callable[[Layout], Plan],
+    cluster: Cluster,
+    sequence: int | None = None,
+    *,
+    device_memory: float = 0.0,
+    say: Callable[[str], object] = lambda line: None,
+) -> Plan:
+    """`chosen`, or the runner-up that the clock finds faster when the `trials` best make some steps here; the plan's reasons say each time.
+
+    Args:
+        plan_of: a layout as a plan of the same model, batch and machines. sequence: as the model was made with. say: hears of each trial.
+
+    Raises:
+        UsageError: the cluster is not one machine of this one's kind. Infeasible: none of them runs.
+    """
+    if trials < 2 or chosen.uncaptured:
+        return chosen
+    if cluster.num_devices > cluster.node_size or not (cluster.is_cpu or torch.cuda.is_available()):
+        raise UsageError(f"trials run on this machine, and {cluster.name} is another; leave them out, or plan for --cluster here")
+    plans = [chosen if one.layout == chosen.layout else plan_of(one.layout) for one in unlike(chosen.candidates, trials)]
+    device = "cpu" if cluster.is_cpu else "cuda"
+    found = try_all(plans, sequence, device=device, device_memory=device_memory, say=say)
+    best = fastest(found)
+    words = "; ".join(trial_words(one) for one in found)
+    mine = chosen.reasons
+    if best is not chosen:
+        fitting, refused = ([c for c in chosen.candidates if bool(c.note) is barred] for barred in (False, True))
+        assert best.prediction is not None
+        mine = reasons(best.layout, best.prediction, fitting, refused, cluster, by_hand=False)
+    return replace(best, candidates=chosen.candidates, reasons=(*mine, ("trials", f"the fastest by the clock: {words}")))
 
 
 def _planned(

@@ -24,6 +24,10 @@ Constraints = Annotated[list[str] | None, typer.Option("--constrain", metavar='"
 DeviceMemory = Annotated[
     str | None, typer.Option("--device-memory", metavar="SIZE", help="What a rank may hold: 2GiB. A run is held to it.", show_default=False)
 ]
+Trials = Annotated[
+    int,
+    typer.Option("--trials", min=0, metavar="N", help="Of the plans predicted to be fastest, run N here for some steps; take the fastest."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output and nothing else there.")]
 OutFile = Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write it to this file.", show_default=False)]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan.toml, as weft plan -o writes it.", show_default=False)]

@@ -21,6 +21,7 @@ def plan(
         str, typer.Option("--objective", metavar="NAME", help="What is made least: time, cost, energy or memory.")
     ] = "time",
     device_memory: options.DeviceMemory = None,
+    trials: options.Trials = 0,
     target: options.OutFile = None,
     as_json: options.Json = False,
 ) -> None:
@@ -48,7 +49,8 @@ def plan(
         name, sequence = named(model, sequence)
         size = batch or load_model(name, None, sequence).default_batch
         with out.working(f"planning {model} on {machines.name}"):
-            chosen = Setting(name, machines, size, sequence).plan(constrain or (), objective, wanted)
+            setting = Setting(name, machines, size, sequence)
+            chosen = setting.plan(constrain or (), objective, wanted, trials, out.message)
         if target is not None:  # first: whoever reads the tables may stop reading
             write_plan(chosen, target)
             out.message(

@@ -6,7 +6,7 @@ Unlike the search, a layout that does not fit the memory is priced too, and says
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -85,19 +85,33 @@ class Setting:
             return other
         return Setting(self.model, cluster or self.cluster, batch_size or self.batch_size, sequence or self.sequence)
 
-    def plan(self, constraints: Sequence[str] = (), objective: str = "time", layout: Layout | None = None) -> Plan:
-        """The plan that the search chooses, or `layout` as a plan; cuts of equal layers are said once."""
+    def plan(
+        self,
+        constraints: Sequence[str] = (),
+        objective: str = "time",
+        layout: Layout | None = None,
+        trials: int = 0,
+        say: Callable[[str], object] = lambda line: None,
+    ) -> Plan:
+        """The plan that the search chooses, or `layout` as a plan; cuts of equal layers are said once. `trials`, `say`: as `api.tried`."""
         from weft import api
         from weft.plan.patterns import shorten
 
-        chosen = api.plan(
-            self.resolved, self.resolved.batch(self.batch_size), cluster=self.cluster, layout=layout, constraints=constraints,
-            objective=objective, source=self.source,
-        )  # fmt: skip
-        if chosen.uncaptured:
+        def of(layout: Layout | None) -> Plan:
+            chosen = api.plan(
+                self.resolved, self.resolved.batch(self.batch_size), cluster=self.cluster, layout=layout, constraints=constraints,
+                objective=objective, source=self.source,
+            )  # fmt: skip
             return replace(chosen, model=self.model)
+
+        chosen = of(layout)
+        if layout is None:
+            limit = max(0.0, self.cluster.memory_limit_bytes - self.cluster.device.scratch_bytes)
+            chosen = api.tried(chosen, trials, of, self.cluster, self.sequence, device_memory=limit, say=say)
+        if chosen.uncaptured:
+            return chosen
         shards = tuple((axis, shorten(cuts, self.names)) for axis, cuts in chosen.shards)
-        return replace(chosen, model=self.model, shards=shards)
+        return replace(chosen, shards=shards)
 
     def price(self, layout: Layout, like: Plan | None = None, name: str = "", note: str = "") -> Variant:
         """What `layout` costs here, with the cuts and stages of `like` where they apply."""

@@ -12,10 +12,11 @@ import typer
 
 from weft.cli import options
 from weft.cli.output import Output, output
+from weft.errors import UsageError
 from weft.plan.plan import Memory
 from weft.report.folder import MACHINE, PAGE, SUMMARY
 from weft.report.tables import Table, measured_memory_table, reasons_table, summary_table
-from weft.units import format_count, format_percent, format_seconds
+from weft.units import format_count, format_percent, format_seconds, parse_bytes
 
 if TYPE_CHECKING:
     from weft.plan.plan import Plan
@@ -72,6 +73,10 @@ def run(path: Path, changes: Sequence[str], out: Output, reasons: bool = True) -
         return planned
 
     started = {"RANK", "SLURM_PROCID"} & set(os.environ)  # by torchrun or srun, which start the ranks on many machines
+    if started and config.plan.trials > 1:
+        raise UsageError(
+            f"plan.trials={config.plan.trials} start ranks of their own, and torchrun or srun has started some; leave them out"
+        )
     world = current_world() if started else None
     summary = train_all(config, planner, world)
     if world is not None and world.rank:
@@ -99,9 +104,16 @@ def make_plan(config: Config, known: Plan | None, out: Output) -> Planned:
         if layout is not None:
             layout.check_runs()
         words = [*config.plan.constrain, *([f"ranks<={config.plan.ranks}"] if config.plan.ranks else [])]
-        with out.working(f"planning {config.model.name} on {cluster.name}"):
+
+        def of(layout: Layout | None) -> Plan:
             limit = config.plan.device_memory or 0
-            plan = api.plan(subject, config.train.batch, cluster=cluster, layout=layout, constraints=words, device_memory=limit)
+            return api.plan(subject, config.train.batch, cluster=cluster, layout=layout, constraints=words, device_memory=limit)
+
+        with out.working(f"planning {config.model.name} on {cluster.name}"):
+            plan = of(layout)
+            if layout is None:
+                limit = parse_bytes(config.plan.device_memory or 0)
+                plan = api.tried(plan, config.plan.trials, of, cluster, sequence_of(config), device_memory=limit, say=out.message)
     (Path(config.run.folder) / MACHINE).write_text(cluster.to_toml())
     prediction = plan.prediction
     # The peak that the prediction's MFU is of, so that measured and predicted compare.

@@ -82,6 +82,7 @@ class PlanSection(_Section):
     """Where the plan comes from: `layout` by hand, a `file` that `weft plan` wrote, or (neither) weft's own choice for `cluster`.
 
     `ranks` limits the choice to that many, `constrain` as `--constrain` does. `device_memory` ("2GiB") is what a rank's tensors may take.
+    `trials` of the plans predicted to be fastest are run for some steps on this machine, and the fastest is taken.
     """
 
     layout: str = ""
@@ -90,6 +91,7 @@ class PlanSection(_Section):
     ranks: int = Field(default=0, ge=0)
     constrain: tuple[str, ...] = ()
     device_memory: str = ""
+    trials: int = Field(default=0, ge=0)
 
     @model_validator(mode="after")
     def _a_size(self) -> PlanSection:

@@ -1,0 +1,127 @@
+"""Plans tried for a few steps on this machine, for where prices cannot tell them apart. In: plans of a model by name. Out: seconds of each.
+
+Every plan gets ranks of its own, started as `weft train` starts them, with its threads, allocator and library of products, and makes
+steps on an example batch. Not modelled: other machines than this one, and what else runs on it meanwhile.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from weft.errors import Infeasible, WeftError
+from weft.plan.plan import Candidate, Plan
+from weft.plan.store import format_plan, parse_plan
+from weft.run.engine import Engine
+from weft.units import format_seconds
+from weft.world.launch import Launcher, engine_modules
+from weft.world.world import World
+from weft.zoo.resolve import resolve
+
+WARM, LEAST, MOST = 2, 3, 20  # steps that are not timed, and the fewest and the most that are
+LONG_S = 3.0  # of timed steps, where that is no fewer than `LEAST`
+SILENT_S = 120.0  # after which a rank that says nothing has failed
+CALM = 0.02  # of a step: less than what one trial differs from the next by
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A plan with the median seconds of its steps, each the slowest rank's; `note` says why there are none."""
+
+    plan: Plan
+    measured_s: float | None
+    note: str = ""
+
+
+def unlike(candidates: Sequence[Candidate], most: int) -> list[Candidate]:
+    """The first candidate and those predicted to be fastest, at most `most`, of which no two divide the ranks among the same axes.
+
+    What differs in microbatches, schedule or ZeRO alone differs by what prices tell well.
+    """
+    found: dict[tuple[object, ...], Candidate] = {}
+    timed = [(c.prediction.step_time_s, c) for c in candidates if c.prediction is not None and not c.note]
+    for _, one in (*timed[:1], *sorted(timed[1:], key=lambda pair: pair[0])):
+        found.setdefault((one.layout.data, one.layout.tensor_axes, one.layout.pipeline), one)
+    return list(found.values())[:most]
+
+
+def try_all(
+    plans: Sequence[Plan],
+    sequence: int | None = None,
+    *,
+    device: str = "auto",
+    device_memory: float = 0.0,
+    say: Callable[[str], object] = lambda line: None,
+) -> list[Trial]:
+    """Steps of every plan of a model that goes by name, one plan after the other. `sequence`: as for `resolve`; `say` hears of each."""
+    found = []
+    with Launcher(preload=engine_modules(device)) as launcher:
+        for plan in plans:
+            layout = plan.layout
+            say(f"trying {layout}")
+            try:
+                layout.check_runs()
+                seconds = launcher.launch(
+                    on_rank, layout.num_ranks, format_plan(plan), sequence, num_steps(plan), device_memory,
+                    threads=layout.threads, device=device, timeout_s=SILENT_S, show=False,
+                )  # fmt: skip
+            except WeftError as error:
+                found.append(Trial(plan, None, str(error).splitlines()[0]))
+                continue
+            found.append(Trial(plan, median(max(times) for times in zip(*seconds, strict=True))))
+    return found
+
+
+def num_steps(plan: Plan) -> int:
+    """Steps to time: as many as are predicted to take `LONG_S`, within bounds; the same on every rank.
+
+    >>> from weft.plan.layout import Layout
+    >>> num_steps(Plan(Layout(), "gpt-10m", "here", 16))
+    3
+    """
+    predicted_s = plan.prediction.step_time_s if plan.prediction is not None else LONG_S
+    return max(LEAST, min(MOST, round(LONG_S / max(predicted_s, 1e-9))))
+
+
+def on_rank(world: World, plan_text: str, sequence: int | None, steps: int, device_memory: float) -> list[float]:
+    """Seconds of each timed step, on one rank."""
+    plan = parse_plan(plan_text)
+    subject = resolve(plan.model, plan.batch_size, sequence)
+    batch = subject.batch(plan.batch_size)
+    engine = Engine(plan, subject.make, batch, subject.loss, world, "adamw", seed=0, device_memory=device_memory)
+    seconds = []
+    for _ in range(WARM + steps):
+        world.everyone.barrier()
+        began = time.perf_counter()
+        _ = engine.step(batch).loss  # where the step runs on an accelerator, its loss is there when it has ended
+        seconds.append(time.perf_counter() - began)
+    return seconds[WARM:]
+
+
+def fastest(trials: Sequence[Trial]) -> Plan:
+    """The plan of the fastest trial; of those within 2 % of it the first.
+
+    Raises:
+        Infeasible: none ran, with the first one's reason.
+    """
+    done = [(t.measured_s, t.plan) for t in trials if t.measured_s is not None]
+    if not done:
+        raise Infeasible(f"none of the {len(trials)} plans tried runs: {trials[0].plan.layout}: {trials[0].note}")
+    best = min(seconds for seconds, _ in done)
+    return next(plan for seconds, plan in done if seconds <= best * (1 + CALM))
+
+
+def trial_words(trial: Trial) -> str:
+    """One trial in words: measured beside predicted.
+
+    >>> from weft.plan.layout import Layout
+    >>> trial_words(Trial(Plan(Layout(), "gpt-10m", "here", 16), 0.25))
+    'data=1 tensor=1 pipeline=1 took 250 ms'
+    """
+    if trial.measured_s is None:
+        return f"{trial.plan.layout} does not run: {trial.note}"
+    predicted = trial.plan.prediction
+    said = f" ({format_seconds(predicted.step_time_s)} predicted)" if predicted is not None else ""
+    return f"{trial.plan.layout} took {format_seconds(trial.measured_s)}{said}"
