@@ -311,8 +311,8 @@ def markdown(about: Mapping[str, Any], rows: Sequence[Row]) -> str:
                   f"the geometric mean of chosen / best is {mean:.3f}."]  # fmt: skip
         after = [tried(r) for r in done]
         near = sum(ratio <= WITHIN for ratio in after)
-        lines.append(f"Were the fastest of {TRIALS} plans taken by the clock, as `weft plan --trials {TRIALS}` does on one machine (here by the "
-                     f"times that were measured anyhow), it were {near} of {len(done)}, and {geometric_mean(after):.3f}.")  # fmt: skip
+        lines.append(f"Were the fastest of {TRIALS} plans taken by the clock, as `weft plan --trials {TRIALS}` does on a machine (here by "
+                     f"the times that were measured anyhow), it were {near} of {len(done)}, and {geometric_mean(after):.3f}.")  # fmt: skip
     errors = [abs(run.predicted_s / run.measured_s - 1) for r in done for run in r.runs]
     if errors:
         mean = sum(errors) / len(errors)
