@@ -8,6 +8,7 @@ over and has given its memory back, the next of those that are away is called.
 from __future__ import annotations
 
 from collections.abc import Collection
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -23,11 +24,12 @@ def offload_layers(layered: Layered, host: HostStore, moved: Collection[int]) ->
     chain, numbers = _Chain(), sorted(layered.names)
     children = {number: getattr(layered.local.module, layered.names[number]) for number in numbers}
     stays = {n for n in layered.repeated - set(moved) if not isinstance(children[n], Recomputed)}
-    for number, behind in zip(numbers, (*numbers[1:], -1), strict=True):
+    behind = dict(pairwise(numbers))  # none at all in a stage that only hands on what it gets
+    for number in numbers:
         wrapped = children[number]
         if number in moved:
             wrapped = OffloadedLayer(wrapped, host, chain, number == min(moved))
-        elif host.overlaps and behind in stays and number > min(moved, default=number):
+        elif host.overlaps and behind.get(number) in stays and number > min(moved, default=number):
             wrapped = Calling(wrapped, host, chain)
         setattr(layered.local.module, layered.names[number], wrapped)
 
