@@ -37,7 +37,7 @@ from weft.solve.reasons import reasons
 from weft.solve.search import price, search, timeline
 from weft.solve.uncaptured import without_graph
 from weft.train.loader import shard as shard_batches
-from weft.train.trials import fastest, trial_words, try_all, unlike
+from weft.train.trials import Trial, fastest, trial_words, try_all, try_in, unlike
 from weft.units import parse_bytes
 from weft.world.current import Place, current_place, current_world, set_place
 from weft.world.launch import launch
@@ -105,22 +105,32 @@ def tried(
     *,
     device_memory: float = 0.0,
     say: Callable[[str], object] = lambda line: None,
+    world: World | None = None,
 ) -> Plan:
     """`chosen`, or the runner-up that the clock finds faster when the `trials` best make some steps here; the plan's reasons say each time.
 
     Args:
         plan_of: a layout as a plan of the same model, batch and machines. sequence: as the model was made with. say: hears of each trial.
+        world: ranks that exist, of which this is the first and the others `follow`; plans for as many ranks are tried on them.
 
     Raises:
         UsageError: the cluster is not one machine of this one's kind. Infeasible: none of them runs.
     """
     if trials < 2 or chosen.uncaptured:
         return chosen
+    if world is not None:
+        fitting = [c for c in chosen.candidates if c.layout.num_ranks == world.num_ranks and not c.layout.not_built()]
+        plans = [chosen if one.layout == chosen.layout else plan_of(one.layout) for one in unlike(fitting, trials)]
+        return _fastest(chosen, try_in(world, plans, sequence, device_memory=device_memory), cluster) if len(plans) > 1 else chosen
     if cluster.num_devices > cluster.node_size or not (cluster.is_cpu or torch.cuda.is_available()):
         raise UsageError(f"trials run on this machine, and {cluster.name} is another; leave them out, or plan for --cluster here")
     plans = [chosen if one.layout == chosen.layout else plan_of(one.layout) for one in unlike(chosen.candidates, trials)]
     device = "cpu" if cluster.is_cpu else "cuda"
-    found = try_all(plans, sequence, device=device, device_memory=device_memory, say=say)
+    return _fastest(chosen, try_all(plans, sequence, device=device, device_memory=device_memory, say=say), cluster)
+
+
+def _fastest(chosen: Plan, found: Sequence[Trial], cluster: Cluster) -> Plan:
+    """The plan of the fastest trial, as a choice among the candidates of `chosen`."""
     best = fastest(found)
     words = "; ".join(trial_words(one) for one in found)
     mine = chosen.reasons

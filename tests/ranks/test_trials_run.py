@@ -2,11 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import weft
+from weft import api
+from weft.cluster.cluster import Cluster
 from weft.plan.layout import Layout
+from weft.plan.plan import Plan
+from weft.plan.store import read_plan
+from weft.train import flow
+from weft.train.config import Config
+from weft.train.flow import Planned
+from weft.train.metrics import read_metrics
 from weft.train.trials import num_steps, try_all
+from weft.world.world import World
+
+CONFIG = """
+[model]
+name = "gpt:vocabulary=256,hidden=32,layers=2,heads=2"
+[data]
+sequence = 16
+[train]
+steps = 3
+batch = 8
+"""
 
 
 def test_plans_are_tried_and_one_that_cannot_run_is_told() -> None:
@@ -20,3 +42,37 @@ def test_plans_are_tried_and_one_that_cannot_run_is_told() -> None:
     assert "no-such-model" in found[2].note
     assert len(heard) == 3
     assert num_steps(plans[0]) > 1
+
+
+def in_ranks(world: World, folder: str, trials: int, layout: str) -> str:
+    """As under torchrun; the layout that was trained."""
+    changes = [f"run.folder={folder}", f"plan.trials={trials}", f"plan.layout={layout}", f"data.text={__file__}"]
+    config = Config.parse(CONFIG, changes=[change for change in changes if not change.endswith("=")])
+    cluster = Cluster.parse("1xcpu-2")
+
+    def of(layout: Any) -> Plan:
+        return api.plan(config.model.name, config.train.batch, cluster=cluster, layout=layout, constraints="ranks=2")
+
+    def planner(config: Config, known: Plan | None) -> Planned:
+        if known is not None:
+            return Planned(known, 1e9, "cpu")
+        plan = of(config.plan.layout or None)
+        return Planned(plan if config.plan.layout else api.tried(plan, config.plan.trials, of, cluster, 16, world=world), 1e9, "cpu")
+
+    flow.train(config, planner, world)
+    return str(read_plan(Path(folder) / "plan.toml").layout)
+
+
+def test_ranks_that_something_else_started_try_plans_too_and_train_as_if_they_had_not(
+    tmp_path: Path, ranks: Callable[..., list[Any]]
+) -> None:
+    first, second = ranks(in_ranks, 2, str(tmp_path / "tried"), 3, "")
+    assert first == second
+    plan = read_plan(tmp_path / "tried" / "plan.toml")
+    assert dict(plan.reasons)["trials"].count("took") >= 2
+    again, _ = ranks(in_ranks, 2, str(tmp_path / "tried"), 3, "")  # goes on: nothing is tried, and nobody waits
+    assert again == first
+    assert ranks(in_ranks, 2, str(tmp_path / "plain"), 0, first) == [first, first]
+    losses = [[row["loss"] for row in read_metrics(tmp_path / name / "metrics.jsonl") if "loss" in row] for name in ("tried", "plain")]
+    assert len(losses[0]) == 3
+    assert losses[0] == losses[1]

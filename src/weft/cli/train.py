@@ -12,7 +12,6 @@ import typer
 
 from weft.cli import options
 from weft.cli.output import Output, output
-from weft.errors import UsageError
 from weft.plan.plan import Memory
 from weft.report.folder import MACHINE, PAGE, SUMMARY
 from weft.report.tables import Table, measured_memory_table, reasons_table, summary_table
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from weft.plan.plan import Plan
     from weft.train.config import Config
     from weft.train.flow import Planned
+    from weft.world.world import World
 
 
 def train(
@@ -64,20 +64,16 @@ def run(path: Path, changes: Sequence[str], out: Output, reasons: bool = True) -
     from weft.world.current import current_world
 
     config = Config.read(path, changes)
+    started = {"RANK", "SLURM_PROCID"} & set(os.environ)  # by torchrun or srun, which start the ranks on many machines
+    world = current_world() if started else None
 
     def planner(config: Config, known: Plan | None) -> Planned:
-        planned = make_plan(config, known, out)
+        planned = make_plan(config, known, out, world)
         out.table(summary_table(planned.plan))
         if reasons:
             out.table(reasons_table(planned.plan))
         return planned
 
-    started = {"RANK", "SLURM_PROCID"} & set(os.environ)  # by torchrun or srun, which start the ranks on many machines
-    if started and config.plan.trials > 1:
-        raise UsageError(
-            f"plan.trials={config.plan.trials} start ranks of their own, and torchrun or srun has started some; leave them out"
-        )
-    world = current_world() if started else None
     summary = train_all(config, planner, world)
     if world is not None and world.rank:
         return summary
@@ -87,8 +83,11 @@ def run(path: Path, changes: Sequence[str], out: Output, reasons: bool = True) -
     return summary
 
 
-def make_plan(config: Config, known: Plan | None, out: Output) -> Planned:
-    """The plan that a configuration asks for, or `known`, with what is known of the machines, which is written down."""
+def make_plan(config: Config, known: Plan | None, out: Output, world: World | None = None) -> Planned:
+    """The plan that a configuration asks for, or `known`, with what is known of the machines, which is written down.
+
+    `world`: the ranks that exist, of which this is the first; trials are run on them.
+    """
     from weft import api
     from weft.cli.subject import load_cluster, load_model
     from weft.plan.layout import Layout
@@ -113,7 +112,9 @@ def make_plan(config: Config, known: Plan | None, out: Output) -> Planned:
             plan = of(layout)
             if layout is None:
                 limit = parse_bytes(config.plan.device_memory or 0)
-                plan = api.tried(plan, config.plan.trials, of, cluster, sequence_of(config), device_memory=limit, say=out.message)
+                plan = api.tried(
+                    plan, config.plan.trials, of, cluster, sequence_of(config), device_memory=limit, say=out.message, world=world
+                )
     (Path(config.run.folder) / MACHINE).write_text(cluster.to_toml())
     prediction = plan.prediction
     # The peak that the prediction's MFU is of, so that measured and predicted compare.

@@ -20,7 +20,7 @@ from weft.errors import ConfigError, Infeasible, RunError
 from weft.plan.plan import Plan
 from weft.plan.store import read_plan, write_plan
 from weft.run.checkpoint import committed, from_first
-from weft.train import loop
+from weft.train import loop, trials
 from weft.train.config import Config
 from weft.train.corpus import Corpus, open_corpus, same_text, save_description
 from weft.world.launch import engine_modules, launch
@@ -95,6 +95,10 @@ def _train_in(world: World, config: Config, folder: Path, planner: Planner) -> d
                     f"the plan {planned.plan.layout} is for {planned.plan.layout.num_ranks} ranks, {world.num_ranks} are here; "
                     f"start as many, or set plan.ranks={world.num_ranks}"
                 )
+        if config.plan.trials > 1:
+            trials.end(world)
+    elif config.plan.trials > 1:
+        trials.follow(world)
     peak_flops = float(from_first(world, int(peak_flops)))
     return rank_main(world, str(folder), peak_flops)
 

@@ -1,15 +1,19 @@
-"""Plans tried for a few steps on this machine, for where prices cannot tell them apart. In: plans of a model by name. Out: seconds of each.
+"""Plans tried for a few steps, for where prices cannot tell them apart. In: plans of a model by name. Out: seconds of each.
 
-Every plan gets ranks of its own, started as `weft train` starts them, with its threads, allocator and library of products, and makes
-steps on an example batch. Not modelled: other machines than this one, and what else runs on it meanwhile.
+On one machine every plan gets ranks of its own, started as `weft train` starts them, with its threads, allocator and library of products.
+Ranks that torchrun or srun has started try plans for as many ranks one after the other, led by rank 0. Either way they make steps on an
+example batch. Not modelled: what else runs there meanwhile.
 """
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
+
+import torch
 
 from weft.errors import Infeasible, WeftError
 from weft.plan.plan import Candidate, Plan
@@ -72,6 +76,37 @@ def try_all(
                 continue
             found.append(Trial(plan, median(max(times) for times in zip(*seconds, strict=True))))
     return found
+
+
+def try_in(world: World, plans: Sequence[Plan], sequence: int | None = None, *, device_memory: float = 0.0) -> list[Trial]:
+    """As `try_all` on rank 0 of ranks that exist, while the others `follow`; every plan is for as many ranks.
+
+    Raises what any rank raises, as the run itself would.
+    """
+    found = []
+    for plan in plans:
+        order = (format_plan(plan), sequence, num_steps(plan), device_memory)
+        world.told(lambda order=order: json.dumps(order))  # type: ignore[misc]
+        found.append(Trial(plan, median(_together(world, *order))))
+    return found
+
+
+def follow(world: World) -> None:
+    """What the other ranks do while rank 0 plans and tries, until it calls `end`."""
+    while order := world.told(str):
+        _together(world, *json.loads(order))
+
+
+def end(world: World) -> None:
+    """Rank 0's word to those that `follow`: there are no more trials."""
+    world.told(str)
+
+
+def _together(world: World, plan_text: str, sequence: int | None, steps: int, device_memory: float) -> list[float]:
+    """Seconds of each step on its slowest rank, on every rank."""
+    seconds = torch.tensor(on_rank(world, plan_text, sequence, steps, device_memory), dtype=torch.float64, device=world.device)
+    world.everyone.all_reduce(seconds, op="max")
+    return [float(s) for s in seconds]
 
 
 def num_steps(plan: Plan) -> int:
