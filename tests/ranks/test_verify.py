@@ -72,6 +72,7 @@ def check(subject: Subject, layout: str, eager: str = "free links", **options: A
         (f"{ODD}:shared", "data=2 pipeline=2 microbatches=2 zero=3", "free links"),
         (f"{ODD}:frozen", "data=4 microbatches=2 zero=2", "free links"),
         (f"{ODD}:slices", "data=2 recompute=selective offload=all", "free links"),
+        (f"{ODD}:convnext", "data=2 pipeline=2 microbatches=2 schedule=zb-h1 zero=3", "free links"),
         ("lstm-tiny", "pipeline=2 microbatches=2 schedule=zb-v chunks=2 offload=all", "free links"),  # of four stages one has no operators
     ],
 )

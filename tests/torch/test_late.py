@@ -140,6 +140,31 @@ def test_gradients_are_those_of_one_backward(make: Any, batch: Any, late: set[st
     assert late <= runner.late.names
 
 
+@pytest.mark.parametrize(("make", "batch", "late"), CASES)
+def test_values_of_weights_are_not_read(make: Any, batch: Any, late: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """ZeRO-3 gives a weight's memory back after the input part; its late gradient is the same."""
+    deliver = Late.deliver
+
+    def without_memory(self: Late, notes: list[Any], into: Into) -> None:
+        weights = {site.name: site.parameter.data for site in self.sites}
+        assert late <= weights.keys()
+        storages = [x.untyped_storage() for x in weights.values()]
+        kept = [(storage.nbytes(), storage.clone()) for storage in storages]
+        for storage in storages:
+            storage.resize_(0)
+        deliver(self, notes, into)
+        for storage, (size, values) in zip(storages, kept, strict=True):
+            storage.resize_(size)
+            storage.copy_(values)
+
+    monkeypatch.setattr(Late, "deliver", without_memory)
+    torch.manual_seed(1)
+    given_batch = batch()
+    engine = _engine(make, given_batch)
+    engine.forward_backward(given_batch)
+    _equal(engine.full_gradients() or {}, _gradients(make, given_batch))
+
+
 class Deep(nn.Module):
     """Products of given widths."""
 

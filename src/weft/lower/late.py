@@ -153,16 +153,26 @@ class _Site:
         if x.is_floating_point() and x.dtype is not grad.dtype:
             x = x.to(grad.dtype)
         if not self.views:
-            made = self.formula(x, grad, self.parameter, self.args)
+            made = self.formula(x, grad, self._in_shape(), self.args)
             return made if made.dtype is self.parameter.dtype else made.to(self.parameter.dtype)
         with torch.enable_grad():
-            seen = self.seen()
+            read = self._in_shape().requires_grad_()
+            seen = self._through_views(read)
         made = self.formula(x, grad, seen.detach(), self.args)
-        return torch.autograd.grad(seen, self.parameter, made.to(seen.dtype))[0]
+        return torch.autograd.grad(seen, read, made.to(seen.dtype))[0]
 
-    def seen(self) -> Tensor:
-        """The parameter as the operator reads it."""
-        x = self.parameter
+    @property
+    def dims(self) -> int:
+        """Dimensions of the weight as the operator reads it."""
+        return self._through_views(self._in_shape()).dim()
+
+    def _in_shape(self) -> Tensor:
+        """The parameter; where its memory has been given back (ZeRO-3), a tensor of its shape: no formula reads values of it."""
+        if self.parameter.untyped_storage().nbytes():
+            return self.parameter.detach()
+        return self.parameter.new_empty(1).expand(self.parameter.shape)
+
+    def _through_views(self, x: Tensor) -> Tensor:
         for view in self.views:
             x = view(x)
         return x
@@ -266,7 +276,7 @@ def _site_of(node: fx.Node, leaves: Mapping[fx.Node, tuple[str, Tensor]]) -> _Si
         return None
     name, parameter = leaves[at]
     site = _Site(name, parameter, tuple(reversed(views)), formula, [None if isinstance(a, fx.Node) else a for a in args])
-    return site if site.seen().dim() == dims else None
+    return site if site.dims == dims else None
 
 
 def _view(target: Callable[..., Tensor], args: tuple[Any, ...]) -> Callable[[Tensor], Tensor]:
