@@ -1,7 +1,7 @@
 """Every model under every layout: the parallel run against the serial one, in float64, over two steps.
 
-In: models by name, rank counts, which choices of microbatches, schedule, ZeRO and recomputation. Out: a table of worst errors (or of why a
-layout is refused), `--json` rows, exit status 4 where anything differs or fails.
+In: models by name, rank counts, which choices of microbatches, schedule, ZeRO and recomputation, or how many random ones. Out: a table of
+worst errors (or of why a layout is refused), `--json` rows, exit status 4 where anything differs or fails.
 
 Each model is traced in this process; ranks are forked from it, so that none of them traces again. A case that is silent for longer
 than the limit is ended and reported by name. Not modelled: accelerators, more than one machine.
@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -156,6 +157,34 @@ def layouts(counts: Sequence[int], size: int, which: str) -> Iterator[tuple[Layo
             turn += 1
 
 
+def random_layouts(counts: Sequence[int], size: int, number: int, rng: random.Random) -> Iterator[tuple[Layout, str]]:
+    """`number` (layout, eager), every key drawn by itself: what nobody thought of putting together."""
+    made = 0
+    while made < number:
+        data, tensor, pipeline = rng.choice(list(factorisations(rng.choice(list(counts)))))
+        schedule = rng.choice(SCHEDULES) if pipeline > 1 else "1f1b"
+        layers = rng.choice(["", "", ":1", ":2"])
+        try:
+            layout = Layout(
+                data, tensor, pipeline,
+                rng.randint(1, max(1, min(6, size // data))),
+                schedule,
+                rng.randrange(4),
+                rng.choice(["none", "none", "selective", "full", f"full{layers}"]),
+                "float64",
+                chunks=rng.choice([2, 3]) if schedule == "interleaved" else 1,
+                sequence_parallel=rng.choice(["off", "on"]) if tensor > 1 else "off",
+                offload=rng.choice(["none", "none", "activations", f"activations{layers}", "optimizer", "all"]),
+                all_reduce=rng.choice(["auto", "auto", "native", "ring", "tree", "halving_doubling"]) if data > 1 else "auto",
+                staleness=rng.choice([0, 0, 0, 1]) if data > 1 else 0,
+                grid=rng.choice(["", *grids_of(tensor)]),
+            )  # fmt: skip
+        except LayoutError:
+            continue  # words that do not go together
+        made += 1
+        yield layout, rng.choice(["", *EAGER])
+
+
 def models() -> list[str]:
     """The tiny size of every family, the Hugging Face configurations, and the models of the tests and examples."""
     zoo = [name for name in sizes() if name.endswith("-tiny")]
@@ -198,8 +227,10 @@ def merged(files: Sequence[str]) -> list[Row]:
     return list(found.values())
 
 
-def run(names: Sequence[str], counts: Sequence[int], which: str, every: int, limit_s: float, tell: Callable[[Row], None]) -> list[Row]:
-    """All cases of all models."""
+def run(
+    names: Sequence[str], cases: Callable[[int], Iterable[tuple[Layout, str]]], limit_s: float, tell: Callable[[Row], None]
+) -> list[Row]:
+    """All `cases` of all models; they depend on how many samples a batch has."""
     rows: list[Row] = []
     for name in names:
         try:
@@ -208,7 +239,7 @@ def run(names: Sequence[str], counts: Sequence[int], which: str, every: int, lim
             rows.append(Row(name, "", "", "failed", {}, f"{type(error).__name__}: {error}"))
             tell(rows[-1])
             continue
-        for layout, eager in list(layouts(counts, subject.size, which))[::every]:
+        for layout, eager in cases(subject.size):
             rows.append(run_case(subject, layout, eager, limit_s))
             tell(rows[-1])
     return rows
@@ -272,6 +303,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("models", nargs="*", help="models, or parts of their names; all of them by default")
     parser.add_argument("--ranks", default="1,2,4,8", help="numbers of ranks, as 1,2,4")
     parser.add_argument("--choices", choices=("plain", "mixed", "grids", "all"), default="all", help="plain layouts, mixed, grids, or all")
+    parser.add_argument("--random", type=int, default=0, metavar="N", help="N random layouts of each model instead")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the random layouts")
     parser.add_argument("--every", type=int, default=1, metavar="N", help="take every Nth case of each model")
     parser.add_argument("--limit", type=float, default=LIMIT_S, metavar="S", help="seconds after which a silent case is ended")
     parser.add_argument("--json", metavar="FILE", help="write the rows there, after every case")
@@ -299,7 +332,14 @@ def main(arguments: Sequence[str]) -> int:
         said = f"{row.error:.1e}" if row.status == "equal" else _line(row.note)
         print(f"{row.status:8} {row.seconds:5.1f} s  {row.model}  {row.layout}  {row.eager}  {said}", file=sys.stderr, flush=True)
 
-    rows = merged(given.merge) if given.merge else run(names, counts, given.choices, given.every, given.limit, tell)
+    rng = random.Random(given.seed)
+
+    def cases(size: int) -> Iterable[tuple[Layout, str]]:
+        if given.random:
+            return random_layouts(counts, size, given.random, rng)
+        return list(layouts(counts, size, given.choices))[:: given.every]
+
+    rows = merged(given.merge) if given.merge else run(names, cases, given.limit, tell)
     total_s = time.perf_counter() - began
     if given.document:
         Path(given.document).write_text(document(rows), encoding="utf-8")

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +18,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from bench.verify_all import SCHEDULES, Row, Subject, factorisations, layouts, run_case  # noqa: E402
+from bench.verify_all import SCHEDULES, Row, Subject, factorisations, layouts, random_layouts, run_case  # noqa: E402
 
 import weft  # noqa: E402
 from weft.errors import Infeasible, ModelError  # noqa: E402
@@ -279,3 +280,18 @@ def test_every_factorisation_is_listed() -> None:
     assert {x.schedule for x in cases} == set(SCHEDULES)
     assert {x.schedule for x in cases if x.pipeline > 1} == set(SCHEDULES)
     assert {(x.zero, x.recompute) for x in cases} >= {(0, "none"), (1, "none"), (1, "full"), (0, "full")}
+
+
+def test_random_layouts_hang_on_the_seed_and_put_everything_together() -> None:
+    def cases(seed: int) -> list[tuple[Layout, str]]:
+        return list(random_layouts((1, 2, 4), 16, 300, random.Random(seed)))
+
+    found = [layout for layout, _ in cases(1)]
+    assert (cases(1), cases(2)) == (cases(1), cases(2))
+    assert cases(1) != cases(2)
+    assert {x.num_ranks for x in found} == {1, 2, 4}
+    assert {x.schedule for x in found if x.pipeline > 1} == set(SCHEDULES)
+    assert {x.zero for x in found if x.schedule.startswith("zb")} == {0, 1, 2, 3}
+    assert {x.staleness for x in found} == {0, 1}
+    assert any(16 % (x.data * x.microbatches) for x in found)
+    assert {x.recompute for x in found} >= {"none", "selective", "full", "full:1", "full:2"}
