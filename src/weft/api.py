@@ -93,7 +93,9 @@ def plan(
     if trials > 1 and not isinstance(model, str):
         raise UsageError('trials start processes that make the model anew, by its name: give it as text, "file.py:factory" for your own')
     chosen = of(layout)
-    return chosen if layout is not None else tried(chosen, trials, of, machines, device_memory=parse_bytes(device_memory))
+    if layout is not None:
+        return chosen
+    return tried(chosen, trials, of, machines, objective=objective, device_memory=parse_bytes(device_memory))
 
 
 def tried(
@@ -103,6 +105,7 @@ def tried(
     cluster: Cluster,
     sequence: int | None = None,
     *,
+    objective: str = "time",
     device_memory: float = 0.0,
     say: Callable[[str], object] = lambda line: None,
     world: World | None = None,
@@ -114,10 +117,12 @@ def tried(
         world: ranks that exist, of which this is the first and the others `follow`; plans for as many ranks are tried on them.
 
     Raises:
-        UsageError: the cluster is not one machine of this one's kind. Infeasible: none of them runs.
+        UsageError: the cluster is not one machine of this one's kind, or another objective than time. Infeasible: none of them runs.
     """
     if trials < 2 or chosen.uncaptured:
         return chosen
+    if objective != "time":
+        raise UsageError(f"trials tell what is fastest, and the objective is {objective}; leave one of them out")
     if world is not None:
         fitting = [c for c in chosen.candidates if c.layout.num_ranks == world.num_ranks and not c.layout.not_built()]
         plans = [chosen if one.layout == chosen.layout else plan_of(one.layout) for one in unlike(fitting, trials)]

@@ -116,6 +116,8 @@ def test_trials_that_cannot_be() -> None:
         weft.plan(torch.nn.Linear(2, 2), (torch.ones(2, 2),), loss=lambda out, _: out.sum(), cluster="1xcpu-2", trials=2)
     with pytest.raises(UsageError, match="2xcpu-2 is another"):
         weft.plan("gpt-tiny", 8, cluster="2xcpu-2", trials=2)
+    with pytest.raises(UsageError, match="the objective is memory"):
+        weft.plan("gpt-tiny", 8, cluster="1xcpu-2", trials=2, objective="memory")
     if not torch.cuda.is_available():
         with pytest.raises(UsageError, match="is another; leave them out"):
             weft.plan("gpt-tiny", 8, cluster="1xp3.16xlarge", trials=2)

@@ -107,7 +107,7 @@ class Setting:
         chosen = of(layout)
         if layout is None:
             limit = max(0.0, self.cluster.memory_limit_bytes - self.cluster.device.scratch_bytes)
-            chosen = api.tried(chosen, trials, of, self.cluster, self.sequence, device_memory=limit, say=say)
+            chosen = api.tried(chosen, trials, of, self.cluster, self.sequence, objective=objective, device_memory=limit, say=say)
         if chosen.uncaptured:
             return chosen
         shards = tuple((axis, shorten(cuts, self.names)) for axis, cuts in chosen.shards)
