@@ -256,6 +256,13 @@ def test_an_operator_without_float64_is_told_by_name() -> None:
     assert weft.verify(model.make, "data=1", batch, dtype="float32").ok
 
 
+def test_microbatches_whose_parts_would_be_unequal_are_refused(subject: Callable[[str], Subject]) -> None:
+    """16 samples in 3 microbatches: 6 are cut over two ranks where an operator reads them, 5 cannot be."""
+    with pytest.raises(Infeasible, match=r"microbatches of 5 samples .*does not divide over tensor=2"):
+        check(subject(f"{ODD}:encoder"), "tensor=2 microbatches=3 sequence_parallel=on")
+    assert check(subject(f"{ODD}:encoder"), "tensor=2 microbatches=4 sequence_parallel=on").ok
+
+
 def test_a_model_that_draws_is_refused_by_name(subject: Callable[[str], Subject]) -> None:
     with pytest.raises(ModelError, match=r"draws random numbers at .*/randn"):
         check(subject(f"{ODD}:noisy"), "data=2")

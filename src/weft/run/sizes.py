@@ -51,10 +51,12 @@ def check_alike(lowering: Lowering, graph: Graph) -> None:
             raise Infeasible(_unlike(graph, ours, (mine or other).site))
     if [(v.value, v.name, v.batched) for v in ours.inputs] != [(v.value, v.name, v.batched) for v in graph.inputs]:
         raise Infeasible(_unlike(graph, ours, "what it reads of the batch"))
-    for value, forms in sharding.forms.items():
+    held = list(sharding.forms.items())
+    moved = [pair for op in graph.operators for pair in zip(op.inputs, sharding.needs[op.name], strict=True)]  # and read there
+    for value, forms in (*held, *moved):
         shape = graph.tensors[value].shape if value in graph.tensors else ()
         for axis, form in forms.items():
-            if form[0] == "S" and shape and shape[int(form[1:])] % sharding.sizes[axis]:
+            if form is not None and form[0] == "S" and shape and shape[int(form[1:])] % sharding.sizes[axis]:
                 raise Infeasible(
                     f"with microbatches of {graph.batch_size} samples {value} has shape {list(shape)}, whose dimension {form[1:]} does not "
                     f"divide over {axis}={sharding.sizes[axis]}; use batches that divide into equal microbatches"
