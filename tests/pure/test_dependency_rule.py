@@ -44,7 +44,10 @@ EVERYTHING = {"cli", "api", "__init__", "__main__"}
 EXTRA = {f"cluster/probe/{name}.py": {"world"} for name in ("here", "messages", "operators")}
 
 TORCH_PARTS = {"zoo", "world", "lower", "run", "train"}
-TORCH_FILES = {"model/capture.py", "model/nesting.py", "model/watched.py", "model/deferred/", "cluster/probe/", "api.py"}
+TORCH_FILES = {
+    "model/capture.py", "model/reader.py", "model/functions/", "model/nesting.py", "model/watched.py", "model/deferred/", "cluster/probe/",
+    "api.py",
+}  # fmt: skip
 ENVIRONMENT_FILES = ("cli/", "world/launch", "world/prepared", "world/current")
 # What unpickles, or is unpickled: none of these ever reads or writes a byte for weft.
 PICKLING = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}

@@ -18,7 +18,8 @@ from torch import Tensor
 from weft.lower.kernels.randomness import Draw
 from weft.lower.local import LocalStage, Lowering, lower
 from weft.model import graph as data
-from weft.model.graph import Graph, Operator, Ref, Variable, Word
+from weft.model.functions import Call, call_of, function_of
+from weft.model.graph import FUNCTION, Graph, Operator, Ref, Slot, Variable, Word
 from weft.model.propagate import _Axis, _Choice
 from weft.model.sharding import Form, Prices, Sharding
 from weft.model.stages import Stage
@@ -111,6 +112,19 @@ def case(target: str, *args: Any, buffers: Sequence[int] = (), **kwargs: Any) ->
     return Case(Graph((), kept, given, (), (op,), spec, names[0], 0, names), tensors)
 
 
+def function_case(cls: Any, *args: Any) -> Case:
+    """`cls.apply(*args)` as a graph of one operator, with the rule that is followed through it."""
+    tensors = {f"x{i}": a for i, a in enumerate(a for a in args if isinstance(a, Tensor))}
+    numbers = iter(range(len(tensors)))
+    given = tuple(Slot(next(numbers)) if isinstance(a, Tensor) else a for a in args)
+    spec = {n: data.Tensor(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in tensors.items()}
+    function, does = function_of(Call(cls, given, (), tuple(map(str, given))), tuple(spec.values()), {})
+    names = tuple(f"y.{i}" for i in range(len(does.outputs)))
+    spec.update({n: does.tensors[v] for n, v in zip(names, does.outputs, strict=True)})
+    op = Operator("y", FUNCTION, (function, *map(Ref, tensors)), (), names, cls.__name__, True)
+    return Case(Graph((), (), tuple(Variable(n, n, spec[n]) for n in tensors), (), (op,), spec, names[0], 0, names), tensors)
+
+
 def _fresh(a: Any) -> Any:
     if isinstance(a, tuple | list):
         return type(a)(_fresh(item) for item in a)
@@ -197,7 +211,11 @@ def _whole(case: Case) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, 
             return mine[a.value]
         return [arg(i) for i in a] if isinstance(a, tuple) else getattr(torch, a.name) if isinstance(a, Word) else a
 
-    out = _call(op.target.removeprefix("aten."), [arg(a) for a in op.args], {k: arg(a) for k, a in op.kwargs})
+    if op.function is not None:
+        called = call_of(op.function)([mine[v] for v in op.inputs])
+        out = called if isinstance(called, tuple) else (called,)
+    else:
+        out = _call(op.target.removeprefix("aten."), [arg(a) for a in op.args], {k: arg(a) for k, a in op.kwargs})
     outs = dict(zip(op.outputs, out if op.multiple else [out], strict=True))
     generator = torch.Generator().manual_seed(1)
     seeds = {n: torch.randn(y.shape, dtype=y.dtype, generator=generator) for n, y in outs.items() if y.requires_grad}

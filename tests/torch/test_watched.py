@@ -53,8 +53,11 @@ class Reversed(torch.autograd.Function):
         return -grad
 
 
+reverse = Reversed.apply
+
+
 def reversed_gradient(model: Any, x: Tensor) -> Tensor:
-    return Reversed.apply(model.layer(x)).sum()  # type: ignore[no-any-return,no-untyped-call]
+    return Reversed.apply(model.layer(x)).sum() + (reverse(model.layer(x).tanh()) * x[:, :5]).sum()  # type: ignore[no-any-return,no-untyped-call]
 
 
 def hooked(model: Any, x: Tensor) -> Tensor:
@@ -122,7 +125,6 @@ def unclear_write(model: Any, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("forward", "said"),
     [
-        (reversed_gradient, "uses Reversed, whose backward is Python code"),
         (hooked, "registers a hook on a tensor"),
         (penalty, "calls torch.autograd.grad"),
         (counting, "changes its attribute count"),
@@ -243,7 +245,7 @@ def logging(model: Any, x: Tensor) -> Tensor:
     return F.relu(model.last).sum()  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("forward", [behind_gradients, through_data, infinite, averages, diagonal, reentrant, logging])
+@pytest.mark.parametrize("forward", [behind_gradients, through_data, infinite, averages, diagonal, reentrant, logging, reversed_gradient])
 def test_what_can_be_held_is_what_eager_computes(forward: Forward) -> None:
     """Loss, gradients and buffers."""
     model = Model(forward).double()

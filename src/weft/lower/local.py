@@ -15,11 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from weft.lower.kernels.functions import function
 from weft.lower.kernels.randomness import Draw, attention, drawn, dropout
 from weft.lower.kernels.statistics import batch_norm
 from weft.lower.kernels.vocabulary import cross_entropy, embedding
 from weft.lower.redistribute import counted, redistribute
-from weft.model.graph import Arg, Graph, Operator, Ref, Word
+from weft.model.functions import check_cut
+from weft.model.graph import Arg, Function, Graph, Operator, Ref, Word
 from weft.model.propagate import writes_buffer, written_buffers
 from weft.model.rules import Rule, rule_of
 from weft.model.sharding import Form, Sharding, move_collectives
@@ -67,6 +69,7 @@ class Lowering:
     rows: Mapping[str, int] = field(default_factory=dict)
     shares: Mapping[str, float] = field(default_factory=dict)
     apart: frozenset[str] = frozenset()
+    tried: set[object] = field(default_factory=set)  # functions of the user's own on pieces that they have been tried on
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -202,6 +205,24 @@ class _Builder:
         else:
             self.env[op.outputs[0]] = {made[0]: node}
 
+    def _function(self, op: Operator, captured: Function, cut: dict[str, str], tensors: list[Any]) -> fx.Node:
+        """A function with a backward of the user's own, which is first tried on pieces as large as this rank's."""
+        low, rows = self.low, self.low.sharding.needs[op.name]
+        places = {axis: {i: int(form[1:]) for i, row in enumerate(rows) if (form := row[axis] or "")[:1] == "S"} for axis in cut}
+        cuts = [(axis, low.sharding.sizes[axis], places[axis]) for axis in cut]
+        specs = tuple(self.tensors[v] for v in op.inputs)
+        key = (captured, specs, str(cuts))
+        if cuts and key not in low.tried:
+            check_cut(captured, specs, cuts, op.site)
+            low.tried.add(key)
+        scale = 1.0
+        for axis, averages in self._averages(op, cut).items():
+            scale /= low.sharding.sizes[axis] if averages else 1
+        call = function(captured, low.device, scale)
+        if captured.draws:
+            call = _bind(drawn, call, low.draw, self.ordinal[op.name], self._part(cut), None)
+        return self._emit(op, call, tensors, {})
+
     def _shape(self, value: str) -> tuple[int, ...]:
         return self.low.sharding.shape(value, self.tensors[value].shape)
 
@@ -211,6 +232,8 @@ class _Builder:
         kwargs = {k: self._arg(a, given) for k, a in op.kwargs}
         name = op.target.split(".")[1]
         cut = {axis: label for axis, label in self.low.sharding.ops[op.name].items() if label}
+        if op.function is not None:
+            return self._function(op, op.function, cut, args[1:])
         special = self._special(op, name, cut, args, kwargs)
         if special is not None:
             return special

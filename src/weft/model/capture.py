@@ -11,12 +11,10 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-import operator
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import combinations, islice
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -28,17 +26,16 @@ from weft.model.collector import uncollected
 from weft.model.deferred.blame import why_not
 from weft.model.deferred.fakes import Fake
 from weft.model.deferred.losses import loss_of
-from weft.model.functional import Memory, is_in_place, make_functional
-from weft.model.graph import Arg, Graph, Operator, Ref, Tensor, Variable, Word
+from weft.model.functional import Memory, make_functional
+from weft.model.functions import Record, function_of
+from weft.model.graph import Graph, Operator, Ref, Variable
 from weft.model.nesting import batch_size_of, leaves, rebuild
+from weft.model.reader import Aliased, Reader, exists, spec_of
 from weft.model.watched import State, changes, set_state, state_of, watched
 
 Loss = Callable[[Any, Any], torch.Tensor]
 _IGNORED = ("aten._assert_tensor_metadata.default", "aten._assert_async.msg", "aten.sym_constrain_range_for_size.default")
-_FORMATS = (torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d)
-_LAYOUT_WORDS: dict[Any, Word] = {torch.strided: Word("layout", "strided"), **{f: Word("format", str(f).split(".")[1]) for f in _FORMATS}}
 _MOST_TRIES = 31  # subsets of five tensors
-_Overload = type(torch.ops.aten.add.Tensor)  # the class has no public name
 
 
 @dataclass(frozen=True)
@@ -92,6 +89,8 @@ class _Step(nn.Module):
         states_seen: list[State] = []
         # Kept in closures: export puts a module's attributes back as they were.
         self.seen: Callable[[Any], None] = outputs_seen.append
+        record = Record()
+        self.record: Callable[[], Record] = lambda: record
         self.structure: Callable[[], Any] = lambda: outputs_seen[-1] if outputs_seen else None
         self.left: Callable[[State], None] = states_seen.append
         self.state_left: Callable[[], State] = lambda: states_seen[-1]
@@ -100,7 +99,7 @@ class _Step(nn.Module):
         given = iter(tensors)
         new = {path: next(given) if isinstance(leaf, torch.Tensor) else leaf for path, leaf in leaves(self._batch)}
         batch = rebuild(self._batch, new)
-        with watched(self.model):
+        with watched(self.model, self.record()):
             if self.gives_outputs:
                 output = called(self.model, batch)
                 self.seen(output)
@@ -190,11 +189,11 @@ def _traced(step: _Step, batch: Any, batched: frozenset[str], size: int, fake_mo
         _refuse_unknown_shapes(program)
         try:
             return _read(program, step, batch, batched, size)
-        except _Aliased:
+        except Aliased:
             program = program.run_decompositions({})
         try:
             return _read(program, step, batch, batched, size)
-        except _Aliased as error:
+        except Aliased as error:
             raise ModelError(str(error)) from error
 
 
@@ -229,10 +228,6 @@ def _quiet() -> Iterator[None]:
         logging.disable(before)
 
 
-class _Aliased(Exception):
-    """An in-place write whose aliases cannot be followed here, or a function's transform (vmap); torch's decomposition is asked instead."""
-
-
 def _read(program: Any, step: _Step, batch: Any, batched: frozenset[str], size: int) -> Captured:
     signature = program.graph_signature
     names = {spec.arg.name: spec for spec in signature.input_specs if hasattr(spec.arg, "name")}
@@ -247,7 +242,8 @@ def _read(program: Any, step: _Step, batch: Any, batched: frozenset[str], size: 
     paths = [path for path, leaf in leaves(batch) if isinstance(leaf, torch.Tensor)]
     outputs = step.gives_outputs
 
-    reader = _Reader()
+    known: dict[Any, Any] = {}
+    reader = Reader(lambda number, specs: function_of(step.record().calls[number], specs, known))
     parameters: dict[str, Variable] = {}
     buffers: dict[str, Variable] = {}
     inputs: list[Variable] = []
@@ -260,7 +256,7 @@ def _read(program: Any, step: _Step, batch: Any, batched: frozenset[str], size: 
         spec = names[node.name]
         kind = spec.kind.name
         target = (spec.target or "").removeprefix("model.")
-        tensor = _spec(node.meta.get("val"))
+        tensor = spec_of(node.meta.get("val"))
         if kind == "USER_INPUT":
             path = paths[num_inputs]
             num_inputs += 1
@@ -283,14 +279,14 @@ def _read(program: Any, step: _Step, batch: Any, batched: frozenset[str], size: 
     named = {p.value: p.name for p in parameters.values()}
     learned = {p.value for p in parameters.values() if p.trainable} | {v.value for v in inputs if v.tensor.is_float}
     memory = Memory(reader.storages(), frozenset(written), named, frozenset(learned), frozenset(reader.silent))
-    operators = make_functional(reader.operators, reader.tensors, memory, _exists)
+    operators = make_functional(reader.operators, reader.tensors, memory, exists)
     if operators is None:
         if reader.silent:  # torch's own functionalisation forgets which operators those are
             raise ModelError(
                 "the model writes into a tensor in a way that cannot be followed, beside a block without gradients; write with torch.where "
                 "or index_put, or leave the block out"
             )
-        raise _Aliased("the model writes into a tensor in a way that cannot be followed; write with torch.where or index_put")
+        raise Aliased("the model writes into a tensor in a way that cannot be followed; write with torch.where or index_put")
     ops, rename = operators
     results = [rename.get(v, v) for v in reader.results]
     wanted = _keep(ops, results, {b.value for b in buffers.values()})
@@ -316,7 +312,7 @@ def _read(program: Any, step: _Step, batch: Any, batched: frozenset[str], size: 
     return Captured(graph, {v: t for v, t in constants.items() if v in used}, step.structure())
 
 
-def _write_back(program: Any, reader: _Reader, buffers: Mapping[str, str], first_names: Mapping[str, str]) -> None:
+def _write_back(program: Any, reader: Reader, buffers: Mapping[str, str], first_names: Mapping[str, str]) -> None:
     """Where torch made the graph functional, it hands out what buffers hold at the end: write that into them, and keep the rest."""
     kept = []
     for spec, value in zip(program.graph_signature.output_specs, list(reader.results), strict=True):
@@ -328,11 +324,6 @@ def _write_back(program: Any, reader: _Reader, buffers: Mapping[str, str], first
         elif spec.kind.name == "USER_OUTPUT":
             kept.append(value)
     reader.results = kept
-
-
-def _exists(target: str) -> bool:
-    namespace, packet, overload = target.split(".")
-    return hasattr(getattr(getattr(torch.ops, namespace), packet, None), overload)
 
 
 def _keep(operators: list[Operator], results: list[str], buffers: set[str]) -> list[Operator]:
@@ -347,156 +338,3 @@ def _keep(operators: list[Operator], results: list[str], buffers: set[str]) -> l
             needed.update(op.inputs)
             kept.append(op)
     return kept[::-1]
-
-
-def _spec(value: Any) -> Tensor:
-    if isinstance(value, torch.Tensor):
-        return Tensor(tuple(int(n) for n in value.shape), str(value.dtype).removeprefix("torch."))
-    return Tensor((), {bool: "bool", int: "int64", float: "float64"}.get(type(value), "int64"))
-
-
-class _Reader:
-    """Walks an fx graph, sub-graphs of gradient and autocast blocks included, into operators."""
-
-    def __init__(self) -> None:
-        self.operators: list[Operator] = []
-        self.tensors: dict[str, Tensor] = {}
-        self.rename: dict[str, str] = {}
-        self.results: list[str] = []
-        self.silent: set[str] = set()  # operators in blocks without gradients
-        self._sites: dict[str, int] = {}
-        self._tuples: dict[str, tuple[str, ...]] = {}
-        self._memory: dict[str, torch.UntypedStorage] = {}
-
-    def remember(self, name: str, value: Any) -> None:
-        """Note which memory a value has."""
-        if isinstance(value, torch.Tensor):
-            self._memory[name] = value.untyped_storage()
-
-    def storages(self) -> dict[str, int]:
-        """Values that have the same number share memory."""
-        return {name: id(storage) for name, storage in self._memory.items()}
-
-    def read(self, graph: Any, owner: nn.Module) -> None:
-        for node in graph.nodes:
-            if node.op == "call_function":
-                self._call(node, owner, "", node.name, full_precision=False)
-            elif node.op == "output":
-                self.results = [self._name(n.name) for n in node.args[0] if hasattr(n, "name")]
-
-    def _name(self, name: str) -> str:
-        while name in self.rename:
-            name = self.rename[name]
-        return name
-
-    def _call(self, node: Any, owner: nn.Module, prefix: str, name: str, full_precision: bool) -> None:
-        target = node.target
-        if target is operator.getitem:
-            source = self._tuples[prefix + node.args[0].name]
-            self.rename[prefix + node.name] = source[node.args[1]]
-            return
-        if not isinstance(target, _Overload):
-            self._block(node, owner, prefix)
-            return
-        value = node.meta.get("val")
-        if str(target) in ("aten.as_strided.default", "aten.as_strided_scatter.default"):
-            source = node.args[0].meta["val"]
-            if not source.is_contiguous() or source.storage_offset() or "scatter" in str(target):
-                raise ModelError(
-                    f"{self._site(node, str(target))} goes by how its tensor lies in memory; use views, unfold or indices instead"
-                )
-        multiple = isinstance(value, tuple | list)
-        full = prefix + node.name
-        outputs = tuple(f"{full}.{i}" for i in range(len(value))) if multiple else (full,)
-        for output, item in zip(outputs, value if multiple else (value,), strict=True):
-            self.tensors[output] = _spec(item)
-            self.remember(output, item)
-        if multiple:
-            self._tuples[full] = outputs
-        self.operators.append(
-            Operator(
-                full,
-                str(target),
-                tuple(self._arg(a, prefix) for a in node.args),
-                tuple((k, self._arg(a, prefix)) for k, a in node.kwargs.items() if k != "pin_memory"),
-                outputs,
-                self._site(node, str(target)),
-                multiple,
-                full_precision,
-            )
-        )
-
-    def _block(self, node: Any, owner: nn.Module, prefix: str) -> None:
-        """Inline `with torch.no_grad()` (its outputs are detached) and `with torch.autocast(...)` blocks."""
-        kind = str(node.target)
-        if "set_grad_enabled" in kind:
-            keep_grad, body, operands, full_precision = node.args[0], node.args[1], node.args[2:], False
-        elif "autocast" in kind:
-            keep_grad, body, operands, full_precision = True, node.args[4], node.args[5:], not node.args[2]
-        else:
-            if isinstance(node.target, FunctionType):
-                raise _Aliased(f"the model calls {node.target.__name__}, which weft cannot take apart")
-            raise ModelError(f"the model calls {kind}, which weft cannot take apart")
-        inner = getattr(owner, body.target)
-        start = len(self.operators)
-        within = f"{prefix}{node.name}."
-        given = iter(operands)
-        for child in inner.graph.nodes:
-            if child.op == "placeholder":
-                self.rename[within + child.name] = self._name(prefix + next(given).name)
-            elif child.op == "call_function":
-                made_here = len(self.operators)
-                self._call(child, inner, within, child.name, full_precision)
-                if not keep_grad:
-                    self.silent.update(op.name for op in self.operators[made_here:])
-            elif child.op == "output":
-                results = child.args[0] if isinstance(child.args[0], tuple | list) else (child.args[0],)
-                made = []
-                for i, result in enumerate(results):
-                    value = self._name(within + result.name)
-                    if not keep_grad and self.tensors[value].is_float and self._made_in(value, start):
-                        out = f"{within}detach{i}"
-                        self.tensors[out] = self.tensors[value]
-                        if value in self._memory:
-                            self._memory[out] = self._memory[value]
-                        self.operators.append(
-                            Operator(out, "aten.detach.default", (Ref(value),), (), (out,), self._site(node, "aten.detach.default"))
-                        )
-                        value = out
-                    made.append(value)
-                self._tuples[prefix + node.name] = tuple(made)
-                if not isinstance(child.args[0], tuple | list):
-                    self.rename[prefix + node.name] = made[0]
-
-    def _made_in(self, value: str, start: int) -> bool:
-        """Whether a value is made by the operators from number `start` on; what a write hands back is what was written."""
-        by = {output: op for op in self.operators[start:] for output in op.outputs}
-        while value in by:
-            into = dict(by[value].kwargs).get("out", by[value].args[0] if is_in_place(by[value]) else None)
-            if not isinstance(into, Ref):
-                return True
-            value = self._name(into.value)
-        return False
-
-    def _arg(self, arg: Any, prefix: str) -> Arg:
-        if isinstance(arg, torch.fx.Node):
-            return Ref(self._name(prefix + arg.name))
-        if isinstance(arg, tuple | list):
-            return tuple(self._arg(a, prefix) for a in arg)
-        if isinstance(arg, torch.dtype):
-            return Word("dtype", str(arg).removeprefix("torch."))
-        if isinstance(arg, torch.device):
-            return Word("device", "run")
-        if isinstance(arg, torch.layout | torch.memory_format):
-            return _LAYOUT_WORDS[arg]
-        if arg is None or isinstance(arg, bool | int | float | str | complex):
-            return arg
-        raise ModelError(f"the model passes {type(arg).__name__} to an operator; weft knows numbers, text, dtypes and tensors")
-
-    def _site(self, node: Any, target: str) -> str:
-        stack = node.meta.get("nn_module_stack") or {}
-        path = next(reversed(stack.values()))[0] if stack else ""
-        path = path.removeprefix("model").removeprefix(".")
-        base = f"{path}/{target.split('.')[1]}"
-        count = self._sites[base] = self._sites.get(base, -1) + 1
-        return base if not count else f"{base}#{count}"

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from weft.model.fold import Fold
@@ -55,7 +55,8 @@ class Ref:
         return f"%{self.value}"
 
 
-Arg = object  # Ref, a Python constant, Word, or a tuple of Args
+FUNCTION = "weft.function.default"  # target of the operators that call a `Function`
+Arg = object  # Ref, a Python constant, Word, Function, or a tuple of Args
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,41 @@ class Word:
 
     kind: str
     name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Stands for tensor number `number` among the arguments of a function's call."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A `torch.autograd.Function` of the user's own and how it is called: the first argument of `weft.function.default`, before tensors.
+
+    `cls` is the class, `arguments` and `keywords` are what its `apply` is called with, a `Slot` for each tensor; `key` says the same in
+    a form that can be compared. `rule` is followed from what its forward and backward do (`weft.model.functions`); `learns`: of
+    each tensor, whether it is given a gradient. FLOPs are of matrix products, bytes are read and written; `keeps` are numbers of tensors,
+    the outputs' behind the inputs', that backward keeps, `extra_bytes` what it keeps besides. `wide`: numbers of float32 are float64's.
+    """
+
+    name: str
+    cls: Any = field(repr=False)
+    arguments: tuple[object, ...] = field(repr=False, compare=False)
+    keywords: tuple[tuple[str, object], ...] = field(repr=False, compare=False)
+    key: tuple[object, ...]
+    learns: tuple[bool, ...]
+    rule: Rule | None = field(default=None, hash=False)
+    kind: str = "elementwise"
+    flops: float = 0.0
+    backward_flops: float = 0.0
+    bytes: float = 0.0
+    backward_bytes: float = 0.0
+    keeps: tuple[int, ...] = ()
+    extra_bytes: float = 0.0
+    draws: bool = False
+    wide: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +119,11 @@ class Operator:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "inputs", tuple(_refs((self.args, tuple(v for _, v in self.kwargs)))))
+
+    @property
+    def function(self) -> Function | None:
+        """The user's own function that it calls, if it does."""
+        return self.args[0] if self.target == FUNCTION and isinstance(self.args[0], Function) else None
 
     @property
     def layer(self) -> str:
@@ -157,6 +198,8 @@ class Graph:
         def arg(a: Arg) -> Arg:
             if isinstance(a, tuple):
                 return tuple(arg(item) for item in a)
+            if isinstance(a, Function):
+                return replace(a, wide=target == "float64")
             return Word("dtype", dtypes[a.name]) if isinstance(a, Word) and a.kind == "dtype" and a.name in dtypes else a
 
         def variables(group: tuple[Variable, ...]) -> tuple[Variable, ...]:

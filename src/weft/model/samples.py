@@ -110,7 +110,7 @@ def _through(
     labels = {row[place.dim] for _, place, row in rows if row is not None}
     if not labels:  # its values are not read
         return
-    if name in _SUMS and all(prod(shapes[value]) == 1 for value in op.outputs):
+    if (name in _SUMS or op.function is not None) and all(prod(shapes[value]) == 1 for value in op.outputs):
         found.summed = True
         if name in _CLASSES and any(i == 0 and place.dim == min(1, len(shapes[op.inputs[0]]) - 1) for i, place in here):
             found.mixed = found.mixed or op

@@ -47,6 +47,8 @@ class Stage:
 
 def draws(op: Operator) -> bool:
     """Whether an operator draws random numbers."""
+    if op.function is not None:
+        return op.function.draws
     name = op.target.split(".")[1]
     if name in _RECURRENT:
         return any(isinstance(arg, float) and arg > 0 for arg in op.args)  # dropout between layers

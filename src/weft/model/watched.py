@@ -24,6 +24,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from weft.errors import ModelError
 from weft.model.deferred.known import Known
+from weft.model.functions import BASE, Record, plainly, recorded, recording
 
 State = Mapping[tuple[str, str], Any]  # (path of a module, attribute) -> value
 _GET_DATA, _SET_DATA = Tensor.data.__get__, Tensor.data.__set__  # type: ignore[attr-defined]
@@ -89,31 +90,28 @@ _OF_AN_OPERATOR = "GeneratedBackwardFor_"
 
 
 @contextmanager
-def watched(model: nn.Module) -> Iterator[None]:
-    """Call `model` in this block, under tracing.
+def watched(model: nn.Module, record: Record) -> Iterator[None]:
+    """Call `model` in this block, under tracing. Functions with a backward of their own become operators that `record` has.
 
     Raises:
         ModelError: what the model does is not in a graph of its operators, by name.
     """
     buffers = {(path, key): b for path, m in model.named_modules() for key, b in m._buffers.items()}
     drawn = _python_randomness()
-    function: Any = torch.autograd.Function
-    before = vars(function)["apply"]  # as it is defined: read as an attribute it would be bound to this class
-
-    def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
-        if cls.__name__.startswith(_OF_AN_OPERATOR):
-            return before.__get__(None, cls)(*args, **kwargs)
-        return _apply(cls, *args, **kwargs)
-
-    function.apply = classmethod(apply)
+    # Below `Function.apply`, which a module may have kept under another name (`reverse = Reverse.apply`).
+    BASE.apply = classmethod(_apply)
+    functions: Any = torch.autograd.function
+    transformed = functions.custom_function_call
+    functions.custom_function_call = _refuse_transformed
     checked = Distribution._validate_args
     # Distributions look at the values of their arguments, which only tells whether they are valid.
     Distribution.set_default_validate_args(False)
     try:
-        with _Told(model):
+        with _Told(model), recording(record):
             yield
     finally:
-        function.apply = before
+        del BASE.apply
+        functions.custom_function_call = transformed
         Distribution.set_default_validate_args(checked)
     if _python_randomness() != drawn:
         raise ModelError("the model draws from Python's or numpy's random numbers, which a captured graph would fix; use torch's")
@@ -130,8 +128,16 @@ def watched(model: nn.Module) -> Iterator[None]:
 
 
 def _apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+    if cls.__name__.startswith(_OF_AN_OPERATOR):
+        return plainly(cls, *args, **kwargs)
     if cls is CheckpointFunction:
         return args[0](*args[2:])  # after it comes whether random state is kept
+    if cls.__module__.partition(".")[0] == "torch":  # hooks of modules, and what sums over ranks by itself
+        _refuse_transformed(cls)
+    return recorded(cls, *args, **kwargs)
+
+
+def _refuse_transformed(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
     raise ModelError(
         f"the model uses {cls.__name__}, whose backward is Python code that a captured graph does not hold; write it with operators and "
         "detach, for example x + (f(x) - x).detach()"

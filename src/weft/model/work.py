@@ -2,7 +2,8 @@
 
 FLOPs count the multiplications and additions of matrix-product-like operators only (2 a multiply-add), attention in full even
 where it is causal, as is the custom (Narayan et al. 2021, equation 3). Everything else is priced by the bytes that it moves.
-Not modelled: kernels that a compiler fuses, operators that an autograd formula of the user's own replaces, and sparsity.
+A function with a backward of the user's own costs what the operators of both take, each by itself. Not modelled: kernels that a compiler
+fuses, and sparsity.
 """
 
 from __future__ import annotations
@@ -86,6 +87,8 @@ def packet(op: Operator) -> str:
 
 def kind_of(op: Operator) -> str:
     """Kind of an operator: what its speed depends on; elementwise where it is not listed."""
+    if op.function is not None:
+        return op.function.kind
     name = packet(op)
     if name in ("dropout", "feature_dropout", "alpha_dropout") and not drops(op):
         return "view"
@@ -105,6 +108,8 @@ def operator_flops(op: Operator, tensors: dict[str, Tensor]) -> float:
     Linear, matmul, einsum: 2 x (size of the product space). Convolution: 2 x outputs x (kernel x channels of a group). Attention:
     2·L·S·(E + Ev) a head. Recurrent: 2 x (weights) a step and layer.
     """
+    if op.function is not None:
+        return op.function.flops
     kind, name = kind_of(op), packet(op)
     if kind not in MATMUL_KINDS:
         return 0.0
@@ -147,6 +152,8 @@ def operator_bytes(op: Operator, tensors: dict[str, Tensor]) -> float:
     kind = kind_of(op)
     if kind == "view":
         return 0.0
+    if op.function is not None:
+        return op.function.bytes
     written = sum(tensors[v].size_bytes for v in op.outputs)
     if kind == "gather":
         return 2.0 * written
@@ -214,6 +221,10 @@ def _work(op: Operator, tensors: dict[str, Tensor], grads: set[str]) -> Work:
     moved = operator_bytes(op, tensors)
     if not any(v in grads for v in op.outputs):
         return Work(kind, flops, 0.0, moved)
+    if op.function is not None:
+        does, values = op.function, (*op.inputs, *op.outputs)
+        kept = tuple(dict.fromkeys(values[i] for i in does.keeps))
+        return Work(kind, flops, does.backward_flops, moved, does.backward_bytes, kept, does.extra_bytes)
     keeps, extra = _keeps(op, name, kind, tensors, grads)
     through = (*op.outputs, *into) if kind == "gather" else (*op.outputs, *into, *keeps)
     back = sum(tensors[v].size_bytes for v in through) + extra * (2 if name == "cross_entropy_loss" else 1)

@@ -16,54 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from weft.lower.double import Double
 from weft.model.capture import Loss, call
-from weft.model.deferred.fakes import tree_flatten, tree_map
 from weft.model.nesting import batch_size_of, leaves, rebuild
 from weft.model.watched import set_state, state_of
 from weft.plan.plan import Plan
 from weft.run.optimizer import OptimizerSpec
-from weft.world import private
 
 Values = Mapping[str, Mapping[str, Tensor]]  # what is compared: kind -> name -> value
 
 _EPSILON = {name: torch.finfo(getattr(torch, name)).eps for name in ("float64", "float32", "bfloat16")}
 _RUNS = 4  # perturbed runs: one alone can round the same way by chance
-
-
-class Double(private.DispatchMode):  # type: ignore[no-untyped-call]
-    """Casts to float32 become casts to float64, and so do constants that the model's code makes, or the loss brings (class weights)."""
-
-    supports_higher_order_operators = True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if not hasattr(func, "_schema"):  # an operator of operators, as torch.cond
-            return func(*args, **kwargs)
-        if kwargs.get("dtype") is torch.float32:
-            kwargs["dtype"] = torch.float64
-        given = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
-        narrow = {id(x) for x in given if x.dtype is torch.float32}
-        if narrow and not _writes(func) and any(x.dtype is torch.float64 for x in given):
-            args, kwargs = tree_map(lambda x: x.double() if id(x) in narrow else x, (args, kwargs))
-        try:
-            made = func(*args, **kwargs)
-        except RuntimeError:
-            if func.__name__ not in ("full.default", "scalar_tensor.default") or "dtype" in kwargs:
-                raise
-            # A mask's least number, which is float64's, in a tensor of float32.
-            return func(*args, **{**kwargs, "dtype": torch.float64})
-        if isinstance(made, Tensor) and made.dtype is torch.float32:
-            if not any(isinstance(x, Tensor) for x in args):
-                return func(*args, **{**kwargs, "dtype": torch.float64})
-            of_integers = not any(x.is_floating_point() or x.is_complex() for x in given) and kwargs.get("dtype") is None
-            if func is torch.ops.aten.lift_fresh.default or of_integers:
-                return made.double()
-        return made
-
-
-def _writes(func: Any) -> bool:
-    """Whether an operator writes one of its arguments."""
-    return any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)  # where torch says it
 
 
 class Serial:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.errors import Infeasible, ModelError
+from weft.lower.double import Double
 from weft.lower.kernels.randomness import Draw
 from weft.lower.local import LocalStage
 from weft.model.capture import Loss, call
@@ -31,7 +32,6 @@ from weft.plan.plan import Plan
 from weft.run.build import Parts, Source, program_of
 from weft.run.optimizer import OptimizerSpec
 from weft.run.parameters import LocalParameter, build_groups
-from weft.run.serial import Double
 from weft.run.summing import choose_sums
 from weft.world import private
 from weft.world.world import World

@@ -8,7 +8,7 @@ from __future__ import annotations
 from weft.model.graph import Arg, Operator, Ref, Tensor
 from weft.model.rules.rule import BLOCKED, Labels, Rule, parse
 from weft.model.rules.table import ALONG_DIM, CELLS, FACTORIES, LOSSES, NOTATION, POINTWISE, REDUCTIONS, SHAPED_LIKE
-from weft.model.rules.views import VIEWS, index
+from weft.model.rules.views import VIEWS, index, masked_put
 
 __all__ = ["BLOCKED", "Labels", "Rule", "parse", "rule_of"]
 
@@ -17,6 +17,8 @@ Shape = tuple[int, ...]
 
 def rule_of(op: Operator, tensors: dict[str, Tensor]) -> Rule | None:
     """The factor rule of one operator at its shapes; None where it has none."""
+    if op.function is not None:
+        return op.function.rule
     name = op.target.split(".")[1]
     ins = [tensors[v].shape for v in op.inputs]
     outs = [tensors[v].shape for v in op.outputs]
@@ -40,6 +42,8 @@ def rule_of(op: Operator, tensors: dict[str, Tensor]) -> Rule | None:
         return _renormed(op, ins)
     if name == "index":
         return index(op, tensors)
+    if name == "index_put":
+        return masked_put(op, tensors)
     if name == "matmul":
         return _matmul(ins, outs)
     if name == "einsum":
@@ -100,7 +104,7 @@ def _dims(op: Operator, position: int, rank: int) -> list[int] | None:
 
 def _along_dim(op: Operator, name: str, ins: list[Shape], outs: list[Shape]) -> Rule | None:
     """Every dimension but the one that the operator works along; all tensors must agree in size there."""
-    position = {"topk": 2, "kthvalue": 2, "roll": 2, "diff": 2}.get(name, 1)
+    position = 2 if name.endswith("_backward_data") else {"topk": 2, "kthvalue": 2, "roll": 2, "diff": 2}.get(name, 1)
     dims = _dims(op, position, len(ins[0])) or ([len(ins[0]) - 1] if name in ("topk", "sort", "glu", "argsort", "kthvalue") else None)
     if dims is None:
         return None

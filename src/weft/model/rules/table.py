@@ -46,7 +46,7 @@ NOTATION: dict[str, tuple[str, ...]] = {
     "prelu": ("n c s*, c -> n c s*", "n c s*, !c -> n c s*"),
     "view_as_complex": ("b* !r -> b*",),
     "view_as_real": ("b* -> b* !r",),
-    "cdist": ("b* n !d, b* m !d -> b* n m",),
+    **dict.fromkeys(("cdist", "_cdist_forward", "_euclidean_dist"), ("b* n !d, b* m !d -> b* n m",)),
     "grid_sampler": ("n c !h !w, n !x !y !z -> n c !x !y",),
     "bilinear": ("b* i, b* j, o i j, o -> b* o",),
     "outer": ("n, m -> n m",),
@@ -68,6 +68,8 @@ POINTWISE = frozenset(
     _to_copy copy hypot xlogy heaviside sinc angle conj sgn square_ positive lift_fresh_copy lift multiply subtract divide negative absolute
     greater greater_equal less less_equal not_equal float_power fix deg2rad rad2deg softshrink hardshrink real imag polar complex logaddexp
     logaddexp2 broadcast_tensors copysign nextafter erfinv lgamma digamma i0 ldexp bitwise_left_shift bitwise_right_shift
+    tanh_backward sigmoid_backward gelu_backward silu_backward mish_backward threshold_backward hardtanh_backward leaky_relu_backward
+    elu_backward softplus_backward hardswish_backward hardsigmoid_backward logit_backward
     """.split()
 )
 
@@ -76,6 +78,7 @@ ALONG_DIM = frozenset(
     """
     softmax _softmax log_softmax _log_softmax cumsum cumprod logcumsumexp flip sort topk argsort glu kthvalue roll gather
     index_select scatter scatter_add cummax cummin logsumexp take_along_dim scatter_reduce index_add index_copy diff
+    _softmax_backward_data _log_softmax_backward_data
     """.split()
 )
 

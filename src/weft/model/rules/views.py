@@ -220,3 +220,16 @@ def index(op: Operator, tensors: dict[str, Tensor]) -> Rule | None:
     if prod(tensors[op.outputs[0]].shape) == 0 or len(out) != len(tensors[op.outputs[0]].shape):
         return None
     return Rule((tuple(labels), *rows), (tuple(out),))
+
+
+def masked_put(op: Operator, tensors: dict[str, Tensor]) -> Rule | None:
+    """`x[mask] = value`, one value wherever a mask of the leading dimensions says so."""
+    source, indices, value = op.args[:3]
+    if not isinstance(source, Ref) or not isinstance(indices, tuple) or len(indices) != 1 or not isinstance(value, Ref):
+        return None
+    mask, shape = indices[0], tensors[source.value].shape
+    if not isinstance(mask, Ref) or tensors[mask.value].dtype != "bool" or tensors[value.value].size != 1:
+        return None
+    labels = _named(shape)
+    one = (BLOCKED,) * len(tensors[value.value].shape)
+    return Rule((labels, labels[: len(tensors[mask.value].shape)], one), (labels,))

@@ -1,0 +1,53 @@
+"""A function with a backward of the user's own, on one rank's tensors: its own `apply`, so that backward is the user's.
+
+In: the `Function` that was captured, and this rank's tensors. Out: what it makes of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.lower.double import Double
+from weft.model.functions import BASE, call_of
+from weft.model.graph import Function
+
+
+def function(captured: Function, device: torch.device, scale: float = 1.0) -> Callable[..., tuple[Tensor, ...]]:
+    """What calls it with its tensors. `device`: where it is told one; `scale`: of what it makes, where that is a mean over a cut label."""
+    call = call_of(captured)
+
+    def here(a: object) -> object:
+        return device if isinstance(a, torch.device) else torch.float64 if captured.wide and a is torch.float32 else a
+
+    call = replace(call, arguments=tuple(map(here, call.arguments)), keywords=tuple((k, here(a)) for k, a in call.keywords))
+    cls = _wide(captured.cls) if captured.wide else captured.cls
+
+    def called(*tensors: Tensor) -> tuple[Tensor, ...]:
+        out = call(list(tensors), cls)
+        made = [y for y in (out if isinstance(out, tuple) else (out,)) if isinstance(y, Tensor)]
+        return tuple(y * scale for y in made) if scale != 1.0 else tuple(made)
+
+    called.__name__ = called.__qualname__ = "function"
+    called.__module__ = __name__
+    return called
+
+
+@cache
+def _wide(cls: Any) -> Any:
+    """The class with its code in float64."""
+
+    def under(code: Callable[..., Any]) -> Any:
+        def wide(*args: Any, **kwargs: Any) -> Any:
+            with Double():  # type: ignore[no-untyped-call]  # torch's own constructor has no types
+                return code(*args, **kwargs)
+
+        return staticmethod(wide)
+
+    own = {name: getattr(cls, name) for name in ("forward", "backward", "vjp", "setup_context")}
+    return type(cls.__name__, (cls,), {name: under(code) for name, code in own.items() if code is not getattr(BASE, name)})

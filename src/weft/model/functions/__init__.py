@@ -1,0 +1,129 @@
+"""Functions with a backward of the user's own (`torch.autograd.Function`), as operators of a captured graph.
+
+In: a call that a trace recorded, and what its tensors are. Out: a `Function`: how it can be cut, what it costs, and how it is called.
+Its own `apply` runs on every rank, on that rank's tensors, so that its gradients are the user's, whatever its forward would suggest.
+Not modelled: functions that write what they are given, read tensors that are no arguments, or ask for values: refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from weft.errors import LayoutError
+from weft.model.functions.follow import Places, follow, rule_by_following
+from weft.model.functions.record import BASE, Call, Record, plainly, recorded, recording, refusal
+from weft.model.functions.trace import Joint, joint
+from weft.model.graph import Function, Tensor
+from weft.model.rules import Rule
+from weft.model.stages import draws
+from weft.model.work import kind_of, operator_bytes, operator_flops
+
+__all__ = ["BASE", "Call", "Record", "call_of", "check_cut", "function_of", "plainly", "recorded", "recording"]
+
+Specs = tuple[Tensor, ...]
+
+
+def function_of(call: Call, specs: Specs, known: dict[tuple[Call, Specs], tuple[Function, Joint]]) -> tuple[Function, Joint]:
+    """What a call on tensors like `specs` is, and what it does. `known`: those of one capture, in which equal calls are followed once.
+
+    Raises:
+        ModelError: the function does what no graph of operators holds, by name.
+    """
+    if (call, specs) not in known:
+        known[call, specs] = _function_of(call, specs)
+    return known[call, specs]
+
+
+def _function_of(call: Call, specs: Specs) -> tuple[Function, Joint]:
+    learns = tuple(t.is_float or t.dtype.startswith("complex") for t in specs)
+    found = joint(call, specs, learns)
+    given = tuple(gradient is not None for gradient in found.gradients)
+    if given != learns:  # those it has no gradient for are not asked for one
+        learns, found = given, joint(call, specs, given)
+    if found.operators != joint(call, specs, learns).operators:
+        raise refusal(call, "computes otherwise when it is called again; what it computes may follow from its arguments alone")
+    whole = [found, *_alone(call, specs, learns, found)]
+
+    def cut(places: Places, n: int) -> list[tuple[Joint, Joint]]:
+        pieces = _pieces(specs, places, n)
+        try:
+            made = joint(call, pieces, learns)
+        except Exception:
+            return []  # it does not run on such pieces
+        return list(zip(whole, [made, *_alone(call, pieces, learns, made)], strict=True))
+
+    rule = rule_by_following(found, cut)
+    return _priced(call, specs, learns, found, rule), found
+
+
+def check_cut(function: Function, specs: Specs, cuts: Sequence[tuple[str, int, Mapping[int, int]]], site: str) -> None:
+    """Raise LayoutError where a function does not compute, on the pieces that one rank will have, what it computes of the whole.
+
+    `cuts`: one axis after the other, (axis, parts, [number of a tensor] -> dimension that is cut). The rule was tried with few sizes; code
+    may take another way at others.
+    """
+    call, at = call_of(function), [specs]
+    for _, n, places in cuts:
+        at.append(_pieces(at[-1], places, n))
+    for (axis, n, places), (before, after) in zip(cuts, pairwise(at), strict=True):
+        whole, piece = (joint(call, s, function.learns) for s in (before, after))
+        ways = [(one, *_alone(call, s, function.learns, one)) for s, one in ((before, whole), (after, piece))]
+        pairs = zip(*ways, strict=True)
+        if any(follow(a, b, places, n) is None for a, b in pairs):
+            shapes = ", ".join(str(list(t.shape)) for t in after)
+            raise LayoutError(
+                f"{site} computes otherwise on pieces of {shapes}, as {axis}={n} would have them, than on the whole; use fewer ranks there"
+            )
+
+
+def call_of(function: Function) -> Call:
+    """The call as it was recorded."""
+    return Call(function.cls, function.arguments, function.keywords, function.key)
+
+
+def _alone(call: Call, specs: Specs, learns: tuple[bool, ...], found: Joint) -> list[Joint]:
+    """Each output alone with a gradient, where there are several: the others may be read by nobody."""
+    seeded = [i for i, seed in enumerate(found.seeds) if seed is not None]
+    return [joint(call, specs, learns, i) for i in seeded] if len(seeded) > 1 else []
+
+
+def _pieces(specs: Specs, places: Places, n: int) -> Specs:
+    def piece(i: int, t: Tensor) -> Tensor:
+        if i not in places:
+            return t
+        return Tensor(tuple(size // n if d == places[i] else size for d, size in enumerate(t.shape)), t.dtype)
+
+    return tuple(piece(i, t) for i, t in enumerate(specs))
+
+
+def _priced(call: Call, specs: Specs, learns: tuple[bool, ...], found: Joint, rule: Rule) -> Function:
+    name = call.cls.__name__
+    plain = Function(name, call.cls, call.arguments, call.keywords, call.key, learns, rule)
+    outs = [found.tensors[v] for v in found.outputs]
+    moved = float(sum(t.size_bytes for t in (*specs, *outs)))
+
+    if found.operators is None:
+        return replace(plain, bytes=moved, backward_bytes=moved, keeps=tuple(range(len(specs))))
+    tensors = dict(found.tensors)
+    forward, backward = found.operators[: found.num_forward], found.operators[found.num_forward :]
+    flops = [sum(operator_flops(op, tensors) for op in part) for part in (forward, backward)]
+    sizes = [sum(operator_bytes(op, tensors) for op in part) for part in (forward, backward)]
+    root: dict[str, str] = {}
+    for op in found.operators:
+        root.update((v, root.get(op.inputs[0], op.inputs[0])) for v in op.outputs if kind_of(op) == "view" and op.inputs)
+    early = {*found.inputs, *(v for op in forward for v in op.outputs)}
+    kept = dict.fromkeys(root.get(v, v) for op in backward for v in op.inputs if v in early)
+    numbers = {root.get(v, v): i for i, v in reversed(list(enumerate((*found.inputs, *found.outputs))))}
+    return replace(
+        plain,
+        kind="view" if len(outs) == 1 and found.shared == (0,) else "linear" if flops[0] else "elementwise",
+        flops=flops[0],
+        backward_flops=flops[1],
+        bytes=sizes[0],
+        backward_bytes=sizes[1],
+        keeps=tuple(sorted(numbers[v] for v in kept if v in numbers)),
+        extra_bytes=float(sum(tensors[v].size_bytes for v in kept if v not in numbers and v not in found.literals)),
+        draws=any(draws(op) for op in found.operators),
+    )
