@@ -100,6 +100,21 @@ class Product(Function):
         return made[0], made[1], made[2]
 
 
+class Held(Function):
+    """Keeps its weight as an attribute of the context, and a view and a product of another."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+        ctx.weight, ctx.scaled = weight, weight.t() * scale.unsqueeze(-1)
+        ctx.save_for_backward(x, weight.t(), scale)
+        return (x * scale) @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x, turned, scale = ctx.saved_tensors
+        return grad @ ctx.scaled.t(), grad.t() @ (x * scale), ((grad @ ctx.weight) * x).sum(0) + 0.0 * turned.sum()
+
+
 class Softmax(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -288,6 +303,13 @@ class Net(nn.Module):
                 return Centered.apply(x)
             case "counted":
                 return Counted.apply(x)
+            case "held":
+                return Held.apply(x, self.mid.weight, self.scale)  # which a linear layer reads as well
+            case "quiet":
+                with torch.no_grad():
+                    gate = _apply_quick(x)
+                with torch.autocast("cpu", enabled=False):
+                    return Otherwise.apply(x * gate)
             case "narrow":
                 return Narrow.apply(x, torch.float32)
             case "looked":
@@ -309,8 +331,8 @@ class Net(nn.Module):
 
 
 NAMES = (
-    "quick", "otherwise", "reverse", "sign", "softmax", "best", "two", "clamped", "centered", "counted", "looked", "narrow",
-    "product", "unbiased", "distance", "summed", "all",
+    "quick", "otherwise", "reverse", "sign", "softmax", "best", "two", "clamped", "centered", "counted", "looked",
+    "narrow", "held", "quiet", "product", "unbiased", "distance", "summed", "all",
 )  # fmt: skip
 
 

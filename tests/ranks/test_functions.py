@@ -23,7 +23,7 @@ ALL = ("data=2 microbatches=2 zero=1", "data=2 zero=2", "data=2 recompute=full",
 @pytest.mark.parametrize("name", NAMES)
 def test_functions_of_users_are_what_they_are_in_one_process(name: str) -> None:
     subject = Subject(str(ROOT / f"tests/ranks/function_models.py:{name}"))
-    assert not check(subject, (*TWO, *ALL) if name in ("all", "product", "distance", "two", "narrow") else TWO)
+    assert not check(subject, (*TWO, *ALL) if name in ("all", "product", "distance", "two", "narrow", "held") else TWO)
     if name in ("all", "unbiased", "centered"):
         assert not check(subject, ("data=2 tensor=2", "data=2 pipeline=2 microbatches=2"))
 

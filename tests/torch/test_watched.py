@@ -172,6 +172,29 @@ def test_an_operator_with_a_registered_backward_is_captured() -> None:
     assert "weft_tests.cubed.default" in [op.target for op in graph.operators]
 
 
+@torch.library.custom_op("weft_tests::relu", mutates_args=())
+def _named_alike(x: Tensor) -> Tensor:
+    return x - x.mean(0)
+
+
+_named_alike.register_fake(torch.empty_like)
+_named_alike.register_autograd(lambda ctx, grad: grad - grad.mean(0))
+
+
+def test_an_operator_of_somebody_elses_is_not_taken_for_torchs_of_that_name() -> None:
+    def custom(model: Any, x: Tensor) -> Tensor:
+        return _named_alike(model.layer(x)).square().sum()  # type: ignore[no-any-return]
+
+    graph = equal_to_eager(Model(custom).double(), (X,)).graph
+    assert graph.rules[next(op.name for op in graph.operators if op.target == "weft_tests.relu.default")] is None
+
+
+def attention_in_full_precision(model: Any, x: Tensor) -> Tensor:
+    q = model.layer(x).view(2, 4, 5)
+    with torch.autocast("cpu", enabled=False):
+        return F.scaled_dot_product_attention(q, q, q).sum()
+
+
 def test_hooks_of_parameters_and_modules_are_refused() -> None:
     def plain(model: Any, x: Tensor) -> Tensor:
         return model.layer(x).sum()  # type: ignore[no-any-return]
@@ -245,7 +268,10 @@ def logging(model: Any, x: Tensor) -> Tensor:
     return F.relu(model.last).sum()  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("forward", [behind_gradients, through_data, infinite, averages, diagonal, reentrant, logging, reversed_gradient])
+@pytest.mark.parametrize(
+    "forward",
+    [behind_gradients, through_data, infinite, averages, diagonal, reentrant, logging, reversed_gradient, attention_in_full_precision],
+)
 def test_what_can_be_held_is_what_eager_computes(forward: Forward) -> None:
     """Loss, gradients and buffers."""
     model = Model(forward).double()

@@ -10,6 +10,7 @@ import operator as python_operator
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -230,7 +231,7 @@ class _Builder:
         given = iter(inputs)
         args = [self._arg(a, given) for a in op.args]
         kwargs = {k: self._arg(a, given) for k, a in op.kwargs}
-        name = op.target.split(".")[1]
+        name = op.target.split(".")[1] if op.target.startswith("aten.") else ""  # others have no lowering of their own
         cut = {axis: label for axis, label in self.low.sharding.ops[op.name].items() if label}
         if op.function is not None:
             return self._function(op, op.function, cut, args[1:])
@@ -244,6 +245,10 @@ class _Builder:
         return self._emit(op, _lookup(op.target), args, kwargs)
 
     def _emit(self, op: Operator, target: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
+        if op.full_precision and isinstance(target, FunctionType):  # no operator, so that generated code cannot name it
+            called = _bind(_full_precision, target)
+            called.__name__ = called.__qualname__ = target.__name__  # recomputation knows operators by their names
+            return self._node(called, tuple(args), kwargs)
         if op.full_precision:
             return self._node(_full_precision, (target, *args), kwargs)
         return self._node(target, tuple(args), kwargs)

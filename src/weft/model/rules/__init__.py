@@ -19,6 +19,8 @@ def rule_of(op: Operator, tensors: dict[str, Tensor]) -> Rule | None:
     """The factor rule of one operator at its shapes; None where it has none."""
     if op.function is not None:
         return op.function.rule
+    if not op.target.startswith("aten."):
+        return None  # an operator of somebody else's, whatever its name
     name = op.target.split(".")[1]
     ins = [tensors[v].shape for v in op.inputs]
     outs = [tensors[v].shape for v in op.outputs]
