@@ -197,6 +197,15 @@ def test_a_parameter_that_is_given_no_gradient_stays_as_it_is() -> None:
     assert {v.name for v in alone.parameters if v.value in learned(alone)} == {"layer.weight", "layer.bias"}
 
 
+def test_what_does_not_add_up_is_told() -> None:
+    """Gradients that are clipped, or have something added, are not made of summands: they are summed before, and not at the parameter."""
+    linear = {}
+    for name in models.NAMES:
+        linear |= {op.function.name: op.function.linear for op in captured_model(name).operators if op.function is not None}
+    # Of `Best`, which scatters into zeros, it is not known.
+    assert {name for name, adds_up in linear.items() if not adds_up} == {"Otherwise", "Held", "Clipped", "Best"}
+
+
 def test_what_a_function_costs_is_what_it_does() -> None:
     """A product of N x D by D x H: 2NDH forward, twice that backward; input and weight are kept."""
     n, d, h = models.N, models.D, models.H

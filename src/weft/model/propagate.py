@@ -574,7 +574,8 @@ def _defer(
     final = {graph.loss, *graph.outputs}
     for op in reversed(graph.operators):
         made = [value for value in op.outputs if value in problem.grads]
-        silent = all(passes(uses.get(v, set())) and v not in final and forms[v][axis] == "R" for v in made)
+        linear = op.function is None or op.function.linear
+        silent = linear and all(passes(uses.get(v, set())) and v not in final and forms[v][axis] == "R" for v in made)
         if ops[op.name][axis] == "" and silent and any(v in uses for v in made):
             for value in made:
                 forms[value][axis] = "+"

@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from weft.errors import LayoutError
-from weft.model.functions.follow import Places, follow, rule_by_following
+from weft.model.functions.follow import Places, follow, is_linear, rule_by_following
 from weft.model.functions.record import BASE, Call, Record, plainly, recorded, recording, refusal
 from weft.model.functions.trace import Joint, joint
 from weft.model.graph import Function, Tensor
@@ -55,7 +55,7 @@ def _function_of(call: Call, specs: Specs) -> tuple[Function, Joint]:
         return list(zip(whole, [made, *_alone(call, pieces, learns, made)], strict=True))
 
     rule = rule_by_following(found, cut)
-    return _priced(call, specs, learns, found, rule), found
+    return replace(_priced(call, specs, learns, found, rule), linear=all(map(is_linear, whole))), found
 
 
 def check_cut(function: Function, specs: Specs, cuts: Sequence[tuple[str, int, Mapping[int, int]]], site: str) -> None:

@@ -145,13 +145,14 @@ def follow(whole: Joint, piece: Joint, places: Places, n: int) -> list[Form] | N
         forms[name] = Form("R")
     if not _expected(whole, piece, forms, whole.inputs, n):
         return None
+    zeros = _zeros(whole)
     made: list[Form] | None = None
     for i, (op, other) in enumerate(zip(whole.operators, piece.operators, strict=True)):
         if i == whole.num_forward:
             made = _outputs(whole, forms)
         if i >= whole.num_forward and made is None:
             return None
-        found = _step(op, other, whole.tensors, piece.tensors, forms, n)
+        found = _step(op, other, whole.tensors, piece.tensors, forms, zeros, n)
         if found is None:
             return None
         forms.update(zip(op.outputs, found, strict=True))
@@ -163,9 +164,34 @@ def follow(whole: Joint, piece: Joint, places: Places, n: int) -> list[Form] | N
         return None
     for i, gradient in enumerate(whole.gradients):
         want = Form("S", places[i]) if i in places else Form("P")
-        if gradient is not None and forms.get(gradient) != want:
+        if gradient is not None and forms[gradient] != want and not (gradient in zeros and forms[gradient].kind != "S"):
             return None
     return made
+
+
+def is_linear(joint: Joint) -> bool:
+    """Whether backward makes summands of summands, as the backward of every operator does; one that clips gradients does not."""
+    if joint.operators is None:
+        return False
+    forms = {v: Form("R") for v in (*joint.inputs, *joint.literals)} | {seed: Form("P") for seed in joint.seeds if seed is not None}
+    zeros = _zeros(joint)
+    for op in joint.operators:
+        found = _step(op, op, joint.tensors, joint.tensors, forms, zeros, 1)
+        if found is None:
+            return False
+        forms.update(zip(op.outputs, found, strict=True))
+    return all(gradient is None or gradient in zeros or forms[gradient] == Form("P") for gradient in joint.gradients)
+
+
+def _zeros(joint: Joint) -> set[str]:
+    """Values that are zero everywhere: whole, pieces and summands at once."""
+    found = {name for name, value in joint.literals.items() if isinstance(value, tuple) and value[1] == 0}
+    for op in joint.operators or ():
+        name = op.target.split(".")[1]
+        passes = name in _LINEAR or name in ("lift_fresh", "lift_fresh_copy")
+        if name in ("zeros", "zeros_like", "new_zeros") or (passes and op.inputs and found.issuperset(op.inputs)):
+            found.update(op.outputs)
+    return found
 
 
 def _outputs(whole: Joint, forms: dict[str, Form]) -> list[Form] | None:
@@ -194,7 +220,13 @@ def _expected(whole: Joint, piece: Joint, forms: Mapping[str, Form], values: Seq
 
 
 def _step(
-    op: Operator, other: Operator, tensors: Mapping[str, Tensor], pieces: Mapping[str, Tensor], forms: Mapping[str, Form], n: int
+    op: Operator,
+    other: Operator,
+    tensors: Mapping[str, Tensor],
+    pieces: Mapping[str, Tensor],
+    forms: Mapping[str, Form],
+    zeros: set[str],
+    n: int,
 ) -> list[Form] | None:
     """What one operator makes; None where it is not known."""
     name = op.target.split(".")[1]
@@ -209,7 +241,7 @@ def _step(
     if rule is not None:
         read = [(form, row) for form, row in zip(ins, rule.inputs, strict=True) if row is not None]
     cut = {row[form.dim] for form, row in read if form.kind == "S"}
-    power = _power(op, name, ins)
+    power = _power(op, name, forms, zeros)
     if power is None:
         return None
     power += scale
@@ -257,14 +289,17 @@ def _whole(name: str, rule: Rule | None, whole: tuple[int, ...], piece: tuple[in
     return Form("R", power=power)
 
 
-def _power(op: Operator, name: str, ins: Sequence[Form]) -> int | None:
+def _power(op: Operator, name: str, forms: Mapping[str, Form], zeros: set[str]) -> int | None:
     """The power of n by which what comes out is scaled, of those of what goes in; None where a summand or a scaled value cannot pass."""
+    ins = [forms[v] for v in op.inputs]
     if not any(form.power or form.kind == "P" for form in ins):
         return 0
     summands = sum(form.kind == "P" for form in ins)
-    if name in _LINEAR or (name in _SUMS and len(op.inputs) == 2):
-        alike = len({form.power for form in ins}) == 1 and summands in (0, len(ins))
-        return ins[0].power if alike else None
+    carried = _carried(op, name, zeros)
+    if carried is not None:
+        passing = {(forms[v].power, forms[v].kind == "P") for v in carried}
+        beside = [forms[v] for v in op.inputs if v not in carried and v not in zeros]
+        return passing.pop()[0] if len(passing) == 1 and not any(f.power or f.kind == "P" for f in beside) else None
     if name == "mul" or name in _PRODUCTS:
         return sum(form.power for form in ins) if summands < 2 else None
     if name == "div" and "rounding_mode" not in dict(op.kwargs):
@@ -272,6 +307,27 @@ def _power(op: Operator, name: str, ins: Sequence[Form]) -> int | None:
             return ins[0].power if isinstance(op.args[0], Ref) else None
         return ins[0].power - ins[1].power if ins[1].kind != "P" else None
     return None
+
+
+def _carried(op: Operator, name: str, zeros: set[str]) -> list[str] | None:
+    """Of an operator that is linear in some of its tensors together, which these are; None of others."""
+    values: tuple[str, ...] = op.inputs
+    if name == "where":
+        if not all(isinstance(a, Ref) or a == 0 for a in op.args) or not op.inputs:
+            return None
+        values = op.inputs[1:]
+    elif name == "masked_fill":
+        filled = op.args[2]
+        if not (filled.value in zeros if isinstance(filled, Ref) else filled == 0):
+            return None
+        values = op.inputs[:1]
+    elif name == "index_put":
+        if len(op.args) != 3 or not isinstance(op.args[2], Ref) or op.args[2].value not in zeros:
+            return None
+        values = op.inputs[:1]
+    elif name not in _LINEAR and not (name in _SUMS and len(op.inputs) == 2):
+        return None
+    return [v for v in values if v not in zeros]
 
 
 def _same_but_scaled(op: Operator, other: Operator, name: str, n: int) -> int | None:
