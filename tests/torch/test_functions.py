@@ -224,6 +224,13 @@ def test_what_a_function_costs_is_what_it_does() -> None:
     assert work(graph)[op.name].keeps == op.inputs
 
 
+def test_what_lies_there_in_backward_is_counted() -> None:
+    """Of `Quick`: the gate, 1.702 x gate, 1 - gate and their product lie there together."""
+    graph = captured_model("quick")
+    op = next(op for op in graph.operators if op.function is not None)
+    assert op.function.working_bytes == 4 * graph.tensors[op.outputs[0]].size_bytes
+
+
 def captured_model(name: str) -> Any:
     model, batch = models.make(name)
     return Source.of(model).capture(batch, None, None).graph

@@ -140,6 +140,8 @@ class Inventory:
             live = any(v in self.grads for v in op.outputs)
             values = {*op.outputs, *op.inputs} - self.held if live else set()
             size = 0.0 + sum(tensors[v].size_bytes for v in values) + done.extra_bytes * live
+            if op.function is not None and live:
+                size += op.function.working_bytes
             weights = alone = relaid = columns = 0.0
             if self.is_cpu and live:
                 weights = sum(tensors[v].size_bytes for v in op.inputs if v in self.held and v in self.grads)

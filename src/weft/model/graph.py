@@ -81,7 +81,8 @@ class Function:
     `cls` is the class, `arguments` and `keywords` are what its `apply` is called with, a `Slot` for each tensor; `key` says the same in
     a form that can be compared. `rule` is followed from what its forward and backward do (`weft.model.functions`); `learns`: of
     each tensor, whether it is given a gradient. FLOPs are of matrix products, bytes are read and written; `keeps` are numbers of tensors,
-    the outputs' behind the inputs', that backward keeps, `extra_bytes` what it keeps besides. `linear`: of summands of a gradient backward
+    the outputs' behind the inputs', that backward keeps, `extra_bytes` what it keeps besides, `working_bytes`
+    what is there while backward runs beside gradients. `linear`: of summands of a gradient backward
     makes summands. `wide`: numbers of float32 are float64's.
     """
 
@@ -99,6 +100,7 @@ class Function:
     backward_bytes: float = 0.0
     keeps: tuple[int, ...] = ()
     extra_bytes: float = 0.0
+    working_bytes: float = 0.0
     draws: bool = False
     linear: bool = False
     wide: bool = False

@@ -15,7 +15,7 @@ from weft.errors import LayoutError
 from weft.model.functions.follow import Places, follow, is_linear, rule_by_following
 from weft.model.functions.record import BASE, Call, Record, plainly, recorded, recording, refusal
 from weft.model.functions.trace import Joint, joint
-from weft.model.graph import Function, Tensor
+from weft.model.graph import Function, Operator, Tensor
 from weft.model.rules import Rule
 from weft.model.stages import draws
 from weft.model.work import kind_of, operator_bytes, operator_flops
@@ -125,5 +125,19 @@ def _priced(call: Call, specs: Specs, learns: tuple[bool, ...], found: Joint, ru
         backward_bytes=sizes[1],
         keeps=tuple(sorted(numbers[v] for v in kept if v in numbers)),
         extra_bytes=float(sum(tensors[v].size_bytes for v in kept if v not in numbers and v not in found.literals)),
+        working_bytes=_working_bytes(found, backward, root),
         draws=any(draws(op) for op in found.operators),
     )
+
+
+def _working_bytes(found: Joint, backward: Sequence[Operator], root: Mapping[str, str]) -> float:
+    """The most bytes that lie there while backward runs beside the gradients that it is given and makes, each freed after its last use."""
+    ends = {root.get(v, v) for v in (*found.seeds, *found.gradients) if v is not None}
+    made = {root.get(v, v): found.tensors[v].size_bytes for op in backward for v in op.outputs if root.get(v, v) == v and v not in ends}
+    last = {root.get(v, v): i for i, op in enumerate(backward) for v in (*op.outputs, *op.inputs)}
+    here = most = 0.0
+    for i, op in enumerate(backward):
+        here += sum(made.get(v, 0) for v in op.outputs)
+        most = max(most, here)
+        here -= sum(size for v, size in made.items() if last[v] == i)
+    return most
