@@ -29,7 +29,8 @@ def function(captured: Function, device: torch.device, scale: float = 1.0) -> Ca
     cls = _wide(captured.cls) if captured.wide else captured.cls
 
     def called(*tensors: Tensor) -> tuple[Tensor, ...]:
-        out = call(list(tensors), cls)
+        args, kwargs = call.given(tensors)
+        out = cls.apply(*args, **kwargs)
         made = [y for y in (out if isinstance(out, tuple) else (out,)) if isinstance(y, Tensor)]
         return tuple(y * scale for y in made) if scale != 1.0 else tuple(made)
 

@@ -7,7 +7,7 @@ Not modelled: tensors inside of lists or dicts, to which autograd gives no gradi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -33,11 +33,15 @@ class Call:
     keywords: tuple[tuple[str, object], ...] = field(compare=False)
     key: tuple[object, ...]
 
-    def __call__(self, tensors: list[Tensor], of: Any = None) -> Any:
-        """Call it, or a class `of` that stands for it, with these tensors."""
-        given = [tensors[a.number] if isinstance(a, Slot) else a for a in self.arguments]
-        named = {k: tensors[a.number] if isinstance(a, Slot) else a for k, a in self.keywords}
-        return plainly(of or self.cls, *given, **named)
+    def __call__(self, tensors: list[Tensor]) -> Any:
+        """Call it with these tensors, as torch has it."""
+        args, kwargs = self.given(tensors)
+        return plainly(self.cls, *args, **kwargs)
+
+    def given(self, tensors: Sequence[Tensor]) -> tuple[list[Any], dict[str, Any]]:
+        """What it is called with, with these tensors in their places."""
+        args = [tensors[a.number] if isinstance(a, Slot) else a for a in self.arguments]
+        return args, {k: tensors[a.number] if isinstance(a, Slot) else a for k, a in self.keywords}
 
 
 class Record:
