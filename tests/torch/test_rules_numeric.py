@@ -429,6 +429,7 @@ def views(draw: Draw) -> Case:
                 lambda: case("split_with_sizes.default", real(*full, 3), [1, 2], -1),
                 lambda: case("chunk.default", x, 2, d),
                 lambda: case("unbind.int", x, d),
+                lambda: case("unfold.default", x, d, max(n - 1, 1), 1),
                 lambda: case("repeat.default", x, [2, *[1] * (rank - 1), 2]),
                 lambda: case("repeat.default", x, [2, *[1] * (rank - 1)]),
                 lambda: case("pad.default", x, [1, -1]),
@@ -580,6 +581,9 @@ OFFERED: list[tuple[str, Callable[[], Case], set[str]]] = [
         {"n", "c", "s-2", "s-1"},
     ),
     ("softmax", lambda: case("softmax.int", real(2, 4, 6), -1), {"d0", "d1"}),
+    ("windows", lambda: case("unfold.default", real(2, 4, 6), 1, 2, 1), {"d0", "d2"}),
+    ("a mask that is written", lambda: case("index_put.default", real(4, 6), [real(4, 6) > 0], real()), {"d0", "d1"}),
+    ("rows that are written", lambda: case("index_put.default", real(4, 6), [real(4) > 0], real()), {"d0", "d1"}),
     ("layer norm", lambda: case("layer_norm.default", real(2, 4, 6), [6]), {"b-2", "b-1"}),
 ]  # fmt: skip
 

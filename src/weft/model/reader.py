@@ -17,6 +17,7 @@ from torch import nn
 from weft.errors import ModelError
 from weft.model.functional import is_in_place
 from weft.model.graph import FUNCTION, Arg, Function, Operator, Ref, Tensor, Word
+from weft.model.strided import as_windows
 
 if TYPE_CHECKING:
     from weft.model.functions.trace import Joint
@@ -93,6 +94,8 @@ class Reader:
             return
         if str(target) in ("aten.as_strided.default", "aten.as_strided_scatter.default"):
             source = node.args[0].meta["val"]
+            if self._windows(node, source, prefix):
+                return
             if not source.is_contiguous() or source.storage_offset() or "scatter" in str(target):
                 raise ModelError(
                     f"{self._site(node, str(target))} goes by how its tensor lies in memory; use views, unfold or indices instead"
@@ -117,6 +120,27 @@ class Reader:
                 full_precision,
             )
         )
+
+    def _windows(self, node: Any, source: Any, prefix: str) -> bool:
+        """`as_strided` where it reads whole dimensions, or windows that slide along them: as operators that can be followed."""
+        offset = node.args[3] if len(node.args) > 3 else None
+        value = node.meta["val"]
+        if "scatter" in str(node.target) or offset not in (None, source.storage_offset()) or node.kwargs:
+            return False
+        steps = as_windows(*(tuple(zip(map(int, x.shape), map(int, x.stride()), strict=True)) for x in (source, value)))
+        if steps is None:
+            return False
+        at, full = self._arg(node.args[0], prefix), prefix + node.name
+        made = source.to("meta")
+        for i, (name, args) in enumerate(steps):
+            packet, overload = name.split(".")
+            made = getattr(getattr(torch.ops.aten, packet), overload)(made, *args)
+            output = full if i == len(steps) - 1 else f"{full}.windows{i}"
+            self.tensors[output] = spec_of(made)
+            self.remember(output, value)
+            self.operators.append(Operator(output, f"aten.{name}", (at, *args), (), (output,), self._site(node, f"aten.{name}")))
+            at = Ref(output)
+        return True
 
     def _function(self, node: Any, prefix: str, full_precision: bool) -> None:
         """A function with a backward of its own. What it gives no gradient for is detached before it, and what has none behind it."""

@@ -129,6 +129,13 @@ def _unbind(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule:
     return Rule((tuple(labels),), tuple(tuple(labels[:dim] + labels[dim + 1 :]) for _ in outs))
 
 
+def _unfolded(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule:
+    """Windows along a dimension: their number takes its place, and what is in them comes last."""
+    dim = _dim(op, 1, 0, len(ins[0]), "dimension")
+    labels = tuple(BLOCKED if i == dim else label for i, label in enumerate(_named(ins[0])))
+    return Rule((labels,), ((*labels, BLOCKED),))
+
+
 def _repeat(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule:
     extra = len(outs[0]) - len(ins[0])
     labels = [f"d{i}" if ins[0][i] == outs[0][i + extra] and ins[0][i] > 1 else BLOCKED for i in range(len(ins[0]))]
@@ -190,6 +197,7 @@ VIEWS: dict[str, Callable[[Operator, list[Shape], list[Shape]], Rule | None]] = 
     "chunk": _split,
     "tensor_split": _split,
     "unbind": _unbind,
+    "unfold": _unfolded,
     "repeat": _repeat,
     "repeat_interleave": _repeat_interleave,
     **dict.fromkeys((f"fft_{name}" for name in _FOURIER), _transformed),

@@ -1,0 +1,73 @@
+"""`as_strided` in words that do not go by memory. In: how a tensor lies in memory, and how it is to be read. Out: reshape, unfold, permute.
+
+What is read must be whole dimensions of the tensor (or of some that lie behind one another), each once or in overlapping windows, as
+sliding windows of attention are. Not modelled: anything else; None is returned.
+"""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+Steps = tuple[tuple[str, tuple[object, ...]], ...]  # (operator of aten, its arguments behind the tensor)
+Dims = tuple[tuple[int, int], ...]  # (size, stride)
+
+
+def as_windows(source: Dims, wanted: Dims) -> Steps | None:
+    """The operators that read `source` as `wanted`, both (size, stride) by dimension, from the same first element.
+
+    >>> as_windows(((2, 8), (8, 1)), ((2, 8), (3, 2), (4, 1)))
+    (('unfold.default', (1, 4, 2)), ('permute.default', ((0, 1, 2),)))
+    """
+    pairs = [i for i in range(len(source) - 1) if source[i][1] == source[i + 1][0] * source[i + 1][1]]
+    for number in range(len(pairs) + 1):
+        for chosen in combinations(pairs, number):
+            base: list[tuple[int, int]] = []
+            for i, (size, stride) in enumerate(source):
+                merges = i - 1 in chosen
+                base[-1:] = [(base[-1][0] * size, stride)] if merges else [*base[-1:], (size, stride)]
+            steps = _read(tuple(base), wanted)
+            if steps is not None:
+                first = (("reshape.default", (tuple(size for size, _ in base),)),) if chosen else ()
+                return (*first, *steps)
+    return None
+
+
+def _read(base: Dims, wanted: Dims) -> Steps | None:
+    """The same of a tensor whose dimensions stay apart: each is read by ones, and some by longer steps besides."""
+    if any(size < 2 or not stride for size, stride in (*base, *wanted)) or len({stride for _, stride in base}) < len(base):
+        return None
+    inner = {d: p for p, (_, stride) in enumerate(wanted) for d, (_, own) in enumerate(base) if own == stride}
+    if len({stride for _, stride in wanted}) < len(wanted):
+        return None
+    outer: dict[int, int] = {}
+    for place, (size, stride) in enumerate(wanted):
+        if place in inner.values():
+            continue
+        fits = [
+            d
+            for d, (whole, own) in enumerate(base)
+            if d in inner and d not in outer and stride % own == 0 and (size - 1) * (stride // own) + wanted[inner[d]][0] <= whole
+        ]
+        if len(fits) != 1:
+            return None
+        outer[fits[0]] = place
+    return _steps(base, wanted, inner, outer)
+
+
+def _steps(base: Dims, wanted: Dims, inner: dict[int, int], outer: dict[int, int]) -> Steps | None:
+    if len(inner) < len(base) or len(inner) + len(outer) < len(wanted):
+        return None
+    steps: list[tuple[str, tuple[object, ...]]] = []
+    order = [outer.get(d, inner[d]) for d in range(len(base))]
+    for d, (whole, own) in enumerate(base):
+        size = wanted[inner[d]][0]
+        if d not in outer:
+            if size != whole:
+                return None
+            continue
+        step = wanted[outer[d]][1] // own
+        if (whole - size) // step + 1 != wanted[outer[d]][0]:
+            return None
+        steps.append(("unfold.default", (d, size, step)))
+        order.append(inner[d])
+    return (*steps, ("permute.default", (tuple(order.index(place) for place in range(len(wanted))),)))
