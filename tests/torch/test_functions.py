@@ -424,3 +424,18 @@ def test_writes_into_what_a_function_hands_on_are_refused() -> None:
 
     with pytest.raises(ModelError):
         captured(writing)
+
+
+def test_pieces_on_which_the_code_fails_are_refused_as_a_layout() -> None:
+    class Even(models.Quick):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            if len(x) == 3:
+                raise ValueError("no three rows")
+            return x * torch.sigmoid(1.702 * x)
+
+    made = function_case(Even, real(12, 6))
+    for choice in (c for c in choices(made, 4) if c.needs == ("S0",)):
+        with pytest.raises(LayoutError, match=r"computes otherwise on pieces of \[3, 6\]"):
+            difference(made, {"tensor": (4, choice)})

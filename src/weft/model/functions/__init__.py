@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from weft.errors import LayoutError
+from weft.errors import LayoutError, ModelError
 from weft.model.functions.follow import Places, follow, is_linear, rule_by_following
 from weft.model.functions.record import BASE, Call, Record, plainly, recorded, recording, refusal
 from weft.model.functions.trace import Joint, joint
@@ -44,15 +44,10 @@ def _function_of(call: Call, specs: Specs) -> tuple[Function, Joint]:
         learns, found = given, joint(call, specs, given)
     if found.operators != joint(call, specs, learns).operators:
         raise refusal(call, "computes otherwise when it is called again; what it computes may follow from its arguments alone")
-    whole = [found, *_alone(call, specs, learns, found)]
+    whole = _ways(call, specs, learns)
 
     def cut(places: Places, n: int) -> list[tuple[Joint, Joint]]:
-        pieces = _pieces(specs, places, n)
-        try:
-            made = joint(call, pieces, learns)
-        except Exception:
-            return []  # it does not run on such pieces
-        return list(zip(whole, [made, *_alone(call, pieces, learns, made)], strict=True))
+        return _pairs(call, whole, _pieces(specs, places, n), learns)
 
     rule = rule_by_following(found, cut)
     return replace(_priced(call, specs, learns, found, rule), linear=all(map(is_linear, whole))), found
@@ -68,10 +63,8 @@ def check_cut(function: Function, specs: Specs, cuts: Sequence[tuple[str, int, M
     for _, n, places in cuts:
         at.append(_pieces(at[-1], places, n))
     for (axis, n, places), (before, after) in zip(cuts, pairwise(at), strict=True):
-        whole, piece = (joint(call, s, function.learns) for s in (before, after))
-        ways = [(one, *_alone(call, s, function.learns, one)) for s, one in ((before, whole), (after, piece))]
-        pairs = zip(*ways, strict=True)
-        if any(follow(a, b, places, n) is None for a, b in pairs):
+        pairs = _pairs(call, _ways(call, before, function.learns), after, function.learns)
+        if not pairs or any(follow(a, b, places, n) is None for a, b in pairs):
             shapes = ", ".join(str(list(t.shape)) for t in after)
             raise LayoutError(
                 f"{site} computes otherwise on pieces of {shapes}, as {axis}={n} would have them, than on the whole; use fewer ranks there"
@@ -83,10 +76,20 @@ def call_of(function: Function) -> Call:
     return Call(function.cls, function.arguments, function.keywords, function.key)
 
 
-def _alone(call: Call, specs: Specs, learns: tuple[bool, ...], found: Joint) -> list[Joint]:
-    """Each output alone with a gradient, where there are several: the others may be read by nobody."""
+def _ways(call: Call, specs: Specs, learns: tuple[bool, ...]) -> list[Joint]:
+    """How it runs with a gradient for all of its outputs, and for each alone, where there are several: the others may be read by nobody."""
+    found = joint(call, specs, learns)
     seeded = [i for i, seed in enumerate(found.seeds) if seed is not None]
-    return [joint(call, specs, learns, i) for i in seeded] if len(seeded) > 1 else []
+    return [found, *(joint(call, specs, learns, i) for i in seeded if len(seeded) > 1)]
+
+
+def _pairs(call: Call, whole: Sequence[Joint], pieces: Specs, learns: tuple[bool, ...]) -> list[tuple[Joint, Joint]]:
+    """The same on pieces, beside each; nothing where it does not run on such pieces."""
+    try:
+        made = _ways(call, pieces, learns)
+    except ModelError:
+        return []
+    return list(zip(whole, made, strict=True)) if len(made) == len(whole) else []
 
 
 def _pieces(specs: Specs, places: Places, n: int) -> Specs:
