@@ -72,6 +72,14 @@ def test_relative_error_is_of_the_largest() -> None:
     assert relative_error(real(1.0), real(0.0), floor=4.0) == 0.25
 
 
+def test_infinities_are_equal_only_to_themselves() -> None:
+    """A mask of -inf is a buffer of many models."""
+    infinite, nan = float("inf"), float("nan")
+    assert relative_error(real(-infinite, 4.5), real(-infinite, 4.0)) == 0.125
+    for got, want in ((infinite, -infinite), (1.0, infinite), (infinite, 1.0), (nan, 1.0), (nan, nan)):
+        assert relative_error(real(got, 1.0), real(want, 1.0)) == infinite
+
+
 class Cancels(nn.Module):
     """The gradient of `shift` is a sum of `terms` that is zero; the others' are what they are."""
 

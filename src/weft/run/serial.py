@@ -3,24 +3,27 @@
 In: a model, a batch, a plan's microbatches and precision, an optimizer. Out: per step loss, gradients and weights by name; and for each
 of them the rounding noise that a serial run has, measured by running it again.
 
-Not modelled: random draws; a model that draws is refused before it is compared.
+Not modelled: random draws, unless it is told that every layout makes them alike (`draws`); a model that draws otherwise is refused.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from weft.model.capture import Loss, call
 from weft.model.deferred.fakes import tree_flatten, tree_map
+from weft.model.deferred.instead import exactly
 from weft.model.nesting import batch_size_of, leaves, rebuild
 from weft.model.watched import set_state, state_of
 from weft.plan.plan import Plan
+from weft.run.alike import Alike
 from weft.run.optimizer import OptimizerSpec
 from weft.world import private
 
@@ -61,6 +64,24 @@ class Double(private.DispatchMode):  # type: ignore[no-untyped-call]
         return made
 
 
+class Exactly(TorchFunctionMode):
+    """Tensors that the model's code makes of numbers hold them in float64, as they are written."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        exact = exactly(func, args, kwargs or {})
+        return func(*args, **(kwargs or {})) if exact is None else exact
+
+
+@contextmanager
+def doubled(wanted: bool) -> Iterator[None]:
+    """Whatever is made in this block is of float64, if that is `wanted`."""
+    if not wanted:
+        yield
+        return
+    with Double(), Exactly():  # type: ignore[no-untyped-call]  # torch's own constructors have no types
+        yield
+
+
 def _writes(func: Any) -> bool:
     """Whether an operator writes one of its arguments."""
     return any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)  # where torch says it
@@ -70,7 +91,7 @@ class Serial:
     """One model in training.
 
     `every`: a parameter that a step does not use has a gradient of zero in it, instead of none. `whole`: tensors of the batch that are no
-    samples, though they are as long. `closed`: those that can have no gradient.
+    samples, though they are as long. `closed`: those that can have no gradient. `draws`: how many draws a call of the model makes.
     """
 
     def __init__(
@@ -85,8 +106,12 @@ class Serial:
         every: bool = False,
         whole: frozenset[str] = frozenset(),
         closed: frozenset[str] = frozenset(),
+        draws: int = 0,
     ) -> None:
         self._whole, self._closed = whole, closed
+        self._draws, self._step = draws, 0
+        self._alike = Alike(seed, plan.layout.precision == "float64")
+        self.drew_otherwise = False
         torch.manual_seed(seed)
         self.model: nn.Module = copy.deepcopy(make) if isinstance(make, nn.Module) else make()
         self._double = plan.layout.precision == "float64"
@@ -114,7 +139,8 @@ class Serial:
         Weights are the model's own tensors: the next step writes them. With staleness=K they are updated with the gradients of the step
         K before. `instead`: gradients that update them in the place of its own.
         """
-        with Double() if self._double else nullcontext():  # type: ignore[no-untyped-call]  # torch's own constructor has no types
+        drawn = torch.random.get_rng_state()
+        with doubled(self._double):
             try:
                 total, inputs = self._forward_backward()
             except RuntimeError as error:
@@ -123,6 +149,9 @@ class Serial:
                     raise
                 self._closed = frozenset(self._batch)
                 total, inputs = self._forward_backward()
+        self._step += 1
+        if self._draws:
+            torch.random.set_rng_state(drawn)
         found: dict[str, Tensor] = {}
         for name, p in self.model.named_parameters():
             if p.requires_grad:
@@ -151,14 +180,18 @@ class Serial:
             path: x.detach().requires_grad_(x.is_floating_point() and path not in self._closed) for path, x in self._batch.items()
         }
         total = 0.0
-        for length in self._plan.microbatch_sizes:
+        for number, length in enumerate(self._plan.microbatch_sizes):
             samples_in = {p for p, x in leaves_now.items() if x.dim() and x.shape[0] == samples and p not in self._whole}
             cut = {p: x.narrow(0, start, length) if p in samples_in else x for p, x in leaves_now.items()}
             whole = {p: cut.get(p, leaf) for p, leaf in leaves(self._nesting)}
-            with torch.autocast(self._device.type, torch.bfloat16, enabled=self._plan.layout.precision == "bfloat16"):
-                value = call(self.model, rebuild(self._nesting, whole), self._loss) * (length / samples)
-            if value.requires_grad:
-                torch.autograd.backward(value)
+            narrow = torch.autocast(self._device.type, torch.bfloat16, enabled=self._plan.layout.precision == "bfloat16")
+            self._alike.start(self._step, number)
+            with self._alike if self._draws else nullcontext():
+                with narrow:
+                    value = call(self.model, rebuild(self._nesting, whole), self._loss) * (length / samples)
+                if value.requires_grad:
+                    torch.autograd.backward(value)
+            self.drew_otherwise |= not self._alike.made(self._draws)
             total += float(value.detach())
             start += length
         return total, {path: x.grad for path, x in leaves_now.items() if x.grad is not None}
@@ -177,7 +210,7 @@ class Serial:
         try:
             for p, _ in parameters:
                 p.requires_grad_(False)
-            with Double() if self._double else nullcontext():  # type: ignore[no-untyped-call]
+            with doubled(self._double):
                 inputs = {path: x.detach().clone().requires_grad_(x.is_floating_point()) for path, x in self._batch.items()}
                 call(self.model, rebuild(self._nesting, {p: inputs.get(p, leaf) for p, leaf in leaves(self._nesting)}), self._loss)
             return any(b.requires_grad for b in self.model.buffers())
