@@ -117,6 +117,27 @@ def test_a_model_that_asks_for_gradients_of_its_input_is_trained_as_plain_pytorc
     assert all(bool(x.any()) for x in found["gradients"].values())
 
 
+class Masked(nn.Module):
+    """nanoGPT's mask: a buffer that is a view of another tensor."""
+
+    mask: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("mask", torch.ones(4, 4).tril().view(1, 4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.layer(x)[:, None] * self.mask).square().mean()
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_buffer_may_be_a_view(precision: str) -> None:
+    plan = Plan(Layout(precision=precision), "Masked", "1xcpu-2", 2)
+    found = Serial(Masked, 0, (torch.ones(2, 4),), None, plan, OptimizerSpec(), torch.device("cpu")).step()
+    assert found["gradients"]["layer.weight"].any()
+
+
 def test_noise_measures_the_terms_that_cancel() -> None:
     """Noise over the unit of rounding is the sum of the terms' magnitudes: here to within a factor of 30, of a sum that is zero."""
     x = torch.randn(64, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

@@ -221,7 +221,8 @@ class Serial:
                 p.requires_grad_(asked)
             with torch.no_grad():
                 for (path, key), b in own.items():
-                    modules[path]._buffers[key] = b.detach_().copy_(values[path, key])
+                    # A buffer may be a view (a mask that was reshaped), which cannot be detached in place.
+                    modules[path]._buffers[key] = (b.detach() if b.requires_grad else b).copy_(values[path, key])
             set_state(self.model, attributes)
 
     def perturb(self, seed: int) -> None:
