@@ -50,8 +50,15 @@ class _Whole(nn.Module):
     def forward(self, *tensors: Tensor) -> tuple[Tensor]:
         given = iter(tensors)
         new = {path: next(given) if isinstance(leaf, Tensor) else leaf for path, leaf in leaves(self._batch)}
+        batch = rebuild(self._batch, new)
         with doubled(self._double):  # as the serial reference
-            return (call(self.model, rebuild(self._batch, new), self._loss) * self._share,)
+            try:
+                return (call(self.model, batch, self._loss) * self._share,)
+            except RuntimeError as error:
+                if torch.is_grad_enabled() or "does not require grad" not in str(error):
+                    raise
+            with torch.enable_grad():  # it asks for gradients of its own, in evaluation too: a differential equation
+                return (call(self.model, batch, self._loss).detach() * self._share,)
 
 
 def build_whole(plan: Plan, source: Source, batch: Any, loss: Loss | None, world: World, optimizer: OptimizerSpec, seed: int) -> Parts:
