@@ -133,6 +133,25 @@ def test_a_loss_that_does_not_divide_is_refused_where_the_model_cannot_be_captur
     assert weft.verify(Branching, "data=1 microbatches=2", (x,)).ok
 
 
+class Picked(nn.Module):
+    """Cannot be captured: the mean over those samples that a mask picks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, picked: Tensor) -> Tensor:
+        return self.layer(x)[picked].square().mean()
+
+
+@pytest.mark.parametrize("counts", [(2, 2, 3, 1), (2, 2, 4, 0)], ids=["unequal", "none at all"])
+def test_a_mean_over_what_parts_differ_in_is_refused_though_the_first_parts_are_alike(counts: tuple[int, ...]) -> None:
+    x = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
+    picked = torch.cat([torch.arange(4) < n for n in counts])
+    with pytest.raises(Infeasible, match=r"its loss over 8 samples is .* where the mean over data=2 parts of them is"):
+        weft.plan(Picked, (x, picked), cluster="1xcpu-2", layout="data=2")
+
+
 class Seen(nn.Module):
     """Cannot be captured, and keeps what it sees: a mean in a buffer, or rows of a table cut to a length."""
 

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.lower.kernels.randomness import Draw, dropout
+from weft.lower.kernels.alike import Place
+from weft.lower.kernels.randomness import Draw, Where, dropout
 from weft.lower.kernels.statistics import batch_norm
 from weft.lower.kernels.vocabulary import cross_entropy, embedding
 from weft.lower.redistribute import redistribute
@@ -124,11 +125,13 @@ def test_batch_norm_over_a_cut_batch_has_the_serial_statistics(ranks: Callable[.
 def dropped(world: World) -> dict[str, list[float]]:
     draw = Draw(seed=3, step=5, microbatch=1)
     ones = torch.ones(64)
-    shared = dropout(ones, 0.5, draw, operator=7, part=0)
-    own = dropout(ones, 0.5, draw, operator=7, part=world.rank)
-    again = dropout(ones, 0.5, draw, operator=7, part=world.rank)
+    place = Place((128,), ((0, world.rank, 2),))
+    all_ranks, mine = (Where(7, part, 0, place, torch.float32) for part in (0, world.rank))
+    shared = dropout(ones, 0.5, draw, all_ranks)
+    own = dropout(ones, 0.5, draw, mine)
+    again = dropout(ones, 0.5, draw, mine)
     draw.microbatch = 2
-    later = dropout(ones, 0.5, draw, operator=7, part=world.rank)
+    later = dropout(ones, 0.5, draw, mine)
     return {"shared": shared.tolist(), "own": own.tolist(), "again": again.tolist(), "later": later.tolist()}
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 N = 8  # samples
 Pair = namedtuple("Pair", "x y")
@@ -148,4 +149,59 @@ def running() -> Any:
     return _Running(), {"x": _normal(N, 6), "ids": _ids(9, N, 2), "y": _ids(3, N)}
 
 
-MODELS = {make.__name__: make for make in (penalised, spectral, numbers, translator, running)}
+class _Fields(nn.Module):
+    """Categories in bags, a Transformer that looks at its mask, places that a mask writes, numbers as tensors, a learned variance."""
+
+    mask: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags = nn.ModuleList(nn.EmbeddingBag(9, 8, mode=mode) for mode in ("sum", "mean", "max"))
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.body = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+        self.register_buffer("mask", torch.full((4, 4), -torch.inf).triu(1))
+        self.place = nn.utils.parametrizations.weight_norm(nn.Linear(6, 8))
+        self.mean, self.spread = nn.Linear(8, 2), nn.Linear(8, 2)
+
+    def forward(self, ids: Tensor, weights: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        bags = [bag(ids, per_sample_weights=weights) if bag.mode == "sum" else bag(ids) for bag in self.bags]
+        rows, columns = torch.meshgrid(torch.arange(4.0), torch.arange(8.0), indexing="ij")
+        h = torch.stack((*bags, self.place(x).unfold(1, 4, 4).flatten(1)), 1) + torch.sin(rows + columns)
+        h[h > 2.0] = 2.0
+        h = self.body(h, mask=self.mask).mean(1)
+        h = h * torch.tensor([0.1, 0.7]).repeat(4) + torch.distributions.Normal(h, 0.1).log_prob(torch.tensor(0.3)) * 1e-3
+        close = F.cosine_similarity(h, h.flip(1)) * torch.tensor(0.1) + F.triplet_margin_loss(self.mean(h), y, self.spread(h))
+        return F.gaussian_nll_loss(self.mean(h), y, F.softplus(self.spread(h)) + 0.1) + close.mean()
+
+
+def fields() -> Any:
+    return _Fields(), {"ids": _ids(9, N, 3), "weights": _normal(N, 3), "x": _normal(N, 6), "y": _normal(N, 2, seed=1)}
+
+
+class _Drawn(nn.Module):
+    """Dropout of every kind, blocks that are dropped, noise by every name, a latent that is drawn, a forward that is run again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.again = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3), nn.Tanh())
+        self.images, self.channels = nn.Conv2d(1, 4, 3, padding=1), nn.Dropout2d(0.3)
+        self.latent, self.head = nn.Linear(8, 16), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, s, d = x.shape
+        h = checkpoint(self.again, self.body(x), use_reentrant=False)
+        h = h + self.channels(self.images(h[:, None])).mean(1) * torch.rand(n, 1, 1).add(0.8).floor()
+        mean, spread = self.latent(h).chunk(2, -1)
+        h = mean + torch.randn_like(mean) * torch.exp(spread / 2) + torch.distributions.Normal(mean, 0.1).rsample()
+        h = F.alpha_dropout(h, 0.2, training=True) * torch.empty(d).uniform_(0.9, 1.1) + torch.empty_like(h).normal_(0.0, 0.1)
+        kept = torch.bernoulli(torch.full((n, s, 1), 0.7, dtype=h.dtype)) * torch.randint(1, 3, (n, 1, 1))
+        choice = F.gumbel_softmax(self.head(h[:, torch.randperm(s)]), tau=0.7)
+        return (choice * kept).square().mean() + F.dropout(h, 0.5).square().mean()
+
+
+def drawn() -> Any:
+    return _Drawn(), (_normal(N, 4, 8),)
+
+
+MODELS = {make.__name__: make for make in (penalised, spectral, numbers, translator, running, fields, drawn)}

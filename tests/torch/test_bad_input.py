@@ -52,6 +52,16 @@ def broken():
 def nothing():
     return 42
 
+def typed():
+    return Small(), {"x": torch.ones(4, 4, dtype=torch.long)}
+
+class Linked(Small):
+    def forward(self, x, order):
+        return super().forward(x[order])
+
+def linked():
+    return Linked(), {"x": torch.ones(4, 4), "order": torch.tensor([3, 2, 1, 0])}
+
 def detached():
     return nn.Linear(4, 2), (torch.ones(4, 4),), lambda output, batch: output.detach().mean()
 """
@@ -100,6 +110,7 @@ ROWS = (
     Row("unknown constraint", 'plan gpt-tiny --cluster cpu-2 --batch 4 --constrain "tensr<=2"', 2, ("tensr", "tensor")),
     Row("unknown schedule to draw", "schedule 1f2b --stages 2 --microbatches 2", 2, ("1f2b", "1f1b")),
     Row("no microbatches", "schedule 1f1b --stages 2 --microbatches 0", 2, ("0", "at least 1")),
+    Row("more microbatches than can be drawn", "schedule 1f1b --stages 4 --microbatches 1000000000", 2, ("4,000,000,000", "200,000")),
     Row("wrong times", "schedule 1f1b --stages 2 --microbatches 2 --times f=x", 2, ("'x'", "number")),
     Row("layout that does not divide", "verify {tmp}/models.py:small --layout data=3", 3, ("4", "data=3", "multiple of 3")),
     Row("more stages than layers", "verify {tmp}/models.py:small --layout pipeline=9", 3, ("pipeline=9",)),
@@ -110,6 +121,8 @@ ROWS = (
     Row("more devices than there are", "plan gpt-tiny --cluster p3.16xlarge --batch 64 --layout data=16", 3, ("16", "8")),
     Row("constraint that nothing meets", 'plan gpt-tiny --cluster cpu-2 --batch 4 --constrain "data=3"', 3, ("data=3",)),
     Row("model that raises", "verify {tmp}/models.py:raises --layout data=2", 2, ("no good at 17",)),
+    Row("types that do not go together", "verify {tmp}/models.py:typed --layout data=2", 2, ("Long", "plain PyTorch")),
+    Row("places of other samples", 'verify {tmp}/models.py:linked --layout "microbatches=2"', 2, ("out of bounds", "microbatches=1")),
     Row("model that raises, planned", "plan {tmp}/models.py:raises --cluster cpu-2", 2, ("no good at 17",)),
     Row("loss that learns nothing", "plan {tmp}/models.py:detached --cluster cpu-2", 3, ("no parameter leads to the model's loss",)),
     Row("factory that raises", "plan {tmp}/models.py:broken --cluster cpu-2", 2, ("factory fell over at 23",)),

@@ -84,3 +84,26 @@ def test_a_model_that_runs_whole_drops_nothing_in_evaluation() -> None:
     serial.load_state_dict(state)
     with torch.no_grad():
         assert engine.evaluate(X) == pytest.approx(float(serial.eval()(*X)), rel=1e-6)
+
+
+class _Equation(nn.Module):
+    """A loss of derivatives of the model, which it asks for itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(self.body(x).sum(), x, create_graph=True)
+        return (slope.sum(1) - 1).square().mean()
+
+
+def test_a_model_that_asks_for_its_own_gradients_is_evaluated() -> None:
+    engine = weft.parallelize(_Equation, X, plan="data=1", seed=0)
+    assert engine.plan.uncaptured
+    serial = _Equation()
+    state = engine.full_state_dict()
+    assert state is not None
+    serial.load_state_dict(state)
+    assert engine.evaluate(X) == pytest.approx(float(serial(*X).detach()), rel=1e-6)

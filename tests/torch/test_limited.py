@@ -199,8 +199,7 @@ def test_layers_that_move_and_layers_that_are_repeated_change_no_bit(accounts: A
 def test_each_layer_does_what_was_asked_of_it(accounts: Accounts) -> None:
     """By layer: two move, one is repeated, one stays; and only what those two keep is copied, there and back."""
     every, two, mixed = (
-        _engine(f"data=1 {words}")
-        for words in ("offload=activations:4", "offload=activations:2", "offload=activations:2 recompute=full:1")
+        _engine(f"data=1 {words}") for words in ("offload=activations:4", "offload=activations:2", "offload=activations:2 recompute=full:1")
     )
     for engine in (every, two, mixed):
         engine.step(BATCH)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from weft.errors import CheckpointError, ConfigError, RunError
+from weft.errors import CheckpointError, ConfigError, ModelError, RunError
 from weft.plan.layout import Layout
 from weft.plan.plan import Plan
 from weft.run import checkpoint
@@ -304,6 +304,19 @@ def test_a_checkpoint_that_fails_is_told_and_training_goes_on(
     said = capsys.readouterr().err
     assert said.count("No space left on device") == 2
     assert "training goes on" in said
+
+
+def test_a_model_that_cannot_be_evaluated_is_trained_all_the_same(
+    job: Job, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def evaluate(self: SerialEngine, batch: Any) -> float:
+        raise ModelError("the model computes something else in evaluation")
+
+    monkeypatch.setattr(SerialEngine, "evaluate", evaluate)
+    summary, _ = run(job)
+    assert (summary["step"], summary["eval_loss"]) == (12, None)
+    assert not any("eval_loss" in row for row in read_metrics(job.folder / "metrics.jsonl"))
+    assert capsys.readouterr().err.count("not evaluated: the model computes something else in evaluation") == 1
 
 
 def test_the_last_checkpoint_must_be_written(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:

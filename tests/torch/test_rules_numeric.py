@@ -16,6 +16,7 @@ from pieces import Case, case, check, choices, difference
 from torch import Tensor
 
 from weft.model.rules import Rule, rule_of, table
+from weft.model.rules.samples import OF_SAMPLES
 from weft.model.rules.views import VIEWS
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]
@@ -595,6 +596,16 @@ def test_the_ways_that_are_known_are_offered(make: Callable[[], Case], labels: s
 
 
 def test_every_operator_that_a_rule_names_is_one_of_torch() -> None:
-    sets = (table.NOTATION, table.POINTWISE, table.ALONG_DIM, table.REDUCTIONS, table.LOSSES, table.FACTORIES, table.SHAPED_LIKE, VIEWS)
+    sets = (
+        table.NOTATION,
+        table.POINTWISE,
+        table.ALONG_DIM,
+        table.REDUCTIONS,
+        table.LOSSES,
+        table.FACTORIES,
+        table.SHAPED_LIKE,
+        VIEWS,
+        OF_SAMPLES,
+    )
     unknown = {name for names in sets for name in names if not hasattr(torch.ops.aten, name)}
     assert not unknown

@@ -72,6 +72,14 @@ def test_relative_error_is_of_the_largest() -> None:
     assert relative_error(real(1.0), real(0.0), floor=4.0) == 0.25
 
 
+def test_infinities_are_equal_only_to_themselves() -> None:
+    """A mask of -inf is a buffer of many models."""
+    infinite, nan = float("inf"), float("nan")
+    assert relative_error(real(-infinite, 4.5), real(-infinite, 4.0)) == 0.125
+    for got, want in ((infinite, -infinite), (1.0, infinite), (infinite, 1.0), (nan, 1.0), (nan, nan)):
+        assert relative_error(real(got, 1.0), real(want, 1.0)) == infinite
+
+
 class Cancels(nn.Module):
     """The gradient of `shift` is a sum of `terms` that is zero; the others' are what they are."""
 
@@ -107,6 +115,27 @@ def test_a_model_that_asks_for_gradients_of_its_input_is_trained_as_plain_pytorc
     found = Serial(Asking, 0, (x,), None, plan, OptimizerSpec(), torch.device("cpu")).step()
     assert not found["input_gradients"]
     assert all(bool(x.any()) for x in found["gradients"].values())
+
+
+class Masked(nn.Module):
+    """nanoGPT's mask: a buffer that is a view of another tensor."""
+
+    mask: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("mask", torch.ones(4, 4).tril().view(1, 4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.layer(x)[:, None] * self.mask).square().mean()
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_buffer_may_be_a_view(precision: str) -> None:
+    plan = Plan(Layout(precision=precision), "Masked", "1xcpu-2", 2)
+    found = Serial(Masked, 0, (torch.ones(2, 4),), None, plan, OptimizerSpec(), torch.device("cpu")).step()
+    assert found["gradients"]["layer.weight"].any()
 
 
 def test_noise_measures_the_terms_that_cancel() -> None:

@@ -87,10 +87,18 @@ def is_file(name: str) -> bool:
     return "." in name or "/" in name or Path(name).is_file()
 
 
+_MOST = 200_000  # forwards of one schedule: more take minutes and gigabytes
+
+
 def build_of(name: str, ranks: int, microbatches: int, chunks: int) -> Program:
     """The program of a schedule on so many ranks, `chunks` stages on each."""
     from weft import schedules
 
+    if ranks * chunks * microbatches > _MOST:
+        raise UsageError(
+            f"{name} of {ranks * chunks} stages and {microbatches} microbatches has {ranks * chunks * microbatches:,} forwards, each "
+            f"of which is proven and timed; use a product of at most {_MOST:,}: the bubble of more microbatches follows from those"
+        )
     return schedules.build(name, ranks * chunks, microbatches, None, False, chunks)
 
 

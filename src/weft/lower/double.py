@@ -5,12 +5,16 @@ In: a block of the user's own code. Out: the same, with float64 in place of floa
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from weft.model.deferred.fakes import tree_flatten, tree_map
+from weft.model.deferred.instead import exactly
 from weft.world import private
 
 
@@ -43,6 +47,24 @@ class Double(private.DispatchMode):  # type: ignore[no-untyped-call]
             if func is torch.ops.aten.lift_fresh.default or of_integers:
                 return made.double()
         return made
+
+
+class Exactly(TorchFunctionMode):
+    """Tensors that the model's code makes of numbers hold them in float64, as they are written."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        exact = exactly(func, args, kwargs or {})
+        return func(*args, **(kwargs or {})) if exact is None else exact
+
+
+@contextmanager
+def doubled(wanted: bool) -> Iterator[None]:
+    """Whatever is made in this block is of float64, if that is `wanted`."""
+    if not wanted:
+        yield
+        return
+    with Double(), Exactly():  # type: ignore[no-untyped-call]  # torch's own constructors have no types
+        yield
 
 
 def _writes(func: Any) -> bool:

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from weft.lower.kernels.alike import Place
 from weft.lower.kernels.functions import function
-from weft.lower.kernels.randomness import Draw, attention, drawn, dropout
+from weft.lower.kernels.randomness import Draw, Where, attention, drawn, dropout
 from weft.lower.kernels.statistics import batch_norm
 from weft.lower.kernels.vocabulary import cross_entropy, embedding
 from weft.lower.redistribute import counted, redistribute
@@ -106,6 +107,7 @@ class _Builder:
         self.env: dict[str, dict[Variant, fx.Node]] = {}
         self.placed = {v.value: v for v in (*lowering.graph.parameters, *lowering.graph.buffers)}
         self.ordinal = {op.name: i for i, op in enumerate(lowering.graph.operators)}
+        self.drawing = {op.name: i for i, op in enumerate(op for op in lowering.graph.operators if draws(op))}
         self.tensors = lowering.graph.tensors
         self.written = written_buffers(lowering.graph)
         self.part = (0, False)  # number of the run of operators of one layer, and whether it is a repeated layer
@@ -271,15 +273,15 @@ class _Builder:
         if name == "dropout":
             if not training or args[1] == 0.0:
                 return args[0]  # type: ignore[no-any-return]
-            return self._node(_bind(dropout, draw=low.draw, operator=self.ordinal[op.name], part=self._part(cut)), (args[0], args[1]))
+            return self._node(_bind(dropout, draw=low.draw, where=self._where(op, cut)), (args[0], args[1]))
         if name == "scaled_dot_product_attention" and len(args) > 4 and args[4] > 0.0:
             q, k, v, mask, p, causal = (*args, False)[:6]
-            call = _bind(attention, draw=low.draw, operator=self.ordinal[op.name], part=self._part(cut))
+            call = _bind(attention, draw=low.draw, where=self._where(op, cut))
             return self._node(call, (q, k, v, mask, p, causal, kwargs.get("scale"), kwargs.get("enable_gqa", False)))
         if name == "scaled_dot_product_attention" and low.device.type == "cpu":
             return self._emit(op, _bind(scaled_dot_product_attention, _lookup(op.target)), args, kwargs)
         if draws(op):
-            call = _bind(drawn, _lookup(op.target), low.draw, self.ordinal[op.name], self._part(cut), _TRAINS.get(name))
+            call = _bind(drawn, _lookup(op.target), low.draw, self._where(op, cut), _TRAINS.get(name))
             return self._node(call, tuple(args), kwargs)
         if name == "batch_norm" and len(args) > 5 and args[5]:
             rule = self._rule(op)
@@ -365,6 +367,14 @@ class _Builder:
         for axis in cut:
             part = part * self.low.groups[axis].size + self.low.groups[axis].index
         return part
+
+    def _where(self, op: Operator, cut: dict[str, str]) -> Where:
+        """Which draw an operator makes, and where this rank's piece of it lies."""
+        made = self.tensors[op.outputs[0]]
+        labels = self._rule(op).outputs[0] if cut else ()
+        groups = ((labels.index(label), self.low.groups[axis]) for axis, label in cut.items() if label in labels)
+        place = Place(made.shape, tuple((dim, group.index, group.size) for dim, group in groups))
+        return Where(self.ordinal[op.name], self._part(cut), self.drawing[op.name], place, getattr(torch, made.dtype))
 
 
 def layer_of(site: str) -> str:

@@ -36,7 +36,7 @@ from weft.model.work import differentiable, operator_bytes, operator_flops
 from weft.plan.grid import NESTED
 
 # Operators whose output is the sum over a contracted label, so that a cut leaves summands.
-_SUMS = {"linear", "mm", "bmm", "mv", "dot", "matmul", "einsum", "sum", "mean", "conv1d", "conv2d", "conv3d", "bilinear"}
+_SUMS = set("linear mm bmm mv dot vdot inner tensordot matmul einsum sum mean conv1d conv2d conv3d bilinear".split())
 _SUMS |= {"binary_cross_entropy", "binary_cross_entropy_with_logits"}
 GATHERED = 1 + 1 / 16  # what putting pieces together weighs where another axis of a grid is still to cut: more than what else is as cheap
 _BIASED = {"linear": 2, "conv1d": 2, "conv2d": 2, "conv3d": 2, "bilinear": 3}  # position of a bias, added once, after the sum

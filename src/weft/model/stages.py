@@ -123,7 +123,10 @@ def check_trains(graph: Graph) -> None:
         return packet(op) != "detach" and graph.tensors[op.outputs[0]].dtype.startswith(("float", "bfloat", "complex"))
 
     if not graph.outputs and graph.loss not in closure(graph, {v.value for v in graph.parameters if v.trainable}, through):
-        raise Infeasible("no parameter leads to the model's loss, so there is nothing to train")
+        raise Infeasible(
+            "no parameter leads to the model's loss, so there is nothing to train; give the model a parameter that requires_grad, "
+            "and a loss that is not detached"
+        )
 
 
 def split(graph: Graph, sites: Sequence[str]) -> tuple[Stage, ...]:

@@ -52,6 +52,12 @@ STALE_WITH: dict[str, tuple[int | str, ...]] = {
     "offload": ("none", "activations"),
     "compress": ("none",),
 }
+# What other programs call a key.
+OTHER_NAMES = {
+    "dp": "data", "ddp": "data", "replicas": "data", "tp": "tensor", "mp": "tensor", "pp": "pipeline", "stages": "pipeline",
+    "ep": "expert", "sp": "sequence_parallel", "fsdp": "zero", "accumulation": "microbatches", "checkpointing": "recompute",
+    "dtype": "precision",
+}  # fmt: skip
 # Named in the interface, not built yet: refused by name, never ignored.
 LATER = ("context", "attention", "spatial", "channel", "branch")
 LATER_CHOICES: dict[str, tuple[str, ...]] = {
@@ -292,7 +298,8 @@ class Layout:
             if key in LATER:
                 raise LayoutError(f"layout key {key} is not built yet; use {', '.join(known)}")
             if key not in known:
-                raise LayoutError(f"unknown layout key {key}{nearest(key, (*known, *LATER))}; known: {', '.join(known)}")
+                near = f" (did you mean {OTHER_NAMES[key]}?)" if key in OTHER_NAMES else nearest(key, (*known, *LATER))
+                raise LayoutError(f"unknown layout key {key}{near}; known: {', '.join(known)}")
             if key in given:
                 raise LayoutError(f"layout key {key} is given twice")
             if key == "tensor" and "x" in value:

@@ -3,7 +3,7 @@
 In: a model, a batch, a plan's microbatches and precision, an optimizer. Out: per step loss, gradients and weights by name; and for each
 of them the rounding noise that a serial run has, measured by running it again.
 
-Not modelled: random draws; a model that draws is refused before it is compared.
+Not modelled: random draws, unless it is told that every layout makes them alike (`draws`); a model that draws otherwise is refused.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.lower.double import Double
+from weft.lower.double import doubled
 from weft.model.capture import Loss, call
 from weft.model.nesting import batch_size_of, leaves, rebuild
 from weft.model.watched import set_state, state_of
 from weft.plan.plan import Plan
+from weft.run.alike import Alike
 from weft.run.optimizer import OptimizerSpec
 
 Values = Mapping[str, Mapping[str, Tensor]]  # what is compared: kind -> name -> value
@@ -33,7 +34,7 @@ class Serial:
     """One model in training.
 
     `every`: a parameter that a step does not use has a gradient of zero in it, instead of none. `whole`: tensors of the batch that are no
-    samples, though they are as long. `closed`: those that can have no gradient.
+    samples, though they are as long. `closed`: those that can have no gradient. `draws`: how many draws a call of the model makes.
     """
 
     def __init__(
@@ -48,8 +49,12 @@ class Serial:
         every: bool = False,
         whole: frozenset[str] = frozenset(),
         closed: frozenset[str] = frozenset(),
+        draws: int = 0,
     ) -> None:
         self._whole, self._closed = whole, closed
+        self._draws, self._step = draws, 0
+        self._alike = Alike(seed, plan.layout.precision == "float64")
+        self.drew_otherwise = False
         torch.manual_seed(seed)
         self.model: nn.Module = copy.deepcopy(make) if isinstance(make, nn.Module) else make()
         self._double = plan.layout.precision == "float64"
@@ -77,7 +82,8 @@ class Serial:
         Weights are the model's own tensors: the next step writes them. With staleness=K they are updated with the gradients of the step
         K before. `instead`: gradients that update them in the place of its own.
         """
-        with Double() if self._double else nullcontext():  # type: ignore[no-untyped-call]  # torch's own constructor has no types
+        drawn = torch.random.get_rng_state()
+        with doubled(self._double):
             try:
                 total, inputs = self._forward_backward()
             except RuntimeError as error:
@@ -86,6 +92,9 @@ class Serial:
                     raise
                 self._closed = frozenset(self._batch)
                 total, inputs = self._forward_backward()
+        self._step += 1
+        if self._draws:
+            torch.random.set_rng_state(drawn)
         found: dict[str, Tensor] = {}
         for name, p in self.model.named_parameters():
             if p.requires_grad:
@@ -114,14 +123,18 @@ class Serial:
             path: x.detach().requires_grad_(x.is_floating_point() and path not in self._closed) for path, x in self._batch.items()
         }
         total = 0.0
-        for length in self._plan.microbatch_sizes:
+        for number, length in enumerate(self._plan.microbatch_sizes):
             samples_in = {p for p, x in leaves_now.items() if x.dim() and x.shape[0] == samples and p not in self._whole}
             cut = {p: x.narrow(0, start, length) if p in samples_in else x for p, x in leaves_now.items()}
             whole = {p: cut.get(p, leaf) for p, leaf in leaves(self._nesting)}
-            with torch.autocast(self._device.type, torch.bfloat16, enabled=self._plan.layout.precision == "bfloat16"):
-                value = call(self.model, rebuild(self._nesting, whole), self._loss) * (length / samples)
-            if value.requires_grad:
-                torch.autograd.backward(value)
+            narrow = torch.autocast(self._device.type, torch.bfloat16, enabled=self._plan.layout.precision == "bfloat16")
+            self._alike.start(self._step, number)
+            with self._alike if self._draws else nullcontext():
+                with narrow:
+                    value = call(self.model, rebuild(self._nesting, whole), self._loss) * (length / samples)
+                if value.requires_grad:
+                    torch.autograd.backward(value)
+            self.drew_otherwise |= not self._alike.made(self._draws)
             total += float(value.detach())
             start += length
         return total, {path: x.grad for path, x in leaves_now.items() if x.grad is not None}
@@ -140,7 +153,7 @@ class Serial:
         try:
             for p, _ in parameters:
                 p.requires_grad_(False)
-            with Double() if self._double else nullcontext():  # type: ignore[no-untyped-call]
+            with doubled(self._double):
                 inputs = {path: x.detach().clone().requires_grad_(x.is_floating_point()) for path, x in self._batch.items()}
                 call(self.model, rebuild(self._nesting, {p: inputs.get(p, leaf) for p, leaf in leaves(self._nesting)}), self._loss)
             return any(b.requires_grad for b in self.model.buffers())
@@ -151,7 +164,8 @@ class Serial:
                 p.requires_grad_(asked)
             with torch.no_grad():
                 for (path, key), b in own.items():
-                    modules[path]._buffers[key] = b.detach_().copy_(values[path, key])
+                    # A buffer may be a view (a mask that was reshaped), which cannot be detached in place.
+                    modules[path]._buffers[key] = (b.detach() if b.requires_grad else b).copy_(values[path, key])
             set_state(self.model, attributes)
 
     def perturb(self, seed: int) -> None:

@@ -16,6 +16,7 @@ serial model do too.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.errors import ModelError
+from weft.lower.kernels.alike import SUPPORTED
 from weft.model.capture import Loss
 from weft.model.derivatives import without_gradient
 from weft.model.stages import draws
@@ -65,16 +67,24 @@ class Verification:
 
 
 def relative_error(got: Tensor, want: Tensor, floor: float = 0.0) -> float:
-    """Largest difference over the largest magnitude (of the tensor, at least `floor`); infinite for NaN or another shape."""
+    """Largest difference over the largest finite magnitude (of the tensor, at least `floor`).
+
+    Infinite for NaN, another shape, or an infinity that only one has; what both have alike (a mask's) is no difference.
+    """
     if got.shape != want.shape:
         return float("inf")
     if not want.numel():
         return 0.0
-    difference = (got.double() - want.double()).abs().max().item()
-    bound = max(want.double().abs().max().item(), floor)
-    if not torch.isfinite(torch.tensor(difference)):
+    got, want = got.double(), want.double()
+    difference = torch.where(got == want, 0.0, got - want).abs().max().item()
+    if not math.isfinite(difference):
         return float("inf")
+    bound = max(_finite_largest(want), floor)
     return difference / bound if bound else difference
+
+
+def _finite_largest(x: Tensor) -> float:
+    return float(torch.where(x.isfinite(), x, 0.0).abs().max())
 
 
 @dataclass
@@ -129,7 +139,7 @@ class Comparison:
 
 def _largest(values: Values, kinds: tuple[str, ...]) -> float:
     found = [x for kind in kinds for x in values[kind].values() if x.numel() and x.is_floating_point()]
-    return max((float(x.abs().max()) for x in found), default=0.0)
+    return max((_finite_largest(x) for x in found), default=0.0)
 
 
 def verify_on_rank(
@@ -166,12 +176,14 @@ def verify_on_rank(
         whole = frozenset(v.name for v in graph.inputs if not v.batched)
         # Gradients of inputs are not compared where the model runs whole, and some of its operators may have none (a loss's targets).
         names = frozenset(v.name for v in graph.inputs if v.value in closed or plan.uncaptured)
-        return Serial(make, seed, batch, loss, plan, spec, world.device, bool(plan.uncaptured), whole, names)
+        return Serial(make, seed, batch, loss, plan, spec, world.device, bool(plan.uncaptured), whole, names, len(random))
 
+    random = [op for op in graph.operators if draws(op)]
+    otherwise = [op.site for op in random if op.target.split(".")[1] not in SUPPORTED]
+    if otherwise:
+        raise _drawing(plan, f" at {', '.join(otherwise[:3])}{' ...' if len(otherwise) > 3 else ''}")
+    engine.parts.draw.alike = bool(random)
     serial = new_serial() if world.rank == 0 else None
-    random = [op.site for op in engine.parts.graph.operators if draws(op)]
-    if random:
-        raise _drawing(plan, f" at {', '.join(random[:3])}{' ...' if len(random) > 3 else ''}")
     noise = Noise(new_serial)
     how = Compression.parse(plan.layout.compress)
     lossy = Lossy(engine.gradients, how) if how.kind != "none" else None
@@ -183,8 +195,14 @@ def verify_on_rank(
     seen = Comparison(bound, noise_of, plan.layout.precision != "float64")
     # As many steps as it takes to compute on weights whose update came late.
     for step in range(max(steps, plan.layout.staleness + 2 if plan.layout.staleness else 0)):
-        with _explained(plan):
-            result = engine.forward_backward(batch, want_inputs=not plan.uncaptured)
+        try:
+            with _explained(plan):
+                result = engine.forward_backward(batch, want_inputs=not plan.uncaptured)
+        except (RuntimeError, IndexError):
+            # Whether it is the model's own mistake: a look-up of a row that there is not, types that do not go together.
+            with _in_plain_pytorch(plan):
+                new_serial().step()
+            raise
         off = 0.0
         if lossy is not None:
             off = _over_ranks(lossy.compare(), world)
@@ -209,7 +227,7 @@ def verify_on_rank(
             drawn = torch.random.get_rng_state()
             with _explained(plan), _in_plain_pytorch(plan):
                 wanted = serial.step(instead)
-            if not torch.equal(drawn, torch.random.get_rng_state()):
+            if serial.drew_otherwise or not torch.equal(drawn, torch.random.get_rng_state()):
                 raise _drawing(plan)
             if lossy is not None:
                 seen.exchanged(step, off)
@@ -229,8 +247,8 @@ def _over_ranks(value: float, world: World) -> float:
 
 def _drawing(plan: Plan, where: str = "") -> ModelError:
     return ModelError(
-        f"{plan.model} draws random numbers{where}, which a serial run draws differently, so there is nothing to compare; verify it with "
-        "dropout 0"
+        f"{plan.model} draws random numbers{where}, which a serial run draws differently, so there is nothing to compare; verify it "
+        "without what draws: dropout 0, or noise that comes with the batch"
     )
 
 
@@ -239,17 +257,22 @@ def _in_plain_pytorch(plan: Plan) -> Iterator[None]:
     """Raise ModelError where the model cannot be trained in one process either."""
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, IndexError) as error:
         if _of_width(plan, error):
             raise
         said = str(error).partition("\n")[0]
-        raise ModelError(f"{plan.model} raises when plain PyTorch trains it in one process: {said}; make it train there first") from error
+        parts = sorted(set(plan.microbatch_sizes))
+        remedy = "make it train there first"
+        if len(plan.microbatch_sizes) > 1:
+            remedy += f", on {' and '.join(map(str, parts))} of the batch's {sum(plan.microbatch_sizes)} samples too, or use microbatches=1"
+        raise ModelError(f"{plan.model} raises when plain PyTorch trains it in one process: {said}; {remedy}") from error
 
 
 def _of_width(plan: Plan, error: Exception) -> bool:
     """Whether an operator says that it has no float64."""
     said = str(error).partition("\n")[0]
     told = any(word in said for word in ("Double", "float64", "double")) and "modified by an inplace operation" not in said
+    told = told and not any(f"got {kind} " in said for kind in ("Long", "Int", "Bool"))  # whole numbers where a product is asked for
     return told and plan.layout.precision == "float64"
 
 

@@ -9,15 +9,15 @@ Not modelled: losses that are such a mean for the batch that was tried, and are 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from weft.errors import Infeasible, ModelError
-from weft.lower.double import Double
+from weft.lower.double import doubled
 from weft.lower.kernels.randomness import Draw
 from weft.lower.local import LocalStage
 from weft.model.capture import Loss, call
@@ -50,8 +50,15 @@ class _Whole(nn.Module):
     def forward(self, *tensors: Tensor) -> tuple[Tensor]:
         given = iter(tensors)
         new = {path: next(given) if isinstance(leaf, Tensor) else leaf for path, leaf in leaves(self._batch)}
-        with Double() if self._double else nullcontext():  # type: ignore[no-untyped-call]  # as the serial reference
-            return (call(self.model, rebuild(self._batch, new), self._loss) * self._share,)
+        batch = rebuild(self._batch, new)
+        with doubled(self._double):  # as the serial reference
+            try:
+                return (call(self.model, batch, self._loss) * self._share,)
+            except RuntimeError as error:
+                if torch.is_grad_enabled() or "does not require grad" not in str(error):
+                    raise
+            with torch.enable_grad():  # it asks for gradients of its own, in evaluation too: a differential equation
+                return (call(self.model, batch, self._loss).detach() * self._share,)
 
 
 def build_whole(plan: Plan, source: Source, batch: Any, loss: Loss | None, world: World, optimizer: OptimizerSpec, seed: int) -> Parts:
@@ -185,7 +192,7 @@ def refuse_division(plan: Plan, model: nn.Module, batch: Any, loss: Loss | None)
         moved = {p: x.to(device) if isinstance(x, Tensor) else x for p, x in cut.items()}
         moved = {p: x.double() if double and isinstance(x, Tensor) and x.is_floating_point() else x for p, x in moved.items()}
         try:
-            with Double() if double else nullcontext():  # type: ignore[no-untyped-call]
+            with doubled(double):
                 found = float(call(model, rebuild(batch, moved), loss).detach())
             now = {**dict(model.named_parameters()), **dict(model.named_buffers())}
             return found, {name: x.detach().clone() for name, x in now.items()}
@@ -219,17 +226,21 @@ def refuse_division(plan: Plan, model: nn.Module, batch: Any, loss: Loss | None)
                         f"it sees, which differ between the data={data} ranks; use data=1"
                     )
         model.eval()  # dropout would tell them apart
-        whole = ran(0, size)[0]
-        mean = sum(ran(start, length)[0] for start, length in parts) / data
+        # At both ends of the batch: parts may by accident have the same number of what the mean is over.
+        tried = [
+            (ran(first, size)[0], sum(ran(first + start, length)[0] for start, length in parts) / data)
+            for first in sorted({0, samples - size})
+        ]
     finally:
         for module, training in modes:
             module.training = training
-    if abs(whole - mean) > _CLOSE * max(abs(whole), abs(mean)):
-        raise Infeasible(
-            f"{plan.model} could not be captured ({plan.uncaptured}), and its loss over {size} samples is {whole:.6g} where the mean over "
-            f"data={data} parts of them is {mean:.6g}, so data={data} would train something else; use data=1, or a loss that is a "
-            "mean over samples"
-        )
+    for whole, mean in tried:
+        if math.isfinite(whole) and not abs(whole - mean) <= _CLOSE * max(abs(whole), abs(mean)):
+            raise Infeasible(
+                f"{plan.model} could not be captured ({plan.uncaptured}), and its loss over {size} samples is {whole:.6g} where the mean "
+                f"over data={data} parts of them is {mean:.6g}, so data={data} would train something else; use data=1, or a loss that is a "
+                "mean over samples"
+            )
 
 
 def _spec(x: Tensor, samples: int | None = None) -> Spec:

@@ -52,6 +52,8 @@ def without_graph(
             raise Infeasible(f"{one}: this model could not be captured ({why}), so only data and zero apply; use tensor=1 pipeline=1")
         if one.recompute != "none":
             raise Infeasible(f"{one}: this model could not be captured ({why}), so its layers are not known; use recompute=none")
+        if one.zero > 2:
+            raise Infeasible(f"{one}: this model could not be captured ({why}), so its layers are not known; use zero=2")
         check_layout(one, cluster, batch_size)
         if state_bytes(num_parameters, one.zero, one.data) < cluster.memory_of(one.num_ranks):
             said = f"data={one.data}: as many replicas as there are devices and as divide the batch of {batch_size}; nothing else applies"

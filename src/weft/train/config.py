@@ -184,8 +184,28 @@ SECTIONS: dict[str, type[_Section]] = {
 }
 
 
+# What other programs call a key.
+OTHER_NAMES = {
+    "lr": "learning_rate", "min_lr": "min_learning_rate", "wd": "weight_decay", "warmup": "warmup_steps", "batch_size": "batch",
+    "max_steps": "steps", "num_steps": "steps", "iterations": "steps", "grad_clip": "clip", "max_grad_norm": "clip",
+    "optim": "optimizer", "eval_every": "evaluate_every", "save_every": "checkpoint_every", "seq_len": "sequence",
+    "block_size": "sequence",
+}  # fmt: skip
+
+
 def _known() -> list[str]:
     return [f"{name}.{key}" for name, section in SECTIONS.items() for key in section.model_fields]
+
+
+def _near(name: str, known: Sequence[str]) -> str:
+    """`; did you mean X?` for a key, with the section that it was given with. A section that is right is no likeness of keys."""
+    section, dot, key = name.rpartition(".")
+    at = section + dot if section in SECTIONS else ""
+    word = key if at else name
+    other = OTHER_NAMES.get(key)
+    if other is not None and at + other in known:
+        return f"; did you mean {at + other}?"
+    return toml.nearest(word, [k.removeprefix(at) for k in known if k.startswith(at)]).replace("mean ", f"mean {at}")
 
 
 def _change(word: str) -> tuple[tuple[str, str], Any]:
@@ -195,7 +215,7 @@ def _change(word: str) -> tuple[tuple[str, str], Any]:
         raise ConfigError(f"{word!r} is not key=value; for example train.steps=100")
     found = [known for known in _known() if name in (known, known.partition(".")[2])]
     if not found:
-        raise ConfigError(f"{word}: unknown key {name}{toml.nearest(name, [*_known(), *(k.partition('.')[2] for k in _known())])}")
+        raise ConfigError(f"{word}: unknown key {name}{_near(name, [*_known(), *(k.partition('.')[2] for k in _known())])}")
     if len(found) > 1:
         raise ConfigError(f"{word}: {name} could be {' or '.join(found)}; write which")
     section, _, key = found[0].partition(".")
@@ -214,7 +234,7 @@ def _explain(error: ValidationError, text: str, where: str, origins: dict[tuple[
             return f"{place}: unknown section [{name}]{toml.nearest(name, list(SECTIONS))}; known: {', '.join(SECTIONS)}"
         known = list(SECTIONS[path[0]].model_fields)
         other = [section for section, fields in SECTIONS.items() if path[1] in fields.model_fields]
-        hint = f"; it belongs to [{other[0]}]" if other else toml.nearest(path[1], known)
+        hint = f"; it belongs to [{other[0]}]" if other else _near(path[1], known)
         return f"{place}: unknown key {name}{hint}; [{path[0]}] knows {', '.join(known)}"
     if first["type"] == "missing":
         return f"{place}: {name} is missing" + ('; give [model] name = "gpt-10m"' if path[0] == "model" else "")

@@ -95,6 +95,7 @@ class _Run:
         self.losses: list[float] = []
         self.step_times: list[float] = []
         self.eval_loss: float | None = None
+        self._evaluates = True
         self.saved_step = -1
         self.components = Components(world, layout.mesh_of(world.rank))
         self.measured: dict[str, float] | None = None
@@ -163,7 +164,9 @@ class _Run:
                 self._untold.append((row, result))
                 done = step + 1
                 if self._every(self.section.evaluate_every, done) or done == self.section.steps:
-                    row["eval_loss"] = self.eval_loss = self._evaluate()
+                    self.eval_loss = self._evaluate()
+                    if self.eval_loss is not None:
+                        row["eval_loss"] = self.eval_loss
                 # A loss is known when all ranks have made the step, for which nobody waits before its update is due.
                 self._tell(write, self.job.plan.layout.staleness)
                 if self._every(self.section.checkpoint_every, done):
@@ -218,11 +221,19 @@ class _Run:
         """Model FLOP a second over the peak of all devices (Chowdhery et al. 2022, appendix B: recomputation does not count)."""
         return self.engine.model_flops / seconds / self.job.peak_flops if self.job.peak_flops else None
 
-    def _evaluate(self) -> float:
-        """Mean loss over the first validation batches, the last of which may be smaller."""
+    def _evaluate(self) -> float | None:
+        """Mean loss over the first validation batches, the last of which may be smaller; None of a model that cannot be evaluated."""
         source, batch = self.subject.source, self.section.batch
         whole = max(1, source.num_validation // batch)
-        losses = [self.engine.evaluate(source.validation(number, self.rows)) for number in range(min(self.section.evaluate_batches, whole))]
+        count = min(self.section.evaluate_batches, whole)
+        if not self._evaluates:
+            return None
+        try:
+            losses = [self.engine.evaluate(source.validation(number, self.rows)) for number in range(count)]
+        except ModelError as error:  # of every rank, before any has sent: what was trained is no worse for it
+            self._evaluates = False
+            self.show.say(f"not evaluated: {error}")
+            return None
         left = source.num_validation - whole * batch
         left -= left % self.job.plan.layout.shares
         if left > 0 and self.section.evaluate_batches > whole:

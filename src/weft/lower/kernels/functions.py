@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.lower.double import Double
+from weft.lower.double import doubled
 from weft.model.functions import BASE, call_of
 from weft.model.graph import Function
 
@@ -45,7 +45,7 @@ def _wide(cls: Any) -> Any:
 
     def under(code: Callable[..., Any]) -> Any:
         def wide(*args: Any, **kwargs: Any) -> Any:
-            with Double():  # type: ignore[no-untyped-call]  # torch's own constructor has no types
+            with doubled(True):
                 return code(*args, **kwargs)
 
         return staticmethod(wide)

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from weft.lower.kernels import alike
+from weft.lower.kernels.alike import Place
 from weft.lower.kernels.statistics import Later
 from weft.world.attention import scaled_dot_product_attention
 
@@ -28,6 +30,7 @@ class Draw:
     microbatch: int = 0
     recomputing: bool = False  # buffers are not written a second time
     evaluating: bool = False  # no dropout; batch norm by its running statistics, which stay as they are
+    alike: bool = False  # draws are pieces of what a serial run draws whole, for verification
     later: dict[int, Later] = field(default_factory=dict)  # buffers that are written after the step, by id
     _generators: dict[torch.device, torch.Generator] = field(default_factory=dict)
 
@@ -43,13 +46,30 @@ class Draw:
         return made.manual_seed(key)
 
 
-def dropout(x: Tensor, p: float, draw: Draw, operator: int, part: int) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class Where:
+    """Which draw it is: the operator's place in the graph and the rank's part of it; among those that draw, its number; its piece."""
+
+    operator: int
+    part: int
+    number: int
+    place: Place
+    dtype: torch.dtype
+
+    def alike(self, draw: Draw) -> torch.Generator:
+        """The generator that serial runs and all layouts have for this draw."""
+        return draw.generator(torch.device("cpu"), self.number, 0)
+
+
+def dropout(x: Tensor, p: float, draw: Draw, where: Where) -> Tensor:
     """Each element kept with probability 1 - p and scaled by 1 / (1 - p)."""
     if p == 0.0 or draw.evaluating:
         return x
+    if draw.alike:
+        return x * alike.kept(where.alike(draw), where.place, p, x)
     if p == 1.0:
         return x * 0.0
-    mask = torch.empty_like(x).bernoulli_(1.0 - p, generator=draw.generator(x.device, operator, part))
+    mask = torch.empty_like(x).bernoulli_(1.0 - p, generator=draw.generator(x.device, where.operator, where.part))
     return x * mask.div_(1.0 - p)
 
 
@@ -63,26 +83,34 @@ def attention(
     scale: float | None,
     enable_gqa: bool,
     draw: Draw,
-    operator: int,
-    part: int,
+    where: Where,
 ) -> Tensor:
     """Scaled dot-product attention with dropout on its weights: torch's global generator is borrowed and put back."""
     if draw.evaluating:
         return scaled_dot_product_attention(F.scaled_dot_product_attention, q, k, v, mask, 0.0, causal, scale=scale, enable_gqa=enable_gqa)
+    if draw.alike:
+        place = Place((*where.place.shape[:-1], k.shape[-2]), where.place.cuts)
+        return alike.attention(q, k, v, mask, causal, scale, lambda weights: alike.kept(where.alike(draw), place, p, weights))
     device = q.device
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(draw.generator(torch.device("cpu"), operator, part).initial_seed())
+        torch.manual_seed(draw.generator(torch.device("cpu"), where.operator, where.part).initial_seed())
         return F.scaled_dot_product_attention(q, k, v, mask, p, causal, scale=scale, enable_gqa=enable_gqa)
 
 
-def drawn(target: Callable[..., Any], draw: Draw, operator: int, part: int, trains: int | None, *args: Any, **kwargs: Any) -> Any:
+def drawn(target: Callable[..., Any], draw: Draw, where: Where, trains: int | None, *args: Any, **kwargs: Any) -> Any:
     """Any other operator that draws: `target` with torch's global generators borrowed and put back.
 
     `trains`: position of the argument that says whether it trains; None where it draws in evaluation too.
     """
     if draw.evaluating and trains is not None:
         return target(*args[:trains], False, *args[trains + 1 :], **kwargs)
+    if draw.alike:
+        name = target.__name__.partition(".")[0]
+        if name in alike.DROPS:
+            return alike.dropped(name, where.alike(draw), where.place, args[0], args[1])
+        device = next((x.device for x in args if isinstance(x, Tensor)), kwargs.get("device"))
+        return alike.drawn(alike.named(target.__name__), where.alike(draw), where.place, where.dtype, args, kwargs).to(device)
     devices = list({x.device for x in args if isinstance(x, Tensor) and x.device.type == "cuda"})
     with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(draw.generator(torch.device("cpu"), operator, part).initial_seed())
+        torch.manual_seed(draw.generator(torch.device("cpu"), where.operator, where.part).initial_seed())
         return target(*args, **kwargs)

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from weft.model.graph import Arg, Operator, Ref, Tensor
 from weft.model.rules.rule import BLOCKED, Labels, Rule, parse
-from weft.model.rules.table import ALONG_DIM, CELLS, FACTORIES, LOSSES, NOTATION, POINTWISE, REDUCTIONS, SHAPED_LIKE
-from weft.model.rules.views import VIEWS, index, masked_put
+from weft.model.rules.samples import OF_SAMPLES, masked_put
+from weft.model.rules.table import ALONG_DIM, CELLS, FACTORIES, LOSSES, NOTATION, POINTWISE, REDUCED_AT, REDUCTIONS, SHAPED_LIKE
+from weft.model.rules.views import VIEWS, index
 
 __all__ = ["BLOCKED", "Labels", "Rule", "parse", "rule_of"]
 
@@ -32,11 +33,15 @@ def rule_of(op: Operator, tensors: dict[str, Tensor]) -> Rule | None:
         return _cast_alike(ins, outs) if name == "type_as" or op.target == "aten.to.other" else _pointwise(ins, outs)
     if name in VIEWS and ins:
         return VIEWS[name](op, ins, outs)
+    if name in OF_SAMPLES and ins:
+        return OF_SAMPLES[name](op, ins, outs)
+    if name == "index_put":
+        return masked_put(op, ins, [tensors[v].dtype for v in op.inputs])
     if name in ALONG_DIM:
         return _along_dim(op, name, ins, outs)
     if name in REDUCTIONS:
         return _reduction(op, name, ins, outs)
-    if name in LOSSES:
+    if name in LOSSES or name in REDUCED_AT:
         return _loss(op, ins, outs)
     if name in ("layer_norm", "rms_norm"):
         return _normalized(op, ins, outs)
@@ -44,8 +49,6 @@ def rule_of(op: Operator, tensors: dict[str, Tensor]) -> Rule | None:
         return _renormed(op, ins)
     if name == "index":
         return index(op, tensors)
-    if name == "index_put":
-        return masked_put(op, tensors)
     if name == "matmul":
         return _matmul(ins, outs)
     if name == "einsum":
@@ -106,13 +109,14 @@ def _dims(op: Operator, position: int, rank: int) -> list[int] | None:
 
 def _along_dim(op: Operator, name: str, ins: list[Shape], outs: list[Shape]) -> Rule | None:
     """Every dimension but the one that the operator works along; all tensors must agree in size there."""
-    position = 2 if name.endswith("_backward_data") else {"topk": 2, "kthvalue": 2, "roll": 2, "diff": 2}.get(name, 1)
+    places = {"topk": 2, "kthvalue": 2, "roll": 2, "diff": 2, "rot90": 2, "cross": 2, "linalg_cross": 2}
+    position = 2 if name.endswith("_backward_data") else places.get(name, 1)
     dims = _dims(op, position, len(ins[0])) or ([len(ins[0]) - 1] if name in ("topk", "sort", "glu", "argsort", "kthvalue") else None)
     if dims is None:
         return None
     reduces = name in ("logsumexp", "kthvalue") and len(outs[0]) != len(ins[0])
     shapes = [*ins, *([] if reduces else outs)]
-    if any(len(s) != len(ins[0]) for s in shapes) and name not in ("index_select", "index_add", "index_copy"):
+    if any(len(s) != len(ins[0]) for s in shapes) and name not in ("index_select", "index_add", "index_copy", "index_fill"):
         return None
     labels = tuple(
         f"d{i}" if i not in dims and n > 1 and all(len(s) != len(ins[0]) or s[i] == n for s in shapes) else BLOCKED
@@ -127,9 +131,9 @@ def _along_dim(op: Operator, name: str, ins: list[Shape], outs: list[Shape]) -> 
 def _reduction(op: Operator, name: str, ins: list[Shape], outs: list[Shape]) -> Rule | None:
     """Kept dimensions pass through. A sum over a cut dimension is a partial sum, a mean an average; the rest come whole."""
     if len(ins) > 1:  # max(x, y) of two tensors
-        return _pointwise(ins, outs)
+        return None if "quantile" in name else _pointwise(ins, outs)
     rank = len(ins[0])
-    position = 2 if name in ("norm", "linalg_vector_norm") else 1
+    position = 2 if name in ("norm", "linalg_vector_norm", "quantile", "nanquantile") else 1
     dims = _dims(op, position, rank)
     if dims is None:
         dims = list(range(rank))
@@ -147,7 +151,7 @@ def _reduction(op: Operator, name: str, ins: list[Shape], outs: list[Shape]) -> 
 
 def _loss(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
     """mean or sum over all elements (reduction 1 or 2), or none (0)."""
-    position = {"binary_cross_entropy": 3, "binary_cross_entropy_with_logits": 4}.get(op.target.split(".")[1], 2)
+    position = REDUCED_AT.get(op.target.split(".")[1], 2)
     reduction = op.args[position] if len(op.args) > position else dict(op.kwargs).get("reduction", 1)
     if outs[0] or reduction == 0:
         return _pointwise(ins, outs)

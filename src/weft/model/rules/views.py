@@ -73,6 +73,14 @@ def _permuted(op: Operator, rank: int) -> list[int]:
     return [int(d) % rank for d in dims]  # type: ignore[attr-defined]
 
 
+def _moved(op: Operator, rank: int) -> list[int]:
+    sources, targets = ([int(d) % rank for d in (a if isinstance(a, tuple) else (a,))] for a in op.args[1:3])
+    order = [i for i in range(rank) if i not in sources]
+    for target, source in sorted(zip(targets, sources, strict=True)):
+        order.insert(target, source)
+    return order
+
+
 def _expand(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule:
     extra = len(outs[0]) - len(ins[0])
     out = [f"d{i}" if size > 1 else BLOCKED for i, size in enumerate(outs[0])]
@@ -129,13 +137,6 @@ def _unbind(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule:
     return Rule((tuple(labels),), tuple(tuple(labels[:dim] + labels[dim + 1 :]) for _ in outs))
 
 
-def _unfolded(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule:
-    """Windows along a dimension: their number takes its place, and what is in them comes last."""
-    dim = _dim(op, 1, 0, len(ins[0]), "dimension")
-    labels = tuple(BLOCKED if i == dim else label for i, label in enumerate(_named(ins[0])))
-    return Rule((labels,), ((*labels, BLOCKED),))
-
-
 def _repeat(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule:
     extra = len(outs[0]) - len(ins[0])
     labels = [f"d{i}" if ins[0][i] == outs[0][i + extra] and ins[0][i] > 1 else BLOCKED for i in range(len(ins[0]))]
@@ -175,17 +176,20 @@ def _padded(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule:
 _FOURIER = ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft", "fft2", "ifft2", "rfft2", "irfft2", "fftn", "ifftn", "rfftn", "irfftn")
 VIEWS: dict[str, Callable[[Operator, list[Shape], list[Shape]], Rule | None]] = {
     **dict.fromkeys(("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as"), _reshape),
+    **dict.fromkeys(("ravel", "atleast_1d", "atleast_2d", "atleast_3d"), _reshape),
     "transpose": _permute(_swapped),
     "swapaxes": _permute(_swapped),
+    "swapdims": _permute(_swapped),
     "permute": _permute(_permuted),
-    "t": _permute(lambda op, rank: list(range(rank))[::-1]),
-    "numpy_T": _permute(lambda op, rank: list(range(rank))[::-1]),
-    "mT": _permute(lambda op, rank: [*range(rank - 2), rank - 1, rank - 2]),
+    **dict.fromkeys(("movedim", "moveaxis"), _permute(_moved)),
+    **dict.fromkeys(("t", "numpy_T", "matrix_H"), _permute(lambda op, rank: list(range(rank))[::-1])),
+    **dict.fromkeys(("mT", "mH", "adjoint"), _permute(lambda op, rank: [*range(rank - 2), rank - 1, rank - 2])),
     "expand": _expand,
     "expand_as": _expand,
     "broadcast_to": _expand,
     "slice": _sliced,
     "narrow": _sliced,
+    "narrow_copy": _sliced,
     "select": _select,
     "slice_scatter": _scattered,
     "select_scatter": _scattered,
@@ -197,8 +201,8 @@ VIEWS: dict[str, Callable[[Operator, list[Shape], list[Shape]], Rule | None]] = 
     "chunk": _split,
     "tensor_split": _split,
     "unbind": _unbind,
-    "unfold": _unfolded,
     "repeat": _repeat,
+    "tile": _repeat,
     "repeat_interleave": _repeat_interleave,
     **dict.fromkeys((f"fft_{name}" for name in _FOURIER), _transformed),
     "pad": _padded,
@@ -228,16 +232,3 @@ def index(op: Operator, tensors: dict[str, Tensor]) -> Rule | None:
     if prod(tensors[op.outputs[0]].shape) == 0 or len(out) != len(tensors[op.outputs[0]].shape):
         return None
     return Rule((tuple(labels), *rows), (tuple(out),))
-
-
-def masked_put(op: Operator, tensors: dict[str, Tensor]) -> Rule | None:
-    """`x[mask] = value`, one value wherever a mask of the leading dimensions says so."""
-    source, indices, value = op.args[:3]
-    if not isinstance(source, Ref) or not isinstance(indices, tuple) or len(indices) != 1 or not isinstance(value, Ref):
-        return None
-    mask, shape = indices[0], tensors[source.value].shape
-    if not isinstance(mask, Ref) or tensors[mask.value].dtype != "bool" or tensors[value.value].size != 1:
-        return None
-    labels = _named(shape)
-    one = (BLOCKED,) * len(tensors[value.value].shape)
-    return Rule((labels, labels[: len(tensors[mask.value].shape)], one), (labels,))

@@ -1,0 +1,75 @@
+"""Functions of torch whose own code hides what a trace must see, said in operators that show it.
+
+In: the arguments that a model calls the function with. Out: what the function returns, gradients included.
+Not modelled: options of which torch's operator alone knows the meaning; for them it is called as it is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from weft.model.deferred.fakes import tree_flatten
+
+
+def embedding_bag(
+    input: Tensor, weight: Tensor, offsets: Tensor | None = None, max_norm: float | None = None, norm_type: float = 2,
+    scale_grad_by_freq: bool = False, mode: str = "mean", sparse: bool = False, per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False, padding_idx: int | None = None,
+) -> Tensor:  # fmt: skip
+    """Bags of equal length, one for each sample (`input` [N, L]), by look-ups and a reduction.
+
+    Torch's operator takes all indices in one row with offsets, in which nothing tells what belongs to which sample.
+    """
+    if input.dim() != 2 or not input.shape[1] or padding_idx is not None or max_norm is not None or scale_grad_by_freq:
+        return F.embedding_bag(
+            input, weight, offsets, max_norm, norm_type, scale_grad_by_freq, mode, sparse, per_sample_weights, include_last_offset,
+            padding_idx,
+        )  # fmt: skip
+    rows = F.embedding(input, weight, sparse=sparse)
+    if per_sample_weights is not None:
+        rows = rows * per_sample_weights[..., None]
+    return rows.max(1).values if mode == "max" else rows.mean(1) if mode == "mean" else rows.sum(1)
+
+
+def gaussian_nll_loss(
+    input: Tensor, target: Tensor, var: Tensor | float, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
+) -> Tensor:
+    """(log var + (input - target)^2 / var) / 2, which torch computes after a look at the values of `var`: whether one is negative."""
+    if not isinstance(var, Tensor):
+        return F.gaussian_nll_loss(input, target, var, full=full, eps=eps, reduction=reduction)
+    if var.dim() == input.dim() - 1 and var.shape == input.shape[:-1]:
+        var = var.unsqueeze(-1)
+    var = var + (var.clamp(min=eps) - var).detach()  # torch holds it from below without telling the gradient
+    loss = 0.5 * (torch.log(var) + (input - target) ** 2 / var)
+    if full:
+        loss = loss + 0.5 * math.log(2 * math.pi)
+    return loss.mean() if reduction == "mean" else loss.sum() if reduction == "sum" else loss
+
+
+def exactly(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """The float64 tensor of numbers that `func(*args)` would round to float32 (0.1, not 0.5); None for any other call.
+
+    A run in float64 means the numbers as they are written, whatever type they are given in the trace, where all is float32.
+    """
+    if func not in _OF_NUMBERS:
+        return None
+    at = 1 if func is Tensor.new_tensor else 0
+    data = args[at] if len(args) > at else kwargs.get("data")
+    numbers = tree_flatten(data)[0]
+    if any(type(x) not in (int, float, bool) for x in numbers) or all(ctypes.c_float(x).value == x for x in numbers):
+        return None
+    given = kwargs.get("dtype") or (args[0].dtype if at else torch.get_default_dtype())
+    if kwargs.get("requires_grad") or given is not torch.float32:
+        return None
+    return torch.tensor(data, dtype=torch.float64, device=kwargs.get("device"))
+
+
+_OF_NUMBERS = (torch.tensor, torch.as_tensor, Tensor.new_tensor)
+INSTEAD: Mapping[Any, Callable[..., Tensor]] = {F.embedding_bag: embedding_bag, F.gaussian_nll_loss: gaussian_nll_loss}
