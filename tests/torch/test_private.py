@@ -59,6 +59,21 @@ def test_what_the_adapters_are_for_works() -> None:
     assert "aten.add.Tensor" in seen
 
 
+def test_a_trace_records_lines_of_code_only_where_torch_cannot_leave_them_out() -> None:
+    class Twice(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+    def lines() -> list[str]:
+        program = torch.export.export(Twice(), (torch.ones(2),), strict=False)
+        return [node.stack_trace for node in program.graph.nodes if node.op == "call_function" and node.stack_trace]
+
+    assert lines()
+    with fakes.without_lines():
+        assert bool(lines()) is not hasattr(torch.fx.config, fakes.NO_LINES)
+    assert lines()  # it is put back
+
+
 def test_the_end_of_a_backward_pass_is_told() -> None:
     order: list[str] = []
     w = torch.ones(2, requires_grad=True)

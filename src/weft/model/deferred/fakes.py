@@ -1,12 +1,14 @@
-"""The one adapter to torch's fake tensors (shape, dtype and device "cpu", but no memory), to its dispatcher and its trees.
+"""The one adapter to torch's fake tensors (shape, dtype and device "cpu", but no memory), to its traces, its dispatcher and its trees.
 
-In: torch's private names, each listed once. Out: `Fake`, `fake_mode()`, `forget()`, `for_real()`, a block without fake tensors and
-tracing, `NO_FAKE`, `DATA_DEPENDENT`, `DispatchMode`, `tree_flatten`, `tree_map`.
+In: torch's private names, each listed once, and those that not every version has. Out: `Fake`, `fake_mode()`, `forget()`, `for_real()`, a
+block without fake tensors and tracing, `without_lines()`, `NO_FAKE`, `DATA_DEPENDENT`, `DispatchMode`, `tree_flatten`, `tree_map`.
 Not modelled: fake tensors of other devices.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import _subclasses
@@ -18,6 +20,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
+from torch.fx import config as fx_config
 from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _python_dispatch, _pytree
@@ -37,6 +40,7 @@ __all__ = [
     "forget",
     "tree_flatten",
     "tree_map",
+    "without_lines",
 ]
 
 # (owner, attribute) of every private name used here, for the test.
@@ -60,6 +64,23 @@ FakeMode = FakeTensorMode
 NO_FAKE = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 # What a trace raises where Python code asks a tensor for a value, or a shape follows values.
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
+
+
+NO_LINES = "do_not_emit_stack_traces"  # since torch 2.12
+
+
+@contextmanager
+def without_lines() -> Iterator[None]:
+    """Traces inside do not record the lines of code that every operator comes from. Those of torch 2.11 always do: it has no such switch."""
+    said = getattr(fx_config, NO_LINES, None)
+    if said is None:
+        yield
+        return
+    setattr(fx_config, NO_LINES, True)
+    try:
+        yield
+    finally:
+        setattr(fx_config, NO_LINES, said)
 
 
 def fake_mode() -> FakeTensorMode:
