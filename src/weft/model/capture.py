@@ -23,7 +23,7 @@ from torch import nn
 from weft.errors import ModelError
 from weft.model.collector import uncollected
 from weft.model.deferred.blame import why_not
-from weft.model.deferred.fakes import Fake, without_lines
+from weft.model.deferred.fakes import Fake, tracing
 from weft.model.deferred.losses import loss_of
 from weft.model.functional import Memory, make_functional
 from weft.model.functions import Record, function_of
@@ -216,7 +216,7 @@ def _quiet() -> Iterator[None]:
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        with warnings.catch_warnings(), without_lines():
+        with warnings.catch_warnings(), tracing():
             warnings.simplefilter("ignore")
             with contextlib.redirect_stderr(io.StringIO()):
                 yield
