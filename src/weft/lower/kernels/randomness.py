@@ -82,7 +82,8 @@ def drawn(target: Callable[..., Any], draw: Draw, operator: int, part: int, trai
     """
     if draw.evaluating and trains is not None:
         return target(*args[:trains], False, *args[trains + 1 :], **kwargs)
-    devices = list({x.device for x in args if isinstance(x, Tensor) and x.device.type == "cuda"})
+    where = [x.device if isinstance(x, Tensor) else x for x in (*args, *kwargs.values())]
+    devices = list({d for d in where if isinstance(d, torch.device) and d.type == "cuda"})
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(draw.generator(torch.device("cpu"), operator, part).initial_seed())
         return target(*args, **kwargs)
