@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 import weft
+from weft.cluster.catalogue import dump, loads
+from weft.cluster.probe import here
 from weft.errors import RunError
 from weft.lower.kernels.randomness import Draw, drawn
 from weft.model.deferred import fakes
@@ -249,6 +251,27 @@ def test_a_gpus_accounts_begin_where_nothing_has_used_it(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: order.append("forget"))
     CudaAccounts(torch.device("cuda"))
     assert order == ["init", "forget"]
+
+
+def test_gpus_are_a_cluster_that_reads_back_and_their_probe_leaves_them_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    cases = [f"{kind}.{precision}" for kind in ("linear", "attention", "convolution") for precision in ("float32", "bfloat16")]
+    moves = ["elementwise", "cast", "activation", "norm", "batch_norm", "softmax", "optimizer"]
+    measured = {**dict.fromkeys(cases, 2e-14), "linear.float64": 4e-14, **dict.fromkeys(moves, 1e-12), "launch": 4e-6}
+    monkeypatch.setattr(here, "measure_alone", lambda device: order.append("measure") or measured)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: order.append("let go"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(name="GPU", total_memory=80 << 30))
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: False)
+    found = here.measure_here("mark", quick=True)
+    assert order == ["measure", "let go"]
+    assert (found.num_devices, found.is_cpu, found.runs_plans) == (2, False, True)
+    assert found.device.peak("float32") == pytest.approx(1 / 2e-14)
+    assert found.device.memory_bytes == 80 << 30
+    again = loads(dump(found))
+    assert again.device.peak("float64") == pytest.approx(1 / 4e-14)
+    assert weft.plan("gpt-tiny", 4, cluster=again, layout="data=2").prediction is not None
 
 
 def test_the_generator_of_every_device_that_an_operator_draws_on_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
