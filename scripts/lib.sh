@@ -1,8 +1,10 @@
-# Sourced by the other scripts. `ready` makes .venv with the exact packages of requirements.lock and weft itself, once;
-# afterwards it returns at once. POSIX shell, python3 >= 3.11 with venv, and pip's network (or mirror) the first time.
+# Sourced by the other scripts. `ready` makes .venv (or what `venv` was set to, with the version `torch` of PyTorch) with the exact packages of
+# requirements.lock and weft itself, once; afterwards it returns at once. POSIX shell, python3 >= 3.11 with venv, and pip's network (or mirror)
+# the first time.
 
 root=$(CDPATH= cd -- "$(dirname -- "$0")/.." && pwd)
 venv="$root/.venv"
+torch=
 
 say() { printf 'weft: %s\n' "$*"; }
 
@@ -23,7 +25,7 @@ find_python() {
 
 # What the environment was made from: the pinned packages, weft's own description, and where it lies.
 wanted() {
-    cat "$root/requirements.lock" "$root/pyproject.toml" | cksum
+    { cat "$root/requirements.lock" "$root/pyproject.toml"; printf '%s' "$torch"; } | cksum
     printf '%s\n' "$root"
 }
 
@@ -36,7 +38,7 @@ install() {
         tee "$log" | sed -n -u 's/^ *\(Downloading [^ ]* .*\)/  \1/p'
     if [ "$(tail -n 1 "$log")" = "pip failed" ]; then
         tail -n 15 "$log" >&2
-        fail "pip could not install the packages (its last words are above, all of them in .venv/install.log). It needs the network" \
+        fail "pip could not install the packages (its last words are above, all of them in ${venv##*/}/install.log). It needs the network" \
             "once: check it, or name a mirror with PIP_INDEX_URL, then run the same command again."
     fi
 }
@@ -45,14 +47,19 @@ make_environment() {
     if ! [ -x "$venv/bin/python" ] || ! "$venv/bin/python" -c 'import pip' 2>/dev/null; then
         python=$(find_python) || fail "needs Python 3.11 or newer; found $(python3 --version 2>/dev/null || echo none)." \
             "Install it, or name one: PYTHON=/path/to/python3 $0"
-        say "making the virtual environment .venv with $("$python" --version)"
+        say "making the virtual environment ${venv##*/} with $("$python" --version)"
         "$python" -m venv "$venv" >&2 || {
             rm -rf "$venv"
             fail "$python -m venv failed (above). On Debian and Ubuntu: apt install python3-venv; then run the same command again."
         }
     fi
-    say "installing $(grep -c '^[a-zA-Z]' "$root/requirements.lock") pinned packages from requirements.lock into .venv (once; PyTorch is the large one)"
-    install --requirement "$root/requirements.lock"
+    say "installing $(grep -c '^[a-zA-Z]' "$root/requirements.lock") pinned packages from requirements.lock into ${venv##*/} (once; PyTorch is the large one)"
+    pins="$root/requirements.lock"
+    if [ -n "$torch" ]; then # each PyTorch bounds setuptools in its own way
+        pins="$venv/requirements.txt"
+        sed -e "s/^torch[<>=].*/torch==$torch/" -e 's/^setuptools==.*/setuptools>=77/' "$root/requirements.lock" >"$pins"
+    fi
+    install --requirement "$pins"
     say "installing weft itself, editable"
     install --no-deps --no-build-isolation --editable "$root"
     wanted >"$venv/.ready"

@@ -349,6 +349,17 @@ def test_on_processors_only_what_runs_is_chosen(monkeypatch: pytest.MonkeyPatch)
         search(gpt(2), NODE, 8, "gpt", "zero=3")
 
 
+def test_on_gpus_that_were_measured_only_what_runs_is_chosen() -> None:
+    """Those of a cluster elsewhere are planned for with everything; `weft train` on a machine's own could choose what a run refuses."""
+    here = replace(GPUS, fingerprint="measured")
+    spread = [{layout.expert for layout in Space(cluster, 8, experts=4).frames()} for cluster in (GPUS, here)]
+    assert spread == [{1, 2, 4}, {1}]
+    asked = parse_constraints("expert=2")
+    Space(GPUS, 8, asked, experts=4).check()
+    with pytest.raises(Infeasible, match="expert=2 is planned and priced, but not built yet for running here; use expert=1"):
+        Space(here, 8, asked, experts=4).check()
+
+
 def test_the_least_memory_is_the_least_of_all_plans() -> None:
     graph = gpt(2, hidden=64, batch=4)
     cluster = replace(GPUS, levels=(Level("node", 4, Link(3e-6, 2e11)),))

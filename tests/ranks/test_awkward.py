@@ -24,6 +24,7 @@ from user_models import MODELS as OF_USERS  # noqa: E402
 
 import weft  # noqa: E402
 from weft.errors import Infeasible, LayoutError, ModelError  # noqa: E402
+from weft.model.deferred.fakes import tracing  # noqa: E402
 from weft.model.propagate import propagate  # noqa: E402
 from weft.plan.layout import Layout  # noqa: E402
 from weft.plan.plan import Plan  # noqa: E402
@@ -70,6 +71,25 @@ def test_awkward_models_are_what_they_are_in_one_process(name: str) -> None:
     assert not check(subject, TWO + cut)
     if name in CROSSED:
         assert not check(subject, FOUR)
+
+
+class Quantile(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.quantile(0.3, 1, True)
+
+
+def test_quantiles_are_what_they_are_in_one_process() -> None:
+    """torch 2.11 cannot export them on processors, where it looks at their level's value; then a model with one runs whole."""
+    subject = Subject(str(ROOT / "tests/ranks/awkward_models.py:quantile"))
+    try:
+        with tracing():
+            torch.export.export(Quantile(), (torch.ones(2, 3),), strict=False)
+    except Exception:
+        with pytest.raises(Infeasible, match=r"could not be captured .*data-dependent at .*quantile"):
+            subject.plan(Layout.parse("tensor=2"))
+        assert not check(subject, TWO[:1])
+    else:
+        assert not check(subject, TWO)
 
 
 @pytest.mark.parametrize("name", OF_USERS)

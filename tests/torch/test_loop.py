@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -183,6 +184,19 @@ def test_a_run_learns_and_leaves_its_files(job: Job, capsys: pytest.CaptureFixtu
     assert [s.step for s in checkpoint.committed(job.folder / "checkpoints")] == [57, 60]
     assert not [p.name for p in job.folder.iterdir() if p.name.startswith(".")]
     assert "step 60/60" in capsys.readouterr().err
+
+
+def test_a_step_lasts_until_the_device_has_done_it(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU runs behind its host, which has given it a step long before the step is over."""
+    now = [0.0]
+
+    class Behind(World):
+        def synchronize(self) -> None:
+            now[0] += 100.0
+
+    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    summary, _ = run(job, Behind())
+    assert summary["step_time_s"] == 100.0
 
 
 def test_the_engine_gets_the_rate_of_each_step_and_the_rows_in_order(job: Job) -> None:

@@ -59,6 +59,45 @@ def test_what_the_adapters_are_for_works() -> None:
     assert "aten.add.Tensor" in seen
 
 
+def test_a_trace_records_lines_of_code_only_where_torch_cannot_leave_them_out() -> None:
+    class Twice(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+    def lines() -> list[str]:
+        program = torch.export.export(Twice(), (torch.ones(2),), strict=False)
+        return [node.stack_trace for node in program.graph.nodes if node.op == "call_function" and node.stack_trace]
+
+    before = getattr(torch.fx.config, fakes.NO_LINES, None)
+    with fakes.tracing():
+        assert bool(lines()) is (before is None)
+        if before is not None:
+            setattr(torch.fx.config, fakes.NO_LINES, False)
+        assert lines()
+    assert getattr(torch.fx.config, fakes.NO_LINES, None) is before
+
+
+LSTMS: list[dict[str, Any]] = [{}, {"num_layers": 2}, {"proj_size": 4}, {"num_layers": 2, "bidirectional": True, "proj_size": 4}]
+
+
+@pytest.mark.filterwarnings("ignore:The tensor attributes", "ignore:LSTM with projections")
+@pytest.mark.parametrize("options", LSTMS, ids=str)
+def test_states_of_a_traced_lstm_have_the_shapes_that_they_have_when_it_runs(options: dict[str, Any]) -> None:
+    class States(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = torch.nn.LSTM(16, 8, **options)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            out, (h, c) = self.lstm(x)
+            return out, h, c
+
+    model, x = States(), torch.randn(3, 2, 16)
+    with fakes.tracing():
+        (made,) = list(torch.export.export(model, (x,), strict=False).graph.nodes)[-1].args
+    assert [node.meta["val"].shape for node in made] == [y.shape for y in model(x)]
+
+
 def test_the_end_of_a_backward_pass_is_told() -> None:
     order: list[str] = []
     w = torch.ones(2, requires_grad=True)

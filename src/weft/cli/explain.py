@@ -62,7 +62,7 @@ def explain(
         placed: tuple[Placement, ...] = ()
         if not brief:
             with out.working("pricing other choices"):
-                tries = neighbours(plan, setting.cluster.num_devices, runs=setting.cluster.is_cpu)
+                tries = neighbours(plan, setting.cluster.num_devices, runs=setting.cluster.runs_plans)
                 others = [setting.price(layout, plan, name, _moved(plan, layout, name)) for name, layout in tries]
                 others = [v for v in others if v.prediction is not None]
                 sharding = setting.sharding(plan)

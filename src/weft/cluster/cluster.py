@@ -215,6 +215,11 @@ class Cluster:
         return self.levels[0].size
 
     @property
+    def runs_plans(self) -> bool:
+        """Whether its plans are made to be run by weft, and not only to be compared: of processors, and of a machine that was measured."""
+        return self.is_cpu or bool(self.fingerprint)
+
+    @property
     def is_cpu(self) -> bool:
         return self.device.kind == "cpu"
 

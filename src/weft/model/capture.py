@@ -19,12 +19,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.fx import config as fx_config
 
 from weft.errors import ModelError
 from weft.model.collector import uncollected
 from weft.model.deferred.blame import why_not
-from weft.model.deferred.fakes import Fake
+from weft.model.deferred.fakes import Fake, tracing
 from weft.model.deferred.losses import loss_of
 from weft.model.functional import Memory, make_functional
 from weft.model.functions import Record, function_of
@@ -215,16 +214,13 @@ def _quiet() -> Iterator[None]:
     code that every operator comes from, which takes an eighth of the time and is not read.
     """
     before = logging.root.manager.disable
-    said = fx_config.do_not_emit_stack_traces
     logging.disable(logging.CRITICAL)
-    fx_config.do_not_emit_stack_traces = True
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), tracing():
             warnings.simplefilter("ignore")
             with contextlib.redirect_stderr(io.StringIO()):
                 yield
     finally:
-        fx_config.do_not_emit_stack_traces = said
         logging.disable(before)
 
 

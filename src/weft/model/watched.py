@@ -100,6 +100,8 @@ def refuse_scripts(model: nn.Module) -> None:
 
 # What torch.library makes of an operator's registered backward: it belongs to the operator, which the graph holds.
 _OF_AN_OPERATOR = "GeneratedBackwardFor_"
+# How the checkpoint of torch 2.11 that is not reentrant holds on to its inputs; later ones need no function for that.
+_OF_A_CHECKPOINT = ("torch.utils.checkpoint", "_NoopSaveInputs")
 
 
 @contextmanager
@@ -141,7 +143,7 @@ def watched(model: nn.Module, record: Record) -> Iterator[None]:
 
 
 def _apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
-    if cls.__name__.startswith(_OF_AN_OPERATOR):
+    if cls.__name__.startswith(_OF_AN_OPERATOR) or (cls.__module__, cls.__name__) == _OF_A_CHECKPOINT:
         return plainly(cls, *args, **kwargs)
     if cls is CheckpointFunction:
         return args[0](*args[2:])  # after it comes whether random state is kept

@@ -46,7 +46,7 @@ from weft.run.sizes import Sized
 from weft.run.stage import StageRunner
 from weft.run.stale import Stale
 from weft.run.state import full_state, full_tensors, gradient_pieces, input_gradients, pieces_of
-from weft.run.transfers import Crossing, Crossings
+from weft.run.transfers import Crossing, Crossings, pairs_of
 from weft.run.whole import build_whole
 from weft.world.memory import HOST, PARTS, accounts_of
 from weft.world.world import Work, World
@@ -183,6 +183,8 @@ class Engine:
                 crossings = by_microbatch[program.microbatches[0]].crossings
                 for group in sorted(between.peers(crossings), key=lambda g: g.ranks):
                     group.connect()  # all of a rank's in one order, as the others
+                self._everyone.connect_lanes(between.pairs(crossings))
+            self._pipeline.connect_lanes(pairs_of(program))
             made = Executor(program, by_microbatch, *where, self.gradients, self._draw, names, self._gathered, self._host, between)
             self._executors[sizes] = made
         return self._executors[sizes]

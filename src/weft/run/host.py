@@ -101,6 +101,8 @@ class HostStore:
         key = id(storage)
         if key in self._stays or key in self._inputs or storage.nbytes() < _LEAST_BYTES or x.layout is not torch.strided:
             return None
+        if x.device.type != self._device.type:  # on the host already
+            return None
         block = self._resident.get(key)
         if block is None:
             block = self._resident[key] = _Block(storage, storage.nbytes(), x.device)

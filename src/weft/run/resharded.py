@@ -60,6 +60,17 @@ class Resharded:
                             found.add(self._world.group(ranks))
         return found
 
+    def pairs(self, crossings: Crossings) -> set[tuple[int, int]]:
+        """(sender, receiver) of every message between any two ranks."""
+        return {
+            (piece.sender, piece.receiver)
+            for (a, b), those in crossings.items()
+            for c in (those if self._differ(a, b) else ())
+            for graph in self._graphs.values()
+            for ends in ((a, b), (b, a))
+            for piece in self.of(c.value, graph.tensors[c.value].shape, *ends).pieces
+        }
+
     def sender(self, value: Value, messages: Sequence[Crossing], tags: Sequence[int]) -> Callable[[Sequence[Tensor]], list[Work]]:
         """What sends this rank's pieces of a value's tensors."""
         plans = []

@@ -201,4 +201,5 @@ class Noise:
         while self._at < step:
             self._values = [run.step() for run in self._runs]
             self._at += 1
-        return max(float((values[kind][name].double() - reference.double()).abs().max()) for values in self._values)
+        runs = (values[kind][name].double() for values in self._values)
+        return max(float((x - reference.to(x)).abs().max()) for x in runs)

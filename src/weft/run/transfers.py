@@ -12,10 +12,19 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from weft.plan.program import Action, Compute, Program, Recv, Value
+from weft.plan.program import Action, Compute, Program, Recv, Send, Value
 from weft.world.world import Group, Work
 
 AHEAD = 2  # computes ahead of which receives are posted
+
+
+def pairs_of(program: Program) -> set[tuple[int, int]]:
+    """(sender, receiver) of every message between stages.
+
+    >>> sorted(pairs_of(Program.parse("rank 0: 0F0 x(0,1,0)>1 g(1,0,0)<1 0B0\\nrank 1: x(0,1,0)<0 1F0 1B0 g(1,0,0)>0")))
+    [(0, 1), (1, 0)]
+    """
+    return {(rank, a.to) for rank, row in enumerate(program.actions) for a in row if isinstance(a, Send) and a.value.name in ("x", "g")}
 
 
 @dataclass(frozen=True)

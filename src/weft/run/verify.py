@@ -224,10 +224,10 @@ def verify_on_rank(
             assert state is not None
             assert inputs is not None
             got = {"loss": {"": torch.tensor(loss_value)}, "gradients": gradients, "input_gradients": inputs, "weights": state}
-            drawn = torch.random.get_rng_state()
+            drawn = _random_state(world.device)
             with _explained(plan), _in_plain_pytorch(plan):
                 wanted = serial.step(instead)
-            if serial.drew_otherwise or not torch.equal(drawn, torch.random.get_rng_state()):
+            if serial.drew_otherwise or not torch.equal(drawn, _random_state(world.device)):
                 raise _drawing(plan)
             if lossy is not None:
                 seen.exchanged(step, off)
@@ -236,6 +236,12 @@ def verify_on_rank(
     if serial is None:
         return None
     return Verification(seen.first is None, seen.worst, seen.first, plan.replicated_operators, bound, memory)
+
+
+def _random_state(device: torch.device) -> Tensor:
+    """Of torch's own generators, of the host and of the device."""
+    of_host = torch.random.get_rng_state()
+    return torch.cat([of_host, torch.cuda.get_rng_state(device)]) if device.type == "cuda" else of_host
 
 
 def _over_ranks(value: float, world: World) -> float:

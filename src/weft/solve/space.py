@@ -170,7 +170,7 @@ class Space:
     fewer: bool = False
 
     def admits(self, key: str, value: int | str) -> bool:
-        if self.cluster.is_cpu and value not in RUNS.get(key, (value,)):
+        if self.cluster.runs_plans and value not in RUNS.get(key, (value,)):
             return False
         return all(c.admits(value) for c in self.constraints if c.key == key)
 
@@ -178,7 +178,7 @@ class Space:
         """Raise `Infeasible` where constraints ask for what no run on this cluster has built yet."""
         for key, built in RUNS.items():
             mine = [c for c in self.constraints if c.key == key]
-            if mine and self.cluster.is_cpu and not any(self.admits(key, value) for value in built):
+            if mine and self.cluster.runs_plans and not any(self.admits(key, value) for value in built):
                 have = " or ".join(f"{key}={value}" for value in built)
                 raise Infeasible(f"{' '.join(map(str, mine))} is planned and priced, but not built yet for running here; use {have}")
 

@@ -203,6 +203,7 @@ class _Run:
             raise ConfigError(
                 f"step {step + 1}: {error}; byte tokens go from 0 to 255, so use a model with a vocabulary of at least 256"
             ) from error
+        self.world.synchronize()  # a GPU runs behind its host
         seconds = time.perf_counter() - began
         self.step_times.append(seconds)
         if record:

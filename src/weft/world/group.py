@@ -14,7 +14,7 @@ Messages between two ranks: equal tags are matched in the order in which they we
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -92,6 +92,12 @@ class Work:
 _DONE = Work(None, None, 0, None, None)
 
 
+def synchronize(device: torch.device) -> None:
+    """Returns when the device has done all that this process gave it; at once on processors."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def _lazy(x: Tensor) -> bool:
     """Whether the memory of `x` holds its conjugates or negatives: transports see the memory."""
     return x.is_conj() or x.is_neg()
@@ -153,16 +159,35 @@ class Group:
         at = self.recorder.start(recorder.CONNECT, self.slot, 0, (), 0)
         try:
             self._transport, kind = self._open(self.ranks, Lane())
+            self._nccl = kind == "nccl"
+            self.shares_memory = kind == SHARED
+            if not self.shares_memory:
+                self._transport = ProcessGroup(self._transport, self._nccl, self.size)
+            if self._nccl:  # its members meet in the first collective, and wait for one another there
+                self._transport.all_reduce(torch.zeros(1, device=self.device), "sum", True).wait()
         except RuntimeError as error:
             raise self.explained(error) from error
         self.recorder.done(at)
         if self._sums is not None:
             self._sums.connect()
-        self._nccl = kind == "nccl"
-        self.shares_memory = kind == SHARED
-        if not self.shares_memory:
-            self._transport = ProcessGroup(self._transport, self._nccl, self.size)
         self._staged = kind == "gloo" and self.device.type != "cpu"
+
+    def connect_lanes(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Connects now what messages go over, for all `pairs` of (sender, receiver) by index. All members must come, with the same pairs.
+
+        Only NCCL has a connection for each direction, where both ends wait for one another at the first message: a rank that posted a
+        receive ahead would wait there for a sender that waits for it.
+        """
+        if self.size > 1:
+            self.connect()
+        if not self._nccl:
+            return
+        for source, target in sorted(set(pairs)):  # in one order everywhere
+            x = torch.zeros(1, device=self.device)
+            if self.index == source:
+                self._call_lane(private.send, x, source, target, 1, 0).wait()
+            elif self.index == target:
+                self._call_lane(private.receive, x, source, target, 0, 0).wait()
 
     def close(self) -> None:
         """Ends the connection for ever. Those that wait for this rank get a LostPeer, and so do those that will need it."""
@@ -327,7 +352,7 @@ class Group:
         if self.size > 1:
             self.all_reduce(torch.zeros(1, dtype=torch.uint8, device=self.device), op="max")
             if self._nccl:
-                torch.cuda.synchronize(self.device)
+                synchronize(self.device)
 
     def all_gather(self, x: Tensor, dim: int = 0, length: int | None = None) -> Tensor:
         """The members' pieces joined along `dim`, whose whole length is `length` (default: pieces are equal); a new tensor.

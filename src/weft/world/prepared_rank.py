@@ -147,6 +147,7 @@ def _run(
         set_world(world)
         notes.phase(recorder.RUNNING)
         result = function(world, *arguments)
+        world.synchronize()  # what others wait for on a GPU is on its way
         _write(folder / f"result-{rank}", message.dump(result, "the result"))
         notes.phase(recorder.DONE)
         _flush()

@@ -23,6 +23,7 @@ from torch.utils import _python_dispatch as python_dispatch
 NAMES: tuple[tuple[Any, str], ...] = (
     (c10d.ProcessGroupGloo, "_Options"),
     (c10d.ProcessGroupGloo, "create_device"),
+    (c10d.ProcessGroupGloo, "create_default_device"),
     (c10d.ProcessGroupGloo, "_allgather_base"),
     (c10d.ProcessGroupGloo, "alltoall_base"),
     (c10d.ProcessGroupGloo, "send"),
@@ -48,40 +49,35 @@ DispatchMode = python_dispatch.TorchDispatchMode
 BatchNorm: type[torch.nn.Module] = torch.nn.modules.batchnorm._BatchNorm  # what all batch norms descend from
 
 
-GLOO_LOOP = "gloo_tcp_loop"  # the name of the threads that move gloo's messages
-
-
 def gloo(store: Any, rank: int, size: int, timeout_s: float, host: str) -> Any:
     """A gloo process group of `size` processes that meet in `store`; connections go over the interface that has address `host`.
 
     Without `host` over the one that torch takes by itself: of GLOO_SOCKET_IFNAME, or that of the host's name.
     """
     kind: Any = c10d.ProcessGroupGloo
-    if host:
-        options = kind._Options()
-        options._devices = [kind.create_device(hostname=host)]
-        options._timeout = timedelta(seconds=timeout_s)
-        options._threads = 2
-        made = kind(store, rank, size, options)
-    else:
-        made = kind(store, rank, size, timedelta(seconds=timeout_s))
-    _let_loops_wait()
-    return made
+    options = kind._Options()
+    before = threads()
+    options._devices = [kind.create_device(hostname=host) if host else kind.create_default_device()]
+    _let_wait(threads() - before)  # a device's own thread, which only torch 2.13 names
+    options._timeout = timedelta(seconds=timeout_s)
+    options._threads = 2
+    return kind(store, rank, size, options)
 
 
-def _let_loops_wait() -> None:
+def threads() -> set[int]:
+    """The threads of this process, as Linux numbers them; elsewhere none."""
+    return {int(path.name) for path in Path("/proc/self/task").glob("*")}
+
+
+def _let_wait(loops: set[int]) -> None:
     """gloo's loops no longer push a thread off its core when a message comes (Linux; elsewhere nothing changes).
 
     A loop that finds a connection held by another thread looks again and again. Where it has pushed that thread off its core the two wait
-    for the next tick of the clock: an all-reduce of 64 KiB took 4 ms of 0.3 between hosts whose cores all compute. Their names are there,
-    since the group's connections were made by them.
+    for the next tick of the clock: an all-reduce of 64 KiB took 4 ms of 0.3 between hosts whose cores all compute.
     """
-    if not hasattr(os, "SCHED_BATCH"):
-        return
-    for thread in Path("/proc/self/task").glob("*"):
+    for loop in loops if hasattr(os, "SCHED_BATCH") else ():
         with suppress(OSError):  # it has ended meanwhile, or may not be changed
-            if (thread / "comm").read_text().strip() == GLOO_LOOP:
-                os.sched_setscheduler(int(thread.name), os.SCHED_BATCH, os.sched_param(0))
+            os.sched_setscheduler(loop, os.SCHED_BATCH, os.sched_param(0))
 
 
 def nccl(store: Any, rank: int, size: int, timeout_s: float) -> Any:

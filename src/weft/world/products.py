@@ -140,8 +140,11 @@ def apply(name: str) -> None:
 
 
 def environment(given: Mapping[str, str], device: str) -> dict[str, str]:
-    """What ranks on `device` are told besides `given`: nothing where that says it, otherwise what this machine multiplies best by."""
-    if device == "cuda" or PRODUCTS in given:
+    """What ranks on `device` are told besides `given`: nothing where that says it, otherwise what this machine multiplies best by.
+
+    Nothing on GPUs, which would multiply in TF32 where processors go through oneDNN: the setting is one for both.
+    """
+    if PRODUCTS in given or device == "cuda" or (device == "auto" and torch.cuda.device_count()):
         return {}
     chosen = products().chosen
     return {} if chosen == OWN else {PRODUCTS: chosen}

@@ -111,7 +111,7 @@ class Programs:
 
         def work(route: Route, note: Note, tag: int) -> None:
             if any(passing):
-                sizes = self._lane.all_gather(torch.tensor([x.numel() for x in sent])).view(size, size).tolist()
+                sizes = self._lane.all_gather(torch.tensor([x.numel() for x in sent], device=self._lane.device)).view(size, size).tolist()
                 for value in passing[me]:
                     held.setdefault(value, torch.empty(sizes[value.index[0]][value.index[1]], dtype=like.dtype, device=like.device))
             self._run(route, lambda first, last: held[lineup[first]], note, tag)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from weft import errors
 from weft.errors import RunError, UsageError, WeftError
 from weft.world import private
-from weft.world.group import SHARED, Boxes, Group, LostPeer, Work
+from weft.world.group import SHARED, Boxes, Group, LostPeer, Work, synchronize
 from weft.world.lane import Lane
 from weft.world.recorder import Recorder
 from weft.world.shared_memory import segment
@@ -122,6 +122,10 @@ class World:
     def beat(self) -> None:
         """Tells the launcher that this rank makes progress; a thread of the rank does so by itself."""
         self.recorder.beat()
+
+    def synchronize(self) -> None:
+        """Returns when this rank's device has done all that it was given; at once on processors."""
+        synchronize(self.device)
 
     def group(self, ranks: Sequence[int]) -> Group:
         """The group of `ranks`, in their order; the same object every time. Only members may ask, and only members take part.

@@ -29,6 +29,7 @@ def _of_gpus(mark: str) -> Cluster:
     count = torch.cuda.device_count()
     properties = torch.cuda.get_device_properties(0)
     figures = measure_alone(torch.device("cuda", 0))
+    torch.cuda.empty_cache()  # this process may start ranks and wait for them, and they need its memory
     peers = count > 1 and torch.cuda.can_device_access_peer(0, 1)
     link = Link(3.4e-6, 250e9 if peers else 12e9, source="assumed: peer access" if peers else "assumed: no peer access, through the host")
     speed = _speed(1, 0, figures)

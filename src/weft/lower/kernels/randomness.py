@@ -110,7 +110,8 @@ def drawn(target: Callable[..., Any], draw: Draw, where: Where, trains: int | No
             return alike.dropped(name, where.alike(draw), where.place, args[0], args[1])
         device = next((x.device for x in args if isinstance(x, Tensor)), kwargs.get("device"))
         return alike.drawn(alike.named(target.__name__), where.alike(draw), where.place, where.dtype, args, kwargs).to(device)
-    devices = list({x.device for x in args if isinstance(x, Tensor) and x.device.type == "cuda"})
+    lie = [x.device if isinstance(x, Tensor) else x for x in (*args, *kwargs.values())]
+    devices = list({d for d in lie if isinstance(d, torch.device) and d.type == "cuda"})
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(draw.generator(torch.device("cpu"), where.operator, where.part).initial_seed())
         return target(*args, **kwargs)

@@ -1,15 +1,19 @@
-"""The one adapter to torch's fake tensors (shape, dtype and device "cpu", but no memory), to its dispatcher and its trees.
+"""The one adapter to torch's fake tensors (shape, dtype and device "cpu", but no memory), to its traces, its dispatcher and its trees.
 
-In: torch's private names, each listed once. Out: `Fake`, `fake_mode()`, `forget()`, `for_real()`, a block without fake tensors and
-tracing, `NO_FAKE`, `DATA_DEPENDENT`, `DispatchMode`, `tree_flatten`, `tree_map`.
+In: torch's private names, each listed once, and those that not every version has. Out: `Fake`, `fake_mode()`, `forget()`, `for_real()`, a
+block without fake tensors and tracing, `tracing()`, `NO_FAKE`, `DATA_DEPENDENT`, `DispatchMode`, `tree_flatten`, `tree_map`.
 Not modelled: fake tensors of other devices.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from torch import _subclasses
+import torch
+from torch import _decomp, _subclasses
+from torch._decomp import decompositions
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -18,6 +22,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
+from torch.fx import config as fx_config
 from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _python_dispatch, _pytree
@@ -35,15 +40,19 @@ __all__ = [
     "fake_mode",
     "for_real",
     "forget",
+    "tracing",
     "tree_flatten",
     "tree_map",
 ]
 
 # (owner, attribute) of every private name used here, for the test.
 NAMES: tuple[tuple[Any, str], ...] = (
+    (_decomp, "decompositions"),
+    (decompositions, "one_layer_lstm"),
     (_subclasses, "fake_tensor"),
     (fake_tensor, "FakeTensor"),
     (fake_tensor, "FakeTensorMode"),
+    (fake_tensor.FakeTensorMode, "avoid_device_init"),
     (fake_tensor, "DataDependentOutputException"),
     (fake_tensor, "DynamicOutputShapeException"),
     (fake_tensor, "UnsupportedOperatorException"),
@@ -62,9 +71,57 @@ NO_FAKE = (DataDependentOutputException, DynamicOutputShapeException, Unsupporte
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 
 
+_DRIVER: Any = FakeTensorMode.avoid_device_init
+
+
+class _Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """With CUDA torch asks its driver for devices whenever a mode is entered: a process that has asked cannot be forked into ranks that use
+    a GPU. Where there is none it makes one up, and a fork of a process that has run backward cannot do so. Neither matters to tensors of
+    the host, so this says what holds where there is a GPU.
+    """
+
+    @property
+    def avoid_device_init(self) -> bool:
+        return torch.version.cuda is None and bool(_DRIVER.fget(self))
+
+
 def fake_mode() -> FakeTensorMode:
     """A mode of its own: fake tensors of two modes never meet in one operator."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    return _Mode(allow_non_fake_inputs=True)
+
+
+NO_LINES = "do_not_emit_stack_traces"  # of torch.fx.config, since torch 2.12
+
+
+@contextmanager
+def tracing() -> Iterator[None]:
+    """What holds while torch traces inside, whatever its version.
+
+    No lines of code are recorded for operators, where torch has a switch for that (torch 2.11 has none). Modes that torch makes by itself
+    are as ours. And the last states of an LSTM have the shape that they have when it runs: torch 2.11 and 2.12 infer [layers, 1, ...].
+    """
+    layer: Any = decompositions.one_layer_lstm
+
+    def one_layer(x: Any, hidden: Any, *more: Any, **named: Any) -> Any:
+        out, last = layer(x, hidden, *more, **named)
+        return out, tuple(after.reshape(before.shape) for after, before in zip(last, hidden, strict=True))
+
+    with ExitStack() as stack:
+        stack.enter_context(_set(FakeTensorMode, "avoid_device_init", _Mode.avoid_device_init))
+        stack.enter_context(_set(decompositions, "one_layer_lstm", one_layer))
+        if hasattr(fx_config, NO_LINES):
+            stack.enter_context(_set(fx_config, NO_LINES, True))
+        yield
+
+
+@contextmanager
+def _set(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
 
 
 def forget(mode: FakeTensorMode) -> None:

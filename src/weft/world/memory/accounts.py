@@ -153,6 +153,7 @@ class CudaAccounts(Accounts):
         super().__init__("", limit)
         self._device = device
         self._assigned: dict[int, tuple[str, int]] = {}
+        torch.cuda.init()  # type: ignore[no-untyped-call]  # before it the allocator knows no device, and refuses to forget its peak
         if limit:
             total = torch.cuda.get_device_properties(device).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
