@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.lower.double import doubled
+from weft.lower.double import Double, doubled
 from weft.model.functions import BASE, call_of
 from weft.model.graph import Function
 
@@ -43,12 +43,13 @@ def function(captured: Function, device: torch.device, scale: float = 1.0) -> Ca
 def _wide(cls: Any) -> Any:
     """The class with its code in float64."""
 
-    def under(code: Callable[..., Any]) -> Any:
+    def under(name: str, code: Callable[..., Any]) -> Any:
         def wide(*args: Any, **kwargs: Any) -> Any:
-            with doubled(True):
+            # As in the serial run, where torch's modes of functions do not reach what autograd calls.
+            with Double() if name in ("backward", "vjp") else doubled(True):  # type: ignore[no-untyped-call]  # torch's has no types
                 return code(*args, **kwargs)
 
         return staticmethod(wide)
 
     own = {name: getattr(cls, name) for name in ("forward", "backward", "vjp", "setup_context")}
-    return type(cls.__name__, (cls,), {name: under(code) for name, code in own.items() if code is not getattr(BASE, name)})
+    return type(cls.__name__, (cls,), {name: under(name, code) for name, code in own.items() if code is not getattr(BASE, name)})
