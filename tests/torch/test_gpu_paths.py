@@ -22,7 +22,8 @@ import weft
 from weft.cluster.catalogue import dump, loads
 from weft.cluster.probe import here
 from weft.errors import RunError
-from weft.lower.kernels.randomness import Draw, drawn
+from weft.lower.kernels.alike import Place
+from weft.lower.kernels.randomness import Draw, Where, drawn
 from weft.model.deferred import fakes
 from weft.plan.program import Program, Recv, Send
 from weft.run.serial import Noise
@@ -287,7 +288,8 @@ def test_the_generator_of_every_device_that_an_operator_draws_on_is_put_back(mon
 
     monkeypatch.setattr(torch.random, "fork_rng", Borrow)
     monkeypatch.setattr(torch, "manual_seed", lambda seed: None)
-    drawn(lambda *args, **kwargs: None, Draw(), 0, 0, None, [2, 3], device=torch.device("cuda", 1))
+    where = Where(0, 0, 0, Place((2, 3)), torch.float32)
+    drawn(lambda *args, **kwargs: None, Draw(), where, None, [2, 3], device=torch.device("cuda", 1))
     assert borrowed == [torch.device("cuda", 1)]
 
 
