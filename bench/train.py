@@ -169,6 +169,15 @@ def install_peers() -> None:
                 print(f"weft: {line} does not install, its rows will be skipped: {done.stderr.strip().splitlines()[-1]}", flush=True)
 
 
+def page_of(models: Sequence[str]) -> Path:
+    """Where the results go: the larger model by itself has a page of its own, so that it can be measured when there is time.
+
+    >>> page_of(["gpt-10m", "gpt-50m"]).name, page_of(["gpt-50m"]).name
+    ('train.md', 'train-gpt-50m.md')
+    """
+    return PAGE if next(iter(MODELS)) in models else PAGE.with_name(f"train-{models[0]}.md")
+
+
 def main(arguments: Sequence[str]) -> int:
     """Read the options, measure, tell."""
     p = argparse.ArgumentParser(prog="scripts/bench train", description="weft beside its peers on the same GPT", allow_abbrev=False)
@@ -200,9 +209,10 @@ def main(arguments: Sequence[str]) -> int:
     if given.json:
         given.json.write_text(json.dumps(as_json(about, found.rows, verdicts, found.skipped), indent=1) + "\n")
     if not given.quick:
-        PAGE.parent.mkdir(parents=True, exist_ok=True)
-        PAGE.write_text(markdown(about, found.rows, verdicts, found.skipped, found.series, INTRO))
-        console.print(f"wrote {PAGE.relative_to(ROOT)}")
+        page = page_of(models)
+        page.parent.mkdir(parents=True, exist_ok=True)
+        page.write_text(markdown(about, found.rows, verdicts, found.skipped, found.series, INTRO))
+        console.print(f"wrote {page.relative_to(ROOT)}")
     problems = wrong(found)
     for problem in problems:
         print(f"weft: {problem}", file=sys.stderr)
