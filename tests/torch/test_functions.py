@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ranks"))
 
 import function_models as models
 
+import weft
 from weft.errors import LayoutError, ModelError
 from weft.model.graph import Operator
 from weft.model.propagate import learned
@@ -398,6 +399,51 @@ def counts(ctx: Any, x: Tensor) -> Tensor:
 def test_what_no_graph_holds_is_refused_by_name(forward: Callable[[Any, Tensor], Tensor], said: str) -> None:
     with pytest.raises(ModelError, match=said):
         Source.of(Calling(forward)).capture((real(8, 6),), None, None)
+
+
+class Halved(Function):
+    """Keeps every element or drops it; backward drops the same."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        kept = torch.rand_like(x) < 0.5
+        ctx.save_for_backward(kept)
+        return x * kept
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * ctx.saved_tensors[0]
+
+
+class Halving(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Halved.apply(self.weight).sum() + 0.0 * x.sum()
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_function_that_draws_trains_and_draws_anew_in_each_step(recompute: str) -> None:
+    """The gradient is the mask that made the loss, also where forward is run again; the same seed draws the same masks."""
+
+    def masks(seed: int) -> list[Tensor]:
+        engine = weft.parallelize(Halving, (torch.ones(4, 1),), plan=f"data=1 recompute={recompute}", optimizer="sgd", seed=seed)
+        found = []
+        for _ in range(2):
+            result = engine.forward_backward((torch.ones(4, 1),))
+            gradient = (engine.full_gradients() or {})["weight"].clone()
+            assert set(gradient.tolist()) == {0.0, 1.0}
+            assert engine.loss_of(result) == pytest.approx(float((gradient * engine.parameters["weight"].detach()).sum()))
+            found.append(gradient)
+            engine.update(0.0)
+        return found
+
+    first, second = masks(1)
+    assert not first.equal(second)
+    assert all(a.equal(b) for a, b in zip((first, second), masks(1), strict=True))
+    assert not first.equal(masks(2)[0])
 
 
 def test_sums_over_ranks_inside_of_a_function_are_refused() -> None:

@@ -223,7 +223,7 @@ class _Builder:
             scale /= low.sharding.sizes[axis] if averages else 1
         call = function(captured, low.device, scale)
         if captured.draws:
-            call = _bind(drawn, call, low.draw, self.ordinal[op.name], self._part(cut), None)
+            call = _bind(drawn, call, low.draw, self._where(op, cut), None)
         return self._emit(op, call, tensors, {})
 
     def _shape(self, value: str) -> tuple[int, ...]:
