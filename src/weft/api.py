@@ -23,7 +23,7 @@ from weft.model.sharding import Shards
 from weft.model.stages import check_trains
 from weft.plan.layout import Layout
 from weft.plan.patterns import expand_all
-from weft.plan.plan import Plan
+from weft.plan.plan import Candidate, Plan
 from weft.plan.store import format_plan, parse_plan, read_plan
 from weft.plan.timeline import Timeline
 from weft.run.build import Source, Traced
@@ -123,15 +123,17 @@ def tried(
         return chosen
     if objective != "time":
         raise UsageError(f"trials tell what is fastest, and the objective is {objective}; leave one of them out")
-    if world is not None:
-        fitting = [c for c in chosen.candidates if c.layout.num_ranks == world.num_ranks and not c.layout.not_built()]
-        plans = [chosen if one.layout == chosen.layout else plan_of(one.layout) for one in unlike(fitting, trials)]
-        return _fastest(chosen, try_in(world, plans, sequence, device_memory=device_memory), cluster) if len(plans) > 1 else chosen
-    if cluster.num_devices > cluster.node_size or not (cluster.is_cpu or torch.cuda.is_available()):
+    apart = cluster.num_devices > cluster.node_size or not (cluster.is_cpu or torch.cuda.is_available())
+    if world is None and apart:
         raise UsageError(f"trials run on this machine, and {cluster.name} is another; leave them out, or plan for --cluster here")
-    plans = [chosen if one.layout == chosen.layout else plan_of(one.layout) for one in unlike(chosen.candidates, trials)]
-    device = "cpu" if cluster.is_cpu else "cuda"
-    return _fastest(chosen, try_all(plans, sequence, device=device, device_memory=device_memory, say=say), cluster)
+    candidates: Sequence[Candidate] = chosen.candidates
+    if world is not None:
+        candidates = [c for c in candidates if c.layout.num_ranks == world.num_ranks and not c.layout.not_built()]
+    plans = [chosen if one.layout == chosen.layout else plan_of(one.layout) for one in unlike(candidates, trials)]
+    if world is None:
+        device = "cpu" if cluster.is_cpu else "cuda"
+        return _fastest(chosen, try_all(plans, sequence, device=device, device_memory=device_memory, say=say), cluster)
+    return _fastest(chosen, try_in(world, plans, sequence, device_memory=device_memory), cluster) if len(plans) > 1 else chosen
 
 
 def _fastest(chosen: Plan, found: Sequence[Trial], cluster: Cluster) -> Plan:

@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from test_train import CONFIG
+
 import weft
 from weft import api
 from weft.cluster.cluster import Cluster
@@ -19,16 +21,6 @@ from weft.train.flow import Planned
 from weft.train.metrics import read_metrics
 from weft.train.trials import num_steps, try_all
 from weft.world.world import World
-
-CONFIG = """
-[model]
-name = "gpt:vocabulary=256,hidden=32,layers=2,heads=2"
-[data]
-sequence = 16
-[train]
-steps = 3
-batch = 8
-"""
 
 
 def test_plans_are_tried_and_one_that_cannot_run_is_told() -> None:
@@ -46,7 +38,7 @@ def test_plans_are_tried_and_one_that_cannot_run_is_told() -> None:
 
 def in_ranks(world: World, folder: str, trials: int, layout: str) -> str:
     """As under torchrun; the layout that was trained."""
-    changes = [f"run.folder={folder}", f"plan.trials={trials}", f"plan.layout={layout}", f"data.text={__file__}"]
+    changes = ["train.steps=3", f"run.folder={folder}", f"plan.trials={trials}", f"plan.layout={layout}", f"data.text={__file__}"]
     config = Config.parse(CONFIG, changes=[change for change in changes if not change.endswith("=")])
     cluster = Cluster.parse("1xcpu-2")
 

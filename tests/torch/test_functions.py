@@ -353,7 +353,8 @@ def outer(ctx: Any, x: Tensor) -> Tensor:
 
 
 def fails(ctx: Any, grad: Tensor) -> Tensor:
-    raise NotImplementedError("no backward yet")
+    """A backward that raises, as a user's may."""
+    raise ValueError("no gradient here")
 
 
 def same(ctx: Any, x: Tensor) -> Tensor:
@@ -387,7 +388,7 @@ def counts(ctx: Any, x: Tensor) -> Tensor:
         (lambda m, x: odd(picks).apply(m.layer(x)).sum(), "makes tensors whose shape follows values"),
         (lambda m, x: odd(drawing).apply(m.layer(x)).sum(), "draws from Python's or numpy's random numbers"),
         (lambda m, x: odd(outer).apply(m.layer(x)).sum(), "reads a tensor that is none of its arguments"),
-        (lambda m, x: odd(same, fails).apply(m.layer(x)).sum(), r"cannot be followed .* \(no backward yet\)"),
+        (lambda m, x: odd(same, fails).apply(m.layer(x)).sum(), r"cannot be followed .* \(no gradient here\)"),
         (lambda m, x: odd(counts).apply(m.layer(x)).sum(), "computes otherwise when it is called again"),
         (lambda m, x: Times.apply(m.layer(x), m.other).sum(), r"a module \(Linear\)"),
         (lambda m, x: Times.apply(m.layer(x), m.other.forward).sum(), r"a module \(Linear\)"),

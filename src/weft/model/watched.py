@@ -9,8 +9,6 @@ Not modelled: what happens inside of objects that a module holds, apart from lis
 from __future__ import annotations
 
 import inspect
-import random
-import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -28,6 +26,7 @@ from weft.errors import ModelError
 from weft.model.deferred.instead import INSTEAD, exactly
 from weft.model.deferred.known import Known
 from weft.model.functions import BASE, Record, plainly, recorded, recording
+from weft.model.randomness import python_randomness
 
 State = Mapping[tuple[str, str], Any]  # (path of a module, attribute) -> value
 _GET_DATA, _SET_DATA = Tensor.data.__get__, Tensor.data.__set__  # type: ignore[attr-defined]
@@ -112,7 +111,7 @@ def watched(model: nn.Module, record: Record) -> Iterator[None]:
         ModelError: what the model does is not in a graph of its operators, by name.
     """
     buffers = {(path, key): b for path, m in model.named_modules() for key, b in m._buffers.items()}
-    drawn = _python_randomness()
+    drawn = python_randomness()
     # Below `Function.apply`, which a module may have kept under another name (`reverse = Reverse.apply`).
     BASE.apply = classmethod(_apply)
     functions: Any = torch.autograd.function
@@ -128,7 +127,7 @@ def watched(model: nn.Module, record: Record) -> Iterator[None]:
         del BASE.apply
         functions.custom_function_call = transformed
         Distribution.set_default_validate_args(checked)
-    if _python_randomness() != drawn:
+    if python_randomness() != drawn:
         raise ModelError("the model draws from Python's or numpy's random numbers, which a captured graph would fix; use torch's")
     modules = dict(model.named_modules())
     for (path, key), old in buffers.items():
@@ -157,12 +156,6 @@ def _refuse_transformed(cls: type[torch.autograd.Function], *args: Any, **kwargs
         f"the model uses {cls.__name__}, whose backward is Python code that a captured graph does not hold; write it with operators and "
         "detach, for example x + (f(x) - x).detach()"
     )
-
-
-def _python_randomness() -> object:
-    numpy = sys.modules.get("numpy")
-    state = numpy.random.get_state() if numpy is not None else None
-    return random.getstate(), None if state is None else (state[1].tobytes(), state[2])
 
 
 @dataclass(frozen=True, slots=True)

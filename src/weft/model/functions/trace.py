@@ -8,8 +8,6 @@ Not modelled: what depends on values; that is refused by name.
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from threading import Lock
@@ -23,6 +21,7 @@ from weft.model.deferred.fakes import fake_mode
 from weft.model.functional import Memory, make_functional
 from weft.model.functions.record import Call, refusal, told
 from weft.model.graph import Operator, Tensor
+from weft.model.randomness import python_randomness
 from weft.model.reader import Aliased, Reader, exists, spec_of
 
 _LITERALS = ("lift_fresh", "lift_fresh_copy")
@@ -56,7 +55,7 @@ def joint(call: Call, specs: tuple[Tensor, ...], learns: tuple[bool, ...], only:
     Raises:
         ModelError: the function does what no graph of operators holds, by name.
     """
-    before = _python_randomness()
+    before = python_randomness()
     try:
         with _ONE_AT_A_TIME:
             found = _joint(call, specs, learns, only)
@@ -64,15 +63,9 @@ def joint(call: Call, specs: tuple[Tensor, ...], learns: tuple[bool, ...], only:
         raise
     except Exception as error:
         raise refusal(call, f"cannot be followed through its forward and backward ({told(error)})") from error
-    if _python_randomness() != before:
+    if python_randomness() != before:
         raise refusal(call, "draws from Python's or numpy's random numbers, which a captured graph would fix; use torch's")
     return found
-
-
-def _python_randomness() -> object:
-    numpy = sys.modules.get("numpy")
-    state = numpy.random.get_state() if numpy is not None else None
-    return random.getstate(), None if state is None else (state[1].tobytes(), state[2])
 
 
 def _tensors_of(out: Any) -> list[torch.Tensor]:

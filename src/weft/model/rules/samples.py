@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from weft.model.graph import Operator, Ref
 from weft.model.rules.rule import BLOCKED, Labels, Rule
+from weft.model.rules.views import named
 
 Shape = tuple[int, ...]
 Made = Callable[[Operator, list[Shape], list[Shape]], Rule | None]
@@ -16,7 +17,7 @@ Made = Callable[[Operator, list[Shape], list[Shape]], Rule | None]
 
 def _lead(shape: Shape, count: int) -> Labels:
     """Labels of the first `count` dimensions; the others come whole."""
-    return tuple(f"d{i}" if i < count and size > 1 else BLOCKED for i, size in enumerate(shape))
+    return named(shape, range(count, len(shape)))
 
 
 def _matrices(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
@@ -60,7 +61,7 @@ def _between(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
     if op.target.split(".")[1] == "cosine_similarity":
         given = op.args[2] if len(op.args) > 2 else dict(op.kwargs).get("dim", 1)
         dim = int(given)  # type: ignore[call-overload]
-    labels = tuple(f"d{i}" if i != dim % rank and n > 1 else BLOCKED for i, n in enumerate(ins[0]))
+    labels = named(ins[0], (dim % rank,))
     kept = labels if len(outs[0]) == rank else tuple(x for i, x in enumerate(labels) if i != dim % rank)
     return Rule((labels, labels), (kept,))
 
@@ -68,7 +69,7 @@ def _between(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
 def _windows(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
     """`x.unfold(dim, size, step)`: windows along one dimension, whose elements come last."""
     dim = int(op.args[1]) % max(len(ins[0]), 1)  # type: ignore[call-overload]
-    labels = tuple(f"d{i}" if i != dim and n > 1 else BLOCKED for i, n in enumerate(ins[0]))
+    labels = named(ins[0], (dim,))
     return Rule((labels,), ((*labels, BLOCKED),))
 
 
@@ -77,7 +78,7 @@ def _diagonal(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
     given = dict(op.kwargs)
     rank = len(ins[0])
     dims = [int(op.args[i] if len(op.args) > i else given.get(f"dim{i - 1}", i - 2)) % rank for i in (2, 3)]  # type: ignore[call-overload]
-    labels = tuple(f"d{i}" if i not in dims and n > 1 else BLOCKED for i, n in enumerate(ins[0]))
+    labels = named(ins[0], dims)
     return Rule((labels,), ((*(x for i, x in enumerate(labels) if i not in dims), BLOCKED),))
 
 
@@ -113,9 +114,9 @@ def _sorted_into(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | No
     at = 0 if op.target.split(".")[1] == "bucketize" else 1
     if len(ins) != 2 or len(ins[1 - at]) != 1:
         return None
-    rows = [_lead(outs[0], len(outs[0]))] * 2
+    rows = [named(outs[0])] * 2
     rows[1 - at] = (BLOCKED,)
-    return Rule(tuple(rows), (_lead(outs[0], len(outs[0])),))
+    return Rule(tuple(rows), (named(outs[0]),))
 
 
 def _tensor_product(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
@@ -138,7 +139,7 @@ def masked_put(op: Operator, ins: list[Shape], kinds: list[str]) -> Rule | None:
     full, value = ins[0], ins[2]
     if ins[1] != full[:lead] or len(value) > len(full) - lead:
         return None
-    labels = _lead(full, len(full))
+    labels = named(full)
     extra = len(full) - len(value)
     last = tuple(labels[i + extra] if n == full[i + extra] else BLOCKED for i, n in enumerate(value))
     return Rule((labels, labels[:lead], last), (labels,))

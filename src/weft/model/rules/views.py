@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from math import prod
 
 from weft.model.graph import Operator, Ref, Tensor
@@ -38,8 +38,9 @@ def reshape(source: Shape, target: Shape) -> tuple[Labels, Labels]:
     return tuple(left), tuple(right)
 
 
-def _named(shape: Shape, prefix: str = "d") -> Labels:
-    return tuple(f"{prefix}{i}" if size > 1 else BLOCKED for i, size in enumerate(shape))
+def named(shape: Shape, whole: Container[int] = ()) -> Labels:
+    """A label for each dimension that can be cut; those in `whole` cannot."""
+    return tuple(f"d{i}" if size > 1 and i not in whole else BLOCKED for i, size in enumerate(shape))
 
 
 def _dim(op: Operator, position: int, default: int, rank: int, key: str = "dim") -> int:
@@ -55,7 +56,7 @@ def _reshape(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule:
 
 def _permute(order: Callable[[Operator, int], list[int]]) -> Callable[[Operator, list[Shape], list[Shape]], Rule]:
     def rule(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule:
-        labels = _named(ins[0])
+        labels = named(ins[0])
         return Rule((labels,), (tuple(labels[i] for i in order(op, len(labels))),))
 
     return rule
@@ -90,7 +91,7 @@ def _expand(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule:
 
 def _sliced(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule:
     dim = _dim(op, 1, 0, len(ins[0]))
-    labels = list(_named(ins[0]))
+    labels = list(named(ins[0]))
     if ins[0][dim] != outs[0][dim]:
         labels[dim] = BLOCKED
     return Rule((tuple(labels),), (tuple(labels),))
@@ -98,7 +99,7 @@ def _sliced(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule:
 
 def _select(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule:
     dim = _dim(op, 1, 0, len(ins[0]))
-    labels = list(_named(ins[0]))
+    labels = list(named(ins[0]))
     labels[dim] = BLOCKED
     return Rule((tuple(labels),), (tuple(labels[:dim] + labels[dim + 1 :]),))
 
@@ -106,7 +107,7 @@ def _select(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule:
 def _scattered(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule:
     """slice_scatter and select_scatter: args (x, source, dim, ...)."""
     dim = _dim(op, 2, 0, len(ins[0]))
-    labels = list(_named(ins[0]))
+    labels = list(named(ins[0]))
     labels[dim] = BLOCKED
     source = tuple(labels) if len(ins[1]) == len(ins[0]) else tuple(labels[:dim] + labels[dim + 1 :])
     return Rule((tuple(labels), source), (tuple(labels),))
@@ -114,25 +115,25 @@ def _scattered(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule:
 
 def _cat(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule:
     dim = _dim(op, 1, 0, len(outs[0]))
-    labels = tuple(BLOCKED if i == dim else label for i, label in enumerate(_named(outs[0])))
+    labels = named(outs[0], (dim,))
     return Rule(tuple(labels if len(s) == len(labels) else (BLOCKED,) * len(s) for s in ins), (labels,))
 
 
 def _stack(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule:
     dim = _dim(op, 1, 0, len(outs[0]))
-    labels = list(_named(ins[0]))
+    labels = list(named(ins[0]))
     return Rule(tuple(tuple(labels) for _ in ins), ((*labels[:dim], BLOCKED, *labels[dim:]),))
 
 
 def _split(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule:
     dim = _dim(op, 2, 0, len(ins[0]))
-    labels = tuple(BLOCKED if i == dim else label for i, label in enumerate(_named(ins[0])))
+    labels = named(ins[0], (dim,))
     return Rule((labels,), tuple(labels for _ in outs))
 
 
 def _unbind(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule:
     dim = _dim(op, 1, 0, len(ins[0]))
-    labels = list(_named(ins[0]))
+    labels = list(named(ins[0]))
     labels[dim] = BLOCKED
     return Rule((tuple(labels),), tuple(tuple(labels[:dim] + labels[dim + 1 :]) for _ in outs))
 
@@ -147,7 +148,7 @@ def _repeat_interleave(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rul
     """Every row so many times in place, so that equal parts of the rows are equal parts of what comes out."""
     if not isinstance(op.args[1], int) or len(ins[0]) != len(outs[0]) or "output_size" in dict(op.kwargs) or len(ins) > 1:
         return Rule(((BLOCKED,) * len(ins[0]), *([None] * (len(ins) - 1))), ((BLOCKED,) * len(outs[0]),))
-    labels = _named(ins[0])
+    labels = named(ins[0])
     return Rule((labels,), (labels,))
 
 
@@ -160,7 +161,7 @@ def _transformed(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | No
     given = op.args[2] if len(op.args) > 2 else dict(op.kwargs).get("dim", None)
     dims = default if given is None or given == () else given if isinstance(given, tuple) else (given,)
     touched = {int(d) % rank for d in dims}
-    labels = tuple(BLOCKED if i in touched else label for i, label in enumerate(_named(ins[0])))
+    labels = named(ins[0], touched)
     return Rule((labels,), (labels,))
 
 
@@ -169,7 +170,7 @@ def _padded(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule:
     pads = op.args[1]
     rank = len(ins[0])
     touched = {rank - 1 - i // 2 for i, p in enumerate(pads) if p}  # type: ignore[arg-type,var-annotated]
-    labels = tuple(BLOCKED if i in touched else label for i, label in enumerate(_named(ins[0])))
+    labels = named(ins[0], touched)
     return Rule((labels,), (labels,))
 
 
