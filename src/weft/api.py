@@ -123,8 +123,7 @@ def tried(
         return chosen
     if objective != "time":
         raise UsageError(f"trials tell what is fastest, and the objective is {objective}; leave one of them out")
-    apart = cluster.num_devices > cluster.node_size or not (cluster.is_cpu or torch.cuda.is_available())
-    if world is None and apart:
+    if world is None and not runs_here(cluster):
         raise UsageError(f"trials run on this machine, and {cluster.name} is another; leave them out, or plan for --cluster here")
     candidates: Sequence[Candidate] = chosen.candidates
     if world is not None:
@@ -134,6 +133,11 @@ def tried(
         device = "cpu" if cluster.is_cpu else "cuda"
         return _fastest(chosen, try_all(plans, sequence, device=device, device_memory=device_memory, say=say), cluster)
     return _fastest(chosen, try_in(world, plans, sequence, device_memory=device_memory), cluster) if len(plans) > 1 else chosen
+
+
+def runs_here(cluster: Cluster) -> bool:
+    """Whether it is one machine of this one's kind."""
+    return cluster.num_devices <= cluster.node_size and (cluster.is_cpu or torch.cuda.is_available())
 
 
 def _fastest(chosen: Plan, found: Sequence[Trial], cluster: Cluster) -> Plan:

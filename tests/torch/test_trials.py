@@ -11,11 +11,12 @@ import torch
 import weft
 from weft import api
 from weft.cli import run
-from weft.errors import Infeasible, RunError, UsageError
+from weft.errors import ConfigError, Infeasible, RunError, UsageError
 from weft.plan.layout import Layout
 from weft.plan.plan import Candidate, Memory, Plan, Prediction
 from weft.train import trials
-from weft.train.trials import Trial, fastest, num_steps, unlike
+from weft.train.config import Config
+from weft.train.trials import Trial, fastest, num_steps, unlike, worthwhile
 
 
 def candidate(layout: str, seconds: float, note: str = "") -> Candidate:
@@ -51,6 +52,28 @@ def test_the_fastest_by_the_clock_is_taken_and_of_equals_the_first() -> None:
 
 def test_short_steps_are_timed_more_often() -> None:
     assert [num_steps(plan("data=1", s)) for s in (10.0, 0.5, 1e-4)] == [trials.LEAST, 6, trials.MOST]
+
+
+def test_unasked_trials_are_of_plans_near_the_first_and_short_beside_the_run() -> None:
+    every = [candidate("data=2", 1.0), candidate("tensor=2", 1.1), candidate("pipeline=2 microbatches=2", 1.2), candidate("data=1", 1.24)]
+    # Three plans take 6 s to start and make 2 steps and then 3: 18 + 5 (1 + 1.1 + 1.2) = 34.5 s, which is 5 % of 690 steps of 1 s.
+    assert [worthwhile(every, steps) for steps in (1, 689, 691)] == [0, 0, 3]
+    assert worthwhile([every[0], candidate("tensor=2", 1.26)], 10**6) == 0
+    # Alike in what is divided, so there is nothing to choose.
+    assert worthwhile([every[0], candidate("data=2 zero=1", 1.0)], 10**6) == 0
+
+
+def test_a_configuration_says_how_many_or_leaves_it_open() -> None:
+    def section(words: str) -> Any:
+        return Config.parse(f'[model]\nname = "gpt-10m"\n[plan]\n{words}').plan
+
+    assert (section("").trials, section("").trials_asked) == ("auto", 0)
+    assert (section('trials = "auto"').trials_asked, section("trials = 0").trials, section("trials = 3").trials_asked) == (0, 0, 3)
+    for wrong in ("-1", "true", "1.5", '"all"'):
+        with pytest.raises(ConfigError, match=r'at least 0, or "auto"'):
+            section(f"trials = {wrong}")
+    assert Config.parse(Config.parse('[model]\nname = "gpt-10m"').dump()).plan.trials == "auto"
+    assert Config.parse('[model]\nname = "gpt-10m"', changes=["plan.trials=2"]).plan.trials == 2
 
 
 def dictated(seconds: Callable[[Layout], float | Exception]) -> type:

@@ -93,6 +93,7 @@ def make_plan(config: Config, known: Plan | None, out: Output, world: World | No
     from weft.plan.layout import Layout
     from weft.train.flow import Planned
     from weft.train.subject import sequence_of
+    from weft.train.trials import worthwhile
 
     cluster = load_cluster(config.plan.cluster, out)
     if known is not None:
@@ -112,9 +113,10 @@ def make_plan(config: Config, known: Plan | None, out: Output, world: World | No
             plan = of(layout)
             if layout is None:
                 limit = parse_bytes(config.plan.device_memory or 0)
-                plan = api.tried(
-                    plan, config.plan.trials, of, cluster, sequence_of(config), device_memory=limit, say=out.message, world=world
-                )
+                trials = config.plan.trials_asked
+                if config.plan.trials == "auto" and world is None and api.runs_here(cluster):
+                    trials = worthwhile(plan.candidates, config.train.steps)
+                plan = api.tried(plan, trials, of, cluster, sequence_of(config), device_memory=limit, say=out.message, world=world)
     (Path(config.run.folder) / MACHINE).write_text(cluster.to_toml())
     prediction = plan.prediction
     # The peak that the prediction's MFU is of, so that measured and predicted compare.

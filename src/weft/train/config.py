@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, field_validator, model_validator
 
 from weft.errors import ConfigError, UsageError
 from weft.train import toml
@@ -82,7 +82,8 @@ class PlanSection(_Section):
     """Where the plan comes from: `layout` by hand, a `file` that `weft plan` wrote, or (neither) weft's own choice for `cluster`.
 
     `ranks` limits the choice to that many, `constrain` as `--constrain` does. `device_memory` ("2GiB") is what a rank's tensors may take.
-    `trials` of the plans predicted to be fastest are run for some steps on this machine, and the fastest is taken.
+    `trials` of the plans predicted to be fastest are run for some steps on this machine, and the fastest is taken; "auto" does so where
+    predictions lie close and the run is long beside it (`weft.train.trials.worthwhile`).
     """
 
     layout: str = ""
@@ -91,7 +92,7 @@ class PlanSection(_Section):
     ranks: int = Field(default=0, ge=0)
     constrain: tuple[str, ...] = ()
     device_memory: str = ""
-    trials: int = Field(default=0, ge=0)
+    trials: Annotated[int | Literal["auto"], Field(union_mode="left_to_right")] = "auto"
 
     @model_validator(mode="after")
     def _a_size(self) -> PlanSection:
@@ -100,6 +101,18 @@ class PlanSection(_Section):
         except UsageError as error:
             raise ValueError(f"device_memory: {error}") from error
         return self
+
+    @property
+    def trials_asked(self) -> int:
+        """`trials` as a number: 0 where it is left to the run's length, which ranks that exist do not do."""
+        return 0 if self.trials == "auto" else self.trials
+
+    @field_validator("trials", mode="before")
+    @classmethod
+    def _a_number(cls, value: object) -> object:
+        if value != "auto" and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+            raise ValueError(f'trials = {json.dumps(value)}: expected a whole number of at least 0, or "auto"')
+        return value
 
     @model_validator(mode="after")
     def _one(self) -> PlanSection:

@@ -95,9 +95,9 @@ def _train_in(world: World, config: Config, folder: Path, planner: Planner) -> d
                     f"the plan {planned.plan.layout} is for {planned.plan.layout.num_ranks} ranks, {world.num_ranks} are here; "
                     f"start as many, or set plan.ranks={world.num_ranks}"
                 )
-        if config.plan.trials > 1:
+        if config.plan.trials_asked > 1:
             trials.end(world)
-    elif config.plan.trials > 1:
+    elif config.plan.trials_asked > 1:
         trials.follow(world)
     peak_flops = float(from_first(world, int(peak_flops)))
     return rank_main(world, str(folder), peak_flops)

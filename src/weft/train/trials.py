@@ -25,6 +25,10 @@ from weft.world.world import World
 from weft.zoo.resolve import resolve
 
 WARM, LEAST, MOST = 2, 3, 20  # steps that are not timed, and the fewest and the most that are
+AUTO = 3  # plans that are tried where nobody asked for trials
+NEAR = 1.25  # of the least predicted time: what is predicted to take longer is slower by the clock too
+START_S = 6.0  # until ranks stand and have built a model
+SHARE = 0.05  # of the run's predicted time that trials may take, since what they find is mostly more than that
 LONG_S = 3.0  # of timed steps, where that is no fewer than `LEAST`
 SILENT_S = 120.0  # after which a rank that says nothing has failed
 CALM = 0.02  # of a step: less than what one trial differs from the next by
@@ -49,6 +53,21 @@ def unlike(candidates: Sequence[Candidate], most: int) -> list[Candidate]:
     for _, one in (*timed[:1], *sorted(timed[1:], key=lambda pair: pair[0])):
         found.setdefault((one.layout.data, one.layout.tensor_axes, one.layout.pipeline), one)
     return list(found.values())[:most]
+
+
+def worthwhile(candidates: Sequence[Candidate], steps: int) -> int:
+    """How many plans to try, 0 for none, before `steps` steps of the first: those predicted about as fast, where the run is long beside it.
+
+    >>> from weft.plan.layout import Layout
+    >>> from weft.plan.plan import Memory, Prediction
+    >>> two = [Candidate(Layout(), Prediction(1.1, 0, 0, Memory())), Candidate(Layout(data=2), Prediction(1.0, 0, 0, Memory()))]
+    >>> worthwhile(two, 100), worthwhile(two, 1000)
+    (0, 2)
+    """
+    predicted = [c.prediction.step_time_s for c in unlike(candidates, AUTO) if c.prediction is not None]
+    near_s = [s for s in predicted if s <= NEAR * min(predicted)]
+    trials_s = sum(START_S + (WARM + steps_within(LONG_S, s)) * s for s in near_s)
+    return len(near_s) if len(near_s) > 1 and trials_s <= SHARE * steps * predicted[0] else 0
 
 
 def try_all(
@@ -116,8 +135,16 @@ def num_steps(plan: Plan) -> int:
     >>> num_steps(Plan(Layout(), "gpt-10m", "here", 16))
     3
     """
-    predicted_s = plan.prediction.step_time_s if plan.prediction is not None else LONG_S
-    return max(LEAST, min(MOST, round(LONG_S / max(predicted_s, 1e-9))))
+    return steps_within(LONG_S, plan.prediction.step_time_s if plan.prediction is not None else LONG_S)
+
+
+def steps_within(seconds: float, step_s: float) -> int:
+    """Steps of `step_s` seconds to time in about `seconds`.
+
+    >>> steps_within(3.0, 0.5)
+    6
+    """
+    return max(LEAST, min(MOST, round(seconds / max(step_s, 1e-9))))
 
 
 def on_rank(world: World, plan_text: str, sequence: int | None, steps: int, device_memory: float) -> list[float]:
