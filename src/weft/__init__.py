@@ -17,19 +17,21 @@ if TYPE_CHECKING:
     from weft.cluster.cluster import Cluster
     from weft.plan.layout import Layout
     from weft.plan.plan import Plan
+    from weft.run.divided import full_state_dict
     from weft.run.engine import Engine
     from weft.world.launch import launch
 
 __version__ = "0.1.0"
 __all__ = [
-    "Cluster", "Engine", "Layout", "Plan", "auto_parallelize", "comm_hook", "errors", "launch", "parallelize", "plan", "shard", "simulate",
-    "verify",
+    "Cluster", "Engine", "Layout", "Plan", "auto_parallelize", "comm_hook", "errors", "full_state_dict", "launch", "parallelize", "plan",
+    "shard", "simulate", "verify",
 ]  # fmt: skip
 
 # Looked up at first use, so that `weft --help` and programs that only read plans do not wait for torch.
 _HOMES = {
     "Cluster": "weft.cluster.cluster",
     "Engine": "weft.run.engine",
+    "full_state_dict": "weft.run.divided",
     "Layout": "weft.plan.layout",
     "Plan": "weft.plan.plan",
     "launch": "weft.world.launch",

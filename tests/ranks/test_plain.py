@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from plain_models import BATCH, CUT, Mixed, batches, loss_of, matches, plan_of, said
 from torch import Tensor, nn
 
 import weft
@@ -18,36 +19,6 @@ from weft.world.current import current_place
 from weft.world.world import World
 
 LAYOUTS = [("data=2", 2), ("tensor=2", 2), ("data=2 tensor=2", 4)]
-# By columns and rows; the table by vocabulary, so that the logits are made in pieces and the user's loss still sees them whole.
-CUT = (("up.weight", 0), ("up.bias", 0), ("down.weight", 1), ("emb.weight", 0))
-BATCH, STEPS = 8, 3
-
-
-class Mixed(nn.Module):
-    """Tied embedding, batch norm, a layer that is never called, a column-row pair that tensor parallelism can cut."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.emb = nn.Embedding(16, 8)
-        self.norm = nn.BatchNorm1d(8)
-        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
-        self.never = nn.Linear(4, 4)
-        self.head = nn.Linear(8, 16, bias=False)
-        self.head.weight = self.emb.weight
-
-    def forward(self, ids: Tensor) -> Tensor:
-        h = self.emb(ids)
-        h = h + self.down(torch.nn.functional.gelu(self.up(self.norm(h.transpose(1, 2)).transpose(1, 2))))
-        return self.head(h)
-
-
-def batches() -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(5)
-    return [tuple(torch.randint(16, (BATCH, 6), generator=generator) for _ in range(2)) for _ in range(STEPS)]  # type: ignore[misc]
-
-
-def loss_of(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    return torch.nn.functional.cross_entropy(net(x).flatten(0, 1), y.flatten())
 
 
 def loop(net: nn.Module, data: Any, accumulate: int, share: float = 1.0) -> tuple[list[float], dict[str, Tensor]]:
@@ -71,22 +42,6 @@ def serial(accumulate: int) -> tuple[list[float], dict[str, Tensor], dict[str, T
     net = Mixed().double()
     losses, grads = loop(net, batches(), accumulate)
     return losses, grads, {**dict(net.named_parameters()), **dict(net.named_buffers())}
-
-
-def matches(local: Tensor, want: Tensor) -> bool:
-    """Whether `local` is the whole, or one of its equal pieces along some dimension."""
-    if local.shape == want.shape:
-        return torch.allclose(local, want, rtol=1e-9, atol=1e-11)
-    for dim in range(want.dim()):
-        if local.shape[:dim] == want.shape[:dim] and local.shape[dim + 1 :] == want.shape[dim + 1 :]:
-            count = want.shape[dim] // local.shape[dim]
-            return any(torch.allclose(local, piece, rtol=1e-9, atol=1e-11) for piece in want.chunk(count, dim))
-    return False
-
-
-def plan_of(layout: str) -> Plan:
-    sizes = Layout.parse(f"{layout} precision=float64")
-    return Plan(sizes, "Mixed", "1xcpu-2", BATCH, shards=(("tensor", CUT),) if sizes.tensor > 1 else ())
 
 
 def both(world: World, layout: str) -> list[dict[str, Any]]:
@@ -196,15 +151,6 @@ def structures(world: World) -> dict[str, Any]:
 def wrong_calls(net: nn.Module, x: Tensor) -> list[str]:
     calls = (lambda: net(x, 0.5), lambda: net(x[:, :4]), lambda: net(x, extra=1))
     return [said(call, Infeasible, TypeError) for call in calls]
-
-
-def said(call: Callable[[], Any], *kinds: type[Exception]) -> str:
-    """What a call is refused with; empty where it is not."""
-    try:
-        call()
-    except kinds as error:
-        return str(error)
-    return ""
 
 
 def test_outputs_keep_their_classes(ranks: Callable[..., list[Any]]) -> None:

@@ -11,7 +11,7 @@ import weft
 
 NAMES = {
     "Cluster", "Engine", "Layout", "Plan",
-    "auto_parallelize", "comm_hook", "errors", "launch", "parallelize", "plan", "shard", "simulate", "verify",
+    "auto_parallelize", "comm_hook", "errors", "full_state_dict", "launch", "parallelize", "plan", "shard", "simulate", "verify",
 }  # fmt: skip
 
 

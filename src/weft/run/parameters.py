@@ -52,6 +52,12 @@ class LocalParameter:
     def size(self) -> int:
         return torch.Size(self.shape).numel()
 
+    @property
+    def cut_over(self) -> tuple[str, ...]:
+        """Mesh axes along which ranks hold different blocks of it."""
+        _, axes, _ = self.kind
+        return axes  # type: ignore[return-value]
+
 
 @dataclass
 class Bucket:

@@ -24,6 +24,22 @@ from weft.world.world import Group
 def pieces_of(parts: Parts, optimizer: Optimizer, at: Mapping[str, int], counters: Mapping[str, Tensor]) -> list[Piece]:
     """Everything that a checkpoint holds of this rank. Of equal copies the first rank's is the owner."""
     found = [whole(name, "scalar", tensor, owner=all(i == 0 for i in at.values())) for name, tensor in counters.items()]
+    found += weights_of(parts, at)
+    for number, group in enumerate(parts.groups):
+        owner = group.counted_piece if optimizer.sharded[number] else group.counted
+        for (begin, _, length), slots in zip(optimizer.pieces(number), optimizer.slots(number), strict=True):
+            for slot, tensor in slots.items():
+                for start, spec in zip(group.starts, group.members, strict=True):
+                    first, last = max(begin, start), min(begin + length, start + spec.size)
+                    if first < last:
+                        mine, flat = tensor[first - begin : last - begin], (first - start, last - start)
+                        found.append(Piece(spec.name, "optimizer", spec.global_shape, spec.offsets, mine, slot, owner, spec.shape, flat))
+    return found
+
+
+def weights_of(parts: Parts, at: Mapping[str, int]) -> list[Piece]:
+    """This rank's parameters and buffers."""
+    found = []
     gathered = {spec.name for group in parts.groups if group.gathered for spec in group.members}
     for name, spec in parts.specs.items():
         if name not in gathered:
@@ -37,15 +53,6 @@ def pieces_of(parts: Parts, optimizer: Optimizer, at: Mapping[str, int], counter
         first = parts.holders(variable.value)[0]
         owner = at["pipeline"] == first and all(place == 0 for axis, place in at.items() if axis not in (*cut, "pipeline"))
         found.append(Piece(name, "buffer", variable.tensor.shape, offsets, tensor, owner=owner))
-    for number, group in enumerate(parts.groups):
-        owner = group.counted_piece if optimizer.sharded[number] else group.counted
-        for (begin, _, length), slots in zip(optimizer.pieces(number), optimizer.slots(number), strict=True):
-            for slot, tensor in slots.items():
-                for start, spec in zip(group.starts, group.members, strict=True):
-                    first, last = max(begin, start), min(begin + length, start + spec.size)
-                    if first < last:
-                        mine, flat = tensor[first - begin : last - begin], (first - start, last - start)
-                        found.append(Piece(spec.name, "optimizer", spec.global_shape, spec.offsets, mine, slot, owner, spec.shape, flat))
     return found
 
 

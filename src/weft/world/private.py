@@ -41,8 +41,15 @@ NAMES: tuple[tuple[Any, str], ...] = (
     (torch.ops.aten.view.default, "_schema"),
     (torch, "_ops"),
     (torch.utils, "_python_dispatch"),
+    (torch, "_C"),
+    (torch._C, "DisableTorchFunctionSubclass"),
+    (torch, "_foreach_norm"),
     (python_dispatch, "TorchDispatchMode"),
 )
+
+# In its block tensors of a class of one's own are as torch's own: what their class does with functions is left out.
+as_plain = torch._C.DisableTorchFunctionSubclass
+FOREACH_NORM = torch._foreach_norm.__name__
 
 # Casts, and whatever else is dispatched, can be rewritten by a mode of one's own.
 DispatchMode = python_dispatch.TorchDispatchMode
