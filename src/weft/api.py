@@ -330,7 +330,7 @@ def auto_parallelize(
         chosen = _plain_plan(model, source, given, plan, cluster, world)
         divide(model, source, chosen, given, world)
         at = chosen.layout.mesh.coordinates(world.rank)
-        set_place(Place(at["data"], chosen.layout.data))
+        set_place(Place(at["data"], chosen.layout.data, world))
 
     with building(finish):
         yield
@@ -383,8 +383,11 @@ def _arguments(model: nn.Module, batch: Any) -> Any:
 def shard(loader: Iterable[Any], engine: Engine | None = None) -> Iterator[Any]:
     """This data coordinate's samples of every batch; ranks that differ in another axis get the same ones.
 
+    Every rank iterates over the same batches, those of the serial run; the first is held against rank 0's.
+
     Raises:
-        UsageError: no model has been divided yet. Infeasible: a batch that does not divide.
+        UsageError: no model has been divided yet, or the loader gives this rank another batch than rank 0. Infeasible: a batch that
+            does not divide.
     """
     where = engine or current_place()
     if where is None:

@@ -138,13 +138,17 @@ class _Exchange:
             self._hand_over()
 
     def _hand_over(self) -> None:
-        """Give every parameter its sum."""
+        """Give every parameter that was used, on whatever rank, its mean; as for one process, the others' gradients stay what they were."""
         for n, group in enumerate(self._groups):
             if self._sums[n] is None:
                 continue
             for name, view in group.views.items():
                 before = self._earlier.get(name)
                 p = self._parameters[name]
+                if name not in self._earlier:
+                    if not p.requires_grad or not view.any():
+                        continue
+                    before = p.grad
                 if p.grad is None:
                     p.grad = view.clone()
                 elif before is None:

@@ -17,10 +17,11 @@ _WORLD: ContextVar[World | None] = ContextVar("weft_world", default=None)
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Which of `data_size` equal parts of every batch belongs to this rank."""
+    """Which of `data_size` equal parts of every batch belongs to this rank of `world`."""
 
     data_index: int = 0
     data_size: int = 1
+    world: World | None = None
 
 
 _PLACE: ContextVar[Place | None] = ContextVar("weft_place", default=None)

@@ -1,0 +1,154 @@
+"""Loops as people write them, on divided models against one process: two networks, two calls a step, frozen weights, loaders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from plain_models import matches, said
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import weft
+from weft.errors import UsageError
+from weft.plan.layout import Layout
+from weft.plan.plan import Plan
+from weft.train.loader import digest
+from weft.world.world import World
+
+LAYOUTS = [("data=2", 2), ("tensor=2", 2), ("data=2 tensor=2", 4)]
+BATCH = 8
+CUTS = (("0.weight", 0), ("0.bias", 0), ("2.weight", 1))  # columns, then rows
+Pairs = Iterable[tuple[Tensor, Tensor]]
+
+
+def pair(width: int, out: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(width, 16), nn.Tanh(), nn.Linear(16, out))
+
+
+def data() -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(5)
+    return [tuple(torch.randn(BATCH, 6, generator=generator, dtype=torch.float64) for _ in range(2)) for _ in range(3)]  # type: ignore[misc]
+
+
+def adversaries(one: nn.Module, two: nn.Module, batches: Pairs) -> None:
+    """A generator and a discriminator, each with an optimizer of its own; the generator's gradients come through the other."""
+    first, second = (torch.optim.AdamW(net.parameters(), lr=0.1) for net in (one, two))
+    for z, x in batches:
+        true, false = torch.ones(len(x), 6, dtype=x.dtype), torch.zeros(len(x), 6, dtype=x.dtype)
+        second.zero_grad()
+        fake = one(z)
+        (binary_cross_entropy_with_logits(two(x), true) + binary_cross_entropy_with_logits(two(fake.detach()), false)).backward()
+        second.step()
+        first.zero_grad()
+        two.requires_grad_(False)
+        binary_cross_entropy_with_logits(two(one(z)), true).backward()
+        two.requires_grad_(True)
+        first.step()
+
+
+def twins(one: nn.Module, two: nn.Module, batches: Pairs) -> None:
+    """One network called twice before a backward, and once more without gradients; the other beside it."""
+    opt = torch.optim.SGD([*one.parameters(), *two.parameters()], lr=0.1, momentum=0.9)
+    for x, y in batches:
+        opt.zero_grad()
+        with torch.no_grad():
+            target = one(x + y)
+        loss = mse_loss(one(x), two(y)) + mse_loss(one(y), target)
+        loss.backward(retain_graph=True)
+        (0.5 * loss).backward()
+        opt.step()
+
+
+def frozen(one: nn.Module, two: nn.Module, batches: Pairs) -> None:
+    """Frozen after it was divided, under weight decay and momentum: nothing may move what has no gradient."""
+    one[0].requires_grad_(False)  # type: ignore[index]
+    opt = torch.optim.AdamW([*one.parameters(), *two.parameters()], lr=0.1, weight_decay=0.5)
+    for x, y in batches:
+        opt.zero_grad()
+        mse_loss(one(x), y).backward()  # `two` has no part in it
+        opt.step()
+
+
+def unfrozen(one: nn.Module, two: nn.Module, batches: Pairs) -> None:
+    """As `frozen`, with gradients that are zeroed in place, and weights that train later."""
+    one[0].requires_grad_(False)  # type: ignore[index]
+    opt = torch.optim.AdamW([*one.parameters(), *two.parameters()], lr=0.1, weight_decay=0.5)
+    for number, (x, y) in enumerate(batches):
+        if number == 2:
+            one[0].requires_grad_(True)  # type: ignore[index]
+        opt.zero_grad(set_to_none=False)
+        (mse_loss(one(x), y) + (mse_loss(two(y), x) if number == 1 else 0.0)).backward()
+        opt.step()
+
+
+LOOPS = [adversaries, twins, frozen, unfrozen]
+
+
+def plan_of(layout: str) -> Plan:
+    sizes = Layout.parse(f"{layout} precision=float64")
+    return Plan(sizes, "pair", "1xcpu-2", BATCH, shards=(("tensor", CUTS),) if sizes.tensor > 1 else ())
+
+
+def wrong(world: World, layout: str) -> dict[str, list[str]]:
+    """By loop: the weights that are not those of one process, and gradients that are there and should not be, or the other way round."""
+    found = {}
+    for loop in LOOPS:
+        torch.manual_seed(7)
+        divided = []
+        for _ in range(2):
+            with weft.auto_parallelize(batch=(data()[0][0],), plan=plan_of(layout), world=world):
+                divided.append(pair(6, 6))
+        loop(*divided, weft.shard(data()))
+        torch.manual_seed(7)
+        serial = [pair(6, 6).double() for _ in range(2)]
+        loop(*serial, data())
+        found[loop.__name__] = [
+            f"{number}.{name}"
+            for number in range(2)
+            for (name, p), q in zip(divided[number].named_parameters(), serial[number].parameters(), strict=True)
+            if not matches(p.detach(), q.detach()) or (p.grad is None) != (q.grad is None)
+        ]
+    return found
+
+
+@pytest.mark.parametrize(("layout", "num_ranks"), LAYOUTS)
+def test_loops_are_those_of_one_process(ranks: Callable[..., list[Any]], layout: str, num_ranks: int) -> None:
+    for found in ranks(wrong, num_ranks, layout):
+        assert found == {loop.__name__: [] for loop in LOOPS}
+
+
+def loaders(world: World) -> list[str]:
+    """What is said of a loader that is seeded alike, of one that shuffles by itself, and of one with a part for each rank."""
+    x, y = (torch.cat(all_) for all_ in zip(*data(), strict=True))
+    dataset = TensorDataset(x, y)
+    with weft.auto_parallelize(batch=data()[0], plan=plan_of("data=2"), world=world):
+        net = pair(6, 6)
+
+    def seeded(seed: int) -> DataLoader[Any]:
+        return DataLoader(dataset, BATCH, shuffle=True, generator=torch.Generator().manual_seed(seed))
+
+    parts = DistributedSampler(dataset, num_replicas=world.num_ranks, rank=world.rank, shuffle=False)
+    assert isinstance(net, nn.Module)
+    given = (seeded(3), seeded(world.rank), DataLoader(dataset, BATCH // 2, sampler=parts))
+    return [said(lambda loader=loader: list(weft.shard(loader)), UsageError) for loader in given]
+
+
+def test_a_loader_that_differs_between_ranks_is_found(ranks: Callable[..., list[Any]]) -> None:
+    first, second = ranks(loaders, 2)
+    assert first == ["", "", ""], "rank 0 is what the others are held against"
+    assert second[0] == ""
+    for text in second[1:]:
+        assert text.startswith("the loader gives rank 1 another batch than rank 0")
+        assert "torch.manual_seed" in text
+
+
+def test_a_digest_tells_values_kinds_shapes_and_places_apart() -> None:
+    x = torch.arange(6.0)
+    others = [x + 1, x.view(2, 3), x.double(), x.to(torch.bfloat16), (x,), {"x": x}, (x, x[:0])]
+    assert len({digest(one) for one in (x, *others)}) == 1 + len(others)
+    assert digest({"x": x[::2]}) == digest({"x": torch.tensor([0.0, 2.0, 4.0])})
+    assert digest((torch.zeros(0), torch.tensor(3), "text")) != digest((torch.zeros(0), torch.tensor(4), "text"))
