@@ -67,7 +67,8 @@ def plan(
     Args:
         model: a module, a function that makes one, a `Resolved`, or MODEL as on the command line ("gpt-10m", "file.py:make").
         batch: the global batch, a tuple or dict of tensors with samples in dimension 0, or their number for a named model.
-        loss: `loss(output, batch)` -> scalar; without it the output is the loss or has `.loss`.
+        loss: `loss(output, batch)` -> scalar; without it the output is the loss or has `.loss`. With it the model is called with as much
+            of the batch as its forward takes, so targets may follow the inputs.
         like: a plan whose shards and stages are kept, with `layout` its own.
         device_memory: what a rank's tensors may take, 2e9 or "2GiB"; 0 is all that there is.
         trials: of a model by name, so many of the plans predicted to be fastest make some steps on this machine, and the fastest by the
@@ -194,7 +195,7 @@ def _called_once(source: Source, batch: Any, loss: Loss | None, error: ModelErro
 
     Returns a copy of the model that has been called, None where it is too large to try.
     """
-    from weft.model.capture import call, called
+    from weft.model.capture import call, called, taken
     from weft.model.deferred import realize
 
     if sum(p.numel() for p in source.model.parameters()) > 200_000_000:
@@ -203,13 +204,13 @@ def _called_once(source: Source, batch: Any, loss: Loss | None, error: ModelErro
     # A copy: running statistics and what else a forward pass changes are not ours to change.
     model = copy.deepcopy(realize(source.deferred, source.model) if source.deferred is not None else source.model)
     try:
-        output = called(model, batch)  # with gradients, which the model itself may ask for
+        output = called(model, batch if loss is None else taken(model, batch))  # with gradients, which the model itself may ask for
         try:
             call(lambda *_, **__: output, batch, source.loss_of(loss))  # type: ignore[arg-type]
         except ModelError:
             raise
         except Exception as real:
-            given = "loss(output, batch), where batch is all that the model is called with"
+            given = "loss(output, batch), where batch is all of it"
             raise ModelError(f"the loss raises when it is called as {given}: {said(real)}") from error
     except ModelError:
         raise

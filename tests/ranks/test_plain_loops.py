@@ -13,10 +13,10 @@ from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import weft
-from weft.errors import UsageError
+from weft.errors import UsageError, WeftError
 from weft.plan.layout import Layout
 from weft.plan.plan import Plan
-from weft.train.loader import digest
+from weft.run.same import digest
 from weft.world.world import World
 
 LAYOUTS = [("data=2", 2), ("tensor=2", 2), ("data=2 tensor=2", 4)]
@@ -142,8 +142,31 @@ def test_a_loader_that_differs_between_ranks_is_found(ranks: Callable[..., list[
     assert first == ["", "", ""], "rank 0 is what the others are held against"
     assert second[0] == ""
     for text in second[1:]:
-        assert text.startswith("the loader gives rank 1 another batch than rank 0")
+        assert text.startswith("rank 1 is given another batch than rank 0")
         assert "torch.manual_seed" in text
+
+
+def engine_steps(world: World, layout: str, same: bool) -> float | None:
+    """A step of an engine whose ranks are given the same batch, or others. The model takes the first of two tensors, the loss both."""
+    engine = weft.parallelize(
+        lambda: pair(6, 6),
+        batch=data()[0],
+        loss=lambda out, batch: mse_loss(out, batch[1]),
+        plan=f"{layout} precision=float64",
+        seed=3,
+        world=world,
+    )
+    return engine.step(data()[0 if same else world.rank]).loss
+
+
+@pytest.mark.parametrize("layout", ["data=2", "pipeline=2 microbatches=2"])
+def test_an_engine_that_is_given_other_batches_on_other_ranks_says_so(ranks: Callable[..., list[Any]], layout: str) -> None:
+    torch.manual_seed(3)
+    serial = pair(6, 6).double()
+    x, y = data()[0]
+    assert ranks(engine_steps, 2, layout, True) == [pytest.approx(float(mse_loss(serial(x), y).detach()), rel=1e-9)] * 2
+    with pytest.raises(WeftError, match="rank 1 is given another batch than rank 0, and one batch is divided among all ranks"):
+        ranks(engine_steps, 2, layout, False)
 
 
 def test_a_digest_tells_values_kinds_shapes_and_places_apart() -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from weft.errors import ModelError
 from weft.lower.kernels.randomness import Draw
 from weft.lower.local import Lowering, lower
-from weft.model.capture import Captured
+from weft.model.capture import Captured, taken
 from weft.model.nesting import leaves
 from weft.model.propagate import propagate, writes_buffer
 from weft.model.stages import split
@@ -129,6 +129,28 @@ def test_a_batch_of_dicts_keeps_its_paths() -> None:
 
     graph = Source.of(Two).capture({"first": torch.zeros(4, 3), "rest": {"b": torch.zeros(4)}}, None, None).graph
     assert [v.name for v in graph.inputs] == ["first", "rest.b"]
+
+
+class Masked(nn.Module):
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return x if mask is None else x * mask
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "passed"),
+    [
+        (nn.Linear(2, 2), (1, 2, 3), (1,)),
+        (Masked(), (1, 2), (1, 2)),
+        (Masked(), (1, 2, 3), (1, 2)),
+        (Masked(), {"x": 1, "labels": 2}, {"x": 1}),
+        (Masked(), {"x": 1, "mask": 2}, {"x": 1, "mask": 2}),
+        (Masked(), {"labels": 2}, {"labels": 2}),  # what is missing is torch's to say
+        (Masked(), [], []),
+        (Masked(), 1, 1),
+    ],
+)
+def test_a_model_gets_of_a_batch_what_its_forward_takes(model: nn.Module, batch: Any, passed: Any) -> None:
+    assert taken(model, batch) == passed
 
 
 def test_buffers_that_the_model_writes_are_written() -> None:

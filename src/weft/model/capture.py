@@ -9,6 +9,7 @@ Not modelled: dynamic shapes. Another microbatch size is another capture.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import logging
 import warnings
@@ -51,15 +52,38 @@ def called(model: nn.Module, batch: Any) -> Any:
     return model(**batch) if isinstance(batch, Mapping) else model(*batch) if isinstance(batch, tuple | list) else model(batch)
 
 
+def taken(model: nn.Module, batch: Any) -> Any:
+    """What of a batch the model is called with where a loss of its own has the rest: all of it if forward takes all, else as many of a
+    tuple's members as it takes, or those of a dict that it knows by name."""
+    if not isinstance(batch, Mapping | tuple | list):
+        return batch
+    try:
+        signature = inspect.signature(getattr(model, "forward", model))
+    except ValueError:  # no signature to see
+        return batch
+
+    def fits(some: Any) -> bool:
+        try:
+            signature.bind(**some) if isinstance(some, Mapping) else signature.bind(*some)
+        except TypeError:
+            return False
+        return True
+
+    if isinstance(batch, Mapping):
+        known = {name: value for name, value in batch.items() if name in signature.parameters}
+        return batch if fits(batch) or not fits(known) else known
+    return next((batch[:n] for n in range(len(batch), 0, -1) if fits(batch[:n])), batch)
+
+
 def call(model: nn.Module, batch: Any, loss: Loss | None) -> torch.Tensor:
-    """Run the model on a batch as `MODEL` says: dicts by keyword, tuples in order; then the loss, a scalar.
+    """Run the model on a batch as `MODEL` says: dicts by keyword, tuples in order; then the loss, a scalar. See `taken`.
 
     Raises:
         ModelError: no loss is given and the output is neither a scalar nor has a scalar `.loss`.
     """
-    output = called(model, batch)
     value: Any
     own = loss_of(loss, model)
+    output = called(model, batch if own is None else taken(model, batch))
     if own is not None:
         value = own(output, batch)
     else:

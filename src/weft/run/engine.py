@@ -42,6 +42,7 @@ from weft.run.prepare import prepared
 from weft.run.replicas import Replicas
 from weft.run.resharded import Resharded
 from weft.run.rests import Rests
+from weft.run.same import check_same
 from weft.run.sizes import Sized
 from weft.run.stage import StageRunner
 from weft.run.stale import Stale
@@ -412,6 +413,8 @@ class Engine:
                 f"the batch has {rows} samples; the plan is for {self.plan.batch_size} in all, which is "
                 f"{self.plan.batch_size // data} for each of data={data}"
             )
+        if samples == rows and self.step_index == 0 and self.world.num_ranks > 1:
+            check_same(batch, self.world)
         sizes = self.sizes_of(samples)
         given = self._form.tensors_of(batch)
         out: list[dict[str, Tensor]] = []

@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import queue
 import threading
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
-import torch
-from torch import Tensor
-
-from weft.errors import UsageError
-from weft.model.nesting import leaves
 from weft.plan.microbatches import microbatch_sizes
 from weft.plan.placement import piece
+from weft.run.same import check_same
 from weft.train.data import Batch, batch_size, map_tensors, take
 from weft.world.world import World
 
 _AHEAD = 2
-MOST_BYTES = 1 << 20  # of a tensor that tells batches apart
 
 
 class Coordinate(Protocol):
@@ -74,36 +68,6 @@ def shard(batches: Iterable[Batch], where: Coordinate) -> Iterator[Batch]:
         if number == 0 and world is not None and world.num_ranks > 1:
             check_same(batch, world)
         yield take(batch, rows_of_part(batch_size(batch), where))
-
-
-def check_same(batch: Batch, world: World) -> None:
-    """Hold this rank's batch against rank 0's. A loader that shuffles by itself, or has a part for each rank, is found so.
-
-    Raises:
-        UsageError: they differ.
-    """
-    mine = digest(batch)
-    if world.told(lambda: mine) != mine:
-        raise UsageError(
-            f"the loader gives rank {world.rank} another batch than rank 0, and weft.shard divides one batch among all ranks: seed what "
-            "shuffles alike on every rank (torch.manual_seed, or DataLoader's generator), and leave DistributedSampler out"
-        )
-
-
-def digest(batch: Batch) -> str:
-    """A number for a batch's tensors: their places, kinds and shapes, and up to 1 MiB of each.
-
-    >>> import torch
-    >>> digest((torch.zeros(2), torch.ones(2))) == digest((torch.ones(2), torch.zeros(2)))
-    False
-    """
-    found = 0
-    for path, leaf in leaves(batch):
-        if isinstance(leaf, Tensor):
-            found = zlib.crc32(f"{path} {leaf.dtype} {tuple(leaf.shape)}".encode(), found)
-            some = leaf.detach().flatten()[: MOST_BYTES // max(1, leaf.element_size())].contiguous().cpu()
-            found = zlib.crc32(some.view(torch.uint8).numpy().tobytes(), found)
-    return f"{found:08x}"
 
 
 def rows_of_part(num_samples: int, where: Coordinate) -> list[int]:
