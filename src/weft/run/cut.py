@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import inf
 from typing import Any, Self
 
@@ -66,15 +67,14 @@ class Cut(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        name = _name_of(func)
-        combined = COMBINED.get(name)
+        name, combined, mixes = _known(func)
         if combined is not None:
             return combined(name, *args, **kwargs)
-        if name in MIXES:
+        if mixes:
             raise refusal(name, _first((*args, *kwargs.values())))
         with private.as_plain():
             result = func(*args, **kwargs)
-        return _marked(name, result, args, kwargs)
+        return _marked(name, result, args, kwargs) if isinstance(result, (Tensor, list, tuple)) else result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         with private.as_plain():
@@ -108,10 +108,13 @@ def refusal(name: str, part: Cut) -> UsageError:
     )
 
 
-def _name_of(func: Any) -> str:
-    """`sum` for torch.sum and Tensor.sum; of a property its own name."""
+@cache
+def _known(func: Any) -> tuple[str, Callable[..., Any] | None, bool]:
+    """An operation's name (`sum` for torch.sum and Tensor.sum, of a property its own), how it combines parts, and whether it mixes them."""
     name = str(getattr(func, "__name__", func))
-    return str(getattr(getattr(func, "__self__", None), "__name__", name)) if name == "__get__" else name
+    if name == "__get__":
+        name = str(getattr(func.__self__, "__name__", name))
+    return name, COMBINED.get(name), name in MIXES
 
 
 def _cuts(values: Iterable[Any]) -> Iterable[Cut]:
