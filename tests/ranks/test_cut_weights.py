@@ -243,6 +243,15 @@ def test_a_divided_model_that_is_compiled_computes_the_same(ranks: Callable[...,
     assert ranks(compiled, 2, "tensor=2") == [[], []]
 
 
+def test_a_divided_model_is_not_pickled() -> None:
+    with weft.auto_parallelize(batch=(torch.ones(4, 2),), plan="data=1"):
+        net = nn.Linear(2, 2)
+    with pytest.raises(UsageError, match=r"Linear is divided, .* save weft.full_state_dict\(net\)"):
+        torch.save(net, io.BytesIO())
+    with pytest.raises(UsageError, match="Linear is divided"):
+        torch.save(copy.deepcopy(net), io.BytesIO())
+
+
 def test_only_divided_models_have_a_whole_state() -> None:
     with pytest.raises(UsageError, match="Linear is not divided"):
         weft.full_state_dict(nn.Linear(2, 2))

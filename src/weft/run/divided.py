@@ -67,7 +67,7 @@ def _as_captured(batch: Any, signature: inspect.Signature, args: tuple[Any, ...]
     return given
 
 
-OWN = ("forward", "__deepcopy__")  # what a divided module has of its own
+OWN = ("forward", "__deepcopy__", "__reduce_ex__")  # what a divided module has of its own
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,9 @@ class Divided:
         """Let the module compute so."""
         assert self._eager is not None  # made here, not while torch.compile reads on
         self.model.forward = self.forward
-        self.model.__deepcopy__ = self.copy  # type: ignore[assignment]  # copy.deepcopy asks the object, not its class
+        # Copying and pickling ask the object, not its class.
+        self.model.__deepcopy__ = self.copy  # type: ignore[assignment]
+        self.model.__reduce_ex__ = self.unsaved  # type: ignore[method-assign]
 
     @cached_property
     def _outputs(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -180,6 +182,13 @@ class Divided:
         )
         replace(self, model=made, parts=replace(parts, parameters=parameters, buffers=buffers, variables=variables), copied=True).bind()
         return made
+
+    def unsaved(self, protocol: object) -> Any:
+        """What torch.save of the module itself is told."""
+        raise UsageError(
+            f"{type(self.model).__name__} is divided, and what it computes with cannot be saved: save weft.full_state_dict(net), which "
+            "every rank calls, and load it into a new one with load_state_dict"
+        )
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor] | None:
