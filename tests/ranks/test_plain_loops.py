@@ -121,6 +121,58 @@ def test_loops_are_those_of_one_process(ranks: Callable[..., list[Any]], layout:
         assert found == {loop.__name__: [] for loop in LOOPS}
 
 
+def scaled(world: World) -> list[tuple[float, list[bool]]]:
+    """A scaled loop whose second step overflows in one rank's part: the scale after each step, and what weights are as on one process."""
+    torch.manual_seed(7)
+    with weft.auto_parallelize(batch=(data()[0][0],), plan=plan_of("tensor=2"), world=world):
+        net = pair(6, 6)
+    torch.manual_seed(7)
+    serial = pair(6, 6).double()
+    found = []
+    opts = [(one, torch.optim.SGD(one.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=4.0)) for one in (net, serial)]
+    for number, (x, y) in enumerate(data()):
+        for one, opt, scaler in opts:
+            opt.zero_grad()
+            scaler.scale(mse_loss(one(x), y)).backward()
+            if number == 1 and (one is serial or world.rank == 0):
+                grad = one[0].weight.grad
+                (grad if one is serial else grad.as_subclass(Tensor))[:1].fill_(float("inf"))
+            scaler.step(opt)
+            scaler.update()
+        weights = [matches(p.detach(), q.detach()) for p, q in zip(net.parameters(), serial.parameters(), strict=True)]
+        found.append((float(opts[0][2].get_scale()), weights))
+    return found
+
+
+def test_scaled_steps_are_skipped_by_all_ranks_or_none(ranks: Callable[..., list[Any]]) -> None:
+    for found in ranks(scaled, 2):
+        assert [scale for scale, _ in found] == [4.0, 2.0, 2.0]
+        assert all(all(weights) for _, weights in found)
+
+
+def autocasts(world: World) -> list[bool]:
+    """Whether what a divided model gives under the user's autocast is as on one process, and something else than without."""
+    x = torch.randn(BATCH, 6, generator=torch.Generator().manual_seed(3))
+    torch.manual_seed(7)
+    with weft.auto_parallelize(batch=(x,), plan=Plan(Layout.parse("data=2"), "pair", "1xcpu-2", BATCH), world=world):
+        net = pair(6, 6)
+    torch.manual_seed(7)
+    serial = pair(6, 6)
+    rows = x[world.rank * BATCH // 2 : (world.rank + 1) * BATCH // 2]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        under, want = net(rows), serial(rows)
+    return [
+        under.dtype is torch.bfloat16,
+        torch.equal(under, want),
+        torch.equal(net(rows), serial(rows)),
+        not torch.equal(net(rows), under.float()),
+    ]
+
+
+def test_the_users_autocast_is_kept(ranks: Callable[..., list[Any]]) -> None:
+    assert ranks(autocasts, 2) == [[True] * 4] * 2
+
+
 def loaders(world: World) -> list[str]:
     """What is said of a loader that is seeded alike, of one that shuffles by itself, and of one with a part for each rank."""
     x, y = (torch.cat(all_) for all_ in zip(*data(), strict=True))

@@ -193,6 +193,13 @@ def _norms(name: str, xs: Sequence[Tensor], ord: Any = 2, **kwargs: Any) -> tupl
     return tuple(_norm(name, x, ord, **kwargs) if isinstance(x, Cut) else torch.linalg.vector_norm(x, float(ord), **kwargs) for x in xs)
 
 
+def _unscaled(name: str, gradients: list[Tensor], found: Tensor, *scale: Tensor) -> None:
+    """Unscales gradients of float16, for all ranks to skip the step together where one has found what is not finite."""
+    with private.as_plain():
+        private.unscale(gradients, found, *scale)
+        _first((gradients,)).whole.over.all_reduce(found, op="max")
+
+
 def _reduced(local: Callable[..., Tensor], kind: str) -> Callable[..., Tensor]:
     def combined(name: str, x: Any, *args: Any, **kwargs: Any) -> Tensor:
         if args or set(kwargs) - {"dtype"} or not isinstance(x, Cut):  # over some dimensions, or with another tensor
@@ -212,6 +219,7 @@ COMBINED: dict[str, Callable[..., Any]] = {
     "linalg_vector_norm": _norm,
     "frobenius_norm": _norm,
     private.FOREACH_NORM: _norms,
+    private.unscale.__name__: _unscaled,
     "sum": _reduced(torch.sum, "sum"),
     "mean": _reduced(torch.sum, "sum"),
     "max": _reduced(torch.max, "max"),

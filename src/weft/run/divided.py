@@ -123,8 +123,10 @@ class Divided:
         values = [parts.variables[v] if v in parts.variables else tensors[v] for v in local.variables]
         for position, share in self._unlike:
             values[position] = counted(values[position], share)
-        autocast = torch.bfloat16 if layout.precision == "bfloat16" else None
-        with private.as_plain(), torch.autocast(self.world.device.type, dtype=autocast, enabled=autocast is not None):
+        kind = self.world.device.type
+        theirs = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None  # the user's own, around the call
+        autocast = torch.bfloat16 if layout.precision == "bfloat16" else theirs
+        with private.as_plain(), torch.autocast(kind, dtype=autocast, enabled=autocast is not None):
             results = local.module(*values)
         out = []
         for name, x in zip(local.results, results, strict=True):

@@ -44,12 +44,14 @@ NAMES: tuple[tuple[Any, str], ...] = (
     (torch, "_C"),
     (torch._C, "DisableTorchFunctionSubclass"),
     (torch, "_foreach_norm"),
+    (torch, "_amp_foreach_non_finite_check_and_unscale_"),
     (python_dispatch, "TorchDispatchMode"),
 )
 
 # In its block tensors of a class of one's own are as torch's own: what their class does with functions is left out.
 as_plain = torch._C.DisableTorchFunctionSubclass
 FOREACH_NORM = torch._foreach_norm.__name__
+unscale = torch._amp_foreach_non_finite_check_and_unscale_
 
 # Casts, and whatever else is dispatched, can be rewritten by a mode of one's own.
 DispatchMode = python_dispatch.TorchDispatchMode
