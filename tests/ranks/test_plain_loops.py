@@ -121,6 +121,66 @@ def test_loops_are_those_of_one_process(ranks: Callable[..., list[Any]], layout:
         assert found == {loop.__name__: [] for loop in LOOPS}
 
 
+class Normed(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 6))
+
+
+def changed(world: World) -> dict[str, Any]:
+    """What is said where the module was changed after it was divided; and what may be done."""
+    (x, y), *_ = data()
+    rows = slice(world.rank * BATCH // 2, (world.rank + 1) * BATCH // 2)
+
+    def made(prepare: Callable[[Any], object]) -> Any:
+        torch.manual_seed(7)
+        with weft.auto_parallelize(batch=(x,), plan=plan_of("data=2"), world=world):
+            net = Normed()
+            prepare(net)
+        return net
+
+    def after(change: Callable[[Any], object]) -> str:
+        net = made(lambda net: None)
+        change(net)
+        return said(lambda: net(x[rows]), UsageError)
+
+    found: dict[str, Any] = {
+        "replaced": after(lambda net: net.__setitem__(3, nn.Linear(16, 2))),
+        "weight": after(lambda net: setattr(net[0], "weight", nn.Parameter(torch.ones(16, 6)))),
+        "added": after(lambda net: net.append(nn.ReLU())),
+        "hooked": after(lambda net: net[1].register_forward_hook(lambda *_: None)),
+        "frozen": after(lambda net: net[1].eval()),
+        "thawed": after(lambda net: net.eval()[2].train()),
+        "nothing": after(lambda net: net.eval().train().double().requires_grad_(False)),
+    }
+    calls: list[int] = []
+    net = made(lambda net: (net[1].eval(), net[2].eval()))
+    net.register_forward_hook(lambda *_: calls.append(1))
+    mse_loss(net(x[rows]), y[rows]).backward()  # type: ignore[no-untyped-call]
+    torch.manual_seed(7)
+    serial = Normed().double()
+    serial[1].eval(), serial[2].eval()
+    mse_loss(serial(x), y).backward()  # type: ignore[no-untyped-call]
+    found["as before it was divided"] = all(matches(p.grad, q.grad) for p, q in zip(net.parameters(), serial.parameters(), strict=True))
+    found["hook on the whole"] = len(calls)
+    net.train()
+    found["trained"] = said(lambda: net(x[rows]), UsageError)
+    return found
+
+
+def test_what_is_done_to_a_divided_model_is_done_or_refused(ranks: Callable[..., list[Any]]) -> None:
+    for found in ranks(changed, 2):
+        assert found["replaced"].startswith("3 was replaced after the model was divided: do it inside the block")
+        assert found["weight"].startswith("0.weight was replaced")
+        assert found["added"].startswith("4 was replaced")
+        assert found["hooked"].startswith("a hook on 1 would never be called")
+        assert found["frozen"].startswith("1 was set to evaluate by itself after the model was divided, and would still train")
+        assert found["thawed"].startswith("2 was set to train by itself after the model was divided, and would still evaluate")
+        assert found["nothing"] == ""
+        assert found["as before it was divided"]
+        assert found["hook on the whole"] == 1
+        assert found["trained"].startswith("1 was set to train by itself")
+
+
 def scaled(world: World) -> list[tuple[float, list[bool]]]:
     """A scaled loop whose second step overflows in one rank's part: the scale after each step, and what weights are as on one process."""
     torch.manual_seed(7)

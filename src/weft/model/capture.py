@@ -171,7 +171,7 @@ def _batched(batch: Any, size: int) -> Iterator[frozenset[str]]:
 
 def _settled(step: _Step, batch: Any, batched: frozenset[str], size: int, fake_mode: Any) -> Captured:
     """Capture; where a call leaves the module's own attributes changed, the next call must be the same all the same."""
-    step.train(step.model.training)
+    step.training = step.model.training  # each of its modules keeps its own mode: a batch norm may be frozen
     before = state_of(step.model)
     try:
         captured = _traced(step, batch, batched, size, fake_mode)

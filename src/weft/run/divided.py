@@ -24,6 +24,7 @@ from weft.model.nesting import BatchForm, batch_size_of, leaves, rebuild
 from weft.plan.plan import Plan
 from weft.run.build import Parts
 from weft.run.state import full_state, weights_of
+from weft.run.unchanged import Unchanged
 from weft.world import private
 from weft.world.world import World
 
@@ -74,7 +75,7 @@ OWN = ("forward", "__deepcopy__", "__reduce_ex__")  # what a divided module has 
 class Divided:
     """How a divided module computes: its `forward`, and that of its copies, which have weights of their own and are not trained.
 
-    `batch`: what it was captured with; `cannot`: why it cannot be evaluated.
+    `batch`: what it was captured with; `cannot`: why it cannot be evaluated; `training`: by module's name, whether it trained then.
     """
 
     model: nn.Module
@@ -84,11 +85,13 @@ class Divided:
     world: World
     signature: inspect.Signature
     cannot: ModelError | None
+    training: Mapping[str, bool]
     copied: bool = False
 
     def bind(self) -> None:
         """Let the module compute so."""
         assert self._eager is not None  # made here, not while torch.compile reads on
+        assert self._unchanged is not None  # from here on
         self.model.forward = self.forward
         # Copying and pickling ask the object, not its class.
         self.model.__deepcopy__ = self.copy  # type: ignore[assignment]
@@ -106,12 +109,17 @@ class Divided:
         return self._eager(*args, **kwargs)
 
     @cached_property
+    def _unchanged(self) -> Unchanged:
+        return Unchanged(self.model, self.training)
+
+    @cached_property
     def _eager(self) -> Callable[..., Any]:
         """As it is: torch.compile cannot see through collectives, and leaves it out."""
         return torch.compiler.disable(self._computed)  # type: ignore[no-untyped-call, no-any-return]
 
     def _computed(self, *args: Any, **kwargs: Any) -> Any:
         parts, layout, local = self.parts, self.plan.layout, self.parts.only
+        self._unchanged.check()
         called = _as_captured(self.batch, self.signature, args, kwargs)
         given = self._form.tensors_of(called)
         self._check(batch_size_of(called), given)

@@ -47,7 +47,8 @@ def divide(model: nn.Module, source: Source, plan: Plan, batch: Any, world: Worl
         cannot = error
     _mark_cut(parts, world, layout.mesh)
     _place(model, parts)
-    Divided(model, parts, plan, batch, world, inspect.signature(model.forward), cannot).bind()
+    training = {name: module.training for name, module in model.named_modules()}
+    Divided(model, parts, plan, batch, world, inspect.signature(model.forward), cannot, training).bind()
     cut_what_is_loaded(model, parts)
     sums = [world.group(g.sum_ranks) if len(g.sum_ranks) > 1 else None for g in parts.groups]
     share(parts.groups, sums)

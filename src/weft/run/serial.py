@@ -61,7 +61,6 @@ class Serial:
         if self._double:
             self.model = self.model.double()
         self.model = self.model.to(device)
-        self.model.train()
         self._loss, self._plan, self._device, self._every = loss, plan, device, every
         self._batch = {path: self._input(x) for path, x in leaves(batch) if isinstance(x, Tensor)}
         self._nesting = batch

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 from torch.utils import _python_dispatch as python_dispatch
 
+_MODULE = torch.nn.Module()
 # (owner, attribute) of every private name used below, for the test.
 NAMES: tuple[tuple[Any, str], ...] = (
     (c10d.ProcessGroupGloo, "_Options"),
@@ -43,6 +44,10 @@ NAMES: tuple[tuple[Any, str], ...] = (
     (torch.utils, "_python_dispatch"),
     (torch, "_C"),
     (torch._C, "DisableTorchFunctionSubclass"),
+    *(
+        (_MODULE, name)
+        for name in ("_parameters", "_modules", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    ),
     (torch, "_foreach_norm"),
     (torch, "_amp_foreach_non_finite_check_and_unscale_"),
     (python_dispatch, "TorchDispatchMode"),
@@ -161,6 +166,12 @@ def tcp_store(host: str, port: int, num_ranks: int, timeout_s: float, listen_fd:
     if listen_fd is None:
         return stores.TCPStore(host, port, num_ranks, is_master=False, timeout=timeout, wait_for_workers=False)
     return stores.TCPStore(host, port, num_ranks, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listen_fd)
+
+
+def tables_of(module: torch.nn.Module) -> tuple[list[dict[str, Any]], list[dict[Any, Any]]]:
+    """A module's tables of its parameters and modules, and of its hooks around forward and backward."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return [module._parameters, module._modules], list(hooks)
 
 
 def after_backward(callback: Any) -> None:

@@ -1,0 +1,67 @@
+"""Whether a divided module is still the one that was divided: a graph was taken from it, and what is done to it afterwards is not in there.
+
+In: the module as it was divided, and as it is called. Out: nothing, or an error that names what has changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from weft.errors import UsageError
+from weft.world import private
+
+INSIDE = "do it inside the block of weft.auto_parallelize, before the model is divided"
+
+
+@dataclass(frozen=True, slots=True)
+class _Was:
+    """A module of the model, with the tables of what it holds and of its hooks, and what was in them."""
+
+    name: str
+    module: nn.Module
+    held: tuple[tuple[dict[str, Any], tuple[tuple[str, Any], ...]], ...]
+    hooks: tuple[tuple[dict[Any, Any], int], ...]
+
+
+class Unchanged:
+    """What a module was when it was divided. `training`: by module's name, whether it trained then."""
+
+    def __init__(self, model: nn.Module, training: Mapping[str, bool]) -> None:
+        self._model, self._training = model, training
+        self._modules = []
+        for name, module in model.named_modules():
+            held, hooks = private.tables_of(module)
+            self._modules.append(
+                _Was(
+                    name,
+                    module,
+                    tuple((table, tuple(table.items())) for table in held),
+                    tuple((table, len(table)) for table in hooks) if module is not model else (),  # those of the whole are called
+                )
+            )
+
+    def check(self) -> None:
+        """Raise UsageError where something was replaced, hooked, or set to train or to evaluate by itself."""
+        mode = self._model.training
+        if mode and not self._training[""]:
+            raise UsageError(f"the model was divided in evaluation, and is called in training: call train() on it; {INSIDE}")
+        for was in self._modules:
+            for table, items in was.held:
+                if len(table) != len(items) or any(table.get(key) is not value for key, value in items):
+                    changed = [key for key, value in items if table.get(key) is not value] or [k for k in table if k not in dict(items)]
+                    raise UsageError(f"{_path(was.name, changed[0])} was replaced after the model was divided: {INSIDE}")
+            if any(len(table) != count for table, count in was.hooks):
+                raise UsageError(
+                    f"a hook on {was.name} would never be called, since the divided model runs as a whole: return what it sees"
+                )
+            if was.module.training != (mode and self._training[was.name]):
+                to, stays = ("train", "evaluate") if was.module.training else ("evaluate", "train")
+                raise UsageError(f"{was.name} was set to {to} by itself after the model was divided, and would still {stays}: {INSIDE}")
+
+
+def _path(module: str, key: str) -> str:
+    return f"{module}.{key}" if module else key
