@@ -369,7 +369,7 @@ def needs_gradient(graph: Graph) -> set[str]:
     """Values whose gradient may be asked for: floating point, and made from a trainable parameter or a floating-point input."""
     found = {v.value for v in graph.parameters if v.trainable and v.tensor.is_float}
     found |= {v.value for v in graph.inputs if v.tensor.is_float}
-    grounds = ("float", "complex")
+    grounds = ("float", "bfloat", "complex")
     for op in graph.operators:
         if op.target.split(".")[1] == "detach" or not any(value in found for value in op.inputs):
             continue

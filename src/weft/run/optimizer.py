@@ -149,9 +149,11 @@ class Optimizer:
     def step(self, lr: float | None = None) -> float | None:
         """Clip, update, and (ZeRO-1 and 2) gather the parameters. Returns the global gradient norm where it was needed."""
         if self.offload:
-            for there, mine in zip(self._there, self._mine, strict=True):
-                for (_, source), (_, target) in zip(there, mine, strict=True):
+            for group, there, mine in zip(self._groups, self._there, self._mine, strict=True):
+                for (weights, source), (copy, target) in zip(there, mine, strict=True):
                     target.copy_(source)
+                    if group.members[0].written:
+                        copy.copy_(weights)
         norm = self._clip() if self.spec.clip else None
         for entry in self.inner.param_groups:
             if lr is not None:

@@ -42,7 +42,8 @@ def divide(model: nn.Module, source: Source, plan: Plan, batch: Any, world: Worl
     parts = build(plan, source, batch, None, world, OptimizerSpec(), torch.initial_seed(), outputs=True)
     cannot: ModelError | None = None
     try:
-        check_evaluation(parts.graph, plan, source, batch, None, outputs=True)  # here, while the module has its own parameters
+        # Here, while the module has its own parameters.
+        parts.draw.kept_writes = check_evaluation(parts.graph, plan, source, batch, None, outputs=True)
     except ModelError as error:
         cannot = error
     _mark_cut(parts, world, layout.mesh)

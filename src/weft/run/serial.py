@@ -149,9 +149,10 @@ class Serial:
         own = {(path, key): b for path, m in self.model.named_modules() for key, b in m._buffers.items() if b is not None}
         values, attributes = {at: b.clone() for at, b in own.items()}, state_of(self.model)
         modules = dict(self.model.named_modules())
-        parameters = [(p, p.requires_grad) for p in self.model.parameters()]
+        parameters = [(p, p.requires_grad, p.detach().clone()) for p in self.model.parameters()]  # which a model may write or replace
+        tables = [(m._parameters, dict(m._parameters)) for m in self.model.modules()]
         try:
-            for p, _ in parameters:
+            for p, _, _ in parameters:
                 p.requires_grad_(False)
             with doubled(self._double):
                 inputs = {path: x.detach().clone().requires_grad_(x.is_floating_point()) for path, x in self._batch.items()}
@@ -160,9 +161,11 @@ class Serial:
         except Exception:
             return False  # the step itself will tell
         finally:
-            for p, asked in parameters:
-                p.requires_grad_(asked)
             with torch.no_grad():
+                for p, asked, value in parameters:
+                    p.requires_grad_(asked).copy_(value)
+                for table, before in tables:
+                    table.update(before)
                 for (path, key), b in own.items():
                     # A buffer may be a view (a mask that was reshaped), which cannot be detached in place.
                     modules[path]._buffers[key] = (b.detach() if b.requires_grad else b).copy_(values[path, key])

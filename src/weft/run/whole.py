@@ -121,7 +121,7 @@ def build_whole(plan: Plan, source: Source, batch: Any, loss: Loss | None, world
         size,
     )
     if layout.precision == "float64":
-        graph = graph.cast("float32", "float64")
+        graph = graph.cast("float64")
         variables, inputs = graph.parameters, graph.inputs
     is_cut = layout.data > 1
     forms: dict[str, Mapping[str, str]] = {v.value: {} for v in graph.variables}

@@ -71,5 +71,25 @@ def exactly(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tens
     return torch.tensor(data, dtype=torch.float64, device=kwargs.get("device"))
 
 
+def one_by_one(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[[], Any] | None:
+    """`torch._foreach_mul_(tensors, 0.9)` as a call that does the same to each tensor by itself; None for any other call."""
+    name = getattr(func, "__name__", "")
+    method = getattr(Tensor, name.removeprefix(_FOREACH), None)
+    if not name.startswith(_FOREACH) or method is None or not isinstance(args[0], list | tuple) or kwargs.keys() - _FOR_EACH:
+        return None
+    tensors, *others = args
+    named = dict(kwargs)
+    if "addc" in name and len(others) > 2:
+        named["value"] = others.pop()
+
+    def made() -> Any:
+        each = [method(x, *(o[i] if isinstance(o, list | tuple) else o for o in others), **named) for i, x in enumerate(tensors)]
+        return None if name.endswith("_") else tuple(each)
+
+    return None if isinstance(named.get("value"), list | tuple | Tensor) else made
+
+
+_FOREACH = "_foreach_"
+_FOR_EACH = {"alpha", "value", "weight", "ord"}  # arguments by name that are the same for each
 _OF_NUMBERS = (torch.tensor, torch.as_tensor, Tensor.new_tensor)
 INSTEAD: Mapping[Any, Callable[..., Tensor]] = {F.embedding_bag: embedding_bag, F.gaussian_nll_loss: gaussian_nll_loss}
