@@ -19,8 +19,9 @@ from weft.errors import ModelError
 from weft.lower.kernels.randomness import Draw
 from weft.lower.local import Lowering, lower
 from weft.model.capture import Captured, taken
+from weft.model.gradients import learned
 from weft.model.nesting import leaves
-from weft.model.propagate import learned, propagate, writes_buffer
+from weft.model.propagate import propagate, writes_buffer
 from weft.model.stages import split
 from weft.run.build import Source
 

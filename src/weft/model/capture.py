@@ -28,9 +28,9 @@ from weft.model.deferred.fakes import Fake, tracing
 from weft.model.deferred.losses import loss_of
 from weft.model.functional import Memory, make_functional
 from weft.model.functions import Record, function_of
+from weft.model.gradients import learned
 from weft.model.graph import Graph, Operator, Ref, Variable
 from weft.model.nesting import batch_size_of, leaves, rebuild
-from weft.model.propagate import learned
 from weft.model.reader import Aliased, Reader, exists, spec_of
 from weft.model.watched import State, changes, set_state, state_of, watched
 from weft.model.work import closure, packet

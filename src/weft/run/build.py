@@ -22,9 +22,10 @@ from weft.model.collector import uncollected
 from weft.model.deferred import Deferred, fake_copy, loss_of, materialize, materialize_real, realize_loss
 from weft.model.deferred.fakes import fake_mode
 from weft.model.evaluation import difference, kept_writes
+from weft.model.gradients import learned
 from weft.model.graph import Graph, Variable
 from weft.model.nesting import batch_size_of
-from weft.model.propagate import learned, propagate, writes_buffer, written_buffers
+from weft.model.propagate import propagate, writes_buffer, written_buffers
 from weft.model.samples import check_samples
 from weft.model.sharding import Sharding
 from weft.model.stages import Stage, links, split

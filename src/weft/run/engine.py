@@ -19,9 +19,9 @@ from weft.errors import Infeasible, UsageError
 from weft.lower.late import with_late_weights
 from weft.model.capture import Loss
 from weft.model.derivatives import without_gradient
+from weft.model.gradients import needs_gradient
 from weft.model.graph import Graph
 from weft.model.nesting import BatchForm, batch_size_of
-from weft.model.propagate import needs_gradient
 from weft.model.work import model_flops
 from weft.plan.compression import Compression
 from weft.plan.microbatches import microbatch_sizes, sizes_of_part
