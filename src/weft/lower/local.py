@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from weft.lower.kernels.alike import Place
+from weft.lower.kernels.extremes import extreme
 from weft.lower.kernels.functions import function
 from weft.lower.kernels.randomness import Draw, Where, attention, drawn, dropout
 from weft.lower.kernels.statistics import batch_norm
@@ -304,6 +305,10 @@ class _Builder:
         if name in ("slice_scatter", "select_scatter") and self.tensors[op.outputs[0]].dtype.startswith("complex"):
             return self._node(_bind(_complex_scatter, _lookup(op.target)), tuple(args), kwargs)
         kernels = self._kernels(op, cut)
+        if "extreme" in kernels:
+            rule = self._rule(op)
+            groups = tuple(low.groups[axis] for axis, label in cut.items() if rule.kernels.get(label) == "extreme")
+            return self._emit(op, _bind(extreme, groups, name in ("amax", "max")), args, kwargs)
         if name == "embedding" and "vocabulary" in kernels:
             rows = self.tensors[op.inputs[0]].shape[0]
             call = _bind(embedding, group=kernels["vocabulary"])

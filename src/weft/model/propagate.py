@@ -185,6 +185,8 @@ class _Axis:
                 makes.append(f"S{dim}")
             elif kernel == "vocabulary":
                 makes.append("P" if name == "embedding" else "R")
+            elif kernel == "extreme":
+                makes.append("R")
             elif kernel in ("average", "statistics", "summands") or name in _SUMS or name.endswith("_loss") or name == "kl_div":
                 makes.append("P")
             else:
@@ -218,6 +220,8 @@ class _Axis:
                     and need != ("R" if stored is None else f"S{stored}")
                 ):
                     return None
+        if kernel == "extreme":
+            seconds += collective_s("all_reduce", self._bytes(op.outputs[0]), self.n, self.prices)
         if kernel == "statistics":
             seconds += 2 * collective_s("all_reduce", 16.0 * self.graph.tensors[op.inputs[0]].shape[1], self.n, self.prices)
         return _Choice(label, tuple(needs), tuple(makes), seconds)
