@@ -19,6 +19,7 @@ from torch import Tensor, fx
 from weft.lower.kernels.alike import Place
 from weft.lower.kernels.extremes import extreme
 from weft.lower.kernels.functions import function
+from weft.lower.kernels.masked import masked_scatter
 from weft.lower.kernels.randomness import Draw, Where, attention, drawn, dropout
 from weft.lower.kernels.statistics import batch_norm
 from weft.lower.kernels.vocabulary import cross_entropy, embedding
@@ -305,6 +306,8 @@ class _Builder:
         if name in ("slice_scatter", "select_scatter") and self.tensors[op.outputs[0]].dtype.startswith("complex"):
             return self._node(_bind(_complex_scatter, _lookup(op.target)), tuple(args), kwargs)
         kernels = self._kernels(op, cut)
+        if "counted" in kernels:
+            return self._node(_bind(masked_scatter, kernels["counted"]), tuple(args))
         if "extreme" in kernels:
             rule = self._rule(op)
             groups = tuple(low.groups[axis] for axis, label in cut.items() if rule.kernels.get(label) == "extreme")

@@ -185,7 +185,7 @@ class _Axis:
                 makes.append(f"S{dim}")
             elif kernel == "vocabulary":
                 makes.append("P" if name == "embedding" else "R")
-            elif kernel == "extreme":
+            elif kernel in ("extreme", "apart"):
                 makes.append("R")
             elif kernel in ("average", "statistics", "summands") or name in _SUMS or name.endswith("_loss") or name == "kl_div":
                 makes.append("P")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from weft.model.deferred.ctc import ctc_loss
 from weft.model.deferred.fakes import tree_flatten
 
 
@@ -51,6 +52,21 @@ def gaussian_nll_loss(
     if full:
         loss = loss + 0.5 * math.log(2 * math.pi)
     return loss.mean() if reduction == "mean" else loss.sum() if reduction == "sum" else loss
+
+
+def affine_grid(theta: Tensor, size: Any, align_corners: bool | None = None) -> Tensor:
+    """Where `theta_N23` (or `_N34`) takes each point of a grid: a product with all points, in which samples are a dimension like others."""
+    dims = len(size) - 2
+    if theta.dim() != 3 or dims not in (2, 3) or tuple(theta.shape[1:]) != (dims, dims + 1) or theta.shape[0] != size[0]:
+        whole: Tensor = F.affine_grid(theta, size, align_corners)
+        return whole
+    ends = [1.0 if align_corners else (n - 1) / n for n in size[2:]]
+    lines = [
+        torch.linspace(-end, end, n, dtype=theta.dtype) if n > 1 else torch.zeros(1, dtype=theta.dtype)
+        for end, n in zip(ends, size[2:], strict=True)
+    ]
+    points = torch.stack([*reversed(torch.meshgrid(*lines, indexing="ij")), torch.ones(size[2:], dtype=theta.dtype)], -1)
+    return (points.reshape(-1, dims + 1) @ theta.transpose(1, 2)).reshape(-1, *size[2:], dims)
 
 
 def exactly(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
@@ -92,4 +108,9 @@ def one_by_one(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> C
 _FOREACH = "_foreach_"
 _FOR_EACH = {"alpha", "value", "weight", "ord"}  # arguments by name that are the same for each
 _OF_NUMBERS = (torch.tensor, torch.as_tensor, Tensor.new_tensor)
-INSTEAD: Mapping[Any, Callable[..., Tensor]] = {F.embedding_bag: embedding_bag, F.gaussian_nll_loss: gaussian_nll_loss}
+INSTEAD: Mapping[Any, Callable[..., Tensor]] = {
+    F.affine_grid: affine_grid,
+    F.embedding_bag: embedding_bag,
+    F.ctc_loss: ctc_loss,
+    F.gaussian_nll_loss: gaussian_nll_loss,
+}

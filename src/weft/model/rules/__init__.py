@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from weft.model.graph import Arg, Operator, Ref, Tensor
 from weft.model.rules.rule import BLOCKED, Labels, Rule, parse
-from weft.model.rules.samples import OF_SAMPLES, masked_put
+from weft.model.rules.samples import OF_SAMPLES, OWN, masked_put
 from weft.model.rules.table import ALONG_DIM, CELLS, FACTORIES, LOSSES, NOTATION, POINTWISE, REDUCED_AT, REDUCTIONS, SHAPED_LIKE
 from weft.model.rules.views import VIEWS, index
 
@@ -20,7 +20,7 @@ def rule_of(op: Operator, tensors: dict[str, Tensor]) -> Rule | None:
     """The factor rule of one operator at its shapes; None where it has none."""
     if op.function is not None:
         return op.function.rule
-    if not op.target.startswith("aten."):
+    if not op.target.startswith("aten.") and op.target not in OWN:
         return None  # an operator of somebody else's, whatever its name
     name = op.target.split(".")[1]
     ins = [tensors[v].shape for v in op.inputs]
