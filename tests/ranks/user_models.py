@@ -250,4 +250,28 @@ def placed() -> Any:
     return _Placed(), {"image": _normal(N, 1, 8, 8), "ids": ids, "y": _ids(3, N)}
 
 
-MODELS = {make.__name__: make for make in (penalised, spectral, numbers, translator, running, fields, drawn, speech, placed)}
+class _Modes(nn.Module):
+    """Weights that are complex numbers (Li et al. 2021), one of them read twice; others that are real."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lift, self.head = nn.Conv1d(2, 8, 1), nn.Linear(8, 3)
+        self.low = nn.Parameter(torch.complex(_normal(8, 8, 4, seed=1), _normal(8, 8, 4, seed=2)) * 0.1)
+        self.high = nn.Parameter(torch.complex(_normal(8, 8, 2, seed=3), _normal(8, 8, 2, seed=4)) * 0.1)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.lift(x)
+        for _ in range(2):
+            f = torch.fft.rfft(h)
+            kept = torch.zeros(len(x), 8, 7, dtype=f.dtype)
+            kept[:, :, :4] = torch.einsum("bix,iox->box", f[:, :, :4], self.low)
+            kept[:, :, -2:] = torch.einsum("bix,iox->box", f[:, :, -2:], self.high)
+            h = F.gelu(torch.fft.irfft(kept, n=12) + h)
+        return F.cross_entropy(self.head(h.mean(-1)), y) + 0.01 * self.low.abs().square().sum()
+
+
+def modes() -> Any:
+    return _Modes(), {"x": _normal(N, 2, 12), "y": _ids(3, N)}
+
+
+MODELS = {make.__name__: make for make in (penalised, spectral, numbers, translator, running, fields, drawn, speech, placed, modes)}

@@ -360,7 +360,7 @@ def test_hooks_that_a_call_hangs_on_are_put_back_with_the_rest() -> None:
         source.capture((X.float(),), None, size)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.complex64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_weights_of_another_dtype_are_refused_by_name(dtype: torch.dtype) -> None:
     batch = (torch.ones(4, 6, dtype=dtype),)
 
@@ -371,9 +371,47 @@ def test_weights_of_another_dtype_are_refused_by_name(dtype: torch.dtype) -> Non
         return output.abs().mean()
 
     name = str(dtype).removeprefix("torch.")
-    said = "complex, which is not built yet" if dtype.is_complex else f"{name}, and precision=float32 trains weights of float32"
-    with pytest.raises(ModelError, match=f"parameter weight is {said}"):
+    with pytest.raises(ModelError, match=f"parameter weight is {name}, and precision=float32 trains weights of float32"):
         weft.parallelize(make, batch, loss=loss, plan="data=1", seed=0)
+
+
+def test_complex_weights_are_trained_as_torch_trains_them_and_handed_out_as_they_were() -> None:
+    x = torch.complex(torch.linspace(-1, 1, 24), torch.linspace(2, -1, 24)).view(4, 6)
+
+    def make() -> nn.Module:
+        return nn.Linear(6, 5, dtype=torch.complex64)
+
+    def loss(output: Tensor, batch: Any) -> Tensor:
+        return output.abs().square().mean()
+
+    torch.manual_seed(0)
+    plain = make()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    engine = weft.parallelize(make, (x,), loss=loss, optimizer={"name": "adamw", "lr": 1e-2}, plan="data=1", seed=0)
+    for _ in range(3):
+        want = loss(plain(x), None)
+        optimizer.zero_grad()
+        want.backward()
+        optimizer.step()
+        assert engine.step((x,)).loss == pytest.approx(float(want.detach()), rel=1e-5)
+    state = engine.full_state_dict()
+    assert state is not None
+    for name, p in plain.named_parameters():
+        assert state[name].dtype is torch.complex64
+        assert torch.allclose(state[name], p.detach(), rtol=1e-4, atol=1e-6)
+    with pytest.raises(ModelError, match="parameter w is complex, and the model writes it while it runs"):
+        weft.parallelize(HeldComplex, (x,), loss=loss, plan="data=1", seed=0)
+
+
+class HeldComplex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(6, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.w.mul_(0.5)
+        return x * self.w
 
 
 def test_state_is_compared_and_put_back() -> None:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from weft.model.deferred.fakes import tree_flatten, tree_map
@@ -59,6 +59,15 @@ class Exactly(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         exact = exactly(func, args, kwargs or {})
         return func(*args, **(kwargs or {})) if exact is None else exact
+
+
+def widened(model: nn.Module) -> nn.Module:
+    """The model, in place, with its parameters and buffers in float64; complex parameters of the same precision, which torch leaves."""
+    model = model.double()
+    for p in model.parameters():
+        if p.is_complex():
+            p.data = p.data.to(torch.complex128)
+    return model
 
 
 @contextmanager

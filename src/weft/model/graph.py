@@ -150,7 +150,7 @@ class Variable:
     """A value that no operator makes. `value` is its name in the graph, `name` the user's (state-dict name or batch path).
 
     A tied parameter is one variable; `aliases` are its further names. `trainable` is for parameters, `batched` for inputs
-    whose dimension 0 counts samples.
+    whose dimension 0 counts samples. `pairs`: complex numbers that lie as pairs of real ones, in a dimension behind their own.
     """
 
     value: str
@@ -159,6 +159,7 @@ class Variable:
     aliases: tuple[str, ...] = ()
     trainable: bool = False
     batched: bool = False
+    pairs: bool = False
 
 
 @dataclass(frozen=True)

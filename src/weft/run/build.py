@@ -283,6 +283,7 @@ def build(
         if name not in offsets:
             return None
         start = offsets[name]
+        tensor = torch.view_as_real(tensor) if name in specs and len(specs[name].shape) > tensor.dim() else tensor
         shape = specs[name].shape if name in specs else sharding.shape(kept_buffers[name][0].value, tuple(tensor.shape))
         view = tensor[tuple(slice(s, s + n) for s, n in zip(start, shape, strict=True))]
         if name in parameters:
@@ -362,8 +363,8 @@ def _check_dtypes(graph: Graph, precision: str) -> None:
     for v in graph.parameters:
         if v.trainable and v.tensor.dtype.startswith("complex"):
             raise ModelError(
-                f"parameter {v.name} is complex, which is not built yet; keep its real and its imaginary part as two parameters, and join "
-                "them with torch.complex in forward"
+                f"parameter {v.name} is complex, and the model writes it while it runs, which is not built yet; keep its real and its "
+                "imaginary part as two parameters, and join them with torch.complex in forward"
             )
         if v.trainable and v.tensor.dtype != want:
             raise ModelError(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.errors import Infeasible, ModelError
-from weft.lower.double import doubled
+from weft.lower.double import doubled, widened
 from weft.model.capture import Loss, call
 from weft.model.nesting import batch_size_of, leaves, rebuild
 from weft.model.watched import set_state, state_of
@@ -48,7 +48,7 @@ def refuse_division(plan: Plan, model: nn.Module, batch: Any, loss: Loss | None)
         return
     values, held = [(p, p.data) for p in model.parameters()], [(m._buffers, dict(m._buffers)) for m in model.modules()]
     try:
-        _Trial(plan, model.double(), batch, loss, True).run()
+        _Trial(plan, widened(model), batch, loss, True).run()
         return
     except _NotInDouble:
         pass

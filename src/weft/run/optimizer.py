@@ -66,9 +66,10 @@ class OptimizerSpec:
         decay = default if self.weight_decay is None else self.weight_decay
         # A stage may have no parameters; torch wants one.
         params = [{"params": [t], "weight_decay": decay if decays else 0.0} for t, decays in tensors or [(torch.zeros(0), False)]]
+        fused = not any(t.is_complex() for t, _ in tensors)  # torch has none for complex numbers
         if self.name == "adamw":
-            return torch.optim.AdamW(params, lr=self.lr, betas=self.betas, eps=self.eps, fused=True)
-        return torch.optim.SGD(params, lr=self.lr, momentum=self.momentum, fused=True)
+            return torch.optim.AdamW(params, lr=self.lr, betas=self.betas, eps=self.eps, fused=fused)
+        return torch.optim.SGD(params, lr=self.lr, momentum=self.momentum, fused=fused)
 
     def decays(self, shape: Sequence[int]) -> bool:
         """Whether a parameter of this shape decays."""

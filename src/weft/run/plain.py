@@ -46,6 +46,9 @@ def divide(model: nn.Module, source: Source, plan: Plan, batch: Any, world: Worl
         parts.draw.kept_writes = check_evaluation(parts.graph, plan, source, batch, None, outputs=True)
     except ModelError as error:
         cannot = error
+    pairs = [v.name for v in parts.graph.parameters if v.pairs]
+    if pairs:
+        raise Infeasible(f"parameter {pairs[0]} is complex, which a plain loop's optimizer cannot be given in parts; use weft.parallelize")
     _mark_cut(parts, world, layout.mesh)
     _place(model, parts)
     Divided(model, parts, plan, batch, world, inspect.signature(model.forward), cannot).bind()

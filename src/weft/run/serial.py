@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.lower.double import doubled
+from weft.lower.double import doubled, widened
 from weft.model.capture import Loss, call
 from weft.model.nesting import batch_size_of, leaves, rebuild
 from weft.model.watched import set_state, state_of
@@ -59,7 +59,7 @@ class Serial:
         self.model: nn.Module = copy.deepcopy(make) if isinstance(make, nn.Module) else make()
         self._double = plan.layout.precision == "float64"
         if self._double:
-            self.model = self.model.double()
+            self.model = widened(self.model)
         self.model = self.model.to(device)
         self.model.train()
         self._loss, self._plan, self._device, self._every = loss, plan, device, every
@@ -204,5 +204,6 @@ class Noise:
         while self._at < step:
             self._values = [run.step() for run in self._runs]
             self._at += 1
-        runs = (values[kind][name].double() for values in self._values)
+        runs = (values[kind][name] for values in self._values)
+        runs = (x.to(torch.complex128) if x.is_complex() else x.double() for x in runs)
         return max(float((x - reference.to(x)).abs().max()) for x in runs)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.errors import Infeasible
-from weft.lower.double import doubled
+from weft.lower.double import doubled, widened
 from weft.lower.kernels.randomness import Draw
 from weft.lower.local import LocalStage
 from weft.model.capture import Loss, call
@@ -84,7 +84,7 @@ def build_whole(plan: Plan, source: Source, batch: Any, loss: Loss | None, world
         model = realize(source.deferred, model)
     model = model.to(world.device)
     if layout.precision == "float64":
-        model = model.double()
+        model = widened(model)
     refuse_division(plan, model, batch, loss)
     for module in model.modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
