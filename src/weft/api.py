@@ -27,11 +27,11 @@ from weft.plan.plan import Candidate, Plan
 from weft.plan.store import format_plan, parse_plan, read_plan
 from weft.plan.timeline import Timeline
 from weft.run.build import Source, Traced
+from weft.run.divisible import refuse_division
 from weft.run.engine import Engine
 from weft.run.optimizer import OptimizerSpec
 from weft.run.plain import divide
 from weft.run.verify import Verification, verify_on_rank
-from weft.run.whole import refuse_division
 from weft.solve.mixed import pricer_of
 from weft.solve.reasons import reasons
 from weft.solve.search import price, search, timeline

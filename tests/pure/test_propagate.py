@@ -222,3 +222,21 @@ def test_a_beam_of_one_is_told_from_enumeration() -> None:
         problem = _Axis(graph, "tensor", 2, {}, None, prices, 1)
         worse += found_cost(problem, graph, 1) > exhaustive(problem, graph) * (1 + 1e-9)
     assert worse
+
+
+def test_an_average_of_weights_does_not_keep_their_gradients_from_being_summed_once_a_step() -> None:
+    """A target that follows a trained weight reads it whole, where a product reads it with summands of its gradient."""
+    weight, target = Variable("w", "w", Tensor((4, 4), "float32"), (), True), Variable("t", "t", Tensor((4, 4), "float32"), (), False)
+    x = Variable("x", "0", Tensor((8, 4), "float32"), batched=True)
+    tensors = {v.value: v.tensor for v in (weight, target, x)}
+    tensors |= dict.fromkeys(("part", "moved"), tensors["w"]) | dict.fromkeys(("y", "z"), tensors["x"]) | {"loss": Tensor((), "float32")}
+    operators = (
+        Operator("y", "aten.mm.default", (Ref("x"), Ref("w")), (), ("y",), "y"),
+        Operator("part", "aten.mul.Tensor", (Ref("w"), 0.1), (), ("part",), "part"),
+        Operator("moved", "aten.add_.Tensor", (Ref("t"), Ref("part")), (), ("moved",), "moved"),
+        Operator("z", "aten.mul.Tensor", (Ref("y"), Ref("y")), (), ("z",), "z"),
+        Operator("loss", "aten.mean.default", (Ref("z"),), (), ("loss",), "loss"),
+    )
+    found = propagate(Graph((weight, target), (), (x,), (), operators, tensors, "loss", 8), {"data": 2})
+    assert found.gradients["w"] == ("data",)
+    assert not found.moves

@@ -172,6 +172,32 @@ def test_a_mean_over_what_parts_differ_in_is_refused_though_the_first_parts_are_
         weft.plan(Picked, (x, picked), cluster="1xcpu-2", layout="data=2")
 
 
+class Nearly(nn.Module):
+    """Cannot be captured; the largest value of the batch changes the loss by less than float32 shows, or its gradient alone."""
+
+    def __init__(self, part: float) -> None:
+        super().__init__()
+        self.part, self.layer = part, nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        largest = y.abs().max()
+        term = self.part * (y / largest).square().mean() if self.part else 1e-3 * (largest - largest.detach())
+        return y.square().mean() + (term if x.sum() > -1e9 else 2 * term)
+
+
+@pytest.mark.parametrize(
+    ("part", "said"), [(1e-6, "its loss over 8 samples is"), (0.0, "its gradient of layer.* is not the mean of those")]
+)
+def test_what_couples_samples_less_than_float32_shows_is_not_divided_where_the_model_cannot_be_captured(part: float, said: str) -> None:
+    x = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
+    model = Nearly(part)
+    before = {name: (p, p.data_ptr(), p.dtype) for name, p in model.named_parameters()}
+    with pytest.raises(Infeasible, match=said):
+        weft.plan(model, (x,), cluster="1xcpu-2", layout="data=2")
+    assert before == {name: (p, p.data_ptr(), p.dtype) for name, p in model.named_parameters()}
+
+
 class Seen(nn.Module):
     """Cannot be captured, and keeps what it sees: a mean in a buffer, or rows of a table cut to a length."""
 

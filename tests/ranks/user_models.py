@@ -204,4 +204,74 @@ def drawn() -> Any:
     return _Drawn(), (_normal(N, 4, 8),)
 
 
-MODELS = {make.__name__: make for make in (penalised, spectral, numbers, translator, running, fields, drawn)}
+class _Speech(nn.Module):
+    """Transcripts of unequal length, with lengths as tensors; frames held against others by their cosines."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frames, self.body, self.head = nn.Conv1d(4, 8, 3, 2, 1), nn.GRU(8, 8, batch_first=True), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor, length: Tensor, words: Tensor, said: Tensor) -> Tensor:
+        frames = F.gelu(self.frames(x)).transpose(1, 2)
+        heard = self.body(frames)[0]
+        there = torch.div(length + 1, 2, rounding_mode="floor")
+        loss = F.ctc_loss(self.head(heard).log_softmax(-1).transpose(0, 1), words, there, said, zero_infinity=True)
+        alike = F.cosine_similarity(heard[:, :, None], torch.stack((frames, frames.roll(1, 1)), 2), -1) / 0.1
+        return loss + 0.1 * F.cross_entropy(alike.flatten(0, 1), torch.zeros(len(x) * heard.shape[1], dtype=torch.int64))
+
+
+def speech() -> Any:
+    said = torch.tensor([3, 2, 3, 1, 2, 3, 0, 3])
+    return _Speech(), {"x": _normal(N, 4, 14), "length": torch.arange(14, 6, -1), "words": 1 + _ids(5, N, 3), "said": said}
+
+
+class _Placed(nn.Module):
+    """An image turned as a layer says, its patches in the places of a text that a mask names; norms and blocks of weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn, self.patches, self.words = nn.Linear(64, 6), nn.Conv2d(1, 8, 4, 4), nn.Embedding(9, 8)
+        self.left, self.right, self.head = nn.Parameter(_normal(2, 4, seed=1)), nn.Parameter(_normal(4, 2, seed=2)), nn.Linear(8, 3)
+
+    def forward(self, image: Tensor, ids: Tensor, y: Tensor) -> Tensor:
+        theta = 0.1 * self.turn(image.flatten(1)).view(-1, 2, 3) + torch.eye(2, 3)
+        image = F.grid_sample(image, F.affine_grid(theta, list(image.shape), align_corners=False), align_corners=False)
+        seen = self.patches(image).flatten(2).transpose(1, 2)
+        text = self.words(ids)
+        text = text.masked_scatter((ids == 0).unsqueeze(-1).expand_as(text), seen)
+        text = text @ torch.kron(self.left, self.right) / torch.linalg.norm(text, dim=-1, keepdim=True)
+        return F.cross_entropy(self.head(text.mean(1)), y) + 0.1 * torch.linalg.matrix_norm(text).mean()
+
+
+def placed() -> Any:
+    ids = 1 + _ids(8, N, 7)
+    for sample, places in enumerate(torch.stack([torch.randperm(7, generator=torch.Generator().manual_seed(i))[:4] for i in range(N)])):
+        ids[sample, places] = 0
+    return _Placed(), {"image": _normal(N, 1, 8, 8), "ids": ids, "y": _ids(3, N)}
+
+
+class _Modes(nn.Module):
+    """Weights that are complex numbers (Li et al. 2021), one of them read twice; others that are real."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lift, self.head = nn.Conv1d(2, 8, 1), nn.Linear(8, 3)
+        self.low = nn.Parameter(torch.complex(_normal(8, 8, 4, seed=1), _normal(8, 8, 4, seed=2)) * 0.1)
+        self.high = nn.Parameter(torch.complex(_normal(8, 8, 2, seed=3), _normal(8, 8, 2, seed=4)) * 0.1)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.lift(x)
+        for _ in range(2):
+            f = torch.fft.rfft(h)
+            kept = torch.zeros(len(x), 8, 7, dtype=f.dtype)
+            kept[:, :, :4] = torch.einsum("bix,iox->box", f[:, :, :4], self.low)
+            kept[:, :, -2:] = torch.einsum("bix,iox->box", f[:, :, -2:], self.high)
+            h = F.gelu(torch.fft.irfft(kept, n=12) + h)
+        return F.cross_entropy(self.head(h.mean(-1)), y) + 0.01 * self.low.abs().square().sum()
+
+
+def modes() -> Any:
+    return _Modes(), {"x": _normal(N, 2, 12), "y": _ids(3, N)}
+
+
+MODELS = {make.__name__: make for make in (penalised, spectral, numbers, translator, running, fields, drawn, speech, placed, modes)}

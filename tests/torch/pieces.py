@@ -105,7 +105,7 @@ def case(target: str, *args: Any, buffers: Sequence[int] = (), **kwargs: Any) ->
     names = tuple(f"y.{i}" for i in range(len(outs))) if multiple else ("y",)
     held = (*tensors.items(), *zip(names, outs, strict=True))
     spec = {n: data.Tensor(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in held}
-    op = Operator("y", f"aten.{target}", *written, names, "y", multiple)
+    op = Operator("y", _full(target), *written, names, "y", multiple)
     variables = [Variable(n, n, spec[n]) for n in tensors]
     kept = tuple(v for i, v in enumerate(variables) if i in buffers)
     given = tuple(v for i, v in enumerate(variables) if i not in buffers)
@@ -132,8 +132,13 @@ def _fresh(a: Any) -> Any:
 
 
 def _call(target: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    packet, overload = target.split(".")
-    return getattr(getattr(torch.ops.aten, packet), overload)(*args, **kwargs)
+    namespace, packet, overload = _full(target).split(".")
+    return getattr(getattr(getattr(torch.ops, namespace), packet), overload)(*args, **kwargs)
+
+
+def _full(target: str) -> str:
+    """The operator's name with its namespace, which is torch's own where none is given."""
+    return target if target.count(".") == 2 else f"aten.{target}"
 
 
 def choices(case: Case, n: int, axis: str = "tensor", taken: dict[str, set[int]] | None = None, rule: Any = None) -> list[_Choice]:

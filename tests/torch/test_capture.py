@@ -19,6 +19,7 @@ from weft.errors import ModelError
 from weft.lower.kernels.randomness import Draw
 from weft.lower.local import Lowering, lower
 from weft.model.capture import Captured, taken
+from weft.model.gradients import learned
 from weft.model.nesting import leaves
 from weft.model.propagate import propagate, writes_buffer
 from weft.model.stages import split
@@ -39,17 +40,17 @@ def captured_and_run(model: nn.Module, batch: Any, loss: Any = None) -> tuple[Ca
 
 
 def equal_to_eager(model: nn.Module, batch: Any, loss: Any = None) -> Captured:
-    """Assert that loss, gradients and buffers are those of the module run eagerly."""
-    buffers = {name: b.clone() for name, b in model.named_buffers()}
+    """Assert that loss, gradients, and what parameters and buffers then hold are those of the module run eagerly."""
+    held = {name: x.detach().clone() for name, x in (*model.named_parameters(), *model.named_buffers())}
     want = model(*batch) if loss is None else loss(model(*batch), batch)
     model.zero_grad()
     want.backward()
     grads = {name: p.grad for name, p in model.named_parameters()}
-    after = {name: b.clone() for name, b in model.named_buffers()}
+    after = {name: x.detach().clone() for name, x in (*model.named_parameters(), *model.named_buffers())}
     model.zero_grad()
     with torch.no_grad():
-        for name, b in model.named_buffers():
-            b.copy_(buffers[name])
+        for name, x in (*model.named_parameters(), *model.named_buffers()):
+            x.copy_(held[name])
     captured, got = captured_and_run(model, batch, loss)
     assert torch.allclose(got, want, rtol=1e-12, atol=1e-12)
     got.backward()
@@ -58,8 +59,8 @@ def equal_to_eager(model: nn.Module, batch: Any, loss: Any = None) -> Captured:
         if theirs is not None and theirs.any():
             assert mine is not None, name
             assert torch.allclose(mine, theirs, rtol=1e-12, atol=1e-12), name
-    for name, b in model.named_buffers():
-        assert torch.allclose(b, after[name]), name
+    for name, x in (*model.named_parameters(), *model.named_buffers()):
+        assert torch.allclose(x, after[name]), name
     return captured
 
 
@@ -431,7 +432,7 @@ print(graph.num_parameters, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss *
     assert peak_bytes < 2e9
 
 
-def test_a_parameter_that_the_model_writes_is_refused() -> None:
+def test_a_parameter_that_the_model_writes_is_written() -> None:
     class Clamped(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -442,8 +443,33 @@ def test_a_parameter_that_the_model_writes_is_refused() -> None:
                 self.w.clamp_(-1, 1)
             return (x * self.w).sum()
 
-    with pytest.raises(ModelError, match="writes its parameter w in place"):
-        Source.of(Clamped).capture((torch.ones(4, 3),), None, None)
+    graph = Source.of(Clamped).capture((torch.ones(4, 3),), None, None).graph
+    (op,) = (op for op in graph.operators if writes_buffer(op, {graph.parameters[0].value: None}))
+    assert op.target == "aten.clamp_.default"
+    assert learned(graph) == {graph.parameters[0].value}
+
+
+def test_what_autocast_makes_of_a_weight_is_learned() -> None:
+    class Narrow(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                y = self.layer(x)
+                with torch.no_grad():
+                    y = y + self.layer(x)
+            return y.float().sum()
+
+    graph = Source.of(Narrow).capture((torch.ones(4, 3),), None, None).graph
+    products = [op for op in graph.operators if op.target == "aten.linear.default"]
+    assert [op.autocast for op in products] == ["cpu:bfloat16"] * 2
+    assert {graph.tensors[op.outputs[0]].dtype for op in products} == {"bfloat16"}
+    assert len(learned(graph)) == 2
+    wide = graph.cast("float64")
+    assert {t.dtype for t in wide.tensors.values()} == {"float64"}
+    assert not any(op.autocast for op in wide.operators)
 
 
 class _Unread(nn.Module):

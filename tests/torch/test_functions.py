@@ -25,8 +25,8 @@ import function_models as models
 
 import weft
 from weft.errors import LayoutError, ModelError
+from weft.model.gradients import learned
 from weft.model.graph import Operator
-from weft.model.propagate import learned
 from weft.model.rules import Rule
 from weft.model.work import operator_flops, work
 from weft.run.build import Source

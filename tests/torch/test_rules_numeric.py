@@ -330,6 +330,8 @@ def reductions(draw: Draw) -> Case:
                 lambda: case("amin.default", x, dims, keep),
                 lambda: case("max.dim", x, d, keep),
                 lambda: case("max.default", x),
+                lambda: case("min.default", x.round()),
+                lambda: case("amax.default", x.round(), dims, keep),
                 lambda: case("max.other", x, real(*x.shape)),
                 lambda: case("argmax.default", x, d, keep),
                 lambda: case("argmax.default", x),

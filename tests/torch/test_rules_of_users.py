@@ -9,6 +9,7 @@ import torch
 from pieces import Case, case, check, choices
 from torch import Tensor
 
+import weft.model.deferred.ctc  # noqa: F401  # whose operator is among them
 from weft.model.rules import rule_of
 
 
@@ -34,6 +35,14 @@ def unpooled() -> Case:
     pooled, places = torch.nn.functional.max_pool2d(real(6, 4, 4, 4), 2, return_indices=True)
     return case("max_unpool2d.default", pooled, places, [4, 4])
 
+
+def transcripts() -> Case:
+    lengths, targets = torch.tensor([8, 7, 8, 6, 8, 2]), torch.randint(1, 5, (6, 3))
+    said = real(8, 6, 5).log_softmax(-1)
+    return case("weft.ctc_loss.default", said, targets, lengths, torch.tensor([3, 2, 0, 1, 3, 3]), 0, True)
+
+
+BAGS = torch.tensor([0, 4]), False, 0, False  # where they begin, and sums of them
 
 # (name, the call, labels that are offered over 2 ranks)
 CASES: list[tuple[str, Callable[[], Case], set[str]]] = [
@@ -76,6 +85,22 @@ CASES: list[tuple[str, Callable[[], Case], set[str]]] = [
     ("distances of pairs", lambda: case("pairwise_distance.default", real(6, 4), real(6, 4), 2.0, 1e-6, True), {"d0"}),
     ("buckets", lambda: case("bucketize.Tensor", real(6, 4), torch.arange(4.0).double()), {"d0", "d1"}),
     ("sorted into", lambda: case("searchsorted.Tensor", torch.arange(4.0).double(), real(6, 4)), {"d0", "d1"}),
+    ("cosines of what broadcasts", lambda: case("cosine_similarity.default", real(6, 4, 2), real(8, 6, 4, 1), -2), {"d0", "d1", "d3"}),
+    ("cosines with one row", lambda: case("cosine_similarity.default", real(6, 4), real(4), 1), {"d0"}),
+    ("sorted into rows of their own", lambda: case("searchsorted.Tensor", real(6, 4).sort(-1).values, real(6, 2)), {"d0", "d1"}),
+    ("a norm of vectors", lambda: case("linalg_norm.default", real(6, 4, 2), None, [1]), {"d0", "d2"}),
+    ("a norm of matrices", lambda: case("linalg_norm.ord_str", real(6, 4, 2), "fro", [0, 2], True), {"d1"}),
+    ("a norm of all", lambda: case("linalg_norm.default", real(6, 4)), set()),
+    ("matrix norms", lambda: case("linalg_matrix_norm.default", real(6, 4, 2), 1), {"d0"}),
+    ("matrix norms by name", lambda: case("linalg_matrix_norm.str_ord", real(2, 4, 6), "nuc", [0, 1]), {"d2"}),
+    ("blocks of a product", lambda: case("kron.default", real(6, 1), real(2, 4)), {"d0", "e1"}),
+    ("filled in order", lambda: case("masked_scatter.default", real(6, 4), mask(6, 4), real(5, 6)), {"n"}),
+    ("rows filled in order", lambda: case("masked_scatter.default", real(6, 2, 4), mask(6, 2, 1), real(12, 4)), {"n"}),
+    ("bags of rows", lambda: case("embedding_bag.default", real(9, 4), torch.arange(6) % 9, torch.tensor([0, 2, 3]), False, 1), {"e"}),
+    ("weighed bags", lambda: case("embedding_bag.default", real(9, 4), torch.arange(6), *BAGS, real(6)), {"e"}),
+    ("transcripts", lambda: transcripts(), {"n"}),
+    ("the largest of all", lambda: case("max.default", real(6, 4).round()), {"d0", "d1"}),
+    ("the least over samples", lambda: case("amin.default", real(6, 4, 2).round(), [0, 2], True), {"d0", "d1", "d2"}),
     ("a tensor product", lambda: case("tensordot.default", real(6, 4, 2), real(2, 8, 4), [1, 2], [2, 0]), {"d0.0", "d1.1", "k0", "k1"}),
     ("what a mask picks set to a number", lambda: case("index_put.default", real(6, 4), [mask(6, 4)], real()), {"d0", "d1"}),
     ("rows that a mask picks", lambda: case("index_put.default", real(6, 2, 4), [mask(6, 2)], real(4)), {"d0", "d1", "d2"}),

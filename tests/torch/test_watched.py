@@ -106,6 +106,47 @@ def new_weight(model: Any, x: Tensor) -> Tensor:
     return model.layer(x).sum()  # type: ignore[no-any-return]
 
 
+def moved_weights(model: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        torch._foreach_mul_(list(model.layer.parameters()), 0.5)
+        torch._foreach_add_([model.layer.bias], [model.average], alpha=2.0)
+        torch._foreach_addcmul_([model.average], [model.average], [model.average], value=0.5)
+        norms = torch._foreach_norm([model.layer.weight, model.average])
+    return model.layer(x).sum() * norms[0] * norms[1]  # type: ignore[no-any-return]
+
+
+def shared_memory(model: Any, x: Tensor) -> Tensor:
+    model.layer.bias.data = model.average
+    return model.layer(x).sum()  # type: ignore[no-any-return]
+
+
+def new_parameter(model: Any, x: Tensor) -> Tensor:
+    model.layer.weight = nn.Parameter(model.layer.weight * 0.5)
+    return model.layer(x).sum()  # type: ignore[no-any-return]
+
+
+def old_and_new_parameter(model: Any, x: Tensor) -> Tensor:
+    y = model.layer(x).sum()
+    model.layer.weight = nn.Parameter(model.layer.weight * 0.5)
+    return y  # type: ignore[no-any-return]
+
+
+def written_by_a_list(model: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        torch._foreach_maximum_([model.average], [model.average * 2])
+    return model.layer(x).sum()  # type: ignore[no-any-return]
+
+
+@torch.library.custom_op("weft_tests::halve", mutates_args=("x",))
+def _halve(x: Tensor) -> None:
+    x.mul_(0.5)
+
+
+def written_by_an_operator(model: Any, x: Tensor) -> Tensor:
+    _halve(model.average)
+    return (model.layer(x) * model.average).sum()  # type: ignore[no-any-return]
+
+
 def grown_buffer(model: Any, x: Tensor) -> Tensor:
     model.queue = torch.cat((model.queue, model.layer(x).detach()))
     return model.layer(x).sum()  # type: ignore[no-any-return]
@@ -132,8 +173,11 @@ def unclear_write(model: Any, x: Tensor) -> Tensor:
         (remembering, "changes its attribute last"),
         (python_random, "draws from Python's or numpy's random numbers"),
         (numpy_random, "draws from Python's or numpy's random numbers"),
-        (clamped_weight, "writes its parameter layer.weight in place"),
-        (new_weight, r"assigns to the \.data of a tensor"),
+        (shared_memory, r"assigns to the \.data of a tensor"),
+        (new_parameter, "puts a new parameter in the place of layer.weight"),
+        (old_and_new_parameter, "puts a new parameter in the place of layer.weight"),
+        (written_by_a_list, "writes its argument self in place"),
+        (written_by_an_operator, "writes its argument x in place"),
         (grown_buffer, "replaces its buffer queue by another kind of tensor"),
         (strides, "goes by how its tensor lies in memory"),
         (unclear_write, "in a way that cannot be followed, beside a block without gradients"),
@@ -270,7 +314,20 @@ def logging(model: Any, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     "forward",
-    [behind_gradients, through_data, infinite, averages, diagonal, reentrant, logging, reversed_gradient, attention_in_full_precision],
+    [
+        behind_gradients,
+        through_data,
+        infinite,
+        averages,
+        diagonal,
+        reentrant,
+        logging,
+        reversed_gradient,
+        attention_in_full_precision,
+        clamped_weight,
+        new_weight,
+        moved_weights,
+    ],
 )
 def test_what_can_be_held_is_what_eager_computes(forward: Forward) -> None:
     """Loss, gradients and buffers."""
@@ -303,7 +360,7 @@ def test_hooks_that_a_call_hangs_on_are_put_back_with_the_rest() -> None:
         source.capture((X.float(),), None, size)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.complex64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_weights_of_another_dtype_are_refused_by_name(dtype: torch.dtype) -> None:
     batch = (torch.ones(4, 6, dtype=dtype),)
 
@@ -314,9 +371,47 @@ def test_weights_of_another_dtype_are_refused_by_name(dtype: torch.dtype) -> Non
         return output.abs().mean()
 
     name = str(dtype).removeprefix("torch.")
-    said = "complex, which is not built yet" if dtype.is_complex else f"{name}, and precision=float32 trains weights of float32"
-    with pytest.raises(ModelError, match=f"parameter weight is {said}"):
+    with pytest.raises(ModelError, match=f"parameter weight is {name}, and precision=float32 trains weights of float32"):
         weft.parallelize(make, batch, loss=loss, plan="data=1", seed=0)
+
+
+def test_complex_weights_are_trained_as_torch_trains_them_and_handed_out_as_they_were() -> None:
+    x = torch.complex(torch.linspace(-1, 1, 24), torch.linspace(2, -1, 24)).view(4, 6)
+
+    def make() -> nn.Module:
+        return nn.Linear(6, 5, dtype=torch.complex64)
+
+    def loss(output: Tensor, batch: Any) -> Tensor:
+        return output.abs().square().mean()
+
+    torch.manual_seed(0)
+    plain = make()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    engine = weft.parallelize(make, (x,), loss=loss, optimizer={"name": "adamw", "lr": 1e-2}, plan="data=1", seed=0)
+    for _ in range(3):
+        want = loss(plain(x), None)
+        optimizer.zero_grad()
+        want.backward()
+        optimizer.step()
+        assert engine.step((x,)).loss == pytest.approx(float(want.detach()), rel=1e-5)
+    state = engine.full_state_dict()
+    assert state is not None
+    for name, p in plain.named_parameters():
+        assert state[name].dtype is torch.complex64
+        assert torch.allclose(state[name], p.detach(), rtol=1e-4, atol=1e-6)
+    with pytest.raises(ModelError, match="parameter w is complex, and the model writes it while it runs"):
+        weft.parallelize(HeldComplex, (x,), loss=loss, plan="data=1", seed=0)
+
+
+class HeldComplex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(6, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.w.mul_(0.5)
+        return x * self.w
 
 
 def test_state_is_compared_and_put_back() -> None:

@@ -348,6 +348,10 @@ def _inside(
         statistics = moved("all_reduce", out, axis, 8.0 * tensors[op.inputs[0]].shape[1])
         forward.append((i, statistics))
         backward.append((i, statistics))
+    elif name in ("amax", "amin", "max", "min") and whole:
+        largest = moved("all_reduce", out, axis)
+        forward.append((i, largest))
+        backward.append((i, largest))
     elif inventory.works[op.name].kind in ("linear", "convolution") and whole:
         forward.append((i, moved("all_reduce", out, axis)))  # summed before the bias is added
 

@@ -1,6 +1,7 @@
-"""float64 throughout, where code names float32 or makes tensors without a dtype: for comparisons in float64.
+"""float64 throughout, where code names float32 or a narrower type, or makes tensors without a dtype: for comparisons in float64.
 
-In: a block of the user's own code. Out: the same, with float64 in place of float32. Not modelled: code that asks a tensor for its dtype.
+In: a block of the user's own code. Out: the same, with float64 in place of float32, bfloat16 and float16. Not modelled: code that asks a
+tensor for its dtype.
 """
 
 from __future__ import annotations
@@ -10,16 +11,19 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from weft.model.deferred.fakes import tree_flatten, tree_map
 from weft.model.deferred.instead import exactly
+from weft.model.graph import NARROW
 from weft.world import private
+
+_NARROW = {getattr(torch, name) for name in NARROW}
 
 
 class Double(private.DispatchMode):  # type: ignore[no-untyped-call]
-    """Casts to float32 become casts to float64, and so do constants that the model's code makes, or the loss brings (class weights)."""
+    """Casts to what is narrower become casts to float64, and so do constants that the model's code makes, or the loss brings (weights)."""
 
     supports_higher_order_operators = True
 
@@ -27,10 +31,10 @@ class Double(private.DispatchMode):  # type: ignore[no-untyped-call]
         kwargs = dict(kwargs or {})
         if not hasattr(func, "_schema"):  # an operator of operators, as torch.cond
             return func(*args, **kwargs)
-        if kwargs.get("dtype") is torch.float32:
+        if kwargs.get("dtype") in _NARROW:
             kwargs["dtype"] = torch.float64
         given = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
-        narrow = {id(x) for x in given if x.dtype is torch.float32}
+        narrow = {id(x) for x in given if x.dtype in _NARROW}
         if narrow and not _writes(func) and any(x.dtype is torch.float64 for x in given):
             args, kwargs = tree_map(lambda x: x.double() if id(x) in narrow else x, (args, kwargs))
         try:
@@ -40,7 +44,7 @@ class Double(private.DispatchMode):  # type: ignore[no-untyped-call]
                 raise
             # A mask's least number, which is float64's, in a tensor of float32.
             return func(*args, **{**kwargs, "dtype": torch.float64})
-        if isinstance(made, Tensor) and made.dtype is torch.float32:
+        if isinstance(made, Tensor) and made.dtype in _NARROW:
             if not any(isinstance(x, Tensor) for x in args):
                 return func(*args, **{**kwargs, "dtype": torch.float64})
             of_integers = not any(x.is_floating_point() or x.is_complex() for x in given) and kwargs.get("dtype") is None
@@ -55,6 +59,15 @@ class Exactly(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         exact = exactly(func, args, kwargs or {})
         return func(*args, **(kwargs or {})) if exact is None else exact
+
+
+def widened(model: nn.Module) -> nn.Module:
+    """The model, in place, with its parameters and buffers in float64; complex parameters of the same precision, which torch leaves."""
+    model = model.double()
+    for p in model.parameters():
+        if p.is_complex():
+            p.data = p.data.to(torch.complex128)
+    return model
 
 
 @contextmanager

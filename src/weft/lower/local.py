@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, fx
 
 from weft.lower.kernels.alike import Place
+from weft.lower.kernels.extremes import extreme
 from weft.lower.kernels.functions import function
+from weft.lower.kernels.masked import masked_scatter
 from weft.lower.kernels.randomness import Draw, Where, attention, drawn, dropout
 from weft.lower.kernels.statistics import batch_norm
 from weft.lower.kernels.vocabulary import cross_entropy, embedding
@@ -194,9 +196,11 @@ class _Builder:
         low = self.low
         rows = low.sharding.needs[op.name]
         inputs = [self.get(value, tuple(row[axis] for axis in low.axes)) for value, row in zip(op.inputs, rows, strict=True)]
-        if not writes_buffer(op, self.placed) and "batch_norm" not in op.target:
-            # Backward may need what was read, whatever later microbatches write.
-            inputs = [self._node(snapshot, (x,)) if v in self.written else x for v, x in zip(op.inputs, inputs, strict=True)]
+        if not writes_buffer(op, self.placed):
+            # Backward may need what was read, whatever later microbatches write; running statistics are written where they are read.
+            running = {a.value for a in op.args[3:5] if isinstance(a, Ref)} if "batch_norm" in op.target else set()
+            kept = self.written - running
+            inputs = [self._node(snapshot, (x,)) if v in kept else x for v, x in zip(op.inputs, inputs, strict=True)]
         node = self._call(op, inputs)
         if writes_buffer(op, self.placed):  # pieces that were taken from it are of what it held before
             stored = low.variant(low.sharding.forms[op.inputs[0]])
@@ -247,13 +251,15 @@ class _Builder:
         return self._emit(op, _lookup(op.target), args, kwargs)
 
     def _emit(self, op: Operator, target: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
-        if op.full_precision and isinstance(target, FunctionType):  # no operator, so that generated code cannot name it
-            called = _bind(_full_precision, target)
-            called.__name__ = called.__qualname__ = target.__name__  # recomputation knows operators by their names
+        device, _, dtype = op.autocast.partition(":")
+        if not device or (dtype and device != self.low.device.type):
+            return self._node(target, tuple(args), kwargs)
+        within = _bind(_autocast, device, getattr(torch, dtype)) if dtype else _full_precision
+        if isinstance(target, FunctionType) or dtype:  # no operator, so that generated code cannot name it
+            called = _bind(within, target)
+            called.__name__ = called.__qualname__ = target.__name__.partition(".")[0]  # recomputation knows operators by their names
             return self._node(called, tuple(args), kwargs)
-        if op.full_precision:
-            return self._node(_full_precision, (target, *args), kwargs)
-        return self._node(target, tuple(args), kwargs)
+        return self._node(within, (target, *args), kwargs)
 
     def _arg(self, arg: Arg, given: Any) -> Any:
         if isinstance(arg, Ref):
@@ -268,7 +274,7 @@ class _Builder:
         """Operators that are more than themselves: where a cut needs a kernel, where they are random, where they write a buffer."""
         low = self.low
         if writes_buffer(op, self.placed):
-            return self._node(_bind(_write_buffer, _lookup(op.target), low.draw), tuple(args), kwargs)
+            return self._node(_bind(_write_buffer, _lookup(op.target), low.draw, op.name), tuple(args), kwargs)
         training = name != "native_dropout" and (args[2] if len(args) > 2 else True)
         if name == "dropout":
             if not training or args[1] == 0.0:
@@ -300,6 +306,12 @@ class _Builder:
         if name in ("slice_scatter", "select_scatter") and self.tensors[op.outputs[0]].dtype.startswith("complex"):
             return self._node(_bind(_complex_scatter, _lookup(op.target)), tuple(args), kwargs)
         kernels = self._kernels(op, cut)
+        if "counted" in kernels:
+            return self._node(_bind(masked_scatter, kernels["counted"]), tuple(args))
+        if "extreme" in kernels:
+            rule = self._rule(op)
+            groups = tuple(low.groups[axis] for axis, label in cut.items() if rule.kernels.get(label) == "extreme")
+            return self._emit(op, _bind(extreme, groups, name in ("amax", "max")), args, kwargs)
         if name == "embedding" and "vocabulary" in kernels:
             rows = self.tensors[op.inputs[0]].shape[0]
             call = _bind(embedding, group=kernels["vocabulary"])
@@ -407,26 +419,37 @@ def _identifier(value: str) -> str:
     return value.replace(".", "_")
 
 
+def _autocast(device: str, dtype: torch.dtype, target: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Any:
+    with torch.autocast(device, dtype):
+        return target(*args, **kwargs)
+
+
 def _full_precision(target: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Any:
     with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
         return target(*args, **kwargs)
 
 
 def snapshot(buffer: Tensor) -> Tensor:
-    """What a buffer holds now, for an operator that reads it."""
+    """What a buffer or a parameter holds now, for an operator that reads it."""
     return buffer.clone()
 
 
-def _write_buffer(target: Callable[..., Any], draw: Draw, buffer: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    if draw.recomputing or draw.evaluating:
+def _write_buffer(target: Callable[..., Any], draw: Draw, name: str, buffer: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    if draw.recomputing or (draw.evaluating and name not in draw.kept_writes):
         return buffer
     later = draw.later.get(id(buffer))
     if later is not None:
         later.writes.setdefault(draw.microbatch, []).append(lambda: target(buffer, *args, **kwargs))
         return buffer
     with torch.no_grad():
-        target(buffer, *args, **kwargs)
+        target(_apart(buffer) if buffer.requires_grad else buffer, *args, **kwargs)
     return buffer
+
+
+def _apart(parameter: Tensor) -> Tensor:
+    """The memory of a parameter as a tensor of its own: parameters lie in one buffer, and autograd takes a write to one as one to all."""
+    made = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+    return made.set_(parameter.untyped_storage(), parameter.storage_offset(), parameter.shape, parameter.stride())
 
 
 def _batch_norm(

@@ -28,10 +28,14 @@ from weft.model.deferred.fakes import Fake, tracing
 from weft.model.deferred.losses import loss_of
 from weft.model.functional import Memory, make_functional
 from weft.model.functions import Record, function_of
+from weft.model.gradients import learned
 from weft.model.graph import Graph, Operator, Ref, Variable
 from weft.model.nesting import batch_size_of, leaves, rebuild
+from weft.model.paired import paired
+from weft.model.propagate import written_buffers
 from weft.model.reader import Aliased, Reader, exists, spec_of
 from weft.model.watched import State, changes, set_state, state_of, watched
+from weft.model.work import closure, packet
 
 Loss = Callable[[Any, Any], torch.Tensor]
 _IGNORED = ("aten._assert_tensor_metadata.default", "aten._assert_async.msg", "aten.sym_constrain_range_for_size.default")
@@ -294,11 +298,10 @@ def _read(program: Any, step: _Step, batch: Any, batched: frozenset[str], size: 
         reader.tensors[node.name] = tensor
         reader.remember(node.name, node.meta.get("val"))
     reader.read(program.graph, program.graph_module)
-    _write_back(program, reader, {name: v.value for name, v in buffers.items()}, by_name)
-    written = {b.value for b in buffers.values()}
-    named = {p.value: p.name for p in parameters.values()}
-    learned = {p.value for p in parameters.values() if p.trainable} | {v.value for v in inputs if v.tensor.is_float}
-    memory = Memory(reader.storages(), frozenset(written), named, frozenset(learned), frozenset(reader.silent))
+    _write_back(program, reader, {name: v.value for name, v in (*buffers.items(), *parameters.items())}, by_name)
+    in_place = {v.value for v in (*buffers.values(), *parameters.values())}
+    with_gradient = {p.value for p in parameters.values() if p.trainable} | {v.value for v in inputs if v.tensor.is_float}
+    memory = Memory(reader.storages(), frozenset(in_place), frozenset(with_gradient), frozenset(reader.silent))
     operators = make_functional(reader.operators, reader.tensors, memory, exists)
     if operators is None:
         if reader.silent:  # torch's own functionalisation forgets which operators those are
@@ -309,7 +312,7 @@ def _read(program: Any, step: _Step, batch: Any, batched: frozenset[str], size: 
         raise Aliased("the model writes into a tensor in a way that cannot be followed; write with torch.where or index_put")
     ops, rename = operators
     results = [rename.get(v, v) for v in reader.results]
-    wanted = _keep(ops, results, {b.value for b in buffers.values()})
+    wanted = _keep(ops, results, in_place)
     if outputs and not results:
         raise ModelError("the model's output holds no tensor; it must return tensors")
     used = {value for op in wanted for value in op.inputs} | set(results)
@@ -329,32 +332,51 @@ def _read(program: Any, step: _Step, batch: Any, batched: frozenset[str], size: 
         size,
         tuple(results) if outputs else (),
     )
+    _refuse_replaced({parameters[by_name[name]].value: name for name in step.record().replaced if by_name[name] in parameters}, graph)
+    graph = paired(graph, written_buffers(graph))
     return Captured(graph, {v: t for v, t in constants.items() if v in used}, step.structure())
 
 
-def _write_back(program: Any, reader: Reader, buffers: Mapping[str, str], first_names: Mapping[str, str]) -> None:
-    """Where torch made the graph functional, it hands out what buffers hold at the end: write that into them, and keep the rest."""
+def _refuse_replaced(replaced: Mapping[str, str], graph: Graph) -> None:
+    """Raise ModelError where a parameter (value -> name) or the one that is put in its place, which no optimizer knows, has a gradient."""
+
+    def through(op: Operator) -> bool:
+        return packet(op) != "detach" and graph.tensors[op.outputs[0]].dtype.startswith(("float", "bfloat", "complex"))
+
+    new = {op.inputs[0]: op.inputs[1] for op in graph.operators if op.target == "aten.copy_.default" and op.inputs[0] in replaced}
+    trained = learned(graph)
+    ends = {graph.loss, *graph.outputs}
+    lost = sorted(name for v, name in replaced.items() if v in trained or (v in new and ends & closure(graph, {new[v]}, through)))
+    if lost:
+        raise ModelError(
+            f"the model puts a new parameter in the place of {lost[0]} while it runs, which its optimizer would not know and not train; "
+            "write into it instead (with torch.no_grad(): p.copy_(new))"
+        )
+
+
+def _write_back(program: Any, reader: Reader, held: Mapping[str, str], first_names: Mapping[str, str]) -> None:
+    """Where torch made the graph functional, it hands out what buffers and parameters hold at the end: write that into them."""
     kept = []
     for spec, value in zip(program.graph_signature.output_specs, list(reader.results), strict=True):
-        if spec.kind.name == "BUFFER_MUTATION":
+        if spec.kind.name in ("BUFFER_MUTATION", "PARAMETER_MUTATION"):
             name = first_names[spec.target.removeprefix("model.")]
-            buffer, made = buffers[name], f"{value}_written"
-            reader.tensors[made] = reader.tensors[buffer]
-            reader.operators.append(Operator(made, "aten.copy_.default", (Ref(buffer), Ref(value)), (), (made,), f"{name}/copy_"))
+            into, made = held[name], f"{value}_written"
+            reader.tensors[made] = reader.tensors[into]
+            reader.operators.append(Operator(made, "aten.copy_.default", (Ref(into), Ref(value)), (), (made,), f"{name}/copy_"))
         elif spec.kind.name == "USER_OUTPUT":
             kept.append(value)
     reader.results = kept
 
 
-def _keep(operators: list[Operator], results: list[str], buffers: set[str]) -> list[Operator]:
-    """Operators that a result or a buffer needs, in order."""
+def _keep(operators: list[Operator], results: list[str], held: set[str]) -> list[Operator]:
+    """Operators that a result, a buffer or a parameter needs, in order."""
     needed = set(results)
     kept = []
     for op in reversed(operators):
         if op.target in _IGNORED:
             continue
-        writes = op.target.split(".")[1].endswith("_") and op.args and isinstance(op.args[0], Ref) and op.args[0].value in buffers
-        if writes or any(value in needed for value in op.outputs) or (any(value in buffers for value in op.inputs[:1]) and writes):
+        writes = op.target.split(".")[1].endswith("_") and op.args and isinstance(op.args[0], Ref) and op.args[0].value in held
+        if writes or any(value in needed for value in op.outputs):
             needed.update(op.inputs)
             kept.append(op)
     return kept[::-1]

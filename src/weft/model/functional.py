@@ -1,5 +1,5 @@
 """In-place operators made functional, on the operator list. In: operators as the model calls them. Out: operators without
-writes (buffers excepted) and the final name of each value.
+writes (to buffers and parameters excepted) and the final name of each value.
 
 Which values share memory is told by `storages`, as it was while the model was traced. A write goes up the chain of views to the tensor
 that owns the memory (into a slice: `slice_scatter`), then every other view of that memory is taken again. What cannot be followed is
@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from weft.errors import ModelError
 from weft.model.graph import Arg, Operator, Ref, Tensor, Word
 
 _SHAPES = {"view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "flatten", "unflatten", "view_as", "reshape_as"}
@@ -47,14 +46,13 @@ class Memory:
 
     Args:
         storages: the memory of every value, as a number; values without an entry share none.
-        parameters: names of the parameters by value.
+        held: buffers and parameters, which are still written in place.
         learned: variables that have a gradient.
         silent: names of operators that stand in blocks without gradients.
     """
 
     storages: Mapping[str, int]
-    buffers: frozenset[str]
-    parameters: Mapping[str, str]
+    held: frozenset[str]
     learned: frozenset[str]
     silent: frozenset[str]
 
@@ -65,9 +63,6 @@ def make_functional(
     """`operators` without in-place writes, and the last name of every value that was written; None where a write cannot be followed.
 
     `exists(target)`: whether there is an operator of this name.
-
-    Raises:
-        ModelError: a parameter is written.
     """
     return _Rewriter(tensors, memory, exists).run(operators)
 
@@ -79,7 +74,7 @@ class _Unclear(Exception):
 class _Rewriter:
     def __init__(self, tensors: dict[str, Tensor], memory: Memory, exists: Callable[[str], bool]) -> None:
         self.tensors, self.memory, self.exists = tensors, memory, exists
-        self.storages, self.buffers, self.parameters = memory.storages, memory.buffers, memory.parameters
+        self.storages, self.held = memory.storages, memory.held
         self.learned = set(memory.learned)  # and what is made of them
         self.views: dict[str, _View] = {}  # in the order in which they were taken
         self.same: dict[str, str] = {}  # what a write returned -> the value that was written
@@ -147,14 +142,9 @@ class _Rewriter:
         assert isinstance(op.args[0], Ref)
         target = self._first(op.args[0].value)
         root = self._root(target)
-        if root in self.parameters:
-            raise ModelError(
-                f"the model writes its parameter {self.parameters[root]} in place while it runs ({op.target}); "
-                "do that after the optimizer's step"
-            )
         self.same[op.outputs[0]] = target
-        if root in self.buffers and root == target:
-            self._emit(replace(op, args=(Ref(target), *op.args[1:])))  # whoever reads what the write returned reads the buffer
+        if root in self.held and root == target:
+            self._emit(replace(op, args=(Ref(target), *op.args[1:])))  # whoever reads what the write returned reads what is held
             return
         new = self._fresh(op.outputs[0], "new", target)
         packet, overload = op.target.split(".")[1][:-1], op.target.split(".")[2]
@@ -174,7 +164,7 @@ class _Rewriter:
             self._emit(replace(op, target=twin, name=new, outputs=(new,), multiple=False))
         self.now[target] = new
         chain = self._carry(op, target)
-        if root in self.buffers:
+        if root in self.held:
             made = self._fresh(root, "written", root)
             self._emit(replace(self._plain(op, "copy_", made, Ref(root), Ref(self.now.pop(root))), site=f"{op.site}/copy_"))
             chain = {root}
@@ -188,7 +178,7 @@ class _Rewriter:
         into = dict(op.kwargs)["out"]
         packet = op.target.split(".")[1]
         twin = next((t for t in (f"aten.{packet}.Tensor", f"aten.{packet}.default") if self.exists(t)), None)
-        if not isinstance(into, Ref) or self._first(into.value) not in self.buffers or twin is None or op.multiple:
+        if not isinstance(into, Ref) or self._first(into.value) not in self.held or twin is None or op.multiple:
             raise _Unclear
         buffer = self._first(into.value)
         new = self._fresh(op.outputs[0], "new", buffer)

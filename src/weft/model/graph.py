@@ -21,6 +21,8 @@ DTYPE_BYTES = {
     "uint8": 1, "bool": 1, "complex64": 8, "complex128": 16, "float8_e4m3fn": 1, "float8_e5m2": 1,
 }  # fmt: skip
 
+NARROW = ("float32", "bfloat16", "float16")  # what float64 takes the place of, to compare exactly
+
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
@@ -117,7 +119,7 @@ class Operator:
     outputs: tuple[str, ...]  # names of the values it makes
     site: str
     multiple: bool = False  # the call returns a tuple or list, even where that has one element
-    full_precision: bool = False  # stands in a block that switches autocast off
+    autocast: str = ""  # stands in a block that switches autocast "off", or on ("cpu:bfloat16": device and dtype)
     # Names of the values it reads, in order, each as often as it is used; planning asks for them a million times.
     inputs: tuple[str, ...] = field(init=False, repr=False, compare=False)
 
@@ -148,7 +150,7 @@ class Variable:
     """A value that no operator makes. `value` is its name in the graph, `name` the user's (state-dict name or batch path).
 
     A tied parameter is one variable; `aliases` are its further names. `trainable` is for parameters, `batched` for inputs
-    whose dimension 0 counts samples.
+    whose dimension 0 counts samples. `pairs`: complex numbers that lie as pairs of real ones, in a dimension behind their own.
     """
 
     value: str
@@ -157,6 +159,7 @@ class Variable:
     aliases: tuple[str, ...] = ()
     trainable: bool = False
     batched: bool = False
+    pairs: bool = False
 
 
 @dataclass(frozen=True)
@@ -188,13 +191,13 @@ class Graph:
     def num_trainable(self) -> int:
         return sum(v.tensor.size for v in self.parameters if v.trainable)
 
-    def cast(self, source: str, target: str) -> Graph:
-        """The same graph with dtype `source` replaced by `target`, in tensors and in arguments (`x.to(torch.float32)`).
+    def cast(self, target: str) -> Graph:
+        """The same graph with dtype `target` in place of float32 and what is narrower, in tensors and in arguments (`x.bfloat16()`).
 
-        Complex numbers of float32 become those of float64 with it. What is made of numbers alone (`torch.linspace(0, 1, 5)`) is told its
-        dtype; what is made of integers (`torch.arange(5) / 4`) is computed as it was, and cast.
+        So autocast has nothing to do in it. Complex numbers of float32 become those of float64. What is made of numbers alone
+        (`torch.linspace(0, 1, 5)`) is told its dtype; what is made of integers (`torch.arange(5) / 4`) is computed as it was, and cast.
         """
-        dtypes = {source: target} | ({"complex64": "complex128"} if (source, target) == ("float32", "float64") else {})
+        dtypes = dict.fromkeys(NARROW, target) | ({"complex64": "complex128"} if target == "float64" else {})
 
         def tensor(t: Tensor) -> Tensor:
             return replace(t, dtype=dtypes.get(t.dtype, t.dtype))
@@ -213,8 +216,9 @@ class Graph:
         tensors = {value: tensor(t) for value, t in self.tensors.items()}
         for op in self.operators:
             kwargs = tuple((k, arg(a)) for k, a in op.kwargs)
-            made = replace(op, args=arg(op.args), kwargs=kwargs)  # type: ignore[arg-type]
-            narrow = [v for v in op.outputs if self.tensors[v].dtype == source]
+            autocast = "" if ":" in op.autocast else op.autocast
+            made = replace(op, args=arg(op.args), kwargs=kwargs, autocast=autocast)  # type: ignore[arg-type]
+            narrow = [v for v in op.outputs if self.tensors[v].dtype in NARROW]
             if not narrow or any(isinstance(a, Word) and a.kind == "dtype" for a in (*op.args, *dict(op.kwargs).values())):
                 operators.append(made)
             elif not op.inputs:

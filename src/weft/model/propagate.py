@@ -27,6 +27,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from weft.errors import LayoutError
+from weft.model.gradients import backward_reached, needs_gradient
 from weft.model.graph import Graph, Operator, Ref
 from weft.model.grid import kept_for, nested, twice_cut
 from weft.model.labels import meanings
@@ -184,6 +185,8 @@ class _Axis:
                 makes.append(f"S{dim}")
             elif kernel == "vocabulary":
                 makes.append("P" if name == "embedding" else "R")
+            elif kernel in ("extreme", "apart"):
+                makes.append("R")
             elif kernel in ("average", "statistics", "summands") or name in _SUMS or name.endswith("_loss") or name == "kl_div":
                 makes.append("P")
             else:
@@ -217,6 +220,8 @@ class _Axis:
                     and need != ("R" if stored is None else f"S{stored}")
                 ):
                     return None
+        if kernel == "extreme":
+            seconds += collective_s("all_reduce", self._bytes(op.outputs[0]), self.n, self.prices)
         if kernel == "statistics":
             seconds += 2 * collective_s("all_reduce", 16.0 * self.graph.tensors[op.inputs[0]].shape[1], self.n, self.prices)
         return _Choice(label, tuple(needs), tuple(makes), seconds)
@@ -365,28 +370,6 @@ class _Axis:
         return cost, after, stored
 
 
-def needs_gradient(graph: Graph) -> set[str]:
-    """Values whose gradient may be asked for: floating point, and made from a trainable parameter or a floating-point input."""
-    found = {v.value for v in graph.parameters if v.trainable and v.tensor.is_float}
-    found |= {v.value for v in graph.inputs if v.tensor.is_float}
-    grounds = ("float", "complex")
-    for op in graph.operators:
-        if op.target.split(".")[1] == "detach" or not any(value in found for value in op.inputs):
-            continue
-        found.update(value for value in op.outputs if graph.tensors[value].dtype.startswith(grounds))
-    return found
-
-
-def learned(graph: Graph) -> set[str]:
-    """Values of the parameters that the loss (or an output) depends on by a gradient. The others stay as they are, as in plain PyTorch."""
-    grads = needs_gradient(graph)
-    reached = {graph.loss, *graph.outputs}
-    for op in reversed(graph.operators):
-        if op.target.split(".")[1] != "detach" and any(value in reached and value in grads for value in op.outputs):
-            reached.update(op.inputs)
-    return {v.value for v in graph.parameters if v.trainable and v.value in reached}
-
-
 def writes_buffer(op: Operator, placed: Mapping[str, object]) -> bool:
     """Whether the operator updates a buffer in place (`num_batches_tracked.add_(1)`); batch norm has a kernel of its own."""
     name = op.target.split(".")[1]
@@ -530,6 +513,7 @@ def _record(
     for op in graph.operators:
         for value, row in zip(op.inputs, needs[op.name], strict=True):
             uses.setdefault(value, []).append(row[axis])
+    _share_reads(graph, problem, uses, needs)
     for v in (*graph.parameters, *graph.inputs):
         wanted = {form for form in uses.get(v.value, ()) if form is not None}
         summands = wanted == {"+"} or (axis == "data" and wanted and all(form == "+" or form[0] == "S" for form in wanted))
@@ -546,6 +530,27 @@ def _record(
             forward, backward = move_collectives(source, need)
             moves.append(Move(value, op.name, axis, source, need, forward, backward if value in problem.grads else ""))
             have[value].append(need)
+
+
+def _share_reads(
+    graph: Graph, problem: _Axis, uses: dict[str, list[Form | None]], needs: Mapping[str, list[dict[str, Form | None]]]
+) -> None:
+    """Where some read a parameter as "+" and others, which hand back no gradient, whole: let them all read it as "+".
+
+    So an average of weights, which reads the trained ones, does not keep their gradients from being summed once a step.
+    """
+    axis = problem.axis
+    both = {v.value for v in graph.parameters if v.value in problem.grads and {"R", "+"} <= set(uses.get(v.value, ()))}
+    if not both:
+        return
+    reached = backward_reached(graph, problem.grads)
+    for op in graph.operators:
+        if both.intersection(op.inputs) and not any(v in reached and v in problem.grads for v in op.outputs):
+            for value, row in zip(op.inputs, needs[op.name], strict=True):
+                if value in both and row[axis] == "R":
+                    row[axis] = "+"
+    for value in both:
+        uses[value] = [row[axis] for op in graph.operators for v, row in zip(op.inputs, needs[op.name], strict=True) if v == value]
 
 
 def cheapest(problem: _Axis, value: str, have: Iterable[Form], need: Form) -> Form:

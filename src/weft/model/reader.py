@@ -44,6 +44,17 @@ def spec_of(value: Any) -> Tensor:
     return Tensor((), {bool: "bool", int: "int64", float: "float64"}.get(type(value), "int64"))
 
 
+def _check_writes(op: Operator, target: Any) -> None:
+    """Raise ModelError for an operator that writes an argument in a way that nobody here looks for, so that the write would be lost."""
+    written = [a.name for a in target._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    known = is_in_place(op) or "out" in dict(op.kwargs) or "batch_norm" in op.target
+    if written and not known:
+        raise ModelError(
+            f"{op.site} writes its argument {written[0]} in place ({op.target}), which cannot be followed; write with the tensor's own "
+            "methods (copy_, mul_, add_), one tensor at a time"
+        )
+
+
 class Reader:
     """Walks an fx graph, sub-graphs of gradient and autocast blocks included, into operators."""
 
@@ -70,7 +81,7 @@ class Reader:
     def read(self, graph: Any, owner: nn.Module) -> None:
         for node in graph.nodes:
             if node.op == "call_function":
-                self._call(node, owner, "", node.name, full_precision=False)
+                self._call(node, owner, "", node.name, "")
             elif node.op == "output":
                 self.results = [self.name(n.name) for n in node.args[0] if hasattr(n, "name")]
 
@@ -79,18 +90,18 @@ class Reader:
             name = self.rename[name]
         return name
 
-    def _call(self, node: Any, owner: nn.Module, prefix: str, name: str, full_precision: bool) -> None:
+    def _call(self, node: Any, owner: nn.Module, prefix: str, name: str, autocast: str) -> None:
         target = node.target
         if target is operator.getitem:
             source = self._tuples[prefix + node.args[0].name]
             self.rename[prefix + node.name] = source[node.args[1]]
             return
         if not isinstance(target, _Overload):
-            self._block(node, owner, prefix)
+            self._block(node, owner, prefix, autocast)
             return
         value = node.meta.get("val")
         if str(target) == FUNCTION:
-            self._function(node, prefix, full_precision)
+            self._function(node, prefix, autocast)
             return
         if str(target) in ("aten.as_strided.default", "aten.as_strided_scatter.default"):
             source = node.args[0].meta["val"]
@@ -108,18 +119,18 @@ class Reader:
             self.remember(output, item)
         if multiple:
             self._tuples[full] = outputs
-        self.operators.append(
-            Operator(
-                full,
-                str(target),
-                tuple(self._arg(a, prefix) for a in node.args),
-                tuple((k, self._arg(a, prefix)) for k, a in node.kwargs.items() if k != "pin_memory"),
-                outputs,
-                self._site(node, str(target)),
-                multiple,
-                full_precision,
-            )
+        op = Operator(
+            full,
+            str(target),
+            tuple(self._arg(a, prefix) for a in node.args),
+            tuple((k, self._arg(a, prefix)) for k, a in node.kwargs.items() if k != "pin_memory"),
+            outputs,
+            self._site(node, str(target)),
+            multiple,
+            autocast,
         )
+        _check_writes(op, target)
+        self.operators.append(op)
 
     def _windows(self, node: Any, source: Any, prefix: str) -> bool:
         """`as_strided` where it reads whole dimensions, or windows that slide along them: as operators that can be followed."""
@@ -142,7 +153,7 @@ class Reader:
             at = Ref(output)
         return True
 
-    def _function(self, node: Any, prefix: str, full_precision: bool) -> None:
+    def _function(self, node: Any, prefix: str, autocast: str) -> None:
         """A function with a backward of its own. What it gives no gradient for is detached before it, and what has none behind it."""
         full, given = prefix + node.name, self._arg(node.args[0], prefix)
         assert isinstance(given, tuple)
@@ -165,17 +176,20 @@ class Reader:
             if source >= 0:
                 self._memory[output] = self._memory[inputs[source]]
         refs = tuple(Ref(v) for v in read)
-        self.operators.append(Operator(full, FUNCTION, (function, *refs), (), tuple(outputs), site, True, full_precision))
+        self.operators.append(Operator(full, FUNCTION, (function, *refs), (), tuple(outputs), site, True, autocast))
         alone = [seed is None and self.tensors[v].is_float for v, seed in zip(outputs, does.seeds, strict=True)]
         self._tuples[full] = tuple(detached(v, f"{v}.kept") if no_grad else v for v, no_grad in zip(outputs, alone, strict=True))
 
-    def _block(self, node: Any, owner: nn.Module, prefix: str) -> None:
+    def _block(self, node: Any, owner: nn.Module, prefix: str, autocast: str) -> None:
         """Inline `with torch.no_grad()` (its outputs are detached) and `with torch.autocast(...)` blocks."""
         kind = str(node.target)
         if "set_grad_enabled" in kind:
-            keep_grad, body, operands, full_precision = node.args[0], node.args[1], node.args[2:], False
+            keep_grad, body, operands = node.args[0], node.args[1], node.args[2:]
         elif "autocast" in kind:
-            keep_grad, body, operands, full_precision = True, node.args[4], node.args[5:], not node.args[2]
+            device, dtype, is_on = node.args[:3]
+            dtype = torch.get_autocast_dtype(device) if dtype is None else dtype
+            autocast = f"{device}:{str(dtype).removeprefix('torch.')}" if is_on else "off"
+            keep_grad, body, operands = True, node.args[4], node.args[5:]
         else:
             if isinstance(node.target, FunctionType):
                 raise Aliased(f"the model calls {node.target.__name__}, which weft cannot take apart")
@@ -189,7 +203,7 @@ class Reader:
                 self.rename[within + child.name] = self.name(prefix + next(given).name)
             elif child.op == "call_function":
                 made_here = len(self.operators)
-                self._call(child, inner, within, child.name, full_precision)
+                self._call(child, inner, within, child.name, autocast)
                 if not keep_grad:
                     self.silent.update(op.name for op in self.operators[made_here:])
             elif child.op == "output":

@@ -98,7 +98,7 @@ def alike(graph: Graph) -> list[int]:
     found = []
     for op in graph.operators:
         made = tuple(graph.tensors[value] for value in op.outputs)
-        key = (op.target, word(op.args), word(op.kwargs), made, op.multiple, op.full_precision)
+        key = (op.target, word(op.args), word(op.kwargs), made, op.multiple, op.autocast)
         found.append(numbers.setdefault(key, len(numbers)))
     return found
 

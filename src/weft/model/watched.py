@@ -1,7 +1,8 @@
 """What a trace does not see, watched while it runs: Python code in backward, state that a module keeps in Python, random numbers of Python.
 
 In: a module that is called under tracing. Out: the call's result; `ModelError` by name for what a graph of operators cannot hold. `.data`
-is told to the trace as what it is (a detached view), buffers that are replaced are written, reentrant checkpoints run plainly.
+is told to the trace as what it is (a detached view), buffers and parameters that are replaced are written, reentrant checkpoints run
+plainly.
 
 Not modelled: what happens inside of objects that a module holds, apart from lists, dicts, sets and deques of plain values.
 """
@@ -23,13 +24,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from weft.errors import ModelError
-from weft.model.deferred.instead import INSTEAD, exactly
+from weft.model.deferred.instead import INSTEAD, exactly, one_by_one
 from weft.model.deferred.known import Known
 from weft.model.functions import BASE, Record, plainly, recorded, recording
 from weft.model.randomness import python_randomness
 
 State = Mapping[tuple[str, str], Any]  # (path of a module, attribute) -> value
 _GET_DATA, _SET_DATA = Tensor.data.__get__, Tensor.data.__set__  # type: ignore[attr-defined]
+_GET_GRAD_FN = Tensor.grad_fn.__get__  # type: ignore[union-attr]  # what a module asks of a parameter that it is given
 _IN_BACKWARD: dict[Any, str] = {
     Tensor.register_hook: "registers a hook on a tensor",
     Tensor.register_post_accumulate_grad_hook: "registers a hook on a tensor",
@@ -46,20 +48,20 @@ class _Told(TorchFunctionMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self._own = {id(p) for p in model.parameters()}
+        self._model, self._own = model, {id(p) for p in model.parameters()}
         self._known = Known()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == _GET_DATA:
             return args[0].detach() if args[0].requires_grad else args[0]
         if func == _SET_DATA:
-            raise ModelError(
-                "the model assigns to the .data of a tensor while it runs; write into a buffer instead, or do it after the step"
-            )
+            return self._assign(*args)
+        if func == _GET_GRAD_FN:
+            return func(*args)
         if func in _IN_BACKWARD:
             raise ModelError(f"the model {_IN_BACKWARD[func]} while it runs, which a captured graph does not hold")
         for x in (*args, *(kwargs or {}).values()):
-            if isinstance(x, nn.Parameter) and x.requires_grad and id(x) not in self._own:
+            if isinstance(x, nn.Parameter) and x.requires_grad and id(x) not in self._own and not _holds(self._model, x):
                 raise ModelError(
                     f"a parameter of shape {list(x.shape)} is read that is none of the model's, so that it would not be trained; make it "
                     "(and the loss, where that reads it) a part of the model"
@@ -71,10 +73,32 @@ class _Told(TorchFunctionMode):
             return False  # whether a mask is causal, which only chooses the faster of two ways to the same result
         if func in INSTEAD:
             return INSTEAD[func](*args, **(kwargs or {}))
+        each = one_by_one(func, args, kwargs or {})
+        if each is not None:
+            return each()
+        if func is Tensor.__setitem__ and isinstance(args[2], float) and args[0].is_floating_point():
+            number = exactly(torch.tensor, args[2:], {})  # which torch would make a tensor of float32 of
+            args = args if number is None else (*args[:2], number.to(torch.float32))
         exact = exactly(func, args, kwargs or {})
         result = func(*args, **(kwargs or {})) if exact is None else exact.to(torch.float32)
         self._known.note(func, args, kwargs or {}, result)
         return result
+
+    def _assign(self, into: Tensor, value: Tensor) -> None:
+        """`into.data = value`, as a write of the same values."""
+        held = {x.untyped_storage()._cdata for x in (*self._model.parameters(), *self._model.buffers()) if x is not into}
+        if value.shape != into.shape or value.dtype != into.dtype or value.untyped_storage()._cdata in held:
+            raise ModelError(
+                "the model assigns to the .data of a tensor while it runs what has another shape or dtype, or is the memory of another "
+                "parameter or buffer; write with .data.copy_ instead"
+            )
+        with torch.no_grad():
+            into.detach().copy_(value)
+
+
+def _holds(model: nn.Module, parameter: Tensor) -> bool:
+    """Whether the model has this parameter now: it may have replaced one while it runs."""
+    return any(p is parameter for p in model.parameters())
 
 
 def _asked_by(frame: FrameType | None) -> str:
@@ -110,7 +134,7 @@ def watched(model: nn.Module, record: Record) -> Iterator[None]:
     Raises:
         ModelError: what the model does is not in a graph of its operators, by name.
     """
-    buffers = {(path, key): b for path, m in model.named_modules() for key, b in m._buffers.items()}
+    held = {(path, key, kind): x for path, m in model.named_modules() for kind, table in _tables(m) for key, x in table.items()}
     drawn = python_randomness()
     # Below `Function.apply`, which a module may have kept under another name (`reverse = Reverse.apply`).
     BASE.apply = classmethod(_apply)
@@ -129,16 +153,22 @@ def watched(model: nn.Module, record: Record) -> Iterator[None]:
         Distribution.set_default_validate_args(checked)
     if python_randomness() != drawn:
         raise ModelError("the model draws from Python's or numpy's random numbers, which a captured graph would fix; use torch's")
-    modules = dict(model.named_modules())
-    for (path, key), old in buffers.items():
-        new = modules[path]._buffers.get(key)
+    modules = {path: dict(_tables(m)) for path, m in model.named_modules()}
+    for (path, key, kind), old in held.items():
+        new = modules[path][kind].get(key)
         if new is not old:
             name = f"{path}.{key}".removeprefix(".")
             if old is None or new is None or new.shape != old.shape or new.dtype != old.dtype:
-                raise ModelError(f"the model replaces its buffer {name} by another kind of tensor while it runs; write into it instead")
+                raise ModelError(f"the model replaces its {kind} {name} by another kind of tensor while it runs; write into it instead")
             with torch.no_grad():
                 old.copy_(new)
-            modules[path]._buffers[key] = old
+            modules[path][kind][key] = old
+            if kind == "parameter":
+                record.replaced.append(name)
+
+
+def _tables(module: nn.Module) -> tuple[tuple[str, dict[str, Any]], ...]:
+    return ("parameter", module._parameters), ("buffer", module._buffers)
 
 
 def _apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:

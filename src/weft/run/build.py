@@ -21,10 +21,11 @@ from weft.model.capture import Captured, Loss, capture
 from weft.model.collector import uncollected
 from weft.model.deferred import Deferred, fake_copy, loss_of, materialize, materialize_real, realize_loss
 from weft.model.deferred.fakes import fake_mode
-from weft.model.evaluation import difference
+from weft.model.evaluation import difference, kept_writes
+from weft.model.gradients import learned
 from weft.model.graph import Graph, Variable
 from weft.model.nesting import batch_size_of
-from weft.model.propagate import learned, propagate
+from weft.model.propagate import propagate, writes_buffer, written_buffers
 from weft.model.samples import check_samples
 from weft.model.sharding import Sharding
 from weft.model.stages import Stage, links, split
@@ -257,12 +258,12 @@ def build(
     specs: dict[str, LocalParameter] = {}
     values = {v.name: v.value for v in graph.parameters}
     first_use = {value: i for i, op in reversed(list(enumerate(graph.operators))) for value in op.inputs}
-    trainable = learned(graph)
+    trainable, written = learned(graph), written_buffers(graph)
     for v in graph.parameters:
         if at["pipeline"] in holders[v.value]:
             specs[v.name] = _spec(
                 v, mesh, sharding, holders[v.value], at, first_use.get(v.value, -1), optimizer, v.value in trainable, dtype,
-                v.value in across,
+                v.value in across, v.value in written,
             )  # fmt: skip
     read_by = layers_of(lowered)
     specs = {name: replace(spec, units=read_by.get(values[name], ())) for name, spec in specs.items()}
@@ -282,6 +283,7 @@ def build(
         if name not in offsets:
             return None
         start = offsets[name]
+        tensor = torch.view_as_real(tensor) if name in specs and len(specs[name].shape) > tensor.dim() else tensor
         shape = specs[name].shape if name in specs else sharding.shape(kept_buffers[name][0].value, tuple(tensor.shape))
         view = tensor[tuple(slice(s, s + n) for s, n in zip(start, shape, strict=True))]
         if name in parameters:
@@ -334,17 +336,25 @@ def _holders(stages: Sequence[Stage], program: Program, value: str) -> list[int]
     return [rank for rank, those in enumerate(program.stages_of) if not read.isdisjoint(those)] or [0]
 
 
-def check_evaluation(graph: Graph, plan: Plan, source: Source, batch: Any, loss: Loss | None, outputs: bool = False) -> None:
-    """Raise ModelError where the model computes something else in evaluation than `graph`, in which it trains, without dropout."""
+def check_evaluation(graph: Graph, plan: Plan, source: Source, batch: Any, loss: Loss | None, outputs: bool = False) -> frozenset[str]:
+    """The operators of `graph`, in which the model trains, that write a buffer or a parameter in evaluation, too.
+
+    Raises:
+        ModelError: in evaluation the model computes something else than in training, dropout apart.
+    """
+    placed = {v.value: v for v in (*graph.parameters, *graph.buffers)}
     if not any(module.training for module in source.model.modules()):
-        return
-    evaluation = source.capture_evaluation(batch, loss, graph.batch_size, outputs).graph
-    where = difference(graph, in_precision(evaluation, plan))
-    if where:
+        return frozenset(op.name for op in graph.operators if writes_buffer(op, placed))
+    evaluation = in_precision(source.capture_evaluation(batch, loss, graph.batch_size, outputs).graph, plan)
+    where, kept = difference(graph, evaluation), kept_writes(graph, evaluation)
+    if kept is None:
+        where = where or "a write to a buffer or a parameter"
+    if where or kept is None:
         raise ModelError(
             f"the model computes something else in evaluation than in training, first at {where}, which is not built yet; "
             "evaluate the serial model from engine.full_state_dict(), or write the model without `if self.training`"
         )
+    return kept
 
 
 def _check_dtypes(graph: Graph, precision: str) -> None:
@@ -353,8 +363,8 @@ def _check_dtypes(graph: Graph, precision: str) -> None:
     for v in graph.parameters:
         if v.trainable and v.tensor.dtype.startswith("complex"):
             raise ModelError(
-                f"parameter {v.name} is complex, which is not built yet; keep its real and its imaginary part as two parameters, and join "
-                "them with torch.complex in forward"
+                f"parameter {v.name} is complex, and the model writes it while it runs, which is not built yet; keep its real and its "
+                "imaginary part as two parameters, and join them with torch.complex in forward"
             )
         if v.trainable and v.tensor.dtype != want:
             raise ModelError(
@@ -380,7 +390,7 @@ def _rows_of_outputs(source: Source, batch: Any, graph: Graph, data: int) -> dic
 
 def in_precision(graph: Graph, plan: Plan) -> Graph:
     """The graph in the dtype that a plan computes in."""
-    return graph.cast("float32", "float64") if DTYPES[plan.layout.precision] is torch.float64 else graph
+    return graph.cast("float64") if DTYPES[plan.layout.precision] is torch.float64 else graph
 
 
 def _block(v: Variable, sharding: Sharding, at: Mapping[str, int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -406,6 +416,7 @@ def _spec(
     trainable: bool,
     dtype: torch.dtype,
     between: bool,
+    written: bool,
 ) -> LocalParameter:
     offsets, shape = _block(v, sharding, at)
     axes = sharding.gradients.get(v.value, ())
@@ -432,6 +443,7 @@ def _spec(
         (tuple(holders), tuple(sorted(cut)), tuple(axes)),
         -first_use,
         across=len(holders) > 1,
+        written=written,
     )
 
 

@@ -19,9 +19,9 @@ from weft.errors import Infeasible, UsageError
 from weft.lower.late import with_late_weights
 from weft.model.capture import Loss
 from weft.model.derivatives import without_gradient
+from weft.model.gradients import needs_gradient
 from weft.model.graph import Graph
 from weft.model.nesting import BatchForm, batch_size_of
-from weft.model.propagate import needs_gradient
 from weft.model.work import model_flops
 from weft.plan.compression import Compression
 from weft.plan.microbatches import microbatch_sizes, sizes_of_part
@@ -115,7 +115,7 @@ class Engine:
         self._everyone = world.group(tuple(range(world.num_ranks)))
         self._pipeline = world.group(self.mesh.group(world.rank, "pipeline"))
         self._draw = self.parts.draw
-        self._check_evaluation: Callable[[], None] = cache(partial(check_evaluation, self.parts.graph, plan, source, batch, loss))
+        self._check_evaluation: Callable[[], frozenset[str]] = cache(partial(check_evaluation, self.parts.graph, plan, source, batch, loss))
         self._replicas = Replicas(self.parts, self.mesh, world)
         sums = [world.group(g.sum_ranks) if len(g.sum_ranks) > 1 else None for g in self.parts.groups]
         axes = [world.group(self.mesh.group(world.rank, axis)) for axis in self.parts.sharding.sizes]
@@ -354,7 +354,7 @@ class Engine:
         """
         self.drain()
         if not self.plan.uncaptured:
-            self._check_evaluation()
+            self._draw.kept_writes = self._check_evaluation()
         self._draw.step = self.step_index
         self._draw.evaluating = True
         # A model that runs whole is the user's module, with modes of its own.

@@ -66,9 +66,10 @@ class OptimizerSpec:
         decay = default if self.weight_decay is None else self.weight_decay
         # A stage may have no parameters; torch wants one.
         params = [{"params": [t], "weight_decay": decay if decays else 0.0} for t, decays in tensors or [(torch.zeros(0), False)]]
+        fused = not any(t.is_complex() for t, _ in tensors)  # torch has none for complex numbers
         if self.name == "adamw":
-            return torch.optim.AdamW(params, lr=self.lr, betas=self.betas, eps=self.eps, fused=True)
-        return torch.optim.SGD(params, lr=self.lr, momentum=self.momentum, fused=True)
+            return torch.optim.AdamW(params, lr=self.lr, betas=self.betas, eps=self.eps, fused=fused)
+        return torch.optim.SGD(params, lr=self.lr, momentum=self.momentum, fused=fused)
 
     def decays(self, shape: Sequence[int]) -> bool:
         """Whether a parameter of this shape decays."""
@@ -149,9 +150,11 @@ class Optimizer:
     def step(self, lr: float | None = None) -> float | None:
         """Clip, update, and (ZeRO-1 and 2) gather the parameters. Returns the global gradient norm where it was needed."""
         if self.offload:
-            for there, mine in zip(self._there, self._mine, strict=True):
-                for (_, source), (_, target) in zip(there, mine, strict=True):
+            for group, there, mine in zip(self._groups, self._there, self._mine, strict=True):
+                for (weights, source), (copy, target) in zip(there, mine, strict=True):
                     target.copy_(source)
+                    if group.members[0].written:
+                        copy.copy_(weights)
         norm = self._clip() if self.spec.clip else None
         for entry in self.inner.param_groups:
             if lr is not None:

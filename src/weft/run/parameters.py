@@ -7,7 +7,7 @@ collectives and to the optimizer. Parameters lie in the order in which backward 
 ZeRO (Rajbhandari et al. 2020): from stage 2 on a group's `grad`, in stage 3 its `data` too, are only this rank's piece of every bucket,
 one after the other; a bucket then belongs to one set of layers, whose weights `run.gathered` makes whole while one of them runs. Left
 whole, as in stage 1, is what other ranks of the pipeline have too (tied embeddings, replicas of a stage), since those reach it at
-other times; so is what does not train.
+other times; so is what does not train, and what the model writes itself.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ class LocalParameter:
     ready: int = 0  # position in the order in which gradients are complete
     units: tuple[tuple[int, int], ...] = ()  # (stage, layer) of all that read it, on this rank
     across: bool = False  # whether other ranks of the pipeline have it too
+    written: bool = False  # whether the model writes it while it runs
 
     @property
     def size(self) -> int:
@@ -148,13 +149,13 @@ def build_groups(
     """
     keyed: dict[tuple[object, ...], list[LocalParameter]] = {}
     for p in sorted((p for p in parameters if p.trainable), key=lambda p: p.ready):
-        keyed.setdefault((p.dtype, p.sum_ranks, p.kind, p.decay, p.across), []).append(p)
+        keyed.setdefault((p.dtype, p.sum_ranks, p.kind, p.decay, p.across, p.written), []).append(p)
     groups: list[FlatGroup] = []
     made: dict[str, torch.nn.Parameter] = {}
     for members in keyed.values():
         first = members[0]
         shards = len(first.sum_ranks) if zero else 1
-        in_pieces = shards > 1 and not first.across
+        in_pieces = shards > 1 and not (first.across or first.written)
         scattered, gathered = in_pieces and zero >= 2, in_pieces and zero == 3
         if scattered:
             members = sorted(members, key=lambda p: tuple((-s, -layer) for s, layer in reversed(p.units)))

@@ -42,9 +42,13 @@ def divide(model: nn.Module, source: Source, plan: Plan, batch: Any, world: Worl
     parts = build(plan, source, batch, None, world, OptimizerSpec(), torch.initial_seed(), outputs=True)
     cannot: ModelError | None = None
     try:
-        check_evaluation(parts.graph, plan, source, batch, None, outputs=True)  # here, while the module has its own parameters
+        # Here, while the module has its own parameters.
+        parts.draw.kept_writes = check_evaluation(parts.graph, plan, source, batch, None, outputs=True)
     except ModelError as error:
         cannot = error
+    pairs = [v.name for v in parts.graph.parameters if v.pairs]
+    if pairs:
+        raise Infeasible(f"parameter {pairs[0]} is complex, which a plain loop's optimizer cannot be given in parts; use weft.parallelize")
     _mark_cut(parts, world, layout.mesh)
     _place(model, parts)
     training = {name: module.training for name, module in model.named_modules()}

@@ -44,7 +44,7 @@ class Replicas:
     def __init__(self, parts: Parts, mesh: Mesh, world: World) -> None:
         at = mesh.coordinates(world.rank)
         by_ranks: dict[tuple[int, ...], list[_Shared]] = defaultdict(list)
-        buffers = {v.value: v.name for v in parts.graph.buffers}
+        buffers = {v.value: v.name for v in (*parts.graph.buffers, *parts.graph.parameters)}
         # Of every stage, so that all ranks refuse together; this rank keeps what its own write.
         written = {s: _written_later(stage, parts, buffers) for s, stage in enumerate(parts.stages) if out_of_order(parts.program, s)}
         for stage in parts.lowered:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.lower.double import doubled
+from weft.lower.double import doubled, widened
 from weft.model.capture import Loss, call
 from weft.model.nesting import batch_size_of, leaves, rebuild
 from weft.model.watched import set_state, state_of
@@ -59,7 +59,7 @@ class Serial:
         self.model: nn.Module = copy.deepcopy(make) if isinstance(make, nn.Module) else make()
         self._double = plan.layout.precision == "float64"
         if self._double:
-            self.model = self.model.double()
+            self.model = widened(self.model)
         self.model = self.model.to(device)
         self._loss, self._plan, self._device, self._every = loss, plan, device, every
         self._batch = {path: self._input(x) for path, x in leaves(batch) if isinstance(x, Tensor)}
@@ -148,9 +148,10 @@ class Serial:
         own = {(path, key): b for path, m in self.model.named_modules() for key, b in m._buffers.items() if b is not None}
         values, attributes = {at: b.clone() for at, b in own.items()}, state_of(self.model)
         modules = dict(self.model.named_modules())
-        parameters = [(p, p.requires_grad) for p in self.model.parameters()]
+        parameters = [(p, p.requires_grad, p.detach().clone()) for p in self.model.parameters()]  # which a model may write or replace
+        tables = [(m._parameters, dict(m._parameters)) for m in self.model.modules()]
         try:
-            for p, _ in parameters:
+            for p, _, _ in parameters:
                 p.requires_grad_(False)
             with doubled(self._double):
                 inputs = {path: x.detach().clone().requires_grad_(x.is_floating_point()) for path, x in self._batch.items()}
@@ -159,9 +160,11 @@ class Serial:
         except Exception:
             return False  # the step itself will tell
         finally:
-            for p, asked in parameters:
-                p.requires_grad_(asked)
             with torch.no_grad():
+                for p, asked, value in parameters:
+                    p.requires_grad_(asked).copy_(value)
+                for table, before in tables:
+                    table.update(before)
                 for (path, key), b in own.items():
                     # A buffer may be a view (a mask that was reshaped), which cannot be detached in place.
                     modules[path]._buffers[key] = (b.detach() if b.requires_grad else b).copy_(values[path, key])
@@ -200,5 +203,6 @@ class Noise:
         while self._at < step:
             self._values = [run.step() for run in self._runs]
             self._at += 1
-        runs = (values[kind][name].double() for values in self._values)
+        runs = (values[kind][name] for values in self._values)
+        runs = (x.to(torch.complex128) if x.is_complex() else x.double() for x in runs)
         return max(float((x - reference.to(x)).abs().max()) for x in runs)

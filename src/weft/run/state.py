@@ -93,7 +93,8 @@ def full_tensors(variables: Mapping[str, Variable], pieces: Sequence[Piece], eve
             total[place] = _laid_out(piece).to(total.dtype)
         everyone.all_reduce(total)
         if everyone.index == 0:
-            out[name] = total.cpu().to(dtypes[0] if dtypes else getattr(torch, v.tensor.dtype))
+            whole = total.cpu().to(dtypes[0] if dtypes else getattr(torch, v.tensor.dtype))
+            out[name] = torch.view_as_complex(whole) if v.pairs else whole
     return out if everyone.index == 0 else None
 
 

@@ -75,7 +75,7 @@ def relative_error(got: Tensor, want: Tensor, floor: float = 0.0) -> float:
         return float("inf")
     if not want.numel():
         return 0.0
-    got, want = got.double(), want.double()
+    got, want = (torch.view_as_real(x.resolve_conj()).double() if x.is_complex() else x.double() for x in (got, want))
     difference = torch.where(got == want, 0.0, got - want).abs().max().item()
     if not math.isfinite(difference):
         return float("inf")

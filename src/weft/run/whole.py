@@ -9,15 +9,14 @@ Not modelled: losses that are such a mean for the batch that was tried, and are 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from weft.errors import Infeasible, ModelError
-from weft.lower.double import doubled
+from weft.errors import Infeasible
+from weft.lower.double import doubled, widened
 from weft.lower.kernels.randomness import Draw
 from weft.lower.local import LocalStage
 from weft.model.capture import Loss, call
@@ -27,17 +26,14 @@ from weft.model.graph import Tensor as Spec
 from weft.model.nesting import batch_size_of, leaves, rebuild
 from weft.model.sharding import Sharding
 from weft.model.stages import Stage
-from weft.model.watched import refuse_hooks, set_state, state_of
+from weft.model.watched import refuse_hooks
 from weft.plan.plan import Plan
 from weft.run.build import Parts, Source, program_of
+from weft.run.divisible import refuse_division
 from weft.run.optimizer import OptimizerSpec
 from weft.run.parameters import LocalParameter, build_groups
 from weft.run.summing import choose_sums
-from weft.world import private
 from weft.world.world import World
-
-_TRIED = 4  # samples of each part on which the loss is tried
-_CLOSE = 1e-4  # relative, beyond rounding in float32
 
 
 class _Whole(nn.Module):
@@ -88,7 +84,7 @@ def build_whole(plan: Plan, source: Source, batch: Any, loss: Loss | None, world
         model = realize(source.deferred, model)
     model = model.to(world.device)
     if layout.precision == "float64":
-        model = model.double()
+        model = widened(model)
     refuse_division(plan, model, batch, loss)
     for module in model.modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
@@ -121,7 +117,7 @@ def build_whole(plan: Plan, source: Source, batch: Any, loss: Loss | None, world
         size,
     )
     if layout.precision == "float64":
-        graph = graph.cast("float32", "float64")
+        graph = graph.cast("float64")
         variables, inputs = graph.parameters, graph.inputs
     is_cut = layout.data > 1
     forms: dict[str, Mapping[str, str]] = {v.value: {} for v in graph.variables}
@@ -158,89 +154,6 @@ def build_whole(plan: Plan, source: Source, batch: Any, loss: Loss | None, world
     kept = dict(model.named_buffers())
     saved = frozenset(model.state_dict(keep_vars=True))
     return Parts(graph, sharding, (stage,), program, {0: local}, parameters, specs, flat, kept, blocks, {}, Draw(seed=seed), saved=saved)
-
-
-def refuse_division(plan: Plan, model: nn.Module, batch: Any, loss: Loss | None) -> None:
-    """Raise Infeasible where `data` ranks with a part of the samples each would train something else than one with all of them.
-
-    That is where the model takes statistics over the batch, where the loss is not the mean over the parts (a sum, or a mean over what they
-    differ in), where a part alone makes the model fail, and where what the model writes while it runs (a running mean, a queue of keys)
-    depends on the samples that it sees. The model is run on some of the batch, and left as it was.
-    """
-    samples, data = batch_size_of(batch), plan.layout.data
-    if data == 1:
-        return
-    coupled = [name for name, m in model.named_modules() if isinstance(m, private.BatchNorm) and m.training]
-    if coupled:
-        raise Infeasible(
-            f"{plan.model} could not be captured ({plan.uncaptured}), and {coupled[0]} takes statistics over the whole batch, which "
-            f"data={data} would divide; use data=1, or make the model capturable"
-        )
-    size = min(samples // data, _TRIED) * data
-    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    kept = {name: x.detach().clone() for name, x in named.items()}
-    modes, attributes, drawn = [(m, m.training) for m in model.modules()], state_of(model), torch.random.get_rng_state()
-
-    def ran(start: int, length: int) -> tuple[float, dict[str, Tensor]]:
-        """The loss of some samples, and what a call leaves in parameters and buffers."""
-        cut = {
-            path: x[start : start + length] if isinstance(x, Tensor) and x.dim() and x.shape[0] == samples else x
-            for path, x in leaves(batch)
-        }
-        device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        double = plan.layout.precision == "float64"
-        moved = {p: x.to(device) if isinstance(x, Tensor) else x for p, x in cut.items()}
-        moved = {p: x.double() if double and isinstance(x, Tensor) and x.is_floating_point() else x for p, x in moved.items()}
-        try:
-            with doubled(double):
-                found = float(call(model, rebuild(batch, moved), loss).detach())
-            now = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-            return found, {name: x.detach().clone() for name, x in now.items()}
-        except Exception as error:
-            if length == samples or isinstance(error, ModelError):
-                raise
-            raise Infeasible(
-                f"{plan.model} could not be captured ({plan.uncaptured}), and with {length} of its {samples} samples it raises "
-                f"{type(error).__name__}: {str(error).partition(chr(10))[0]}; use data=1"
-            ) from error
-        finally:
-            for module in model.modules():  # buffers may have been replaced
-                for key in module._buffers:
-                    module._buffers[key] = own[id(module), key]
-            set_state(model, attributes)
-            with torch.no_grad():
-                for name, x in named.items():
-                    x.copy_(kept[name])
-            torch.random.set_rng_state(drawn)
-
-    own = {(id(m), key): b for m in model.modules() for key, b in m._buffers.items()}
-    parts = [(i * (size // data), size // data) for i in range(data)]
-    try:
-        all_left = ran(0, size)[1]
-        for start, length in parts:
-            left = ran(start, length)[1]
-            for name, x in all_left.items():
-                if left[name].shape != x.shape or not torch.allclose(left[name], x, rtol=_CLOSE, atol=1e-9):
-                    raise Infeasible(
-                        f"{plan.model} could not be captured ({plan.uncaptured}), and it writes {name} while it runs, by the samples that "
-                        f"it sees, which differ between the data={data} ranks; use data=1"
-                    )
-        model.eval()  # dropout would tell them apart
-        # At both ends of the batch: parts may by accident have the same number of what the mean is over.
-        tried = [
-            (ran(first, size)[0], sum(ran(first + start, length)[0] for start, length in parts) / data)
-            for first in sorted({0, samples - size})
-        ]
-    finally:
-        for module, training in modes:
-            module.training = training
-    for whole, mean in tried:
-        if math.isfinite(whole) and not abs(whole - mean) <= _CLOSE * max(abs(whole), abs(mean)):
-            raise Infeasible(
-                f"{plan.model} could not be captured ({plan.uncaptured}), and its loss over {size} samples is {whole:.6g} where the mean "
-                f"over data={data} parts of them is {mean:.6g}, so data={data} would train something else; use data=1, or a loss that is a "
-                "mean over samples"
-            )
 
 
 def _spec(x: Tensor, samples: int | None = None) -> Spec:

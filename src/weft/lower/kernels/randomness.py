@@ -30,6 +30,7 @@ class Draw:
     microbatch: int = 0
     recomputing: bool = False  # buffers are not written a second time
     evaluating: bool = False  # no dropout; batch norm by its running statistics, which stay as they are
+    kept_writes: frozenset[str] = frozenset()  # operators that write buffers and parameters when evaluating, too
     alike: bool = False  # draws are pieces of what a serial run draws whole, for verification
     later: dict[int, Later] = field(default_factory=dict)  # buffers that are written after the step, by id
     _generators: dict[torch.device, torch.Generator] = field(default_factory=dict)

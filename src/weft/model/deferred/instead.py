@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from weft.model.deferred.ctc import ctc_loss
 from weft.model.deferred.fakes import tree_flatten
 
 
@@ -53,6 +54,21 @@ def gaussian_nll_loss(
     return loss.mean() if reduction == "mean" else loss.sum() if reduction == "sum" else loss
 
 
+def affine_grid(theta: Tensor, size: Any, align_corners: bool | None = None) -> Tensor:
+    """Where `theta_N23` (or `_N34`) takes each point of a grid: a product with all points, in which samples are a dimension like others."""
+    dims = len(size) - 2
+    if theta.dim() != 3 or dims not in (2, 3) or tuple(theta.shape[1:]) != (dims, dims + 1) or theta.shape[0] != size[0]:
+        whole: Tensor = F.affine_grid(theta, size, align_corners)
+        return whole
+    ends = [1.0 if align_corners else (n - 1) / n for n in size[2:]]
+    lines = [
+        torch.linspace(-end, end, n, dtype=theta.dtype) if n > 1 else torch.zeros(1, dtype=theta.dtype)
+        for end, n in zip(ends, size[2:], strict=True)
+    ]
+    points = torch.stack([*reversed(torch.meshgrid(*lines, indexing="ij")), torch.ones(size[2:], dtype=theta.dtype)], -1)
+    return (points.reshape(-1, dims + 1) @ theta.transpose(1, 2)).reshape(-1, *size[2:], dims)
+
+
 def exactly(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
     """The float64 tensor of numbers that `func(*args)` would round to float32 (0.1, not 0.5); None for any other call.
 
@@ -71,5 +87,30 @@ def exactly(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tens
     return torch.tensor(data, dtype=torch.float64, device=kwargs.get("device"))
 
 
+def one_by_one(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[[], Any] | None:
+    """`torch._foreach_mul_(tensors, 0.9)` as a call that does the same to each tensor by itself; None for any other call."""
+    name = getattr(func, "__name__", "")
+    method = getattr(Tensor, name.removeprefix(_FOREACH), None)
+    if not name.startswith(_FOREACH) or method is None or not isinstance(args[0], list | tuple) or kwargs.keys() - _FOR_EACH:
+        return None
+    tensors, *others = args
+    named = dict(kwargs)
+    if "addc" in name and len(others) > 2:
+        named["value"] = others.pop()
+
+    def made() -> Any:
+        each = [method(x, *(o[i] if isinstance(o, list | tuple) else o for o in others), **named) for i, x in enumerate(tensors)]
+        return None if name.endswith("_") else tuple(each)
+
+    return None if isinstance(named.get("value"), list | tuple | Tensor) else made
+
+
+_FOREACH = "_foreach_"
+_FOR_EACH = {"alpha", "value", "weight", "ord"}  # arguments by name that are the same for each
 _OF_NUMBERS = (torch.tensor, torch.as_tensor, Tensor.new_tensor)
-INSTEAD: Mapping[Any, Callable[..., Tensor]] = {F.embedding_bag: embedding_bag, F.gaussian_nll_loss: gaussian_nll_loss}
+INSTEAD: Mapping[Any, Callable[..., Tensor]] = {
+    F.affine_grid: affine_grid,
+    F.embedding_bag: embedding_bag,
+    F.ctc_loss: ctc_loss,
+    F.gaussian_nll_loss: gaussian_nll_loss,
+}

@@ -45,11 +45,12 @@ class Call:
 
 
 class Record:
-    """The calls of one trace, in order, and what each of them returned: a tensor's number, or what else it is."""
+    """The calls of one trace, in order, what each of them returned (a tensor's number, or what else it is), and parameters replaced."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
         self.returned: list[Any] = []
+        self.replaced: list[str] = []  # names of parameters in whose place the model put others
 
 
 _RECORD: ContextVar[Record | None] = ContextVar("weft_functions", default=None)

@@ -117,7 +117,7 @@ def _read(call: Call, module: Any, num_inputs: int, seeded: list[bool]) -> Joint
     operators: list[Operator] | None
     try:
         reader.read(module.graph, module)
-        silent = Memory(reader.storages(), frozenset(), {}, frozenset(), frozenset())
+        silent = Memory(reader.storages(), frozenset(), frozenset(), frozenset())
         backward = {op.name for op in reader.operators if op.name in start}
         functional = make_functional(reader.operators, reader.tensors, silent, exists)
         operators, rename = functional if functional is not None else (None, {})

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from weft.model.graph import Arg, Operator, Ref, Tensor
 from weft.model.rules.rule import BLOCKED, Labels, Rule, parse
-from weft.model.rules.samples import OF_SAMPLES, masked_put
+from weft.model.rules.samples import OF_SAMPLES, OWN, masked_put
 from weft.model.rules.table import ALONG_DIM, CELLS, FACTORIES, LOSSES, NOTATION, POINTWISE, REDUCED_AT, REDUCTIONS, SHAPED_LIKE
 from weft.model.rules.views import VIEWS, index
 
@@ -20,7 +20,7 @@ def rule_of(op: Operator, tensors: dict[str, Tensor]) -> Rule | None:
     """The factor rule of one operator at its shapes; None where it has none."""
     if op.function is not None:
         return op.function.rule
-    if not op.target.startswith("aten."):
+    if not op.target.startswith("aten.") and op.target not in OWN:
         return None  # an operator of somebody else's, whatever its name
     name = op.target.split(".")[1]
     ins = [tensors[v].shape for v in op.inputs]
@@ -40,7 +40,7 @@ def rule_of(op: Operator, tensors: dict[str, Tensor]) -> Rule | None:
     if name in ALONG_DIM:
         return _along_dim(op, name, ins, outs)
     if name in REDUCTIONS:
-        return _reduction(op, name, ins, outs)
+        return _reduction(op, name, ins, outs, tensors[op.inputs[0]].is_float)
     if name in LOSSES or name in REDUCED_AT:
         return _loss(op, ins, outs)
     if name in ("layer_norm", "rms_norm"):
@@ -128,8 +128,9 @@ def _along_dim(op: Operator, name: str, ins: list[Shape], outs: list[Shape]) -> 
     return Rule(rows, tuple(labels for _ in outs))
 
 
-def _reduction(op: Operator, name: str, ins: list[Shape], outs: list[Shape]) -> Rule | None:
-    """Kept dimensions pass through. A sum over a cut dimension is a partial sum, a mean an average; the rest come whole."""
+def _reduction(op: Operator, name: str, ins: list[Shape], outs: list[Shape], is_float: bool) -> Rule | None:
+    """Kept dimensions pass through. A sum over a cut dimension is a partial sum, a mean an average, of extremes ranks compare their own;
+    the rest come whole."""
     if len(ins) > 1:  # max(x, y) of two tensors
         return None if "quantile" in name else _pointwise(ins, outs)
     rank = len(ins[0])
@@ -138,14 +139,16 @@ def _reduction(op: Operator, name: str, ins: list[Shape], outs: list[Shape]) -> 
     if dims is None:
         dims = list(range(rank))
     keeps = len(outs[0]) == rank and rank > 0
-    contracted = name in ("sum", "mean")
+    extreme = is_float and (name in ("amax", "amin") or (name in ("max", "min") and len(op.args) == 1))
+    contracted = name in ("sum", "mean") or extreme
     labels = tuple(f"d{i}" if n > 1 and (i not in dims or contracted) else BLOCKED for i, n in enumerate(ins[0]))
     kept = (
         tuple(BLOCKED if i in dims else labels[i] for i in range(rank)) if keeps else tuple(labels[i] for i in range(rank) if i not in dims)
     )
     if any(len(kept) != len(o) for o in outs):
         return None
-    kernels = {labels[i]: "average" for i in dims if labels[i]} if name == "mean" else {}
+    kernel = "average" if name == "mean" else "extreme"
+    kernels = {labels[i]: kernel for i in dims if labels[i]} if name == "mean" or extreme else {}
     return Rule((labels,), tuple(kept for _ in outs), kernels)
 
 

@@ -54,16 +54,24 @@ def _row_loss(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
 
 def _between(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
     """Cosines and distances of two tensors along one dimension, which goes or stays with size 1."""
-    rank = len(ins[0])
-    if ins[0] != ins[1] or not rank:
-        return None
+    rank = max(map(len, ins))
     dim = -1
     if op.target.split(".")[1] == "cosine_similarity":
         given = op.args[2] if len(op.args) > 2 else dict(op.kwargs).get("dim", 1)
         dim = int(given)  # type: ignore[call-overload]
-    labels = named(ins[0], (dim % rank,))
+    elif ins[0] != ins[1]:
+        return None
+    if not rank:
+        return None
+    aligned = [(1,) * (rank - len(s)) + s for s in ins]
+    full = tuple(map(max, *aligned))
+    labels = named(full, (dim % rank,))
+    rows = [
+        tuple(x if n == m else BLOCKED for x, n, m in zip(labels, s, full, strict=True))[rank - len(i) :]
+        for s, i in zip(aligned, ins, strict=True)
+    ]
     kept = labels if len(outs[0]) == rank else tuple(x for i, x in enumerate(labels) if i != dim % rank)
-    return Rule((labels, labels), (kept,))
+    return Rule(tuple(rows), (kept,))
 
 
 def _windows(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
@@ -110,8 +118,10 @@ def _weight_norm(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | No
 
 
 def _sorted_into(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
-    """`bucketize(x, bounds)` and `searchsorted(bounds, x)` of one row of bounds: each element by itself."""
+    """`bucketize(x, bounds)` and `searchsorted(bounds, x)`: each element by itself, of one row of bounds or of each row by its own."""
     at = 0 if op.target.split(".")[1] == "bucketize" else 1
+    if len(ins) == 2 and len(ins[0]) == len(ins[1]) > 1:
+        return Rule((named(ins[0], (-1 % len(ins[0]),)), named(ins[1])), (named(outs[0]),)) if at else None
     if len(ins) != 2 or len(ins[1 - at]) != 1:
         return None
     rows = [named(outs[0])] * 2
@@ -127,6 +137,49 @@ def _tensor_product(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule |
         names = [f"k{dims[place].index(i)}" if i in dims[place] else f"d{place}.{i}" for i in range(len(shape))]
         rows.append(tuple(x if n > 1 else BLOCKED for x, n in zip(names, shape, strict=True)))
     return Rule(tuple(rows), (tuple(x for row, gone in zip(rows, dims, strict=True) for i, x in enumerate(row) if i not in gone),))
+
+
+def _ctc(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
+    """Losses of [time, sample, class] against [sample, position], and lengths of both: each sample by itself."""
+    n = "n" if outs[0][0] > 1 else BLOCKED
+    return Rule(((BLOCKED, n, BLOCKED), (n, BLOCKED), (n,), (n,)), ((n,),))
+
+
+def _matrix_norm(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
+    """Norms over one dimension or two, which go or stay with size 1."""
+    default = (-2, -1) if op.target.split(".")[1] == "linalg_matrix_norm" else None
+    dims = (*op.args, None, None)[2] if len(op.args) > 2 else dict(op.kwargs).get("dim", default)
+    over = tuple(range(len(ins[0]))) if dims is None else dims if isinstance(dims, tuple) else (dims,)
+    gone = [int(d) % max(len(ins[0]), 1) for d in over]
+    labels = named(ins[0], gone)
+    kept = labels if len(outs[0]) == len(labels) else tuple(x for i, x in enumerate(labels) if i not in gone)
+    return Rule((labels,), (kept,)) if len(kept) == len(outs[0]) else None
+
+
+def _kron(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
+    """A block for every element of the first: its dimensions lead those of the result."""
+    if len(ins[0]) != len(ins[1]):
+        return None
+    firsts = named(ins[0])
+    seconds = tuple(f"e{i}" if n > 1 and not firsts[i] else BLOCKED for i, n in enumerate(ins[1]))
+    return Rule((firsts, seconds), (tuple(a or b for a, b in zip(firsts, seconds, strict=True)),))
+
+
+def _masked_scatter(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
+    """Places take what the source has in order, so that samples go on where those before them end."""
+    if len(ins[0]) < 1 or len(ins[1]) != len(ins[0]) or ins[1][0] != ins[0][0] or outs[0] != ins[0] or ins[0][0] == 1:
+        return None
+    rows = tuple(("n", *(BLOCKED,) * (len(s) - 1)) for s in ins[:2])
+    return Rule((*rows, (BLOCKED,) * len(ins[2])), (rows[0],), {"n": "counted"})
+
+
+def _bags(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
+    """Sums and means of rows of a table: which rows belong to which bag is told by offsets, features are each by themselves."""
+    if len(op.args) <= 4 or op.args[4] not in (0, 1):
+        return None
+    table = (BLOCKED, "e" if ins[0][1] > 1 else BLOCKED)
+    whole = tuple((BLOCKED,) * len(s) for s in outs[1:])  # which bag each index is in
+    return Rule((table, *((BLOCKED,) * len(s) for s in ins[1:])), (table, *whole), {"e": "apart"} if table[1] else {})
 
 
 def masked_put(op: Operator, ins: list[Shape], kinds: list[str]) -> Rule | None:
@@ -162,4 +215,10 @@ OF_SAMPLES: dict[str, Made] = {
     "meshgrid": _grid,
     "_weight_norm": _weight_norm,
     "tensordot": _tensor_product,
+    **dict.fromkeys(("linalg_norm", "linalg_matrix_norm"), _matrix_norm),
+    "kron": _kron,
+    "masked_scatter": _masked_scatter,
+    "embedding_bag": _bags,
+    "ctc_loss": _ctc,
 }
+OWN = {"weft.ctc_loss.default"}  # operators that are not torch's and have a rule

@@ -1,0 +1,44 @@
+"""The largest or least element over dimensions that are cut: each rank's own, and the extreme of those.
+
+In: this rank's piece. Out: what the operator makes of the whole tensor, on every rank. The gradient is shared evenly among all elements
+that have the extreme, on whichever rank they lie, as torch has it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.world.world import Group
+
+
+class _Extreme(torch.autograd.Function):
+    """Besides its result forward makes no tensor as large as x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dims: list[int], keeps: bool, largest: bool, groups: tuple[Group, ...]) -> Tensor:
+        of = torch.amax if largest else torch.amin
+        found = of(x, dims, keepdim=True)
+        for group in groups:
+            found = of(group.all_gather(found.unsqueeze(0), 0), 0)
+        ctx.save_for_backward(x, found)
+        ctx.dims, ctx.groups = dims, groups
+        return found if keeps else found.squeeze(dims)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        x, found = ctx.saved_tensors
+        equal = x == found
+        count = equal.sum(ctx.dims, keepdim=True).to(grad.dtype)
+        for group in ctx.groups:
+            group.all_reduce(count)
+        return equal * (grad.reshape(found.shape) / count), None, None, None, None
+
+
+def extreme(groups: tuple[Group, ...], largest: bool, x: Tensor, dims: list[int] | None = None, keeps: bool = False) -> Tensor:
+    """`amax` (or `amin`) of `x` over `dims` (default: all of them), some of which are cut over `groups`."""
+    over = [d % x.dim() for d in dims] if dims else list(range(x.dim()))
+    made: Tensor = _Extreme.apply(x, over, keeps, largest, groups)  # type: ignore[no-untyped-call]
+    return made

@@ -1,0 +1,32 @@
+"""Where gradients go in a graph: which values can have one, and which parameters get one. In: a graph. Out: names of values."""
+
+from __future__ import annotations
+
+from weft.model.graph import Graph
+
+
+def needs_gradient(graph: Graph) -> set[str]:
+    """Values whose gradient may be asked for: floating point, and made from a trainable parameter or a floating-point input."""
+    found = {v.value for v in graph.parameters if v.trainable and v.tensor.is_float}
+    found |= {v.value for v in graph.inputs if v.tensor.is_float}
+    grounds = ("float", "bfloat", "complex")
+    for op in graph.operators:
+        if op.target.split(".")[1] == "detach" or not any(value in found for value in op.inputs):
+            continue
+        found.update(value for value in op.outputs if graph.tensors[value].dtype.startswith(grounds))
+    return found
+
+
+def learned(graph: Graph) -> set[str]:
+    """Values of the parameters that the loss (or an output) depends on by a gradient. The others stay as they are, as in plain PyTorch."""
+    reached = backward_reached(graph, needs_gradient(graph))
+    return {v.value for v in graph.parameters if v.trainable and v.value in reached}
+
+
+def backward_reached(graph: Graph, grads: set[str]) -> set[str]:
+    """The loss (or the outputs) and every value from which it follows by operators that hand a gradient on; `grads`: that can have one."""
+    reached = {graph.loss, *graph.outputs}
+    for op in reversed(graph.operators):
+        if op.target.split(".")[1] != "detach" and any(value in reached and value in grads for value in op.outputs):
+            reached.update(op.inputs)
+    return reached

@@ -1,0 +1,48 @@
+"""Trained complex parameters as pairs of real numbers, in which they are summed, updated and kept. In: a graph. Out: the same function.
+
+torch's optimizers take complex numbers as such pairs, too, so the update is theirs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from weft.model.graph import Arg, Graph, Operator, Ref, Tensor
+
+_REAL = {"complex64": "float32", "complex128": "float64"}
+
+
+def paired(graph: Graph, written: set[str]) -> Graph:
+    """`graph` with each trained complex parameter as `[..., 2]` real numbers, joined before they are read; none that is `written`."""
+    pairs = {v.value for v in graph.parameters if v.trainable and v.tensor.dtype in _REAL and v.value not in written}
+    if not pairs:
+        return graph
+    tensors = dict(graph.tensors)
+    joined: list[Operator] = []
+    parameters = []
+    for v in graph.parameters:
+        if v.value not in pairs:
+            parameters.append(v)
+            continue
+        real = Tensor((*v.tensor.shape, 2), _REAL[v.tensor.dtype])
+        parameters.append(replace(v, tensor=real, pairs=True))
+        tensors[v.value], made = real, f"{v.value}_joined"
+        tensors[made] = v.tensor
+        joined.append(Operator(made, "aten.view_as_complex.default", (Ref(v.value),), (), (made,), f"{v.name}/view_as_complex"))
+
+    def arg(a: Arg) -> Arg:
+        if isinstance(a, tuple):
+            return tuple(arg(item) for item in a)
+        return Ref(f"{a.value}_joined") if isinstance(a, Ref) and a.value in pairs else a
+
+    def moved(op: Operator) -> Operator:
+        return replace(op, args=tuple(arg(a) for a in op.args), kwargs=tuple((k, arg(a)) for k, a in op.kwargs))
+
+    operators: list[Operator] = []
+    waiting = {op.inputs[0]: op for op in joined}
+    for op in graph.operators:
+        for value in op.inputs:
+            if value in waiting:  # right before it is first read, so that a stage may begin anywhere before
+                operators.append(waiting.pop(value))
+        operators.append(moved(op))
+    return replace(graph, parameters=tuple(parameters), operators=tuple(operators), tensors=tensors)

@@ -1,0 +1,180 @@
+"""Whether data ranks with a part of the samples each train what one with all of them does, of a model that is no graph.
+
+In: a plan of a model that could not be captured, the model, its batch and loss. Out: nothing, or `Infeasible` by name. The model is run on
+some of the batch, whole and in parts, and left as it was.
+
+Not modelled: models that are divisible on what was tried, and are not on other batches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.errors import Infeasible, ModelError
+from weft.lower.double import doubled, widened
+from weft.model.capture import Loss, call
+from weft.model.nesting import batch_size_of, leaves, rebuild
+from weft.model.watched import set_state, state_of
+from weft.plan.plan import Plan
+from weft.world import private
+
+_TRIED = 4  # samples of each part on which the model is tried
+_CLOSE, _CLOSE_DOUBLE = 1e-4, 1e-9  # relative, beyond rounding in float32 and in float64
+_NOTHING = 1e-12  # of the largest gradient: what float64 may leave of a gradient that is zero
+
+
+class _NotInDouble(Exception):
+    """The model does not compute in float64."""
+
+
+def refuse_division(plan: Plan, model: nn.Module, batch: Any, loss: Loss | None) -> None:
+    """Raise Infeasible where `data` ranks with a part of the samples each would train something else than one with all of them.
+
+    That is where the model takes statistics over the batch, where the loss is not the mean over the parts (a sum, or a mean over what they
+    differ in), or its gradients are not, where a part alone makes the model fail, and where what the model writes while it runs (a running
+    mean, a queue of keys) depends on the samples that it sees. It is tried in float64 where the model computes in it: a maximum over the
+    batch that only scales a first guess changes the loss by less than float32's rounding, and gradients by more.
+    """
+    if plan.layout.data == 1:
+        return
+    if plan.layout.precision == "float64":
+        _Trial(plan, model, batch, loss, True).run()
+        return
+    values, held = [(p, p.data) for p in model.parameters()], [(m._buffers, dict(m._buffers)) for m in model.modules()]
+    try:
+        _Trial(plan, widened(model), batch, loss, True).run()
+        return
+    except _NotInDouble:
+        pass
+    finally:
+        for p, value in values:
+            p.data = value
+        for table, before in held:
+            table.update(before)
+    _Trial(plan, model, batch, loss, False).run()
+
+
+@dataclass(frozen=True)
+class _Ran:
+    """What a call of the model gave: its loss, what it left in parameters and buffers, and gradients, where they were asked for."""
+
+    loss: float
+    left: Mapping[str, Tensor]
+    gradients: Mapping[str, Tensor]
+
+
+class _Trial:
+    """One model in one precision."""
+
+    def __init__(self, plan: Plan, model: nn.Module, batch: Any, loss: Loss | None, double: bool) -> None:
+        self.plan, self.model, self.batch, self.loss, self.double = plan, model, batch, loss, double
+        self.samples, self.data = batch_size_of(batch), plan.layout.data
+        self.size = min(self.samples // self.data, _TRIED) * self.data
+        self.parts = [(i * (self.size // self.data), self.size // self.data) for i in range(self.data)]
+        self.close = _CLOSE_DOUBLE if double else _CLOSE
+        self.named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        self.values = {name: x.detach().clone() for name, x in self.named.items()}
+        self.tables: list[tuple[Any, Any]] = [(t, dict(t)) for m in model.modules() for t in (m._parameters, m._buffers)]
+        self.attributes, self.drawn = state_of(model), torch.random.get_rng_state()
+        self.why = f"{plan.model} could not be captured ({plan.uncaptured})"
+
+    def run(self) -> None:
+        """Raise Infeasible for the first thing that parts do otherwise."""
+        coupled = [name for name, m in self.model.named_modules() if isinstance(m, private.BatchNorm) and m.training]
+        if coupled:
+            raise Infeasible(
+                f"{self.why}, and {coupled[0]} takes statistics over the whole batch, which data={self.data} would divide; "
+                "use data=1, or make the model capturable"
+            )
+        modes = [(m, m.training) for m in self.model.modules()]
+        try:
+            self._compare_writes()
+            self.model.eval()  # dropout would tell them apart
+            # At both ends of the batch: parts may by accident have the same number of what the mean is over.
+            for first in sorted({0, self.samples - self.size}):
+                self._compare_losses(first)
+        finally:
+            for module, training in modes:
+                module.training = training
+
+    def _compare_writes(self) -> None:
+        whole = self._ran(0, self.size).left
+        for start, length in self.parts:
+            left = self._ran(start, length).left
+            for name, x in whole.items():
+                if left[name].shape != x.shape or not torch.allclose(left[name], x, rtol=self.close, atol=1e-9):
+                    raise Infeasible(
+                        f"{self.why}, and it writes {name} while it runs, by the samples that it sees, which differ between the "
+                        f"data={self.data} ranks; use data=1"
+                    )
+
+    def _compare_losses(self, first: int) -> None:
+        whole, parts = self._ran(first, self.size, True), [self._ran(first + start, length, True) for start, length in self.parts]
+        mean = sum(part.loss for part in parts) / self.data
+        if math.isfinite(whole.loss) and not abs(whole.loss - mean) <= self.close * max(abs(whole.loss), abs(mean)):
+            raise Infeasible(
+                f"{self.why}, and its loss over {self.size} samples is {whole.loss:.6g} where the mean over data={self.data} parts of them "
+                f"is {mean:.6g}, so data={self.data} would train something else; use data=1, or a loss that is a mean over samples"
+            )
+        largest = max((float(g.abs().max()) for g in whole.gradients.values() if g.numel()), default=0.0)
+        for name, gradient in whole.gradients.items():
+            of_parts = [part.gradients[name] for part in parts if name in part.gradients]
+            error = float((gradient - sum(of_parts) / self.data).abs().max()) if gradient.numel() else 0.0
+            own = float(gradient.abs().max()) if gradient.numel() else 0.0
+            if math.isfinite(error) and error > max(self.close * own, _NOTHING * largest):
+                raise Infeasible(
+                    f"{self.why}, and its gradient of {name} over {self.size} samples is not the mean of those over data={self.data} parts "
+                    f"of them (relative difference {error / max(own, error):.1e}), so data={self.data} would train something else; "
+                    "use data=1"
+                )
+
+    def _ran(self, start: int, length: int, learns: bool = False) -> _Ran:
+        """The model called on some samples; `learns`: with gradients, in float64, where it has them in evaluation."""
+        cut = {
+            path: x[start : start + length] if isinstance(x, Tensor) and x.dim() and x.shape[0] == self.samples else x
+            for path, x in leaves(self.batch)
+        }
+        device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
+        moved = {p: x.to(device) if isinstance(x, Tensor) else x for p, x in cut.items()}
+        moved = {p: x.double() if self.double and isinstance(x, Tensor) and x.is_floating_point() else x for p, x in moved.items()}
+        kept = {name: x.grad for name, x in self.named.items()}
+        gradients: dict[str, Tensor] = {}
+        try:
+            with doubled(self.double):
+                found = call(self.model, rebuild(self.batch, moved), self.loss)
+                if learns and self.double and found.requires_grad:
+                    gradients = self._gradients(found)
+            now = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+            return _Ran(float(found.detach()), {name: x.detach().clone() for name, x in now.items()}, gradients)
+        except Exception as error:
+            if self.double and self.plan.layout.precision != "float64" and (start, length) == (0, self.size) and not learns:
+                raise _NotInDouble from error
+            if length == self.samples or isinstance(error, ModelError):
+                raise
+            raise Infeasible(
+                f"{self.why}, and with {length} of its {self.samples} samples it raises {type(error).__name__}: "
+                f"{str(error).partition(chr(10))[0]}; use data=1"
+            ) from error
+        finally:
+            for table, before in self.tables:  # what may have been replaced
+                table.update(before)
+            set_state(self.model, self.attributes)
+            with torch.no_grad():
+                for name, x in self.named.items():
+                    x.copy_(self.values[name])
+                    x.grad = kept[name]
+            torch.random.set_rng_state(self.drawn)
+
+    def _gradients(self, loss: Tensor) -> dict[str, Tensor]:
+        trained = {name: p for name, p in self.named.items() if p.requires_grad}
+        try:
+            found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+        except RuntimeError:  # what autograd cannot do in evaluation, or without sparse gradients, the run itself tells
+            return {}
+        return {name: g for name, g in zip(trained, found, strict=True) if g is not None and g.layout is torch.strided}
