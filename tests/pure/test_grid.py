@@ -174,7 +174,7 @@ def test_what_each_axis_sends_is_the_closed_form(grid: str) -> None:
 
 
 def test_broken_twin_what_is_in_pieces_is_priced_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts_module, "_pieces_moving", lambda sharding, op, move: 1)
+    monkeypatch.setattr(parts_module, "pieces_moving", lambda sharding, op, move: 1)
     widths, batch = (2048, 4096, 2048, 4096, 2048), 512
     found = sent(Pricer(chain(widths, batch), NODE, batch), Layout.parse("tensor=2x4"))
     want = closed_form(widths, batch, 2, 4)

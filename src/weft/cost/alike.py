@@ -14,7 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.cost.memory import Inventory
-from weft.cost.parts import Parts, Stored, pieces
+from weft.cost.parts import Parts
+from weft.cost.pieces import pieces
+from weft.cost.places import Stored
 from weft.model.graph import Variable
 from weft.model.sharding import Sharding
 from weft.model.stages import Stage
@@ -48,7 +50,8 @@ def operator_kinds(inventory: Inventory, parts: Parts, weighted: NDArray[np.bool
     free, place, numbers = inventory.graph.free, 0, []
 
     def met(item: Stored) -> Hashable:
-        return _back(met_at, item.root, place), item.size_bytes, item.batched, item.shared, item.is_float, item.narrow, item.held
+        back = _back(met_at, f"{item.root} {item.copy}", place)
+        return back, item.size_bytes, item.batched, item.shared, item.is_float, bool(item.copy), item.held
 
     for i, op in enumerate(inventory.graph.operators):
         made_at.append(place)

@@ -34,11 +34,14 @@ def group_of(layout: Layout, *axes: str) -> Group:
 
 
 def prices_of(cluster: Cluster, layout: Layout, repeats: float) -> dict[str, Prices]:
-    """By axis with more than one rank. `repeats`: microbatches that make up the graph's batch, see `Prices`."""
+    """By axis with more than one tensor rank. `repeats`: microbatches that make up the graph's batch, see `Prices`.
+
+    A plan says how tensor ranks cut parameters; over data a run places operators by itself (`weft.run.build.shard_of`), at default prices.
+    """
     speed = cluster.speed(layout.num_ranks, layout.threads)
     found = {}
     for axis, size in layout.axes:
-        if axis == "pipeline" or size == 1:
+        if axis in ("pipeline", "data") or size == 1:
             continue
         group = group_of(layout, axis)
         little, much = (collective_s(cluster, "all_reduce", s, group) for s in (1.0, 2.0**24))

@@ -122,8 +122,9 @@ def base_of(pricer: Pricer, layout: Layout, stage: Stage, section: Section) -> B
         elsewhere,
         kept + scores,
         scores,
-        Moments(*(float((runs.most(works - gone) + one).max()) for one in whole)),
+        Moments(*(float((works - gone + one).max()) for one in whole)),
         moved_bytes=kept + scores,
+        num_alike=held.alike if layout.data > 1 else 0.0,
     )
 
     @cache
@@ -136,8 +137,8 @@ def base_of(pricer: Pricer, layout: Layout, stage: Stage, section: Section) -> B
             back = runs.over(at_once + (at_once > 0) * (pricer.layers_moved - 1) * at_once.max(), len(back))
         # What was dropped or moved is there again beside what works on it, and what those behind it kept is gone by then.
         moments = np.maximum(works + there + back, forward) + runs.over(each * mine.away, len(back)) - behind(stays)
-        at = [int((moments + runs.over(one, len(moments))).argmax()) for one in whole]
-        beside = [float(min(works[i], moments[i]) + runs.over(one, len(works))[i]) for one, i in zip(whole, at, strict=True)]
+        at = [int((moments + one).argmax()) for one in whole]
+        beside = [float(min(works[i], moments[i]) + one[i]) for one, i in zip(whole, at, strict=True)]
         return replace(
             state, kept_bytes=float(stays.sum()) + each * (mine.num_layers - float(mine.away.sum())), scores_bytes=0.0,
             beside=Moments(*beside), there=Moments(*(float(max(0.0, moments[i] - works[i])) for i in at)),
@@ -184,13 +185,13 @@ def like(base: Base, own: Callable[[], Base]) -> Base:
 
 
 def _moments(pricer: Pricer, layout: Layout, section: Section) -> tuple[Array, Runs, tuple[Array, Array, Array]]:
-    """By operator the bytes that its backward works on; the runs; by run what else is there for a moment, by stage of ZeRO: nothing where
-    gradients and weights are whole, then whole gradients on their way, then gathered weights as well."""
-    parts, ops, runs, widths = pricer.parts(layout), section.operators, section.runs(layout.expert), pricer.widths(layout)
+    """By operator the bytes that its backward works on; the runs; by operator what else is there for a moment, by stage of ZeRO: nothing
+    where gradients and weights are whole, then whole gradients on their way, then gathered weights as well."""
+    parts, ops, runs, widths = pricer.held_parts(layout), section.operators, section.runs(layout.expert), pricer.widths(layout)
     scale = pricer.microbatch(layout)
     narrow = {"float64": 2.0, "float16": 0.5, "bfloat16": 1.0 if pricer.cluster.is_cpu else 0.5}.get(layout.precision, 1.0)
     working = parts.working64_bytes if layout.precision == "float64" else parts.working_bytes
-    tensors = working[ops] * np.where(parts.shared[ops], scale / layout.data, scale)
+    tensors = working[ops] * np.where(parts.shared[ops], scale / layout.data, np.where(parts.batched[ops], scale, 1.0))
     works = tensors + parts.weight_bytes[ops] + parts.waiting.of_some(ops).at(scale, layout.data)
-    scattered = runs.scattering(widths.gradient, layout.data)
-    return narrow * works, runs, (np.zeros_like(scattered), scattered, scattered + runs.gathered(widths.weight))
+    scattered = runs.scattering(widths.gradient, layout.data, len(works))
+    return narrow * works, runs, (np.zeros_like(scattered), scattered, scattered + runs.over(runs.gathered(widths.weight), len(works)))

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from weft.cost.alike import firsts, operator_kinds, parameter_kinds
 from weft.cost.memory import Inventory
-from weft.cost.parts import Parts, held_parameters, pieces
+from weft.cost.parts import Parts, held_parameters
+from weft.cost.pieces import pieces
 from weft.cost.runs import Runs, starts_of
 from weft.cost.sections import Section, grouped, section
 from weft.model.sharding import Sharding
@@ -55,7 +56,7 @@ class Sections:
 
     kinds: Kinds
     stages: Sequence[Stage]
-    half: str
+    half: bool
     _found: dict[int, Section] = field(default_factory=dict)
 
     @cached_property
@@ -98,5 +99,5 @@ class Sections:
             for v in stage.variables if v in parameters and parameters[v].trainable and readers[v] == 1
         }  # fmt: skip
         starts = starts_of([parts.blocks[i] for i in numbers])
-        runs = cache(partial(Runs.of, stage.operators, starts, mine, experts))
+        runs = cache(partial(Runs.of, stage.operators, starts, mine, experts, self.kinds.inventory.grads))
         return section(parts, numbers, held, self.half, runs)

@@ -14,8 +14,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 
-from weft.model.graph import Graph, Operator, Ref, Tensor
-from weft.model.work import MATMUL_KINDS, RECURRENT_KEEPS, Work, batched, differentiable, packet, storages, work
+from weft.cost.working import working_bytes
+from weft.model.autocast import autocast, cast
+from weft.model.graph import DTYPE_BYTES, Graph, Operator, Ref, Tensor
+from weft.model.work import RECURRENT_KEEPS, Work, batched, differentiable, num_layers, packet, storages, work
 from weft.plan.compression import Compression
 from weft.plan.layout import BOTH_WAYS, Layout
 from weft.plan.plan import BUCKET_BYTES, Memory
@@ -93,14 +95,17 @@ def in_flight(schedule: str, num_stages: int, rank: int, microbatches: int, chun
 @dataclass(frozen=True, slots=True)
 class Kept:
     """What one operator keeps for backward: storages with their bytes, and the bytes of tensors that its own backward works on, in float32
-    and narrower and in float64 (counted as float32), and besides where it is not cut over ranks (`alone_bytes`)."""
+    and narrower and in float64 (counted as float32), and besides where it is not cut over ranks (`alone_bytes`) and where it is
+    (`spread_bytes`)."""
 
-    storages: tuple[tuple[str, float], ...]
+    storages: tuple[
+        tuple[str, str, float], ...
+    ]  # value, and which copy of it, of how many times its bytes, if in another dtype than it has
     working_bytes: float
     working64_bytes: float
     alone_bytes: float
+    spread_bytes: float
     weight_bytes: float  # the gradients of its weights before they are added up, whatever the batch
-    narrow: bool  # keeps bfloat16 copies under autocast
 
 
 @dataclass(frozen=True)
@@ -114,53 +119,71 @@ class Inventory:
     root: Mapping[str, str]
     held: frozenset[str] = field(default=frozenset())  # parameters, buffers, inputs and constants: never counted as activations
     is_cpu: bool = False
+    is_cast: bool = False  # by autocast; `graph` then has the dtypes that it makes
 
     @classmethod
-    def of(cls, graph: Graph, is_cpu: bool = False) -> Inventory:
-        """`is_cpu`: for processors' kernels, some of which keep more."""
+    def of(cls, graph: Graph, is_cpu: bool = False, is_cast: bool = False) -> Inventory:
+        """`is_cpu`: for processors' kernels, some of which keep more. `is_cast`: under autocast."""
         held = frozenset(v.value for v in (*graph.parameters, *graph.buffers, *graph.constants, *graph.inputs))
-        works, grads = work(graph), frozenset(differentiable(graph))
+        graph = autocast(graph) if is_cast else graph
+        works, grads = work(graph, cast if is_cast else None), frozenset(differentiable(graph))
         if is_cpu:
             for op in graph.operators:
-                more = _kept_by_processors(op, graph.tensors, grads)
+                more = _kept_by_processors(op, {**graph.tensors, **cast(op, graph.tensors)} if is_cast else graph.tensors, grads)
                 if more:
                     works[op.name] = replace(works[op.name], extra_bytes=works[op.name].extra_bytes + more)
-        return cls(graph, works, grads, frozenset(batched(graph)), storages(graph), held, is_cpu)
+        return cls(graph, works, grads, frozenset(batched(graph)), storages(graph), held, is_cpu, is_cast)
 
     @cached_property
     def kept(self) -> dict[str, Kept]:
-        """By operator; parameters only where a bfloat16 copy of them is kept."""
+        """By operator; parameters only where a copy of them is kept in another dtype."""
         found = {}
-        tensors = self.graph.tensors
         for op in self.graph.operators:
+            read = cast(op, self.graph.tensors) if self.is_cast else {}
+            tensors = {**self.graph.tensors, **read} if read else self.graph.tensors
             done = self.works[op.name]
-            narrow = done.kind in (*MATMUL_KINDS, "activation")
-            roots = {self.root.get(v, v) for v in done.keeps}
-            mine = [(r, float(tensors[r].size_bytes)) for r in roots if r not in self.held or (narrow and r in self.grads)]
+            mine = dict.fromkeys(self._storage(op, v, read) for v in done.keeps)
             live = any(v in self.grads for v in op.outputs)
-            values = {*op.outputs, *op.inputs} - self.held if live else set()
-            size = 0.0 + sum(tensors[v].size_bytes for v in values) + done.extra_bytes * live
+            size = working_bytes(op, tensors, self.grads, self.held, done.extra_bytes) if live else 0.0
             if op.function is not None and live:
                 size += op.function.working_bytes
-            weights = alone = relaid = columns = 0.0
+            if read and live:  # its operands' gradients in both dtypes
+                both = (sum(t[v].size_bytes for v in read if v in self.grads and v not in self.held) for t in (tensors, self.graph.tensors))
+                size = max(size, sum(both))
+            weights = alone = spread = relaid = columns = 0.0
             if self.is_cpu and live:
                 weights = sum(tensors[v].size_bytes for v in op.inputs if v in self.held and v in self.grads)
                 weights *= 2 if done.kind == "convolution" else 1  # convolutions make it in a layout of their own first
+                weights = max(
+                    weights,
+                    sum(tensors[v].size_bytes + self.graph.tensors[v].size_bytes for v in read if v in self.grads and v in self.held),
+                )
                 if done.kind == "convolution":
                     relaid, columns = _relaid_bytes(op, tensors, self.grads), _columns_bytes(op, tensors)
-                # Batch norm makes as much again as its input's gradient; `weft.lower.kernels.statistics`, of many ranks, does not.
-                alone = float(tensors[op.inputs[0]].size_bytes) if packet(op) == "batch_norm" and op.inputs[0] in self.grads else 0.0
-            found[op.name] = Kept(tuple(sorted(mine)), size + relaid, size + columns, alone, weights, narrow)
+                if packet(op) == "batch_norm" and op.inputs[0] in self.grads:
+                    # It makes as much again as its input's gradient; `weft.lower.kernels.statistics`, of many ranks, does not, but
+                    # computes in float32.
+                    alone = float(tensors[op.inputs[0]].size_bytes)
+                    spread = 4 * alone if tensors[op.inputs[0]].dtype == "bfloat16" else 0.0
+            found[op.name] = Kept(tuple(sorted(one for one in mine if one)), size + relaid, size + columns, alone, spread, weights)
         return found
+
+    def _storage(self, op: Operator, value: str, read: Mapping[str, Tensor]) -> tuple[str, str, float] | None:
+        """What an operator keeps of a value. A copy in another dtype is made for each operator, but of a weight once."""
+        if value in read:
+            whose = "" if value in self.held else f" for {op.name}"
+            return value, f"{read[value].dtype}{whose}", read[value].size_bytes / self.graph.tensors[value].size_bytes
+        return None if self.root.get(value, value) in self.held else (value, "", 1.0)
 
 
 def _relaid_bytes(op: Operator, tensors: Mapping[str, Tensor], grads: frozenset[str]) -> float:
     """Bytes that a convolution's backward takes on processors besides the gradients of its operands, found by watching it: oneDNN has the
-    output's gradient and the input's (with strides, its values too) in layouts of its own, but where the convolution is one product."""
+    output's gradient and the input's (with strides, its values too) in layouts of its own, but where the convolution is one product, which
+    torch itself makes in float32 (of few samples) and oneDNN in bfloat16."""
     x, out, window = tensors[op.inputs[0]], tensors[op.outputs[0]], tensors[op.inputs[1]].shape[2:]
     strided = any(n >= 2 * m for n, m in zip(x.shape[2:], out.shape[2:], strict=True))
     if max(window, default=1) == 1 and not strided:
-        return 0.0
+        return float(x.size_bytes + out.size_bytes) if x.dtype == "bfloat16" else 0.0
     if op.inputs[0] not in grads:
         return float(out.size_bytes)
     return float(x.size_bytes + (max(x.size_bytes, out.size_bytes) if strided else out.size_bytes))
@@ -179,7 +202,7 @@ def _kept_by_processors(op: Operator, tensors: Mapping[str, Tensor], grads: froz
     """Bytes that torch's kernels for processors keep for backward beside what `weft.model.work` counts, found by watching them.
 
     RMS norm keeps what it normalised; attention its scores, where a mask learns, and thrice with dropout; oneDNN's LSTM a workspace of 16
-    outputs, other recurrent layers 7 in all.
+    outputs (23 in bfloat16), other recurrent layers 7 in all.
     """
     if not grads.intersection(op.outputs):
         return 0.0
@@ -187,15 +210,19 @@ def _kept_by_processors(op: Operator, tensors: Mapping[str, Tensor], grads: froz
     if name == "rms_norm":
         return out.size_bytes
     if name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
-        layers = sum(1 for v in op.inputs[1:] if len(tensors[v].shape) == 2) / 2
-        return ((16.0 if name == "lstm" else 7.0) - RECURRENT_KEEPS) * out.size_bytes * layers
+        lstm = 23.0 if out.dtype == "bfloat16" else 16.0  # its cells' states are float32
+        return ((lstm if name == "lstm" else 7.0) - RECURRENT_KEEPS) * out.size_bytes * num_layers(op, tensors)
     if name == "scaled_dot_product_attention":
-        query, key = (tensors[v] for v in op.inputs[:2])
-        scores = query.size_bytes / query.shape[-1] * key.shape[-2]
+        query, key, value = (tensors[v] for v in op.inputs[:3])
+        wide = 4.0 / DTYPE_BYTES[query.dtype] if query.dtype == "bfloat16" else 1.0
+        scores = wide * query.size_bytes / query.shape[-1] * key.shape[-2]
         mask = op.args[3] if len(op.args) > 3 else dict(op.kwargs).get("attn_mask")
-        if len(op.args) > 4 and op.args[4]:
-            return 3 * scores
-        return scores if isinstance(mask, Ref) and mask.value in grads else 0.0
+        drops_some = len(op.args) > 4 and bool(op.args[4])
+        if not drops_some and not (isinstance(mask, Ref) and mask.value in grads):
+            return 0.0
+        # Composed of products and a softmax, in float32: of what is narrower there are copies in place of it.
+        copies = (wide - 1) * (query.size_bytes + key.size_bytes + value.size_bytes) - (wide > 1) * out.size_bytes
+        return scores * (3 if drops_some else 1) + copies
     return 0.0
 
 
@@ -217,7 +244,8 @@ class Moments:
 class StageState:
     """One stage on one rank: parameters after cutting, layers, and bytes of one microbatch.
 
-    `num_elsewhere` are parameters of experts that other data replicas have: ZeRO divides those too.
+    `num_elsewhere` are parameters of experts that other data replicas have: ZeRO divides those too. `num_alike` are trained by every
+    replica with the same gradient, which is not summed: ZeRO leaves those whole.
 
     `entering_bytes` come from other stages; `kept_bytes` are kept on the device for backward, `scores_bytes` of them by attention's scores.
     `beside` is what there is for a moment of backward beside what is
@@ -234,6 +262,7 @@ class StageState:
     beside: Moments = Moments()
     there: Moments = Moments()
     moved_bytes: float = 0.0
+    num_alike: float = 0.0
 
 
 def memory_of(
@@ -246,7 +275,8 @@ def memory_of(
     pieces = zero if data > 1 else 0
     kept = state.kept_bytes - (state.scores_bytes if layout.recompute == "selective" else 0.0)
     activation = kept * flying + state.there.of(pieces)
-    shared, trained = ((n + state.num_elsewhere) / data for n in (state.num_parameters, state.num_trainable))
+    alike = state.num_alike
+    shared, trained = ((n - alike + state.num_elsewhere) / data + alike for n in (state.num_parameters, state.num_trainable))
     parameters = widths.weight * (shared if zero == 3 else state.num_parameters)
     gradients = widths.gradient * (trained if zero >= 2 else state.num_trainable)
     gradients *= layout.staleness + 1  # each step under way has its own

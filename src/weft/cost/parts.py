@@ -8,9 +8,8 @@ that data replicas share although they do not follow the batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, cached_property, partial
-from math import prod
 from typing import TypeVar
 
 import numpy as np
@@ -18,15 +17,17 @@ from numpy.typing import NDArray
 
 from weft.cost.kernels import Kernel
 from weft.cost.memory import Inventory
+from weft.cost.pieces import cut, divided, pieces, pieces_moving, shared_by_data, tensor_axes
+from weft.cost.places import Places, Stored
 from weft.cost.runs import Amount, Amounts
 from weft.model.graph import Graph, Operator, Variable
 from weft.model.rules import rule_of
-from weft.model.sharding import Move, Sharding
+from weft.model.sharding import Sharding
 from weft.model.stages import Cut
 from weft.model.work import num_steps, packet
 
 T = TypeVar("T", bound=Hashable)
-Seen = set[tuple[str, bool]]  # storages that are counted already: (root, whether a 16-bit copy of it)
+Seen = set[tuple[str, str]]  # storages that are counted already: (root, which copy of it in another dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,25 +52,6 @@ class Collective:
     wide: bool = False  # float32 whatever the precision
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """A storage that backward keeps: its bytes in float32 after the tensor axis."""
-
-    root: str
-    size_bytes: float
-    batched: bool
-    shared: bool
-    is_float: bool
-    narrow: bool  # a 16-bit copy under autocast
-    held: bool  # a parameter or an input: only such a copy counts
-
-    @property
-    def amount(self) -> Amount:
-        if not self.batched:
-            return Amount(fixed=self.size_bytes)
-        return Amount(shared=self.size_bytes) if self.shared else Amount(batched=self.size_bytes)
-
-
 @dataclass(frozen=True)
 class Parts:
     """`compute[index[i]]` is operator i. `forward` and `backward`: (operator, entry of `collectives`)."""
@@ -83,13 +65,18 @@ class Parts:
     reads: tuple[tuple[tuple[int, Stored], ...], ...]  # what each operator reads of others', with the number of the one that made it
     makes: tuple[tuple[Stored, ...], ...]
     extra_bytes: NDArray[np.float64]  # float32 tensors that are no value of the graph, kept by each operator
-    working_bytes: NDArray[np.float64]  # of tensors that follow the batch, in each operator's backward
+    working_bytes: NDArray[np.float64]  # in each operator's backward, of tensors that follow the batch if the operator does
     working64_bytes: NDArray[np.float64]  # the same of float64's operators, as float32
     weight_bytes: NDArray[np.float64]  # the same of weights' gradients
     waiting: Amounts  # gradients that are there meanwhile: of what was made before the operator and is read behind it
     shared: NDArray[np.bool_]
     attention: NDArray[np.bool_]
     blocks: tuple[str, ...]  # the numbered block that each operator stands in, which recomputation repeats; "" for none
+
+    @cached_property
+    def batched(self) -> NDArray[np.bool_]:
+        """By operator: whether its size follows the batch."""
+        return np.array([local.batched for local in self.compute], dtype=bool)[self.index]
 
     @cached_property
     def repeated(self) -> NDArray[np.bool_]:
@@ -137,53 +124,6 @@ def block(site: str) -> str:
     return ".".join(path[: next((i + 1 for i, part in enumerate(path) if part.isdigit()), 0)])
 
 
-def cut(sharding: Sharding | None, op: str, axis: str) -> bool:
-    return sharding is not None and bool(sharding.ops[op].get(axis))
-
-
-def tensor_axes(sharding: Sharding | None) -> list[str]:
-    """The axes that cut weights: all but data."""
-    return [] if sharding is None else [axis for axis in sharding.sizes if axis != "data"]
-
-
-def shared_by_data(sharding: Sharding | None, value: str) -> bool:
-    """Whether data replicas have a piece each of a value."""
-    return sharding is not None and value in sharding.forms and sharding.forms[value].get("data", "R")[0] == "S"
-
-
-def pieces(sharding: Sharding | None, value: str, but: str = "") -> int:
-    """Pieces that a value is cut into along the tensor axes, all of them `but` one."""
-    if sharding is None or value not in sharding.forms:
-        return 1
-    forms = sharding.forms[value]
-    return prod(sharding.sizes[axis] for axis in tensor_axes(sharding) if axis != but and forms.get(axis, "R")[0] == "S")
-
-
-def _pieces_moving(sharding: Sharding, op: Operator, move: Move) -> int:
-    """Pieces that a value is cut into along the other tensor axes while it moves along one: what moves before and after says
-    `weft.lower.local`, summands first, then axis by axis."""
-    made, order = sharding.forms[move.value], list(sharding.sizes)
-    need = sharding.needs[op.name][op.inputs.index(move.value)]
-    ways = 1
-    for axis in tensor_axes(sharding):
-        if axis != move.axis:
-            before = (made[axis][0] != "P", order.index(axis)) < (move.source[0] != "P", order.index(move.axis))
-            form = (need[axis] if before else None) or made[axis]
-            ways *= sharding.sizes[axis] if form[0] == "S" else 1
-    return ways
-
-
-def _ways_read(sharding: Sharding, op: Operator) -> int:
-    """Pieces along the tensor axes into which an operator's first operand is cut where the operator reads it."""
-    made, need = sharding.forms[op.inputs[0]], sharding.needs[op.name][0]
-    return prod(sharding.sizes[axis] for axis in tensor_axes(sharding) if (need.get(axis) or made.get(axis, "R"))[0] == "S")
-
-
-def divided(sharding: Sharding | None, op: str) -> int:
-    """Tensor ranks among which an operator's work is divided."""
-    return 1 if sharding is None else prod(sharding.sizes[axis] for axis in tensor_axes(sharding) if cut(sharding, op, axis))
-
-
 def gather(inventory: Inventory, sharding: Sharding | None, narrow: frozenset[str]) -> Parts:
     """`narrow`: values that are 16-bit under autocast on processors."""
     graph = inventory.graph
@@ -202,19 +142,12 @@ def gather(inventory: Inventory, sharding: Sharding | None, narrow: frozenset[st
         follows = by_row or (size_bytes is None and value in inventory.batched)
         return collectives(Collective(name, axis, size, follows, shared, value in narrow, size_bytes is not None))
 
-    def whole(root: str, size: float, narrow: bool = False) -> Stored:
-        """A storage of so many bytes before it is cut."""
-        return Stored(
-            root, size / ways_of(root), root in inventory.batched, shared_by_data(sharding, root), graph.tensors[root].is_float,
-            narrow, root in inventory.held,
-        )  # fmt: skip
-
     if sharding is not None:
         for move in sharding.moves:
             if move.op not in position:
                 continue
             at = position[move.op]
-            ways = 0 if move.axis == "data" else _pieces_moving(sharding, graph.operators[at], move)
+            ways = 0 if move.axis == "data" else pieces_moving(sharding, graph.operators[at], move)
             if move.forward not in ("", "slice", "pad"):
                 forward.append((at, moved(move.forward, move.value, move.axis, ways=ways)))
             if move.backward not in ("", "slice", "pad") and move.value in inventory.grads:
@@ -223,6 +156,9 @@ def gather(inventory: Inventory, sharding: Sharding | None, narrow: frozenset[st
     by_expert = set(expert_weights(graph).values())
     stored, reads, makes, extra, working, working64, weights, shared = [], [], [], [], [], [], [], []
     made = {value: i for i, op in enumerate(graph.operators) for value in op.outputs}
+    last = {value: i for i, op in enumerate(graph.operators) for value in op.inputs if op.outputs[0] in inventory.grads}
+    joins = {value for value in last if value in inventory.grads and value in made}
+    places = Places(inventory, sharding)
     for i, op in enumerate(graph.operators):
         index[i] = compute(_local(inventory, sharding, op, siblings))
         for axis in axes:
@@ -238,23 +174,20 @@ def gather(inventory: Inventory, sharding: Sharding | None, narrow: frozenset[st
                 backward.append((i, moved("all_to_all", value, "expert")))
         divide = divided(sharding, op.name)
         mine = inventory.kept[op.name]
-        stored.append(tuple(whole(root, size, mine.narrow) for root, size in mine.storages))
-        more = 0.0
-        if sharding is not None and inventory.is_cpu and inventory.works[op.name].kind == "convolution":
-            ways = _ways_read(sharding, op)
-            if ways < pieces(sharding, op.inputs[0]):  # it keeps what was gathered for it
-                root = inventory.root.get(op.inputs[0], op.inputs[0])
-                read_whole = replace(whole(root, 0.0), root=f"{root} in {ways}", size_bytes=graph.tensors[root].size_bytes / ways)
-                stored[-1] = (*(item for item in stored[-1] if item.root != root), read_whole)
-            if op.inputs[0] in inventory.grads:  # its gradient, and that in a layout of its own
-                more = max(0.0, 2.0 * graph.tensors[op.inputs[0]].size_bytes * (1 / ways - 1 / divide))
-        read = {v: inventory.root.get(v, v) for v in op.inputs if v in made}
-        makes.append(tuple(whole(root, float(graph.tensors[root].size_bytes)) for root in (inventory.root.get(v, v) for v in op.outputs)))
-        reads.append(tuple((made[v], whole(root, float(graph.tensors[root].size_bytes))) for v, root in read.items()))
+        arriving = places.read(op)
+        places.add(op, arriving)
+        stored.append(tuple(places.kept(op, arriving, *one) for one in mine.storages))
+        makes.append(tuple(places.made[v] for v in op.outputs))
+        reads.append(tuple((made[v], places.made[v]) for v in dict.fromkeys(op.inputs) if v in made))
         extra.append(inventory.works[op.name].extra_bytes / divide)
         is_cut = any(cut(sharding, op.name, axis) for axis in axes)
-        working.append((mine.working_bytes + mine.alone_bytes * (not is_cut)) / divide + more)
-        working64.append((mine.working64_bytes + mine.alone_bytes * (not is_cut)) / divide + more)
+        beside = mine.spread_bytes if is_cut else mine.alone_bytes
+        more = _beside_pieces(inventory, places, op, divide) if sharding is not None else 0.0
+        # A gradient that comes to one that waits is added up into a third.
+        joined = (2 * places.own(v, places.ways_read(op, at)).size_bytes for at, v in enumerate(op.inputs) if v in joins and last[v] > i)
+        least = max(joined, default=0.0)
+        working.append(max(least, (mine.working_bytes + beside) / divide + more))
+        working64.append(max(least, (mine.working64_bytes + beside) / divide + more))
         weights.append(mine.weight_bytes / divide)
         shared.append(cut(sharding, op.name, "data"))
     return Parts(
@@ -270,11 +203,29 @@ def gather(inventory: Inventory, sharding: Sharding | None, narrow: frozenset[st
         np.array(working),
         np.array(working64),
         np.array(weights),
-        _waiting(graph, inventory.grads, made, [one.amount for one in (whole(v, float(graph.tensors[v].size_bytes)) for v in made)]),
+        _waiting(graph, inventory.grads, made, [places.own(v).amount for v in made]),
         np.array(shared, dtype=bool),
         np.array([inventory.works[op.name].kind == "attention" for op in graph.operators]),
         tuple(block(op.site) for op in graph.operators),
     )
+
+
+def _beside_pieces(inventory: Inventory, places: Places, op: Operator, divide: int) -> float:
+    """Bytes of gradients that are not cut as the operator's work is: of what it reads whole, and of summands. A convolution has that of
+    its first operand in a layout of its own, too."""
+    tensors, sharding = inventory.graph.tensors, places.sharding
+    more = 0.0
+    for at, value in enumerate(op.inputs):
+        if value in inventory.grads and value not in inventory.held:
+            twice = 2.0 if at == 0 and inventory.works[op.name].kind == "convolution" else 1.0
+            ways = places.ways_read(op, at)
+            more += twice * tensors[value].size_bytes * max(0.0, 1 / ways - 1 / divide)
+            if packet(op) in ("cat", "stack") and ways < pieces(sharding, value):  # of its gradient a piece is cut out and sent
+                more += tensors[value].size_bytes / ways
+    for value in op.outputs:
+        if value in inventory.grads:
+            more += tensors[value].size_bytes * max(0.0, 1 / pieces(sharding, value) - 1 / divide)
+    return more
 
 
 def _waiting(graph: Graph, grads: frozenset[str], made: Mapping[str, int], sizes: Sequence[Amount]) -> Amounts:
@@ -356,15 +307,15 @@ def _inside(
         forward.append((i, moved("all_reduce", out, axis)))  # summed before the bias is added
 
 
-def storages_bytes(items: Iterable[Stored], half: str, seen: Seen) -> Amount:
+def storages_bytes(items: Iterable[Stored], half: bool, seen: Seen) -> Amount:
     """Those of these storages that are not in `seen`, to which they are added. `half` as for `keeps`."""
     shared = batched = fixed = 0.0
     for item in items:
-        narrow = half == "autocast" and item.narrow
-        if (item.root, narrow) in seen or (item.held and not narrow):
+        key = (item.root, item.copy)
+        if key in seen or (item.held and not item.copy):
             continue
-        seen.add((item.root, narrow))
-        size = item.size_bytes * (0.5 if item.is_float and (narrow or half == "all") else 1.0)
+        seen.add(key)
+        size = item.size_bytes * (0.5 if item.is_float and half else 1.0)
         if not item.batched:
             fixed += size
         elif item.shared:
@@ -374,24 +325,24 @@ def storages_bytes(items: Iterable[Stored], half: str, seen: Seen) -> Amount:
     return Amount(shared, batched, fixed)
 
 
-def keeps(parts: Parts, operators: Iterable[int], half: str = "", seen: Seen | None = None) -> list[Amount]:
+def keeps(parts: Parts, operators: Iterable[int], half: bool = False, seen: Seen | None = None) -> list[Amount]:
     """By operator: what it keeps for backward and none before it does. `seen`: storages that others count, to which these are added.
 
-    `half`: "" for none, "autocast" for 16-bit copies of products' operands, "all" where every float tensor is 16-bit.
+    `half`: where every float tensor is 16-bit, as on GPUs; under autocast the inventory itself says what is.
     """
     seen, found = Seen() if seen is None else seen, []
     for i in operators:
         kept = storages_bytes(parts.stored[i], half, seen) if parts.stored[i] else Amount()
         # Besides losses' logarithms it is masks that are no value of the graph: a byte an element.
-        mask = half == "all" and parts.compute[parts.index[i]].kernel.kind == "elementwise"
+        mask = half and parts.compute[parts.index[i]].kernel.kind == "elementwise"
         extra = float(parts.extra_bytes[i]) * (0.25 if mask else 1.0)
         if extra:
-            kept += Amount(shared=extra) if parts.shared[i] else Amount(batched=extra)
+            kept += Amount(shared=extra) if parts.shared[i] else Amount(batched=extra) if parts.batched[i] else Amount(fixed=extra)
         found.append(kept)
     return found
 
 
-def kept_bytes(parts: Parts, operators: Iterable[int], half: str = "", seen: Seen | None = None) -> Amount:
+def kept_bytes(parts: Parts, operators: Iterable[int], half: bool = False, seen: Seen | None = None) -> Amount:
     """What these operators keep together, as `keeps`."""
     return sum(keeps(parts, operators, half, seen), Amount())
 
@@ -410,6 +361,11 @@ class Held:
     sums: tuple[tuple[tuple[str, ...], float], ...]
     tied: float
     expert: float = 0.0
+
+    @property
+    def alike(self) -> float:
+        """Trainable ones whose gradients data replicas do not sum, since each has the same."""
+        return self.trainable - sum(number for axes, number in self.sums if "data" in axes or "expert" in axes)
 
 
 def held_parameters(
@@ -469,10 +425,10 @@ def expert_weights(graph: Graph) -> dict[str, str]:
 def even_sites(cuts: Sequence[Cut], num_stages: int) -> tuple[str, ...]:
     """Where stages of equally many numbered blocks begin; () for one stage, and where blocks do not divide so or hand on unequally."""
     found: dict[str, Cut] = {}
-    for cut in cuts:
-        if numbered(cut.site):
-            found.setdefault(block(cut.site), cut)
-    if num_stages == 1 or len(found) % num_stages or len({cut.size_bytes for cut in found.values()}) > 1:
+    for one in cuts:
+        if numbered(one.site):
+            found.setdefault(block(one.site), one)
+    if num_stages == 1 or len(found) % num_stages or len({one.size_bytes for one in found.values()}) > 1:
         return ()
-    starts = [cut.site for cut in found.values()]
+    starts = [one.site for one in found.values()]
     return tuple(starts[len(starts) * i // num_stages] for i in range(1, num_stages))

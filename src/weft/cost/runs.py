@@ -3,13 +3,14 @@
 In: operators with the bytes that each works on and keeps, and the parameters that each reads. Out: the most that is there at once. A
 run is what stands in one numbered block, or between two: `run.layers` cuts stages so, and `run.parameters` keeps buckets of scattered
 gradients within one. Backward goes from the last operator to the first. While it is at one, what those behind it kept is gone; the run's
-bucket fills, the bucket before is scattered and this rank's piece of it arrives (`run.scattered`); in stage 3 the run's weights are
-whole, and those of the run that comes next are on their way (`run.gathered`).
+bucket fills, the bucket before is scattered and this rank's piece of it arrives, and when it is full its own (`run.scattered`); in stage 3
+the run's weights are whole, and those of the run that comes next are on their way; a run into which no gradient goes further (look-ups)
+keeps its own until backward is over (`run.gathered`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -79,12 +80,14 @@ def starts_of(blocks: Sequence[str]) -> list[int]:
 @dataclass(frozen=True)
 class Runs:
     """By run, in order: where it begins among the stage's operators, the trainable parameters that it reads, those of its largest buckets,
-    and those of the largest that is scattered while it goes backward."""
+    those of the largest that is scattered while it goes backward, and those that runs behind it have not let go of."""
 
     starts: tuple[int, ...]
     parameters: NDArray[np.float64]
     filled: NDArray[np.float64]
     scattered: NDArray[np.float64]
+    before: NDArray[np.float64]  # of `scattered`, what the runs behind it left
+    staying: NDArray[np.float64]
 
     @classmethod
     def of(
@@ -93,10 +96,11 @@ class Runs:
         starts: Sequence[int],
         trained: Mapping[str, float],
         experts: frozenset[str],
+        learns: Set[str],
         spread: int,
     ) -> Runs:
         """`trained`: the elements that a tensor rank has of each trainable parameter; of
-        `experts` it has one part in `spread`."""
+        `experts` it has one part in `spread`. `learns`: values that have a gradient."""
         readers: dict[str, list[int]] = {}
         for run, (first, last) in enumerate(zip(starts, [*starts[1:], len(operators)], strict=True)):
             for value in dict.fromkeys(v for op in operators[first:last] for v in op.inputs if v in trained):
@@ -109,11 +113,14 @@ class Runs:
             for run in runs:
                 parameters[run] += sum(sizes)
                 filled[run] += min(sum(sizes), max(_BUCKET, *sizes))  # a bucket is full with the parameter that brings it to its size
-        scattered, before = [], 0.0
+        scattered, left, before = [], [], 0.0
         for whole, bucket in zip(reversed(parameters), reversed(filled), strict=True):
+            left.append(before)
             scattered.append(max(before, bucket if whole > bucket else 0.0))
             before = bucket or before
-        return cls(tuple(starts), np.array(parameters), np.array(filled), np.array(scattered[::-1]))
+        ends = [_ends(operators[first:last], learns, trained) for first, last in zip(starts, [*starts[1:], len(operators)], strict=True)]
+        staying = behind(np.array(parameters) * np.array(ends))
+        return cls(tuple(starts), np.array(parameters), np.array(filled), np.array(scattered[::-1]), np.array(left[::-1]), staying)
 
     def most(self, by_operator: NDArray[np.float64]) -> NDArray[np.float64]:
         """By run: the most bytes that there are in the backward of one of its operators."""
@@ -124,11 +131,21 @@ class Runs:
         """By operator, of so many: what there is by run."""
         return np.repeat(by_run, np.diff([*self.starts, num_operators]))
 
-    def scattering(self, gradient: float, data: int) -> NDArray[np.float64]:
-        """By run: bytes of whole gradients of `gradient` bytes an element, and of the piece that arrives, from stage 2 of ZeRO on."""
-        return gradient * (self.filled + (1 + 1 / data) * self.scattered)
+    def scattering(self, gradient: float, data: int, num_operators: int) -> NDArray[np.float64]:
+        """By operator, of so many: bytes of whole gradients of `gradient` bytes an element, and of the pieces that arrive, from stage 2 of
+        ZeRO on. The first operator of a run is the last in backward, and completes its bucket."""
+        found = self.over(self.filled + (1 + 1 / data) * self.scattered, num_operators)
+        first = list(self.starts)
+        found[first] = np.maximum(found[first], (1 + 1 / data) * (self.filled + self.before))
+        return gradient * found
 
     def gathered(self, weight: float) -> NDArray[np.float64]:
         """By run: bytes of weights of `weight` bytes an element that are whole during its backward, in stage 3."""
         before = np.concatenate(([0.0], self.parameters[:-1]))
-        return weight * (self.parameters + before)
+        return weight * (self.parameters + before + self.staying)
+
+
+def _ends(run: Sequence[Operator], learns: Set[str], trained: Mapping[str, float]) -> bool:
+    """Whether no gradient goes through a run to what came before it."""
+    made = {value for op in run for value in op.outputs}
+    return not any(v in learns and v not in made and v not in trained for op in run for v in op.inputs)

@@ -15,7 +15,8 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.cost.parts import Held, Parts, Seen, Stored, keeps, kept_bytes, storages_bytes
+from weft.cost.parts import Held, Parts, Seen, keeps, kept_bytes, storages_bytes
+from weft.cost.places import Stored
 from weft.cost.runs import Amount, Amounts, Runs, starts_of
 from weft.plan.residency import Residency
 
@@ -48,7 +49,7 @@ class Groups:
 
     parts: Parts
     operators: Sequence[int]
-    half: str
+    half: bool
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -169,19 +170,18 @@ def _passing(groups: Groups, run: Sequence[int], seen: Seen, saves: bool) -> lis
     return found
 
 
-def _asked_for(parts: Parts, run: Sequence[int], half: str, seen: Seen) -> list[Amount]:
+def _asked_for(parts: Parts, run: Sequence[int], half: bool, seen: Seen) -> list[Amount]:
     """By operator of a run that was moved: what is back while its backward is at it, of what `seen` does not have already: what it keeps
     itself, and what operators behind it asked for and it or one before it will read."""
-    first: dict[tuple[str, bool], int] = {}
-    last: dict[tuple[str, bool], int] = {}
-    items: dict[tuple[str, bool], Stored] = {}
+    first: dict[tuple[str, str], int] = {}
+    last: dict[tuple[str, str], int] = {}
+    items: dict[tuple[str, str], Stored] = {}
     for at, i in enumerate(run):
         for item in parts.stored[i]:
-            key = item.root, item.narrow
+            key = item.root, item.copy
             first.setdefault(key, at)
             last[key], items[key] = at, item
-    every = {(root, narrow) for root, _ in items for narrow in (False, True)}
-    found = [kept_bytes(parts, [i], half, set(every)) for i in run]  # what is no value of the graph
+    found = [kept_bytes(parts, [i], half, set(items)) for i in run]  # what is no value of the graph
     counted = set(seen)
     for key, item in items.items():
         size = storages_bytes([item], half, counted)
@@ -215,7 +215,7 @@ class Section:
     staying: Callable[[Residency, int, bool, bool], Staying]  # worked out when it is first asked for
 
 
-def section(parts: Parts, operators: NDArray[np.intp], held: Held, half: str, runs: Callable[[int], Runs]) -> Section:
+def section(parts: Parts, operators: NDArray[np.intp], held: Held, half: bool, runs: Callable[[int], Runs]) -> Section:
     """`half` as for `keeps`."""
     scores = []
     for shared in (True, False):
@@ -226,7 +226,7 @@ def section(parts: Parts, operators: NDArray[np.intp], held: Held, half: str, ru
     return Section(operators, held, kept, Amount(*scores), runs, *grouped(parts, numbers, half))
 
 
-def grouped(parts: Parts, operators: Sequence[int], half: str) -> tuple[Groups, Callable[[Residency, int, bool, bool], Staying]]:
+def grouped(parts: Parts, operators: Sequence[int], half: bool) -> tuple[Groups, Callable[[Residency, int, bool, bool], Staying]]:
     """A stage's operators by their block, and what of theirs stays, see `Section`. `half` as for `keeps`."""
     groups = Groups(parts, operators, half)
     return groups, cache(partial(staying, groups))

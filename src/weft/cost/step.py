@@ -77,7 +77,8 @@ class Pricer:
     places: dict[int, list[Cut]] = field(default_factory=dict)  # cuts that the search tries, by how many it needs
     _shardings: dict[Cutting, Sharding | None] = field(default_factory=dict)
     _parts: dict[Cutting, Parts] = field(default_factory=dict)
-    _kinds: dict[Cutting, Kinds] = field(default_factory=dict)
+    _cast_parts: dict[Cutting, Parts] = field(default_factory=dict)
+    _kinds: dict[tuple[object, ...], Kinds] = field(default_factory=dict)
     _sections: dict[tuple[object, ...], Sections] = field(default_factory=dict)
     _splits: dict[tuple[str, ...], tuple[Stage, ...]] = field(default_factory=dict)
     _times: dict[tuple[object, ...], tuple[Array, Array, Array, Array]] = field(default_factory=dict)
@@ -89,6 +90,11 @@ class Pricer:
     @cached_property
     def inventory(self) -> Inventory:
         return Inventory.of(self.graph, self.cluster.is_cpu)
+
+    @cached_property
+    def cast_inventory(self) -> Inventory:
+        """The inventory under autocast."""
+        return Inventory.of(self.graph, self.cluster.is_cpu, is_cast=True)
 
     @cached_property
     def cuts(self) -> tuple[Cut, ...]:
@@ -196,6 +202,19 @@ class Pricer:
             self._parts[key] = gather(self.inventory, self.sharding(layout), self._narrow)
         return self._parts[key]
 
+    def held_parts(self, layout: Layout) -> Parts:
+        """The same with what operators keep and work on in the dtypes that the layout's precision gives them."""
+        if not self._is_cast(layout):
+            return self.parts(layout)
+        key = self._cut(layout)
+        if key not in self._cast_parts:
+            self._cast_parts[key] = gather(self.cast_inventory, self.sharding(layout), self._narrow)
+        return self._cast_parts[key]
+
+    def _is_cast(self, layout: Layout) -> bool:
+        """Whether operators are cast by autocast, as on processors."""
+        return self.cluster.is_cpu and layout.precision == "bfloat16"
+
     def operator_seconds(self, layout: Layout) -> tuple[Array, Array, Array, Array]:
         """Forward and backward of compute, forward and backward of collectives, by operator."""
         key = (*self._cut(layout), layout.data, layout.num_ranks, layout.threads, layout.microbatches, layout.precision, layout.expert)
@@ -285,12 +304,14 @@ class Pricer:
         return self._splits[key]
 
     def _sections_of(self, layout: Layout, sites: tuple[str, ...]) -> Sections:
-        half = "" if layout.precision in ("float32", "float64") else "autocast" if self.cluster.is_cpu else "all"
-        cutting = self._cut(layout)
+        is_cast = self._is_cast(layout)
+        half = not is_cast and layout.precision not in ("float32", "float64")
+        cutting = (*self._cut(layout), is_cast)
         key = (*cutting, half, sites)
         if key not in self._sections:
             if cutting not in self._kinds:
-                self._kinds[cutting] = Kinds(self.inventory, self.sharding(layout), self.parts(layout), self._experts, self.weighted)
+                inventory = self.cast_inventory if is_cast else self.inventory
+                self._kinds[cutting] = Kinds(inventory, self.sharding(layout), self.held_parts(layout), self._experts, self.weighted)
             self._sections[key] = Sections(self._kinds[cutting], self.split(sites), half)
         return self._sections[key]
 

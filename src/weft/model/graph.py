@@ -43,6 +43,11 @@ class Tensor:
     def is_float(self) -> bool:
         return "float" in self.dtype
 
+    @property
+    def can_learn(self) -> bool:
+        """Whether autograd has gradients of such a tensor: floating point, real or complex."""
+        return self.is_float or self.dtype.startswith("complex")
+
     def __str__(self) -> str:
         return f"{self.dtype}{list(self.shape)}"
 

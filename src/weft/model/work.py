@@ -8,7 +8,7 @@ fuses, and sparsity.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -55,28 +55,35 @@ def _kinds() -> dict[str, str]:
         "activation": "gelu silu tanh sigmoid exp erf mish softplus elu selu pow sqrt rsqrt cos sin log log1p log_sigmoid logsigmoid "
         "log_sigmoid_forward hardswish exp2 expm1 atan2",
         "norm": "layer_norm native_layer_norm rms_norm _fused_rms_norm group_norm native_group_norm",
-        "batch_norm": "batch_norm native_batch_norm _native_batch_norm_legit instance_norm cudnn_batch_norm",
+        "batch_norm": "batch_norm native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional instance_norm "
+        "cudnn_batch_norm",
         "softmax": "softmax _softmax _safe_softmax log_softmax _log_softmax cross_entropy_loss logsumexp",
         "gather": "embedding index index_select gather nll_loss nll_loss_forward nll_loss_nd take_along_dim",
         "make": "arange zeros ones full empty zeros_like ones_like full_like empty_like scalar_tensor new_zeros new_ones new_full "
         "lift_fresh_copy tril triu one_hot eye linspace",
         "view": "view reshape _unsafe_view transpose permute t unsqueeze squeeze expand expand_as select slice split chunk unbind "
         "detach split_with_sizes tensor_split alias unflatten flatten movedim narrow numpy_T view_as unfold diagonal swapaxes swapdims mT "
-        "identity",
+        "identity real imag view_as_real broadcast_tensors broadcast_to meshgrid",
     }
     return {name: kind for kind, packed in names.items() for name in packed.split()}
 
 
 KINDS = _kinds()
 # What an elementwise operator's backward keeps; those of neither list keep nothing (add), or are told apart below (mul).
-_OUTPUT = "relu tanh sigmoid exp exp2 expm1 sqrt rsqrt softmax _softmax _safe_softmax log_softmax _log_softmax"
+_OUTPUT = "relu tanh sigmoid exp exp2 expm1 sqrt rsqrt reciprocal softmax _softmax _safe_softmax log_softmax _log_softmax"
+_BOTH = "cumprod prod logcumsumexp logsumexp amax amin norm linalg_vector_norm linalg_matrix_norm linalg_norm"
+_CHOOSES = "max min topk sort msort kthvalue mode median nanmedian cummax cummin"  # where they tell which, that is all that is kept
 _NOTHING = (
     "add sub rsub neg cat stack sum mean clone contiguous to _to_copy type_as pad constant_pad_nd roll flip repeat repeat_interleave "
-    "fill zeros_like copy masked_fill masked_scatter where bitwise_not logical_not eq ne lt le gt ge avg_pool1d avg_pool2d avg_pool3d "
-    "adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d upsample_nearest1d upsample_nearest2d upsample_bilinear2d cumsum round "
-    "floor ceil pixel_shuffle slice_scatter select_scatter index_put scatter scatter_add index_add im2col col2im"
+    "fill zeros_like copy masked_fill masked_scatter where bitwise_not logical_not eq ne lt le gt ge "
+    "upsample_nearest1d upsample_nearest2d upsample_bilinear2d cumsum round "
+    "floor ceil pixel_shuffle slice_scatter select_scatter index_put scatter scatter_add im2col col2im "
+    "trapezoid diff fft_fft fft_ifft fft_fft2 fft_ifft2 fft_fftn fft_ifftn fft_irfft fft_irfft2 fft_irfftn fft_hfft fft_fftshift "
+    "fft_ifftshift view_as_complex conj resolve_conj"
 )
+_PADDED = frozenset("fft_rfft fft_ihfft".split())  # of numbers of one dimension, whose length may be given
 KEEPS_OUTPUT, KEEPS_NOTHING = frozenset(_OUTPUT.split()), frozenset(_NOTHING.split())
+KEEPS_BOTH, CHOOSES = frozenset(_BOTH.split()), frozenset(_CHOOSES.split())
 
 
 def packet(op: Operator) -> str:
@@ -136,12 +143,18 @@ def num_steps(op: Operator, tensors: dict[str, Tensor]) -> int:
     return shape[1 if op.args[-1] is True else 0] if kind_of(op) == "recurrent" and len(shape) == 3 else 1
 
 
+def num_layers(op: Operator, tensors: Mapping[str, Tensor]) -> float:
+    """Layers of a recurrent operator; both directions of one make its output together."""
+    directions = 2 if len(op.args) > 1 and op.args[-2] is True else 1
+    return len(_recurrent_weights(op, tensors)) / 2 / directions
+
+
 def _cell_states(name: str) -> int:
     """How many states a cell, one step of a recurrence, reads beside its input; 0 for an operator that makes all of the steps."""
     return 0 if not name.endswith("_cell") else 2 if name == "lstm_cell" else 1
 
 
-def _recurrent_weights(op: Operator, tensors: dict[str, Tensor]) -> list[tuple[int, ...]]:
+def _recurrent_weights(op: Operator, tensors: Mapping[str, Tensor]) -> list[tuple[int, ...]]:
     """Shapes of the matrices of a recurrent operator; the states of a cell are no matrices of weights."""
     shapes = (tensors[v].shape for v in op.inputs[1 + _cell_states(packet(op)) :])
     return [shape for shape in shapes if len(shape) == 2]
@@ -182,10 +195,23 @@ def closure(graph: Graph, start: set[str], through: Callable[[Operator], bool] =
 
 
 def differentiable(graph: Graph) -> set[str]:
-    """Values whose gradient backward computes: trainable parameters and float values that depend on them."""
+    """Values whose gradient backward computes: trainable parameters, and what depends on them and on what the loss depends.
+
+    Complex numbers have gradients as real ones do. What only takes another's shape (`zeros_like`) or is detached has none.
+    """
     start = {v.value for v in graph.parameters if v.trainable}
-    reached = closure(graph, start, lambda op: packet(op) != "detach" and graph.tensors[op.outputs[0]].is_float)
-    return {value for value in reached if graph.tensors[value].is_float}
+    reached = closure(graph, start, lambda op: _hands_on(op) and any(graph.tensors[v].can_learn for v in op.outputs))
+    wanted = {graph.loss, *graph.outputs}
+    for op in reversed(graph.operators):
+        if _hands_on(op) and not wanted.isdisjoint(op.outputs):
+            wanted.update(op.inputs)
+    return {value for value in reached & wanted if graph.tensors[value].can_learn}
+
+
+def _hands_on(op: Operator) -> bool:
+    """Whether an operator hands gradients on to what it reads."""
+    name = packet(op)
+    return name != "detach" and not name.endswith("_like") and not name.startswith("new_")
 
 
 def batched(graph: Graph) -> set[str]:
@@ -200,15 +226,17 @@ def storages(graph: Graph) -> dict[str, str]:
         same = kind_of(op) == "view" or (
             packet(op) in ("to", "_to_copy", "contiguous") and graph.tensors[op.inputs[0]].dtype == graph.tensors[op.outputs[0]].dtype
         )
-        for value in op.outputs:
-            root[value] = root.get(op.inputs[0], op.inputs[0]) if same and op.inputs else value
+        apart = packet(op) in ("broadcast_tensors", "meshgrid")  # a view of each
+        for i, value in enumerate(op.outputs):
+            source = op.inputs[i if apart else 0] if same and op.inputs else value
+            root[value] = root.get(source, source)
     return root
 
 
-def work(graph: Graph) -> dict[str, Work]:
-    """The work of every operator, by its name."""
+def work(graph: Graph, cast: Callable[[Operator, Mapping[str, Tensor]], Mapping[str, Tensor]] | None = None) -> dict[str, Work]:
+    """The work of every operator, by its name. `cast`: what it reads in another dtype than it has, see `weft.model.autocast`."""
     grads = differentiable(graph)
-    return {op.name: _work(op, graph.tensors, grads) for op in graph.operators}
+    return {op.name: _work(op, {**graph.tensors, **cast(op, graph.tensors)} if cast else graph.tensors, grads) for op in graph.operators}
 
 
 def _work(op: Operator, tensors: dict[str, Tensor], grads: set[str]) -> Work:
@@ -239,7 +267,8 @@ def _work(op: Operator, tensors: dict[str, Tensor], grads: set[str]) -> Work:
 def _keeps(op: Operator, name: str, kind: str, tensors: dict[str, Tensor], grads: set[str]) -> tuple[tuple[str, ...], float]:
     """Values that backward keeps, and bytes of what it keeps that is no value of the graph."""
     inputs = tuple(dict.fromkeys(op.inputs))
-    floats = tuple(v for v in inputs if tensors[v].is_float)
+    floats = tuple(v for v in inputs if tensors[v].can_learn)
+    others = tuple(v for v in inputs if not tensors[v].can_learn)  # masks and indices
     out = op.outputs[0]
     if kind == "attention":
         query = tensors[inputs[0]]
@@ -251,8 +280,8 @@ def _keeps(op: Operator, name: str, kind: str, tensors: dict[str, Tensor], grads
             return tuple(dict.fromkeys((*op.inputs[: 1 + states], *op.outputs[: 0 if gates else 1]))), float(
                 gates * tensors[out].size_bytes
             )
-        layers = len(_recurrent_weights(op, tensors)) / 2
-        return (*inputs[:1], out), RECURRENT_KEEPS * tensors[out].size_bytes * layers
+        weights = tuple(v for v in inputs[1:] if len(tensors[v].shape) == 2)
+        return (*inputs[:1], *weights, out), RECURRENT_KEEPS * tensors[out].size_bytes * num_layers(op, tensors)
     if kind in ("linear", "convolution") or name in ("mul", "div"):
         bias = name in ("addmm", "baddbmm", "addmv")
         operands = [a.value for a in op.args if isinstance(a, Ref)][bias : bias + 2] if name != "einsum" else list(inputs)
@@ -267,16 +296,42 @@ def _keeps(op: Operator, name: str, kind: str, tensors: dict[str, Tensor], grads
     if name in KEEPS_OUTPUT:
         return (out,), 0.0
     if kind in ("norm", "batch_norm"):
-        return inputs[:1], 0.0
+        return (*inputs[:1], *op.outputs[1:3]), 0.0  # means and deviations, where they are values of the graph
     if kind == "gather":
-        return tuple(v for v in inputs if not tensors[v].is_float), 0.0
+        return (*inputs[: name in ("gather", "take_along_dim")], *others), 0.0
+    if name in KEEPS_BOTH:
+        return (*floats, out), 0.0
+    if name in CHOOSES and len(op.outputs) > 1:
+        return tuple(v for v in op.outputs if not tensors[v].can_learn), 0.0
+    if name.startswith("adaptive_avg_pool") and all(n == 1 for n in tensors[out].shape[2:]):  # a mean
+        return (), 0.0
+    if name == "index_add":
+        return tuple(op.inputs[1:]), 0.0
+    if name in _PADDED:
+        padded = _padded_bytes(op, tensors)
+        return (inputs, 0.0) if padded == tensors[inputs[0]].size_bytes else ((), padded)
     if "dropout" in name:
         return (), float(tensors[out].size_bytes)
     if "max_pool" in name:
         return inputs[:1], 0.0 if len(op.outputs) > 1 else 8.0 * tensors[out].size
     if name in KEEPS_NOTHING or kind == "make":
-        return tuple(v for v in inputs if tensors[v].dtype == "bool"), 0.0
+        return others, 0.0
     return floats, 0.0
+
+
+def transformed(op: Operator, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
+    """Of a Fourier transform of one dimension: which it is, and the length to which that is cut or padded."""
+    given = dict(op.kwargs)
+    dim = op.args[2] if len(op.args) > 2 else given.get("dim", -1)
+    at = dim if isinstance(dim, int) else -1
+    length = op.args[1] if len(op.args) > 1 else given.get("n")
+    return at, length if isinstance(length, int) else tensors[op.inputs[0]].shape[at]
+
+
+def _padded_bytes(op: Operator, tensors: Mapping[str, Tensor]) -> float:
+    """Bytes of what a transform reads once it is cut or padded."""
+    x, (at, length) = tensors[op.inputs[0]], transformed(op, tensors)
+    return x.size_bytes / x.shape[at] * length
 
 
 def model_flops(graph: Graph) -> float:

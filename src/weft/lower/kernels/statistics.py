@@ -57,7 +57,7 @@ def together(mean: Tensor, var: Tensor, groups: tuple[Group, ...]) -> tuple[Tens
 
 class _Normalised(torch.autograd.Function):
     """(x - mean) / deviation * weight + bias, with mean and deviation of x over all ranks (Ioffe and Szegedy 2015). Besides its result
-    neither pass makes a tensor as large as x."""
+    neither pass makes a tensor as large as x; of x in 16 bits, which is what is kept, each computes on a float32 copy."""
 
     @staticmethod
     def forward(
@@ -71,7 +71,7 @@ class _Normalised(torch.autograd.Function):
         groups: tuple[Group, ...],
     ) -> Tensor:
         shape, count = _like(x), x.numel() // x.shape[1] * prod(group.size for group in groups)
-        out, own, own_inverse = torch.native_batch_norm(x, None, None, None, None, True, 0.0, _LEAST)
+        out, own, own_inverse = torch.native_batch_norm(_wide(x), None, None, None, None, True, 0.0, _LEAST)
         mean, var = together(own, own_inverse.square().reciprocal_().sub_(_LEAST), groups)
         if running is not None:
             running[0].lerp_(mean.to(running[0].dtype), momentum)
@@ -81,15 +81,15 @@ class _Normalised(torch.autograd.Function):
         ctx.count, ctx.groups, ctx.has_bias = count, groups, bias is not None
         scale = inverse if weight is None else inverse * weight
         moved = (own - mean) * scale
-        return out.mul_((scale / own_inverse).view(shape)).add_((moved if bias is None else moved + bias).view(shape))
+        return out.mul_((scale / own_inverse).view(shape)).add_((moved if bias is None else moved + bias).view(shape)).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None, None, None]:
-        x, weight, mean, inverse = ctx.saved_tensors
-        shape = _like(x)
+        kept, weight, mean, inverse = ctx.saved_tensors
+        shape, x, grad = _like(kept), _wide(kept), _wide(grad.contiguous())
         # torch's kernel for what has been normalised by these: the sums of the gradient times that, and of the gradient.
         _, times, plain = torch.ops.aten.native_batch_norm_backward.default(
-            grad.contiguous(), x, None, None, None, mean, inverse, True, 0.0, [False, True, True]
+            grad, x, None, None, None, mean, inverse, True, 0.0, [False, True, True]
         )
         mine = torch.stack((plain, times))
         # Weight and bias get this rank's summands: their gradients are summed with all the others.
@@ -97,9 +97,14 @@ class _Normalised(torch.autograd.Function):
         for_bias = plain if ctx.has_bias else None
         both = summed(mine, ctx.groups) / ctx.count
         scale = inverse if weight is None else inverse * weight
-        rest = x - mean.view(shape)
+        rest = x - mean.view(shape) if x is kept else x.sub_(mean.view(shape))
         rest.mul_(-(both[1] * inverse).view(shape)).add_(grad).sub_(both[0].view(shape)).mul_(scale.view(shape))
-        return rest, for_weight, for_bias, None, None, None, None
+        return rest.to(kept.dtype), for_weight, for_bias, None, None, None, None
+
+
+def _wide(x: Tensor) -> Tensor:
+    """What is narrower than float32 as float32."""
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 def _like(x: Tensor) -> list[int]:
@@ -118,9 +123,6 @@ def batch_norm(
     groups: tuple[Group, ...],
 ) -> Tensor:
     """Batch norm in training of `x_NC...`, cut over `groups` in equal parts (samples, or positions of the image)."""
-    kept = x
-    if x.dtype in (torch.bfloat16, torch.float16):
-        x = x.float()
     running = None if running_mean is None or running_var is None else (running_mean, running_var)
     out: Tensor = _Normalised.apply(x, weight, bias, running, momentum, eps, groups)  # type: ignore[no-untyped-call]
-    return out.to(kept.dtype)
+    return out

@@ -1,0 +1,49 @@
+"""Into how many pieces the axes of a mesh cut values and the work of operators. In: a sharding, None where nothing is cut. Out: counts."""
+
+from __future__ import annotations
+
+from math import prod
+
+from weft.model.graph import Operator
+from weft.model.sharding import Move, Sharding
+
+
+def cut(sharding: Sharding | None, op: str, axis: str) -> bool:
+    return sharding is not None and bool(sharding.ops[op].get(axis))
+
+
+def tensor_axes(sharding: Sharding | None) -> list[str]:
+    """The axes that cut weights: all but data."""
+    return [] if sharding is None else [axis for axis in sharding.sizes if axis != "data"]
+
+
+def shared_by_data(sharding: Sharding | None, value: str) -> bool:
+    """Whether data replicas have a piece each of a value."""
+    return sharding is not None and value in sharding.forms and sharding.forms[value].get("data", "R")[0] == "S"
+
+
+def pieces(sharding: Sharding | None, value: str, but: str = "") -> int:
+    """Pieces that a value is cut into along the tensor axes, all of them `but` one."""
+    if sharding is None or value not in sharding.forms:
+        return 1
+    forms = sharding.forms[value]
+    return prod(sharding.sizes[axis] for axis in tensor_axes(sharding) if axis != but and forms.get(axis, "R")[0] == "S")
+
+
+def pieces_moving(sharding: Sharding, op: Operator, move: Move) -> int:
+    """Pieces that a value is cut into along the other tensor axes while it moves along one: what moves before and after says
+    `weft.lower.local`, summands first, then axis by axis."""
+    made, order = sharding.forms[move.value], list(sharding.sizes)
+    need = sharding.needs[op.name][op.inputs.index(move.value)]
+    ways = 1
+    for axis in tensor_axes(sharding):
+        if axis != move.axis:
+            before = (made[axis][0] != "P", order.index(axis)) < (move.source[0] != "P", order.index(move.axis))
+            form = (need[axis] if before else None) or made[axis]
+            ways *= sharding.sizes[axis] if form[0] == "S" else 1
+    return ways
+
+
+def divided(sharding: Sharding | None, op: str) -> int:
+    """Tensor ranks among which an operator's work is divided."""
+    return 1 if sharding is None else prod(sharding.sizes[axis] for axis in tensor_axes(sharding) if cut(sharding, op, axis))

@@ -1,0 +1,207 @@
+"""Models whose memory was predicted wrong once, by what they hold: complex numbers, running products, values that follow no samples,
+casts, look-ups. Every factory returns (module, batch) and draws from its own generator only."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+N = 8  # samples
+
+
+def _normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _ids(high: int, *shape: int, seed: int = 0) -> Tensor:
+    return torch.randint(high, shape, generator=torch.Generator().manual_seed(seed))
+
+
+class _StateSpace(nn.Module):
+    """A diagonal state space (Gu et al. 2022): its kernel is complex and of parameters alone, and applied by Fourier transforms."""
+
+    def __init__(self, width: int = 64, states: int = 16) -> None:
+        super().__init__()
+        self.step = nn.Parameter(_normal(width) * 0.1 - 4)
+        self.decay, self.turn = (
+            nn.Parameter(_normal(width, states) * 0.1),
+            nn.Parameter(torch.arange(float(states)).repeat(width, 1) * math.pi),
+        )
+        self.weight = nn.Parameter(_normal(width, states, 2, seed=1) * 0.3)
+        self.norm, self.out = nn.LayerNorm(width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.shape[1]
+        rate = (1j * self.turn - self.decay.exp()) * self.step.exp()[:, None]
+        powers = torch.exp(rate[..., None] * torch.arange(length))
+        kernel = 2 * torch.einsum("hn,hnl->hl", torch.view_as_complex(self.weight), powers).real
+        signal = self.norm(x).transpose(1, 2)
+        made = torch.fft.irfft(torch.fft.rfft(signal, n=2 * length) * torch.fft.rfft(kernel, n=2 * length), n=2 * length)[..., :length]
+        return x + self.out(F.gelu(made).transpose(1, 2))
+
+
+class _Layers(nn.Module):
+    def __init__(self, layers: list[nn.Module], width: int) -> None:
+        super().__init__()
+        self.layers, self.head = nn.ModuleList(layers), nn.Linear(width, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return F.mse_loss(self.head(x.mean(1))[:, 0], y)
+
+
+def state_space() -> Any:
+    return _Layers([_StateSpace() for _ in range(2)], 64), {"x": _normal(N, 128, 64), "y": _normal(N)}
+
+
+class _Rays(nn.Module):
+    """What is seen along rays (Mildenhall et al. 2020): transmittance is a running product, depth a running sum."""
+
+    def __init__(self, width: int = 8, points: int = 512) -> None:
+        super().__init__()
+        self.body, self.points = nn.Linear(3, width), points
+        self.density, self.colour = nn.Linear(width, 1), nn.Linear(width, 3)
+
+    def forward(self, at: Tensor, to: Tensor, seen: Tensor) -> Tensor:
+        hidden = torch.tanh(self.body(at[:, None] + to[:, None] * torch.linspace(0.0, 1.0, self.points)[:, None]))
+        passes = torch.exp(-F.softplus(self.density(hidden)[..., 0]) / self.points)
+        weight = (1 - passes) * torch.cumprod(passes, -1)
+        colour = (weight[..., None] * torch.sigmoid(self.colour(hidden))).sum(1)
+        return F.mse_loss(colour, seen) + weight.cumsum(-1).abs().mean()
+
+
+def rays() -> Any:
+    return _Rays(), {"at": _normal(128, 3), "to": _normal(128, 3, seed=1), "seen": _normal(128, 3, seed=2)}
+
+
+class _Latents(nn.Module):
+    """Latents that start alike for all samples (Jaegle et al. 2021) look at them: replicas compute what comes before they do alike."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.start, self.enter = nn.Parameter(_normal(48, width)), nn.Linear(16, width)
+        self.first, self.look = nn.Linear(width, width), nn.MultiheadAttention(width, 4, batch_first=True)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(3)
+        )
+        self.head = nn.Linear(width, 5)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        found, seen = self.first(self.start.expand(x.shape[0], -1, -1)), self.enter(x)
+        found = found + self.look(found, seen, seen, need_weights=False)[0]
+        for layer in self.layers:
+            found = found + layer(found)
+        return F.cross_entropy(self.head(found.mean(1)), y)
+
+
+def latents() -> Any:
+    return _Latents(), {"x": _normal(N, 128, 16), "y": _ids(5, N)}
+
+
+class _Tables(nn.Module):
+    """Look-ups of many tables (Naumov et al. 2019), into which no gradient goes further."""
+
+    def __init__(self, rows: int = 3000, width: int = 16) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.EmbeddingBag(rows, width, mode="sum") for _ in range(6))
+        self.body = nn.Sequential(nn.Linear(6 * width, 64), nn.ReLU(), nn.Linear(64, 1))
+
+    def forward(self, ids: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.body(torch.cat([table(ids[:, i]) for i, table in enumerate(self.tables)], 1))[:, 0], y)
+
+
+def tables() -> Any:
+    return _Tables(), {"ids": _ids(3000, 64, 6, 5), "y": _normal(64)}
+
+
+class _Gate(nn.Module):
+    """Halves of which one gates the other, over positions (Liu et al. 2021): tensor ranks gather what they read."""
+
+    def __init__(self, positions: int = 64, width: int = 64) -> None:
+        super().__init__()
+        self.norm, self.inner, self.mix = nn.LayerNorm(width), nn.LayerNorm(2 * width), nn.Conv1d(positions, positions, 1)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, other = F.gelu(self.up(self.norm(x))).chunk(2, -1)
+        return x + self.down(one * self.mix(self.inner(other)))
+
+
+def gated() -> Any:
+    return _Layers([_Gate() for _ in range(3)], 64), {"x": _normal(N, 64, 64), "y": _normal(N)}
+
+
+class _Block(nn.Module):
+    """Convolutions, norms, joined branches."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.first, self.norm, self.other = nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width), nn.GroupNorm(4, width)
+        self.one, self.two, self.last = (
+            nn.Conv2d(width, width, 1),
+            nn.Conv2d(width, width, 3, padding=2, dilation=2),
+            nn.Conv2d(2 * width, width, 1),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.silu(self.norm(self.first(x)))
+        return x + F.relu(self.other(self.last(torch.cat([self.one(hidden), self.two(hidden)], 1))))
+
+
+class _Images(nn.Module):
+    """Blocks, and pooling in three dimensions, which autocast leaves in float32."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.stem, self.blocks, self.head = (
+            nn.Conv2d(3, width, 3, padding=1),
+            nn.Sequential(*(_Block(width) for _ in range(3))),
+            nn.Linear(width * 2, 5),
+        )
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        pooled = F.max_pool3d(self.blocks(self.stem(x)), 2)
+        return F.cross_entropy(self.head(F.adaptive_avg_pool2d(pooled, 2).flatten(1)), y)
+
+
+def images() -> Any:
+    return _Images(), {"x": _normal(N, 3, 32, 32), "y": _ids(5, N)}
+
+
+class _Heads(nn.Module):
+    """Attention whose mask learns, by products, exponentials and norms that are written out."""
+
+    def __init__(self, width: int = 64, heads: int = 4, positions: int = 64) -> None:
+        super().__init__()
+        self.qkv, self.out, self.heads = nn.Linear(width, 3 * width), nn.Linear(width, width), heads
+        self.places, self.scale = nn.Parameter(_normal(heads, positions, positions) * 0.1), nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = x * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6) * self.scale
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(kept).chunk(3, -1))
+        return x + self.out(F.scaled_dot_product_attention(q, k, v, self.places).transpose(1, 2).flatten(2))
+
+
+def heads() -> Any:
+    return _Layers([_Heads() for _ in range(3)], 64), {"x": _normal(N, 64, 64), "y": _normal(N)}
+
+
+class _Ways(nn.Module):
+    """A recurrent layer that goes both ways."""
+
+    def __init__(self, width: int = 48) -> None:
+        super().__init__()
+        self.words, self.both = nn.Embedding(64, width), nn.LSTM(width, width, 1, batch_first=True, bidirectional=True)
+        self.head = nn.Linear(2 * width, 64)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.both(self.words(x))[0]).flatten(0, 1), y.flatten())
+
+
+def both_ways() -> Any:
+    return _Ways(), {"x": _ids(64, N, 64), "y": _ids(64, N, 64, seed=1)}
