@@ -24,6 +24,7 @@ from weft.model.stages import check_trains
 from weft.plan.layout import Layout
 from weft.plan.patterns import expand_all
 from weft.plan.plan import Candidate, Plan
+from weft.plan.program import Program
 from weft.plan.store import format_plan, parse_plan, read_plan
 from weft.plan.timeline import Timeline
 from weft.run.build import Source, Traced
@@ -410,6 +411,7 @@ def verify(
     seed: int = 0,
     sequence: int | None = None,
     device_memory: float | str = 0,
+    schedule: Program | None = None,
 ) -> Verification:
     """Start the layout's ranks and compare the parallel run with the serial one, in `dtype`, over `steps` steps.
 
@@ -417,9 +419,11 @@ def verify(
         model, batch, loss: as for `plan`.
         tolerance: largest relative error; 1e-9 in float64 by default.
         device_memory: as for `parallelize`, of the parallel run.
+        schedule: a schedule of one's own for the layout's stages, ranks and microbatches, `Program.parse(text)`, in place of the layout's.
 
     Raises:
-        RankError: a rank failed. Infeasible, LayoutError, ModelError: as for `plan`.
+        RankError: a rank failed, ProgramError too where the schedule is refuted or for other stages. Infeasible, LayoutError,
+            ModelError: as for `plan`.
     """
     if isinstance(model, str):
         model = resolve(model, batch if isinstance(batch, int) else None, sequence)
@@ -442,7 +446,7 @@ def verify(
     def on_rank(world: World) -> dict[str, Any] | None:
         found = verify_on_rank(
             world, chosen, make, given, loss, steps=steps, seed=seed, tolerance=tolerance, optimizer=optimizer, source=source,
-            device_memory=limit,
+            device_memory=limit, program=schedule,
         )  # fmt: skip
         return None if found is None else {**found.__dict__, "replicated_operators": list(found.replicated_operators)}
 

@@ -205,3 +205,28 @@ def test_values_that_cross_are_those_of_the_links() -> None:
     check(program)
     sent = [a.value for row in program.actions for a in row if isinstance(a, Send)]
     assert sent == [Value("x", (0, 1, 0)), Value("g", (1, 0, 0))]
+
+
+@pytest.mark.parametrize("name", ["chimera", "gems-master"])
+@pytest.mark.parametrize("rendezvous", [False, True])
+def test_each_rank_of_a_stage_gathers_its_own_weights(name: str, rendezvous: bool) -> None:
+    """They never cross, though a stage is on two ranks, and one of both that lets go too often is told so."""
+    program = complete(gather_weights(bare(build(name, 4, 4))), rendezvous)
+    check(program, rendezvous)
+    assert {a.value.name for row in program.actions for a in row if isinstance(a, Send)} == {"x", "g", "dw"}
+    with pytest.raises(ProgramError, match=r"rank 0 step 0: 1RESHARD reads w\(1\), which is not held"):
+        check(complete(Program.parse("1RESHARD 0F0 0B0\n1UNSHARD 1F0 1B0 1RESHARD"), rendezvous), rendezvous)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("0F0 0F0 0B0\n1F0 1B0", r"rank 0 step 2: 0F0 makes saved\(0,0\), which is held already"),
+        ("0F0 0B0 0F0\n1F0 1B0", r"rank 0 step 5: x\(0,1,0\)>1 is never received"),
+        ("0F0 0B0\n1F0 1B0 1F1", r"rank 1 step 4: 1F1 reads x\(0,1,1\), which is not held"),
+    ],
+)
+def test_what_is_wrong_is_told_alike_where_sends_wait(text: str, reason: str) -> None:
+    for rendezvous in (False, True):
+        with pytest.raises(ProgramError, match=reason):
+            check(complete(Program.parse(text), rendezvous), rendezvous)

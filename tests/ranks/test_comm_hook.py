@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -120,7 +122,7 @@ def unlike(world: World, folder: str) -> str:
 
 def test_hooks_that_differ_are_an_error_on_every_rank(ranks: Any, tmp_path: Path) -> None:
     for rank, said in enumerate(ranks(unlike, 3, str(tmp_path))):
-        assert f"rank {rank} is in all_reduce of float64" in said
+        assert f"RunError: rank {rank} is in all_reduce of float64" in said  # and no value that is no tensor
         assert "in another collective, size, type or algorithm" in said
 
 
@@ -129,3 +131,13 @@ def test_what_cannot_be_is_refused_by_name() -> None:
         weft.comm_hook("buterfly")
     with pytest.raises(UsageError, match=r"call torch.distributed.init_process_group first"):
         weft.comm_hook("ring")
+
+
+def test_what_is_under_way_at_the_interpreters_end_ends_first() -> None:
+    """A thread of torch's that comes back to an interpreter that is no more would abort the process."""
+    script = (
+        "import time\nfrom weft.world.worker import Worker\nworker = Worker()\n"
+        "worker.do(lambda: (time.sleep(0.2), print('ended')))\nraise SystemExit(3)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (3, "ended\n", "")

@@ -14,9 +14,10 @@ import torch
 
 import weft
 from weft.cost.memory import PACKING
+from weft.plan.compression import Compression
 from weft.plan.layout import Layout
 from weft.plan.plan import BUCKET_BYTES
-from weft.run.compressed import Compressed
+from weft.run.compressed import Compressed, add, encode
 from weft.run.verify import verify_on_rank
 from weft.world.world import Group, World
 
@@ -231,6 +232,50 @@ def test_nothing_is_lost(ranks: Callable[..., list[Any]], compress: str, zero: i
     layout = f"data=3 zero={zero} compress={compress} precision=float64"
     assert _off(ranks(_run, 3, layout, False, 6), 6) < 1e-14
     assert _off(ranks(_run, 3, layout, False, 6, True), 6) > 1e-4
+
+
+def _poisoned(world: World, layout: str, bad: float) -> list[list[bool]]:
+    """[step] -> of every bucket, whether all that arrived is finite; rank 0's second batch is not, and that step is not applied."""
+    engine = weft.parallelize(_plain, _batch(0, torch.float32), loss=_loss, plan=layout, seed=0, world=world)
+    found = []
+    for step in range(4):
+        (x,) = _batch(step, torch.float32)
+        if step == 1:
+            x[0, 5] = bad
+        engine.forward_backward((x,))
+        engine.gradients.gather()
+        every = engine.gradients.compressed.values()
+        found.append([bool(one.whole.isfinite().all()) for one in every])
+        assert all(x.isfinite().all() for one in every for x in one.rests.values())
+        if all(found[-1]):
+            engine.update()
+    weights = torch.cat([p.flatten() for p in engine.parts.parameters.values()])
+    assert weights.isfinite().all()
+    return found
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("compress", ["bfloat16", "int8", "topk:0.02"])
+def test_what_is_not_finite_is_seen_once(ranks: Callable[..., list[Any]], compress: str, bad: float) -> None:
+    """In its own step, by everyone, and in none that follows."""
+    for found in ranks(_poisoned, 2, f"data=2 compress={compress}", bad):
+        assert [all(step) for step in found] == [True, False, True, True]
+
+
+@pytest.mark.parametrize("compress", ["int8", "topk:0.02"])
+def test_only_what_is_finite_is_kept(compress: str) -> None:
+    """Of any vector with something in it that is no number or infinite; what is kept elsewhere is what did not arrive."""
+    how = Compression.parse(compress)
+    for where in ([3], [0, 511], [700], list(range(600, 700)), list(range(1024))):
+        for bad in (float("nan"), float("inf"), float("-inf")):
+            x = torch.randn(1024, generator=torch.Generator().manual_seed(len(where)), dtype=torch.float64)
+            x[where] = bad
+            rest, out = x.clone(), torch.zeros_like(x)
+            add(how, encode(how, rest), out)
+            assert rest.isfinite().all()
+            assert not out.isfinite().all()
+            arrived = out.isfinite() & x.isfinite()
+            torch.testing.assert_close((rest + out)[arrived], x[arrived], rtol=1e-14, atol=1e-14)
 
 
 def _sent(world: World, layouts: list[str]) -> list[dict[str, int]]:

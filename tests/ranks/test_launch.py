@@ -346,6 +346,33 @@ def test_a_prepared_process_that_died_is_replaced(launcher: Launcher) -> None:
         assert own.pid != before
 
 
+def test_a_prepared_process_that_does_not_answer_is_named_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Launcher() as own:
+        assert own.launch(sums, 2, 0, threads=1) == [1.0, 1.0]
+        before = own.pid
+        assert before is not None
+        os.kill(before, signal.SIGSTOP)
+        monkeypatch.setattr("weft.world.launch.START_S", 0.5)
+        monkeypatch.setattr("weft.world.launch.KILL_S", 0.5)
+        with pytest.raises(RunError, match=rf"process {before}\) started none of 2 within 0.5 s.*launch again"):
+            own.launch(sums, 2, 0, threads=1)
+        monkeypatch.undo()
+        assert own.launch(sums, 2, 0, threads=1) == [1.0, 1.0]
+        assert own.pid != before
+
+
+def test_a_prepared_process_that_fails_to_start_ranks_says_why(tmp_path: Path) -> None:
+    """Here its own code is told to fork no more, as a system out of processes does."""
+    (tmp_path / "no_forks.py").write_text("import os\ndef fork(): raise OSError(11, 'no process is left')\nos.fork = fork\n")
+    monkey = pytest.MonkeyPatch()
+    monkey.syspath_prepend(str(tmp_path))
+    try:
+        with Launcher(preload=["no_forks"]) as own, pytest.raises(RunError, match=r"starts ranks is gone(.|\n)*no process is left"):
+            own.launch(sums, 2, 0, threads=1)
+    finally:
+        monkey.undo()
+
+
 def test_a_prepared_process_that_cannot_start_says_why() -> None:
     with pytest.raises(RunError, match="No module named 'no_such_module_here'"):
         launch(echo, 1, preload=["no_such_module_here"])

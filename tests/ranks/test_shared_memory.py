@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -352,6 +353,40 @@ def late(world: World, kind: str, folder: str) -> str:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_late_rank_is_named(ranks: Any, kind: str, tmp_path: Path) -> None:
     assert "Timed out after 0.5 s waiting for rank 1" in ranks(late, 2, kind, str(tmp_path))[0]
+
+
+def late_or_stopped(world: World, kind: str, what: str, call: str, folder: str) -> str:
+    """What a rank is told while rank 1 comes late or is stopped; rank 2 comes a little after rank 0, and so gives up later."""
+    again = World(world.rank, 3, private.file_store(f"{folder}/{what}-{call}", 3), timeout_s=1.0, transport=kind)
+    group, said = again.everyone, "no error"
+    buffer = group.shared_buffer(300_000, torch.float32) if call == "shared" else torch.ones(300_000)
+    group.barrier()
+    if world.rank == 1 and what == "late":
+        time.sleep(3)
+    if world.rank == 1 and what == "stopped":
+        subprocess.Popen(["sh", "-c", f"sleep 3; kill -CONT {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(0.1 * world.rank)
+    try:
+        if call == "gather":
+            group.all_gather(buffer)
+        else:
+            group.all_reduce(buffer)
+    except LostPeer as error:
+        said = str(error)
+    return said
+
+
+@pytest.mark.parametrize("what", ["late", "stopped"])
+@pytest.mark.parametrize("call", ["reduce", "shared", "gather"])
+def test_nobody_blames_who_waits_too(ranks: Any, what: str, call: str, tmp_path: Path) -> None:
+    """Of three ranks both that waited name the third, which is told that they did where it cannot end."""
+    first, second, third = ranks(late_or_stopped, 3, "shared_memory", what, call, str(tmp_path))
+    for said in (first, third):
+        assert "Timed out after 1 s waiting for rank 1 (process" in said
+        assert ("stopped: rank 1 (process" in said) is (what == "stopped")
+    # In shared buffers it has all that it needs to add up by itself.
+    assert ("no error" if call == "shared" else "the other ranks waited for this one, and gave up") in second
 
 
 def unlike(world: World, kind: str, what: str) -> str:

@@ -178,3 +178,36 @@ def test_what_is_no_text_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[s
     file.write_bytes(b"\xff\xfe\x00")
     assert run(["check", str(file)]) == 2
     assert "is not text" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "text"),
+    [
+        ("gpt-tiny", "pipeline=2 microbatches=3", "0F0 0F1 0F2 0B2 0B0 0B1\n1F0 1F2 1F1 1B2 1B1 1B0"),
+        ("unet-tiny", "pipeline=2 microbatches=2", "0F0 0F1 0I0 0I1 0W1 0W0\n1F1 1I1 1F0 1I0 1W1 1W0"),
+        ("gpt-tiny", "pipeline=2 chunks=2 microbatches=1 schedule=interleaved", "0F0 3F0 3B0 0B0\n1F0 2F0 2B0 1B0"),
+    ],
+)
+def test_a_schedule_of_ones_own_equals_the_serial_model(
+    model: str, layout: str, text: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.txt").write_text(text)
+    found = answer(capfd, "verify", model, "--layout", layout, "--schedule", str(tmp_path / "mine.txt"), "--steps", "1")
+    assert found["ok"]
+    assert found["worst"]["gradients"] < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("0F0 0F1 0B0 0B1\n1F0 1B0 1F1", "rank 0 step 6: 0B1 reads g(1,0,1), which is not held"),
+        ("0F0 0B0\n1F0 1B0", "has microbatches (0,), and the plan (0, 1)"),
+        ("0F0 0F1 1F0 1F1 1B0 1B1 0B0 0B1", "has num_ranks 1, and the plan 2"),
+    ],
+)
+def test_a_schedule_of_ones_own_that_is_wrong_does_not_run(
+    text: str, reason: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.txt").write_text(text)
+    words = ["verify", "gpt-tiny", "--layout", "pipeline=2 microbatches=2", "--schedule", str(tmp_path / "mine.txt")]
+    assert reason in answer(capfd, *words, code=4)["error"]

@@ -66,17 +66,21 @@ def read_program(file: Path, rendezvous: bool = False) -> tuple[Program, bool]:
     from weft.plan.program import Program
     from weft.schedules.lower import complete
 
+    program = Program.parse(read_text(file))
+    whole = complete(program, rendezvous)
+    return whole, whole is not program and whole != program
+
+
+def read_text(file: Path) -> str:
+    """What a file of actions says. Raises UsageError for one that cannot be read."""
     try:
         if file.stat().st_size > MOST_BYTES:
             raise UsageError(f"{file} is longer than {MOST_BYTES >> 20} MiB; a program of a million actions has 20")
-        text = file.read_text()
+        return file.read_text()
     except OSError as error:
         raise UsageError(f"cannot read {file}: {error.strerror}; give the file that weft schedule NAME -o writes, or your own") from None
     except UnicodeDecodeError:
         raise UsageError(f"{file} is not text; write a line of actions for each rank") from None
-    program = Program.parse(text)
-    whole = complete(program, rendezvous)
-    return whole, whole is not program and whole != program
 
 
 def _require_wants(program: Program) -> None:

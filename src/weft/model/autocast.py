@@ -50,7 +50,7 @@ def cast(op: Operator, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def wanted(op: Operator) -> str:
     """The dtype that autocast casts an operator's operands to; "" for none."""
     name = packet(op)
-    if op.full_precision:
+    if op.autocast == "off":
         return ""
     return "bfloat16" if name in _LOWER else "float32" if name in _WIDER else ""
 

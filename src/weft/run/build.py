@@ -30,12 +30,13 @@ from weft.model.samples import check_samples
 from weft.model.sharding import Sharding
 from weft.model.stages import Stage, links, split
 from weft.model.watched import refuse_hooks, refuse_scripts
+from weft.plan.check import check
 from weft.plan.grid import AXES, PLAIN
 from weft.plan.mesh import Mesh
 from weft.plan.patterns import expand_all
 from weft.plan.placement import piece
 from weft.plan.plan import Plan
-from weft.plan.program import Program
+from weft.plan.program import Program, Recv, Send
 from weft.run.layers import layers_of
 from weft.run.meshes import between_meshes, from_other_meshes, shares_of, stage_shardings
 from weft.run.optimizer import OptimizerSpec
@@ -43,6 +44,7 @@ from weft.run.parameters import FlatGroup, LocalParameter, build_groups
 from weft.run.sizes import Sized, constants_of, sized
 from weft.run.summing import choose_sums
 from weft.schedules import build as build_schedule
+from weft.schedules.lower import complete
 from weft.world.world import World
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.float32}  # bfloat16 keeps float32 master weights
@@ -220,7 +222,7 @@ def build(
     Raises:
         Infeasible: the world has another number of ranks than the layout, or the batch does not divide.
         ModelError: the model cannot be captured. LayoutError: a choice that is planned, but not built for running.
-        ProgramError: a program that is not for these stages, ranks and microbatches.
+        ProgramError: a program that is not for these stages, ranks and microbatches, or is refuted.
     """
     layout = plan.layout
     layout.check_runs()
@@ -236,7 +238,7 @@ def build(
     check_samples(graph, layout)
     stages = split(graph, plan.stages)
     layout.residency.check([list(dict.fromkeys(filter(None, (layer_of(op.site) for op in s.operators)))) or [""] for s in stages])
-    program = program_of(plan, stages, world) if program is None else _fitting(program, plan, stages)
+    program = program_of(plan, stages, world) if program is None else _fitting(program, plan, stages, world.device.type == "cuda")
     at = mesh.coordinates(world.rank)
     shardings = stage_shardings(plan, source, graph, stages)
     sharding = shardings[at["pipeline"]]  # of all stages of a rank
@@ -320,13 +322,17 @@ def program_of(plan: Plan, stages: Sequence[Stage], world: World) -> Program:
     return build_schedule(layout.schedule, layout.num_stages, layout.microbatches, links(stages), rendezvous, layout.chunks)
 
 
-def _fitting(program: Program, plan: Plan, stages: Sequence[Stage]) -> Program:
+def _fitting(program: Program, plan: Plan, stages: Sequence[Stage], rendezvous: bool) -> Program:
+    """A program of one's own, proven; of computes alone with transfers along the links that these stages have."""
     layout = plan.layout
+    if not any(isinstance(action, (Send, Recv)) for row in program.actions for action in row) and program.num_stages == len(stages):
+        program = complete(replace(program, links=links(stages)), rendezvous)
     wants = (len(stages), layout.pipeline, tuple(range(layout.microbatches)), links(stages))
     has = (program.num_stages, program.num_ranks, program.microbatches, tuple(sorted(program.links)))
     for word, want, have in zip(("num_stages", "num_ranks", "microbatches", "links"), wants, has, strict=True):
         if want != have:
             raise ProgramError(f"{program.name} has {word} {have}, and the plan {want}; write the program for this plan")
+    check(program, rendezvous)
     return program
 
 

@@ -8,7 +8,8 @@ A bucket is exchanged in two phases, so that bytes do not grow with the ranks: e
 them up; the sums are compressed again, with a rest of their own, and gathered (as 1-bit Adam does: Tang et al. 2021). With ZeRO-1 the
 first phase is all. Top-k of a whole bucket is one phase: every rank's pairs go to everyone (Aji and Heafield 2017).
 
-What is not finite stays so: a block of int8 that holds it becomes not a number, and never a plausible one. Not modelled: sparse sums in
+What is not finite stays so in its own step: a block of int8 that holds it becomes not a number, and never a plausible one. Nothing of it is
+kept back, so that whoever leaves out the update of such a step goes on as without compression. Not modelled: sparse sums in
 which indices meet on the way; other types than float32 and float64, which are summed as they are.
 """
 
@@ -36,11 +37,20 @@ def encode(how: Compression, x: Tensor) -> Tensor:
         sent = blocks.div(by[:, None]).round_().clamp_(-_LARGEST, _LARGEST).to(torch.int8)
         flat = sent.view(-1)[: x.numel()]
         x.sub_(_scaled(flat, scales, x.dtype))
+        if not scales.isfinite().all():
+            _forget(x)
         return torch.cat([scales.view(torch.uint8), flat.view(torch.uint8)])
     at = _largest(x.abs(), how.sent(x.numel()))
     values = x[at]
     x[at] = 0
+    if not values.isfinite().all():
+        _forget(x)
     return torch.cat([values.view(torch.uint8), at.to(torch.int32).view(torch.uint8)])
+
+
+def _forget(rest: Tensor) -> None:
+    """What is not finite has arrived as such in its own step; kept back, it would be in every step that follows."""
+    rest.nan_to_num_(0.0, 0.0, 0.0)
 
 
 def add(how: Compression, message: Tensor, out: Tensor) -> None:
@@ -59,6 +69,8 @@ def add(how: Compression, message: Tensor, out: Tensor) -> None:
 def _largest(x: Tensor, count: int) -> Tensor:
     """Where the `count` largest elements are; of equal ones the first. The least of them is found in a quarter of what torch.topk takes."""
     level = torch.kthvalue(x, x.numel() - count + 1).values
+    if level.isnan():
+        return torch.nonzero(x.isnan()).view(-1)[:count]
     above = torch.nonzero(~(x <= level)).view(-1)  # what is no number is above all
     return torch.cat([above, torch.nonzero(x == level).view(-1)])[:count]
 

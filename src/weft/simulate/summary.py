@@ -14,6 +14,7 @@ from weft.simulate.memory import in_flight
 from weft.simulate.window import bubble_in_window
 
 EXAMPLE = "f=1,b=2"
+_LEAST = 1e-30  # sums and ratios of times beyond are infinite or nothing
 _LETTERS = {"f": "a forward", "b": "a backward", "w": "its weights part", "c": "a transfer"}
 
 
@@ -51,8 +52,8 @@ class Times:
                 found[key] = float(value)
             except ValueError:
                 raise UsageError(f"--times {word}: {value!r} is not a number; for example {key}=1.5") from None
-            if not 0 <= found[key] < float("inf"):
-                raise UsageError(f"--times {word}: a time is finite and not negative")
+            if not (found[key] == 0 or _LEAST <= found[key] <= 1 / _LEAST):
+                raise UsageError(f"--times {word}: a time is 0 or from {_LEAST:g} to {1 / _LEAST:g}, in any unit")
         if missing := [f"{key} ({_LETTERS[key]})" for key in "fb" if key not in found]:
             raise UsageError(f"--times {text!r} lacks {' and '.join(missing)}; for example {EXAMPLE}")
         if not found["f"] + found["b"] + found.get("w", 0.0):

@@ -43,7 +43,8 @@ class State:
             self._connect(bucket.device)
         mean: Future[Tensor] = Future(devices=[bucket.device] if bucket.is_cuda else None)
         self._worker.do(lambda: self._average(bucket, mean))
-        return mean
+        # DDP looks into a future's value, and takes an error there for a tensor; one that a callback raises it raises.
+        return mean.then(lambda ended: ended.value())
 
     def _connect(self, device: torch.device) -> None:
         ranks = tuple(dist.get_process_group_ranks(self._process_group))
@@ -68,7 +69,7 @@ class State:
             mean.set_result(bucket)
         except BaseException as error:
             told: Any = error if isinstance(error, Exception) else RuntimeError(str(error))
-            mean.set_exception(told)  # DDP raises it in backward
+            mean.set_exception(told)
 
 
 def averaged(state: State, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 SHARED = "shared_memory"
 DTYPES = {getattr(torch, name): code for code, name in enumerate(recorder.DTYPES) if code}
 NARROW = (torch.bfloat16, torch.float16)
+# In what summands are added where a transport cannot add theirs, or would round more than once.
+WIDER = {**dict.fromkeys(NARROW, torch.float32), torch.int16: torch.int32}
 Boxes = tuple[tuple[int, ...], ...]
 # What the transports say when the other end is gone, in any version seen: a symptom of another rank's failure.
 LOST = (
@@ -307,8 +309,8 @@ class Group:
         given = x
         if self._staged or x.dtype is torch.bool or x.requires_grad or not x.is_contiguous():
             x = self._host(x)
-        if x.dtype in NARROW and not self._transport.widens(x.dtype):
-            x = x.float()
+        if x.dtype in WIDER and not self._transport.widens(x.dtype):
+            x = x.to(WIDER[x.dtype])
         finish = None
         if x is not given:
 

@@ -11,6 +11,7 @@ are shown when their rank fails first. Not modelled: several machines (torchrun 
 from __future__ import annotations
 
 import gc
+import io
 import json
 import os
 import select
@@ -27,7 +28,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -145,6 +146,7 @@ class Launcher:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
+        self._errors: IO[bytes] = io.BytesIO()
         self._close: Callable[[], object] = lambda: None
 
     def __enter__(self) -> Launcher:
@@ -177,7 +179,7 @@ class Launcher:
         single = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         env = {**os.environ, **(ALLOCATOR if self._allocator else {}), **self._env, **single}
         code = f"import sys; sys.path[:] = {sys.path!r}; from weft.world.prepared import main; main()"
-        errors = tempfile.TemporaryFile()  # noqa: SIM115
+        self._errors = errors = tempfile.TemporaryFile()  # noqa: SIM115
         command = [sys.executable, "-c", code, str(theirs.fileno()), str(lifeline), *self._preload]
         process = subprocess.Popen(
             command, env=env, stdin=subprocess.DEVNULL, stdout=errors, stderr=errors, pass_fds=(theirs.fileno(), lifeline)
@@ -193,10 +195,13 @@ class Launcher:
             ready = b""
         if ready != b"ready":
             self._close()
-            errors.seek(0)
-            said = errors.read().decode(errors="replace").strip().splitlines()[-8:]
-            raise RunError("the process that starts ranks did not come up:\n" + "\n".join(f"  {line}" for line in said))
+            raise RunError(f"the process that starts ranks did not come up{self._said()}")
         ours.settimeout(None)
+
+    def _said(self) -> str:
+        """The last lines that the prepared process wrote, to end a message with; empty where it wrote none."""
+        self._errors.seek(0)
+        return "".join(f"\n  {line}" for line in self._errors.read().decode(errors="replace").strip().splitlines()[-8:])
 
     def launch(
         self,
@@ -232,8 +237,23 @@ class Launcher:
                 sys.stderr.flush()
                 with theirs:
                     self._request(str(path), [theirs.fileno(), *((0, 1, 2) if show else ())])
-                children = _PreparedRanks(ours, num_ranks)
+                children = self._started(ours, num_ranks)
                 return supervise(children, path, num_ranks, timeout_s, stop_grace_s, stops, show)
+
+    def _started(self, events: socket.socket, num_ranks: int) -> _PreparedRanks:
+        """The ranks of one launch. Raises RunError where the prepared process does not name them; the next launch gets a new one."""
+        pid = self.pid
+        try:
+            return _PreparedRanks(events, num_ranks)
+        except TimeoutError:
+            if self.pid == pid:  # and no other launch has replaced it meanwhile
+                self.close()
+            raise RunError(
+                f"the process that starts ranks (process {pid}) started none of {num_ranks} within {START_S:g} s: it was stopped (SIGSTOP, "
+                "a debugger), or the machine is overloaded or out of memory; it was ended, so launch again when the machine has room"
+            ) from None
+        except (RunError, ConnectionError) as error:
+            raise RunError(f"{error}{self._said()}") from None
 
     def _request(self, folder: str, descriptors: list[int]) -> None:
         """Sends one launch to the prepared process; to a new one where it died since the last."""

@@ -30,8 +30,8 @@ class ProcessGroup:
         self._size = size
 
     def widens(self, dtype: torch.dtype) -> bool:
-        """Whether sums of a narrow type are rounded once."""
-        return self._nccl or self._size == 2
+        """Whether tensors of a narrow type can be added, and their sums are rounded once; neither library has int16."""
+        return dtype is not torch.int16 and (self._nccl or self._size == 2)
 
     def all_reduce(self, x: Tensor, op: str, wait: bool) -> Any:
         return private.all_reduce(self._inner, x, _OPS[op])

@@ -12,6 +12,8 @@ import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
 
+END_S = 1.0  # for what is under way at the interpreter's end; others may be gone
+
 
 class Job:
     """Work that was given to a `Worker`."""
@@ -68,6 +70,7 @@ class Worker:
             self._thread = threading.Thread(target=_serve, args=(self._jobs, self._left), name="weft-collectives", daemon=True)
             self._thread.start()
             weakref.finalize(self, self._jobs.put, None).atexit = False
+            weakref.finalize(self._thread, _let_end, self._jobs, weakref.ref(self._thread))
         self._jobs.put(job)
         return job
 
@@ -95,6 +98,14 @@ def _run(job: Job, left: _Left) -> None:
     with left.running:
         job.run()
     left.leave()
+
+
+def _let_end(jobs: SimpleQueue[Job | None], thread: weakref.ref[threading.Thread]) -> None:
+    """At the interpreter's end. A thread that comes back from C++ to an interpreter that has ended aborts the process (one in twelve that
+    left a loop of DDP's at once)."""
+    jobs.put(None)
+    if (still := thread()) is not None:
+        still.join(END_S)
 
 
 def _serve(jobs: SimpleQueue[Job | None], left: _Left) -> None:

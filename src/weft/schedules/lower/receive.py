@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import replace
 
 from weft.errors import ProgramError
-from weft.plan.program import Action, Program, Recv, Send, is_pair, order
+from weft.plan.program import Action, Program, Recv, Send, is_pair, walk
 
 
 def receive_in_time(program: Program) -> Program:
@@ -64,10 +64,21 @@ def _early_receive(program: Program, rows: list[list[Action]], at: list[int], ra
             if step is not None:
                 found.append((step - at[action.to], action.to, step))
     if not found:
-        deque(order(program), maxlen=0)  # says who is stuck, if posted sends do not help either
-        raise ProgramError(f"{program.name}: rank {rank} waits for a receive that is not there")
+        deque(walk(program), maxlen=0)  # says what is wrong, if posted sends do not help either
+        raise ProgramError(_never_received(program, rows, at, circle))
     _, receiver, step = min(found)
     return receiver, step
+
+
+def _never_received(program: Program, rows: list[list[Action]], at: list[int], circle: list[int]) -> str:
+    """Which of the sends that ranks of `circle` are at has no receive, in a program that runs where sends do not wait."""
+    for rank in circle:
+        action = rows[rank][at[rank]] if at[rank] < len(rows[rank]) else None
+        if isinstance(action, Send) and not any(is_pair(rank, action, other) for other in rows[action.to][at[action.to] :]):
+            before = rows[rank][: at[rank]].count(action)  # receives have moved, but sends are in their order
+            step = [i for i, one in enumerate(program.actions[rank]) if one == action][before]
+            return f"{program.name}: rank {rank} step {step}: {action} is never received"
+    raise AssertionError("ranks that wait for one another though no receive is missing")
 
 
 def _peer(action: Send | Recv) -> int:

@@ -19,8 +19,7 @@ def add_transfers(program: Program) -> Program:
                 if value.name != WEIGHTS and made_on.setdefault(value, rank) != rank:
                     action = program.actions[rank][step]
                     raise ProgramError(f"{program.name}: {value} is made on ranks {made_on[value]} and {rank}; {action} is one too many")
-            for value in e.reads:
-                read_on[value] = rank
+            read_on.update({value: rank for value in e.reads if value.name != WEIGHTS})  # each rank gathers its own
     out = []
     for rank, row in enumerate(program.actions):
         line: list[Action] = []

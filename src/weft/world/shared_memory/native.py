@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from weft.world.shared_memory import segment
+from weft.world.shared_memory.late import late, named
 
 CHUNK_BYTES = 256 << 10
 RING_BYTES = 16 << 20
@@ -250,13 +251,13 @@ class NativeChannel:
 
     def _error(self, state: int) -> RuntimeError:
         culprit = self.library.weft_culprit(self._channel)
-        who = f"rank {self._ranks[culprit]} (process {self._pids[culprit]})" if culprit >= 0 else "another rank"
+        who = named(self._ranks, self._pids, culprit) if culprit >= 0 else "another rank"
         if state == _DEAD:
             return RuntimeError(f"remote process exited: {who}")
         if state == _LEFT:
             return RuntimeError(f"connection closed by {who}")
         if state == _TIMED_OUT:
-            return RuntimeError(f"Timed out after {self._timeout_s:g} s waiting for {who}")
+            return RuntimeError(late(self._timeout_s, self._ranks, self._pids, self.index, culprit))
         return RuntimeError(f"the call of {who} differs from another rank's in collective, size, type, order or shared buffers")
 
 

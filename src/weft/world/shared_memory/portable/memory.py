@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from weft.world.shared_memory.late import late, named
+
 CHUNK_BYTES = 1 << 20
 RING_BYTES = 4 << 20
 DEPTH = 2
@@ -77,7 +79,7 @@ class Memory:
 
     def who(self, index: int) -> str:
         """A member, for people."""
-        return f"rank {self._ranks[index]} (process {self._pids[index]})" if index >= 0 else "another rank"
+        return named(self._ranks, self._pids, index) if index >= 0 else "another rank"
 
     def leave(self) -> None:
         """This member takes part in nothing more."""
@@ -96,6 +98,10 @@ class Memory:
         """Breaks the group on all members, since `index` is gone; the error to raise."""
         self.words[0] = -1 - index
         return self.broken()
+
+    def late(self, index: int, timeout_s: float) -> RuntimeError:
+        """`index` has not come in time; the error to raise."""
+        return RuntimeError(late(timeout_s, self._ranks, self._pids, self.index, index))
 
     def broken(self) -> RuntimeError:
         """Why the group is broken."""

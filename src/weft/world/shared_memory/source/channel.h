@@ -14,6 +14,7 @@
 #define AHEAD 2 /* chunks that a rank writes before it adds the first of them, which its cache still holds then */
 #define GONE (1ull << 32)
 #define OUT (1ull << 33) /* not ended: it has left the group */
+#define LATE (1ull << 34) /* it has not come in time */
 #define DEPTH 4   /* slots of each rank's stream */
 #define JOBS 64   /* jobs under way in one group */
 #define BLOCK 2048 /* elements added at a time: they stay in the first-level cache */
@@ -24,6 +25,7 @@ enum { F32, F64, BF16, F16, I64, I32, I16, I8, U8 };
 enum { SUM, MAX, MIN };
 enum { ALL_REDUCE, GATHER, REDUCE_SCATTER, EXCHANGE, BROADCAST, JOB_ALL_REDUCE, JOB_REDUCE_SCATTER, JOB_GATHER, JOB_BROADCAST, SEND, RECEIVE };
 enum { MOVED = 1, OTHERS = 2 };
+enum { NEEDED = 1, MISSING = 2 };
 enum { DONE, PENDING, TIMED_OUT, DEAD, MISMATCH, LEFT };
 
 typedef struct {
@@ -33,7 +35,7 @@ typedef struct {
 typedef struct {
     _Alignas(64) _Atomic uint32_t event;
     _Alignas(64) _Atomic uint32_t sleepers;
-    _Alignas(64) _Atomic uint64_t broken; /* GONE or OUT, and 1 + the rank that is gone or whose call did not match, once one was seen */
+    _Alignas(64) _Atomic uint64_t broken; /* GONE, OUT or LATE, and 1 + the rank that is so or whose call did not match, once one was seen */
 } Head;
 
 typedef struct {

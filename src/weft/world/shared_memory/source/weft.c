@@ -149,17 +149,22 @@ static int busy(Channel *c) {
     return 0;
 }
 
-/* Whether `op` cannot end without something that rank r has not done yet. */
+/* Whether `op` cannot end without something that rank r has not done yet: MISSING where it has not come, NEEDED where it has and may itself
+ * wait for a third. */
 static int needs(Channel *c, Op *op, int r) {
-    if (op->kind == SEND || op->kind == RECEIVE) return r == op->peer;
-    if (op->kind >= JOB_ALL_REDUCE) return 1;
+    if (op->kind == SEND || op->kind == RECEIVE) return r == op->peer ? NEEDED : 0;
+    if (op->kind >= JOB_ALL_REDUCE) {
+        Op *first = c->running;
+        return first && atomic_load_explicit(&descriptor(c, first->number, r)->posted, memory_order_acquire) <= first->number ? MISSING : NEEDED;
+    }
     Op *first = c->stream;
     if (!first) return 0;
+    int adds = first->kind == ALL_REDUCE || first->kind == REDUCE_SCATTER;
+    if (adds ? !arrived(c, r, first->begin[r] + first->read) : !first->ended[r] && !arrived(c, r, c->read[r]))
+        return arrived(c, r, first->begin[r]) ? NEEDED : MISSING;
     uint64_t consumed = atomic_load_explicit(c->consumed + r * c->consumed_stride + c->me, memory_order_acquire);
-    if (first->wrote < first->total && c->my_written >= consumed + DEPTH) return 1;
-    if (first->kind == ALL_REDUCE || first->kind == REDUCE_SCATTER)
-        return !arrived(c, r, first->begin[r] + first->read) || (first->phases == 2 && get(&c->reduced[r]) <= first->first_reduced + first->read);
-    return !first->ended[r] && !arrived(c, r, c->read[r]);
+    if (first->wrote < first->total && c->my_written >= consumed + DEPTH) return NEEDED;
+    return adds && first->phases == 2 && get(&c->reduced[r]) <= first->first_reduced + first->read ? NEEDED : 0;
 }
 
 /* A rank that `op` needs and that has ended, or left the group; -1 where there is none. */
@@ -171,12 +176,12 @@ static int dead_peer(Channel *c, Op *op) {
     return -1;
 }
 
-/* DEAD, LEFT or MISMATCH once any rank has seen that; PENDING before. */
+/* DEAD, LEFT, MISMATCH or TIMED_OUT once any rank has seen that; PENDING before. */
 static int broken(Channel *c) {
     uint64_t who = atomic_load_explicit(&c->head->broken, memory_order_acquire);
     if (!who) return PENDING;
     c->culprit = (int)(uint32_t)who - 1;
-    return who & GONE ? DEAD : who & OUT ? LEFT : MISMATCH;
+    return who & GONE ? DEAD : who & OUT ? LEFT : who & LATE ? TIMED_OUT : MISMATCH;
 }
 
 /* Moves everything that can move: MOVED where something of `c` did, OTHERS where other groups have something under way. */
@@ -250,10 +255,15 @@ int weft_wait(Op *op, double timeout_s) {
                 }
             }
             if (now - begin > timeout_s * 1e9) {
-                c->culprit = -1;
-                for (int r = c->n - 1; r >= 0; r--)
-                    if (r != c->me && needs(c, op, r)) c->culprit = r;
-                return TIMED_OUT;
+                int late = -1, most = 0;
+                for (int r = 0; r < c->n; r++) {
+                    int need = r == c->me ? 0 : needs(c, op, r);
+                    if (need > most) most = need, late = r;
+                }
+                c->culprit = late;
+                if (most < MISSING) return TIMED_OUT;
+                breaks(c, late, LATE); /* those that wait for this rank are told of that one */
+                return broken(c);
             }
         }
         atomic_fetch_add(&c->head->sleepers, 1);
