@@ -14,6 +14,7 @@ NAMES = {
     "staleness": "late updates where ranks are late by chance",
     "plan": "how long planning takes, and how that grows",
     "planned": "the plan chosen against the best of all plans run, over emulated networks (needs root)",
+    "memory": "the fullest rank's memory, predicted against measured: 35 architectures in eight layouts",
     "alpa": "the 21 configurations of Alpa's evaluation, planned and priced",
 }
 
