@@ -61,6 +61,13 @@ PLANNED = """
 them: [what came out](benchmarks/planned.md).
 """
 
+MEMORY = """
+## Memory predicted, against memory measured
+
+`scripts/bench memory` plans 35 architectures that are none of weft's in eight layouts on two cores, and holds the fullest rank's predicted
+memory against what its step took: [error by model and layout](benchmarks/memory.md). `--models swin gat`, `--layouts "tensor=2"` run some.
+"""
+
 
 def table(rows: list[Row]) -> str:
     """Markdown."""
@@ -71,5 +78,6 @@ def table(rows: list[Row]) -> str:
 
 def write(path: Path, rows: list[Row]) -> None:
     known = list(load().values())
-    ran = (path.parent / "benchmarks" / "planned.md").exists()
-    path.write_text(HEAD + table(rows) + "\n" + NOTES + (ALPA + summary(known) if known else "") + PLANNED * ran)
+    ran = {name: (path.parent / "benchmarks" / f"{name}.md").exists() for name in ("planned", "memory")}
+    alpa = ALPA + summary(known) if known else ""
+    path.write_text(HEAD + table(rows) + "\n" + NOTES + alpa + PLANNED * ran["planned"] + MEMORY * ran["memory"])
