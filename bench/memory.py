@@ -51,7 +51,7 @@ without the margin that a plan adds. Counted, not timed."""
 
 CAUSES = """## Known to be off, by cause
 
-Found by taking predictions apart; the table says what each comes to.
+Found by taking predictions apart in earlier runs; what they come to now, the table says.
 
 - Selective recomputation of attention that is written out, or has dropout, is predicted as if nothing were dropped: too high.
 - The gradient of GELU between two einsums that change the order of their letters is copied twice (`soft_moe`): too low.
