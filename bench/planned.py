@@ -257,7 +257,7 @@ def measure(plans: Plans, ranks: Ranks, count: int, threads: int, rounds: int, s
     again: dict[str, list[float]] = {k: [] for k in final}
     for turn in range(rounds):
         for k in final[turn % len(final) :] + final[: turn % len(final)]:
-            again[k] += run(k, 3)[1:]
+            again[k] += run(k, 5)[2:]  # what another plan used meanwhile is to come back first
     for k in final:
         seconds[k] = again[k]
         drop(k)
@@ -344,7 +344,7 @@ def main(arguments: Sequence[str]) -> int:
     p.add_argument("--models", nargs="+", metavar="WORD", default=[""], help="models whose name has one of these words")
     p.add_argument("--networks", nargs="+", choices=NETWORKS, default=["200 Mbit/s", "1 Gbit/s", "10 Gbit/s"])
     p.add_argument("--ranks", type=int, default=2, help="hosts, one rank on each")
-    p.add_argument("--rounds", type=int, default=3, help="times that the plans near the best are measured again, two steps each")
+    p.add_argument("--rounds", type=int, default=3, help="times that the plans near the best are measured again, three steps each")
     p.add_argument("--fresh", action="store_true", help="probe this machine again first")
     p.add_argument("--seconds", type=float, default=1100.0, help="begin no further case after so long")
     given = p.parse_args(list(arguments))

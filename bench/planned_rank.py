@@ -25,7 +25,10 @@ from weft.zoo.resolve import resolve
 
 
 def links(world: World, sizes: list[int]) -> list[dict[str, Any]]:
-    """Seconds of collectives between all ranks and of a message between the first two, by bytes of the whole tensor."""
+    """Seconds of collectives between all ranks and of a message between the first two, by bytes of the whole tensor.
+
+    Several follow one another, as in a step: after a barrier ranks set out apart.
+    """
     group = world.everyone
     n = world.num_ranks
     found = []
@@ -34,12 +37,14 @@ def links(world: World, sizes: list[int]) -> list[dict[str, Any]]:
         for size in sizes:
             number = max(n, size // 4 // n * n)
             times = []
-            for i in range(12 if size <= 65536 else 5 if size <= 1 << 20 else 3):
+            repeats = 10 if size <= 65536 else 5 if size <= 1 << 20 else 2
+            for i in range(8 if size <= 1 << 20 else 4):
                 group.barrier()
                 began = time.perf_counter()
-                _move(name, group, number)
+                for _ in range(repeats):
+                    _move(name, group, number)
                 if i:
-                    times.append(time.perf_counter() - began)
+                    times.append((time.perf_counter() - began) / repeats)
             points.append((size, (0.5 if name == "send" else 1.0) * sorted(times)[len(times) // 2]))
         found.append({"collective": name, "points": points})
     return found

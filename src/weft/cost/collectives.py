@@ -220,8 +220,8 @@ def _double_s(part: float, ranks: int, hop: Hop, at_once: int) -> float:
         return 0.0
     messages, latencies, additions = double_counts(ranks)
     if hop.exchange:
-        # A measured exchange is a message of every rank at once: the chain's share of them, or what each rank sends in the mean.
-        messages = max(2 * messages / ranks, 2 * DOUBLE_PIECES * (ranks - 1) / ranks)
+        # A measured exchange is a message of every rank at once: half of those that keep a rank busy, or what each sends in the mean.
+        messages = max(messages / 2, 2 * DOUBLE_PIECES * (ranks - 1) / ranks)
     return messages * hop.busy_s(part, at_once) + latencies * hop.latency_s + additions * hop.add_s(part, at_once)
 
 

@@ -295,7 +295,8 @@ def _inside(
     if name == "cross_entropy_loss" and whole:
         # Largest logit, sum and target's logit of every row.
         forward += [(i, moved("all_reduce", out, axis, 4.0 * tensors[op.inputs[1]].size, by_row=True))] * 3
-    elif name == "batch_norm":
+    elif name == "batch_norm" and sharding.forms[out].get(axis) != "S1" and len(op.args) > 5 and op.args[5] is True:
+        # In training, over samples or places; ranks that have channels of their own have the statistics of those.
         statistics = moved("all_reduce", out, axis, 8.0 * tensors[op.inputs[0]].shape[1])
         forward.append((i, statistics))
         backward.append((i, statistics))

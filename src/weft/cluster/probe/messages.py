@@ -41,13 +41,13 @@ def measure_messages(world: Any, quick: bool = True) -> list[tuple[str, int, Poi
     for end, group in (("", world.everyone), (".gloo", over_gloo.everyone)):
         calls = _calls(world, group)
         for size in reversed(sizes):
-            # A program goes through pieces of a tensor: one that is sent again and again would stay in a core's own cache.
+            # Programs and buckets of gradients go through memory: a piece that is sent again and again would stay in a core's own cache.
             count = PIECES if size < sizes[-1] else 2
             x, y = (whole[: count * size // 4].view(count, -1).unbind() for whole in room)
             few = replace(patience, least=patience.least // 2, most=patience.most // 2) if size >= LARGE else patience
             for name, call in calls.items():
                 if name != "add" or not end:
-                    part = {"send": 0.5, "all_reduce": 1.0}.get(name, 1 / count)
+                    part = (0.5 if name == "send" else 1.0) / count
                     tables.setdefault(name + end, []).insert(0, (size, part * _typical(world, call, few, x, y)))
         least, programs = sizes[0], Programs(group.runner)
         small, few_times, many_times, seconds = torch.zeros(least // 4), 1, 5, []
@@ -66,8 +66,9 @@ def _calls(world: Any, group: Any) -> dict[str, Callable[[Pieces, Pieces], None]
     half = n // 2
 
     def send(x: Pieces, y: Pieces) -> None:
-        (group.isend(x[0], index + half) if index < half else group.irecv(y[0], index - half)).wait()
-        (group.irecv(y[0], index + half) if index < half else group.isend(x[0], index - half)).wait()
+        for leaves, comes in zip(x, y, strict=True):
+            (group.isend(leaves, index + half) if index < half else group.irecv(comes, index - half)).wait()
+            (group.irecv(comes, index + half) if index < half else group.isend(leaves, index - half)).wait()
 
     def exchange(x: Pieces, y: Pieces) -> None:
         for leaves, comes in zip(x, y, strict=True):
@@ -76,7 +77,8 @@ def _calls(world: Any, group: Any) -> dict[str, Callable[[Pieces, Pieces], None]
             leaving.wait()
 
     def reduce(x: Pieces, y: Pieces) -> None:
-        group.all_reduce(x[0])
+        for piece in x:
+            group.all_reduce(piece)
 
     def add(x: Pieces, y: Pieces) -> None:
         for one, other in zip(x, y, strict=True):
