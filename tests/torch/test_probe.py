@@ -333,6 +333,18 @@ def test_the_doctor_finds_this_machine_well_and_sees_faults(monkeypatch: pytest.
     assert "torch" in old.remedy
 
 
+@pytest.mark.parametrize(("control", "ok"), [("bbr\n", False), ("bbr2", False), ("cubic\n", True), ("reno", True), (None, True)])
+def test_the_doctor_knows_what_stalls_ranks_of_several_hosts(tmp_path: Path, control: str | None, ok: bool) -> None:
+    file = tmp_path / "tcp_congestion_control"
+    if control is not None:
+        file.write_text(control)
+    check = doctor_module._network(file)
+    assert check.ok is ok
+    assert not check.needed
+    assert (control or "not known").strip() in check.found
+    assert "tcp_congestion_control=cubic" in check.remedy or control is None
+
+
 def test_a_run_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert writable(tmp_path / "a" / "b").ok
     monkeypatch.setattr("os.access", lambda *_: False)

@@ -36,7 +36,8 @@ def doctor() -> tuple[Check, ...]:
     >>> doctor()[0].name
     'python'
     """
-    return (_python(), *_packages(), _loopback(), _shared_memory(), _files(), *_hardware(), _allocator(), _compiler(), _transformers())
+    looked = (_python(), *_packages(), _loopback(), _shared_memory(), _network(), _files(), *_hardware(), _allocator(), _compiler())
+    return (*looked, _transformers())
 
 
 def _python() -> Check:
@@ -99,6 +100,16 @@ def _shared_memory() -> Check:
     ok = free >= LEAST_SHARED_BYTES
     found = f"{free / 2**20:.0f} MiB free in /dev/shm"
     return Check("shared memory", ok, found, "start the container with --shm-size=1g or more", needed=False)
+
+
+def _network(control: Path = Path("/proc/sys/net/ipv4/tcp_congestion_control")) -> Check:
+    """How TCP paces what it sends to other hosts: BBR made one step in five of two hosts' ranks 60 ms longer (`scripts/bench planned`)."""
+    try:
+        found = control.read_text().strip()
+    except OSError:
+        return Check("congestion control", True, "not known on this system", needed=False)
+    remedy = "between hosts without NCCL: sysctl -w net.ipv4.tcp_congestion_control=cubic (or reno); it stalls ranks that send and wait"
+    return Check("congestion control", not found.startswith("bbr"), found, remedy, needed=False)
 
 
 def _files() -> Check:
