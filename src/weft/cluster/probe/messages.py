@@ -16,6 +16,7 @@ from weft.plan.program import Action, Program, Recv, Send, Value
 SIZES = tuple(4**k << 10 for k in range(1, 8))  # 4 KiB to 16 MiB: between points a straight line in logarithms must do
 FULL_SIZES = (1 << 10, *SIZES, 64 << 20)
 PIECES = 4
+WARM, WARM_S = 40, 0.01  # calls before those that count, at most, and about how long they take
 LARGE = 4 << 20  # bytes from which on a call takes milliseconds, and half of the samples must do
 QUICK = Patience(least=4, most=8, spread=0.1)
 FULL = Patience(least=6, most=30, spread=0.03)
@@ -105,7 +106,8 @@ def _passing(num_ranks: int, times: int) -> Program:
 
 
 def _typical(world: Any, call: Callable[..., Any], patience: Patience, *inputs: Any) -> float:
-    """Median seconds of a call of all ranks, each time the slowest one's; after one that does not count.
+    """Median seconds of a call of all ranks, each time the slowest one's; after some that do not count: what takes microseconds takes half
+    as long again until the interpreter has seen it often.
 
     All ranks see the same times, and so take as many.
     """
@@ -116,7 +118,12 @@ def _typical(world: Any, call: Callable[..., Any], patience: Patience, *inputs: 
         call(*inputs)
         return time.perf_counter() - start
 
+    begun = time.perf_counter()
     once()
+    spent = torch.tensor([time.perf_counter() - begun])
+    world.everyone.all_reduce(spent, op="max")  # all ranks warm up as often
+    for _ in range(min(WARM, int(WARM_S / float(spent)))):
+        once()
     times: list[float] = []
     while len(times) < patience.most and spread(times) > patience.spread:
         slowest = torch.tensor([once() for _ in range(patience.least)])
