@@ -98,9 +98,8 @@ class Kept:
     and narrower and in float64 (counted as float32), and besides where it is not cut over ranks (`alone_bytes`) and where it is
     (`spread_bytes`)."""
 
-    storages: tuple[
-        tuple[str, str, float], ...
-    ]  # value, and which copy of it, of how many times its bytes, if in another dtype than it has
+    # Value, and which copy of it, of how many times its bytes, if in another dtype than it has.
+    storages: tuple[tuple[str, str, float], ...]
     working_bytes: float
     working64_bytes: float
     alone_bytes: float
