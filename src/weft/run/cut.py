@@ -46,8 +46,7 @@ MIXES = frozenset(
     """matmul __matmul__ __rmatmul__ mm bmm addmm addmm_ einsum linear bilinear cumsum cumsum_ cumprod softmax log_softmax sort argsort
     roll flip layer_norm normalize renorm renorm_ __getitem__ __setitem__ index_add_ index_copy_ index_fill_ index_put_ scatter_
     scatter_add_ fill_diagonal_ tril triu tril_ triu_ normal_ uniform_ random_ bernoulli_ exponential_ log_normal_ cauchy_ geometric_
-    trunc_normal_ kaiming_uniform_ kaiming_normal_ xavier_uniform_ xavier_normal_ orthogonal_ sparse_ dropout rand_like randn_like
-    randint_like
+    kaiming_uniform_ dropout rand_like randn_like randint_like
     """.split()
 )
 
@@ -215,7 +214,6 @@ def _reduced(local: Callable[..., Tensor], kind: str) -> Callable[..., Tensor]:
 COMBINED: dict[str, Callable[..., Any]] = {
     "norm": _norm,
     "linalg_norm": _norm,
-    "vector_norm": _norm,
     "linalg_vector_norm": _norm,
     "frobenius_norm": _norm,
     private.FOREACH_NORM: _norms,

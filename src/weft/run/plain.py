@@ -148,12 +148,10 @@ class _Exchange:
             if self._sums[n] is None:
                 continue
             for name, view in group.views.items():
-                before = self._earlier.get(name)
-                p = self._parameters[name]
-                if name not in self._earlier:
-                    if not p.requires_grad or not view.any():
-                        continue
-                    before = p.grad
+                p, used_here = self._parameters[name], name in self._earlier
+                if not used_here and not (p.requires_grad and view.any()):
+                    continue
+                before = self._earlier[name] if used_here else p.grad
                 if p.grad is None:
                     p.grad = view.clone()
                 elif before is None:
