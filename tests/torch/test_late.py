@@ -100,6 +100,17 @@ class Convolutions(nn.Module):
         return self.up(both).square().mean() + self.line(x.flatten(2)).mean()
 
 
+class Pointwise(nn.Module):
+    """Convolutions that run as products, of maps and of sequences, whose weights are seen through a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.line = nn.Conv2d(256, 256, 1), nn.Conv1d(256, 256, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.line(self.first(x).tanh().flatten(2)).square().mean()
+
+
 class Outputs(nn.Module):
     """Operators with several outputs, one of them never differentiated, and one output read twice."""
 
@@ -121,6 +132,7 @@ CASES: list[tuple[type[nn.Module], Callable[[], tuple[Tensor, ...]], set[str]]] 
     (Tied, _ids, {"table.weight", "up.weight"}),
     (Views, lambda: (torch.randn(N, 5),), {"weight"}),
     (Convolutions, lambda: (torch.randn(N, 2, 8, 8),), {"first.weight", "second.weight", "up.weight", "line.weight"}),
+    (Pointwise, lambda: (torch.randn(N, 256, 2, 2),), {"first.weight", "line.weight"}),
     (Outputs, lambda: (torch.randn(N, 6),), {"wide.weight"}),
 ]
 

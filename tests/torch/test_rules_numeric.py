@@ -104,6 +104,13 @@ def conv(draw: Draw) -> Case:
     return case(f"conv{dims}d.default", x, weight, bias, [stride] * dims, [padding] * dims, [1] * dims, groups)
 
 
+def pointwise(draw: Draw) -> Case:
+    """Windows of one element over few places: one product, of what a rank has of samples and channels."""
+    image = [draw(st.integers(1, 4)) for _ in range(draw(st.integers(1, 2)))]
+    x, bias = real(48, draw(st.sampled_from((2, 3, 6))), *image), maybe(draw, real(6))
+    return case(f"conv{len(image)}d.default", x, real(6, x.shape[1], *[1] * len(image)), bias)
+
+
 def pooling(draw: Draw) -> Case:
     x = real(draw(WIDE), draw(WIDE), 6, 6)
     return draw(
@@ -475,7 +482,7 @@ def recurrent(draw: Draw) -> Case:
 
 
 FAMILIES = (
-    linear, matmul, products, einsum, conv, pooling, attention, attention_of_three, embedding, norms, batch_norm, cross_entropy,
+    linear, matmul, products, einsum, conv, pointwise, pooling, attention, attention_of_three, embedding, norms, batch_norm, cross_entropy,
     cross_entropy_defaults, images_of_classes, patches, repeated, transformed, parametric, distances,
     nll, losses, unary, binary, ternary, reductions, along, views, index, recurrent,
 )  # fmt: skip

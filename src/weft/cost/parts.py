@@ -21,6 +21,7 @@ from weft.cost.pieces import cut, divided, pieces, pieces_moving, shared_by_data
 from weft.cost.places import Places, Stored
 from weft.cost.runs import Amount, Amounts
 from weft.model.graph import Graph, Operator, Variable
+from weft.model.pointwise import is_product
 from weft.model.rules import rule_of
 from weft.model.sharding import Sharding
 from weft.model.stages import Cut
@@ -276,8 +277,9 @@ def _local(inventory: Inventory, sharding: Sharding | None, op: Operator, siblin
     products = done.kind in ("linear", "convolution", "recurrent")
     weights = sum(tensors[v].size_bytes / pieces(sharding, v) for v in op.inputs if products and v not in inventory.batched)
     weights *= num_steps(op, tensors)
+    kind = "linear" if is_product(op, tensors, sharding) else done.kind
     kernel = Kernel(
-        done.kind, done.flops / divide, done.backward_flops / divide, done.bytes / divide, done.backward_bytes / divide,
+        kind, done.flops / divide, done.backward_flops / divide, done.bytes / divide, done.backward_bytes / divide,
         m, n, k, share, scores, heads, weights,
     )  # fmt: skip
     return Local(kernel, op.outputs[0] in inventory.batched, cut(sharding, op.name, "data"))

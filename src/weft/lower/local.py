@@ -26,6 +26,7 @@ from weft.lower.kernels.vocabulary import cross_entropy, embedding
 from weft.lower.redistribute import counted, redistribute
 from weft.model.functions import check_cut
 from weft.model.graph import Arg, Function, Graph, Operator, Ref, Word
+from weft.model.pointwise import is_product, read_shapes
 from weft.model.propagate import writes_buffer, written_buffers
 from weft.model.rules import Rule, rule_of
 from weft.model.sharding import Form, Sharding, move_collectives
@@ -251,6 +252,8 @@ class _Builder:
         return self._emit(op, _lookup(op.target), args, kwargs)
 
     def _emit(self, op: Operator, target: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
+        if self.low.device.type == "cpu" and not op.autocast and is_product(op, self.tensors, self.low.sharding):
+            return self._product(op, *args[:3])
         device, _, dtype = op.autocast.partition(":")
         if not device or (dtype and device != self.low.device.type):
             return self._node(target, tuple(args), kwargs)
@@ -260,6 +263,15 @@ class _Builder:
             called.__name__ = called.__qualname__ = target.__name__.partition(".")[0]  # recomputation knows operators by their names
             return self._node(called, tuple(args), kwargs)
         return self._node(within, (target, *args), kwargs)
+
+    def _product(self, op: Operator, x: fx.Node, weight: fx.Node, bias: fx.Node | None = None) -> fx.Node:
+        """A convolution whose windows are single elements, as one product over all samples and places."""
+        reshape, permute, last = torch.ops.aten.reshape.default, torch.ops.aten.permute.default, len(self.tensors[op.inputs[0]].shape) - 1
+        (samples, channels, *places), sizes = read_shapes(op, self.tensors, self.low.sharding)
+        rows = self._node(reshape, (self._node(permute, (x, [0, *range(2, last + 1), 1])), [-1, channels]))
+        made = self._node(torch.ops.aten.linear.default, (rows, self._node(reshape, (weight, list(sizes[:2]))), bias))
+        maps = self._node(permute, (self._node(reshape, (made, [samples, *places, -1])), [0, last, *range(1, last)]))
+        return self._node(torch.ops.aten.contiguous.default, (maps,))
 
     def _arg(self, arg: Arg, given: Any) -> Any:
         if isinstance(arg, Ref):
