@@ -127,6 +127,22 @@ def test_what_a_program_costs_beyond_its_messages() -> None:
         assert more[name](65536.0) - plain[name](65536.0) == pytest.approx(40e-6 + 5e-6 * messages), name
 
 
+def test_whole_programs_that_were_measured_win() -> None:
+    """What was measured at its sizes; in between, beyond, and for other numbers of ranks as much longer than the messages alone."""
+    tables = {"send_2": LINE, "exchange_2": LINE}
+    points = ((1024.0, 100e-6), (262144.0, 900e-6))
+    cluster = cpus(1, 4, **tables, program__ring_2=points)
+    plain, measured = algorithms(cpus(1, 4, **tables), Group(2)), algorithms(cluster, Group(2))
+    assert [measured["ring"](size) for size, _ in points] == pytest.approx([s for _, s in points])
+    first, last = (s / plain["ring"](size) for size, s in points)
+    assert measured["ring"](16384.0) / plain["ring"](16384.0) == pytest.approx((first * last) ** 0.5)  # half of the way in logarithms
+    four, plain_four = algorithms(cluster, Group(4)), algorithms(cpus(1, 4, **tables), Group(4))
+    for size, longer in ((64.0, first), (1e8, last)):
+        assert measured["ring"](size) / plain["ring"](size) == pytest.approx(longer)
+        assert four["ring"](size) / plain_four["ring"](size) == pytest.approx(longer)
+    assert measured["tree"](1024.0) == plain["tree"](1024.0)
+
+
 def test_each_transport_has_its_tables() -> None:
     shared = {"send_2": LINE, "exchange_2": LINE, "all_reduce_2": LINE}
     slow = tuple((size, 10 * s) for size, s in LINE)

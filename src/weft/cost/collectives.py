@@ -7,8 +7,9 @@ that are no power of two (which message passes a port first decides: within a fi
 programs, between counts a line (at most a quarter more). Over nodes `naive` and `double_tree` are estimates (within a quarter).
 
 Where a machine was measured (`weft probe`) a hop is what messages between its ranks took, their Python and their share of the cores
-in it. Not modelled: more than two levels of links (the slowest beyond the node stands for all), nodes that are not full (they count as
-full), and collectives that meet in a switch.
+in it; and by how much longer whole programs took at some sizes than their hops say, they are taken to take at others. Not modelled: more
+than two levels of links (the slowest beyond the node stands for all), nodes that are not full (they count as full), and collectives that
+meet in a switch.
 """
 
 from __future__ import annotations
@@ -328,13 +329,18 @@ def _tables(cluster: Cluster, name: str) -> tuple[Table, ...]:
     return tuple(table for table in cluster.tables if table.collective == name)
 
 
+def _nearest(tables: tuple[Table, ...], ranks: int) -> Table:
+    """The table of the number of ranks that is nearest, of two the smaller."""
+    return min(tables, key=lambda table: (abs(log2(table.ranks / max(1, ranks))), table.ranks))
+
+
 def _slowed(tables: tuple[Table, ...], far: Hop) -> tuple[Table, ...]:
     return tuple(replace(t, points=tuple((size, max(s, far.sent_s(size))) for size, s in t.points)) for t in tables)
 
 
 def _at(tables: tuple[Table, ...], size_bytes: float, ranks: int, cores: int) -> float:
     """Seconds with so many ranks: of the nearest number that was measured, which share the cores where they are more."""
-    near = min(tables, key=lambda table: (abs(log2(table.ranks / max(1, ranks))), table.ranks))
+    near = _nearest(tables, ranks)
     crowd = max(1.0, ranks / max(near.ranks, cores)) if ranks > near.ranks else 1.0
     return near.seconds(size_bytes) * crowd
 
@@ -359,12 +365,25 @@ def algorithms(cluster: Cluster, group: Group, transport: str = "") -> dict[str,
     found: dict[str, Callable[[float], float]] = {NATIVE: partial(_native, cluster, group, transport)}
     for name in FORMS:
         if name != "hierarchical":
-            found[name] = partial(all_reduce_s, name, ways=hops)
+            found[name] = _program(name, cluster, hops, transport)
     if hops.inside > 1 and hops.nodes > 1:
         found["hierarchical"] = (
             partial(_through_memory, cluster, group) if cluster.is_cpu else partial(all_reduce_s, "hierarchical", ways=hops)
         )
     return found
+
+
+def _program(name: str, cluster: Cluster, hops: Ways, transport: str) -> Callable[[float], float]:
+    """A program's seconds by bytes: those of its hops, by how much longer it took with the nearest number of ranks that was measured."""
+    formed = partial(all_reduce_s, name, ways=hops)
+    measured = _tables(cluster, f"program.{name}.{transport}" if transport else f"program.{name}")
+    if hops.nodes > 1 or not measured:
+        return formed
+    near = _nearest(measured, hops.size)
+    there = ways(cluster, Group(near.ranks), transport)
+    longer = Table(near.collective, near.ranks, tuple((size, s / all_reduce_s(name, size, there)) for size, s in near.points))
+    most = longer.points[-1][0]
+    return lambda size_bytes: formed(size_bytes) * longer.seconds(min(size_bytes, most))
 
 
 def _native(cluster: Cluster, group: Group, transport: str, size_bytes: float) -> float:

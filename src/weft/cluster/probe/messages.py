@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
 
 from weft.cluster.probe.timing import Patience, spread
+from weft.collectives import ALGORITHMS, build
 from weft.plan.program import Action, Program, Recv, Send, Value
 
 SIZES = tuple(4**k << 10 for k in range(1, 8))  # 4 KiB to 16 MiB: between points a straight line in logarithms must do
@@ -29,7 +31,8 @@ def measure_messages(world: Any, quick: bool = True) -> list[tuple[str, int, Poi
 
     `send`: half of the ranks send to the others; `exchange`: each sends to the next and receives from the one before; `add`: each adds what
     it has; `all_reduce`: the transport's own. `call` and `step`, of one size: what running a program costs, and each of its messages,
-    beyond those. Times are of the slowest rank. Large tensors come first: rings, windows and pages are then as in a long run.
+    beyond those. `program.NAME`: whole all-reduces by programs, at every second size. Times are of the slowest rank. Large tensors come
+    first: rings, windows and pages are then as in a long run.
     """
     from weft.world.running import Programs
     from weft.world.world import World
@@ -39,6 +42,7 @@ def measure_messages(world: Any, quick: bool = True) -> list[tuple[str, int, Poi
     tables: dict[str, Points] = {}
     sizes, patience = (SIZES, QUICK) if quick else (FULL_SIZES, FULL)
     room = [torch.zeros(2 * sizes[-1] // 4) for _ in range(2)]  # of 2 pieces of the largest, for all: its pages are there from then on
+    whole = {name: build("all_reduce", name, n) for name in ALGORITHMS["all_reduce"] if name != "hierarchical"}
     for end, group in (("", world.everyone), (".gloo", over_gloo.everyone)):
         calls = _calls(world, group)
         for size in reversed(sizes):
@@ -51,6 +55,11 @@ def measure_messages(world: Any, quick: bool = True) -> list[tuple[str, int, Poi
                     part = (0.5 if name == "send" else 1.0) / count
                     tables.setdefault(name + end, []).insert(0, (size, part * _typical(world, call, few, x, y)))
         least, programs = sizes[0], Programs(group.runner)
+        for size in reversed(sizes[::2]):
+            few = replace(patience, least=patience.least // 2, most=patience.most // 2) if size >= LARGE else patience
+            for name, program in whole.items():
+                summed = partial(programs.all_reduce, program)
+                tables.setdefault(f"program.{name}{end}", []).insert(0, (size, _typical(world, summed, few, room[0][: size // 4])))
         small, few_times, many_times, seconds = torch.zeros(least // 4), 1, 5, []
         for times in (few_times, many_times):
             program = _passing(n, times)
