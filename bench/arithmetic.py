@@ -24,6 +24,7 @@ class Series:
     plan: str = ""
     precision: str = "float32"
     settings: str = "equal"
+    predicted: float = 0.0  # seconds a step by weft's plan; 0 for peers
 
     def __post_init__(self) -> None:
         if not self.seconds or min(self.seconds) <= 0:
@@ -32,6 +33,15 @@ class Series:
     @property
     def median(self) -> float:
         return median(self.seconds)
+
+    @property
+    def missed(self) -> float:
+        """By what part of the measured time the prediction is off; below 0 it is too low.
+
+        >>> Series("weft", (0.8, 1.0, 1.2), predicted=0.9).missed
+        -0.1
+        """
+        return round(self.predicted / self.median - 1, 6)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from rich.table import Table
 
 from bench.arithmetic import Row, Series, Verdict
 
+NEAR = 0.1  # what a predicted step may be off by
 KINDS = {
     "data": "Data parallelism",
     "exchange": "What the exchange of gradients costs",
@@ -175,6 +176,14 @@ def markdown(
                 for r in mine
             ],
         )
+    priced = [(title, s) for title, found in series.items() for s in found if s.predicted]
+    if priced:
+        close = sum(abs(s.missed) <= NEAR for _, s in priced)
+        mean = sum(abs(s.missed) for _, s in priced) / len(priced)
+        parts += ["## Predicted and measured", ""]
+        parts += [f"Within {NEAR:.0%}: {close} of {len(priced)}; mean absolute error {mean:.1%}. By what `weft probe` measured before.", ""]
+        lines = [[title, s.name, f"{s.predicted:.3f}", f"{s.median:.3f}", f"{s.missed:+.0%}", s.plan] for title, s in priced]
+        parts += _table(["set", "contender", "predicted, s", "measured, s", "off by", "plan"], lines)
     parts += ["## Every contender", "", "Medians. CPU seconds are those of all ranks together; memory is the largest rank's.", ""]
     for name, found in series.items():
         parts += [f"### {name}", ""]

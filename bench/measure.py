@@ -103,6 +103,7 @@ def measure(
                 str(one.about.get("plan", "")),
                 str(one.about.get("precision", by_name[name].precision)),
                 by_name[name].settings,
+                float(one.about.get("predicted_s", 0.0)),
             )
             for name, one in running.items()
         }, skipped

@@ -40,11 +40,17 @@ def rank_main(world: World, path: str, text: str, plan_text: str) -> None:
         optimizer = {"name": "adamw", "lr": case.lr}
         engine = weft.parallelize(case.model, case.batch, plan=plan, world=world, seed=case.seed, optimizer=optimizer)
         engine.gradients.exchange = contender.options.get("exchange", True)
-        about = {"plan": str(plan.layout), "precision": plan.layout.precision}
+        about = {"plan": str(plan.layout), "precision": plan.layout.precision, "predicted_s": _predicted(plan, contender)}
         serve(line, case, lambda tokens: engine.step(_batch(tokens)).loss, world.everyone.barrier, about)
     except Exception as error:
         line.send({"error": f"{type(error).__name__}: {error}"})
         raise
+
+
+def _predicted(plan: Plan, contender: Contender) -> float:
+    """Seconds a step by the plan; 0 where an option of the contender's makes it another machine than the one that was planned for."""
+    others = {"exchange", "allocator", "transport", "products"} & contender.options.keys()
+    return plan.prediction.step_time_s if plan.prediction and not others else 0.0
 
 
 def main(path: str, text: str) -> None:

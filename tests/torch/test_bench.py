@@ -86,6 +86,16 @@ def test_one_slow_model_is_missed_however_fast_the_other_is() -> None:
     assert [v.word for v in judge(TARGETS, [compare(1.0, 9.0), slow])] == ["met", "missed"]
 
 
+def test_the_page_holds_predictions_against_what_was_measured() -> None:
+    close, far, peer = Series("weft a", (1.0,), predicted=1.09), Series("weft b", (2.0, 2.0), predicted=1.5), Series("DDP", (1.0,))
+    page = markdown({}, [], [], {}, {"gpt-10m": [close, far, peer]}, "")
+    (said,) = (line for line in page.splitlines() if line.startswith("Within"))
+    assert "1 of 2" in said
+    assert "17.0%" in said  # of 9 % and 25 %
+    assert "| weft b | 1.500 | 2.000 | -25% |" in page
+    assert "Predicted and measured" not in markdown({}, [], [], {}, {"gpt-10m": [peer]}, "")
+
+
 def test_what_was_not_measured_is_not_met() -> None:
     (verdict,) = judge(TARGETS, [compare(1.0, 2.0, "FSDP2")], {"DDP": "not installed"})
     assert (verdict.met, verdict.word, verdict.why) == (None, "not measured", "DDP: not installed")
