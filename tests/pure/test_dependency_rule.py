@@ -40,8 +40,8 @@ ALLOWED: dict[str, set[str]] = {
     "train": RANKS | {"lower", "run", "zoo"},
 }
 EVERYTHING = {"cli", "api", "__init__", "__main__"}
-# Measuring a machine with several ranks needs ranks, which compute as they do.
-EXTRA = {f"cluster/probe/{name}.py": {"world"} for name in ("here", "messages", "operators")}
+# Measuring a machine with several ranks needs ranks, which compute as they do and run programs.
+EXTRA = {f"cluster/probe/{name}.py": {"world"} for name in ("here", "operators")} | {"cluster/probe/messages.py": {"world", "collectives"}}
 
 TORCH_PARTS = {"zoo", "world", "lower", "run", "train"}
 TORCH_FILES = {
