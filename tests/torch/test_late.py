@@ -18,7 +18,6 @@ import weft
 from weft.lower.late import Into, Late
 from weft.plan.layout import Layout
 from weft.plan.plan import Plan
-from weft.plan.program import Program
 from weft.run.engine import Engine
 from weft.world.current import current_world
 
@@ -35,9 +34,8 @@ def _text(num_microbatches: int, order: str) -> str:
 
 def _engine(make: Callable[[], nn.Module], batch: Any, *, order: str = "II", microbatches: int = 2, **layout: Any) -> Engine:
     layout = {"precision": "float64", **layout}
-    plan = Plan(Layout(microbatches=microbatches, **layout), "test", "here", N)
-    program = Program.parse(_text(microbatches, order))
-    return Engine(plan, make, batch, None, current_world(), {"name": "sgd", "lr": 0.1}, seed=0, program=program)
+    mine = Layout(microbatches=microbatches, **layout).with_schedule("late.txt", _text(microbatches, order))
+    return Engine(Plan(mine, "test", "here", N), make, batch, None, current_world(), {"name": "sgd", "lr": 0.1}, seed=0)
 
 
 def _gradients(make: Callable[[], nn.Module], batch: tuple[Tensor, ...], microbatches: int = 2) -> dict[str, Tensor]:
