@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -67,6 +68,7 @@ def read_program(file: Path, rendezvous: bool = False) -> tuple[Program, bool]:
     from weft.schedules.lower import complete
 
     program = Program.parse(read_actions(file))
+    program = program if program.name != "program" else replace(program, name=file.name)  # a text need not name itself
     whole = complete(program, rendezvous)
     return whole, whole is not program and whole != program
 

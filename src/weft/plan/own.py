@@ -114,7 +114,7 @@ class Own:
     def in_flight(self, rank: int, stage: int) -> float:
         """The most microbatches that a rank keeps of one of its stages; of stages of which it keeps some at once, their mean.
 
-        >>> own_of("mine.txt", "0F0 1F0 1F1 1B1 1B0 0F1 0B1 0B0").in_flight(0, 0)
+        >>> own_of("mine.txt", "0F0 1F0 0F1 1F1 1B0 1B1 0B0 0B1").in_flight(0, 0)
         2.0
         """
         most, each, several = self._held[rank]
