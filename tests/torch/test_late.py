@@ -25,8 +25,11 @@ N = 8  # samples
 
 
 def _text(num_microbatches: int, order: str) -> str:
-    """One stage on one rank: `order` of the two backward parts of a microbatch, "IW", or "II" for all input parts first."""
+    """One stage on one rank: `order` of a backward's parts, "IW", or "II" for all input parts first; "B": one is whole."""
     each = range(num_microbatches)
+    if order == "B":
+        split = [f"0F{m} 0I{m} 0W{m}" for m in range(num_microbatches - 1)]
+        return "rank 0: " + " ".join([*split, f"0F{num_microbatches - 1} 0B{num_microbatches - 1}"])
     if order == "IW":
         return "rank 0: " + " ".join(f"0F{m} 0I{m} 0W{m}" for m in each)
     return "rank 0: " + " ".join([f"0F{m}" for m in each] + [f"0I{m}" for m in each] + [f"0W{m}" for m in each])
@@ -261,3 +264,12 @@ def test_weights_that_move_are_not_late() -> None:
     assert runner.late is not None
     assert not runner.late.names
     _equal(engine.full_gradients() or {}, _gradients(Computed, (x,)))
+
+
+def test_a_whole_backward_beside_split_ones_makes_its_weights_gradients() -> None:
+    """They were lost: the stage takes notes in every backward, and only W read them."""
+    batch = (torch.randint(0, 11, (N, 3), generator=torch.Generator().manual_seed(1)),)
+    engine = _engine(Tied, batch, order="B")
+    engine.forward_backward(batch)
+    found = {name: engine.gradient(name) for name in engine.parameters}
+    _equal({name: x for name, x in found.items() if x is not None}, _gradients(Tied, batch))
