@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,10 +22,10 @@ from weft.model.graph import Graph
 from weft.model.nesting import batch_size_of
 from weft.model.sharding import Shards
 from weft.model.stages import check_trains
-from weft.plan.layout import Layout
+from weft.plan.layout import SCHEDULES, Layout, actions_of
+from weft.plan.own import read_actions
 from weft.plan.patterns import expand_all
 from weft.plan.plan import Candidate, Plan
-from weft.plan.program import Program
 from weft.plan.store import format_plan, parse_plan, read_plan
 from weft.plan.timeline import Timeline
 from weft.run.build import Source, Traced
@@ -288,6 +289,7 @@ def _plan_for(
         return wanted
     if isinstance(wanted, str) and wanted.endswith(".toml"):
         return read_plan(wanted)
+    wanted = _agreed(wanted, world) if isinstance(wanted, str) else wanted
     state = torch.random.get_rng_state()
     try:
         if wanted is not None:
@@ -300,6 +302,15 @@ def _plan_for(
             )
     finally:
         torch.random.set_rng_state(state)
+
+
+def _agreed(text: str, world: World) -> Layout:
+    """A layout in words; a file of actions is rank 0's, so that all ranks run the same and only one of them needs it."""
+    name = next((word.removeprefix("schedule=") for word in text.replace(",", " ").split() if word.startswith("schedule=")), "")
+    if not name or name in SCHEDULES:
+        return Layout.parse(text)
+    actions = world.told(lambda: actions_of(name))
+    return Layout.parse(text, {name: actions} if actions else {})
 
 
 def _any_cluster() -> Cluster:
@@ -411,7 +422,7 @@ def verify(
     seed: int = 0,
     sequence: int | None = None,
     device_memory: float | str = 0,
-    schedule: Program | None = None,
+    schedule: str | Path | None = None,
 ) -> Verification:
     """Start the layout's ranks and compare the parallel run with the serial one, in `dtype`, over `steps` steps.
 
@@ -419,16 +430,17 @@ def verify(
         model, batch, loss: as for `plan`.
         tolerance: largest relative error; 1e-9 in float64 by default.
         device_memory: as for `parallelize`, of the parallel run.
-        schedule: a schedule of one's own for the layout's stages, ranks and microbatches, `Program.parse(text)`, in place of the layout's.
+        schedule: a file of actions, in place of the layout's schedule: the same as `schedule=FILE` in the layout.
 
     Raises:
-        RankError: a rank failed, ProgramError too where the schedule is refuted or for other stages. Infeasible, LayoutError,
-            ModelError: as for `plan`.
+        RankError: a rank failed. ProgramError: a schedule of the user's own is refuted. Infeasible, LayoutError, ModelError: as for `plan`.
     """
     if isinstance(model, str):
         model = resolve(model, batch if isinstance(batch, int) else None, sequence)
     name, make, given, loss = _subject(model, batch, loss)
     wanted = layout.layout if isinstance(layout, Plan) else Layout.parse(layout) if isinstance(layout, str) else layout
+    if schedule is not None:
+        wanted = wanted.with_schedule(Path(schedule).name, read_actions(schedule))
     wanted.check_runs()
     limit = parse_bytes(device_memory)
     state = torch.random.get_rng_state()
@@ -446,7 +458,7 @@ def verify(
     def on_rank(world: World) -> dict[str, Any] | None:
         found = verify_on_rank(
             world, chosen, make, given, loss, steps=steps, seed=seed, tolerance=tolerance, optimizer=optimizer, source=source,
-            device_memory=limit, program=schedule,
+            device_memory=limit,
         )  # fmt: skip
         return None if found is None else {**found.__dict__, "replicated_operators": list(found.replicated_operators)}
 

@@ -22,7 +22,7 @@ from weft.model.stages import links, split  # noqa: E402
 from weft.plan.check import check as prove  # noqa: E402
 from weft.plan.layout import Layout  # noqa: E402
 from weft.plan.plan import Plan  # noqa: E402
-from weft.plan.program import Compute, Op, Program  # noqa: E402
+from weft.plan.program import Compute, Op  # noqa: E402
 from weft.run.verify import verify_on_rank  # noqa: E402
 from weft.schedules.lower import pipeline  # noqa: E402
 from weft.world.launch import launch  # noqa: E402
@@ -32,25 +32,23 @@ ODD, AWKWARD = "tests/ranks/odd_models.py", "tests/ranks/awkward_models.py"
 Rows = Sequence[Sequence[Compute]]
 
 
-def program_for(subject: Subject, rows: Rows, layout: Layout) -> tuple[Plan, Program]:
-    """The plan whose stages these rows name, and the rows with their transfers, proven."""
+def plan_for(subject: Subject, rows: Rows, layout: Layout) -> Plan:
+    """The plan whose stages these rows name, and whose schedule is the rows with their transfers, proven."""
     num_stages = 1 + max(a.stage for row in rows for a in row)
     plan = subject.plan(replace(layout, pipeline=num_stages))
-    chunks = num_stages // len(rows)
-    plan = replace(plan, layout=replace(layout, pipeline=len(rows), chunks=chunks, schedule="interleaved" if chunks > 1 else "1f1b"))
     graph = subject.source.capture(subject.batch, subject.loss, plan.batch_size // layout.microbatches).graph
     program = pipeline("test", rows, links(split(graph, plan.stages)))
     prove(program)
-    return plan, program
+    return replace(plan, layout=replace(layout, pipeline=len(rows)).with_schedule("test.txt", str(program)))
 
 
 def compared(subject: Subject, rows: Rows, layout: str, **options: Any) -> dict[str, Any]:
     """The verification of a run of these rows."""
-    plan, program = program_for(subject, rows, replace(Layout.parse(layout), precision="float64"))
+    plan = plan_for(subject, rows, replace(Layout.parse(layout), precision="float64"))
     subject.source.prepare(plan, subject.batch, subject.loss)
 
     def on_rank(world: World) -> dict[str, Any] | None:
-        found = verify_on_rank(world, plan, subject.make, subject.batch, subject.loss, source=subject.source, program=program, **options)
+        found = verify_on_rank(world, plan, subject.make, subject.batch, subject.loss, source=subject.source, **options)
         return None if found is None else asdict(found)
 
     return launch(on_rank, plan.layout.num_ranks, timeout_s=60, show=False)[0]

@@ -16,8 +16,9 @@ import pytest
 from safetensors.torch import load_file
 
 from weft import api
-from weft.errors import Infeasible
+from weft.errors import Infeasible, LayoutError
 from weft.plan.plan import Plan
+from weft.plan.store import read_plan
 from weft.run import checkpoint
 from weft.train import flow
 from weft.train.config import Config
@@ -109,6 +110,32 @@ def test_killed_and_stopped_it_computes_the_same_bits(tmp_path: Path, run: Calla
     assert losses(broken, "eval_loss") == losses(whole, "eval_loss")
     mine, theirs = (load_file(Path(c.run.folder) / "model.safetensors") for c in (broken, whole))
     assert all(mine[name].equal(theirs[name]) for name in theirs)
+
+
+ORDERS = "0F1 0F0 0B1 0F2 0B0 0F3 0B3 0B2\n1F1 1B1 1F0 1B0 1F2 1F3 1B3 1B2\n", "0F0 0B0\n1F0 1B0\n"
+
+
+def test_a_schedule_of_ones_own_is_the_plans(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Callable[[Config], dict[str, Any]]
+) -> None:
+    """What becomes of the file after planning is no matter to a run that goes on; a new plan reads the file."""
+    monkeypatch.chdir(tmp_path)
+    file, folder = Path("mine.txt"), tmp_path / "run"
+    layout = "pipeline=2 microbatches=4 schedule=mine.txt"
+    file.write_text(ORDERS[0])
+    run(configure(folder, layout, steps=2, schedule="constant"))
+    file.write_text(ORDERS[1])
+    run(configure(folder, layout, steps=3, schedule="constant"))
+    with pytest.raises(LayoutError, match="runs 1 microbatch, and microbatches=4"):
+        run(configure(tmp_path / "again", layout, steps=3))
+    file.unlink()
+    whole = configure(folder, layout, steps=4, schedule="constant")
+    summary = run(whole)
+    assert (summary["step"], summary["layout"]) == (4, f"data=1 tensor=1 {layout} threads=1")
+    assert read_plan(folder / "plan.toml").layout.actions == ORDERS[0]
+    named = configure(tmp_path / "named", "pipeline=2 microbatches=4", steps=4, schedule="constant")
+    run(named)
+    assert losses(whole) == pytest.approx(losses(named), rel=2e-5)
 
 
 def test_a_run_whose_updates_come_late_goes_on_as_it_was(tmp_path: Path, run: Callable[[Config], dict[str, Any]]) -> None:

@@ -12,6 +12,7 @@ import pytest
 from weft.cli import run
 from weft.plan.layout import SCHEDULES
 from weft.plan.timeline import Timeline
+from weft.schedules import build
 
 SIZES = ["--stages", "4", "--microbatches", "8"]
 
@@ -76,7 +77,7 @@ def test_what_is_written_is_checked_and_drawn_again(name: str, tmp_path: Path, c
     file, spans = tmp_path / "mine.txt", tmp_path / "mine.json"
     drawn = answer(capfd, "schedule", name, *SIZES, "-o", str(file))
     checked = answer(capfd, "check", str(file))
-    assert (checked["proven"], checked["ranks"], checked["actions"], checked["completed"]) == (True, 4, drawn["actions"], False)
+    assert (checked["proven"], checked["ranks"], checked["actions"], checked["completed"]) == (True, 4, drawn["actions"], True)
     again = answer(capfd, "schedule", str(file), "-o", str(spans))
     assert (again["time"], again["peak_in_flight"]) == (drawn["time"], drawn["peak_in_flight"])
     assert Timeline.from_json(spans.read_text()).total_s == drawn["time"]
@@ -116,7 +117,7 @@ def test_what_is_wrong_is_refuted_with_its_place(text: str, reason: str, tmp_pat
 
 def test_a_deadlock_where_sends_wait_is_refuted_only_there(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "mine.txt"
-    answer(capfd, "schedule", "1f1b", *SIZES, "-o", str(file))
+    file.write_text(str(build("1f1b", 4, 8)))
     assert answer(capfd, "check", str(file))["proven"]
     found = answer(capfd, "check", str(file), "--rendezvous", code=4)
     assert "where a send waits for its receive" in found["reason"]
@@ -198,16 +199,21 @@ def test_a_schedule_of_ones_own_equals_the_serial_model(
 
 
 @pytest.mark.parametrize(
-    ("text", "reason"),
+    ("text", "reason", "code"),
     [
-        ("0F0 0F1 0B0 0B1\n1F0 1B0 1F1", "rank 0 step 6: 0B1 reads g(1,0,1), which is not held"),
-        ("0F0 0B0\n1F0 1B0", "has microbatches (0,), and the plan (0, 1)"),
-        ("0F0 0F1 1F0 1F1 1B0 1B1 0B0 0B1", "has num_ranks 1, and the plan 2"),
+        ("0F0 0F1 0B0 0B1\n1B0 1F0 1F1 1B1", "rank 1 step 0: 1B0 reads saved(1,0), which is not held", 4),
+        ("0F0 0F1 0B0 0B1\n1F0 1B0 1F1", "stage 1 has no backward on microbatch 1; write 1B1 on one rank", 4),
+        ("0F0 0B0\n1F0 1B0", "runs 1 microbatch, and microbatches=2; use microbatches=1", 2),
+        ("0F0 0F1 1F0 1F1 1B0 1B1 0B0 0B1", "has actions of 1 rank, and pipeline=2; use pipeline=1", 2),
     ],
 )
 def test_a_schedule_of_ones_own_that_is_wrong_does_not_run(
-    text: str, reason: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    text: str, reason: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "mine.txt").write_text(text)
-    words = ["verify", "gpt-tiny", "--layout", "pipeline=2 microbatches=2", "--schedule", str(tmp_path / "mine.txt")]
-    assert reason in answer(capfd, *words, code=4)["error"]
+    monkeypatch.chdir(tmp_path)
+    Path("mine.txt").write_text(text)
+    layout = "pipeline=2 microbatches=2"
+    assert reason in answer(capfd, "verify", "gpt-tiny", "--layout", layout, "--schedule", "mine.txt", code=code)["error"]
+    for verb in ("verify", "plan", "simulate"):
+        words = [verb, "gpt-tiny", "--layout", f"{layout} schedule=mine.txt"]
+        assert reason in answer(capfd, *words, *([] if verb == "verify" else ["--cluster", "1xcpu-2"]), code=code)["error"]

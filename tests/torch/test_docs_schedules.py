@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from weft.cli import run
 from weft.cli.schedule import beside, build_of, headline
 from weft.plan.layout import SCHEDULES, chunks_of
+from weft.plan.store import read_plan
 from weft.report.gantt import svg
 from weft.simulate.summary import Summary, Times, summarize
 from weft.units import format_percent
@@ -45,11 +47,17 @@ def test_pictures_are_what_the_programs_give(name: str) -> None:
     assert (PAGE.parent / "pictures" / f"schedule-{name}.svg").read_text() == made
 
 
-def test_the_example_of_ones_own_is_proven(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_example_of_ones_own_is_proven_and_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     example = re.findall(r"^```text\n(.*?)^```", PAGE.read_text(), re.S | re.M)
     assert len(example) == 1
     (tmp_path / "mine.txt").write_text(example[0])
     assert run(["check", str(tmp_path / "mine.txt")]) == 0
     assert run(["check", str(tmp_path / "mine.txt"), "--rendezvous"]) == 0
     assert run(["schedule", str(tmp_path / "mine.txt"), "-o", str(tmp_path / "mine.svg")]) == 0
+    monkeypatch.chdir(tmp_path)
+    for line in re.findall(r"^weft (?:verify|plan) .*mine\.txt.*$", PAGE.read_text(), re.M):
+        assert run([*shlex.split(line)[1:], *(["--cluster", "1xcpu-2"] if " plan " in line else [])]) == 0
+    assert read_plan("plan.toml").layout.actions == example[0]
     assert "proven" in capfd.readouterr().out

@@ -139,6 +139,16 @@ def test_a_folder_of_strangers_is_refused(config: Config) -> None:
         set_up(config)
 
 
+def test_where_planning_failed_the_next_attempt_has_the_folder(config: Config) -> None:
+    def refuses(config: Config, known: Plan | None) -> Planned:
+        (folder_of(config) / "machine.toml").touch()  # as the command line leaves it
+        raise Infeasible("a schedule that is refuted")
+
+    with pytest.raises(Infeasible):
+        set_up(config, refuses)
+    assert set_up(config)
+
+
 def test_a_folder_in_use_is_refused(config: Config) -> None:
     with locked(folder_of(config)), pytest.raises(RunError, match="in use by another"), locked(folder_of(config)):
         pass

@@ -18,7 +18,6 @@ import weft
 from weft.lower.late import Into, Late
 from weft.plan.layout import Layout
 from weft.plan.plan import Plan
-from weft.plan.program import Program
 from weft.run.engine import Engine
 from weft.world.current import current_world
 
@@ -26,8 +25,11 @@ N = 8  # samples
 
 
 def _text(num_microbatches: int, order: str) -> str:
-    """One stage on one rank: `order` of the two backward parts of a microbatch, "IW", or "II" for all input parts first."""
+    """One stage on one rank: `order` of a backward's parts, "IW", or "II" for all input parts first; "B": one is whole."""
     each = range(num_microbatches)
+    if order == "B":
+        split = [f"0F{m} 0I{m} 0W{m}" for m in range(num_microbatches - 1)]
+        return "rank 0: " + " ".join([*split, f"0F{num_microbatches - 1} 0B{num_microbatches - 1}"])
     if order == "IW":
         return "rank 0: " + " ".join(f"0F{m} 0I{m} 0W{m}" for m in each)
     return "rank 0: " + " ".join([f"0F{m}" for m in each] + [f"0I{m}" for m in each] + [f"0W{m}" for m in each])
@@ -35,9 +37,8 @@ def _text(num_microbatches: int, order: str) -> str:
 
 def _engine(make: Callable[[], nn.Module], batch: Any, *, order: str = "II", microbatches: int = 2, **layout: Any) -> Engine:
     layout = {"precision": "float64", **layout}
-    plan = Plan(Layout(microbatches=microbatches, **layout), "test", "here", N)
-    program = Program.parse(_text(microbatches, order))
-    return Engine(plan, make, batch, None, current_world(), {"name": "sgd", "lr": 0.1}, seed=0, program=program)
+    mine = Layout(microbatches=microbatches, **layout).with_schedule("late.txt", _text(microbatches, order))
+    return Engine(Plan(mine, "test", "here", N), make, batch, None, current_world(), {"name": "sgd", "lr": 0.1}, seed=0)
 
 
 def _gradients(make: Callable[[], nn.Module], batch: tuple[Tensor, ...], microbatches: int = 2) -> dict[str, Tensor]:
@@ -275,3 +276,12 @@ def test_weights_that_move_are_not_late() -> None:
     assert runner.late is not None
     assert not runner.late.names
     _equal(engine.full_gradients() or {}, _gradients(Computed, (x,)))
+
+
+def test_a_whole_backward_beside_split_ones_makes_its_weights_gradients() -> None:
+    """They were lost: the stage takes notes in every backward, and only W read them."""
+    batch = (torch.randint(0, 11, (N, 3), generator=torch.Generator().manual_seed(1)),)
+    engine = _engine(Tied, batch, order="B")
+    engine.forward_backward(batch)
+    found = {name: engine.gradient(name) for name in engine.parameters}
+    _equal({name: x for name, x in found.items() if x is not None}, _gradients(Tied, batch))

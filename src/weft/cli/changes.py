@@ -7,21 +7,22 @@ the number of devices, and the samples that a rank computes at once stay as many
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from math import gcd
 
 from weft.cli.machines import resized
 from weft.cli.setting import Setting
 from weft.errors import Infeasible, LayoutError, UsageError, nearest
 from weft.plan.grid import checked_grid
-from weft.plan.layout import CHOICES, Layout
+from weft.plan.layout import CHOICES, KEYS, Layout, actions_of
+from weft.plan.own import is_file
 from weft.plan.plan import Plan
 from weft.plan.residency import kind_of
 
 DEVICES = ("gpus", "devices")
 SEQUENCE = ("seq", "sequence")
 OTHERS = (*DEVICES, *SEQUENCE, "batch", "cluster")
-LAYOUT_KEYS = tuple(field.name for field in fields(Layout) if field.name != "grid")  # a grid is written as tensor=2x2
+LAYOUT_KEYS = KEYS
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,8 @@ def parse_changes(words: Sequence[str]) -> tuple[Change, ...]:
         if any(change.key == key for change in found):
             raise UsageError(f"{key} is given twice; compare values by running whatif for each")
         # Which layers `recompute=full:...` names is for the layout to read.
-        if key in CHOICES and kind_of(key, value) not in CHOICES[key]:
+        own = key == "schedule" and is_file(value)
+        if key in CHOICES and kind_of(key, value) not in CHOICES[key] and not own:
             raise UsageError(f"{word}: {value} is unknown; use one of {', '.join(CHOICES[key])}")
         change = Change(key, value)
         if change.grid is not None:
@@ -143,6 +145,9 @@ def moved_along(old: Layout, wanted: Mapping[str, int | str], ranks: int, old_ba
         each = batch // n["data"]
         n["microbatches"] = next(m for m in range(max(1, -(-each // rows)), each + 1) if each % m == 0)
     schedule = str(wanted.get("schedule", old.schedule))
+    other = any(n[key] != getattr(old, key) for key in ("pipeline", "microbatches", "chunks"))
+    if old.own is not None and other and "schedule" not in wanted:
+        schedule = "1f1b"  # one's own is for its ranks and microbatches alone
     if "chunks" in wanted and n["chunks"] > 1 and "schedule" not in wanted:
         schedule = "interleaved"
     if n["pipeline"] == 1 or schedule != "interleaved":
@@ -152,7 +157,8 @@ def moved_along(old: Layout, wanted: Mapping[str, int | str], ranks: int, old_ba
         n["chunks"] = 2
     if "expert" not in wanted:
         n["expert"] = gcd(n["expert"], n["data"])
-    layout = replace(old, **{**choices, **n, "schedule": schedule})  # type: ignore[arg-type]
+    actions = old.actions if schedule == old.schedule and "schedule" not in wanted else actions_of(schedule)
+    layout = replace(old, **{**choices, **n, "schedule": schedule, "actions": actions})  # type: ignore[arg-type]
     moved = [
         f"{key} {getattr(old, key)} to {getattr(layout, key)}"
         for key in LAYOUT_KEYS

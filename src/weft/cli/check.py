@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,7 +10,7 @@ import typer
 
 from weft.cli import options
 from weft.cli.output import output
-from weft.errors import ProgramError, UsageError
+from weft.errors import ProgramError
 from weft.model.collector import uncollected
 
 if TYPE_CHECKING:
@@ -19,7 +20,6 @@ _FILE = (
     "Actions of each rank, a line a rank: `rank 0: 0F0 x(0,1,0)>1 ...`, or computes alone: `0F0 0F1 0B0 0B1`. "
     "Of a collective a line says which: all_reduce, reduce_scatter, all_gather, all_to_all, broadcast."
 )
-MOST_BYTES = 256 << 20
 
 
 def check(
@@ -63,24 +63,14 @@ def read_program(file: Path, rendezvous: bool = False) -> tuple[Program, bool]:
     Raises:
         UsageError: a file that cannot be read. ProgramError: text that is no program.
     """
+    from weft.plan.own import read_actions
     from weft.plan.program import Program
     from weft.schedules.lower import complete
 
-    program = Program.parse(read_text(file))
+    program = Program.parse(read_actions(file))
+    program = program if program.name != "program" else replace(program, name=file.name)  # a text need not name itself
     whole = complete(program, rendezvous)
     return whole, whole is not program and whole != program
-
-
-def read_text(file: Path) -> str:
-    """What a file of actions says. Raises UsageError for one that cannot be read."""
-    try:
-        if file.stat().st_size > MOST_BYTES:
-            raise UsageError(f"{file} is longer than {MOST_BYTES >> 20} MiB; a program of a million actions has 20")
-        return file.read_text()
-    except OSError as error:
-        raise UsageError(f"cannot read {file}: {error.strerror}; give the file that weft schedule NAME -o writes, or your own") from None
-    except UnicodeDecodeError:
-        raise UsageError(f"{file} is not text; write a line of actions for each rank") from None
 
 
 def _require_wants(program: Program) -> None:

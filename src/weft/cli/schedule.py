@@ -49,6 +49,7 @@ def schedule(
     with output(as_json) as out, uncollected():
         from weft.plan.check import check
         from weft.plan.layout import chunks_of
+        from weft.plan.own import is_file
         from weft.simulate.summary import Times, summarize
 
         unit = Times.parse(times)
@@ -80,11 +81,6 @@ def schedule(
             _write(program, found, target)
             out.message(f"written to {target}")
         out.answer(record(program, found))
-
-
-def is_file(name: str) -> bool:
-    """Whether a name is rather that of a file of actions."""
-    return "." in name or "/" in name or Path(name).is_file()
 
 
 _MOST = 200_000  # forwards of one schedule: more take minutes and gigabytes
@@ -145,13 +141,25 @@ def _draw(program: Program, found: Summary, out: Output) -> None:
         out.text("the bubble counts each rank's own time, from its first compute to its last action; ranks start and end one after another")
 
 
+def without_transfers(program: Program) -> Program:
+    """Its computes alone, to be edited and run on any model, where its transfers are those that are put in anyhow; else all of it."""
+    from dataclasses import replace
+
+    from weft.plan.program import Recv, Send
+    from weft.schedules.lower import complete
+
+    rows = tuple(tuple(a for a in row if not isinstance(a, (Send, Recv))) for row in program.actions)
+    bare = replace(program, actions=rows)
+    return bare if complete(bare) == program else program
+
+
 def _write(program: Program, found: Summary, target: Path) -> None:
     if target.suffix == ".svg":
         from weft.report.gantt import svg
 
         text = svg(found.timeline, beside=beside(found), headline=headline(program, found), time_text="{:g}".format) + "\n"
     else:
-        text = f"{program}\n" if target.suffix == ".txt" else found.timeline.to_json()
+        text = f"{without_transfers(program)}\n" if target.suffix == ".txt" else found.timeline.to_json()
     try:
         target.write_text(text)
     except OSError as error:

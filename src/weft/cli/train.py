@@ -98,6 +98,8 @@ def make_plan(config: Config, known: Plan | None, out: Output, world: World | No
     cluster = load_cluster(config.plan.cluster, out)
     if known is not None:
         plan = known
+        if said := _changed(plan, Path(config.plan.file or Path(config.run.folder) / "plan.toml")):
+            out.message(said)
     else:
         subject = load_model(config.model.name, config.train.batch, sequence_of(config))
         layout = Layout.parse(config.plan.layout) if config.plan.layout else None
@@ -122,6 +124,16 @@ def make_plan(config: Config, known: Plan | None, out: Output, world: World | No
     # The peak that the prediction's MFU is of, so that measured and predicted compare.
     peak_flops = prediction.model_flops / prediction.step_time_s / prediction.mfu if prediction and prediction.mfu > 0 else 0.0
     return Planned(plan, peak_flops)
+
+
+def _changed(plan: Plan, file: Path) -> str:
+    """What to say where the schedule's file is no longer what the plan in `file` has of it; the plan's is what runs."""
+    from weft.plan.own import read_actions
+
+    name = plan.layout.schedule
+    if plan.layout.own is None or not Path(name).is_file() or read_actions(name) == plan.layout.actions:
+        return ""
+    return f"{name} has changed since it was planned; this runs what {file} has of it: remove that, or plan again, for the new one"
 
 
 def summary_of(summary: dict[str, Any]) -> Table:

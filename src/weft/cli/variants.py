@@ -89,6 +89,8 @@ def side_by_side(title: str, left: Variant, right: Variant) -> Table:
             x, y = costs[0].kwh or 0.0, costs[1].kwh or 0.0
             rows.append((f"kWh per {unit}", format_kwh(costs[0].kwh), format_kwh(costs[1].kwh), _against(x, y)))
     rows = [row for row in rows if row[1] or row[2]]
+    if left.layout.schedule == right.layout.schedule and left.layout.actions != right.layout.actions:
+        rows.append(("schedule", left.layout.schedule, f"another {right.layout.schedule}", ""))
     if left.note or right.note:
         rows.append(("note", left.note, right.note, ""))
     return Table(title, ("", left.name, right.name, "second against first"), tuple(rows), right=(3,))

@@ -13,7 +13,7 @@ from weft.cli.output import output
 from weft.errors import UsageError, VerifyError
 from weft.report.tables import Table, measured_memory_table
 
-_SCHEDULE = "A schedule of your own, as check reads it, for the layout's stages, ranks and microbatches."
+_SCHEDULE = "A schedule of your own: the same as schedule=FILE in the layout."
 
 
 def verify(
@@ -41,35 +41,31 @@ def verify(
     Example:
       weft verify examples/mlp.py:make --layout "data=2 tensor=2"
       weft verify hf:gpt2.json --layout "pipeline=2 microbatches=4" --batch 8 --sequence 32
-      weft verify gpt-tiny --layout "pipeline=2 microbatches=2" --schedule mine.txt
+      weft verify gpt-tiny --layout "pipeline=2 microbatches=2 schedule=mine.txt"
     """
     with output(as_json) as out:
         from weft import api
-        from weft.cli.check import read_text
         from weft.cli.subject import load_model
         from weft.plan.layout import Layout
-        from weft.plan.program import Program
+        from weft.plan.own import read_actions
 
-        own = Program.parse(read_text(schedule)) if schedule is not None else None
         wanted = Layout.parse(layout) if layout is not None else Layout(data=ranks or 1)
+        if schedule is not None:
+            wanted = wanted.with_schedule(schedule.name, read_actions(schedule))
         if ranks is not None and ranks != wanted.num_ranks:
             raise UsageError(
                 f"--ranks {ranks}, but the layout {wanted} has {wanted.num_ranks} ranks; leave --ranks out, or change one of them"
             )
         subject = load_model(model, batch, sequence)
         with out.working(f"comparing {wanted} with the serial model over {steps} steps in {dtype}"):
-            found = api.verify(
-                subject, wanted, batch, steps=steps, dtype=dtype, tolerance=tolerance, device_memory=device_memory or 0, schedule=own
-            )
+            found = api.verify(subject, wanted, batch, steps=steps, dtype=dtype, tolerance=tolerance, device_memory=device_memory or 0)
         rows = tuple((name, f"{error:.3g}") for name, error in found.worst.items())
         out.text(f"{model}, {wanted}: worst relative error over {steps} steps in {dtype}, tolerance {found.tolerance:.0e}")
         out.table(Table("", ("", "error"), rows, right=(1,)))
         if found.replicated_operators:
             out.text("computed whole on every rank, for want of a rule: " + ", ".join(found.replicated_operators))
         if found.memory:
-            # Of a schedule of one's own nothing is predicted.
-            alike = None if own else api.plan(subject, batch, cluster="1xcpu-2", layout=replace(wanted, precision=dtype))
-            predicted = alike.prediction if alike else None
+            predicted = api.plan(subject, batch, cluster="1xcpu-2", layout=replace(wanted, precision=dtype)).prediction
             out.table(measured_memory_table(found.memory, predicted.memory if predicted else None))
         out.text("the same as the serial model" if found.ok else f"differs first in {found.first_difference}")
         out.answer(

@@ -19,7 +19,7 @@ from weft.cost.compute import Seconds
 from weft.cost.memory import Widths
 from weft.cost.network import Group
 from weft.plan.compression import Compression
-from weft.plan.layout import BOTH_WAYS, Layout
+from weft.plan.layout import Layout
 from weft.plan.plan import BUCKET_BYTES
 
 if TYPE_CHECKING:
@@ -172,12 +172,13 @@ def best_bucket_bytes(pricer: Pricer, layout: Layout, sites: Sequence[str] = ())
 
 
 def exchange_s(pricer: Pricer, layout: Layout, stage: int, sums: Sums, widths: Widths) -> float:
-    """Seconds of summing a stage's gradients with the rank that has its other replica, where a schedule goes both ways."""
-    away = abs(layout.pipeline - 1 - 2 * stage)
-    if layout.schedule not in BOTH_WAYS or not away:
+    """Seconds of summing a stage's gradients with the ranks that have its other replicas, where there are any."""
+    holders = layout.ranks_of(stage)
+    if len(holders) == 1:
         return 0.0
-    pair = Group(2, away * layout.data * layout.tensor, layout.num_ranks)
-    return pricer.collective("all_reduce", widths.gradient * sums.number, pair)
+    away = (max(holders) - min(holders)) // (len(holders) - 1)
+    replicas = Group(len(holders), away * layout.data * layout.tensor, layout.num_ranks)
+    return pricer.collective("all_reduce", widths.gradient * sums.number, replicas)
 
 
 ZERO_HIDES = 0.7  # part of a microbatch that gathers of ZeRO-3 and scatters of ZeRO-2 hide behind, as DeepSpeed prefetches; assumed

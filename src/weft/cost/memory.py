@@ -69,14 +69,15 @@ def in_flight(schedule: str, num_stages: int, rank: int, microbatches: int, chun
     All (gpipe), p - rank (1f1b), one where there is no pipeline. Interleaved, Narayanan et al. 2021: rank r runs
     2(p - r - 1) + (v - 1)p chunks ahead, so the first rank holds (vp + p - 1)/v where p divides m. Zero bubble, Qi et al. 2024: p (h1,
     and v of its two stages each), 2p - 1 (h2), where what waits for its weights part counts in full. Of Chimera a rank's two stages
-    have half each of p + 1.
+    have half each of p + 1, and fewer with few microbatches towards the ends, where half of them arrive late.
 
     >>> in_flight("interleaved", 4, 0, 8, chunks=2)
     5.5
     """
     p, m = num_stages, microbatches
     if schedule == "chimera":
-        return min(m, p + (m > p)) / (1 if 2 * rank == p - 1 else 2)
+        inward = min(rank, p - 1 - rank)
+        return min(m, p + (m > p), m // 2 + 1 + inward) / (1 if 2 * rank == p - 1 else 2)
     if schedule in BOTH_WAYS:
         return 1
     if schedule == "gpipe":
@@ -268,8 +269,11 @@ def memory_of(
     state: StageState, layout: Layout, stage: int, widths: Widths, *, scratch_bytes: float = 0.0, optimizer_states: int = 2
 ) -> Memory:
     """The bytes of one rank of a stage (`stage` counts chunks too)."""
-    rank = layout.rank_of(stage)
-    flying = in_flight(layout.schedule, layout.pipeline, rank, layout.microbatches, layout.chunks)
+    rank, own = layout.rank_of(stage), layout.own
+    if own is not None:
+        flying = max(own.in_flight(holder, stage) for holder in own.ranks_of[stage])
+    else:
+        flying = in_flight(layout.schedule, layout.pipeline, rank, layout.microbatches, layout.chunks)
     data, zero = layout.data, layout.zero
     pieces = zero if data > 1 else 0
     kept = state.kept_bytes - (state.scores_bytes if layout.recompute == "selective" else 0.0)

@@ -8,7 +8,7 @@ from math import log, sqrt
 
 from weft.cost.compute import Seconds
 from weft.cost.memory import MARGIN
-from weft.plan.layout import BOTH_WAYS, Layout
+from weft.plan.layout import Layout
 from weft.plan.plan import Memory
 
 
@@ -34,9 +34,11 @@ class StageCost:
         return self.compute.backward + self.tensor.backward
 
 
-def work_share(layout: Layout, rank: int) -> float:
-    """Part of the microbatches that a rank computes of each of its stages: half, where another rank has the other half."""
-    return 0.5 if layout.schedule in BOTH_WAYS and len(layout.stages_of(rank)) == 2 else 1.0
+def work_share(layout: Layout, rank: int, stage: int) -> float:
+    """Part of the microbatches that a rank computes of one of its stages: half, where another rank has the other half."""
+    if own := layout.own:
+        return own.shares[rank][stage]
+    return 1 / len(layout.ranks_of(stage))
 
 
 def straggling(num_ranks: int, spread: float) -> float:
@@ -50,17 +52,18 @@ def straggling(num_ranks: int, spread: float) -> float:
     return spread * sqrt(2 * log(num_ranks)) if num_ranks > 1 else 0.0
 
 
-def together(held: Sequence[Memory], layout: Layout) -> Memory:
+def together(held: Sequence[Memory], layout: Layout, rank: int) -> Memory:
     """What the stages of one rank hold. Of GEMS it holds activations of one of them at a time (Jain et al. 2020, section IV).
 
     >>> both = Memory(1.0, 0, 0, 8.0), Memory(2.0, 0, 0, 3.0)
-    >>> together(both, Layout(pipeline=2, microbatches=2, schedule="gems-mast")).activations, together(both, Layout()).activations
+    >>> together(both, Layout(pipeline=2, microbatches=2, schedule="gems-mast"), 0).activations, together(both, Layout(), 0).activations
     (8.0, 11.0)
     """
     if len(held) == 1:
         return held[0]
     total = Memory(*(sum(getattr(one, name) for one in held) for name in Memory.__dataclass_fields__))
-    if not layout.schedule.startswith("gems"):
+    own = layout.own
+    if not (own.one_at_a_time(rank) if own else layout.schedule.startswith("gems")):
         return total
     fullest = max(held, key=lambda one: one.activations + one.buffers)
     less = total.activations + total.buffers - fullest.activations - fullest.buffers

@@ -41,7 +41,7 @@ from weft.model.graph import Graph
 from weft.model.sharding import Prices, Sharding
 from weft.model.stages import Cut, Stage, cuts, split
 from weft.model.work import MATMUL_KINDS, Work, model_flops
-from weft.plan.layout import BOTH_WAYS, Layout
+from weft.plan.layout import Layout
 from weft.plan.plan import BUCKET_BYTES, Memory, Prediction
 
 __all__ = ["Pricer", "StageCost", "straggling", "together"]
@@ -55,6 +55,13 @@ NARROW = ("linear", "attention", "convolution", "recurrent", "activation")  # re
 HOST_ADAM_S = 2.0e-9  # of a parameter's Adam step on the host's processors, an eighth of which is a GPU's share; assumed
 
 NOTHING = Memory(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+def _shared(shares: Sequence[float], seconds: Sequence[float]) -> float:
+    """Seconds of a microbatch, each stage's by the part of the microbatches that the rank has of it."""
+    return sum(share * s for share, s in zip(shares, seconds, strict=True))
+
+
 Array = NDArray[np.float64]
 Cutting = tuple[bool, tuple[tuple[str, int], ...], bool]  # whether data cuts, the tensor axes with their sizes, sequence parallelism
 
@@ -337,7 +344,7 @@ class Pricer:
         Raises:
             LayoutError: sites that the graph does not have, or not in order.
         """
-        apart = layout.residency.picks or layout.schedule in BOTH_WAYS  # where stages that are alike may still differ
+        apart = layout.residency.picks or layout.has_replicas  # where stages that are alike may still differ
         known: dict[tuple[int, int], tuple[Seconds, Seconds, float, float]] = {}
         found = []
         for i, base in self._bases_of(layout, sites, only):
@@ -495,16 +502,17 @@ class Pricer:
         few = self.smaller(layout)[0] if smaller else 0
         m = layout.microbatches - few
         ranks = self._by_rank(layout, costs)
-        round_trip = [work_share(layout, r) * sum(c.forward_s + c.backward_s for c in own) for r, own in enumerate(ranks)]
+        shares = [[work_share(layout, r, s) for s in layout.stages_of(r)] if len(costs) > 1 else [1.0] for r in range(len(ranks))]
+        round_trip = [_shared(mine, [c.forward_s + c.backward_s for c in own]) for mine, own in zip(shares, ranks, strict=True)]
         busy = round_trip.index(max(round_trip))
-        busiest, share = ranks[busy], work_share(layout, busy)
-        lesser = self._by_rank(layout, smaller)[busy] if few else []
+        busiest, share = ranks[busy], shares[busy]
+        lesser = self._by_rank(layout, smaller or costs)[busy]
         if pipeline_s is None:
             once = sum(round_trip) / layout.chunks + max(round_trip) * (1 - 1 / layout.chunks)
             pipeline_s = once + (m - 1) * max(round_trip) + 2 * sum(transfers_s) / layout.chunks
-            pipeline_s += few * share * sum(c.forward_s + c.backward_s for c in lesser)
-        compute = share * (m * sum(c.compute.total for c in busiest) + few * sum(c.compute.total for c in lesser))
-        tensor = share * (m * sum(c.tensor.total for c in busiest) + few * sum(c.tensor.total for c in lesser))
+            pipeline_s += few * _shared(share, [c.forward_s + c.backward_s for c in lesser])
+        compute = m * _shared(share, [c.compute.total for c in busiest]) + few * _shared(share, [c.compute.total for c in lesser])
+        tensor = m * _shared(share, [c.tensor.total for c in busiest]) + few * _shared(share, [c.tensor.total for c in lesser])
         gradients = max(sum(c.gradients_s for c in own) for own in ranks)
         optimizer = max(sum(c.optimizer_s for c in own) for own in ranks)
         overhead = self.overhead_s(layout, pipeline_s)
@@ -517,7 +525,7 @@ class Pricer:
             ("optimizer", optimizer),
             ("overhead", overhead),
         )
-        fullest = max((together([c.memory for c in own], layout) for own in ranks), key=lambda memory: memory.total)
+        fullest = max((together([c.memory for c in own], layout, r) for r, own in enumerate(ranks)), key=lambda memory: memory.total)
         flops = self.model_flops
         return Prediction(total, flops / total / self.peak_flops(layout), flops, fullest, parts)
 

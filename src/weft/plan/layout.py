@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from math import lcm
 
@@ -13,6 +14,7 @@ from weft.plan.compression import Compression, refuse_compression
 from weft.plan.grid import axes_of, checked_grid
 from weft.plan.inner import Inner, parse_inner
 from weft.plan.mesh import Mesh
+from weft.plan.own import Own, check_name, is_file, own_of, read_actions, refuse_own
 from weft.plan.residency import Residency, kind_of
 
 SCHEDULES = ("sequential", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "chimera", "gems-mast", "gems-master")
@@ -75,6 +77,7 @@ class Layout:
     `inner`: data x tensor of every stage, where they differ; `data` and `tensor` are then the first stage's.
     `staleness`: a step's update is applied so many steps later, so that no replica waits for the others before.
     `grid`: rows, columns and depth of the tensor ranks, where they are no line; `tensor` is how many these are. Both print as `tensor=2x2`.
+    `actions`: of a schedule of the user's own its text, whatever the file says by now that `schedule` names; nothing of a named one.
     """
 
     data: int = 1
@@ -95,6 +98,7 @@ class Layout:
     inner: str = ""
     staleness: int = 0
     grid: str = ""
+    actions: str = field(default="", repr=False)
 
     def __post_init__(self) -> None:
         if min(self.data, self.tensor, self.pipeline, self.microbatches, self.chunks, self.expert) < 1:
@@ -109,16 +113,20 @@ class Layout:
             raise LayoutError(f"threads={self.threads}; use threads=0 for an equal share of the cores, or a count")
         if self.zero not in (0, 1, 2, 3):
             raise LayoutError(f"zero={self.zero} is unknown; ZeRO has the stages zero=0 (off), 1, 2 and 3")
-        words = (self.schedule, self.sequence_parallel, self.recompute, self.offload, self.precision, self.all_reduce)
-        if reason := refuse_words(words):
+        self._check_own()
+        named = "1f1b" if self.actions else self.schedule
+        if reason := refuse_words((named, self.sequence_parallel, self.recompute, self.offload, self.precision, self.all_reduce)):
             raise LayoutError(reason)
         if reason := refuse_sizes(self.schedule, self.microbatches):
             raise LayoutError(reason)
         if reason := refuse_sums(self.all_reduce, self.zero, self.data * self.tensor):
             raise LayoutError(reason)
+        own = self.own
         if self.chunks == 1:
-            object.__setattr__(self, "chunks", chunks_of(self.schedule, 1))
-        if self.chunks != chunks_of(self.schedule, self.chunks):
+            object.__setattr__(self, "chunks", own.chunks if own else chunks_of(self.schedule, 1))
+        if own and self.chunks != own.chunks:
+            raise LayoutError(f"chunks={self.chunks}, and schedule={self.schedule} has {own.num_stages} stages; leave chunks out")
+        if not own and self.chunks != chunks_of(self.schedule, self.chunks):
             raise LayoutError(f"chunks={self.chunks} needs schedule=interleaved, and this is {self}")
         residency = self.residency
         for choice in (residency.recompute, residency.offload):
@@ -135,6 +143,18 @@ class Layout:
         self._check_inner()
         if reason := refuse_staleness(self):
             raise LayoutError(reason)
+
+    def _check_own(self) -> None:
+        """A schedule of the user's own is for the ranks and microbatches; a named one has no actions."""
+        if self.schedule in SCHEDULES:
+            object.__setattr__(self, "actions", "")
+            return
+        if self.actions:
+            check_name(self.schedule, SCHEDULES)
+            if reason := refuse_own(self.schedule, own_of(self.schedule, self.actions), self.pipeline, self.microbatches):
+                raise LayoutError(reason)
+        elif is_file(self.schedule):
+            raise LayoutError(f'schedule={self.schedule} is a file, which has not been read; Layout.parse("schedule={self.schedule}") does')
 
     def _check_inner(self) -> None:
         """Stages of different inner layouts: `data` and `tensor` are then the first one's."""
@@ -215,9 +235,37 @@ class Layout:
         return self.offload.startswith(("optimizer", "all"))
 
     @property
+    def own(self) -> Own | None:
+        """The schedule, where it is one of the user's own."""
+        return own_of(self.schedule, self.actions) if self.actions else None
+
+    @property
     def num_stages(self) -> int:
-        """Stages of the pipeline, `chunks` on every rank of it."""
-        return self.pipeline * self.chunks
+        """Stages of the pipeline, `chunks` on every rank of it; of a schedule of one's own those that it computes."""
+        own = self.own
+        return own.num_stages if own else self.pipeline * self.chunks
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether a stage is on several pipeline ranks, each microbatch of it on one."""
+        own = self.own
+        return any(len(ranks) > 1 for ranks in own.ranks_of) if own else self.schedule in BOTH_WAYS
+
+    @property
+    def fewest_microbatches(self) -> int:
+        """Microbatches of the smallest step that this schedule runs: all replicas of a stage have some."""
+        own = self.own
+        return own.fewest if own else 2 if self.schedule in BOTH_WAYS else 1
+
+    def with_schedule(self, name: str, actions: str) -> Layout:
+        """The same under a schedule of the user's own, which a file called `name` says."""
+        check_name(name, SCHEDULES)
+        return replace(self, schedule=name, actions=actions, chunks=1)
+
+    def with_microbatches(self, count: int) -> Layout:
+        """The same with so many microbatches; a schedule of one's own, which is for a number, without those behind."""
+        own = self.own
+        return replace(self, microbatches=count, actions=str(own.fewer(count)) if own and count != self.microbatches else self.actions)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages of a pipeline rank, in order; of a schedule that goes both ways those of both replicas.
@@ -225,22 +273,32 @@ class Layout:
         >>> Layout(pipeline=4, schedule="zb-v").stages_of(1), Layout(pipeline=4, microbatches=2, schedule="chimera").stages_of(1)
         ((1, 6), (1, 2))
         """
-        p = self.pipeline
+        p, own = self.pipeline, self.own
+        if own:
+            return own.program.stages_of[rank]
         if self.schedule == "zb-v":
             return rank, 2 * p - 1 - rank
         if self.schedule in BOTH_WAYS:
             return tuple(sorted({rank, p - 1 - rank}))
         return tuple(range(rank, self.num_stages, p))
 
-    def rank_of(self, stage: int) -> int:
-        """The pipeline rank of a stage; of a schedule that goes both ways that of its first replica.
+    def ranks_of(self, stage: int) -> tuple[int, ...]:
+        """The pipeline ranks that compute a stage, that of its first replica first.
 
-        >>> [Layout(pipeline=2, schedule="zb-v").rank_of(stage) for stage in range(4)]
-        [0, 1, 1, 0]
+        >>> [Layout(pipeline=2, schedule="zb-v").ranks_of(stage) for stage in range(4)]
+        [(0,), (1,), (1,), (0,)]
+        >>> [Layout(pipeline=3, microbatches=2, schedule="chimera").ranks_of(stage) for stage in range(3)]
+        [(0, 2), (1,), (2, 0)]
         """
-        if self.schedule == "zb-v":
-            return min(stage, 2 * self.pipeline - 1 - stage)
-        return stage % self.pipeline
+        if own := self.own:
+            return own.ranks_of[stage]
+        first = min(stage, 2 * self.pipeline - 1 - stage) if self.schedule == "zb-v" else stage % self.pipeline
+        other = self.pipeline - 1 - stage
+        return (first, other) if self.schedule in BOTH_WAYS and other != first else (first,)
+
+    def rank_of(self, stage: int) -> int:
+        """The pipeline rank of a stage; of a stage with replicas that of its first."""
+        return self.ranks_of(stage)[0]
 
     @property
     def num_ranks(self) -> int:
@@ -269,27 +327,29 @@ class Layout:
         """Axis sizes always, the rest where it differs from the default; `Layout.parse` reads it back."""
         always = ("data", "tensor", "pipeline")
         parts = []
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name == "grid":
-                continue
-            if field.name == "tensor":
+        for key in KEYS:
+            value = getattr(self, key)
+            if key == "tensor":
                 value = self.grid or value
-            if field.name in always or value != field.default:
-                parts.append(f"{field.name}={value}")
+            if key in always or value != DEFAULTS[key]:
+                parts.append(f"{key}={value}")
         return " ".join(parts)
 
     @classmethod
-    def parse(cls, text: str) -> Layout:
+    def parse(cls, text: str, files: Mapping[str, str] | None = None) -> Layout:
         """Read `key=value` words; keys not given keep their defaults.
 
+        Args:
+            files: what files of actions say, by name; a schedule that is a file and is none of these is read from it.
+
         Raises:
-            LayoutError: an unknown key (names the nearest), a key given twice, a value of the wrong type.
+            LayoutError: an unknown key (names the nearest), a key given twice, a value of the wrong type. UsageError: a file that cannot
+                be read. ProgramError: one that is no schedule.
 
         >>> str(Layout.parse("data=2 pipeline=2 microbatches=4"))
         'data=2 tensor=1 pipeline=2 microbatches=4'
         """
-        known = {field.name: field.type for field in fields(cls) if field.name != "grid"}
+        known = {one.name: one.type for one in fields(cls) if one.name in KEYS}
         given: dict[str, int | str] = {}
         for word in text.replace(",", " ").split():
             key, eq, value = word.partition("=")
@@ -310,7 +370,24 @@ class Layout:
                 given[key] = int(value)
             else:
                 given[key] = value
-        return cls(**given)  # type: ignore[arg-type]
+        return cls(**given, actions=actions_of(str(given.get("schedule", "")), files))  # type: ignore[arg-type]
+
+
+KEYS = tuple(one.name for one in fields(Layout) if one.name not in ("grid", "actions"))  # what a person writes
+DEFAULTS = {one.name: one.default for one in fields(Layout)}
+
+
+def actions_of(schedule: str, files: Mapping[str, str] | None = None) -> str:
+    """What the file says that a schedule is, from `files` where it is one of these; nothing of a schedule by name.
+
+    Raises:
+        UsageError: the file cannot be read.
+    """
+    if schedule in SCHEDULES or not schedule:
+        return ""
+    if files is not None and schedule in files:
+        return files[schedule]
+    return read_actions(schedule) if is_file(schedule) else ""
 
 
 def chunks_of(schedule: str, chunks: int) -> int:

@@ -7,7 +7,7 @@ that of the mean over the whole batch. Not modelled: replicas with unequal share
 from __future__ import annotations
 
 from weft.errors import Infeasible
-from weft.plan.layout import BOTH_WAYS, Layout
+from weft.plan.layout import Layout
 
 
 def microbatch_sizes(samples: int, data: int = 1, microbatches: int = 1) -> tuple[int, ...]:
@@ -47,5 +47,6 @@ def sizes_of_part(samples: int, layout: Layout, batch_size: int) -> tuple[int, .
     if samples == batch_size:
         return whole
     most = whole[0]
-    count, step = -(-samples // most), 2 if layout.schedule in BOTH_WAYS else 1
-    return microbatch_sizes(samples, layout.shares, max(1, -(-count // step)) * step)
+    count, least = -(-samples // most), layout.fewest_microbatches
+    step = least if layout.own is None else 1  # as many for either replica of a named schedule; of one's own none without any
+    return microbatch_sizes(samples, layout.shares, max(least, -(-count // step) * step))

@@ -11,14 +11,14 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from weft.errors import ConfigError, LayoutError, UsageError, WeftError
 from weft.plan.choice import Choices
-from weft.plan.layout import CHOICES, Layout
+from weft.plan.layout import CHOICES, Layout, actions_of
 from weft.plan.patterns import expand_sites, shorten_sites
 from weft.plan.plan import FORMAT_VERSION, Candidate, Memory, Plan, Prediction
 
@@ -38,7 +38,7 @@ _WORDS = {
     "tensor": "devices that share every layer",
     "pipeline": "stages, one after another",
     "microbatches": "parts of a replica's batch, one after another",
-    "schedule": f"order of their forwards and backwards: {', '.join(CHOICES['schedule'])}",
+    "schedule": f"order of their forwards and backwards: {', '.join(CHOICES['schedule'])}, or a file of actions",
     "zero": "what replicas share instead of each having it: 0 nothing, 1 optimizer state, 2 gradients, 3 weights",
     "recompute": f"activations computed again in backward: {', '.join(CHOICES['recompute'])}, full:2, full:3/1, full:h.0+h.5",
     "precision": f"of matrix products: {', '.join(CHOICES['precision'])}",
@@ -119,7 +119,7 @@ def format_plan(plan: Plan) -> str:
     lines += ["", f"[layout]  # {plan.layout.num_ranks} ranks = data x tensor x pipeline; keys that are not here have their defaults"]
     for field in fields(Layout):
         value = getattr(plan.layout, field.name)
-        if field.name in _ALWAYS or value != field.default:
+        if field.name != "actions" and (field.name in _ALWAYS or value != field.default):
             lines.append(f"{field.name} = {_string(value) if isinstance(value, str) else value}  # {_WORDS[field.name]}")
     if plan.sums != Choices():
         lines += ["", '[sums]  # what all_reduce = "auto" is, up to how many bytes', f"all_reduce = {_string(str(plan.sums))}"]
@@ -144,6 +144,12 @@ def format_plan(plan: Plan) -> str:
             "# layout, note; and of those that were priced step_time_s, mfu, model_flops,",
             f"# bytes of [{', '.join(_MEMORY)}], seconds by part",
             *_array("candidates", [_candidate(c) for c in plan.candidates]),
+        ]
+    if plan.layout.actions:
+        lines += [
+            "",
+            "[schedules]  # what the schedule is, a line a rank; this is what runs, whatever has become of the file",
+            f"{_key(plan.layout.schedule)} = {_long_string(plan.layout.actions)}",
         ]
     return "\n".join(lines) + "\n"
 
@@ -179,21 +185,26 @@ def parse_plan(text: str, source: str = "plan.toml") -> Plan:
         "reasons": tuple(tuple(top.columns("reasons", row, ["str", "str"])) for row in top.rows("reasons", "list")),
     }
     layout, sharded, search = top.table("layout"), top.table("shards", {}), top.table("search", {})
-    prediction, sums = top.table("prediction", {}), top.table("sums", {})
+    prediction, sums, schedules = top.table("prediction", {}), top.table("sums", {}), top.table("schedules", {})
     top.finish()
-    words = {field.name: layout.take(field.name, str(field.type), field.default) for field in fields(Layout)}
+    words = {one.name: layout.take(one.name, str(one.type), one.default) for one in fields(Layout) if one.name != "actions"}
     layout.finish()
+    files = {name: schedules.take(name, "str") for name in schedules.data}
+    for name in files:
+        if name != words["schedule"]:
+            chosen = _string(words["schedule"])
+            raise schedules.error(name, f"[schedules] has {_string(name)}, and [layout] schedule = {chosen}; set that, or remove the table")
     given["shards"] = tuple((axis, _cuts(sharded.table(axis))) for axis in sharded.data)
     given["prediction"] = _prediction(prediction) if prediction.data else None
     given["planning_time_s"] = float(search.take("planning_time_s", "float", 0.0))
     given["bound_gap"] = search.take("bound_gap", "float", None)
-    given["candidates"] = tuple(_read_candidate(row, search) for row in search.rows("candidates", "list"))
+    given["candidates"] = tuple(_read_candidate(row, search, files) for row in search.rows("candidates", "list"))
     search.finish()
     chosen = sums.take("all_reduce", "str", str(Choices()))
     sums.finish()
     try:
         given["sums"] = Choices.parse(chosen)
-        return Plan(layout=Layout(**words), **given)
+        return Plan(layout=Layout(**words, actions=actions_of(words["schedule"], files)), **given)
     except WeftError as error:
         raise type(error)(f"{source}: {error}") from None
 
@@ -277,9 +288,9 @@ def _read_parts(table: _Table, key: str, rows: Sequence[Any]) -> tuple[tuple[str
     return tuple((name, float(seconds)) for name, seconds in pairs)
 
 
-def _read_candidate(row: list[Any], table: _Table) -> Candidate:
+def _read_candidate(row: list[Any], table: _Table, files: Mapping[str, str]) -> Candidate:
     try:
-        layout = Layout.parse(table.typed("candidates", row[0] if row else None, "str"))
+        layout = Layout.parse(table.typed("candidates", row[0] if row else None, "str"), files)
     except LayoutError as error:
         raise table.error("candidates", f"a candidate's layout: {error}") from None
     if len(row) == 2:
@@ -326,3 +337,9 @@ def _key(key: str) -> str:
 def _string(text: str) -> str:
     """A TOML basic string; JSON's escapes are TOML's, except that TOML also wants DEL escaped."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _long_string(text: str) -> str:
+    """A TOML string of several lines, each as it is in the text."""
+    lines = "\n".join(_string(line)[1:-1] for line in text.split("\n"))
+    return f'"""\n{lines}"""'

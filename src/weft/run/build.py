@@ -14,7 +14,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from weft.errors import Infeasible, LayoutError, ModelError, ProgramError
+from weft.errors import Infeasible, LayoutError, ModelError
 from weft.lower.kernels.randomness import Draw
 from weft.lower.local import LocalStage, Lowering, layer_of, lower
 from weft.model.capture import Captured, Loss, capture
@@ -30,21 +30,20 @@ from weft.model.samples import check_samples
 from weft.model.sharding import Sharding
 from weft.model.stages import Stage, links, split
 from weft.model.watched import refuse_hooks, refuse_scripts
-from weft.plan.check import check
 from weft.plan.grid import AXES, PLAIN
 from weft.plan.mesh import Mesh
 from weft.plan.patterns import expand_all
 from weft.plan.placement import piece
 from weft.plan.plan import Plan
-from weft.plan.program import Program, Recv, Send
+from weft.plan.program import Program
 from weft.run.layers import layers_of
 from weft.run.meshes import between_meshes, from_other_meshes, shares_of, stage_shardings
 from weft.run.optimizer import OptimizerSpec
 from weft.run.parameters import FlatGroup, LocalParameter, build_groups
 from weft.run.sizes import Sized, constants_of, sized
 from weft.run.summing import choose_sums
-from weft.schedules import build as build_schedule
-from weft.schedules.lower import complete
+from weft.schedules import check_own
+from weft.schedules import program_of as schedule_of
 from weft.world.world import World
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.float32}  # bfloat16 keeps float32 master weights
@@ -213,21 +212,16 @@ def build(
     optimizer: OptimizerSpec,
     seed: int,
     outputs: bool = False,
-    program: Program | None = None,
 ) -> Parts:
     """Capture, shard, cut into stages, lower those that the program gives this rank, and give them their initial values.
-
-    `program`: instead of the one that the layout's schedule names; then `plan.stages` are its stages.
 
     Raises:
         Infeasible: the world has another number of ranks than the layout, or the batch does not divide.
         ModelError: the model cannot be captured. LayoutError: a choice that is planned, but not built for running.
-        ProgramError: a program that is not for these stages, ranks and microbatches, or is refuted.
+        ProgramError: a schedule of the user's own that is for other links between stages, or is refuted.
     """
     layout = plan.layout
     layout.check_runs()
-    if program is not None and layout.inner:
-        raise Infeasible(f"{program.name} with stages that are arranged differently ({layout}) is not built yet; leave inner out")
     mesh = layout.mesh_of(world.rank)
     if mesh.num_ranks != world.num_ranks:
         raise Infeasible(f"the layout {layout} needs {mesh.num_ranks} ranks, {world.num_ranks} were started")
@@ -238,7 +232,7 @@ def build(
     check_samples(graph, layout)
     stages = split(graph, plan.stages)
     layout.residency.check([list(dict.fromkeys(filter(None, (layer_of(op.site) for op in s.operators)))) or [""] for s in stages])
-    program = program_of(plan, stages, world) if program is None else _fitting(program, plan, stages, world.device.type == "cuda")
+    program = program_of(plan, stages, world)
     at = mesh.coordinates(world.rank)
     shardings = stage_shardings(plan, source, graph, stages)
     sharding = shardings[at["pipeline"]]  # of all stages of a rank
@@ -313,27 +307,18 @@ def build(
 
 
 def program_of(plan: Plan, stages: Sequence[Stage], world: World) -> Program:
-    """The program that the layout's schedule means for these stages. Raises Infeasible where the plan has another number of them."""
+    """The program that the layout's schedule means for these stages; one's own is proven here.
+
+    Raises:
+        Infeasible: the plan has another number of stages. ProgramError: a schedule of the user's own is for other links, or is refuted.
+    """
     layout = plan.layout
     if len(stages) != layout.num_stages:
         raise Infeasible(f"the plan begins {len(stages)} stages, and its layout {layout} has {layout.num_stages}; plan again")
     # On NCCL a send may block until its receive is reached; the order that allows for it costs a thousandth of the step.
     rendezvous = world.device.type == "cuda"
-    return build_schedule(layout.schedule, layout.num_stages, layout.microbatches, links(stages), rendezvous, layout.chunks)
-
-
-def _fitting(program: Program, plan: Plan, stages: Sequence[Stage], rendezvous: bool) -> Program:
-    """A program of one's own, proven; of computes alone with transfers along the links that these stages have."""
-    layout = plan.layout
-    if not any(isinstance(action, (Send, Recv)) for row in program.actions for action in row) and program.num_stages == len(stages):
-        program = complete(replace(program, links=links(stages)), rendezvous)
-    wants = (len(stages), layout.pipeline, tuple(range(layout.microbatches)), links(stages))
-    has = (program.num_stages, program.num_ranks, program.microbatches, tuple(sorted(program.links)))
-    for word, want, have in zip(("num_stages", "num_ranks", "microbatches", "links"), wants, has, strict=True):
-        if want != have:
-            raise ProgramError(f"{program.name} has {word} {have}, and the plan {want}; write the program for this plan")
-    check(program, rendezvous)
-    return program
+    check_own(layout, links(stages), rendezvous)
+    return schedule_of(layout, links(stages), rendezvous)
 
 
 def _holders(stages: Sequence[Stage], program: Program, value: str) -> list[int]:

@@ -94,7 +94,8 @@ def _forward(executor: Executor, action: Compute, step: int) -> Run:
 
 
 def _backward(executor: Executor, action: Compute, step: int) -> Run:
-    """The whole backward, or the input part of one that is split: then the stage's runner takes notes for the rest."""
+    """The whole backward, or the input part of one that is split: then the stage's runner takes notes for the rest. It takes them in every
+    backward of a program that splits any, so a whole one makes the gradients of its notes at once."""
     s, m, program = action.stage, action.microbatch, executor.program
     runner, draw, slot = executor.runner(action), executor.draw, executor.slot
     position = {value: i for i, value in enumerate(runner.local.sent)}
@@ -108,6 +109,7 @@ def _backward(executor: Executor, action: Compute, step: int) -> Run:
     ]
     saved, half = slot(Value("saved", (s, m))), slot(Value("half", (s, m))) if action.op is Op.I else None
     completes, share, num_sent = executor.completes[step], executor.sizes[m].share, len(runner.local.sent)
+    late = runner.late if half is None else None
 
     def run(running: Running) -> None:
         running.reap()
@@ -122,6 +124,8 @@ def _backward(executor: Executor, action: Compute, step: int) -> Run:
                 seen = gradients[i]
                 gradients[i] = x if seen is None else seen + x
         out = runner.backward(kept, gradients, share)
+        if late is not None and executor.gradients is not None:
+            late.deliver(kept.notes, executor.gradients)
         for at, places in made:
             held[at] = [out[i] for i in places]
         if half is not None:

@@ -24,10 +24,10 @@ from weft.model.graph import Graph
 from weft.model.nesting import BatchForm, batch_size_of
 from weft.model.work import model_flops
 from weft.plan.compression import Compression
-from weft.plan.microbatches import microbatch_sizes, sizes_of_part
+from weft.plan.microbatches import sizes_of_part
 from weft.plan.placement import piece
 from weft.plan.plan import Memory, Plan
-from weft.plan.program import Compute, Manage, ManageOp, Op, Program
+from weft.plan.program import Compute, Manage, ManageOp, Op
 from weft.plan.timeline import Timeline
 from weft.run import checkpoint
 from weft.run.build import Source, build, check_evaluation, program_of
@@ -87,15 +87,14 @@ class Engine:
         seed: int | None = None,
         source: Source | None = None,
         compile: bool = False,
-        program: Program | None = None,
         device_memory: float = 0.0,
     ) -> None:
-        """`program`: instead of the one that the plan's schedule names, on the plan's stages. `device_memory`: at most so many bytes.
+        """`device_memory`: at most so many bytes.
 
         Raises:
             OutOfMemory: parameters, gradients and optimizer alone exceed `device_memory`; in a step, whatever does.
         """
-        self.plan, self.world, self._own_program = plan, world, program is not None
+        self.plan, self.world = plan, world
         self.memory = accounts_of(world.device, device_memory)
         self._form = BatchForm.of(batch)
         self.spec = OptimizerSpec.of(optimizer)
@@ -107,7 +106,7 @@ class Engine:
         if plan.uncaptured:
             self.parts = build_whole(plan, source, batch, loss, world, self.spec, seed)
         else:
-            self.parts = build(plan, source, batch, loss, world, self.spec, seed, program=program)
+            self.parts = build(plan, source, batch, loss, world, self.spec, seed)
         self.mesh = plan.layout.mesh_of(world.rank)
         at = self.mesh.coordinates(world.rank)
         self.data_index, self.data_size = at["data"], self.mesh.size("data")
@@ -171,7 +170,7 @@ class Engine:
         if sizes not in self._executors:
             program, layout = self.parts.program, self.plan.layout
             if len(sizes) != layout.microbatches:
-                fewer = replace(self.plan, layout=replace(layout, microbatches=len(sizes)), batch_size=sum(sizes))
+                fewer = replace(self.plan, layout=layout.with_microbatches(len(sizes)), batch_size=sum(sizes))
                 program = program_of(fewer, self.parts.stages, self.world)
             by_size = {size: Sizes(*self._runners_of(size), share=size / sum(sizes)) for size in dict.fromkeys(sizes)}
             by_microbatch = {m: by_size[size] for m, size in zip(program.microbatches, sizes, strict=True)}
@@ -397,10 +396,7 @@ class Engine:
         Raises:
             Infeasible: they do not divide over data, or are too few.
         """
-        layout = self.plan.layout
-        if self._own_program:
-            return microbatch_sizes(samples, layout.shares, layout.microbatches)
-        return sizes_of_part(samples, layout, self.plan.batch_size)
+        return sizes_of_part(samples, self.plan.layout, self.plan.batch_size)
 
     def _divided(self, batch: Any, whole: bool | None = None) -> tuple[tuple[int, ...], list[dict[str, Tensor]]]:
         """Samples of every microbatch, all data replicas together, and this rank's tensors of it by graph value."""

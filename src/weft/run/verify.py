@@ -32,7 +32,6 @@ from weft.model.derivatives import without_gradient
 from weft.model.stages import draws
 from weft.plan.compression import Compression
 from weft.plan.plan import Plan
-from weft.plan.program import Program
 from weft.run.build import Source
 from weft.run.engine import Engine
 from weft.run.lossy import Lossy
@@ -155,20 +154,19 @@ def verify_on_rank(
     optimizer: OptimizerSpec | str | Mapping[str, Any] = "adamw",
     sabotage: Mapping[str, float] | None = None,
     source: Source | None = None,
-    program: Program | None = None,
     device_memory: float = 0.0,
 ) -> Verification | None:
     """Run on every rank; the verification on rank 0, None elsewhere.
 
     `sabotage`: parameters whose gradients this run multiplies by a number, to show that the comparison finds it. `source`: the model as
-    it was made with `seed` before the ranks were forked, which saves each of them from tracing it. `program` and
-    `device_memory`: see `Engine`.
+    it was made with `seed` before the ranks were forked, which saves each of them from tracing it. `device_memory`: see
+    `Engine`.
     """
     spec = OptimizerSpec.of(optimizer)
     bound = TOLERANCE[plan.layout.precision] if tolerance is None else tolerance
 
     model = copy.deepcopy(make) if isinstance(make, nn.Module) else make
-    engine = Engine(plan, model, batch, loss, world, spec, seed=seed, source=source, program=program, device_memory=device_memory)
+    engine = Engine(plan, model, batch, loss, world, spec, seed=seed, source=source, device_memory=device_memory)
     graph = engine.parts.graph
     closed = without_gradient(graph)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from weft.errors import UsageError, nearest
-from weft.plan.layout import chunks_of, refuse_sizes
+from weft.plan.layout import Layout, chunks_of, refuse_sizes
 from weft.plan.program import Compute, Links, Program, chain
 from weft.schedules.chimera import chimera
 from weft.schedules.gems import gems
@@ -17,10 +17,11 @@ from weft.schedules.gpipe import gpipe
 from weft.schedules.interleaved import interleaved
 from weft.schedules.lower import pipeline
 from weft.schedules.one_f_one_b import one_f_one_b
+from weft.schedules.own import check_own, linked
 from weft.schedules.sequential import sequential
 from weft.schedules.zero_bubble import zb_h1, zb_h2, zb_v
 
-__all__ = ["NAMES", "SCHEDULES", "build", "rows"]
+__all__ = ["NAMES", "SCHEDULES", "build", "check_own", "program_of", "rows", "rows_of"]
 
 Schedule = Callable[[int, int, Links], list[list[Compute]]]  # stages, microbatches, links -> [rank] its computes in order
 SCHEDULES: dict[str, Schedule] = {
@@ -76,6 +77,24 @@ def rows(name: str, num_stages: int, num_microbatches: int, links: Links, chunks
     if name == "interleaved":
         return interleaved(num_stages, num_microbatches, links, chunks)
     return SCHEDULES[name](num_stages, num_microbatches, links)
+
+
+def program_of(layout: Layout, links: Links, rendezvous: bool = False) -> Program:
+    """The program of a layout's schedule, by name or of the user's own, for stages that are linked so.
+
+    Raises:
+        UsageError: as `build`. ProgramError: the schedule of one's own is for other links.
+    """
+    if own := layout.own:
+        return linked(own, links, rendezvous)
+    return build(layout.schedule, layout.num_stages, layout.microbatches, links, rendezvous, layout.chunks)
+
+
+def rows_of(layout: Layout, links: Links) -> list[list[Compute]]:
+    """[rank] -> the computes of a layout's schedule in order, without transfers."""
+    if own := layout.own:
+        return [[action for action in row if isinstance(action, Compute)] for row in own.program.actions]
+    return rows(layout.schedule, layout.num_stages, layout.microbatches, links, layout.chunks)
 
 
 def _count(stages: int) -> str:

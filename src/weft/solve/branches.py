@@ -267,11 +267,11 @@ class Branches:
             check_state(pricer, layout)
             sites = balanced(pricer, layout) if layout.num_stages > 1 else ()
             mine = layout.stages_of(0)
-            need = together(pricer.held(layout, sites, mine), layout).total
+            need = together(pricer.held(layout, sites, mine), layout, 0).total
             barred = need > have and (layout.pipeline == 1 or layout.schedule != "1f1b")
             if not (barred or whatever or self.best is None):
-                own = sum(c.forward_s + c.backward_s for c in pricer.stages(layout, sites, only=mine))
-                floor = work_share(layout, 0) * layout.microbatches * own
+                costs = zip(mine, pricer.stages(layout, sites, only=mine), strict=True)
+                floor = layout.microbatches * sum(work_share(layout, 0, s) * (c.forward_s + c.backward_s) for s, c in costs)
                 if self._hopeless(layout, floor):
                     return floor
             if self.objective == "memory" and self.best is not None and need > self.best.prediction.memory.total and not whatever:
@@ -361,7 +361,7 @@ def check_priced(pricer: Pricer, priced: Priced) -> None:
         pricer.check_memory(layout, priced.prediction)
         return
     check_fits(
-        pricer, layout, [together([priced.costs[s].memory for s in layout.stages_of(r)], layout).total for r in range(layout.pipeline)]
+        pricer, layout, [together([priced.costs[s].memory for s in layout.stages_of(r)], layout, r).total for r in range(layout.pipeline)]
     )
 
 

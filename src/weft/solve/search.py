@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import permutations
 
 from weft.cluster.cluster import Cluster
@@ -25,7 +26,7 @@ from weft.model.stages import links
 from weft.plan.check import check
 from weft.plan.layout import Layout
 from weft.plan.plan import Candidate, Plan
-from weft.schedules import build
+from weft.schedules import program_of
 from weft.solve.bounds import least_saving_s
 from weft.solve.branches import Branches, check_layout, check_priced
 from weft.solve.mixed import MixedPricer, pricer_of
@@ -183,17 +184,18 @@ def _by_hand(pricer: Pricer, layout: Layout, stages: Sequence[str]) -> Branches:
 
 
 def _prove(pricer: Pricer, best: Priced) -> None:
-    """Prove the program that the plan would run; a very long one with fewer microbatches, as many over a multiple of the ranks.
+    """Prove the program that the plan would run, of a schedule by name; a very long one with fewer microbatches, as many over a multiple of
+    the ranks.
 
     Schedules repeat themselves every p microbatches, so what is left out is more of the same. The run proves its own as it goes.
     """
     layout = best.layout
-    if layout.pipeline == 1:
+    if layout.pipeline == 1 or layout.own is not None:  # one's own was proven before it was priced
         return
     m = layout.microbatches
     surplus = m - max(2 * layout.pipeline, MOST_CHECKED // (6 * layout.num_stages))
     m -= layout.pipeline * max(0, -(-surplus // layout.pipeline))
-    check(build(layout.schedule, layout.num_stages, m, links(pricer.split(best.sites)), chunks=layout.chunks))
+    check(program_of(replace(layout, microbatches=m), links(pricer.split(best.sites))))
 
 
 def _experts(graph: Graph) -> int:

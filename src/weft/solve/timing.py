@@ -20,11 +20,10 @@ from weft.cost.stage import work_share
 from weft.cost.step import Pricer, StageCost
 from weft.errors import Infeasible
 from weft.model.stages import Cut, Stage, links
-from weft.plan.layout import BOTH_WAYS, Layout
+from weft.plan.layout import Layout
 from weft.plan.plan import Prediction
 from weft.plan.program import Compute, Links, Op, Value
 from weft.plan.timeline import Timeline
-from weft.schedules import build
 from weft.simulate.clock import simulate
 from weft.simulate.makespan import Times, makespan_s
 from weft.solve.mixed import MixedPricer, memory_of, owner
@@ -52,10 +51,12 @@ def price(pricer: Pricer, layout: Layout, sites: Sequence[str] = ()) -> Priced:
 
     Raises:
         Infeasible: more stages than the model has places for. LayoutError: sites or shards that the model does not have.
+        ProgramError: a schedule of the user's own that is refuted.
     """
     if layout.num_stages > 1 and len(sites) != layout.num_stages - 1:
         sites = balanced(pricer, layout)
     sites = tuple(sites) if layout.num_stages > 1 else ()
+    schedules.check_own(layout, links(pricer.split(sites)))
     costs = _stages_of(pricer, layout, sites)
     borders = [sum(_hand_over_s(pricer, layout, stage, to, values) for to, values in stage.sends) for stage in pricer.split(sites)[:-1]]
     _, lesser = pricer.smaller(layout)
@@ -72,7 +73,7 @@ def _stages_of(pricer: Pricer, layout: Layout, sites: Sequence[str]) -> tuple[St
 def balanced(pricer: Pricer, layout: Layout) -> tuple[str, ...]:
     """Where the most balanced stages begin; the same whatever the schedule, ZeRO stage and recomputation."""
     key = (
-        layout.data, layout.tensor_axes, layout.pipeline, layout.chunks, layout.microbatches, layout.precision, layout.threads,
+        layout.data, layout.tensor_axes, layout.pipeline, layout.num_stages, layout.microbatches, layout.precision, layout.threads,
         layout.sequence_parallel, layout.expert,
     )  # fmt: skip
     if key not in pricer.balanced:
@@ -192,6 +193,7 @@ def clocked(pricer: Pricer, priced: Priced, *, whole: bool = True) -> Priced:
     layout = priced.layout
     if layout.pipeline == 1:
         return priced
+    whole = whole or layout.own is not None
     connected = links(pricer.split(priced.sites))
     times = _times(priced.costs, sends_s(pricer, priced))
     lesser, smaller = pricer.smaller(layout)
@@ -218,7 +220,7 @@ def _times(costs: Sequence[StageCost], sent: dict[tuple[int, int], float]) -> Ti
 
 def rows(layout: Layout, connected: Links) -> list[list[Compute]]:
     """The computes of every pipeline rank, in order."""
-    return schedules.rows(layout.schedule, layout.num_stages, layout.microbatches, connected, layout.chunks)
+    return schedules.rows_of(layout, connected)
 
 
 def least_pipeline_s(layout: Layout, trips_s: Sequence[tuple[float, float]]) -> float:
@@ -226,13 +228,13 @@ def least_pipeline_s(layout: Layout, trips_s: Sequence[tuple[float, float]]) -> 
 
     A rank waits for the first microbatch to reach it, has all its own work, and what it sends back last still goes through the
     stages before it. Where the gradients of weights are put off there may be work to do meanwhile, so only the first wait counts;
-    where another pipeline runs the other way, only the work.
+    where another pipeline runs the other way, only the work, and as little is known of a schedule of one's own.
     """
     before, most = 0.0, 0.0
     for rank in range(layout.pipeline):
-        own = work_share(layout, rank) * sum(trips_s[s][1] for s in layout.stages_of(rank))
+        own = sum(work_share(layout, rank, s) * trips_s[s][1] for s in layout.stages_of(rank))
         most = max(most, before + layout.microbatches * own)
-        if layout.schedule not in BOTH_WAYS:
+        if layout.own is None and not layout.has_replicas:
             before += trips_s[rank][layout.schedule not in SPLIT]
     return most
 
@@ -264,7 +266,7 @@ def timeline(pricer: Pricer, priced: Priced) -> Timeline:
     """Forward and backward of one step, by the clock, on the program that would run; of one pipeline, since all replicas are alike."""
     layout = priced.layout
     connected = links(pricer.split(priced.sites))
-    program = build(layout.schedule, layout.num_stages, layout.microbatches, connected, rendezvous=False, chunks=layout.chunks)
+    program = schedules.program_of(layout, connected)
     few, smaller = pricer.smaller(layout)
     sent, sent_smaller = sends_s(pricer, priced), {} if smaller is None else sends_s(smaller, priced)
     larger = layout.microbatches - few

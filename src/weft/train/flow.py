@@ -29,6 +29,8 @@ from weft.world.world import World
 CONFIG, PLAN, CORPUS, LOCK = "config.toml", "plan.toml", "corpus.json", ".lock"
 STOP_GRACE_S = 120.0
 TIMEOUT_S = 900.0
+# What preparing leaves in a folder before it has a configuration: where it failed, the next attempt has the folder to itself.
+_PREPARED = (PLAN, CORPUS, "corpus.bin", "machine.toml")
 # What the numbering of samples and the meaning of a checkpoint hang on: a run that goes on must have the same.
 _FIXED = ("model.name", "data", "train.batch", "train.optimizer", "train.seed")
 
@@ -162,7 +164,7 @@ def prepare(config: Config, folder: Path, planner: Planner) -> Planned:
 def _check_folder(config: Config, folder: Path) -> None:
     earlier = _earlier(folder)
     if earlier is None:
-        strangers = [path.name for path in folder.iterdir() if not path.name.startswith(".")]
+        strangers = [path.name for path in folder.iterdir() if not path.name.startswith(".") and path.name not in _PREPARED]
         if strangers:
             raise ConfigError(
                 f"run.folder {folder} holds {', '.join(sorted(strangers)[:3])} and no run of weft; choose an empty or a new folder"
