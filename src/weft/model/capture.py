@@ -22,8 +22,8 @@ import torch
 from torch import nn
 
 from weft.errors import ModelError
-from weft.model.assertions import without_assertions
 from weft.model.collector import uncollected
+from weft.model.deferred.assertions import without_assertions
 from weft.model.deferred.blame import why_not
 from weft.model.deferred.fakes import Fake, tracing
 from weft.model.deferred.losses import loss_of
@@ -227,7 +227,8 @@ def _traced(step: _Step, batch: Any, batched: frozenset[str], size: int, fake_mo
 
 def _refuse_unknown_shapes(program: Any) -> None:
     """Raise ModelError where a tensor has a shape that depends on values: as many rows as a mask picks."""
-    for node in program.graph.nodes:
+    inside = [m for m in program.graph_module.modules() if isinstance(m, torch.fx.GraphModule)]  # blocks without gradients, too
+    for node in (node for module in inside for node in module.graph.nodes):
         value = node.meta.get("val")
         for item in value if isinstance(value, tuple | list) else (value,):
             if isinstance(item, torch.Tensor) and any(not isinstance(n, int) for n in item.shape):

@@ -2,7 +2,7 @@
 whether a tensor without values is true. Out: what it is where the check passes, or None where anything else hangs on it.
 
 Only the statement itself is read: an `if` that does nothing but raise, or an `assert`. As other checks of values (see
-`weft.model.assertions`), these are not repeated in a run. Not modelled: conditions kept under a name before they are asked, and checks
+`weft.model.deferred.assertions`), these are not repeated in a run. Not modelled: conditions kept under a name, and checks
 made of conditions of which one must be true and another must not, where Python does not say which it asks.
 """
 
