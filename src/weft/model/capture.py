@@ -13,7 +13,7 @@ import inspect
 import io
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, islice
 from typing import Any
@@ -23,22 +23,22 @@ from torch import nn
 
 from weft.errors import ModelError
 from weft.model.collector import uncollected
+from weft.model.deferred.assertions import without_assertions
 from weft.model.deferred.blame import why_not
 from weft.model.deferred.fakes import Fake, tracing
 from weft.model.deferred.losses import loss_of
 from weft.model.functional import Memory, make_functional
 from weft.model.functions import Record, function_of
-from weft.model.gradients import learned
+from weft.model.gradients import learned, learns_by
 from weft.model.graph import Graph, Operator, Ref, Variable
 from weft.model.nesting import batch_size_of, leaves, rebuild
 from weft.model.paired import paired
 from weft.model.propagate import written_buffers
 from weft.model.reader import Aliased, Reader, exists, spec_of
 from weft.model.watched import State, changes, set_state, state_of, watched
-from weft.model.work import closure, packet
+from weft.model.work import closure
 
 Loss = Callable[[Any, Any], torch.Tensor]
-_IGNORED = ("aten._assert_tensor_metadata.default", "aten._assert_async.msg", "aten.sym_constrain_range_for_size.default")
 _MOST_TRIES = 31  # subsets of five tensors
 
 
@@ -214,6 +214,7 @@ def _traced(step: _Step, batch: Any, batched: frozenset[str], size: int, fake_mo
             cut = "" if size == batch_size_of(batch) else f" with {size} of the batch's {batch_size_of(batch)} samples (one microbatch)"
             raise ModelError(f"torch.export cannot follow the model{cut}: {why_not(error)}") from error
         _refuse_unknown_shapes(program)
+        without_assertions(program.graph_module)
         try:
             return _read(program, step, batch, batched, size)
         except Aliased:
@@ -226,7 +227,8 @@ def _traced(step: _Step, batch: Any, batched: frozenset[str], size: int, fake_mo
 
 def _refuse_unknown_shapes(program: Any) -> None:
     """Raise ModelError where a tensor has a shape that depends on values: as many rows as a mask picks."""
-    for node in program.graph.nodes:
+    inside = [m for m in program.graph_module.modules() if isinstance(m, torch.fx.GraphModule)]  # blocks without gradients, too
+    for node in (node for module in inside for node in module.graph.nodes):
         value = node.meta.get("val")
         for item in value if isinstance(value, tuple | list) else (value,):
             if isinstance(item, torch.Tensor) and any(not isinstance(n, int) for n in item.shape):
@@ -340,13 +342,13 @@ def _read(program: Any, step: _Step, batch: Any, batched: frozenset[str], size: 
 def _refuse_replaced(replaced: Mapping[str, str], graph: Graph) -> None:
     """Raise ModelError where a parameter (value -> name) or the one that is put in its place, which no optimizer knows, has a gradient."""
 
-    def through(op: Operator) -> bool:
-        return packet(op) != "detach" and graph.tensors[op.outputs[0]].dtype.startswith(("float", "bfloat", "complex"))
+    def reads(op: Operator) -> Sequence[str]:
+        return learns_by(op) if graph.tensors[op.outputs[0]].dtype.startswith(("float", "bfloat", "complex")) else ()
 
     new = {op.inputs[0]: op.inputs[1] for op in graph.operators if op.target == "aten.copy_.default" and op.inputs[0] in replaced}
     trained = learned(graph)
     ends = {graph.loss, *graph.outputs}
-    lost = sorted(name for v, name in replaced.items() if v in trained or (v in new and ends & closure(graph, {new[v]}, through)))
+    lost = sorted(name for v, name in replaced.items() if v in trained or (v in new and ends & closure(graph, {new[v]}, reads)))
     if lost:
         raise ModelError(
             f"the model puts a new parameter in the place of {lost[0]} while it runs, which its optimizer would not know and not train; "
@@ -373,8 +375,6 @@ def _keep(operators: list[Operator], results: list[str], held: set[str]) -> list
     needed = set(results)
     kept = []
     for op in reversed(operators):
-        if op.target in _IGNORED:
-            continue
         writes = op.target.split(".")[1].endswith("_") and op.args and isinstance(op.args[0], Ref) and op.args[0].value in held
         if writes or any(value in needed for value in op.outputs):
             needed.update(op.inputs)

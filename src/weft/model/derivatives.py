@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from weft.model.gradients import learns_by
 from weft.model.graph import Graph, Ref
 
 # operator -> positions of floating-point arguments by which torch does not differentiate, and says so
@@ -16,8 +17,8 @@ def without_gradient(graph: Graph) -> frozenset[str]:
     reached: set[str] = set()
     for op in reversed(graph.operators):
         name = op.target.split(".")[1]
-        if name != "detach" and any(value in reached for value in op.outputs):
-            reached.update(op.inputs)
+        if any(value in reached for value in op.outputs):
+            reached.update(learns_by(op))
         given = (op.args[i] for i in _CLOSED.get(name, ()) if i < len(op.args))
         reached.update(arg.value for arg in given if isinstance(arg, Ref))
     return frozenset(v.value for v in graph.inputs if v.value in reached)

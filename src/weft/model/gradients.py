@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from weft.model.graph import Graph
+from weft.model.graph import Graph, Operator
+
+_SHAPE_OF_SECOND = frozenset(("view_as", "reshape_as", "expand_as", "type_as", "to"))  # of the second argument they take no more
+
+
+def learns_by(op: Operator) -> tuple[str, ...]:
+    """What an operator reads and hands gradients on to: not what it detaches, nor that of which it takes but the shape (`zeros_like`)."""
+    name = op.target.split(".")[1]
+    if name == "detach" or name.endswith("_like") or name.startswith("new_"):
+        return ()
+    return op.inputs[:1] if name in _SHAPE_OF_SECOND else op.inputs
 
 
 def needs_gradient(graph: Graph) -> set[str]:
@@ -11,7 +21,7 @@ def needs_gradient(graph: Graph) -> set[str]:
     found |= {v.value for v in graph.inputs if v.tensor.is_float}
     grounds = ("float", "bfloat", "complex")
     for op in graph.operators:
-        if op.target.split(".")[1] == "detach" or not any(value in found for value in op.inputs):
+        if not any(value in found for value in learns_by(op)):
             continue
         found.update(value for value in op.outputs if graph.tensors[value].dtype.startswith(grounds))
     return found
@@ -27,6 +37,6 @@ def backward_reached(graph: Graph, grads: set[str]) -> set[str]:
     """The loss (or the outputs) and every value from which it follows by operators that hand a gradient on; `grads`: that can have one."""
     reached = {graph.loss, *graph.outputs}
     for op in reversed(graph.operators):
-        if op.target.split(".")[1] != "detach" and any(value in reached and value in grads for value in op.outputs):
-            reached.update(op.inputs)
+        if any(value in reached and value in grads for value in op.outputs):
+            reached.update(learns_by(op))
     return reached

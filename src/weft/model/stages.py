@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from weft.errors import Infeasible, LayoutError
+from weft.model.gradients import learns_by
 from weft.model.graph import Graph, Operator
 from weft.model.propagate import writes_buffer, written_buffers
-from weft.model.work import closure, packet
+from weft.model.work import closure
 
 _RANDOM = (
     "dropout", "bernoulli", "rand", "normal", "multinomial", "uniform", "rrelu", "exponential", "cauchy", "geometric", "poisson",
@@ -119,10 +120,10 @@ def held_together(graph: Graph) -> set[int]:
 def check_trains(graph: Graph) -> None:
     """Raise Infeasible where no trainable parameter leads to the loss, or the model detaches what leads there."""
 
-    def through(op: Operator) -> bool:
-        return packet(op) != "detach" and graph.tensors[op.outputs[0]].dtype.startswith(("float", "bfloat", "complex"))
+    def reads(op: Operator) -> Sequence[str]:
+        return learns_by(op) if graph.tensors[op.outputs[0]].dtype.startswith(("float", "bfloat", "complex")) else ()
 
-    if not graph.outputs and graph.loss not in closure(graph, {v.value for v in graph.parameters if v.trainable}, through):
+    if not graph.outputs and graph.loss not in closure(graph, {v.value for v in graph.parameters if v.trainable}, reads):
         raise Infeasible(
             "no parameter leads to the model's loss, so there is nothing to train; give the model a parameter that requires_grad, "
             "and a loss that is not detached"

@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from weft.errors import ModelError
+from weft.model.checks import passing
 from weft.model.deferred.instead import INSTEAD, exactly, one_by_one
 from weft.model.deferred.known import Known
 from weft.model.functions import BASE, Record, plainly, recorded, recording
@@ -71,6 +72,10 @@ class _Told(TorchFunctionMode):
             return answer[0]
         if func is Tensor.__bool__ and _asked_by(inspect.currentframe()) == nn.Transformer.__module__:
             return False  # whether a mask is causal, which only chooses the faster of two ways to the same result
+        if func is Tensor.__bool__ and args[0].numel() == 1:
+            passes = passing(_caller(inspect.currentframe()))
+            if passes is not None:
+                return passes
         if func in INSTEAD:
             return INSTEAD[func](*args, **(kwargs or {}))
         each = one_by_one(func, args, kwargs or {})
@@ -101,9 +106,15 @@ def _holds(model: nn.Module, parameter: Tensor) -> bool:
     return any(p is parameter for p in model.parameters())
 
 
+def _caller(frame: FrameType | None) -> FrameType | None:
+    """Of the code that called the function with this frame."""
+    return None if frame is None else frame.f_back
+
+
 def _asked_by(frame: FrameType | None) -> str:
-    """The module of the code that called the function with this frame."""
-    return str(frame.f_back.f_globals.get("__name__", "")) if frame is not None and frame.f_back is not None else ""
+    """The module of that code."""
+    caller = _caller(frame)
+    return "" if caller is None else str(caller.f_globals.get("__name__", ""))
 
 
 def refuse_hooks(model: nn.Module) -> None:

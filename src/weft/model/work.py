@@ -8,10 +8,11 @@ fuses, and sparsity.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from weft.model.gradients import learns_by
 from weft.model.graph import Graph, Operator, Ref, Tensor
 
 MATMUL_KINDS = ("linear", "attention", "convolution", "recurrent")
@@ -185,11 +186,11 @@ def _einsum_flops(equation: str, shapes: list[tuple[int, ...]]) -> float:
     return 2.0 * prod(sizes.values()) * max(1, len(shapes) - 1)
 
 
-def closure(graph: Graph, start: set[str], through: Callable[[Operator], bool] = lambda op: True) -> set[str]:
-    """Values that depend on those of `start`, by operators that `through` accepts."""
+def closure(graph: Graph, start: set[str], reads: Callable[[Operator], Sequence[str]] = lambda op: op.inputs) -> set[str]:
+    """Values that depend on those of `start`, by what `reads` names of each operator's inputs."""
     found = set(start)
     for op in graph.operators:
-        if through(op) and any(value in found for value in op.inputs):
+        if any(value in found for value in reads(op)):
             found.update(op.outputs)
     return found
 
@@ -197,21 +198,15 @@ def closure(graph: Graph, start: set[str], through: Callable[[Operator], bool] =
 def differentiable(graph: Graph) -> set[str]:
     """Values whose gradient backward computes: trainable parameters, and what depends on them and on what the loss depends.
 
-    Complex numbers have gradients as real ones do. What only takes another's shape (`zeros_like`) or is detached has none.
+    Complex numbers have gradients as real ones do. See `learns_by` for what has none.
     """
     start = {v.value for v in graph.parameters if v.trainable}
-    reached = closure(graph, start, lambda op: _hands_on(op) and any(graph.tensors[v].can_learn for v in op.outputs))
+    reached = closure(graph, start, lambda op: learns_by(op) if any(graph.tensors[v].can_learn for v in op.outputs) else ())
     wanted = {graph.loss, *graph.outputs}
     for op in reversed(graph.operators):
-        if _hands_on(op) and not wanted.isdisjoint(op.outputs):
-            wanted.update(op.inputs)
+        if not wanted.isdisjoint(op.outputs):
+            wanted.update(learns_by(op))
     return {value for value in reached & wanted if graph.tensors[value].can_learn}
-
-
-def _hands_on(op: Operator) -> bool:
-    """Whether an operator hands gradients on to what it reads."""
-    name = packet(op)
-    return name != "detach" and not name.endswith("_like") and not name.startswith("new_")
 
 
 def batched(graph: Graph) -> set[str]:

@@ -254,12 +254,14 @@ def build(
     specs: dict[str, LocalParameter] = {}
     values = {v.name: v.value for v in graph.parameters}
     first_use = {value: i for i, op in reversed(list(enumerate(graph.operators))) for value in op.inputs}
-    trainable, written = learned(graph), written_buffers(graph)
+    # What a plain loop's outputs do not depend on its loss may: a weight for each of several losses, a temperature.
+    trainable = {v.value for v in graph.parameters if v.trainable} if outputs else learned(graph)
+    written = written_buffers(graph)
     for v in graph.parameters:
         if at["pipeline"] in holders[v.value]:
             specs[v.name] = _spec(
                 v, mesh, sharding, holders[v.value], at, first_use.get(v.value, -1), optimizer, v.value in trainable, dtype,
-                v.value in across, v.value in written,
+                v.value in across, v.value in written, ("data",) if outputs else (),
             )  # fmt: skip
     read_by = layers_of(lowered)
     specs = {name: replace(spec, units=read_by.get(values[name], ())) for name, spec in specs.items()}
@@ -408,9 +410,11 @@ def _spec(
     dtype: torch.dtype,
     between: bool,
     written: bool,
+    always: tuple[str, ...],
 ) -> LocalParameter:
+    """`always`: axes over which its gradient is summed whether or not the graph asks for it, since a plain loop may use it beside."""
     offsets, shape = _block(v, sharding, at)
-    axes = sharding.gradients.get(v.value, ())
+    axes = tuple(dict.fromkeys((*sharding.gradients.get(v.value, ()), *always)))
     ranks = [rank for holder in holders for rank in mesh.group(mesh.rank({**at, "pipeline": holder}), *axes)]
     if between:  # every rank of these stages has a share of the gradient, see `shares_of`
         ranks = [rank for holder in holders for rank in mesh.group(mesh.rank({"pipeline": holder}), *mesh.inside)]

@@ -13,20 +13,21 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property, partial
 from itertools import chain
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from weft.errors import Infeasible, ModelError, UsageError
-from weft.lower.redistribute import counted
+from weft.lower.redistribute import counted, redistribute
 from weft.model.nesting import BatchForm, batch_size_of, leaves, rebuild
 from weft.plan.plan import Plan
 from weft.run.build import Parts
 from weft.run.state import full_state, weights_of
 from weft.run.unchanged import Unchanged
 from weft.world import private
-from weft.world.world import World
+from weft.world.world import Group, World
 
 _PLAIN = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device)
 
@@ -92,6 +93,7 @@ class Divided:
         """Let the module compute so."""
         assert self._eager is not None  # made here, not while torch.compile reads on
         assert self._unchanged is not None  # from here on
+        assert self._frozen is not None
         self.model.forward = self.forward
         # Copying and pickling ask the object, not its class.
         self.model.__deepcopy__ = self.copy  # type: ignore[assignment]
@@ -113,6 +115,20 @@ class Divided:
         return Unchanged(self.model, self.training)
 
     @cached_property
+    def _frozen(self) -> list[tuple[str, nn.Parameter]]:
+        """What did not train when the model was divided."""
+        return [(name, p) for name, p in self.parts.parameters.items() if not p.requires_grad]
+
+    def _check_frozen(self) -> None:
+        """Raise where a parameter trains now whose gradient nobody sums."""
+        for name, p in self._frozen:
+            if p.requires_grad and self.world.num_ranks > 1:
+                raise UsageError(
+                    f"{name} was frozen when the model was divided, and trains now, so that its gradient would not be summed over ranks: "
+                    "freeze it after the block of weft.auto_parallelize, then it can train again"
+                )
+
+    @cached_property
     def _eager(self) -> Callable[..., Any]:
         """As it is: torch.compile cannot see through collectives, and leaves it out."""
         return torch.compiler.disable(self._computed)  # type: ignore[no-untyped-call, no-any-return]
@@ -120,6 +136,7 @@ class Divided:
     def _computed(self, *args: Any, **kwargs: Any) -> Any:
         parts, layout, local = self.parts, self.plan.layout, self.parts.only
         self._unchanged.check()
+        self._check_frozen()
         called = _as_captured(self.batch, self.signature, args, kwargs)
         given = self._form.tensors_of(called)
         self._check(batch_size_of(called), given)
@@ -138,20 +155,30 @@ class Divided:
             results = local.module(*values)
         out = []
         for name, x in zip(local.results, results, strict=True):
-            once = local.forms[name].get("data", "R")[0] != "S"  # the same on all data ranks, and a mean over them counts it once
-            out.append(counted(x, layout.data) if once and layout.data > 1 else x)
+            # The same on all data ranks, each of which may make something else of it: a scale of its own samples' scores.
+            once = layout.data > 1 and x.is_floating_point() and local.forms[name].get("data", "R")[0] != "S"
+            out.append(redistribute(x, "R", "+", self._data) if once else x)
         paths, others = self._outputs
         return rebuild(parts.structure, others | dict(zip(paths, out, strict=True)))
 
     @cached_property
     def _unlike(self) -> list[tuple[int, float]]:
-        """Where parameters enter whose gradients more or fewer than the data ranks sum up, with how many times as many they are.
+        """Where parameters enter of whose gradient more or fewer than the data ranks have a summand, with how many times as many they are.
 
-        The exchange takes the mean over those ranks (see `weft.run.plain`).
+        The exchange takes the mean (see `weft.run.plain`): of what is whole on every data rank it then counts the data ranks' part.
         """
-        values, data = {v.name: v.value for v in self.parts.graph.parameters}, self.plan.layout.data
-        shares = {values[one.name]: len(group.sum_ranks) / data for group in self.parts.groups for one in group.members}
+        data, sharding = self.plan.layout.data, self.parts.sharding
+        exchanged = {one.name for group in self.parts.groups for one in group.members}
+        shares = {
+            v.value: prod(sharding.sizes[axis] for axis in sharding.gradients.get(v.value, ())) / data
+            for v in self.parts.graph.parameters
+            if v.name in exchanged
+        }
         return [(i, shares[v]) for i, v in enumerate(self.parts.only.variables) if shares.get(v, 1.0) != 1.0]
+
+    @cached_property
+    def _data(self) -> Group:
+        return self.world.group(self.plan.layout.mesh.group(self.world.rank, "data"))
 
     @cached_property
     def _form(self) -> BatchForm:
