@@ -23,6 +23,7 @@ from weft.plan.store import format_plan, parse_plan
 from weft.schedules import NAMES, build, check_own, program_of
 from weft.simulate.memory import in_flight
 from weft.solve.search import search
+from weft.solve.space import parse_constraints
 from weft.solve.timing import clocked, price, timeline
 
 GPU = Device("gpu", "gpu", (("float32", 1e12), ("bfloat16", 4e12)), 1e11, 1e12, 1.0, 5e-6)
@@ -206,6 +207,8 @@ def test_names_that_cannot_stand_in_a_layout(tmp_path: Path, monkeypatch: pytest
         Layout(schedule="mine.txt")
     with pytest.raises(LayoutError, match="schedule=1f1bb is unknown"):
         Layout.parse("schedule=1f1bb")
+    with pytest.raises(UsageError, match=r"run a file of actions with --layout 'schedule=mine.txt'"):
+        parse_constraints("schedule=mine.txt")
 
 
 @settings(max_examples=40, deadline=None)

@@ -26,6 +26,7 @@ from weft.errors import Infeasible, LayoutError, UsageError, nearest
 from weft.plan.compression import Compression
 from weft.plan.grid import checked_grid, parse_grid
 from weft.plan.layout import BOTH_WAYS, CHOICES, RUNS, Layout, chunks_of, refuse_sizes
+from weft.plan.own import is_file
 
 MOST_MICROBATCHES = 512
 MOST_CHUNKS = 8
@@ -106,6 +107,8 @@ def parse_constraints(text: str) -> tuple[Constraint, ...]:
             if key == "compress":
                 found.append(Constraint(key, relation, str(Compression.parse(given))))
                 continue
+            if key == "schedule" and is_file(given):
+                raise UsageError(f"constraint {word}: a search orders microbatches by name; run a file of actions with --layout {word!r}")
             if given not in (choices := CHOICES[key]):
                 raise UsageError(f"constraint {word}: {given} is unknown{nearest(given, choices)}; use one of {', '.join(choices)}")
             found.append(Constraint(key, relation, given))
