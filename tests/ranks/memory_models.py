@@ -268,8 +268,8 @@ def tiles() -> Any:
     return _Tiles(), {"x": _normal(N, 3, 64, 64), "y": _ids(5, N)}
 
 
-class _Drops(nn.Module):
-    """Attention that is written out, with dropout, which selective recomputation repeats."""
+class _Written(nn.Module):
+    """Attention that is written out, which selective recomputation repeats."""
 
     def __init__(self, width: int = 64, heads: int = 4) -> None:
         super().__init__()
@@ -277,12 +277,12 @@ class _Drops(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, -1))
-        weights = F.dropout((q @ k.transpose(-1, -2) * 0.25).softmax(-1), 0.1, self.training)
+        weights = (q @ k.transpose(-1, -2) * 0.25).softmax(-1)
         return x + self.out((weights @ v).transpose(1, 2).flatten(2))
 
 
-def drops() -> Any:
-    return _Layers([_Drops() for _ in range(3)], 64), {"x": _normal(N, 128, 64), "y": _normal(N)}
+def written() -> Any:
+    return _Layers([_Written() for _ in range(3)], 64), {"x": _normal(N, 128, 64), "y": _normal(N)}
 
 
 class _Wide(nn.Module):

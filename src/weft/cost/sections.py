@@ -152,6 +152,7 @@ def staying(groups: Groups, which: Residency, stage: int, last_stays: bool, piec
                 asked, passing = _asked_for(parts, mine, half, seen), _passing(groups, mine, seen, saves=True)
         elif selective:
             again = _cores_again(groups, mine, seen)
+            passing = _cores_running(groups, mine, seen)
         there += again
         back += asked
         forward += passing
@@ -190,6 +191,14 @@ def _cores_again(groups: Groups, run: Sequence[int], seen: Seen) -> list[Amount]
     parts, found = groups.parts, dict.fromkeys(run, Amount())
     for mine in _cores_of(parts, run).values():
         found.update(zip(mine, accumulate(keeps(parts, mine, groups.half, set(seen))), strict=True))
+    return [found[i] for i in run]
+
+
+def _cores_running(groups: Groups, run: Sequence[int], seen: Seen) -> list[Amount]:
+    """By operator of a run: what is there when its core has run again up to it."""
+    parts, found = groups.parts, dict.fromkeys(run, Amount())
+    for mine in _cores_of(parts, run).values():
+        found.update(zip(mine, _running(parts, mine, groups.half, seen), strict=True))
     return [found[i] for i in run]
 
 
