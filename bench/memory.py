@@ -46,19 +46,17 @@ MIB = 2**20
 
 INTRO = f"""Written by `scripts/bench memory`. What the fullest rank holds when it holds most in one step, predicted against measured,
 in per cent of what was measured; + is predicted too high. The architectures are none of weft's own (`bench/memory_models`), small enough
-for two processors; every one is planned by hand in every layout on `{CLUSTER}`. Measured is what the executor accounts for; predicted is
-without the margin that a plan adds. Counted, not timed."""
+for two processors; every one is planned by hand in every layout on `{CLUSTER}`, for ranks of one thread. Measured is what the executor
+accounts for; predicted is without the margin that a plan adds. Counted, not timed."""
 
-CAUSES = """## Known to be off, by cause
+CAUSES = """## What is not modelled, and what does not run
 
-Found by taking predictions apart in earlier runs; what they come to now, the table says.
-
-- Selective recomputation of attention that is written out, or has dropout, is predicted as if nothing were dropped: too high.
-- The gradient of GELU between two einsums that change the order of their letters is copied twice (`soft_moe`): too low.
-- Depthwise convolutions in channels-last layout take workspaces of their own (`convnext` in bfloat16): too low.
-- Convolutions of one product over 16 samples and more go through oneDNN (`pointnet`): too low.
-- Attention whose mask learns, in bfloat16 with full recomputation (seen in another model than these): too low.
-- A grid of tensor ranks (no layout of these) keeps what a convolution reads a slice of; why is not known."""
+- Forward is taken to hold less than backward does, where layers are not run again. Of a first stage in a pipeline that keeps little of its
+  own, forward of a microbatch beside what another keeps may hold more: some per cent too low.
+- Workspaces of depthwise convolutions whose window is larger than 3, with channels innermost, are as oneDNN takes them on processors with
+  AVX-512; gradients of which several operators give a part are taken to lie as the last one's.
+- Where `gat` does not run in bfloat16, it does not in plain torch either: its `index_add` gets a bfloat16 and a float32 tensor under
+  `torch.autocast`, which torch refuses with the same words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +125,7 @@ def measure(file: str, name: str, layout: str) -> Row:
     try:
         subject = resolve(f"{ROOT}/bench/memory_models/{file}.py:{name}")
         batch = subject.example()
-        plan = make_plan(subject.make, batch, loss=subject.loss, cluster=CLUSTER, layout=layout)
+        plan = make_plan(subject.make, batch, loss=subject.loss, cluster=CLUSTER, layout=f"{layout} threads=1")
         if plan.prediction is None:
             return Row(name, layout, note=f"is not captured: {plan.uncaptured}")
 

@@ -205,3 +205,98 @@ class _Ways(nn.Module):
 
 def both_ways() -> Any:
     return _Ways(), {"x": _ids(64, N, 64), "y": _ids(64, N, 64, seed=1)}
+
+
+class _Slots(nn.Module):
+    """Experts by products that change the order of their letters, around GELU: its gradient comes in another order than it lies in."""
+
+    def __init__(self, width: int = 48, experts: int = 4) -> None:
+        super().__init__()
+        self.up = nn.Parameter(_normal(experts, width, 4 * width) * 0.1)
+        self.down = nn.Parameter(_normal(experts, 4 * width, width, seed=1) * 0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.einsum("bteh,ehd->bted", F.gelu(torch.einsum("btd,edh->bteh", x, self.up)), self.down).mean(2)
+
+
+def slots() -> Any:
+    return _Layers([_Slots() for _ in range(2)], 48), {"x": _normal(N, 64, 48), "y": _normal(N)}
+
+
+class _Points(nn.Module):
+    """Convolutions that are products, of so many samples that oneDNN makes them."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv1d(3, width, 1), nn.Conv1d(width, 2 * width, 1), nn.Conv1d(2 * width, 2 * width, 1))
+        self.head = nn.Linear(2 * width, 5)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.body(x).mean(-1)), y)
+
+
+def points() -> Any:
+    return _Points(), {"x": _normal(4 * N, 3, 256), "y": _ids(5, 4 * N)}
+
+
+class _Depthwise(nn.Module):
+    """A depthwise convolution of a large window whose channels lie innermost."""
+
+    def __init__(self, width: int = 48) -> None:
+        super().__init__()
+        self.wide, self.norm = nn.Conv2d(width, width, 7, padding=3, groups=width), nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(self.wide(x).permute(0, 2, 3, 1))))).permute(0, 3, 1, 2)
+
+
+class _Tiles(nn.Module):
+    def __init__(self, width: int = 48) -> None:
+        super().__init__()
+        self.stem, self.blocks = nn.Conv2d(3, width, 4, 4), nn.ModuleList(_Depthwise(width) for _ in range(3))
+        self.head = nn.Linear(width, 5)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x.mean((2, 3))), y)
+
+
+def tiles() -> Any:
+    return _Tiles(), {"x": _normal(N, 3, 64, 64), "y": _ids(5, N)}
+
+
+class _Written(nn.Module):
+    """Attention that is written out, which selective recomputation repeats."""
+
+    def __init__(self, width: int = 64, heads: int = 4) -> None:
+        super().__init__()
+        self.qkv, self.out, self.heads, self.norm = nn.Linear(width, 3 * width), nn.Linear(width, width), heads, nn.LayerNorm(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, -1))
+        weights = (q @ k.transpose(-1, -2) * 0.25).softmax(-1)
+        return x + self.out((weights @ v).transpose(1, 2).flatten(2))
+
+
+def written() -> Any:
+    return _Layers([_Written() for _ in range(3)], 64), {"x": _normal(N, 128, 64), "y": _normal(N)}
+
+
+class _Wide(nn.Module):
+    """What a stage hands to the next is large beside what it keeps."""
+
+    def __init__(self, width: int = 256) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return F.mse_loss(x.mean((1, 2)), y)
+
+
+def wide() -> Any:
+    return _Wide(), {"x": _normal(N, 512, 256), "y": _normal(N)}

@@ -63,6 +63,11 @@ OTHERS = [
     ("heads", f"data=2 {NARROW}"),
     ("both_ways", "data=2"),
     ("both_ways", f"data=1 {NARROW}"),
+    ("slots", "data=1"),  # a gradient that comes in another order is copied
+    ("points", "data=2"),  # products of many samples are oneDNN's
+    ("tiles", f"data=1 {NARROW}"),  # workspaces of depthwise convolutions
+    ("written", "recompute=selective"),
+    ("wide", "pipeline=2 microbatches=4"),  # a gradient is on its way while backward is at the one before
 ]
 
 

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from weft.lower.redistribute import redistribute
+from weft.world.launch import launch
+from weft.world.memory import accounts_of
 from weft.world.world import World
 
 PAIRS = (
@@ -83,3 +85,27 @@ def moved(world: World, dtype: str) -> list[str]:
 @pytest.mark.parametrize(("num_ranks", "dtype"), [(2, "float64"), (3, "float64"), (2, "complex128")])
 def test_every_redistribution_is_its_definition(ranks: Callable[..., list[Any]], num_ranks: int, dtype: str) -> None:
     assert ranks(moved, num_ranks, dtype) == [[]] * num_ranks
+
+
+def _taken(world: World) -> list[float]:
+    """What exchanges along an inner dimension take while they run, in sizes of what each rank gives."""
+    memory = accounts_of(world.device)
+    group = world.group(tuple(range(world.num_ranks)))
+    x = torch.randn(64, 64, 64)[:, :, ::2]  # does not lie in order
+    found = []
+    for move in (lambda: group.reduce_scatter(x, 2), lambda: group.all_to_all(x, 2, 0)):
+        with memory.counting("buffers"):
+            move()
+            memory.forget_peak()
+            before = memory.held().total
+            made = move()
+            found.append((memory.peak().total - before) / (x.numel() * x.element_size()))
+            del made
+    return found
+
+
+def test_pieces_are_packed_without_copies_in_between() -> None:
+    """The pieces once in order, and what comes: half of it summed; all of it, or what came and that joined, of an all-to-all."""
+    for scattered, exchanged in launch(_taken, 2, show=False):
+        assert scattered == pytest.approx(1.5, abs=0.05)
+        assert exchanged == pytest.approx(2.0, abs=0.05)

@@ -273,8 +273,8 @@ def test_what_is_held_is_what_is_computed() -> None:
 
 
 def test_what_is_not_dropped_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without `frees` the peak is far above the computed one."""
+    """Without `frees` the peak is not within 10 % of the computed one."""
     monkeypatch.setattr(executor, "effects", lambda action, program: Effects())
     for row in launch(lambda world: _peaks(world, ["schedule=sequential"]), 2, timeout_s=60, show=False):
         ((_, measured, computed),) = row
-        assert measured > 1.2 * computed
+        assert measured > 1.15 * computed

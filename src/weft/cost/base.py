@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.cost.compute import Seconds
+from weft.cost.convolutions import SAMPLES
 from weft.cost.gradients import Sums
 from weft.cost.memory import Moments, StageState
 from weft.cost.runs import Runs, behind
@@ -89,6 +90,8 @@ def base_of(pricer: Pricer, layout: Layout, stage: Stage, section: Section) -> B
     widths = pricer.widths(layout)
     elsewhere = held.expert * (1 - 1 / layout.expert)  # experts of other ranks
     incoming = sum(pricer.crossing(layout, values) for _, values in stage.receives) / layout.data
+    learn = pricer.inventory.grads
+    leaving = sum(pricer.crossing(layout, [v for v in values if v in learn]) for _, values in stage.sends) / layout.data
     if pricer.cluster.is_cpu:
         if layout.num_ranks * layout.microbatches > 1:
             busy += Seconds(MICROBATCH_S / 2, MICROBATCH_S / 2)
@@ -125,6 +128,7 @@ def base_of(pricer: Pricer, layout: Layout, stage: Stage, section: Section) -> B
         Moments(*(float((works - gone + one).max()) for one in whole)),
         moved_bytes=kept + scores,
         num_alike=held.alike if layout.data > 1 else 0.0,
+        leaving_bytes=leaving,
     )
 
     @cache
@@ -191,7 +195,10 @@ def _moments(pricer: Pricer, layout: Layout, section: Section) -> tuple[Array, R
     scale = pricer.microbatch(layout)
     narrow = {"float64": 2.0, "float16": 0.5, "bfloat16": 1.0 if pricer.cluster.is_cpu else 0.5}.get(layout.precision, 1.0)
     working = parts.working64_bytes if layout.precision == "float64" else parts.working_bytes
-    tensors = working[ops] * np.where(parts.shared[ops], scale / layout.data, np.where(parts.batched[ops], scale, 1.0))
+    follows = np.where(parts.shared[ops], scale / layout.data, np.where(parts.batched[ops], scale, 1.0))
+    threads = pricer.cluster.threads_of(layout.num_ranks, layout.threads) if pricer.cluster.is_cpu else 1
+    by_library = (follows * parts.product_samples[ops] >= SAMPLES) | (threads > 1)
+    tensors = follows * (working[ops] + parts.product_bytes[ops] * (by_library & (layout.precision != "float64")))
     works = tensors + parts.weight_bytes[ops] + parts.waiting.of_some(ops).at(scale, layout.data)
     scattered = runs.scattering(widths.gradient, layout.data, len(works))
     return narrow * works, runs, (np.zeros_like(scattered), scattered, scattered + runs.over(runs.gathered(widths.weight), len(works)))

@@ -12,11 +12,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import prod
 
-from weft.cost.working import working_bytes
+from weft.cost.convolutions import columns_bytes, product_bytes, relaid_bytes, workspace_bytes
+from weft.cost.working import turned_bytes, working_bytes
 from weft.model.autocast import autocast, cast
 from weft.model.graph import DTYPE_BYTES, Graph, Operator, Ref, Tensor
+from weft.model.strides import Layouts
 from weft.model.work import RECURRENT_KEEPS, Work, batched, differentiable, num_layers, packet, storages, work
 from weft.plan.compression import Compression
 from weft.plan.layout import BOTH_WAYS, Layout
@@ -106,6 +107,7 @@ class Kept:
     alone_bytes: float
     spread_bytes: float
     weight_bytes: float  # the gradients of its weights before they are added up, whatever the batch
+    product_bytes: float  # of a convolution that is one product: what it takes besides where oneDNN makes it
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,7 @@ class Inventory:
     held: frozenset[str] = field(default=frozenset())  # parameters, buffers, inputs and constants: never counted as activations
     is_cpu: bool = False
     is_cast: bool = False  # by autocast; `graph` then has the dtypes that it makes
+    layouts: Layouts | None = None  # on processors
 
     @classmethod
     def of(cls, graph: Graph, is_cpu: bool = False, is_cast: bool = False) -> Inventory:
@@ -132,7 +135,9 @@ class Inventory:
                 more = _kept_by_processors(op, {**graph.tensors, **cast(op, graph.tensors)} if is_cast else graph.tensors, grads)
                 if more:
                     works[op.name] = replace(works[op.name], extra_bytes=works[op.name].extra_bytes + more)
-        return cls(graph, works, grads, frozenset(batched(graph)), storages(graph), held, is_cpu, is_cast)
+        layouts = Layouts(graph) if is_cpu else None
+        root = storages(graph, layouts.copied if layouts is not None else frozenset())
+        return cls(graph, works, grads, frozenset(batched(graph)), root, held, is_cpu, is_cast, layouts)
 
     @cached_property
     def kept(self) -> dict[str, Kept]:
@@ -142,16 +147,24 @@ class Inventory:
             read = cast(op, self.graph.tensors) if self.is_cast else {}
             tensors = {**self.graph.tensors, **read} if read else self.graph.tensors
             done = self.works[op.name]
-            mine = dict.fromkeys(self._storage(op, v, read) for v in done.keeps)
+            rows = self.layouts.copies(op) if self.layouts is not None else frozenset[str]()
+            mine = dict.fromkeys(self._storage(op, v, read, v in rows) for v in done.keeps)
             live = any(v in self.grads for v in op.outputs)
             size = working_bytes(op, tensors, self.grads, self.held, done.extra_bytes) if live else 0.0
             if op.function is not None and live:
                 size += op.function.working_bytes
             if read and live:  # its operands' gradients in both dtypes
-                both = (sum(t[v].size_bytes for v in read if v in self.grads and v not in self.held) for t in (tensors, self.graph.tensors))
-                size = max(size, sum(both))
-            weights = alone = spread = relaid = columns = 0.0
-            if self.is_cpu and live:
+                mine_read = [v for v in read if v in self.grads and v not in self.held]
+                both = sum(t[v].size_bytes for v in mine_read for t in (tensors, self.graph.tensors))
+                # By then the product itself is done, and the copies that it kept are gone.
+                size = max(size, both - sum(tensors[v].size_bytes for v in read if v in done.keeps and v not in self.held))
+            if self.is_cast and live and packet(op) in ("cat", "stack"):  # forward has operands that are widened beside their originals
+                size += sum(2.0 * tensors[v].size_bytes for v in op.inputs if tensors[v].dtype == "bfloat16") * (
+                    tensors[op.outputs[0]].dtype == "float32"
+                )
+            weights = alone = spread = relaid = columns = product = 0.0
+            if self.layouts is not None and live:
+                size += turned_bytes(op, tensors) if self.layouts.turned(op) else 0.0
                 weights = sum(tensors[v].size_bytes for v in op.inputs if v in self.held and v in self.grads)
                 weights *= 2 if done.kind == "convolution" else 1  # convolutions make it in a layout of their own first
                 weights = max(
@@ -159,43 +172,29 @@ class Inventory:
                     sum(tensors[v].size_bytes + self.graph.tensors[v].size_bytes for v in read if v in self.grads and v in self.held),
                 )
                 if done.kind == "convolution":
-                    relaid, columns = _relaid_bytes(op, tensors, self.grads), _columns_bytes(op, tensors)
+                    last = self.layouts.has_channels_last(op.inputs[0])
+                    relaid, columns = relaid_bytes(op, tensors, self.grads, last), columns_bytes(op, tensors)
+                    product = product_bytes(op, tensors) if not last else 0.0
+                    weights += workspace_bytes(op, tensors) if last else 0.0
                 if packet(op) == "batch_norm" and op.inputs[0] in self.grads:
                     # It makes as much again as its input's gradient; `weft.lower.kernels.statistics`, of many ranks, does not, but
                     # computes in float32.
                     alone = float(tensors[op.inputs[0]].size_bytes)
                     spread = 4 * alone if tensors[op.inputs[0]].dtype == "bfloat16" else 0.0
-            found[op.name] = Kept(tuple(sorted(one for one in mine if one)), size + relaid, size + columns, alone, spread, weights)
+            found[op.name] = Kept(
+                tuple(sorted(one for one in mine if one)), size + relaid, size + columns, alone, spread, weights, product
+            )
         return found
 
-    def _storage(self, op: Operator, value: str, read: Mapping[str, Tensor]) -> tuple[str, str, float] | None:
-        """What an operator keeps of a value. A copy in another dtype is made for each operator, but of a weight once."""
+    def _storage(self, op: Operator, value: str, read: Mapping[str, Tensor], as_rows: bool) -> tuple[str, str, float] | None:
+        """What an operator keeps of a value. A copy in another dtype, or in rows, is made for each operator, but of a weight once."""
+        if as_rows:
+            width = read[value].size_bytes / self.graph.tensors[value].size_bytes if value in read else 1.0
+            return value, f"rows for {op.name}", width
         if value in read:
             whose = "" if value in self.held else f" for {op.name}"
             return value, f"{read[value].dtype}{whose}", read[value].size_bytes / self.graph.tensors[value].size_bytes
         return None if self.root.get(value, value) in self.held else (value, "", 1.0)
-
-
-def _relaid_bytes(op: Operator, tensors: Mapping[str, Tensor], grads: frozenset[str]) -> float:
-    """Bytes that a convolution's backward takes on processors besides the gradients of its operands, found by watching it: oneDNN has the
-    output's gradient and the input's (with strides, its values too) in layouts of its own, but where the convolution is one product, which
-    torch itself makes in float32 (of few samples) and oneDNN in bfloat16."""
-    x, out, window = tensors[op.inputs[0]], tensors[op.outputs[0]], tensors[op.inputs[1]].shape[2:]
-    strided = any(n >= 2 * m for n, m in zip(x.shape[2:], out.shape[2:], strict=True))
-    if max(window, default=1) == 1 and not strided:
-        return float(x.size_bytes + out.size_bytes) if x.dtype == "bfloat16" else 0.0
-    if op.inputs[0] not in grads:
-        return float(out.size_bytes)
-    return float(x.size_bytes + (max(x.size_bytes, out.size_bytes) if strided else out.size_bytes))
-
-
-def _columns_bytes(op: Operator, tensors: Mapping[str, Tensor]) -> float:
-    """Bytes, as float32, of one group's columns, by which a convolution in float64 is a product; oneDNN has none in float64."""
-    out, weight = tensors[op.outputs[0]], tensors[op.inputs[1]]
-    window = prod(weight.shape[2:])
-    if window == 1 or "transpose" in op.target:
-        return 0.0
-    return out.size_bytes / out.shape[1] * weight.shape[1] * window
 
 
 def _kept_by_processors(op: Operator, tensors: Mapping[str, Tensor], grads: frozenset[str]) -> float:
@@ -247,10 +246,10 @@ class StageState:
     `num_elsewhere` are parameters of experts that other data replicas have: ZeRO divides those too. `num_alike` are trained by every
     replica with the same gradient, which is not summed: ZeRO leaves those whole.
 
-    `entering_bytes` come from other stages; `kept_bytes` are kept on the device for backward, `scores_bytes` of them by attention's scores.
-    `beside` is what there is for a moment of backward beside what is
-    kept, less what of that is gone by then. Where layers are repeated or moved `there` is what was made again or came back, less what
-    is gone, at that moment, and `beside` the rest. `moved_bytes` of a microbatch go to the host.
+    `entering_bytes` come from other stages, gradients of `leaving_bytes` come back from those; `kept_bytes` are kept on the device for
+    backward, `scores_bytes` of them by attention's scores. `beside` is what there is for a moment of backward beside what is kept, less
+    what of that is gone by then. Where layers are repeated or moved `there` is what was made again or came back, less what is gone, at
+    that moment, and `beside` the rest. `moved_bytes` of a microbatch go to the host.
     """
 
     num_parameters: float
@@ -263,6 +262,7 @@ class StageState:
     there: Moments = Moments()
     moved_bytes: float = 0.0
     num_alike: float = 0.0
+    leaving_bytes: float = 0.0
 
 
 def memory_of(
@@ -289,7 +289,8 @@ def memory_of(
     optimizer = (widths.copies + widths.moment * optimizer_states) * (trained if zero else state.num_trainable)
     if layout.moves_optimizer:
         optimizer = 0.0
-    buffers = state.beside.of(pieces) + 2 * state.entering_bytes * (layout.pipeline > 1)
+    # Receives are posted ahead: a microbatch's gradient is on its way while backward is at the one before.
+    buffers = state.beside.of(pieces) + (2 * state.entering_bytes + state.leaving_bytes) * (layout.pipeline > 1)
     buffers += PACKING.get(how.kind, 0.0) * min(BUCKET_BYTES, widths.gradient * state.num_trainable)
     margin = scratch_bytes / len(layout.stages_of(rank)) + MARGIN * (parameters + gradients + optimizer + activation + buffers)
     return Memory(parameters, gradients, optimizer, activation, buffers, margin)

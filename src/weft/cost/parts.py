@@ -20,6 +20,7 @@ from weft.cost.memory import Inventory
 from weft.cost.pieces import cut, divided, pieces, pieces_moving, shared_by_data, tensor_axes
 from weft.cost.places import Places, Stored
 from weft.cost.runs import Amount, Amounts
+from weft.model.cores import cores
 from weft.model.graph import Graph, Operator, Variable
 from weft.model.pointwise import is_product
 from weft.model.rules import rule_of
@@ -69,10 +70,13 @@ class Parts:
     working_bytes: NDArray[np.float64]  # in each operator's backward, of tensors that follow the batch if the operator does
     working64_bytes: NDArray[np.float64]  # the same of float64's operators, as float32
     weight_bytes: NDArray[np.float64]  # the same of weights' gradients
+    product_bytes: NDArray[np.float64]  # in each operator's backward besides, where oneDNN makes a convolution that is one product
+    product_samples: NDArray[np.float64]  # of those convolutions
     waiting: Amounts  # gradients that are there meanwhile: of what was made before the operator and is read behind it
     shared: NDArray[np.bool_]
     attention: NDArray[np.bool_]
     blocks: tuple[str, ...]  # the numbered block that each operator stands in, which recomputation repeats; "" for none
+    cores: tuple[int, ...]  # the core of attention that each is of, which selective recomputation repeats; -1 for none
 
     @cached_property
     def batched(self) -> NDArray[np.bool_]:
@@ -155,11 +159,12 @@ def gather(inventory: Inventory, sharding: Sharding | None, narrow: frozenset[st
                 backward.append((at, moved(move.backward, move.value, move.axis, ways=ways)))
     dispatched: set[str] = set()
     by_expert = set(expert_weights(graph).values())
-    stored, reads, makes, extra, working, working64, weights, shared = [], [], [], [], [], [], [], []
+    stored, reads, makes, extra, working, working64, weights, shared, product = [], [], [], [], [], [], [], [], []
     made = {value: i for i, op in enumerate(graph.operators) for value in op.outputs}
     last = {value: i for i, op in enumerate(graph.operators) for value in op.inputs if op.outputs[0] in inventory.grads}
     joins = {value for value in last if value in inventory.grads and value in made}
     places = Places(inventory, sharding)
+    blocks = tuple(block(op.site) for op in graph.operators)
     for i, op in enumerate(graph.operators):
         index[i] = compute(_local(inventory, sharding, op, siblings))
         for axis in axes:
@@ -190,6 +195,7 @@ def gather(inventory: Inventory, sharding: Sharding | None, narrow: frozenset[st
         working.append(max(least, (mine.working_bytes + beside) / divide + more))
         working64.append(max(least, (mine.working64_bytes + beside) / divide + more))
         weights.append(mine.weight_bytes / divide)
+        product.append((mine.product_bytes / divide, graph.tensors[op.inputs[0]].shape[0] if mine.product_bytes else 0))
         shared.append(cut(sharding, op.name, "data"))
     return Parts(
         tuple(compute.found),  # type: ignore[arg-type]
@@ -204,10 +210,13 @@ def gather(inventory: Inventory, sharding: Sharding | None, narrow: frozenset[st
         np.array(working),
         np.array(working64),
         np.array(weights),
+        np.array([one for one, _ in product], dtype=np.float64),
+        np.array([samples for _, samples in product], dtype=np.float64),
         _waiting(graph, inventory.grads, made, [places.own(v).amount for v in made]),
         np.array(shared, dtype=bool),
         np.array([inventory.works[op.name].kind == "attention" for op in graph.operators]),
-        tuple(block(op.site) for op in graph.operators),
+        blocks,
+        cores(graph, blocks),
     )
 
 

@@ -28,7 +28,8 @@ class Staying:
     """What becomes of what a stage keeps of one microbatch for backward, under a choice of layers that are repeated or moved.
 
     By operator: `kept` on the device from its forward to its backward; `there` besides in its backward, since it was made again, or
-    came `back` from the host as it was asked for; `forward`: of runs that are moved, what is there when it has run, before the run's goes.
+    came `back` from the host as it was asked for; `forward`: of runs that are moved, what is there when it has run, before the run's goes,
+    and of those that are repeated, when it has run again.
     By run: `at_once`, all that comes back of it, and `away`, the layers that do not keep their own, in parts. `moved` goes to the host.
     """
 
@@ -114,6 +115,7 @@ def staying(groups: Groups, which: Residency, stage: int, last_stays: bool, piec
         moved = [name in gone for name, _ in runs]
     else:
         moved = [which.offload.of_layers and not (last_stays and at == len(runs) - 1) for at in range(len(runs))]
+    selective = which.recompute.kind == "selective"
     kept: list[Amount] = []
     seen = Seen()
     for (name, mine), goes in zip(runs, moved, strict=True):
@@ -121,6 +123,8 @@ def staying(groups: Groups, which: Residency, stage: int, last_stays: bool, piec
             kept += [Amount()] * len(mine)
         elif name in repeated:
             kept += [groups.entering(mine, seen), *[Amount()] * (len(mine) - 1)]
+        elif selective:
+            kept += _around_cores(groups, mine, seen)
         else:
             kept += keeps(parts, mine, half, seen)
     there: list[Amount] = []
@@ -138,12 +142,17 @@ def staying(groups: Groups, which: Residency, stage: int, last_stays: bool, piec
                 come = groups.entering(mine, own)
                 if piecewise:
                     asked, passing = [come] * len(mine), _passing(groups, mine, seen, saves=False)
+            elif piecewise:
+                passing = _running(parts, mine, half, seen)
             again = list(accumulate(keeps(parts, mine, half, own)))  # those behind an operator have given back what they made
         elif goes:
             total += kept_bytes(parts, mine, half, host)
             come = kept_bytes(parts, mine, half, set(seen))
             if piecewise:
                 asked, passing = _asked_for(parts, mine, half, seen), _passing(groups, mine, seen, saves=True)
+        elif selective:
+            again = _cores_again(groups, mine, seen)
+            passing = _cores_running(groups, mine, seen)
         there += again
         back += asked
         forward += passing
@@ -157,6 +166,42 @@ def staying(groups: Groups, which: Residency, stage: int, last_stays: bool, piec
     )  # fmt: skip
 
 
+def _cores_of(parts: Parts, run: Sequence[int]) -> dict[int, list[int]]:
+    """By number: the operators of each core of attention in a run."""
+    found: dict[int, list[int]] = {}
+    for i in run:
+        if parts.cores[i] >= 0:
+            found.setdefault(parts.cores[i], []).append(i)
+    return found
+
+
+def _around_cores(groups: Groups, run: Sequence[int], seen: Seen) -> list[Amount]:
+    """By operator of a run: what it keeps and none before it, where cores of attention keep what enters them alone."""
+    parts, half, found = groups.parts, groups.half, []
+    firsts = {mine[0]: mine for mine in _cores_of(parts, run).values()}
+    for i in run:
+        inside = parts.cores[i] >= 0
+        entering = groups.entering(firsts[i], seen) if i in firsts else Amount()
+        found.append(entering if inside else kept_bytes(parts, [i], half, seen))
+    return found
+
+
+def _cores_again(groups: Groups, run: Sequence[int], seen: Seen) -> list[Amount]:
+    """By operator of a run: what its core has made again while its backward is at it."""
+    parts, found = groups.parts, dict.fromkeys(run, Amount())
+    for mine in _cores_of(parts, run).values():
+        found.update(zip(mine, accumulate(keeps(parts, mine, groups.half, set(seen))), strict=True))
+    return [found[i] for i in run]
+
+
+def _cores_running(groups: Groups, run: Sequence[int], seen: Seen) -> list[Amount]:
+    """By operator of a run: what is there when its core has run again up to it."""
+    parts, found = groups.parts, dict.fromkeys(run, Amount())
+    for mine in _cores_of(parts, run).values():
+        found.update(zip(mine, _running(parts, mine, groups.half, seen), strict=True))
+    return [found[i] for i in run]
+
+
 def _passing(groups: Groups, run: Sequence[int], seen: Seen, saves: bool) -> list[Amount]:
     """By operator of a run: what is there when it has run forward, beside what `seen` has: what those up to it keep (where it `saves`
     nothing, what enters it), and what it reads and makes."""
@@ -167,6 +212,28 @@ def _passing(groups: Groups, run: Sequence[int], seen: Seen, saves: bool) -> lis
             kept += kept_bytes(parts, [i], half, counted)
         values = (*(item for _, item in parts.reads[i]), *parts.makes[i])
         found.append(kept + storages_bytes(values, half, set(counted)))
+    return found
+
+
+def _running(parts: Parts, run: Sequence[int], half: bool, seen: Seen) -> list[Amount]:
+    """By operator of a run: what is there when it has run again, beside what `seen` has: what those up to it keep, and what they made that
+    operators behind them will read."""
+    found = list(accumulate(keeps(parts, run, half, set(seen))))
+    first: dict[tuple[str, str], int] = {}
+    last: dict[tuple[str, str], int] = {}
+    kept: dict[tuple[str, str], int] = {}
+    items: dict[tuple[str, str], Stored] = {}
+    for at, i in enumerate(run):
+        for item in parts.stored[i]:
+            kept.setdefault((item.root, item.copy), at)
+        for item in (*(item for _, item in parts.reads[i]), *parts.makes[i]):
+            key = item.root, item.copy
+            first.setdefault(key, at)
+            last[key], items[key] = at, item
+    for key, item in items.items():
+        size = storages_bytes([item], half, set(seen & {key}))
+        for at in range(first[key], min(last[key] + 1, kept.get(key, len(run)))) if size != Amount() else ():
+            found[at] += size
     return found
 
 

@@ -181,6 +181,9 @@ class Pricer:
                 if any(2 * len(found.shards.get(axis, ())) < matrices for axis, n in layout.tensor_axes if n > 1):
                     # Too small a model for cuts to pay; but who asks for tensor ranks wants them to share the work.
                     found = propagate(self.graph, sizes, self.shards, sequence=sequence)
+                elif max(n for _, n in layout.tensor_axes) > 1:
+                    # What runs is propagated from the weights' cuts, which are all that a plan says.
+                    found = propagate(self.graph, sizes, found.shards, sequence=sequence)
                 self._shardings[key] = found
         return self._shardings[key]
 
@@ -465,9 +468,9 @@ class Pricer:
         apart = self.cluster.ranks_per_node(layout.num_ranks) < layout.num_ranks or self.cluster.levels[0].link.protocol == "gloo"
         return self.cluster.is_cpu and apart
 
-    @staticmethod
-    def _state(layout: Layout, base: Base) -> StageState:
-        by_layer = layout.repeats_layers or layout.moves_layers
+    def _state(self, layout: Layout, base: Base) -> StageState:
+        drops_scores = layout.recompute == "selective" and self.cluster.is_cpu  # of the operators that keep them; GPUs' are in `scores`
+        by_layer = layout.repeats_layers or layout.moves_layers or drops_scores
         return base.by_layer(layout.residency) if by_layer else base.state
 
     def _memory(self, layout: Layout, index: int, base: Base) -> Memory:

@@ -58,3 +58,12 @@ def working_bytes(op: Operator, tensors: Mapping[str, Tensor], grads: Set[str], 
     if x.dtype.startswith("complex") and name in ("exp", "tanh", "sigmoid", "sqrt"):  # the conjugate of what was kept
         size += x.size_bytes
     return size + _MAKES.get(name, 0.0) * x.size_bytes
+
+
+_TURNS_GRADIENT = {"gelu": 2.0, "softmax": 1.0, "_softmax": 1.0, "log_softmax": 1.0, "layer_norm": 1.0, "group_norm": 1.0, "linear": 1.0}
+
+
+def turned_bytes(op: Operator, tensors: Mapping[str, Tensor]) -> float:
+    """Bytes that processors take besides where the gradient comes in another order than what was kept lies in: kernels that go over memory
+    as it lies have it copied; oneDNN's of GELU has what it makes copied, too."""
+    return _TURNS_GRADIENT.get(packet(op), 0.0) * tensors[op.outputs[0]].size_bytes

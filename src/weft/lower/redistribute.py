@@ -133,7 +133,7 @@ class _GatheredShared(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.group.reduce_scatter(grad.contiguous(), ctx.dim), None, None
+        return ctx.group.reduce_scatter(grad, ctx.dim), None, None
 
 
 class _Scattered(torch.autograd.Function):
@@ -142,7 +142,7 @@ class _Scattered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
         ctx.group, ctx.dim = group, dim
-        return group.reduce_scatter(x.contiguous(), dim)
+        return group.reduce_scatter(x, dim)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -155,11 +155,11 @@ class _Exchanged(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, source: int, target: int) -> Tensor:
         ctx.group, ctx.source, ctx.target = group, source, target
-        return group.all_to_all(x.contiguous(), split_dim=target, concat_dim=source)
+        return group.all_to_all(x, split_dim=target, concat_dim=source)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.group.all_to_all(grad.contiguous(), split_dim=ctx.source, concat_dim=ctx.target), None, None, None
+        return ctx.group.all_to_all(grad, split_dim=ctx.source, concat_dim=ctx.target), None, None, None
 
 
 def redistribute(x: Tensor, source: str, target: str, group: Group) -> Tensor:

@@ -8,7 +8,7 @@ fuses, and sparsity.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -210,12 +210,25 @@ def differentiable(graph: Graph) -> set[str]:
 
 
 def batched(graph: Graph) -> set[str]:
-    """Values whose size follows the number of samples: everything that depends on a batched input."""
-    return closure(graph, {v.value for v in graph.inputs if v.batched})
+    """Values whose size follows the number of samples: everything that depends on a batched input; what is repeated for as many (learned
+    queries); what is made of numbers alone (the state in which a recurrence begins), is as long and is read together with such."""
+    rows, tensors = (graph.batch_size,), graph.tensors
+    found = {v.value for v in graph.inputs if v.batched}
+    if graph.batch_size < 2:
+        return closure(graph, found)
+    for op in graph.operators:
+        if packet(op) in ("expand", "expand_as", "broadcast_to", "repeat") and tensors[op.inputs[0]].shape[:1] != rows:
+            found.update(v for v in op.outputs if tensors[v].shape[:1] == rows)
+    found = closure(graph, found)
+    starts = {v for op in graph.operators if not op.inputs for v in op.outputs if tensors[v].shape[:1] == rows} - found
+    if not starts:
+        return found
+    met = [v for op in graph.operators if any(w in found and tensors[w].shape[:1] == rows for w in op.inputs) for v in op.inputs]
+    return closure(graph, found | starts.intersection(met))
 
 
-def storages(graph: Graph) -> dict[str, str]:
-    """For every value, the value whose memory it is: views share their source's."""
+def storages(graph: Graph, copied: Collection[str] = frozenset()) -> dict[str, str]:
+    """For every value, the value whose memory it is: views share their source's, but for those that are `copied`."""
     root: dict[str, str] = {}
     for op in graph.operators:
         same = kind_of(op) == "view" or (
@@ -223,7 +236,7 @@ def storages(graph: Graph) -> dict[str, str]:
         )
         apart = packet(op) in ("broadcast_tensors", "meshgrid")  # a view of each
         for i, value in enumerate(op.outputs):
-            source = op.inputs[i if apart else 0] if same and op.inputs else value
+            source = op.inputs[i if apart else 0] if same and op.inputs and value not in copied else value
             root[value] = root.get(source, source)
     return root
 

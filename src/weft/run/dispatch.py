@@ -84,6 +84,7 @@ def _forward(executor: Executor, action: Compute, step: int) -> Run:
         kept = forward(running.inputs[m], [held[at][i] for at, i in sources], running.want_inputs)
         for at, places in made:
             held[at] = [kept.sent[i] for i in places]
+        kept.sent = []
         if has_loss:
             running.result.losses.append(kept.results[0].detach())
             running.result.shares.append(share)
@@ -123,6 +124,7 @@ def _backward(executor: Executor, action: Compute, step: int) -> Run:
             for i, x in zip(places, held[at], strict=True):
                 seen = gradients[i]
                 gradients[i] = x if seen is None else seen + x
+            held[at] = x = seen = None  # let go of as backward reads it
         out = runner.backward(kept, gradients, share)
         if late is not None and executor.gradients is not None:
             late.deliver(kept.notes, executor.gradients)

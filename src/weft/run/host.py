@@ -55,7 +55,6 @@ class Moved:
     blocks: WeakSet[_Block] = field(default_factory=WeakSet)
     is_out: bool = False
     is_read: bool = False  # its backward has begun
-    own: list[tuple[Tensor, _View]] = field(default_factory=list)  # tensors that are held by name, and lose their memory too
     before: Moved | None = None
 
     @property
@@ -111,20 +110,11 @@ class HostStore:
             block.users += 1
         return block
 
-    def hold(self, moved: Moved, tensors: Iterable[Tensor]) -> None:
-        """Tensors that someone holds by name until backward: they lose their memory with the rest, and get it back."""
-        for x in tensors:
-            block = self._block(x, moved)
-            if block is not None:
-                moved.own.append((x, _view(x, block, None)))
-
     def out(self, moved: Moved) -> None:
         """Copy to the host. What two forwards have kept goes when both do."""
         if moved.is_out:
             return
         moved.is_out = True
-        for x, _ in moved.own:
-            x.data = torch.empty(0, dtype=x.dtype, device=x.device)
         for block in list(moved.blocks):
             block.users -= 1
             if block.users == 0 and block.storage is not None:
@@ -138,8 +128,6 @@ class HostStore:
         for block in list(moved.blocks):
             block.users += 1
             self._copy_back(block)
-        for x, view in moved.own:
-            x.data = self._tensor(view)
 
     def call(self, moved: Moved | None) -> None:
         """Bring back the first that is away, of this one and those whose backward comes after it."""

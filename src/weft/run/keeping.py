@@ -67,9 +67,6 @@ def offload(executor: Executor, action: Manage, step: int) -> Run:
     def run(running: Running) -> None:
         kept: Kept = running.held[saved]
         assert kept.moved is not None
-        # Others hold what was sent, so this rank's own roots of backward are views.
-        kept.sent = [x.view_as(x) if x.requires_grad else x for x in kept.sent]
-        executor.host.hold(kept.moved, [x for x in (*kept.sent, *kept.received) if x.requires_grad])
         executor.host.out(kept.moved)
         running.held[host] = kept
 

@@ -1,15 +1,14 @@
 """Recomputation: parts of a stage keep only what enters them, and run again in backward.
 
 In: a lowered stage. Out: the same stage with the chosen parts under checkpointing (Chen et al. 2016). `full` repeats every layer;
-`selective` (Korthikanti et al. 2022, section 5) repeats the core of attention where that keeps its scores: from the product that makes
-them, over softmax and dropout, to the product that reads them. Attention that is one fused kernel keeps no scores, and forms them again
-in backward by itself; with dropout there is no such kernel on processors, and it is repeated.
+`selective` repeats the core of attention where that keeps its scores (`model.cores`). Attention that is one fused kernel keeps no scores,
+and forms them again in backward by itself; with dropout there is no such kernel on processors, and it is repeated.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -20,12 +19,10 @@ from torch.utils.checkpoint import checkpoint
 
 from weft.lower.kernels.randomness import Draw
 from weft.lower.local import LocalStage, snapshot
+from weft.model.cores import Cores
 from weft.run.layers import Layered
 from weft.world.memory import Accounts
 
-_PRODUCTS = frozenset({"matmul", "bmm", "baddbmm", "einsum"})
-_SOFTMAX = frozenset({"softmax", "_softmax", "_safe_softmax"})
-_KEEPS_SCORES = "attention"  # `lower.kernels.randomness.attention`: with dropout
 _CORE = "attention_core_"
 
 
@@ -61,61 +58,16 @@ def recompute_attention(local: LocalStage, draw: Draw, memory: Accounts) -> Loca
 
 def attention_cores(graph: fx.Graph) -> list[list[fx.Node]]:
     """The operators of each attention that keeps its scores, in order; nothing outside lies on a path between two of one core."""
-    found: list[list[fx.Node]] = []
-    taken: set[fx.Node] = set()
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    for node in graph.nodes:
-        if node.op != "call_function":
-            continue
-        core: set[fx.Node] = set()
-        if _name(node) == _KEEPS_SCORES:
-            core = {node}
-        elif _name(node) in _SOFTMAX:
-            core = _between(node)
-        if core and core.isdisjoint(taken) and not any(n.target is snapshot for n in core):
-            taken |= core
-            found.append(sorted(core, key=order.__getitem__))
-    return found
-
-
-def _between(softmax: fx.Node) -> set[fx.Node]:
-    """All on the way from the products of two activations that make the scores to those that read the weights."""
-    makers = _reach(softmax, lambda n: n.all_input_nodes)
-    readers = _reach(softmax, lambda n: n.users)
-    if not makers or not readers:
-        return set()
-    part = softmax.meta["part"]
-    after = _closure(makers, lambda n: n.users, part)
-    before = _closure(readers, lambda n: n.all_input_nodes, part)
-    return after & before
-
-
-def _reach(start: fx.Node, step: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
-    """The nearest products of `start`'s layer in one direction; nothing where a product with a weight comes first."""
-    found: set[fx.Node] = set()
-    seen: set[fx.Node] = set()
-    todo = [start]
-    while todo:
-        for node in step(todo.pop()):
-            if node in seen or node.op != "call_function" or node.meta["part"] != start.meta["part"]:
-                continue
-            seen.add(node)
-            if _name(node) in _PRODUCTS:
-                found.add(node)
-            elif _name(node) not in ("linear", "addmm", "mm"):
-                todo.append(node)
-    return found
-
-
-def _closure(start: set[fx.Node], step: Callable[[fx.Node], Iterable[fx.Node]], part: object) -> set[fx.Node]:
-    seen = set(start)
-    todo = list(start)
-    while todo:
-        for node in step(todo.pop()):
-            if node not in seen and node.op == "call_function" and node.meta["part"] == part:
-                seen.add(node)
-                todo.append(node)
-    return seen
+    calls = [node for node in graph.nodes if node.op == "call_function"]
+    known = set(calls)
+    return Cores(
+        calls,
+        _name,
+        lambda node: [n for n in node.all_input_nodes if n in known],
+        lambda node: [n for n in node.users if n in known],
+        lambda node: node.meta["part"],
+        lambda node: node.target is snapshot,
+    ).find()
 
 
 def _name(node: fx.Node) -> str:

@@ -2,6 +2,9 @@
 
 In: a lowered stage, its parameters and buffers, and the local microbatches. Out: tensors for other stages, gradients in the
 parameters' hooks, the loss. Where backward is split, its input part leaves a note for every weight gradient that is still to come.
+
+Of what comes from other stages and goes to them only what operators keep is there until backward: `_Entering` and `_Leaving` stand in
+for the rest, and a gradient that came from another stage is gone as soon as the operator that it is for has read it.
 """
 
 from __future__ import annotations
@@ -20,14 +23,54 @@ from weft.run.host import Moved
 from weft.world.memory import Accounts
 
 
+class _Entering(torch.autograd.Function):
+    """What other stages sent, as it is; backward puts its gradients into a list."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[Tensor | None], anchor: Tensor, *received: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.gradients = gradients
+        return tuple(x.detach() for x in received)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
+        ctx.gradients[:] = gradients
+        return (None,) * (2 + len(gradients))
+
+
+class _Leaving(torch.autograd.Function):
+    """One root of backward for all that is sent; its gradients are those that lie in a list by then, which is emptied."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[Tensor | None], *sent: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+        found = (None, *ctx.gradients)
+        ctx.gradients.clear()
+        return found
+
+
 @dataclass(slots=True)
 class Kept:
-    """What one microbatch leaves between forward and backward: tensors in the order of the lowered stage's own lists."""
+    """What one microbatch leaves between forward and backward.
 
-    received: list[Tensor]
+    `sent`: until it is handed on. `root`: of what was sent and has a gradient, at `learning` in the order of the lowered stage's own list;
+    backward finds its gradients in `leaving`, and puts those of what was received into `entering`. `received`: of a forward that keeps
+    nothing, to run it again.
+    """
+
     sent: list[Tensor]
     results: list[Tensor]
     inputs: dict[str, Tensor]
+    received: list[Tensor] = field(default_factory=list)
+    root: Tensor | None = None
+    learning: list[int] = field(default_factory=list)
+    leaving: list[Tensor | None] = field(default_factory=list)
+    entering: list[Tensor | None] = field(default_factory=list)
+    rooms: list[tuple[torch.Size, torch.dtype]] = field(default_factory=list)  # of what was received
     notes: list[Note] = field(default_factory=list)  # weight gradients that backward's input part has left for later
     moved: Moved | None = None  # where it can lie on the host
 
@@ -65,51 +108,67 @@ class StageRunner:
     def forward(self, inputs: Mapping[str, Tensor], received: Sequence[Tensor], input_gradients: bool = False) -> Kept:
         """Run forward. `inputs`: local batch tensors by value name; `received`: in the order of `local.received`."""
         train = torch.is_grad_enabled()
-        held = [x.detach().requires_grad_() if train and learns else x for x, learns in zip(received, self._learns, strict=True)]
+        kept = Kept([], [], {}, rooms=[(x.shape, x.dtype) for x in received])
+        held = self._entered(kept, received) if train else list(received)
         args = self._args.copy()
         for i, value in self._given:
             args[i] = inputs[value]
-        given: dict[str, Tensor] = {}
         if input_gradients:
             for i, value in self._given:
                 x = inputs[value]
-                args[i] = given[value] = x.detach().requires_grad_(x.is_floating_point() and value not in self.closed)
-        kept = Kept(held, [], [], given)
+                args[i] = kept.inputs[value] = x.detach().requires_grad_(x.is_floating_point() and value not in self.closed)
         if self.late is not None:
             self.late.notes = kept.notes
+        if not train:
+            kept.received = held.copy()
+        args += held
+        del held, received
         self.memory.part("activations")
         if self._autocast is None:
-            out = self.module(*args, *held)
+            out = self.module(*args)
         else:
             with torch.autocast(self._device.type, dtype=self._autocast):
-                out = self.module(*args, *held)
+                out = self.module(*args)
         self.memory.part("buffers")
         num_sent = len(self._dtypes)
         kept.sent = [x if x.dtype is dtype else x.to(dtype) for x, dtype in zip(out, self._dtypes, strict=False)]
         kept.results = list(out[num_sent:])
+        kept.learning = [i for i, x in enumerate(kept.sent) if x.requires_grad]
+        if kept.learning:
+            kept.root = _Leaving.apply(kept.leaving, *(kept.sent[i] for i in kept.learning))  # type: ignore[no-untyped-call]
         return kept
 
-    def backward(self, kept: Kept, gradients: Sequence[Tensor | None], scale: float) -> list[Tensor | None]:
-        """Run backward from the gradients of what was sent (in the order of `local.sent`) and from the loss times `scale`.
+    def _entered(self, kept: Kept, received: Sequence[Tensor]) -> list[Tensor]:
+        given = [x.detach() for x in received]  # another stage of this rank may have made it
+        learn = [x for x, learns in zip(given, self._learns, strict=True) if learns]
+        if not learn:
+            return given
+        anchor = torch.empty(0, requires_grad=True)  # so that autograd comes to the function, whose tensors have no gradient themselves
+        made = iter(_Entering.apply(kept.entering, anchor, *learn))  # type: ignore[no-untyped-call]
+        return [next(made) if learns else x for x, learns in zip(given, self._learns, strict=True)]
+
+    def backward(self, kept: Kept, gradients: list[Tensor | None], scale: float) -> list[Tensor | None]:
+        """Run backward from the gradients of what was sent (in the order of `local.sent`; the list is emptied) and from the loss times
+        `scale`.
 
         Returns the gradients of what was received, in the order of `local.received`; None where none travels.
         """
-        roots: list[Tensor] = []
-        seeds: list[Tensor | None] = []
-        for x, gradient in zip(kept.sent, gradients, strict=True):
-            if gradient is not None and x.requires_grad:
-                roots.append(x)
-                seeds.append(gradient)
-        for x in kept.results:
-            if x.requires_grad:
-                roots.append(x)
-                seeds.append(torch.full_like(x, scale))
+        roots = [x for x in kept.results if x.requires_grad]
+        seeds = [torch.full_like(x, scale) for x in roots]
+        if kept.root is not None and any(gradients[i] is not None for i in kept.learning):
+            kept.leaving += [gradients[i] for i in kept.learning]
+            roots.append(kept.root)
+            seeds.append(torch.zeros_like(kept.root))
+        gradients.clear()
         if roots:
             torch.autograd.backward(roots, seeds)
-        return [
-            None if not learns else torch.zeros_like(x) if x.grad is None else x.grad
-            for x, learns in zip(kept.received, self._learns, strict=True)
-        ]
+        found, none = iter(kept.entering), any(self._learns) and not kept.entering
+        made: list[Tensor | None] = []
+        for (shape, dtype), learns in zip(kept.rooms, self._learns, strict=True):
+            gradient = next(found) if learns and not none else None
+            made.append(torch.zeros(shape, dtype=dtype, device=self._device) if learns and gradient is None else gradient)
+        kept.entering.clear()
+        return made
 
     def input_gradients(self, kept: Kept) -> dict[str, Tensor]:
         """After backward: the gradients of the batch's floating-point tensors, where forward was asked for them."""

@@ -105,6 +105,14 @@ def _lazy(x: Tensor) -> bool:
     return x.is_conj() or x.is_neg()
 
 
+def _packed(pieces: Sequence[Tensor]) -> Tensor:
+    """The elements of all pieces one after another, without a copy of each in between."""
+    made = pieces[0].new_empty(sum(x.numel() for x in pieces))
+    for room, x in zip(torch.split(made, [x.numel() for x in pieces]), pieces, strict=True):
+        room.view(x.shape).copy_(x)
+    return made
+
+
 def _in_order(x: Tensor) -> bool:
     """Whether the memory of `x` is its elements, one after the other."""
     return x.is_contiguous() and not _lazy(x)
@@ -420,7 +428,7 @@ class Group:
         if dim == 0:
             sent = self._host(x).view(-1)
         else:
-            sent = self._host(torch.cat([x.detach().narrow(dim, *cut).reshape(-1) for cut in cuts]))
+            sent = self._host(_packed([x.detach().narrow(dim, *cut) for cut in cuts]))
         row = x.numel() // max(1, x.shape[dim])
         shape = [*x.shape[:dim], cuts[self.index][1], *x.shape[dim + 1 :]]
         mine = cuts[self.index][1] * row
@@ -478,7 +486,7 @@ class Group:
             raise UsageError(f"exchange of {len(sent)} tensors for {len(shapes)} shapes; a group of {self.size} needs one for each member")
         if self.size == 1:
             return [sent[0].clone(memory_format=torch.contiguous_format)]
-        flat = torch.cat([x.detach().reshape(-1) for x in sent])
+        flat = _packed([x.detach() for x in sent])
         at = self._begin(recorder.ALL_TO_ALL, flat)
         given = self._host(flat)
         sizes = [torch.Size(shape).numel() for shape in shapes]

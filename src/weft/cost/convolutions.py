@@ -1,0 +1,79 @@
+"""What convolutions take on processors besides the gradients of their operands.
+
+In: an operator and its tensors. Out: bytes, found by watching.
+
+oneDNN has images in layouts of its own, of blocks of channels, unless their channels are innermost already. torch decides who computes:
+oneDNN, but for a product (a window of one place, without strides) of few samples in one thread, which torch makes itself in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from math import prod
+
+from weft.model.graph import Operator, Tensor
+
+SAMPLES = 16  # from which on oneDNN makes products, too (`use_mkldnn` in aten/src/ATen/native/Convolution.cpp)
+_BLOCK = 16  # channels: of each group where oneDNN has no kernel for depthwise windows
+
+
+def _window(op: Operator, tensors: Mapping[str, Tensor]) -> tuple[int, ...]:
+    return tensors[op.inputs[1]].shape[2:]
+
+
+def _is_strided(op: Operator, tensors: Mapping[str, Tensor]) -> bool:
+    x, out = tensors[op.inputs[0]], tensors[op.outputs[0]]
+    return any(n >= 2 * m for n, m in zip(x.shape[2:], out.shape[2:], strict=True))
+
+
+def _is_depthwise(op: Operator, tensors: Mapping[str, Tensor]) -> bool:
+    x, weight = tensors[op.inputs[0]].shape, tensors[op.inputs[1]].shape
+    return len(x) > 1 and x[1] > 1 and weight[:2] == (x[1], 1)
+
+
+def is_product(op: Operator, tensors: Mapping[str, Tensor]) -> bool:
+    """Whether a convolution is one product: of each place by itself."""
+    return max(_window(op, tensors), default=1) == 1 and not _is_strided(op, tensors)
+
+
+def relaid_bytes(op: Operator, tensors: Mapping[str, Tensor], grads: Set[str], channels_last: bool) -> float:
+    """The output's gradient and the input's (with strides, its values too) in oneDNN's layout."""
+    x, out = tensors[op.inputs[0]], tensors[op.outputs[0]]
+    if channels_last:
+        return 0.0
+    if is_product(op, tensors):
+        return float(x.size_bytes + out.size_bytes) if x.dtype == "bfloat16" else 0.0
+    if op.inputs[0] not in grads:
+        # Few channels are not laid anew.
+        return float(out.size_bytes + (x.size_bytes if x.shape[1] >= _BLOCK else 0))
+    depthwise = _is_depthwise(op, tensors) and x.dtype == "float32"
+    if depthwise and max(_window(op, tensors)) > 3:
+        return float(out.size_bytes)
+    if not _is_strided(op, tensors) or depthwise:
+        return float(x.size_bytes + out.size_bytes)
+    return float(x.size_bytes + max(x.size_bytes, out.size_bytes))
+
+
+def product_bytes(op: Operator, tensors: Mapping[str, Tensor]) -> float:
+    """What a convolution that is one product takes in float32 where oneDNN makes it: from `SAMPLES` on, or in several threads."""
+    x, out = tensors[op.inputs[0]], tensors[op.outputs[0]]
+    return float(x.size_bytes + out.size_bytes) if is_product(op, tensors) and x.dtype == "float32" else 0.0
+
+
+def workspace_bytes(op: Operator, tensors: Mapping[str, Tensor]) -> float:
+    """Of a depthwise convolution with channels innermost whose window is larger than 3: every group is filled up to a block of channels
+    each way, its weights' gradient in float32; in bfloat16 the weights besides, and one sample's places of two blocks."""
+    x, window = tensors[op.inputs[0]], _window(op, tensors)
+    if not _is_depthwise(op, tensors) or max(window, default=1) <= 3:
+        return 0.0
+    padded = 4.0 * x.shape[1] * prod(window) * _BLOCK**2
+    return padded if x.dtype != "bfloat16" else 1.5 * padded + 4.0 * _BLOCK * prod(x.shape[1:])
+
+
+def columns_bytes(op: Operator, tensors: Mapping[str, Tensor]) -> float:
+    """Bytes, as float32, of one group's columns, by which a convolution in float64 is a product; oneDNN has none in float64."""
+    out, weight = tensors[op.outputs[0]], tensors[op.inputs[1]]
+    window = prod(weight.shape[2:])
+    if window == 1 or "transpose" in op.target:
+        return 0.0
+    return out.size_bytes / out.shape[1] * weight.shape[1] * window

@@ -1,0 +1,113 @@
+"""The cores of attention that keeps its scores, which selective recomputation repeats (Korthikanti et al. 2022, section 5).
+
+In: operators of any kind (a graph's, or the nodes of a lowered stage) and how to go from one to the next. Out: for every core its
+operators: from the product that makes the scores, over softmax and dropout, to the product that reads them. Attention that is one fused
+kernel keeps no scores; with dropout there is no such kernel on processors, and it is a core by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Generic, TypeVar
+
+from weft.model.graph import Graph, Operator
+from weft.model.work import packet
+
+KEEPS_SCORES = "attention"  # `lower.kernels.randomness.attention`: with dropout
+_PRODUCTS = frozenset({"matmul", "bmm", "baddbmm", "einsum"})
+_WITH_WEIGHTS = frozenset({"linear", "addmm", "mm"})
+_SOFTMAX = frozenset({"softmax", "_softmax", "_safe_softmax"})
+
+T = TypeVar("T", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class Cores(Generic[T]):
+    """`operators` in order. `makers` and `readers`: those right before and after one. `part`: of which layer's run one is; a core
+    lies within one. `outside`: those that no core may have."""
+
+    operators: Sequence[T]
+    name: Callable[[T], str]
+    makers: Callable[[T], Iterable[T]]
+    readers: Callable[[T], Iterable[T]]
+    part: Callable[[T], object]
+    outside: Callable[[T], bool]
+
+    def find(self) -> list[list[T]]:
+        """The operators of each core, in order; nothing outside lies on a path between two of one core."""
+        found: list[list[T]] = []
+        taken: set[T] = set()
+        for one in self.operators:
+            name, core = self.name(one), set[T]()
+            if name == KEEPS_SCORES:
+                core = {one}
+            elif name in _SOFTMAX:
+                core = self._around(one)
+            if core and core.isdisjoint(taken) and not any(map(self.outside, core)):
+                taken |= core
+                found.append(sorted(core, key=self._order.__getitem__))
+        return found
+
+    @cached_property
+    def _order(self) -> dict[T, int]:
+        return {one: i for i, one in enumerate(self.operators)}
+
+    def _around(self, softmax: T) -> set[T]:
+        """All on the way from the products of two activations that make the scores to those that read the weights."""
+        makers, readers = self._nearest(softmax, self.makers), self._nearest(softmax, self.readers)
+        if not makers or not readers:
+            return set()
+        part = self.part(softmax)
+        return self._closure(makers, self.readers, part) & self._closure(readers, self.makers, part)
+
+    def _nearest(self, start: T, step: Callable[[T], Iterable[T]]) -> set[T]:
+        """The nearest products of `start`'s layer in one direction; nothing where a product with a weight comes first."""
+        found: set[T] = set()
+        seen: set[T] = set()
+        todo = [start]
+        while todo:
+            for one in step(todo.pop()):
+                if one in seen or self.part(one) != self.part(start):
+                    continue
+                seen.add(one)
+                if self.name(one) in _PRODUCTS:
+                    found.add(one)
+                elif self.name(one) not in _WITH_WEIGHTS:
+                    todo.append(one)
+        return found
+
+    def _closure(self, start: set[T], step: Callable[[T], Iterable[T]], part: object) -> set[T]:
+        seen, todo = set(start), list(start)
+        while todo:
+            for one in step(todo.pop()):
+                if one not in seen and self.part(one) == part:
+                    seen.add(one)
+                    todo.append(one)
+        return seen
+
+
+def cores(graph: Graph, blocks: Sequence[str]) -> tuple[int, ...]:
+    """By operator of a graph: the number of the core that it is of, -1 for none. `blocks`: the block that each stands in."""
+    runs, made = [0] * len(blocks), {value: i for i, op in enumerate(graph.operators) for value in op.outputs}
+    for i in range(1, len(blocks)):
+        runs[i] = runs[i - 1] + (blocks[i] != blocks[i - 1])
+    makers = [tuple(dict.fromkeys(made[v] for v in op.inputs if v in made)) for op in graph.operators]
+    readers: list[list[int]] = [[] for _ in makers]
+    for i, those in enumerate(makers):
+        for maker in those:
+            readers[maker].append(i)
+    operators = range(len(makers))
+    names = [KEEPS_SCORES if _drops_scores(op) else packet(op) for op in graph.operators]
+    there = Cores(operators, names.__getitem__, makers.__getitem__, readers.__getitem__, runs.__getitem__, lambda _: False)
+    found = [-1] * len(operators)
+    for number, core in enumerate(there.find()):
+        for i in core:
+            found[i] = number
+    return tuple(found)
+
+
+def _drops_scores(op: Operator) -> bool:
+    drops = op.args[4] if len(op.args) > 4 else dict(op.kwargs).get("dropout_p", 0.0)
+    return packet(op) == "scaled_dot_product_attention" and isinstance(drops, int | float) and drops > 0

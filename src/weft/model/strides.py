@@ -1,0 +1,251 @@
+"""How values lie in memory: what operators that read them in another order copy first, and keep.
+
+In: a graph. Out: the strides of every value that does not lie in the order of its dimensions, as torch's operators make them, and in which
+order gradients come. Not modelled: what lies in order only because a size is one, and gradients that are summed from several readers
+(those of the last reader).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+from weft.model.graph import Arg, Graph, Operator, Tensor
+from weft.model.work import kind_of, packet
+
+Strides = tuple[int, ...]
+
+_RESHAPES = frozenset("view reshape _unsafe_view view_as reshape_as flatten unflatten ravel squeeze unsqueeze".split())
+_SLICES = frozenset("slice narrow chunk split split_with_sizes tensor_split alias identity detach expand expand_as broadcast_to".split())
+_TURNS = frozenset("transpose swapaxes swapdims permute t numpy_T mT movedim".split())
+_SPATIAL = frozenset(
+    "batch_norm max_pool2d avg_pool2d adaptive_avg_pool2d max_pool2d_with_indices upsample_nearest2d upsample_bilinear2d dropout clone to "
+    "_to_copy pad constant_pad_nd".split()
+)  # they make what they read, in its order
+_PRODUCTS = frozenset("matmul bmm baddbmm linear mm addmm einsum".split())
+
+
+def natural(shape: Sequence[int]) -> Strides:
+    """Of a tensor that lies in the order of its dimensions.
+
+    >>> natural((2, 3, 4))
+    (12, 4, 1)
+    """
+    return in_order(shape, range(len(shape)))
+
+
+def in_order(shape: Sequence[int], order: Sequence[int]) -> Strides:
+    """Of a dense tensor whose dimensions lie in this order, the outermost first.
+
+    >>> in_order((2, 3, 4), (0, 2, 1))
+    (12, 1, 3)
+    """
+    strides, size = [1] * len(shape), 1
+    for dim in reversed(order):
+        strides[dim] = size
+        size *= shape[dim]
+    return tuple(strides)
+
+
+def order_of(shape: Sequence[int], strides: Strides) -> tuple[int, ...]:
+    """The dimensions larger than one, the outermost first.
+
+    >>> order_of((2, 3, 1, 4), (12, 1, 1, 3))
+    (0, 3, 1)
+    """
+    return tuple(sorted((d for d, n in enumerate(shape) if n > 1), key=lambda d: (-strides[d], d)))
+
+
+def viewed(shape: Sequence[int], strides: Strides, into: Sequence[int]) -> Strides | None:
+    """The strides in which memory is seen in another shape of as many elements; None where that takes a copy.
+
+    >>> viewed((2, 3, 4), (12, 4, 1), (6, 4)), viewed((2, 3, 4), (4, 8, 1), (6, 4)), viewed((6, 4), (1, 6), (2, 3, 4))
+    ((4, 1), None, (3, 1, 6))
+    """
+    found: list[int] = []
+    at = len(into) - 1
+    dims = [d for d in range(len(shape)) if shape[d] != 1]
+    while dims:
+        size, base = shape[dims[-1]], strides[dims[-1]]
+        last = dims.pop()
+        while dims and strides[dims[-1]] == strides[last] * shape[last]:
+            last = dims.pop()
+            size *= shape[last]
+        while at >= 0 and (size > 1 or into[at] == 1):
+            found.append(base)
+            if size % into[at]:
+                return None
+            size, base, at = size // into[at], base * into[at], at - 1
+        if size > 1:
+            return None
+    found += [1] * (at + 1)
+    return tuple(reversed(found))
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """Of one graph."""
+
+    graph: Graph
+
+    @cached_property
+    def strides(self) -> Mapping[str, Strides]:
+        """Of the values that do not lie in the order of their dimensions."""
+        found: dict[str, Strides] = {}
+        for op in self.graph.operators:
+            for value in op.outputs:
+                made = _made(op, value, self.graph.tensors, found) if op.inputs else None
+                if made is not None and made != natural(self.graph.tensors[value].shape):
+                    found[value] = made
+        return found
+
+    @cached_property
+    def copied(self) -> frozenset[str]:
+        """What is made in memory of its own by operators that otherwise give a view."""
+        found = set()
+        for op in self.graph.operators:
+            name = packet(op)
+            if op.inputs and op.inputs[0] in self.strides and (name == "contiguous" or name in _RESHAPES):
+                source = self.graph.tensors[op.inputs[0]].shape
+                for value in op.outputs:
+                    if name == "contiguous" or viewed(source, self.strides[op.inputs[0]], self.graph.tensors[value].shape) is None:
+                        found.add(value)
+        return frozenset(found)
+
+    def of(self, value: str) -> Strides:
+        return self.strides.get(value) or natural(self.graph.tensors[value].shape)
+
+    def copies(self, op: Operator) -> frozenset[str]:
+        """What a product copies into rows before it reads it, and keeps as such."""
+        name, tensors = packet(op), self.graph.tensors
+        if name not in ("linear", "matmul") or not any(v in self.strides for v in op.inputs[:2]):
+            return frozenset()
+        found = []
+        for value, other in zip(op.inputs[: 1 if name == "linear" else 2], (op.inputs[1], op.inputs[0]), strict=False):
+            shape = list(tensors[value].shape)
+            if len(shape) > 2:
+                keep = 1 if name == "linear" or len(tensors[other].shape) < 3 else 2  # dimensions that stay by themselves
+                if viewed(shape, self.of(value), [prod(shape[:-keep]), *shape[-keep:]]) is None:
+                    found.append(value)
+        return frozenset(found)
+
+    def has_channels_last(self, value: str) -> bool:
+        """Whether what may be images lies with its channels innermost."""
+        shape = self.graph.tensors[value].shape
+        if value not in self.strides or len(shape) not in (4, 5):
+            return False
+        return order_of(shape, self.strides[value]) == order_of(shape, in_order(shape, (0, *range(2, len(shape)), 1)))
+
+    @cached_property
+    def gradients(self) -> Mapping[str, Strides]:
+        """Of the gradients that do not lie in the order of their dimensions, by value."""
+        found: dict[str, Strides] = {}
+        seen: set[str] = set()
+        for op in reversed(self.graph.operators):
+            for at, value in enumerate(op.inputs):
+                if value not in seen:  # by the last reader
+                    seen.add(value)
+                    made = self._gradient(op, at, found)
+                    shape = self.graph.tensors[value].shape
+                    if made is not None and order_of(shape, made) != order_of(shape, natural(shape)):
+                        found[value] = made
+        return found
+
+    def _gradient(self, op: Operator, at: int, found: Mapping[str, Strides]) -> Strides | None:
+        name, value, out, tensors = packet(op), op.inputs[at], op.outputs[0], self.graph.tensors
+        shape = tensors[value].shape
+        if name == "einsum":
+            orders = _einsum(op, tensors)
+            return in_order(shape, orders[at]) if orders else None
+        if name in _TURNS and out in found:
+            back = _turn(op, len(shape))
+            return tuple(found[out][back.index(d)] for d in range(len(shape)))
+        if name in _TURNS:
+            back, plain = _turn(op, len(shape)), natural(tensors[out].shape)
+            return tuple(plain[back.index(d)] for d in range(len(shape)))
+        if kind_of(op) == "convolution":
+            return self.of(value) if self.has_channels_last(value) else None
+        if out in found and tensors[out].shape == shape and name not in _PRODUCTS and kind_of(op) in ("elementwise", "activation"):
+            return found[out]
+        return None
+
+    def turned(self, op: Operator) -> bool:
+        """Whether the gradient of what an operator makes comes in another order than what it has kept lies in."""
+        out, x = op.outputs[0], op.inputs[0]
+        shape = self.graph.tensors[out].shape
+        if out not in self.gradients and x not in self.strides:
+            return False
+        return order_of(shape, self.gradients.get(out) or natural(shape)) != order_of(self.graph.tensors[x].shape, self.of(x))
+
+
+def _made(op: Operator, value: str, tensors: Mapping[str, Tensor], known: Mapping[str, Strides]) -> Strides | None:
+    """The strides of what an operator makes; None for the order of its dimensions."""
+    name, kind, x, shape = packet(op), kind_of(op), op.inputs[0], tensors[value].shape
+    if name == "einsum":
+        orders = _einsum(op, tensors)
+        return in_order(shape, orders[-1]) if orders else None
+    source = tensors[x].shape
+    strides = known.get(x) or natural(source)
+    if name in _TURNS:
+        turn = _turn(op, len(source))
+        return tuple(strides[d] for d in turn)
+    if x not in known:
+        others = [v for v in op.inputs[1:] if v in known and tensors[v].shape == shape]
+        if not others or source == shape or kind not in ("elementwise", "activation"):
+            return None
+        x, source, strides = others[0], shape, known[others[0]]
+    if name in _RESHAPES:
+        return viewed(source, strides, shape)
+    if name in _SLICES and len(shape) == len(source):
+        return strides
+    follows = kind in ("elementwise", "activation", "batch_norm", "attention") and name not in ("contiguous", *_PRODUCTS)
+    if (follows and source == shape) or (name in _SPATIAL and len(shape) == len(source)):
+        rest = [d for d in range(len(shape)) if d not in (order := order_of(source, strides))]
+        return in_order(shape, (*rest, *order))
+    if kind == "convolution" and len(shape) in (4, 5):
+        last = (0, *range(2, len(shape)), 1)
+        return in_order(shape, last) if order_of(source, strides) == order_of(source, in_order(source, last)) else None
+    return None
+
+
+def _turn(op: Operator, dims: int) -> tuple[int, ...]:
+    """Which dimension of what is read each dimension of what a permutation makes is."""
+    name, turn = packet(op), list(range(dims))
+    if name in ("t", "numpy_T"):
+        return tuple(reversed(turn))
+    if name == "mT":
+        return (*turn[:-2], dims - 1, dims - 2)
+    if name == "permute":
+        return _dims(op.args[1], dims)
+    a, b = _dims(op.args[1], dims), _dims(op.args[2], dims)
+    if name == "movedim":
+        rest = iter(d for d in turn if d not in a)
+        place = dict(zip(b, a, strict=True))
+        return tuple(place[d] if d in place else next(rest) for d in turn)
+    turn[a[0]], turn[b[0]] = turn[b[0]], turn[a[0]]
+    return tuple(turn)
+
+
+def _dims(given: Arg, dims: int) -> tuple[int, ...]:
+    return tuple(d % dims for d in (given if isinstance(given, tuple) else (given,)) if isinstance(d, int))
+
+
+def _einsum(op: Operator, tensors: Mapping[str, Tensor]) -> tuple[tuple[int, ...], ...]:
+    """Of two operands' product: in which order the gradient of each comes, and in which its result lies, the outermost dimension first."""
+    left, arrow, result = str(op.args[0]).replace(" ", "").partition("->")
+    terms = left.split(",")
+    if not arrow or len(terms) != 2 or "." in left or any(len(set(t)) != len(t) for t in terms) or len(op.inputs) != 2:
+        return ()
+    a, b = terms
+    if any(x not in result and x not in b for x in a) or any(x not in result and x not in a for x in b):
+        return ()
+    both = [x for x in result if x in a and x in b]
+    ours, theirs = [x for x in result if x in a and x not in b], [x for x in result if x in b and x not in a]
+    summed = [x for x in a if x in b and x not in result]
+    return (
+        tuple(a.index(x) for x in (*both, *ours, *summed)),
+        tuple(b.index(x) for x in (*both, *summed, *theirs)),
+        tuple(result.index(x) for x in (*both, *ours, *theirs)),
+    )
