@@ -4,7 +4,8 @@ In: a lowered stage, its parameters and buffers, and the local microbatches. Out
 parameters' hooks, the loss. Where backward is split, its input part leaves a note for every weight gradient that is still to come.
 
 Of what comes from other stages and goes to them only what operators keep is there until backward: `_Entering` and `_Leaving` stand in
-for the rest, and a gradient that came from another stage is gone as soon as the operator that it is for has read it.
+for the rest, and a gradient that came from another stage is gone as soon as the operator that it is for has read it. They take some 20
+microseconds each way, so what is small is held by name instead.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from weft.lower.late import Late, Note
 from weft.lower.local import LocalStage
 from weft.run.host import Moved
 from weft.world.memory import Accounts
+
+SMALL_BYTES = 64 << 10  # that a stage receives, or sends, of a microbatch; its compute then takes less than a millisecond
 
 
 class _Entering(torch.autograd.Function):
@@ -53,13 +56,17 @@ class _Leaving(torch.autograd.Function):
         return found
 
 
+def _are_small(tensors: Sequence[Tensor]) -> bool:
+    return sum(x.nbytes for x in tensors) < SMALL_BYTES
+
+
 @dataclass(slots=True)
 class Kept:
     """What one microbatch leaves between forward and backward.
 
     `sent`: until it is handed on. `root`: of what was sent and has a gradient, at `learning` in the order of the lowered stage's own list;
     backward finds its gradients in `leaving`, and puts those of what was received into `entering`. `received`: of a forward that keeps
-    nothing, to run it again.
+    nothing, to run it again. What is small is held as `roots` and `leaves` of backward in place of that.
     """
 
     sent: list[Tensor]
@@ -67,6 +74,8 @@ class Kept:
     inputs: dict[str, Tensor]
     received: list[Tensor] = field(default_factory=list)
     root: Tensor | None = None
+    roots: list[Tensor] = field(default_factory=list)
+    leaves: list[Tensor] = field(default_factory=list)
     learning: list[int] = field(default_factory=list)
     leaving: list[Tensor | None] = field(default_factory=list)
     entering: list[Tensor | None] = field(default_factory=list)
@@ -135,13 +144,18 @@ class StageRunner:
         kept.results = list(out[num_sent:])
         kept.learning = [i for i, x in enumerate(kept.sent) if x.requires_grad]
         if kept.learning:
-            kept.root = _Leaving.apply(kept.leaving, *(kept.sent[i] for i in kept.learning))  # type: ignore[no-untyped-call]
+            leave = [kept.sent[i] for i in kept.learning]
+            if _are_small(leave):
+                kept.roots = leave
+            else:
+                kept.root = _Leaving.apply(kept.leaving, *leave)  # type: ignore[no-untyped-call]
         return kept
 
     def _entered(self, kept: Kept, received: Sequence[Tensor]) -> list[Tensor]:
         given = [x.detach() for x in received]  # another stage of this rank may have made it
         learn = [x for x, learns in zip(given, self._learns, strict=True) if learns]
-        if not learn:
+        if _are_small(learn):
+            kept.leaves = [x.requires_grad_() for x in learn]
             return given
         anchor = torch.empty(0, requires_grad=True)  # so that autograd comes to the function, whose tensors have no gradient themselves
         made = iter(_Entering.apply(kept.entering, anchor, *learn))  # type: ignore[no-untyped-call]
@@ -154,7 +168,11 @@ class StageRunner:
         Returns the gradients of what was received, in the order of `local.received`; None where none travels.
         """
         roots = [x for x in kept.results if x.requires_grad]
-        seeds = [torch.full_like(x, scale) for x in roots]
+        seeds: list[Tensor | None] = [torch.full_like(x, scale) for x in roots]
+        for x, i in zip(kept.roots, kept.learning, strict=False):
+            if gradients[i] is not None:
+                roots.append(x)
+                seeds.append(gradients[i])
         if kept.root is not None and any(gradients[i] is not None for i in kept.learning):
             kept.leaving += [gradients[i] for i in kept.learning]
             roots.append(kept.root)
@@ -162,6 +180,7 @@ class StageRunner:
         gradients.clear()
         if roots:
             torch.autograd.backward(roots, seeds)
+        kept.entering += [x.grad for x in kept.leaves]
         found, none = iter(kept.entering), any(self._learns) and not kept.entering
         made: list[Tensor | None] = []
         for (shape, dtype), learns in zip(kept.rooms, self._learns, strict=True):
