@@ -181,9 +181,7 @@ class Inventory:
                     # computes in float32.
                     alone = float(tensors[op.inputs[0]].size_bytes)
                     spread = 4 * alone if tensors[op.inputs[0]].dtype == "bfloat16" else 0.0
-            found[op.name] = Kept(
-                tuple(sorted(one for one in mine if one)), size + relaid, size + columns, alone, spread, weights, product
-            )
+            found[op.name] = Kept(tuple(sorted(one for one in mine if one)), size + relaid, size + columns, alone, spread, weights, product)
         return found
 
     def _storage(self, op: Operator, value: str, read: Mapping[str, Tensor], as_rows: bool) -> tuple[str, str, float] | None:

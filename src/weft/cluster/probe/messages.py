@@ -31,8 +31,8 @@ def measure_messages(world: Any, quick: bool = True) -> list[tuple[str, int, Poi
 
     `send`: half of the ranks send to the others; `exchange`: each sends to the next and receives from the one before; `add`: each adds what
     it has; `all_reduce`: the transport's own. `call` and `step`, of one size: what running a program costs, and each of its messages,
-    beyond those. `program.NAME`: whole all-reduces by programs, at every second size. Times are of the slowest rank. Large tensors come
-    first: rings, windows and pages are then as in a long run.
+    beyond those. `program.NAME`: whole all-reduces by programs, of every second size that takes microseconds. Times are of the slowest
+    rank. Large tensors come first: rings, windows and pages are then as in a long run.
     """
     from weft.world.running import Programs
     from weft.world.world import World
@@ -55,11 +55,13 @@ def measure_messages(world: Any, quick: bool = True) -> list[tuple[str, int, Poi
                     part = (0.5 if name == "send" else 1.0) / count
                     tables.setdefault(name + end, []).insert(0, (size, part * _typical(world, call, few, x, y)))
         least, programs = sizes[0], Programs(group.runner)
-        for size in reversed(sizes[::2]):
-            few = replace(patience, least=patience.least // 2, most=patience.most // 2) if size >= LARGE else patience
+        for program in whole.values():  # the programs' own connections: pages of all of them are there from then on
+            programs.all_reduce(program, room[0][: sizes[-1] // 4])
+        long = replace(patience, least=2 * patience.least, most=2 * patience.most)
+        for size in (size for size in reversed(sizes[::2]) if size < LARGE):
             for name, program in whole.items():
                 summed = partial(programs.all_reduce, program)
-                tables.setdefault(f"program.{name}{end}", []).insert(0, (size, _typical(world, summed, few, room[0][: size // 4])))
+                tables.setdefault(f"program.{name}{end}", []).insert(0, (size, _typical(world, summed, long, room[0][: size // 4])))
         small, few_times, many_times, seconds = torch.zeros(least // 4), 1, 5, []
         for times in (few_times, many_times):
             program = _passing(n, times)
