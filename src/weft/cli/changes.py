@@ -22,7 +22,6 @@ from weft.plan.residency import kind_of
 DEVICES = ("gpus", "devices")
 SEQUENCE = ("seq", "sequence")
 OTHERS = (*DEVICES, *SEQUENCE, "batch", "cluster")
-LAYOUT_KEYS = KEYS
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +56,7 @@ def parse_changes(words: Sequence[str]) -> tuple[Change, ...]:
     Raises:
         UsageError: no word, a word without a value, an unknown key (names the nearest) or a value that the key cannot have.
     """
-    known = (*OTHERS, *LAYOUT_KEYS)
+    known = (*OTHERS, *KEYS)
     found: list[Change] = []
     for word in (w for text in words for w in text.replace(",", " ").split()):
         key, equals, value = word.partition("=")
@@ -114,7 +113,7 @@ def apply(plan: Plan, setting: Setting, changes: Sequence[Change]) -> tuple[Sett
     for key, change in given.items():
         if change.grid is not None:
             wanted["tensor"], wanted["grid"] = change.grid
-        elif key in LAYOUT_KEYS:
+        elif key in KEYS:
             wanted[key] = change.value if key in CHOICES else int(change.value)
     layout, moved = moved_along(plan.layout, wanted, ranks, plan.batch_size, other.batch_size)
     return other, layout, moved
@@ -161,7 +160,7 @@ def moved_along(old: Layout, wanted: Mapping[str, int | str], ranks: int, old_ba
     layout = replace(old, **{**choices, **n, "schedule": schedule, "actions": actions})  # type: ignore[arg-type]
     moved = [
         f"{key} {getattr(old, key)} to {getattr(layout, key)}"
-        for key in LAYOUT_KEYS
+        for key in KEYS
         if key not in wanted and getattr(old, key) != getattr(layout, key)
     ]
     return layout, ", ".join(moved)

@@ -116,12 +116,10 @@ def _reasons(plan: Plan) -> list[dict[str, str]]:
 
 def _moved(plan: Plan, layout: object, name: str) -> str:
     """What changes with a choice."""
-    from weft.cli.changes import LAYOUT_KEYS
+    from weft.plan.layout import KEYS
 
     key = name.partition("=")[0]
     moved = [
-        f"{k} {getattr(plan.layout, k)} to {getattr(layout, k)}"
-        for k in LAYOUT_KEYS
-        if k != key and getattr(plan.layout, k) != getattr(layout, k)
+        f"{k} {getattr(plan.layout, k)} to {getattr(layout, k)}" for k in KEYS if k != key and getattr(plan.layout, k) != getattr(layout, k)
     ]
     return ", ".join(moved)

@@ -11,11 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.cost.compute import Seconds
-from weft.cost.convolutions import SAMPLES
 from weft.cost.gradients import Sums
 from weft.cost.memory import Moments, StageState
 from weft.cost.runs import Runs, behind
 from weft.cost.sections import Section, repeated
+from weft.model.pointwise import ONEDNN_SAMPLES
 from weft.model.stages import Stage
 from weft.plan.layout import Layout
 from weft.plan.residency import Residency
@@ -197,7 +197,7 @@ def _moments(pricer: Pricer, layout: Layout, section: Section) -> tuple[Array, R
     working = parts.working64_bytes if layout.precision == "float64" else parts.working_bytes
     follows = np.where(parts.shared[ops], scale / layout.data, np.where(parts.batched[ops], scale, 1.0))
     threads = pricer.cluster.threads_of(layout.num_ranks, layout.threads) if pricer.cluster.is_cpu else 1
-    by_library = (follows * parts.product_samples[ops] >= SAMPLES) | (threads > 1)
+    by_library = (follows * parts.product_samples[ops] >= ONEDNN_SAMPLES) | (threads > 1)
     tensors = follows * (working[ops] + parts.product_bytes[ops] * (by_library & (layout.precision != "float64")))
     works = tensors + parts.weight_bytes[ops] + parts.waiting.of_some(ops).at(scale, layout.data)
     scattered = runs.scattering(widths.gradient, layout.data, len(works))

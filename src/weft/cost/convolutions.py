@@ -13,7 +13,6 @@ from math import prod
 
 from weft.model.graph import Operator, Tensor
 
-SAMPLES = 16  # from which on oneDNN makes products, too (`use_mkldnn` in aten/src/ATen/native/Convolution.cpp)
 _BLOCK = 16  # channels: of each group where oneDNN has no kernel for depthwise windows
 
 
@@ -31,7 +30,7 @@ def _is_depthwise(op: Operator, tensors: Mapping[str, Tensor]) -> bool:
     return len(x) > 1 and x[1] > 1 and weight[:2] == (x[1], 1)
 
 
-def is_product(op: Operator, tensors: Mapping[str, Tensor]) -> bool:
+def _of_single_places(op: Operator, tensors: Mapping[str, Tensor]) -> bool:
     """Whether a convolution is one product: of each place by itself."""
     return max(_window(op, tensors), default=1) == 1 and not _is_strided(op, tensors)
 
@@ -41,7 +40,7 @@ def relaid_bytes(op: Operator, tensors: Mapping[str, Tensor], grads: Set[str], c
     x, out = tensors[op.inputs[0]], tensors[op.outputs[0]]
     if channels_last:
         return 0.0
-    if is_product(op, tensors):
+    if _of_single_places(op, tensors):
         return float(x.size_bytes + out.size_bytes) if x.dtype == "bfloat16" else 0.0
     if op.inputs[0] not in grads:
         # Few channels are not laid anew.
@@ -55,9 +54,9 @@ def relaid_bytes(op: Operator, tensors: Mapping[str, Tensor], grads: Set[str], c
 
 
 def product_bytes(op: Operator, tensors: Mapping[str, Tensor]) -> float:
-    """What a convolution that is one product takes in float32 where oneDNN makes it: from `SAMPLES` on, or in several threads."""
+    """What a convolution that is one product takes in float32 where oneDNN makes it: from `ONEDNN_SAMPLES` on, or in several threads."""
     x, out = tensors[op.inputs[0]], tensors[op.outputs[0]]
-    return float(x.size_bytes + out.size_bytes) if is_product(op, tensors) and x.dtype == "float32" else 0.0
+    return float(x.size_bytes + out.size_bytes) if _of_single_places(op, tensors) and x.dtype == "float32" else 0.0
 
 
 def workspace_bytes(op: Operator, tensors: Mapping[str, Tensor]) -> float:

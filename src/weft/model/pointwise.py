@@ -15,7 +15,8 @@ from weft.model.sharding import Sharding
 # Measured, forward and backward of 64 to 1,024 channels on one and two threads: over up to 16 places one product took 0.1 to 1.0 of
 # torch's time where weights are large (2 to 15 samples on one thread) and 0.3 to 1.0 where samples are many; over 36 places 0.7 to 1.3.
 PLACES = 16
-ROWS, SAMPLES, WEIGHTS = 8, 16, 1 << 16
+ROWS, WEIGHTS = 8, 1 << 16
+ONEDNN_SAMPLES = 16  # from which on oneDNN takes them in one thread, too (`use_mkldnn` in aten/src/ATen/native/Convolution.cpp)
 
 
 def is_product(op: Operator, tensors: Mapping[str, Tensor], sharding: Sharding | None) -> bool:
@@ -47,7 +48,7 @@ def pays(samples: int, places: int, weights: int) -> bool:
     >>> pays(8, 4, 512 * 1024), pays(8, 1024, 64 * 64), pays(1, 16, 512 * 1024)
     (True, False, False)
     """
-    return samples > 1 and places <= PLACES and samples * places >= ROWS and (weights >= WEIGHTS or samples >= SAMPLES)
+    return samples > 1 and places <= PLACES and samples * places >= ROWS and (weights >= WEIGHTS or samples >= ONEDNN_SAMPLES)
 
 
 def _each(value: object) -> tuple[object, ...]:
