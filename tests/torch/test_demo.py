@@ -37,7 +37,8 @@ def test_each_run_has_a_folder_of_its_own_or_the_one_that_is_named(trained: dict
     assert trained["shown"] == [Path("runs/demo"), Path("runs/demo-2"), Path("elsewhere")]
     folders = [dict(word.split("=", 1) for word in words)["run.folder"] for words in trained["words"]]
     assert folders == ["runs/demo", "runs/demo-2", "elsewhere"]
-    assert trained["words"][0][-1] == "steps=2"
+    assert trained["words"][0][1:] == ["steps=2"]  # as many as are asked for, however long they take
+    assert "train.within_s=90" in trained["words"][1]
     assert trained["words"][2][-1] == "plan.layout=data=2"
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from weft.errors import ConfigError, Infeasible, RunError
 from weft.plan.layout import Layout
-from weft.plan.plan import Plan
+from weft.plan.plan import Memory, Plan, Prediction
 from weft.plan.store import read_plan, write_plan
 from weft.run import checkpoint
 from weft.train import flow
@@ -84,6 +84,18 @@ def test_a_run_that_goes_on_keeps_its_plan(config: Config) -> None:
     first = set_up(config, planner("data=2"))
     assert set_up(config, planner("data=4")).plan == first.plan
     assert set_up(changed(config, "plan", layout="data=4"), planner("data=4")).plan.layout.data == 4
+
+
+def test_a_slow_machine_makes_fewer_steps_and_as_many_when_the_run_goes_on(config: Config) -> None:
+    """300 steps of 0.5 s are 150 s; within 90 s there are 180, of which the ranks know, and so does the rate that falls with them."""
+    config = changed(config, "train", steps=300, within_s=90.0)
+    slow, fast = (planner(prediction=Prediction(s, 0.1, 1e9, Memory())) for s in (0.5, 0.1))
+    set_up(config, slow)
+    assert Config.read(folder_of(config) / "config.toml").train.steps == 180
+    set_up(config, fast)  # goes on under the plan that it has
+    assert Config.read(folder_of(config) / "config.toml").train.steps == 180
+    set_up(changed(config, "train", within_s=0.0), fast)
+    assert Config.read(folder_of(config) / "config.toml").train.steps == 300
 
 
 def test_a_plan_from_a_file(config: Config, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from weft.errors import UsageError
 
 CONFIG = "examples/gpt_text.toml"
 MACHINE_ROWS = 1
+WITHIN_S = 90.0  # of training: with measuring, planning, starting and the page it stays within three minutes on a slow machine
 
 
 def demo(
@@ -45,7 +46,9 @@ def demo(
         for table in cluster_tables(machines)[:MACHINE_ROWS]:
             out.table(table)
         out.text(f"2. Plan and train: {config}, into {folder}")
-        words = [f"run.folder={folder}", *([f"data.text={text.resolve()}"] if text is not None else []), *(changes or ())]
+        given_steps = {"steps", "train.steps"} & {word.partition("=")[0] for word in changes or ()}
+        limit = [] if given_steps else [f"train.within_s={WITHIN_S:g}"]
+        words = [f"run.folder={folder}", *limit, *([f"data.text={text.resolve()}"] if text is not None else []), *(changes or ())]
         if layout is not None:
             words.append(f"plan.layout={layout}")
         summary = run(config, words, out, reasons=False)

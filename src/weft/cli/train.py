@@ -72,6 +72,12 @@ def run(path: Path, changes: Sequence[str], out: Output, reasons: bool = True) -
         out.table(summary_table(planned.plan))
         if reasons:
             out.table(reasons_table(planned.plan))
+        steps = config.train.steps_under(planned.plan)
+        if steps < config.train.steps:
+            out.message(
+                f"{steps} steps instead of {config.train.steps}: as many as are predicted to take train.within_s = "
+                f"{config.train.within_s:g} s here; steps={config.train.steps} train.within_s=0 makes all of them"
+            )
         return planned
 
     summary = train_all(config, planner, world)
@@ -117,7 +123,7 @@ def make_plan(config: Config, known: Plan | None, out: Output, world: World | No
                 limit = parse_bytes(config.plan.device_memory or 0)
                 trials = config.plan.trials_asked
                 if config.plan.trials == "auto" and world is None and api.runs_here(cluster):
-                    trials = worthwhile(plan.candidates, config.train.steps)
+                    trials = worthwhile(plan.candidates, config.train.steps_under(plan))
                 plan = api.tried(plan, trials, of, cluster, sequence_of(config), device_memory=limit, say=out.message, world=world)
     (Path(config.run.folder) / MACHINE).write_text(cluster.to_toml())
     prediction = plan.prediction

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, field_validator, model_validator
 
 from weft.errors import ConfigError, UsageError
+from weft.plan.plan import Plan
 from weft.train import toml
 from weft.units import parse_bytes
 
@@ -47,9 +48,13 @@ class DataSection(_Section):
 
 
 class TrainSection(_Section):
-    """How it is trained. Every `*_every` is in steps, 0 for never but at the end. `batch` counts samples of all ranks a step."""
+    """How it is trained. Every `*_every` is in steps, 0 for never but at the end. `batch` counts samples of all ranks a step.
+
+    Above 0, `within_s` makes the steps fewer where the plan predicts that `steps` of them take longer (`steps_under`).
+    """
 
     steps: int = Field(default=1000, ge=1)
+    within_s: FiniteFloat = Field(default=0.0, ge=0)
     batch: int = Field(default=8, ge=1)
     optimizer: Literal["adamw", "sgd"] = "adamw"
     learning_rate: FiniteFloat = Field(default=1e-3, gt=0)
@@ -76,6 +81,19 @@ class TrainSection(_Section):
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas = {list(self.betas)}; each is at least 0 and below 1")
         return self
+
+    def steps_under(self, plan: Plan) -> int:
+        """How many steps the run has under `plan`: `steps`, or as many, at least one, as are predicted to take `within_s`.
+
+        >>> from weft.plan.layout import Layout
+        >>> from weft.plan.plan import Memory, Prediction
+        >>> slow = Plan(Layout(), "gpt-10m", "here", 4, prediction=Prediction(0.5, 0, 0, Memory()))
+        >>> [TrainSection(steps=300, within_s=s).steps_under(slow) for s in (0, 1000, 90, 0.1)]
+        [300, 300, 180, 1]
+        """
+        if not self.within_s or plan.prediction is None or plan.prediction.step_time_s <= 0:
+            return self.steps
+        return max(1, min(self.steps, int(self.within_s / plan.prediction.step_time_s)))
 
 
 class PlanSection(_Section):

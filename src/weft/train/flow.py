@@ -153,6 +153,9 @@ def prepare(config: Config, folder: Path, planner: Planner) -> Planned:
                 f"set train.batch={planned.plan.batch_size}, or plan again"
             )
         write_plan(planned.plan, folder / PLAN)
+        # From the plan in the folder, so that a run that goes on has as many, and the same learning rates.
+        steps = config.train.steps_under(planned.plan)
+        config = config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})
         temporary = folder / f".{CONFIG}.new"
         temporary.write_text(config.dump(), encoding="utf-8")
         os.replace(temporary, folder / CONFIG)
