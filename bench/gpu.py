@@ -8,6 +8,7 @@ same batches; both live in one process and take turns. MFU counts matrix product
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
 import time
@@ -26,6 +27,7 @@ from bench.document import command, header, markdown, show, versions
 from bench.measure import Effort, turn
 from bench.parity import verified
 from bench.processes import ROOT
+from weft.errors import OutOfMemory
 from weft.world.world import World
 from weft.zoo.resolve import resolve
 from weft.zoo.resolved import Resolved
@@ -126,6 +128,20 @@ def measure(model: str, size: int, device: torch.device, effort: Effort, compile
     return first, second, flops
 
 
+def measure_what_fits(model: str, size: int, device: torch.device, effort: Effort) -> tuple[Series, Series, float, int]:
+    """As `measure`, with the samples a step halved until both sides, which share the card, fit; and how many those are."""
+    while True:
+        try:
+            return *measure(model, size, device, effort), size
+        except (torch.OutOfMemoryError, OutOfMemory):
+            if size == 1:
+                raise
+        size //= 2  # outside of the handler, whose error holds the models
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.compiler.reset()
+
+
 def parity(device: str) -> list[Parity]:
     """Each layout's ranks, all on one card, beside the serial run."""
     out = []
@@ -166,17 +182,19 @@ def main(arguments: Sequence[str]) -> int:
     peak = matmul_peak(device)
     console.print(f"measured peak of bfloat16 matrix products: {peak / 1e12:.0f} TFLOP/s")
     effort = Effort(given.rounds, given.steps, 3)
-    ours, theirs, flops = measure(given.model, given.batch, device, effort)
+    ours, theirs, flops, batch = measure_what_fits(given.model, given.batch, device, effort)
+    if batch < given.batch:
+        console.print(f"{given.batch} samples a step of both do not fit on the card; measured with {batch}")
     mfu = flops / ours.median / peak
     about = header(
         command("gpu", arguments),
         versions(("torch",)),
         gpu=torch.cuda.get_device_name(device),
-        model=f"{given.model}, {given.batch} samples a step",
+        model=f"{given.model}, {batch} samples a step",
         peak_tflop_per_s=f"{peak / 1e12:.0f}",
         mfu=f"{mfu:.3f} weft, {flops / theirs.median / peak:.3f} {PEER}",
     )
-    rows = [row(f"{given.model}, batch {given.batch}", "gpu", ours, theirs)]
+    rows = [row(f"{given.model}, batch {batch}", "gpu", ours, theirs)]
     goal = Verdict("MFU against the measured peak", MFU_GOAL, mfu >= MFU_GOAL, mfu, rows[0].case, f"{ours.median:.3f} s a step")
     verdicts = [*judge(TARGETS, rows), goal]
     show(console, rows, verdicts, {})

@@ -21,6 +21,8 @@ from bench.contenders import ALONE, CHOSEN, CHOSEN_FLOAT32, DDP, chosen_set, dat
 from bench.document import command, markdown, show
 from bench.measure import Effort, measure, turn
 
+from weft.errors import OutOfMemory
+
 TARGETS = (Target("data, beside DDP", 1.0, lambda r: r.peer_name == "DDP"),)
 CASE = Case("gpt-10m")
 seconds = st.floats(1e-3, 1e3)
@@ -244,6 +246,21 @@ def test_gpu_benchmark_says_why_it_is_skipped_and_ends_well(tmp_path: Path, caps
     assert gpu.main(["--json", str(tmp_path / "rows.json")]) == 0
     assert "skipped: " in capsys.readouterr().out
     assert json.loads((tmp_path / "rows.json").read_text())["rows"] == []
+
+
+def test_gpu_benchmark_halves_the_batch_until_both_sides_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
+    def measure(model: str, size: int, *_: object) -> tuple[Series, Series, float]:
+        tried.append(size)
+        if size > 2:
+            raise OutOfMemory("full") if size > 4 else torch.OutOfMemoryError("full")
+        one = Series("weft", (1.0,), (), (1.0,), 0, "", "", "")
+        return one, one, 1.0
+
+    monkeypatch.setattr(gpu, "measure", measure)
+    assert gpu.measure_what_fits("gpt-tiny", 8, torch.device("cpu"), Effort(1, 1, 1))[2:] == (1.0, 2)
+    assert tried == [8, 4, 2]
 
 
 def test_gpu_benchmark_trains_the_same_model_on_both_sides() -> None:
