@@ -22,7 +22,7 @@ def nearest(word: str, known: Iterable[str], cutoff: float = 0.5) -> str:
 def said(error: BaseException) -> str:
     """What another's exception says, in one line.
 
-    >>> said(ValueError("no\n  such   row"))
+    >>> said(ValueError("no   such row"))
     'ValueError: no such row'
     """
     return f"{type(error).__name__}: {' '.join(str(error).split())}"

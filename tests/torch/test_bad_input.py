@@ -95,6 +95,7 @@ ROWS = (
     Row("missing checkpoint", "checkpoint inspect {tmp}", 4, ("holds no checkpoint",)),
     Row("unknown model", "plan gpt-tinny --cluster cpu-2 --batch 4", 2, ("gpt-tinny", "gpt-tiny")),
     Row("unknown cluster", "plan gpt-tiny --cluster 8xp3.17xlarge --batch 4", 2, ("p3.16xlarge",)),
+    Row("a device for a cluster", "plan gpt-tiny --cluster 1xa100 --batch 4", 2, ("dgx-a100-80 has 8 A100-80", "4 devices of")),
     Row("unknown factory", "plan {tmp}/models.py:smal --cluster cpu-2 --batch 4", 2, ("smal", "small")),
     Row("unknown layout key", "verify gpt-tiny --layout datta=2", 2, ("datta", "data")),
     Row("layout key for later", "verify gpt-tiny --layout context=2", 2, ("context", "not built yet")),

@@ -10,9 +10,9 @@ import pytest
 
 from weft.cli import run
 from weft.cli.changes import apply, moved_along, neighbours, parse_changes
-from weft.cli.machines import resized
 from weft.cli.setting import Setting, named
 from weft.cluster.cluster import Cluster
+from weft.cluster.resize import resized
 from weft.errors import Infeasible, UsageError
 from weft.plan.layout import Layout
 from weft.plan.patterns import expand
@@ -241,12 +241,26 @@ def test_a_change_of_machines_keeps_what_was_traced(plan_file: Path) -> None:
         ("p3.16xlarge", 128, 128, 16 * 24.48),
         ("2xp3.16xlarge", 4, 4, 12.24),
         ("4xdgx-h100", 8, 8, 0.0),
+        ("4 devices of p3.16xlarge", 4, 4, 12.24),
+        ("4 devices of p3.16xlarge", 2, 2, 6.12),
+        ("4 devices of p3.16xlarge", 16, 16, 2 * 24.48),
     ],
 )
 def test_more_and_fewer_devices(text: str, count: int, devices: int, price: float) -> None:
     found = resized(Cluster.parse(text), count)
     assert found.num_devices == devices
     assert found.price_per_hour == pytest.approx(price)
+
+
+def test_a_part_of_a_machine_is_a_cluster_by_its_name() -> None:
+    """The name that a plan keeps of such a cluster leads back to it."""
+    found = Cluster.parse("4 devices of p3.16xlarge")
+    assert (found.num_devices, len(found.levels), found.price_per_hour) == (4, 1, pytest.approx(12.24))
+    assert Cluster.parse(found.name) == found
+    assert Cluster.parse("16 devices of p3.16xlarge") == Cluster.parse("2xp3.16xlarge")
+    assert Cluster.parse("4 devices of p3.16xlarge@generic").stack == "generic"
+    with pytest.raises(UsageError, match="at least 1 device"):
+        Cluster.parse("0 devices of p3.16xlarge")
 
 
 def test_devices_that_are_no_whole_machines() -> None:

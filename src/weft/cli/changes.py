@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import gcd
 
-from weft.cli.machines import resized
 from weft.cli.setting import Setting
+from weft.cluster.resize import resized
 from weft.errors import Infeasible, LayoutError, UsageError, nearest
 from weft.plan.grid import checked_grid
 from weft.plan.layout import CHOICES, KEYS, Layout, actions_of

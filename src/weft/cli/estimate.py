@@ -65,9 +65,9 @@ def estimate(
       weft estimate gpt-175b --cluster dgx-a100-80 --gpus 1 --tokens 300e9
     """
     with output(as_json) as out:
-        from weft.cli.machines import resized
         from weft.cli.setting import Setting, named
         from weft.cli.subject import load_cluster, load_model
+        from weft.cluster.resize import resized
         from weft.report.economy import bill, format_kwh, format_usd, machines_used, power_w, unit_of, usd_per_hour
 
         machines = load_cluster(cluster, out)

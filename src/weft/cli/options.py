@@ -10,7 +10,7 @@ import typer
 _MODEL = """A zoo name (gpt-10m, gpt:layers=12,hidden=768), hf:CONFIG.json, or FILE.py:FACTORY that returns a module,
 (module, batch) or (module, batch, loss)."""
 _LAYOUT = 'The layout by hand: "data=2 tensor=2 pipeline=2 microbatches=4".'
-_CLUSTER = "Machines: here (measured), COUNTxNAME such as 8xp3.16xlarge, or a file that probe wrote."
+_CLUSTER = "Machines: here (measured), COUNTxNAME such as 8xp3.16xlarge, '4 devices of dgx-h100', or a file that probe wrote."
 _CONSTRAIN = (
     'Restrict the search, as often as needed: --constrain "tensor<=8". Gradients are compressed only where this says so: "compress=int8".'
 )

@@ -17,6 +17,7 @@ from typing import Any
 
 from weft.cluster.cluster import Cluster, Device, Level, Link, Speed, Table
 from weft.cluster.mixed import mixed
+from weft.cluster.resize import resized
 from weft.errors import ConfigError, UsageError, nearest
 
 FORMAT = 1
@@ -36,6 +37,8 @@ def find(text: str) -> Cluster:
     if stack and stack not in _catalogue()["stack"]:
         known = _catalogue()["stack"]
         raise UsageError(f"cluster {text}: the efficiency set {stack!r} is unknown{nearest(stack, known)}; known: {', '.join(known)}")
+    if part := re.fullmatch(r"(\d+) devices? of (.+)", given):
+        return replace(resized(find(part[2]), int(part[1])), stack=stack)
     match = re.fullmatch(r"(?:(\d+)x)?(.+)", given)
     if match is None:
         raise UsageError(f"cluster {text!r} names nothing; use here, COUNTxNAME such as 8xp3.16xlarge, or a TOML file")
@@ -78,13 +81,23 @@ def _machine(text: str, count: int, name: str) -> Cluster:
     catalogue = _catalogue()
     node = catalogue["node"].get(name)
     if node is None:
-        raise UsageError(f"unknown cluster {text}{nearest(name, catalogue['node'])}; known machines: {', '.join(catalogue['node'])}")
+        hint = _machines_with(name) or nearest(name, catalogue["node"])
+        raise UsageError(f"unknown cluster {text}{hint}; known machines: {', '.join(catalogue['node'])}")
     _only(f"catalogue node {name}", node, {"device", "size", "link", "network", "price_per_hour", "power_w", "source"}, "")
     device = _build(Device, f"device {node['device']}", {"name": node["device"], **catalogue["device"][node["device"]]}, "")
     levels = [Level("node", node["size"], _build(Link, f"link of {name}", catalogue["link"][node["link"]], ""))]
     if count > 1:
         levels.append(Level("cluster", count, _build(Link, f"network of {name}", catalogue["link"][node["network"]], "")))
     return Cluster(text, device, tuple(levels), node.get("price_per_hour", 0.0) * count, node.get("power_w", 0.0) * count)
+
+
+def _machines_with(device: str) -> str:
+    """What to say to who names a device, such as H100 or a100, instead of a machine; nothing where it is none."""
+    nodes = {name: node for name, node in _catalogue()["node"].items() if node["device"].lower().startswith(device.lower())}
+    if not nodes:
+        return ""
+    found = ", ".join(f"{name} has {node['size']} {node['device']}" for name, node in nodes.items())
+    return f': that is a device, and machines are counted: {found}; "4 devices of {next(iter(nodes))}" is a part of one'
 
 
 def load(path: Path) -> Cluster:

@@ -15,10 +15,8 @@ def gather_weights(program: Program, ahead: int = 1, stages: Collection[int] | N
         ahead: 0 gathers when they are needed; 1 while the compute before goes on. Of a rank with one stage they stay all the time.
         stages: only of these; by default of all.
 
-    >>> print(gather_weights(Program.parse("links\\nrank 0: 0F0 1F0 1B0 0B0")).actions[0][2])
-    1UNSHARD
     >>> print(*gather_weights(Program.parse("links\\nrank 0: 0F0 1F0 1B0 0B0")).actions[0])
-    0UNSHARD 1UNSHARD 0F0 0RESHARD 0UNSHARD 1F0 1B0 1RESHARD 0B0 0RESHARD
+    0UNSHARD 1UNSHARD 0F0 0RESHARD 1F0 0UNSHARD 1B0 1RESHARD 0B0 0RESHARD
     """
     return replace(program, actions=tuple(tuple(_row(row, ahead, stages)) for row in program.actions))
 

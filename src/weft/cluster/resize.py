@@ -28,10 +28,12 @@ def resized(cluster: Cluster, num_devices: int) -> Cluster:
         raise UsageError(
             f"gpus={num_devices}: {cluster.name} has several kinds of machines; name the cluster that you mean, cluster=4xdgx-h100"
         )
+    if part := re.fullmatch(r"\d+ devices? of (.+)", cluster.name):
+        cluster = Cluster.parse(part[1])  # the machine that they are of
     size, inner = cluster.node_size, cluster.levels[0]
     if num_devices < size:
         share = num_devices / cluster.num_devices
-        kind = cluster.name.rpartition("x")[2] if re.match(r"\d+x", cluster.name) else cluster.name
+        kind = re.sub(r"^\d+x", "", cluster.name)
         name = f"{num_devices} device{'s' if num_devices > 1 else ''} of {kind}"
         return replace(
             cluster, name=name, levels=(replace(inner, size=num_devices),),
