@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from weft.cluster.cluster import Cluster
 from weft.collectives import build as build_collective
 from weft.errors import Infeasible, ModelError, UsageError, said
-from weft.model.capture import Loss
+from weft.model.capture import Loss, taken
 from weft.model.deferred import Deferred, building
 from weft.model.graph import Graph
 from weft.model.nesting import batch_size_of
@@ -197,7 +197,7 @@ def _called_once(source: Source, batch: Any, loss: Loss | None, error: ModelErro
 
     Returns a copy of the model that has been called, None where it is too large to try.
     """
-    from weft.model.capture import call, called, taken
+    from weft.model.capture import call, called
     from weft.model.deferred import realize
 
     if sum(p.numel() for p in source.model.parameters()) > 200_000_000:
@@ -379,11 +379,14 @@ def _best_plain_plan(graph: Graph, size: int, name: str, cluster: Cluster | str,
 
 
 def _arguments(model: nn.Module, batch: Any) -> Any:
-    """What of a loader's batch the model is called with: all of a dict, as many of a tuple as forward takes."""
-    if isinstance(batch, Mapping):
-        return batch
+    """What of a loader's batch the model is called with: of a dict what forward knows by name, of a tuple as many as it takes."""
     if isinstance(batch, Tensor):
         return (batch,)
+    if isinstance(batch, Mapping):
+        names = inspect.signature(model.forward).parameters
+        if names.keys() & batch.keys() or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in names.values()):
+            return taken(model, batch)
+        batch = tuple(batch.values())  # under names of the loader's own: in order, as a tuple
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(model.forward).parameters.values()
     if any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters):

@@ -115,6 +115,41 @@ def wrong(world: World, layout: str) -> dict[str, list[str]]:
     return found
 
 
+def by_name(one: nn.Module, batches: Iterable[dict[str, Tensor]]) -> None:
+    """Batches that are dicts, with more in them than the model takes: its own name for what it takes, or the loader's."""
+    opt = torch.optim.SGD(one.parameters(), lr=0.1)
+    for batch in batches:
+        opt.zero_grad()
+        mse_loss(one(input=batch["input"]) if "input" in batch else one(batch["pixels"]), batch["target"]).backward()
+        opt.step()
+
+
+def wrong_by_name(world: World, layout: str) -> list[str]:
+    found = []
+    for key in ("input", "pixels"):
+        batches = [{key: x, "target": y} for x, y in data()]
+        torch.manual_seed(7)
+        with weft.auto_parallelize(batch=batches[0], plan=plan_of(layout), world=world):
+            divided = pair(6, 6)
+        by_name(divided, weft.shard(batches))
+        torch.manual_seed(7)
+        serial = pair(6, 6).double()
+        by_name(serial, batches)
+        found += [
+            name
+            for (name, p), q in zip(divided.named_parameters(), serial.parameters(), strict=True)
+            if not matches(p.detach(), q.detach())
+        ]
+    return found
+
+
+@pytest.mark.parametrize(("layout", "num_ranks"), LAYOUTS[:2])
+def test_a_loader_of_dicts_may_have_targets_that_the_model_does_not_take(
+    ranks: Callable[..., list[Any]], layout: str, num_ranks: int
+) -> None:
+    assert ranks(wrong_by_name, num_ranks, layout) == [[]] * num_ranks
+
+
 @pytest.mark.parametrize(("layout", "num_ranks"), LAYOUTS)
 def test_loops_are_those_of_one_process(ranks: Callable[..., list[Any]], layout: str, num_ranks: int) -> None:
     for found in ranks(wrong, num_ranks, layout):

@@ -106,7 +106,8 @@ class BatchForm:
         missing = sorted(self.tensors - tensors.keys())
         if missing:
             raise Infeasible(
-                f"the batch lacks {', '.join(missing)}, with which the model was captured; give the same tensors in every batch"
+                f"the batch lacks {', '.join(missing)}, with which the model was captured; give the same tensors in every batch, "
+                "or plan with those alone that the model is called with (batch=...)"
             )
         for path, leaf in given.items():
             if path in self.tensors or (leaf is None and path not in self.fixed):

@@ -360,9 +360,11 @@ def _check_dtypes(graph: Graph, precision: str) -> None:
                 "imaginary part as two parameters, and join them with torch.complex in forward"
             )
         if v.trainable and v.tensor.dtype != want:
+            other = next((name for name, dtype in DTYPES.items() if str(dtype).removeprefix("torch.") == v.tensor.dtype), None)
+            keeps = f"precision={other} trains it as it is, or " if other is not None else ""
             raise ModelError(
-                f"parameter {v.name} is {v.tensor.dtype}, and precision={precision} trains weights of {want}; make the model in float32 "
-                "(model.float()), and choose how it computes by precision=bfloat16"
+                f"parameter {v.name} is {v.tensor.dtype}, and precision={precision} trains weights of {want}; {keeps}make the model in "
+                "float32 (model.float()), and choose how it computes by precision=bfloat16"
             )
 
 
