@@ -101,6 +101,15 @@ def test_a_load_waits_for_its_offload_and_lanes_run_beside_one_another() -> None
     assert (found["1B0"], found["0B0"]) == ((2, 3), (7, 8))
 
 
+@pytest.mark.parametrize(("beside", "ends"), [(True, (2, 22, 23)), (False, (12, 23, 24))])
+def test_a_rank_that_copies_itself_computes_nothing_meanwhile(beside: bool, ends: tuple[float, ...]) -> None:
+    """F0 until 1, the copy until 11, and back in 10 more; F1 between them, or beside them."""
+    program = Program.parse("rank 0: 0F0 0OFFLOAD0 0F1 0LOAD0 0B0 0B1")
+    found = simulate(program, lambda a: 1.0, lambda *_: 0.0, manage_s=lambda a: 10.0, copies_beside=beside)
+    at = {span.name: span.end_s for span in found.spans}
+    assert (at["0F1"], at["0B0"], at["0B1"]) == ends
+
+
 def test_reductions_follow_one_another_beside_the_compute() -> None:
     found = seconds("rank 0: 0F0 1F0 1B0 1REDUCE_GRAD 0B0 0REDUCE_GRAD", REDUCE_GRAD=5.0)
     assert (found["1REDUCE_GRAD"], found["0B0"], found["0REDUCE_GRAD"]) == ((3, 8), (3, 4), (8, 13))

@@ -24,10 +24,11 @@ from weft.schedules import NAMES, build, check_own, program_of
 from weft.simulate.memory import in_flight
 from weft.solve.search import search
 from weft.solve.space import parse_constraints
-from weft.solve.timing import clocked, price, timeline
+from weft.solve.timing import clocked, price, sends_s, timeline
 
 GPU = Device("gpu", "gpu", (("float32", 1e12), ("bfloat16", 4e12)), 1e11, 1e12, 1.0, 5e-6)
 GPUS = Cluster("gpus", GPU, (Level("node", 4, Link(3e-6, 2e11)), Level("cluster", 4, Link(1e-5, 1e10))))
+CORES = Cluster.parse("1xcpu-8")
 BOTH = ("chimera", "gems-mast", "gems-master")
 
 
@@ -96,6 +97,27 @@ def test_memory_follows_what_the_program_keeps() -> None:
     found = [price(pricer, layout).prediction.memory.activations for layout in layouts]
     named = [price(pricer, Layout(pipeline=2, microbatches=3, schedule=s)).prediction.memory.activations for s in ("gpipe", "sequential")]
     assert found == named
+
+
+@pytest.mark.parametrize("cluster", [GPUS, CORES], ids=["gpus", "cores"])
+@pytest.mark.parametrize("kept", ["", "0DROP0 0R0", "0OFFLOAD0 0LOAD0"])
+def test_what_a_file_moves_or_repeats_takes_its_time(cluster: Cluster, kept: str) -> None:
+    """One microbatch through two stages: rank 0 waits for its gradient, or for what it moves there and back, whichever is later."""
+    layout = Layout(pipeline=2, microbatches=1).with_schedule("mine.txt", f"0F0 {kept} 0B0\n1F0 1B0")
+    pricer = Pricer(gpt(8), cluster, 4)
+    priced = price(pricer, layout)
+    first, last = priced.costs
+    (sent,) = sends_s(pricer, priced).values()
+    copy = pricer.state(layout, priced.sites, 0).moved_bytes * pricer.copies(layout).seconds_per_byte
+    mine = {"": 0.0, "0DROP0 0R0": first.forward_s, "0OFFLOAD0 0LOAD0": 2 * copy}[kept]
+    there = 2 * sent + last.forward_s + last.backward_s
+    assert timeline(pricer, priced).total_s == pytest.approx(first.forward_s + max(mine, there) + first.backward_s)
+    alone = Layout(microbatches=1).with_schedule("mine.txt", f"0F0 {kept} 0B0")
+    times = [clocked(pricer, price(pricer, one)).prediction.step_time_s for one in (alone, Layout())]
+    whole = price(pricer, alone).costs[0]
+    copy = pricer.state(alone, (), 0).moved_bytes * pricer.copies(alone).seconds_per_byte
+    mine = {"": 0.0, "0DROP0 0R0": whole.forward_s, "0OFFLOAD0 0LOAD0": 2 * copy}[kept]
+    assert times[0] - times[1] == pytest.approx(mine, rel=1e-6, abs=1e-12)
 
 
 UNEVEN = "0F0 0F1 0F2 0B0 0B1 0B2\n1F0 2F0 2B0 1B0 1F1 2F1 2B1 1B1 1F2 2F2 2B2 1B2"  # two of three stages on one rank

@@ -14,7 +14,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 
 from weft.errors import LayoutError, ProgramError, UsageError
-from weft.plan.action import Compute, Manage, Op, Recv, Send
+from weft.plan.action import Compute, Manage, ManageOp, Op, Recv, Send
 from weft.plan.program import Program
 from weft.plan.text import default_wants, parse_program
 
@@ -84,6 +84,12 @@ class Own:
     def splits(self) -> bool:
         """Whether some backward is in two parts."""
         return any(isinstance(a, Compute) and a.op is Op.W for row in self.program.actions for a in row)
+
+    @cached_property
+    def keeps(self) -> bool:
+        """Whether it says itself what is moved to the host or computed again."""
+        again = (ManageOp.OFFLOAD, ManageOp.DROP)
+        return any(isinstance(a, Manage) and a.op in again for row in self.program.actions for a in row)
 
     @cached_property
     def shares(self) -> tuple[dict[int, float], ...]:

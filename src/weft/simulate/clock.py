@@ -28,6 +28,7 @@ def simulate(
     transfer_s: Callable[[Value, int, int], float],
     rendezvous: bool = False,
     manage_s: Callable[[Manage], float] = lambda action: 0.0,
+    copies_beside: bool = True,
 ) -> Timeline:
     """Time every action.
 
@@ -42,6 +43,7 @@ def simulate(
         compute_s: seconds of a compute.
         transfer_s: seconds of a transfer: (value, sender, receiver).
         manage_s: seconds of an UNSHARD, REDUCE_GRAD, OFFLOAD or LOAD; RESHARD and DROP take none.
+        copies_beside: False where a rank's processor makes the copies of OFFLOAD and LOAD itself, and computes nothing meanwhile.
 
     Returns:
         Spans in a legal order, on the lanes "compute", "send" (while the link carries it), "recv" (while the receiver
@@ -69,10 +71,12 @@ def simulate(
             start = max(now, lane_free[rank, lane], *[under_way.get((rank, value), 0.0) for value in e.reads])
             lane_free[rank, lane] = end = start + manage_s(action)
             under_way.update(((rank, value), end) for value in (*e.writes, *e.adds))
+            if lane != "collective" and not copies_beside:
+                clock[rank] = end
             spans.append(Span(rank, lane, str(action), start, end, action.op.value))
             continue
         if under_way and not isinstance(action, Recv):
-            now = max(now, *[under_way.get((rank, value), 0.0) for value in effects(action, program).reads])
+            now = max([now, *(under_way.get((rank, value), 0.0) for value in effects(action, program).reads)])
         if isinstance(action, Compute):
             clock[rank] = end = now + compute_s(action)
             spans.append(Span(rank, COMPUTE_LANE, str(action), now, end, action.op.value))

@@ -22,7 +22,7 @@ from weft.errors import Infeasible
 from weft.model.stages import Cut, Stage, links
 from weft.plan.layout import Layout
 from weft.plan.plan import Prediction
-from weft.plan.program import Compute, Links, Op, Value
+from weft.plan.program import Compute, Links, Manage, ManageOp, Op, Value
 from weft.plan.timeline import Timeline
 from weft.simulate.clock import simulate
 from weft.simulate.makespan import Times, makespan_s
@@ -191,6 +191,8 @@ def clocked(pricer: Pricer, priced: Priced, *, whole: bool = True) -> Priced:
     what is left is up to 1 % too little, never too much.
     """
     layout = priced.layout
+    if layout.own is not None and layout.own.keeps:
+        return replace(priced, prediction=pricer.predict(layout, priced.costs, (), timeline(pricer, priced).total_s, priced.smaller))
     if layout.pipeline == 1:
         return priced
     whole = whole or layout.own is not None
@@ -283,7 +285,15 @@ def timeline(pricer: Pricer, priced: Priced) -> Timeline:
         by_link = sent if value.index[2] < larger else sent_smaller
         return by_link.get((min(value.index[0], value.index[1]), max(value.index[0], value.index[1])), 0.0)
 
-    return simulate(program, compute_s, transfer_s)
+    def manage_s(action: Manage) -> float:
+        """Of copies to the host and back. Weights are gathered and gradients summed in seconds that are among those of the stages."""
+        if action.op not in (ManageOp.OFFLOAD, ManageOp.LOAD) or action.microbatch is None:
+            return 0.0
+        one = pricer if action.microbatch < larger or smaller is None else smaller
+        mine = owner(one, layout, action.stage)
+        return mine.state(layout, priced.sites, action.stage).moved_bytes * mine.copies(layout).seconds_per_byte
+
+    return simulate(program, compute_s, transfer_s, manage_s=manage_s, copies_beside=pricer.copies(layout).beside)
 
 
 def _unit_memory(pricer: Pricer, layout: Layout, tried: Sequence[Cut]) -> list[NDArray[np.float64]]:
