@@ -213,8 +213,8 @@ def _traced(step: _Step, batch: Any, batched: frozenset[str], size: int, fake_mo
         except Exception as error:
             cut = "" if size == batch_size_of(batch) else f" with {size} of the batch's {batch_size_of(batch)} samples (one microbatch)"
             raise ModelError(f"torch.export cannot follow the model{cut}: {why_not(error)}") from error
-        _refuse_unknown_shapes(program)
         without_assertions(program.graph_module)
+        _refuse_unknown_shapes(program)
         try:
             return _read(program, step, batch, batched, size)
         except Aliased:

@@ -69,6 +69,12 @@ def affine_grid(theta: Tensor, size: Any, align_corners: bool | None = None) -> 
     return (points.reshape(-1, dims + 1) @ theta.transpose(1, 2)).reshape(-1, *size[2:], dims)
 
 
+def checked(condition: Any, message: str) -> None:
+    """What torch asserts: of values that a trace does not know it is passed over, as other checks of values."""
+    if not isinstance(condition, Tensor | torch.SymBool) and not condition:
+        raise AssertionError(message)
+
+
 def exactly(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
     """The float64 tensor of numbers that `func(*args)` would round to float32 (0.1, not 0.5); None for any other call.
 
@@ -108,7 +114,8 @@ def one_by_one(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> C
 _FOREACH = "_foreach_"
 _FOR_EACH = {"alpha", "value", "weight", "ord"}  # arguments by name that are the same for each
 _OF_NUMBERS = (torch.tensor, torch.as_tensor, Tensor.new_tensor)
-INSTEAD: Mapping[Any, Callable[..., Tensor]] = {
+INSTEAD: Mapping[Any, Callable[..., Any]] = {
+    torch._assert: checked,
     F.affine_grid: affine_grid,
     F.embedding_bag: embedding_bag,
     F.ctc_loss: ctc_loss,
