@@ -277,4 +277,63 @@ def modes() -> Any:
     return _Modes(), {"x": _normal(N, 2, 12), "y": _ids(3, N)}
 
 
-MODELS = {make.__name__: make for make in (penalised, spectral, numbers, translator, running, fields, drawn, speech, placed, modes)}
+class _Cast(nn.Module):
+    """A part that is told its own dtype in every call, as routers of experts are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.router = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.router = self.router.to(torch.float32)
+        return F.cross_entropy(self.router(torch.relu(self.inside(x))).float(), y)
+
+
+def cast() -> Any:
+    return _Cast(), {"x": _normal(N, 6), "y": _ids(3, N)}
+
+
+class _CastBranch(_Cast):
+    """The same where a branch on values keeps it from being captured."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().forward(x if x.sum() > 1e9 else x + 0.5, y)
+
+
+def cast_branch() -> Any:
+    return _CastBranch(), {"x": _normal(N, 6), "y": _ids(3, N)}
+
+
+class _Causal(nn.Conv2d):
+    """Sees what comes before (van den Oord et al. 2016): its weights are masked through `.data` whenever it is called."""
+
+    def __init__(self, before: int, inside: int, outside: int) -> None:
+        super().__init__(inside, outside, 3, padding=1)
+        self.register_buffer("mask", torch.ones_like(self.weight))
+        self.mask[:, :, 1, 1 + before :] = 0
+        self.mask[:, :, 2:] = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data *= self.mask
+        return super().forward(x)
+
+
+class _Pixels(nn.Module):
+    """Every pixel by those before it, weighed by how many there are of each kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(_Causal(0, 1, 8), nn.ReLU(), _Causal(1, 8, 8), nn.ReLU(), nn.Conv2d(8, 4, 1))
+
+    def forward(self, x: Tensor, kinds: Tensor) -> Tensor:
+        counts = torch.bincount(kinds, minlength=4) + torch.bincount(kinds, torch.ones(len(kinds)), 4)
+        return F.cross_entropy(self.layers(x.float()[:, None] / 3), x, 1 / (1 + counts))
+
+
+def pixels() -> Any:
+    return _Pixels(), {"x": _ids(4, N, 5, 5), "kinds": _ids(4, 30)}
+
+
+MODELS = {
+    make.__name__: make for make in (penalised, spectral, numbers, translator, running, fields, drawn, speech, placed, modes, cast, pixels)
+}

@@ -30,10 +30,10 @@ class Checked(nn.Module):
         assert (x.abs() < 1e6).all() or torch.isfinite(x).all(), "bounds"
         assert y is not None
         assert x.abs().max().item() < 1e6, f"{x.max().item()} is too large"
-        assert not torch.isnan(x).any().item() and -1e6 < x.min().item() < 1e6
+        assert not torch.isnan(x).any().item() and -1e6 < x.min().item() < 1e6  # noqa: PT018
         if not torch.isfinite(x).all().item() or y.max().item() > 99:
             raise ValueError(f"{int(y.min())}")
-        assert torch.allclose(x, x) and not torch.equal(x, x + 1), "no number"
+        assert torch.allclose(x, x) and not torch.equal(x, x + 1), "no number"  # noqa: PT018
         torch._assert((x > -1e6).all(), "small")
         torch._assert(x.shape[0] > 0, "no samples")
         if torch.isnan(x).any():

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from weft.model.deferred.casts import without_casts
 from weft.model.deferred.fakes import tree_flatten, tree_map
 from weft.model.deferred.instead import exactly
 from weft.model.graph import NARROW
@@ -87,7 +88,7 @@ def doubled(wanted: bool, own: bool = False) -> Iterator[None]:
     if not own:
         setattr(torch, "finfo", _as_written)  # noqa: B010  # a class to type checkers
     try:
-        with Double(), Exactly():  # type: ignore[no-untyped-call]  # torch's own constructors have no types
+        with Double(), Exactly(), without_casts():  # type: ignore[no-untyped-call]  # torch's own constructors have no types
             yield
     finally:
         setattr(torch, "finfo", told)  # noqa: B010

@@ -78,7 +78,9 @@ def _says(statement: ast.stmt) -> bool:
     function = statement.value.func
     if isinstance(function, ast.Name):
         return function.id in ("print", "warn")
-    return isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name) and function.attr in _SAYING.get(function.value.id, ())
+    return (
+        isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name) and function.attr in _SAYING.get(function.value.id, ())
+    )
 
 
 def _within(test: ast.expr) -> Iterator[_Place]:

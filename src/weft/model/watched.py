@@ -26,6 +26,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from weft.errors import ModelError
 from weft.model.checks import passing
+from weft.model.deferred.casts import without_casts
 from weft.model.deferred.ctc import Picked
 from weft.model.deferred.instead import INSTEAD, exactly, one_by_one
 from weft.model.deferred.known import Known
@@ -171,7 +172,7 @@ def watched(model: nn.Module, record: Record) -> Iterator[None]:
     symbolic = asked.__bool__
     asked.__bool__ = lambda number: _is_true(number, symbolic)
     try:
-        with _Told(model), recording(record):
+        with _Told(model), recording(record), without_casts():
             yield
     finally:
         asked.__bool__ = symbolic

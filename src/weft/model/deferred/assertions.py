@@ -1,8 +1,8 @@
 """Checks of values, taken out of what `torch.export` made: `assert lengths.max() <= limit`, "as many image tokens as features".
 
-In: an exported program's graph module. Out: the same without calls that only check, and without numbers, and tensors whose shapes follow
-values, that only such calls read, in the blocks inside as well. What such a check guards is the user's data, which is the same in every layout; a run does not repeat it.
-Not modelled: checks by which a shape is chosen; such a shape is refused as data-dependent.
+In: an exported program's graph module. Out: the same without calls that only check, and without numbers that only such calls read, in the
+blocks inside as well; without what nobody reads whose shape follows values, too. What such a check guards is the user's data, which is the
+same in every layout; a run does not repeat it. Not modelled: checks by which a shape is chosen; such a shape is refused as data-dependent.
 """
 
 from __future__ import annotations

@@ -58,7 +58,8 @@ def _lengths(given: Tensor, picked: Tensor) -> Tensor:
     """`given`, if as many targets of each sample were picked: else torch would take some from its neighbours in the row."""
     if not torch.equal(given, picked.to(given.dtype)):
         raise ValueError(
-            f"ctc_loss is told target_lengths {given.tolist()}, and of the samples' targets a mask picks {picked.tolist()}; they must be the same"
+            f"ctc_loss is told target_lengths {given.tolist()}, and of the samples' targets a mask picks {picked.tolist()}; they must be "
+            "the same"
         )
     return given.clone()
 
@@ -85,7 +86,7 @@ class Picked:
             self._from[id(result)] = (result, targets.to(result.dtype), mask)
 
     def apart(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of `ctc_loss`, by name, with such targets in rows of their own: what is picked of each comes first, in its order."""
+        """The arguments of `ctc_loss`, by name, with such targets in rows of their own: what is picked of each comes first."""
         given = dict(zip(_ARGUMENTS, args, strict=False)) | dict(kwargs)
         lengths = given.get("target_lengths")
         if id(given.get("targets")) in self._from and isinstance(lengths, Tensor) and lengths.dim() == 1:
