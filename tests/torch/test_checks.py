@@ -143,3 +143,9 @@ def test_targets_in_one_row_are_each_samples_own() -> None:
     assert engine.step(batch).loss == pytest.approx(want.item(), rel=1e-12)
     with pytest.raises(Exception, match=r"target_lengths \[2, 1, 2, 1\].* picks \[2, 1, 3, 0\]"):
         engine.step(batch | {"lengths": torch.tensor([2, 1, 2, 1])})
+
+
+def test_a_plain_loop_says_who_trains_what_cannot_be_captured() -> None:
+    with pytest.raises(ModelError, match=r"Branches .* data-dependent .*; weft.parallelize trains"), weft.auto_parallelize(batch=batch()):
+        net = Branches()
+        net.train()
