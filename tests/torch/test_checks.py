@@ -146,6 +146,10 @@ def test_targets_in_one_row_are_each_samples_own() -> None:
 
 
 def test_a_plain_loop_says_who_trains_what_cannot_be_captured() -> None:
-    with pytest.raises(ModelError, match=r"Branches .* data-dependent .*; weft.parallelize trains"), weft.auto_parallelize(batch=batch()):
-        net = Branches()
-        net.train()
+    def build() -> nn.Module:
+        with weft.auto_parallelize(batch=batch()):
+            net = Branches()
+        return net
+
+    with pytest.raises(ModelError, match=r"Branches .* data-dependent .*; weft.parallelize trains"):
+        build()
