@@ -355,8 +355,13 @@ def _plain_plan(
     if isinstance(wanted, Plan):
         return wanted
     size = batch_size_of(batch)
-    graph = source.capture(batch, None, size, outputs=True).graph
     name = type(model).__name__
+    try:
+        graph = source.capture(batch, None, size, outputs=True).graph
+    except ModelError as error:
+        raise ModelError(
+            f"{name} cannot be divided for a plain loop: {error}; weft.parallelize trains a model that cannot be captured whole, by data"
+        ) from error
     if wanted is not None:
         layout = Layout.parse(wanted) if isinstance(wanted, str) else wanted
         return search(graph, _any_cluster(), size, name, layout=layout)

@@ -100,6 +100,11 @@ def test_models_of_users_are_what_they_are_in_one_process(name: str) -> None:
     assert not check(subject, layouts)
 
 
+def test_a_part_that_is_cast_in_vain_keeps_its_weights() -> None:
+    """Where the model runs whole, they were copies that the optimizer did not know, in float64."""
+    assert not check(Subject(str(ROOT / "tests/ranks/user_models.py:cast_branch")), TWO[:1])
+
+
 class Accidents(nn.Module):
     """8 samples, 8 classes, sequences of 8: class weights and positions come with the batch, and are no samples."""
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from weft.errors import ModelError
 from weft.lower.kernels.randomness import Draw
 from weft.lower.local import Lowering, lower
-from weft.model.capture import Captured, taken
+from weft.model.capture import Captured, capture, taken
 from weft.model.gradients import learned
 from weft.model.nesting import leaves
 from weft.model.propagate import propagate, writes_buffer
@@ -489,3 +489,23 @@ def test_a_constant_that_nothing_reads_is_no_part_of_the_graph() -> None:
     made = {v for op in graph.operators for v in op.outputs} | {v.value for v in graph.variables}
     assert set(graph.tensors) == made
     assert propagate(graph, {"data": 2, "tensor": 2}).sizes == {"data": 2, "tensor": 2}
+
+
+class Masked(nn.Module):
+    """Writes that are several operators of the graph where they are one in the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+        self.register_buffer("mask", torch.tril(torch.ones(4, 4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            layer.weight.data *= self.mask
+            x = layer(x)
+        return x.square().mean()
+
+
+def test_every_operator_has_a_site_of_its_own() -> None:
+    graph = capture(Masked(), {"x": torch.ones(8, 4)}).graph
+    assert len(graph.sites) == len(graph.operators)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import weft
 from weft.errors import ModelError
 from weft.model.capture import capture
 from weft.model.gradients import learned
@@ -28,6 +29,19 @@ class Checked(nn.Module):
             raise ValueError
         assert (x.abs() < 1e6).all() or torch.isfinite(x).all(), "bounds"
         assert y is not None
+        assert x.abs().max().item() < 1e6, f"{x.max().item()} is too large"
+        assert not torch.isnan(x).any().item() and -1e6 < x.min().item() < 1e6  # noqa: PT018
+        if not torch.isfinite(x).all().item() or y.max().item() > 99:
+            raise ValueError(f"{int(y.min())}")
+        assert torch.allclose(x, x) and not torch.equal(x, x + 1), "no number"  # noqa: PT018
+        torch._assert((x > -1e6).all(), "small")
+        torch._assert(x.shape[0] > 0, "no samples")
+        if torch.isnan(x).any():
+            print("there are such")
+        if x.min() < -1e6 or x.max() > 1e6:
+            import warnings
+
+            warnings.warn("large", stacklevel=1)
         with torch.no_grad():
             torch._check(y.max().item() <= 12)
         loss: Tensor = nn.functional.cross_entropy(self.head(x), y)
@@ -37,6 +51,17 @@ class Checked(nn.Module):
 class Branches(Checked):
     def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
         if x.mean() > 0:
+            x = x * 2
+        return super().forward(x, y)
+
+
+class Speaks(Checked):
+    """Something else is done beside what is said."""
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        if x.mean() > 0:
+            print("positive")
+        else:
             x = x * 2
         return super().forward(x, y)
 
@@ -69,7 +94,7 @@ class Picks(Checked):
         return super().forward(x, y) * mean
 
 
-@pytest.mark.parametrize("model", [Branches, Raises, Picks])
+@pytest.mark.parametrize("model", [Branches, Speaks, Raises, Picks])
 def test_branches_on_values_are_refused(model: type[nn.Module]) -> None:
     with pytest.raises(ModelError, match="data-dependent"):
         capture(model(), batch())
@@ -94,3 +119,37 @@ def test_what_lends_its_shape_alone_learns_nothing() -> None:
     values = {v.name: v.value for v in graph.parameters}
     want = {name for name, p in model.named_parameters() if p.grad is not None}
     assert {name for name, value in values.items() if value in learned(graph)} == want
+
+
+class Transcribes(nn.Module):
+    """The targets of all samples in one row, by a mask and by lengths that the batch brings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor, words: Tensor, lengths: Tensor) -> Tensor:
+        row, heard = words.masked_select(words > 0), self.head(x).log_softmax(-1).transpose(0, 1)
+        loss: Tensor = nn.functional.ctc_loss(heard, row, torch.full((len(x),), x.shape[1]), lengths)
+        return loss
+
+
+def test_targets_in_one_row_are_each_samples_own() -> None:
+    words = torch.tensor([[1, 0, 2], [0, 2, 0], [2, 1, 1], [0, 0, 0]])
+    batch = {"x": torch.randn(4, 9, 5, generator=torch.Generator().manual_seed(0)), "words": words, "lengths": (words > 0).sum(1)}
+    engine = weft.parallelize(Transcribes, batch=batch, plan="data=1 precision=float64", seed=0)
+    torch.manual_seed(0)
+    want = Transcribes().double()(**batch | {"x": batch["x"].double()})
+    assert engine.step(batch).loss == pytest.approx(want.item(), rel=1e-12)
+    with pytest.raises(Exception, match=r"target_lengths \[2, 1, 2, 1\].* picks \[2, 1, 3, 0\]"):
+        engine.step(batch | {"lengths": torch.tensor([2, 1, 2, 1])})
+
+
+def test_a_plain_loop_says_who_trains_what_cannot_be_captured() -> None:
+    def build() -> nn.Module:
+        with weft.auto_parallelize(batch=batch()):
+            net = Branches()
+        return net
+
+    with pytest.raises(ModelError, match=r"Branches .* data-dependent .*; weft.parallelize trains"):
+        build()

@@ -42,6 +42,11 @@ def transcripts() -> Case:
     return case("weft.ctc_loss.default", said, targets, lengths, torch.tensor([3, 2, 0, 1, 3, 3]), 0, True)
 
 
+def counted() -> Case:
+    lengths = torch.tensor([3, 2, 0, 1, 3, 3])
+    return case("weft.ctc_lengths.default", lengths, lengths.clone())
+
+
 BAGS = torch.tensor([0, 4]), False, 0, False  # where they begin, and sums of them
 
 # (name, the call, labels that are offered over 2 ranks)

@@ -93,3 +93,20 @@ def test_a_batch_is_divided_along_its_samples_only() -> None:
             weft.plan(make, batch, cluster="1xcpu-2", layout=layout)
     with pytest.raises(Infeasible, match="no data meets data=2"):
         weft.plan(make, batch, cluster="1xcpu-2", constraints="data=2")
+
+
+class Empty(nn.Module):
+    """Keys of a past that is empty, which are reshaped before others are joined to them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        past = self.layer(x)[:, :0].unflatten(-1, (2, 2)).flatten(0, 1)
+        return torch.cat((past.reshape(x.shape[0], -1, 4), self.layer(x)), 1).square().mean()
+
+
+def test_what_is_empty_holds_no_samples() -> None:
+    batch = {"x": torch.ones(8, 3, 4)}
+    assert samples_elsewhere(Source.of(Empty).capture(batch, None, None).graph) is None

@@ -1,7 +1,8 @@
 """float64 throughout, where code names float32 or a narrower type, or makes tensors without a dtype: for comparisons in float64.
 
-In: a block of the user's own code. Out: the same, with float64 in place of float32, bfloat16 and float16. Not modelled: code that asks a
-tensor for its dtype.
+In: a block of the user's own code. Out: the same, with float64 in place of float32, bfloat16 and float16; what `torch.finfo` tells of a
+tensor's dtype stays float32's, which a graph holds as a number. Not modelled: code that asks a tensor for its dtype otherwise, and models
+of which some parts are float64 as they are written.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from weft.model.deferred.casts import without_casts
 from weft.model.deferred.fakes import tree_flatten, tree_map
 from weft.model.deferred.instead import exactly
 from weft.model.graph import NARROW
 from weft.world import private
 
+_FINFO = torch.finfo
 _NARROW = {getattr(torch, name) for name in NARROW}
 
 
@@ -70,14 +73,30 @@ def widened(model: nn.Module) -> nn.Module:
     return model
 
 
+def is_double(model: nn.Module) -> bool:
+    """Whether a model computes in float64 as it is written."""
+    return any(p.dtype is torch.float64 for p in model.parameters())
+
+
 @contextmanager
-def doubled(wanted: bool) -> Iterator[None]:
-    """Whatever is made in this block is of float64, if that is `wanted`."""
+def doubled(wanted: bool, own: bool = False) -> Iterator[None]:
+    """Whatever is made in this block is of float64, if that is `wanted`. `own`: the model is so as it is written."""
     if not wanted:
         yield
         return
-    with Double(), Exactly():  # type: ignore[no-untyped-call]  # torch's own constructors have no types
-        yield
+    told: Any = torch.finfo
+    if not own:
+        setattr(torch, "finfo", _as_written)  # noqa: B010  # a class to type checkers
+    try:
+        with Double(), Exactly(), without_casts():  # type: ignore[no-untyped-call]  # torch's own constructors have no types
+            yield
+    finally:
+        setattr(torch, "finfo", told)  # noqa: B010
+
+
+def _as_written(dtype: torch.dtype | None = None) -> Any:
+    """`torch.finfo` of what a tensor is without `doubled`."""
+    return _FINFO(torch.float32 if dtype is torch.float64 else torch.get_default_dtype() if dtype is None else dtype)
 
 
 def _writes(func: Any) -> bool:

@@ -14,7 +14,7 @@ import io
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations, islice
 from typing import Any
 
@@ -213,8 +213,8 @@ def _traced(step: _Step, batch: Any, batched: frozenset[str], size: int, fake_mo
         except Exception as error:
             cut = "" if size == batch_size_of(batch) else f" with {size} of the batch's {batch_size_of(batch)} samples (one microbatch)"
             raise ModelError(f"torch.export cannot follow the model{cut}: {why_not(error)}") from error
-        _refuse_unknown_shapes(program)
         without_assertions(program.graph_module)
+        _refuse_unknown_shapes(program)
         try:
             return _read(program, step, batch, batched, size)
         except Aliased:
@@ -314,7 +314,7 @@ def _read(program: Any, step: _Step, batch: Any, batched: frozenset[str], size: 
         raise Aliased("the model writes into a tensor in a way that cannot be followed; write with torch.where or index_put")
     ops, rename = operators
     results = [rename.get(v, v) for v in reader.results]
-    wanted = _keep(ops, results, in_place)
+    wanted = _apart(_keep(ops, results, in_place))
     if outputs and not results:
         raise ModelError("the model's output holds no tensor; it must return tensors")
     used = {value for op in wanted for value in op.inputs} | set(results)
@@ -380,3 +380,16 @@ def _keep(operators: list[Operator], results: list[str], held: set[str]) -> list
             needed.update(op.inputs)
             kept.append(op)
     return kept[::-1]
+
+
+def _apart(operators: list[Operator]) -> list[Operator]:
+    """Each at a site of its own: a write that was made functional is several operators, and takes views again, where there was one."""
+    taken, seen, found = {op.site for op in operators}, set[str](), []
+    for op in operators:
+        site, number = op.site, 0
+        while site in seen or (number and site in taken):
+            number += 1
+            site = f"{op.site}#{number}"
+        seen.add(site)
+        found.append(op if site == op.site else replace(op, site=site))
+    return found

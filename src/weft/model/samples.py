@@ -142,6 +142,8 @@ def _reshaped(place: _Place, before: tuple[int, ...], after: tuple[int, ...]) ->
     >>> _reshaped(_Place(1, 1, 8), (6, 8, 5), (48, 5)), _reshaped(_Place(1, 2, 8), (6, 16, 3), (48, 6))
     (_Place(dim=0, inner=1, size=8), _Place(dim=0, inner=1, size=8))
     """
+    if not prod(after):
+        return None  # nothing lies anywhere
     inner = place.inner * prod(before[place.dim + 1 :])
     for dim in range(len(after)):
         below = prod(after[dim + 1 :])

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -20,11 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from weft.errors import ModelError
 from weft.model.checks import passing
+from weft.model.deferred.casts import without_casts
+from weft.model.deferred.ctc import Picked
 from weft.model.deferred.instead import INSTEAD, exactly, one_by_one
 from weft.model.deferred.known import Known
 from weft.model.functions import BASE, Record, plainly, recorded, recording
@@ -40,6 +43,7 @@ _IN_BACKWARD: dict[Any, str] = {
     torch.autograd.grad: "calls torch.autograd.grad",
     torch.autograd.backward: "calls torch.autograd.backward",
 }
+_ASKS_TRUE = (Tensor.__bool__, Tensor.allclose, torch.allclose, Tensor.equal, torch.equal)
 _OWN = set(vars(nn.Module()))
 _HOOKS = {key for key in _OWN if "forward" in key and "hooks" in key}  # a model may hang some on its parts when it is first called
 
@@ -50,7 +54,7 @@ class _Told(TorchFunctionMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self._model, self._own = model, {id(p) for p in model.parameters()}
-        self._known = Known()
+        self._known, self._picked = Known(), Picked()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == _GET_DATA:
@@ -72,10 +76,12 @@ class _Told(TorchFunctionMode):
             return answer[0]
         if func is Tensor.__bool__ and _asked_by(inspect.currentframe()) == nn.Transformer.__module__:
             return False  # whether a mask is causal, which only chooses the faster of two ways to the same result
-        if func is Tensor.__bool__ and args[0].numel() == 1:
+        if func in _ASKS_TRUE and (func is not Tensor.__bool__ or args[0].numel() == 1):
             passes = passing(_caller(inspect.currentframe()))
             if passes is not None:
                 return passes
+        if func is F.ctc_loss:
+            args, kwargs = (), self._picked.apart(args, kwargs or {})
         if func in INSTEAD:
             return INSTEAD[func](*args, **(kwargs or {}))
         each = one_by_one(func, args, kwargs or {})
@@ -87,6 +93,7 @@ class _Told(TorchFunctionMode):
         exact = exactly(func, args, kwargs or {})
         result = func(*args, **(kwargs or {})) if exact is None else exact.to(torch.float32)
         self._known.note(func, args, kwargs or {}, result)
+        self._picked.note(func, args, result)
         return result
 
     def _assign(self, into: Tensor, value: Tensor) -> None:
@@ -99,6 +106,12 @@ class _Told(TorchFunctionMode):
             )
         with torch.no_grad():
             into.detach().copy_(value)
+
+
+def _is_true(number: torch.SymBool, otherwise: Callable[[torch.SymBool], bool]) -> bool:
+    """Whether it is, as code asks that has compared what `.item()` gave it: what a check passes with, or else what torch says."""
+    passes = passing(_caller(_caller(inspect.currentframe())))
+    return otherwise(number) if passes is None else passes
 
 
 def _holds(model: nn.Module, parameter: Tensor) -> bool:
@@ -155,10 +168,14 @@ def watched(model: nn.Module, record: Record) -> Iterator[None]:
     checked = Distribution._validate_args
     # Distributions look at the values of their arguments, which only tells whether they are valid.
     Distribution.set_default_validate_args(False)
+    asked: Any = torch.SymBool
+    symbolic = asked.__bool__
+    asked.__bool__ = lambda number: _is_true(number, symbolic)
     try:
-        with _Told(model), recording(record):
+        with _Told(model), recording(record), without_casts():
             yield
     finally:
+        asked.__bool__ = symbolic
         del BASE.apply
         functions.custom_function_call = transformed
         Distribution.set_default_validate_args(checked)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.lower.double import doubled, widened
+from weft.lower.double import doubled, is_double, widened
 from weft.model.capture import Loss, call
 from weft.model.nesting import batch_size_of, leaves, rebuild
 from weft.model.watched import set_state, state_of
@@ -58,6 +58,7 @@ class Serial:
         torch.manual_seed(seed)
         self.model: nn.Module = copy.deepcopy(make) if isinstance(make, nn.Module) else make()
         self._double = plan.layout.precision == "float64"
+        self._own = is_double(self.model)
         if self._double:
             self.model = widened(self.model)
         self.model = self.model.to(device)
@@ -82,7 +83,7 @@ class Serial:
         K before. `instead`: gradients that update them in the place of its own.
         """
         drawn = torch.random.get_rng_state()
-        with doubled(self._double):
+        with doubled(self._double, self._own):
             try:
                 total, inputs = self._forward_backward()
             except RuntimeError as error:
@@ -153,7 +154,7 @@ class Serial:
         try:
             for p, _, _ in parameters:
                 p.requires_grad_(False)
-            with doubled(self._double):
+            with doubled(self._double, self._own):
                 inputs = {path: x.detach().clone().requires_grad_(x.is_floating_point()) for path, x in self._batch.items()}
                 call(self.model, rebuild(self._nesting, {p: inputs.get(p, leaf) for p, leaf in leaves(self._nesting)}), self._loss)
             return any(b.requires_grad for b in self.model.buffers())

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.errors import Infeasible
-from weft.lower.double import doubled, widened
+from weft.lower.double import doubled, is_double, widened
 from weft.lower.kernels.randomness import Draw
 from weft.lower.local import LocalStage
 from weft.model.capture import Loss, call
@@ -39,15 +39,16 @@ from weft.world.world import World
 class _Whole(nn.Module):
     """The user's module and loss, called with the local batch's tensors in order."""
 
-    def __init__(self, model: nn.Module, batch: Any, loss: Loss | None, share: float, double: bool) -> None:
+    def __init__(self, model: nn.Module, batch: Any, loss: Loss | None, share: float, double: bool, own: bool) -> None:
         super().__init__()
-        self.model, self._batch, self._loss, self._share, self._double = model, batch, loss, share, double
+        self.model, self._batch, self._loss, self._share = model, batch, loss, share
+        self._double, self._own = double, own
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor]:
         given = iter(tensors)
         new = {path: next(given) if isinstance(leaf, Tensor) else leaf for path, leaf in leaves(self._batch)}
         batch = rebuild(self._batch, new)
-        with doubled(self._double):  # as the serial reference
+        with doubled(self._double, self._own):  # as the serial reference
             try:
                 return (call(self.model, batch, self._loss) * self._share,)
             except RuntimeError as error:
@@ -83,6 +84,7 @@ def build_whole(plan: Plan, source: Source, batch: Any, loss: Loss | None, world
     if source.deferred is not None:
         model = realize(source.deferred, model)
     model = model.to(world.device)
+    own = is_double(model)
     if layout.precision == "float64":
         model = widened(model)
     refuse_division(plan, model, batch, loss)
@@ -147,7 +149,7 @@ def build_whole(plan: Plan, source: Source, batch: Any, loss: Loss | None, world
         for local, p in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             first = names[id(p)][0] if id(p) in names else f"{module_name}.{local}"
             setattr(module, local, parameters[first])
-    whole = _Whole(model, batch, loss, 1.0 / layout.data, layout.precision == "float64")
+    whole = _Whole(model, batch, loss, 1.0 / layout.data, layout.precision == "float64", own)
     local = LocalStage(whole, tuple(v.value for v in inputs), (), (), ("loss",), forms)
     blocks = {b.name: (b, (0,) * len(b.tensor.shape)) for b in buffers}
     program = program_of(plan, (stage,), world)

@@ -1,11 +1,13 @@
 """Connectionist temporal classification with lengths that are tensors (Graves et al. 2006), as an operator that a trace can hold.
 
 In: `log_probs_TNC`, `targets_NS`, and each sample's lengths. Out: each sample's loss. Torch's own operator also returns what its backward
-reads, whose shape follows from the values of the lengths; here backward makes that again.
+reads, whose shape follows from the values of the lengths; here backward makes that again. Targets of all samples in one row, which a mask
+picks out of `targets_NS` (`labels.masked_select(labels >= 0)`), are put back into rows of their own. Not modelled: other such rows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -49,6 +51,54 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 losses.register_autograd(_backward, setup_context=_keep)
+
+
+@torch.library.custom_op("weft::ctc_lengths", mutates_args=())
+def _lengths(given: Tensor, picked: Tensor) -> Tensor:
+    """`given`, if as many targets of each sample were picked: else torch would take some from its neighbours in the row."""
+    if not torch.equal(given, picked.to(given.dtype)):
+        raise ValueError(
+            f"ctc_loss is told target_lengths {given.tolist()}, and of the samples' targets a mask picks {picked.tolist()}; they must be "
+            "the same"
+        )
+    return given.clone()
+
+
+@_lengths.register_fake
+def _(given: Tensor, picked: Tensor) -> Tensor:
+    return torch.empty_like(given)
+
+
+class Picked:
+    """Which rows hold what a mask picks out of targets_NS."""
+
+    def __init__(self) -> None:
+        self._from: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # the row itself too, so that no identity is used again
+
+    def note(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+        """Note a call, if it makes such a row or casts one."""
+        if func in _PICKS and len(args) == 2:
+            targets, mask = args
+            if isinstance(mask, Tensor) and mask.dtype is torch.bool and targets.dim() == 2 and targets.shape == mask.shape:
+                self._from[id(result)] = (result, targets, mask)
+        elif func in _CASTS and id(args[0]) in self._from:
+            _, targets, mask = self._from[id(args[0])]
+            self._from[id(result)] = (result, targets.to(result.dtype), mask)
+
+    def apart(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of `ctc_loss`, by name, with such targets in rows of their own: what is picked of each comes first."""
+        given = dict(zip(_ARGUMENTS, args, strict=False)) | dict(kwargs)
+        lengths = given.get("target_lengths")
+        if id(given.get("targets")) in self._from and isinstance(lengths, Tensor) and lengths.dim() == 1:
+            _, targets, mask = self._from[id(given["targets"])]
+            order = (~mask).to(torch.int32).argsort(dim=1, stable=True)
+            given |= {"targets": targets.gather(1, order), "target_lengths": _lengths(lengths, mask.sum(1))}
+        return given
+
+
+_PICKS = (torch.masked_select, Tensor.masked_select, Tensor.__getitem__)
+_CASTS = (Tensor.to, Tensor.int, Tensor.long)
+_ARGUMENTS = ("log_probs", "targets", "input_lengths", "target_lengths", "blank", "reduction", "zero_infinity")
 
 
 def ctc_loss(

@@ -69,6 +69,21 @@ def affine_grid(theta: Tensor, size: Any, align_corners: bool | None = None) -> 
     return (points.reshape(-1, dims + 1) @ theta.transpose(1, 2)).reshape(-1, *size[2:], dims)
 
 
+def bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+    """Counts of 0 ... `minlength` - 1, which nothing may exceed (a run says so); torch's own are as many as the largest value wants."""
+    if not minlength or input.dim() != 1:
+        return torch.bincount(input, weights, minlength)
+    dtype = torch.int64 if weights is None else weights.dtype if weights.is_floating_point() else torch.float64
+    added = torch.ones_like(input, dtype=dtype) if weights is None else weights.to(dtype)
+    return torch.zeros(minlength, dtype=dtype).scatter_add(0, input.long(), added)
+
+
+def checked(condition: Any, message: str) -> None:
+    """What torch asserts: of values that a trace does not know it is passed over, as other checks of values."""
+    if not isinstance(condition, Tensor | torch.SymBool) and not condition:
+        raise AssertionError(message)
+
+
 def exactly(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
     """The float64 tensor of numbers that `func(*args)` would round to float32 (0.1, not 0.5); None for any other call.
 
@@ -108,7 +123,10 @@ def one_by_one(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> C
 _FOREACH = "_foreach_"
 _FOR_EACH = {"alpha", "value", "weight", "ord"}  # arguments by name that are the same for each
 _OF_NUMBERS = (torch.tensor, torch.as_tensor, Tensor.new_tensor)
-INSTEAD: Mapping[Any, Callable[..., Tensor]] = {
+INSTEAD: Mapping[Any, Callable[..., Any]] = {
+    torch._assert: checked,
+    torch.bincount: bincount,
+    Tensor.bincount: bincount,
     F.affine_grid: affine_grid,
     F.embedding_bag: embedding_bag,
     F.ctc_loss: ctc_loss,

@@ -145,6 +145,12 @@ def _ctc(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
     return Rule(((BLOCKED, n, BLOCKED), (n, BLOCKED), (n,), (n,)), ((n,),))
 
 
+def _ctc_lengths(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
+    """Lengths of targets, each held against how many are there."""
+    n = "n" if outs[0][0] > 1 else BLOCKED
+    return Rule(((n,), (n,)), ((n,),))
+
+
 def _matrix_norm(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
     """Norms over one dimension or two, which go or stay with size 1."""
     default = (-2, -1) if op.target.split(".")[1] == "linalg_matrix_norm" else None
@@ -220,5 +226,6 @@ OF_SAMPLES: dict[str, Made] = {
     "masked_scatter": _masked_scatter,
     "embedding_bag": _bags,
     "ctc_loss": _ctc,
+    "ctc_lengths": _ctc_lengths,
 }
-OWN = {"weft.ctc_loss.default"}  # operators that are not torch's and have a rule
+OWN = {"weft.ctc_loss.default", "weft.ctc_lengths.default"}  # operators that are not torch's and have a rule
