@@ -22,6 +22,7 @@ _BROADCAST = frozenset("mul div where maximum minimum".split())
 # What formulas make besides gradients, in sizes of the first operand: powers and products of them, what is turned round to be summed up
 # backwards, masks of where the largest stands and how many there are.
 _MAKES = {"pow": 2.0, "abs": 1.0, "cumsum": 2.0, "cumprod": 3.2, "amax": 1.3, "amin": 1.3, "instance_norm": 1.0}
+_SCATTERS = frozenset("gather take_along_dim".split())  # their gradient is added up where its elements came from
 _FROM_REAL = frozenset("fft_fft fft_ifft fft_fft2 fft_ifft2 fft_fftn fft_ifftn".split())
 
 
@@ -57,6 +58,8 @@ def working_bytes(op: Operator, tensors: Mapping[str, Tensor], grads: Set[str], 
         return size + out.size_bytes
     if x.dtype.startswith("complex") and name in ("exp", "tanh", "sigmoid", "sqrt"):  # the conjugate of what was kept
         size += x.size_bytes
+    if name in _SCATTERS and x.dtype == "bfloat16":  # what is added up in narrow numbers is added up in float32
+        size += 2 * x.size_bytes
     return size + _MAKES.get(name, 0.0) * x.size_bytes
 
 
