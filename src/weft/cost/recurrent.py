@@ -25,15 +25,15 @@ def workspace_bytes(steps: int, samples: int, inputs: int, hidden: int, width: i
     """Of one layer in one direction; `width`: bytes of a value.
 
     For every step four gates and the output; for every step and the one before the first, of this layer and the one below: what it reads,
-    that one's gradient and its state's, as wide as the wider of input and state, and the cells with their gradient. Gates, outputs and
-    values are as narrow as the tensors, the rest is float32.
+    that one's gradient and its state's, as wide as the wider of input and state, and the cells with their gradient. Gradients are float32,
+    the rest is as narrow as the tensors.
 
     >>> workspace_bytes(64, 8, 320, 160, 4)
     6963200
     """
     wide = max(inputs, hidden)
     each = _row_bytes(4 * hidden, width) + _row_bytes(hidden, width)
-    states = 2 * (_row_bytes(wide, width) + 2 * _row_bytes(wide, 4) + 2 * 4 * hidden)
+    states = 2 * (_row_bytes(wide, width) + 2 * _row_bytes(wide, 4) + (width + 4) * hidden)
     return samples * (steps * each + (steps + 1) * states)
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from math import prod
 
-from weft.model.graph import Operator, Tensor
+from weft.model.cores import drops_scores
+from weft.model.graph import DTYPE_BYTES, Operator, Tensor
 from weft.model.work import kind_of, packet, transformed
 
 # Their gradient is their operand's, in the same memory.
@@ -46,9 +47,10 @@ def working_bytes(op: Operator, tensors: Mapping[str, Tensor], grads: Set[str], 
     x = tensors[op.inputs[0]]
     if name == "cross_entropy_loss":  # the gradient of what it kept
         return size + extra_bytes
-    if kind_of(op) == "attention":  # scores again, and their gradient
+    if kind_of(op) == "attention":  # scores again, and their gradient; of those that dropout left only that, in float32
         key = tensors[op.inputs[1]]
-        return size + min(extra_bytes, 2.0 * x.size_bytes / x.shape[-1] * key.shape[-2])
+        each = 4.0 / DTYPE_BYTES[x.dtype] if drops_scores(op) else 2.0
+        return size + min(extra_bytes, each * x.size_bytes / x.shape[-1] * key.shape[-2])
     if kind_of(op) == "recurrent":  # of gates and states, a step at a time
         return size + 2.0 * out.size_bytes
     if name in ("fft_rfft", "fft_ihfft"):  # backward is of complex numbers throughout, at full length
