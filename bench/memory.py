@@ -29,7 +29,7 @@ from weft.plan.layout import Layout
 
 PAGE = ROOT / "docs" / "benchmarks" / "memory.md"
 CLUSTER = "1xcpu-2"
-FILES = ("vision", "sequence", "hugging_face")  # of bench/memory_models
+FILES = ("vision", "sequence", "assorted", "hugging_face")  # of bench/memory_models
 NEEDS = {"hugging_face": "transformers"}
 LAYOUTS = (
     "data=2",

@@ -300,3 +300,117 @@ class _Wide(nn.Module):
 
 def wide() -> Any:
     return _Wide(), {"x": _normal(N, 512, 256), "y": _normal(N)}
+
+
+class _Tagger(nn.Module):
+    """Two layers both ways: the second reads twice what a direction's state is wide."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(width, width, 2, batch_first=True, bidirectional=True, dropout=0.2), nn.Linear(2 * width, 5)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.lstm(x)[0]).flatten(0, 1), y.flatten())
+
+
+def tagger() -> Any:
+    return _Tagger(), {"x": _normal(N, 96, 64), "y": _ids(5, N, 96)}
+
+
+class _Letters(nn.Module):
+    """Attention over an image's places by letters: the gradient of its weights comes turned."""
+
+    def __init__(self, channels: int = 16) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Conv2d(channels, 3 * channels, 1), nn.Conv2d(channels, channels, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).flatten(2).unflatten(1, (3, 2, -1)).unbind(1)
+        weights = torch.softmax(torch.einsum("bhcn,bhcm->bhnm", q, k) * 0.3, -1)
+        return F.mse_loss(x + self.out(torch.einsum("bhnm,bhcm->bhcn", weights, v).reshape(x.shape)), y)
+
+
+def letters() -> Any:
+    return _Letters(), {"x": _normal(N, 16, 16, 16), "y": _normal(N, 16, 16, 16, seed=1)}
+
+
+def dropping() -> Any:
+    """Attention with dropout, composed for want of a kernel: it keeps copies of queries and keys beside one tensor of all three."""
+    return _Layers([nn.TransformerEncoderLayer(96, 4, 256, dropout=0.1, batch_first=True) for _ in range(3)], 96), {
+        "x": _normal(N, 96, 96),
+        "y": _normal(N),
+    }
+
+
+class _Neighbours(nn.Module):
+    """Edges to the nearest points: the gradient of what is gathered is added up in float32 whatever its dtype."""
+
+    def __init__(self, width: int = 16, near: int = 4) -> None:
+        super().__init__()
+        self.first, self.edges, self.near = nn.Conv1d(3, width, 1), nn.Conv2d(2 * width, width, 1), near
+
+    def forward(self, points: Tensor, y: Tensor) -> Tensor:
+        x = self.first(points)
+        places = x.transpose(1, 2)
+        near = torch.cdist(places, places).detach().topk(self.near, -1, largest=False).indices
+        found = torch.gather(x[:, :, None].expand(-1, -1, x.shape[-1], -1), 3, near[:, None].expand(-1, x.shape[1], -1, -1))
+        edges = self.edges(torch.cat([found, x[..., None].expand_as(found) - found], 1))
+        return F.mse_loss(edges.amax(-1).mean((1, 2)), y)
+
+
+def neighbours() -> Any:
+    return _Neighbours(), {"points": _normal(N, 3, 128), "y": _normal(N)}
+
+
+class _Cells(nn.Module):
+    """Steps of a recurrence one by one: under autocast the state stays as narrow as it was."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.first, self.cell, self.head = nn.Linear(16, width), nn.GRUCell(width, width), nn.Linear(width, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.first(x).flatten(0, 1)
+        for _ in range(4):
+            h = self.cell(F.relu(h), h)
+        return F.mse_loss(self.head(h).unflatten(0, x.shape[:2]).mean((1, 2)), y)
+
+
+def cells() -> Any:
+    return _Cells(), {"x": _normal(N, 128, 16), "y": _normal(N)}
+
+
+class _Masked(nn.Module):
+    """Attention under a mask of truths, of which torch makes what is added to the scores."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(3))
+
+    def forward(self, x: Tensor, seen: Tensor, y: Tensor) -> Tensor:
+        mask = seen[:, None, None] | torch.eye(x.shape[1], dtype=torch.bool)
+        for layer in self.layers:
+            q, k, v = (t.unflatten(-1, (4, -1)).transpose(1, 2) for t in layer(x).chunk(3, -1))
+            x = x + F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
+        return F.mse_loss(x.mean((1, 2)), y)
+
+
+def masked() -> Any:
+    return _Masked(), {"x": _normal(N, 128, 32), "seen": _ids(2, N, 128).bool(), "y": _normal(N)}
+
+
+class _Maps(nn.Module):
+    """Dropout of channels, which keeps a number a channel."""
+
+    def __init__(self, channels: int = 16) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Conv2d(channels, channels, 1) for _ in range(4))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = F.dropout2d(F.silu(layer(x)), 0.2)
+        return F.mse_loss(x.mean((1, 2, 3)), y)
+
+
+def maps() -> Any:
+    return _Maps(), {"x": _normal(N, 16, 32, 32), "y": _normal(N)}

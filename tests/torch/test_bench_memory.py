@@ -56,14 +56,14 @@ def test_words_name_models_or_files_and_others_are_refused(capsys: pytest.Captur
     assert "data=two" in capsys.readouterr().err
 
 
-def test_35_models_are_there_and_eight_layouts_that_run() -> None:
+def test_40_models_are_there_and_eight_layouts_that_run() -> None:
     models, missing = found()
-    assert [(file, len(names)) for file, names in models.items()][:2] == [("vision", 13), ("sequence", 13)]
+    assert [(file, len(names)) for file, names in models.items()][:3] == [("vision", 13), ("sequence", 13), ("assorted", 5)]
     if find_spec("transformers") is None:
         assert len(missing) == 1
     else:
         assert missing == []
-        assert sum(map(len, models.values())) == len({name for names in models.values() for name in names}) == 35
+        assert sum(map(len, models.values())) == len({name for names in models.values() for name in names}) == 40
     assert len(LAYOUTS) == 8
     for layout in LAYOUTS:
         Layout.parse(layout).check_runs()
@@ -72,7 +72,7 @@ def test_35_models_are_there_and_eight_layouts_that_run() -> None:
 def test_without_their_package_models_are_left_out_with_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "find_spec", lambda name: None)
     models, missing = found()
-    assert list(models) == ["vision", "sequence"]
+    assert list(models) == ["vision", "sequence", "assorted"]
     assert missing == ["transformers is not installed: the models of bench/memory_models/hugging_face.py are left out"]
 
 

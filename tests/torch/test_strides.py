@@ -96,9 +96,20 @@ def test_what_operators_make_lies_as_torch_has_it() -> None:
     assert all(len(values) == 1 for values in copied.values()), "a product of rows that do not lie as rows copies them"
 
 
-@pytest.mark.parametrize("equation", ["bteh,ehd->bted", "btd,edh->bteh", "bij,bjk->bik", "bhid,bhjd->bhij"])
+@pytest.mark.parametrize(
+    "equation",
+    [
+        "bteh,ehd->bted",
+        "btd,edh->bteh",
+        "bij,bjk->bik",
+        "bhid,bhjd->bhij",
+        "bhij,bhdj->bhdi",  # the second operand's letters come first: multiplied the other way round
+        "dche,cagde->gheac",  # not where they are mixed
+        "ghde,edahgf->afdh",  # summed letters in order of the alphabet
+    ],
+)
 def test_gradients_of_products_by_letters_lie_as_torch_makes_them(equation: str) -> None:
-    sizes = dict(zip("btehdijk", (2, 3, 4, 5, 6, 7, 8, 9), strict=True))
+    sizes = dict(zip("btehdijkacfg", (2, 3, 4, 5, 6, 7, 8, 9, 2, 3, 4, 5), strict=True))
     terms = equation.partition("->")[0].split(",")
 
     class Product(nn.Module):

@@ -12,12 +12,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import prod
 
 from weft.cost.convolutions import columns_bytes, product_bytes, relaid_bytes, workspace_bytes
+from weft.cost.recurrent import lstm_bytes
 from weft.cost.working import turned_bytes, working_bytes
 from weft.model.autocast import autocast, cast
-from weft.model.graph import DTYPE_BYTES, Graph, Operator, Ref, Tensor
-from weft.model.strides import Layouts
+from weft.model.cores import drops_scores, mask_of
+from weft.model.graph import DTYPE_BYTES, Graph, Operator, Tensor
+from weft.model.strides import Layouts, viewed
 from weft.model.work import RECURRENT_KEEPS, Work, batched, differentiable, num_layers, packet, storages, work
 from weft.plan.compression import Compression
 from weft.plan.layout import BOTH_WAYS, Layout
@@ -130,12 +133,15 @@ class Inventory:
         held = frozenset(v.value for v in (*graph.parameters, *graph.buffers, *graph.constants, *graph.inputs))
         graph = autocast(graph) if is_cast else graph
         works, grads = work(graph, cast if is_cast else None), frozenset(differentiable(graph))
-        if is_cpu:
-            for op in graph.operators:
-                more = _kept_by_processors(op, {**graph.tensors, **cast(op, graph.tensors)} if is_cast else graph.tensors, grads)
-                if more:
-                    works[op.name] = replace(works[op.name], extra_bytes=works[op.name].extra_bytes + more)
         layouts = Layouts(graph) if is_cpu else None
+        if layouts is not None:
+            for op in graph.operators:
+                tensors, done = {**graph.tensors, **cast(op, graph.tensors)} if is_cast else graph.tensors, works[op.name]
+                if op.name in layouts.composed:
+                    keeps, more = _kept_by_composed(op, tensors, grads, layouts)
+                    works[op.name] = replace(done, keeps=keeps, extra_bytes=more)
+                elif more := _kept_by_processors(op, tensors, grads):
+                    works[op.name] = replace(done, extra_bytes=done.extra_bytes + more)
         root = storages(graph, layouts.copied if layouts is not None else frozenset())
         return cls(graph, works, grads, frozenset(batched(graph)), root, held, is_cpu, is_cast, layouts)
 
@@ -150,6 +156,9 @@ class Inventory:
             rows = self.layouts.copies(op) if self.layouts is not None else frozenset[str]()
             mine = dict.fromkeys(self._storage(op, v, read, v in rows) for v in done.keeps)
             live = any(v in self.grads for v in op.outputs)
+            mask = mask_of(op) if live and self.layouts is not None and op.name not in self.layouts.composed else None
+            if mask is not None and tensors[mask].dtype == "bool":  # torch makes of it what is added to the scores
+                mine[mask, f"added by {op.name}", float(DTYPE_BYTES[tensors[op.inputs[0]].dtype])] = None
             size = working_bytes(op, tensors, self.grads, self.held, done.extra_bytes) if live else 0.0
             if op.function is not None and live:
                 size += op.function.working_bytes
@@ -198,8 +207,7 @@ class Inventory:
 def _kept_by_processors(op: Operator, tensors: Mapping[str, Tensor], grads: frozenset[str]) -> float:
     """Bytes that torch's kernels for processors keep for backward beside what `weft.model.work` counts, found by watching them.
 
-    RMS norm keeps what it normalised; attention its scores, where a mask learns, and thrice with dropout; oneDNN's LSTM a workspace of 16
-    outputs (23 in bfloat16), other recurrent layers 7 in all.
+    RMS norm keeps what it normalised; oneDNN's LSTM a workspace (`weft.cost.recurrent`), other recurrent layers 7 outputs in all.
     """
     if not grads.intersection(op.outputs):
         return 0.0
@@ -207,20 +215,30 @@ def _kept_by_processors(op: Operator, tensors: Mapping[str, Tensor], grads: froz
     if name == "rms_norm":
         return out.size_bytes
     if name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
-        lstm = 23.0 if out.dtype == "bfloat16" else 16.0  # its cells' states are float32
-        return ((lstm if name == "lstm" else 7.0) - RECURRENT_KEEPS) * out.size_bytes * num_layers(op, tensors)
-    if name == "scaled_dot_product_attention":
-        query, key, value = (tensors[v] for v in op.inputs[:3])
-        wide = 4.0 / DTYPE_BYTES[query.dtype] if query.dtype == "bfloat16" else 1.0
-        scores = wide * query.size_bytes / query.shape[-1] * key.shape[-2]
-        mask = op.args[3] if len(op.args) > 3 else dict(op.kwargs).get("attn_mask")
-        drops_some = len(op.args) > 4 and bool(op.args[4])
-        if not drops_some and not (isinstance(mask, Ref) and mask.value in grads):
-            return 0.0
-        # Composed of products and a softmax, in float32: of what is narrower there are copies in place of it.
-        copies = (wide - 1) * (query.size_bytes + key.size_bytes + value.size_bytes) - (wide > 1) * out.size_bytes
-        return scores * (3 if drops_some else 1) + copies
+        counted = RECURRENT_KEEPS * out.size_bytes * num_layers(op, tensors)
+        return (lstm_bytes(op, tensors) if name == "lstm" else 7.0 / RECURRENT_KEEPS * counted) - counted
     return 0.0
+
+
+def _kept_by_composed(
+    op: Operator, tensors: Mapping[str, Tensor], grads: frozenset[str], layouts: Layouts
+) -> tuple[tuple[str, ...], float]:
+    """The values that attention keeps where it is composed of products and a softmax (`_scaled_dot_product_attention_math`), and bytes of
+    what is no value of the graph.
+
+    Those are copies of queries and keys, each times the root of the scale; of values where their heads do not lie one behind another;
+    the weights, and with dropout its mask and what that leaves. Of what is narrower than float32 there are wide copies in place of it.
+    """
+    if not grads.intersection(op.outputs):
+        return (), 0.0
+    query, key, value = (tensors[v] for v in op.inputs[:3])
+    wide = 4.0 / DTYPE_BYTES[query.dtype] if query.dtype == "bfloat16" else 1.0
+    scores = wide * query.size_bytes / query.shape[-1] * key.shape[-2] * (3 if drops_scores(op) else 1)
+    more = scores + wide * (query.size_bytes + key.size_bytes)
+    shape = value.shape
+    if wide > 1 or viewed(shape, layouts.of(op.inputs[2]), (prod(shape[:-2]), *shape[-2:])) is None:
+        return (), more + wide * value.size_bytes
+    return (op.inputs[2],), more
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from math import prod
 
-from weft.model.graph import Operator, Tensor
+from weft.model.cores import drops_scores
+from weft.model.graph import DTYPE_BYTES, Operator, Tensor
 from weft.model.work import kind_of, packet, transformed
 
 # Their gradient is their operand's, in the same memory.
@@ -22,6 +23,7 @@ _BROADCAST = frozenset("mul div where maximum minimum".split())
 # What formulas make besides gradients, in sizes of the first operand: powers and products of them, what is turned round to be summed up
 # backwards, masks of where the largest stands and how many there are.
 _MAKES = {"pow": 2.0, "abs": 1.0, "cumsum": 2.0, "cumprod": 3.2, "amax": 1.3, "amin": 1.3, "instance_norm": 1.0}
+_SCATTERS = frozenset("gather take_along_dim".split())  # their gradient is added up where its elements came from
 _FROM_REAL = frozenset("fft_fft fft_ifft fft_fft2 fft_ifft2 fft_fftn fft_ifftn".split())
 
 
@@ -45,9 +47,10 @@ def working_bytes(op: Operator, tensors: Mapping[str, Tensor], grads: Set[str], 
     x = tensors[op.inputs[0]]
     if name == "cross_entropy_loss":  # the gradient of what it kept
         return size + extra_bytes
-    if kind_of(op) == "attention":  # scores again, and their gradient
+    if kind_of(op) == "attention":  # scores again, and their gradient; of those that dropout left only that, in float32
         key = tensors[op.inputs[1]]
-        return size + min(extra_bytes, 2.0 * x.size_bytes / x.shape[-1] * key.shape[-2])
+        each = 4.0 / DTYPE_BYTES[x.dtype] if drops_scores(op) else 2.0
+        return size + min(extra_bytes, each * x.size_bytes / x.shape[-1] * key.shape[-2])
     if kind_of(op) == "recurrent":  # of gates and states, a step at a time
         return size + 2.0 * out.size_bytes
     if name in ("fft_rfft", "fft_ihfft"):  # backward is of complex numbers throughout, at full length
@@ -57,6 +60,8 @@ def working_bytes(op: Operator, tensors: Mapping[str, Tensor], grads: Set[str], 
         return size + out.size_bytes
     if x.dtype.startswith("complex") and name in ("exp", "tanh", "sigmoid", "sqrt"):  # the conjugate of what was kept
         size += x.size_bytes
+    if name in _SCATTERS and x.dtype == "bfloat16":  # what is added up in narrow numbers is added up in float32
+        size += 2 * x.size_bytes
     return size + _MAKES.get(name, 0.0) * x.size_bytes
 
 

@@ -36,6 +36,8 @@ _FIRST = frozenset(
     "_native_batch_norm_legit_functional instance_norm rms_norm prelu".split()
 )
 _APART = frozenset(("broadcast_tensors", "meshgrid"))  # each result is of one operand
+# Cells, one step of a recurrence: products inside them are narrow, so that the state decides which this operand is.
+_STATE = {"gru_cell": 1, "lstm_cell": 2}
 
 
 def cast(op: Operator, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -71,8 +73,13 @@ def _narrow(op: Operator, tensors: Mapping[str, Tensor]) -> bool:
     to = wanted(op)
     if to or any(isinstance(a, Word) and a.kind == "dtype" for a in (*op.args, *dict(op.kwargs).values())):
         return to == "bfloat16"
-    floats = [tensors[v] for v in (op.inputs[:1] if packet(op) in _FIRST else op.inputs) if tensors[v].dtype in ("float32", "bfloat16")]
-    return _promoted(floats)
+    name = packet(op)
+    if name in ("rnn_tanh_cell", "rnn_relu_cell") and op.autocast != "off":
+        return True
+    decide = op.inputs[:1] if name in _FIRST else op.inputs
+    if name in _STATE and op.autocast != "off":
+        decide = op.inputs[_STATE[name] : _STATE[name] + 1]
+    return _promoted(tensors[v] for v in decide if tensors[v].dtype in ("float32", "bfloat16"))
 
 
 def _promoted(floats: Iterable[Tensor]) -> bool:

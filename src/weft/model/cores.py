@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Generic, TypeVar
 
-from weft.model.graph import Graph, Operator
+from weft.model.graph import Graph, Operator, Ref
 from weft.model.work import packet
 
 KEEPS_SCORES = "attention"  # `lower.kernels.randomness.attention`: with dropout
@@ -99,7 +99,7 @@ def cores(graph: Graph, blocks: Sequence[str]) -> tuple[int, ...]:
         for maker in those:
             readers[maker].append(i)
     operators = range(len(makers))
-    names = [KEEPS_SCORES if _drops_scores(op) else packet(op) for op in graph.operators]
+    names = [KEEPS_SCORES if drops_scores(op) else packet(op) for op in graph.operators]
     there = Cores(operators, names.__getitem__, makers.__getitem__, readers.__getitem__, runs.__getitem__, lambda _: False)
     found = [-1] * len(operators)
     for number, core in enumerate(there.find()):
@@ -108,6 +108,13 @@ def cores(graph: Graph, blocks: Sequence[str]) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _drops_scores(op: Operator) -> bool:
+def drops_scores(op: Operator) -> bool:
+    """Whether an operator is attention with dropout."""
     drops = op.args[4] if len(op.args) > 4 else dict(op.kwargs).get("dropout_p", 0.0)
     return packet(op) == "scaled_dot_product_attention" and isinstance(drops, int | float) and drops > 0
+
+
+def mask_of(op: Operator) -> str | None:
+    """The value that is attention's mask; None where it has none."""
+    mask = op.args[3] if len(op.args) > 3 else dict(op.kwargs).get("attn_mask")
+    return mask.value if packet(op) == "scaled_dot_product_attention" and isinstance(mask, Ref) else None

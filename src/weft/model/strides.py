@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
+from weft.model.cores import drops_scores, mask_of
 from weft.model.graph import Arg, Graph, Operator, Tensor
-from weft.model.work import kind_of, packet
+from weft.model.work import differentiable, kind_of, packet
 
 Strides = tuple[int, ...]
 
@@ -96,10 +97,17 @@ class Layouts:
         found: dict[str, Strides] = {}
         for op in self.graph.operators:
             for value in op.outputs:
-                made = _made(op, value, self.graph.tensors, found) if op.inputs else None
+                made = _made(op, value, self.graph.tensors, found) if op.inputs and op.name not in self.composed else None
                 if made is not None and made != natural(self.graph.tensors[value].shape):
                     found[value] = made
         return found
+
+    @cached_property
+    def composed(self) -> frozenset[str]:
+        """Operators of attention that processors compose of products and a softmax, for want of a kernel: with dropout, or a mask that
+        learns."""
+        learns = differentiable(self.graph)
+        return frozenset(op.name for op in self.graph.operators if drops_scores(op) or mask_of(op) in learns)
 
     @cached_property
     def copied(self) -> frozenset[str]:
@@ -243,7 +251,13 @@ def _einsum(op: Operator, tensors: Mapping[str, Tensor]) -> tuple[tuple[int, ...
         return ()
     both = [x for x in result if x in a and x in b]
     ours, theirs = [x for x in result if x in a and x not in b], [x for x in result if x in b and x not in a]
-    summed = [x for x in a if x in b and x not in result]
+    summed = sorted(x for x in a if x in b and x not in result)
+    if theirs and ours and [x for x in result if x not in both] == [*theirs, *ours]:  # torch multiplies them the other way round
+        return (
+            tuple(a.index(x) for x in (*both, *summed, *ours)),
+            tuple(b.index(x) for x in (*both, *theirs, *summed)),
+            tuple(result.index(x) for x in (*both, *theirs, *ours)),
+        )
     return (
         tuple(a.index(x) for x in (*both, *ours, *summed)),
         tuple(b.index(x) for x in (*both, *summed, *theirs)),

@@ -319,7 +319,8 @@ def _keeps(op: Operator, name: str, kind: str, tensors: dict[str, Tensor], grads
         padded = _padded_bytes(op, tensors)
         return (inputs, 0.0) if padded == tensors[inputs[0]].size_bytes else ((), padded)
     if "dropout" in name:
-        return (), float(tensors[out].size_bytes)
+        whole = "feature" in name  # channels are kept or dropped
+        return (), tensors[out].size_bytes / (prod(tensors[out].shape[2:]) if whole else 1)
     if "max_pool" in name:
         return inputs[:1], 0.0 if len(op.outputs) > 1 else 8.0 * tensors[out].size
     if name in KEEPS_NOTHING or kind == "make":

@@ -1,0 +1,58 @@
+"""What oneDNN's LSTM keeps for backward. In: an operator and its tensors. Out: bytes.
+
+torch gives oneDNN one layer in one direction at a time. Its workspace (oneDNN, src/cpu/rnn/rnn_utils.cpp, `set_offsets`) has gates and
+states of every step in rows that are filled up to 64 bytes, and by 64 more where as many columns would fall together in a cache. Held
+against the sizes that torch reports, within a page for each part. Not modelled: layers with projections, which torch computes itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from weft.model.graph import DTYPE_BYTES, Operator, Tensor
+
+_LINE = 64  # bytes of a cache's line
+_TOGETHER = 256  # columns a multiple of which fall together
+
+
+def _row_bytes(columns: int, width: int) -> int:
+    line = _LINE // width
+    filled = -(-columns // line) * line
+    return width * (filled + line * (filled % _TOGETHER == 0))
+
+
+def workspace_bytes(steps: int, samples: int, inputs: int, hidden: int, width: int) -> int:
+    """Of one layer in one direction; `width`: bytes of a value.
+
+    For every step four gates and the output; for every step and the one before the first, of this layer and the one below: what it reads,
+    that one's gradient and its state's, as wide as the wider of input and state, and the cells with their gradient. Gradients are float32,
+    the rest is as narrow as the tensors.
+
+    >>> workspace_bytes(64, 8, 320, 160, 4)
+    6963200
+    """
+    wide = max(inputs, hidden)
+    each = _row_bytes(4 * hidden, width) + _row_bytes(hidden, width)
+    states = 2 * (_row_bytes(wide, width) + 2 * _row_bytes(wide, 4) + (width + 4) * hidden)
+    return samples * (steps * each + (steps + 1) * states)
+
+
+def lstm_bytes(op: Operator, tensors: Mapping[str, Tensor]) -> float:
+    """Beside an LSTM's input and output: workspaces, each direction's output apart where there are two, what goes from layer to layer, and
+    between layers masks of dropout with what they leave."""
+    x, out = tensors[op.inputs[0]], tensors[op.outputs[0]]
+    matrices = [tensors[v].shape for v in op.inputs[3:] if len(tensors[v].shape) == 2]
+    both, samples_first = (one is True for one in op.args[-2:])
+    directions = 1 + both
+    hidden = matrices[1][1] if len(matrices) > 1 else out.shape[-1]
+    layers = max(1, len(matrices) // (2 * directions))
+    places = x.size // x.shape[-1]
+    samples = x.shape[0 if samples_first else 1] if len(x.shape) == 3 else 1
+    drops = len(op.args) > 5 and isinstance(op.args[5], int | float) and op.args[5] > 0 and op.args[6] is True
+    size = 0.0
+    for layer in range(layers):
+        inputs = directions * hidden if layer else x.shape[-1]
+        size += directions * workspace_bytes(places // samples, samples, inputs, hidden, DTYPE_BYTES[x.dtype])
+        if layer < layers - 1:
+            size += out.size_bytes * (1 + both * (not drops) + 2 * drops)
+    return size + both * out.size_bytes
