@@ -64,7 +64,7 @@ them: [what came out](benchmarks/planned.md).
 MEMORY = """
 ## Memory predicted, against memory measured
 
-`scripts/bench memory` plans 35 architectures that are none of weft's in eight layouts on two cores, and holds the fullest rank's predicted
+`scripts/bench memory` plans 40 architectures that are none of weft's in eight layouts on two cores, and holds the fullest rank's predicted
 memory against what its step took: [error by model and layout](benchmarks/memory.md). `--models swin gat`, `--layouts "tensor=2"` run some.
 """
 
