@@ -19,9 +19,9 @@ from pathlib import Path
 from rich.console import Console
 
 from bench.processes import ROOT
-from weft.cli.machines import resized
 from weft.cli.setting import Setting, Variant
 from weft.cluster.cluster import Cluster
+from weft.cluster.resize import resized
 from weft.errors import WeftError
 from weft.plan.layout import Layout
 
