@@ -1,7 +1,7 @@
 """The one adapter to torch's fake tensors (shape, dtype and device "cpu", but no memory), to its traces, its dispatcher and its trees.
 
 In: torch's private names, each listed once, and those that not every version has. Out: `Fake`, `fake_mode()`, `forget()`, `for_real()`, a
-block without fake tensors and tracing, `tracing()`, `NO_FAKE`, `DATA_DEPENDENT`, `DispatchMode`, `tree_flatten`, `tree_map`.
+block without fake tensors and tracing, `tracing()`, `ASSERT`, `NO_FAKE`, `DATA_DEPENDENT`, `DispatchMode`, `tree_flatten`, `tree_map`.
 Not modelled: fake tensors of other devices.
 """
 
@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import _disable_current_modes as for_real
 from torch.utils._pytree import tree_flatten, tree_map
 
 __all__ = [
+    "ASSERT",
     "DATA_DEPENDENT",
     "NAMES",
     "NO_FAKE",
@@ -45,8 +46,10 @@ __all__ = [
     "tree_map",
 ]
 
+ASSERT = torch._assert  # by which models check what a trace does not know
 # (owner, attribute) of every private name used here, for the test.
 NAMES: tuple[tuple[Any, str], ...] = (
+    (torch, "_assert"),
     (_decomp, "decompositions"),
     (decompositions, "one_layer_lstm"),
     (_subclasses, "fake_tensor"),

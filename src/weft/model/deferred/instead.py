@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from weft.model.deferred.ctc import ctc_loss
-from weft.model.deferred.fakes import tree_flatten
+from weft.model.deferred.fakes import ASSERT, tree_flatten
 
 
 def embedding_bag(
@@ -124,7 +124,7 @@ _FOREACH = "_foreach_"
 _FOR_EACH = {"alpha", "value", "weight", "ord"}  # arguments by name that are the same for each
 _OF_NUMBERS = (torch.tensor, torch.as_tensor, Tensor.new_tensor)
 INSTEAD: Mapping[Any, Callable[..., Any]] = {
-    torch._assert: checked,
+    ASSERT: checked,
     torch.bincount: bincount,
     Tensor.bincount: bincount,
     F.affine_grid: affine_grid,
