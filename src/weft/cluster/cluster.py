@@ -119,7 +119,8 @@ class Speed:
     bytes/s, or FLOP/s for "attention", "convolution" and "recurrent"; a kind that is not there runs at the roofline of the rest. With the
     kind's name behind them, `START`: calls/s of next to nothing, forward and two of backward alike, and `WEIGHTS`: bytes/s at which a
     product packs its weights. `SCORES` with a precision: scores/s of attention beside their FLOPs, which are at "attention" then; `BESIDES`
-    with kind and precision: bytes/s of what a product reads and writes besides weights, beside its FLOPs.
+    with kind and precision: bytes/s of what a product reads and writes besides weights, beside its FLOPs. `waits`: by what part longer the
+    ranks compute where they meet inside layers.
     """
 
     ranks: int
@@ -128,8 +129,11 @@ class Speed:
     memory_bandwidth_bytes_per_s: float
     launch_s: float
     rates: tuple[tuple[str, float], ...] = ()
+    waits: float = 0.0
 
     def __post_init__(self) -> None:
+        if not 0 <= self.waits < float("inf"):
+            raise ConfigError(f"speed: waits = {self.waits:g}; it is a part of the compute, 0 or more")
         positive("speed", **{f"flops.{p}": v for p, v in self.flops}, memory_bandwidth_bytes_per_s=self.memory_bandwidth_bytes_per_s)
         positive("speed", **{f"rates.{kind}": v for kind, v in self.rates})
 
@@ -142,6 +146,7 @@ class Speed:
             self.memory_bandwidth_bytes_per_s * by,
             launch_s,
             tuple((kind, v * by) for kind, v in self.rates),
+            self.waits,
         )
 
 

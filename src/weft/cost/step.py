@@ -454,6 +454,9 @@ class Pricer:
         summing, inside = summing_s(self, layout, base.sums, widths, overlap, window, each, step)
         summing += exchange_s(self, layout, index, base.sums, widths)
         network += inside
+        if self.cluster.is_cpu and network.total > 0:  # ranks meet inside layers
+            waits = self.speed(layout).waits
+            network += Seconds(waits * busy.forward, waits * busy.backward)
         return busy, network, summing, optimizer
 
     def overlap(self, layout: Layout) -> float:

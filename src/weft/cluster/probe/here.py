@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 
 import torch
 
@@ -12,6 +13,7 @@ from weft.cluster.probe.machine import cpu_model, memory_bytes, num_cores, num_w
 from weft.cluster.probe.messages import measure_messages
 from weft.cluster.probe.operators import CHANNELS, NARROW, SAMPLES, TAPS, WIDE, few_rows
 from weft.cluster.probe.rank import measure_alone, measure_rank
+from weft.cluster.probe.waits import measure_waits
 
 BUSY = "while the machine was busy"
 LEAST_SHARE = 0.85  # of its cores that a rank gets while it multiplies, or others ran
@@ -52,13 +54,17 @@ def _of_cores(mark: str, quick: bool) -> Cluster:
         said += f" {BUSY} (load {busy:.1f} on {cores} cores); measure again when it is idle"
     ranks = min(max(2, cores), 4) if quick else min(max(4, cores), 8)
     together = MESSAGE_RANKS if quick or cores < 8 else (*MESSAGE_RANKS, 8)
-    with Launcher(preload=(measure_rank.__module__, measure_messages.__module__)) as launcher:
+    with Launcher(preload=(measure_rank.__module__, measure_messages.__module__, measure_waits.__module__)) as launcher:
         found = launcher.launch(measure_rank, ranks, cores, quick)
+        waits = launcher.launch(measure_waits, min(cores, ranks))[0] if min(cores, ranks) > 1 else 0.0
         told = [table for count in together for table in launcher.launch(measure_messages, count, quick)[0]]
     share = min(share for result in found for *_, share in result["speeds"])
     if BUSY not in said and share < LEAST_SHARE:
         said += f" {BUSY} (ranks got {share:.0%} of their cores); measure again when it is idle"
-    speeds = _speeds([speed for result in found for speed in result["speeds"]])
+    speeds = tuple(
+        replace(speed, waits=waits if speed.ranks > 1 else 0.0)
+        for speed in _speeds([speed for result in found for speed in result["speeds"]])
+    )
     tables = tuple(Table(name, n, _rising(dict(points))) for name, n, points in sorted(told, key=lambda table: table[:2]))
     reduce = next(t for t in tables if t.collective == "all_reduce" and t.ranks == 2)
     size, seconds = reduce.points[-1]
