@@ -81,8 +81,8 @@ def _of_depth(stages: int, numbers: Sequence[int], rounds: int, model: str, batc
     subject = resolve(model)
     torch.manual_seed(0)
     source = Traced.of(subject.make)
-    layouts = {0: f"pipeline={stages} schedule=sequential threads=1"}
-    layouts |= {n: f"pipeline={stages} microbatches={n} schedule=gems-master threads=1" for n in numbers}
+    layouts = {0: f"pipeline={stages} schedule=sequential threads=1 lend=off"}
+    layouts |= {n: f"pipeline={stages} microbatches={n} schedule=gems-master threads=1 lend=off" for n in numbers}
     try:
         batches = {n: subject.batch(batch * max(n, 1)) for n in layouts}
         plans = {n: weft.plan(subject, batches[n], cluster=cluster, layout=text, source=source) for n, text in layouts.items()}

@@ -80,6 +80,7 @@ class Pricer:
     shards: Mapping[str, tuple[tuple[str, int], ...]] | None = None
     stack: Stack | None = None
     bucket_bytes: float = BUCKET_BYTES
+    busy: tuple[int, int] | None = None  # processors: ranks that work at once, and threads of each; None for what a layout has
     balanced: dict[tuple[object, ...], tuple[str, ...]] = field(default_factory=dict)  # where the search begins stages, by layout
     places: dict[int, list[Cut]] = field(default_factory=dict)  # cuts that the search tries, by how many it needs
     _shardings: dict[Cutting, Sharding | None] = field(default_factory=dict)
@@ -93,6 +94,7 @@ class Pricer:
     _widths: dict[str, Widths] = field(default_factory=dict)
     _bases: dict[tuple[object, ...], dict[int, Base]] = field(default_factory=dict)
     _smaller: dict[int, Pricer] = field(default_factory=dict)
+    _busy: dict[tuple[int, int], Pricer] = field(default_factory=dict)
 
     @cached_property
     def inventory(self) -> Inventory:
@@ -124,12 +126,21 @@ class Pricer:
             _bases={},
             _widths={},
             _smaller={},
+            _busy={},
         )
         return self._sharing(made)
 
+    def while_busy(self, ranks: int, threads: int) -> Pricer:
+        """The same on processors of which so many ranks, of so many threads each, compute at once."""
+        if (ranks, threads) not in self._busy:
+            made = self.varied()
+            made.busy = ranks, threads
+            self._busy[ranks, threads] = made
+        return self._busy[ranks, threads]
+
     def with_buckets(self, bucket_bytes: float) -> Pricer:
         """The same with gradients summed in buckets of another size."""
-        return self._sharing(replace(self, bucket_bytes=bucket_bytes))
+        return self._sharing(replace(self, bucket_bytes=bucket_bytes, _busy={}))
 
     def _sharing(self, made: Pricer) -> Pricer:
         made.__dict__.update({key: getattr(self, key) for key in ("inventory", "cuts", "_narrow", "_flops", "weighted")})
@@ -150,6 +161,8 @@ class Pricer:
         return model_flops(self.graph)
 
     def speed(self, layout: Layout) -> Speed:
+        if self.busy is not None:
+            return self.cluster.speed(*self.busy)
         return self.cluster.speed(layout.num_ranks, layout.threads)
 
     def widths(self, layout: Layout) -> Widths:
@@ -519,6 +532,7 @@ class Pricer:
             pipeline_s += few * _shared(share, [c.forward_s + c.backward_s for c in lesser])
         compute = m * _shared(share, [c.compute.total for c in busiest]) + few * _shared(share, [c.compute.total for c in lesser])
         tensor = m * _shared(share, [c.tensor.total for c in busiest]) + few * _shared(share, [c.tensor.total for c in lesser])
+        compute = min(compute, max(0.0, pipeline_s - tensor))  # less than its own where others lent the rank their cores
         gradients = max(sum(c.gradients_s for c in own) for own in ranks)
         optimizer = max(sum(c.optimizer_s for c in own) for own in ranks)
         overhead = self.overhead_s(layout, pipeline_s)

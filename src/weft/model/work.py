@@ -8,13 +8,14 @@ fuses, and sparsity.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
 from weft.model.gradients import learns_by
 from weft.model.graph import Graph, Operator, Ref, Tensor
 
+FLOPS_A_BYTE = 8.0  # that one core makes while it moves a byte: some 50 GFLOP/s beside 6 GB/s
 MATMUL_KINDS = ("linear", "attention", "convolution", "recurrent")
 RECURRENT_KEEPS = 5.0  # gates and cell state of every step and layer, in its output's size (LSTM; fewer for the others)
 
@@ -341,6 +342,11 @@ def _padded_bytes(op: Operator, tensors: Mapping[str, Tensor]) -> float:
     """Bytes of what a transform reads once it is cut or padded."""
     x, (at, length) = tensors[op.inputs[0]], transformed(op, tensors)
     return x.size_bytes / x.shape[at] * length
+
+
+def stage_work(works: Mapping[str, Work], stages: Iterable[Sequence[Operator]]) -> tuple[float, ...]:
+    """How much work a forward of each stage is against the others: its FLOPs, and those that its bytes are worth."""
+    return tuple(sum(works[op.name].flops + FLOPS_A_BYTE * works[op.name].bytes for op in operators) for operators in stages)
 
 
 def model_flops(graph: Graph) -> float:

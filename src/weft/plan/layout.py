@@ -26,6 +26,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "offload": ("none", "activations", "optimizer", "all"),
     "precision": ("float32", "bfloat16", "float16", "float64"),
     "all_reduce": (AUTO, *ALL_REDUCE),
+    "lend": (AUTO, "off", "on"),
 }
 # What a plan may say and be priced for, and what runs of it: the rest is refused by name when a run starts, never ignored.
 RUNS: dict[str, tuple[int | str, ...]] = {
@@ -42,6 +43,7 @@ INNER_WITH: dict[str, tuple[int | str, ...]] = {
     "expert": (1,),
     "zero": (0,),
     "compress": ("none",),
+    "lend": (AUTO, "off"),
 }
 # What goes with updates that come late.
 STALE_WITH: dict[str, tuple[int | str, ...]] = {
@@ -77,6 +79,8 @@ class Layout:
     `inner`: data x tensor of every stage, where they differ; `data` and `tensor` are then the first stage's.
     `staleness`: a step's update is applied so many steps later, so that no replica waits for the others before.
     `grid`: rows, columns and depth of the tensor ranks, where they are no line; `tensor` is how many these are. Both print as `tensor=2x2`.
+    `lend`: whether pipeline ranks that wait lend their cores to those of their host that compute (processors only); `auto`: where a plan
+    predicts that it pays, which then says `on`, and otherwise not. Without a pipeline nobody lends.
     `actions`: of a schedule of the user's own its text, whatever the file says by now that `schedule` names; nothing of a named one.
     """
 
@@ -98,6 +102,7 @@ class Layout:
     inner: str = ""
     staleness: int = 0
     grid: str = ""
+    lend: str = AUTO
     actions: str = field(default="", repr=False)
 
     def __post_init__(self) -> None:
@@ -115,8 +120,11 @@ class Layout:
             raise LayoutError(f"zero={self.zero} is unknown; ZeRO has the stages zero=0 (off), 1, 2 and 3")
         self._check_own()
         named = "1f1b" if self.actions else self.schedule
-        if reason := refuse_words((named, self.sequence_parallel, self.recompute, self.offload, self.precision, self.all_reduce)):
+        words = named, self.sequence_parallel, self.recompute, self.offload, self.precision, self.all_reduce, self.lend
+        if reason := refuse_words(words):
             raise LayoutError(reason)
+        if self.pipeline == 1:
+            object.__setattr__(self, "lend", AUTO)
         if reason := refuse_sizes(self.schedule, self.microbatches):
             raise LayoutError(reason)
         if reason := refuse_sums(self.all_reduce, self.zero, self.data * self.tensor):
@@ -400,7 +408,7 @@ def refuse_words(words: tuple[str, ...]) -> str:
     """Why one of the `words` for the keys of `CHOICES`, in their order, is no choice; empty where all are. A search makes thousands of
     layouts of the same few words.
 
-    >>> refuse_words(("1f1b", "off", "none", "none", "float8", "auto"))
+    >>> refuse_words(("1f1b", "off", "none", "none", "float8", "auto", "off"))
     'precision=float8 is not built yet; use one of float32, bfloat16, float16, float64'
     """
     for (key, known), word in zip(CHOICES.items(), words, strict=True):

@@ -36,6 +36,7 @@ from weft.run.executor import Executor, Result, Sizes
 from weft.run.gathered import Gathered
 from weft.run.gradients import Gradients
 from weft.run.host import HostStore
+from weft.run.lending import lent_threads
 from weft.run.optimizer import Optimizer, OptimizerSpec
 from weft.run.parameters import share
 from weft.run.prepare import prepared
@@ -185,7 +186,8 @@ class Engine:
                     group.connect()  # all of a rank's in one order, as the others
                 self._everyone.connect_lanes(between.pairs(crossings))
             self._pipeline.connect_lanes(pairs_of(program))
-            made = Executor(program, by_microbatch, *where, self.gradients, self._draw, names, self._gathered, self._host, between)
+            lent = lent_threads(layout, program, self.parts.graph, self.parts.stages, sizes, self._pipeline, self.world)
+            made = Executor(program, by_microbatch, *where, self.gradients, self._draw, names, self._gathered, self._host, between, lent)
             self._executors[sizes] = made
         return self._executors[sizes]
 

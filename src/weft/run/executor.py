@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -53,7 +53,7 @@ class Executor:
     """One rank of a pipeline. `sizes`: by microbatch, how it runs; `group`: its pipeline group, by position.
 
     `learned`: names of the trainable parameters that each of its stages reads. `gathered`: weights that come and go. `host`: where what
-    was saved can lie.
+    was saved can lie. `lent`: threads, by step, of the computes of a training step that get more than this rank has.
     """
 
     def __init__(
@@ -68,6 +68,7 @@ class Executor:
         gathered: Gathered,
         host: HostStore,
         between: Between | None = None,
+        lent: Mapping[int, int] | None = None,
     ) -> None:
         self.program, self.sizes = program, sizes
         first = sizes[program.microbatches[0]]  # in which all sizes agree: stages, and what crosses but for its shape
@@ -82,6 +83,9 @@ class Executor:
             raise ProgramError(f"{program.name}: rank {self.rank} has {unknown}, which cannot be run; these can: {', '.join(HANDLERS)}")
         self.completes = self._complete(actions, learned)
         self._train = self._prepare(list(enumerate(actions)))
+        threads = torch.get_num_threads()
+        for step, more in (lent or {}).items():
+            self._train[step] = replace(self._train[step], run=_with_threads(more, threads, self._train[step].run))
         self._forward: list[_Step] | None = None
         self.watch: Callable[[Action, list[object]], None] | None = None  # called after every action with what is held; for tests
 
@@ -171,6 +175,17 @@ class Executor:
             running.result.spans.append(Span(self.rank, lane, str(step.action), at - began, clock() - began, kind))
             if self.watch is not None:
                 self.watch(step.action, running.held)
+
+
+def _with_threads(more: int, own: int, run: Run) -> Run:
+    def lent(running: Running) -> None:
+        torch.set_num_threads(more)
+        try:
+            run(running)
+        finally:
+            torch.set_num_threads(own)
+
+    return lent
 
 
 def _is_forward(action: Action) -> bool:

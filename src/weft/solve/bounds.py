@@ -12,6 +12,7 @@ from weft.cost.memory import state_bytes
 from weft.cost.step import Pricer
 from weft.errors import Infeasible
 from weft.plan.layout import Layout
+from weft.solve.lending import may_lend
 from weft.solve.mixed import MixedPricer, memory_of
 
 
@@ -64,7 +65,8 @@ def summing_s(pricer: Pricer, frame: Layout) -> float:
 
 def least_s(pricer: Pricer, frame: Layout, interleaved: bool, again: bool = False) -> float:
     """No step of the frame takes less: of its interleaved schedules or of its others, with full recomputation (`again`) or without."""
-    even = interleaved or isinstance(pricer, MixedPricer)  # where stages differ in speed, filling may cost next to nothing
+    # Where stages differ in speed, filling may cost next to nothing, and where ranks that wait lend their cores.
+    even = interleaved or isinstance(pricer, MixedPricer) or may_lend(pricer.cluster, frame)
     busy = work_s(pricer, frame, again) * (1.0 if even else filled(frame))
     return max(busy, summing_s(pricer, frame))
 
@@ -83,7 +85,8 @@ def least_saving_s(pricer: Pricer, layout: Layout, interleaved: bool) -> float:
         return pricer.predict(layout, (whole,), (), smaller=(lesser.whole(layout),) if lesser is not None else ()).step_time_s
     if lesser is not None:  # as if all microbatches were the smaller
         whole = lesser.whole(layout)
-    busy = layout.microbatches * (whole.forward_s + whole.backward_s) / layout.pipeline * (1.0 if interleaved else filled(layout))
+    even = interleaved or may_lend(pricer.cluster, layout)
+    busy = layout.microbatches * (whole.forward_s + whole.backward_s) / layout.pipeline * (1.0 if even else filled(layout))
     step = busy + whole.optimizer_s / layout.pipeline + pricer.overhead_s(layout, busy)
     return max(step, summing_s(pricer, layout))
 

@@ -20,6 +20,7 @@ from weft.plan.plan import Candidate
 from weft.plan.residency import KINDS
 from weft.solve.bounds import check_state, least_s, least_saving_s, least_state_bytes, most_memory
 from weft.solve.grids import in_grids
+from weft.solve.lending import may_lend
 from weft.solve.mixed import check_fits, memory_of
 from weft.solve.reasons import differences
 from weft.solve.residency import DROP, KEEP, SWAP, housed
@@ -165,7 +166,9 @@ class Branches:
                     if self._plainest(frame):
                         break
         done = {p.layout for p in self.clocked}
-        for one in self.space.variants(replace(mine, schedule="1f1b", chunks=1, zero=0, recompute="none", offload="none")):
+        for one in self.space.variants(
+            replace(mine, schedule="1f1b", chunks=1, zero=0, recompute="none", offload="none", lend=self.space.lend)
+        ):
             if one not in done and differences(one, mine) == 1:
                 self._try(one, whatever=True)
 
@@ -232,7 +235,8 @@ class Branches:
     def _least_of(self, schedule: Layout, again: bool) -> float:
         """Seconds at the least with the balanced stages of one schedule, with full recomputation (`again`) or without."""
         try:
-            return least_pipeline_s(schedule, trips_s(self.pricer, schedule, again))
+            lends = may_lend(self.pricer.cluster, schedule)
+            return least_pipeline_s(schedule, trips_s(self.pricer, schedule, again), lends)
         except Infeasible:
             return 0.0
 
@@ -269,7 +273,8 @@ class Branches:
             mine = layout.stages_of(0)
             need = together(pricer.held(layout, sites, mine), layout, 0).total
             barred = need > have and (layout.pipeline == 1 or layout.schedule != "1f1b")
-            if not (barred or whatever or self.best is None):
+            lends = may_lend(cluster, layout)
+            if not (barred or whatever or lends or self.best is None):
                 costs = zip(mine, pricer.stages(layout, sites, only=mine), strict=True)
                 floor = layout.microbatches * sum(work_share(layout, 0, s) * (c.forward_s + c.backward_s) for s, c in costs)
                 if self._hopeless(layout, floor):
@@ -294,7 +299,7 @@ class Branches:
             priced = found
         if not whatever:
             trips = [(c.forward_s, c.forward_s + c.backward_s) for c in priced.costs]
-            lowest = pricer.predict(layout, priced.costs, (), least_pipeline_s(layout, trips)).step_time_s
+            lowest = pricer.predict(layout, priced.costs, (), least_pipeline_s(layout, trips, lends)).step_time_s
             if self._hopeless(layout, lowest):
                 return lowest
         timed = clocked(pricer, priced, whole=False)

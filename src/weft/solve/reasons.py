@@ -117,8 +117,8 @@ def _compared(key: str, layout: Layout, parts: dict[str, float], step: float, ot
 
 
 def differences(one: Layout, other: Layout) -> int:
-    """Keys in which two layouts differ."""
-    return sum(getattr(one, f.name) != getattr(other, f.name) for f in fields(Layout))
+    """Keys in which two layouts differ; whether cores are lent follows from the others."""
+    return sum(f.name != "lend" and getattr(one, f.name) != getattr(other, f.name) for f in fields(Layout))
 
 
 def spread(candidates: Sequence[Candidate]) -> list[Candidate]:

@@ -39,6 +39,7 @@ from weft.solve.space import Constraint, Space, limits_of
 from weft.solve.stages import useful
 from weft.solve.sums import sums_of, why
 from weft.solve.timing import PLAIN, Priced, clocked, price, timeline
+from weft.units import format_seconds
 
 __all__ = ["OBJECTIVES", "Priced", "check_layout", "clocked", "price", "search", "timeline"]
 
@@ -138,6 +139,7 @@ def _search(
         (
             *reasons(best.layout, best.prediction, candidates, refused, cluster, by_hand=layout is not None, bound_s=found.bound_s),
             *((("all_reduce", words),) if not mixed and (words := why(cluster, best.layout, sums, bucket_bytes)) else ()),
+            *((("lend", _lent(pricer, best)),) if best.layout.lend == "on" else ()),
             *((("layers", words),) if (words := told(pricer, best.layout, best.sites)) else ()),
             *((("samples", elsewhere),) if elsewhere else ()),
             *((("parts", pricer.where(best.layout)),) if isinstance(pricer, MixedPricer) else ()),
@@ -181,6 +183,12 @@ def _by_hand(pricer: Pricer, layout: Layout, stages: Sequence[str]) -> Branches:
     space = Space(pricer.cluster, pricer.batch_size)
     bound_s = 0.0 if layout.inner else least_saving_s(pricer, layout, layout.schedule not in PLAIN)
     return Branches(pricer, space, "time", best, best, [best], bound_s=bound_s)
+
+
+def _lent(pricer: Pricer, best: Priced) -> str:
+    """What it gains that ranks lend their cores."""
+    own = clocked(pricer, price(pricer, replace(best.layout, lend="off"), best.sites)).prediction.step_time_s
+    return f"cores of ranks that wait in the pipeline compute for the others: with lend=off a step takes {format_seconds(own)}"
 
 
 def _prove(pricer: Pricer, best: Priced) -> None:

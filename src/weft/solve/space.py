@@ -201,6 +201,11 @@ class Space:
         return next((str(c.value) for c in self.constraints if c.key == "grid"), None)
 
     @property
+    def lend(self) -> str:
+        """Whether ranks that wait lend their cores: what a constraint leaves of it."""
+        return next(word for word in CHOICES["lend"] if self.admits("lend", word))
+
+    @property
     def staleness(self) -> int:
         """Steps by which updates come late: the fewest that constraints admit, since that changes the result."""
         most = max((int(c.value) for c in self.constraints if c.key == "staleness"), default=0)
@@ -230,7 +235,7 @@ class Space:
                     continue
                 for layout in self._frames(data, tensor, pipeline, precisions):
                     try:
-                        layout = replace(layout, compress=self.compress, staleness=self.staleness)
+                        layout = replace(layout, compress=self.compress, staleness=self.staleness, lend=self.lend)
                     except LayoutError:  # has no replicas to compress for, or no late updates
                         continue
                     given = True

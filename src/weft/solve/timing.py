@@ -20,18 +20,22 @@ from weft.cost.stage import work_share
 from weft.cost.step import Pricer, StageCost
 from weft.errors import Infeasible
 from weft.model.stages import Cut, Stage, links
+from weft.plan.choice import AUTO
 from weft.plan.layout import Layout
+from weft.plan.microbatches import microbatch_sizes
 from weft.plan.plan import Prediction
-from weft.plan.program import Compute, Links, Manage, ManageOp, Op, Value
+from weft.plan.program import Compute, Links, Manage, ManageOp, Value
 from weft.plan.timeline import Timeline
 from weft.simulate.clock import simulate
 from weft.simulate.makespan import Times, makespan_s
+from weft.solve.lending import LEAST_GAIN, Lent, compute_seconds, lent_seconds, may_lend
 from weft.solve.mixed import MixedPricer, memory_of, owner
 from weft.solve.stages import arrange, balance, runs_bytes, runs_s, useful
 
 Seconds2 = NDArray[np.float64]
 PLAIN = ("sequential", "gpipe", "1f1b")  # schedules of whole backwards and one stage a rank: ranks wait while the pipeline fills
 SPLIT = ("zb-h1", "zb-h2", "zb-v")  # schedules whose backward is split into an input and a weights part
+MOST_LENT = 4_000  # computes of a step for which it is tried out whether lending pays
 STEADY = 4  # times the ranks: microbatches after which a schedule only repeats itself
 
 
@@ -183,13 +187,29 @@ def sends_s(pricer: Pricer, priced: Priced) -> dict[tuple[int, int], float]:
 
 
 def clocked(pricer: Pricer, priced: Priced, *, whole: bool = True) -> Priced:
-    """The same with its pipeline timed by the clock on the program that would run.
+    """The same with its pipeline timed by the clock on the program that would run, and with cores lent where that pays.
 
     `whole=False`: of a step of many microbatches only a part is timed. Schedules repeat themselves every p or 2p of them, so what 2p more
     take once it runs steadily is taken for the rest. That is exact for equal stages. Where a rank a little slower than the others has
     not yet used up the head start that its schedule gives it, that is too little, and the slowest rank's own work is the better bound;
     what is left is up to 1 % too little, never too much.
     """
+    timed = _timed(pricer, priced, whole)
+    if not may_lend(pricer.cluster, priced.layout) or (priced.layout.lend == AUTO and _actions(priced.layout) > MOST_LENT):
+        return timed
+    lent = replace(priced, layout=replace(priced.layout, lend="on"))
+    total = timeline(pricer, lent).total_s
+    lent = replace(lent, prediction=pricer.predict(lent.layout, lent.costs, (), total, lent.smaller))
+    pays = lent.prediction.step_time_s < (1 - LEAST_GAIN) * timed.prediction.step_time_s
+    return lent if pays or priced.layout.lend == "on" else timed
+
+
+def _actions(layout: Layout) -> int:
+    """Computes of a step, each way as one."""
+    return 2 * layout.num_stages * layout.microbatches
+
+
+def _timed(pricer: Pricer, priced: Priced, whole: bool) -> Priced:
     layout = priced.layout
     if layout.own is not None and layout.own.keeps:
         return replace(priced, prediction=pricer.predict(layout, priced.costs, (), timeline(pricer, priced).total_s, priced.smaller))
@@ -225,13 +245,16 @@ def rows(layout: Layout, connected: Links) -> list[list[Compute]]:
     return schedules.rows_of(layout, connected)
 
 
-def least_pipeline_s(layout: Layout, trips_s: Sequence[tuple[float, float]]) -> float:
-    """No clock shows less for stages whose (forward, whole way forward and back) of a microbatch take so long.
+def least_pipeline_s(layout: Layout, trips_s: Sequence[tuple[float, float]], lends: bool = False) -> float:
+    """No clock shows less for stages whose (forward, whole way forward and back) of a microbatch take so long. `lends`: ranks that wait may
+    lend their cores, and then there is only all work over all ranks.
 
     A rank waits for the first microbatch to reach it, has all its own work, and what it sends back last still goes through the
     stages before it. Where the gradients of weights are put off there may be work to do meanwhile, so only the first wait counts;
     where another pipeline runs the other way, only the work, and as little is known of a schedule of one's own.
     """
+    if lends:
+        return layout.microbatches * sum(whole for _, whole in trips_s) / layout.pipeline
     before, most = 0.0, 0.0
     for rank in range(layout.pipeline):
         own = sum(work_share(layout, rank, s) * trips_s[s][1] for s in layout.stages_of(rank))
@@ -272,12 +295,20 @@ def timeline(pricer: Pricer, priced: Priced) -> Timeline:
     few, smaller = pricer.smaller(layout)
     sent, sent_smaller = sends_s(pricer, priced), {} if smaller is None else sends_s(smaller, priced)
     larger = layout.microbatches - few
+    lent: Lent | None = None
+    lent_to: dict[int, tuple[StageCost, ...]] = {}
+    lent_smaller = lent_to
+    if layout.lend == "on" and may_lend(pricer.cluster, layout):
+        sizes = dict(zip(program.microbatches, microbatch_sizes(pricer.batch_size, layout.shares, layout.microbatches), strict=True))
+        lent = Lent(pricer, layout, priced.sites, program, sizes)
+        lent_to = lent.costs(pricer)
+        lent_smaller = lent_to if smaller is None else lent.costs(smaller)
 
     def compute_s(action: Compute) -> float:
-        cost = (priced.costs if action.microbatch < larger else priced.smaller)[action.stage]
-        if action.op in (Op.F, Op.R):
-            return cost.forward_s
-        return cost.weight_s if action.op is Op.W else cost.backward_s - cost.weight_s * (action.op is Op.I)
+        full = action.microbatch < larger
+        if lent is not None and (seconds := lent_seconds(lent, lent_to if full else lent_smaller, action)) is not None:
+            return seconds
+        return compute_seconds((priced.costs if full else priced.smaller)[action.stage], action.op)
 
     def transfer_s(value: Value, sender: int, receiver: int) -> float:
         if len(value.index) < 2:  # a stage's gradients, to its other replica: priced with the sums of gradients, after the last backward

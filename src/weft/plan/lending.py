@@ -1,0 +1,75 @@
+"""Cores of ranks that wait, lent to those that compute. In: a program, how much work its stages are. Out: threads of each compute.
+
+While a pipeline fills and drains some of its ranks wait, and on processors their cores can do the others' work meanwhile (Garcia,
+Corbalan and Labarta 2009, "LeWI": lend when idle). Who waits when is told from the program and the stages' relative work, not from a
+clock, so that every run gives an operator as many threads and its sums come out alike. Not modelled: transfers, copies to the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from weft.plan.program import Compute, Op, Program, Recv, Send, Value, order
+
+__all__ = ["beside", "threads_of"]
+
+# Times a stage's forward: the gradient of a product is two products.
+WORK = {Op.F: 1.0, Op.R: 1.0, Op.B: 2.0, Op.I: 1.0, Op.W: 1.0}
+TOUCHES = 0.05  # of a compute: what reaches less far into it is not beside it
+
+
+def beside(program: Program, work: Sequence[float], sizes: Mapping[int, float] | None = None) -> tuple[dict[int, frozenset[int]], ...]:
+    """[rank][step of a compute] -> the other ranks that compute at some time of it.
+
+    Args:
+        work: of a stage's forward, in any unit. sizes: of the microbatches against one another, where they are unequal.
+
+    Raises:
+        ProgramError: the program cannot run to its end.
+
+    >>> from weft.schedules import build
+    >>> [sorted(other for other in row.values()) for row in beside(build("sequential", 2, 1), (1.0, 1.0))]
+    [[frozenset(), frozenset()], [frozenset(), frozenset()]]
+    """
+    clock = [0.0] * program.num_ranks
+    steps = [0] * program.num_ranks
+    arrived: dict[tuple[int, int, Value], float] = {}
+    spans: list[dict[int, tuple[float, float]]] = [{} for _ in clock]
+    for rank, action in order(program):
+        step, now = steps[rank], clock[rank]
+        steps[rank] += 1
+        if isinstance(action, Send):
+            arrived[rank, action.to, action.value] = now
+        elif isinstance(action, Recv):
+            clock[rank] = max(now, arrived[action.source, rank, action.value])
+        elif isinstance(action, Compute):
+            clock[rank] = now + WORK[action.op] * work[action.stage] * (sizes[action.microbatch] if sizes else 1.0)
+            spans[rank][step] = now, clock[rank]
+    found: list[dict[int, frozenset[int]]] = []
+    for rank, row in enumerate(spans):
+        others = {r: sorted(other.values()) for r, other in enumerate(spans) if r != rank}
+        first = dict.fromkeys(others, 0)
+        mine: dict[int, frozenset[int]] = {}
+        for step, (start, end) in row.items():
+            margin = TOUCHES * (end - start)
+            met = set()
+            for r, times in others.items():
+                while first[r] < len(times) and times[first[r]][1] <= start + margin:
+                    first[r] += 1
+                if first[r] < len(times) and times[first[r]][0] < end - margin:
+                    met.add(r)
+            mine[step] = frozenset(met)
+        found.append(mine)
+    return tuple(found)
+
+
+def threads_of(ranks: int, own: int, positions: int, cores: int) -> int:
+    """Threads of a rank while `ranks` ranks of its pipeline compute on its host, itself among them.
+
+    Args:
+        own: threads that each of them has. positions: ranks of the pipeline on the host. cores: of the host, for this pipeline alone.
+
+    >>> [threads_of(ranks, 2, 4, 8) for ranks in (1, 2, 3, 4)], threads_of(1, 1, 4, 2)
+    ([8, 4, 2, 2], 2)
+    """
+    return max(own, min(own * positions, cores) // ranks)

@@ -1,0 +1,43 @@
+"""Threads of the computes that ranks which wait lend their cores to. In: a layout, its program, a world. Out: threads by step of this rank.
+
+What `weft.plan.lending` says of the program, for the hosts that ranks are really on. Not modelled: several pipelines of one host that are
+not in step.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from weft.model.graph import Graph
+from weft.model.stages import Stage
+from weft.model.work import stage_work, work
+from weft.plan.layout import Layout
+from weft.plan.lending import beside, threads_of
+from weft.plan.program import Program
+from weft.world.world import Group, World
+
+__all__ = ["lent_threads"]
+
+
+def lent_threads(
+    layout: Layout, program: Program, graph: Graph, stages: Sequence[Stage], sizes: Sequence[int], pipeline: Group, world: World
+) -> Mapping[int, int]:
+    """[step of this rank] -> threads, of its computes that get more than it has.
+
+    Args:
+        sizes: samples of every microbatch. pipeline: this rank's pipeline group.
+    """
+    if layout.lend != "on" or world.device.type != "cpu":
+        return {}
+    near = next(box for box in world.boxes(pipeline.ranks) if world.rank in box)  # this pipeline's ranks on this host
+    here = next(box for box in world.boxes(tuple(range(world.num_ranks))) if world.rank in box)
+    positions = {pipeline.ranks.index(rank) for rank in near}
+    cores = (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1) * len(near) // len(here)
+    own = torch.get_num_threads()
+    shares = {m: float(size) for m, size in zip(program.microbatches, sizes, strict=True)}
+    met = beside(program, stage_work(work(graph), [stage.operators for stage in stages]), shares)[pipeline.index]
+    found = {step: threads_of(1 + len(others & positions), own, len(near), cores) for step, others in met.items()}
+    return {step: threads for step, threads in found.items() if threads > own}

@@ -1,0 +1,116 @@
+"""What it gains that ranks which wait lend their cores (`weft.plan.lending`). In: a pricer, a layout. Out: seconds of each compute.
+
+A compute that nothing runs beside is priced at the threads that it then gets, as measured for ranks that compute so. Not modelled:
+memory that a core no longer shares where nothing is lent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from weft.cluster.cluster import Cluster
+from weft.cost.step import Pricer, StageCost
+from weft.model.work import kind_of, stage_work
+from weft.plan.layout import Layout
+from weft.plan.lending import beside, threads_of
+from weft.plan.program import Compute, Op, Program
+
+# An operator that is begun on threads that slept: 240 ms of a step in place of 127 where 4,800 small ones gained nothing by them, 16 with
+# threads that sleep at once. Twice that in a backward.
+WAKE_S = 2.5e-5
+LEAST_GAIN = 0.02  # of a step, below which nothing is lent: it would be noise
+
+
+@dataclass(frozen=True)
+class Host:
+    """Where a pipeline's ranks lie, by their places in it, and what each host has for this pipeline alone."""
+
+    hosts: tuple[int, ...]  # by pipeline rank
+    own: int  # threads of a rank
+    cores: int  # of one host, for one pipeline
+    replicas: int  # pipelines of a host
+    nodes: int
+
+    @classmethod
+    def of(cls, cluster: Cluster, layout: Layout) -> Host:
+        here, width = cluster.ranks_per_node(layout.num_ranks), layout.data * layout.tensor
+        hosts = tuple(rank * width // here for rank in range(layout.pipeline))
+        together = max(hosts.count(host) for host in hosts)
+        replicas = max(1, here // together)
+        nodes = cluster.num_devices // cluster.node_size
+        return cls(hosts, cluster.threads_of(layout.num_ranks, layout.threads), cluster.node_size // replicas, replicas, nodes)
+
+    @property
+    def can_lend(self) -> bool:
+        most = max(self.hosts.count(host) for host in self.hosts)
+        return threads_of(1, self.own, most, self.cores) > self.own
+
+
+def may_lend(cluster: Cluster, layout: Layout) -> bool:
+    """Whether ranks of this layout could lend one another cores."""
+    able = cluster.is_cpu and not cluster.parts and layout.pipeline > 1 and layout.lend != "off" and not layout.inner
+    return able and Host.of(cluster, layout).can_lend
+
+
+@dataclass(frozen=True)
+class Lent:
+    """The computes of one program that get more threads than their rank has, and what these make of them."""
+
+    pricer: Pricer
+    layout: Layout
+    sites: tuple[str, ...]
+    program: Program
+    sizes: Mapping[int, float]  # samples of every microbatch
+
+    @cached_property
+    def host(self) -> Host:
+        return Host.of(self.pricer.cluster, self.layout)
+
+    @cached_property
+    def busy(self) -> dict[Compute, int]:
+        """The ranks that compute at once, of those computes that get more threads by it."""
+        hosts, found = self.host.hosts, dict[Compute, int]()
+        work = stage_work(self.pricer.inventory.works, [stage.operators for stage in self.pricer.split(self.sites)])
+        for rank, steps in enumerate(beside(self.program, work, self.sizes)):
+            positions = hosts.count(hosts[rank])
+            for step, others in steps.items():
+                number = 1 + sum(hosts[other] == hosts[rank] for other in others)
+                if self._threads(number, positions) > self.host.own:
+                    action = self.program.actions[rank][step]
+                    assert isinstance(action, Compute)
+                    found[action] = number
+        return found
+
+    def _threads(self, busy: int, positions: int) -> int:
+        return threads_of(busy, self.host.own, positions, self.host.cores)
+
+    def costs(self, pricer: Pricer) -> dict[int, tuple[StageCost, ...]]:
+        """[ranks that compute at once] -> every stage while they do, for the microbatches of `pricer`."""
+        host, positions = self.host, max(map(self.host.hosts.count, self.host.hosts))
+        return {
+            number: pricer.while_busy(number * host.replicas * host.nodes, self._threads(number, positions)).stages(self.layout, self.sites)
+            for number in set(self.busy.values())
+        }
+
+    @cached_property
+    def woken(self) -> tuple[int, ...]:
+        """By stage: operators that threads must be woken for, in a forward."""
+        return tuple(sum(kind_of(op) != "view" for op in stage.operators) for stage in self.pricer.split(self.sites))
+
+
+def compute_seconds(cost: StageCost, op: Op) -> float:
+    """Seconds of one compute of a stage."""
+    if op in (Op.F, Op.R):
+        return cost.forward_s
+    return cost.weight_s if op is Op.W else cost.backward_s - cost.weight_s * (op is Op.I)
+
+
+def lent_seconds(lent: Lent, costs: Mapping[int, Sequence[StageCost]], action: Compute) -> float | None:
+    """Seconds of a compute that is lent cores; None where it is not."""
+    number = lent.busy.get(action)
+    if number is None:
+        return None
+    ways = 2 if action.op is Op.B else 1
+    return compute_seconds(costs[number][action.stage], action.op) + ways * WAKE_S * lent.woken[action.stage]

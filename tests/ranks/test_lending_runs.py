@@ -1,0 +1,118 @@
+"""Cores of ranks that wait, lent in a run: which computes get more threads, that each gives them back, and that nothing else changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from bench.verify_all import Subject
+from torch import Tensor, nn
+
+from weft.errors import RankError
+from weft.plan.layout import Layout
+from weft.plan.plan import Plan
+from weft.run.engine import Engine
+from weft.world.launch import launch, num_cores
+from weft.world.world import World
+
+pytestmark = pytest.mark.skipif(num_cores() < 2, reason="one core has none to lend")
+
+
+class Deep(nn.Module):
+    """Four equal layers; the last raises where it meets a batch of ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(96, 96) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x.square().mean()
+
+
+def _plan(text: str) -> Plan:
+    layout = replace(Layout.parse(text), precision="float64")
+    each = 4 // layout.num_stages
+    return Plan(layout, "deep", "here", 64, tuple(f"layers.{each * s}/linear" for s in range(1, layout.num_stages)))
+
+
+def _steps(world: World, text: str) -> tuple[list[list[int]], list[float], dict[str, Tensor] | None, int]:
+    """Threads that each step asked for, losses, weights, and the threads after it."""
+    asked: list[list[int]] = []
+    set_threads, own = torch.set_num_threads, torch.get_num_threads()
+
+    def noted(number: int) -> None:
+        asked[-1].append(number)
+        set_threads(number)
+
+    torch.set_num_threads = noted
+    try:
+        x = torch.arange(64.0 * 96, dtype=torch.float64).reshape(64, 96).sin()
+        engine, losses = Engine(_plan(text), Deep, (x,), None, world, seed=3), []
+        for _ in range(2):
+            asked.append([])
+            losses.append(engine.step((x,)).loss)
+        asked.append([])
+        losses.append(engine.evaluate((x,)))
+    finally:
+        torch.set_num_threads = set_threads
+    assert torch.get_num_threads() == own
+    return asked, losses, engine.full_state_dict(), own
+
+
+@pytest.mark.parametrize(
+    ("schedule", "lent"),
+    [("gpipe", (2, 2)), ("sequential", (8, 8)), ("1f1b", (2, 1)), ("zb-v", (1, 0))],
+)
+def test_who_waits_lends(schedule: str, lent: tuple[int, int]) -> None:
+    """So many computes of four microbatches have both cores in a training step, none in evaluation; twice the same to the last bit, and
+    beside it without lending the same but for rounding.
+    """
+    text = f"pipeline=2 microbatches=4 schedule={schedule}"
+    runs = [launch(_steps, 2, f"{text} lend={word}", threads=1) for word in ("on", "on", "off")]
+    for rank in range(2):
+        asked = runs[0][rank][0]
+        assert asked[:2] == [[2, 1] * lent[rank]] * 2
+        assert asked[2] == []
+        assert runs[2][rank][0] == [[], [], []]
+    first, again, off = (run[0] for run in runs)
+    assert first[1] == again[1]
+    assert first[1] == pytest.approx(off[1], rel=1e-12)
+    for name, value in first[2].items():
+        assert torch.equal(value, again[2][name]), name
+        assert torch.allclose(value, off[2][name], rtol=1e-11, atol=1e-13), name
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("gpt-tiny", "pipeline=2 microbatches=4 schedule=gpipe lend=on threads=1"),
+        ("resnet-tiny", "pipeline=2 microbatches=4 schedule=gems-master lend=on threads=1"),
+        ("unet-tiny", "pipeline=2 chunks=2 microbatches=4 schedule=interleaved recompute=full lend=on threads=1"),
+        ("t5-tiny", "pipeline=2 microbatches=3 schedule=zb-h1 lend=on threads=1"),
+    ],
+)
+def test_lending_equals_serial(subject: Callable[[str], Subject], name: str, layout: str) -> None:
+    """Loss, gradients and weights, with unequal microbatches among them."""
+    found = subject(name).check(replace(Layout.parse(layout), precision="float64"))
+    assert found.ok, found.first_difference
+    assert found.tolerance <= 1e-9
+
+
+def _failing(world: World) -> None:
+    x = torch.zeros(64, 96, dtype=torch.float64)
+    engine = Engine(_plan("pipeline=2 microbatches=4 schedule=sequential lend=on"), Deep, (x,), None, world, seed=3)
+    own = torch.get_num_threads()
+    engine._executor.runners[world.rank].backward = None  # type: ignore[method-assign]
+    try:
+        engine.step((x,))
+    finally:
+        assert torch.get_num_threads() == own, "threads were not given back"
+
+
+def test_threads_come_back_from_a_step_that_fails() -> None:
+    with pytest.raises(RankError, match="NoneType"):
+        launch(_failing, 2, threads=1, show=False)
