@@ -12,7 +12,7 @@ from weft.cost.memory import state_bytes
 from weft.cost.step import Pricer
 from weft.errors import Infeasible
 from weft.plan.layout import Layout
-from weft.solve.lending import may_lend
+from weft.solve.lending import Host, may_lend
 from weft.solve.mixed import MixedPricer, memory_of
 
 
@@ -65,10 +65,21 @@ def summing_s(pricer: Pricer, frame: Layout) -> float:
 
 def least_s(pricer: Pricer, frame: Layout, interleaved: bool, again: bool = False) -> float:
     """No step of the frame takes less: of its interleaved schedules or of its others, with full recomputation (`again`) or without."""
-    # Where stages differ in speed, filling may cost next to nothing, and where ranks that wait lend their cores.
-    even = interleaved or isinstance(pricer, MixedPricer) or may_lend(pricer.cluster, frame)
-    busy = work_s(pricer, frame, again) * (1.0 if even else filled(frame))
+    even = interleaved or isinstance(pricer, MixedPricer)  # where stages differ in speed, filling may cost next to nothing
+    busy = work_s(pricer, frame, again) * waiting(pricer, frame, even)
     return max(busy, summing_s(pricer, frame))
+
+
+def waiting(pricer: Pricer, frame: Layout, even: bool) -> float:
+    """How much longer a step is than its work, at the least. `even`: filling the pipeline may cost nothing.
+
+    Where ranks that wait lend their cores, it costs nothing either, and a rank that computes alone with all of them may be quicker by
+    itself than all ranks beside one another.
+    """
+    if may_lend(pricer.cluster, frame):
+        host = Host.of(pricer.cluster, frame)
+        return min(1.0, frame.pipeline * _once_s(host.pricer(pricer, 1), frame, False) / _once_s(pricer, frame, False))
+    return 1.0 if even else filled(frame)
 
 
 def least_saving_s(pricer: Pricer, layout: Layout, interleaved: bool) -> float:
@@ -85,8 +96,7 @@ def least_saving_s(pricer: Pricer, layout: Layout, interleaved: bool) -> float:
         return pricer.predict(layout, (whole,), (), smaller=(lesser.whole(layout),) if lesser is not None else ()).step_time_s
     if lesser is not None:  # as if all microbatches were the smaller
         whole = lesser.whole(layout)
-    even = interleaved or may_lend(pricer.cluster, layout)
-    busy = layout.microbatches * (whole.forward_s + whole.backward_s) / layout.pipeline * (1.0 if even else filled(layout))
+    busy = layout.microbatches * (whole.forward_s + whole.backward_s) / layout.pipeline * waiting(pricer, layout, interleaved)
     step = busy + whole.optimizer_s / layout.pipeline + pricer.overhead_s(layout, busy)
     return max(step, summing_s(pricer, layout))
 

@@ -18,7 +18,7 @@ from weft.plan.layout import Layout
 from weft.plan.microbatches import microbatch_sizes
 from weft.plan.plan import Candidate
 from weft.plan.residency import KINDS
-from weft.solve.bounds import check_state, least_s, least_saving_s, least_state_bytes, most_memory
+from weft.solve.bounds import check_state, least_s, least_saving_s, least_state_bytes, most_memory, waiting
 from weft.solve.grids import in_grids
 from weft.solve.lending import may_lend
 from weft.solve.mixed import check_fits, memory_of
@@ -235,7 +235,7 @@ class Branches:
     def _least_of(self, schedule: Layout, again: bool) -> float:
         """Seconds at the least with the balanced stages of one schedule, with full recomputation (`again`) or without."""
         try:
-            lends = may_lend(self.pricer.cluster, schedule)
+            lends = waiting(self.pricer, schedule, even=True) if may_lend(self.pricer.cluster, schedule) else 0.0
             return least_pipeline_s(schedule, trips_s(self.pricer, schedule, again), lends)
         except Infeasible:
             return 0.0
@@ -273,7 +273,7 @@ class Branches:
             mine = layout.stages_of(0)
             need = together(pricer.held(layout, sites, mine), layout, 0).total
             barred = need > have and (layout.pipeline == 1 or layout.schedule != "1f1b")
-            lends = may_lend(cluster, layout)
+            lends = waiting(pricer, layout, even=True) if may_lend(cluster, layout) else 0.0
             if not (barred or whatever or lends or self.best is None):
                 costs = zip(mine, pricer.stages(layout, sites, only=mine), strict=True)
                 floor = layout.microbatches * sum(work_share(layout, 0, s) * (c.forward_s + c.backward_s) for s, c in costs)

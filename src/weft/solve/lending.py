@@ -44,8 +44,20 @@ class Host:
 
     @property
     def can_lend(self) -> bool:
-        most = max(self.hosts.count(host) for host in self.hosts)
-        return threads_of(1, self.own, most, self.cores) > self.own
+        return self.threads(1) > self.own
+
+    @property
+    def together(self) -> int:
+        """Ranks of the pipeline on its fullest host."""
+        return max(self.hosts.count(host) for host in self.hosts)
+
+    def threads(self, busy: int, positions: int = 0) -> int:
+        """Threads of each of so many ranks that compute at once on a host with so many `positions` (0: the fullest)."""
+        return threads_of(busy, self.own, positions or self.together, self.cores)
+
+    def pricer(self, pricer: Pricer, busy: int) -> Pricer:
+        """What computes cost while so many ranks of each pipeline compute on a host."""
+        return pricer.while_busy(busy * self.replicas * self.nodes, self.threads(busy))
 
 
 def may_lend(cluster: Cluster, layout: Layout) -> bool:
@@ -77,22 +89,15 @@ class Lent:
             positions = hosts.count(hosts[rank])
             for step, others in steps.items():
                 number = 1 + sum(hosts[other] == hosts[rank] for other in others)
-                if self._threads(number, positions) > self.host.own:
+                if self.host.threads(number, positions) > self.host.own:
                     action = self.program.actions[rank][step]
                     assert isinstance(action, Compute)
                     found[action] = number
         return found
 
-    def _threads(self, busy: int, positions: int) -> int:
-        return threads_of(busy, self.host.own, positions, self.host.cores)
-
     def costs(self, pricer: Pricer) -> dict[int, tuple[StageCost, ...]]:
         """[ranks that compute at once] -> every stage while they do, for the microbatches of `pricer`."""
-        host, positions = self.host, max(map(self.host.hosts.count, self.host.hosts))
-        return {
-            number: pricer.while_busy(number * host.replicas * host.nodes, self._threads(number, positions)).stages(self.layout, self.sites)
-            for number in set(self.busy.values())
-        }
+        return {number: self.host.pricer(pricer, number).stages(self.layout, self.sites) for number in set(self.busy.values())}
 
     @cached_property
     def woken(self) -> tuple[int, ...]:

@@ -245,16 +245,16 @@ def rows(layout: Layout, connected: Links) -> list[list[Compute]]:
     return schedules.rows_of(layout, connected)
 
 
-def least_pipeline_s(layout: Layout, trips_s: Sequence[tuple[float, float]], lends: bool = False) -> float:
-    """No clock shows less for stages whose (forward, whole way forward and back) of a microbatch take so long. `lends`: ranks that wait may
-    lend their cores, and then there is only all work over all ranks.
+def least_pipeline_s(layout: Layout, trips_s: Sequence[tuple[float, float]], lends: float = 0.0) -> float:
+    """No clock shows less for stages whose (forward, whole way forward and back) of a microbatch take so long. `lends`: where ranks that wait
+    may lend their cores, what part of all work over all ranks is left at the least; 0 where they may not.
 
     A rank waits for the first microbatch to reach it, has all its own work, and what it sends back last still goes through the
     stages before it. Where the gradients of weights are put off there may be work to do meanwhile, so only the first wait counts;
     where another pipeline runs the other way, only the work, and as little is known of a schedule of one's own.
     """
     if lends:
-        return layout.microbatches * sum(whole for _, whole in trips_s) / layout.pipeline
+        return lends * layout.microbatches * sum(whole for _, whole in trips_s) / layout.pipeline
     before, most = 0.0, 0.0
     for rank in range(layout.pipeline):
         own = sum(work_share(layout, rank, s) * trips_s[s][1] for s in layout.stages_of(rank))
