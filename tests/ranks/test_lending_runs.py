@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -116,3 +117,16 @@ def _failing(world: World) -> None:
 def test_threads_come_back_from_a_step_that_fails() -> None:
     with pytest.raises(RankError, match="NoneType"):
         launch(_failing, 2, threads=1, show=False)
+
+
+def _environment(world: World) -> str | None:
+    return os.environ.get("OMP_WAIT_POLICY")
+
+
+@pytest.mark.parametrize(("ranks", "threads", "policy"), [(2, 1, "PASSIVE"), (1, 1, None)])
+def test_threads_of_ranks_that_may_lend_sleep(ranks: int, threads: int, policy: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the user has not said otherwise."""
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    assert launch(_environment, ranks, threads=threads) == [policy] * ranks
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    assert launch(_environment, ranks, threads=threads) == ["ACTIVE"] * ranks

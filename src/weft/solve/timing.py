@@ -246,8 +246,9 @@ def rows(layout: Layout, connected: Links) -> list[list[Compute]]:
 
 
 def least_pipeline_s(layout: Layout, trips_s: Sequence[tuple[float, float]], lends: float = 0.0) -> float:
-    """No clock shows less for stages whose (forward, whole way forward and back) of a microbatch take so long. `lends`: where ranks that wait
-    may lend their cores, what part of all work over all ranks is left at the least; 0 where they may not.
+    """No clock shows less for stages whose (forward, whole way forward and back) of a microbatch take so long.
+
+    `lends`: where ranks that wait may lend their cores, what part of all work over all ranks is left at the least; 0 where they may not.
 
     A rank waits for the first microbatch to reach it, has all its own work, and what it sends back last still goes through the
     stages before it. Where the gradients of weights are put off there may be work to do meanwhile, so only the first wait counts;

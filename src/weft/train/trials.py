@@ -20,7 +20,7 @@ from weft.plan.plan import Candidate, Plan
 from weft.plan.store import format_plan, parse_plan
 from weft.run.engine import Engine
 from weft.units import format_seconds
-from weft.world.launch import Launcher, engine_modules
+from weft.world.launch import SLEEPING, Launcher, engine_modules
 from weft.world.world import World
 from weft.zoo.resolve import resolve
 
@@ -80,7 +80,8 @@ def try_all(
 ) -> list[Trial]:
     """Steps of every plan of a model that goes by name, one plan after the other. `sequence`: as for `resolve`; `say` hears of each."""
     found = []
-    with Launcher(preload=engine_modules(device)) as launcher:
+    lends = any(plan.layout.lend == "on" for plan in plans)
+    with Launcher(env=SLEEPING if lends else None, preload=engine_modules(device)) as launcher:
         for plan in plans:
             layout = plan.layout
             say(f"trying {layout}")

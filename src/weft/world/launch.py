@@ -48,6 +48,10 @@ _TRACES = "torch._dynamo"
 # C library refuses a threshold above 32 MiB and keeps its own, which grows to that.
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(4 << 30), "MALLOC_TOP_PAD_": str(64 << 20)}
 
+# Ranks of one thread get more for a while where others lend them cores. What waits for such work should sleep meanwhile: spinning, it takes
+# the core from the rank that got it back (and beside processes of others two threads took ten times as long as one).
+SLEEPING = {"OMP_WAIT_POLICY": "PASSIVE"}
+
 
 def launch(
     function: Callable[..., Any],
@@ -82,6 +86,8 @@ def launch(
         return _launch_forked(function, num_ranks, args, device, timeout_s, env, generation, folder, stop_grace_s, show)
     if preload is None:
         preload = engine_modules(device) if _TRACES in sys.modules else ()
+    if num_ranks > 1 and (threads or num_cores() // num_ranks) <= 1:
+        env = {**{key: os.environ.get(key, value) for key, value in SLEEPING.items()}, **(env or {})}
     with Launcher(env=env, allocator=allocator, preload=preload) as launcher:
         return launcher.launch(
             function,
