@@ -177,6 +177,7 @@ def random_layouts(counts: Sequence[int], size: int, number: int, rng: random.Ra
                 offload=rng.choice(["none", "none", "activations", f"activations{layers}", "optimizer", "all"]),
                 all_reduce=rng.choice(["auto", "auto", "native", "ring", "tree", "halving_doubling"]) if data > 1 else "auto",
                 staleness=rng.choice([0, 0, 0, 1]) if data > 1 else 0,
+                lend=rng.choice(["off", "on"]),
                 grid=rng.choice(["", *grids_of(tensor)]),
             )  # fmt: skip
         except LayoutError:
