@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.cluster.cluster import Cluster, Device, Level, Link, Speed, Table
-from weft.cluster.mixed import mixed
+from weft.cluster.mixed import mixed, ordered
 from weft.cluster.resize import resized
 from weft.errors import ConfigError, UsageError, nearest
 
@@ -29,16 +29,17 @@ def find(text: str) -> Cluster:
         from weft.cluster.probe import probe  # needs torch, and nothing else here does
 
         return probe()
-    if text.endswith(".toml"):
-        return load(Path(text))
+    if part := re.fullmatch(r"(\d+) devices? of (.+)", text):
+        return resized(find(part[2]), int(part[1]))
+    if file := re.fullmatch(r"(.+\.toml)(?::([^/]+))?", text):
+        found = load(Path(file[1]))
+        return ordered(found, file[2].split("+")) if file[2] else found
     if "+" in text:
         return _mixed(text)
     given, _, stack = text.partition("@")
     if stack and stack not in _catalogue()["stack"]:
         known = _catalogue()["stack"]
         raise UsageError(f"cluster {text}: the efficiency set {stack!r} is unknown{nearest(stack, known)}; known: {', '.join(known)}")
-    if part := re.fullmatch(r"(\d+) devices? of (.+)", given):
-        return replace(resized(find(part[2]), int(part[1])), stack=stack)
     match = re.fullmatch(r"(?:(\d+)x)?(.+)", given)
     if match is None:
         raise UsageError(f"cluster {text!r} names nothing; use here, COUNTxNAME such as 8xp3.16xlarge, or a TOML file")
@@ -106,7 +107,7 @@ def load(path: Path) -> Cluster:
         text = path.read_text()
     except OSError as error:
         raise UsageError(f"cannot read the cluster file {path}: {error.strerror}; `weft probe -o {path}` writes one") from error
-    return loads(text, str(path))
+    return replace(loads(text, str(path)), origin=str(path))
 
 
 def loads(text: str, where: str = "cluster") -> Cluster:
@@ -115,17 +116,20 @@ def loads(text: str, where: str = "cluster") -> Cluster:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{where} is not TOML: {error}") from error
-    if data.pop("format", FORMAT) != FORMAT:
+    version = data.pop("format", FORMAT)
+    _check_type(where, "format", version, "int")
+    if version != FORMAT:
         raise ConfigError(f"{where}: this weft reads cluster format {FORMAT}; probe again")
     if "part" not in data:
         return _cluster(data, where, text)
-    _only(where, data, {"name", "part", "between", "price_per_hour", "power_w"}, text)
+    _only(where, data, {"name", "part", "between"}, text)
     for key in ("name", "between"):
         if key not in data:
             raise ConfigError(f"{where} has no {key}; a mixed cluster needs name, [between] (what joins its parts) and [[part]]")
     parts = [_cluster(entry, f"{where} [[part]]", text) for entry in _list(where, data, "part")]
     if not isinstance(data["between"], dict):
         raise ConfigError(f"{where}: between is a table, [between]")
+    _check_type(where, "name", data["name"], "str")
     return mixed(data["name"], parts, _build(Link, f"{where} [between]", data["between"], text))
 
 
@@ -142,18 +146,21 @@ def _cluster(data: Mapping[str, Any], where: str, text: str) -> Cluster:
             if key not in entry:
                 raise ConfigError(f"{where} [[level]] has no {key}")
         _check_type(f"{where} [[level]]", "size", entry["size"], "int")
+        _check_type(f"{where} [[level]]", "name", entry["name"], "str")
         link = {k: v for k, v in entry.items() if k not in ("name", "size")}
         levels.append(Level(entry["name"], entry["size"], _build(Link, f"{where} [[level]] {entry['name']}", link, text)))
     tables = []
     for entry in _list(where, data, "table"):
-        points = [tuple(point) for point in entry.get("points", [])]
-        tables.append(_build(Table, f"{where} [[table]]", {**entry, "points": tuple(points)}, text))
+        table = _build(Table, f"{where} [[table]]", {**entry, "points": _points(where, entry.get("points"))}, text)
+        tables.append(table)
     device = data["device"]
     if not isinstance(device, dict):
         raise ConfigError(f"{where}: device is a table, [device]")
     numbers = {key: data.get(key, 0.0) for key in ("price_per_hour", "power_w")}
-    for key, value in numbers.items():
-        _check_type(where, key, value, "float")
+    words = {key: data.get(key, "") for key in ("name", "fingerprint", "stack")}
+    for kind, given in (("float", numbers), ("str", words)):
+        for key, value in given.items():
+            _check_type(where, key, value, kind)
     return Cluster(
         data["name"],
         _build(Device, f"{where} [device]", {"name": data["name"], **device}, text),
@@ -164,6 +171,16 @@ def _cluster(data: Mapping[str, Any], where: str, text: str) -> Cluster:
         fingerprint=data.get("fingerprint", ""),
         stack=data.get("stack", ""),
     )
+
+
+def _points(where: str, given: Any) -> tuple[tuple[float, float], ...]:
+    """The points of a measured table: pairs of bytes and seconds."""
+    rows = given if isinstance(given, list) else [given]
+    for row in rows:
+        numbers = row if isinstance(row, list) else []
+        if len(numbers) != 2 or not all(isinstance(n, int | float) and not isinstance(n, bool) for n in numbers):
+            raise ConfigError(f"{where} [[table]]: points has {row!r}; it is a list of pairs of bytes and seconds, [[1024.0, 1e-5], ...]")
+    return tuple((float(size), float(seconds)) for size, seconds in rows)
 
 
 def dump(cluster: Cluster) -> str:

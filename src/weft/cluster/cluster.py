@@ -8,7 +8,7 @@ Not modelled: links of different speed on one level of a part, the routes inside
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import log, prod
 
 from weft.errors import ConfigError, Infeasible
@@ -25,6 +25,13 @@ def positive(what: str, **values: float) -> None:
     for key, value in values.items():
         if not 0 < value < float("inf"):
             raise ConfigError(f"{what}: {key} = {value:g}; it must be above zero")
+
+
+def not_negative(what: str, **values: float) -> None:
+    """Raise `ConfigError` naming `what`, the field and its value for the first value that is not finite, or below zero."""
+    for key, value in values.items():
+        if not 0 <= value < float("inf"):
+            raise ConfigError(f"{what}: {key} = {value:g}; it is zero or more, and finite")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +66,11 @@ class Device:
         positive(f"device {self.name}", matmul_efficiency=self.matmul_efficiency)
         if self.matmul_efficiency > 1:
             raise ConfigError(f"device {self.name}: matmul_efficiency = {self.matmul_efficiency:g}; it is a part of the peak, at most 1")
-        if self.launch_s < 0 or self.scratch_bytes < 0:
+        not_negative(f"device {self.name}", launch_s=self.launch_s, scratch_bytes=self.scratch_bytes)
+        if self.scratch_bytes >= self.memory_bytes and self.kind != "cpu":  # a process of a core shares the machine's memory
             raise ConfigError(
-                f"device {self.name}: launch_s = {self.launch_s:g}, scratch_bytes = {self.scratch_bytes:g}; neither is below zero"
+                f"device {self.name}: scratch_bytes = {self.scratch_bytes:g} of memory_bytes = {self.memory_bytes:g}; what a process holds "
+                "before it has any tensor leaves it none"
             )
 
     def peak(self, precision: str) -> float:
@@ -91,8 +100,7 @@ class Link:
 
     def __post_init__(self) -> None:
         positive("link", bandwidth_bytes_per_s=self.bandwidth_bytes_per_s, ports=self.ports, efficiency=self.efficiency)
-        if self.latency_s < 0:
-            raise ConfigError(f"link: latency_s = {self.latency_s:g}; it is not below zero")
+        not_negative("link", latency_s=self.latency_s)
         if self.efficiency > 1:
             raise ConfigError(f"link: efficiency = {self.efficiency:g}; it is a part of the bandwidth, at most 1")
 
@@ -132,8 +140,9 @@ class Speed:
     waits: float = 0.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.waits < float("inf"):
-            raise ConfigError(f"speed: waits = {self.waits:g}; it is a part of the compute, 0 or more")
+        if self.ranks < 1 or self.threads < 0:
+            raise ConfigError(f"speed: ranks = {self.ranks}, threads = {self.threads}; it is of 1 rank or more, of 0 threads (GPUs) or more")
+        not_negative("speed", waits=self.waits, launch_s=self.launch_s)
         positive("speed", **{f"flops.{p}": v for p, v in self.flops}, memory_bandwidth_bytes_per_s=self.memory_bandwidth_bytes_per_s)
         positive("speed", **{f"rates.{kind}": v for kind, v in self.rates})
 
@@ -160,7 +169,7 @@ class Table:
 
     def __post_init__(self) -> None:
         sizes = [size for size, _ in self.points]
-        if not sizes or sizes != sorted(set(sizes)) or any(size <= 0 or s <= 0 for size, s in self.points):
+        if not sizes or sizes != sorted(set(sizes)) or not all(0 < number < float("inf") for point in self.points for number in point):
             raise ConfigError(f"table {self.collective} of {self.ranks} ranks: sizes must ascend, and sizes and seconds be above zero")
 
     def seconds(self, size_bytes: float) -> float:
@@ -199,16 +208,20 @@ class Cluster:
     parts: tuple[Cluster, ...] = ()  # of a mixed cluster (`weft.cluster.mixed`), in the order of its ranks; each of one kind
     between: Link | None = None  # joins the nodes of different parts
     memory_limit_bytes: float = 0.0  # what a rank may use at most, where that is less than it has; 0: all
+    # How `parse` finds it again, where its name does not say: a file, a part of one, or its parts in another order.
+    origin: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         if not self.levels:
             raise ConfigError(f"cluster {self.name} has no links; give at least one level with a size, a latency and a bandwidth")
         if self.parts and (self.between is None or sum(part.num_devices for part in self.parts) != self.num_devices):
             raise ConfigError(f"cluster {self.name}: its parts do not make it up; build it with weft.cluster.mixed")
-        if self.price_per_hour < 0 or self.power_w < 0:
-            raise ConfigError(
-                f"cluster {self.name}: price_per_hour = {self.price_per_hour:g}, power_w = {self.power_w:g}; neither is below zero"
-            )
+        not_negative(f"cluster {self.name}", price_per_hour=self.price_per_hour, power_w=self.power_w)
+
+    @property
+    def found_by(self) -> str:
+        """What `parse` makes this cluster from, where something does."""
+        return self.origin or self.name
 
     @property
     def num_devices(self) -> int:
@@ -292,6 +305,8 @@ class Cluster:
     @classmethod
     def parse(cls, text: str) -> Cluster:
         """`8xp3.16xlarge`, `dgx-h100`, `path/cluster.toml`; `here` is measured by `weft.cluster.probe`, which needs torch.
+
+        `4 devices of ...` is a part of any of them, `path/cluster.toml:b+a` a mixed one with its parts in this order.
 
         Raises:
             UsageError: an unknown name (names the nearest), a count below 1, parts that do not mix, a file that cannot be read.

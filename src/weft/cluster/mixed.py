@@ -42,11 +42,29 @@ def mixed(name: str, parts: Sequence[Cluster], between: Link) -> Cluster:
 
 
 def reordered(cluster: Cluster, order: Sequence[int]) -> Cluster:
-    """The same machines with their parts in another order, and a name that says so where the old one did."""
+    """The same machines with their parts in another order; its name, or how it is found, says so where the old one did."""
     parts = [cluster.parts[i] for i in order]
-    names = [part.name for part in parts]
+    words = "+".join(part.name for part in parts)
     known = "+".join(part.name for part in cluster.parts) == cluster.name
-    return replace(cluster, name="+".join(names) if known else cluster.name, parts=tuple(parts))
+    origin = f"{cluster.origin.partition('.toml')[0]}.toml:{words}" if cluster.origin and parts != list(cluster.parts) else cluster.origin
+    return replace(cluster, name=words if known else cluster.name, parts=tuple(parts), origin=origin)
+
+
+def ordered(cluster: Cluster, names: Sequence[str]) -> Cluster:
+    """The same machines with their parts in the order of these names.
+
+    Raises:
+        UsageError: names that are not those of its parts, each once.
+    """
+    have = [part.name for part in cluster.parts]
+    if sorted(names) != sorted(have):
+        raise UsageError(f"{'+'.join(names)} is no order of the parts of {cluster.name}, which are {', '.join(have) or 'none'}")
+    left, order = list(enumerate(have)), []
+    for name in names:
+        found = next(item for item in left if item[1] == name)
+        left.remove(found)
+        order.append(found[0])
+    return reordered(cluster, order)
 
 
 def _speed(link: Link) -> float:

@@ -24,12 +24,13 @@ def resized(cluster: Cluster, num_devices: int) -> Cluster:
     """
     if num_devices < 1:
         raise UsageError(f"gpus={num_devices}: a cluster has at least 1 device")
-    if "+" in cluster.name:
+    if cluster.parts:
         raise UsageError(
             f"gpus={num_devices}: {cluster.name} has several kinds of machines; name the cluster that you mean, cluster=4xdgx-h100"
         )
-    if part := re.fullmatch(r"\d+ devices? of (.+)", cluster.name):
-        cluster = Cluster.parse(part[1])  # the machine that they are of
+    if part := re.fullmatch(r"\d+ devices? of (.+)", cluster.found_by):
+        cluster = _as(cluster, Cluster.parse(part[1]))  # the machine that they are of
+    origin = f"{num_devices} device{'s' if num_devices > 1 else ''} of {cluster.origin}" if cluster.origin else ""
     size, inner = cluster.node_size, cluster.levels[0]
     if num_devices < size:
         share = num_devices / cluster.num_devices
@@ -37,16 +38,19 @@ def resized(cluster: Cluster, num_devices: int) -> Cluster:
         name = f"{num_devices} device{'s' if num_devices > 1 else ''} of {kind}"
         return replace(
             cluster, name=name, levels=(replace(inner, size=num_devices),),
-            price_per_hour=cluster.price_per_hour * share, power_w=cluster.power_w * share,
+            price_per_hour=cluster.price_per_hour * share, power_w=cluster.power_w * share, origin=origin,
         )  # fmt: skip
+    if num_devices == cluster.num_devices:
+        return cluster
     unit = prod(level.size for level in cluster.levels[:-1]) if len(cluster.levels) > 2 else size
     if num_devices % unit:
         near = num_devices // unit * unit
-        raise UsageError(f"gpus={num_devices} is no whole number of machines of {unit} devices; use {near} or {near + unit}")
+        fits = f"{near} or {near + unit}" if near else f"{unit}, or at most {size}"
+        raise UsageError(f"gpus={num_devices} is no whole number of machines of {unit} devices; use {fits}")
     by_name = re.fullmatch(r"(?:(\d+)x)?(.+)", cluster.name)
-    if by_name is not None and len(cluster.levels) <= 2:
+    if by_name is not None and len(cluster.levels) <= 2 and not cluster.origin:
         try:
-            return Cluster.parse(f"{num_devices // size}x{by_name[2]}")
+            return _as(cluster, Cluster.parse(f"{num_devices // size}x{by_name[2]}"))
         except WeftError:
             pass  # a cluster of one's own: not in the catalogue
     if len(cluster.levels) == 1 and num_devices != size:
@@ -57,5 +61,10 @@ def resized(cluster: Cluster, num_devices: int) -> Cluster:
     by = num_devices / cluster.num_devices
     return replace(
         cluster, name=f"{cluster.name} with {num_devices} devices", levels=levels,
-        price_per_hour=cluster.price_per_hour * by, power_w=cluster.power_w * by,
+        price_per_hour=cluster.price_per_hour * by, power_w=cluster.power_w * by, origin=origin,
     )  # fmt: skip
+
+
+def _as(cluster: Cluster, other: Cluster) -> Cluster:
+    """`other` with the limit of memory and the efficiency set of `cluster`."""
+    return replace(other, memory_limit_bytes=cluster.memory_limit_bytes, stack=cluster.stack or other.stack)

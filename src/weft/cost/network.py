@@ -59,8 +59,19 @@ class Path:
 
 
 def members_per_unit(group: Group, unit: int) -> int:
-    """Ranks of the group in one unit of `unit` consecutive devices."""
+    """Ranks of the group in one unit of `unit` consecutive devices: of one that lies across a border, where there is one."""
+    if straddles(group, unit):
+        return -(-group.size // 2)
     return max(1, min(group.size, unit // group.stride))
+
+
+def straddles(group: Group, unit: int) -> bool:
+    """Whether groups that would fit into a unit do not divide it, so that some lie across a border: 3 ranks each on nodes of 8.
+
+    All wait for those in the end, so they are what counts.
+    """
+    span = group.size * group.stride
+    return span <= unit < group.total and unit % span > 0
 
 
 def ring_s(name: str, size_bytes: float, num_ranks: int, link: Link) -> float:
@@ -82,7 +93,7 @@ def path(cluster: Cluster, group: Group) -> Path:
         reached = members_per_unit(group, unit) if depth + 1 < len(cluster.levels) else group.size
         if reached > here:
             link = level.link
-            groups = max(1, min(below, group.total) // here)
+            groups = group.stride if straddles(group, below) else max(1, min(below, group.total) // here)
             part = min(1.0, here / link.ports, 1 / groups)
             bandwidth = link.bandwidth_bytes_per_s * link.efficiency * part
             if bandwidth < slowest:

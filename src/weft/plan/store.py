@@ -12,7 +12,7 @@ import os
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,7 @@ _WORDS = {
 
 
 def write_plan(plan: Plan, path: str | Path) -> None:
-    """Write `plan.toml`; the file is there whole or not at all.
+    """Write `plan.toml`; the file is there whole or not at all. A cluster file is named as it lies from the plan's folder.
 
     Raises:
         UsageError: the folder cannot be written to.
@@ -65,7 +65,7 @@ def write_plan(plan: Plan, path: str | Path) -> None:
     path = Path(path)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        partial.write_text(format_plan(plan), encoding="utf-8")
+        partial.write_text(format_plan(_from_folder(plan, Path(), path.parent)), encoding="utf-8")
         partial.replace(path)
     except OSError as error:
         partial.unlink(missing_ok=True)
@@ -84,7 +84,19 @@ def read_plan(path: str | Path) -> Plan:
         raise ConfigError(f"cannot read the plan {path}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"the plan {path} is not text in UTF-8") from None
-    return parse_plan(text, str(path))
+    return _from_folder(parse_plan(text, str(path)), Path(path).parent, Path())
+
+
+def _from_folder(plan: Plan, old: Path, new: Path) -> Plan:
+    """A plan whose cluster file is named as seen from the folder `old`, with its name as seen from `new`."""
+    named = re.fullmatch(r"((?:\d+ devices? of )?)([^+]+\.toml)((?::.+)?)", plan.cluster)
+    if named is None or not (old / named[2]).exists():
+        return plan
+    try:
+        file = os.path.relpath(old / named[2], new)
+    except ValueError:  # on another drive
+        file = str((old / named[2]).absolute())
+    return replace(plan, cluster=f"{named[1]}{named[2] if Path(named[2]).is_absolute() else file}{named[3]}")
 
 
 def format_plan(plan: Plan) -> str:

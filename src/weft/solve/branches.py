@@ -25,11 +25,12 @@ from weft.solve.mixed import check_fits, memory_of
 from weft.solve.reasons import differences
 from weft.solve.residency import DROP, KEEP, SWAP, housed
 from weft.solve.score import score, worth
-from weft.solve.space import Space
+from weft.solve.space import Constraint, Space, fewer_counts
 from weft.solve.timing import PLAIN, Priced, balanced, clocked, fitted, least_pipeline_s, price, trips_s
 
 MOST_GUESSED, MOST_TRIED_FIRST = 16, 2  # frames that look promising, and those of them that are priced before all others
 MOST_HOUSED = 24  # ways to fit by repeating or moving all layers, of which fewer are tried
+MOST_FEWER, WORTH = 4, 0.95  # numbers of ranks below all of them that are tried, where their compute alone takes that part of the step
 NEARLY = 1.2  # of the memory: what the first of the most balanced stages may need where other stages could still fit
 INFINITE = float("inf")
 Thrift = tuple[int, str, str]  # ZeRO stage, recomputation, offload
@@ -56,10 +57,25 @@ class Branches:
     _may_fit: dict[Layout, dict[Thrift, Layout]] = field(default_factory=dict)
 
     def run(self) -> None:
-        """Price frames in the order of their bounds until none can be better than the best."""
+        """Price frames in the order of their bounds until none can be better than the best; then those of smaller jobs that may be."""
+        self._price(self.space)
+        if self.best is None or self.objective != "time" or any(c.key == "ranks" for c in self.space.constraints):
+            return
+        tried = 0
+        for count in fewer_counts(self.pricer.cluster):
+            # A guess: so many ranks compute for that much longer.
+            layout, prediction = self.best.layout, self.best.prediction
+            least = dict(prediction.parts).get("compute", 0.0) * layout.num_ranks / count
+            if count != layout.num_ranks and least < WORTH * prediction.step_time_s and tried < MOST_FEWER:
+                tried += 1
+                self._price(replace(self.space, constraints=(*self.space.constraints, Constraint("ranks", "=", count))))
+
+    def _price(self, space: Space) -> None:
+        """Price the frames of a space in the order of their bounds until none can be better than the best."""
         cluster = self.pricer.cluster
         least: dict[tuple[Layout, bool], float] = {}
-        for frame in self.space.frames():
+        self._open = []
+        for frame in space.frames():
             for interleaved in {one.schedule not in PLAIN for one in self.space.schedules(frame)}:
                 try:
                     check_layout(frame, cluster, self.pricer.batch_size)
@@ -70,7 +86,7 @@ class Branches:
                 least[frame, interleaved] = bound
                 self._number += 1
                 heapq.heappush(self._open, (self._bound(frame, bound), self._number, frame, interleaved))
-        self._all = list(self._open)
+        self._all += self._open
         done = {key: self._expand(*key) for key in self._promising()}
         least.update(done)
         while self._open:
@@ -87,7 +103,7 @@ class Branches:
                 heapq.heappush(self._open, (known, number, frame, interleaved))  # what makes it fit costs time
             elif known is not None:
                 least[frame, interleaved] = self._expand(frame, interleaved)
-        lowest = min(least.values(), default=INFINITE)
+        lowest = min((*least.values(), self.bound_s or INFINITE))
         self.bound_s = lowest if lowest < INFINITE else 0.0
 
     def house(self) -> None:

@@ -49,7 +49,9 @@ class MixedPricer(Pricer):
         return self
 
     def aligned(self, layout: Layout) -> bool:
-        """Whether every stage lies on one part."""
+        """Whether every stage lies on one part; with replicas that go both ways each lies on two ranks."""
+        if layout.has_replicas:
+            return False
         width = layout.data * layout.tensor
         whole = layout.num_ranks == self.cluster.num_devices
         return whole and all(part.num_devices % width == 0 for part in self.cluster.parts)

@@ -131,7 +131,7 @@ def _search(
     return Plan(
         best.layout,
         model,
-        cluster.name,
+        cluster.found_by,
         batch_size,
         best.sites,
         cut,

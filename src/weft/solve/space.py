@@ -140,18 +140,33 @@ def divisors(number: int) -> list[int]:
 
 
 def rank_counts(cluster: Cluster) -> list[int]:
-    """How many ranks to try: every count on a small cluster, else the whole of it first, then its divisors."""
+    """How many ranks to try: every count on a small cluster, else the whole of it first, then its divisors (and see `fewer_counts`)."""
     n = cluster.num_devices
     if n <= 16:
         return list(range(n, 0, -1))
     return list(reversed(divisors(n)))
 
 
+def fewer_counts(cluster: Cluster) -> list[int]:
+    """Of a large cluster of GPUs, smaller jobs that may be faster than one on all of it: one of its units each, where its links are slow,
+    then powers of two and units times those, most ranks first, where batch and model do not divide among all of them.
+
+    >>> fewer_counts(Cluster.parse("5xdgx-h100"))
+    [8, 32, 16, 4, 2, 1]
+    """
+    n = cluster.num_devices
+    if n <= 16 or cluster.is_cpu or cluster.parts:
+        return []
+    units = [prod(level.size for level in cluster.levels[:depth]) for depth in range(1, len(cluster.levels))]
+    powers = {unit << j for unit in (1, *units) for j in range(n.bit_length())}
+    return list(dict.fromkeys(k for k in (*units, *sorted(powers, reverse=True)) if k < n))
+
+
 def wanted_ranks(cluster: Cluster, constraints: Sequence[Constraint]) -> list[int]:
     """The numbers of ranks that the constraints on `ranks` admit; one that is named exactly is tried even where cores are fewer."""
     mine = [c for c in constraints if c.key == "ranks"]
     exact = [c.value for c in mine if c.relation == "=" and isinstance(c.value, int)]
-    counts = exact[:1] if exact and cluster.is_cpu else rank_counts(cluster)
+    counts = exact[:1] if exact and (cluster.is_cpu or exact[0] <= cluster.num_devices) else rank_counts(cluster)
     return [n for n in counts if all(c.admits(n) for c in mine)]
 
 

@@ -59,7 +59,7 @@ def without_graph(
         check_layout(one, cluster, batch_size)
         if state_bytes(num_parameters, one.zero, one.data) < cluster.memory_of(one.num_ranks):
             said = f"data={one.data}: as many replicas as there are devices and as divide the batch of {batch_size}; nothing else applies"
-            plan = Plan(one, model, cluster.name, batch_size, uncaptured=why, sums=sums_of(cluster, one))
+            plan = Plan(one, model, cluster.found_by, batch_size, uncaptured=why, sums=sums_of(cluster, one))
             try:
                 trial(plan)
             except Infeasible as error:
