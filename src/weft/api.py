@@ -36,7 +36,7 @@ from weft.run.plain import divide
 from weft.run.verify import Verification, verify_on_rank
 from weft.solve.mixed import pricer_of
 from weft.solve.reasons import reasons
-from weft.solve.search import price, search, timeline
+from weft.solve.search import check_layout, price, search, timeline
 from weft.solve.uncaptured import without_graph
 from weft.train.loader import shard as shard_batches
 from weft.train.trials import Trial, fastest, trial_words, try_all, try_in, unlike
@@ -475,12 +475,19 @@ def verify(
 
 
 def simulate(
-    plan: Plan, model: Model | None = None, batch: Any = None, *, loss: Loss | None = None, cluster: Cluster | str | None = None
+    plan: Plan,
+    model: Model | None = None,
+    batch: Any = None,
+    *,
+    loss: Loss | None = None,
+    cluster: Cluster | str | None = None,
+    source: Source | None = None,
 ) -> Timeline:
     """One step of a plan as the clock sees it. `model` and `cluster` default to those that the plan names."""
     _, make, given, loss = _subject(model if model is not None else plan.model, batch if batch is not None else plan.batch_size, loss)
     machines = cluster if isinstance(cluster, Cluster) else Cluster.parse(cluster or plan.cluster)
-    graph = Source.of(make).capture(given, loss, plan.batch_size).graph
+    check_layout(plan.layout, machines, plan.batch_size)
+    graph = (source or Source.of(make)).capture(given, loss, plan.batch_size).graph
     pricer = pricer_of(graph, machines, plan.batch_size, 2, _shards(plan, graph))
     return timeline(pricer, price(pricer, plan.layout, plan.stages))
 

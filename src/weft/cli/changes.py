@@ -7,12 +7,13 @@ the number of devices, and the samples that a rank computes at once stay as many
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from math import gcd
 
 from weft.cli.setting import Setting
 from weft.cluster.resize import resized
 from weft.errors import Infeasible, LayoutError, UsageError, nearest
+from weft.plan.compression import Compression
 from weft.plan.grid import checked_grid
 from weft.plan.layout import CHOICES, KEYS, Layout, actions_of
 from weft.plan.own import is_file
@@ -22,6 +23,8 @@ from weft.plan.residency import kind_of
 DEVICES = ("gpus", "devices")
 SEQUENCE = ("seq", "sequence")
 OTHERS = (*DEVICES, *SEQUENCE, "batch", "cluster")
+WORDS = tuple(one.name for one in fields(Layout) if one.type == "str" and one.name in KEYS)
+FROM_ZERO, MOST_DIGITS = ("zero", "threads", "staleness"), 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +44,11 @@ class Change:
 
     @property
     def number(self) -> int:
-        """Raises `UsageError` where the value is no whole number."""
-        if not self.value.isdecimal() or int(self.value) < 1:
-            raise UsageError(f"{self}: {self.key} is a whole number from 1, for example {self.key}=128")
+        """Raises `UsageError` where the value is no whole number, or too small or large for its key."""
+        least = 0 if self.key in FROM_ZERO else 1
+        if not self.value.isdecimal() or len(self.value) > MOST_DIGITS or int(self.value) < least:
+            example = 128 if self.key in OTHERS else 2
+            raise UsageError(f"{self}: {self.key} is a whole number from {least}, for example {self.key}={example}")
         return int(self.value)
 
 
@@ -74,7 +79,9 @@ def parse_changes(words: Sequence[str]) -> tuple[Change, ...]:
         if change.grid is not None:
             found.append(change)
             continue
-        if key not in CHOICES and key != "cluster" and not (key in ("zero", "threads") and value == "0"):
+        if key == "compress":
+            _ = Compression.parse(value)
+        elif key not in WORDS and key != "cluster":
             _ = change.number
         found.append(change)
     if not found:
@@ -114,7 +121,9 @@ def apply(plan: Plan, setting: Setting, changes: Sequence[Change]) -> tuple[Sett
         if change.grid is not None:
             wanted["tensor"], wanted["grid"] = change.grid
         elif key in KEYS:
-            wanted[key] = change.value if key in CHOICES else int(change.value)
+            wanted[key] = change.value if key in WORDS else int(change.value)
+    if not cluster.is_cpu and plan.layout.threads:
+        wanted.setdefault("threads", 0)  # of cores that the plan was for
     layout, moved = moved_along(plan.layout, wanted, ranks, plan.batch_size, other.batch_size)
     return other, layout, moved
 

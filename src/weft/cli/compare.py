@@ -62,7 +62,7 @@ def _priced(file: Path, cluster: str | None, out: Output) -> Variant:
     from weft.plan.store import read_plan
 
     plan = read_plan(file)
-    return setting_of(plan, file, out, cluster).price(plan.layout, plan, str(file))
+    return setting_of(plan, file, out, cluster).base(plan, str(file))
 
 
 def _cuts_table(first: Path, second: Path) -> Table:

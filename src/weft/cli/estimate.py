@@ -69,7 +69,9 @@ def estimate(
         from weft.cli.subject import load_cluster, load_model
         from weft.cluster.resize import resized
         from weft.report.economy import bill, format_kwh, format_usd, machines_used, power_w, unit_of, usd_per_hour
+        from weft.solve.space import parse_constraints
 
+        parse_constraints(" ".join(constrain or ()))  # what contradicts itself is not a question of memory
         machines = load_cluster(cluster, out)
         if gpus is not None:
             machines = resized(machines, gpus)

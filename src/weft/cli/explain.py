@@ -52,7 +52,7 @@ def explain(
             out.answer({"layout": str(plan.layout), "reasons": _reasons(plan), "candidates": [], "bound_gap": None})
             return
         with out.working(f"pricing {file}"):
-            base = setting.price(plan.layout, plan, "chosen")
+            base = setting.base(plan, "chosen")
             shown = candidates(plan, setting, base, most)
         out.table(variants_table("Candidates", "", shown, base))
         out.table(reasons_table(plan))

@@ -59,6 +59,19 @@ class Setting:
         return Traced.of(self.resolved.make)
 
     @cached_property
+    def given(self) -> Any:
+        """The batch: without values where the model can be followed, since its graph asks for none; a large one takes memory and time."""
+        fakes = self.source.deferred
+        assert fakes is not None
+        try:
+            with fakes.fake_mode:
+                form = (self.resolved.form or self.resolved.batch)(self.batch_size)
+            self.source.capture(form, self.resolved.loss, self.batch_size)
+        except (ModelError, RuntimeError):
+            return self.resolved.batch(self.batch_size)
+        return form
+
+    @cached_property
     def graph(self) -> Graph:
         """The model's graph on the whole batch.
 
@@ -66,7 +79,7 @@ class Setting:
             UsageError: a model that cannot be followed; nothing of it can be priced.
         """
         try:
-            return self.source.capture(self.resolved.batch(self.batch_size), self.resolved.loss, self.batch_size).graph
+            return self.source.capture(self.given, self.resolved.loss, self.batch_size).graph
         except ModelError as error:
             raise UsageError(f"{self.model} cannot be captured ({error}), so no layout of it can be priced") from None
 
@@ -79,7 +92,7 @@ class Setting:
         """The same with something else; nothing traced is kept where the model's shapes change."""
         if batch_size is None and sequence is None:
             other = replace(self, cluster=cluster or self.cluster, _pricers={})
-            for name in ("resolved", "source", "graph"):
+            for name in ("resolved", "source", "given", "graph"):
                 if name in self.__dict__:
                     other.__dict__[name] = self.__dict__[name]
             return other
@@ -99,7 +112,7 @@ class Setting:
 
         def of(layout: Layout | None) -> Plan:
             chosen = api.plan(
-                self.resolved, self.resolved.batch(self.batch_size), cluster=self.cluster, layout=layout, constraints=constraints,
+                self.resolved, self.given, cluster=self.cluster, layout=layout, constraints=constraints,
                 objective=objective, source=self.source,
             )  # fmt: skip
             return replace(chosen, model=self.model)
@@ -113,11 +126,25 @@ class Setting:
         shards = tuple((axis, shorten(cuts, self.names)) for axis, cuts in chosen.shards)
         return replace(chosen, shards=shards)
 
+    def base(self, plan: Plan, name: str) -> Variant:
+        """What the plan itself costs here.
+
+        Raises:
+            Infeasible: it cannot be, on these machines or with this batch: an edited plan, or one of another model.
+        """
+        from weft.solve.search import check_layout
+
+        check_layout(plan.layout, self.cluster, self.batch_size)
+        found = self.price(plan.layout, plan, name)
+        if found.prediction is None:
+            raise Infeasible(f"{name}: {plan.layout} cannot be on {self.cluster.name} with a batch of {self.batch_size}: {found.note}")
+        return found
+
     def price(self, layout: Layout, like: Plan | None = None, name: str = "", note: str = "") -> Variant:
         """What `layout` costs here, with the cuts and stages of `like` where they apply."""
         from weft.plan.patterns import expand_all
         from weft.solve.mixed import pricer_of
-        from weft.solve.search import check_layout, clocked, price
+        from weft.solve.search import check_layers, check_layout, clocked, price
 
         cuts = expand_all(like.shards, self.names) if like is not None else {}
         key = tuple(sorted(cuts.items()))
@@ -127,7 +154,9 @@ class Setting:
         stages = like.stages if like is not None and like.layout.num_stages == layout.num_stages else ()
         try:
             check_layout(layout, self.cluster, self.batch_size)
-            priced = clocked(pricer, price(pricer, layout, stages))
+            priced = price(pricer, layout, stages)
+            check_layers(pricer, priced)
+            priced = clocked(pricer, priced)
         except Infeasible as error:
             return Variant(name, self, layout, None, "; ".join(filter(None, (note, _short(error)))), False)
         try:

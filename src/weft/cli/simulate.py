@@ -34,6 +34,7 @@ def simulate(
     """
     with output(as_json) as out:
         from weft import api
+        from weft.cli.setting import Setting
         from weft.cli.subject import load_cluster, load_model
         from weft.plan.layout import Layout
         from weft.plan.store import read_plan
@@ -47,12 +48,12 @@ def simulate(
             # A run folder says what its plan was made for.
             beside = Path(subject).with_name(MACHINE)
             machines = load_cluster(cluster or (str(beside) if beside.exists() else chosen.cluster), out)
-            model = load_model(chosen.model, chosen.batch_size, sequence)
+            setting = Setting(chosen.model, machines, chosen.batch_size, sequence)
         else:
             machines = load_cluster(cluster or "here", out)
-            model = load_model(subject, batch, sequence)
-            chosen = api.plan(model, batch, cluster=machines, layout=Layout.parse(layout) if layout is not None else None)
-        timeline = api.simulate(chosen, model, chosen.batch_size, cluster=machines)
+            setting = Setting(subject, machines, batch or load_model(subject, None, sequence).default_batch, sequence)
+            chosen = setting.plan(layout=Layout.parse(layout) if layout is not None else None)
+        timeline = api.simulate(chosen, setting.resolved, setting.given, cluster=machines, source=setting.source)
         if target is not None:
             try:
                 Path(target).write_text(timeline.to_perfetto())

@@ -48,7 +48,7 @@ def whatif(
         wanted = parse_changes(changes)
         setting = setting_of(plan, file, out, cluster, sequence)
         with out.working(f"pricing {len(wanted)} changes of {file}"):
-            base = setting.price(plan.layout, plan, "as it is")
+            base = setting.base(plan, "as it is")
             groups = [(change,) for change in wanted] + ([wanted] if len(wanted) > 1 else [])
             rows = [base]
             for group in groups:

@@ -141,7 +141,9 @@ class Speed:
 
     def __post_init__(self) -> None:
         if self.ranks < 1 or self.threads < 0:
-            raise ConfigError(f"speed: ranks = {self.ranks}, threads = {self.threads}; it is of 1 rank or more, of 0 threads (GPUs) or more")
+            raise ConfigError(
+                f"speed: ranks = {self.ranks}, threads = {self.threads}; it is of 1 rank or more, of 0 threads (GPUs) or more"
+            )
         not_negative("speed", waits=self.waits, launch_s=self.launch_s)
         positive("speed", **{f"flops.{p}": v for p, v in self.flops}, memory_bandwidth_bytes_per_s=self.memory_bandwidth_bytes_per_s)
         positive("speed", **{f"rates.{kind}": v for kind, v in self.rates})

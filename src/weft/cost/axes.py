@@ -46,6 +46,6 @@ def prices_of(cluster: Cluster, layout: Layout, repeats: float) -> dict[str, Pri
         group = group_of(layout, axis)
         little, much = (collective_s(cluster, "all_reduce", s, group) for s in (1.0, 2.0**24))
         rate = 2 * (size - 1) / size * 2.0**24 / max(much - little, 1e-9)
-        flops = dict(speed.flops).get(layout.precision, dict(speed.flops)["float32"])
+        flops = dict(speed.flops).get(layout.precision, min(rate for _, rate in speed.flops))
         found[axis] = Prices(flops, speed.memory_bandwidth_bytes_per_s, rate, little, repeats)
     return found

@@ -18,6 +18,7 @@ from typing import Any
 
 from weft.errors import ConfigError, LayoutError, UsageError, WeftError
 from weft.plan.choice import Choices
+from weft.plan.grid import AXES, PLAIN
 from weft.plan.layout import CHOICES, Layout, actions_of
 from weft.plan.patterns import expand_sites, shorten_sites
 from weft.plan.plan import FORMAT_VERSION, Candidate, Memory, Plan, Prediction
@@ -31,6 +32,7 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "list": ((list,), "a list in brackets"),
     "dict": ((dict,), "a table"),
 }
+CUT_AXES = (PLAIN, *AXES)
 _MEMORY = tuple(field.name for field in fields(Memory))
 _ALWAYS = ("data", "tensor", "pipeline", "microbatches", "schedule", "zero", "recompute", "precision")
 _WORDS = {
@@ -207,6 +209,9 @@ def parse_plan(text: str, source: str = "plan.toml") -> Plan:
         if name != words["schedule"]:
             chosen = _string(words["schedule"])
             raise schedules.error(name, f"[schedules] has {_string(name)}, and [layout] schedule = {chosen}; set that, or remove the table")
+    for axis in sharded.data:
+        if axis not in CUT_AXES:
+            raise sharded.error(axis, f"[shards.{axis}] names no axis that cuts parameters; known: {', '.join(CUT_AXES)}")
     given["shards"] = tuple((axis, _cuts(sharded.table(axis))) for axis in sharded.data)
     given["prediction"] = _prediction(prediction) if prediction.data else None
     given["planning_time_s"] = float(search.take("planning_time_s", "float", 0.0))
@@ -315,7 +320,11 @@ def _read_candidate(row: list[Any], table: _Table, files: Mapping[str, str]) -> 
 
 
 def _cuts(table: _Table) -> tuple[tuple[str, int], ...]:
-    return tuple((name, int(table.take(name, "int"))) for name in table.data)
+    cuts = tuple((name, int(table.take(name, "int"))) for name in table.data)
+    for name, dim in cuts:
+        if dim < 0:
+            raise table.error(name, f"{name} = {dim}; dimensions are counted from 0")
+    return cuts
 
 
 def _candidate(candidate: Candidate) -> str:

@@ -11,9 +11,11 @@ import heapq
 from dataclasses import dataclass, field, replace
 
 from weft.cluster.cluster import Cluster
+from weft.cost.parts import block, expert_weights
 from weft.cost.stage import work_share
 from weft.cost.step import Pricer, together
 from weft.errors import Infeasible, LayoutError
+from weft.model.graph import Graph
 from weft.plan.layout import Layout
 from weft.plan.microbatches import microbatch_sizes
 from weft.plan.plan import Candidate
@@ -372,7 +374,31 @@ def check_layout(layout: Layout, cluster: Cluster, batch_size: int) -> None:
             f"{layout}: a batch of {batch_size} samples is no multiple of {layout.shares} shares x microbatches={layout.microbatches}, and "
             f"unequal microbatches with inner are not built yet; use a multiple of {ways}"
         )
+    if layout.threads and not cluster.is_cpu:
+        raise LayoutError(
+            f"threads={layout.threads}: threads are of processors' cores, and {cluster.name} has {cluster.device.name}; leave it out"
+        )
     cluster.device.peak(layout.precision)
+
+
+def check_layers(pricer: Pricer, priced: Priced) -> None:
+    """Refuse a layout by hand that asks for layers or experts which the model does not have.
+
+    Raises:
+        LayoutError: with those that it has.
+    """
+    layout, experts = priced.layout, num_experts(pricer.graph)
+    if layout.expert > experts or experts % layout.expert:
+        has = f"its widest layer has {experts}; use a divisor of that" if experts > 1 else "it has none; leave it out"
+        raise LayoutError(f"expert={layout.expert} spreads the experts of a layer, and of this model {has}")
+    blocks = [dict.fromkeys(block(op.site) for op in stage.operators) for stage in pricer.split(priced.sites)]
+    layout.residency.check([list(filter(None, one)) or [""] for one in blocks])
+
+
+def num_experts(graph: Graph) -> int:
+    """Experts of the widest layer, 1 where there are none."""
+    sizes = {v.value: v.tensor.shape[0] for v in graph.parameters if v.tensor.shape}
+    return max((sizes[value] for value in expert_weights(graph)), default=1)
 
 
 def check_priced(pricer: Pricer, priced: Priced) -> None:

@@ -39,18 +39,19 @@ def nothing_fits(pricer: Pricer, space: Space, constraints: str, leanest: Priced
         return Infeasible(f"no layout of {cluster.num_devices} devices for a batch of {batch}{under}{why}. What would do: {remedy}")
     have, need = cluster.memory_of(leanest.layout.num_ranks), leanest.prediction.memory
     state = need.parameters + need.gradients + need.optimizer
-    more = -(-need.total * leanest.layout.num_ranks // have)
     if not hints and cluster.memory_limit_bytes:
         enough = need.total - cluster.device.scratch_bytes
         hints = [f"a limit of {format_bytes(1.005 * enough)}"]  # three digits, rounded up
-    remedy = "; ".join(hints) or f"about {more:.0f} such devices, or a smaller batch or model"
+    remedy = "; ".join(hints) or f"devices of {format_bytes(1.005 * need.total)} each, or a smaller batch or model"
+    before = cluster.device.scratch_bytes
     shares = ", ".join(
         f"{format_bytes(size)} for {part}"
         for part, size in (
             ("weights, gradients and optimizer", state),
             ("activations", need.activations),
             ("kernels and messages", need.buffers),
-            ("margin", need.margin),
+            ("margin", need.margin - before),
+            ("what a process holds before it has any", before),
         )
     )
     tried = f"none of {len(refused)} layouts" if len(refused) > 1 else "no layout"
@@ -96,9 +97,9 @@ def _lean(pricer: Pricer, space: Space) -> list[Layout]:
     frames = sorted(islice(space.frames(), 5000), key=lambda f: (least_state_bytes(pricer, replace(f, zero=0)), -f.microbatches))
     lean = sorted(frames, key=lambda f: (least_state_bytes(pricer, replace(f, zero=3, compress="none", staleness=0)), -f.microbatches))
     found: dict[Layout, None] = {}
-    for frame in (*lean[:TRIED], *frames[:TRIED]):
-        variants = list(space.variants(frame))
-        if variants:
+    for some in (lean, frames):
+        # Of some frames the constraints leave nothing: ZeRO of one without replicas.
+        for variants in islice(filter(None, (list(space.variants(frame)) for frame in some)), TRIED):
             plain = [v for v in variants if v.schedule != "gpipe" and v.offload == "none"] or variants
             found[plain[0]] = None
             found[max(plain, key=lambda v: (v.zero, v.recompute == "full"))] = None

@@ -15,9 +15,8 @@ from itertools import permutations
 from weft.cluster.cluster import Cluster
 from weft.cluster.mixed import reordered
 from weft.cost.gradients import best_bucket_bytes
-from weft.cost.parts import block, expert_weights
 from weft.cost.step import Pricer
-from weft.errors import UsageError
+from weft.errors import Infeasible, UsageError
 from weft.model.collector import uncollected
 from weft.model.graph import Graph
 from weft.model.samples import check_samples, samples_elsewhere
@@ -28,20 +27,20 @@ from weft.plan.layout import Layout
 from weft.plan.plan import Candidate, Plan
 from weft.schedules import program_of
 from weft.solve.bounds import least_saving_s
-from weft.solve.branches import Branches, check_layout, check_priced
+from weft.solve.branches import Branches, check_layers, check_layout, check_priced, num_experts
 from weft.solve.mixed import MixedPricer, pricer_of
 from weft.solve.reasons import differences, reasons, spread
 from weft.solve.refine import refined, wanted
 from weft.solve.remedies import nothing_fits
 from weft.solve.residency import told
 from weft.solve.score import OBJECTIVES, calmest, score
-from weft.solve.space import Constraint, Space, limits_of
+from weft.solve.space import Constraint, Space, limits_of, parse_constraints
 from weft.solve.stages import useful
 from weft.solve.sums import sums_of, why
 from weft.solve.timing import PLAIN, Priced, clocked, price, timeline
 from weft.units import format_seconds
 
-__all__ = ["OBJECTIVES", "Priced", "check_layout", "clocked", "price", "search", "timeline"]
+__all__ = ["OBJECTIVES", "Priced", "check_layers", "check_layout", "clocked", "price", "search", "timeline"]
 
 MOST_REFUSED = 4
 MOST_ORDERS = 6  # of the parts of a mixed cluster
@@ -95,6 +94,7 @@ def _search(
     limits = limits_of(constraints, elsewhere)
     if layout is not None:
         check_samples(graph, layout)
+        _check_admitted(layout, constraints)
         found = _by_hand(pricer_of(graph, cluster, batch_size, optimizer_states, shards), layout, stages)
     else:
         # Of a mixed cluster the parts may stand in any order along the pipeline.
@@ -158,13 +158,20 @@ def _find(pricer: Pricer, limits: Sequence[Constraint], objective: str) -> Branc
     graph = pricer.graph
     layers = sum(run.count for run in graph.fold.runs) if graph.fold is not None else len(useful(pricer.cuts, 1)) + 1
     fewer = objective in ("cost", "energy") and not pricer.cluster.parts
-    space = Space(pricer.cluster, pricer.batch_size, limits, len(pricer.cuts) + 1, layers, _experts(pricer.graph), fewer=fewer)
+    space = Space(pricer.cluster, pricer.batch_size, limits, len(pricer.cuts) + 1, layers, num_experts(pricer.graph), fewer=fewer)
     space.check()
     found = Branches(pricer, space, objective)
     found.run()
     found.house()
     found.arrange()
     return found
+
+
+def _check_admitted(layout: Layout, constraints: str) -> None:
+    """Raise `Infeasible` where a layout by hand is none that the constraints admit."""
+    for one in parse_constraints(constraints):
+        if not one.admits(layout.num_ranks if one.key == "ranks" else getattr(layout, one.key)):
+            raise Infeasible(f"the layout {layout} is not what the constraint {one} admits; leave one of them out")
 
 
 def _by_hand(pricer: Pricer, layout: Layout, stages: Sequence[str]) -> Branches:
@@ -176,8 +183,7 @@ def _by_hand(pricer: Pricer, layout: Layout, stages: Sequence[str]) -> Branches:
     check_layout(layout, pricer.cluster, pricer.batch_size)
     # By hand and on GPUs, stages have equally many layers, as the frameworks have them that the efficiency sets were measured with.
     priced = price(pricer, layout, stages or pricer.even(layout))
-    blocks = [dict.fromkeys(block(op.site) for op in stage.operators) for stage in pricer.split(priced.sites)]
-    layout.residency.check([list(filter(None, one)) or [""] for one in blocks])
+    check_layers(pricer, priced)
     check_priced(pricer, priced)
     best = clocked(pricer, priced)
     space = Space(pricer.cluster, pricer.batch_size)
@@ -204,9 +210,3 @@ def _prove(pricer: Pricer, best: Priced) -> None:
     surplus = m - max(2 * layout.pipeline, MOST_CHECKED // (6 * layout.num_stages))
     m -= layout.pipeline * max(0, -(-surplus // layout.pipeline))
     check(program_of(replace(layout, microbatches=m), links(pricer.split(best.sites))))
-
-
-def _experts(graph: Graph) -> int:
-    """Experts of the widest layer, 1 where there are none."""
-    sizes = {v.value: v.tensor.shape[0] for v in graph.parameters if v.tensor.shape}
-    return max((sizes[value] for value in expert_weights(graph)), default=1)

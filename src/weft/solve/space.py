@@ -82,7 +82,7 @@ def parse_constraints(text: str) -> tuple[Constraint, ...]:
         UsageError: a word that is no constraint, an unknown key (names the nearest), a value of the wrong type.
         Infeasible: constraints on one key that no value meets, by name.
     """
-    known = {f.name: f.type for f in fields(Layout) if f.name not in ("grid", "inner")} | {"ranks": "int"}
+    known = {f.name: f.type for f in fields(Layout) if f.name not in ("grid", "inner", "actions")} | {"ranks": "int"}
     found = []
     for word in text.replace(",", " ").split():
         match = _WORD.fullmatch(word)
@@ -193,7 +193,13 @@ class Space:
         return all(c.admits(value) for c in self.constraints if c.key == key)
 
     def check(self) -> None:
-        """Raise `Infeasible` where constraints ask for what no run on this cluster has built yet."""
+        """Raise `Infeasible` where constraints ask for what no run on this cluster has built yet, or the device has no known precision."""
+        peaks = [p for p, _ in self.cluster.device.peak_flops]
+        if not any(p in peaks for p in (*PRECISIONS, "float64")):
+            planned = ", ".join((*PRECISIONS, "float64"))
+            raise Infeasible(
+                f"{self.cluster.device.name} has peak_flops of {', '.join(peaks)} alone, and plans are in {planned}; give it one"
+            )
         for key, built in RUNS.items():
             mine = [c for c in self.constraints if c.key == key]
             if mine and self.cluster.runs_plans and not any(self.admits(key, value) for value in built):
@@ -232,8 +238,8 @@ class Space:
 
     def precisions(self) -> list[str]:
         have = [p for p, _ in self.cluster.device.peak_flops]
-        if self.asked("precision", "float64"):
-            return ["float64"]
+        if self.asked("precision", "float64") or have == ["float64"]:
+            return ["float64"] if "float64" in have else []
         found = [p for p in PRECISIONS if p in have and self.admits("precision", p)]
         # The 16-bit kind with the wider exponent needs no loss scaling; the other only where the device has no such.
         return [p for p in found if p != "float16" or "bfloat16" not in found]

@@ -11,6 +11,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -45,9 +46,9 @@ def from_file(text: str, batch: int | None = None, sequence: int | None = None) 
                 raise ModelError(f"{text} raises {said(error)}; {_remedy(error)}") from error
         return _parts(text, answer)
 
-    own, first = _batch_of(text, made)
+    faked, real, first = _batch_of(text, made)
     loss = None if first is None else Losses(first)
-    num_samples = _num_samples(text, own)
+    num_samples = _num_samples(text, faked)
 
     def make() -> nn.Module:
         module, _, its = made()
@@ -55,16 +56,19 @@ def from_file(text: str, batch: int | None = None, sequence: int | None = None) 
             loss.add(module, its)
         return module
 
-    def take(size: int) -> Any:
-        if own is None:
+    def first_of(size: int, own: Callable[[], Any]) -> Any:
+        if faked is None:
             raise ModelError(f"{text} returns a module without a batch; return (module, batch) or (module, batch, loss)")
         if not 1 <= size <= num_samples:
             raise ModelError(f"{text} makes a batch of {num_samples} samples, {size} are asked for; use --batch {num_samples} or fewer")
-        return _map(own, lambda leaf: leaf[:size] if leaf.dim() and leaf.shape[0] == num_samples else leaf)
+        return _map(own(), lambda leaf: leaf[:size] if leaf.dim() and leaf.shape[0] == num_samples else leaf)
 
-    if batch is not None and own is not None:
-        take(batch)
-    return Resolved(text, make, take, loss, batch or num_samples or 1)
+    def empty() -> Any:
+        return _map(faked, lambda leaf: torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype))
+
+    if batch is not None and faked is not None:
+        first_of(batch, lambda: faked)
+    return Resolved(text, make, lambda size: first_of(size, real), loss, batch or num_samples or 1, form=lambda size: first_of(size, empty))
 
 
 def _load(text: str) -> tuple[Path, Callable[[], Any]]:
@@ -144,16 +148,29 @@ def _parts(text: str, answer: Any) -> tuple[nn.Module, Any, Loss | None]:
     return module, tuple(batch) if isinstance(batch, list) else batch, loss
 
 
-def _batch_of(text: str, made: Callable[[], tuple[nn.Module, Any, Loss | None]]) -> tuple[Any, Loss | None]:
-    """The factory's batch, real, and its loss; the module is not made real. The user's random state stays as it was."""
+def _batch_of(text: str, made: Callable[[], tuple[nn.Module, Any, Loss | None]]) -> tuple[Any, Callable[[], Any], Loss | None]:
+    """The factory's batch without values, what makes it real, and the loss. The module is not made real, and the user's random state
+    stays as it was.
+
+    Values are made when they are asked for: what the model draws before its batch is drawn for them, which planning need not wait for.
+    """
     deferred = Deferred()
+
+    @cache
+    def real() -> Any:
+        try:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                return _map(batch, lambda leaf: (deferred.value(leaf) if deferred.is_fake(leaf) else leaf).detach().cpu())
+        except ModelError as error:
+            raise ModelError(f"{text}: its batch or its loss cannot be made: {error}") from error
+
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         with deferred:
             module, batch, loss = made()
         try:
-            own = _map(batch, lambda leaf: (deferred.value(leaf) if deferred.is_fake(leaf) else leaf).detach().cpu())
-            return own, None if loss is None else realize_loss(deferred, loss, module)
+            return batch, real, None if loss is None else realize_loss(deferred, loss, module)
         except ModelError as error:
             raise ModelError(f"{text}: its batch or its loss cannot be made: {error}") from error
 
