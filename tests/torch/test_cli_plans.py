@@ -272,3 +272,137 @@ def test_a_sequence_becomes_part_of_the_name() -> None:
     assert named("gpt-39b", None) == ("gpt-39b", None)
     assert named("gpt-39b:layers=2", 64) == ("gpt-39b:layers=2,sequence=64", None)
     assert named("net.py:make", 64) == ("net.py:make", 64)
+
+
+CLUSTER = """name = "mine"
+price_per_hour = 10.0
+power_w = 3000.0
+[device]
+kind = "gpu"
+peak_flops = { float32 = 19.5e12, bfloat16 = 312e12 }
+memory_bytes = 42.5e9
+memory_bandwidth_bytes_per_s = 1555e9
+[[level]]
+name = "node"
+size = 4
+latency_s = 3e-6
+bandwidth_bytes_per_s = 300e9
+[[level]]
+name = "cluster"
+size = 2
+latency_s = 1e-5
+bandwidth_bytes_per_s = 25e9
+"""
+
+
+def test_a_plan_for_a_cluster_file_finds_it_again(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the plan's own folder, whatever the folder in which the verb runs, and of other numbers of its devices too."""
+    (tmp_path / "plans").mkdir()
+    (tmp_path / "mine.toml").write_text(CLUSTER)
+    monkeypatch.chdir(tmp_path)
+    words = ["plan", "gpt-tiny", "--cluster", "mine.toml", "--batch", "16", "--layout", "data=8 zero=1 precision=bfloat16"]
+    made = answer([*words, "-o", "plans/plan.toml"], capfd)
+    assert 'cluster = "../mine.toml"' in (tmp_path / "plans/plan.toml").read_text()
+    monkeypatch.chdir(tmp_path / "plans")
+    assert answer(["explain", "plan.toml", "--brief"], capfd)["step_time_s"] == made["step_time_s"]
+    assert answer(["simulate", "plan.toml"], capfd)["step_time_s"] <= made["step_time_s"]
+    assert len(answer(["compare", "plan.toml", "plan.toml"], capfd)["plans"]) == 2
+    for count in (16, 4, 2):
+        changed = answer(["whatif", "plan.toml", f"gpus={count}", "-o", "other.toml"], capfd)["rows"][1]
+        again = answer(["explain", "other.toml", "--brief"], capfd)
+        assert Layout.parse(again["layout"]).num_ranks == count
+        assert again["step_time_s"] == pytest.approx(changed["step_time_s"])
+
+
+def test_a_plan_keeps_the_order_of_the_parts_of_a_cluster_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A small old machine before two new ones, or after them: what was planned is what is explained."""
+    part = CLUSTER.replace("[device]", "[part.device]").replace("[[level]]", "[[part.level]]")
+    old = part.replace('"mine"', '"old"').replace("19.5e12", "5e12").replace("312e12", "30e12").replace("42.5e9", "16e9")
+    between = 'name = "both"\n[between]\nlatency_s = 1e-5\nbandwidth_bytes_per_s = 2e9\n'
+    (tmp_path / "both.toml").write_text(f"{between}[[part]]\n{part}[[part]]\n{old}")
+    words = ["plan", "gpt-125m:layers=4,sequence=512", "--cluster", f"{tmp_path}/both.toml", "--batch", "16"]
+    made = answer([*words, "--constrain", "data=2 tensor=2", "-o", f"{tmp_path}/plan.toml"], capfd)
+    assert answer(["explain", f"{tmp_path}/plan.toml", "--brief"], capfd)["step_time_s"] == pytest.approx(made["step_time_s"], rel=1e-3)
+    for order in ("mine+old", "old+mine"):
+        names = [one.name for one in Cluster.parse(f"{tmp_path}/both.toml:{order}").parts]
+        assert "+".join(names) == order
+    with pytest.raises(UsageError, match="several kinds"):
+        resized(Cluster.parse(f"{tmp_path}/both.toml"), 4)
+
+
+def test_planning_asks_a_batch_for_no_values(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A factory's batch follows its weights, whose draws would all be repeated for it; and a large batch has no place in memory."""
+    (tmp_path / "models.py").write_text(
+        "import torch\n"
+        "class Tables(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.rows, self.top = torch.nn.Embedding(10**11, 64), torch.nn.Linear(64, 1)\n"
+        "    def forward(self, ids):\n"
+        "        return self.top(self.rows(ids)).square().mean()\n"
+        "def make():\n"
+        "    return Tables(), {'ids': torch.randint(10**11, (64,))}\n"
+    )
+    found = answer(["plan", f"{tmp_path}/models.py:make", "--cluster", "8xdgx-a100-80", "--constrain", "tensor=1 pipeline=1"], capfd, 3)
+    assert "devices of" in found["error"]  # 6.4e12 parameters: no number of such devices would do
+    found = answer(["plan", "gpt-tiny", "--cluster", "dgx-a100-80", "--batch", str(10**9), "--layout", "data=8 microbatches=8192"], capfd)
+    assert found["batch_size"] == 10**9
+
+
+def test_contradictory_constraints_are_no_question_of_memory(capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["estimate", "gpt-tiny", "--cluster", "dgx-a100-80", "--constrain", "tensor<=2 tensor>=4"]
+    assert "tensor<=2 and tensor>=4" in answer(words, capfd, 3)["error"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "code", "said"),
+    [
+        ("tensor = 2", "tensor = 999", 3, "needs 7992 devices, 2xp4d.24xlarge has 16"),
+        ("batch_size = 64", "batch_size = 63", 3, "63"),
+        ("[shards.tensor]", "[shards.sideways]", 2, "[shards.sideways] names no axis"),
+        ('attention.q.weight" = 0', 'attention.q.weight" = -1', 2, "dimensions are counted from 0"),
+        ("layers=4", "layers=1", 2, "layers.2"),
+        ('cluster = "2xp4d.24xlarge"', 'cluster = "none.toml"', 2, "none.toml"),
+    ],
+)
+@pytest.mark.parametrize("verb", ["explain", "whatif", "simulate"])
+def test_plans_that_were_edited_to_nonsense(
+    verb: str, old: str, new: str, code: int, said: str, plan_file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    text = plan_file.read_text()
+    assert old in text
+    (tmp_path / "edited.toml").write_text(text.replace(old, new, 1))
+    assert run([verb, str(tmp_path / "edited.toml"), *(["zero=0"] if verb == "whatif" else [])]) == code
+    captured = capfd.readouterr()
+    assert said in captured.err
+    assert "Traceback" not in captured.err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["recompute=full:99"], "99 layers of stage 0"),
+        (["offload=activations:99"], "99 layers of stage 0"),
+        (["expert=2"], "it has none"),
+        (["threads=4"], "processors' cores"),
+        (["staleness=-1"], "a whole number from 0"),
+        (["gpus=10000000000"], "from 1 to 999,999,999"),
+        (["compress=int9"], "int9"),
+    ],
+)
+def test_changes_of_what_is_not_there(words: list[str], said: str, plan_file: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(["whatif", str(plan_file), *words]) == 2
+    assert said in capfd.readouterr().err
+
+
+def test_a_change_that_cannot_be_writes_no_plan(plan_file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(["whatif", str(plan_file), "data=3", "-o", str(tmp_path / "other.toml")]) == 3
+    assert "nothing is written" in capfd.readouterr().err
+    assert not (tmp_path / "other.toml").exists()
+
+
+def test_every_key_of_the_layout_can_be_changed(plan_file: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    rows = answer(["whatif", str(plan_file), "compress=int8", "zero=0", "staleness=0"], capfd)["rows"]
+    assert Layout.parse(rows[-1]["layout"]).compress == "int8"

@@ -48,7 +48,8 @@ class Change:
         least = 0 if self.key in FROM_ZERO else 1
         if not self.value.isdecimal() or len(self.value) > MOST_DIGITS or int(self.value) < least:
             example = 128 if self.key in OTHERS else 2
-            raise UsageError(f"{self}: {self.key} is a whole number from {least}, for example {self.key}={example}")
+            most = 10**MOST_DIGITS - 1
+            raise UsageError(f"{self}: {self.key} is a whole number from {least} to {most:,}, for example {self.key}={example}")
         return int(self.value)
 
 

@@ -60,8 +60,11 @@ def whatif(
         out.table(variants_table(f"{plan.model} on {setting.cluster.name}, with changes", "change", rows, base, with_layout=False))
         if target is not None:
             last = [v for v in rows if not v.name.startswith("best")][-1]
-            write_plan(last.setting.plan(layout=last.layout), target)
-            out.message(f"written to {target}")
+            if last.prediction is None:
+                out.message(f"nothing is written to {target}: {last.name} cannot be")
+            else:
+                write_plan(last.setting.plan(layout=last.layout), target)
+                out.message(f"written to {target}")
         out.answer({"plan": str(file), "rows": [record(v, base) for v in rows]})
         if all(v.prediction is None for v in rows[1:]):
             out.message("none of these changes can be; the notes say why, and what would")

@@ -228,11 +228,13 @@ def _only(where: str, given: Mapping[str, Any], known: set[str], text: str) -> N
 
 
 def _check_type(where: str, key: str, value: Any, kind: str) -> None:
-    wanted = {"int": "a whole number", "float": "a number", "str": "text"}
+    kind = "rates" if kind.startswith("tuple[tuple[str") else kind
+    wanted = {"int": "a whole number", "float": "a number", "str": "text", "rates": "a table of numbers, { float32 = 19.5e12 }"}
     ok = {
         "int": isinstance(value, int) and not isinstance(value, bool),
         "float": isinstance(value, int | float) and not isinstance(value, bool),
         "str": isinstance(value, str),
+        "rates": isinstance(value, dict),
     }.get(kind, True)
     if not ok:
         raise ConfigError(f"{where}: {key} = {value!r}; it is {wanted[kind]}")

@@ -7,6 +7,7 @@ first run that keeps it, since it is there until that one's backward is over.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
@@ -132,6 +133,7 @@ def staying(groups: Groups, which: Residency, stage: int, last_stays: bool, piec
     forward: list[Amount] = []
     at_once: list[Amount] = []
     away, total, host = [], Amount(), Seen()
+    num_runs = Counter(name for name, _ in runs)  # of a layer that others interrupt there are several
     for (name, mine), goes in zip(runs, moved, strict=True):
         come, none = Amount(), [Amount()] * len(mine)
         again = asked = passing = none
@@ -158,7 +160,7 @@ def staying(groups: Groups, which: Residency, stage: int, last_stays: bool, piec
         forward += passing
         at_once.append(come)
         layer = name in groups.names
-        away.append((name in repeated or goes) * layer / max(1, sum(other == name for other, _ in runs)))
+        away.append((name in repeated or goes) * layer / num_runs[name])
     num_moved = len({name for (name, _), goes in zip(runs, moved, strict=True) if goes and name in groups.names})
     return Staying(
         Amounts.of(kept), Amounts.of(there), Amounts.of(back), Amounts.of(forward), Amounts.of(at_once), np.array(away), total, num_moved,

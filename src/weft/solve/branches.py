@@ -32,7 +32,8 @@ from weft.solve.timing import PLAIN, Priced, balanced, clocked, fitted, least_pi
 
 MOST_GUESSED, MOST_TRIED_FIRST = 16, 2  # frames that look promising, and those of them that are priced before all others
 MOST_HOUSED = 24  # ways to fit by repeating or moving all layers, of which fewer are tried
-MOST_FEWER, WORTH = 4, 0.95  # numbers of ranks below all of them that are tried, where their compute alone takes that part of the step
+# Numbers of ranks below all of them that are tried, where arithmetic alone takes at most that part of the best step.
+MOST_FEWER, WORTH = 6, 0.95
 NEARLY = 1.2  # of the memory: what the first of the most balanced stages may need where other stages could still fit
 INFINITE = float("inf")
 Thrift = tuple[int, str, str]  # ZeRO stage, recomputation, offload
@@ -63,12 +64,11 @@ class Branches:
         self._price(self.space)
         if self.best is None or self.objective != "time" or any(c.key == "ranks" for c in self.space.constraints):
             return
-        tried = 0
+        tried, device = 0, self.pricer.cluster.device
+        rate = device.matmul_efficiency * max(flops for _, flops in device.peak_flops)
         for count in fewer_counts(self.pricer.cluster):
-            # A guess: so many ranks compute for that much longer.
-            layout, prediction = self.best.layout, self.best.prediction
-            least = dict(prediction.parts).get("compute", 0.0) * layout.num_ranks / count
-            if count != layout.num_ranks and least < WORTH * prediction.step_time_s and tried < MOST_FEWER:
+            least_s = self.best.prediction.model_flops / (count * rate)
+            if least_s < WORTH * self.best.prediction.step_time_s and tried < MOST_FEWER:
                 tried += 1
                 self._price(replace(self.space, constraints=(*self.space.constraints, Constraint("ranks", "=", count))))
 
