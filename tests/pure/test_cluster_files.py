@@ -46,12 +46,13 @@ points = [[1024, 1e-5], [2048, 2e-5]]
 NUMBERS = ("nan", "inf", "-1", '"x"', "true", "[1]", "{ a = 1 }", "1e400")
 TEXTS = ("0", "nan", "true", "[1]", "{ a = 1 }")
 LISTS = ("0", '"x"', "true", "[]", "[1]", "[[1]]", '[["a", 1]]', "[[nan, 1]]", "[[1, inf]]", "[[2, 1], [1, 1]]")
+RATES = ("0", '"x"', "true", "[1]", "{ float32 = nan }", '{ float32 = "x" }')
 KEYS = (
     *((key, value) for key in ("price_per_hour", "power_w", "memory_bytes", "launch_s", "matmul_efficiency", "scratch_bytes", "size",
         "latency_s", "bandwidth_bytes_per_s", "ports", "efficiency", "waits", "threads", "format") for value in NUMBERS),
     *((key, "0") for key in ("memory_bytes", "matmul_efficiency", "size", "bandwidth_bytes_per_s", "ports", "efficiency", "ranks")),
     *((key, value) for key in ("name", "kind", "protocol", "collective", "fingerprint", "stack") for value in TEXTS),
-    *((key, value) for key in ("peak_flops", "flops", "rates") for value in ("0", '"x"', "true", "[1]", "{ float32 = nan }", '{ float32 = "x" }')),
+    *((key, value) for key in ("peak_flops", "flops", "rates") for value in RATES),
     *(("points", value) for value in LISTS),
 )  # fmt: skip
 
@@ -71,7 +72,7 @@ def test_nonsense_is_refused_with_its_key(key: str, value: str) -> None:
 
 
 def test_a_process_that_takes_all_memory_leaves_a_model_none() -> None:
-    with pytest.raises(ConfigError, match="scratch_bytes = 5e\\+10 of memory_bytes = 4.25e\\+10"):
+    with pytest.raises(ConfigError, match=r"scratch_bytes = 5e\+10 of memory_bytes = 4.25e\+10"):
         loads(with_value("scratch_bytes", "50e9"))
 
 

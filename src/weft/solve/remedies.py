@@ -51,7 +51,7 @@ def nothing_fits(pricer: Pricer, space: Space, constraints: str, leanest: Priced
             ("activations", need.activations),
             ("kernels and messages", need.buffers),
             ("margin", need.margin - before),
-            ("what a process holds before it has any", before),
+            *([("what a process holds before it has any", before)] if before else []),
         )
     )
     tried = f"none of {len(refused)} layouts" if len(refused) > 1 else "no layout"
