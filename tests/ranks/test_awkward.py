@@ -231,6 +231,25 @@ def test_what_is_written_by_the_samples_seen_is_not_divided_where_the_model_cann
     assert weft.verify(lambda: Seen("calls"), "data=2", batch).ok
 
 
+class Remembering(nn.Module):
+    """Cannot be captured, and reads in a call what it kept of the one before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.seen = nn.Linear(4, 2), [0.0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(float(x.mean()))
+        return (self.layer(x) - self.seen[-2]).square().mean()
+
+
+def test_what_is_kept_in_attributes_by_the_samples_seen_is_not_divided_where_the_model_cannot_be_captured() -> None:
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
+    with pytest.raises(Infeasible, match=r"it reads in the next call what it keeps in its attribute seen, and its loss over 8 samples is"):
+        weft.verify(Remembering, "data=2", (x,))
+    assert weft.plan(Remembering, (x,), cluster="1xcpu-2").layout.data == 1
+
+
 class OwnGradient(nn.Module):
     """Asks for a derivative of its own by its input, as physics-informed networks do."""
 
