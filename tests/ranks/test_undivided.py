@@ -1,12 +1,13 @@
 """Models that cannot be captured in a plain loop: every rank holds all of them, and the loop is that of one process, in float64.
 
-Two launches of ranks: what trains, and what is refused.
+Three launches of ranks: what trains, what is refused, and such a model in an engine.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -238,3 +239,33 @@ def test_one_process_keeps_the_model_and_is_told_why(capsys: pytest.CaptureFixtu
     assert capsys.readouterr().err.startswith(
         "weft: Normed could not be captured (torch.export cannot follow the model: data-dependent at whole_models.py"
     )
+
+
+def engines(world: World, folder: str) -> dict[str, bool]:
+    """Losses of a model that drops out: after a checkpoint as without one, with other numbers on every rank, and none of the loop's."""
+    x = torch.ones(8, 4)
+    made = [weft.parallelize(models.Noisy, (x,), loss=squares, plan="data=2", seed=3, world=world) for _ in range(2)]
+    losses = [made[0].step((x,)).loss]
+    made[0].save(folder)
+    losses += [made[0].step((x,)).loss for _ in range(2)]
+    made[1].load(folder)
+    torch.manual_seed(world.rank)
+    before = torch.random.get_rng_state()
+    again = [made[1].step((x,)).loss for _ in range(2)]
+    alone = made[1].parts.only.module(x[:4])[0].detach().double()
+    total = alone.clone()
+    world.everyone.all_reduce(total)
+    return {
+        "resumed": again == losses[1:],
+        "apart": not torch.equal(total, alone * 2),
+        "loop's own numbers": torch.equal(torch.random.get_rng_state(), before),
+    }
+
+
+def squares(output: Tensor, batch: Any) -> Tensor:
+    return output.square().mean()
+
+
+def test_an_engine_of_a_model_that_draws_resumes_exactly(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
+    for found in ranks(engines, 2, str(tmp_path)):
+        assert all(found.values()), found

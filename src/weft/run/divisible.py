@@ -3,6 +3,8 @@
 In: a plan of a model that could not be captured, the model, its batch and loss. Out: nothing, or `Infeasible` by name. The model is run on
 some of the batch, whole and in parts, and left as it was.
 
+Tried are both ends of the batch, and batches whose parts are as unlike as its samples are: each one sample over and over.
+
 Not modelled: models that are divisible on what was tried, and are not on other batches.
 """
 
@@ -23,9 +25,11 @@ from weft.model.nesting import batch_size_of, leaves, rebuild
 from weft.model.randomness import python_randomness, python_randomness_kept
 from weft.model.watched import changes, set_state, state_of
 from weft.plan.plan import Plan
+from weft.run.steady import Steady
 from weft.world import private
 
 _TRIED = 4  # samples of each part on which the model is tried
+_UNLIKE = 4  # batches of parts that are one sample each
 _CLOSE, _CLOSE_DOUBLE = 1e-4, 1e-9  # relative, beyond rounding in float32 and in float64
 _NOTHING = 1e-12  # of the largest gradient: what float64 may leave of a gradient that is zero
 
@@ -86,15 +90,30 @@ class Trial:
         self.plan, self.model, self.batch, self.loss, self.double = plan, model, batch, loss, double
         self.samples, self.data = batch_size_of(batch), plan.layout.data
         self.size = min(self.samples // self.data, _TRIED) * self.data
-        self.parts = [(i * (self.size // self.data), self.size // self.data) for i in range(self.data)]
+        self.batches = self._batches()
         self.close = _CLOSE_DOUBLE if double else _CLOSE
         self.named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         self.values = {name: x.detach().clone() for name, x in self.named.items()}
         self.tables: list[tuple[Any, Any]] = [(t, dict(t)) for m in model.modules() for t in (m._parameters, m._buffers)]
         self.attributes, self.drawn = state_of(model), torch.random.get_rng_state()
-        self.draws = False  # random numbers
+        self.draws = False  # random numbers that are not steady
         self.keeps: list[str] = []  # state in attributes, which the next call may read
         self.why = f"{plan.model} could not be captured ({plan.uncaptured})"
+
+    def _batches(self) -> list[list[int]]:
+        """Samples of the batches that are tried. At both ends parts may by accident have the same number of what the mean is over."""
+        first, each = list(range(self.size)), self.size // self.data
+        found = [first, [self.samples - self.size + i for i in first]]
+        rounds = min(_UNLIKE, self.samples // self.data)
+        for n in range(rounds):
+            chosen = [(n * self.data + part) * self.samples // (rounds * self.data) for part in range(self.data)]
+            found.append([sample for sample in chosen for _ in range(each)])
+        return [rows for i, rows in enumerate(found) if rows not in found[:i]]
+
+    def parts_of(self, rows: list[int]) -> list[list[int]]:
+        """The part of every rank."""
+        each = self.size // self.data
+        return [rows[i * each : (i + 1) * each] for i in range(self.data)]
 
     def run(self) -> None:
         """Raise Infeasible for the first thing that parts do otherwise."""
@@ -109,19 +128,18 @@ class Trial:
             with python_randomness_kept():
                 self.compare_writes()
                 if self.draws:
-                    self.model.eval()  # dropout would tell them apart
-                # At both ends of the batch: parts may by accident have the same number of what the mean is over.
-                for first in sorted({0, self.samples - self.size}):
+                    self.model.eval()  # what is drawn would tell them apart
+                for rows in self.batches:
                     for calls in (1, 2) if self.keeps else (1,):
-                        self.compare_losses(first, calls)
+                        self.compare_losses(rows, calls)
         finally:
             for module, training in modes:
                 module.training = training
 
     def compare_writes(self) -> None:
-        whole = self.ran(0, self.size).left
-        for start, length in self.parts:
-            left = self.ran(start, length).left
+        whole = self.ran(self.batches[0]).left
+        for part in self.parts_of(self.batches[0]):
+            left = self.ran(part).left
             for name, x in whole.items():
                 if left[name].shape != x.shape or not torch.allclose(left[name], x, rtol=self.close, atol=1e-9):
                     raise Infeasible(
@@ -129,9 +147,9 @@ class Trial:
                         f"data={self.data} ranks; use data=1"
                     )
 
-    def compare_losses(self, first: int, calls: int) -> None:
-        whole = self.ran(first, self.size, True, calls)
-        parts = [self.ran(first + start, length, True, calls) for start, length in self.parts]
+    def compare_losses(self, rows: list[int], calls: int) -> None:
+        whole = self.ran(rows, True, calls)
+        parts = [self.ran(part, True, calls) for part in self.parts_of(rows)]
         mean = sum(part.loss for part in parts) / self.data
         if math.isfinite(whole.loss) and not abs(whole.loss - mean) <= self.close * max(abs(whole.loss), abs(mean)):
             raise Infeasible(
@@ -156,12 +174,9 @@ class Trial:
             return self.why
         return f"{self.why}, and it reads in the next call what it keeps in its attribute {', '.join(self.keeps[:3])}"
 
-    def ran(self, start: int, length: int, learns: bool = False, calls: int = 1) -> _Ran:
+    def ran(self, rows: list[int], learns: bool = False, calls: int = 1) -> _Ran:
         """The model called on some samples; `learns`: with gradients, in float64, where it has them in evaluation. The last of `calls`."""
-        cut = {
-            path: x[start : start + length] if isinstance(x, Tensor) and x.dim() and x.shape[0] == self.samples else x
-            for path, x in leaves(self.batch)
-        }
+        cut = {path: x[rows] if isinstance(x, Tensor) and x.dim() and x.shape[0] == self.samples else x for path, x in leaves(self.batch)}
         device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
         moved = {p: x.to(device) if isinstance(x, Tensor) else x for p, x in cut.items()}
         moved = {p: x.double() if self.double and isinstance(x, Tensor) and x.is_floating_point() else x for p, x in moved.items()}
@@ -169,7 +184,7 @@ class Trial:
         gradients: dict[str, Tensor] = {}
         drawn = python_randomness()
         try:
-            with doubled(self.double):
+            with doubled(self.double), Steady():  # type: ignore[no-untyped-call]
                 for _ in range(calls - 1):
                     self.called(rebuild(self.batch, moved))
                 found, outputs = self.called(rebuild(self.batch, moved))
@@ -180,12 +195,12 @@ class Trial:
             self.keeps = self.keeps or changes(self.attributes, state_of(self.model))
             return _Ran(float(found.detach()), {name: x.detach().clone() for name, x in now.items()}, gradients, outputs)
         except Exception as error:
-            if self.double and self.plan.layout.precision != "float64" and (start, length) == (0, self.size) and not learns:
+            if self.double and self.plan.layout.precision != "float64" and rows == self.batches[0] and not learns:
                 raise _NotInDouble from error
-            if length == self.samples or isinstance(error, ModelError):
+            if len(rows) == self.samples or isinstance(error, ModelError):
                 raise
             raise Infeasible(
-                f"{self.why}, and with {length} of its {self.samples} samples it raises {type(error).__name__}: "
+                f"{self.why}, and with {len(rows)} of its {self.samples} samples it raises {type(error).__name__}: "
                 f"{str(error).partition(chr(10))[0]}; use data=1"
             ) from error
         finally:

@@ -79,19 +79,18 @@ class _Outputs(Trial):
         return found
 
     def compare_writes(self) -> None:
-        before = self.ran(0, self.size).outputs.keys()
+        before = self.ran(self.batches[0]).outputs.keys()
         super().compare_writes()
         if self.draws:
             self.model.eval()
-            if self.ran(0, self.size).outputs.keys() != before:
+            if self.ran(self.batches[0]).outputs.keys() != before:
                 raise Infeasible(
                     f"{self.why}, and it draws random numbers in training and returns something else in evaluation, so that its parts "
                     "cannot be compared; use data=1, or return the same in both"
                 )
 
-    def compare_losses(self, first: int, calls: int) -> None:
-        whole = self.ran(first, self.size, calls=calls)
-        parts = [self.ran(first + start, length, calls=calls) for start, length in self.parts]
+    def compare_losses(self, rows: list[int], calls: int) -> None:
+        whole, parts = self.ran(rows, calls=calls), [self.ran(part, calls=calls) for part in self.parts_of(rows)]
         if any(part.outputs.keys() != whole.outputs.keys() for part in parts):
             raise Infeasible(f"{self.why}, and what it returns depends on its samples; return the same tensors always, or use data=1")
         dims = {path: self._dim_of(path, x, [part.outputs[path] for part in parts], calls) for path, x in whole.outputs.items()}
@@ -99,7 +98,7 @@ class _Outputs(Trial):
             self.dims = {path: dim if dim is not None else self.dims[path] for path, dim in dims.items()}
         else:
             self.dims = dims
-        super().compare_losses(first, calls)
+        super().compare_losses(rows, calls)
 
     def _dim_of(self, path: str, whole: Tensor, parts: list[Tensor], calls: int) -> int | None:
         """Along which dimension parts of an output follow one another; None where the whole is their mean."""
