@@ -166,7 +166,8 @@ class Picked(nn.Module):
         self.layer = nn.Linear(4, 2)
 
     def forward(self, x: Tensor, picked: Tensor) -> Tensor:
-        return self.layer(x)[picked].square().mean()
+        mean = self.layer(x)[picked].square().mean()
+        return mean if x.sum() > -1e9 else 2 * mean
 
 
 @pytest.mark.parametrize("counts", [(2, 2, 3, 1), (2, 2, 4, 0), (2, 2, 2, 2)], ids=["unequal", "none at all", "equal by accident"])
