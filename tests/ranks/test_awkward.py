@@ -276,6 +276,25 @@ def test_models_that_draw_are_tried_with_one_number_for_all_samples_where_they_c
         weft.plan(lambda: Noisy(True), (x,), cluster="1xcpu-2", layout="data=2")
 
 
+class Attending(nn.Module):
+    """Cannot be captured; what it attends to comes from a table alone, beside what comes from the batch. Joins tensors of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 4)
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        found = F.scaled_dot_product_attention(x, x, torch.cat([self.table(ids), self.table(ids)], 1)[:, : x.shape[1]])
+        return found.square().mean() if x.sum() > -1e9 else found.sum()
+
+
+def test_a_plan_in_float64_tries_the_model_in_float64_where_it_cannot_be_captured() -> None:
+    generator = torch.Generator().manual_seed(1)
+    x, ids = torch.randn(8, 4, 4, generator=generator), torch.randint(8, (8, 2), generator=generator)
+    layout = Layout.parse("data=2 precision=float64")
+    assert weft.plan(Attending, (x, ids), cluster="1xcpu-2", layout=layout).layout == layout
+
+
 class OwnGradient(nn.Module):
     """Asks for a derivative of its own by its input, as physics-informed networks do."""
 

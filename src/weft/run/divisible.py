@@ -47,14 +47,11 @@ def refuse_division(plan: Plan, model: nn.Module, batch: Any, loss: Loss | None)
     batch that only scales a first guess changes the loss by less than float32's rounding, and gradients by more.
     """
     if plan.layout.data > 1:
-        tried(plan, model, lambda double: Trial(plan, model, batch, loss, double).run())
+        tried(model, lambda double: Trial(plan, model, batch, loss, double).run())
 
 
-def tried(plan: Plan, model: nn.Module, run: Callable[[bool], object]) -> None:
+def tried(model: nn.Module, run: Callable[[bool], object]) -> None:
     """Run a trial in float64, or in the model's own precision where it does not compute in it."""
-    if plan.layout.precision == "float64":
-        run(True)
-        return
     values, held = [(p, p.data) for p in model.parameters()], [(m._buffers, dict(m._buffers)) for m in model.modules()]
     try:
         widened(model)

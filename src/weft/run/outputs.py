@@ -38,7 +38,7 @@ def outputs_of_parts(plan: Plan, model: nn.Module, batch: Any) -> dict[str, Outp
         Infeasible: as `weft.run.divisible.refuse_division`; or outputs of parts neither follow one another nor are a mean.
     """
     found: dict[str, Output] = {}
-    tried(plan, model, lambda double: found.update(_Outputs(plan, model, batch, None, double).found()))
+    tried(model, lambda double: found.update(_Outputs(plan, model, batch, None, double).found()))
     return found
 
 
