@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from weft.cluster.cluster import Cluster
     from weft.plan.layout import Layout
     from weft.plan.plan import Plan
-    from weft.run.divided import full_state_dict
     from weft.run.engine import Engine
+    from weft.run.plain import full_state_dict
     from weft.world.launch import launch
 
 __version__ = "0.1.0"
@@ -31,7 +31,7 @@ __all__ = [
 _HOMES = {
     "Cluster": "weft.cluster.cluster",
     "Engine": "weft.run.engine",
-    "full_state_dict": "weft.run.divided",
+    "full_state_dict": "weft.run.plain",
     "Layout": "weft.plan.layout",
     "Plan": "weft.plan.plan",
     "launch": "weft.world.launch",

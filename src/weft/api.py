@@ -359,9 +359,10 @@ def _plain_plan(
     try:
         graph = source.capture(batch, None, size, outputs=True).graph
     except ModelError as error:
-        raise ModelError(
-            f"{name} cannot be divided for a plain loop: {error}; weft.parallelize trains a model that cannot be captured whole, by data"
-        ) from error
+        # Tried where it is divided, since that runs it.
+        count = sum(p.numel() for p in model.parameters())
+        whole = (Layout.parse(wanted) if isinstance(wanted, str) else wanted) or Layout(data=world.num_ranks)
+        return without_graph(count, str(error), _any_cluster(), size, name, layout=whole)
     if wanted is not None:
         layout = Layout.parse(wanted) if isinstance(wanted, str) else wanted
         return search(graph, _any_cluster(), size, name, layout=layout)

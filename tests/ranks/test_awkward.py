@@ -166,11 +166,12 @@ class Picked(nn.Module):
         self.layer = nn.Linear(4, 2)
 
     def forward(self, x: Tensor, picked: Tensor) -> Tensor:
-        return self.layer(x)[picked].square().mean()
+        mean = self.layer(x)[picked].square().mean()
+        return mean if x.sum() > -1e9 else 2 * mean
 
 
-@pytest.mark.parametrize("counts", [(2, 2, 3, 1), (2, 2, 4, 0)], ids=["unequal", "none at all"])
-def test_a_mean_over_what_parts_differ_in_is_refused_though_the_first_parts_are_alike(counts: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("counts", [(2, 2, 3, 1), (2, 2, 4, 0), (2, 2, 2, 2)], ids=["unequal", "none at all", "equal by accident"])
+def test_a_mean_over_what_parts_differ_in_is_refused_though_parts_are_alike(counts: tuple[int, ...]) -> None:
     x = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
     picked = torch.cat([torch.arange(4) < n for n in counts])
     with pytest.raises(Infeasible, match=r"its loss over 8 samples is .* where the mean over data=2 parts of them is"):
@@ -229,6 +230,69 @@ def test_what_is_written_by_the_samples_seen_is_not_divided_where_the_model_cann
         with pytest.raises(Infeasible, match=rf"it writes {written} while it runs, by the samples that it sees"):
             weft.verify(lambda kind=kind: Seen(kind), "data=2", batch)
     assert weft.verify(lambda: Seen("calls"), "data=2", batch).ok
+
+
+class Remembering(nn.Module):
+    """Cannot be captured, and reads in a call what it kept of the one before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.seen = nn.Linear(4, 2), [0.0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(float(x.mean()))
+        return (self.layer(x) - self.seen[-2]).square().mean()
+
+
+def test_what_is_kept_in_attributes_by_the_samples_seen_is_not_divided_where_the_model_cannot_be_captured() -> None:
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
+    with pytest.raises(Infeasible, match=r"it reads in the next call what it keeps in its attribute seen, and its loss over 8 samples is"):
+        weft.verify(Remembering, "data=2", (x,))
+    assert weft.plan(Remembering, (x,), cluster="1xcpu-2").layout.data == 1
+
+
+class Noisy(nn.Module):
+    """Cannot be captured, and draws in evaluation too, in every way that is known. `whole`: sees all samples."""
+
+    def __init__(self, whole: bool) -> None:
+        super().__init__()
+        self.whole, self.layer, self.drop = whole, nn.Linear(4, 2), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x) * (1 + torch.rand(2)) + torch.randn_like(x[:, :2]) * torch.normal(x[:, :1], 2.0)
+        y = self.drop(y) + F.dropout(y, 0.3) * torch.empty_like(y).exponential_(2.0) * torch.empty_like(y).uniform_(-1.0, 3.0)
+        y = y * torch.bernoulli(torch.full_like(y, 0.9))
+        if x.sum() < -1e9 or self.whole:
+            y = y - y.mean(0)
+        return y.square().mean()
+
+
+def test_models_that_draw_are_tried_with_one_number_for_all_samples_where_they_cannot_be_captured() -> None:
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
+    state = torch.random.get_rng_state()
+    assert weft.plan(lambda: Noisy(False), (x,), cluster="1xcpu-2", layout="data=2").layout.data == 2
+    assert torch.equal(torch.random.get_rng_state(), state)
+    with pytest.raises(Infeasible, match="its loss over 8 samples is"):
+        weft.plan(lambda: Noisy(True), (x,), cluster="1xcpu-2", layout="data=2")
+
+
+class Attending(nn.Module):
+    """Cannot be captured; what it attends to comes from a table alone, beside what comes from the batch. Joins tensors of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 4)
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        found = F.scaled_dot_product_attention(x, x, torch.cat([self.table(ids), self.table(ids)], 1)[:, : x.shape[1]])
+        return found.square().mean() if x.sum() > -1e9 else found.sum()
+
+
+def test_a_plan_in_float64_tries_the_model_in_float64_where_it_cannot_be_captured() -> None:
+    generator = torch.Generator().manual_seed(1)
+    x, ids = torch.randn(8, 4, 4, generator=generator), torch.randint(8, (8, 2), generator=generator)
+    layout = Layout.parse("data=2 precision=float64")
+    assert weft.plan(Attending, (x, ids), cluster="1xcpu-2", layout=layout).layout == layout
 
 
 class OwnGradient(nn.Module):

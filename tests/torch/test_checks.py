@@ -90,7 +90,7 @@ class Picks(Checked):
 
     def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
         with torch.no_grad():
-            mean = x[x > 0].mean()
+            mean = x[x > 0].sort().values[0]
         return super().forward(x, y) * mean
 
 
@@ -143,13 +143,3 @@ def test_targets_in_one_row_are_each_samples_own() -> None:
     assert engine.step(batch).loss == pytest.approx(want.item(), rel=1e-12)
     with pytest.raises(Exception, match=r"target_lengths \[2, 1, 2, 1\].* picks \[2, 1, 3, 0\]"):
         engine.step(batch | {"lengths": torch.tensor([2, 1, 2, 1])})
-
-
-def test_a_plain_loop_says_who_trains_what_cannot_be_captured() -> None:
-    def build() -> nn.Module:
-        with weft.auto_parallelize(batch=batch()):
-            net = Branches()
-        return net
-
-    with pytest.raises(ModelError, match=r"Branches .* data-dependent .*; weft.parallelize trains"):
-        build()

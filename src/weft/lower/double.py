@@ -48,7 +48,7 @@ class Double(private.DispatchMode):  # type: ignore[no-untyped-call]
             # A mask's least number, which is float64's, in a tensor of float32.
             return func(*args, **{**kwargs, "dtype": torch.float64})
         if isinstance(made, Tensor) and made.dtype in _NARROW:
-            if not any(isinstance(x, Tensor) for x in args):
+            if not given:
                 return func(*args, **{**kwargs, "dtype": torch.float64})
             of_integers = not any(x.is_floating_point() or x.is_complex() for x in given) and kwargs.get("dtype") is None
             if func is torch.ops.aten.lift_fresh.default or of_integers:

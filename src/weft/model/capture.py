@@ -27,6 +27,7 @@ from weft.model.deferred.assertions import without_assertions
 from weft.model.deferred.blame import why_not
 from weft.model.deferred.fakes import Fake, tracing
 from weft.model.deferred.losses import loss_of
+from weft.model.deferred.picked import without_picks
 from weft.model.functional import Memory, make_functional
 from weft.model.functions import Record, function_of
 from weft.model.gradients import learned, learns_by
@@ -213,6 +214,8 @@ def _traced(step: _Step, batch: Any, batched: frozenset[str], size: int, fake_mo
         except Exception as error:
             cut = "" if size == batch_size_of(batch) else f" with {size} of the batch's {batch_size_of(batch)} samples (one microbatch)"
             raise ModelError(f"torch.export cannot follow the model{cut}: {why_not(error)}") from error
+        without_assertions(program.graph_module)
+        without_picks(program.graph_module)
         without_assertions(program.graph_module)
         _refuse_unknown_shapes(program)
         try:

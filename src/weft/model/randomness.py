@@ -1,9 +1,14 @@
-"""Whether Python code has drawn random numbers that are not torch's. In: nothing. Out: the state of Python's and numpy's generators."""
+"""Whether Python code has drawn random numbers that are not torch's, and blocks that draw none for what comes after them.
+
+In: nothing. Out: the state of Python's and numpy's generators.
+"""
 
 from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 def python_randomness() -> object:
@@ -11,3 +16,16 @@ def python_randomness() -> object:
     numpy = sys.modules.get("numpy")
     state = numpy.random.get_state() if numpy is not None else None
     return random.getstate(), None if state is None else (state[1].tobytes(), state[2])
+
+
+@contextmanager
+def python_randomness_kept() -> Iterator[None]:
+    """A block after which Python and numpy draw as if it had not been."""
+    own, numpy = random.getstate(), sys.modules.get("numpy")
+    state = numpy.random.get_state() if numpy is not None else None
+    try:
+        yield
+    finally:
+        random.setstate(own)
+        if numpy is not None and state is not None:
+            numpy.random.set_state(state)

@@ -227,23 +227,11 @@ class Divided:
             "every rank calls, and load it into a new one with load_state_dict"
         )
 
-
-def full_state_dict(model: nn.Module) -> dict[str, Tensor] | None:
-    """Parameters and buffers of the whole of a divided model under its own names, on rank 0; None elsewhere. Every rank calls it.
-
-    Raises:
-        UsageError: a model that is not divided.
-    """
-    divided = getattr(model.forward, "__self__", None)
-    if not isinstance(divided, Divided):
-        raise UsageError(
-            f"{type(model).__name__} is not divided: give the module that was built under weft.auto_parallelize; "
-            "an engine has full_state_dict() of its own"
-        )
-    world = divided.world
-    at = divided.plan.layout.mesh.coordinates(world.rank)
-    with private.as_plain():
-        return full_state(divided.parts, weights_of(divided.parts, at), world.group(tuple(range(world.num_ranks))))
+    def full_state(self) -> dict[str, Tensor] | None:
+        """The whole model's state dict on rank 0, None elsewhere. Every rank calls it."""
+        at = self.plan.layout.mesh.coordinates(self.world.rank)
+        with private.as_plain():
+            return full_state(self.parts, weights_of(self.parts, at), self.world.group(tuple(range(self.world.num_ranks))))
 
 
 def _kept(path: str, leaf: Any) -> Any:

@@ -37,18 +37,22 @@ from weft.world.world import World
 
 
 class _Whole(nn.Module):
-    """The user's module and loss, called with the local batch's tensors in order."""
+    """The user's module and loss, called with the local batch's tensors in order. It draws what belongs to step, microbatch and `part`."""
 
-    def __init__(self, model: nn.Module, batch: Any, loss: Loss | None, share: float, double: bool, own: bool) -> None:
+    def __init__(
+        self, model: nn.Module, batch: Any, loss: Loss | None, share: float, double: bool, own: bool, draw: Draw, part: int
+    ) -> None:
         super().__init__()
         self.model, self._batch, self._loss, self._share = model, batch, loss, share
-        self._double, self._own = double, own
+        self._double, self._own, self._draw, self._part = double, own, draw, part
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor]:
         given = iter(tensors)
         new = {path: next(given) if isinstance(leaf, Tensor) else leaf for path, leaf in leaves(self._batch)}
         batch = rebuild(self._batch, new)
-        with doubled(self._double, self._own):  # as the serial reference
+        devices = [x.device for x in tensors if x.is_cuda][:1]
+        with torch.random.fork_rng(devices), doubled(self._double, self._own):  # the latter as the serial reference
+            torch.manual_seed(self._draw.generator(torch.device("cpu"), 0, self._part).initial_seed())
             try:
                 return (call(self.model, batch, self._loss) * self._share,)
             except RuntimeError as error:
@@ -149,13 +153,14 @@ def build_whole(plan: Plan, source: Source, batch: Any, loss: Loss | None, world
         for local, p in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             first = names[id(p)][0] if id(p) in names else f"{module_name}.{local}"
             setattr(module, local, parameters[first])
-    whole = _Whole(model, batch, loss, 1.0 / layout.data, layout.precision == "float64", own)
+    draw = Draw(seed=seed)
+    whole = _Whole(model, batch, loss, 1.0 / layout.data, layout.precision == "float64", own, draw, at["data"])
     local = LocalStage(whole, tuple(v.value for v in inputs), (), (), ("loss",), forms)
     blocks = {b.name: (b, (0,) * len(b.tensor.shape)) for b in buffers}
     program = program_of(plan, (stage,), world)
     kept = dict(model.named_buffers())
     saved = frozenset(model.state_dict(keep_vars=True))
-    return Parts(graph, sharding, (stage,), program, {0: local}, parameters, specs, flat, kept, blocks, {}, Draw(seed=seed), saved=saved)
+    return Parts(graph, sharding, (stage,), program, {0: local}, parameters, specs, flat, kept, blocks, {}, draw, saved=saved)
 
 
 def _spec(x: Tensor, samples: int | None = None) -> Spec:

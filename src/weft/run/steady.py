@@ -1,0 +1,52 @@
+"""Random draws that are the same number for every sample, so that a call on some samples can be held against one on others.
+
+In: operators as torch dispatches them. Out: the same, where those that draw give one number in the midst of their distribution, and torch's
+generator stays where it was. Not modelled: draws of whole numbers, which are left alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.world import private
+
+_Z = 0.5  # standard deviations; not 0, which would hide what noise is multiplied with
+
+
+class Steady(private.DispatchMode):  # type: ignore[no-untyped-call]
+    """Dropout drops nothing, uniform numbers are in the middle, normal ones half a standard deviation above the mean."""
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        name = func.__name__.partition(".")[0].removesuffix("_").removesuffix("_like").removesuffix("_functional")
+        if name not in _DRAWS or not hasattr(func, "_schema"):
+            return func(*args, **kwargs)
+        before = torch.random.get_rng_state()
+        made = func(*args, **kwargs)
+        torch.random.set_rng_state(before)
+        given = {a.name: x for a, x in zip(func._schema.arguments, args, strict=False)} | kwargs
+        with torch.no_grad():
+            if name == "native_dropout":
+                return given["input"] / (1 - given["p"]), torch.ones_like(made[1])
+            number = _DRAWS[name](given)
+            return made.copy_(number) if isinstance(number, Tensor) else made.fill_(number)
+
+
+def _normal(given: dict[str, Any]) -> Any:
+    return given.get("mean", 0.0) + _Z * given.get("std", 1.0)
+
+
+_DRAWS: dict[str, Any] = {
+    "rand": lambda given: 0.5,
+    "uniform": lambda given: (given.get("from", 0.0) + given.get("to", 1.0)) / 2,
+    "randn": lambda given: _Z,
+    "normal": _normal,
+    "bernoulli": lambda given: 1.0,
+    "native_dropout": None,
+    "exponential": lambda given: 1.0 / given.get("lambd", 1.0),
+}
