@@ -35,6 +35,7 @@ class ManageOp(StrEnum):
     DROP = "DROP"  # keep only the inputs of what was saved
 
 
+AHEAD = 2  # computes ahead of which a rank posts its receives
 OF_A_STAGE = frozenset({ManageOp.UNSHARD, ManageOp.RESHARD, ManageOp.REDUCE_GRAD})
 
 
