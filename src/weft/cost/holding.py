@@ -29,8 +29,8 @@ Step = tuple[Compute | None, Sequence[tuple[int, int]]]  # a compute, if it is o
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """[moment, stage of the rank in the order of `Layout.stages_of`]: microbatches that are `kept`, that go backward (one or none), and for
-    whose forward or backward something is `entering` or `returning` from other ranks."""
+    """[moment, stage of the rank in the order of `Layout.stages_of`]: microbatches that are `kept`, that go backward (one or none), of
+    which what enters the stage is on its way, or its gradient back (`entering`), and to which gradients are `returning`."""
 
     kept: Numbers
     backward: Numbers
@@ -69,7 +69,8 @@ def _interleaved(pipeline: int, microbatches: int, chunks: int, rank: int) -> He
     done = np.minimum(at + ahead, total)
     made, taken = (np.concatenate((np.zeros((1, chunks), dtype=np.intp), np.cumsum(one[order[:total]], axis=0))) for order in (f, b))
     after = np.where((done < total)[:, None], 0, one[b[at + 2]])
-    return Held.of(made[done] - taken[at], one[b[at]], one[f[done]], one[b[at + 1]] + after)
+    sent = np.where(((at > 0) & (at + ahead > total))[:, None], one[b[at - 1]], 0)
+    return Held.of(made[done] - taken[at], one[b[at]], one[f[done]] + sent, one[b[at + 1]] + after)
 
 
 @lru_cache(maxsize=256)
@@ -105,6 +106,9 @@ def walked(steps: Sequence[Step], stages: Sequence[int]) -> Held:
             number += 1
             if compute.op in (Op.B, Op.I):
                 backward[place[compute.stage]] = 1
+                for before in computes[max(0, number - 2) : number - 1]:  # what it made is sent meanwhile
+                    if before.op in (Op.B, Op.I):
+                        entering[place[before.stage]] += 1
                 _arriving(computes[number : number + AHEAD], place, entering, returning)
                 found.append((*kept, *backward, *entering, *returning))
         for stage, change in changes:

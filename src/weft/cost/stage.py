@@ -64,7 +64,7 @@ def together(held: Sequence[StageMemory], layout: Layout, rank: int) -> Memory:
     >>> [together(both, layout, 0).activations for layout in layouts]
     [8.0, 11.0]
     """
-    if len(held) == 1 and layout.own is None:
+    if len(held) == 1:
         return held[0].alone
     total = Memory(*(sum(getattr(one.alone, name) for one in held) for name in Memory.__dataclass_fields__))
     now = held_by(layout, rank)
@@ -73,8 +73,7 @@ def together(held: Sequence[StageMemory], layout: Layout, rank: int) -> Memory:
         return np.array([getattr(one, part) for one in held])
 
     kept = now.kept @ of("kept_bytes") + now.backward @ of("there_bytes")
-    beside = now.backward @ (of("beside_bytes") + of("entering_bytes"))
-    beside = beside + now.entering @ of("entering_bytes") + now.returning @ of("leaving_bytes")
+    beside = now.backward @ of("beside_bytes") + now.entering @ of("entering_bytes") + now.returning @ of("leaving_bytes")
     fullest = int((kept + beside).argmax())
     activations, buffers = float(kept[fullest]), float(beside[fullest])
     less = total.activations + total.buffers - activations - buffers

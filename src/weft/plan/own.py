@@ -37,7 +37,7 @@ def read_actions(file: str | Path) -> str:
     try:
         if file.stat().st_size > MOST_BYTES:
             raise UsageError(f"{file} is longer than {MOST_BYTES >> 20} MiB; a program of a million actions has 20")
-        return file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8-sig")  # with a byte order mark or without, which some editors write
     except OSError as error:
         raise UsageError(f"cannot read {file}: {error.strerror}; give the file that weft schedule NAME -o writes, or your own") from None
     except UnicodeDecodeError:
