@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.cost.holding import held_by
-from weft.cost.memory import MARGIN, StageMemory
+from weft.cost.memory import MARGIN, StageMemory, StageState, Widths, memory_of
 from weft.cost.stage import together
 from weft.plan.layout import Layout
 from weft.plan.plan import Memory
@@ -91,3 +91,12 @@ def test_states_of_all_stages_and_the_fullest_moment(name: str, kept: float) -> 
     assert together([large, small], layout, 0) == replace(
         Memory(2.0, 2.0, 4.0, kept, 0.5), margin=pytest.approx(MARGIN * 8 + MARGIN * (kept + 0.5 - 8))
     )
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_zero_leaves_whole_what_two_ranks_of_the_pipeline_have_but_divides_its_state(zero: int) -> None:
+    """Of bytes a parameter: weights 4, gradients 4, two moments 8, over two data replicas and two ranks that have the stage."""
+    state = StageState(num_parameters=100.0, num_trainable=100.0, entering_bytes=0.0)
+    layout = Layout(data=2, pipeline=2, microbatches=2, schedule="chimera", zero=zero)
+    found = memory_of(state, layout, 0, Widths.of("float32", is_cpu=True)).alone
+    assert (found.parameters, found.gradients, found.optimizer) == (400.0, 400.0, 800.0 / (4 if zero else 1))

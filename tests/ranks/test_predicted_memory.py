@@ -76,6 +76,7 @@ OTHERS = [
     ("narrowing", "pipeline=2 microbatches=4 schedule=interleaved chunks=2"),
     ("narrowing", "pipeline=2 microbatches=4 schedule=zb-v"),
     ("narrowing", "pipeline=2 microbatches=2 schedule=gems-mast"),
+    ("narrowing", "pipeline=2 microbatches=4 schedule=gems-master zero=1"),  # both ranks have both stages, and half of their state
 ]
 
 

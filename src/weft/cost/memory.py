@@ -304,7 +304,9 @@ def memory_of(
         flying = max(own.in_flight(holder, stage) for holder in own.ranks_of[stage])
     else:
         flying = in_flight(layout.schedule, layout.pipeline, rank, layout.microbatches, layout.chunks)
-    data, zero = layout.data, layout.zero
+    holders = len(layout.ranks_of(stage))
+    # What other pipeline ranks have too stays whole (`weft.run.parameters`); the optimizer's state is shared with those.
+    data, zero = layout.data, layout.zero if holders == 1 else min(layout.zero, 1)
     pieces = zero if data > 1 else 0
     kept = state.kept_bytes - (state.scores_bytes if layout.recompute == "selective" else 0.0)
     there = state.there.of(pieces)
@@ -317,7 +319,7 @@ def memory_of(
     how = Compression.parse(layout.compress)
     if how.keeps:  # what is not sent: of a rank's own gradients, and of its piece of the sums
         gradients += widths.gradient * state.num_trainable * (1 + 1 / data * (how.kind == "int8" and not zero))
-    optimizer = (widths.copies + widths.moment * optimizer_states) * (trained if zero else state.num_trainable)
+    optimizer = (widths.copies + widths.moment * optimizer_states) * (trained / holders if zero else state.num_trainable)
     if layout.moves_optimizer:
         optimizer = 0.0
     beside = state.beside.of(pieces) + PACKING.get(how.kind, 0.0) * min(BUCKET_BYTES, widths.gradient * state.num_trainable)
