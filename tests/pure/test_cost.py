@@ -224,12 +224,12 @@ def test_recomputing_is_one_more_forward_and_less_memory() -> None:
     sites = [on_cpu.cuts[i * len(on_cpu.cuts) // 4].site for i in (1, 2, 3)]
     layout = Layout(pipeline=4, microbatches=8)
     plain, again = (on_cpu.stages(replace(layout, recompute=r), sites)[0] for r in ("none", "full"))
-    assert again.memory.activations < 0.5 * plain.memory.activations
+    assert again.memory.alone.activations < 0.5 * plain.memory.alone.activations
 
 
 def test_zero_divides_the_optimizer() -> None:
     p = pricer()
-    plain, sharded = (p.stages(Layout(data=4, zero=z))[0].memory for z in (0, 1))
+    plain, sharded = (p.stages(Layout(data=4, zero=z))[0].memory.alone for z in (0, 1))
     assert plain.optimizer == pytest.approx(8 * p.graph.num_parameters)
     assert sharded.optimizer == pytest.approx(plain.optimizer / 4)
     assert (sharded.parameters, sharded.gradients) == (plain.parameters, plain.gradients)

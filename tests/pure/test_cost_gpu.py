@@ -17,6 +17,7 @@ from weft.cost.compute import Seconds
 from weft.cost.efficiency import Stack, parse_protocols, parse_stack, protocols, stack_of
 from weft.cost.fit import fit, mean_abs
 from weft.cost.kernels import Kernel, optimizer_s, scaled, together
+from weft.cost.memory import StageMemory
 from weft.cost.network import Group, collective_s, path
 from weft.cost.parts import expert_weights
 from weft.cost.step import Pricer, StageCost, straggling
@@ -138,7 +139,7 @@ def test_overlap_hides_sums_of_gradients() -> None:
 def test_an_interleaved_bubble_is_divided_by_its_chunks() -> None:
     """Narayanan et al. 2021, section 2.2.2: (p - 1)/(v·m) of the ideal time, for equal stages and free transfers."""
     p, m, v = 4, 8, 2
-    one = StageCost(Seconds(1.0, 2.0), Seconds(), 0.0, 0.0, Memory())
+    one = StageCost(Seconds(1.0, 2.0), Seconds(), 0.0, 0.0, StageMemory(Memory()))
     priced = pricer(stack=replace(stack_of(DEVICE), step_s=0.0, spread=0.0))
     layout = Layout(pipeline=p, microbatches=m, precision="float16")
     plain = priced.predict(layout, [one] * p, [0.0] * (p - 1)).step_time_s
@@ -259,13 +260,13 @@ def test_experts_are_spread_over_data_replicas_and_their_tokens_sent() -> None:
     p = Pricer(experts(), A100, 32)
     wide = replace(HALF, data=4)
     alone, spread = (p.stages(replace(wide, expert=e))[0] for e in (1, 4))
-    assert spread.memory.parameters == pytest.approx(alone.memory.parameters / 4)
+    assert spread.memory.alone.parameters == pytest.approx(alone.memory.alone.parameters / 4)
     local = 2.0 * 4 * 32 * 16 * 8 / 4  # 16-bit tokens of one replica's 8 of 32 samples, 4 samples a graph
     once = collective_s(A100, "all_to_all", 4 * local, Group(4, 1, 4))
     assert spread.tensor.total - alone.tensor.total == pytest.approx(2 * (2 - stack_of(DEVICE).tensor_overlap) * once, rel=0.01)
     assert (alone.gradients_s > 0, spread.gradients_s) == (True, 0.0)
     # ZeRO divides them further, to the same share of all.
-    whole, cut = (p.stages(replace(wide, expert=e, zero=1))[0].memory.optimizer for e in (1, 4))
+    whole, cut = (p.stages(replace(wide, expert=e, zero=1))[0].memory.alone.optimizer for e in (1, 4))
     assert cut == pytest.approx(whole)
 
 

@@ -27,7 +27,7 @@ def pricer(layers: int, attention: str = "scores") -> Pricer:
 
 def layer_bytes(layout: Layout, attention: str = "scores") -> float:
     """Activations of one layer: what two more layers add, halved; the first and the last are not like the others."""
-    few, more = (pricer(n, attention).stages(layout)[0].memory.activations for n in (3, 5))
+    few, more = (pricer(n, attention).stages(layout)[0].memory.alone.activations for n in (3, 5))
     return (more - few) / 2
 
 
@@ -65,7 +65,7 @@ def test_state_in_mixed_precision_is_sixteen_bytes_a_parameter(zero: int, data: 
     """2 + 2 + 12 bytes: weights and gradients in 16 bits, a float32 copy and two moments; each ZeRO stage divides one more."""
     p = PRICERS["two"]
     layout = replace(PLAIN, data=data, zero=zero)
-    memory, number = p.stages(layout)[0].memory, p.graph.num_parameters
+    memory, number = p.stages(layout)[0].memory.alone, p.graph.num_parameters
     assert memory.parameters == pytest.approx(2 * number / (data if zero == 3 else 1))
     assert memory.gradients == pytest.approx(2 * number / (data if zero >= 2 else 1))
     assert memory.optimizer == pytest.approx(12 * number / (data if zero else 1))
@@ -96,6 +96,6 @@ def test_interleaved_microbatches_in_flight() -> None:
 def test_offload_empties_the_device() -> None:
     p = pricer(6)
     plain, moved = (p.stages(replace(PLAIN, offload=o))[0] for o in ("none", "all"))
-    assert moved.memory.optimizer == 0
-    assert moved.memory.activations < plain.memory.activations
+    assert moved.memory.alone.optimizer == 0
+    assert moved.memory.alone.activations < plain.memory.alone.activations
     assert moved.optimizer_s > plain.optimizer_s

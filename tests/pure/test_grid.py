@@ -202,8 +202,8 @@ def test_a_grid_divides_work_weights_and_optimizer_like_a_line() -> None:
     for text in ("tensor=2x2", "tensor=2x4", "tensor=2x2x2"):
         layout = Layout.parse(text)
         (one,) = pricer.stages(layout)
-        assert one.memory.parameters == pytest.approx(whole.memory.parameters / layout.tensor)
-        assert one.memory.optimizer == pytest.approx(whole.memory.optimizer / layout.tensor)
+        assert one.memory.alone.parameters == pytest.approx(whole.memory.alone.parameters / layout.tensor)
+        assert one.memory.alone.optimizer == pytest.approx(whole.memory.alone.optimizer / layout.tensor)
 
 
 # Depth.

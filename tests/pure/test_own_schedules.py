@@ -16,7 +16,7 @@ from weft.cost.step import Pricer
 from weft.errors import ConfigError, LayoutError, ProgramError, UsageError
 from weft.plan.layout import Layout
 from weft.plan.microbatches import sizes_of_part
-from weft.plan.own import own_of
+from weft.plan.own import own_of, read_actions
 from weft.plan.plan import Candidate, Plan
 from weft.plan.program import Compute, Program, chain
 from weft.plan.store import format_plan, parse_plan
@@ -256,3 +256,15 @@ def test_a_small_batch_runs_in_as_few_microbatches_as_leave_no_replica_without()
     assert sizes_of_part(3, gems, 16) == (2, 1)
     assert sizes_of_part(9, gems, 16) == (3, 3, 3)
     assert sizes_of_part(3, own(Layout(pipeline=2, microbatches=4), False), 16) == (3,)
+
+
+def test_a_file_with_a_byte_order_mark_is_read_without_it(tmp_path: Path) -> None:
+    """As editors on Windows write it, with their line ends."""
+    (tmp_path / "mine.txt").write_bytes(b"\xef\xbb\xbf0F0 0B0\r\n1F0 1B0\r\n")
+    assert Program.parse(read_actions(tmp_path / "mine.txt")).actions == Program.parse("0F0 0B0\n1F0 1B0").actions
+
+
+def test_an_error_repeats_the_beginning_of_a_long_word() -> None:
+    with pytest.raises(ProgramError, match=r"'0F9{38}\.\.\. \(5002 characters\)'") as raised:
+        Program.parse(f"0F{'9' * 5000}")
+    assert len(str(raised.value)) < 400

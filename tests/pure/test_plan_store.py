@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from weft.errors import ConfigError, Infeasible, LayoutError, UsageError, WeftError
 from weft.plan.layout import SCHEDULES, Layout, refuse_sizes
 from weft.plan.plan import Candidate, Memory, Plan, Prediction
-from weft.plan.store import format_plan, parse_plan, read_plan, write_plan
+from weft.plan.store import CUT_AXES, format_plan, parse_plan, read_plan, write_plan
 
 counts = st.integers(1, 4)
 texts = st.text(max_size=12)
@@ -41,7 +41,7 @@ def plans(draw: st.DrawFn) -> Plan:
         cluster=draw(texts),
         batch_size=layout.data * layout.microbatches * draw(counts),
         stages=tuple(draw(st.lists(texts, min_size=layout.num_stages - 1, max_size=layout.num_stages - 1))),
-        shards=tuple(draw(st.dictionaries(texts, cuts, max_size=2)).items()),
+        shards=tuple(draw(st.dictionaries(st.sampled_from(CUT_AXES), cuts, max_size=2)).items()),
         prediction=draw(st.none() | predictions),
         reasons=tuple(draw(st.lists(st.tuples(texts, texts), max_size=3))),
         candidates=tuple(draw(st.lists(candidates, max_size=3))),

@@ -76,7 +76,7 @@ def test_each_layer_costs_its_forward_and_saves_what_it_keeps() -> None:
     steps = [b.backward_s - a.backward_s for a, b in pairwise(costs)]
     assert min(steps) > 0
     assert steps == pytest.approx([steps[0]] * 6)
-    held = [c.memory.activations for c in costs]
+    held = [c.memory.alone.activations for c in costs]
     saved = [a - b for a, b in pairwise(held)]
     assert min(saved[:5]) > 0
     assert saved[:4] == pytest.approx([saved[0]] * 4)

@@ -413,7 +413,7 @@ def test_replicas_in_both_directions_hold_and_sum_every_weight_twice() -> None:
     plain, both = (price(pricer, Layout(pipeline=4, microbatches=8, schedule=name)) for name in ("1f1b", "chimera"))
     assert both.sites == plain.sites
     for part in ("parameters", "gradients", "optimizer"):
-        of = [getattr(c.memory, part) for c in plain.costs]
+        of = [getattr(c.memory.alone, part) for c in plain.costs]
         assert getattr(both.prediction.memory, part) == pytest.approx(max(of[0] + of[3], of[1] + of[2]))
     assert all(b.gradients_s > a.gradients_s for a, b in zip(plain.costs, both.costs, strict=True))
     assert [b.optimizer_s for b in both.costs] == [a.optimizer_s for a in plain.costs]

@@ -107,7 +107,7 @@ def test_each_stage_is_held_to_the_memory_of_its_own_part() -> None:
     graph = gpt(8, hidden=256, sequence=256, batch=16)
     layout = Layout(data=2, pipeline=2, microbatches=8, precision="bfloat16")
     free = price(pricer_of(graph, unlike(), 16), layout)
-    small = replace(SLOW, memory_bytes=0.9 * free.costs[1].memory.total)
+    small = replace(SLOW, memory_bytes=0.9 * free.costs[1].memory.alone.total)
     with pytest.raises(Infeasible, match="pipeline rank 1, on slow, needs"):
         search(graph, unlike((FAST, small)), 16, "gpt", layout=layout)
 

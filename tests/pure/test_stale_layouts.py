@@ -64,7 +64,7 @@ def test_it_counts_steps() -> None:
 def _costs(bandwidth: float, staleness: int) -> tuple[float, float, float]:
     """(seconds of sums that show, bytes of gradients, seconds of a step's compute and update)."""
     (cost,) = Pricer(GRAPH, _hosts(bandwidth), 8).stages(Layout(data=2, microbatches=2, staleness=staleness))
-    return cost.gradients_s, cost.memory.gradients, 2 * (cost.forward_s + cost.backward_s) + cost.optimizer_s
+    return cost.gradients_s, cost.memory.alone.gradients, 2 * (cost.forward_s + cost.backward_s) + cost.optimizer_s
 
 
 @pytest.mark.parametrize("staleness", [1, 2, 5])

@@ -4,6 +4,7 @@ casts, look-ups. Every factory returns (module, batch) and draws from its own ge
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -414,3 +415,20 @@ class _Maps(nn.Module):
 
 def maps() -> Any:
     return _Maps(), {"x": _normal(N, 16, 32, 32), "y": _normal(N)}
+
+
+class _Narrowing(nn.Module):
+    """Layers whose results become narrower: what a stage keeps hangs on where it stands."""
+
+    def __init__(self, *widths: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(a, b), nn.GELU(), nn.LayerNorm(b)) for a, b in pairwise(widths))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return F.mse_loss(x.mean((1, 2)), y)
+
+
+def narrowing() -> Any:
+    return _Narrowing(64, 512, 512, 64, 64, 32, 32, 256, 16), {"x": _normal(N, 128, 64), "y": _normal(N)}

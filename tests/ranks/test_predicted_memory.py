@@ -72,6 +72,11 @@ OTHERS = [
     ("tiles", f"data=1 {NARROW}"),  # workspaces of depthwise convolutions
     ("written", "recompute=selective"),
     ("wide", "pipeline=2 microbatches=4"),  # a gradient is on its way while backward is at the one before
+    # Stages of a rank that differ much: which it keeps when it keeps most, and of which it runs backward by then.
+    ("narrowing", "pipeline=2 microbatches=4 schedule=interleaved chunks=2"),
+    ("narrowing", "pipeline=2 microbatches=4 schedule=zb-v"),
+    ("narrowing", "pipeline=2 microbatches=2 schedule=gems-mast"),
+    ("narrowing", "pipeline=2 microbatches=4 schedule=gems-master zero=1"),  # both ranks have both stages, and half of their state
 ]
 
 

@@ -113,6 +113,8 @@ ROWS = (
     Row("no microbatches", "schedule 1f1b --stages 2 --microbatches 0", 2, ("0", "at least 1")),
     Row("more microbatches than can be drawn", "schedule 1f1b --stages 4 --microbatches 1000000000", 2, ("4,000,000,000", "200,000")),
     Row("wrong times", "schedule 1f1b --stages 2 --microbatches 2 --times f=x", 2, ("'x'", "number")),
+    Row("chunks of a schedule without", "schedule 1f1b --stages 2 --microbatches 2 --chunks 3", 2, ("1 stage a rank, not 3",)),
+    Row("sizes beside a file of actions", "schedule {tmp}/mine.txt --stages 4", 2, ("mine.txt", "leave --stages out")),
     Row("layout that does not divide", "verify {tmp}/models.py:small --layout data=3", 3, ("4", "data=3", "multiple of 3")),
     Row("more stages than layers", "verify {tmp}/models.py:small --layout pipeline=9", 3, ("pipeline=9",)),
     Row("too many stages, planned", "plan {tmp}/models.py:small --cluster cpu-2 --layout pipeline=9", 3, ("pipeline=9", "pipeline<=")),
@@ -136,6 +138,7 @@ def test_bad_input(row: Row, tmp_path: Path, capfd: pytest.CaptureFixture[str], 
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("WEFT_DEBUG", raising=False)
     (tmp_path / "models.py").write_text(MODELS)
+    (tmp_path / "mine.txt").write_text("0F0 0B0")
     old, new = row.change or ("", "")
     assert old in CONFIG
     (tmp_path / "config.toml").write_text(CONFIG.replace(old, new, 1) if old else CONFIG)

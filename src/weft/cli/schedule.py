@@ -20,6 +20,7 @@ _NAME = "sequential, gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v, chimera, gems
 _TARGET = "Write the picture (.svg), the actions (.txt, for check) or the timeline (.json, for compare)."
 SUFFIXES = (".svg", ".txt", ".json")
 Times = Annotated[str, typer.Option("--times", metavar="f=1,b=2[,w=1][,c=0]", help="Time of each kind of action.")]
+_CHUNKS = "Stages of each rank, of interleaved; by default 2."
 Chunks = Annotated[int, typer.Option("--chunks", min=1, metavar="V", help="Stages of each rank, of interleaved.")]
 DEFAULT_TIMES = "f=1,b=2"
 
@@ -31,7 +32,7 @@ def schedule(
         int | None, typer.Option("--microbatches", metavar="M", help="Microbatches a step.", show_default=False)
     ] = None,
     times: Times = DEFAULT_TIMES,
-    chunks: Chunks = 2,
+    chunks: Annotated[int | None, typer.Option("--chunks", min=1, metavar="V", help=_CHUNKS, show_default=False)] = None,
     target: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help=_TARGET, show_default=False)] = None,
     as_json: options.Json = False,
 ) -> None:
@@ -48,7 +49,7 @@ def schedule(
     """
     with output(as_json) as out, uncollected():
         from weft.plan.check import check
-        from weft.plan.layout import chunks_of
+        from weft.plan.layout import SCHEDULES, chunks_of
         from weft.plan.own import is_file
         from weft.simulate.summary import Times, summarize
 
@@ -56,6 +57,9 @@ def schedule(
         if target is not None and target.suffix not in SUFFIXES:
             raise UsageError(f"{target} is none of the kinds that a schedule is written as; end it in {', '.join(SUFFIXES)}")
         if is_file(name):
+            options_of_names = (("--stages", stages), ("--microbatches", microbatches), ("--chunks", chunks))
+            if given := [option for option, value in options_of_names if value is not None]:
+                raise UsageError(f"{name} is a file, which says its sizes itself; leave {' and '.join(given)} out")
             from weft.cli.check import read_program
 
             program, _ = read_program(Path(name))
@@ -66,7 +70,9 @@ def schedule(
             if stages is None or microbatches is None:
                 missing = " and ".join(o for o, v in (("--stages", stages), ("--microbatches", microbatches)) if v is None)
                 raise UsageError(f"{name} needs {missing}; for example weft schedule {name} --stages 4 --microbatches 8")
-            each = chunks_of(name, chunks)
+            each = chunks_of(name, chunks or 2)
+            if chunks not in (None, each) and name in SCHEDULES:
+                raise UsageError(f"{name} has {each} stage{'s' * (each > 1)} a rank, not {chunks}; use interleaved, or leave --chunks out")
             program = build_of(name, stages, microbatches, each)
         try:
             check(program)

@@ -68,7 +68,7 @@ class Widths:
 
 def in_flight(schedule: str, num_stages: int, rank: int, microbatches: int, chunks: int = 1) -> float:
     """Microbatches whose activations a rank of p = `num_stages` holds at most at once for each of its stages, on average over them; of GEMS
-    for one of them (`weft.cost.stage.together`).
+    for one of them. A rank whose stages differ holds most by what they keep (`weft.cost.stage.together`).
 
     All (gpipe), p - rank (1f1b), one where there is no pipeline. Interleaved, Narayanan et al. 2021: rank r runs
     2(p - r - 1) + (v - 1)p chunks ahead, so the first rank holds (vp + p - 1)/v where p divides m. Zero bubble, Qi et al. 2024: p (h1,
@@ -281,19 +281,36 @@ class StageState:
     leaving_bytes: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class StageMemory:
+    """What one stage holds where its rank has no other: `alone`. Its parts, for a rank that has several: `kept_bytes` of each microbatch
+    that waits for its backward, `there_bytes` and `beside_bytes` of the one that is in it (`StageState`), `entering_bytes` that come for
+    each forward and `leaving_bytes` that come for each backward."""
+
+    alone: Memory
+    kept_bytes: float = 0.0
+    there_bytes: float = 0.0
+    beside_bytes: float = 0.0
+    entering_bytes: float = 0.0
+    leaving_bytes: float = 0.0
+
+
 def memory_of(
     state: StageState, layout: Layout, stage: int, widths: Widths, *, scratch_bytes: float = 0.0, optimizer_states: int = 2
-) -> Memory:
+) -> StageMemory:
     """The bytes of one rank of a stage (`stage` counts chunks too)."""
     rank, own = layout.rank_of(stage), layout.own
     if own is not None:
         flying = max(own.in_flight(holder, stage) for holder in own.ranks_of[stage])
     else:
         flying = in_flight(layout.schedule, layout.pipeline, rank, layout.microbatches, layout.chunks)
-    data, zero = layout.data, layout.zero
+    holders = len(layout.ranks_of(stage))
+    # What other pipeline ranks have too stays whole (`weft.run.parameters`); the optimizer's state is shared with those.
+    data, zero = layout.data, layout.zero if holders == 1 else min(layout.zero, 1)
     pieces = zero if data > 1 else 0
     kept = state.kept_bytes - (state.scores_bytes if layout.recompute == "selective" else 0.0)
-    activation = kept * flying + state.there.of(pieces)
+    there = state.there.of(pieces)
+    activation = kept * flying + there
     alike = state.num_alike
     shared, trained = ((n - alike + state.num_elsewhere) / data + alike for n in (state.num_parameters, state.num_trainable))
     parameters = widths.weight * (shared if zero == 3 else state.num_parameters)
@@ -302,11 +319,12 @@ def memory_of(
     how = Compression.parse(layout.compress)
     if how.keeps:  # what is not sent: of a rank's own gradients, and of its piece of the sums
         gradients += widths.gradient * state.num_trainable * (1 + 1 / data * (how.kind == "int8" and not zero))
-    optimizer = (widths.copies + widths.moment * optimizer_states) * (trained if zero else state.num_trainable)
+    optimizer = (widths.copies + widths.moment * optimizer_states) * (trained / holders if zero else state.num_trainable)
     if layout.moves_optimizer:
         optimizer = 0.0
+    beside = state.beside.of(pieces) + PACKING.get(how.kind, 0.0) * min(BUCKET_BYTES, widths.gradient * state.num_trainable)
+    entering, leaving = (size * (layout.pipeline > 1) for size in (state.entering_bytes, state.leaving_bytes))
     # Receives are posted ahead: a microbatch's gradient is on its way while backward is at the one before.
-    buffers = state.beside.of(pieces) + (2 * state.entering_bytes + state.leaving_bytes) * (layout.pipeline > 1)
-    buffers += PACKING.get(how.kind, 0.0) * min(BUCKET_BYTES, widths.gradient * state.num_trainable)
+    buffers = beside + 2 * entering + leaving
     margin = scratch_bytes / len(layout.stages_of(rank)) + MARGIN * (parameters + gradients + optimizer + activation + buffers)
-    return Memory(parameters, gradients, optimizer, activation, buffers, margin)
+    return StageMemory(Memory(parameters, gradients, optimizer, activation, buffers, margin), kept, there, beside, entering, leaving)

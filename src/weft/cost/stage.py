@@ -6,8 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import log, sqrt
 
+import numpy as np
+from numpy.typing import NDArray
+
 from weft.cost.compute import Seconds
-from weft.cost.memory import MARGIN
+from weft.cost.holding import held_by
+from weft.cost.memory import MARGIN, StageMemory
 from weft.plan.layout import Layout
 from weft.plan.plan import Memory
 
@@ -22,7 +26,7 @@ class StageCost:
     tensor: Seconds
     gradients_s: float
     optimizer_s: float
-    memory: Memory
+    memory: StageMemory
     weight_s: float = 0.0
 
     @property
@@ -52,19 +56,25 @@ def straggling(num_ranks: int, spread: float) -> float:
     return spread * sqrt(2 * log(num_ranks)) if num_ranks > 1 else 0.0
 
 
-def together(held: Sequence[Memory], layout: Layout, rank: int) -> Memory:
-    """What the stages of one rank hold. Of GEMS it holds activations of one of them at a time (Jain et al. 2020, section IV).
+def together(held: Sequence[StageMemory], layout: Layout, rank: int) -> Memory:
+    """What the stages of one rank hold when they hold most: weights and their states of all, and what is kept of each by then.
 
-    >>> both = Memory(1.0, 0, 0, 8.0), Memory(2.0, 0, 0, 3.0)
-    >>> together(both, Layout(pipeline=2, microbatches=2, schedule="gems-mast"), 0).activations, together(both, Layout(), 0).activations
-    (8.0, 11.0)
+    >>> both = StageMemory(Memory(1.0), kept_bytes=8.0), StageMemory(Memory(2.0), kept_bytes=3.0)
+    >>> layouts = [Layout(pipeline=2, microbatches=2, schedule=name) for name in ("gems-mast", "chimera")]
+    >>> [together(both, layout, 0).activations for layout in layouts]
+    [8.0, 11.0]
     """
     if len(held) == 1:
-        return held[0]
-    total = Memory(*(sum(getattr(one, name) for one in held) for name in Memory.__dataclass_fields__))
-    own = layout.own
-    if not (own.one_at_a_time(rank) if own else layout.schedule.startswith("gems")):
-        return total
-    fullest = max(held, key=lambda one: one.activations + one.buffers)
-    less = total.activations + total.buffers - fullest.activations - fullest.buffers
-    return replace(total, activations=fullest.activations, buffers=fullest.buffers, margin=total.margin - MARGIN * less)
+        return held[0].alone
+    total = Memory(*(sum(getattr(one.alone, name) for one in held) for name in Memory.__dataclass_fields__))
+    now = held_by(layout, rank)
+
+    def of(part: str) -> NDArray[np.float64]:
+        return np.array([getattr(one, part) for one in held])
+
+    kept = now.kept @ of("kept_bytes") + now.backward @ of("there_bytes")
+    beside = now.backward @ of("beside_bytes") + now.entering @ of("entering_bytes") + now.returning @ of("leaving_bytes")
+    fullest = int((kept + beside).argmax())
+    activations, buffers = float(kept[fullest]), float(beside[fullest])
+    less = total.activations + total.buffers - activations - buffers
+    return replace(total, activations=activations, buffers=buffers, margin=total.margin - MARGIN * less)

@@ -25,7 +25,7 @@ from weft.cost.copies import HOST_BYTES_PER_S, Copies
 from weft.cost.efficiency import Stack, stack_of
 from weft.cost.gradients import exchange_s, summing_s
 from weft.cost.kinds import Kinds, Sections
-from weft.cost.memory import Inventory, StageState, Widths, memory_of
+from weft.cost.memory import Inventory, StageMemory, StageState, Widths, memory_of
 from weft.cost.network import Group, collective_s, send_s
 from weft.cost.parts import (
     Local,
@@ -54,7 +54,7 @@ STEP_S = 1e-3  # what a step costs besides on processors: the loop, clipping, lo
 NARROW = ("linear", "attention", "convolution", "recurrent", "activation")  # results are bfloat16 under autocast
 HOST_ADAM_S = 2.0e-9  # of a parameter's Adam step on the host's processors, an eighth of which is a GPU's share; assumed
 
-NOTHING = Memory(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+NOTHING = StageMemory(Memory(0.0, 0.0, 0.0, 0.0, 0.0, 0.0))
 
 
 def _shared(shares: Sequence[float], seconds: Sequence[float]) -> float:
@@ -376,7 +376,7 @@ class Pricer:
         ((_, base),) = self._bases_of(layout, (), None)
         return StageCost(*self._seconds(layout, 0, base), NOTHING, base.weight_s)
 
-    def held(self, layout: Layout, sites: Sequence[str], only: Sequence[int]) -> tuple[Memory, ...]:
+    def held(self, layout: Layout, sites: Sequence[str], only: Sequence[int]) -> tuple[StageMemory, ...]:
         """What `only` some stages hold, without their seconds."""
         return tuple(self._memory(layout, i, base) for i, base in self._bases_of(layout, sites, only))
 
@@ -489,7 +489,7 @@ class Pricer:
         by_layer = layout.repeats_layers or layout.moves_layers or drops_scores
         return base.by_layer(layout.residency) if by_layer else base.state
 
-    def _memory(self, layout: Layout, index: int, base: Base) -> Memory:
+    def _memory(self, layout: Layout, index: int, base: Base) -> StageMemory:
         return memory_of(
             self._state(layout, base), layout, index, self.widths(layout),
             scratch_bytes=self.cluster.device.scratch_bytes, optimizer_states=self.optimizer_states,

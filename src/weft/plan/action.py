@@ -35,6 +35,7 @@ class ManageOp(StrEnum):
     DROP = "DROP"  # keep only the inputs of what was saved
 
 
+AHEAD = 2  # computes ahead of which a rank posts its receives
 OF_A_STAGE = frozenset({ManageOp.UNSHARD, ManageOp.RESHARD, ManageOp.REDUCE_GRAD})
 
 
@@ -104,6 +105,7 @@ class Recv(NamedTuple):
 
 Action = Compute | Manage | Send | Recv
 
+_LONGEST = 40  # characters of a word that an error repeats
 _COMPUTE = re.compile(rf"(\d{{1,9}})([{''.join(Op)}])(\d{{1,9}})")
 _MANAGE = re.compile(rf"(\d{{1,9}})({'|'.join(ManageOp)})(\d{{1,9}})?")
 _VALUE = r"([A-Za-z_]\w*)\((\d{1,9}(?:,\d{1,9})*|)\)"
@@ -136,8 +138,9 @@ def parse_action(text: str) -> Action:
     if found := _TRANSFER.fullmatch(text):
         value, peer = Value(found[1], _numbers(found[2])), int(found[4])
         return Send(value, peer) if found[3] == ">" else Recv(value, peer, add=found[3] == "+<")
+    shown = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({len(text)} characters)"
     raise ProgramError(
-        f"action {text!r} is none of 0F3 (also B, I, W, R), 0UNSHARD (also RESHARD, REDUCE_GRAD), 0OFFLOAD3 (also LOAD, DROP), "
+        f"action {shown!r} is none of 0F3 (also B, I, W, R), 0UNSHARD (also RESHARD, REDUCE_GRAD), 0OFFLOAD3 (also LOAD, DROP), "
         "x(0,1,3)>1 (send to rank 1), x(0,1,3)<0 (receive from rank 0), +< (and add)"
     )
 

@@ -19,7 +19,7 @@ from weft.plan.program import Program
 from weft.plan.text import default_wants, parse_program
 
 MOST_BYTES = 256 << 20
-_KEPT = ("saved", "half")  # what a rank keeps of a microbatch; what waits for its weights part counts in full
+KEPT = ("saved", "half")  # what a rank keeps of a microbatch; what waits for its weights part counts in full
 
 
 def is_file(name: str) -> bool:
@@ -37,7 +37,7 @@ def read_actions(file: str | Path) -> str:
     try:
         if file.stat().st_size > MOST_BYTES:
             raise UsageError(f"{file} is longer than {MOST_BYTES >> 20} MiB; a program of a million actions has 20")
-        return file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8-sig")  # with a byte order mark or without, which some editors write
     except OSError as error:
         raise UsageError(f"cannot read {file}: {error.strerror}; give the file that weft schedule NAME -o writes, or your own") from None
     except UnicodeDecodeError:
@@ -110,7 +110,7 @@ class Own:
         most, each, several = 0, dict(held), False
         for e in self.program.effects[rank]:
             for value, change in (*((v, 1) for v in e.writes), *((v, -1) for v in e.frees)):
-                if value.name in _KEPT:
+                if value.name in KEPT:
                     held[value.index[0]] += change
             most = max(most, sum(held.values()))
             each = {s: max(each[s], n) for s, n in held.items()}
@@ -125,10 +125,6 @@ class Own:
         """
         most, each, several = self._held[rank]
         return most / len(each) if several else float(each[stage])
-
-    def one_at_a_time(self, rank: int) -> bool:
-        """Whether the rank has several stages, and keeps microbatches of one of them at any time."""
-        return len(self.program.stages_of[rank]) > 1 and not self._held[rank][2]
 
     def fewer(self, microbatches: int) -> Program:
         """The same order of the first so many microbatches: what an order of all allows, it allows of some.

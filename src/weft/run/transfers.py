@@ -12,10 +12,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from weft.plan.action import AHEAD
 from weft.plan.program import Action, Compute, Program, Recv, Send, Value
 from weft.world.world import Group, Work
-
-AHEAD = 2  # computes ahead of which receives are posted
 
 
 def pairs_of(program: Program) -> set[tuple[int, int]]:

@@ -8,6 +8,9 @@ from __future__ import annotations
 from functools import cache
 from itertools import pairwise
 
+import numpy as np
+from numpy.typing import NDArray
+
 from weft.errors import UsageError
 from weft.plan.program import Compute, Links, Op
 from weft.schedules.one_f_one_b import one_f_one_b
@@ -67,6 +70,18 @@ def most_in_flight(num_ranks: int, num_microbatches: int, chunks: int, rank: int
         return min(num_microbatches, num_ranks - rank)
     longest = max(map(len, _groups(num_microbatches, num_ranks)))
     return min(num_microbatches * chunks, 2 * (num_ranks - 1 - rank) + (chunks - 1) * longest + 1)
+
+
+def forwards_and_backwards(num_ranks: int, num_microbatches: int, chunks: int, rank: int) -> tuple[NDArray[np.intp], NDArray[np.intp], int]:
+    """The chunks of a rank's forwards in order, those of its backwards, and how many forwards run before the first of those.
+
+    >>> forward, backward, ahead = forwards_and_backwards(2, 2, 2, 0)
+    >>> forward.tolist(), backward.tolist(), ahead
+    ([0, 0, 1, 1], [1, 1, 0, 0], 4)
+    """
+    sizes = [len(group) for group in _groups(num_microbatches, num_ranks) for _ in range(chunks)]
+    forward = np.repeat(np.tile(np.arange(chunks), len(sizes) // chunks), sizes)
+    return forward, chunks - 1 - forward, most_in_flight(num_ranks, num_microbatches, chunks, rank)
 
 
 def _groups(num_microbatches: int, num_ranks: int) -> list[range]:

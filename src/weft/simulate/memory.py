@@ -11,10 +11,10 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from weft.plan.own import KEPT
 from weft.plan.program import Compute, Effects, Op, Program, Recv, Value
 
 ON_HOST = "host"
-KEPT = ("saved", "half")
 
 
 @dataclass(frozen=True, slots=True)

@@ -269,7 +269,7 @@ class Branches:
             try:
                 sites = balanced(pricer, frame) if frame.pipeline > 1 else ()  # the same for all
                 for one in self.space.thrifts(frame):
-                    if least_state_bytes(pricer, one) <= have and pricer.held(one, sites, range(1))[0].total <= NEARLY * have:
+                    if least_state_bytes(pricer, one) <= have and pricer.held(one, sites, range(1))[0].alone.total <= NEARLY * have:
                         found[one.zero, one.recompute, one.offload] = one
             except (Infeasible, LayoutError):  # the model has too few places for so many stages
                 pass
@@ -335,7 +335,7 @@ class Branches:
     def _fitted(self, priced: Priced) -> Priced | None:
         """The same with stages that fit, where the most balanced ones do not."""
         pricer, layout = self.pricer, priced.layout
-        if sum(c.memory.total for c in priced.costs) > sum(memory_of(pricer, layout, k) for k in range(layout.pipeline)):
+        if sum(c.memory.alone.total for c in priced.costs) > sum(memory_of(pricer, layout, k) for k in range(layout.pipeline)):
             return None
         try:
             found = fitted(pricer, layout)

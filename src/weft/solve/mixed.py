@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from weft.cluster.cluster import Cluster, Level
+from weft.cost.memory import StageMemory
 from weft.cost.network import send_s
 from weft.cost.step import Pricer, StageCost
 from weft.errors import Infeasible
 from weft.model.graph import Graph
 from weft.model.sharding import Shards
 from weft.plan.layout import Layout
-from weft.plan.plan import Memory
 
 
 @dataclass
@@ -66,7 +66,7 @@ class MixedPricer(Pricer):
         owners = [self.owner(layout, i if place is None else place) for i in wanted]
         return tuple(one.stages(layout, sites, only=(i,), place=place)[0] for i, one in zip(wanted, owners, strict=True))
 
-    def held(self, layout: Layout, sites: Sequence[str], only: Sequence[int]) -> tuple[Memory, ...]:
+    def held(self, layout: Layout, sites: Sequence[str], only: Sequence[int]) -> tuple[StageMemory, ...]:
         return tuple(cost.memory for cost in self.stages(layout, sites, only=only))
 
     def border_s(self, layout: Layout, stage: int, to: int, size_bytes: float) -> float:

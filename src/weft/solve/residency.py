@@ -234,7 +234,7 @@ def _of_stage(pricer: Pricer, layout: Layout, sites: Sequence[str], stage: int, 
     def needs(choices: Choices) -> float:
         mine = ([layer.name for layer in layers], choices)
         every = [mine if s == stage else ([], ()) for s in range(layout.num_stages)]
-        return pricer.held(worded(layout, every), sites, (stage,))[0].total
+        return pricer.held(worded(layout, every), sites, (stage,))[0].alone.total
 
     kept = (KEEP,) * len(layers)
     without = needs(kept)

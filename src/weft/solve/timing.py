@@ -340,7 +340,7 @@ def _unit_memory(pricer: Pricer, layout: Layout, tried: Sequence[Cut]) -> list[N
 
     def at(one: Pricer, k: int) -> NDArray[np.float64]:
         if (id(one), k) not in known:
-            memory = [cost.memory for cost in one.stages(layout, units, place=k)]
+            memory = [cost.memory.alone for cost in one.stages(layout, units, place=k)]
             held = [m.parameters + m.gradients + m.optimizer + m.activations for m in memory]
             size = one.cluster.device.scratch_bytes + (1 + MARGIN) * runs_bytes(held, [m.buffers for m in memory])
             known[id(one), k] = size

@@ -1,0 +1,102 @@
+"""What a rank of several stages holds when it holds most, against walks along its order for stages of random sizes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weft.cost.holding import held_by
+from weft.cost.memory import MARGIN, StageMemory, StageState, Widths, memory_of
+from weft.cost.stage import together
+from weft.plan.layout import Layout
+from weft.plan.plan import Memory
+from weft.plan.program import Compute, Op, chain
+from weft.run.transfers import posted_before
+from weft.schedules import program_of, rows_of
+from weft.simulate.memory import kept_bytes
+
+SEVERAL = ("interleaved", "zb-v", "chimera", "gems-mast", "gems-master")
+
+
+def fitting(name: str, p: int, half: int, chunks: int) -> Layout:
+    m = 2 if name == "gems-mast" else 2 * half
+    return Layout(pipeline=p, microbatches=m, schedule=name, chunks=chunks if name == "interleaved" else 1)
+
+
+def as_file(layout: Layout) -> Layout:
+    """The same order as a schedule of the user's own."""
+    text = "\n".join(" ".join(map(str, row)) for row in rows_of(layout, chain(layout.num_stages)))
+    return Layout(pipeline=layout.pipeline, microbatches=layout.microbatches).with_schedule("mine.txt", text)
+
+
+@given(st.sampled_from(SEVERAL), st.integers(1, 6), st.integers(1, 20), st.integers(2, 4), st.integers(0, 1 << 20))
+def test_what_is_kept_is_what_its_order_keeps_whatever_each_stage_does(name: str, p: int, half: int, chunks: int, seed: int) -> None:
+    layout = fitting(name, p, half, chunks)
+    sizes = np.random.default_rng(seed).integers(0, 100, layout.num_stages).astype(float)
+    most = kept_bytes(rows_of(layout, chain(layout.num_stages)), sizes.tolist())
+    for one in (layout, as_file(layout)):
+        for rank in range(p):
+            assert (held_by(one, rank).kept @ sizes[list(one.stages_of(rank))]).max() == most[rank]
+
+
+@given(st.sampled_from(SEVERAL), st.integers(1, 4), st.integers(1, 10), st.integers(2, 3), st.integers(0, 1 << 20))
+def test_what_arrives_beside_a_backward_is_what_the_executor_has_posted(name: str, p: int, half: int, chunks: int, seed: int) -> None:
+    """Of a program with its transfers: what was posted before a backward and is not received yet, and what the compute before it made."""
+    layout = fitting(name, p, half, chunks)
+    stages = layout.num_stages
+    kept, beside, x, g = np.random.default_rng(seed).integers(0, 100, (4, stages)).astype(float)
+    x[0] = g[-1] = 0  # nothing enters the first stage, nothing leaves the last
+    if name in ("interleaved", "zb-v"):  # neighbours of one rank hand on what stays where it is
+        for before, after in pairwise(range(stages)):
+            if layout.rank_of(before) == layout.rank_of(after):
+                x[after] = g[before] = 0
+    program = program_of(layout, chain(stages))
+    for rank, actions in enumerate(program.actions):
+        held, most, last, posted = np.zeros(stages), 0.0, None, {}
+        for step, (action, posts) in enumerate(zip(actions, posted_before(actions), strict=True)):
+            posted |= {at: actions[at].value for at in posts}
+            posted.pop(step, None)
+            if not isinstance(action, Compute):
+                continue
+            if action.op in (Op.B, Op.I):
+                arriving = sum(x[v.index[1]] if v.name == "x" else g[v.index[1]] for v in posted.values() if v.name in "xg")
+                sent = x[last.stage] if last is not None and last.op in (Op.B, Op.I) else 0.0
+                most = max(most, held @ kept + beside[action.stage] + arriving + sent)
+            held[action.stage] += {Op.F: 1, Op.B: -1, Op.W: -1}.get(action.op, 0)
+            if action.op is Op.F:
+                most = max(most, held @ kept)
+            last = action
+        mine = list(layout.stages_of(rank))
+        now = held_by(layout, rank)
+        found = now.kept @ kept[mine] + now.backward @ beside[mine] + now.entering @ x[mine] + now.returning @ g[mine]
+        assert found.max() == most
+
+
+def test_a_file_that_moves_what_it_keeps_to_the_host_keeps_no_more() -> None:
+    texts = ("0F0 0F1 0B0 0B1", "0F0 0OFFLOAD0 0F1 0B1 0LOAD0 0B0")
+    layouts = [Layout(microbatches=2).with_schedule("mine.txt", text) for text in texts]
+    assert [held_by(layout, 0).kept.max() for layout in layouts] == [2, 1]
+
+
+@pytest.mark.parametrize(("name", "kept"), [("gems-mast", 5.0), ("chimera", 7.0)])
+def test_states_of_all_stages_and_the_fullest_moment(name: str, kept: float) -> None:
+    """Two microbatches, one of each stage: GEMS has one at a time, Chimera both at once."""
+    layout = Layout(pipeline=2, microbatches=2, schedule=name)
+    large, small = (StageMemory(Memory(1.0, 1.0, 2.0, size, 0.5, MARGIN * 4), size, beside_bytes=0.5) for size in (5.0, 2.0))
+    assert together([large, small], layout, 0) == replace(
+        Memory(2.0, 2.0, 4.0, kept, 0.5), margin=pytest.approx(MARGIN * 8 + MARGIN * (kept + 0.5 - 8))
+    )
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_zero_leaves_whole_what_two_ranks_of_the_pipeline_have_but_divides_its_state(zero: int) -> None:
+    """Of bytes a parameter: weights 4, gradients 4, two moments 8, over two data replicas and two ranks that have the stage."""
+    state = StageState(num_parameters=100.0, num_trainable=100.0, entering_bytes=0.0)
+    layout = Layout(data=2, pipeline=2, microbatches=2, schedule="chimera", zero=zero)
+    found = memory_of(state, layout, 0, Widths.of("float32", is_cpu=True)).alone
+    assert (found.parameters, found.gradients, found.optimizer) == (400.0, 400.0, 800.0 / (4 if zero else 1))
