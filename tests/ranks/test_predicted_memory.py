@@ -21,6 +21,10 @@ CASES = [
     (GPT, "tensor=2x2"),
     (GPT, "data=2 zero=3"),
     (GPT, "pipeline=2 microbatches=4 schedule=zb-h1"),
+    # What is made again, or comes back, for the input part of a backward stays until its weights part.
+    (GPT, "pipeline=2 microbatches=4 schedule=zb-h1 recompute=full"),
+    (GPT, "pipeline=2 microbatches=4 schedule=zb-h2 offload=all"),
+    (GPT, "pipeline=2 microbatches=4 schedule=zb-v recompute=full"),
     (GPT, "data=2 recompute=full"),
     (GPT, "microbatches=2 recompute=full:2"),
     (GPT, "offload=activations"),

@@ -30,18 +30,20 @@ Step = tuple[Compute | None, Sequence[tuple[int, int]]]  # a compute, if it is o
 @dataclass(frozen=True, slots=True)
 class Held:
     """[moment, stage of the rank in the order of `Layout.stages_of`]: microbatches that are `kept`, that go backward (one or none), of
-    which what enters the stage is on its way, or its gradient back (`entering`), and to which gradients are `returning`."""
+    which what enters the stage is on its way, or its gradient back (`entering`), to which gradients are `returning`, and of which only the
+    gradients of weights are still to come (`noted`)."""
 
     kept: Numbers
     backward: Numbers
     entering: Numbers
     returning: Numbers
+    noted: Numbers
 
     @classmethod
-    def of(cls, kept: Numbers, backward: Numbers, entering: Numbers, returning: Numbers) -> Held:
+    def of(cls, kept: Numbers, backward: Numbers, entering: Numbers, returning: Numbers, noted: Numbers) -> Held:
         """Each moment once."""
-        every = np.concatenate((kept, backward, entering, returning), axis=1)
-        return cls(*np.split(np.array(sorted(set(map(tuple, every.tolist())))), 4, axis=1))
+        every = np.concatenate((kept, backward, entering, returning, noted), axis=1)
+        return cls(*np.split(np.array(sorted(set(map(tuple, every.tolist())))), 5, axis=1))
 
 
 def held_by(layout: Layout, rank: int) -> Held:
@@ -70,7 +72,7 @@ def _interleaved(pipeline: int, microbatches: int, chunks: int, rank: int) -> He
     made, taken = (np.concatenate((np.zeros((1, chunks), dtype=np.intp), np.cumsum(one[order[:total]], axis=0))) for order in (f, b))
     after = np.where((done < total)[:, None], 0, one[b[at + 2]])
     sent = np.where(((at > 0) & (at + ahead > total))[:, None], one[b[at - 1]], 0)
-    return Held.of(made[done] - taken[at], one[b[at]], one[f[done]] + sent, one[b[at + 1]] + after)
+    return Held.of(made[done] - taken[at], one[b[at]], one[f[done]] + sent, one[b[at + 1]] + after, np.zeros_like(sent))
 
 
 @lru_cache(maxsize=256)
@@ -94,10 +96,10 @@ def _own(name: str, actions: str, rank: int) -> Held:
 
 
 def walked(steps: Sequence[Step], stages: Sequence[int]) -> Held:
-    """Before every backward, and after every forward."""
+    """Before every backward, after every forward, and after every input part of a backward."""
     place = {stage: i for i, stage in enumerate(stages)}
     computes = [compute for compute, _ in steps if compute is not None]
-    kept, found, number = [0] * len(stages), [], 0
+    kept, noted, found, number = [0] * len(stages), [0] * len(stages), [], 0
     for compute, changes in steps:
         backward, entering, returning = ([0] * len(stages) for _ in range(3))
         if compute is not None:
@@ -108,12 +110,14 @@ def walked(steps: Sequence[Step], stages: Sequence[int]) -> Held:
                     if before.op in (Op.B, Op.I):
                         entering[place[before.stage]] += 1
                 _arriving(computes[number : number + AHEAD], place, entering, returning)
-                found.append((*kept, *backward, *entering, *returning))
+                found.append((*kept, *backward, *entering, *returning, *noted))
         for stage, change in changes:
             kept[place[stage]] += change
-        if compute is not None and compute.op in (Op.F, Op.R):
-            found.append((*kept, *([0] * 3 * len(stages))))
-    return Held.of(*np.split(np.array(found, dtype=np.intp).reshape(len(found), -1), 4, axis=1))
+        if compute is not None and compute.op in (Op.I, Op.W):
+            noted[place[compute.stage]] += 1 if compute.op is Op.I else -1
+        if compute is not None and compute.op in (Op.F, Op.R, Op.I):
+            found.append((*kept, *([0] * 3 * len(stages)), *noted))
+    return Held.of(*np.split(np.array(found, dtype=np.intp).reshape(len(found), -1), 5, axis=1))
 
 
 def _arriving(computes: Iterable[Compute], place: dict[int, int], entering: list[int], returning: list[int]) -> None:

@@ -15,6 +15,7 @@ from functools import cached_property
 from math import prod
 
 from weft.cost.convolutions import columns_bytes, product_bytes, relaid_bytes, workspace_bytes
+from weft.cost.holding import held_by
 from weft.cost.recurrent import lstm_bytes
 from weft.cost.working import turned_bytes, working_bytes
 from weft.model.autocast import autocast, cast
@@ -285,7 +286,7 @@ class StageState:
 class StageMemory:
     """What one stage holds where its rank has no other: `alone`. Its parts, for a rank that has several: `kept_bytes` of each microbatch
     that waits for its backward, `there_bytes` and `beside_bytes` of the one that is in it (`StageState`), `entering_bytes` that come for
-    each forward and `leaving_bytes` that come for each backward."""
+    each forward, `leaving_bytes` that come for each backward and `noted_bytes` of each whose weights part is put off."""
 
     alone: Memory
     kept_bytes: float = 0.0
@@ -293,12 +294,23 @@ class StageMemory:
     beside_bytes: float = 0.0
     entering_bytes: float = 0.0
     leaving_bytes: float = 0.0
+    noted_bytes: float = 0.0
 
 
 def memory_of(
-    state: StageState, layout: Layout, stage: int, widths: Widths, *, scratch_bytes: float = 0.0, optimizer_states: int = 2
+    state: StageState,
+    layout: Layout,
+    stage: int,
+    widths: Widths,
+    *,
+    scratch_bytes: float = 0.0,
+    optimizer_states: int = 2,
+    noted_bytes: float = 0.0,
 ) -> StageMemory:
-    """The bytes of one rank of a stage (`stage` counts chunks too)."""
+    """The bytes of one rank of a stage (`stage` counts chunks too).
+
+    `noted_bytes`: what was made again or came back for the input part of a microbatch's backward and stays for its weights part.
+    """
     rank, own = layout.rank_of(stage), layout.own
     if own is not None:
         flying = max(own.in_flight(holder, stage) for holder in own.ranks_of[stage])
@@ -311,6 +323,9 @@ def memory_of(
     kept = state.kept_bytes - (state.scores_bytes if layout.recompute == "selective" else 0.0)
     there = state.there.of(pieces)
     activation = kept * flying + there
+    if noted_bytes and len(layout.stages_of(rank)) == 1:
+        now = held_by(layout, rank)
+        activation = float((now.kept[:, 0] * kept + now.backward[:, 0] * there + now.noted[:, 0] * noted_bytes).max())
     alike = state.num_alike
     shared, trained = ((n - alike + state.num_elsewhere) / data + alike for n in (state.num_parameters, state.num_trainable))
     parameters = widths.weight * (shared if zero == 3 else state.num_parameters)
@@ -327,4 +342,5 @@ def memory_of(
     # Receives are posted ahead: a microbatch's gradient is on its way while backward is at the one before.
     buffers = beside + 2 * entering + leaving
     margin = scratch_bytes / len(layout.stages_of(rank)) + MARGIN * (parameters + gradients + optimizer + activation + buffers)
-    return StageMemory(Memory(parameters, gradients, optimizer, activation, buffers, margin), kept, there, beside, entering, leaving)
+    alone = Memory(parameters, gradients, optimizer, activation, buffers, margin)
+    return StageMemory(alone, kept, there, beside, entering, leaving, noted_bytes)

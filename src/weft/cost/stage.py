@@ -72,7 +72,7 @@ def together(held: Sequence[StageMemory], layout: Layout, rank: int) -> Memory:
     def of(part: str) -> NDArray[np.float64]:
         return np.array([getattr(one, part) for one in held])
 
-    kept = now.kept @ of("kept_bytes") + now.backward @ of("there_bytes")
+    kept = now.kept @ of("kept_bytes") + now.backward @ of("there_bytes") + now.noted @ of("noted_bytes")
     beside = now.backward @ of("beside_bytes") + now.entering @ of("entering_bytes") + now.returning @ of("leaving_bytes")
     fullest = int((kept + beside).argmax())
     activations, buffers = float(kept[fullest]), float(beside[fullest])

@@ -490,9 +490,12 @@ class Pricer:
         return base.by_layer(layout.residency) if by_layer else base.state
 
     def _memory(self, layout: Layout, index: int, base: Base) -> StageMemory:
+        state = self._state(layout, base)
+        puts_off = (layout.repeats_layers or layout.moves_layers) and layout.splits_backward
         return memory_of(
-            self._state(layout, base), layout, index, self.widths(layout),
+            state, layout, index, self.widths(layout),
             scratch_bytes=self.cluster.device.scratch_bytes, optimizer_states=self.optimizer_states,
+            noted_bytes=max(0.0, base.state.kept_bytes - state.kept_bytes) if puts_off else 0.0,
         )  # fmt: skip
 
     def crossing(self, layout: Layout, values: Sequence[str]) -> float:

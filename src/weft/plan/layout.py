@@ -8,6 +8,7 @@ from functools import cache
 from math import lcm
 
 from weft.errors import LayoutError, nearest
+from weft.plan.action import Compute, Op
 from weft.plan.choice import AUTO, NATIVE, SCATTERING
 from weft.plan.choice import NAMES as ALL_REDUCE
 from weft.plan.compression import Compression, refuse_compression
@@ -18,6 +19,7 @@ from weft.plan.own import Own, check_name, is_file, own_of, read_actions, refuse
 from weft.plan.residency import Residency, kind_of
 
 SCHEDULES = ("sequential", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "chimera", "gems-mast", "gems-master")
+SPLIT = ("zb-h1", "zb-h2", "zb-v")  # whose backward is split into an input and a weights part
 BOTH_WAYS = ("chimera", "gems-mast", "gems-master")  # two replicas of every stage, on ranks r and p-1-r
 CHOICES: dict[str, tuple[str, ...]] = {
     "schedule": SCHEDULES,
@@ -258,6 +260,12 @@ class Layout:
         """Whether a stage is on several pipeline ranks, each microbatch of it on one."""
         own = self.own
         return any(len(ranks) > 1 for ranks in own.ranks_of) if own else self.schedule in BOTH_WAYS
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the gradients of weights are put off behind those of inputs."""
+        own = self.own
+        return any(isinstance(a, Compute) and a.op is Op.I for row in own.program.actions for a in row) if own else self.schedule in SPLIT
 
     @property
     def fewest_microbatches(self) -> int:

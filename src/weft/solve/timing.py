@@ -21,7 +21,7 @@ from weft.cost.step import Pricer, StageCost
 from weft.errors import Infeasible
 from weft.model.stages import Cut, Stage, links
 from weft.plan.choice import AUTO
-from weft.plan.layout import Layout
+from weft.plan.layout import SPLIT, Layout
 from weft.plan.microbatches import microbatch_sizes
 from weft.plan.plan import Prediction
 from weft.plan.program import Compute, Links, Manage, ManageOp, Value
@@ -34,7 +34,6 @@ from weft.solve.stages import arrange, balance, runs_bytes, runs_s, useful
 
 Seconds2 = NDArray[np.float64]
 PLAIN = ("sequential", "gpipe", "1f1b")  # schedules of whole backwards and one stage a rank: ranks wait while the pipeline fills
-SPLIT = ("zb-h1", "zb-h2", "zb-v")  # schedules whose backward is split into an input and a weights part
 MOST_LENT = 4_000  # computes of a step for which it is tried out whether lending pays
 STEADY = 4  # times the ranks: microbatches after which a schedule only repeats itself
 
