@@ -129,28 +129,34 @@ def beside(case: Case, layout: str, steps: int = 7) -> Beside:
     plan = make_plan(resolved.make, batch, loss=resolved.loss, cluster="1xcpu-2", layout=Layout.parse(layout), source=source)
     plan = replace(plan, layout=replace(plan.layout, threads=1))
 
-    def on_rank(world: World) -> tuple[str, list[list[tuple[Any, ...]]]]:
+    def on_rank(world: World) -> tuple[str, list[list[tuple[Any, ...]]], list[str]]:
         engine = Engine(plan, resolved.make, batch, resolved.loss, world, seed=case.seed, source=source)
         found = []
         for number in range(-2, steps):
             engine.step(batch, record=True)
             if number >= 0 and engine.timeline is not None:
                 found.append([tuple(span) for span in engine.timeline.spans])
-        return str(engine.parts.program), found
+        executor = engine._executor
+        return str(engine.parts.program), found, [str(executor.program.actions[executor.rank][step]) for step in executor.lent]
 
     rows = launch(on_rank, plan.layout.num_ranks, timeout_s=240, show=False)
-    timelines = [Timeline(layout, len(rows), tuple(Span(*span) for _, spans in rows for span in spans[step])) for step in range(steps)]
+    timelines = [Timeline(layout, len(rows), tuple(Span(*span) for _, spans, _ in rows for span in spans[step])) for step in range(steps)]
     measured = sorted(timelines, key=lambda t: t.total_s)[steps // 2]
-    return _compared(layout, measured, timelines, rows[0][0])
+    return _compared(layout, measured, timelines, rows[0][0], {name for _, _, lent in rows for name in lent})
 
 
-def _compared(layout: str, measured: Timeline, timelines: Sequence[Timeline], program: str) -> Beside:
+def _compared(layout: str, measured: Timeline, timelines: Sequence[Timeline], program: str, lent: set[str]) -> Beside:
+    """`lent`: actions with cores of ranks that wait, which take a time of their own."""
+
+    def kind(action: str) -> str:
+        return _kind(action) + " lent" * (action in lent)
+
     seconds: dict[str, list[float]] = defaultdict(list)
     for timeline in timelines:
         for span in timeline.spans:
             if span.lane == COMPUTE_LANE:
-                seconds[_kind(span.name)].append(span.duration_s)
-    simulated = simulate(Program.parse(program), lambda action: median(seconds[_kind(str(action))]), lambda *_: 0.0)
+                seconds[kind(span.name)].append(span.duration_s)
+    simulated = simulate(Program.parse(program), lambda action: median(seconds[kind(str(action))]), lambda *_: 0.0)
     found = by_action(simulated, measured)
     last = max(found.actions, key=lambda d: abs(d.later_s))
     return Beside(layout, measured.total_s, simulated.total_s, f"{last.name} of rank {last.rank}", last.later_s / simulated.total_s)

@@ -49,11 +49,11 @@ def test_a_simulation_of_measured_times_is_the_measurement() -> None:
         return seconds[action.op.value] * (1 + action.stage)
 
     measured = simulate(program, compute_s, lambda *_: 0.0)
-    found = _compared("1f1b", measured, [measured], str(program))
+    found = _compared("1f1b", measured, [measured], str(program), set())
     assert found.difference == pytest.approx(0.0)
     assert found.farthest_share == pytest.approx(0.0)
     late = Timeline("late", 2, tuple(s._replace(start_s=s.start_s * 2, end_s=s.end_s * 2) for s in measured.spans))
-    assert _compared("1f1b", late, [measured], str(program)).difference == pytest.approx(1.0)
+    assert _compared("1f1b", late, [measured], str(program)).difference == pytest.approx(1.0, set())
 
 
 def test_tables_and_what_is_wrong() -> None:

@@ -83,8 +83,8 @@ class Executor:
             raise ProgramError(f"{program.name}: rank {self.rank} has {unknown}, which cannot be run; these can: {', '.join(HANDLERS)}")
         self.completes = self._complete(actions, learned)
         self._train = self._prepare(list(enumerate(actions)))
-        threads = torch.get_num_threads()
-        for step, more in (lent or {}).items():
+        threads, self.lent = torch.get_num_threads(), lent or {}
+        for step, more in self.lent.items():
             self._train[step] = replace(self._train[step], run=_with_threads(more, threads, self._train[step].run))
         self._forward: list[_Step] | None = None
         self.watch: Callable[[Action, list[object]], None] | None = None  # called after every action with what is held; for tests
