@@ -53,7 +53,7 @@ def test_a_simulation_of_measured_times_is_the_measurement() -> None:
     assert found.difference == pytest.approx(0.0)
     assert found.farthest_share == pytest.approx(0.0)
     late = Timeline("late", 2, tuple(s._replace(start_s=s.start_s * 2, end_s=s.end_s * 2) for s in measured.spans))
-    assert _compared("1f1b", late, [measured], str(program)).difference == pytest.approx(1.0, set())
+    assert _compared("1f1b", late, [measured], str(program), set()).difference == pytest.approx(1.0)
 
 
 def test_tables_and_what_is_wrong() -> None:
