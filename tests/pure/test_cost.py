@@ -111,6 +111,18 @@ def test_a_product_packs_its_weights_in_every_microbatch() -> None:
     assert rates.seconds(replace(few, kind="convolution")) == Seconds(1.0, 2.0)
 
 
+def test_convolutions_in_narrow_groups_run_at_their_own_rate() -> None:
+    """Of one channel and of four as measured, of eight four times the latter's, and never faster than whole ones; other FLOPs as before."""
+    measured = (("convolution.float32", 1e12), ("grouped.1.float32", 5e10), ("grouped.4.float32", 1e11))
+    rates = Rates.of(replace(SPEED, rates=measured), "float32")
+    whole = Work("convolution", 1e12, 2e12, 1e6, 1e6)
+    assert rates.seconds(whole) == Seconds(1.0, 2.0)
+    for channels, rate in ((1, 5e10), (2, 5e10), (4, 1e11), (8, 4e11), (15, 1e12)):
+        assert rates.seconds(replace(whole, channels=channels)) == Seconds(pytest.approx(1e12 / rate), pytest.approx(2e12 / rate)), channels
+    assumed = Rates.of(replace(SPEED, rates=measured[:1]), "float32").seconds(replace(whole, channels=4.0))
+    assert 5 < assumed.forward < 20, "known to be slow where it was not measured"
+
+
 @pytest.mark.parametrize("microbatches", [1, 2, 8])
 def test_gradients_are_copied_by_the_first_microbatch_and_added_by_the_others(microbatches: int) -> None:
     """A copy reads and writes, an addition reads twice and writes: once each, also where it is known what packing weights costs."""

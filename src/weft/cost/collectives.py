@@ -7,9 +7,9 @@ that are no power of two (which message passes a port first decides: within a fi
 programs, between counts a line (at most a quarter more). Over nodes `naive` and `double_tree` are estimates (within a quarter).
 
 Where a machine was measured (`weft probe`) a hop is what messages between its ranks took, their Python and their share of the cores
-in it; and by how much longer whole programs took at some sizes than their hops say, they are taken to take at others, less and less
-towards large ones. Not modelled: more than two levels of links (the slowest beyond the node stands for all), nodes that are not full (they
-count as full), and collectives that meet in a switch.
+in it; and by how much longer whole programs took at some sizes than their hops say, they are taken to take at others. Not
+modelled: more than two levels of links (the slowest beyond the node stands for all), nodes that are not full (they count as full), and
+collectives that meet in a switch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ ADDED = 3.0  # bytes of memory moved to add a byte: two are read, one is written
 # Of a double tree in 8 pieces a tree: ranks -> (messages, latencies, additions) one after another, counted on the programs.
 DOUBLE_TREE = {2: (32, 19, 29), 4: (48, 26, 29), 8: (55, 32, 31), 16: (66, 38, 35), 32: (74, 43, 39), 64: (82, 48, 43), 128: (92, 54, 47)}
 DOUBLE_PIECES = 16
-BYTES_ALONE = float(16 << 20)  # from which on a program takes what its messages take: its own beginning and steps no longer count
 PART_BYTES = 4 << 20  # that cross hosts while the next part is summed inside them
 
 
@@ -382,9 +381,9 @@ def _program(name: str, cluster: Cluster, hops: Ways, transport: str) -> Callabl
         return formed
     near = _nearest(measured, hops.size)
     there = ways(cluster, Group(near.ranks), transport)
-    points = tuple((size, s / all_reduce_s(name, size, there)) for size, s in near.points if size < BYTES_ALONE)
-    longer = Table(near.collective, near.ranks, (*points, (BYTES_ALONE, 1.0)))
-    return lambda size_bytes: formed(size_bytes) * longer.seconds(min(size_bytes, BYTES_ALONE))
+    longer = Table(near.collective, near.ranks, tuple((size, s / all_reduce_s(name, size, there)) for size, s in near.points))
+    most, _ = near.points[-1]
+    return lambda size_bytes: formed(size_bytes) * longer.seconds(min(size_bytes, most))
 
 
 def _native(cluster: Cluster, group: Group, transport: str, size_bytes: float) -> float:

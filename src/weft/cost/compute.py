@@ -5,8 +5,9 @@ bytes that they move, and the least that a call of its kind takes for each. A pr
 for the input's gradient and for their own: what a microbatch costs however few samples it has. Then times what a few whole layers took
 over the sum of their operators, where that was measured (`weft.cluster.block`), since a step finds colder caches than an operator alone;
 what layers with next to nothing in them took says it of the beginning of calls. Weights' gradients are added up by stage
-(`weft.cost.base`). A label cut over an axis divides FLOPs and bytes by the axis's size. GPUs are priced by `weft.cost.kernels`.
-Not modelled: the lower efficiency of odd shapes beyond that, fusion by a compiler, clocks that fall under load.
+(`weft.cost.base`). A label cut over an axis divides FLOPs and bytes by the axis's size. Convolutions fill blocks of
+channels (`weft.cost.convolutions`), and in groups of few channels run at rates of their own. GPUs are priced by `weft.cost.kernels`. Not
+modelled: the lower efficiency of odd shapes beyond that, fusion by a compiler, clocks that fall under load.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from weft.cluster.block import FEW, WHOLE, Block
-from weft.cluster.cluster import BESIDES, SCORES, START, WEIGHTS, Speed
+from weft.cluster.cluster import BESIDES, GROUPED, SCORES, START, WEIGHTS, Speed
 from weft.model.work import MATMUL_KINDS, Work
 
 # Part of an operator's float32 bytes that are left under bfloat16 autocast: products and what follows them are half as wide,
@@ -26,6 +27,7 @@ BFLOAT16_BYTES = {
 # Casts of a product's float32 operands, and of its gradients back: 4 bytes read and 2 written of every 4, of about half of what moves.
 CAST = 0.75
 ATTENTION = 0.6  # against large products, where it was not measured
+GROUPED_PARTS = {1: 0.04, 4: 0.11}  # of the rate of convolutions, groups of so many channels, where they were not measured
 SCORED_AGAIN = 2.5  # times attention's forward is its backward, as products and as scores
 VIEWS = 5  # of a layer of a `Block`: heads told apart and put in front, and back
 LEAST = 0.5  # of what it takes alone, that an operator takes in a model at least: less would be noise
@@ -92,16 +94,25 @@ class Rates:
         part = scale / divide
         packed = self._packed(work.kind, work.weight_bytes / divide)
         scored = self._scores(work.scores * part)
-        forward = self._one(work.kind, work.flops * part, work.bytes * part, 1, work.weight_bytes * part) + packed + scored
+        slower = self._slower(work.channels)
+        forward = self._one(work.kind, slower * work.flops * part, work.bytes * part, 1, work.weight_bytes * part) + packed + scored
         if not work.backward_bytes:
             return Seconds(forward)
-        backward = self._one(work.kind, work.backward_flops * part, work.backward_bytes * part, 2, 2 * work.weight_bytes * part)
+        backward = self._one(work.kind, slower * work.backward_flops * part, work.backward_bytes * part, 2, 2 * work.weight_bytes * part)
         return Seconds(forward, backward + 2 * packed + SCORED_AGAIN * scored)
 
     @property
     def known(self) -> str:
         """The precision whose figures stand for this one's where only products were measured in it."""
         return "float32" if self.precision == "float64" else self.precision
+
+    def _slower(self, channels: float) -> float:
+        """Times as long a convolution's FLOPs take in groups of few channels, whose own fill little of a vector, into it and out of it."""
+        if not channels:
+            return 1.0
+        whole = self.by_kind.get(f"convolution.{self.precision}", self.flops)
+        one, four = (self.by_kind.get(f"{GROUPED}{n}.{self.known}", part * whole) for n, part in GROUPED_PARTS.items())
+        return max(1.0, whole / max(one, four * (channels / 4) ** 2))
 
     def _packed(self, kind: str, size_bytes: float) -> float:
         """To pack a product's weights once, where it was measured what that takes."""

@@ -1,6 +1,6 @@
-"""What convolutions take on processors besides the gradients of their operands.
+"""What convolutions take on processors besides the gradients of their operands, and how far they fill its vectors.
 
-In: an operator and its tensors. Out: bytes, found by watching.
+In: an operator and its tensors. Out: bytes, found by watching; FLOPs made for each that counts.
 
 oneDNN has images in layouts of its own, of blocks of channels, unless their channels are innermost already. torch decides who computes:
 oneDNN, but for a product (a window of one place, without strides) of few samples in one thread, which torch makes itself in float32.
@@ -9,11 +9,59 @@ oneDNN, but for a product (a window of one place, without strides) of few sample
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
-from math import prod
+from dataclasses import dataclass
+from math import prod, sqrt
 
 from weft.model.graph import Operator, Tensor
+from weft.model.pointwise import read_shapes
+from weft.model.sharding import Sharding
 
 _BLOCK = 16  # channels: of each group where oneDNN has no kernel for depthwise windows
+_FIRST = 8  # channels that a first layer reads at most: such kernels take them as they are
+
+
+@dataclass(frozen=True, slots=True)
+class Filling:
+    """How a convolution fills blocks of channels: FLOPs made for each that counts, `forward` and `backward`. `channels`: of one of its
+    groups, where those are narrower than a block and compute at a rate of their own; 0 elsewhere."""
+
+    forward: float = 1.0
+    backward: float = 1.0
+    channels: float = 0.0
+
+
+FULL = Filling()
+
+
+def filling(op: Operator, tensors: Mapping[str, Tensor], sharding: Sharding | None, grads: Set[str]) -> Filling:
+    """Of a rank's channels, which lie in blocks of 16 each way, the last one filled up; the layer that reads few channels (an image's)
+    takes them as they are, but for their gradient. One that is transposed runs the other's passes.
+
+    Measured on one core, 3 x 3 windows over 64 channels to 3, 8 to 8, 20 to 20, 40 to 40: without it 0.35, 0.75, 0.48 and 0.71 of the time.
+    Depthwise windows up to 3 have kernels that fill what they use.
+    """
+    if len(tensors[op.inputs[1]].shape) < 3 or _of_single_places(op, tensors):
+        return FULL
+    x, (out, into, *window) = read_shapes(op, tensors, sharding)
+    transposed = "transpose" in op.target
+    groups = 1 if transposed else max(1, tensors[op.inputs[0]].shape[-1 - len(window)] // tensors[op.inputs[1]].shape[1])
+    out = max(1, out // max(1, x[-1 - len(window)] // into)) if groups > 1 else out
+    if groups > 1 and max(into, out) < _BLOCK:
+        return FULL if into == 1 and out == 1 and max(window) <= 3 else Filling(channels=sqrt(into * out))
+    both = _filled(out) * _filled(into)
+    plain = both if into > _FIRST else _filled(out)
+    forward, through = (both, plain) if transposed else (plain, both)
+    passes = [made for value, made in zip(op.inputs[:2], (through, plain), strict=True) if value in grads]
+    return Filling(forward, sum(passes) / len(passes) if passes else 1.0)
+
+
+def _filled(channels: int) -> float:
+    """Channels that are computed for each: whole blocks.
+
+    >>> _filled(64), _filled(3), _filled(20)
+    (1.0, 5.333333333333333, 1.6)
+    """
+    return -(-channels // _BLOCK) * _BLOCK / max(1, channels)
 
 
 def _window(op: Operator, tensors: Mapping[str, Tensor]) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from weft.cluster.cluster import Device
 from weft.cost.compute import Seconds
+from weft.cost.convolutions import FULL, Filling
 from weft.cost.efficiency import Stack
 from weft.model.work import MATMUL_KINDS
 
@@ -39,7 +40,7 @@ class Kernel:
 
     `m`, `n`, `k`: of a product, n with those of its siblings (products of one input run as one), of which `share` is this operator's.
     `scores`, `heads`: of attention: how many scores, and how many heads times samples. `weight_bytes`: of operands that are the same for
-    every sample, in float32.
+    every sample, in float32. `filling`: of a processor's blocks of channels.
     """
 
     kind: str
@@ -54,6 +55,7 @@ class Kernel:
     scores: float = 0.0
     heads: float = 0.0
     weight_bytes: float = 0.0
+    filling: Filling = FULL
 
     def seconds(self, device: Device, stack: Stack, precision: str) -> tuple[Seconds, Seconds]:
         """What the host takes to launch it, and what the device takes to run it, forward and backward.

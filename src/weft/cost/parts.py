@@ -15,6 +15,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from weft.cost.convolutions import FULL, filling
 from weft.cost.kernels import Kernel
 from weft.cost.memory import Inventory
 from weft.cost.pieces import cut, divided, pieces, pieces_moving, shared_by_data, tensor_axes
@@ -289,7 +290,7 @@ def _local(inventory: Inventory, sharding: Sharding | None, op: Operator, siblin
     kind = "linear" if is_product(op, tensors, sharding) else done.kind
     kernel = Kernel(
         kind, done.flops / divide, done.backward_flops / divide, done.bytes / divide, done.backward_bytes / divide,
-        m, n, k, share, scores, heads, weights,
+        m, n, k, share, scores, heads, weights, filling(op, tensors, sharding, inventory.grads) if kind == "convolution" else FULL,
     )  # fmt: skip
     return Local(kernel, op.outputs[0] in inventory.batched, cut(sharding, op.name, "data"))
 

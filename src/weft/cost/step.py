@@ -252,7 +252,9 @@ class Pricer:
         found = []
         for local, by in self._sized(layout):
             k = local.kernel
-            work = Work(k.kind, k.flops, k.backward_flops, k.bytes, k.backward_bytes, weight_bytes=k.weight_bytes, scores=k.scores)
+            made = k.filling
+            flops, back = k.flops * made.forward, k.backward_flops * made.backward
+            work = Work(k.kind, flops, back, k.bytes, k.backward_bytes, (), 0.0, k.weight_bytes, k.scores, made.channels)
             found.append(rates.seconds(work, 1.0, by))
         return np.array([s.forward for s in found])[parts.index], np.array([s.backward for s in found])[parts.index]
 

@@ -33,7 +33,7 @@ class Work:
     `flops` and `backward_flops`: of matrix products. `bytes` and `backward_bytes`: read and written. `keeps`: values that backward
     needs; `extra_bytes`: tensors that backward needs and that are no value of the graph (masks, logarithms of softmax). `weight_bytes`:
     of a product's operands that are the same for every sample, once for each step of a recurrence, known to whoever knows what follows the
-    samples. `scores`: of attention, known to whoever knows its ranks.
+    samples. `scores`: of attention, and `channels`: of each group of a convolution in narrow groups, known to whoever knows its ranks.
     """
 
     kind: str
@@ -45,6 +45,7 @@ class Work:
     extra_bytes: float = 0.0
     weight_bytes: float = 0.0
     scores: float = 0.0
+    channels: float = 0.0
 
 
 def _kinds() -> dict[str, str]:

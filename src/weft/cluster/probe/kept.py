@@ -17,7 +17,7 @@ from weft.cluster.probe.operators import PULSE
 from weft.cluster.probe.rank import pace
 from weft.errors import ConfigError
 
-VERSION = 19  # of what is measured; a stored result of another version is measured again
+VERSION = 20  # of what is measured; a stored result of another version is measured again
 BUSY_S = 300.0  # for which a result of a busy machine is used all the same
 SETTLED_S = 600.0  # for which a result is used whatever the machine's speed does
 DRIFT = 1.15  # times as fast, or as slow, as it was measured: then it is measured again

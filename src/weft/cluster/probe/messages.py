@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import cycle
 from statistics import median
 from typing import Any
 
@@ -31,8 +32,8 @@ def measure_messages(world: Any, quick: bool = True) -> list[tuple[str, int, Poi
 
     `send`: half of the ranks send to the others; `exchange`: each sends to the next and receives from the one before; `add`: each adds what
     it has; `all_reduce`: the transport's own. `call` and `step`, of one size: what running a program costs, and each of its messages,
-    beyond those. `program.NAME`: whole all-reduces by programs, of every second size that takes microseconds. Times are of the slowest
-    rank. Large tensors come first: rings, windows and pages are then as in a long run.
+    beyond those. `program.NAME`: whole all-reduces by programs, of every second size. Times are of the slowest rank. Large tensors come
+    first: rings, windows and pages are then as in a long run.
     """
     from weft.world.running import Programs
     from weft.world.world import World
@@ -44,31 +45,32 @@ def measure_messages(world: Any, quick: bool = True) -> list[tuple[str, int, Poi
     room = [torch.zeros(2 * sizes[-1] // 4) for _ in range(2)]  # of 2 pieces of the largest, for all: its pages are there from then on
     whole = {name: build("all_reduce", name, n) for name in ALGORITHMS["all_reduce"] if name != "hierarchical"}
     for end, group in (("", world.everyone), (".gloo", over_gloo.everyone)):
-        calls = _calls(world, group)
-        for size in reversed(sizes):
+        calls, programs = _calls(world, group), Programs(group.runner)
+        if end:
+            calls.pop("add")
+        for program in whole.values():  # the programs' own connections: pages of all of them are there from then on
+            programs.all_reduce(program, room[0][: sizes[-1] // 4])
+        for number, size in reversed(list(enumerate(sizes))):
             # Programs and buckets of gradients go through memory: a piece that is sent again and again would stay in a core's own cache.
             count = PIECES if size < sizes[-1] else 2
             x, y = (whole[: count * size // 4].view(count, -1).unbind() for whole in room)
             few = replace(patience, least=patience.least // 2, most=patience.most // 2) if size >= LARGE else patience
-            for name, call in calls.items():
-                if name != "add" or not end:
-                    part = (0.5 if name == "send" else 1.0) / count
-                    tables.setdefault(name + end, []).insert(0, (size, part * _typical(world, call, few, x, y)))
-        least, programs = sizes[0], Programs(group.runner)
-        for program in whole.values():  # the programs' own connections: pages of all of them are there from then on
-            programs.all_reduce(program, room[0][: sizes[-1] // 4])
-        long = replace(patience, least=2 * patience.least, most=2 * patience.most)
-        for size in (size for size in reversed(sizes[::2]) if size < LARGE):
-            for name, program in whole.items():
-                summed = partial(programs.all_reduce, program)
-                tables.setdefault(f"program.{name}{end}", []).insert(0, (size, _typical(world, summed, long, room[0][: size // 4])))
-        small, few_times, many_times, seconds = torch.zeros(least // 4), 1, 5, []
-        for times in (few_times, many_times):
-            program = _passing(n, times)
-            seconds.append(_typical(world, lambda x, program=program, programs=programs: programs.all_reduce(program, x), patience, small))
-        message = max(0.0, (seconds[1] - seconds[0]) / (many_times - few_times))
+            cases: dict[str, Callable[[], object]] = {name: partial(call, x, y) for name, call in calls.items()}
+            summed = cycle(x)
+            cases["all_reduce"] = lambda summed=summed, group=group: group.all_reduce(next(summed))  # type: ignore[misc]
+            if number % 2 == 0:
+                for name, program in whole.items():
+                    cases[f"program.{name}"] = partial(programs.all_reduce, program, x[0])
+            parts = {"send": 0.5 / count, "exchange": 1 / count, "add": 1 / count}
+            for name, seconds in _typical(world, cases, few).items():
+                tables.setdefault(name + end, []).insert(0, (size, seconds * parts.get(name, 1.0)))
+        least, few_times, many_times = sizes[0], 1, 5
+        small = torch.zeros(least // 4)
+        passed = {str(times): partial(programs.all_reduce, _passing(n, times), small) for times in (few_times, many_times)}
+        few_s, many_s = _typical(world, passed, patience).values()
+        message = max(0.0, (many_s - few_s) / (many_times - few_times))
         tables[f"step{end}"] = [(least, max(0.0, message - tables[f"exchange{end}"][0][1]))]
-        tables[f"call{end}"] = [(least, max(0.0, seconds[0] - few_times * message))]
+        tables[f"call{end}"] = [(least, max(0.0, few_s - few_times * message))]
     return [(name, n, points) for name, points in tables.items()]
 
 
@@ -88,17 +90,13 @@ def _calls(world: Any, group: Any) -> dict[str, Callable[[Pieces, Pieces], None]
             arriving.wait()
             leaving.wait()
 
-    def reduce(x: Pieces, y: Pieces) -> None:
-        for piece in x:
-            group.all_reduce(piece)
-
     def add(x: Pieces, y: Pieces) -> None:
         for one, other in zip(x, y, strict=True):
             torch.add(one, other, out=one)
         if n > 2:
             world.everyone.barrier()  # ranks that have no core yet are waited for
 
-    return {"send": send, "exchange": exchange, "all_reduce": reduce, "add": add}
+    return {"send": send, "exchange": exchange, "add": add}
 
 
 def _passing(num_ranks: int, times: int) -> Program:
@@ -116,28 +114,33 @@ def _passing(num_ranks: int, times: int) -> Program:
     return Program("passing", 0, given, tuple(rows), ({},) * num_ranks)
 
 
-def _typical(world: Any, call: Callable[..., Any], patience: Patience, *inputs: Any) -> float:
-    """Median seconds of a call of all ranks, each time the slowest one's; after some that do not count: what takes microseconds takes half
-    as long again until the interpreter has seen it often.
+def _typical(world: Any, calls: Mapping[str, Callable[[], object]], patience: Patience) -> dict[str, float]:
+    """Median seconds of each call of all ranks, each time the slowest one's; after some that do not count: what takes microseconds takes
+    half as long again until the interpreter has seen it often.
 
-    All ranks see the same times, and so take as many.
+    The calls take turns: what slows the machine for a moment slows few samples of each, and each finds in the caches what the others left
+    there, as in training, and not what it left itself. All ranks see the same times, and so take as many.
     """
 
-    def once() -> float:
+    def once(call: Callable[[], object]) -> float:
         world.everyone.barrier()
         start = time.perf_counter()
-        call(*inputs)
+        call()
         return time.perf_counter() - start
 
-    begun = time.perf_counter()
-    once()
-    spent = torch.tensor([time.perf_counter() - begun])
-    world.everyone.all_reduce(spent, op="max")  # all ranks warm up as often
-    for _ in range(min(WARM, int(WARM_S / float(spent)))):
-        once()
-    times: list[float] = []
-    while len(times) < patience.most and spread(times) > patience.spread:
-        slowest = torch.tensor([once() for _ in range(patience.least)])
-        world.everyone.all_reduce(slowest, op="max")
-        times += slowest.tolist()
-    return median(times)
+    def slowest(seconds: list[float]) -> list[float]:
+        told = torch.tensor(seconds, dtype=torch.float64)
+        world.everyone.all_reduce(told, op="max")
+        return told.tolist()
+
+    for call, spent in zip(calls.values(), slowest([once(call) for call in calls.values()]), strict=True):
+        for _ in range(min(WARM, int(WARM_S / spent))):
+            once(call)
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    unknown = list(calls)
+    while unknown and len(times[unknown[0]]) < patience.most:
+        for _ in range(patience.least):
+            for name, spent in zip(unknown, slowest([once(calls[name]) for name in unknown]), strict=True):
+                times[name].append(spent)
+        unknown = [name for name in unknown if spread(times[name]) > patience.spread]
+    return {name: median(found) for name, found in times.items()}

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.optim.adamw import adamw
 
 from weft.cluster.block import FEW, WHOLE, Block
-from weft.cluster.cluster import BESIDES, SCORES, START, WEIGHTS
+from weft.cluster.cluster import BESIDES, GROUPED, SCORES, START, WEIGHTS
 from weft.cluster.probe.machine import has_bfloat16
 from weft.cluster.probe.timing import Case
 from weft.world.attention import scaled_dot_product_attention
@@ -22,13 +22,15 @@ WIDE, NARROW = 64, 16  # elements of a head
 ROWS = {"linear": 16, "convolution": 8, "recurrent": 4}  # of the products that show what their weights cost
 STATES, STEPS, SAMPLES = 256, 16, 64  # of a recurrence
 CHANNELS, TAPS = 64, 9  # of a convolution; another has one tap
+GROUPS = {1: 7, 4: 3}  # channels of a convolution's narrow groups, and its window
 PULSE = "pulse"
 
 
 def operators(device: torch.device, threads: int) -> Iterator[Case]:
     """Units: `linear.P`, `attention.P`, `convolution.P`: a FLOP at precision P; `scores.P`: a score of heads of `NARROW`; `launch`: one
     operator; `block.P`, `few.P`: a block of one thread's batch; `pulse`: a call of `pulse`; `start.KIND`: a call of next to nothing;
-    `weights.KIND`: a byte of weights, with `few_rows` FLOPs for it; `besides.convolution.P`: a byte, with few FLOPs for it; the others: a
+    `weights.KIND`: a byte of weights, with `few_rows` FLOPs for it; `besides.convolution.P`: a byte, with few FLOPs for it;
+    `grouped.N.P`: a FLOP of a convolution in groups of N channels; the others: a
     byte that the operator must move.
 
     Tensors grow with the threads that share them, as a step's do: two threads on the tensors of one would find them in their caches.
@@ -155,6 +157,11 @@ def _products(device: torch.device, big: bool, share: int, precision: str, dtype
     yield _train(f"convolution.{precision}", 6.0 * image.numel() * CHANNELS * TAPS, partial(F.conv2d, padding=1), image, filters)
     if not big:
         yield _train(f"{BESIDES}convolution.{precision}", 5.0 * image.nbytes, F.conv2d, image, randn(CHANNELS, CHANNELS, 1, 1))
+        map_ = randn(share, CHANNELS, 28, 28)
+        for channels, size in GROUPS.items():
+            call = partial(F.conv2d, padding=size // 2, groups=CHANNELS // channels)
+            flops = 6.0 * map_.numel() * channels * size**2
+            yield _train(f"{GROUPED}{channels}.{precision}", flops, call, map_, randn(CHANNELS, channels, size, size))
     if precision == "float32" and not big:
         yield _recurrence(f"recurrent.{precision}", SAMPLES * share, lambda sizes: 6.0 * STEPS * SAMPLES * share * sizes / 4)
 
