@@ -19,13 +19,6 @@ from weft.cluster.block import FEW, WHOLE, Block
 from weft.cluster.cluster import BESIDES, GROUPED, SCORES, START, WEIGHTS, Speed
 from weft.model.work import MATMUL_KINDS, Work
 
-# Part of an operator's float32 bytes that are left under bfloat16 autocast: products and what follows them are half as wide,
-# sums with float32 residuals in between, statistics and losses stay float32.
-BFLOAT16_BYTES = {
-    "linear": 0.5, "attention": 0.5, "convolution": 0.5, "recurrent": 0.5, "activation": 0.5, "elementwise": 0.75,
-}  # fmt: skip
-# Casts of a product's float32 operands, and of its gradients back: 4 bytes read and 2 written of every 4, of about half of what moves.
-CAST = 0.75
 ATTENTION = 0.6  # against large products, where it was not measured
 GROUPED_PARTS = {1: 0.04, 4: 0.11}  # of the rate of convolutions, groups of so many channels, where they were not measured
 SCORED_AGAIN = 2.5  # times attention's forward is its backward, as products and as scores
@@ -58,7 +51,7 @@ class Rates:
     speed: Speed
     precision: str
     flops: float
-    moved: float  # part of float32 bytes that an operator whose kind is not listed moves
+    moved: float  # bytes that move for each that is counted: in float64 twice, in bfloat16 they are counted as autocast has them
     by_kind: Mapping[str, float]
     whole: float = 1.0
     begins: float = 1.0
@@ -83,7 +76,7 @@ class Rates:
 
     def _block(self, block: Block, sequences: int) -> tuple[float, float]:
         """Seconds of a block's operators one by one: those that follow sizes, and those of beginning."""
-        works = list(block_work(block, sequences))
+        works = list(block_work(block, sequences, self.precision == "bfloat16"))
         begun = sum(self._host(1, work.kind) + self._host(2, work.kind) for work in works)
         return sum(self.seconds(work).total for work in works) - begun, begun
 
@@ -95,10 +88,12 @@ class Rates:
         packed = self._packed(work.kind, work.weight_bytes / divide)
         scored = self._scores(work.scores * part)
         slower = self._slower(work.channels)
-        forward = self._one(work.kind, slower * work.flops * part, work.bytes * part, 1, work.weight_bytes * part) + packed + scored
+        weights, casts = work.weight_bytes * part, self._cast(work.cast_bytes * part)
+        forward = self._one(work.kind, slower * work.flops * part, work.bytes * part, 1, weights) + packed + scored + casts
         if not work.backward_bytes:
             return Seconds(forward)
-        backward = self._one(work.kind, slower * work.backward_flops * part, work.backward_bytes * part, 2, 2 * work.weight_bytes * part)
+        backward = self._one(work.kind, slower * work.backward_flops * part, work.backward_bytes * part, 2, 2 * weights)
+        backward += self._cast(work.backward_cast_bytes * part)
         return Seconds(forward, backward + 2 * packed + SCORED_AGAIN * scored)
 
     @property
@@ -119,7 +114,16 @@ class Rates:
         rate = self.by_kind.get(WEIGHTS + kind)
         if rate is None:
             return 0.0
-        return (0.5 if self.precision == "bfloat16" else self.moved) * size_bytes / rate * self.whole
+        return self._width * size_bytes / rate * self.whole
+
+    @property
+    def _width(self) -> float:
+        """Of a weight that a product reads, against float32."""
+        return 0.5 if self.precision == "bfloat16" else self.moved
+
+    def _cast(self, moved: float) -> float:
+        """To have operands, or their gradients, in another dtype."""
+        return moved / self.by_kind.get("cast", self.speed.memory_bandwidth_bytes_per_s) * self.whole
 
     def _scores(self, number: float) -> float:
         """What attention does once for every score, where that was measured apart from its products."""
@@ -135,40 +139,35 @@ class Rates:
         rates, bandwidth = self.by_kind, self.speed.memory_bandwidth_bytes_per_s
         besides = rates.get(f"{BESIDES}{kind}.{self.known}")
         if besides is not None:
-            moved = max(0.0, moved - weights)
-        casts = 0.0
-        if self.precision == "bfloat16":
-            if kind in ("linear", "convolution", "softmax"):
-                casts = moved * CAST / rates.get("cast", bandwidth)
-            moved = moved * BFLOAT16_BYTES.get(kind, 1.0)
-        else:
-            moved = moved * self.moved
+            moved = max(0.0, moved - self._width / self.moved * weights)
+        moved *= self.moved
         if kind in MATMUL_KINDS:
             reached = rates.get(f"{kind}.{self.precision}", self.flops * (ATTENTION if kind == "attention" else 1.0))
             busy = max(flops / reached, moved / bandwidth) if besides is None else flops / reached + moved / besides
-            busy += casts
         else:
-            busy = moved / rates.get(kind, bandwidth) + casts
+            busy = moved / rates.get(kind, bandwidth)
         return self._host(launches, kind) + busy * self.whole
 
 
-def block_work(block: Block, sequences: int) -> Iterator[Work]:
-    """What the operators of a block cost for a batch of `sequences`."""
+def block_work(block: Block, sequences: int, is_cast: bool = False) -> Iterator[Work]:
+    """What the operators of a block cost for a batch of `sequences`. `is_cast`: under autocast, where norms and sums stay float32."""
     h, tokens = block.hidden, sequences * block.sequence
-    x = 4.0 * tokens * h
+    x, half = 4.0 * tokens * h, 0.5 if is_cast else 1.0
 
-    def linear(into: int, out: int) -> Work:
-        flops, read, wrote, weight = 2.0 * into * out * tokens, into / h * x, out / h * x, 4.0 * into * out
-        moved = read + wrote + weight + 4.0 * out, wrote + 2 * read + 2 * weight + 4.0 * out
-        return Work("linear", flops, 2 * flops, *moved, weight_bytes=weight)
+    def linear(into: int, out: int, after_norm: bool = False) -> Work:
+        flops, read, wrote, weight = 2.0 * into * out * tokens, into / h * x, out / h * x, 4.0 * (into * out + out)
+        moved = half * (read + wrote + weight), half * (wrote + 2 * read + 2 * weight)
+        cast = 1.5 * (weight + (read if after_norm else 0.0)) * is_cast
+        return Work("linear", flops, 2 * flops, *moved, weight_bytes=4.0 * into * out, cast_bytes=cast, backward_cast_bytes=cast)
 
     scores = 4.0 * tokens * block.sequence * h
     for _ in range(block.layers):
         yield from (Work("norm", bytes=2 * x, backward_bytes=3 * x),) * 2
-        yield from (linear(h, 3 * h), linear(h, h), linear(h, 4 * h), linear(4 * h, h))
-        yield Work("attention", scores, SCORED_AGAIN * scores, 4 * x, 8 * x, scores=tokens * block.heads * block.sequence)
-        yield Work("activation", bytes=8 * x, backward_bytes=12 * x)
-        yield from (Work("elementwise", bytes=3 * x, backward_bytes=3 * x),) * 2
+        yield from (linear(h, 3 * h, after_norm=True), linear(h, h), linear(h, 4 * h, after_norm=True), linear(4 * h, h))
+        attended = half * 4 * x, half * 8 * x
+        yield Work("attention", scores, SCORED_AGAIN * scores, *attended, scores=tokens * block.heads * block.sequence)
+        yield Work("activation", bytes=half * 8 * x, backward_bytes=half * 12 * x)
+        yield from (Work("elementwise", bytes=(2 + half) * x, backward_bytes=(2 + half) * x),) * 2
         yield from (Work("view"),) * VIEWS
 
 

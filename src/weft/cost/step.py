@@ -247,21 +247,21 @@ class Pricer:
         return self._times[key]
 
     def _compute(self, layout: Layout) -> tuple[Array, Array]:
-        parts = self.parts(layout)
+        parts = self.held_parts(layout)
         rates = Rates.of(self.speed(layout), layout.precision)
         found = []
-        for local, by in self._sized(layout):
+        for local, by in self._sized(layout, parts):
             k = local.kernel
-            made = k.filling
+            made, casts = k.filling, (k.cast_bytes, k.backward_cast_bytes)
             flops, back = k.flops * made.forward, k.backward_flops * made.backward
-            work = Work(k.kind, flops, back, k.bytes, k.backward_bytes, (), 0.0, k.weight_bytes, k.scores, made.channels)
+            work = Work(k.kind, flops, back, k.bytes, k.backward_bytes, (), 0.0, k.weight_bytes, k.scores, made.channels, *casts)
             found.append(rates.seconds(work, 1.0, by))
         return np.array([s.forward for s in found])[parts.index], np.array([s.backward for s in found])[parts.index]
 
     def _on_gpu(self, layout: Layout) -> tuple[Array, Array]:
         """Numbered blocks and what stands around them are two streams of kernels each way: the loss is waited for."""
         parts, device, stack = self.parts(layout), self.cluster.device, self.efficiency
-        found = [kernels.scaled(local.kernel, by).seconds(device, stack, layout.precision) for local, by in self._sized(layout)]
+        found = [kernels.scaled(local.kernel, by).seconds(device, stack, layout.precision) for local, by in self._sized(layout, parts)]
         both = []
         for way in ("forward", "backward"):
             host, busy = (np.array([getattr(pair[i], way) for pair in found])[parts.index] for i in (0, 1))
@@ -271,10 +271,10 @@ class Pricer:
             both.append(total)
         return both[0], both[1]
 
-    def _sized(self, layout: Layout) -> list[tuple[Local, float]]:
+    def _sized(self, layout: Layout, parts: Parts) -> list[tuple[Local, float]]:
         """Unique operators, and how many times the graph's rows one rank has of each."""
         scale = self.microbatch(layout)
-        return [(local, (scale if local.batched else 1.0) / (layout.data if local.shared else 1)) for local in self.parts(layout).compute]
+        return [(local, (scale if local.batched else 1.0) / (layout.data if local.shared else 1)) for local in parts.compute]
 
     def _collectives(self, layout: Layout) -> tuple[Array, Array]:
         parts = self.parts(layout)

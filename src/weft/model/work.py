@@ -9,7 +9,7 @@ fuses, and sparsity.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from weft.model.gradients import learns_by
@@ -34,6 +34,7 @@ class Work:
     needs; `extra_bytes`: tensors that backward needs and that are no value of the graph (masks, logarithms of softmax). `weight_bytes`:
     of a product's operands that are the same for every sample, once for each step of a recurrence, known to whoever knows what follows the
     samples. `scores`: of attention, and `channels`: of each group of a convolution in narrow groups, known to whoever knows its ranks.
+    `cast_bytes` and `backward_cast_bytes`: read and written to have operands, and then their gradients, in another dtype.
     """
 
     kind: str
@@ -46,6 +47,8 @@ class Work:
     weight_bytes: float = 0.0
     scores: float = 0.0
     channels: float = 0.0
+    cast_bytes: float = 0.0
+    backward_cast_bytes: float = 0.0
 
 
 def _kinds() -> dict[str, str]:
@@ -245,8 +248,17 @@ def storages(graph: Graph, copied: Collection[str] = frozenset()) -> dict[str, s
 
 def work(graph: Graph, cast: Callable[[Operator, Mapping[str, Tensor]], Mapping[str, Tensor]] | None = None) -> dict[str, Work]:
     """The work of every operator, by its name. `cast`: what it reads in another dtype than it has, see `weft.model.autocast`."""
-    grads = differentiable(graph)
-    return {op.name: _work(op, {**graph.tensors, **cast(op, graph.tensors)} if cast else graph.tensors, grads) for op in graph.operators}
+    grads, tensors = differentiable(graph), graph.tensors
+    found = {}
+    for op in graph.operators:
+        read = cast(op, tensors) if cast else {}
+        done = _work(op, {**tensors, **read} if read else tensors, grads)
+        if read:
+            moved = {v: float(tensors[v].size_bytes + t.size_bytes) for v, t in read.items()}
+            back = sum(size for v, size in moved.items() if v in grads) if done.backward_bytes else 0.0
+            done = replace(done, cast_bytes=sum(moved.values()), backward_cast_bytes=back)
+        found[op.name] = done
+    return found
 
 
 def _work(op: Operator, tensors: dict[str, Tensor], grads: set[str]) -> Work:
