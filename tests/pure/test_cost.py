@@ -123,6 +123,16 @@ def test_convolutions_in_narrow_groups_run_at_their_own_rate() -> None:
     assert 5 < assumed.forward < 20, "known to be slow where it was not measured"
 
 
+def test_steps_that_run_one_by_one_cost_their_beginning() -> None:
+    """As many as there are, at the measured rate, however few samples; one way forward and two backward."""
+    rates = Rates.of(replace(SPEED, rates=(("stepped", 100.0),)), "float32")
+    plain = Work("recurrent", 1e12, 2e12, 1e6, 1e6)
+    stepped = replace(plain, steps=50.0)
+    assert rates.seconds(stepped) == Seconds(1.0 + 0.5, 2.0 + 1.0)
+    assert rates.seconds(stepped, scale=0.5).forward == pytest.approx(0.5 + 0.5)
+    assert Rates.of(LAUNCHED, "float32").seconds(stepped).forward > Rates.of(LAUNCHED, "float32").seconds(plain).forward
+
+
 @pytest.mark.parametrize("microbatches", [1, 2, 8])
 def test_gradients_are_copied_by_the_first_microbatch_and_added_by_the_others(microbatches: int) -> None:
     """A copy reads and writes, an addition reads twice and writes: once each, also where it is known what packing weights costs."""

@@ -313,7 +313,7 @@ def test_what_two_cases_share_is_told_apart() -> None:
         "convolution.bfloat16": flop + byte / (2 * taps * each), "besides.convolution.bfloat16": byte + 2 * each * flop,
         "weights.convolution": weight + 4 * flop,
         "attention.float32": flop + score / 256, "scores.float32": score + 64 * flop,
-        "recurrent.float32": flop + weight * 2 / 128, "weights.recurrent": weight + 2 * flop,
+        "recurrent.float32": flop + weight * 2 / 128, "weights.recurrent": weight + 4 * flop,
         "elementwise": byte, "launch": 1e-6,
     }  # fmt: skip
     found = here._speed(1, 2, seconds)

@@ -6,9 +6,22 @@ import pytest
 import torch
 from torch import nn
 
-from weft.cost.recurrent import workspace_bytes
+from weft.cost.recurrent import single_steps, workspace_bytes
+from weft.model.capture import capture
+from weft.model.work import kind_of
 
 PAGES = 8 * 4096  # parts begin at pages
+
+
+class Last(nn.Module):
+    """A loss of what a recurrence leaves."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)[0].square().mean()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -25,3 +38,19 @@ def test_a_workspace_is_as_large_as_torch_says(steps: int, samples: int, inputs:
     told = workspace_bytes(steps, samples, inputs, hidden, dtype.itemsize)
     assert told <= made[3].numel() + 4096
     assert made[3].numel() <= told + PAGES
+
+
+@pytest.mark.parametrize(
+    ("layer", "steps"),
+    [
+        (nn.GRU(8, 16, num_layers=2, batch_first=True), 2 * 5.0),
+        (nn.GRU(8, 16, bidirectional=True, batch_first=True), 2 * 5.0),
+        (nn.RNN(8, 16, num_layers=3, batch_first=True), 3 * 5 / 3),
+        (nn.LSTM(8, 16, num_layers=2, batch_first=True), 0.0),
+    ],
+)
+def test_what_is_no_lstm_takes_its_steps_one_by_one(layer: nn.Module, steps: float) -> None:
+    """Layers times directions times steps; a plain cell has a third of a GRU's operators."""
+    graph = capture(Last(layer), (torch.randn(3, 5, 8),)).graph
+    (told,) = (single_steps(op, graph.tensors) for op in graph.operators if kind_of(op) == "recurrent")
+    assert told == pytest.approx(steps)

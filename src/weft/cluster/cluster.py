@@ -18,6 +18,7 @@ START, WEIGHTS = "start.", "weights."  # with a kind behind them, keys of `Speed
 SCORES = "scores."  # with a precision behind it
 BESIDES = "besides."  # with a kind and a precision behind it
 GROUPED = "grouped."  # with channels and a precision behind it
+STEPPED = "stepped"
 PRECISIONS = ("float64", "float32", "tf32", "float16", "bfloat16", "float8")
 
 
@@ -129,7 +130,8 @@ class Speed:
     kind's name behind them, `START`: calls/s of next to nothing, forward and two of backward alike, and `WEIGHTS`: bytes/s at which a
     product packs its weights. `SCORES` with a precision: scores/s of attention beside their FLOPs, which are at "attention" then; `BESIDES`
     with kind and precision: bytes/s of what a product reads and writes besides weights, beside its FLOPs. `GROUPED` with
-    channels and precision: FLOP/s of convolutions in groups of so many. `waits`: by what part longer the ranks compute where they meet
+    channels and precision: FLOP/s of convolutions in groups of so many; `STEPPED`: steps/s of a small GRU, forward
+    and two of backward alike. `waits`: by what part longer the ranks compute where they meet
     inside layers.
     """
 

@@ -16,11 +16,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from weft.cluster.block import FEW, WHOLE, Block
-from weft.cluster.cluster import BESIDES, GROUPED, SCORES, START, WEIGHTS, Speed
+from weft.cluster.cluster import BESIDES, GROUPED, SCORES, START, STEPPED, WEIGHTS, Speed
 from weft.model.work import MATMUL_KINDS, Work
 
 ATTENTION = 0.6  # against large products, where it was not measured
 GROUPED_PARTS = {1: 0.04, 4: 0.11}  # of the rate of convolutions, groups of so many channels, where they were not measured
+STEP_OPERATORS = 12  # of a GRU, forward
 SCORED_AGAIN = 2.5  # times attention's forward is its backward, as products and as scores
 VIEWS = 5  # of a layer of a `Block`: heads told apart and put in front, and back
 LEAST = 0.5  # of what it takes alone, that an operator takes in a model at least: less would be noise
@@ -89,17 +90,23 @@ class Rates:
         scored = self._scores(work.scores * part)
         slower = self._slower(work.channels)
         weights, casts = work.weight_bytes * part, self._cast(work.cast_bytes * part)
-        forward = self._one(work.kind, slower * work.flops * part, work.bytes * part, 1, weights) + packed + scored + casts
+        stepped = self._stepped(work.steps)
+        forward = self._one(work.kind, slower * work.flops * part, work.bytes * part, 1, weights) + packed + scored + casts + stepped
         if not work.backward_bytes:
             return Seconds(forward)
         backward = self._one(work.kind, slower * work.backward_flops * part, work.backward_bytes * part, 2, 2 * weights)
-        backward += self._cast(work.backward_cast_bytes * part)
+        backward += self._cast(work.backward_cast_bytes * part) + 2 * stepped
         return Seconds(forward, backward + 2 * packed + SCORED_AGAIN * scored)
 
     @property
     def known(self) -> str:
         """The precision whose figures stand for this one's where only products were measured in it."""
         return "float32" if self.precision == "float64" else self.precision
+
+    def _stepped(self, steps: float) -> float:
+        """To begin the operators of a recurrence's steps, one way: however many samples and states there are."""
+        rate = self.by_kind.get(STEPPED)
+        return steps * (STEP_OPERATORS * self.speed.launch_s if rate is None else 1 / rate)
 
     def _slower(self, channels: float) -> float:
         """Times as long a convolution's FLOPs take in groups of few channels, whose own fill little of a vector, into it and out of it."""

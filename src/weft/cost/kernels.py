@@ -40,8 +40,8 @@ class Kernel:
 
     `m`, `n`, `k`: of a product, n with those of its siblings (products of one input run as one), of which `share` is this operator's.
     `scores`, `heads`: of attention: how many scores, and how many heads times samples. `weight_bytes`: of operands that are the same for
-    every sample, in float32. `filling`: of a processor's blocks of channels; `cast_bytes`,
-    `backward_cast_bytes`: moved there to cast operands and their gradients.
+    every sample, in float32. On processors, `filling`: of blocks of channels; `cast_bytes`,
+    `backward_cast_bytes`: moved to cast operands and their gradients; `steps`: of a recurrence that run one by one.
     """
 
     kind: str
@@ -59,6 +59,7 @@ class Kernel:
     filling: Filling = FULL
     cast_bytes: float = 0.0
     backward_cast_bytes: float = 0.0
+    steps: float = 0.0
 
     def seconds(self, device: Device, stack: Stack, precision: str) -> tuple[Seconds, Seconds]:
         """What the host takes to launch it, and what the device takes to run it, forward and backward.

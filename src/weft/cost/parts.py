@@ -20,6 +20,7 @@ from weft.cost.kernels import Kernel
 from weft.cost.memory import Inventory
 from weft.cost.pieces import cut, divided, pieces, pieces_moving, shared_by_data, tensor_axes
 from weft.cost.places import Places, Stored
+from weft.cost.recurrent import single_steps
 from weft.cost.runs import Amount, Amounts
 from weft.model.cores import cores
 from weft.model.graph import Graph, Operator, Variable
@@ -291,7 +292,7 @@ def _local(inventory: Inventory, sharding: Sharding | None, op: Operator, siblin
     kernel = Kernel(
         kind, done.flops / divide, done.backward_flops / divide, done.bytes / divide, done.backward_bytes / divide,
         m, n, k, share, scores, heads, weights, filling(op, tensors, sharding, inventory.grads) if kind == "convolution" else FULL,
-        done.cast_bytes / divide, done.backward_cast_bytes / divide,
+        done.cast_bytes / divide, done.backward_cast_bytes / divide, single_steps(op, tensors) if kind == "recurrent" else 0.0,
     )  # fmt: skip
     return Local(kernel, op.outputs[0] in inventory.batched, cut(sharding, op.name, "data"))
 

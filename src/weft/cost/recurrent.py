@@ -1,4 +1,4 @@
-"""What oneDNN's LSTM keeps for backward. In: an operator and its tensors. Out: bytes.
+"""What oneDNN's LSTM keeps for backward, and how many steps it has no kernel for. In: an operator and its tensors. Out: bytes, steps.
 
 torch gives oneDNN one layer in one direction at a time. Its workspace (oneDNN, src/cpu/rnn/rnn_utils.cpp, `set_offsets`) has gates and
 states of every step in rows that are filled up to 64 bytes, and by 64 more where as many columns would fall together in a cache. Held
@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from weft.model.graph import DTYPE_BYTES, Operator, Tensor
+from weft.model.work import num_matrices, num_steps, packet
 
 _LINE = 64  # bytes of a cache's line
 _TOGETHER = 256  # columns a multiple of which fall together
+_PLAIN = 1 / 3  # of a GRU's operators in a step, that one without gates has
 
 
 def _row_bytes(columns: int, width: int) -> int:
@@ -56,3 +58,10 @@ def lstm_bytes(op: Operator, tensors: Mapping[str, Tensor]) -> float:
         if layer < layers - 1:
             size += out.size_bytes * (1 + both * (not drops) + 2 * drops)
     return size + both * out.size_bytes
+
+
+def single_steps(op: Operator, tensors: Mapping[str, Tensor]) -> float:
+    """Steps, in a GRU's, that torch takes one by one, a dozen small operators each: all but an LSTM's, which oneDNN takes as a whole."""
+    name = packet(op)
+    each = 1.0 if name == "gru" else _PLAIN if name in ("rnn_tanh", "rnn_relu") else 0.0
+    return each * num_steps(op, tensors) * num_matrices(op, tensors) / 2 if each else 0.0

@@ -252,9 +252,9 @@ class Pricer:
         found = []
         for local, by in self._sized(layout, parts):
             k = local.kernel
-            made, casts = k.filling, (k.cast_bytes, k.backward_cast_bytes)
+            made, rest = k.filling, (k.steps, k.cast_bytes, k.backward_cast_bytes)
             flops, back = k.flops * made.forward, k.backward_flops * made.backward
-            work = Work(k.kind, flops, back, k.bytes, k.backward_bytes, (), 0.0, k.weight_bytes, k.scores, made.channels, *casts)
+            work = Work(k.kind, flops, back, k.bytes, k.backward_bytes, (), 0.0, k.weight_bytes, k.scores, made.channels, *rest)
             found.append(rates.seconds(work, 1.0, by))
         return np.array([s.forward for s in found])[parts.index], np.array([s.backward for s in found])[parts.index]
 

@@ -34,6 +34,7 @@ class Work:
     needs; `extra_bytes`: tensors that backward needs and that are no value of the graph (masks, logarithms of softmax). `weight_bytes`:
     of a product's operands that are the same for every sample, once for each step of a recurrence, known to whoever knows what follows the
     samples. `scores`: of attention, and `channels`: of each group of a convolution in narrow groups, known to whoever knows its ranks.
+    `steps`: of a recurrence that run one by one, as many small operators.
     `cast_bytes` and `backward_cast_bytes`: read and written to have operands, and then their gradients, in another dtype.
     """
 
@@ -47,6 +48,7 @@ class Work:
     weight_bytes: float = 0.0
     scores: float = 0.0
     channels: float = 0.0
+    steps: float = 0.0
     cast_bytes: float = 0.0
     backward_cast_bytes: float = 0.0
 
@@ -143,7 +145,7 @@ def operator_flops(op: Operator, tensors: dict[str, Tensor]) -> float:
     return 2.0 * out * (first[-1] if first else 1)
 
 
-def num_steps(op: Operator, tensors: dict[str, Tensor]) -> int:
+def num_steps(op: Operator, tensors: Mapping[str, Tensor]) -> int:
     """Times that an operator goes over its weights: the length of a recurrence's sequences, 1 for the rest."""
     shape = tensors[op.inputs[0]].shape if op.inputs else ()
     return shape[1 if op.args[-1] is True else 0] if kind_of(op) == "recurrent" and len(shape) == 3 else 1
@@ -152,7 +154,12 @@ def num_steps(op: Operator, tensors: dict[str, Tensor]) -> int:
 def num_layers(op: Operator, tensors: Mapping[str, Tensor]) -> float:
     """Layers of a recurrent operator; both directions of one make its output together."""
     directions = 2 if len(op.args) > 1 and op.args[-2] is True else 1
-    return len(_recurrent_weights(op, tensors)) / 2 / directions
+    return num_matrices(op, tensors) / 2 / directions
+
+
+def num_matrices(op: Operator, tensors: Mapping[str, Tensor]) -> int:
+    """Matrices of weights of a recurrent operator: two for each layer and direction."""
+    return len(_recurrent_weights(op, tensors))
 
 
 def _cell_states(name: str) -> int:

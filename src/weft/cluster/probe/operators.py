@@ -12,14 +12,14 @@ from torch.nn import functional as F
 from torch.optim.adamw import adamw
 
 from weft.cluster.block import FEW, WHOLE, Block
-from weft.cluster.cluster import BESIDES, GROUPED, SCORES, START, WEIGHTS
+from weft.cluster.cluster import BESIDES, GROUPED, SCORES, START, STEPPED, WEIGHTS
 from weft.cluster.probe.machine import has_bfloat16
 from weft.cluster.probe.timing import Case
 from weft.world.attention import scaled_dot_product_attention
 
 LAUNCH_OPERATORS, START_OPERATORS = 64, 16
 WIDE, NARROW = 64, 16  # elements of a head
-ROWS = {"linear": 16, "convolution": 8, "recurrent": 4}  # of the products that show what their weights cost
+ROWS = {"linear": 16, "convolution": 8, "recurrent": 8}  # of the products that show what their weights cost
 STATES, STEPS, SAMPLES = 256, 16, 64  # of a recurrence
 CHANNELS, TAPS = 64, 9  # of a convolution; another has one tap
 GROUPS = {1: 7, 4: 3}  # channels of a convolution's narrow groups, and its window
@@ -30,7 +30,7 @@ def operators(device: torch.device, threads: int) -> Iterator[Case]:
     """Units: `linear.P`, `attention.P`, `convolution.P`: a FLOP at precision P; `scores.P`: a score of heads of `NARROW`; `launch`: one
     operator; `block.P`, `few.P`: a block of one thread's batch; `pulse`: a call of `pulse`; `start.KIND`: a call of next to nothing;
     `weights.KIND`: a byte of weights, with `few_rows` FLOPs for it; `besides.convolution.P`: a byte, with few FLOPs for it;
-    `grouped.N.P`: a FLOP of a convolution in groups of N channels; the others: a
+    `grouped.N.P`: a FLOP of a convolution in groups of N channels; `stepped`: a step of a GRU, of next to nothing; the others: a
     byte that the operator must move.
 
     Tensors grow with the threads that share them, as a step's do: two threads on the tensors of one would find them in their caches.
@@ -112,6 +112,9 @@ def _weights() -> Iterator[Case]:
     x, image = torch.randn(ROWS["linear"], 1536, requires_grad=True), torch.randn(ROWS["convolution"] // 4, 384, 2, 2, requires_grad=True)
     yield _train(WEIGHTS + "linear", 3.0 * sum(w.nbytes for w in matrices), linear, x, *matrices)
     yield _train(WEIGHTS + "convolution", 3.0 * sum(w.nbytes for w in filters), convolution, image, *filters)
+    cell = torch.nn.GRU(32, 32, bias=False)
+    steps = torch.randn(STEPS, 2, 32, requires_grad=True)
+    yield _train(STEPPED, 3.0 * STEPS, lambda x, *_: cell(x)[0], steps, *cell.parameters())
     yield _recurrence(WEIGHTS + "recurrent", ROWS["recurrent"], lambda sizes: 3.0 * STEPS * sizes)
 
 
