@@ -236,7 +236,7 @@ def test_broken_twin_depth_without_the_rule_cuts_what_is_put_together(monkeypatc
     """Were every piece cut once more, some would be put together along the other axis alone, out of order."""
     graph = gpt(layers=2, hidden=1024, heads=16, sequence=512, vocabulary=4096)
 
-    def anything(graph: Graph, ops: object, forms: dict[str, dict[str, str]], needs: object, sizes: dict[str, int]) -> object:
+    def anything(graph: Graph, ops: object, forms: dict[str, dict[str, str]], needs: object, sizes: dict[str, int], _: object) -> object:
         return {v: {int(f[1:]): sizes[a] for a, f in by.items() if f[0] == "S"} for v, by in forms.items()}, frozenset()
 
     monkeypatch.setattr(propagate_module, "nested", anything)
@@ -267,8 +267,8 @@ def test_cuts_that_were_found_are_kept_whatever_else_would_be_cheaper(batch: int
 
 
 def test_broken_twin_cuts_that_nobody_keeps_cannot_be_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    widths, sizes = (16, 16, 16), {"rows": 2, "depth": 2}
-    shards = dict.fromkeys(sizes, (("w0", 0), ("w1", 1)))
+    widths, sizes = (16, 16, 16, 16), {"rows": 2, "depth": 2}
+    shards = dict.fromkeys(sizes, (("w0", 0), ("w1", 1), ("w2", 0)))
     assert propagate(chain(widths, 2), sizes, shards).shards == shards
     monkeypatch.setattr(propagate_module, "kept_for", lambda later, given, fixed: ({}, {}))
     with pytest.raises(LayoutError, match="another axis cuts it already; only depth cuts pieces once more"):

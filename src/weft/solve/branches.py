@@ -37,7 +37,7 @@ MOST_FEWER, WORTH = 6, 0.95
 NEARLY = 1.2  # of the memory: what the first of the most balanced stages may need where other stages could still fit
 INFINITE = float("inf")
 Thrift = tuple[int, str, str]  # ZeRO stage, recomputation, offload
-COMPARED = ("data", "tensor", "pipeline", "microbatches", "precision", "sequence_parallel", "expert")  # keys of frames
+COMPARED = ("data", "tensor", "pipeline", "microbatches", "precision", "sequence_parallel", "sample_parallel", "expert")  # keys of frames
 
 
 @dataclass
@@ -373,6 +373,11 @@ def check_layout(layout: Layout, cluster: Cluster, batch_size: int) -> None:
         raise Infeasible(
             f"{layout}: a batch of {batch_size} samples is no multiple of {layout.shares} shares x microbatches={layout.microbatches}, and "
             f"unequal microbatches with inner are not built yet; use a multiple of {ways}"
+        )
+    if layout.sample_parallel == "on" and any(size % (layout.data * layout.tensor) for size in (sizes[0], sizes[-1])):
+        raise Infeasible(
+            f"{layout}: a replica's microbatches of {sizes[-1] // layout.data} samples do not divide among tensor={layout.tensor} ranks, "
+            "over which sample_parallel=on may cut them; use fewer microbatches, fewer tensor ranks, or leave sample_parallel out"
         )
     if layout.threads and not cluster.is_cpu:
         raise LayoutError(

@@ -38,6 +38,7 @@ from weft.solve.space import Constraint, Space, limits_of, parse_constraints
 from weft.solve.stages import useful
 from weft.solve.sums import sums_of, why
 from weft.solve.timing import PLAIN, Priced, clocked, price, timeline
+from weft.solve.unlike import has_unlike_products
 from weft.units import format_seconds
 
 __all__ = ["OBJECTIVES", "Priced", "check_layers", "check_layout", "clocked", "price", "search", "timeline"]
@@ -158,7 +159,16 @@ def _find(pricer: Pricer, limits: Sequence[Constraint], objective: str) -> Branc
     graph = pricer.graph
     layers = sum(run.count for run in graph.fold.runs) if graph.fold is not None else len(useful(pricer.cuts, 1)) + 1
     fewer = objective in ("cost", "energy") and not pricer.cluster.parts
-    space = Space(pricer.cluster, pricer.batch_size, limits, len(pricer.cuts) + 1, layers, num_experts(pricer.graph), fewer=fewer)
+    space = Space(
+        pricer.cluster,
+        pricer.batch_size,
+        limits,
+        len(pricer.cuts) + 1,
+        layers,
+        num_experts(pricer.graph),
+        fewer,
+        has_unlike_products(pricer.graph, pricer.batch_size),
+    )
     space.check()
     found = Branches(pricer, space, objective)
     found.run()
