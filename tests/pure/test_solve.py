@@ -22,7 +22,9 @@ from weft.model.stages import links
 from weft.plan.layout import BOTH_WAYS, RUNS, SCHEDULES, Layout
 from weft.plan.plan import Plan
 from weft.simulate.memory import kept_bytes
+from weft.solve import branches
 from weft.solve.bounds import least_s, least_saving_s
+from weft.solve.remedies import nothing_fits
 from weft.solve.score import calmest
 from weft.solve.search import check_layout, clocked, price, search
 from weft.solve.space import Space, divisors, layouts, parse_constraints
@@ -259,9 +261,32 @@ def test_stages_of_another_model_are_refused() -> None:
 
 def test_nothing_fits() -> None:
     tiny = replace(GPUS, device=replace(GPU, memory_bytes=2e5))
-    said = r"layouts? fits gpus: the leanest, .* needs 582 KiB .*, which has 195 KiB. What would do: devices of 585 KiB each"
+    said = r"layouts? fits gpus: the leanest, .* needs 474 KiB .*, which has 195 KiB. What would do: devices of 477 KiB each"
     with pytest.raises(Infeasible, match=said):
         search(gpt(4), tiny, 16, "gpt")
+
+
+def test_what_holds_no_weights_is_refused_before_anything_is_priced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Less memory than weights need on every device, beside what a process holds before it has any: nothing to propagate or to bound."""
+
+    def priced(*_: object) -> float:
+        raise AssertionError("a frame that cannot fit was bounded")
+
+    monkeypatch.setattr(branches, "least_s", priced)
+    held = replace(GPU, memory_bytes=1e9, scratch_bytes=1e9 - 1024)
+    with pytest.raises(Infeasible, match="What would do: devices of"):
+        search(gpt(4), replace(GPUS, device=held), 16, "gpt")
+
+
+def test_remedies_are_constraints_that_were_given() -> None:
+    """What follows from the model itself cannot be left out; of several that exclude each other more than one must go."""
+    with pytest.raises(Infeasible, match="leave out more than one of data=3, tensor=5, pipeline=2, or change the batch"):
+        search(gpt(4), GPUS, 16, "gpt", "data=3 tensor=5 pipeline=2")
+    pricer = Pricer(gpt(2), GPUS, 16)
+    own = parse_constraints("data=1 microbatches=1 ranks=3")
+    said = str(nothing_fits(pricer, Space(GPUS, 16, own), "ranks=3", None, []))
+    assert "without data=1" not in said
+    assert "without microbatches=1" not in said
 
 
 def test_where_a_limit_was_set_a_limit_is_the_remedy() -> None:

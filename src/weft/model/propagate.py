@@ -11,8 +11,7 @@ its dual (g). A parameter that is needed as "+" everywhere needs no operator at 
 The search is a frontier dynamic programme: operators in order, states are the forms of the values still needed, the
 `beam` cheapest distinct states are kept. It is exact while the frontier has at most `beam` distinct states.
 
-Which labels another axis than `data` may cut says `model/labels.py`: those of weights; positions only with `sequence`, samples only with
-`samples`.
+Which labels another axis than `data` may cut says `model/labels.py`: those of weights; positions and samples only where that is asked for.
 
 One dimension of a tensor is cut by at most one axis, but for `depth`, the last of a grid of tensor ranks, and for samples: there the
 pieces of a dimension may be cut once more, of values that lie in such pieces wherever they are read, so that none is put together without

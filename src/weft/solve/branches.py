@@ -16,11 +16,11 @@ from weft.cost.stage import work_share
 from weft.cost.step import Pricer, together
 from weft.errors import Infeasible, LayoutError
 from weft.model.graph import Graph
-from weft.plan.layout import Layout
+from weft.plan.layout import CHOICES, Layout
 from weft.plan.microbatches import microbatch_sizes
 from weft.plan.plan import Candidate
 from weft.plan.residency import KINDS
-from weft.solve.bounds import check_state, least_s, least_saving_s, least_state_bytes, most_memory, waiting
+from weft.solve.bounds import check_room, check_state, least_s, least_saving_s, least_state_bytes, most_memory, most_room, waiting
 from weft.solve.grids import in_grids
 from weft.solve.lending import may_lend
 from weft.solve.mixed import check_fits, memory_of
@@ -77,10 +77,13 @@ class Branches:
         cluster = self.pricer.cluster
         least: dict[tuple[Layout, bool], float] = {}
         self._open = []
+        zeros = [z for z in range(4) if space.admits("zero", z)]
+        offloads = [o for o in CHOICES["offload"] if space.admits("offload", o)]
         for frame in space.frames():
             for interleaved in {one.schedule not in PLAIN for one in self.space.schedules(frame)}:
                 try:
                     check_layout(frame, cluster, self.pricer.batch_size)
+                    check_room(self.pricer, frame, zeros, offloads)
                     bound = least_s(self.pricer, frame, interleaved)
                 except (Infeasible, LayoutError) as error:
                     self._refuse(frame, None, str(error))
@@ -265,11 +268,11 @@ class Branches:
         """
         if frame not in self._may_fit:
             pricer, found = self.pricer, {}
-            have = most_memory(pricer, frame)
+            have, room = most_memory(pricer, frame), most_room(pricer, frame)
             try:
                 sites = balanced(pricer, frame) if frame.pipeline > 1 else ()  # the same for all
                 for one in self.space.thrifts(frame):
-                    if least_state_bytes(pricer, one) <= have and pricer.held(one, sites, range(1))[0].alone.total <= NEARLY * have:
+                    if least_state_bytes(pricer, one) <= room and pricer.held(one, sites, range(1))[0].alone.total <= NEARLY * have:
                         found[one.zero, one.recompute, one.offload] = one
             except (Infeasible, LayoutError):  # the model has too few places for so many stages
                 pass
