@@ -24,11 +24,12 @@ from weft.plan.plan import Plan
 from weft.simulate.memory import kept_bytes
 from weft.solve import branches
 from weft.solve.bounds import least_s, least_saving_s
+from weft.solve.places import useful
 from weft.solve.remedies import nothing_fits
 from weft.solve.score import calmest
 from weft.solve.search import check_layout, clocked, price, search
 from weft.solve.space import Space, divisors, layouts, parse_constraints
-from weft.solve.stages import balance, useful
+from weft.solve.stages import balance
 from weft.solve.timing import PLAIN, Priced, least_pipeline_s, rows, timeline, trips_s
 from weft.solve.uncaptured import without_graph
 from weft.units import parse_bytes
