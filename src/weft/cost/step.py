@@ -196,7 +196,7 @@ class Pricer:
                 if few and not samples:
                     # Too small a model for cuts to pay; but who asks for tensor ranks wants them to share the work.
                     found = propagate(self.graph, sizes, self.shards, sequence=sequence)
-                elif max(n for _, n in layout.tensor_axes) > 1:
+                if max(n for _, n in layout.tensor_axes) > 1:
                     # What runs is propagated from the weights' cuts, which are all that a plan says.
                     found = propagate(self.graph, sizes, found.shards, sequence=sequence, samples=samples)
                 self._shardings[key] = found
