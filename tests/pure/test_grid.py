@@ -301,6 +301,24 @@ def test_the_planner_finds_a_grid_where_it_sends_less() -> None:
     assert plan.prediction.step_time_s / (1 + plan.bound_gap) <= best * (1 + 1e-9)
 
 
+@pytest.mark.parametrize(("batch", "cluster"), [(256, "dgx-a100-40"), (8192, "dgx-a100-80")])
+def test_the_plan_is_the_best_of_every_grid_and_number_of_microbatches(batch: int, cluster: str) -> None:
+    graph, machines = chain((16384,) * 9, batch), Cluster.parse(cluster)
+    plan = search(graph, machines, batch, "wide")
+    assert plan.prediction is not None
+    for tensor, microbatches in product((4, 8), (1, 2, 4)):
+        data = machines.num_devices // tensor
+        for grid in ("", *grids_of(tensor)):
+            for zero in (0, 1, 3) if data > 1 else (0,):
+                layout = Layout(data, tensor, 1, microbatches, zero=zero, precision="bfloat16", grid=grid)
+                try:
+                    found = search(graph, machines, batch, "wide", layout=layout).prediction
+                except Infeasible:
+                    continue
+                assert found is not None
+                assert plan.prediction.step_time_s <= 1.005 * found.step_time_s, layout
+
+
 def test_a_grid_that_is_asked_for_may_reach_over_nodes() -> None:
     plan = search(WIDE, NODES, 256, "wide", "tensor=2x4 precision=bfloat16")
     assert str(plan.layout).split()[:3] == ["data=1", "tensor=2x4", "pipeline=1"]

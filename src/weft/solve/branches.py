@@ -8,6 +8,7 @@ the same fits without. Then the leading layouts' tensor ranks are arranged in gr
 from __future__ import annotations
 
 import heapq
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from weft.cluster.cluster import Cluster
@@ -27,7 +28,7 @@ from weft.solve.mixed import check_fits, memory_of
 from weft.solve.reasons import differences
 from weft.solve.residency import DROP, KEEP, SWAP, housed
 from weft.solve.score import score, worth
-from weft.solve.space import Constraint, Space, fewer_counts
+from weft.solve.space import MOST_MICROBATCHES, Constraint, Space, divisors, fewer_counts
 from weft.solve.timing import PLAIN, Priced, balanced, clocked, fitted, least_pipeline_s, price, trips_s
 
 MOST_GUESSED, MOST_TRIED_FIRST = 16, 2  # frames that look promising, and those of them that are priced before all others
@@ -145,13 +146,37 @@ class Branches:
                         self.clocked.append(timed)
 
     def arrange(self) -> None:
-        """Try the leading layouts' tensor ranks in grids, unless a constraint arranges them; the bound counts those that fit."""
+        """Try the leading layouts' tensor ranks in grids, unless a constraint arranges them, and the best grid of each mesh with more and
+        fewer microbatches; the bound counts those that fit."""
         if self.best is None or self.space.grid is not None or self.objective == "memory":
             return
+        found: dict[tuple[int, ...], tuple[float, Layout]] = {}
         for layout, least in in_grids(self.pricer, list(self.clocked), self._hopeless):
-            taken = None if self._hopeless(layout, least) else self._try(layout)
-            if taken is not None:
-                self.bound_s = min(self.bound_s, max(least, taken))
+            seconds = self._in_grid(layout, least)
+            mesh = (layout.data, layout.tensor, layout.pipeline)
+            if mesh not in found or seconds < found[mesh][0]:
+                found[mesh] = seconds, layout
+        for first, layout in found.values():
+            for counts in _more_and_fewer(self.space, layout):
+                last = first
+                for microbatches in counts:
+                    with suppress(Infeasible, LayoutError):
+                        other = replace(layout, microbatches=microbatches)
+                        seconds = self._in_grid(other, least_saving_s(self.pricer, other, other.schedule not in PLAIN))
+                        if seconds < last:
+                            last = seconds
+                            continue
+                    break
+
+    def _in_grid(self, layout: Layout, least: float) -> float:
+        """Seconds of a layout in a grid, or `least` where that cannot be the best; infinite where it does not fit."""
+        if self._hopeless(layout, least):
+            return least
+        taken = self._try(layout)
+        if taken is None:
+            return INFINITE
+        self.bound_s = min(self.bound_s, max(least, taken))
+        return max(least, taken)
 
     def _promising(self) -> list[tuple[Layout, bool]]:
         """Frames that are likely to be among the best: a good plan that is known early saves pricing many others.
@@ -364,6 +389,14 @@ class Branches:
 
     def _refuse(self, layout: Layout, priced: Priced | None, why: str) -> None:
         self.refused.append(Candidate(layout, None if priced is None else priced.prediction, why))
+
+
+def _more_and_fewer(space: Space, layout: Layout) -> tuple[list[int], list[int]]:
+    """Twice, four times, ... and half, a quarter, ... as many microbatches as a layout has, as a replica's batch divides into."""
+    each, m = space.batch_size // layout.data, layout.microbatches
+    counts = [k for k in divisors(each) if k <= MOST_MICROBATCHES and space.admits("microbatches", k)]
+    more, fewer = {m << j for j in range(1, 10)}, {m >> j for j in range(1, 10)}
+    return [k for k in counts if k in more], [k for k in reversed(counts) if k in fewer]
 
 
 def check_layout(layout: Layout, cluster: Cluster, batch_size: int) -> None:

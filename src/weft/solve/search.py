@@ -2,7 +2,8 @@
 
 Branch and bound (`weft.solve.branches`), once for every order of the parts of a mixed cluster; what leads is refined where placements
 matter, and its program proven. A layout by hand goes the same way, alone. Not searched: shards other than those that propagation finds
-best, stages other than the most balanced (that fit), and grids of layouts that do not lead with their tensor ranks in a line.
+best, stages other than the most balanced (that fit), and grids of layouts that do not lead with their tensor ranks in a line; of those that
+do, more and fewer microbatches are.
 """
 
 from __future__ import annotations
