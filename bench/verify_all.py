@@ -81,7 +81,10 @@ class _Eager(Traced):
         if prices is None:
             return super().shard(plan, graph)
         layout = plan.layout
-        return propagate(graph, {"data": layout.data, **dict(layout.tensor_axes)}, prices=prices, sequence=layout.sequence_parallel == "on")
+        return propagate(
+            graph, {"data": layout.data, **dict(layout.tensor_axes)}, prices=prices, sequence=layout.sequence_parallel == "on",
+            samples=layout.sample_parallel == "on",
+        )  # fmt: skip
 
 
 class Subject:
@@ -179,6 +182,7 @@ def random_layouts(counts: Sequence[int], size: int, number: int, rng: random.Ra
                 staleness=rng.choice([0, 0, 0, 1]) if data > 1 else 0,
                 lend=rng.choice(["off", "on"]),
                 grid=rng.choice(["", *grids_of(tensor)]),
+                sample_parallel=rng.choice(["off", "on"]) if tensor > 1 else "off",
             )  # fmt: skip
         except LayoutError:
             continue  # words that do not go together

@@ -85,6 +85,12 @@ def plan(
     >>> str(chosen.layout), len(chosen.replicated_operators)
     ('data=2 tensor=1 pipeline=1', 0)
     """
+    by_name = isinstance(model, str)
+    if isinstance(model, str):
+        model = resolve(model, batch if isinstance(batch, int) else None)
+    if source is None and isinstance(model, Resolved) and (batch is None or isinstance(batch, int)):
+        source = Traced.of(model.make)
+        batch = shapes_of(model, model.default_batch if batch is None else batch, source, loss)
     subject = _subject(model, batch, loss)
     machines = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
 
@@ -93,12 +99,25 @@ def plan(
             *subject, machines, layout, constraints=constraints, objective=objective, like=like, source=source, device_memory=device_memory
         )
 
-    if trials > 1 and not isinstance(model, str):
+    if trials > 1 and not by_name:
         raise UsageError('trials start processes that make the model anew, by its name: give it as text, "file.py:factory" for your own')
     chosen = of(layout)
     if layout is not None:
         return chosen
     return tried(chosen, trials, of, machines, objective=objective, device_memory=parse_bytes(device_memory))
+
+
+def shapes_of(model: Resolved, size: int, source: Traced, loss: Loss | None = None) -> Any:
+    """A batch of so many samples without values where the model can be followed, since its graph asks for none; a large one takes memory
+    and time. Of a model that cannot be followed a batch with values."""
+    assert source.deferred is not None
+    try:
+        with source.deferred.fake_mode:
+            form = (model.form or model.batch)(size)
+        source.capture(form, loss or model.loss, size)
+    except (ModelError, RuntimeError):
+        return model.batch(size)
+    return form
 
 
 def tried(

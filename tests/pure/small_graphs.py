@@ -92,10 +92,10 @@ def convolutions(kinds: Sequence[str], size: int = 4) -> Graph:
     return b.graph(made[-1], size)
 
 
-def alexnet(batch: int) -> Graph:
+def alexnet(batch: int, image: int = 224) -> Graph:
     """Five convolutions and three fully connected layers, about as in Krizhevsky et al. 2012."""
-    b = Builder(x=(batch, 3, 224, 224))
-    x, channels, image = Ref("x"), 3, 224
+    b = Builder(x=(batch, 3, image, image))
+    x, channels = Ref("x"), 3
     for i, (features, kernel, shrink, pool) in enumerate(
         ((64, 11, 4, True), (192, 5, 1, True), (384, 3, 1, False), (256, 3, 1, False), (256, 3, 1, True))
     ):

@@ -161,7 +161,7 @@ def test_text_beyond_all_bounds_is_refused(text: str) -> None:
 
 
 def test_every_choice_is_commented_and_defaults_are_left_out() -> None:
-    every = Layout(4, 2, 2, 4, "interleaved", 3, "selective", "bfloat16", 1, 2, 2, "on", "all")
+    every = Layout(4, 2, 2, 4, "interleaved", 3, "selective", "bfloat16", 1, 2, 2, "on", "on", "all")
     stages = ("a", "b", "c")
     for line in format_plan(Plan(every, "m", "c", 16, stages=stages)).partition("[layout]")[2].splitlines()[1:]:
         if " = " not in line:

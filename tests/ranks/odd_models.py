@@ -600,3 +600,22 @@ class _Single(nn.Module):
 def single() -> Any:
     """An operator of somebody's own, with its own backward, that has no float64."""
     return _Single(), (_normal(N, 6),)
+
+
+class _AlexNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Conv2d(3, 8, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)
+        )
+        self.classifier = nn.Sequential(
+            nn.Dropout(), nn.Linear(512, 1024), nn.ReLU(), nn.Dropout(), nn.Linear(1024, 512), nn.ReLU(), nn.Linear(512, 6)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.classifier(self.features(x).flatten(1))
+
+
+def alexnet() -> Any:
+    """Images much larger than the convolutions' weights, and fully connected weights much larger than what these read."""
+    return _AlexNet(), {"x": _normal(N, 3, 32, 32), "y": _ids(6, N)}, _class_loss

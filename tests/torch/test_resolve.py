@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+import weft
 from weft.errors import ModelError, UsageError
 from weft.model.capture import call
 from weft.zoo import hugging_face
 from weft.zoo.names import find
 from weft.zoo.resolve import resolve
+from weft.zoo.resolved import Resolved
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CONFIGS = sorted((Path(__file__).parent / "hf").glob("*.json"))
@@ -384,3 +386,14 @@ def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hugging_face.importlib, "import_module", missing)
     with pytest.raises(ModelError, match=r"install weft\[hf\]"):
         resolve(f"hf:{CONFIGS[0]}")
+
+
+def test_planning_in_python_asks_for_shapes_alone() -> None:
+    """A batch of values took the memory and the time of a real one, though no plan reads any."""
+
+    def batch(size: int) -> tuple[torch.Tensor, ...]:
+        raise AssertionError(f"{size} samples with values")
+
+    model = Resolved("net", lambda: torch.nn.Linear(4, 2), batch, lambda y, _: y.sum(), 8, form=lambda size: (torch.empty(size, 4),))
+    assert weft.plan(model, cluster="1xcpu-2", layout="data=2").batch_size == 8
+    assert weft.plan(model, 4, cluster="1xcpu-2", layout="data=2").batch_size == 4

@@ -187,13 +187,17 @@ def neighbours(plan: Plan, num_devices: int, runs: bool) -> list[tuple[str, Layo
         now = getattr(old, key)
         tries += [(key, now * 2), *([(key, now // 2)] if now % 2 == 0 else [])]
     tries += [("zero", stage) for stage in range(4) if stage != old.zero and (old.data > 1 or stage < old.zero)]
-    for key in ("schedule", "recompute", "precision", "offload", "sequence_parallel"):
+    for key in ("schedule", "recompute", "precision", "offload", "sequence_parallel", "sample_parallel"):
         tries += [(key, value) for value in CHOICES[key] if value != getattr(old, key)]
     if old.chunks > 1:
         tries.append(("chunks", old.chunks * 2))
     found: list[tuple[str, Layout]] = []
     for key, value in tries:
-        if (key == "schedule" and old.pipeline == 1) or (key == "sequence_parallel" and old.tensor == 1) or value == "float64":
+        if (
+            (key == "schedule" and old.pipeline == 1)
+            or (key in ("sequence_parallel", "sample_parallel") and old.tensor == 1)
+            or value == "float64"
+        ):
             continue
         if key == "schedule" and value == "sequential" and old.microbatches > 1:
             continue

@@ -107,7 +107,7 @@ def bound_words(plan: Plan) -> str:
     took = f"Found in {format_seconds(plan.planning_time_s)}" if plan.planning_time_s else "Priced as given"
     if gap is None:
         return f"{took}; no bound: the search priced the layouts that it lists, and claims nothing of others."
-    return f"{took}; proven: the step is at most {gap:.1%} above a time that no plan can beat."
+    return f"{took}; proven: the step is at most {gap:.1%} above a time that no plan of the search can beat."
 
 
 def _reasons(plan: Plan) -> list[dict[str, str]]:

@@ -61,15 +61,9 @@ class Setting:
     @cached_property
     def given(self) -> Any:
         """The batch: without values where the model can be followed, since its graph asks for none; a large one takes memory and time."""
-        fakes = self.source.deferred
-        assert fakes is not None
-        try:
-            with fakes.fake_mode:
-                form = (self.resolved.form or self.resolved.batch)(self.batch_size)
-            self.source.capture(form, self.resolved.loss, self.batch_size)
-        except (ModelError, RuntimeError):
-            return self.resolved.batch(self.batch_size)
-        return form
+        from weft import api
+
+        return api.shapes_of(self.resolved, self.batch_size, self.source)
 
     @cached_property
     def graph(self) -> Graph:

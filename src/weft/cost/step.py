@@ -63,7 +63,8 @@ def _shared(shares: Sequence[float], seconds: Sequence[float]) -> float:
 
 
 Array = NDArray[np.float64]
-Cutting = tuple[bool, tuple[tuple[str, int], ...], bool]  # whether data cuts, the tensor axes with their sizes, sequence parallelism
+# Whether data cuts, the tensor axes with their sizes, sequence and sample parallelism.
+Cutting = tuple[bool, tuple[tuple[str, int], ...], bool, bool]
 
 
 @dataclass
@@ -175,7 +176,7 @@ class Pricer:
     @staticmethod
     def _cut(layout: Layout) -> Cutting:
         """What of a layout decides the sharding."""
-        return layout.data > 1, layout.tensor_axes, layout.sequence_parallel == "on"
+        return layout.data > 1, layout.tensor_axes, layout.sequence_parallel == "on", layout.sample_parallel == "on"
 
     def sharding(self, layout: Layout) -> Sharding | None:
         """The sharding over data and the tensor axes; None for one rank a stage.
@@ -183,20 +184,21 @@ class Pricer:
         Data is propagated once, over 2 ranks: the same labels are cut whatever its size.
         """
         key = self._cut(layout)
-        sequence = key[2]
+        sequence, samples = key[2:]
         if key not in self._shardings:
             sizes = {"data": 2 if layout.data > 1 else 1, **dict(layout.tensor_axes)}
             if max(sizes.values()) == 1:
                 self._shardings[key] = None
             else:
-                found = propagate(self.graph, sizes, self.shards, prices=self.prices(layout), sequence=sequence)
+                found = propagate(self.graph, sizes, self.shards, prices=self.prices(layout), sequence=sequence, samples=samples)
                 matrices = sum(len(v.tensor.shape) > 1 for v in self.graph.parameters)
-                if any(2 * len(found.shards.get(axis, ())) < matrices for axis, n in layout.tensor_axes if n > 1):
+                few = any(2 * len(found.shards.get(axis, ())) < matrices for axis, n in layout.tensor_axes if n > 1)
+                if few and not samples:
                     # Too small a model for cuts to pay; but who asks for tensor ranks wants them to share the work.
                     found = propagate(self.graph, sizes, self.shards, sequence=sequence)
-                elif max(n for _, n in layout.tensor_axes) > 1:
+                if max(n for _, n in layout.tensor_axes) > 1:
                     # What runs is propagated from the weights' cuts, which are all that a plan says.
-                    found = propagate(self.graph, sizes, found.shards, sequence=sequence)
+                    found = propagate(self.graph, sizes, found.shards, sequence=sequence, samples=samples)
                 self._shardings[key] = found
         return self._shardings[key]
 

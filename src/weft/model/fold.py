@@ -176,12 +176,13 @@ def propagate(
     *,
     prices: Prices | Mapping[str, Prices] | None = None,
     sequence: bool = False,
+    samples: bool = False,
     beam: int = 24,
 ) -> Sharding:
     """As `weft.model.propagate.propagate`, on repeated layers once where that gives a sharding of the whole."""
 
     def whole() -> Sharding:
-        return propagate_whole(graph, sizes, shards, prices=prices, sequence=sequence, beam=beam)
+        return propagate_whole(graph, sizes, shards, prices=prices, sequence=sequence, samples=samples, beam=beam)
 
     for folded in (graph.fold, graph.fold_later):
         if folded is None:
@@ -190,7 +191,7 @@ def propagate(
             given = _given(graph, folded, shards)
         except KeyError:
             break
-        found = folded.expand(propagate_whole(folded.small, sizes, given, prices=prices, sequence=sequence, beam=beam))
+        found = folded.expand(propagate_whole(folded.small, sizes, given, prices=prices, sequence=sequence, samples=samples, beam=beam))
         if found is not None:
             return found
     return whole()

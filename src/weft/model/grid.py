@@ -7,7 +7,7 @@ together along one axis while the other still cuts them, pieces would come out o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from weft.errors import LayoutError
 from weft.model.graph import Graph, Variable
@@ -21,22 +21,25 @@ def nested(
     forms: Mapping[str, Mapping[str, Form]],
     needs: Mapping[str, Sequence[Mapping[str, Form | None]]],
     sizes: Mapping[str, int],
+    under: Collection[str],
 ) -> tuple[dict[str, dict[int, int]], frozenset[tuple[str, str]]]:
-    """What the last axis may cut once more: [value][dim] -> pieces that there are; and the (operator, label) that it may not.
+    """What an axis may cut once more of what those in `under` cut: [value][dim] -> pieces that there are; and the (operator, label) that it
+    may not.
 
     A value must lie in the same pieces of another axis in whatever form it is made or read. Outputs are handed out whole, and kernels
     that talk do so along one axis.
     """
     lies: dict[str, dict[str, set[Form]]] = {
-        value: {axis: {form} for axis, form in by_axis.items() if axis != "data"} for value, by_axis in forms.items()
+        value: {axis: {form} for axis, form in by_axis.items() if axis in under} for value, by_axis in forms.items()
     }
     kernels = set()
     for op in graph.operators:
         rule = graph.rules[op.name]
-        kernels |= {(op.name, label) for label in ops[op.name].values() if rule is not None and label in rule.kernels}
+        cut = [label for axis, label in ops[op.name].items() if axis in under]
+        kernels |= {(op.name, label) for label in cut if rule is not None and label in rule.kernels}
         for value, row in zip(op.inputs, needs[op.name], strict=True):
             for axis, form in row.items():
-                if axis != "data" and form is not None:
+                if axis in under and form is not None:
                     lies[value][axis].add(form)
     whole = {graph.loss, *graph.outputs}
     found: dict[str, dict[int, int]] = {}

@@ -18,18 +18,21 @@ from weft.model.work import operator_flops
 class Meaning:
     """Labels of one operator that may be cut over an axis other than data.
 
-    `samples` belong to data alone: cutting them would be data parallelism under another name. `features` come from weights. `shared`:
-    the labels of the weights that a product reads, None where it reads none; a product that is not cut by one of them would leave its
-    weight whole on every rank.
+    `samples` belong to data alone, unless they are asked for: cutting them everywhere would be data parallelism under another name.
+    `features` come from weights. `shared`: the labels of the weights that a product reads, None where it reads none; a product that is not
+    cut by one of them leaves its weight whole on every rank, which is for samples alone.
     """
 
     samples: frozenset[str] = frozenset()
     features: frozenset[str] = frozenset()
     shared: frozenset[str] | None = None
 
-    def admits(self, label: str, sequence: bool) -> bool:
-        """Whether a tensor axis may cut `label`; with `sequence` also what is neither sample nor feature, around the products."""
-        if label in self.samples or (self.shared is not None and label not in self.shared):
+    def admits(self, label: str, sequence: bool, samples: bool = False) -> bool:
+        """Whether a tensor axis may cut `label`; with `sequence` also what is neither sample nor feature, around the products; with
+        `samples` these as well, in products too."""
+        if label in self.samples:
+            return samples
+        if self.shared is not None and label not in self.shared:
             return False
         return sequence or label in self.features
 

@@ -11,10 +11,11 @@ its dual (g). A parameter that is needed as "+" everywhere needs no operator at 
 The search is a frontier dynamic programme: operators in order, states are the forms of the values still needed, the
 `beam` cheapest distinct states are kept. It is exact while the frontier has at most `beam` distinct states.
 
-Which labels another axis than `data` may cut says `model/labels.py`: those of weights, never samples; positions only with `sequence`.
+Which labels another axis than `data` may cut says `model/labels.py`: those of weights; positions and samples only where that is asked for.
 
-One dimension of a tensor is cut by at most one axis, but for `depth`, the last of a grid of tensor ranks: it may also cut the pieces of a
-dimension once more, of values that lie in such pieces wherever they are read, so that none of them is ever put together without the other.
+One dimension of a tensor is cut by at most one axis, but for `depth`, the last of a grid of tensor ranks, and for samples: there the
+pieces of a dimension may be cut once more, of values that lie in such pieces wherever they are read, so that none is put together without
+the other.
 
 Not modelled: overlap, memory.
 """
@@ -83,6 +84,7 @@ class _Axis:
         kernels: frozenset[tuple[str, str]] = frozenset(),
         more: bool = False,
         pinned: Mapping[str, Form] | None = None,
+        samples: bool = False,
     ):
         self.graph, self.axis, self.n, self.prices = graph, axis, n, prices
         self.taken = taken  # value -> dims that other axes cut
@@ -100,7 +102,8 @@ class _Axis:
         self.weights = {v.value for v in graph.parameters if len(v.tensor.shape) > 1}
         self.rules = graph.rules
         self.heavy = {op.name for op in graph.operators if operator_flops(op, graph.tensors) > 0}
-        self.sequence = sequence
+        self.sequence, self.samples = sequence, samples
+        self.spreads = sequence or samples  # whether summands may be scattered to what lies between the products
         self.labels = labels or {}  # site -> the choice that is given, in its word
         self._moves: dict[tuple[str, Form, Form], float] = {}
         self.meanings = None if axis == "data" else meanings(graph, self.rules)
@@ -135,9 +138,9 @@ class _Axis:
         name = op.target.split(".")[1]
         meaning = self.meanings[op.name] if self.meanings is not None else None
         for label in rule.labels:
-            if said is None and meaning is not None and not meaning.admits(label, self.sequence):
+            if said is None and meaning is not None and not meaning.admits(label, self.sequence, self.samples):
                 continue
-            for summed in (True, False) if self.sequence or said is not None else (True,):
+            for summed in (True, False) if self.spreads or said is not None else (True,):
                 choice = self._cut(op, name, rule, label, seconds / self.n, summed)
                 if choice is not None and choice not in found:
                     found.append(choice)
@@ -165,7 +168,7 @@ class _Axis:
         for value, need in zip(op.inputs, choice.needs, strict=True):
             if need is not None and need[0] == "S":
                 have = held.get(value) or self.start(value) or ()
-                if need in have or (self.sequence and "P" in have):
+                if need in have or (self.spreads and "P" in have):
                     return True
                 if self.axis != "data" and value in self.weights and not have:
                     return True
@@ -231,7 +234,7 @@ class _Axis:
         return size * self.prices.repeats if value in self.placed else size / self.divide
 
     def move_s(self, value: str, source: Form, target: Form) -> float:
-        """Seconds of a redistribution, forward and (where the value has a gradient) backward; each question once."""
+        """Seconds of a redistribution, forward and (where training asks for the value's gradient) backward; each question once."""
         key = (value, source, target)
         if key not in self._moves:
             self._moves[key] = self._move_s(value, source, target)
@@ -247,7 +250,7 @@ class _Axis:
             return float("inf")
         size = self._bytes(value)
         cost = collective_s(forward, size, self.n, self.prices)
-        if value in self.grads:
+        if value in self.asked:
             cost += collective_s(backward, size, self.n, self.prices)
         # What lies in pieces here and whole there leaves the dimension to no later axis; sums, which move as many bytes, do.
         return cost * GATHERED if self.more and source[0] == "S" and target[0] != "S" else cost
@@ -258,7 +261,7 @@ class _Axis:
         return differentiable(self.graph)
 
     def exact_s(self, value: str, source: Form, target: Form) -> float:
-        """`move_s` with the copies around collectives as well; gradients that training never asks for cost nothing.
+        """`move_s` with the copies around collectives as well.
 
         What decides between forms to move from, which collectives alone leave equal: S to + and R to + move as many bytes.
         """
@@ -423,6 +426,7 @@ def propagate(
     *,
     prices: Prices | Mapping[str, Prices] | None = None,
     sequence: bool = False,
+    samples: bool = False,
     labels: Mapping[str, Mapping[str, str]] | None = None,
     beam: int = 24,
 ) -> Sharding:
@@ -431,6 +435,7 @@ def propagate(
     `shards[axis]` says where parameters and buffers are cut; an axis that is missing there is searched (`data` keeps all whole).
     `labels[axis][site]`: the label of an operator that is cut, "" for none, with `+` where it leaves summands; the rest is searched.
     `sequence`: what lies between products may be cut along positions as well (sequence parallelism, Korthikanti et al. 2022).
+    `samples`: tensor ranks may cut samples as well, operator by operator, the pieces of `data` once more (Krizhevsky 2014).
 
     Raises:
         LayoutError: a shard names a parameter that the graph does not have, or a dimension that does not divide; a label that an operator
@@ -450,12 +455,15 @@ def propagate(
     for axis in order:
         n, fixed = sizes[axis], given[axis]
         price = prices.get(axis, Prices()) if isinstance(prices, Mapping) else prices or Prices()
-        inside, kernels = nested(graph, ops, forms, needs, sizes) if axis == NESTED else ({}, frozenset())
+        again = ("data",) if samples and axis != "data" else ()
+        if axis == NESTED:
+            again = (*again, *(a for a in order if a not in ("data", NESTED)))
+        inside, kernels = nested(graph, ops, forms, needs, sizes, again) if done > 1 and again else ({}, frozenset())
         later = order[order.index(axis) + 1 :] if axis != "data" else []
         reserved, pinned = kept_for(later, given, fixed or {})
         blocked = {v: taken.get(v, set()) | reserved.get(v, set()) for v in (*taken, *reserved)}
         problem = _Axis(
-            graph, axis, n, blocked, fixed, price, done, sequence, (labels or {}).get(axis), inside, kernels, bool(later), pinned
+            graph, axis, n, blocked, fixed, price, done, sequence, (labels or {}).get(axis), inside, kernels, bool(later), pinned, samples
         )
         for v in names.values() if axis != "data" else ():
             if v.value in (fixed or {}) and not problem.cuttable(v.value, (fixed or {})[v.value]):

@@ -24,6 +24,7 @@ BOTH_WAYS = ("chimera", "gems-mast", "gems-master")  # two replicas of every sta
 CHOICES: dict[str, tuple[str, ...]] = {
     "schedule": SCHEDULES,
     "sequence_parallel": ("off", "on"),
+    "sample_parallel": ("off", "on"),
     "recompute": ("none", "selective", "full"),
     "offload": ("none", "activations", "optimizer", "all"),
     "precision": ("float32", "bfloat16", "float16", "float64"),
@@ -45,6 +46,7 @@ INNER_WITH: dict[str, tuple[int | str, ...]] = {
     "expert": (1,),
     "zero": (0,),
     "compress": ("none",),
+    "sample_parallel": ("off",),
     "lend": (AUTO, "off"),
 }
 # What goes with updates that come late.
@@ -98,6 +100,7 @@ class Layout:
     chunks: int = 1
     expert: int = 1
     sequence_parallel: str = "off"
+    sample_parallel: str = "off"
     offload: str = "none"
     all_reduce: str = AUTO
     compress: str = "none"
@@ -116,13 +119,26 @@ class Layout:
             tensor, grid = checked_grid(self.grid, self.tensor)
             object.__setattr__(self, "tensor", tensor)
             object.__setattr__(self, "grid", grid)
+        if self.grid and self.sample_parallel == "on":
+            raise LayoutError(
+                f"sample_parallel=on with tensor={self.grid} is not built: tensor ranks that cut samples are in a line; leave one out"
+            )
         if self.threads < 0:
             raise LayoutError(f"threads={self.threads}; use threads=0 for an equal share of the cores, or a count")
         if self.zero not in (0, 1, 2, 3):
             raise LayoutError(f"zero={self.zero} is unknown; ZeRO has the stages zero=0 (off), 1, 2 and 3")
         self._check_own()
         named = "1f1b" if self.actions else self.schedule
-        words = named, self.sequence_parallel, self.recompute, self.offload, self.precision, self.all_reduce, self.lend
+        words = (
+            named,
+            self.sequence_parallel,
+            self.sample_parallel,
+            self.recompute,
+            self.offload,
+            self.precision,
+            self.all_reduce,
+            self.lend,
+        )
         if reason := refuse_words(words):
             raise LayoutError(reason)
         if self.pipeline == 1:
@@ -416,7 +432,7 @@ def refuse_words(words: tuple[str, ...]) -> str:
     """Why one of the `words` for the keys of `CHOICES`, in their order, is no choice; empty where all are. A search makes thousands of
     layouts of the same few words.
 
-    >>> refuse_words(("1f1b", "off", "none", "none", "float8", "auto", "off"))
+    >>> refuse_words(("1f1b", "off", "off", "none", "none", "float8", "auto", "off"))
     'precision=float8 is not built yet; use one of float32, bfloat16, float16, float64'
     """
     for (key, known), word in zip(CHOICES.items(), words, strict=True):

@@ -48,6 +48,7 @@ _WORDS = {
     "chunks": "stages of each rank, where schedule is interleaved",
     "expert": "replicas among which the experts of a layer are spread",
     "sequence_parallel": f"norms and residuals cut along the sequence over tensor: {', '.join(CHOICES['sequence_parallel'])}",
+    "sample_parallel": f"samples cut over tensor as well, where that is cheaper: {', '.join(CHOICES['sample_parallel'])}",
     "offload": f"kept in the host's memory: {', '.join(CHOICES['offload'])}, activations:2, all:h.0+h.5",
     "all_reduce": f"how gradients are summed: {', '.join(CHOICES['all_reduce'])}",
     "inner": "data x tensor of every stage, where stages arrange their ranks differently: 4x1/2x2",

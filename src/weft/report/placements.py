@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from weft.model.graph import Graph, Operator
 from weft.model.sharding import Sharding
-from weft.model.work import MATMUL_KINDS, work
+from weft.model.work import MATMUL_KINDS, differentiable, work
 from weft.plan.patterns import pattern_of
 from weft.report.tables import Table
 
@@ -33,9 +33,10 @@ def placements(graph: Graph, sharding: Sharding) -> tuple[Placement, ...]:
     names = {v.value: v.name for v in (*graph.parameters, *graph.buffers)}
     kinds = {name: done.kind for name, done in work(graph).items()}
     moves: dict[str, list[tuple[str, str, str]]] = {}
+    asked = differentiable(graph)
     for move in sharding.moves:
         if sharding.sizes.get(move.axis, 1) > 1:
-            moves.setdefault(move.op, []).append((move.axis, move.forward, move.backward))
+            moves.setdefault(move.op, []).append((move.axis, move.forward, move.backward if move.value in asked else ""))
     found: dict[tuple[str, ...], int] = {}
     for op in graph.operators:
         held = [value for value in dict.fromkeys(op.inputs) if value in names]

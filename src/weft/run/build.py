@@ -124,7 +124,15 @@ class Traced(Source):
     def sharding(self, plan: Plan, graph: Graph) -> Sharding:
         """As `Source.sharding`, once for each way of cutting."""
         layout = plan.layout
-        key = (layout.data, layout.tensor_axes, layout.sequence_parallel, plan.shards, graph.batch_size, layout.precision)
+        key = (
+            layout.data,
+            layout.tensor_axes,
+            layout.sequence_parallel,
+            layout.sample_parallel,
+            plan.shards,
+            graph.batch_size,
+            layout.precision,
+        )
         if key not in self.shardings:
             self.shardings[key] = self.shard(plan, graph)
         return self.shardings[key]
@@ -200,7 +208,8 @@ def shard_of(plan: Plan, graph: Graph) -> Sharding:
             f"the plan cuts parameters over {', '.join(lost)}, and the tensor ranks of {plan.layout} lie along {have}; "
             f"leave [shards.{lost[0]}] out, or name it after one of these"
         )
-    return propagate(graph, sizes, cuts, sequence=plan.layout.sequence_parallel == "on")
+    layout = plan.layout
+    return propagate(graph, sizes, cuts, sequence=layout.sequence_parallel == "on", samples=layout.sample_parallel == "on")
 
 
 def build(

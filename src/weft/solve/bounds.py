@@ -8,12 +8,16 @@ what stages wait for beyond the pipeline's filling, and what only some variants 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+
 from weft.cost.memory import state_bytes
 from weft.cost.step import Pricer
-from weft.errors import Infeasible
+from weft.errors import Infeasible, LayoutError
 from weft.plan.layout import Layout
 from weft.solve.lending import Host, may_lend
-from weft.solve.mixed import MixedPricer, memory_of
+from weft.solve.mixed import MixedPricer, memory_of, owner
 
 
 def work_s(pricer: Pricer, frame: Layout, again: bool = False) -> float:
@@ -116,14 +120,33 @@ def most_memory(pricer: Pricer, layout: Layout) -> float:
     return max(memory_of(pricer, layout, rank) for rank in (range(layout.pipeline) if pricer.cluster.parts else range(1)))
 
 
+def most_room(pricer: Pricer, layout: Layout) -> float:
+    """Bytes for tensors on the roomiest device that a rank of the layout lies on: what a process holds before it has any is taken off."""
+    ranks = range(layout.pipeline) if pricer.cluster.parts else range(1)
+    return max(memory_of(pricer, layout, k) - owner(pricer, layout, k).cluster.device.scratch_bytes for k in ranks)
+
+
+def check_room(pricer: Pricer, frame: Layout, zeros: Sequence[int], offloads: Sequence[str]) -> None:
+    """Refuse, before anything is propagated or priced, a frame whose state alone cannot fit under any of these ZeRO stages and offloads.
+
+    Raises:
+        Infeasible: with the numbers.
+    """
+    zero = max(zeros, default=0) if frame.data > 1 else 0
+    offload = next((o for o in ("all", "optimizer") if o in offloads), "none")
+    with suppress(LayoutError):  # what does not go together, its variants refuse themselves
+        check_state(pricer, replace(frame, zero=zero, offload=offload))
+
+
 def check_state(pricer: Pricer, layout: Layout) -> None:
     """Refuse, before anything is priced, a layout whose weights, gradients and optimizer alone cannot fit.
 
     Raises:
         Infeasible: with the numbers.
     """
-    least, have = least_state_bytes(pricer, layout), most_memory(pricer, layout)
+    least, have = least_state_bytes(pricer, layout), most_room(pricer, layout)
     if least > have:
         raise Infeasible(
-            f"{layout}: weights, gradients and optimizer need at least {least / 2**30:.2f} GiB a device, which has {have / 2**30:.2f} GiB"
+            f"{layout}: weights, gradients and optimizer need at least {least / 2**30:.2f} GiB a device, "
+            f"which has {max(have, 0.0) / 2**30:.2f} GiB"
         )

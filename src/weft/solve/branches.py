@@ -8,6 +8,7 @@ the same fits without. Then the leading layouts' tensor ranks are arranged in gr
 from __future__ import annotations
 
 import heapq
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from weft.cluster.cluster import Cluster
@@ -16,18 +17,18 @@ from weft.cost.stage import work_share
 from weft.cost.step import Pricer, together
 from weft.errors import Infeasible, LayoutError
 from weft.model.graph import Graph
-from weft.plan.layout import Layout
+from weft.plan.layout import CHOICES, Layout
 from weft.plan.microbatches import microbatch_sizes
 from weft.plan.plan import Candidate
 from weft.plan.residency import KINDS
-from weft.solve.bounds import check_state, least_s, least_saving_s, least_state_bytes, most_memory, waiting
+from weft.solve.bounds import check_room, check_state, least_s, least_saving_s, least_state_bytes, most_memory, most_room, waiting
 from weft.solve.grids import in_grids
 from weft.solve.lending import may_lend
 from weft.solve.mixed import check_fits, memory_of
 from weft.solve.reasons import differences
 from weft.solve.residency import DROP, KEEP, SWAP, housed
 from weft.solve.score import score, worth
-from weft.solve.space import Constraint, Space, fewer_counts
+from weft.solve.space import MOST_MICROBATCHES, Constraint, Space, divisors, fewer_counts
 from weft.solve.timing import PLAIN, Priced, balanced, clocked, fitted, least_pipeline_s, price, trips_s
 
 MOST_GUESSED, MOST_TRIED_FIRST = 16, 2  # frames that look promising, and those of them that are priced before all others
@@ -37,7 +38,7 @@ MOST_FEWER, WORTH = 6, 0.95
 NEARLY = 1.2  # of the memory: what the first of the most balanced stages may need where other stages could still fit
 INFINITE = float("inf")
 Thrift = tuple[int, str, str]  # ZeRO stage, recomputation, offload
-COMPARED = ("data", "tensor", "pipeline", "microbatches", "precision", "sequence_parallel", "expert")  # keys of frames
+COMPARED = ("data", "tensor", "pipeline", "microbatches", "precision", "sequence_parallel", "sample_parallel", "expert")  # keys of frames
 
 
 @dataclass
@@ -77,10 +78,13 @@ class Branches:
         cluster = self.pricer.cluster
         least: dict[tuple[Layout, bool], float] = {}
         self._open = []
+        zeros = [z for z in range(4) if space.admits("zero", z)]
+        offloads = [o for o in CHOICES["offload"] if space.admits("offload", o)]
         for frame in space.frames():
             for interleaved in {one.schedule not in PLAIN for one in self.space.schedules(frame)}:
                 try:
                     check_layout(frame, cluster, self.pricer.batch_size)
+                    check_room(self.pricer, frame, zeros, offloads)
                     bound = least_s(self.pricer, frame, interleaved)
                 except (Infeasible, LayoutError) as error:
                     self._refuse(frame, None, str(error))
@@ -142,13 +146,37 @@ class Branches:
                         self.clocked.append(timed)
 
     def arrange(self) -> None:
-        """Try the leading layouts' tensor ranks in grids, unless a constraint arranges them; the bound counts those that fit."""
+        """Try the leading layouts' tensor ranks in grids, unless a constraint arranges them, and the best grid of each mesh with more and
+        fewer microbatches; the bound counts those that fit."""
         if self.best is None or self.space.grid is not None or self.objective == "memory":
             return
+        found: dict[tuple[int, ...], tuple[float, Layout]] = {}
         for layout, least in in_grids(self.pricer, list(self.clocked), self._hopeless):
-            taken = None if self._hopeless(layout, least) else self._try(layout)
-            if taken is not None:
-                self.bound_s = min(self.bound_s, max(least, taken))
+            seconds = self._in_grid(layout, least)
+            mesh = (layout.data, layout.tensor, layout.pipeline)
+            if mesh not in found or seconds < found[mesh][0]:
+                found[mesh] = seconds, layout
+        for first, layout in found.values():
+            for counts in _more_and_fewer(self.space, layout):
+                last = first
+                for microbatches in counts:
+                    with suppress(Infeasible, LayoutError):
+                        other = replace(layout, microbatches=microbatches)
+                        seconds = self._in_grid(other, least_saving_s(self.pricer, other, other.schedule not in PLAIN))
+                        if seconds < last:
+                            last = seconds
+                            continue
+                    break
+
+    def _in_grid(self, layout: Layout, least: float) -> float:
+        """Seconds of a layout in a grid, or `least` where that cannot be the best; infinite where it does not fit."""
+        if self._hopeless(layout, least):
+            return least
+        taken = self._try(layout)
+        if taken is None:
+            return INFINITE
+        self.bound_s = min(self.bound_s, max(least, taken))
+        return max(least, taken)
 
     def _promising(self) -> list[tuple[Layout, bool]]:
         """Frames that are likely to be among the best: a good plan that is known early saves pricing many others.
@@ -265,11 +293,11 @@ class Branches:
         """
         if frame not in self._may_fit:
             pricer, found = self.pricer, {}
-            have = most_memory(pricer, frame)
+            have, room = most_memory(pricer, frame), most_room(pricer, frame)
             try:
                 sites = balanced(pricer, frame) if frame.pipeline > 1 else ()  # the same for all
                 for one in self.space.thrifts(frame):
-                    if least_state_bytes(pricer, one) <= have and pricer.held(one, sites, range(1))[0].alone.total <= NEARLY * have:
+                    if least_state_bytes(pricer, one) <= room and pricer.held(one, sites, range(1))[0].alone.total <= NEARLY * have:
                         found[one.zero, one.recompute, one.offload] = one
             except (Infeasible, LayoutError):  # the model has too few places for so many stages
                 pass
@@ -363,6 +391,14 @@ class Branches:
         self.refused.append(Candidate(layout, None if priced is None else priced.prediction, why))
 
 
+def _more_and_fewer(space: Space, layout: Layout) -> tuple[list[int], list[int]]:
+    """Twice, four times, ... and half, a quarter, ... as many microbatches as a layout has, as a replica's batch divides into."""
+    each, m = space.batch_size // layout.data, layout.microbatches
+    counts = [k for k in divisors(each) if k <= MOST_MICROBATCHES and space.admits("microbatches", k)]
+    more, fewer = {m << j for j in range(1, 10)}, {m >> j for j in range(1, 10)}
+    return [k for k in counts if k in more], [k for k in reversed(counts) if k in fewer]
+
+
 def check_layout(layout: Layout, cluster: Cluster, batch_size: int) -> None:
     """Raise `Infeasible` where the layout cannot be on this cluster or with this batch, with the numbers and the remedy."""
     if layout.num_ranks > cluster.num_devices and not cluster.is_cpu:
@@ -373,6 +409,11 @@ def check_layout(layout: Layout, cluster: Cluster, batch_size: int) -> None:
         raise Infeasible(
             f"{layout}: a batch of {batch_size} samples is no multiple of {layout.shares} shares x microbatches={layout.microbatches}, and "
             f"unequal microbatches with inner are not built yet; use a multiple of {ways}"
+        )
+    if layout.sample_parallel == "on" and any(size % (layout.data * layout.tensor) for size in (sizes[0], sizes[-1])):
+        raise Infeasible(
+            f"{layout}: a replica's microbatches of {sizes[-1] // layout.data} samples do not divide among tensor={layout.tensor} ranks, "
+            "over which sample_parallel=on may cut them; use fewer microbatches, fewer tensor ranks, or leave sample_parallel out"
         )
     if layout.threads and not cluster.is_cpu:
         raise LayoutError(

@@ -16,8 +16,8 @@ from weft.units import format_bytes, format_seconds
 
 KEPT = 12  # candidates that the plan keeps
 KEYS = (
-    "data", "tensor", "grid", "sequence_parallel", "pipeline", "microbatches", "schedule", "chunks", "expert", "zero", "recompute",
-    "offload", "precision", "threads",
+    "data", "tensor", "grid", "sequence_parallel", "sample_parallel", "pipeline", "microbatches", "schedule", "chunks", "expert", "zero",
+    "recompute", "offload", "precision", "threads",
 )  # fmt: skip
 # The part of a step that each key's choice shows in.
 CAUSE = {
@@ -33,6 +33,7 @@ CAUSE = {
     "chunks": ("pipeline", "the pipeline's bubble and transfers"),
     "grid": ("tensor", "collectives inside layers"),
     "sequence_parallel": ("tensor", "collectives inside layers"),
+    "sample_parallel": ("tensor", "collectives inside layers"),
     "expert": ("tensor", "collectives inside layers"),
     "offload": ("compute", "compute"),
 }

@@ -31,8 +31,9 @@ def refined(pricer: Pricer, best: Priced) -> tuple[Pricer, Priced]:
     sizes = {"data": 2 if layout.data > 1 else 1, "tensor": layout.tensor}
     try:
         placement = solve_placements(
-            pricer.graph, sizes, prices=pricer.prices(layout), sequence=layout.sequence_parallel == "on", limit_s=LIMIT_S
-        )
+            pricer.graph, sizes, prices=pricer.prices(layout), sequence=layout.sequence_parallel == "on", limit_s=LIMIT_S,
+            batch_cut=("tensor",) if layout.sample_parallel == "on" and layout.data == 1 else (),
+        )  # fmt: skip
         other = pricer_of(pricer.graph, pricer.cluster, pricer.batch_size, pricer.optimizer_states, placement.shards)
         priced = price(other, layout)
         other.check_memory(layout, priced.prediction)

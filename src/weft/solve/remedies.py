@@ -7,6 +7,7 @@ that hold the least state, with everything that saves memory. Not tried: other d
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 
@@ -18,7 +19,7 @@ from weft.plan.layout import Layout
 from weft.plan.plan import Candidate
 from weft.solve.bounds import check_state, least_state_bytes
 from weft.solve.mixed import pricer_of
-from weft.solve.space import Space
+from weft.solve.space import Constraint, Space, parse_constraints
 from weft.solve.timing import Priced, price
 from weft.units import format_bytes
 
@@ -30,12 +31,14 @@ def nothing_fits(pricer: Pricer, space: Space, constraints: str, leanest: Priced
     """The error to raise where a search found nothing. `leanest`: what was priced and holds least."""
     cluster, batch = space.cluster, space.batch_size
     under = f" under {constraints!r}" if constraints else ""
-    hints = _hints(pricer, space)
+    given = parse_constraints(constraints)
+    hints = _hints(pricer, space, given)
     if leanest is None:
         leanest = _leanest(pricer, space)
     if leanest is None:
-        why = f": {refused[0].note}" if refused else "; every one is excluded"
-        remedy = "; ".join(hints) or "drop a constraint, or change the batch"
+        why = f": {refused[0].note}" if refused else "; the constraints exclude every one" if given else ""
+        several = f"leave out more than one of {', '.join(map(str, given))}, or " if len(given) > 1 else ""
+        remedy = "; ".join(hints) or f"{several}change the batch or the number of devices"
         return Infeasible(f"no layout of {cluster.num_devices} devices for a batch of {batch}{under}{why}. What would do: {remedy}")
     have, need = cluster.memory_of(leanest.layout.num_ranks), leanest.prediction.memory
     state = need.parameters + need.gradients + need.optimizer
@@ -61,23 +64,33 @@ def nothing_fits(pricer: Pricer, space: Space, constraints: str, leanest: Priced
     )
 
 
-def _hints(pricer: Pricer, space: Space) -> list[str]:
-    """What would do, each proven by a layout that fits."""
+def _hints(pricer: Pricer, space: Space, given: Sequence[Constraint]) -> list[str]:
+    """What would do, each proven by a layout that fits. `given`: constraints that may be left out; others follow from the model."""
     found = []
-    for one in space.constraints:
-        rest = [c for c in space.constraints if c is not one]
+    for one in given:
+        rest = [c for c in space.constraints if c != one]
         layout = feasible(pricer, replace(space, constraints=rest))
         if layout is not None:
             found.append(f"without {one}, for example {layout}")
     if not found:
         for times in TIMES:
             larger = enlarged(space.cluster, times)
-            layout = feasible(replace_cluster(pricer, larger), replace(space, cluster=larger))
+            other, roomier = replace_cluster(pricer, larger), replace(space, cluster=larger)
+            layout = feasible(other, roomier) if _may_fit(other, roomier) else None
             if layout is not None:
                 devices = "cores" if larger.is_cpu else "devices"
                 found.append(f"{larger.num_devices} such {devices} ({times} times as many), for example {layout}")
                 break
     return found
+
+
+def _may_fit(pricer: Pricer, space: Space) -> bool:
+    """Whether weights, gradients and optimizer would fit, were they divided among all devices and the optimizer's state elsewhere."""
+    for precision in space.precisions():
+        with suppress(Infeasible):
+            check_state(pricer, Layout(tensor=space.cluster.num_devices, precision=precision, offload="all"))
+            return True
+    return False
 
 
 def feasible(pricer: Pricer, space: Space) -> Layout | None:
@@ -108,13 +121,12 @@ def _lean(pricer: Pricer, space: Space) -> list[Layout]:
 
 
 def _leanest(pricer: Pricer, space: Space) -> Priced | None:
-    """Of the layouts with the least state the one that can be priced, for saying how far from fitting it is."""
-    for layout in sorted(_lean(pricer, space), key=lambda one: least_state_bytes(pricer, one)):
-        try:
-            return price(pricer, layout)
-        except (Infeasible, LayoutError):
-            continue
-    return None
+    """Of the layouts with the least state the one that holds least, for saying how far from fitting it is."""
+    found = []
+    for layout in _lean(pricer, space):
+        with suppress(Infeasible, LayoutError):
+            found.append(price(pricer, layout))
+    return min(found, key=lambda one: one.prediction.memory.total, default=None)
 
 
 def enlarged(cluster: Cluster, times: int) -> Cluster:

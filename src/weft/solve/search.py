@@ -2,7 +2,8 @@
 
 Branch and bound (`weft.solve.branches`), once for every order of the parts of a mixed cluster; what leads is refined where placements
 matter, and its program proven. A layout by hand goes the same way, alone. Not searched: shards other than those that propagation finds
-best, stages other than the most balanced (that fit), and grids of layouts that do not lead with their tensor ranks in a line.
+best, stages other than the most balanced (that fit), and grids of layouts that do not lead with their tensor ranks in a line; of those that
+do, more and fewer microbatches are.
 """
 
 from __future__ import annotations
@@ -29,15 +30,16 @@ from weft.schedules import program_of
 from weft.solve.bounds import least_saving_s
 from weft.solve.branches import Branches, check_layers, check_layout, check_priced, num_experts
 from weft.solve.mixed import MixedPricer, pricer_of
+from weft.solve.places import useful
 from weft.solve.reasons import differences, reasons, spread
 from weft.solve.refine import refined, wanted
 from weft.solve.remedies import nothing_fits
 from weft.solve.residency import told
 from weft.solve.score import OBJECTIVES, calmest, score
 from weft.solve.space import Constraint, Space, limits_of, parse_constraints
-from weft.solve.stages import useful
 from weft.solve.sums import sums_of, why
 from weft.solve.timing import PLAIN, Priced, clocked, price, timeline
+from weft.solve.unlike import has_unlike_products
 from weft.units import format_seconds
 
 __all__ = ["OBJECTIVES", "Priced", "check_layers", "check_layout", "clocked", "price", "search", "timeline"]
@@ -158,7 +160,16 @@ def _find(pricer: Pricer, limits: Sequence[Constraint], objective: str) -> Branc
     graph = pricer.graph
     layers = sum(run.count for run in graph.fold.runs) if graph.fold is not None else len(useful(pricer.cuts, 1)) + 1
     fewer = objective in ("cost", "energy") and not pricer.cluster.parts
-    space = Space(pricer.cluster, pricer.batch_size, limits, len(pricer.cuts) + 1, layers, num_experts(pricer.graph), fewer=fewer)
+    space = Space(
+        pricer.cluster,
+        pricer.batch_size,
+        limits,
+        len(pricer.cuts) + 1,
+        layers,
+        num_experts(pricer.graph),
+        fewer,
+        has_unlike_products(pricer.graph, pricer.batch_size),
+    )
     space.check()
     found = Branches(pricer, space, objective)
     found.run()

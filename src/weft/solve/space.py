@@ -19,6 +19,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
+from itertools import product
 from math import prod
 
 from weft.cluster.cluster import Cluster
@@ -176,7 +177,8 @@ class Space:
 
     `num_layers`: places for stages, at most that many. `num_chunks`: equal layers; more stages than those are tried only where they are
     asked for, and several stages a rank divide them nearly evenly. `experts`: of the model's widest layer, 1 where it has none.
-    `fewer`: smaller jobs as well, where all devices give one (for objectives that a smaller job may win).
+    `fewer`: smaller jobs as well, where all devices give one (for objectives that a smaller job may win). `unlike`: whether products are
+    so unlike that tensor ranks may better cut samples for some of them (`weft.solve.unlike`).
     """
 
     cluster: Cluster
@@ -186,6 +188,7 @@ class Space:
     num_chunks: int = 1 << 30
     experts: int = 1
     fewer: bool = False
+    unlike: bool = False
 
     def admits(self, key: str, value: int | str) -> bool:
         if self.cluster.runs_plans and value not in RUNS.get(key, (value,)):
@@ -245,7 +248,7 @@ class Space:
         return [p for p in found if p != "float16" or "bfloat16" not in found]
 
     def frames(self) -> Iterator[Layout]:
-        """Every (data, tensor, pipeline, microbatches, precision, threads, sequence_parallel, expert), most ranks first."""
+        """Every (data, tensor, pipeline, microbatches, precision, threads, sequence and sample parallelism, expert), most ranks first."""
         precisions = self.precisions()
         given = False
         for ranks in wanted_ranks(self.cluster, self.constraints):
@@ -264,7 +267,7 @@ class Space:
 
     def _meshes(self, ranks: int) -> Iterator[tuple[int, int, int]]:
         for tensor in divisors(ranks):
-            apart = tensor > self.cluster.node_size and not self.grid
+            apart = tensor > self.cluster.node_size and not self.grid and not self._cuts_samples
             if apart or (self.grid and tensor != prod(parse_grid(self.grid))) or not self.admits("tensor", tensor):
                 continue
             for pipeline in divisors(ranks // tensor):
@@ -285,14 +288,24 @@ class Space:
         for microbatches in sorted({*divisors(each), *(m for m in named if m <= each)}):
             if microbatches > MOST_MICROBATCHES or not self.admits("microbatches", microbatches):
                 continue
-            for precision in precisions:
-                for count in threads:
-                    for sequence in sequences:
-                        for expert in experts:
-                            yield Layout(
-                                data, tensor, pipeline, microbatches, precision=precision, threads=count, sequence_parallel=sequence,
-                                expert=expert, all_reduce=self.sums, grid=self.grid or "",
-                            )  # fmt: skip
+            samples = self._samples(tensor, each, microbatches)
+            for precision, count, sequence, sample, expert in product(precisions, threads, sequences, samples, experts):
+                yield Layout(
+                    data, tensor, pipeline, microbatches, precision=precision, threads=count, sequence_parallel=sequence,
+                    sample_parallel=sample, expert=expert, all_reduce=self.sums, grid=self.grid or "",
+                )  # fmt: skip
+
+    def _samples(self, tensor: int, each: int, microbatches: int) -> list[str]:
+        """Whether tensor ranks cut samples: where there is something to choose, and every microbatch divides among them."""
+        divides = each % (microbatches * tensor) == 0
+        may = tensor > 1 and not self.grid and divides and self._cuts_samples
+        ways = [s for s in (("off", "on") if may else ("off",)) if self.admits("sample_parallel", s)]
+        # Ranks that talk in every layer stay within a node, as far as that may be chosen.
+        return [s for s in ways if s == "on" or tensor <= self.cluster.node_size or self.grid]
+
+    @property
+    def _cuts_samples(self) -> bool:
+        return self.unlike or self.asked("sample_parallel", "on")
 
     def _threads(self, ranks: int) -> list[int]:
         if not self.cluster.is_cpu:

@@ -15,9 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.errors import Infeasible
-from weft.model.stages import Cut
 
-MOST_CUTS = 400
 Matrix = NDArray[np.float64]
 
 
@@ -162,23 +160,3 @@ def _split(stages_s: Sequence[Matrix], limit: float) -> tuple[tuple[int, ...], f
         end = int(choice[k][end])
         starts.append(end)
     return tuple(reversed(starts)), float(best[n])
-
-
-def useful(cuts: Sequence[Cut], least: int) -> list[Cut]:
-    """The cuts worth trying: those where little crosses, but at least `least` of them.
-
-    Between two layers of a transformer only the residual crosses; inside one several times as much does.
-    """
-    if not cuts:
-        return []
-    sizes = sorted({cut.size_bytes for cut in cuts})
-    found: list[Cut] = []
-    for limit in sizes:
-        found = [cut for cut in cuts if cut.size_bytes <= limit]
-        # Beyond the least size, only as many as are needed to have a choice.
-        if len(found) >= max(2 * least, 8):
-            break
-    if len(found) > MOST_CUTS:
-        step = len(found) / MOST_CUTS
-        found = [found[int(i * step)] for i in range(MOST_CUTS)]
-    return found

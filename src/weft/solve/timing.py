@@ -30,11 +30,13 @@ from weft.simulate.clock import simulate
 from weft.simulate.makespan import Times, makespan_s
 from weft.solve.lending import LEAST_GAIN, Lent, compute_seconds, lent_seconds, may_lend
 from weft.solve.mixed import MixedPricer, memory_of, owner
-from weft.solve.stages import arrange, balance, runs_bytes, runs_s, useful
+from weft.solve.places import useful
+from weft.solve.stages import arrange, balance, runs_bytes, runs_s
 
 Seconds2 = NDArray[np.float64]
 PLAIN = ("sequential", "gpipe", "1f1b")  # schedules of whole backwards and one stage a rank: ranks wait while the pipeline fills
 MOST_LENT = 4_000  # computes of a step for which it is tried out whether lending pays
+FLOPS_A_BYTE = 20.0  # of memory, that take as long: about 5 on processors, 100 on GPUs; for where stages may begin alone
 STEADY = 4  # times the ranks: microbatches after which a schedule only repeats itself
 
 
@@ -77,7 +79,7 @@ def balanced(pricer: Pricer, layout: Layout) -> tuple[str, ...]:
     """Where the most balanced stages begin; the same whatever the schedule, ZeRO stage and recomputation."""
     key = (
         layout.data, layout.tensor_axes, layout.pipeline, layout.num_stages, layout.microbatches, layout.precision, layout.threads,
-        layout.sequence_parallel, layout.expert,
+        layout.sequence_parallel, layout.sample_parallel, layout.expert,
     )  # fmt: skip
     if key not in pricer.balanced:
         tried = places(pricer, layout)
@@ -133,8 +135,14 @@ def places(pricer: Pricer, layout: Layout) -> list[Cut]:
     # With several stages a rank there are enough of them: borders where least crosses, if those suffice.
     least = p - 1 if layout.chunks == 1 else p // 2
     if least not in pricer.places:
-        pricer.places[least] = useful(pricer.cuts, least)
+        pricer.places[least] = useful(pricer.cuts, least, _work(pricer))
     return pricer.places[least]
+
+
+def _work(pricer: Pricer) -> list[float]:
+    """Of every operator, forward and backward: what it computes, with what it moves at a rate between those of devices."""
+    works = (pricer.inventory.works[op.name] for op in pricer.graph.operators)
+    return [w.flops + w.backward_flops + FLOPS_A_BYTE * (w.bytes + w.backward_bytes) for w in works]
 
 
 def unit_seconds(pricer: Pricer, layout: Layout, tried: Sequence[Cut]) -> Seconds2:
