@@ -40,8 +40,10 @@ def sums(world: World, ranks: tuple[int, ...]) -> list[tuple[str, str]]:
             parts = [given(seed, r, numel, dtype) for r in range(n)]
             total = torch.stack([part.double() for part in parts]).sum(0).to(dtype)
             x, buffer = parts[me].clone(), group.shared_buffer(numel + 3, dtype)
+            gapped = parts[me].repeat_interleave(2)[::2]
             buffer[1 : 1 + numel].copy_(parts[me])
             works = [group.all_reduce(x, wait=False), group.all_reduce(buffer[1 : 1 + numel], wait=False)]
+            works.append(group.all_reduce(gapped, wait=False))
             own = numel // n
             out, gathered = torch.empty(own, dtype=dtype), torch.empty(own * n, dtype=dtype)
             works.append(group.reduce_scatter_into(out, parts[me][: own * n], wait=False))
@@ -49,6 +51,7 @@ def sums(world: World, ranks: tuple[int, ...]) -> list[tuple[str, str]]:
             for work in works:
                 work.wait()
             assert torch.equal(x, total), (name, numel)
+            assert torch.equal(gapped, total), (name, numel)
             assert torch.equal(buffer[1 : 1 + numel], total), (name, numel)
             assert not buffer[:1].any()
             assert not buffer[1 + numel :].any()

@@ -50,7 +50,7 @@ class Levels:
         """Replaces `x` by the sum over the members."""
 
         def work(note: Note, tag: int) -> None:
-            flat = x.detach().reshape(-1)
+            flat = x.detach().reshape(-1).contiguous()  # a view of every other element is flat and has gaps
             wide = flat.float() if flat.dtype in NARROW else flat
             (self._rails if self.even else self._leaders)(wide, note)
             if wide.data_ptr() != x.data_ptr():
