@@ -82,6 +82,8 @@ class _Told(TorchFunctionMode):
                 return passes
         if func is F.ctc_loss:
             args, kwargs = (), self._picked.apart(args, kwargs or {})
+        if func in (F.cross_entropy, F.nll_loss):
+            _as_many(*args[:2], **{key: x for key, x in (kwargs or {}).items() if key in ("input", "target")})
         if func in INSTEAD:
             return INSTEAD[func](*args, **(kwargs or {}))
         each = one_by_one(func, args, kwargs or {})
@@ -106,6 +108,13 @@ class _Told(TorchFunctionMode):
             )
         with torch.no_grad():
             into.detach().copy_(value)
+
+
+def _as_many(input: Tensor, target: Tensor) -> None:
+    """Tell the trace what a loss asks of its rows and their classes, that they are as many: PyTorch 2.11 cannot follow it where a mask that is
+    computed twice picks both."""
+    if input.dim() == 2 and target.dim() == 1 and any(isinstance(x.shape[0], torch.SymInt) for x in (input, target)):
+        torch._check(input.shape[0] == target.shape[0])
 
 
 def _is_true(number: torch.SymBool, otherwise: Callable[[torch.SymBool], bool]) -> bool:
