@@ -111,8 +111,8 @@ class _Told(TorchFunctionMode):
 
 
 def _as_many(input: Tensor, target: Tensor) -> None:
-    """Tell the trace what a loss asks of its rows and their classes, that they are as many: PyTorch 2.11 cannot follow it by itself where two
-    like masks pick them."""
+    """Tell the trace what a loss asks of its rows and their classes, that they are as many: PyTorch 2.11 cannot follow it by itself where
+    two like masks pick them."""
     if input.dim() == 2 and target.dim() == 1 and any(isinstance(x.shape[0], torch.SymInt) for x in (input, target)):
         torch._check(input.shape[0] == target.shape[0])  # type: ignore[no-untyped-call]
 

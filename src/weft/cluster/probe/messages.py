@@ -54,7 +54,7 @@ def measure_messages(world: Any, quick: bool = True) -> list[tuple[str, int, Poi
             # Programs and buckets of gradients go through memory: a piece that is sent again and again would stay in a core's own cache.
             count = PIECES if size < sizes[-1] else 2
             x, y = (whole[: count * size // 4].view(count, -1).unbind() for whole in room)
-            few = replace(patience, least=patience.least // 2, most=patience.most // 2) if size >= LARGE else patience
+            few = replace(patience, least=patience.least // 2 + 1, most=patience.most // 2 + 1) if size >= LARGE else patience
             cases: dict[str, Callable[[], object]] = {name: partial(call, x, y) for name, call in calls.items()}
             summed = cycle(x)
             cases["all_reduce"] = lambda summed=summed, group=group: group.all_reduce(next(summed))  # type: ignore[misc]
