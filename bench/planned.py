@@ -37,7 +37,8 @@ PORT = 29511
 BUILD_S = 120.0
 NETWORKS: dict[str, float | None] = {"200 Mbit/s": 2e8, "1 Gbit/s": 1e9, "10 Gbit/s": 1e10, "unshaped": None}
 SIZES = (64, 4096, 65536, 262144, 1 << 20, 4 << 20, 16 << 20)
-LIMITS = "precision=float32 recompute=none offload=none zero<=1 microbatches<=4 chunks<=2 threads={}"  # threads: the cores of a host
+# Threads: the cores of a host. Nothing is lent: this machine's cores are of several hosts here.
+LIMITS = "precision=float32 recompute=none offload=none zero<=1 microbatches<=4 chunks<=2 lend=off threads={}"
 HOPELESS = 1.6  # times the best so far: after one step a plan that takes longer is not run again
 NEAR = 1.15  # times the best: plans that are measured again, in turn
 WITHIN = 1.05  # what the chosen plan may take against the best
