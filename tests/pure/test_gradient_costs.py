@@ -236,3 +236,15 @@ def test_the_sum_of_tied_weights_alone_hides_behind_a_backward() -> None:
         shown, inside = summing_s(pricer, layout, sums, widths, 0.8, window_s, 1.0)
         assert shown == pytest.approx(max(0.0, whole - 0.8 * window_s))
         assert inside.total == 0.0
+
+
+def test_between_processors_the_sum_of_tied_weights_hides_behind_nothing() -> None:
+    """An embedding's gradient is complete with the last backward; the sum crosses whatever joins the stages' hosts."""
+    for bytes_per_s in (1e9, 25e6):
+        pricer, layout = Pricer(BIG, hosts(1e-4, bytes_per_s, 2), 8), Layout(pipeline=2, microbatches=4)
+        sums, widths = Sums((), 1e6, 2e6), pricer.widths(layout)
+        whole = pricer.collective("all_reduce", widths.gradient * 1e6, Group(2, 1, 2))
+        assert whole >= widths.gradient * 1e6 / bytes_per_s
+        for window_s in (0.0, 3 * whole):
+            assert summing_s(pricer, layout, sums, widths, 0.8, window_s, 1.0)[0] == pytest.approx(whole)
+        assert summing_s(pricer, layout, Sums((), 0.0, 2e6), widths, 0.8, 0.0, 1.0)[0] == 0.0

@@ -115,16 +115,20 @@ def summing_s(
         else:
             again = 2 if layout.repeats_layers else 1  # also where only some are: at most what is counted here
             inside += Seconds(weights, again * weights + queue.seconds)
-    if sums.tied and not is_cpu and layout.pipeline > 1:
+    tied = 0.0
+    if sums.tied and layout.pipeline > 1:
         ends = Group(2, layout.data * layout.tensor * (layout.pipeline - 1), layout.num_ranks)
-        after += pricer.collective("all_reduce", widths.gradient * sums.tied, ends)
+        tied = pricer.collective("all_reduce", widths.gradient * sums.tied, ends)
+    if not is_cpu:
+        after += tied
     if layout.staleness:
         after = max(0.0, after - overlap * step_s)
     elif overlap and after:
         window, whole = overlap * window_s, sum(queue.size_bytes for queue in queues)
         # Without buckets there is the sum of tied weights alone.
         after = max((queue.left_s(after, window, whole) for queue in queues), default=max(0.0, after - window))
-    after += packing
+    # An embedding's gradient is complete with the last backward: between processors nothing is left that its sum would hide behind.
+    after += packing + (tied if is_cpu else 0.0)
     if inside.total:
         # Every microbatch's collectives run beside its compute; what is longer shows.
         hides = 0.0 if is_cpu else max(overlap, ZERO_HIDES)
