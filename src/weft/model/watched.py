@@ -28,6 +28,7 @@ from weft.errors import ModelError
 from weft.model.checks import passing
 from weft.model.deferred.casts import without_casts
 from weft.model.deferred.ctc import Picked
+from weft.model.deferred.fakes import told
 from weft.model.deferred.instead import INSTEAD, exactly, one_by_one
 from weft.model.deferred.known import Known
 from weft.model.functions import BASE, Record, plainly, recorded, recording
@@ -114,7 +115,7 @@ def _as_many(input: Tensor, target: Tensor) -> None:
     """Tell the trace what a loss asks of its rows and their classes, that they are as many: PyTorch 2.11 cannot follow it by itself where
     two like masks pick them."""
     if input.dim() == 2 and target.dim() == 1 and any(isinstance(x.shape[0], torch.SymInt) for x in (input, target)):
-        torch._check(input.shape[0] == target.shape[0])  # type: ignore[no-untyped-call]
+        told(input.shape[0] == target.shape[0])
 
 
 def _is_true(number: torch.SymBool, otherwise: Callable[[torch.SymBool], bool]) -> bool:

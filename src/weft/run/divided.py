@@ -145,6 +145,9 @@ class Divided:
         if self.cannot is not None and not self.model.training:
             raise self.cannot
         tensors = {v.value: given[v.name].to(self.world.device) for v in parts.graph.inputs}
+        for value, group in self._summed_inputs:
+            if tensors[value].requires_grad:  # another model made it, and waits for the whole gradient
+                tensors[value] = redistribute(tensors[value], "R", "+", group)
         values = [parts.variables[v] if v in parts.variables else tensors[v] for v in local.variables]
         for position, share in self._unlike:
             values[position] = counted(values[position], share)
@@ -175,6 +178,14 @@ class Divided:
             if v.name in exchanged
         }
         return [(i, shares[v]) for i, v in enumerate(self.parts.only.variables) if shares.get(v, 1.0) != 1.0]
+
+    @cached_property
+    def _summed_inputs(self) -> list[tuple[str, Group]]:
+        """Inputs of whose gradient each rank of a group of tensor ranks has a summand."""
+        mesh, rank = self.plan.layout.mesh, self.world.rank
+        gradients = self.parts.sharding.gradients
+        axes = [(v.value, axis) for v in self.parts.graph.inputs for axis in gradients.get(v.value, ()) if axis != "data"]
+        return [(value, self.world.group(mesh.group(rank, axis))) for value, axis in axes]
 
     @cached_property
     def _data(self) -> Group:

@@ -41,6 +41,7 @@ __all__ = [
     "fake_mode",
     "for_real",
     "forget",
+    "told",
     "tracing",
     "tree_flatten",
     "tree_map",
@@ -50,6 +51,7 @@ ASSERT = torch._assert  # by which models check what a trace does not know
 # (owner, attribute) of every private name used here, for the test.
 NAMES: tuple[tuple[Any, str], ...] = (
     (torch, "_assert"),
+    (torch, "_check"),
     (_decomp, "decompositions"),
     (decompositions, "one_layer_lstm"),
     (_subclasses, "fake_tensor"),
@@ -86,6 +88,11 @@ class _Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
     @property
     def avoid_device_init(self) -> bool:
         return torch.version.cuda is None and bool(_DRIVER.fget(self))
+
+
+def told(holds: bool | torch.SymBool) -> None:
+    """Tell a trace what holds of sizes that follow values; raise where it does not."""
+    torch._check(holds)  # type: ignore[no-untyped-call]
 
 
 def fake_mode() -> FakeTensorMode:
