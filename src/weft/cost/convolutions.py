@@ -15,6 +15,7 @@ from math import prod, sqrt
 from weft.model.graph import Operator, Tensor
 from weft.model.pointwise import read_shapes
 from weft.model.sharding import Sharding
+from weft.model.work import is_transposed
 
 _BLOCK = 16  # channels: of each group where oneDNN has no kernel for depthwise windows
 _FIRST = 8  # channels that a first layer reads at most: such kernels take them as they are
@@ -43,7 +44,7 @@ def filling(op: Operator, tensors: Mapping[str, Tensor], sharding: Sharding | No
     if len(tensors[op.inputs[1]].shape) < 3 or _of_single_places(op, tensors):
         return FULL
     x, (out, into, *window) = read_shapes(op, tensors, sharding)
-    transposed = "transpose" in op.target
+    transposed = is_transposed(op)
     groups = 1 if transposed else max(1, tensors[op.inputs[0]].shape[-1 - len(window)] // tensors[op.inputs[1]].shape[1])
     out = max(1, out // max(1, x[-1 - len(window)] // into)) if groups > 1 else out
     if groups > 1 and max(into, out) < _BLOCK:
@@ -121,6 +122,6 @@ def columns_bytes(op: Operator, tensors: Mapping[str, Tensor]) -> float:
     """Bytes, as float32, of one group's columns, by which a convolution in float64 is a product; oneDNN has none in float64."""
     out, weight = tensors[op.outputs[0]], tensors[op.inputs[1]]
     window = prod(weight.shape[2:])
-    if window == 1 or "transpose" in op.target:
+    if window == 1 or is_transposed(op):
         return 0.0
     return out.size_bytes / out.shape[1] * weight.shape[1] * window

@@ -292,7 +292,7 @@ def _local(inventory: Inventory, sharding: Sharding | None, op: Operator, siblin
     kernel = Kernel(
         kind, done.flops / divide, done.backward_flops / divide, done.bytes / divide, done.backward_bytes / divide,
         m, n, k, share, scores, heads, weights, filling(op, tensors, sharding, inventory.grads) if kind == "convolution" else FULL,
-        done.cast_bytes / divide, done.backward_cast_bytes / divide, single_steps(op, tensors) if kind == "recurrent" else 0.0,
+        done.cast_bytes / divide, done.backward_cast_bytes / divide, single_steps(op, tensors),
     )  # fmt: skip
     return Local(kernel, op.outputs[0] in inventory.batched, cut(sharding, op.name, "data"))
 

@@ -254,9 +254,11 @@ class Pricer:
         found = []
         for local, by in self._sized(layout, parts):
             k = local.kernel
-            made, rest = k.filling, (k.steps, k.cast_bytes, k.backward_cast_bytes)
-            flops, back = k.flops * made.forward, k.backward_flops * made.backward
-            work = Work(k.kind, flops, back, k.bytes, k.backward_bytes, (), 0.0, k.weight_bytes, k.scores, made.channels, *rest)
+            work = Work(
+                k.kind, flops=k.flops * k.filling.forward, backward_flops=k.backward_flops * k.filling.backward, bytes=k.bytes,
+                backward_bytes=k.backward_bytes, weight_bytes=k.weight_bytes, scores=k.scores, channels=k.filling.channels, steps=k.steps,
+                cast_bytes=k.cast_bytes, backward_cast_bytes=k.backward_cast_bytes,
+            )  # fmt: skip
             found.append(rates.seconds(work, 1.0, by))
         return np.array([s.forward for s in found])[parts.index], np.array([s.backward for s in found])[parts.index]
 

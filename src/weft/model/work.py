@@ -134,8 +134,7 @@ def operator_flops(op: Operator, tensors: dict[str, Tensor]) -> float:
         query, key, value = shapes[:3]
         return 2.0 * prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
     if kind == "convolution":
-        transposed = "transpose" in name or (name in ("convolution", "_convolution") and len(op.args) > 6 and op.args[6] is True)
-        return 2.0 * (prod(shapes[0]) if transposed else out) * prod(shapes[1][1:])
+        return 2.0 * (prod(shapes[0]) if is_transposed(op) else out) * prod(shapes[1][1:])
     if kind == "recurrent":
         steps = prod(shapes[0][:-1])
         return sum(2.0 * steps * prod(shape) for shape in _recurrent_weights(op, tensors))
@@ -143,6 +142,12 @@ def operator_flops(op: Operator, tensors: dict[str, Tensor]) -> float:
         return _einsum_flops(str(op.args[0]), shapes)
     first = shapes[1] if name in ("addmm", "baddbmm", "addmv") else shapes[0]
     return 2.0 * out * (first[-1] if first else 1)
+
+
+def is_transposed(op: Operator) -> bool:
+    """Whether a convolution is the transposed one, which spreads each place of its input over a window."""
+    name = packet(op)
+    return "transpose" in name or (name in ("convolution", "_convolution") and len(op.args) > 6 and op.args[6] is True)
 
 
 def num_steps(op: Operator, tensors: Mapping[str, Tensor]) -> int:
