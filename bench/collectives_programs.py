@@ -1,8 +1,10 @@
 """`scripts/bench collectives --algorithms`: all-reduce algorithms as weft runs them, beside what was predicted; `auto` beside the best.
 
 In: numbers of ranks, sizes. Out: a table for each number of ranks and transport, docs/benchmarks/collectives-algorithms.md, `--json FILE`.
-The machine is probed first, and the predictions are of that probe alone. Algorithms take turns within a round, in an order that turns;
-a call begins when all ranks have come, and its time is that of the slowest rank. Not measured: what it costs the computation beside it.
+The machine is probed first, and the predictions are of that probe alone. Algorithms take turns within a round, in an order that turns, each
+with a tensor of its own, as buckets of gradients are; a call begins when all ranks have come, and its time is that of the slowest rank.
+All sizes are gone through twice, which shows how far one measurement foretells the other. Not measured: what it costs the computation
+beside it.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -36,23 +39,28 @@ TRANSPORTS = {"shared memory": "", "gloo": "gloo"}
 WITHIN, FROM = 0.15, 64 << 10  # what a prediction may miss by, above which size
 BEST = 1.05  # what `auto` may take against the fastest
 Times = dict[tuple[int, str], float]  # (bytes, algorithm) -> seconds, the median
+PASSES = 2  # over all sizes
+CACHED_BYTES = 8 << 20  # of a rank's tensors at least: one that is summed again and again stays in a core's own cache, in no training step
 
 INTRO = f"""\
 All-reduce of float32 by every algorithm that weft runs from its program, messages over shared memory or over gloo, and by the transport
 itself (`native`), one thread a rank. Each cell: measured (the median), and by how much the prediction of `weft.cost.collectives` misses it,
 from what `weft probe` measured just before. `auto` is what `all_reduce=auto` chooses by these predictions, and its measured time against
-that of the fastest. Wanted: predictions within {WITHIN:.0%} above {FROM >> 10} KiB, `auto` within {BEST - 1:.0%} of the best."""
+that of the fastest. Wanted: predictions within {WITHIN:.0%} above {FROM >> 10} KiB, `auto` within {BEST - 1:.0%} of the best. All
+sizes were gone through {PASSES} times; how many of the first time's are as near to the second's is said beside, as what a prediction could
+reach."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One number of ranks on one transport: what was measured, what was predicted, what `auto` takes by size."""
+    """One number of ranks on one transport: what was measured (in all, and each time), what was predicted, what `auto` takes by size."""
 
     ranks: int
     transport: str
     measured: Times
     predicted: Times
     auto: dict[int, str]
+    passes: tuple[Times, ...] = ()
 
     @property
     def sizes(self) -> list[int]:
@@ -66,6 +74,11 @@ class Case:
         """(bytes, algorithm) -> predicted over measured, less one."""
         return {key: self.predicted[key] / s - 1 for key, s in self.measured.items() if key[0] > above}
 
+    def strayed(self, above: int = FROM) -> dict[tuple[int, str], float]:
+        """(bytes, algorithm) -> the first time that it was measured over the last, less one."""
+        first, last = self.passes[0], self.passes[-1]
+        return {key: first[key] / s - 1 for key, s in last.items() if key[0] > above}
+
     def lost(self) -> dict[int, float]:
         """bytes -> what `auto`'s choice took over what the fastest took."""
         best = {size: min(s for (at, _), s in self.measured.items() if at == size) for size in self.sizes}
@@ -73,36 +86,38 @@ class Case:
 
 
 def rank_times(world: World, transport: str, sizes: list[int], names: list[str], rounds: int, budget_s: float) -> list[list[Any]]:
-    """[bytes, algorithm, median seconds of the slowest rank]; runs in every rank."""
+    """[bytes, algorithm, seconds of the slowest rank by round, for each pass]; runs in every rank."""
     over = World(world.rank, world.num_ranks, world._store, generation=50, transport=transport, timeout_s=300.0) if transport else world
     group = over.everyone
     programs = Programs(group.runner)
     clock = world.everyone
     made = {name: build("all_reduce", name, world.num_ranks) for name in names if name != NATIVE}
-    found: list[list[Any]] = []
-    for size in sorted(sizes, reverse=True):  # the largest first: rings, windows and pages are then as in a long run
-        x = torch.zeros(size // 4)
-        calls: dict[str, Callable[[], object]] = {name: lambda p=p, x=x: programs.all_reduce(p, x) for name, p in made.items()}  # type: ignore[misc]
-        calls[NATIVE] = lambda x=x: group.all_reduce(x)  # type: ignore[misc]
+    found: dict[tuple[int, str], list[list[float]]] = {}
+    for size in sorted(sizes, reverse=True) * PASSES:  # the largest first: rings, windows and pages are then as in a long run
+        tensors = cycle([torch.zeros(size // 4) for _ in range(max(1, min(64, CACHED_BYTES // size)))])
+        calls: dict[str, Callable[[torch.Tensor], object]] = {name: lambda x, p=p: programs.all_reduce(p, x) for name, p in made.items()}  # type: ignore[misc]
+        calls[NATIVE] = group.all_reduce
         seconds: dict[str, list[float]] = {name: [] for name in names}
         for call in (calls[name] for name in names):  # connects, agrees, takes memory
-            call()
+            call(next(tensors))
         spent = torch.zeros(1)
         for number in range(rounds):
             began_round = time.perf_counter()
             for name in [*names[number % len(names) :], *names[: number % len(names)]]:
+                x = next(tensors)
                 clock.barrier()
                 began = time.perf_counter()
-                calls[name]()
+                calls[name](x)
                 seconds[name].append(time.perf_counter() - began)
             spent += time.perf_counter() - began_round
             clock.all_reduce(spent, op="max")  # all ranks stop together
-            if number >= 2 and float(spent) > budget_s:
+            if number >= 1 and float(spent) > budget_s / PASSES:
                 break
         slowest = torch.tensor([seconds[name] for name in names], dtype=torch.float64)
         clock.all_reduce(slowest, op="max")
-        found += [[size, name, float(row.median())] for name, row in zip(names, slowest, strict=True)]
-    return found
+        for name, row in zip(names, slowest, strict=True):
+            found.setdefault((size, name), []).append(row.tolist())
+    return [[size, name, passes] for (size, name), passes in found.items()]
 
 
 def predictions(cluster: Cluster, ranks: int, transport: str, sizes: Sequence[int]) -> tuple[Times, dict[int, str]]:
@@ -125,7 +140,9 @@ def cases(
                     rank_times, ranks, transport, list(sizes), list(NAMES), rounds, budget_s, threads=1, timeout_s=600.0
                 )[0]
                 predicted, auto = predictions(cluster, ranks, transport, sizes)
-                found.append(Case(ranks, label, {(size, name): s for size, name, s in rows}, predicted, auto))
+                whole = {(size, name): median(s for times in passes for s in times) for size, name, passes in rows}
+                each = tuple({(size, name): median(passes[i]) for size, name, passes in rows} for i in range(PASSES))
+                found.append(Case(ranks, label, whole, predicted, auto, each))
                 say(f"{ranks} ranks over {label}: {verdict(found[-1])}")
     return found
 
@@ -137,9 +154,11 @@ def verdict(case: Case) -> str:
     key = max(misses, key=lambda k: abs(misses[k]))
     worst = max(lost, key=lost.__getitem__)
     mean = median(abs(miss) for miss in misses.values())
+    near = sum(abs(miss) <= WITHIN for miss in case.strayed().values()) if case.passes else 0
+    again = f"; the first measurement within {WITHIN:.0%} of the second in {near}" if case.passes else ""
     return (
         f"{close} of {len(misses)} predictions within {WITHIN:.0%} (half within {mean:.0%}, worst {key[1]} at {bytes_word(key[0])} by "
-        f"{misses[key]:+.0%}); auto at worst {lost[worst]:.2f} of the best, at {bytes_word(worst)} ({case.auto[worst]})"
+        f"{misses[key]:+.0%}){again}; auto at worst {lost[worst]:.2f} of the best, at {bytes_word(worst)} ({case.auto[worst]})"
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,14 @@ def test_misses_are_above_64_kib_and_auto_is_beside_the_best() -> None:
     assert "1 of 2 predictions within 15%" in words
     assert "worst ring at 1 MiB by +30%" in words
     assert "auto at worst 1.20 of the best, at 1 MiB (native)" in words
+
+
+def test_one_measurement_is_held_against_the_other() -> None:
+    second = {**CASE.measured, (LARGE, "ring"): 1.3e-3, (SMALL, "ring"): 1.0}
+    twice = replace(CASE, passes=(CASE.measured, second))
+    assert twice.strayed() == {(LARGE, "native"): 0.0, (LARGE, "ring"): pytest.approx(1 / 1.3 - 1)}
+    assert "the first measurement within 15% of the second in 1;" in verdict(twice)
+    assert "first measurement" not in verdict(CASE)
 
 
 def test_the_page_has_a_row_a_size() -> None:
@@ -89,4 +98,4 @@ def test_a_contender_that_cannot_be_built_is_told_on_the_page() -> None:
 def test_real_ranks_are_timed() -> None:
     rows = launch(rank_times, 2, "", [4096, 65536], ["native", "ring", "tree"], 3, 0.1, threads=1, timeout_s=60.0)[0]
     assert {(size, name) for size, name, _ in rows} == {(size, name) for size in (4096, 65536) for name in ("native", "ring", "tree")}
-    assert all(0 < seconds < 10 for _, _, seconds in rows)
+    assert all(len(passes) == 2 and all(0 < s < 10 for times in passes for s in times) for _, _, passes in rows)
