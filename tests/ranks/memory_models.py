@@ -432,3 +432,30 @@ class _Narrowing(nn.Module):
 
 def narrowing() -> Any:
     return _Narrowing(64, 512, 512, 64, 64, 32, 32, 256, 16), {"x": _normal(N, 128, 64), "y": _normal(N)}
+
+
+class _Convolved(nn.Module):
+    """Convolutions one behind another, each with a norm."""
+
+    def __init__(self, *convolutions: nn.Module) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*(nn.Sequential(c, nn.GroupNorm(4, c.out_channels), nn.ReLU()) for c in convolutions))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.body(x).flatten(1).mean(1), y)
+
+
+def volumes() -> Any:
+    layers = [nn.Conv3d(a, b, 3, padding=1, bias=False) for a, b in ((1, 16), (16, 32), (32, 32), (32, 32))]
+    return _Convolved(*layers), {"x": _normal(N, 1, 8, 16, 16), "y": _normal(N)}
+
+
+def frames() -> Any:
+    windows = [(1, 3, 3), (3, 1, 1), (1, 3, 3), (3, 1, 1)]
+    layers = [nn.Conv3d(3 if not i else 32, 32, k, padding=tuple(n // 2 for n in k), bias=False) for i, k in enumerate(windows)]
+    return _Convolved(*layers), {"x": _normal(N, 3, 8, 16, 16), "y": _normal(N)}
+
+
+def waves() -> Any:
+    layers = [nn.Conv1d(1, 64, 10, 5, padding=5), nn.Conv1d(64, 64, 3, 2, padding=1), nn.Conv1d(64, 64, 3, 2, padding=1)]
+    return _Convolved(*layers), {"x": _normal(N, 1, 4000), "y": _normal(N)}

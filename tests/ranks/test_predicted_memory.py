@@ -108,6 +108,10 @@ CLOSE = [
     ("cells", f"data=1 {NARROW}"),
     ("masked", "data=1"),
     ("maps", "data=1"),
+    ("volumes", "microbatches=8"),  # one sample at a time: torch makes columns of it, 27 times as large
+    ("volumes", "data=1"),
+    ("frames", "data=1"),  # so it does of thin windows over few samples
+    ("waves", "data=1"),  # strides over an odd number of places
 ]
 
 

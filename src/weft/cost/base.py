@@ -11,11 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.cost.compute import Seconds
+from weft.cost.convolutions import takes
 from weft.cost.gradients import Sums
 from weft.cost.memory import Moments, StageState
 from weft.cost.runs import Runs, behind
 from weft.cost.sections import Section, repeated
-from weft.model.pointwise import ONEDNN_SAMPLES
 from weft.model.stages import Stage
 from weft.plan.layout import Layout
 from weft.plan.residency import Residency
@@ -194,11 +194,11 @@ def _moments(pricer: Pricer, layout: Layout, section: Section) -> tuple[Array, R
     parts, ops, runs, widths = pricer.held_parts(layout), section.operators, section.runs(layout.expert), pricer.widths(layout)
     scale = pricer.microbatch(layout)
     narrow = {"float64": 2.0, "float16": 0.5, "bfloat16": 1.0 if pricer.cluster.is_cpu else 0.5}.get(layout.precision, 1.0)
-    working = parts.working64_bytes if layout.precision == "float64" else parts.working_bytes
     follows = np.where(parts.shared[ops], scale / layout.data, np.where(parts.batched[ops], scale, 1.0))
     threads = pricer.cluster.threads_of(layout.num_ranks, layout.threads) if pricer.cluster.is_cpu else 1
-    by_library = (follows * parts.product_samples[ops] >= ONEDNN_SAMPLES) | (threads > 1)
-    tensors = follows * (working[ops] + parts.product_bytes[ops] * (by_library & (layout.precision != "float64")))
+    samples, alone, thin = (which[ops] for which in parts.own)
+    is_own = (layout.precision == "float64") | takes(follows * samples, alone, thin, threads)
+    tensors = follows * np.where(is_own, parts.own_bytes[ops], parts.working_bytes[ops])
     works = tensors + parts.weight_bytes[ops] + parts.waiting.of_some(ops).at(scale, layout.data)
     scattered = runs.scattering(widths.gradient, layout.data, len(works))
     return narrow * works, runs, (np.zeros_like(scattered), scattered, scattered + runs.over(runs.gathered(widths.weight), len(works)))

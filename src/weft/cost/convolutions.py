@@ -2,8 +2,9 @@
 
 In: an operator and its tensors. Out: bytes, found by watching; FLOPs made for each that counts.
 
-oneDNN has images in layouts of its own, of blocks of channels, unless their channels are innermost already. torch decides who computes:
-oneDNN, but for a product (a window of one place, without strides) of few samples in one thread, which torch makes itself in float32.
+oneDNN has images in layouts of its own, of blocks of channels, unless their channels are innermost already. torch decides who computes
+(`use_mkldnn` in aten/src/ATen/native/Convolution.cpp): oneDNN, but in float64, and in float32 for small maps of one sample and for thin
+windows over few samples in one thread (`Own`). Those are products, of columns where the window is more than one place.
 """
 
 from __future__ import annotations
@@ -11,13 +12,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from math import prod, sqrt
+from typing import Any
 
+from weft.cost.pieces import divided
 from weft.model.graph import Operator, Tensor
-from weft.model.pointwise import read_shapes
+from weft.model.pointwise import ONEDNN_SAMPLES, read_shapes
 from weft.model.sharding import Sharding
 from weft.model.work import is_transposed
 
 _BLOCK = 16  # channels: of each group where oneDNN has no kernel for depthwise windows
+_SMALL = 20480  # channels times the first two sides of one sample up to which torch makes its convolution itself,
+_WIDE = 3  # but where both of the last sides of the window are above this
+# Bytes that are moved besides a product for each byte of columns, each way; torch makes those of volumes slowly.
+_MOVED, _MOVED_3D = 0.3, 1.0
 _FIRST = 8  # channels that a first layer reads at most: such kernels take them as they are
 
 
@@ -32,6 +39,46 @@ class Filling:
 
 
 FULL = Filling()
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """When torch itself makes a convolution in float32. `alone`: where there is one sample; `thin`: where there are few in one thread.
+    `samples`: a rank's, of the graph's batch; `columns_bytes`: of theirs, counted as moved each way."""
+
+    samples: float = 0.0
+    alone: bool = False
+    thin: bool = False
+    columns_bytes: float = 0.0
+
+    def takes(self, scale: float, threads: int) -> bool:
+        """Whether it does so at `scale` times the graph's batch.
+
+        >>> Own(samples=8, alone=True).takes(1 / 8, 2), Own(samples=8, thin=True).takes(1, 1), Own(samples=8, thin=True).takes(1, 2)
+        (True, True, False)
+        """
+        return bool(takes(scale * self.samples, self.alone, self.thin, threads))
+
+
+NEVER = Own()
+
+
+def takes(samples: Any, alone: Any, thin: Any, threads: int) -> Any:
+    """As `Own.takes`, of one operator, or by operator as arrays."""
+    return (alone & (samples <= 1)) | (thin & (samples < ONEDNN_SAMPLES) & (threads == 1))
+
+
+def own(op: Operator, tensors: Mapping[str, Tensor], sharding: Sharding | None) -> Own:
+    """By a rank's maps: channels or places may be cut, and samples by tensor ranks; those of data replicas are counted together."""
+    x, window = read_shapes(op, tensors, sharding)[0], _window(op, tensors)
+    if not window or tensors[op.inputs[0]].dtype != "float32":
+        return NEVER
+    replicas = sharding.sizes.get("data", 1) if sharding is not None and sharding.forms[op.inputs[0]].get("data") == "S0" else 1
+    thin = max(window[-2:]) == 1 and not _is_strided(op) and not _is_dilated(op)
+    wide = len(window) > 1 and min(window[-2:]) > _WIDE
+    (groups,) = _given(op, "groups", 6)
+    moved = columns_bytes(op, tensors) / divided(sharding, op.name) * (_MOVED_3D if len(window) == 3 else _MOVED)
+    return Own(x[0] * replicas, prod(x[1:4]) <= _SMALL and not wide and groups == 1, thin, moved)
 
 
 def filling(op: Operator, tensors: Mapping[str, Tensor], sharding: Sharding | None, grads: Set[str]) -> Filling:
@@ -69,9 +116,18 @@ def _window(op: Operator, tensors: Mapping[str, Tensor]) -> tuple[int, ...]:
     return tensors[op.inputs[1]].shape[2:]
 
 
-def _is_strided(op: Operator, tensors: Mapping[str, Tensor]) -> bool:
-    x, out = tensors[op.inputs[0]], tensors[op.outputs[0]]
-    return any(n >= 2 * m for n, m in zip(x.shape[2:], out.shape[2:], strict=True))
+def _is_strided(op: Operator) -> bool:
+    return any(n != 1 for n in _given(op, "stride", 3))
+
+
+def _is_dilated(op: Operator) -> bool:
+    return any(n != 1 for n in _given(op, "dilation", 7 if is_transposed(op) else 5))
+
+
+def _given(op: Operator, name: str, at: int) -> tuple[Any, ...]:
+    """One of a convolution's settings, by its place; they are 1 by default."""
+    value = op.args[at] if len(op.args) > at else dict(op.kwargs).get(name, 1)
+    return tuple(value) if isinstance(value, tuple | list) else (value,)
 
 
 def _is_depthwise(op: Operator, tensors: Mapping[str, Tensor]) -> bool:
@@ -81,7 +137,7 @@ def _is_depthwise(op: Operator, tensors: Mapping[str, Tensor]) -> bool:
 
 def _of_single_places(op: Operator, tensors: Mapping[str, Tensor]) -> bool:
     """Whether a convolution is one product: of each place by itself."""
-    return max(_window(op, tensors), default=1) == 1 and not _is_strided(op, tensors)
+    return max(_window(op, tensors), default=1) == 1 and not _is_strided(op)
 
 
 def relaid_bytes(op: Operator, tensors: Mapping[str, Tensor], grads: Set[str], channels_last: bool) -> float:
@@ -90,22 +146,16 @@ def relaid_bytes(op: Operator, tensors: Mapping[str, Tensor], grads: Set[str], c
     if channels_last:
         return 0.0
     if _of_single_places(op, tensors):
-        return float(x.size_bytes + out.size_bytes) if x.dtype == "bfloat16" else 0.0
+        return float(x.size_bytes + out.size_bytes)
     if op.inputs[0] not in grads:
         # Few channels are not laid anew.
         return float(out.size_bytes + (x.size_bytes if x.shape[1] >= _BLOCK else 0))
     depthwise = _is_depthwise(op, tensors) and x.dtype == "float32"
     if depthwise and max(_window(op, tensors)) > 3:
         return float(out.size_bytes)
-    if not _is_strided(op, tensors) or depthwise:
+    if not _is_strided(op) or is_transposed(op) or depthwise:
         return float(x.size_bytes + out.size_bytes)
     return float(x.size_bytes + max(x.size_bytes, out.size_bytes))
-
-
-def product_bytes(op: Operator, tensors: Mapping[str, Tensor]) -> float:
-    """What a convolution that is one product takes in float32 where oneDNN makes it: from `ONEDNN_SAMPLES` on, or in several threads."""
-    x, out = tensors[op.inputs[0]], tensors[op.outputs[0]]
-    return float(x.size_bytes + out.size_bytes) if _of_single_places(op, tensors) and x.dtype == "float32" else 0.0
 
 
 def workspace_bytes(op: Operator, tensors: Mapping[str, Tensor]) -> float:
@@ -119,7 +169,7 @@ def workspace_bytes(op: Operator, tensors: Mapping[str, Tensor]) -> float:
 
 
 def columns_bytes(op: Operator, tensors: Mapping[str, Tensor]) -> float:
-    """Bytes, as float32, of one group's columns, by which a convolution in float64 is a product; oneDNN has none in float64."""
+    """Bytes, as float32, of one group's columns, by which a convolution is a product where torch makes it itself."""
     out, weight = tensors[op.outputs[0]], tensors[op.inputs[1]]
     window = prod(weight.shape[2:])
     if window == 1 or is_transposed(op):

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from weft.cluster.cluster import Device
 from weft.cost.compute import Seconds
-from weft.cost.convolutions import FULL, Filling
+from weft.cost.convolutions import FULL, NEVER, Filling, Own
 from weft.cost.efficiency import Stack
 from weft.model.work import MATMUL_KINDS
 
@@ -40,7 +40,7 @@ class Kernel:
 
     `m`, `n`, `k`: of a product, n with those of its siblings (products of one input run as one), of which `share` is this operator's.
     `scores`, `heads`: of attention: how many scores, and how many heads times samples. `weight_bytes`: of operands that are the same for
-    every sample, in float32. On processors, `filling`: of blocks of channels; `cast_bytes`,
+    every sample, in float32. On processors, `filling`: of blocks of channels; `own`: when torch makes it itself, not oneDNN; `cast_bytes`,
     `backward_cast_bytes`: moved to cast operands and their gradients; `steps`: of a recurrence that run one by one.
     """
 
@@ -57,6 +57,7 @@ class Kernel:
     heads: float = 0.0
     weight_bytes: float = 0.0
     filling: Filling = FULL
+    own: Own = NEVER
     cast_bytes: float = 0.0
     backward_cast_bytes: float = 0.0
     steps: float = 0.0

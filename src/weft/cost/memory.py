@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 
-from weft.cost.convolutions import columns_bytes, product_bytes, relaid_bytes, workspace_bytes
+from weft.cost.convolutions import columns_bytes, relaid_bytes, workspace_bytes
 from weft.cost.holding import held_by
 from weft.cost.recurrent import lstm_bytes
 from weft.cost.working import turned_bytes, working_bytes
@@ -100,18 +100,17 @@ def in_flight(schedule: str, num_stages: int, rank: int, microbatches: int, chun
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What one operator keeps for backward: storages with their bytes, and the bytes of tensors that its own backward works on, in float32
-    and narrower and in float64 (counted as float32), and besides where it is not cut over ranks (`alone_bytes`) and where it is
-    (`spread_bytes`)."""
+    """What one operator keeps for backward: storages with their bytes, and the bytes of tensors that its own backward works on (and those
+    of a convolution that torch makes itself, not oneDNN, counted as float32: `own_bytes`), and besides where it is not cut over ranks
+    (`alone_bytes`) and where it is (`spread_bytes`)."""
 
     # Value, and which copy of it, of how many times its bytes, if in another dtype than it has.
     storages: tuple[tuple[str, str, float], ...]
     working_bytes: float
-    working64_bytes: float
+    own_bytes: float
     alone_bytes: float
     spread_bytes: float
     weight_bytes: float  # the gradients of its weights before they are added up, whatever the batch
-    product_bytes: float  # of a convolution that is one product: what it takes besides where oneDNN makes it
 
 
 @dataclass(frozen=True)
@@ -172,7 +171,7 @@ class Inventory:
                 size += sum(2.0 * tensors[v].size_bytes for v in op.inputs if tensors[v].dtype == "bfloat16") * (
                     tensors[op.outputs[0]].dtype == "float32"
                 )
-            weights = alone = spread = relaid = columns = product = 0.0
+            weights = alone = spread = relaid = columns = 0.0
             if self.layouts is not None and live:
                 size += turned_bytes(op, tensors) if self.layouts.turned(op) else 0.0
                 weights = sum(tensors[v].size_bytes for v in op.inputs if v in self.held and v in self.grads)
@@ -184,14 +183,13 @@ class Inventory:
                 if done.kind == "convolution":
                     last = self.layouts.has_channels_last(op.inputs[0])
                     relaid, columns = relaid_bytes(op, tensors, self.grads, last), columns_bytes(op, tensors)
-                    product = product_bytes(op, tensors) if not last else 0.0
                     weights += workspace_bytes(op, tensors) if last else 0.0
                 if packet(op) == "batch_norm" and op.inputs[0] in self.grads:
                     # It makes as much again as its input's gradient; `weft.lower.kernels.statistics`, of many ranks, does not, but
                     # computes in float32.
                     alone = float(tensors[op.inputs[0]].size_bytes)
                     spread = 4 * alone if tensors[op.inputs[0]].dtype == "bfloat16" else 0.0
-            found[op.name] = Kept(tuple(sorted(one for one in mine if one)), size + relaid, size + columns, alone, spread, weights, product)
+            found[op.name] = Kept(tuple(sorted(one for one in mine if one)), size + relaid, size + columns, alone, spread, weights)
         return found
 
     def _storage(self, op: Operator, value: str, read: Mapping[str, Tensor], as_rows: bool) -> tuple[str, str, float] | None:

@@ -15,7 +15,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.cost.convolutions import FULL, filling
+from weft.cost.convolutions import FULL, NEVER, filling, own
 from weft.cost.kernels import Kernel
 from weft.cost.memory import Inventory
 from weft.cost.pieces import cut, divided, pieces, pieces_moving, shared_by_data, tensor_axes
@@ -70,10 +70,8 @@ class Parts:
     makes: tuple[tuple[Stored, ...], ...]
     extra_bytes: NDArray[np.float64]  # float32 tensors that are no value of the graph, kept by each operator
     working_bytes: NDArray[np.float64]  # in each operator's backward, of tensors that follow the batch if the operator does
-    working64_bytes: NDArray[np.float64]  # the same of float64's operators, as float32
+    own_bytes: NDArray[np.float64]  # the same where torch makes convolutions itself, as float32
     weight_bytes: NDArray[np.float64]  # the same of weights' gradients
-    product_bytes: NDArray[np.float64]  # in each operator's backward besides, where oneDNN makes a convolution that is one product
-    product_samples: NDArray[np.float64]  # of those convolutions
     waiting: Amounts  # gradients that are there meanwhile: of what was made before the operator and is read behind it
     shared: NDArray[np.bool_]
     attention: NDArray[np.bool_]
@@ -84,6 +82,13 @@ class Parts:
     def batched(self) -> NDArray[np.bool_]:
         """By operator: whether its size follows the batch."""
         return np.array([local.batched for local in self.compute], dtype=bool)[self.index]
+
+    @cached_property
+    def own(self) -> tuple[NDArray[np.float64], NDArray[np.bool_], NDArray[np.bool_]]:
+        """By operator: when torch makes a convolution itself (`Own`): its samples, whether alone, whether where it is thin."""
+        owns = [local.kernel.own for local in self.compute]
+        samples, alone, thin = (np.array([getattr(one, what) for one in owns])[self.index] for what in ("samples", "alone", "thin"))
+        return samples, alone, thin
 
     @cached_property
     def repeated(self) -> NDArray[np.bool_]:
@@ -161,7 +166,7 @@ def gather(inventory: Inventory, sharding: Sharding | None, narrow: frozenset[st
                 backward.append((at, moved(move.backward, move.value, move.axis, ways=ways)))
     dispatched: set[str] = set()
     by_expert = set(expert_weights(graph).values())
-    stored, reads, makes, extra, working, working64, weights, shared, product = [], [], [], [], [], [], [], [], []
+    stored, reads, makes, extra, working, owned, weights, shared = [], [], [], [], [], [], [], []
     made = {value: i for i, op in enumerate(graph.operators) for value in op.outputs}
     last = {value: i for i, op in enumerate(graph.operators) for value in op.inputs if op.outputs[0] in inventory.grads}
     joins = {value for value in last if value in inventory.grads and value in made}
@@ -195,9 +200,8 @@ def gather(inventory: Inventory, sharding: Sharding | None, narrow: frozenset[st
         joined = (2 * places.own(v, places.ways_read(op, at)).size_bytes for at, v in enumerate(op.inputs) if v in joins and last[v] > i)
         least = max(joined, default=0.0)
         working.append(max(least, (mine.working_bytes + beside) / divide + more))
-        working64.append(max(least, (mine.working64_bytes + beside) / divide + more))
+        owned.append(max(least, (mine.own_bytes + beside) / divide + more))
         weights.append(mine.weight_bytes / divide)
-        product.append((mine.product_bytes / divide, graph.tensors[op.inputs[0]].shape[0] if mine.product_bytes else 0))
         shared.append(cut(sharding, op.name, "data"))
     return Parts(
         tuple(compute.found),  # type: ignore[arg-type]
@@ -210,10 +214,8 @@ def gather(inventory: Inventory, sharding: Sharding | None, narrow: frozenset[st
         tuple(makes),
         np.array(extra),
         np.array(working),
-        np.array(working64),
+        np.array(owned),
         np.array(weights),
-        np.array([one for one, _ in product], dtype=np.float64),
-        np.array([samples for _, samples in product], dtype=np.float64),
         _waiting(graph, inventory.grads, made, [places.own(v).amount for v in made]),
         np.array(shared, dtype=bool),
         np.array([inventory.works[op.name].kind == "attention" for op in graph.operators]),
@@ -292,6 +294,7 @@ def _local(inventory: Inventory, sharding: Sharding | None, op: Operator, siblin
     kernel = Kernel(
         kind, done.flops / divide, done.backward_flops / divide, done.bytes / divide, done.backward_bytes / divide,
         m, n, k, share, scores, heads, weights, filling(op, tensors, sharding, inventory.grads) if kind == "convolution" else FULL,
+        own(op, tensors, sharding) if done.kind == "convolution" and inventory.is_cpu else NEVER,
         done.cast_bytes / divide, done.backward_cast_bytes / divide, single_steps(op, tensors),
     )  # fmt: skip
     return Local(kernel, op.outputs[0] in inventory.batched, cut(sharding, op.name, "data"))

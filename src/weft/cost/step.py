@@ -21,6 +21,7 @@ from weft.cost import kernels
 from weft.cost.axes import group_of, prices_of
 from weft.cost.base import Base, Ends, Load, base_of, like
 from weft.cost.compute import Rates, Seconds, optimizer_s
+from weft.cost.convolutions import FULL
 from weft.cost.copies import HOST_BYTES_PER_S, Copies
 from weft.cost.efficiency import Stack, stack_of
 from weft.cost.gradients import exchange_s, summing_s
@@ -254,10 +255,12 @@ class Pricer:
         found = []
         for local, by in self._sized(layout, parts):
             k = local.kernel
+            is_own = layout.precision == "float32" and k.own.takes(by, rates.speed.threads)
+            filling, columns = (FULL, k.own.columns_bytes) if is_own else (k.filling, 0.0)
             work = Work(
-                k.kind, flops=k.flops * k.filling.forward, backward_flops=k.backward_flops * k.filling.backward, bytes=k.bytes,
-                backward_bytes=k.backward_bytes, weight_bytes=k.weight_bytes, scores=k.scores, channels=k.filling.channels, steps=k.steps,
-                cast_bytes=k.cast_bytes, backward_cast_bytes=k.backward_cast_bytes,
+                k.kind, flops=k.flops * filling.forward, backward_flops=k.backward_flops * filling.backward, bytes=k.bytes + columns,
+                backward_bytes=k.backward_bytes and k.backward_bytes + 2 * columns, weight_bytes=k.weight_bytes, scores=k.scores,
+                channels=filling.channels, steps=k.steps, cast_bytes=k.cast_bytes, backward_cast_bytes=k.backward_cast_bytes,
             )  # fmt: skip
             found.append(rates.seconds(work, 1.0, by))
         return np.array([s.forward for s in found])[parts.index], np.array([s.backward for s in found])[parts.index]
