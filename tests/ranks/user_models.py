@@ -204,6 +204,37 @@ def drawn() -> Any:
     return _Drawn(), (_normal(N, 4, 8),)
 
 
+class _Silent(nn.Module):
+    """A block without gradients beside what is drawn in place, a table made of a list and written, and `detach_`; attention that drops
+    nothing beside dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.qkv, self.head = nn.Linear(6, 8), nn.Linear(8, 24), nn.Linear(8, 4)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.enter(x)
+        with torch.no_grad():
+            noise = torch.empty_like(h).exponential_(2.0)
+            noise.add_(torch.empty_like(h).normal_(0.0, 0.1)).mul_(torch.zeros_like(h).bernoulli_(0.7))
+            noise[:, 1:3].uniform_(-1.0, 1.0)
+        q, k, v = (t.unflatten(-1, (2, 4)).transpose(1, 2) for t in self.qkv(h + noise).chunk(3, -1))
+        attended = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        target = self.head(attended).softmax(-1)
+        early = target * 2
+        target.detach_()
+        classes = torch.tensor([0.5, 1.0, 2.0, 0.25], dtype=h.dtype)
+        classes[1] = 3.0
+        backwards = torch.tensor(list(range(4))[::-1])
+        scores = self.head(self.drop(attended) + h)[..., backwards] * classes
+        return F.cross_entropy(scores.flatten(0, 1), y.flatten()) + (scores * target).mean() + early.square().mean()
+
+
+def silent() -> Any:
+    return _Silent(), {"x": _normal(N, 4, 6), "y": _ids(4, N, 4)}
+
+
 class _Speech(nn.Module):
     """Transcripts of unequal length, with lengths as tensors; frames held against others by their cosines."""
 
@@ -335,5 +366,6 @@ def pixels() -> Any:
 
 
 MODELS = {
-    make.__name__: make for make in (penalised, spectral, numbers, translator, running, fields, drawn, speech, placed, modes, cast, pixels)
+    make.__name__: make
+    for make in (penalised, spectral, numbers, translator, running, fields, drawn, silent, speech, placed, modes, cast, pixels)
 }
