@@ -317,9 +317,23 @@ class Picked(nn.Module):
         return (x * self.w)[x[:, 0] > 0].sort(0).values[0].mean()
 
 
+class Packed(nn.Module):
+    """Said `zeros(): argument 'size' failed to unpack the object at pos 2`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LSTM(3, 3, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        lengths = (x[:, 0] > 0).sum(-1).clamp(min=1).expand(x.shape[0])
+        packed = nn.utils.rnn.pack_padded_sequence(x[:, None], lengths, batch_first=True, enforce_sorted=False)
+        return nn.utils.rnn.pad_packed_sequence(self.layer(packed)[0])[0].mean()
+
+
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
+        (Packed, r"packed sequences at test_capture\.py:\d+, .*give the layer the padded batch"),
         (Branch, r"data-dependent at test_capture\.py:\d+, \"return .* if x\.sum\(\)"),
         (Picked, r"x\[mask\]"),
         (Counting, r"BatchNorm1d with momentum=None at .* give it a momentum"),
