@@ -150,7 +150,8 @@ def running() -> Any:
 
 
 class _Fields(nn.Module):
-    """Categories in bags, a Transformer that looks at its mask, places that a mask writes, numbers as tensors, a learned variance."""
+    """Categories in bags, a Transformer that looks at its mask, places that a mask writes, numbers as tensors, a learned variance, features
+    that are to vary apart."""
 
     mask: Tensor
 
@@ -171,7 +172,8 @@ class _Fields(nn.Module):
         h = self.body(h, mask=self.mask).mean(1)
         h = h * torch.tensor([0.1, 0.7]).repeat(4) + torch.distributions.Normal(h, 0.1).log_prob(torch.tensor(0.3)) * 1e-3
         close = F.cosine_similarity(h, h.flip(1)) * torch.tensor(0.1) + F.triplet_margin_loss(self.mean(h), y, self.spread(h))
-        return F.gaussian_nll_loss(self.mean(h), y, F.softplus(self.spread(h)) + 0.1) + close.mean()
+        apart = (torch.cov(h.t(), correction=0).square().sum() + torch.corrcoef(h.t()[:2]).sum()) * 1e-2
+        return F.gaussian_nll_loss(self.mean(h), y, F.softplus(self.spread(h)) + 0.1) + close.mean() + apart
 
 
 def fields() -> Any:
