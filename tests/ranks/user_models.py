@@ -237,6 +237,28 @@ def silent() -> Any:
     return _Silent(), {"x": _normal(N, 4, 6), "y": _ids(4, N, 4)}
 
 
+class _Cached(nn.Module):
+    """Makes a table and a part without weights in its first call, and keeps them: tables of positions are often made so."""
+
+    table: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.head = nn.Linear(6, 8), nn.Linear(8, 4)
+        self.rates: Tensor
+        self.register_buffer("rates", torch.arange(1.0, 9.0) / 8)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        if not hasattr(self, "table"):
+            self.register_buffer("table", torch.outer(torch.arange(x.shape[1]), self.rates).cos(), persistent=False)
+            self.after = nn.Sequential(nn.ReLU(), nn.Dropout(0.0))
+        return F.cross_entropy(self.head(self.after(self.enter(x) * self.table)).flatten(0, 1), y.flatten())
+
+
+def cached() -> Any:
+    return _Cached(), {"x": _normal(N, 4, 6), "y": _ids(4, N, 4)}
+
+
 class _Speech(nn.Module):
     """Transcripts of unequal length, with lengths as tensors; frames held against others by their cosines."""
 
@@ -369,5 +391,5 @@ def pixels() -> Any:
 
 MODELS = {
     make.__name__: make
-    for make in (penalised, spectral, numbers, translator, running, fields, drawn, silent, speech, placed, modes, cast, pixels)
+    for make in (penalised, spectral, numbers, translator, running, fields, drawn, silent, cached, speech, placed, modes, cast, pixels)
 }
