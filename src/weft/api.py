@@ -214,16 +214,18 @@ def _planned(
 def _called_once(source: Source, batch: Any, loss: Loss | None, error: ModelError) -> nn.Module | None:
     """A model that cannot be followed may simply be wrong: where it raises when it is run for real, that is the error to tell.
 
-    Returns a copy of the model that has been called, None where it is too large to try.
+    Returns a copy of the model, as it was before it was called; None where it is too large to try.
     """
     from weft.model.capture import call, called
     from weft.model.deferred import realize
+    from weft.model.watched import set_state, state_of
 
     if sum(p.numel() for p in source.model.parameters()) > 200_000_000:
         return None
     state = torch.random.get_rng_state()
     # A copy: running statistics and what else a forward pass changes are not ours to change.
     model = copy.deepcopy(realize(source.deferred, source.model) if source.deferred is not None else source.model)
+    before = state_of(model)
     try:
         output = called(model, batch if loss is None else taken(model, batch))  # with gradients, which the model itself may ask for
         try:
@@ -239,6 +241,7 @@ def _called_once(source: Source, batch: Any, loss: Loss | None, error: ModelErro
         raise ModelError(f"the model raises when it is called: {said(real)}{_misfit(model, batch)}") from error
     finally:
         torch.random.set_rng_state(state)
+        set_state(model, before)
     return model
 
 

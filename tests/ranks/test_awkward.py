@@ -322,6 +322,28 @@ def test_a_model_that_differentiates_trains_by_data_and_one_that_pytorch_cannot_
         weft.verify(Overwriting, "data=1", (x,))
 
 
+class Spread(nn.Module):
+    """Divides by how far samples lie apart, which for one is no number, and draws from what must be positive."""
+
+    def __init__(self, least: float) -> None:
+        super().__init__()
+        self.mean, self.least = nn.Linear(1, 1), least
+
+    def forward(self, x: Tensor) -> Tensor:
+        means = self.mean(x)
+        likely = torch.distributions.Normal(means, (means * 0.0).exp() + self.least).log_prob(x)
+        return -(likely * (x - x.mean()) / x.std()).mean()
+
+
+def test_a_model_whose_numbers_end_or_that_refuses_them_itself_is_told_so() -> None:
+    """Both ended as a failed rank: what is no number in the first step was refused by the model in the second."""
+    x = torch.randn(8, 1, generator=torch.Generator().manual_seed(1))
+    found = weft.verify(lambda: Spread(0.0), "pipeline=2 microbatches=8", (x,))
+    assert "the serial run's is nan, so there is nothing to compare" in (found.first_difference or "")
+    with pytest.raises(ModelError, match="raises when plain PyTorch trains it in one process: Expected parameter scale"):
+        weft.verify(lambda: Spread(-2.0), "data=2", (x,))
+
+
 def test_written_buffers_lie_whole_and_are_cut_anew_where_they_are_read_in_pieces() -> None:
     make = MODELS["overwritten"]
     subject = Subject(str(ROOT / "tests/ranks/awkward_models.py:overwritten"))

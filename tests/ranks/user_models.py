@@ -150,7 +150,8 @@ def running() -> Any:
 
 
 class _Fields(nn.Module):
-    """Categories in bags, a Transformer that looks at its mask, places that a mask writes, numbers as tensors, a learned variance."""
+    """Categories in bags, a Transformer that looks at its mask, places that a mask writes, numbers as tensors, a learned variance, features
+    that are to vary apart."""
 
     mask: Tensor
 
@@ -171,7 +172,8 @@ class _Fields(nn.Module):
         h = self.body(h, mask=self.mask).mean(1)
         h = h * torch.tensor([0.1, 0.7]).repeat(4) + torch.distributions.Normal(h, 0.1).log_prob(torch.tensor(0.3)) * 1e-3
         close = F.cosine_similarity(h, h.flip(1)) * torch.tensor(0.1) + F.triplet_margin_loss(self.mean(h), y, self.spread(h))
-        return F.gaussian_nll_loss(self.mean(h), y, F.softplus(self.spread(h)) + 0.1) + close.mean()
+        apart = (torch.cov(h.t(), correction=0).square().sum() + torch.corrcoef(h.t()[:2]).sum()) * 1e-2
+        return F.gaussian_nll_loss(self.mean(h), y, F.softplus(self.spread(h)) + 0.1) + close.mean() + apart
 
 
 def fields() -> Any:
@@ -202,6 +204,59 @@ class _Drawn(nn.Module):
 
 def drawn() -> Any:
     return _Drawn(), (_normal(N, 4, 8),)
+
+
+class _Silent(nn.Module):
+    """A block without gradients beside what is drawn in place, a table made of a list and written, and `detach_`; attention that drops
+    nothing beside dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.qkv, self.head = nn.Linear(6, 8), nn.Linear(8, 24), nn.Linear(8, 4)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.enter(x)
+        with torch.no_grad():
+            noise = torch.empty_like(h).exponential_(2.0)
+            noise.add_(torch.empty_like(h).normal_(0.0, 0.1)).mul_(torch.zeros_like(h).bernoulli_(0.7))
+            noise[:, 1:3].uniform_(-1.0, 1.0)
+        q, k, v = (t.unflatten(-1, (2, 4)).transpose(1, 2) for t in self.qkv(h + noise).chunk(3, -1))
+        attended = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        target = self.head(attended).softmax(-1)
+        early = target * 2
+        target.detach_()
+        classes = torch.tensor([0.5, 1.0, 2.0, 0.25], dtype=h.dtype)
+        classes[1] = 3.0
+        backwards = torch.tensor(list(range(4))[::-1])
+        scores = self.head(self.drop(attended) + h)[..., backwards] * classes
+        return F.cross_entropy(scores.flatten(0, 1), y.flatten()) + (scores * target).mean() + early.square().mean()
+
+
+def silent() -> Any:
+    return _Silent(), {"x": _normal(N, 4, 6), "y": _ids(4, N, 4)}
+
+
+class _Cached(nn.Module):
+    """Makes a table and a part without weights in its first call, and keeps them: tables of positions are often made so."""
+
+    table: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.head = nn.Linear(6, 8), nn.Linear(8, 4)
+        self.rates: Tensor
+        self.register_buffer("rates", torch.arange(1.0, 9.0) / 8)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        if not hasattr(self, "table"):
+            self.register_buffer("table", torch.outer(torch.arange(x.shape[1]), self.rates).cos(), persistent=False)
+            self.after = nn.Sequential(nn.ReLU(), nn.Dropout(0.0))
+        return F.cross_entropy(self.head(self.after(self.enter(x) * self.table)).flatten(0, 1), y.flatten())
+
+
+def cached() -> Any:
+    return _Cached(), {"x": _normal(N, 4, 6), "y": _ids(4, N, 4)}
 
 
 class _Speech(nn.Module):
@@ -335,5 +390,6 @@ def pixels() -> Any:
 
 
 MODELS = {
-    make.__name__: make for make in (penalised, spectral, numbers, translator, running, fields, drawn, speech, placed, modes, cast, pixels)
+    make.__name__: make
+    for make in (penalised, spectral, numbers, translator, running, fields, drawn, silent, cached, speech, placed, modes, cast, pixels)
 }

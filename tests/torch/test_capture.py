@@ -15,7 +15,8 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from weft.errors import ModelError
+import weft
+from weft.errors import Infeasible, ModelError
 from weft.lower.kernels.randomness import Draw
 from weft.lower.local import Lowering, lower
 from weft.model.capture import Captured, capture, taken
@@ -317,9 +318,68 @@ class Picked(nn.Module):
         return (x * self.w)[x[:, 0] > 0].sort(0).values[0].mean()
 
 
+class Late(nn.Module):
+    """Keeps what it makes in its first call, of `kind`."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layer, self.kind, self.seen = nn.Linear(3, 3), kind, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "kept"):
+            if self.kind == "parameter":
+                self.kept = nn.Parameter(torch.ones(3))
+            elif self.kind == "layer":
+                self.kept = nn.Linear(3, 3)
+            else:
+                self.seen += self.kind == "attribute"
+                made = {"batch": lambda: x.mean(0), "weights": lambda: self.layer.weight.detach().sum(0), "noise": lambda: torch.rand(3)}
+                self.register_buffer("kept", made.get(self.kind, lambda: torch.arange(3.0))())
+        return (self.kept(self.layer(x)) if self.kind == "layer" else self.layer(x) * self.kept).mean()
+
+
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
+        ("parameter", "makes its parameter kept while it runs"),
+        ("layer", r"makes a parameter of shape \[3, 3\] while it runs"),
+        ("batch", "makes its buffer kept in its first call, of what is not the same in every step"),
+        ("weights", "makes its buffer kept in its first call, of what is not the same in every step"),
+        ("noise", "makes its buffer kept in its first call, of what is not the same in every step"),
+        ("attribute", "makes its buffer kept while it runs, and changes its attribute seen by which it knows"),
+    ],
+)
+def test_what_a_first_call_makes_and_later_ones_read_is_refused_where_calls_differ(kind: str, said: str) -> None:
+    """What was made stayed in the model, which then could not be built: `kept was made by another block`."""
+    model = Source.of(lambda: Late(kind))
+    with pytest.raises(ModelError, match=said):
+        model.capture((torch.ones(4, 3),), None, None)
+
+
+def test_what_trials_of_a_model_make_is_no_part_of_it_afterwards() -> None:
+    """A statistic of the first batch stayed from the trial, so that parts of the batch seemed to train what the whole does."""
+    x = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(Infeasible, match="it writes kept while it runs, by the samples that it sees"):
+        weft.plan(lambda: Late("batch"), (x,), cluster="1xcpu-2", layout="data=2")
+
+
+class Packed(nn.Module):
+    """Said `zeros(): argument 'size' failed to unpack the object at pos 2`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LSTM(3, 3, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        lengths = (x[:, 0] > 0).sum(-1).clamp(min=1).expand(x.shape[0])
+        packed = nn.utils.rnn.pack_padded_sequence(x[:, None], lengths, batch_first=True, enforce_sorted=False)
+        return nn.utils.rnn.pad_packed_sequence(self.layer(packed)[0])[0].mean()
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (Packed, r"packed sequences at test_capture\.py:\d+, .*give the layer the padded batch"),
         (Branch, r"data-dependent at test_capture\.py:\d+, \"return .* if x\.sum\(\)"),
         (Picked, r"x\[mask\]"),
         (Counting, r"BatchNorm1d with momentum=None at .* give it a momentum"),

@@ -28,7 +28,7 @@ from weft.model.deferred.blame import why_not
 from weft.model.deferred.fakes import Fake, tracing
 from weft.model.deferred.losses import loss_of
 from weft.model.deferred.picked import without_picks
-from weft.model.functional import Memory, make_functional
+from weft.model.functional import Memory, is_in_place, make_functional
 from weft.model.functions import Record, function_of
 from weft.model.gradients import learned, learns_by
 from weft.model.graph import Graph, Operator, Ref, Variable
@@ -36,6 +36,7 @@ from weft.model.nesting import batch_size_of, leaves, rebuild
 from weft.model.paired import paired
 from weft.model.propagate import written_buffers
 from weft.model.reader import Aliased, Reader, exists, spec_of
+from weft.model.stages import draws
 from weft.model.watched import State, changes, set_state, state_of, watched
 from weft.model.work import closure
 
@@ -135,7 +136,7 @@ class _Step(nn.Module):
             else:
                 result = (self._call(batch),)
         self.left(state_of(self.model))
-        return result
+        return (*result, *self.record().made.values())
 
 
 def capture(
@@ -183,6 +184,11 @@ def _settled(step: _Step, batch: Any, batched: frozenset[str], size: int, fake_m
         after = step.state_left()
         changed = changes(before, after)
         if changed:
+            if step.record().made:
+                raise ModelError(
+                    f"the model makes its buffer {next(iter(step.record().made))} while it runs, and changes its attribute "
+                    f"{', '.join(changed[:3])} by which it knows; make it when it is constructed"
+                )
             set_state(step.model, after)
             again = _traced(step, batch, batched, size, fake_mode)
             if again.graph != captured.graph or not _equal(again.constants, captured.constants):
@@ -317,6 +323,11 @@ def _read(program: Any, step: _Step, batch: Any, batched: frozenset[str], size: 
         raise Aliased("the model writes into a tensor in a way that cannot be followed; write with torch.where or index_put")
     ops, rename = operators
     results = [rename.get(v, v) for v in reader.results]
+    if made := step.record().made:
+        written = {op.args[0].value for op in ops if is_in_place(op) and isinstance(op.args[0], Ref)}
+        changing = written.union(v.value for v in (*parameters.values(), *inputs))
+        _refuse_changing(dict(zip(made, results[-len(made) :], strict=True)), ops, changing)
+        results = results[: -len(made)]
     wanted = _apart(_keep(ops, results, in_place))
     if outputs and not results:
         raise ModelError("the model's output holds no tensor; it must return tensors")
@@ -340,6 +351,22 @@ def _read(program: Any, step: _Step, batch: Any, batched: frozenset[str], size: 
     _refuse_replaced({parameters[by_name[name]].value: name for name in step.record().replaced if by_name[name] in parameters}, graph)
     graph = paired(graph, written_buffers(graph))
     return Captured(graph, {v: t for v, t in constants.items() if v in used}, step.structure())
+
+
+def _refuse_changing(made: Mapping[str, str], operators: Sequence[Operator], changing: set[str]) -> None:
+    """Raise ModelError where a buffer that the model makes in its first call, and keeps, is not the same in every call."""
+    for name, value in made.items():
+        needed = {value}
+        for op in reversed(operators):
+            if needed.intersection(op.outputs):
+                needed.update(op.inputs)
+                if draws(op):
+                    needed.update(changing)
+        if needed & changing:
+            raise ModelError(
+                f"the model makes its buffer {name} in its first call, of what is not the same in every step (the batch, parameters, other "
+                "buffers or random numbers), and reads it in later ones; make it when it is constructed"
+            )
 
 
 def _refuse_replaced(replaced: Mapping[str, str], graph: Graph) -> None:

@@ -21,7 +21,9 @@ from weft.model.graph import Arg, Operator, Ref, Tensor, Word
 _SHAPES = {"view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "flatten", "unflatten", "view_as", "reshape_as"}
 _SAME = {"contiguous", "to", "type_as", "alias", "clone", "dropout"}  # where they hand back what they were given
 _TURNS = {"transpose", "t", "permute", "numpy_T", "mT", "movedim", "swapaxes"}
-_DRAWS = ("normal", "uniform", "bernoulli", "random", "exponential", "set", "resize", "requires_grad", "geometric", "cauchy", "log_normal")
+_OTHERWISE = ("set", "resize", "requires_grad")  # writes of what a tensor is, not of what it holds
+# Draws into a tensor whose functional twins have other names: of what else they are told the arguments stay.
+_TWINS = {"aten.normal_.default": "aten.normal_functional.default", "aten.bernoulli_.float": "aten.bernoulli.p"}
 _COMPARES = {"eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_xor", "logical_not"}
 
 
@@ -84,7 +86,9 @@ class _Rewriter:
     def run(self, operators: list[Operator]) -> tuple[list[Operator], dict[str, str]] | None:
         try:
             for op in operators:
-                if is_in_place(op):
+                if op.target == "aten.detach_.default":
+                    self._detach(op)
+                elif is_in_place(op):
                     self._write(op)
                 elif "out" in dict(op.kwargs):
                     self._write_out(op)
@@ -130,6 +134,8 @@ class _Rewriter:
 
     def _watch(self, op: Operator) -> None:
         """Note which of the outputs share memory with an input."""
+        if op.target.startswith("aten.lift_fresh_copy"):
+            return  # a copy, which a trace takes for its source
         for i, output in enumerate(op.outputs):
             mine = self.storages.get(output)
             if mine is None:
@@ -137,6 +143,19 @@ class _Rewriter:
             base = next((v for v in op.inputs if self.storages.get(v) == mine), None)
             if base is not None:
                 self.views[output] = _View(op, self._first(base), i)
+
+    def _detach(self, op: Operator) -> None:
+        """`x.detach_()`: from here on x hands on no gradient; what was made of it before still does."""
+        assert isinstance(op.args[0], Ref)
+        target = self._first(op.args[0].value)
+        self.same[op.outputs[0]] = target
+        if self._current(target) not in self.learned:
+            return
+        if target in self.held or any(view.base == target for view in self.views.values()):
+            raise _Unclear
+        new = self._fresh(op.outputs[0], "new", target)
+        self._emit(replace(op, target="aten.detach.default", name=new, outputs=(new,)))
+        self.now[target] = new
 
     def _write(self, op: Operator) -> None:
         assert isinstance(op.args[0], Ref)
@@ -148,8 +167,8 @@ class _Rewriter:
             return
         new = self._fresh(op.outputs[0], "new", target)
         packet, overload = op.target.split(".")[1][:-1], op.target.split(".")[2]
-        twin = f"aten.{packet}.{overload}"
-        if packet.startswith(_DRAWS) or not self._keeps_dtype(op, packet, target):
+        twin = _TWINS.get(op.target, f"aten.{packet}.{overload}")
+        if packet.startswith(_OTHERWISE) or not self._keeps_dtype(op, packet, target):
             raise _Unclear
         if packet not in ("copy", "zero", "fill_diagonal") and not self.exists(twin):
             raise _Unclear

@@ -45,7 +45,12 @@ _IN_BACKWARD: dict[Any, str] = {
     torch.autograd.backward: "calls torch.autograd.backward",
 }
 _ASKS_TRUE = (Tensor.__bool__, Tensor.allclose, torch.allclose, Tensor.equal, torch.equal)
+_MAKES = (
+    "the model makes {} while it runs, which an optimizer that was made before does not know; let it make and choose its parts when it is "
+    "constructed"
+)
 _OWN = set(vars(nn.Module()))
+_TABLES = ("_parameters", "_buffers", "_modules")
 _HOOKS = {key for key in _OWN if "forward" in key and "hooks" in key}  # a model may hang some on its parts when it is first called
 
 
@@ -56,6 +61,7 @@ class _Told(TorchFunctionMode):
         super().__init__()
         self._model, self._own = model, {id(p) for p in model.parameters()}
         self._known, self._picked = Known(), Picked()
+        self._made: list[Tensor] = []  # parameters that the model makes while it runs
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == _GET_DATA:
@@ -68,10 +74,14 @@ class _Told(TorchFunctionMode):
             raise ModelError(f"the model {_IN_BACKWARD[func]} while it runs, which a captured graph does not hold")
         for x in (*args, *(kwargs or {}).values()):
             if isinstance(x, nn.Parameter) and x.requires_grad and id(x) not in self._own and not _holds(self._model, x):
+                if any(x is made for made in self._made):
+                    raise ModelError(_MAKES.format(f"a parameter of shape {list(x.shape)}"))
                 raise ModelError(
                     f"a parameter of shape {list(x.shape)} is read that is none of the model's, so that it would not be trained; make it "
                     "(and the loss, where that reads it) a part of the model"
                 )
+        if func is Tensor.requires_grad_:
+            self._made.append(args[0])  # what becomes a parameter of a traced tensor does so here
         answer = self._known.asked(func, args)
         if answer is not None:
             return answer[0]
@@ -181,16 +191,31 @@ def watched(model: nn.Module, record: Record) -> Iterator[None]:
     asked: Any = torch.SymBool
     symbolic = asked.__bool__
     asked.__bool__ = lambda number: _is_true(number, symbolic)
+    parts = {path: (m, dict(m._modules)) for path, m in model.named_modules()}
+    made: dict[str, Tensor] = {}
     try:
         with _Told(model), recording(record), without_casts():
             yield
     finally:
+        # Before anybody takes what a call has made for a part of the model that was constructed.
+        for path, (module, modules_before) in parts.items():
+            module._modules.clear()
+            module._modules.update(modules_before)
+            for kind, table in _tables(module):
+                for key in [key for key in table if (path, key, kind) not in held]:
+                    made[f"{path}.{key}".removeprefix(".")] = table.pop(key)
+                    module._non_persistent_buffers_set.discard(key)
         asked.__bool__ = symbolic
         del BASE.apply
         functions.custom_function_call = transformed
         Distribution.set_default_validate_args(checked)
     if python_randomness() != drawn:
         raise ModelError("the model draws from Python's or numpy's random numbers, which a captured graph would fix; use torch's")
+    for name, x in made.items():
+        if isinstance(x, nn.Parameter):
+            raise ModelError(_MAKES.format(f"its parameter {name}"))
+        if x is not None:
+            record.made[name] = x
     modules = {path: dict(_tables(m)) for path, m in model.named_modules()}
     for (path, key, kind), old in held.items():
         new = modules[path][kind].get(key)
@@ -234,13 +259,21 @@ class _Contents:
     items: tuple[Any, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """A module's own parameters, buffers or parts, by name."""
+
+    container: dict[str, Any]
+    items: tuple[tuple[str, Any], ...]
+
+
 def state_of(model: nn.Module) -> State:
-    """Every attribute of all modules that is no parameter, buffer or module, with the contents of containers; hooks on forward too."""
+    """Every attribute of all modules, with the contents of containers; hooks on forward; which parameters, buffers and parts there are."""
     return {
-        (path, key): _contents(value)
+        (path, key): _Table(value, tuple(value.items())) if key in _TABLES else _contents(value)
         for path, module in model.named_modules()
         for key, value in vars(module).items()
-        if key not in _OWN or key in _HOOKS
+        if key not in _OWN or key in _HOOKS or key in _TABLES
     }
 
 
@@ -260,6 +293,8 @@ def changes(before: State, after: State) -> list[str]:
 
 
 def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, _Table) and isinstance(b, _Table):  # what is written or replaced in it is looked at elsewhere
+        return [key for key, _ in a.items] == [key for key, _ in b.items]
     if isinstance(a, _Contents) and isinstance(b, _Contents):
         return a.container is b.container and _same(a.items, b.items)
     if isinstance(a, tuple) and isinstance(b, tuple):
@@ -270,6 +305,9 @@ def _same(a: Any, b: Any) -> bool:
 
 def set_state(model: nn.Module, state: State) -> None:
     """Give all modules the attributes of `state`, and take away those that it lacks."""
+    for value in state.values():
+        if isinstance(value, _Table):
+            _restored(value)
     for path, module in model.named_modules():
         for key in [key for key in vars(module) if key not in _OWN and (path, key) not in state]:
             del vars(module)[key]
@@ -278,6 +316,10 @@ def set_state(model: nn.Module, state: State) -> None:
 
 
 def _restored(value: Any) -> Any:
+    if isinstance(value, _Table):
+        value.container.clear()
+        value.container.update(value.items)
+        return value.container
     if not isinstance(value, _Contents):
         return value
     container = value.container

@@ -43,8 +43,13 @@ class Alike(private.DispatchMode):  # type: ignore[no-untyped-call]
         name = func.__name__.partition(".")[0]
         writes, name = name.endswith("_"), name.removesuffix("_")
         if name not in _DRAWS:
-            self._unknown |= torch.Tag.nondeterministic_seeded in func.tags
-            return func(*args, **kwargs)
+            if torch.Tag.nondeterministic_seeded not in func.tags:
+                return func(*args, **kwargs)
+            # Some that may draw do not, as they are called: attention's kernels without dropout.
+            before = _states(args)
+            found = func(*args, **kwargs)
+            self._unknown |= any(not torch.equal(a, b) for a, b in zip(before, _states(args), strict=True))
+            return found
         like = next((x for x in args if isinstance(x, Tensor)), None)
         if like is not None:
             shape, dtype, device = tuple(like.shape), kwargs.get("dtype") or like.dtype, like.device
@@ -65,3 +70,9 @@ class Alike(private.DispatchMode):  # type: ignore[no-untyped-call]
             args[0].copy_(found)
             return args[0]
         return found
+
+
+def _states(args: Any) -> list[Tensor]:
+    """Of the generators that an operator on these tensors may draw from."""
+    devices = {x.device for x in args if isinstance(x, Tensor) and x.device.type == "cuda"}
+    return [torch.random.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in sorted(devices, key=str))]

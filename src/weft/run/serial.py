@@ -66,6 +66,7 @@ class Serial:
         self._batch = {path: self._input(x) for path, x in leaves(batch) if isinstance(x, Tensor)}
         self._nesting = batch
         trained = [p for p in self.model.parameters() if p.requires_grad]
+        self._trained = {name for name, p in self.model.named_parameters() if p.requires_grad}  # not what a call makes later
         self._optimizer = spec.build([(p, spec.decays(p.shape)) for p in trained])
         self._clip = spec.clip
         if self._carries_inputs():
@@ -97,7 +98,7 @@ class Serial:
             torch.random.set_rng_state(drawn)
         found: dict[str, Tensor] = {}
         for name, p in self.model.named_parameters():
-            if p.requires_grad:
+            if p.requires_grad and name in self._trained:
                 if p.grad is None and self._every:
                     p.grad = torch.zeros_like(p)
                 if p.grad is not None and p.grad.is_sparse:
@@ -161,6 +162,7 @@ class Serial:
         except Exception:
             return False  # the step itself will tell
         finally:
+            set_state(self.model, attributes)
             with torch.no_grad():
                 for p, asked, value in parameters:
                     p.requires_grad_(asked).copy_(value)
@@ -169,7 +171,6 @@ class Serial:
                 for (path, key), b in own.items():
                     # A buffer may be a view (a mask that was reshaped), which cannot be detached in place.
                     modules[path]._buffers[key] = (b.detach() if b.requires_grad else b).copy_(values[path, key])
-            set_state(self.model, attributes)
 
     def perturb(self, seed: int) -> None:
         """Move every parameter by one unit of rounding, up or down at random."""

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.errors import ModelError
+from weft.errors import ModelError, WeftError
 from weft.lower.kernels.alike import SUPPORTED
 from weft.model.capture import Loss
 from weft.model.derivatives import without_gradient
@@ -196,7 +196,9 @@ def verify_on_rank(
         try:
             with _explained(plan):
                 result = engine.forward_backward(batch, want_inputs=not plan.uncaptured)
-        except (RuntimeError, IndexError):
+        except WeftError:
+            raise
+        except Exception:
             # Whether it is the model's own mistake: a look-up of a row that there is not, types that do not go together.
             with _in_plain_pytorch(plan):
                 new_serial().step()
@@ -230,6 +232,8 @@ def verify_on_rank(
             if lossy is not None:
                 seen.exchanged(step, off)
             seen.step(step, got, wanted)
+        if math.isnan(loss_value):
+            break  # weights that are no numbers tell nothing more, and a model may raise at them; all ranks have the same loss
     memory = engine.fullest_memory()
     if serial is None:
         return None
@@ -261,8 +265,10 @@ def _in_plain_pytorch(plan: Plan) -> Iterator[None]:
     """Raise ModelError where the model cannot be trained in one process either."""
     try:
         yield
-    except (RuntimeError, IndexError) as error:
-        if _of_width(plan, error):
+    except WeftError:
+        raise
+    except Exception as error:
+        if isinstance(error, RuntimeError) and _of_width(plan, error):
             raise
         said = str(error).partition("\n")[0]
         parts = sorted(set(plan.microbatch_sizes))

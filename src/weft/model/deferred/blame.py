@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence
 
 import weft
 from weft.model.deferred.fakes import DATA_DEPENDENT
@@ -21,6 +22,11 @@ def why_not(error: Exception) -> str:
     """What stopped the trace, in one line; for branches on values instead of torch's symbols."""
     said = str(error).strip().splitlines()
     where = _place(error)
+    if any(isinstance(held, PackedSequence) for frame, _ in traceback.walk_tb(error.__traceback__) for held in frame.f_locals.values()):
+        return (
+            f"packed sequences{where}: their shapes follow the values of the lengths; give the layer the padded batch, and mask what it "
+            "makes of the padding"
+        )
     if isinstance(error, DATA_DEPENDENT):
         for frame, _ in traceback.walk_tb(error.__traceback__):
             module = frame.f_locals.get("self")

@@ -78,6 +78,27 @@ def bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -
     return torch.zeros(minlength, dtype=dtype).scatter_add(0, input.long(), added)
 
 
+def cov(input: Tensor, *, correction: int = 1, fweights: Tensor | None = None, aweights: Tensor | None = None) -> Tensor:
+    """How rows (variables) vary together over columns (observations): torch's own looks at the value of what it divides by."""
+    if fweights is not None or aweights is not None or input.dim() not in (1, 2) or not input.is_floating_point():
+        return torch.cov(input, correction=correction, fweights=fweights, aweights=aweights)
+    rows_VN = input if input.dim() == 2 else input[None]
+    centred_VN = rows_VN - rows_VN.mean(1, keepdim=True)
+    number = max(rows_VN.shape[1] - correction, 0)
+    return (centred_VN @ centred_VN.t() / number).squeeze()
+
+
+def corrcoef(input: Tensor) -> Tensor:
+    """`cov` over the deviations of both rows."""
+    if input.dim() not in (1, 2) or not input.is_floating_point():
+        return torch.corrcoef(input)
+    both = cov(input)
+    if not both.dim():
+        return both / both
+    deviation_V = both.diagonal().sqrt()
+    return (both / deviation_V[:, None] / deviation_V).clamp(-1, 1)
+
+
 def checked(condition: Any, message: str) -> None:
     """What torch asserts: of values that a trace does not know it is passed over, as other checks of values."""
     if not isinstance(condition, Tensor | torch.SymBool) and not condition:
@@ -125,6 +146,10 @@ _FOR_EACH = {"alpha", "value", "weight", "ord"}  # arguments by name that are th
 _OF_NUMBERS = (torch.tensor, torch.as_tensor, Tensor.new_tensor)
 INSTEAD: Mapping[Any, Callable[..., Any]] = {
     ASSERT: checked,
+    torch.cov: cov,
+    Tensor.cov: cov,
+    torch.corrcoef: corrcoef,
+    Tensor.corrcoef: corrcoef,
     torch.bincount: bincount,
     Tensor.bincount: bincount,
     F.affine_grid: affine_grid,

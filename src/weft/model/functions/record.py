@@ -45,12 +45,14 @@ class Call:
 
 
 class Record:
-    """The calls of one trace, in order, what each of them returned (a tensor's number, or what else it is), and parameters replaced."""
+    """The calls of one trace, in order, what each of them returned (a tensor's number, or what else it is), parameters replaced, and
+    buffers that the model has made in its call."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
         self.returned: list[Any] = []
         self.replaced: list[str] = []  # names of parameters in whose place the model put others
+        self.made: dict[str, Any] = {}  # buffers by name
 
 
 _RECORD: ContextVar[Record | None] = ContextVar("weft_functions", default=None)
