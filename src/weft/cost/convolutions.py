@@ -24,7 +24,7 @@ _BLOCK = 16  # channels: of each group where oneDNN has no kernel for depthwise 
 _SMALL = 20480  # channels times the first two sides of one sample up to which torch makes its convolution itself,
 _WIDE = 3  # but where both of the last sides of the window are above this
 # Bytes that are moved besides a product for each byte of columns, each way; torch makes those of volumes slowly.
-_MOVED, _MOVED_3D = 0.3, 1.0
+_MOVED, _MOVED_3D = 0.3, 3.2
 _FIRST = 8  # channels that a first layer reads at most: such kernels take them as they are
 
 
