@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import cycle
 from statistics import median
@@ -12,17 +11,16 @@ from typing import Any
 
 import torch
 
-from weft.cluster.probe.timing import Patience, spread
 from weft.collectives import ALGORITHMS, build
 from weft.plan.program import Action, Program, Recv, Send, Value
 
 SIZES = tuple(4**k << 10 for k in range(1, 8))  # 4 KiB to 16 MiB: between points a straight line in logarithms must do
 FULL_SIZES = (1 << 10, *SIZES, 64 << 20)
 PIECES = 4
-WARM, WARM_S = 40, 0.01  # calls before those that count, at most, and about how long they take
-LARGE = 4 << 20  # bytes from which on a call takes milliseconds, and half of the samples must do
-QUICK = Patience(least=4, most=8, spread=0.1)
-FULL = Patience(least=6, most=30, spread=0.03)
+WARM, WARM_S, AGAIN_S = 40, 0.01, 0.002  # calls before those that count, at most, and about how long they take, first and later
+PASSES = 3  # over all sizes: processors that are far from each other for a second then spoil a third of a size's samples, not all
+QUICK, FULL = 2, 6  # samples of a pass
+FEW, MANY = 1, 5  # pieces passed on, by whose difference a message is known
 Pieces = Sequence[torch.Tensor]
 Points = list[tuple[int, float]]
 
@@ -40,63 +38,66 @@ def measure_messages(world: Any, quick: bool = True) -> list[tuple[str, int, Poi
 
     n = world.num_ranks
     over_gloo = World(world.rank, n, world._store, generation=1, transport="gloo")
-    tables: dict[str, Points] = {}
-    sizes, patience = (SIZES, QUICK) if quick else (FULL_SIZES, FULL)
+    sizes, samples = (SIZES, QUICK) if quick else (FULL_SIZES, FULL)
     room = [torch.zeros(2 * sizes[-1] // 4) for _ in range(2)]  # of 2 pieces of the largest, for all: its pages are there from then on
+    ends = {"": world.everyone, ".gloo": over_gloo.everyone}
+    programs = {end: Programs(group.runner) for end, group in ends.items()}
     whole = {name: build("all_reduce", name, n) for name in ALGORITHMS["all_reduce"] if name != "hierarchical"}
-    for end, group in (("", world.everyone), (".gloo", over_gloo.everyone)):
-        calls, programs = _calls(world, group), Programs(group.runner)
-        if end:
-            calls.pop("add")
-        for program in whole.values():  # the programs' own connections: pages of all of them are there from then on
-            programs.all_reduce(program, room[0][: sizes[-1] // 4])
-        for number, size in reversed(list(enumerate(sizes))):
-            # Programs and buckets of gradients go through memory: a piece that is sent again and again would stay in a core's own cache.
-            count = PIECES if size < sizes[-1] else 2
-            x, y = (whole[: count * size // 4].view(count, -1).unbind() for whole in room)
-            few = replace(patience, least=patience.least // 2 + 1, most=patience.most // 2 + 1) if size >= LARGE else patience
-            cases: dict[str, Callable[[], object]] = {name: partial(call, x, y) for name, call in calls.items()}
-            summed = cycle(x)
-            cases["all_reduce"] = lambda summed=summed, group=group: group.all_reduce(next(summed))  # type: ignore[misc]
-            if number % 2 == 0:
-                for name, program in whole.items():
-                    cases[f"program.{name}"] = partial(programs.all_reduce, program, x[0])
-            parts = {"send": 0.5 / count, "exchange": 1 / count, "add": 1 / count}
-            for name, seconds in _typical(world, cases, few).items():
-                tables.setdefault(name + end, []).insert(0, (size, seconds * parts.get(name, 1.0)))
-        least, few_times, many_times = sizes[0], 1, 5
-        small = torch.zeros(least // 4)
-        passed = {str(times): partial(programs.all_reduce, _passing(n, times), small) for times in (few_times, many_times)}
-        few_s, many_s = _typical(world, passed, patience).values()
-        message = max(0.0, (many_s - few_s) / (many_times - few_times))
-        tables[f"step{end}"] = [(least, max(0.0, message - tables[f"exchange{end}"][0][1]))]
-        tables[f"call{end}"] = [(least, max(0.0, few_s - few_times * message))]
+    passing = {count: _passing(n, count) for count in (FEW, MANY)}
+    for runner in programs.values():  # the programs' own connections: pages of all of them are there from then on
+        for program in whole.values():
+            runner.all_reduce(program, room[0][: sizes[-1] // 4])
+    times: dict[tuple[str, int], list[float]] = {}
+    for warm_s in (WARM_S, *[AGAIN_S] * (PASSES - 1)):
+        for end, group in ends.items():
+            for size in reversed(sizes):
+                # Programs and buckets of gradients go through memory: a piece sent again and again would stay in a core's own cache.
+                count = PIECES if size < sizes[-1] else 2
+                x, y = (half[: count * size // 4].view(count, -1).unbind() for half in room)
+                run = {f"program.{name}": program for name, program in whole.items() if size in sizes[::2]}
+                run |= {f"passing.{again}": program for again, program in passing.items() if size == sizes[0]}
+                cases = _calls(world, group, x, y)
+                cases |= {name: partial(programs[end].all_reduce, program, x[0]) for name, program in run.items()}
+                parts = {"send": 0.5 / count, "exchange": 1 / count, "add": 1 / count}
+                for name, found in _timed(world, cases, samples, warm_s).items():
+                    times.setdefault((name + end, size), []).extend(parts.get(name, 1.0) * seconds for seconds in found)
+    typical = {key: median(found) for key, found in times.items()}
+    tables: dict[str, Points] = {}
+    for end in ends:
+        few_s, many_s = (typical.pop((f"passing.{count}{end}", sizes[0])) for count in passing)
+        message = max(0.0, (many_s - few_s) / (MANY - FEW))
+        tables[f"step{end}"] = [(sizes[0], max(0.0, message - typical[f"exchange{end}", sizes[0]]))]
+        tables[f"call{end}"] = [(sizes[0], max(0.0, few_s - FEW * message))]
+    for (name, size), seconds in sorted(typical.items()):
+        tables.setdefault(name, []).append((size, seconds))
     return [(name, n, points) for name, points in tables.items()]
 
 
-def _calls(world: Any, group: Any) -> dict[str, Callable[[Pieces, Pieces], None]]:
+def _calls(world: Any, group: Any, x: Pieces, y: Pieces) -> dict[str, Callable[[], object]]:
     """What is timed between the members of `group`, which are all of the world: from pieces `x` to pieces `y`."""
     n, index = group.size, group.index
     half = n // 2
+    summed = cycle(x)
 
-    def send(x: Pieces, y: Pieces) -> None:
+    def send() -> None:
         for leaves, comes in zip(x, y, strict=True):
             (group.isend(leaves, index + half) if index < half else group.irecv(comes, index - half)).wait()
             (group.irecv(comes, index + half) if index < half else group.isend(leaves, index - half)).wait()
 
-    def exchange(x: Pieces, y: Pieces) -> None:
+    def exchange() -> None:
         for leaves, comes in zip(x, y, strict=True):
             arriving, leaving = group.irecv(comes, (index - 1) % n), group.isend(leaves, (index + 1) % n)
             arriving.wait()
             leaving.wait()
 
-    def add(x: Pieces, y: Pieces) -> None:
+    def add() -> None:
         for one, other in zip(x, y, strict=True):
             torch.add(one, other, out=one)
         if n > 2:
             world.everyone.barrier()  # ranks that have no core yet are waited for
 
-    return {"send": send, "exchange": exchange, "add": add}
+    calls = {"send": send, "exchange": exchange, "all_reduce": lambda: group.all_reduce(next(summed))}
+    return calls | {"add": add} if group is world.everyone else calls
 
 
 def _passing(num_ranks: int, times: int) -> Program:
@@ -114,12 +115,12 @@ def _passing(num_ranks: int, times: int) -> Program:
     return Program("passing", 0, given, tuple(rows), ({},) * num_ranks)
 
 
-def _typical(world: Any, calls: Mapping[str, Callable[[], object]], patience: Patience) -> dict[str, float]:
-    """Median seconds of each call of all ranks, each time the slowest one's; after some that do not count: what takes microseconds takes
-    half as long again until the interpreter has seen it often.
+def _timed(world: Any, calls: Mapping[str, Callable[[], object]], samples: int, warm_s: float) -> dict[str, list[float]]:
+    """Seconds of each call of all ranks, each time the slowest one's; after some that do not count: what takes microseconds takes half as
+    long again until the interpreter has seen it often.
 
     The calls take turns: what slows the machine for a moment slows few samples of each, and each finds in the caches what the others left
-    there, as in training, and not what it left itself. All ranks see the same times, and so take as many.
+    there, as in training, and not what it left itself.
     """
 
     def once(call: Callable[[], object]) -> float:
@@ -134,13 +135,7 @@ def _typical(world: Any, calls: Mapping[str, Callable[[], object]], patience: Pa
         return told.tolist()
 
     for call, spent in zip(calls.values(), slowest([once(call) for call in calls.values()]), strict=True):
-        for _ in range(min(WARM, int(WARM_S / spent))):
+        for _ in range(min(WARM, int(warm_s / spent))):
             once(call)
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    unknown = list(calls)
-    while unknown and len(times[unknown[0]]) < patience.most:
-        for _ in range(patience.least):
-            for name, spent in zip(unknown, slowest([once(calls[name]) for name in unknown]), strict=True):
-                times[name].append(spent)
-        unknown = [name for name in unknown if spread(times[name]) > patience.spread]
-    return {name: median(found) for name, found in times.items()}
+    rounds = [slowest([once(call) for call in calls.values()]) for _ in range(samples)]
+    return dict(zip(calls, map(list, zip(*rounds, strict=True)), strict=True))
