@@ -8,7 +8,7 @@ import pytest
 from gpt_graph import gpt
 
 from weft.model.fold import fold, propagate
-from weft.model.graph import Operator, Ref, Tensor
+from weft.model.graph import Graph, Operator, Ref, Tensor, Variable
 from weft.model.propagate import propagate as propagate_whole
 
 
@@ -51,3 +51,38 @@ def test_few_layers_and_layers_that_are_collected_stay_whole() -> None:
     tensors = dict(graph.tensors) | {"sum": Tensor(graph.tensors[ends[0].outputs[0]].shape, "float32")}
     collected = Operator("sum", "aten.stack.default", (tuple(Ref(op.outputs[0]) for op in ends),), (), ("sum",), "/sum")
     assert fold(replace(graph, operators=(*graph.operators, collected), tensors=tensors)) is None
+
+
+def striped(layers: int) -> Graph:
+    """Layers that add one of two inputs: every third layer another than the two before it."""
+    tensor = Tensor((8, 4), "float32")
+    names = ["x", "near", "far"]
+    inputs = tuple(Variable(name, name, tensor, batched=True) for name in names)
+    weights = tuple(Variable(f"w{i}", f"{i}.w", Tensor((4, 4), "float32")) for i in range(layers))
+    operators, value = [], "x"
+    for i in range(layers):
+        mask = "far" if i % 3 == 2 else "near"
+        operators.append(Operator(f"mm{i}", "aten.mm.default", (Ref(value), Ref(f"w{i}")), (), (f"a{i}",), f"{i}/mm"))
+        operators.append(Operator(f"add{i}", "aten.add.Tensor", (Ref(f"a{i}"), Ref(mask)), (), (f"b{i}",), f"{i}/add"))
+        value = f"b{i}"
+    operators.append(Operator("sum", "aten.sum.default", (Ref(value),), (), ("loss",), "/sum"))
+    made = {u: tensor for op in operators for u in op.outputs} | {"loss": Tensor((), "float32")}
+    tensors = {v.value: v.tensor for v in (*inputs, *weights)} | made
+    return Graph(weights, (), inputs, (), tuple(operators), tensors, "loss", 8)
+
+
+def test_layers_of_two_kinds_in_turn_are_one_period() -> None:
+    """Alike by kind they are one by one, but what they read repeats every third only."""
+    graph = striped(30)
+    folded = graph.fold
+    assert folded is not None
+    (run,) = folded.runs
+    assert run.period == 6
+    assert run.count >= 9
+    for sizes in ({"data": 2}, {"tensor": 2}):
+        assert propagate(graph, sizes) == propagate_whole(graph, sizes)
+
+
+def test_too_few_stripes_stay_whole() -> None:
+    """Nine layers in turn of three are too few to fold by threes, and no five in a row are alike."""
+    assert striped(9).fold is None

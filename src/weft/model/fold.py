@@ -23,6 +23,7 @@ from weft.model.sharding import Move, Prices, Sharding, Shards
 
 LEAST = 5  # copies of a layer that are worth folding
 MOST_PERIOD = 2000  # operators of one layer
+MOST_TRIED = 12  # stretches of alike operators that are looked at
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,11 @@ class Run:
     @property
     def end(self) -> int:
         return self.start + self.period * self.count
+
+    @property
+    def saves(self) -> int:
+        """Operators between the third layer and the last: by these runs are compared, whatever stays in front."""
+        return (self.count - 3) * self.period
 
     @property
     def left_out(self) -> range:
@@ -227,22 +233,44 @@ def _runs(graph: Graph) -> list[Run]:
 
 
 def _longest(graph: Graph, kinds: NDArray[np.int64], low: int, high: int) -> Run | None:
+    """The run of most operators between the third layer and the last, of the periods that promise most."""
     part = kinds[low:high]
-    tried: list[tuple[int, int, int, int]] = []  # (operators left out, -period, start, length)
+    tried: list[tuple[int, int, int, int]] = []  # (operators left out at most, -period, start, length)
     for period in range(1, min(MOST_PERIOD, len(part) // LEAST) + 1):
-        same = np.concatenate([[False], part[:-period] == part[period:], [False]])
-        edges = np.flatnonzero(np.diff(same.astype(np.int8)))
-        starts, lengths = edges[::2], edges[1::2] - edges[::2] + period
-        if len(starts):
-            best = int(np.argmax(lengths))
-            count = int(lengths[best]) // period
+        for start, stop in _stretches(part[:-period] == part[period:]):
+            count = (stop - start) // period + 1
             if count >= LEAST:
-                tried.append(((count - 3) * period, -period, low + int(starts[best]), int(lengths[best])))
-    for _, negative, start, length in sorted(tried, reverse=True)[:6]:
-        run = _aligned(graph, start, -negative, length)
-        if run is not None:
-            return run
-    return None
+                tried.append(((count - 3) * period, -period, low + start, low + stop))
+    best: Run | None = None
+    for most, negative, start, stop in sorted(tried, reverse=True)[:MOST_TRIED]:
+        if best is not None and most <= best.saves:
+            break
+        period = -negative
+        # What enters the first layer comes from elsewhere than what enters the others.
+        for first, last in _stretches(np.asarray([_reads_on(graph, i, period) for i in range(start, stop)])):
+            begin, end = max(start, start + first - period), start + last + period
+            if ((end - begin) // period - 3) * period <= (best.saves if best is not None else 0):
+                continue
+            run = _aligned(graph, begin, period, end - begin)
+            if run is not None and (best is None or run.saves > best.saves):
+                best = run
+    return best
+
+
+def _stretches(which: NDArray[np.bool_]) -> list[tuple[int, int]]:
+    """(first, one behind the last) of every stretch of true ones."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], which, [False]]).astype(np.int8)))
+    return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
+
+
+def _reads_on(graph: Graph, i: int, period: int) -> bool:
+    """Whether operator i + period reads what operator i does: the same, a period later, or a parameter of its own."""
+    place, held = graph.place, graph.held
+    for u, v in zip(graph.operators[i].inputs, graph.operators[i + period].inputs, strict=True):
+        at = place.get(u)
+        if u != v and not (held[u] if at is None else place.get(v) == at + period):
+            return False
+    return True
 
 
 def _aligned(graph: Graph, start: int, period: int, length: int) -> Run | None:

@@ -11,11 +11,14 @@ Not modelled: ranks with several stages.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import combinations, product
 from math import inf
+
+import numpy as np
+from numpy.typing import NDArray
 
 from weft.cost.base import NOTHING, Ends, Load
 from weft.cost.compute import Seconds
@@ -32,6 +35,7 @@ from weft.units import format_bytes, format_seconds
 KEEP, SWAP, DROP = "keep", "swap", "drop"
 CHOICES = (KEEP, SWAP, DROP)
 FIRST = (SWAP, DROP, KEEP)  # of equal choices the one that moves the first layers, repeats the next and keeps the last
+_SWAP, _DROP, _KEEP = range(len(FIRST))
 _EXACT = 5  # layers up to which every choice is tried
 _PAIRS = 12  # layers up to which two are changed at a time
 _ENDS = 2  # layers that may differ from all the others, which are alike: a stage's first and last
@@ -56,6 +60,51 @@ class Room:
     loads: int = 1
 
 
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """A stage's layers as arrays, by which many choices are weighed at once: rows of `tried` are choices, as places in `FIRST`, and its
+    columns are layers."""
+
+    layers: Sequence[Load]
+
+    @cached_property
+    def _of(self) -> dict[str, NDArray[np.float64]]:
+        names = ("forward_s", "saved_bytes", "entering_bytes", "collectives_s", "working_bytes")
+        found = {name: np.array([getattr(layer, name) for layer in self.layers], dtype=np.float64) for name in names}
+        back = [layer.saved_bytes if layer.back_bytes is None else layer.back_bytes for layer in self.layers]
+        return found | {"back_bytes": np.array(back, dtype=np.float64)}
+
+    def seconds(self, tried: NDArray[np.int8], room: Room) -> NDArray[np.float64]:
+        """Seconds of one microbatch, forward and back, of every choice."""
+        of = self._of
+        moved = np.where(tried == _SWAP, of["saved_bytes"], 0.0).sum(1)
+        again = np.where(tried == _DROP, of["forward_s"], 0.0).sum(1)
+        collectives = np.where(tried == _DROP, of["collectives_s"], 0.0).sum(1)
+        compute = [room.compute + Seconds(0.0, float(more)) for more in again]
+        whole = [room.copies.around(one, float(size)) if size else one for one, size in zip(compute, moved, strict=True)]
+        found: NDArray[np.float64] = np.array([one.total for one in whole]) + collectives
+        return found
+
+    def bytes(self, tried: NDArray[np.int8], room: Room) -> NDArray[np.float64]:
+        """Bytes on the device when it holds most: in the backward of one layer, when what those behind it kept is gone."""
+        of = self._of
+        saved, entering = of["saved_bytes"], of["entering_bytes"]
+        moved, again = tried == _SWAP, tried == _DROP
+        largest = np.where(moved, saved, 0.0).max(1, initial=0.0)[:, None]
+        stays = np.where(moved, 0.0, np.where(again, entering, saved))
+        there = np.where(moved, of["back_bytes"] + (room.loads - 1) * largest, np.where(again, np.maximum(0.0, saved - entering), 0.0))
+        behind = stays[:, ::-1].cumsum(1)[:, ::-1]  # of each layer and those behind it
+        gone = room.ends.behind_bytes + behind - stays
+        kept = stays.sum(1)
+        most = (of["working_bytes"] + there - gone).max(1, initial=room.ends.last_bytes)
+        found: NDArray[np.float64] = kept * room.flying + np.maximum(most, room.ends.first_bytes - room.ends.behind_bytes - kept)
+        return found
+
+
+def _rows(every: Iterable[Sequence[str]]) -> NDArray[np.int8]:
+    return np.array([[FIRST.index(one) for one in choices] for choices in every], dtype=np.int8)
+
+
 def seconds_of(layers: Sequence[Load], choices: Sequence[str], room: Room) -> float:
     """Seconds of one microbatch, forward and back.
 
@@ -63,31 +112,17 @@ def seconds_of(layers: Sequence[Load], choices: Sequence[str], room: Room) -> fl
     >>> seconds_of(two, (SWAP, KEEP), room), seconds_of(two, (DROP, KEEP), room)
     (8.0, 7.0)
     """
-    moved = sum(layer.saved_bytes for layer, choice in zip(layers, choices, strict=True) if choice == SWAP)
-    again = [layer for layer, choice in zip(layers, choices, strict=True) if choice == DROP]
-    compute = room.compute + Seconds(0.0, sum(layer.forward_s for layer in again))
-    return (room.copies.around(compute, moved) if moved else compute).total + sum(layer.collectives_s for layer in again)
+    return float(Stage(layers).seconds(_rows([choices]), room)[0])
 
 
 def bytes_of(layers: Sequence[Load], choices: Sequence[str], room: Room) -> float:
-    """Bytes on the device when it holds most: in the backward of one layer, when what those behind it kept is gone.
+    """Bytes on the device when it holds most.
 
     >>> two, room = [Load("a", 1, 4, 1), Load("b", 1, 4, 1)], Room(8, Seconds(2, 4), Copies(0.25, beside=False))
     >>> bytes_of(two, (KEEP, KEEP), room), bytes_of(two, (DROP, KEEP), room), bytes_of(two, (DROP, DROP), room)
     (8.0, 5.0, 5.0)
     """
-    moved = max((layer.saved_bytes for layer, choice in zip(layers, choices, strict=True) if choice == SWAP), default=0.0)
-    gone, kept, most = room.ends.behind_bytes, 0.0, room.ends.last_bytes
-    for layer, choice in zip(reversed(layers), reversed(choices), strict=True):
-        there, stays = 0.0, layer.saved_bytes
-        if choice == DROP:
-            there, stays = max(0.0, layer.saved_bytes - layer.entering_bytes), layer.entering_bytes
-        elif choice == SWAP:
-            back = layer.saved_bytes if layer.back_bytes is None else layer.back_bytes
-            there, stays = back + (room.loads - 1) * moved, 0.0
-        most = max(most, layer.working_bytes + there - gone)
-        gone, kept = gone + stays, kept + stays
-    return kept * room.flying + max(most, room.ends.first_bytes - gone)
+    return float(Stage(layers).bytes(_rows([choices]), room)[0])
 
 
 Key = tuple[float, float, int, tuple[int, ...]]  # seconds, bytes where they are too many, layers that do not keep their own, and which
@@ -109,27 +144,36 @@ def choose(layers: Sequence[Load], room: Room, allowed: Sequence[str] = CHOICES)
     ('swap', 'keep', 'keep')
     """
     count = len(layers)
+    stage = Stage(layers)
+    codes = [FIRST.index(one) for one in allowed]
 
-    def key(choices: Choices) -> Key:
-        need = bytes_of(layers, choices, room)
+    def keys(tried: NDArray[np.int8]) -> list[Key]:
+        need = stage.bytes(tried, room)
         fits = need <= room.limit_bytes * (1 + 1e-12)
-        seconds = float(f"{seconds_of(layers, choices, room):.9g}") if fits else inf  # sums differ by rounding
-        return seconds, 0.0 if fits else need, sum(one != KEEP for one in choices), tuple(FIRST.index(one) for one in choices)
+        seconds = np.full(len(tried), inf)
+        seconds[fits] = stage.seconds(tried[fits], room)
+        # Sums differ by rounding.
+        changed = (tried != _KEEP).sum(1)
+        return [
+            (float(f"{took:.9g}"), 0.0 if fit else size, number, tuple(row))
+            for took, fit, size, number, row in zip(*(one.tolist() for one in (seconds, fits, need, changed, tried)), strict=True)
+        ]
 
     if count <= _EXACT:
-        best = min(product(allowed, repeat=count), key=key)
+        best = min(keys(np.array(list(product(codes, repeat=count)), dtype=np.int8)))
     else:
-        starts = sorted({(KEEP,) * count, *(one for order in _orders(layers) for one in _along(layers, room, allowed, order))}, key=key)
+        found = [_rows([(KEEP,) * count]), *(one for order in _orders(layers) for one in _along(stage, room, allowed, order))]
+        starts = sorted(set(keys(np.concatenate(found))))
         kinds = Counter((one.forward_s, one.saved_bytes, one.entering_bytes, one.collectives_s) for one in layers)
-        alike = kinds.most_common(1)[0][1] >= count - _ENDS and key(starts[0])[0] < inf
-        best = starts[0] if alike else min((_improved(start, key, allowed) for start in starts[:4]), key=key)
-    if key(best)[0] == inf:
+        alike = kinds.most_common(1)[0][1] >= count - _ENDS and starts[0][0] < inf
+        best = starts[0] if alike else min(_improved(start, keys, codes) for start in starts[:4])
+    if best[0] == inf:
         most = max(layer.saved_bytes for layer in layers)
         raise Infeasible(
             f"{count} layers do not fit in {format_bytes(room.limit_bytes)} whatever is moved or repeated; the largest keeps "
             f"{format_bytes(most)}: use more microbatches or stages, or allow more memory"
         )
-    return best
+    return tuple(FIRST[code] for code in best[-1])
 
 
 def _orders(layers: Sequence[Load]) -> Iterator[list[int]]:
@@ -142,40 +186,43 @@ def _orders(layers: Sequence[Load]) -> Iterator[list[int]]:
     yield dear[::-1]
 
 
-def _along(layers: Sequence[Load], room: Room, allowed: Sequence[str], order: Sequence[int]) -> Iterator[Choices]:
+def _along(stage: Stage, room: Room, allowed: Sequence[str], order: Sequence[int]) -> Iterator[NDArray[np.int8]]:
     """For every number of the order's first layers that are moved, none of the others repeated (which may take less room than one does),
     and the fewest that must be: the next ones, and the last."""
     count = len(order)
     for from_the_end in (False, True):
         again = 0 if DROP not in allowed else count
         for moved in range(count + 1 if SWAP in allowed else 1):
-            rest, first = order[moved:], set(order[:moved])
             # The first of the rest, or its last, the last of all first.
-            queue = rest[::-1] if from_the_end else rest
-            again = min(again, len(rest))
-            while again and bytes_of(layers, _made(count, first, queue[: again - 1]), room) <= room.limit_bytes:
+            queue = order[moved:][::-1] if from_the_end else order[moved:]
+            tried = np.full((2, count), _KEEP, dtype=np.int8)
+            tried[:, order[:moved]] = _SWAP
+            tried[1, queue[:again]] = _DROP
+            again = min(again, len(queue))
+            while again:
+                tried[1, queue[again - 1]] = _KEEP
+                if stage.bytes(tried[1:], room)[0] > room.limit_bytes:
+                    tried[1, queue[again - 1]] = _DROP
+                    break
                 again -= 1
-            yield _made(count, first, queue[:again])
-            yield _made(count, first, ())
+            yield tried
 
 
-def _made(count: int, moved: Collection[int], again: Collection[int]) -> Choices:
-    return tuple(SWAP if i in moved else DROP if i in again else KEEP for i in range(count))
-
-
-def _improved(start: Choices, key: Callable[[Choices], Key], allowed: Sequence[str]) -> Choices:
-    best, value = start, key(start)
-    sizes = (1, 2) if len(start) <= _PAIRS else (1,)
+def _improved(start: Key, keys: Callable[[NDArray[np.int8]], list[Key]], codes: Sequence[int]) -> Key:
+    """The best that changing one layer, or two of few, again and again leads to."""
+    best, count = start, len(start[-1])
+    sizes = (1, 2) if count <= _PAIRS else (1,)
+    places = [one for size in sizes for one in combinations(range(count), size)]
     while True:
-        found = best
-        for places in (one for size in sizes for one in combinations(range(len(best)), size)):
-            for new in product(allowed, repeat=len(places)):
-                tried = list(best)
-                for place, one in zip(places, new, strict=True):
-                    tried[place] = one
-                if (better := key(tuple(tried))) < value:
-                    found, value = tuple(tried), better
-        if found == best:
+        tried = []
+        for some in places:
+            for new in product(codes, repeat=len(some)):
+                row = list(best[-1])
+                for place, one in zip(some, new, strict=True):
+                    row[place] = one
+                tried.append(row)
+        found = min(keys(np.array(tried, dtype=np.int8)))
+        if found >= best:
             return best
         best = found
 
