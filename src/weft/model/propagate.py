@@ -314,23 +314,24 @@ class _Axis:
         State = tuple[float, dict[str, tuple[Form, ...]], _Decided | None]
         states: list[State] = [(0.0, {}, None)]
         for i, op in enumerate(self.graph.operators):
-            choices = self.choices(op)
-            best: dict[tuple[object, ...], State] = {}
+            gone = {value for value in op.inputs if last[value] == i}
+            choices = [
+                (choice, {v: (form,) for v, form in zip(op.outputs, choice.makes, strict=True) if last.get(v, -1) > i})
+                for choice in self.choices(op)
+            ]
+            best: dict[frozenset[tuple[str, tuple[Form, ...]]], State] = {}
             for cost, held, path in states:
-                for choice in choices:
+                for choice, made in choices:
                     if not self.worth(op, choice, held):
                         continue
                     tried = self._apply(op, choice, cost, held)
                     if tried is None:
                         continue
                     total, after, stored = tried
-                    for value in set(op.inputs):
-                        if last[value] == i:
-                            after.pop(value, None)
-                    for value, form in zip(op.outputs, choice.makes, strict=True):
-                        if last.get(value, -1) > i:
-                            after[value] = (form,)
-                    key = tuple(sorted(after.items()))
+                    for value in gone:
+                        after.pop(value, None)
+                    after.update(made)
+                    key = frozenset(after.items())
                     if key not in best or total < best[key][0]:
                         best[key] = (total, after, _Decided(path, op.name, choice, stored))
             states = sorted(best.values(), key=lambda s: s[0])[:beam]
