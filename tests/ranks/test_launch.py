@@ -232,6 +232,18 @@ def test_a_rank_that_returns_early_is_named(ranks: Any) -> None:
     assert "rank 1 had returned" in str(caught.value)
 
 
+def told(world: World) -> str:
+    """Rank 0 answers one question, and has returned when the second is asked."""
+    first = world.told(lambda: "chosen")
+    return first if world.rank == 0 else world.told(str)
+
+
+def test_who_waits_for_a_choice_of_rank_0_hears_that_it_returned(ranks: Any) -> None:
+    with pytest.raises(RankError) as caught:
+        ranks(told, 2, timeout_s=None)
+    assert "rank 1 waits for what rank 0 chooses, and rank 0 has ended; rank 0 had returned" in str(caught.value)
+
+
 def test_long_work_without_collectives_is_no_hang(ranks: Any) -> None:
     assert ranks(sleeps, 2, 1.5, timeout_s=0.8) == [None, None]
 

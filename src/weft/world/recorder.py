@@ -188,11 +188,14 @@ class Recorder:
         """Tells every rank of the run to stop."""
         self._map[STOPPING] = 1
 
+    def ended(self, rank: int) -> bool:
+        """Whether `rank` has returned or failed; never of a rank that the file does not hold."""
+        at = HEADER_BYTES + rank * _rank_bytes(self._capacity) + PHASE
+        return at < len(self._map) and self._map[at] >= DONE
+
     def settled(self) -> bool:
         """Whether every rank of the file has returned or failed."""
-        size = _rank_bytes(self._capacity)
-        num_ranks = (len(self._map) - HEADER_BYTES) // size
-        return all(self._map[HEADER_BYTES + rank * size + PHASE] >= DONE for rank in range(num_ranks))
+        return all(self.ended(rank) for rank in range((len(self._map) - HEADER_BYTES) // _rank_bytes(self._capacity)))
 
     def last(self) -> Moment | None:
         """This rank's newest collective."""
