@@ -113,6 +113,10 @@ def test_a_port_in_use_is_one_error_with_a_remedy(port: int) -> None:
     [
         ({"MASTER_PORT": None}, "MASTER_PORT is missing"),
         ({"RANK": "x"}, "RANK is 'x'"),
+        ({"MASTER_PORT": "0"}, "MASTER_PORT is 0; ports are 1 to 65535"),
+        ({"MASTER_PORT": "65536"}, "MASTER_PORT is 65536; ports are 1 to 65535"),
+        ({"RANK": "²"}, "RANK is '²'"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE 0; a run has 1 rank or more"),
         ({"RANK": "5"}, "RANK is 5 and WORLD_SIZE 2"),
         ({"MASTER_ADDR": None}, "MASTER_ADDR is missing"),
         ({"MASTER_ADDR": "no.such.host.invalid"}, "MASTER_ADDR no.such.host.invalid has no address"),

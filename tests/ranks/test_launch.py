@@ -232,6 +232,43 @@ def test_a_rank_that_returns_early_is_named(ranks: Any) -> None:
     assert "rank 1 had returned" in str(caught.value)
 
 
+def test_the_folder_of_a_killed_launcher_goes_at_the_next_launch(ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A closure's ranks are forked from the launcher itself, so that nobody outlives it who could remove what it leaves."""
+    code = "import os, time, weft; weft.launch(lambda world: time.sleep(60), 2)"
+    dead = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "TMPDIR": str(tmp_path)}, stderr=subprocess.DEVNULL)
+    until = time.monotonic() + 30
+    while not list(tmp_path.glob("weft-*/rank-1.log")) and time.monotonic() < until:
+        time.sleep(0.05)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (left,) = tmp_path.glob("weft-*")
+    try:
+        ranks(nothing, 1)
+        assert left.exists()  # its launcher lives
+    finally:
+        dead.kill()
+        dead.wait()
+    until = time.monotonic() + 10  # its ranks hold the lock until they are gone, too
+    while left.exists() and time.monotonic() < until:
+        ranks(nothing, 1)
+    assert not list(tmp_path.glob("weft-*"))
+
+
+def nothing(world: World) -> None:
+    pass
+
+
+def told(world: World) -> str:
+    """Rank 0 answers one question, and has returned when the second is asked."""
+    first = world.told(lambda: "chosen")
+    return first if world.rank == 0 else world.told(str)
+
+
+def test_who_waits_for_a_choice_of_rank_0_hears_that_it_returned(ranks: Any) -> None:
+    with pytest.raises(RankError) as caught:
+        ranks(told, 2, timeout_s=None)
+    assert "rank 1 waits for what rank 0 chooses, and rank 0 has ended; rank 0 had returned" in str(caught.value)
+
+
 def test_long_work_without_collectives_is_no_hang(ranks: Any) -> None:
     assert ranks(sleeps, 2, 1.5, timeout_s=0.8) == [None, None]
 

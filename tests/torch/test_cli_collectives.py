@@ -128,6 +128,8 @@ def test_pictures(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         (["draw", "rign"], "did you mean ring?"),
         (["compare", "--collective", "all_reduse"], "did you mean all_reduce?"),
         (["compare", "--ranks", "64", "--cluster", "1xdgx-a100-80"], "has 8 devices; name more machines"),
+        (["compare", "--ranks", "1048577"], "at most 1048576 ranks"),
+        (["compare", "--ranks", "9" * 30], "at most 1048576 ranks"),
         (["compare", "--ranks", "4096", "--collective", "all_gather"], "more than 256 ranks"),
         (["compare", "-o", "picture.pdf"], ".svg or .png"),
         (["draw", "ring", "-o", "no/such/folder.svg"], "choose a folder that can be written to"),

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Compare and draw collective algorithms.")
 MOST_RUN = 64  # ranks up to which programs are run message by message: a ring has 2n(n-1) of them
 MOST_RANKS = 256  # of collectives that have no closed form: some 20 s of processor; twice the ranks have four times the messages
+MOST_FORMED = 1 << 20  # of closed forms: the trees' parents and children are listed rank by rank, in 5 s and 400 MB
 EQUAL = (10e-6, 1 / 25e9)  # seconds of latency and a byte where no cluster is named
 SIZES = tuple(4**k * 1024 for k in range(1, 11))  # 4 KiB to 1 GiB
 Collective = Annotated[
@@ -63,6 +64,8 @@ def compare(
             from weft.report.canvas import check_suffix
 
             check_suffix(target)
+        if ranks > MOST_FORMED:
+            raise UsageError(f"--ranks {ranks}: at most {MOST_FORMED} ranks are compared; use {MOST_FORMED} or fewer")
         machines = _machines(cluster, ranks)
         rows, times = (_by_forms if collective == "all_reduce" and ranks > MOST_RUN else _by_programs)(collective, machines, ranks, total)
         best = {at: min(((name, row[i]) for name, row in times.items()), key=lambda item: item[1]) for i, at in enumerate(SIZES)}

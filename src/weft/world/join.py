@@ -18,6 +18,7 @@ from weft.world.prepared_rank import pick_device
 from weft.world.world import TRANSPORT, World
 
 MEET_S = 300.0
+LARGEST_PORT = 65535
 SLURM_PORTS = (20000, 20000)  # first, count
 
 
@@ -29,6 +30,8 @@ def join(environment: Mapping[str, str], device: str) -> World:
     if "RANK" not in env:
         return World(device=pick_device(device, 0), threads=torch.get_num_threads())
     rank, num_ranks = _number(env, "RANK"), _number(env, "WORLD_SIZE")
+    if not num_ranks:
+        raise UsageError(f"RANK is {rank} and WORLD_SIZE 0; a run has 1 rank or more")
     if rank >= num_ranks:
         raise UsageError(f"RANK is {rank} and WORLD_SIZE {num_ranks}; ranks count from 0 to {num_ranks - 1}")
     local_rank = _number(env, "LOCAL_RANK") if "LOCAL_RANK" in env else rank
@@ -39,6 +42,8 @@ def join(environment: Mapping[str, str], device: str) -> World:
     if "MASTER_ADDR" not in env:
         raise UsageError("MASTER_ADDR is missing: ranks started by hand need RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT")
     address, port = env["MASTER_ADDR"], _number(env, "MASTER_PORT")
+    if not 0 < port <= LARGEST_PORT:  # 0 would be any free port, which the other ranks cannot know
+        raise UsageError(f"MASTER_PORT is {port}; ports are 1 to {LARGEST_PORT}, so set one that is free on the host of rank 0")
     serves = rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     listener = _listen(address, port) if serves else None
     try:
@@ -97,7 +102,7 @@ def _from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
 
 def _number(env: Mapping[str, str], name: str) -> int:
     text = env.get(name)
-    if text is None or not text.strip().isdigit():
+    if text is None or not text.strip().isdecimal():
         raise UsageError(f"{name} is {'missing' if text is None else repr(text)}; torchrun and srun set it to a whole number")
     return int(text)
 

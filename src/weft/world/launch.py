@@ -10,6 +10,7 @@ are shown when their rank fails first. Not modelled: several machines (torchrun 
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import io
 import json
@@ -41,6 +42,7 @@ from weft.world.world import World
 
 START_S = 120.0
 KILL_S = 10.0
+LOCK = "lock"  # in a launch's folder
 # What building an engine imports beyond torch: 1.5 to 2 s of one core, for each rank again where the prepared process has not done it.
 ENGINE = ("weft.api", "torch._dynamo", "torch.export._trace")
 _TRACES = "torch._dynamo"
@@ -376,13 +378,18 @@ def _launch_forked(
 
 
 class _Folder:
-    """A private folder for one launch: the store, the record, logs and results. Without `kept` it goes at the end."""
+    """A private folder for one launch: the store, the record, logs and results. Without `kept` it goes at the end.
+
+    Where this process is killed before, it goes at the next launch of this user: nobody holds its lock then.
+    """
 
     def __init__(self, kept: Path | None) -> None:
         self._kept = kept
 
     def __enter__(self) -> Path:
+        _sweep(Path(tempfile.gettempdir()))
         self.path = Path(tempfile.mkdtemp(prefix="weft-"))
+        self._lock = _hold(self.path)
         return self.path
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -392,6 +399,29 @@ class _Folder:
                 if file.exists():
                     shutil.copyfile(file, self._kept / file.name)
         shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+
+
+def _hold(folder: Path) -> int:
+    """Locks `folder` for as long as this process, or a rank that it forked, keeps the descriptor."""
+    descriptor = os.open(folder / "unlocked", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    with suppress(OSError):  # a file system without locks, where folders of the dead stay
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        (folder / "unlocked").rename(folder / LOCK)
+    return descriptor
+
+
+def _sweep(parent: Path) -> None:
+    """Removes this user's folders of launches of which nobody lives."""
+    for lock in parent.glob(f"weft-*/{LOCK}"):
+        with suppress(OSError):
+            descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                if os.fstat(descriptor).st_uid == os.getuid():
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(lock.parent, ignore_errors=True)
+            finally:
+                os.close(descriptor)
 
 
 def _prepare(task: Task, path: Path) -> Task:

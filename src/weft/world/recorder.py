@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 import struct
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from weft.plan import choice
@@ -26,7 +28,9 @@ STATUS_BYTES = 64
 PHASE = 20
 NUM_SLOTS = 32
 SLOT_BYTES = 64
-RECORD = struct.Struct("<QddQIHBBBBhi4q")  # sequence, start, end, bytes, generation, slot, op, dtype, dims, algorithm, peer, tag, shape
+NAME_BYTES = 60  # of a slot; then how many collectives of the group were started, messages left out
+# Sequence, start, end, bytes, generation, slot, op, dtype, dims, algorithm, peer, tag, shape, count in its group.
+RECORD = struct.Struct("<QddQIHBBBBhi4qI")
 START_AT, DONE_AT, SLOT_AT, ALGORITHM_AT, STEP_AT = 8, 16, 36, 41, 42
 RECORD_BYTES = 96
 CAPACITY = 128
@@ -38,19 +42,23 @@ ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, BROADCAST, SEND, RECEIVE, CO
 ALGORITHMS = ("", *choice.ALGORITHMS, "halving", "doubling", "direct", "two_level", "halo", "a program")  # what messages do it, if any
 DTYPES = ("other", "float32", "float64", "bfloat16", "float16", "int64", "int32", "uint8", "bool", "int16", "int8")
 
+UNNAMED = "?"  # the group of a slot that several share
+
 _PUT_RECORD = RECORD.pack_into
 _PUT_STEP = struct.Struct("<hi").pack_into
 _PUT_DONE = struct.Struct("<d").pack_into
 _GET_START = struct.Struct("<d").unpack_from
 _GET_SLOT = struct.Struct("<H").unpack_from
 _PUT_SEQUENCE = struct.Struct("<Q").pack_into
+_COUNT = struct.Struct("<I")
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
     """One collective as it was recorded; `end_s` is 0 while it runs.
 
-    `algorithm`: of one that is run from a program; its `peer` is then whom this rank waited for last, in step `tag`.
+    `algorithm`: of one that is run from a program; its `peer` is then whom this rank waited for last, in step `tag`. `count`: its number
+    among the group's collectives, from 1; 0 of messages.
     """
 
     generation: int
@@ -65,6 +73,7 @@ class Moment:
     start_s: float
     end_s: float
     algorithm: str = ""
+    count: int = 0
 
     @property
     def running(self) -> bool:
@@ -81,7 +90,7 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """One rank's state: `phase` is one of PHASES, `last` its newest collective."""
+    """One rank's state: `phase` is one of PHASES, `last` its newest collective, `counts` how many it has started by group."""
 
     rank: int
     pid: int
@@ -89,6 +98,7 @@ class Status:
     heartbeat_s: float
     num_started: int
     last: Moment | None
+    counts: Mapping[str, int] = field(default_factory=dict)
 
 
 def _rank_bytes(capacity: int) -> int:
@@ -108,7 +118,19 @@ def group_name(ranks: tuple[int, ...]) -> str:
     if len(ranks) > 3 and ranks == tuple(range(ranks[0], ranks[-1] + (1 if step > 0 else -1), step or 1)):
         return f"{ranks[0]}-{ranks[-1]}" + (f" by {step}" if step != 1 else "")
     name = ",".join(map(str, ranks))
-    return name if len(name) < SLOT_BYTES else f"{name[: SLOT_BYTES - 20]}... ({len(ranks)})"
+    return name if len(name) < NAME_BYTES else f"{name[: NAME_BYTES - 20]}... ({len(ranks)})"
+
+
+def members(name: str) -> tuple[int, ...]:
+    """The ranks of a group by its name; none where that does not tell them.
+
+    >>> members("0-6 by 2"), members(group_name((3, 1))), members("?")
+    ((0, 2, 4, 6), (3, 1), ())
+    """
+    if found := re.fullmatch(r"(\d+)-(\d+)(?: by (-?\d+))?", name):
+        first, last, step = int(found[1]), int(found[2]), int(found[3] or 1)
+        return tuple(range(first, last + (1 if step > 0 else -1), step))
+    return tuple(map(int, name.split(","))) if re.fullmatch(r"\d+(,\d+)*", name) else ()
 
 
 class Recorder:
@@ -133,6 +155,7 @@ class Recorder:
         self._ring = self._base + STATUS_BYTES + NUM_SLOTS * SLOT_BYTES
         self._sequence = 0
         self._slots: dict[tuple[int, ...], int] = {}
+        self._counts = [0] * NUM_SLOTS
         self.seconds = [0.0] * NUM_SLOTS  # by slot, from the start to the end of every collective so far
         STATUS.pack_into(self._map, self._base, time.monotonic(), 0, os.getpid(), STARTING)
 
@@ -141,9 +164,9 @@ class Recorder:
         made = self._slots.get(ranks)
         if made is None:
             made = self._slots[ranks] = min(len(self._slots), NUM_SLOTS - 1)
-            text = group_name(ranks).encode() if len(self._slots) <= NUM_SLOTS else b"?"
+            text = group_name(ranks).encode() if len(self._slots) <= NUM_SLOTS else UNNAMED.encode()
             at = self._base + STATUS_BYTES + made * SLOT_BYTES
-            self._map[at : at + SLOT_BYTES] = text[:SLOT_BYTES].ljust(SLOT_BYTES, b"\0")
+            self._map[at : at + NAME_BYTES] = text[:NAME_BYTES].ljust(NAME_BYTES, b"\0")
         return made
 
     def start(self, op: int, slot: int, dtype: int, shape: tuple[int, ...], size_bytes: int, peer: int = -1, tag: int = 0) -> int:
@@ -152,8 +175,12 @@ class Recorder:
         self._sequence = sequence + 1
         at: int = self._ring + sequence % self._capacity * RECORD_BYTES
         a, b, c, d = (*shape[:4], 0, 0, 0, 0)[:4]
-        now = time.monotonic()
-        _PUT_RECORD(self._map, at, sequence, now, 0.0, size_bytes, self.generation, slot, op, dtype, len(shape), 0, peer, tag, a, b, c, d)
+        count = 0
+        if op != SEND and op != RECEIVE:
+            count = self._counts[slot] = self._counts[slot] + 1
+            _COUNT.pack_into(self._map, self._base + STATUS_BYTES + slot * SLOT_BYTES + NAME_BYTES, count)
+        now, dims, made = time.monotonic(), len(shape), self.generation
+        _PUT_RECORD(self._map, at, sequence, now, 0.0, size_bytes, made, slot, op, dtype, dims, 0, peer, tag, a, b, c, d, count)
         _PUT_SEQUENCE(self._map, self._base + 8, sequence + 1)
         return at
 
@@ -188,11 +215,14 @@ class Recorder:
         """Tells every rank of the run to stop."""
         self._map[STOPPING] = 1
 
+    def ended(self, rank: int) -> bool:
+        """Whether `rank` has returned or failed; never of a rank that the file does not hold."""
+        at = HEADER_BYTES + rank * _rank_bytes(self._capacity) + PHASE
+        return at < len(self._map) and self._map[at] >= DONE
+
     def settled(self) -> bool:
         """Whether every rank of the file has returned or failed."""
-        size = _rank_bytes(self._capacity)
-        num_ranks = (len(self._map) - HEADER_BYTES) // size
-        return all(self._map[HEADER_BYTES + rank * size + PHASE] >= DONE for rank in range(num_ranks))
+        return all(self.ended(rank) for rank in range((len(self._map) - HEADER_BYTES) // _rank_bytes(self._capacity)))
 
     def last(self) -> Moment | None:
         """This rank's newest collective."""
@@ -207,11 +237,21 @@ def _newest(data: mmap.mmap, base: int, capacity: int) -> Moment | None:
     found = [RECORD.unpack_from(data, ring + (started - 1 - back) % capacity * RECORD_BYTES) for back in range(min(started, capacity))]
     # Several may be in flight at once: the oldest that has not ended is the one that is waited for.
     running = [record for record in found if record[2] == 0.0]
-    sequence, start, end, size, generation, slot, op, dtype, dims, algorithm, peer, tag, *shape = (running or found[:1])[-1]
-    at = base + STATUS_BYTES + slot * SLOT_BYTES
-    group = data[at : at + SLOT_BYTES].rstrip(b"\0").decode(errors="replace")
+    sequence, start, end, size, generation, slot, op, dtype, dims, algorithm, peer, tag, *shape, count = (running or found[:1])[-1]
+    group = _slot_name(data, base, slot)
     shown = tuple(shape[: min(dims, 4)])
-    return Moment(generation, sequence, group, OPS[op], DTYPES[dtype], shown, size, peer, tag, start, end, ALGORITHMS[algorithm])
+    return Moment(generation, sequence, group, OPS[op], DTYPES[dtype], shown, size, peer, tag, start, end, ALGORITHMS[algorithm], count)
+
+
+def _slot_name(data: mmap.mmap, base: int, slot: int) -> str:
+    at = base + STATUS_BYTES + slot * SLOT_BYTES
+    return data[at : at + NAME_BYTES].rstrip(b"\0").decode(errors="replace")
+
+
+def _counts(data: mmap.mmap, base: int) -> dict[str, int]:
+    """By group, how many of its collectives were started."""
+    at = base + STATUS_BYTES + NAME_BYTES
+    return {name: _COUNT.unpack_from(data, at + i * SLOT_BYTES)[0] for i in range(NUM_SLOTS) if (name := _slot_name(data, base, i))}
 
 
 class Reader:
@@ -227,7 +267,7 @@ class Reader:
     def status(self, rank: int) -> Status:
         base = HEADER_BYTES + rank * _rank_bytes(self._capacity)
         heartbeat, started, pid, phase = STATUS.unpack_from(self._map, base)
-        return Status(rank, pid, PHASES[phase], heartbeat, started, _newest(self._map, base, self._capacity))
+        return Status(rank, pid, PHASES[phase], heartbeat, started, _newest(self._map, base, self._capacity), _counts(self._map, base))
 
     def statuses(self) -> list[Status]:
         return [self.status(rank) for rank in range(self.num_ranks)]

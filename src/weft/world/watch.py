@@ -24,6 +24,7 @@ from weft.errors import RankError, RunError, WeftError
 from weft.world import message
 from weft.world.prepared_rank import log_file
 from weft.world.recorder import Reader, Status
+from weft.world.stuck import culprit
 
 SETTLE_S = 0.05  # others that failed by themselves at the same moment come within this
 LOST_S = 1.5  # the first cause of a lost connection comes within this
@@ -231,14 +232,7 @@ def _check_progress(statuses: list[Status], ended: dict[int, int], now: float, a
         raise RankError("\n".join([f"rank {first} gave no sign for {timeout_s:g} s; {why}", *_each(statuses, ended)]), first)
     stuck = [s for s in living if s.last is not None and s.last.running and now - max(s.last.start_s, awake_s) > timeout_s]
     if stuck:
-        inside = {status.rank for status in living if status.last is not None and status.last.running}
-        outside = [status.rank for status in statuses if status.rank not in inside]
-        first = outside[0] if outside else stuck[0].rank
-        what = (
-            f"rank {_listed(outside)} did not take part"
-            if outside
-            else "the ranks are in different collectives, or in one with different members"
-        )
+        first, what = culprit(statuses, stuck[0].rank)
         text = f"{stuck[0].last} on rank {stuck[0].rank} lasts longer than {timeout_s:g} s: {what}"
         remedy = "all members must call the same collectives in the same order; raise the time-out if this step may take so long"
         raise RankError("\n".join([f"{text}; {remedy}", *_each(statuses, ended)]), first)

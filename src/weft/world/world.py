@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from itertools import accumulate
@@ -27,6 +28,7 @@ from weft.world.shared_memory import segment
 from weft.world.shared_memory.meet import Channel, SharedMemory
 
 TRANSPORT = "WEFT_TRANSPORT"  # the environment variable that whoever starts ranks passes on
+TOLD_S = 0.5  # after which who waits for rank 0 looks whether it is still there
 TRANSPORTS = ("", "gloo", SHARED, "portable")
 
 __all__ = ["Group", "LostPeer", "Work", "World"]
@@ -165,14 +167,27 @@ class World:
                 raise
             self._store.set(key, json.dumps(["", text]))
             return text
-        try:
-            self._store.wait([key], timedelta(seconds=self._timeout_s))
-        except RuntimeError as error:
-            raise RunError(f"rank {self.rank} waited {self._timeout_s:.0f} s for what rank 0 chooses; did rank 0 end?") from error
+        until = time.monotonic() + self._timeout_s
+        while not self._answered(key, min(TOLD_S, until - time.monotonic())):
+            if self.recorder.ended(0) and not self._answered(key, 0.0):  # it may have answered, and returned, since
+                raise LostPeer(f"rank {self.rank} waits for what rank 0 chooses, and rank 0 has ended")
+            if time.monotonic() >= until:
+                raise RunError(f"rank {self.rank} waited {self._timeout_s:.0f} s for what rank 0 chooses; did rank 0 end?")
         kind, text = json.loads(self._store.get(key))
         if kind:
             raise getattr(errors, kind, RunError)(text)
         return str(text)
+
+    def _answered(self, key: str, wait_s: float) -> bool:
+        """Whether the store has `key`, after at most `wait_s`."""
+        assert self._store is not None
+        try:
+            self._store.wait([key], timedelta(seconds=max(0.001, wait_s)))
+        except dist.DistNetworkError as error:
+            raise LostPeer(f"rank {self.rank} waits for what rank 0 chooses, and lost the store: {error}; did rank 0 end?") from error
+        except RuntimeError:
+            return False
+        return True
 
     def _open(self, ranks: tuple[int, ...], lane: Lane) -> tuple[Any, str]:
         """(transport, its kind): NCCL needs a GPU of its own for every member, shared memory one host for all."""
