@@ -387,13 +387,15 @@ def copied_into(graph: Graph) -> set[str]:
 
 
 def written_buffers(graph: Graph) -> set[str]:
-    """Values of the buffers that are updated while the model runs, statistics of batch norm in training included."""
-    found = copied_into(graph)
+    """Values of the buffers that are updated while the model runs, running statistics of norms in training included."""
     held = {v.value for v in graph.buffers}
-    for op in graph.operators:
-        if op.target.split(".")[1] == "batch_norm" and len(op.args) > 5 and op.args[5]:
-            found.update(value for value in op.inputs if value in held)
-    return found
+    return copied_into(graph) | {value for op in graph.operators for value in statistics(op) if value in held}
+
+
+def statistics(op: Operator) -> set[str]:
+    """Values of the running statistics that a norm in training writes where it reads them."""
+    training = op.target.split(".")[1] in ("batch_norm", "instance_norm") and len(op.args) > 5 and op.args[5]
+    return {a.value for a in op.args[3:5] if isinstance(a, Ref)} if training else set()
 
 
 def given_dims(graph: Graph, axis: str, n: int, shards: Mapping[str, Shards] | None) -> dict[str, int] | None:
