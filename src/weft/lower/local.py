@@ -25,9 +25,9 @@ from weft.lower.kernels.statistics import batch_norm
 from weft.lower.kernels.vocabulary import cross_entropy, embedding
 from weft.lower.redistribute import counted, redistribute
 from weft.model.functions import check_cut
-from weft.model.graph import Arg, Function, Graph, Operator, Ref, Word
+from weft.model.graph import Arg, Function, Graph, Operator, Ref, Word, statistics
 from weft.model.pointwise import is_product, read_shapes
-from weft.model.propagate import statistics, writes_buffer, written_buffers
+from weft.model.propagate import writes_buffer, written_buffers
 from weft.model.rules import Rule, rule_of
 from weft.model.sharding import Form, Sharding, move_collectives
 from weft.model.stages import Stage, draws

@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 from weft.errors import LayoutError
 from weft.model.gradients import backward_reached, needs_gradient
-from weft.model.graph import Graph, Operator, Ref
+from weft.model.graph import Graph, Operator, Ref, statistics
 from weft.model.grid import kept_for, nested, twice_cut
 from weft.model.labels import meanings
 from weft.model.rules import Rule
@@ -390,12 +390,6 @@ def written_buffers(graph: Graph) -> set[str]:
     """Values of the buffers that are updated while the model runs, running statistics of norms in training included."""
     held = {v.value for v in graph.buffers}
     return copied_into(graph) | {value for op in graph.operators for value in statistics(op) if value in held}
-
-
-def statistics(op: Operator) -> set[str]:
-    """Values of the running statistics that a norm in training writes where it reads them."""
-    training = op.target.split(".")[1] in ("batch_norm", "instance_norm") and len(op.args) > 5 and op.args[5]
-    return {a.value for a in op.args[3:5] if isinstance(a, Ref)} if training else set()
 
 
 def given_dims(graph: Graph, axis: str, n: int, shards: Mapping[str, Shards] | None) -> dict[str, int] | None:
