@@ -244,6 +244,24 @@ def norms() -> Any:
     return _WithoutLabels(_Norms()), {"x": _normal(N, 3, 8, 8), "y": _ids(4, N)}, _class_loss
 
 
+class _Instances(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm = nn.Linear(6, 8), nn.InstanceNorm1d(4, affine=True, track_running_stats=True)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(x)
+        for i, layer in enumerate(self.layers):
+            x = layer(self.norm(x) if i in (0, 2) else x)
+        return x.mean(1).square().mean()
+
+
+def instances() -> Any:
+    """One instance norm with running statistics, used twice: the uses belong on one stage."""
+    return _Instances(), (_normal(N, 4, 6),)
+
+
 class _Shared(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -95,11 +95,11 @@ def test_computes_alone_are_completed(tmp_path: Path, capfd: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("0F0 0F1 0B0\n1F0 1B0 1F1 1B1", r"rank 0 step \d+ (its end): wanted dw(0) lacks contribution 1"),
-        ("0F0 0B0\n1B0 1F0", "rank 1 step 0: 1B0 reads saved(1,0), which is not held"),
-        ("0B0 0F0\n1F0 1B0", "no rank can move"),
-        ("0F0\n1F0 1B0", "wanted dw(0) is not there"),
-        ("rank 0: 0F0 0B0 0B0", "rank 0 step 2: 0B0 reads saved(0,0), which is not held: 0B0 at step 1 freed it"),
+        ("0F0 0F1 0B0\n1F0 1B0 1F1 1B1", "stage 0 has no backward on microbatch 1; write 0B1 on rank 0, after 0F1"),
+        ("0F0 0B0\n1B0 1F0", "rank 1 step 0: 1B0 reads saved(1,0), which only 1F0 at step 1 makes; write 1F0 before it"),
+        ("0B0 0F0\n1F0 1B0", "write 0F0 of rank 0, at step 1, before 0B0 at step 0: it can run"),
+        ("0F0\n1F0 1B0", "stage 0 has no backward on microbatch 0; write 0B0 on rank 0, after 0F0"),
+        ("rank 0: 0F0 0B0 0B0", "rank 0 step 2: 0B0, and rank 0 has 0B0 at step 1; leave one of them out"),
         ("rank 0: 0F0 0X0", "line 1: action '0X0'"),
         ("rank 0: chunk(0)>1\nrank 1: chunk(0)<0\ngiven 0: chunk(0)=0", "does not say what must hold at the end"),
     ],
@@ -109,8 +109,7 @@ def test_what_is_wrong_is_refuted_with_its_place(text: str, reason: str, tmp_pat
     file.write_text(text)
     found = answer(capfd, "check", str(file), code=4)
     assert found["proven"] is False
-    for part in reason.split(r"\d+"):
-        assert part in found["reason"]
+    assert reason in found["reason"]
     assert run(["check", str(file)]) == 4
     assert "refuted: " in capfd.readouterr().err
 
@@ -201,7 +200,7 @@ def test_a_schedule_of_ones_own_equals_the_serial_model(
 @pytest.mark.parametrize(
     ("text", "reason", "code"),
     [
-        ("0F0 0F1 0B0 0B1\n1B0 1F0 1F1 1B1", "rank 1 step 0: 1B0 reads saved(1,0), which is not held", 4),
+        ("0F0 0F1 0B0 0B1\n1B0 1F0 1F1 1B1", "rank 1 step 0: 1B0 reads saved(1,0), which only 1F0 at step 1 makes", 4),
         ("0F0 0F1 0B0 0B1\n1F0 1B0 1F1", "stage 1 has no backward on microbatch 1; write 1B1 on one rank", 4),
         ("0F0 0B0\n1F0 1B0", "runs 1 microbatch, and microbatches=2; use microbatches=1", 2),
         ("0F0 0F1 1F0 1F1 1B0 1B1 0B0 0B1", "has actions of 1 rank, and pipeline=2; use pipeline=1", 2),

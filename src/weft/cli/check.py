@@ -40,16 +40,17 @@ def check(
       weft check examples/two_rings.txt
     """
     with output(as_json) as out, uncollected():
-        from weft.plan.check import check as prove
+        from weft.schedules.refuted import prove
 
         try:
-            program, completed = read_program(file, rendezvous)
-            prove(program, rendezvous)
+            program, written = read_program(file, rendezvous)
+            prove(program, rendezvous, written)
             _require_wants(program)
         except ProgramError as error:
             out.answer({"proven": False, "reason": str(error)})
             out.message(f"refuted: {error}")
             raise typer.Exit(ProgramError.exit_code) from None
+        completed = program != written
         out.text(f"proven: {_words(program, completed)}")
         out.answer(
             {"proven": True, "reason": "", "name": program.name, "ranks": program.num_ranks, "actions": program.num_actions,
@@ -57,8 +58,8 @@ def check(
         )  # fmt: skip
 
 
-def read_program(file: Path, rendezvous: bool = False) -> tuple[Program, bool]:
-    """The program of a file, and whether its transfers were added here, with `rendezvous` in an order for sends that wait.
+def read_program(file: Path, rendezvous: bool = False) -> tuple[Program, Program]:
+    """The program of a file, where it names no transfers with them, with `rendezvous` in an order for sends that wait; and as written.
 
     Raises:
         UsageError: a file that cannot be read. ProgramError: text that is no program.
@@ -66,11 +67,15 @@ def read_program(file: Path, rendezvous: bool = False) -> tuple[Program, bool]:
     from weft.plan.own import read_actions
     from weft.plan.program import Program
     from weft.schedules.lower import complete
+    from weft.schedules.refuted import reworded
 
     program = Program.parse(read_actions(file))
     program = program if program.name != "program" else replace(program, name=file.name)  # a text need not name itself
-    whole = complete(program, rendezvous)
-    return whole, whole is not program and whole != program
+    try:
+        whole = complete(program, rendezvous)
+    except ProgramError as error:
+        raise reworded(program, error) from None
+    return whole, program
 
 
 def _require_wants(program: Program) -> None:

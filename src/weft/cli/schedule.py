@@ -48,9 +48,9 @@ def schedule(
       weft schedule zb-v --stages 4 --microbatches 8 --times f=1,b=1,w=1 -o picture.svg
     """
     with output(as_json) as out, uncollected():
-        from weft.plan.check import check
         from weft.plan.layout import SCHEDULES, chunks_of
         from weft.plan.own import is_file
+        from weft.schedules.refuted import prove
         from weft.simulate.summary import Times, summarize
 
         unit = Times.parse(times)
@@ -62,7 +62,7 @@ def schedule(
                 raise UsageError(f"{name} is a file, which says its sizes itself; leave {' and '.join(given)} out")
             from weft.cli.check import read_program
 
-            program, _ = read_program(Path(name))
+            program, written = read_program(Path(name))
             if not program.num_stages:
                 raise UsageError(f"{name} has no computes, so it is no schedule; weft check proves collectives")
             each = program.num_stages // program.num_ranks if program.num_stages % program.num_ranks == 0 else 1
@@ -73,9 +73,9 @@ def schedule(
             each = chunks_of(name, chunks or 2)
             if chunks not in (None, each) and name in SCHEDULES:
                 raise UsageError(f"{name} has {each} stage{'s' * (each > 1)} a rank, not {chunks}; use interleaved, or leave --chunks out")
-            program = build_of(name, stages, microbatches, each)
+            program = written = build_of(name, stages, microbatches, each)
         try:
-            check(program)
+            prove(program, written=written)
         except ProgramError as error:
             out.answer(record(program, None, str(error)))
             out.message(str(error))

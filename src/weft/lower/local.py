@@ -25,7 +25,7 @@ from weft.lower.kernels.statistics import batch_norm
 from weft.lower.kernels.vocabulary import cross_entropy, embedding
 from weft.lower.redistribute import counted, redistribute
 from weft.model.functions import check_cut
-from weft.model.graph import Arg, Function, Graph, Operator, Ref, Word
+from weft.model.graph import Arg, Function, Graph, Operator, Ref, Word, statistics
 from weft.model.pointwise import is_product, read_shapes
 from weft.model.propagate import writes_buffer, written_buffers
 from weft.model.rules import Rule, rule_of
@@ -199,8 +199,7 @@ class _Builder:
         inputs = [self.get(value, tuple(row[axis] for axis in low.axes)) for value, row in zip(op.inputs, rows, strict=True)]
         if not writes_buffer(op, self.placed):
             # Backward may need what was read, whatever later microbatches write; running statistics are written where they are read.
-            running = {a.value for a in op.args[3:5] if isinstance(a, Ref)} if "batch_norm" in op.target else set()
-            kept = self.written - running
+            kept = self.written - statistics(op)
             inputs = [self._node(snapshot, (x,)) if v in kept else x for v, x in zip(op.inputs, inputs, strict=True)]
         node = self._call(op, inputs)
         if writes_buffer(op, self.placed):  # pieces that were taken from it are of what it held before

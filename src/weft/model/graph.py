@@ -312,3 +312,9 @@ class Graph:
             for value in dict.fromkeys(op.inputs):
                 found.setdefault(value, []).append(op)
         return found
+
+
+def statistics(op: Operator) -> set[str]:
+    """Values of the running statistics that a norm in training writes where it reads them."""
+    training = op.target.split(".")[1] in ("batch_norm", "instance_norm") and len(op.args) > 5 and op.args[5]
+    return {a.value for a in op.args[3:5] if isinstance(a, Ref)} if training else set()

@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 from weft.errors import LayoutError
 from weft.model.gradients import backward_reached, needs_gradient
-from weft.model.graph import Graph, Operator, Ref
+from weft.model.graph import Graph, Operator, Ref, statistics
 from weft.model.grid import kept_for, nested, twice_cut
 from weft.model.labels import meanings
 from weft.model.rules import Rule
@@ -387,13 +387,9 @@ def copied_into(graph: Graph) -> set[str]:
 
 
 def written_buffers(graph: Graph) -> set[str]:
-    """Values of the buffers that are updated while the model runs, statistics of batch norm in training included."""
-    found = copied_into(graph)
+    """Values of the buffers that are updated while the model runs, running statistics of norms in training included."""
     held = {v.value for v in graph.buffers}
-    for op in graph.operators:
-        if op.target.split(".")[1] == "batch_norm" and len(op.args) > 5 and op.args[5]:
-            found.update(value for value in op.inputs if value in held)
-    return found
+    return copied_into(graph) | {value for op in graph.operators for value in statistics(op) if value in held}
 
 
 def given_dims(graph: Graph, axis: str, n: int, shards: Mapping[str, Shards] | None) -> dict[str, int] | None:

@@ -12,6 +12,8 @@ from collections import deque
 from weft.errors import ProgramError
 from weft.plan.program import WEIGHTS, Content, Program, Recv, Send, Value, walk_effects
 
+_FOR_BACKWARD = frozenset({"saved", "half", "host", "inputs"})  # what a forward leaves, and backward takes
+
 
 def contents(program: Program, rendezvous: bool = False) -> tuple[dict[Value, dict[int, int]], ...]:
     """[rank] -> the values it holds at the end, with how many times each contribution is in them.
@@ -66,9 +68,11 @@ def check(program: Program, rendezvous: bool = False) -> None:
     """Prove that the program runs to its end and leaves what it wants: each contribution exactly as often as wanted.
 
     Raises:
-        ProgramError: all that `contents` refuses; a wanted value that is missing, lacks a contribution or has it twice.
+        ProgramError: all that `contents` refuses; a wanted value that is missing, lacks a contribution or has it twice; what a forward left
+            for a backward that does not come, where others come.
     """
     final = contents(program, rendezvous)
+    trains = {value.index[0] for wanted in program.wants for value in wanted if value.name in ("dw", "grad")}
     for rank, wanted in enumerate(program.wants):
         for value, content in wanted.items():
             got = final[rank].get(value)
@@ -76,6 +80,15 @@ def check(program: Program, rendezvous: bool = False) -> None:
             if reason:
                 reason += _first_excess(program, rendezvous, value, content)
                 raise ProgramError(f"{program.name}: rank {rank} step {len(program.actions[rank])} (its end): wanted {value} {reason}")
+    for rank, held in enumerate(final):
+        for value in held:
+            if value.name in _FOR_BACKWARD and value.index[0] in trains:
+                s, m = value.index
+                at = f"rank {rank} step {len(program.actions[rank])} (its end)"
+                raise ProgramError(
+                    f"{program.name}: {at}: {value} is still held; a forward of stage {s} on microbatch {m} has no backward of its own, so "
+                    "leave it out"
+                )
 
 
 def _first_excess(program: Program, rendezvous: bool, value: Value, wanted: Content) -> str:

@@ -123,8 +123,8 @@ def _written_later(stage: Stage, parts: Parts, buffers: Mapping[str, str]) -> li
             found.update(dict.fromkeys(value for value in used if value in written))
         elif writes_buffer(op, placed) and len(op.inputs) == 1:
             found.update(dict.fromkeys(used))
-        elif "instance_norm" in op.target or writes_buffer(op, placed) or written.intersection(used):
-            raise Infeasible(_cannot(op, used, buffers, parts.program))
+        elif writes_buffer(op, placed) or written.intersection(used):
+            raise Infeasible(_cannot(op, [value for value in used if value in written], buffers, parts.program))
     return list(found)
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from weft.errors import ProgramError
-from weft.plan.check import check
 from weft.plan.layout import Layout
 from weft.plan.own import Own
 from weft.plan.program import Links, Program
 from weft.schedules.lower import complete
+from weft.schedules.refuted import prove, reworded
 
 
 def linked(own: Own, links: Links, rendezvous: bool = False) -> Program:
@@ -46,4 +46,9 @@ def check_own(layout: Layout, links: Links | None = None, rendezvous: bool = Fal
         ProgramError: refuted, with the rank, the step and the reason.
     """
     if own := layout.own:
-        check(linked(own, own.program.links if links is None else links, rendezvous), rendezvous)
+        along = own.program.links if links is None else links
+        try:
+            program = linked(own, along, rendezvous)
+        except ProgramError as error:
+            raise reworded(replace(own.program, links=along), error) from None
+        prove(program, rendezvous, replace(own.program, links=along))

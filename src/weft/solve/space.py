@@ -285,8 +285,8 @@ class Space:
         each = self.batch_size // data
         # Unequal microbatches only where they are asked for: as many as divide the batch are about as good.
         named = {int(c.value) for c in self.constraints if c.key == "microbatches" and c.relation == "="}
-        for microbatches in sorted({*divisors(each), *(m for m in named if m <= each)}):
-            if microbatches > MOST_MICROBATCHES or not self.admits("microbatches", microbatches):
+        for microbatches in range(1, min(each, MOST_MICROBATCHES) + 1):
+            if (each % microbatches and microbatches not in named) or not self.admits("microbatches", microbatches):
                 continue
             samples = self._samples(tensor, each, microbatches)
             for precision, count, sequence, sample, expert in product(precisions, threads, sequences, samples, experts):
