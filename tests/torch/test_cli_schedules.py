@@ -152,6 +152,15 @@ def test_all_are_compared_in_one_table(capfd: pytest.CaptureFixture[str]) -> Non
     assert all(name in shown for name in SCHEDULES)
 
 
+def test_what_takes_long_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("weft.cli.schedules.LONG", 1)
+    found = answer(capfd, "schedules", *SIZES)
+    assert len(found["schedules"]) == len(SCHEDULES)
+    assert run(["schedules", *SIZES]) == 0
+    said = capfd.readouterr().err.splitlines()
+    assert said == [f"weft: {name}, {i} of {len(SCHEDULES)}" for i, name in enumerate(SCHEDULES, 1)]
+
+
 @pytest.mark.parametrize(
     ("words", "reason"),
     [

@@ -12,6 +12,7 @@ from weft.cli.schedule import DEFAULT_TIMES, Chunks, Times, build_of, record
 from weft.errors import UsageError
 from weft.model.collector import uncollected
 
+LONG = 1 << 14  # forwards from which on a schedule takes seconds, and each is told of as it comes
 _COLUMNS = ("schedule", "time", "bubble", "utilisation", "in flight", "weights", "")
 
 
@@ -43,7 +44,9 @@ def schedules(
         unit = Times.parse(times)
         records: list[dict[str, object]] = []
         rows: list[tuple[str, ...]] = []
-        for name in SCHEDULES:
+        for number, name in enumerate(SCHEDULES, 1):
+            if stages * microbatches >= LONG:
+                out.message(f"{name}, {number} of {len(SCHEDULES)}")
             each = chunks_of(name, chunks)
             try:
                 program = build_of(name, stages, microbatches, each)
