@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from weft.errors import ProgramError
 from weft.plan.action import Compute
 from weft.plan.check import check
-from weft.plan.program import Program
+from weft.plan.layout import chunks_of
+from weft.plan.program import Program, chain
 from weft.plan.text import default_wants
 from weft.schedules import SCHEDULES
 from weft.schedules import rows as rows_of
@@ -26,9 +27,6 @@ SMALL = st.tuples(st.sampled_from(sorted(SCHEDULES)), st.integers(1, 4), st.samp
 
 def of(name: str, ranks: int, microbatches: int) -> Rows:
     """The computes of a schedule by name."""
-    from weft.plan.layout import chunks_of
-    from weft.plan.program import chain
-
     chunks = chunks_of(name, 1)
     m = 2 if name == "gems-mast" else microbatches
     return rows_of(name, ranks * chunks, m, chain(ranks * chunks), chunks)

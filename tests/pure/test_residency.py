@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -23,7 +24,7 @@ from weft.plan.plan import Plan
 from weft.plan.residency import Residency
 from weft.plan.store import format_plan, parse_plan
 from weft.solve import residency
-from weft.solve.residency import CHOICES, DROP, KEEP, SWAP, Room, bytes_of, choose, resident, seconds_of, worded
+from weft.solve.residency import CHOICES, DROP, KEEP, SWAP, Room, Stage, choose, resident, rows, worded
 from weft.solve.search import search
 from weft.solve.timing import Priced, balanced, clocked, price
 
@@ -33,6 +34,14 @@ EQUAL = tuple(Load(f"h.{i}", 1.0, 4.0, 0.0) for i in range(6))
 def room(limit: float, bytes_per_s: float, beside: bool = True, layers: tuple[Load, ...] = EQUAL) -> Room:
     forward = sum(layer.forward_s for layer in layers)
     return Room(limit, Seconds(forward, 2 * forward), Copies(1 / bytes_per_s, beside), loads=1 + beside)
+
+
+def seconds_of(layers: Sequence[Load], choices: Sequence[str], where: Room) -> float:
+    return float(Stage(layers).seconds(rows([choices]), where)[0])
+
+
+def bytes_of(layers: Sequence[Load], choices: Sequence[str], where: Room) -> float:
+    return float(Stage(layers).bytes(rows([choices]), where)[0])
 
 
 @pytest.fixture

@@ -45,8 +45,8 @@ class Run:
 
     @property
     def saves(self) -> int:
-        """Operators between the third layer and the last: by these runs are compared, whatever stays in front."""
-        return (self.count - 3) * self.period
+        """By this runs are compared, whatever stays in front."""
+        return _saves(self.count, self.period)
 
     @property
     def left_out(self) -> range:
@@ -63,6 +63,11 @@ class Fold:
     runs: tuple[Run, ...]
     index: tuple[int, ...]
     value: Mapping[str, str]
+
+    @cached_property
+    def later(self) -> Fold | None:
+        """The same with one layer more in front, for what the first layers treat differently."""
+        return _folded(self.whole, tuple(replace(run, lead=run.lead + 1) for run in self.runs))
 
     @cached_property
     def operator(self) -> dict[str, str]:
@@ -119,16 +124,18 @@ class Fold:
         return all(sharding.forms[u] == sharding.forms[v] for u, v in run.follows[run.lead - 2].items() if u in held)
 
 
-def fold(graph: Graph, lead: int = 2) -> Fold | None:
-    """The graph with its repeated layers once, `lead` of each run in front; None where nothing repeats often enough.
+def fold(graph: Graph) -> Fold | None:
+    """The graph with its repeated layers once; None where nothing repeats often enough.
 
     >>> from weft.model.graph import Graph
     >>> fold(Graph((), (), (), (), (), {}, "loss", 1)) is None
     True
     """
-    runs = [replace(run, lead=lead) for run in _runs(graph)]
-    if not runs:
-        return None
+    runs = _runs(graph)
+    return _folded(graph, tuple(runs)) if runs else None
+
+
+def _folded(graph: Graph, runs: tuple[Run, ...]) -> Fold | None:
     operators = graph.operators
     index: list[int] = []
     kept: list[Operator] = []
@@ -172,7 +179,7 @@ def fold(graph: Graph, lead: int = 2) -> Fold | None:
     small = replace(small, tensors={u: t for u, t in graph.tensors.items() if u in names})
     if any(value[u] not in small.tensors for u in graph.tensors):
         return None
-    return Fold(graph, small, tuple(runs), tuple(index), value)
+    return Fold(graph, small, runs, tuple(index), value)
 
 
 def propagate(
@@ -186,13 +193,8 @@ def propagate(
     beam: int = 24,
 ) -> Sharding:
     """As `weft.model.propagate.propagate`, on repeated layers once where that gives a sharding of the whole."""
-
-    def whole() -> Sharding:
-        return propagate_whole(graph, sizes, shards, prices=prices, sequence=sequence, samples=samples, beam=beam)
-
-    for folded in (graph.fold, graph.fold_later):
-        if folded is None:
-            break
+    folded = graph.fold
+    while folded is not None:
         try:
             given = _given(graph, folded, shards)
         except KeyError:
@@ -200,7 +202,8 @@ def propagate(
         found = folded.expand(propagate_whole(folded.small, sizes, given, prices=prices, sequence=sequence, samples=samples, beam=beam))
         if found is not None:
             return found
-    return whole()
+        folded = folded.later if folded is graph.fold else None
+    return propagate_whole(graph, sizes, shards, prices=prices, sequence=sequence, samples=samples, beam=beam)
 
 
 def _given(graph: Graph, folded: Fold, shards: Mapping[str, Shards] | None) -> dict[str, Shards] | None:
@@ -232,6 +235,11 @@ def _runs(graph: Graph) -> list[Run]:
     return sorted(found, key=lambda run: run.start)
 
 
+def _saves(count: int, period: int) -> int:
+    """Operators between the third layer and the last."""
+    return (count - 3) * period
+
+
 def _longest(graph: Graph, kinds: NDArray[np.int64], low: int, high: int) -> Run | None:
     """The run of most operators between the third layer and the last, of the periods that promise most."""
     part = kinds[low:high]
@@ -240,7 +248,7 @@ def _longest(graph: Graph, kinds: NDArray[np.int64], low: int, high: int) -> Run
         for start, stop in _stretches(part[:-period] == part[period:]):
             count = (stop - start) // period + 1
             if count >= LEAST:
-                tried.append(((count - 3) * period, -period, low + start, low + stop))
+                tried.append((_saves(count, period), -period, low + start, low + stop))
     best: Run | None = None
     for most, negative, start, stop in sorted(tried, reverse=True)[:MOST_TRIED]:
         if best is not None and most <= best.saves:
@@ -249,7 +257,7 @@ def _longest(graph: Graph, kinds: NDArray[np.int64], low: int, high: int) -> Run
         # What enters the first layer comes from elsewhere than what enters the others.
         for first, last in _stretches(np.asarray([_reads_on(graph, i, period) for i in range(start, stop)])):
             begin, end = max(start, start + first - period), start + last + period
-            if ((end - begin) // period - 3) * period <= (best.saves if best is not None else 0):
+            if _saves((end - begin) // period, period) <= (best.saves if best is not None else 0):
                 continue
             run = _aligned(graph, begin, period, end - begin)
             if run is not None and (best is None or run.saves > best.saves):

@@ -274,13 +274,6 @@ class Graph:
         return fold(self)
 
     @cached_property
-    def fold_later(self) -> Fold | None:
-        """As `fold`, with one layer more in front, for what the first layers treat differently."""
-        from weft.model.fold import fold
-
-        return fold(self, lead=3)
-
-    @cached_property
     def rules(self) -> dict[str, Rule | None]:
         """The factor rule of every operator by its name, None where it has none."""
         from weft.model.rules import rule_of  # here, since rules are written in terms of Graph

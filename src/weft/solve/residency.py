@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import combinations, product
 from math import inf
 
@@ -60,10 +60,22 @@ class Room:
     loads: int = 1
 
 
+def rows(every: Iterable[Sequence[str]]) -> NDArray[np.int8]:
+    """Choices as `Stage` weighs them."""
+    return np.array([[FIRST.index(one) for one in choices] for choices in every], dtype=np.int8)
+
+
 @dataclass(frozen=True, eq=False)
 class Stage:
-    """A stage's layers as arrays, by which many choices are weighed at once: rows of `tried` are choices, as places in `FIRST`, and its
-    columns are layers."""
+    """A stage's layers as arrays, by which many choices are weighed at once.
+
+    Rows of `tried` (`rows`) are choices as places in `FIRST`, its columns layers.
+
+    >>> two, room = Stage([Load("a", 1, 4, 1), Load("b", 1, 4, 1)]), Room(8, Seconds(2, 4), Copies(0.25, beside=False))
+    >>> tried = rows([(KEEP, KEEP), (SWAP, KEEP), (DROP, KEEP), (DROP, DROP)])
+    >>> two.seconds(tried, room), two.bytes(tried, room)
+    (array([6., 8., 7., 8.]), array([8., 8., 5., 5.]))
+    """
 
     layers: Sequence[Load]
 
@@ -99,30 +111,6 @@ class Stage:
         most = (of["working_bytes"] + there - gone).max(1, initial=room.ends.last_bytes)
         found: NDArray[np.float64] = kept * room.flying + np.maximum(most, room.ends.first_bytes - room.ends.behind_bytes - kept)
         return found
-
-
-def _rows(every: Iterable[Sequence[str]]) -> NDArray[np.int8]:
-    return np.array([[FIRST.index(one) for one in choices] for choices in every], dtype=np.int8)
-
-
-def seconds_of(layers: Sequence[Load], choices: Sequence[str], room: Room) -> float:
-    """Seconds of one microbatch, forward and back.
-
-    >>> two, room = [Load("a", 1, 4, 0), Load("b", 1, 4, 0)], Room(8, Seconds(2, 4), Copies(0.25, beside=False))
-    >>> seconds_of(two, (SWAP, KEEP), room), seconds_of(two, (DROP, KEEP), room)
-    (8.0, 7.0)
-    """
-    return float(Stage(layers).seconds(_rows([choices]), room)[0])
-
-
-def bytes_of(layers: Sequence[Load], choices: Sequence[str], room: Room) -> float:
-    """Bytes on the device when it holds most.
-
-    >>> two, room = [Load("a", 1, 4, 1), Load("b", 1, 4, 1)], Room(8, Seconds(2, 4), Copies(0.25, beside=False))
-    >>> bytes_of(two, (KEEP, KEEP), room), bytes_of(two, (DROP, KEEP), room), bytes_of(two, (DROP, DROP), room)
-    (8.0, 5.0, 5.0)
-    """
-    return float(Stage(layers).bytes(_rows([choices]), room)[0])
 
 
 Key = tuple[float, float, int, tuple[int, ...]]  # seconds, bytes where they are too many, layers that do not keep their own, and which
@@ -162,7 +150,7 @@ def choose(layers: Sequence[Load], room: Room, allowed: Sequence[str] = CHOICES)
     if count <= _EXACT:
         best = min(keys(np.array(list(product(codes, repeat=count)), dtype=np.int8)))
     else:
-        found = [_rows([(KEEP,) * count]), *(one for order in _orders(layers) for one in _along(stage, room, allowed, order))]
+        found = [rows([(KEEP,) * count]), *(one for order in _orders(layers) for one in _along(stage, room, allowed, order))]
         starts = sorted(set(keys(np.concatenate(found))))
         kinds = Counter((one.forward_s, one.saved_bytes, one.entering_bytes, one.collectives_s) for one in layers)
         alike = kinds.most_common(1)[0][1] >= count - _ENDS and starts[0][0] < inf
@@ -290,7 +278,8 @@ def _of_stage(pricer: Pricer, layout: Layout, sites: Sequence[str], stage: int, 
     (cost,) = pricer.stages(layout, sites, only=(stage,))
     flying = in_flight(layout.schedule, layout.pipeline, layout.rank_of(stage), layout.microbatches, layout.chunks)
     room = Room(inf, cost.compute, one.copies(layout), flying, one.ends(layout, sites, stage), one.layers_moved)
-    limit = bytes_of(layers, kept, room) - (without - have) / (1 + MARGIN)
+    weighed = Stage(layers)
+    limit = float(weighed.bytes(rows([kept]), room)[0]) - (without - have) / (1 + MARGIN)
     for _ in range(_TIGHTENED):
         try:
             choices = choose(layers, replace(room, limit_bytes=limit), allowed)
@@ -298,13 +287,14 @@ def _of_stage(pricer: Pricer, layout: Layout, sites: Sequence[str], stage: int, 
             return None
         need = needs(choices)
         if need <= have:
-            return _eased(layers, choices, lambda tried: needs(tried) <= have, partial(seconds_of, layers, room=room))
-        limit = min(limit - (need - have) / (1 + MARGIN), 0.999 * bytes_of(layers, choices, room))
+            return _eased(weighed, room, choices, lambda tried: needs(tried) <= have)
+        limit = min(limit - (need - have) / (1 + MARGIN), 0.999 * float(weighed.bytes(rows([choices]), room)[0]))
     return None
 
 
-def _eased(layers: Sequence[Load], choices: Choices, fits: Callable[[Choices], bool], seconds: Callable[[Choices], float]) -> Choices:
+def _eased(stage: Stage, room: Room, choices: Choices, fits: Callable[[Choices], bool]) -> Choices:
     """The same with every layer kept that there is room for after all, the dearest first."""
+    layers = stage.layers
     refused: set[tuple[str, float, float]] = set()
     dear = sorted(range(len(layers)), key=lambda i: (-layers[i].forward_s, -i))
     for i in dear:
@@ -312,7 +302,8 @@ def _eased(layers: Sequence[Load], choices: Choices, fits: Callable[[Choices], b
         if choices[i] == KEEP or alike in refused:
             continue
         tried = (*choices[:i], KEEP, *choices[i + 1 :])
-        if seconds(tried) < seconds(choices) and fits(tried):
+        new, old = stage.seconds(rows([tried, choices]), room).tolist()
+        if new < old and fits(tried):
             choices = tried
         else:
             refused.add(alike)

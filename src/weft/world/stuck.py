@@ -27,7 +27,7 @@ def culprit(statuses: Sequence[Status], start: int) -> tuple[int, str]:
     now = _running(statuses[at])
     if now is None:
         missing = [rank for rank in before if _running(statuses[rank]) is None]
-        return at, f"rank {_listed(missing)} did not take part"
+        return at, f"rank {listed(missing)} did not take part"
     same = [s for rank in _members(now, statuses) if rank != at and _with(s := statuses[rank], now)]
     if (not same and now.op in ("send", "receive")) or not _members(now, statuses):
         return start, DIFFERENT
@@ -42,7 +42,7 @@ def culprit(statuses: Sequence[Status], start: int) -> tuple[int, str]:
     if next_most == most:
         return start, DIFFERENT
     odd.sort(key=lambda s: s.rank)
-    return odd[0].rank, f"rank {_listed([s.rank for s in odd])} is in another collective, size or type: {odd[0].last}"
+    return odd[0].rank, f"rank {listed([s.rank for s in odd])} is in another collective, size or type: {odd[0].last}"
 
 
 def _round(statuses: Sequence[Status], ranks: list[int], start: int) -> tuple[int, str]:
@@ -52,7 +52,7 @@ def _round(statuses: Sequence[Status], ranks: list[int], start: int) -> tuple[in
         return start, DIFFERENT
     least = min(now.tag for now in found)
     behind = [rank for rank, now in zip(ranks, found, strict=True) if now.tag == least]
-    return behind[0], f"rank {_listed(sorted(behind))} is behind, in step {least}"
+    return behind[0], f"rank {listed(sorted(behind))} is behind, in step {least}"
 
 
 def _waits(one: Status, statuses: Sequence[Status]) -> list[int]:
@@ -95,5 +95,6 @@ def _running(one: Status) -> Moment | None:
     return one.last if one.last is not None and one.last.running and one.phase not in ("done", "failed") else None
 
 
-def _listed(ranks: Sequence[int]) -> str:
+def listed(ranks: Sequence[int]) -> str:
+    """Ranks in words."""
     return ", ".join(map(str, ranks))

@@ -24,7 +24,7 @@ from weft.errors import RankError, RunError, WeftError
 from weft.world import message
 from weft.world.prepared_rank import log_file
 from weft.world.recorder import Reader, Status
-from weft.world.stuck import culprit
+from weft.world.stuck import culprit, listed
 
 SETTLE_S = 0.05  # others that failed by themselves at the same moment come within this
 LOST_S = 1.5  # the first cause of a lost connection comes within this
@@ -182,7 +182,7 @@ def _first_cause(failures: list[_Failure], ended: dict[int, int], statuses: list
     if first.lost:
         gone = [rank for rank, code in ended.items() if code == 0]
         if gone:
-            lines[0] += f"; rank {_listed(gone)} had returned: every member of a group must take part in each of its collectives"
+            lines[0] += f"; rank {listed(gone)} had returned: every member of a group must take part in each of its collectives"
     if not first.kept or first.lost:
         lines += [f"  at {frame}" for frame in first.frames]
     if first.native or first.lost:
@@ -273,10 +273,6 @@ def _process_state(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return ""
-
-
-def _listed(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks))
 
 
 @cache
