@@ -74,7 +74,7 @@ class Stage:
     >>> two, room = Stage([Load("a", 1, 4, 1), Load("b", 1, 4, 1)]), Room(8, Seconds(2, 4), Copies(0.25, beside=False))
     >>> tried = rows([(KEEP, KEEP), (SWAP, KEEP), (DROP, KEEP), (DROP, DROP)])
     >>> two.seconds(tried, room), two.bytes(tried, room)
-    (array([6., 8., 7., 8.]), array([8., 8., 5., 5.]))
+    (array([6., 8., 7., 8.]), array([8., 4., 5., 5.]))
     """
 
     layers: Sequence[Load]
