@@ -15,10 +15,9 @@ from weft.cluster.resize import resized
 from weft.errors import Infeasible, LayoutError, UsageError, nearest
 from weft.plan.compression import Compression
 from weft.plan.grid import checked_grid
-from weft.plan.layout import CHOICES, KEYS, Layout, actions_of
+from weft.plan.layout import CHOICES, KEYS, Layout, actions_of, refuse_word
 from weft.plan.own import is_file
 from weft.plan.plan import Plan
-from weft.plan.residency import kind_of
 
 DEVICES = ("gpus", "devices")
 SEQUENCE = ("seq", "sequence")
@@ -74,8 +73,8 @@ def parse_changes(words: Sequence[str]) -> tuple[Change, ...]:
             raise UsageError(f"{key} is given twice; compare values by running whatif for each")
         # Which layers `recompute=full:...` names is for the layout to read.
         own = key == "schedule" and is_file(value)
-        if key in CHOICES and kind_of(key, value) not in CHOICES[key] and not own:
-            raise UsageError(f"{word}: {value} is unknown; use one of {', '.join(CHOICES[key])}")
+        if key in CHOICES and not own and (why := refuse_word(key, value)):
+            raise UsageError(f"{word}: {why}")
         change = Change(key, value)
         if change.grid is not None:
             found.append(change)

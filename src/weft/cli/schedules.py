@@ -70,6 +70,6 @@ def schedules(
             )
         known = [(i, float(row[1])) for i, row in enumerate(rows) if row[1]]
         fastest = tuple(i for i, time in known if time == min(t for _, t in known))
-        note = f"{stages} stages, {microbatches} microbatches, {times}; all proven, the fastest in bold"
+        note = f"stages: {stages}, microbatches: {microbatches}, {times}; all proven, the fastest in bold"
         out.table(Table("Schedules", _COLUMNS, tuple(rows), right=(1, 2, 3, 4, 5), marked=fastest, note=note))
         out.answer({"stages": stages, "microbatches": microbatches, "schedules": records})

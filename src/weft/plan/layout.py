@@ -435,13 +435,20 @@ def refuse_words(words: tuple[str, ...]) -> str:
     >>> refuse_words(("1f1b", "off", "off", "none", "none", "float8", "auto", "off"))
     'precision=float8 is not built yet; use one of float32, bfloat16, float16, float64'
     """
-    for (key, known), word in zip(CHOICES.items(), words, strict=True):
-        value = kind_of(key, word)
-        if value in LATER_CHOICES.get(key, ()):
-            return f"{key}={value} is not built yet; use one of {', '.join(known)}"
-        if value not in known:
-            return f"{key}={value} is unknown{nearest(value, known)}; use one of {', '.join(known)}"
-    return ""
+    return next((why for key, word in zip(CHOICES, words, strict=True) if (why := refuse_word(key, word))), "")
+
+
+def refuse_word(key: str, word: str) -> str:
+    """Why a word is no choice for a key of `CHOICES`; empty where it is.
+
+    >>> refuse_word("sequence_parallel", "om")
+    'sequence_parallel=om is unknown (did you mean on?); use one of off, on'
+    """
+    value, known = kind_of(key, word), CHOICES[key]
+    if value in known:
+        return ""
+    later = value in LATER_CHOICES.get(key, ())
+    return f"{key}={value} is {'not built yet' if later else f'unknown{nearest(value, known)}'}; use one of {', '.join(known)}"
 
 
 def refuse_sizes(schedule: str, microbatches: int) -> str:

@@ -26,7 +26,7 @@ from weft.cluster.cluster import Cluster
 from weft.errors import Infeasible, LayoutError, UsageError, nearest
 from weft.plan.compression import Compression
 from weft.plan.grid import checked_grid, parse_grid
-from weft.plan.layout import BOTH_WAYS, CHOICES, RUNS, Layout, chunks_of, refuse_sizes
+from weft.plan.layout import BOTH_WAYS, CHOICES, RUNS, Layout, chunks_of, refuse_sizes, refuse_word
 from weft.plan.own import is_file
 
 MOST_MICROBATCHES = 512
@@ -110,8 +110,9 @@ def parse_constraints(text: str) -> tuple[Constraint, ...]:
                 continue
             if key == "schedule" and is_file(given):
                 raise UsageError(f"constraint {word}: a search orders microbatches by name; run a file of actions with --layout {word!r}")
-            if given not in (choices := CHOICES[key]):
-                raise UsageError(f"constraint {word}: {given} is unknown{nearest(given, choices)}; use one of {', '.join(choices)}")
+            if given not in CHOICES[key]:
+                why = refuse_word(key, given) or f"{key}={given} names layers; constrain it to one of {', '.join(CHOICES[key])}"
+                raise UsageError(f"constraint {word}: {why}")
             found.append(Constraint(key, relation, given))
     for key in {c.key for c in found}:
         mine = [c for c in found if c.key == key]
