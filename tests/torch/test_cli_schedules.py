@@ -114,6 +114,23 @@ def test_what_is_wrong_is_refuted_with_its_place(text: str, reason: str, tmp_pat
     assert "refuted: " in capfd.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("0F0 0F2 0B0 0B2\n1F0 1B0 1F2 1B2", "its microbatches are 0, 2; number them from 0 without gaps"),
+        ("0F0 0F1\n1F0 1F1", "stage 0 has no backward; write 0B0 on one rank"),
+        ("0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1", ""),
+    ],
+)
+def test_what_is_proven_and_does_not_train_is_told(text: str, reason: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "mine.txt"
+    file.write_text(text)
+    found = answer(capfd, "check", str(file))
+    assert (found["proven"], found["untrainable"]) == (True, reason)
+    assert run(["check", str(file)]) == 0
+    assert ("it is no schedule to train with" in capfd.readouterr().out) is bool(reason)
+
+
 def test_a_deadlock_where_sends_wait_is_refuted_only_there(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "mine.txt"
     file.write_text(str(build("1f1b", 4, 8)))

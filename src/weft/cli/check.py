@@ -40,6 +40,7 @@ def check(
       weft check examples/two_rings.txt
     """
     with output(as_json) as out, uncollected():
+        from weft.plan.own import refuse_program
         from weft.schedules.refuted import prove
 
         try:
@@ -52,9 +53,12 @@ def check(
             raise typer.Exit(ProgramError.exit_code) from None
         completed = program != written
         out.text(f"proven: {_words(program, completed)}")
+        untrainable = refuse_program(written) if program.num_stages else ""
+        if untrainable:
+            out.text(f"it is no schedule to train with: {untrainable}")
         out.answer(
             {"proven": True, "reason": "", "name": program.name, "ranks": program.num_ranks, "actions": program.num_actions,
-             "microbatches": len(program.microbatches), "completed": completed}
+             "microbatches": len(program.microbatches), "completed": completed, "untrainable": untrainable}
         )  # fmt: skip
 
 

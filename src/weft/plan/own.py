@@ -161,12 +161,12 @@ def own_of(name: str, text: str) -> Own:
         program = parse_program(text)
     except ProgramError as error:
         raise ProgramError(f"{name}: {error}") from None
-    if reason := _refuse(program):
+    if reason := refuse_program(program):
         raise ProgramError(f"{name}: {reason}")
     return Own(replace(program, name=name))
 
 
-def _refuse(program: Program) -> str:
+def refuse_program(program: Program) -> str:
     """Why a program is no schedule of a training step; empty where it may be one."""
     computes = [a for row in program.actions for a in row if isinstance(a, Compute)]
     if not computes:
