@@ -122,7 +122,7 @@ def test_steps_and_rates_may_change_when_a_run_goes_on(config: Config) -> None:
     ("section", "values", "says"),
     [
         ("model", {"name": "gpt:hidden=32"}, "model.name was"),
-        ("data", {"sequence": 8}, "data was"),
+        ("data", {"sequence": 8}, "data.sequence was 16, now it is 8"),
         ("train", {"batch": 8}, "train.batch was 4, now it is 8"),
         ("train", {"optimizer": "sgd"}, 'train.optimizer was "adamw", now it is "sgd"'),
         ("train", {"seed": 1}, "train.seed was 0, now it is 1"),

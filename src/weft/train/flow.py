@@ -180,10 +180,9 @@ def _check_folder(config: Config, folder: Path) -> None:
             f"run.folder {folder} holds the checkpoints of an earlier run, and run.resume is false; choose another run.folder, or remove it"
         )
     for key in _FIXED:
-        before, now = _at(earlier, key), _at(config, key)
-        if before != now:
+        for name, before, now in _differences(key, _at(earlier, key), _at(config, key)):
             raise ConfigError(
-                f"run.folder {folder} is of another run: {key} was {_short(before)}, now it is {_short(now)}; "
+                f"run.folder {folder} is of another run: {name} was {_short(before)}, now it is {_short(now)}; "
                 "choose another run.folder, or set it back to go on"
             )
 
@@ -199,6 +198,15 @@ def _at(config: Config, key: str) -> Any:
     for name in key.split("."):
         value = getattr(value, name)
     return value.model_dump() if hasattr(value, "model_dump") else value
+
+
+def _differences(key: str, before: Any, now: Any) -> Iterator[tuple[str, Any, Any]]:
+    """What was set otherwise, key by key: of a table whose entries differ, not the table."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        for name in sorted(before.keys() | now.keys()):
+            yield from _differences(f"{key}.{name}", before.get(name), now.get(name))
+    elif before != now:
+        yield key, before, now
 
 
 def _short(value: Any) -> str:
