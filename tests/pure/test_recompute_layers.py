@@ -64,7 +64,7 @@ def test_a_word_that_means_nothing_is_refused(word: str, said: str) -> None:
 
 
 def test_a_layer_that_the_model_lacks_is_refused() -> None:
-    with pytest.raises(LayoutError, match=r"the model has no such layer; it has h\.0, h\.1"):
+    with pytest.raises(LayoutError, match=r"the model has no such layer; it has h\.0, h\.1$"):
         Residency.parse("full:h.9", "none").check([["h.0"], ["h.1"]])
 
 

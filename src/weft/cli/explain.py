@@ -9,6 +9,7 @@ import typer
 
 from weft.cli import options
 from weft.cli.output import output
+from weft.plan.bound import bound_words
 from weft.report.tables import reasons_table, refusal_words, summary_table
 from weft.units import format_seconds
 
@@ -56,7 +57,7 @@ def explain(
             shown = candidates(plan, setting, base, most)
         out.table(variants_table("Candidates", "", shown, base))
         out.table(reasons_table(plan))
-        said = bound_words(plan)
+        said = _found(plan)
         out.text(said + "\n")
         others: list[Variant] = []
         placed: tuple[Placement, ...] = ()
@@ -101,13 +102,11 @@ def candidates(plan: Plan, setting: Setting, base: Variant, most: int) -> list[V
     return found
 
 
-def bound_words(plan: Plan) -> str:
-    """How far the plan may be from the best that the search could have found."""
-    gap = plan.bound_gap
+def _found(plan: Plan) -> str:
+    """How far the plan may be from the best that the search could have found, and how long it took."""
     took = f"Found in {format_seconds(plan.planning_time_s)}" if plan.planning_time_s else "Priced as given"
-    if gap is None:
-        return f"{took}; no bound: the search priced the layouts that it lists, and claims nothing of others."
-    return f"{took}; proven: the step is at most {gap:.1%} above a time that no plan of the search can beat."
+    said = dict(plan.reasons).get("bound") or bound_words(plan.prediction.step_time_s if plan.prediction else 0.0, None)
+    return f"{took}; {said}."
 
 
 def _reasons(plan: Plan) -> list[dict[str, str]]:

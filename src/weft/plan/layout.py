@@ -156,6 +156,8 @@ class Layout:
             raise LayoutError(f"chunks={self.chunks} needs schedule=interleaved, and this is {self}")
         residency = self.residency
         for choice in (residency.recompute, residency.offload):
+            if choice.picks:
+                object.__setattr__(self, choice.key, str(choice))  # in one form
             if len(choice.counts) not in (0, 1, self.num_stages):
                 raise LayoutError(
                     f"{choice.key}={choice} counts layers of {len(choice.counts)} stages, and there are {self.num_stages}: {self}"

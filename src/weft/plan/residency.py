@@ -15,10 +15,12 @@ from functools import cache
 from typing import Any
 
 from weft.errors import LayoutError
+from weft.plan.ranges import read_counts, read_names, write_counts, write_names
 
 KINDS = ("none", "selective", "full")  # of recomputation, each after those that repeat less
 OF_LAYERS = {"recompute": ("full",), "offload": ("activations", "all")}  # words that may say of which layers
 _VERBS = {"recompute": "repeats", "offload": "moves"}
+_WILD = frozenset("*?[")
 
 
 def kind_of(key: str, value: Any) -> Any:
@@ -48,7 +50,8 @@ class LayerChoice:
 
     @classmethod
     def parse(cls, key: str, text: str) -> LayerChoice:
-        """`none`, `selective`, `full`, `full:2` (two layers of each stage), `full:3/1` (of two stages), `full:h.0+h.5` (these layers).
+        """`none`, `selective`, `full`, `full:2` (two layers of each stage), `full:3/1` (of two stages), `full:3x4/1x4` (of eight),
+        `full:h.0+h.5` (these layers), `full:h.0-6+h.8` (0 to 6 and 8).
 
         Raises:
             LayoutError: anything else.
@@ -56,25 +59,25 @@ class LayerChoice:
         kind, colon, which = text.partition(":")
         if not colon:
             return cls(key, kind)
-        words, takes = which.split("/"), OF_LAYERS[key]
+        takes = OF_LAYERS[key]
         if kind not in takes or not which:
             one = takes[0]
             raise LayoutError(
                 f"{key}={text}: only {' and '.join(takes)} {'take' if len(takes) > 1 else 'takes'} layers; for example {key}={one}:2, "
                 f"{key}={one}:3/1 or {key}={one}:h.0+h.5"
             )
-        if all(word.isdecimal() and len(word) < 7 for word in words):
-            counts = tuple(int(word) for word in words)
+        counts = read_counts(which)
+        if counts is not None:
             if not any(counts):
                 raise LayoutError(f"{key}={text} {_VERBS[key]} no layer; use {key}={'optimizer' if kind == 'all' else 'none'}")
             return cls(key, kind, counts)
-        names = tuple(which.split("+"))
+        names = read_names(which)
         if not all(names) or "/" in which:
             raise LayoutError(f"{key}={text}: layers are counts by stage ({kind}:3/1) or names ({kind}:h.0+h.5)")
         return cls(key, kind, (), names)
 
     def __str__(self) -> str:
-        which = "/".join(map(str, self.counts)) or "+".join(self.names)
+        which = write_counts(self.counts) or write_names(self.names)
         return f"{self.kind}:{which}" if which else self.kind
 
     @property
@@ -96,8 +99,16 @@ class LayerChoice:
         if not self.of_layers:
             return ()
         if self.names:
-            return tuple(layer for layer in layers if any(fnmatchcase(layer, name) for name in self.names))
+            plain, patterns = _told_apart(self.names)
+            return tuple(layer for layer in layers if layer in plain or any(fnmatchcase(layer, name) for name in patterns))
         return tuple(layers[: self.count(stage)] if self.counts else layers)
+
+
+@cache
+def _told_apart(names: tuple[str, ...]) -> tuple[frozenset[str], tuple[str, ...]]:
+    """Names of layers as they are, and patterns."""
+    patterns = tuple(name for name in names if not _WILD.isdisjoint(name))
+    return frozenset(names) - frozenset(patterns), patterns
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,11 +152,11 @@ class Residency:
             LayoutError: a name that none of the model's layers has, more layers than a stage has, or layers that would be both moved
                 and repeated.
         """
-        known = list(dict.fromkeys(layer for layers in stages for layer in layers if layer))
+        known = dict.fromkeys(layer for layers in stages for layer in layers if layer)
         for choice in (self.recompute, self.offload):
             for name in choice.names:
-                if not any(fnmatchcase(layer, name) for layer in known):
-                    has = f"{', '.join(known[:4])}{' ...' if len(known) > 4 else ''}" if known else "none that is numbered"
+                if name not in known and not any(fnmatchcase(layer, name) for layer in known):
+                    has = write_names(known).replace("+", ", ") if known else "none that is numbered"
                     raise LayoutError(f"{choice.key}={choice.kind}:{name}: the model has no such layer; it has {has}")
         said = " ".join(f"{choice.key}={choice}" for choice in (self.recompute, self.offload) if choice.picks)
         for stage, layers in enumerate(stages):
@@ -155,7 +166,7 @@ class Residency:
                 raise LayoutError(f"{said}: {counted} layers of stage {stage}, which has {len(layers)}; {self._fewer(stages)}")
             both = set(self.moved(stage, layers)) & set(self.recompute.chosen(stage, layers)) if self.recompute.names else set()
             if both and self.offload.picks:
-                names = ", ".join(layer for layer in layers if layer in both)
+                names = write_names(layer for layer in layers if layer in both)
                 raise LayoutError(
                     f"{said}: {len(both)} of the {len(layers)} layers of stage {stage} would be both moved and repeated ({names}); "
                     "name each in one of them"
@@ -172,6 +183,6 @@ class Residency:
         words = []
         for choice, counts in ((self.offload, moved), (self.recompute, again)):
             if choice.counts:
-                written = "/".join(map(str, counts if len(set(counts)) > 1 else counts[:1]))
+                written = write_counts(counts if len(set(counts)) > 1 else counts[:1])
                 words.append(f"{choice.key}={choice.kind}:{written}" if any(counts) else f"{choice.key}=none")
         return f"use at most {' '.join(words)}"

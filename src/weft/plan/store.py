@@ -42,14 +42,14 @@ _WORDS = {
     "microbatches": "parts of a replica's batch, one after another",
     "schedule": f"order of their forwards and backwards: {', '.join(CHOICES['schedule'])}, or a file of actions",
     "zero": "what replicas share instead of each having it: 0 nothing, 1 optimizer state, 2 gradients, 3 weights",
-    "recompute": f"activations computed again in backward: {', '.join(CHOICES['recompute'])}, full:2, full:3/1, full:h.0+h.5",
+    "recompute": f"activations computed again in backward: {', '.join(CHOICES['recompute'])}, full:2, full:3/1, full:h.0-6+h.8",
     "precision": f"of matrix products: {', '.join(CHOICES['precision'])}",
     "threads": "cores of each rank; 0 is an equal share",
     "chunks": "stages of each rank, where schedule is interleaved",
     "expert": "replicas among which the experts of a layer are spread",
     "sequence_parallel": f"norms and residuals cut along the sequence over tensor: {', '.join(CHOICES['sequence_parallel'])}",
     "sample_parallel": f"samples cut over tensor as well, where that is cheaper: {', '.join(CHOICES['sample_parallel'])}",
-    "offload": f"kept in the host's memory: {', '.join(CHOICES['offload'])}, activations:2, all:h.0+h.5",
+    "offload": f"kept in the host's memory: {', '.join(CHOICES['offload'])}, activations:2, all:h.0-6+h.8",
     "all_reduce": f"how gradients are summed: {', '.join(CHOICES['all_reduce'])}",
     "inner": "data x tensor of every stage, where stages arrange their ranks differently: 4x1/2x2",
     "compress": "gradients on their way between replicas: none, bfloat16, int8, topk:FRACTION",
@@ -154,7 +154,7 @@ def format_plan(plan: Plan) -> str:
         lines += [f"{key} = {_number(getattr(plan.prediction.memory, key))}" for key in _MEMORY]
     lines += ["", "[search]  # how this was found", f"planning_time_s = {_number(plan.planning_time_s)}"]
     if plan.bound_gap is not None:
-        lines.append(f"bound_gap = {_number(plan.bound_gap)}  # above a time that nothing can beat")
+        lines.append(f"bound_gap = {_number(plan.bound_gap)}  # above a time that no layout of the search beats, which is proven")
     if plan.candidates:
         lines += [
             "# layout, note; and of those that were priced step_time_s, mfu, model_flops,",

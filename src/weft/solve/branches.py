@@ -17,10 +17,10 @@ from weft.cost.stage import work_share
 from weft.cost.step import Pricer, together
 from weft.errors import Infeasible, LayoutError
 from weft.model.graph import Graph
-from weft.plan.layout import CHOICES, Layout
+from weft.plan.layout import Layout
 from weft.plan.microbatches import microbatch_sizes
 from weft.plan.plan import Candidate
-from weft.plan.residency import KINDS
+from weft.plan.residency import KINDS, kind_of
 from weft.solve.bounds import check_room, check_state, least_s, least_saving_s, least_state_bytes, most_memory, most_room, waiting
 from weft.solve.grids import in_grids
 from weft.solve.lending import may_lend
@@ -79,7 +79,7 @@ class Branches:
         least: dict[tuple[Layout, bool], float] = {}
         self._open = []
         zeros = [z for z in range(4) if space.admits("zero", z)]
-        offloads = [o for o in CHOICES["offload"] if space.admits("offload", o)]
+        offloads = [kind_of("offload", o) for o in space.words("offload")]
         for frame in space.frames():
             for interleaved in {one.schedule not in PLAIN for one in self.space.schedules(frame)}:
                 try:
@@ -115,7 +115,7 @@ class Branches:
     def house(self) -> None:
         """Where all layers are repeated or moved for want of memory, try the fewest that it takes: of what could not be told to be worse.
 
-        The bound then is that of what neither repeats nor moves layers, where that would be the least.
+        The bound then is the least of what neither repeats nor moves layers, of those that are not tried as well.
         """
         if self.best is None or self.objective == "memory":
             return
@@ -130,17 +130,19 @@ class Branches:
                 if recompute in open_to[DROP] or offload in open_to[SWAP]:
                     base = (frame, interleaved, zero, "optimizer" if offload in ("optimizer", "all") else "none")
                     bases[base] = min(seconds, bases.get(base, INFINITE))
-        for frame, interleaved, zero, offload in heapq.nsmallest(MOST_HOUSED, bases, key=lambda one: bases[one]):
+        tried = 0
+        for frame, interleaved, zero, offload in sorted(bases, key=lambda one: bases[one]):
             moves = "all" if offload == "optimizer" else "activations"
             allowed = [KEEP, *([SWAP] if moves in open_to[SWAP] else []), *([DROP] if open_to[DROP] else [])]
             least = least_saving_s(self.pricer, replace(frame, zero=zero, offload=offload), interleaved)
             if self._hopeless(frame, least):
                 continue
-            for schedule in self.space.schedules(frame):
+            self.bound_s = min(self.bound_s, least)
+            tried += 1
+            for schedule in self.space.schedules(frame) if tried <= MOST_HOUSED else ():
                 if (schedule.schedule not in PLAIN) is interleaved:
                     timed = housed(self.pricer, replace(schedule, zero=zero, offload=offload), allowed)
                     if timed is not None:
-                        self.bound_s = min(self.bound_s, least)
                         if self._leads(timed):
                             self._lead(timed)
                         self.clocked.append(timed)
@@ -232,7 +234,7 @@ class Branches:
     def _bound(self, frame: Layout, seconds: float) -> tuple[float, ...]:
         if self.objective == "memory":
             zero = max((z for z in range(4) if self.space.admits("zero", z)), default=0) if frame.data > 1 else 0
-            offload = "all" if any(self.space.admits("offload", o) for o in ("optimizer", "all")) else "none"
+            offload = "all" if any(kind_of("offload", o) in ("optimizer", "all") for o in self.space.words("offload")) else "none"
             return (least_state_bytes(self.pricer, replace(frame, zero=zero, offload=offload, compress="none", staleness=0)),)
         return (worth(frame, seconds, self.pricer.cluster, self.objective),)
 
@@ -330,6 +332,8 @@ class Branches:
             if barred:
                 raise Infeasible(f"{layout}: the first rank needs {need / 2**30:.2f} GiB, and has {have / 2**30:.2f} GiB")
             priced = price(pricer, layout, sites)
+            if layout.residency.picks:  # as a constraint asks for
+                check_layers(pricer, priced)
         except (Infeasible, LayoutError) as error:
             self._refuse(layout, None, str(error))
             return None

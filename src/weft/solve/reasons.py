@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from weft.cluster.cluster import Cluster
+from weft.plan.bound import bound_words
 from weft.plan.layout import CHOICES, RUNS, Layout
 from weft.plan.plan import Candidate, Prediction
 from weft.units import format_bytes, format_seconds
@@ -57,12 +58,7 @@ def reasons(
     step = prediction.step_time_s
     spent = ", ".join(f"{name} {format_seconds(s)}" for name, s in prediction.parts if s >= 0.005 * step)
     found = [("step", f"{format_seconds(step)}: {spent}")]
-    if bound_s:
-        whose = "this layout" if by_hand else "any plan of this search"
-        found.append(
-            ("bound", f"{whose} takes {format_seconds(bound_s)} at least, as the search proves; "
-             f"this takes {100 * (step / bound_s - 1):.1f} % more")
-        )  # fmt: skip
+    found.append(("bound", bound_words(step, step / bound_s - 1 if bound_s else None, by_hand)))
     if by_hand:
         return (*found, ("layout", "given by hand; nothing else was tried"))
     for key in KEYS:

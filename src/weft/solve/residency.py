@@ -27,6 +27,7 @@ from weft.cost.memory import MARGIN, in_flight
 from weft.cost.step import Pricer
 from weft.errors import Infeasible, LayoutError
 from weft.plan.layout import BOTH_WAYS, Layout
+from weft.plan.ranges import spelled, write_names
 from weft.plan.residency import LayerChoice
 from weft.solve.mixed import memory_of, owner
 from weft.solve.timing import Priced, balanced, clocked, price
@@ -256,7 +257,7 @@ def worded(layout: Layout, stages: Sequence[tuple[Sequence[str], Choices]]) -> L
 
 def _choice(key: str, kind: str, layers: Sequence[Sequence[str]], counted: bool) -> LayerChoice:
     if not counted:
-        return LayerChoice(key, kind, (), tuple(name for names in layers for name in names))
+        return LayerChoice(key, kind, (), tuple(spelled(name) for names in layers for name in names))
     counts = tuple(len(names) for names in layers)
     return LayerChoice(key, kind, counts if len(set(counts)) > 1 else counts[:1])
 
@@ -343,4 +344,6 @@ def told(pricer: Pricer, layout: Layout, sites: Sequence[str]) -> str:
         said.setdefault(words, []).append(stage)
     if len(said) == 1:
         return f"{next(iter(said))}{', in every stage' if layout.num_stages > 1 else ''}"
-    return "; ".join(f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}: {words}" for words, stages in said.items())
+    return "; ".join(
+        f"stage{'s' if len(stages) > 1 else ''} {write_names(map(str, stages)).replace('+', ', ')}: {words}" for words, stages in said.items()
+    )

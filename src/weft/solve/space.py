@@ -28,6 +28,7 @@ from weft.plan.compression import Compression
 from weft.plan.grid import checked_grid, parse_grid
 from weft.plan.layout import BOTH_WAYS, CHOICES, RUNS, Layout, chunks_of, refuse_sizes, refuse_word
 from weft.plan.own import is_file
+from weft.plan.residency import OF_LAYERS, LayerChoice, kind_of
 
 MOST_MICROBATCHES = 512
 MOST_CHUNKS = 8
@@ -110,9 +111,12 @@ def parse_constraints(text: str) -> tuple[Constraint, ...]:
                 continue
             if key == "schedule" and is_file(given):
                 raise UsageError(f"constraint {word}: a search orders microbatches by name; run a file of actions with --layout {word!r}")
-            if given not in CHOICES[key]:
-                why = refuse_word(key, given) or f"{key}={given} names layers; constrain it to one of {', '.join(CHOICES[key])}"
-                raise UsageError(f"constraint {word}: {why}")
+            if reason := refuse_word(key, given):
+                raise UsageError(f"constraint {word}: {reason}")
+            if given not in CHOICES[key]:  # of some layers
+                if relation != "=":
+                    raise UsageError(f"constraint {word}: layers are asked for, not left out; use {key}={given}, or {key}!={CHOICES[key][-1]}")
+                given = str(LayerChoice.parse(key, given))
             found.append(Constraint(key, relation, given))
     for key in {c.key for c in found}:
         mine = [c for c in found if c.key == key]
@@ -120,7 +124,7 @@ def parse_constraints(text: str) -> tuple[Constraint, ...]:
         if key in ("compress", "grid"):
             values = ["none", *(c.value for c in mine)]
         elif key in CHOICES:
-            values = CHOICES[key]
+            values = [*CHOICES[key], *(c.value for c in mine)]
         else:
             limits = [c.value for c in mine if isinstance(c.value, int)]
             least = 0 if key in ("zero", "threads", "staleness") else 1
@@ -192,7 +196,7 @@ class Space:
     unlike: bool = False
 
     def admits(self, key: str, value: int | str) -> bool:
-        if self.cluster.runs_plans and value not in RUNS.get(key, (value,)):
+        if self.cluster.runs_plans and kind_of(key, value) not in RUNS.get(key, (kind_of(key, value),)):
             return False
         return all(c.admits(value) for c in self.constraints if c.key == key)
 
@@ -206,7 +210,7 @@ class Space:
             )
         for key, built in RUNS.items():
             mine = [c for c in self.constraints if c.key == key]
-            if mine and self.cluster.runs_plans and not any(self.admits(key, value) for value in built):
+            if mine and self.cluster.runs_plans and not any(self.admits(key, value) for value in (*built, *self.words(key))):
                 have = " or ".join(f"{key}={value}" for value in built)
                 raise Infeasible(f"{' '.join(map(str, mine))} is planned and priced, but not built yet for running here; use {have}")
 
@@ -239,6 +243,11 @@ class Space:
     def asked(self, key: str, value: int | str) -> bool:
         """Whether a constraint names exactly this value."""
         return any(c.key == key and c.relation == "=" and c.value == value for c in self.constraints)
+
+    def words(self, key: str) -> tuple[str, ...]:
+        """The words of a key that are admitted: those of all layers, and those of some that a constraint names."""
+        named = [str(c.value) for c in self.constraints if c.key == key and c.value not in CHOICES[key]] if key in OF_LAYERS else []
+        return tuple(word for word in dict.fromkeys((*CHOICES.get(key, ()), *named)) if self.admits(key, word))
 
     def precisions(self) -> list[str]:
         have = [p for p, _ in self.cluster.device.peak_flops]
@@ -353,10 +362,10 @@ class Space:
 
     def thrifts(self, layout: Layout) -> Iterator[Layout]:
         """The layout under every ZeRO stage, recomputation and offload, each after those that save less and cost no more."""
-        for offload in CHOICES["offload"]:
-            for recompute in CHOICES["recompute"]:
+        for offload in self.words("offload"):
+            for recompute in self.words("recompute"):
                 for zero in (0, 1, 2, 3) if layout.data > 1 else (0,):
-                    if not (self.admits("zero", zero) and self.admits("recompute", recompute) and self.admits("offload", offload)):
+                    if not self.admits("zero", zero):
                         continue
                     with suppress(LayoutError):  # what does not go together, a layout says itself
                         yield replace(layout, zero=zero, recompute=recompute, offload=offload)

@@ -1,0 +1,24 @@
+"""How far a plan may be from the best, in words. In: its step, a time that is proven to be a lower bound. Out: a sentence."""
+
+from __future__ import annotations
+
+from weft.units import format_seconds
+
+SAME = 0.005  # part of a step above its bound that is none
+
+
+def bound_words(step_s: float, gap: float | None, by_hand: bool = False) -> str:
+    """`gap`: by what part the step is above the bound; None where nothing is proven. `by_hand`: the bound is of this layout alone.
+
+    >>> bound_words(1.0, 0.0)
+    'proven: no layout that the search admits takes less than 1.00 s a step, and this plan takes no more'
+    >>> bound_words(2.0, 1.0)
+    'proven: no layout that the search admits takes less than 1.00 s a step; this plan takes 100.0 % more, and nothing is known in between'
+    """
+    if gap is None:
+        return "nothing is proven: the search priced the layouts that it lists, and claims nothing of others"
+    what = "no stages and no order of this layout take" if by_hand else "no layout that the search admits takes"
+    least = f"proven: {what} less than {format_seconds(step_s / (1 + gap))} a step"
+    if gap < SAME:
+        return f"{least}, and this plan takes no more"
+    return f"{least}; this plan takes {100 * gap:.1f} % more, and nothing is known in between"

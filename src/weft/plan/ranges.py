@@ -1,0 +1,134 @@
+"""Lists of names with ranges of numbers in them, and lists of counts with how often each comes. In: names or their text. Out: the other.
+
+    layers.0-6+layers.8      layers 0 to 6, and 8
+    5x3/4                    5, 5, 5, 4
+
+A name's parts stand between dots. One part that is two numbers with a dash is a range of that part. A name of a model that itself has such
+a part, or a character that means something in a list, is written as a pattern that matches it (`[-]`, `?`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+
+from weft.errors import LayoutError
+
+MOST = 100_000  # names of a range, and counts of a list
+_FEWEST = 3  # names that are written as a range
+_RANGE = re.compile(r"(?<![^.])(0|[1-9][0-9]{0,8})-(0|[1-9][0-9]{0,8})(?![^.])")
+_COUNTS = re.compile(r"([0-9]{1,6})(?:x([1-9][0-9]{0,5}))?")
+_SPECIAL = re.compile(r"[*?\[]")
+_SEPARATOR = re.compile(r"[+,/\s]")
+
+
+def spelled(name: str) -> str:
+    """A module's path as a list says it: what a list would read otherwise as a pattern that matches it.
+
+    >>> spelled("h.3"), spelled("blocks.0-1.3"), spelled("a+b.0")
+    ('h.3', 'blocks.0[-]1.3', 'a?b.0')
+    """
+    return _RANGE.sub(r"\1[-]\2", _SEPARATOR.sub("?", _SPECIAL.sub(r"[\g<0>]", name)))
+
+
+def write_names(names: Iterable[str]) -> str:
+    """Names and patterns as one word, three or more whose numbers follow one another as a range.
+
+    >>> write_names(["h.0", "h.1", "h.2", "h.5", "x.*"])
+    'h.0-2+h.5+x.*'
+    >>> write_names(["0", "1", "2"]), write_names(["3"])
+    ('0-2', '[3]')
+    """
+    found: list[str] = []
+    run: list[list[str]] = []  # parts of names of which each follows the one before
+    at = -1  # the part whose numbers grow
+    for name in names:
+        parts = name.split(".")
+        place = _grown(run[-1], parts) if run else -1
+        if place >= 0 and at in (-1, place):
+            at = place
+            run.append(parts)
+            continue
+        found += _written(run, at)
+        run, at = [parts], -1
+    text = "+".join([*found, *_written(run, at)])
+    return text if read_counts(text) is None else f"[{text[0]}]{text[1:]}"  # a layer that is called 3 is no count
+
+
+def _grown(before: Sequence[str], after: Sequence[str]) -> int:
+    """The one part in which two names differ, if it is a number and then the next one; -1 otherwise."""
+    differ = [i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b]
+    if len(before) != len(after) or len(differ) != 1:
+        return -1
+    a, b = before[differ[0]], after[differ[0]]
+    return differ[0] if _is_number(a) and _is_number(b) and int(b) == int(a) + 1 else -1
+
+
+def _is_number(part: str) -> bool:
+    return part.isascii() and part.isdecimal() and len(part) < 10 and str(int(part)) == part
+
+
+def _written(run: Sequence[Sequence[str]], at: int) -> list[str]:
+    if len(run) < _FEWEST:
+        return [".".join(parts) for parts in run]
+    first, last = run[0], run[-1]
+    return [".".join([*first[:at], f"{first[at]}-{last[at]}", *first[at + 1 :]])]
+
+
+def read_names(text: str) -> tuple[str, ...]:
+    """What `write_names` wrote, and names one by one.
+
+    >>> read_names("h.0-2+h.5+x.*")
+    ('h.0', 'h.1', 'h.2', 'h.5', 'x.*')
+
+    Raises:
+        LayoutError: a range that goes down, or of too many names.
+    """
+    found: list[str] = []
+    for word in text.split("+"):
+        match = _RANGE.search(word)
+        if match is None:
+            found.append(word)
+            continue
+        first, last = int(match[1]), int(match[2])
+        if last < first:
+            raise LayoutError(f"the range {word} goes from {first} down to {last}; write the smaller number first")
+        if last - first >= MOST:
+            raise LayoutError(f"the range {word} names {last - first + 1} layers; at most {MOST} are read")
+        found += [f"{word[: match.start()]}{n}{word[match.end() :]}" for n in range(first, last + 1)]
+    return tuple(found)
+
+
+def write_counts(counts: Iterable[int]) -> str:
+    """Counts as one word, three or more alike as `COUNTxTIMES`.
+
+    >>> write_counts([5, 5, 5, 4]), write_counts([3, 1])
+    ('5x3/4', '3/1')
+    """
+    found: list[str] = []
+    for count, those in groupby(counts):
+        times = len(list(those))
+        found += [f"{count}x{times}"] if times >= _FEWEST else [str(count)] * times
+    return "/".join(found)
+
+
+def read_counts(text: str) -> tuple[int, ...] | None:
+    """What `write_counts` wrote, and counts one by one; None where it is something else.
+
+    >>> read_counts("5x3/4"), read_counts("2"), read_counts("h.0")
+    ((5, 5, 5, 4), (2,), None)
+
+    Raises:
+        LayoutError: too many counts.
+    """
+    found: list[int] = []
+    for word in text.split("/"):
+        match = _COUNTS.fullmatch(word)
+        if match is None:
+            return None
+        times = int(match[2] or 1)
+        if len(found) + times > MOST:
+            raise LayoutError(f"{text} counts layers of more than {MOST} stages")
+        found += [int(match[1])] * times
+    return tuple(found)
