@@ -40,6 +40,16 @@ def write_names(names: Iterable[str]) -> str:
     >>> write_names(["0", "1", "2"]), write_names(["3"])
     ('0-2', '[3]')
     """
+    text = "+".join(shortened(names))
+    return text if read_counts(text) is None else f"[{text[0]}]{text[1:]}"  # a layer that is called 3 is no count
+
+
+def shortened(names: Iterable[str]) -> list[str]:
+    """Names with three or more whose numbers follow one another as one.
+
+    >>> shortened(["0", "1", "2", "7"])
+    ['0-2', '7']
+    """
     found: list[str] = []
     run: list[list[str]] = []  # parts of names of which each follows the one before
     at = -1  # the part whose numbers grow
@@ -52,8 +62,7 @@ def write_names(names: Iterable[str]) -> str:
             continue
         found += _written(run, at)
         run, at = [parts], -1
-    text = "+".join([*found, *_written(run, at)])
-    return text if read_counts(text) is None else f"[{text[0]}]{text[1:]}"  # a layer that is called 3 is no count
+    return [*found, *_written(run, at)]
 
 
 def _grown(before: Sequence[str], after: Sequence[str]) -> int:

@@ -15,7 +15,7 @@ from functools import cache
 from typing import Any
 
 from weft.errors import LayoutError
-from weft.plan.ranges import read_counts, read_names, write_counts, write_names
+from weft.plan.ranges import read_counts, read_names, shortened, write_counts, write_names
 
 KINDS = ("none", "selective", "full")  # of recomputation, each after those that repeat less
 OF_LAYERS = {"recompute": ("full",), "offload": ("activations", "all")}  # words that may say of which layers
@@ -156,7 +156,7 @@ class Residency:
         for choice in (self.recompute, self.offload):
             for name in choice.names:
                 if name not in known and not any(fnmatchcase(layer, name) for layer in known):
-                    has = write_names(known).replace("+", ", ") if known else "none that is numbered"
+                    has = ", ".join(shortened(known)) if known else "none that is numbered"
                     raise LayoutError(f"{choice.key}={choice.kind}:{name}: the model has no such layer; it has {has}")
         said = " ".join(f"{choice.key}={choice}" for choice in (self.recompute, self.offload) if choice.picks)
         for stage, layers in enumerate(stages):
@@ -166,7 +166,7 @@ class Residency:
                 raise LayoutError(f"{said}: {counted} layers of stage {stage}, which has {len(layers)}; {self._fewer(stages)}")
             both = set(self.moved(stage, layers)) & set(self.recompute.chosen(stage, layers)) if self.recompute.names else set()
             if both and self.offload.picks:
-                names = write_names(layer for layer in layers if layer in both)
+                names = ", ".join(shortened(layer for layer in layers if layer in both))
                 raise LayoutError(
                     f"{said}: {len(both)} of the {len(layers)} layers of stage {stage} would be both moved and repeated ({names}); "
                     "name each in one of them"

@@ -27,7 +27,7 @@ from weft.cost.memory import MARGIN, in_flight
 from weft.cost.step import Pricer
 from weft.errors import Infeasible, LayoutError
 from weft.plan.layout import BOTH_WAYS, Layout
-from weft.plan.ranges import spelled, write_names
+from weft.plan.ranges import shortened, spelled
 from weft.plan.residency import LayerChoice
 from weft.solve.mixed import memory_of, owner
 from weft.solve.timing import Priced, balanced, clocked, price
@@ -344,6 +344,5 @@ def told(pricer: Pricer, layout: Layout, sites: Sequence[str]) -> str:
         said.setdefault(words, []).append(stage)
     if len(said) == 1:
         return f"{next(iter(said))}{', in every stage' if layout.num_stages > 1 else ''}"
-    return "; ".join(
-        f"stage{'s' if len(stages) > 1 else ''} {write_names(map(str, stages)).replace('+', ', ')}: {words}" for words, stages in said.items()
-    )
+    numbers = {words: ", ".join(shortened(map(str, stages))) for words, stages in said.items()}
+    return "; ".join(f"stage{'s' if len(stages) > 1 else ''} {numbers[words]}: {words}" for words, stages in said.items())

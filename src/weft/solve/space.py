@@ -115,7 +115,7 @@ def parse_constraints(text: str) -> tuple[Constraint, ...]:
                 raise UsageError(f"constraint {word}: {reason}")
             if given not in CHOICES[key]:  # of some layers
                 if relation != "=":
-                    raise UsageError(f"constraint {word}: layers are asked for, not left out; use {key}={given}, or {key}!={CHOICES[key][-1]}")
+                    raise UsageError(f"constraint {word}: layers are asked for, not left out; use {key}={given}, or none of {key}")
                 given = str(LayerChoice.parse(key, given))
             found.append(Constraint(key, relation, given))
     for key in {c.key for c in found}:
