@@ -24,17 +24,14 @@ import torch
 
 from weft.api import plan as make_plan
 from weft.errors import Infeasible, LayoutError, ModelError
-from weft.model.graph import Graph
 from weft.model.nesting import batch_size_of
-from weft.model.propagate import propagate
-from weft.model.sharding import Prices, Sharding
+from weft.model.sharding import FREE_LINKS, Prices
 from weft.plan.grid import grids_of
 from weft.plan.layout import BOTH_WAYS, Layout
 from weft.plan.plan import Plan
 from weft.run.build import Traced
-from weft.run.verify import Verification, verify_on_rank
-from weft.world.launch import launch
-from weft.world.world import World
+from weft.run.verification import Verification
+from weft.run.verify import verify_plan
 from weft.zoo.names import sizes
 from weft.zoo.resolve import resolve
 
@@ -47,7 +44,7 @@ SCHEDULES = ("1f1b", "zb-h1", "interleaved", "chimera", "gpipe", "zb-v", "gems-m
 # These models are so small that the planner would rarely cut them. Where links cost nothing everything is cut that can be, and moved at
 # will; where they cost a little, few bytes are moved.
 EAGER = {
-    "free links": Prices(flops_per_s=1e3, memory_bytes_per_s=1e3, link_bytes_per_s=1e15, latency_s=0.0),
+    "free links": FREE_LINKS,  # `--cut-everything`
     "dear links": Prices(flops_per_s=1e6, memory_bytes_per_s=1e7, link_bytes_per_s=1e8, latency_s=0.0),
 }
 REFUSED = (Infeasible, LayoutError, ModelError)
@@ -71,22 +68,6 @@ class Row:
         return max(self.worst.values(), default=0.0)
 
 
-@dataclass(frozen=True)
-class _Eager(Traced):
-    """Cut by the prices that the plan's shards name."""
-
-    def shard(self, plan: Plan, graph: Graph) -> Sharding:
-        """As `Traced.shard`, or by one of EAGER's prices."""
-        prices = next((EAGER[name] for name, _ in plan.shards if name in EAGER), None)
-        if prices is None:
-            return super().shard(plan, graph)
-        layout = plan.layout
-        return propagate(
-            graph, {"data": layout.data, **dict(layout.tensor_axes)}, prices=prices, sequence=layout.sequence_parallel == "on",
-            samples=layout.sample_parallel == "on",
-        )  # fmt: skip
-
-
 class Subject:
     """One model, traced once, verified under many layouts."""
 
@@ -97,7 +78,7 @@ class Subject:
         self.batch = resolved.batch(min(batch, most))
         self.size = batch_size_of(self.batch)
         torch.manual_seed(seed)
-        self.source = _Eager.of(self.make)
+        self.source = Traced.of(self.make)
 
     def plan(self, layout: Layout) -> Plan:
         """The plan of a layout, as `weft.plan` makes it. Raises Infeasible, LayoutError or ModelError where weft refuses it."""
@@ -112,19 +93,10 @@ class Subject:
 
         `eager`: one of EAGER's prices, by which tensors are cut instead of the planner's.
         """
-        plan = self.plan(layout)
+        plan, source = self.plan(layout), self.source
         if eager and layout.tensor > 1 and not plan.uncaptured:
-            plan = replace(plan, shards=((eager, ()),))  # an axis that no mesh has, as a mark
-        self.source.prepare(plan, self.batch, self.loss)
-
-        def on_rank(world: World) -> dict[str, Any] | None:
-            found = verify_on_rank(
-                world, plan, self.make, self.batch, self.loss, steps=steps, seed=self.seed, source=self.source, **options
-            )
-            return None if found is None else {**asdict(found), "replicated_operators": list(found.replicated_operators)}
-
-        found = launch(on_rank, layout.num_ranks, timeout_s=limit_s, show=False)[0]
-        return Verification(**{**found, "replicated_operators": tuple(found["replicated_operators"])})
+            plan, source = replace(plan, shards=()), replace(source, prices=EAGER[eager])
+        return verify_plan(plan, self.make, self.batch, self.loss, source, steps=steps, timeout_s=limit_s, seed=self.seed, **options)
 
 
 def factorisations(num_ranks: int) -> Iterator[tuple[int, int, int]]:

@@ -33,7 +33,8 @@ from weft.run.divisible import refuse_division
 from weft.run.engine import Engine
 from weft.run.optimizer import OptimizerSpec
 from weft.run.plain import divide
-from weft.run.verify import Verification, verify_on_rank
+from weft.run.verification import Verification
+from weft.run.verify import verify_plan
 from weft.solve.mixed import pricer_of
 from weft.solve.reasons import reasons
 from weft.solve.search import check_layout, price, search, timeline
@@ -42,7 +43,6 @@ from weft.train.loader import shard as shard_batches
 from weft.train.trials import Trial, fastest, trial_words, try_all, try_in, unlike
 from weft.units import parse_bytes
 from weft.world.current import Place, current_place, current_world, set_place
-from weft.world.launch import launch
 from weft.world.world import World
 from weft.zoo.resolve import resolve
 from weft.zoo.resolved import Resolved
@@ -440,8 +440,8 @@ def shard(loader: Iterable[Any], engine: Engine | None = None) -> Iterator[Any]:
 
 
 def verify(
-    model: Model,
-    layout: Layout | Plan | str = "data=2",
+    model: Model | Path,
+    layout: Layout | Plan | str | Path | Sequence[Layout | Plan | str] | None = None,
     batch: Any = None,
     *,
     loss: Loss | None = None,
@@ -454,47 +454,61 @@ def verify(
     sequence: int | None = None,
     device_memory: float | str = 0,
     schedule: str | Path | None = None,
+    cut_everything: bool = False,
 ) -> Verification:
     """Start the layout's ranks and compare the parallel run with the serial one, in `dtype`, over `steps` steps.
 
     Args:
-        model, batch, loss: as for `plan`.
+        model, batch, loss: as for `plan`. Or a plan file ("plan.toml"), which names its model, batch and layout.
+        layout: in words, a `Plan` or a plan file, whose cuts and stages are then those that are verified; or several of these, for which
+            the model is traced once. "data=2" where nothing else says it.
         tolerance: largest relative error; 1e-9 in float64 by default.
         device_memory: as for `parallelize`, of the parallel run.
         schedule: a file of actions, in place of the layout's schedule: the same as `schedule=FILE` in the layout.
+        cut_everything: cut weights wherever the rules allow, however little it pays: small models would else not be cut at all.
+
+    Returns:
+        Worst errors, and in `divided` how much of the model each axis divides; of several layouts each in `layouts`.
 
     Raises:
         RankError: a rank failed. ProgramError: a schedule of the user's own is refuted. Infeasible, LayoutError, ModelError: as for `plan`.
     """
+    if str(model).endswith(".toml"):
+        if layout is not None:
+            raise UsageError(f"{model} is a plan, which has a layout of its own; give its model with other layouts")
+        layout = read_plan(str(model))
+        model, batch = layout.model, layout.batch_size if batch is None else batch
+    asked = layout if isinstance(layout, Sequence) and not isinstance(layout, str) else ["data=2" if layout is None else layout]
     if isinstance(model, str):
         model = resolve(model, batch if isinstance(batch, int) else None, sequence)
+    assert not isinstance(model, Path)
     name, make, given, loss = _subject(model, batch, loss)
-    wanted = layout.layout if isinstance(layout, Plan) else Layout.parse(layout) if isinstance(layout, str) else layout
-    if schedule is not None:
-        wanted = wanted.with_schedule(Path(schedule).name, read_actions(schedule))
-    wanted.check_runs()
     limit = parse_bytes(device_memory)
     state = torch.random.get_rng_state()
     torch.manual_seed(seed)
     source = Traced.of(make)
-    if isinstance(layout, Plan):
-        chosen = replace(layout, layout=replace(wanted, precision=dtype))
-    else:
-        chosen = _planned(name, make, given, loss, _any_cluster(), replace(wanted, precision="float32"), source=source)
-        chosen = replace(chosen, layout=replace(wanted, precision=dtype))
+    actions = None if schedule is None else (Path(schedule).name, read_actions(schedule))
 
-    source.prepare(chosen, given, loss)
+    def plan_of(wanted: Layout | Plan | str | Path) -> Plan:
+        if isinstance(wanted, Path) or (isinstance(wanted, str) and wanted.endswith(".toml")):
+            wanted = read_plan(wanted)
+        layout = wanted.layout if isinstance(wanted, Plan) else Layout.parse(wanted) if isinstance(wanted, str) else wanted
+        layout = layout.with_schedule(*actions) if actions is not None else layout
+        layout.check_runs()
+        if not isinstance(wanted, Plan):
+            wanted = _planned(name, make, given, loss, _any_cluster(), replace(layout, precision="float32"), source=source)
+        return replace(wanted, layout=replace(layout, precision=dtype))
+
+    plans = [plan_of(wanted) for wanted in asked]  # all of them before any rank starts
     torch.random.set_rng_state(state)
-
-    def on_rank(world: World) -> dict[str, Any] | None:
-        found = verify_on_rank(
-            world, chosen, make, given, loss, steps=steps, seed=seed, tolerance=tolerance, optimizer=optimizer, source=source,
-            device_memory=limit,
-        )  # fmt: skip
-        return None if found is None else {**found.__dict__, "replicated_operators": list(found.replicated_operators)}
-
-    result = launch(on_rank, chosen.layout.num_ranks, device=device, show=False)[0]
-    return Verification(**{**result, "replicated_operators": tuple(result["replicated_operators"])})
+    results = [
+        verify_plan(
+            one, make, given, loss, source, device=device, cut_everything=cut_everything, steps=steps, seed=seed, tolerance=tolerance,
+            optimizer=optimizer, device_memory=limit,
+        )
+        for one in plans
+    ]  # fmt: skip
+    return results[0] if asked is not layout else Verification.together(results)
 
 
 def simulate(

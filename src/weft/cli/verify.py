@@ -1,24 +1,36 @@
-"""`weft verify`: the parallel run against the serial one. In: a model and a layout. Out: worst errors; exit 4 above the tolerance."""
+"""`weft verify`: parallel runs against the serial one. In: a model and layouts, or a plan.
+
+Out: worst errors, and how much was divided; exit 4 above the tolerance.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from weft.cli import options
-from weft.cli.output import output
+from weft.cli.output import Output, output
 from weft.errors import UsageError, VerifyError
 from weft.report.tables import Table, measured_memory_table
 
+if TYPE_CHECKING:
+    from weft.plan.layout import Layout
+    from weft.run.verification import Verification
+
 _SCHEDULE = "A schedule of your own: the same as schedule=FILE in the layout."
+_LAYOUTS = 'The layout, as often as needed: "data=2 tensor=2 pipeline=2 microbatches=4". The model is traced once for all of them.'
+_CUT = "Cut weights wherever the rules allow, however little it pays; small models are else not cut at all."
+_MODEL = """A zoo name (gpt-10m, gpt:layers=12,hidden=768), hf:CONFIG.json, FILE.py:FACTORY that returns a module,
+(module, batch) or (module, batch, loss); or a PLAN.toml, whose layout, cuts and stages are then verified."""
 
 
 def verify(
-    model: options.Model,
-    layout: options.LayoutText = None,
+    model: Annotated[str, typer.Argument(metavar="MODEL|PLAN.toml", help=_MODEL, show_default=False)],
+    layout: Annotated[list[str] | None, typer.Option("--layout", metavar='"KEY=N ..."', help=_LAYOUTS, show_default=False)] = None,
     ranks: Annotated[
         int | None, typer.Option("--ranks", min=1, metavar="N", help="Check that the layout has N ranks.", show_default=False)
     ] = None,
@@ -29,58 +41,96 @@ def verify(
     tolerance: Annotated[
         float | None, typer.Option("--tolerance", metavar="X", help="Largest relative error; 1e-9 in float64.", show_default=False)
     ] = None,
+    cut_everything: Annotated[bool, typer.Option("--cut-everything", help=_CUT)] = False,
     device_memory: options.DeviceMemory = None,
     schedule: Annotated[Path | None, typer.Option("--schedule", metavar="FILE", help=_SCHEDULE, show_default=False)] = None,
     as_json: options.Json = False,
 ) -> None:
-    """Compare a layout with the serial model.
+    """Compare layouts with the serial model.
 
-    It starts the ranks and compares loss, gradients and updated weights. Without --layout, --ranks N means data=N.
+    It starts the ranks and compares loss, gradients and updated weights of every rank. It says how much of the model each axis divides:
+    of what is not divided nothing is proven. Without --layout, --ranks N means data=N.
 
     \b
     Example:
-      weft verify examples/mlp.py:make --layout "data=2 tensor=2"
+      weft verify examples/own_model.py:make --layout "data=2 tensor=2"
+      weft verify gpt-tiny --layout "tensor=2" --layout "pipeline=2 microbatches=2" --cut-everything
       weft verify hf:gpt2.json --layout "pipeline=2 microbatches=4" --batch 8 --sequence 32
-      weft verify gpt-tiny --layout "pipeline=2 microbatches=2 schedule=mine.txt"
+      weft verify plan.toml
     """
     with output(as_json) as out:
         from weft import api
         from weft.cli.subject import load_model
-        from weft.plan.layout import Layout
-        from weft.plan.own import read_actions
+        from weft.plan.store import read_plan
 
-        wanted = Layout.parse(layout) if layout is not None else Layout(data=ranks or 1)
-        if schedule is not None:
-            wanted = wanted.with_schedule(schedule.name, read_actions(schedule))
-        if ranks is not None and ranks != wanted.num_ranks:
-            raise UsageError(
-                f"--ranks {ranks}, but the layout {wanted} has {wanted.num_ranks} ranks; leave --ranks out, or change one of them"
-            )
-        subject = load_model(model, batch, sequence)
-        with out.working(f"comparing {wanted} with the serial model over {steps} steps in {dtype}"):
-            found = api.verify(subject, wanted, batch, steps=steps, dtype=dtype, tolerance=tolerance, device_memory=device_memory or 0)
-        rows = tuple((name, f"{error:.3g}") for name, error in found.worst.items())
-        out.text(f"{model}, {wanted}: worst relative error over {steps} steps in {dtype}, tolerance {found.tolerance:.0e}")
-        out.table(Table("", ("", "error"), rows, right=(1,)))
-        if found.replicated_operators:
-            out.text("computed whole on every rank, for want of a rule: " + ", ".join(found.replicated_operators))
-        if found.memory:
-            predicted = api.plan(subject, batch, cluster="1xcpu-2", layout=replace(wanted, precision=dtype)).prediction
-            out.table(measured_memory_table(found.memory, predicted.memory if predicted else None))
-        out.text("the same as the serial model" if found.ok else f"differs first in {found.first_difference}")
-        out.answer(
-            {
-                "ok": found.ok,
-                "worst": found.worst,
-                "first_difference": found.first_difference,
-                "replicated_operators": list(found.replicated_operators),
-                "layout": str(wanted),
-                "tolerance": found.tolerance,
-                "steps": steps,
-                "dtype": dtype,
-                "memory_bytes": found.memory,
-            }
-        )
+        plan = None
+        if model.endswith(".toml"):
+            if layout or schedule:
+                raise UsageError(f"{model} is a plan, which has a layout of its own; leave --layout and --schedule out, or plan again")
+            plan = read_plan(model)
+            if batch not in (None, plan.batch_size):
+                raise UsageError(f"{model} is a plan for {plan.batch_size} samples; leave --batch {batch} out, or plan again")
+            layouts, batch = [plan.layout], plan.batch_size
+        else:
+            layouts = [_with_schedule(text, schedule) for text in layout or [f"data={ranks or 1}"]]
+        for one in layouts:
+            _check_ranks(one, ranks)
+        subject = load_model(plan.model if plan is not None else model, batch, sequence)
+        with out.working(f"comparing {', '.join(map(str, layouts))} with the serial model over {steps} steps in {dtype}"):
+            found = api.verify(
+                subject, plan or layouts, batch, steps=steps, dtype=dtype, tolerance=tolerance, device_memory=device_memory or 0,
+                cut_everything=cut_everything,
+            )  # fmt: skip
+        results = found.layouts or (found,)
+        if len(results) > 1:
+            _show_all(out, model, results)
+        else:
+            _show(out, model, results[0])
+            if results[0].memory:
+                predicted = api.plan(subject, batch, cluster="1xcpu-2", layout=replace(layouts[0], precision=dtype)).prediction
+                out.table(measured_memory_table(results[0].memory, predicted.memory if predicted else None))
+        out.answer((found if len(results) > 1 else results[0]).record())
         if not found.ok:
             out.message(f"the parallel run differs from the serial one above the tolerance, first in {found.first_difference}")
             raise typer.Exit(VerifyError.exit_code)
+
+
+def _with_schedule(text: str, schedule: Path | None) -> Layout:
+    from weft.plan.layout import Layout
+    from weft.plan.own import read_actions
+
+    layout = Layout.parse(text)
+    return layout if schedule is None else layout.with_schedule(schedule.name, read_actions(schedule))
+
+
+def _check_ranks(layout: Layout, ranks: int | None) -> None:
+    if ranks is not None and ranks != layout.num_ranks:
+        raise UsageError(
+            f"--ranks {ranks}, but the layout {layout} has {layout.num_ranks} ranks; leave --ranks out, or change one of them"
+        )
+
+
+def _show(out: Output, model: str, found: Verification) -> None:
+    """One layout: errors by kind, what each axis divides, what is not proven."""
+    rows = tuple((name, f"{error:.3g}") for name, error in found.worst.items())
+    out.text(f"{model}, {found.layout}: worst relative error over {found.steps} steps in {found.dtype}, tolerance {found.tolerance:.0e}")
+    out.table(Table("", ("", "error"), rows, right=(1,)))
+    for axis, words in found.shares():
+        out.text(f"{axis} divides {words}")
+    if found.replicated_operators:
+        out.text("computed whole on every rank, for want of a rule: " + ", ".join(found.replicated_operators))
+    for warning in found.warnings:
+        out.message(f"warning: {warning}")
+    out.text("the same as the serial model" if found.ok else f"differs first in {found.first_difference}")
+
+
+def _show_all(out: Output, model: str, found: Sequence[Verification]) -> None:
+    """Several layouts: a row each."""
+    from weft.run.verification import notes, table
+
+    columns, rows = table(found)
+    one = found[0]
+    title = f"{model}: worst relative error over {one.steps} steps in {one.dtype}, tolerance {one.tolerance:.0e}"
+    out.table(Table(title, columns, tuple(rows), right=tuple(range(2, len(columns)))))
+    for text in notes(found):
+        out.text(text)

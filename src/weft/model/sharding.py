@@ -33,6 +33,10 @@ class Prices:
     repeats: float = 1.0
 
 
+# Where links cost nothing and compute is dear, everything is cut that the rules allow: what small models would not be by any other prices.
+FREE_LINKS = Prices(flops_per_s=1e3, memory_bytes_per_s=1e3, link_bytes_per_s=1e15, latency_s=0.0)
+
+
 @dataclass(frozen=True, slots=True)
 class Move:
     """One redistribution. `forward` and `backward` name collectives ("" = none), on the value's tensor along `axis`."""

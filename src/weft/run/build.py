@@ -27,7 +27,7 @@ from weft.model.graph import Graph, Variable
 from weft.model.nesting import batch_size_of
 from weft.model.propagate import propagate, writes_buffer, written_buffers
 from weft.model.samples import check_samples
-from weft.model.sharding import Sharding
+from weft.model.sharding import Prices, Sharding
 from weft.model.stages import Stage, links, split
 from weft.model.watched import refuse_hooks, refuse_scripts
 from weft.plan.grid import AXES, PLAIN
@@ -51,10 +51,14 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.
 
 @dataclass(frozen=True)
 class Source:
-    """A model that has not taken memory yet (`deferred` made it), or a real one (`deferred` is None)."""
+    """A model that has not taken memory yet (`deferred` made it), or a real one (`deferred` is None).
+
+    `prices`: by which what a plan does not say is cut, the usual ones where None; `FREE_LINKS` cuts wherever the rules allow.
+    """
 
     model: nn.Module
     deferred: Deferred | None
+    prices: Prices | None = None
 
     @classmethod
     def of(cls, model: nn.Module | Callable[[], nn.Module]) -> Self:
@@ -88,7 +92,7 @@ class Source:
 
     def sharding(self, plan: Plan, graph: Graph) -> Sharding:
         """The complete sharding that a plan means for a graph."""
-        return shard_of(plan, graph)
+        return shard_of(plan, graph, self.prices)
 
     def capture_evaluation(self, batch: Any, loss: Loss | None, batch_size: int | None, outputs: bool = False) -> Captured:
         """As `capture`, of the model in evaluation."""
@@ -132,14 +136,11 @@ class Traced(Source):
             plan.shards,
             graph.batch_size,
             layout.precision,
+            self.prices,
         )
         if key not in self.shardings:
-            self.shardings[key] = self.shard(plan, graph)
+            self.shardings[key] = shard_of(plan, graph, self.prices)
         return self.shardings[key]
-
-    def shard(self, plan: Plan, graph: Graph) -> Sharding:
-        """The sharding, not kept."""
-        return shard_of(plan, graph)
 
     def prepare(self, plan: Plan, batch: Any, loss: Loss | None) -> None:
         """Capture and shard what the ranks of a plan will ask for."""
@@ -193,8 +194,8 @@ class Parts:
         return _holders(self.stages, self.program, value)
 
 
-def shard_of(plan: Plan, graph: Graph) -> Sharding:
-    """The complete sharding that a plan means for a graph.
+def shard_of(plan: Plan, graph: Graph, prices: Prices | None = None) -> Sharding:
+    """The complete sharding that a plan means for a graph, with what it does not say cut by `prices`.
 
     Raises:
         LayoutError: cuts over an axis of tensor ranks that the layout does not have, or that the graph cannot have.
@@ -209,7 +210,8 @@ def shard_of(plan: Plan, graph: Graph) -> Sharding:
             f"leave [shards.{lost[0]}] out, or name it after one of these"
         )
     layout = plan.layout
-    return propagate(graph, sizes, cuts, sequence=layout.sequence_parallel == "on", samples=layout.sample_parallel == "on")
+    sequence, samples = layout.sequence_parallel == "on", layout.sample_parallel == "on"
+    return propagate(graph, sizes, cuts, prices=prices, sequence=sequence, samples=samples)
 
 
 def build(

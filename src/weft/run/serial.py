@@ -115,7 +115,7 @@ class Serial:
                 torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._clip)
             self._optimizer.step()
         weights = {name: x.detach() for name, x in (*self.model.named_parameters(), *self.model.named_buffers())}
-        return {"loss": {"": torch.tensor(total)}, "gradients": found, "input_gradients": inputs, "weights": weights}
+        return {"loss": {"": torch.tensor(total, dtype=torch.float64)}, "gradients": found, "input_gradients": inputs, "weights": weights}
 
     def _forward_backward(self) -> tuple[float, dict[str, Tensor]]:
         samples, start = batch_size_of(self._nesting), 0

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,15 +29,20 @@ from weft.errors import ModelError, WeftError
 from weft.lower.kernels.alike import SUPPORTED
 from weft.model.capture import Loss
 from weft.model.derivatives import without_gradient
+from weft.model.sharding import FREE_LINKS
 from weft.model.stages import draws
 from weft.plan.compression import Compression
 from weft.plan.plan import Plan
-from weft.run.build import Source
+from weft.run.build import Source, Traced
+from weft.run.division import divided, warnings
 from weft.run.engine import Engine
+from weft.run.everywhere import distances, farthest
 from weft.run.lossy import Lossy
 from weft.run.optimizer import OptimizerSpec
 from weft.run.serial import Noise, Serial, Values
-from weft.run.state import full_state
+from weft.run.state import full_state, gradient_pieces
+from weft.run.verification import Verification
+from weft.world.launch import launch
 from weft.world.world import World
 
 TOLERANCE = {"float64": 1e-9, "float32": 1e-3, "bfloat16": 5e-2}
@@ -46,43 +51,23 @@ TOLERANCE = {"float64": 1e-9, "float32": 1e-3, "bfloat16": 5e-2}
 _NOISE_FACTOR = 16
 
 
-@dataclass(frozen=True)
-class Verification:
-    """The result: worst relative error by what was compared, and the first tensor above the tolerance.
-
-    `memory`: bytes that the fullest device held at most, by part and in `total`; empty where nothing counts them.
-    """
-
-    ok: bool
-    worst: dict[str, float]
-    first_difference: str | None
-    replicated_operators: tuple[str, ...]
-    tolerance: float
-    memory: dict[str, float] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        errors = ", ".join(f"{name} {error:.1e}" for name, error in self.worst.items())
-        return f"{'equal' if self.ok else f'differs first in {self.first_difference}'} ({errors}; tolerance {self.tolerance:.0e})"
-
-
 def relative_error(got: Tensor, want: Tensor, floor: float = 0.0) -> float:
     """Largest difference over the largest finite magnitude (of the tensor, at least `floor`).
 
     Infinite for NaN, another shape, or an infinity that only one has; what both have alike (a mask's) is no difference.
     """
-    if got.shape != want.shape:
-        return float("inf")
-    if not want.numel():
-        return 0.0
-    got, want = (torch.view_as_real(x.resolve_conj()).double() if x.is_complex() else x.double() for x in (got, want))
-    difference = torch.where(got == want, 0.0, got - want).abs().max().item()
-    if not math.isfinite(difference):
-        return float("inf")
+    return _over(farthest(got, want), want, floor)
+
+
+def _over(difference: float, want: Tensor, floor: float) -> float:
+    if not difference or difference == float("inf"):
+        return difference
     bound = max(_finite_largest(want), floor)
     return difference / bound if bound else difference
 
 
 def _finite_largest(x: Tensor) -> float:
+    x = torch.view_as_real(x.resolve_conj()).double() if x.is_complex() else x.double()
     return float(torch.where(x.isfinite(), x, 0.0).abs().max())
 
 
@@ -103,10 +88,18 @@ class Comparison:
     def step(self, step: int, got: Values, want: Values) -> None:
         """Compare everything that both have; what the serial run has of gradients and the parallel run lacks is a difference."""
         for kind, tensors in want.items():
-            largest = _largest(want, ("gradients", "input_gradients") if "gradients" in kind else (kind,))
+            largest = _largest_of(kind, want)
             for name, tensor in tensors.items():
                 if name in got[kind] or kind == "gradients":
-                    self._add(kind, name, got[kind].get(name), tensor.cpu(), largest, step)
+                    there = got[kind].get(name)
+                    self._add(kind, name, float("inf") if there is None else farthest(there.cpu(), tensor.cpu()), tensor, largest, step)
+
+    def everywhere(self, step: int, kind: str, far: Mapping[str, Sequence[float]], want: Values) -> None:
+        """Compare what every rank has: `far`, by name how far each rank's pieces are from the serial run's, see `weft.run.everywhere`."""
+        largest = _largest_of(kind, want)
+        for name, of_ranks in far.items():
+            for rank, difference in enumerate(of_ranks):
+                self._add(kind, name, difference, want[kind][name], largest, step, f" on rank {rank}")
 
     def exchanged(self, step: int, error: float) -> None:
         """How far what arrived of compressed gradients is from what should have."""
@@ -114,15 +107,14 @@ class Comparison:
         if self.first is None and not error <= self.tolerance:
             self.first = f"what arrived of compressed gradients in step {step + 1}: relative error {error:.1e}"
 
-    def _add(self, kind: str, name: str, got: Tensor | None, want: Tensor, largest: float, step: int) -> None:
-        why = ""
-        least = largest if self.narrow and kind == "weights" else 0.0
-        error = float("inf") if got is None else relative_error(got.cpu(), want, least)
-        if self.tolerance < error < float("inf") and got is not None:
+    def _add(self, kind: str, name: str, difference: float, want: Tensor, largest: float, step: int, where: str = "") -> None:
+        why, want = "", want.cpu()
+        error = _over(difference, want, largest if self.narrow and kind == "weights" else 0.0)
+        if self.tolerance < error < float("inf"):
             # What noise excuses stays under the tolerance of the largest tensor of its kind: more than that is not rounding.
             noise = _NOISE_FACTOR * self.noise(kind, name, want, step)
-            error = relative_error(got.cpu(), want, min(noise / self.tolerance, largest))
-            if error > self.tolerance and relative_error(got.cpu(), want, noise / self.tolerance) <= self.tolerance:
+            error = _over(difference, want, min(noise / self.tolerance, largest))
+            if error > self.tolerance and _over(difference, want, noise / self.tolerance) <= self.tolerance:
                 why = (
                     f"; serial runs whose weights differ by one unit of rounding do so too ({noise / _NOISE_FACTOR:.1e}), so the "
                     "model is ill-conditioned here: batch norm over two or three values, for example"
@@ -131,12 +123,13 @@ class Comparison:
             why = f"; the serial run's is {float(want)}, so there is nothing to compare: verify on a batch where it is a number"
         self.worst[kind] = max(self.worst.get(kind, 0.0), error)
         if self.first is None and not error <= self.tolerance:
-            self.first = (
-                f"{kind} of {name} in step {step + 1}: relative error {error:.1e}" if name else f"{kind} in step {step + 1}: {error:.1e}"
-            ) + why
+            of = f"{kind} of {name}{where}" if name else f"{kind}{where}"
+            self.first = f"{of} in step {step + 1}: {'relative error ' if name else ''}{error:.1e}{why}"
 
 
-def _largest(values: Values, kinds: tuple[str, ...]) -> float:
+def _largest_of(kind: str, values: Values) -> float:
+    """The largest magnitude of this kind; gradients of parameters and of inputs are one."""
+    kinds = ("gradients", "input_gradients") if "gradients" in kind else (kind,)
     found = [x for kind in kinds for x in values[kind].values() if x.numel() and x.is_floating_point()]
     return max((_finite_largest(x) for x in found), default=0.0)
 
@@ -215,29 +208,76 @@ def verify_on_rank(
         if lossy is not None:
             lossy.show("emulated")
             instead = engine.full_gradients()
-            lossy.show("arrived")
+            lossy.show("summed")
         inputs = engine.full_input_gradients(result) if not plan.uncaptured else {}
-        engine.update()
-        state = full_state(engine.parts, engine.pieces(drain=False), world.everyone, every=True)
+        wanted: Values = {}
         if serial is not None:
-            assert gradients is not None
-            assert state is not None
-            assert inputs is not None
-            got = {"loss": {"": torch.tensor(loss_value)}, "gradients": gradients, "input_gradients": inputs, "weights": state}
             drawn = _random_state(world.device)
             with _explained(plan), _in_plain_pytorch(plan):
                 wanted = serial.step(instead)
             if serial.drew_otherwise or not torch.equal(drawn, _random_state(world.device)):
                 raise _drawing(plan)
+        of_ranks = {"gradients": distances(graph.parameters, gradient_pieces(engine.parts), wanted.get("gradients"), world.everyone)}
+        losses = world.everyone.all_gather(torch.tensor([loss_value], dtype=torch.float64, device=world.device))
+        if lossy is not None:
+            lossy.show("arrived")
+        engine.update()
+        pieces = engine.pieces(drain=False)
+        state = full_state(engine.parts, pieces, world.everyone, every=True)
+        of_ranks["weights"] = distances((*graph.parameters, *graph.buffers), pieces, wanted.get("weights"), world.everyone)
+        if serial is not None:
+            assert gradients is not None
+            assert state is not None
+            assert inputs is not None
+            of_ranks["loss"] = {"": [farthest(x, wanted["loss"][""]) for x in losses.cpu()]}
             if lossy is not None:
                 seen.exchanged(step, off)
+            total = {"": torch.tensor(loss_value, dtype=torch.float64)}
+            got = {"loss": total, "gradients": gradients, "input_gradients": inputs, "weights": state}
             seen.step(step, got, wanted)
+            for kind, far in of_ranks.items():
+                seen.everywhere(step, kind, far or {}, wanted)
         if math.isnan(loss_value):
             break  # weights that are no numbers tell nothing more, and a model may raise at them; all ranks have the same loss
     memory = engine.fullest_memory()
     if serial is None:
         return None
-    return Verification(seen.first is None, seen.worst, seen.first, plan.replicated_operators, bound, memory)
+    shares, layout = divided(plan, engine.parts), plan.layout
+    said = warnings(plan, shares, source is not None and source.prices == FREE_LINKS)
+    return Verification(
+        seen.first is None, seen.worst, seen.first, plan.replicated_operators, bound, memory,
+        str(replace(layout, precision="float32")), steps, layout.precision, shares, said,
+    )  # fmt: skip
+
+
+def verify_plan(
+    plan: Plan,
+    make: Any,
+    batch: Any,
+    loss: Loss | None,
+    source: Traced,
+    *,
+    device: str = "cpu",
+    timeout_s: float | None = None,
+    cut_everything: bool = False,
+    **options: Any,
+) -> Verification:
+    """Start the plan's ranks, which inherit what `source` has traced, and compare them; `options` are those of `verify_on_rank`.
+
+    `cut_everything`: in the place of the plan's own cuts, cut wherever the rules allow.
+
+    Raises:
+        RankError: a rank failed.
+    """
+    if cut_everything:
+        plan, source = replace(plan, shards=()), replace(source, prices=FREE_LINKS)
+    source.prepare(plan, batch, loss)
+
+    def on_rank(world: World) -> dict[str, Any] | None:
+        found = verify_on_rank(world, plan, make, batch, loss, source=source, **options)
+        return None if found is None else vars(found)
+
+    return Verification(**launch(on_rank, plan.layout.num_ranks, device=device, timeout_s=timeout_s, show=False)[0])
 
 
 def _random_state(device: torch.device) -> Tensor:
