@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from weft.api_loop import any_cluster, auto_parallelize
 from weft.cluster.cluster import Cluster
 from weft.collectives import build as build_collective
-from weft.errors import Infeasible, ModelError, UsageError, said
+from weft.errors import ModelError, UsageError, said
 from weft.model.capture import Loss, taken
-from weft.model.deferred import Deferred, building
 from weft.model.graph import Graph
+from weft.model.modes import set_modes, training_modes
 from weft.model.nesting import batch_size_of
 from weft.model.sharding import Shards
 from weft.model.stages import check_trains
@@ -32,7 +32,7 @@ from weft.run.build import Source, Traced
 from weft.run.divisible import refuse_division
 from weft.run.engine import Engine
 from weft.run.optimizer import OptimizerSpec
-from weft.run.plain import divide
+from weft.run.same import check_same_model, draw_alike
 from weft.run.verification import Verification
 from weft.run.verify import verify_plan
 from weft.solve.mixed import pricer_of
@@ -42,7 +42,7 @@ from weft.solve.uncaptured import without_graph
 from weft.train.loader import shard as shard_batches
 from weft.train.trials import Trial, fastest, trial_words, try_all, try_in, unlike
 from weft.units import parse_bytes
-from weft.world.current import Place, current_place, current_world, set_place
+from weft.world.current import current_place, current_world
 from weft.world.world import World
 from weft.zoo.resolve import resolve
 from weft.zoo.resolved import Resolved
@@ -159,7 +159,7 @@ def tried(
 
 def runs_here(cluster: Cluster) -> bool:
     """Whether it is one machine of this one's kind."""
-    return cluster.num_devices <= cluster.node_size and (cluster.is_cpu or torch.cuda.is_available())
+    return cluster.num_devices <= cluster.node_size and (cluster.is_cpu or cluster.num_devices <= torch.cuda.device_count())
 
 
 def _fastest(chosen: Plan, found: Sequence[Trial], cluster: Cluster) -> Plan:
@@ -225,6 +225,7 @@ def _called_once(source: Source, batch: Any, loss: Loss | None, error: ModelErro
     state = torch.random.get_rng_state()
     # A copy: running statistics and what else a forward pass changes are not ours to change.
     model = copy.deepcopy(realize(source.deferred, source.model) if source.deferred is not None else source.model)
+    set_modes(model, training_modes(model))
     before = state_of(model)
     try:
         output = called(model, batch if loss is None else taken(model, batch))  # with gradients, which the model itself may ask for
@@ -281,6 +282,7 @@ def parallelize(
 
     Raises:
         Infeasible: the plan is for another number of ranks, or nothing fits. OutOfMemory: more than `device_memory` is needed.
+        UsageError: ranks were given modules with different weights.
 
     >>> import torch, weft
     >>> x, y = torch.randn(8, 4), torch.randn(8, 2)
@@ -292,6 +294,10 @@ def parallelize(
     """
     world = world or current_world()
     name, make, given, loss = _subject(model, batch, loss)
+    if isinstance(make, nn.Module):
+        check_same_model(make, world)
+    if seed is None:
+        draw_alike(world)
     limit = parse_bytes(device_memory)
     chosen = _plan_for(name, make, given, loss, plan, cluster, world, limit)
     return Engine(chosen, make, given, loss, world, optimizer, seed=seed, compile=compile, device_memory=limit)
@@ -315,7 +321,7 @@ def _plan_for(
     state = torch.random.get_rng_state()
     try:
         if wanted is not None:
-            return _planned(name, make, batch, loss, _any_cluster(), wanted)
+            return _planned(name, make, batch, loss, any_cluster(), wanted)
         else:
             # Rank 0 chooses for all: what another machine measured of itself may lead to another plan.
             ranks = f"ranks={world.num_ranks}"
@@ -333,95 +339,6 @@ def _agreed(text: str, world: World) -> Layout:
         return Layout.parse(text)
     actions = world.told(lambda: actions_of(name))
     return Layout.parse(text, {name: actions} if actions else {})
-
-
-def _any_cluster() -> Cluster:
-    """Where only shards and stages are asked for, and prices do not matter."""
-    return Cluster.parse("1xcpu-2")
-
-
-@contextmanager
-def auto_parallelize(
-    batch: Any, *, plan: Plan | Layout | str | None = None, cluster: Cluster | str = "here", world: World | None = None
-) -> Iterator[None]:
-    """Divide the model that is built in the block: at its end `net` holds this rank's part only.
-
-    `batch`: a global batch as the loader gives it; the model is called with its first tensors (or keywords), the rest are targets. A
-    layout without a pipeline is chosen for all ranks, or `plan` says which.
-
-    >>> import torch, weft
-    >>> with weft.auto_parallelize(batch=(torch.randn(8, 4), torch.randn(8, 2)), plan="data=1"):
-    ...     net = torch.nn.Linear(4, 2)
-    >>> for x, y in weft.shard([(torch.randn(8, 4), torch.randn(8, 2))]):
-    ...     torch.nn.functional.mse_loss(net(x), y).backward()
-    >>> list(net.weight.grad.shape)
-    [2, 4]
-    """
-    world = world or current_world()
-
-    def finish(model: nn.Module, deferred: Deferred) -> None:
-        source = Source(model, deferred)
-        given = _arguments(model, batch)
-        chosen = _plain_plan(model, source, given, plan, cluster, world)
-        divide(model, source, chosen, given, world)
-        at = chosen.layout.mesh.coordinates(world.rank)
-        set_place(Place(at["data"], chosen.layout.data, world))
-
-    with building(finish):
-        yield
-
-
-def _plain_plan(
-    model: nn.Module, source: Source, batch: Any, wanted: Plan | Layout | str | None, cluster: Cluster | str, world: World
-) -> Plan:
-    if isinstance(wanted, Plan):
-        return wanted
-    size = batch_size_of(batch)
-    name = type(model).__name__
-    try:
-        graph = source.capture(batch, None, size, outputs=True).graph
-    except ModelError as error:
-        # Tried where it is divided, since that runs it.
-        count = sum(p.numel() for p in model.parameters())
-        whole = (Layout.parse(wanted) if isinstance(wanted, str) else wanted) or Layout(data=world.num_ranks)
-        return without_graph(count, str(error), _any_cluster(), size, name, layout=whole)
-    if wanted is not None:
-        layout = Layout.parse(wanted) if isinstance(wanted, str) else wanted
-        return search(graph, _any_cluster(), size, name, layout=layout)
-    return parse_plan(world.told(lambda: format_plan(_best_plain_plan(graph, size, name, cluster, world.num_ranks))))
-
-
-def _best_plain_plan(graph: Graph, size: int, name: str, cluster: Cluster | str, num_ranks: int) -> Plan:
-    """The fastest for `num_ranks` ranks without a pipeline. Raises Infeasible where none fits."""
-    machines = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
-    found: list[Plan] = []
-    refused: list[str] = []
-    for tensor in (t for t in range(1, num_ranks + 1) if num_ranks % t == 0):
-        try:
-            found.append(search(graph, machines, size, name, layout=Layout(data=num_ranks // tensor, tensor=tensor)))
-        except Infeasible as error:
-            refused.append(str(error))
-    if not found:
-        raise Infeasible(f"no layout of {num_ranks} ranks without a pipeline fits: {refused[0]}")
-    return min(found, key=lambda p: p.prediction.step_time_s if p.prediction else float("inf"))
-
-
-def _arguments(model: nn.Module, batch: Any) -> Any:
-    """What of a loader's batch the model is called with: of a dict what forward knows by name, of a tuple as many as it takes."""
-    if isinstance(batch, Tensor):
-        return (batch,)
-    if isinstance(batch, Mapping):
-        names = inspect.signature(model.forward).parameters
-        if names.keys() & batch.keys() or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in names.values()):
-            return taken(model, batch)
-        batch = tuple(batch.values())  # under names of the loader's own: in order, as a tuple
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = inspect.signature(model.forward).parameters.values()
-    if any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters):
-        return tuple(batch)
-    needed = sum(p.kind in kinds and p.default is inspect.Parameter.empty for p in parameters)
-    # Where all have defaults (Hugging Face's models), the first is what the model is called with.
-    return tuple(batch)[: max(needed, 1)]
 
 
 def shard(loader: Iterable[Any], engine: Engine | None = None) -> Iterator[Any]:
@@ -496,7 +413,7 @@ def verify(
         layout = layout.with_schedule(*actions) if actions is not None else layout
         layout.check_runs()
         if not isinstance(wanted, Plan):
-            wanted = _planned(name, make, given, loss, _any_cluster(), replace(layout, precision="float32"), source=source)
+            wanted = _planned(name, make, given, loss, any_cluster(), replace(layout, precision="float32"), source=source)
         return replace(wanted, layout=replace(layout, precision=dtype))
 
     plans = [plan_of(wanted) for wanted in asked]  # all of them before any rank starts

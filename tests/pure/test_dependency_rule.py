@@ -39,14 +39,14 @@ ALLOWED: dict[str, set[str]] = {
     "run": RANKS | {"lower"},
     "train": RANKS | {"lower", "run", "zoo"},
 }
-EVERYTHING = {"cli", "api", "__init__", "__main__"}
+EVERYTHING = {"cli", "api", "api_loop", "__init__", "__main__"}
 # Measuring a machine with several ranks needs ranks, which compute as they do and run programs.
 EXTRA = {f"cluster/probe/{name}.py": {"world"} for name in ("here", "operators")} | {"cluster/probe/messages.py": {"world", "collectives"}}
 
 TORCH_PARTS = {"zoo", "world", "lower", "run", "train"}
 TORCH_FILES = {
-    "model/capture.py", "model/reader.py", "model/functions/", "model/nesting.py", "model/watched.py", "model/deferred/", "cluster/probe/",
-    "api.py",
+    "model/capture.py", "model/reader.py", "model/functions/", "model/modes.py", "model/nesting.py", "model/watched.py", "model/deferred/",
+    "cluster/probe/", "api.py", "api_loop.py",
 }  # fmt: skip
 ENVIRONMENT_FILES = ("cli/", "world/launch", "world/prepared", "world/current")
 # What unpickles, or is unpickled: none of these ever reads or writes a byte for weft.

@@ -86,8 +86,8 @@ def _counted(world: World, name: str, layout: str) -> tuple[int, int]:
         return isend(x, to, tag=tag)
 
     engine._everyone.isend = counting  # type: ignore[method-assign]
-    engine._executors.clear()
-    engine._executor = engine._executor_of(plan.microbatch_sizes)
+    engine._executors.made.clear()
+    engine._executor = engine._executors.of(plan.microbatch_sizes)
     engine.forward_backward(subject.batch)
     tensors, own = engine.parts.graph.tensors, engine.plan.layout
     crossings = engine._executor.crossings

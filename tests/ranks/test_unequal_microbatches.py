@@ -20,7 +20,7 @@ from bench.verify_all import Subject  # noqa: E402
 from weft.errors import Infeasible, RankError  # noqa: E402
 from weft.plan.layout import Layout  # noqa: E402
 from weft.plan.plan import Plan  # noqa: E402
-from weft.run import engine  # noqa: E402
+from weft.run import executors  # noqa: E402
 from weft.run.engine import Engine  # noqa: E402
 from weft.run.executor import Sizes  # noqa: E402
 from weft.world.launch import launch  # noqa: E402
@@ -65,7 +65,7 @@ def test_unequal_microbatches_equal_serial(name: str, layout: str) -> None:
 
 def test_microbatches_that_count_alike_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A broken twin: the mean of the microbatches' losses, whatever their sizes, is not the mean of the samples'."""
-    monkeypatch.setattr(engine, "Sizes", lambda runners, crossings, share: Sizes(runners, crossings, 0.25))
+    monkeypatch.setattr(executors, "Sizes", lambda runners, crossings, share: Sizes(runners, crossings, 0.25))
     found = of("gpt-tiny").check(Layout.parse("pipeline=2 microbatches=4 precision=float64"))
     assert not found.ok
     assert found.worst["gradients"] > 1e-3

@@ -1,4 +1,4 @@
-"""Evaluation is the serial model's own, or it is refused by name."""
+"""Evaluation is the serial model's own: a capture of its own, in evaluation; what cannot be followed there is refused by name."""
 
 from __future__ import annotations
 
@@ -55,11 +55,54 @@ def test_evaluation_is_that_of_the_serial_model() -> None:
         lambda module, y: (y + y.mean()) if module.training else (y.mean() - y),
     ],
 )
-def test_what_only_training_does_is_refused(odd: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
+def test_what_only_training_does_is_left_out(odd: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
+    """Evaluation is a capture of its own: it may have other operators, other numbers, and another order."""
     engine = weft.parallelize(lambda: _Model(odd), X, plan="data=1", seed=0)
     engine.step(X)
-    with pytest.raises(ModelError, match="computes something else in evaluation than in training, first at"):
+    assert engine.evaluate(X) == pytest.approx(_serial(_Model(odd), engine), rel=1e-6)
+    assert engine.step(X).loss > 0
+    assert engine.evaluate(X) == pytest.approx(_serial(_Model(odd), engine), rel=1e-6)
+
+
+def _serial(model: nn.Module, engine: weft.Engine) -> float:
+    """The loss of the serial model in evaluation, with the engine's weights."""
+    state = engine.full_state_dict()
+    assert state is not None
+    model.load_state_dict(state, strict=False)
+    with torch.no_grad():
+        return float(model.eval()(*X))
+
+
+def test_evaluation_that_cannot_be_followed_is_refused_by_name() -> None:
+    def odd(module: nn.Module, y: torch.Tensor) -> torch.Tensor:
+        return y if module.training or float(y.sum()) > 0 else -y
+
+    engine = weft.parallelize(lambda: _Model(odd), X, plan="data=1", seed=0)
+    engine.step(X)
+    with pytest.raises(ModelError, match=r"cannot be evaluated.*torch.export cannot follow the model"):
         engine.evaluate(X)
+
+
+def test_a_model_that_is_built_in_evaluation_is_trained_in_training() -> None:
+    """As `from_pretrained` returns one. What an engine's step does is training."""
+    engine = weft.parallelize(lambda: _Branch().eval(), X, plan="data=1", seed=0)
+    torch.manual_seed(0)
+    serial = _Branch()
+    assert engine.step(X).loss == pytest.approx(float(serial(*X).detach()), rel=1e-6)
+    assert engine.evaluate(X) == pytest.approx(_serial(_Branch(), engine), rel=1e-6)
+    assert weft.verify(lambda: _Branch().eval(), "data=1", X).ok
+
+
+class _Branch(nn.Module):
+    """Doubles in training alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.up(x).square().mean()
+        return 2 * y if self.training else y
 
 
 class _Untraceable(nn.Module):

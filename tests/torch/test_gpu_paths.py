@@ -289,7 +289,7 @@ def test_the_generator_of_every_device_that_an_operator_draws_on_is_put_back(mon
     monkeypatch.setattr(torch.random, "fork_rng", Borrow)
     monkeypatch.setattr(torch, "manual_seed", lambda seed: None)
     where = Where(0, 0, 0, Place((2, 3)), torch.float32)
-    drawn(lambda *args, **kwargs: None, Draw(), where, None, [2, 3], device=torch.device("cuda", 1))
+    drawn(lambda *args, **kwargs: None, Draw(), where, [2, 3], device=torch.device("cuda", 1))
     assert borrowed == [torch.device("cuda", 1)]
 
 

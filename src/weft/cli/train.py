@@ -18,6 +18,7 @@ from weft.report.tables import Table, measured_memory_table, reasons_table, summ
 from weft.units import format_count, format_percent, format_seconds, parse_bytes
 
 if TYPE_CHECKING:
+    from weft.cluster.cluster import Cluster
     from weft.plan.plan import Plan
     from weft.train.config import Config
     from weft.train.flow import Planned
@@ -97,17 +98,24 @@ def make_plan(config: Config, known: Plan | None, out: Output, world: World | No
     from weft import api
     from weft.cli.subject import load_cluster, load_model
     from weft.plan.layout import Layout
+    from weft.run.build import Traced
     from weft.train.flow import Planned
     from weft.train.subject import sequence_of
+    from weft.train.tokens import check_tokens
     from weft.train.trials import worthwhile
 
     cluster = load_cluster(config.plan.cluster, out)
+    check_is_here(cluster, config, world)
+    if known is None or config.plan.file:
+        subject = load_model(config.model.name, config.train.batch, sequence_of(config))
+        source = Traced.of(subject.make)
+        example = api.shapes_of(subject, config.train.batch, source)
+        check_tokens(config, source, example, subject.loss)
     if known is not None:
         plan = known
         if said := _changed(plan, Path(config.plan.file or Path(config.run.folder) / "plan.toml")):
             out.message(said)
     else:
-        subject = load_model(config.model.name, config.train.batch, sequence_of(config))
         layout = Layout.parse(config.plan.layout) if config.plan.layout else None
         if layout is not None:
             layout.check_runs()
@@ -115,7 +123,7 @@ def make_plan(config: Config, known: Plan | None, out: Output, world: World | No
 
         def of(layout: Layout | None) -> Plan:
             limit = config.plan.device_memory or 0
-            return api.plan(subject, config.train.batch, cluster=cluster, layout=layout, constraints=words, device_memory=limit)
+            return api.plan(subject, example, cluster=cluster, layout=layout, constraints=words, device_memory=limit, source=source)
 
         with out.working(f"planning {config.model.name} on {cluster.name}"):
             plan = of(layout)
@@ -130,6 +138,25 @@ def make_plan(config: Config, known: Plan | None, out: Output, world: World | No
     # The peak that the prediction's MFU is of, so that measured and predicted compare.
     peak_flops = prediction.model_flops / prediction.step_time_s / prediction.mfu if prediction and prediction.mfu > 0 else 0.0
     return Planned(plan, peak_flops)
+
+
+def check_is_here(cluster: Cluster, config: Config, world: World | None) -> None:
+    """Raise ConfigError where the plan is for devices that are not here. `world`: ranks that torchrun or srun has started."""
+    import torch
+
+    from weft import api
+    from weft.errors import ConfigError
+
+    if api.runs_here(cluster) if world is None else cluster.is_cpu == (world.device.type == "cpu"):
+        return
+    hosts, num_gpus = cluster.num_devices // cluster.node_size, torch.cuda.device_count()
+    devices = f"{cluster.num_devices} {cluster.device.name}" + (f" in {hosts} machines" if hosts > 1 else "")
+    has = f"{num_gpus} GPUs" if num_gpus else "no GPU that torch can use"
+    raise ConfigError(
+        f"plan.cluster = {config.plan.cluster} is {devices}, and what would train is one machine with {os.cpu_count()} processor cores and "
+        f"{has}: train on what is here with plan.cluster=here; ask for the plan alone with `weft plan {config.model.name} --cluster "
+        f"{config.plan.cluster} --batch {config.train.batch}`; or start weft train on those machines, with torchrun or SLURM"
+    )
 
 
 def _changed(plan: Plan, file: Path) -> str:

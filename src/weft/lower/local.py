@@ -37,10 +37,6 @@ from weft.world.world import Group
 Variant = tuple[Form, ...]  # a value's form along every axis, in the order of `Lowering.axes`
 _RESHAPES = {"view", "reshape", "_unsafe_view", "unflatten", "flatten", "view_as", "reshape_as", "squeeze", "unsqueeze"}
 _LAYER = re.compile(r"^(?:[^/]*?\.)?\d+(?=\.|/|$)")
-# Where an operator that draws is told whether it trains.
-_TRAINS = dict.fromkeys(("alpha_dropout", "feature_dropout", "feature_alpha_dropout", "native_dropout"), 2) | dict.fromkeys(
-    ("lstm", "gru", "rnn_tanh", "rnn_relu"), 6
-)
 _SPARSE = {"embedding": 4, "embedding_bag": 5}  # where an operator is told that its gradient be sparse
 _EXPANDS = {"expand", "expand_as", "broadcast_to"}
 
@@ -227,7 +223,7 @@ class _Builder:
             scale /= low.sharding.sizes[axis] if averages else 1
         call = function(captured, low.device, scale)
         if captured.draws:
-            call = _bind(drawn, call, low.draw, self._where(op, cut), None)
+            call = _bind(drawn, call, low.draw, self._where(op, cut))
         return self._emit(op, call, tensors, {})
 
     def _shape(self, value: str) -> tuple[int, ...]:
@@ -248,7 +244,7 @@ class _Builder:
             return self._emit(op, torch.ops.aten.reshape.default, [args[0], list(self._shape(op.outputs[0]))], {})
         if name in _EXPANDS:
             return self._emit(op, torch.ops.aten.expand.default, [args[0], list(self._shape(op.outputs[0]))], {})
-        return self._emit(op, _lookup(op.target), args, kwargs)
+        return self._emit(op, operator_of(op.target), args, kwargs)
 
     def _emit(self, op: Operator, target: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
         if self.low.device.type == "cpu" and not op.autocast and is_product(op, self.tensors, self.low.sharding):
@@ -285,7 +281,7 @@ class _Builder:
         """Operators that are more than themselves: where a cut needs a kernel, where they are random, where they write a buffer."""
         low = self.low
         if writes_buffer(op, self.placed):
-            return self._node(_bind(_write_buffer, _lookup(op.target), low.draw, op.name), tuple(args), kwargs)
+            return self._node(_bind(_write_buffer, operator_of(op.target), low.draw), tuple(args), kwargs)
         training = name != "native_dropout" and (args[2] if len(args) > 2 else True)
         if name == "dropout":
             if not training or args[1] == 0.0:
@@ -296,9 +292,9 @@ class _Builder:
             call = _bind(attention, draw=low.draw, where=self._where(op, cut))
             return self._node(call, (q, k, v, mask, p, causal, kwargs.get("scale"), kwargs.get("enable_gqa", False)))
         if name == "scaled_dot_product_attention" and low.device.type == "cpu":
-            return self._emit(op, _bind(scaled_dot_product_attention, _lookup(op.target)), args, kwargs)
+            return self._emit(op, _bind(scaled_dot_product_attention, operator_of(op.target)), args, kwargs)
         if draws(op):
-            call = _bind(drawn, _lookup(op.target), low.draw, self._where(op, cut), _TRAINS.get(name))
+            call = _bind(drawn, operator_of(op.target), low.draw, self._where(op, cut))
             return self._node(call, tuple(args), kwargs)
         if name == "batch_norm" and len(args) > 5 and args[5]:
             rule = self._rule(op)
@@ -308,14 +304,14 @@ class _Builder:
             return self._node(_bind(_instance_norm, low.draw), tuple(args))
         if name == "as_strided":
             # It reads memory, and what stands here lies in memory as it was traced: in rows.
-            return self._emit(op, _lookup(op.target), [self._node(torch.ops.aten.contiguous.default, (args[0],)), *args[1:]], kwargs)
+            return self._emit(op, operator_of(op.target), [self._node(torch.ops.aten.contiguous.default, (args[0],)), *args[1:]], kwargs)
         if name in _SPARSE and len(args) > _SPARSE[name]:
             args[_SPARSE[name]] = False  # gradients lie in buffers with others, which are dense
         if name == "view_as_complex":
             # A parameter may begin anywhere in the buffer that it lies in with others, and a complex number only at every second place.
-            return self._emit(op, _lookup(op.target), [self._node(torch.ops.aten.clone.default, (args[0],))], kwargs)
+            return self._emit(op, operator_of(op.target), [self._node(torch.ops.aten.clone.default, (args[0],))], kwargs)
         if name in ("slice_scatter", "select_scatter") and self.tensors[op.outputs[0]].dtype.startswith("complex"):
-            return self._node(_bind(_complex_scatter, _lookup(op.target)), tuple(args), kwargs)
+            return self._node(_bind(_complex_scatter, operator_of(op.target)), tuple(args), kwargs)
         kernels = self._kernels(op, cut)
         if "counted" in kernels:
             return self._node(_bind(masked_scatter, kernels["counted"]), tuple(args))
@@ -344,12 +340,12 @@ class _Builder:
             scale = 1.0
             for n in average:
                 scale /= n
-            whole = self._emit(op, _lookup(op.target), args, kwargs)
+            whole = self._emit(op, operator_of(op.target), args, kwargs)
             return self._node(torch.ops.aten.mul.Tensor, (whole, scale))
         position = {"linear": 2, "conv1d": 2, "conv2d": 2, "conv3d": 2, "bilinear": 3}.get(name)
         if position is not None and len(args) > position and args[position] is not None and self._contracted(op, cut):
             bias, args[position] = args[position], None
-            partial_sum = self._emit(op, _lookup(op.target), args, kwargs)
+            partial_sum = self._emit(op, operator_of(op.target), args, kwargs)
             made = low.sharding.forms[op.outputs[0]]
             for axis in self._contracted(op, cut):
                 if made[axis] == "P":  # summed later, with the rest: every rank adds its share of the bias
@@ -410,7 +406,7 @@ def layer_of(site: str) -> str:
     return found.group(0) if found else ""
 
 
-def _lookup(target: str) -> Callable[..., Any]:
+def operator_of(target: str) -> Callable[..., Any]:
     namespace, packet, overload = target.split(".")
     return getattr(getattr(getattr(torch.ops, namespace), packet), overload)  # type: ignore[no-any-return]
 
@@ -445,8 +441,8 @@ def snapshot(buffer: Tensor) -> Tensor:
     return buffer.clone()
 
 
-def _write_buffer(target: Callable[..., Any], draw: Draw, name: str, buffer: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    if draw.recomputing or (draw.evaluating and name not in draw.kept_writes):
+def _write_buffer(target: Callable[..., Any], draw: Draw, buffer: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    if draw.recomputing:
         return buffer
     later = draw.later.get(id(buffer))
     if later is not None:
@@ -467,8 +463,6 @@ def _batch_norm(
     draw: Draw, groups: tuple[Group, ...], x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, var: Tensor | None,
     training: bool, momentum: float, eps: float, *rest: Any,
 ) -> Tensor:  # fmt: skip
-    if draw.evaluating and mean is not None:
-        return torch.ops.aten.batch_norm.default(x, weight, bias, mean, var, False, momentum, eps, False)  # type: ignore[no-any-return]
     if mean is not None and var is not None:
         if draw.recomputing:
             mean, var = mean.clone(), var.clone()  # written the first time; left out, torch would keep other tensors for backward
@@ -488,7 +482,6 @@ def _instance_norm(
 ) -> Tensor:  # fmt: skip
     if draw.recomputing:
         mean, var = mean.clone(), var.clone()
-    training = training and not draw.evaluating
     return torch.ops.aten.instance_norm.default(x, weight, bias, mean, var, training, momentum, eps, False)  # type: ignore[no-any-return]
 
 

@@ -130,14 +130,15 @@ def check_trains(graph: Graph) -> None:
         )
 
 
-def split(graph: Graph, sites: Sequence[str]) -> tuple[Stage, ...]:
-    """Cut the graph into `len(sites) + 1` stages that begin at these sites.
+def split(graph: Graph, sites: Sequence[str], trains: bool = True) -> tuple[Stage, ...]:
+    """Cut the graph into `len(sites) + 1` stages that begin at these sites. `trains`: it must be one that can be trained.
 
     Raises:
         LayoutError: a site that the graph does not have, or sites out of order.
         Infeasible: a stage without operators, or a loss to which no parameter leads.
     """
-    check_trains(graph)
+    if trains:
+        check_trains(graph)
     order = graph.sites
     starts = [0]
     fixed = graph.held_together

@@ -70,6 +70,13 @@ class _Told(TorchFunctionMode):
             return self._assign(*args)
         if func == _GET_GRAD_FN:
             return func(*args)
+        kwargs = _without_default(kwargs or {})
+        generator = next((x for x in (*args, *kwargs.values()) if isinstance(x, torch.Generator)), None)
+        if generator is not None and generator.device.type != "meta":
+            raise ModelError(
+                f"the model draws from {_held_as(self._model, generator)} in forward, whose state moves on with every call; "
+                "a captured graph draws what belongs to the seed and the step: leave generator= out, or draw beside the model"
+            )
         if func in _IN_BACKWARD:
             raise ModelError(f"the model {_IN_BACKWARD[func]} while it runs, which a captured graph does not hold")
         for x in (*args, *(kwargs or {}).values()):
@@ -119,6 +126,20 @@ class _Told(TorchFunctionMode):
             )
         with torch.no_grad():
             into.detach().copy_(value)
+
+
+def _without_default(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Without torch's own generator, from which draws come that name none."""
+    return {key: x for key, x in kwargs.items() if x is not torch.default_generator}
+
+
+def _held_as(model: nn.Module, generator: torch.Generator) -> str:
+    """What a message calls a generator."""
+    for path, module in model.named_modules():
+        for key, x in vars(module).items():
+            if x is generator:
+                return f"its torch.Generator {path}.{key}".replace(" .", " ")
+    return "a torch.Generator of its own"
 
 
 def _as_many(input: Tensor, target: Tensor) -> None:

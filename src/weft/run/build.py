@@ -21,11 +21,11 @@ from weft.model.capture import Captured, Loss, capture
 from weft.model.collector import uncollected
 from weft.model.deferred import Deferred, fake_copy, loss_of, materialize, materialize_real, realize_loss
 from weft.model.deferred.fakes import fake_mode
-from weft.model.evaluation import difference, kept_writes
 from weft.model.gradients import learned
 from weft.model.graph import Graph, Variable
+from weft.model.modes import Modes, in_modes, training_modes
 from weft.model.nesting import batch_size_of
-from weft.model.propagate import propagate, writes_buffer, written_buffers
+from weft.model.propagate import propagate, written_buffers
 from weft.model.samples import check_samples
 from weft.model.sharding import Prices, Sharding
 from weft.model.stages import Stage, links, split
@@ -76,33 +76,30 @@ class Source:
         own = loss_of(loss, self.model)
         return own if own is None or self.deferred is None else realize_loss(self.deferred, own, self.model)
 
-    def capture(self, batch: Any, loss: Loss | None, batch_size: int | None, outputs: bool = False) -> Captured:
-        """Capture the model on a batch of `batch_size` samples. Raises ModelError where it cannot be followed."""
+    def capture(
+        self, batch: Any, loss: Loss | None, batch_size: int | None, outputs: bool = False, modes: Modes | None = None
+    ) -> Captured:
+        """Capture the model on a batch of `batch_size` samples, as it trains or in other `modes`.
+
+        Raises:
+            ModelError: it cannot be followed.
+        """
         refuse_hooks(self.model)
         loss = self.loss_of(loss)
-        if self.deferred is not None:
-            deferred = self.deferred
-            captured = capture(self.model, batch, loss, batch_size=batch_size, fake_mode=deferred.fake_mode, outputs=outputs)
-            # A tensor that is a plain attribute of the module comes out as the fake that it is here.
-            constants = {v: deferred.value(t) if deferred.is_fake(t) else t for v, t in captured.constants.items()}
-            return replace(captured, constants=constants)
-        mode, originals = fake_mode(), dict[int, Tensor]()
-        captured = capture(fake_copy(self.model, mode, originals), batch, loss, batch_size=batch_size, fake_mode=mode, outputs=outputs)
-        return replace(captured, constants={v: originals.get(id(t), t) for v, t in captured.constants.items()})
+        with in_modes(self.model, training_modes(self.model) if modes is None else modes):
+            if self.deferred is not None:
+                deferred = self.deferred
+                captured = capture(self.model, batch, loss, batch_size=batch_size, fake_mode=deferred.fake_mode, outputs=outputs)
+                # A tensor that is a plain attribute of the module comes out as the fake that it is here.
+                constants = {v: deferred.value(t) if deferred.is_fake(t) else t for v, t in captured.constants.items()}
+                return replace(captured, constants=constants)
+            mode, originals = fake_mode(), dict[int, Tensor]()
+            captured = capture(fake_copy(self.model, mode, originals), batch, loss, batch_size=batch_size, fake_mode=mode, outputs=outputs)
+            return replace(captured, constants={v: originals.get(id(t), t) for v, t in captured.constants.items()})
 
     def sharding(self, plan: Plan, graph: Graph) -> Sharding:
         """The complete sharding that a plan means for a graph."""
         return shard_of(plan, graph, self.prices)
-
-    def capture_evaluation(self, batch: Any, loss: Loss | None, batch_size: int | None, outputs: bool = False) -> Captured:
-        """As `capture`, of the model in evaluation."""
-        modes = [(module, module.training) for module in self.model.modules()]
-        try:
-            self.model.eval()
-            return Source.capture(self, batch, loss, batch_size, outputs)
-        finally:
-            for module, mode in modes:
-                module.training = mode
 
     def take(self, take: Callable[[str, Tensor], Tensor | None], dtype: torch.dtype | None) -> dict[str, Tensor]:
         """Initial values, one tensor at a time: what `take(name, tensor)` returns is kept."""
@@ -115,14 +112,17 @@ class Source:
 class Traced(Source):
     """A source that captures and shards once. Ranks that are forked from this process inherit what it knows, and need not trace again."""
 
-    captured: dict[tuple[int | None, bool], Captured] = field(default_factory=dict)
+    captured: dict[tuple[int | None, bool, Modes], Captured] = field(default_factory=dict)
     shardings: dict[tuple[object, ...], Sharding] = field(default_factory=dict)
 
-    def capture(self, batch: Any, loss: Loss | None, batch_size: int | None, outputs: bool = False) -> Captured:
-        """As `Source.capture`, once for each number of samples; the batch and the loss must stay the same."""
-        key = (batch_size, outputs)
+    def capture(
+        self, batch: Any, loss: Loss | None, batch_size: int | None, outputs: bool = False, modes: Modes | None = None
+    ) -> Captured:
+        """As `Source.capture`, once for each number of samples and modes; the batch and the loss must stay the same."""
+        modes = training_modes(self.model) if modes is None else modes
+        key = (batch_size, outputs, modes)
         if key not in self.captured:
-            self.captured[key] = super().capture(batch, loss, batch_size, outputs)
+            self.captured[key] = super().capture(batch, loss, batch_size, outputs, modes)
         return self.captured[key]
 
     def sharding(self, plan: Plan, graph: Graph) -> Sharding:
@@ -250,7 +250,7 @@ def build(
     mine = [stages[s] for s in program.stages_of[at["pipeline"]]]
     draw = Draw(seed=seed)
     groups = {axis: world.group(mesh.group(world.rank, axis)) for axis in sharding.sizes}
-    rows = _rows_of_outputs(source, batch, graph, layout.data) if outputs else {}
+    rows = rows_of_outputs(source, batch, graph, layout.data) if outputs else {}
     across = between_meshes(layout, stages) & {v.value for v in graph.parameters}
     shares, apart = shares_of(across, sharding, mesh), from_other_meshes(layout, mine)
     lowering = Lowering(graph, sharding, groups, world.device, draw, rows, shares, apart)
@@ -340,27 +340,6 @@ def _holders(stages: Sequence[Stage], program: Program, value: str) -> list[int]
     return [rank for rank, those in enumerate(program.stages_of) if not read.isdisjoint(those)] or [0]
 
 
-def check_evaluation(graph: Graph, plan: Plan, source: Source, batch: Any, loss: Loss | None, outputs: bool = False) -> frozenset[str]:
-    """The operators of `graph`, in which the model trains, that write a buffer or a parameter in evaluation, too.
-
-    Raises:
-        ModelError: in evaluation the model computes something else than in training, dropout apart.
-    """
-    placed = {v.value: v for v in (*graph.parameters, *graph.buffers)}
-    if not any(module.training for module in source.model.modules()):
-        return frozenset(op.name for op in graph.operators if writes_buffer(op, placed))
-    evaluation = in_precision(source.capture_evaluation(batch, loss, graph.batch_size, outputs).graph, plan)
-    where, kept = difference(graph, evaluation), kept_writes(graph, evaluation)
-    if kept is None:
-        where = where or "a write to a buffer or a parameter"
-    if where or kept is None:
-        raise ModelError(
-            f"the model computes something else in evaluation than in training, first at {where}, which is not built yet; "
-            "evaluate the serial model from engine.full_state_dict(), or write the model without `if self.training`"
-        )
-    return kept
-
-
 def _check_dtypes(graph: Graph, precision: str) -> None:
     """Raise ModelError for a trainable parameter of another dtype than that of the weights that `precision` trains."""
     want = str(DTYPES[precision]).removeprefix("torch.")
@@ -379,10 +358,12 @@ def _check_dtypes(graph: Graph, precision: str) -> None:
             )
 
 
-def _rows_of_outputs(source: Source, batch: Any, graph: Graph, data: int) -> dict[str, int]:
+def rows_of_outputs(source: Source, batch: Any, graph: Graph, data: int, modes: Modes | None = None) -> dict[str, int]:
     """Which dimension of each output follows the samples, as a capture with twice as many shows; another may be as long by accident."""
+    if data == 1:  # every rank has all of them
+        return {}
     try:
-        twice = source.capture(batch, None, 2 * graph.batch_size, outputs=True).graph
+        twice = source.capture(batch, None, 2 * graph.batch_size, outputs=True, modes=modes).graph
     except ModelError:  # the model knows its number of samples
         return {v: 0 for v in graph.outputs if graph.tensors[v].shape[:1] == (graph.batch_size,)}
     found: dict[str, int] = {}

@@ -9,46 +9,24 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from enum import Enum
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain
-from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from weft.errors import Infeasible, ModelError, UsageError
-from weft.lower.redistribute import counted, redistribute
-from weft.model.nesting import BatchForm, batch_size_of, leaves, rebuild
+from weft.model.modes import Modes, modes_of
+from weft.model.nesting import BatchForm, batch_size_of
 from weft.plan.plan import Plan
 from weft.run.build import Parts
+from weft.run.forward import Forward, with_tensors
 from weft.run.state import full_state, weights_of
 from weft.run.unchanged import Unchanged
 from weft.world import private
-from weft.world.world import Group, World
-
-_PLAIN = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device)
-
-
-class NotReturned:
-    """Stands for an output that a divided model does not compute: an object of another kind than nested tensors (a cache of keys)."""
-
-    def __init__(self, path: str, kind: str) -> None:
-        self._why = f"the output {path} is a {kind}, which a divided model does not return; switch it off in the model (use_cache=False)"
-
-    def __repr__(self) -> str:
-        return f"NotReturned({self._why})"
-
-    def __getattr__(self, name: str) -> Any:
-        raise ModelError(self.__dict__["_why"])
-
-    def __getitem__(self, key: object) -> Any:
-        raise ModelError(self._why)
-
-    def __len__(self) -> int:
-        raise ModelError(self._why)
+from weft.world.world import World
 
 
 def _as_captured(batch: Any, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -73,10 +51,28 @@ OWN = ("forward", "__deepcopy__", "__reduce_ex__")  # what a divided module has 
 
 
 @dataclass(frozen=True)
+class Captures:
+    """The captures of one model, by its modes: of training, and whatever else is called. Copies of the model share them."""
+
+    made: dict[Modes, Parts]
+    capture: Callable[[Modes], Parts]
+
+    def of(self, modes: Modes) -> Parts:
+        """The parts in these modes, captured when they are first asked for, on every rank."""
+        if modes not in self.made:
+            try:
+                self.made[modes] = self.capture(modes)
+            except ModelError as error:
+                now = "trains" if modes[0] else "evaluates"
+                raise ModelError(f"the model as it {now} now cannot be divided: {error}") from error
+        return self.made[modes]
+
+
+@dataclass(frozen=True)
 class Divided:
     """How a divided module computes: its `forward`, and that of its copies, which have weights of their own and are not trained.
 
-    `batch`: what it was captured with; `cannot`: why it cannot be evaluated; `training`: by module's name, whether it trained then.
+    `parts` are of its training; `batch`: what it was captured with.
     """
 
     model: nn.Module
@@ -85,9 +81,9 @@ class Divided:
     batch: Any
     world: World
     signature: inspect.Signature
-    cannot: ModelError | None
-    training: Mapping[str, bool]
+    captures: Captures
     copied: bool = False
+    forwards: dict[Modes, Forward] = field(default_factory=dict)
 
     def bind(self) -> None:
         """Let the module compute so."""
@@ -99,20 +95,13 @@ class Divided:
         self.model.__deepcopy__ = self.copy  # type: ignore[assignment]
         self.model.__reduce_ex__ = self.unsaved  # type: ignore[method-assign]
 
-    @cached_property
-    def _outputs(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The model's output by path: tensors, and everything else as it will be returned."""
-        found = list(leaves(self.parts.structure))
-        tensors = {path: leaf for path, leaf in found if isinstance(leaf, Tensor)}
-        return tensors, {path: _kept(path, leaf) for path, leaf in found if path not in tensors}
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns, of this rank's samples."""
         return self._eager(*args, **kwargs)
 
     @cached_property
     def _unchanged(self) -> Unchanged:
-        return Unchanged(self.model, self.training)
+        return Unchanged(self.model)
 
     @cached_property
     def _frozen(self) -> list[tuple[str, nn.Parameter]]:
@@ -134,68 +123,28 @@ class Divided:
         return torch.compiler.disable(self._computed)  # type: ignore[no-untyped-call, no-any-return]
 
     def _computed(self, *args: Any, **kwargs: Any) -> Any:
-        parts, layout, local = self.parts, self.plan.layout, self.parts.only
         self._unchanged.check()
         self._check_frozen()
         called = _as_captured(self.batch, self.signature, args, kwargs)
         given = self._form.tensors_of(called)
-        self._check(batch_size_of(called), given)
-        parts.draw.step += 1
-        parts.draw.evaluating = not self.model.training
-        if self.cannot is not None and not self.model.training:
-            raise self.cannot
-        tensors = {v.value: given[v.name].to(self.world.device) for v in parts.graph.inputs}
-        for value, group in self._summed_inputs:
-            if tensors[value].requires_grad:  # another model made it, and waits for the whole gradient
-                tensors[value] = redistribute(tensors[value], "R", "+", group)
-        values = [parts.variables[v] if v in parts.variables else tensors[v] for v in local.variables]
-        for position, share in self._unlike:
-            values[position] = counted(values[position], share)
-        kind = self.world.device.type
-        theirs = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None  # the user's own, around the call
-        autocast = torch.bfloat16 if layout.precision == "bfloat16" else theirs
-        with private.as_plain(), torch.autocast(kind, dtype=autocast, enabled=autocast is not None):
-            results = local.module(*values)
-        out = []
-        for name, x in zip(local.results, results, strict=True):
-            # The same on all data ranks, each of which may make something else of it: a scale of its own samples' scores.
-            once = layout.data > 1 and x.is_floating_point() and local.forms[name].get("data", "R")[0] != "S"
-            out.append(redistribute(x, "R", "+", self._data) if once else x)
-        paths, others = self._outputs
-        return rebuild(parts.structure, others | dict(zip(paths, out, strict=True)))
+        self._check(batch_size_of(called))
+        forward = self._forward_in(modes_of(self.model))
+        forward.check(given)
+        forward.parts.draw.step += 1
+        return forward(given)
 
-    @cached_property
-    def _unlike(self) -> list[tuple[int, float]]:
-        """Where parameters enter of whose gradient more or fewer than the data ranks have a summand, with how many times as many they are.
-
-        The exchange takes the mean (see `weft.run.plain`): of what is whole on every data rank it then counts the data ranks' part.
-        """
-        data, sharding = self.plan.layout.data, self.parts.sharding
-        exchanged = {one.name for group in self.parts.groups for one in group.members}
-        shares = {
-            v.value: prod(sharding.sizes[axis] for axis in sharding.gradients.get(v.value, ())) / data
-            for v in self.parts.graph.parameters
-            if v.name in exchanged
-        }
-        return [(i, shares[v]) for i, v in enumerate(self.parts.only.variables) if shares.get(v, 1.0) != 1.0]
-
-    @cached_property
-    def _summed_inputs(self) -> list[tuple[str, Group]]:
-        """Inputs of whose gradient each rank of a group of tensor ranks has a summand."""
-        mesh, rank = self.plan.layout.mesh, self.world.rank
-        gradients = self.parts.sharding.gradients
-        axes = [(v.value, axis) for v in self.parts.graph.inputs for axis in gradients.get(v.value, ()) if axis != "data"]
-        return [(value, self.world.group(mesh.group(rank, axis))) for value, axis in axes]
-
-    @cached_property
-    def _data(self) -> Group:
-        return self.world.group(self.plan.layout.mesh.group(self.world.rank, "data"))
+    def _forward_in(self, modes: Modes) -> Forward:
+        if modes not in self.forwards:
+            parts = with_tensors(self.captures.of(modes), self.parts.parameters, self.parts.buffers)
+            exchanged = {name: spec.summed_over for name, spec in parts.specs.items()}
+            self.forwards[modes] = Forward(parts, self.plan, self.world, exchanged)
+        return self.forwards[modes]
 
     @cached_property
     def _form(self) -> BatchForm:
         return BatchForm.of(self.batch)
 
-    def _check(self, have: int, given: Mapping[str, Tensor]) -> None:
+    def _check(self, have: int) -> None:
         """Raise where the module is called with something else than it was divided for."""
         plan, parts = self.plan, self.parts
         rows = plan.batch_size // plan.layout.data
@@ -204,13 +153,6 @@ class Divided:
                 f"the model is divided for {plan.batch_size} samples, {rows} on each of data={plan.layout.data}, and was called with "
                 f"{have}; draw batches through weft.shard(loader), with drop_last=True"
             )
-        for v in parts.graph.inputs:
-            want = parts.sharding.shape(v.value, v.tensor.shape)
-            if tuple(given[v.name].shape) != want:
-                raise Infeasible(
-                    f"{v.name} has shape {list(given[v.name].shape)}, and the model was captured with {list(want)} on each rank; "
-                    "pad or cut batches to one shape"
-                )
         trains = torch.is_grad_enabled() and any(p.requires_grad for p in parts.parameters.values())
         if self.copied and trains and self.world.num_ranks > 1:
             raise UsageError(
@@ -224,11 +166,9 @@ class Divided:
         made: nn.Module = model.__new__(type(model))
         memo[id(model)] = made
         made.__dict__.update(copy.deepcopy({k: v for k, v in model.__dict__.items() if k not in OWN}, memo))
-        parts = self.parts
-        parameters, buffers, variables = (
-            {name: memo.get(id(x), x) for name, x in found.items()} for found in (parts.parameters, parts.buffers, parts.variables)
-        )
-        replace(self, model=made, parts=replace(parts, parameters=parameters, buffers=buffers, variables=variables), copied=True).bind()
+        held = self.parts.parameters, self.parts.buffers
+        parameters, buffers = ({name: memo.get(id(x), x) for name, x in tensors.items()} for tensors in held)
+        replace(self, model=made, parts=with_tensors(self.parts, parameters, buffers), copied=True, forwards={}).bind()
         return made
 
     def unsaved(self, protocol: object) -> Any:
@@ -243,10 +183,6 @@ class Divided:
         at = self.plan.layout.mesh.coordinates(self.world.rank)
         with private.as_plain():
             return full_state(self.parts, weights_of(self.parts, at), self.world.group(tuple(range(self.world.num_ranks))))
-
-
-def _kept(path: str, leaf: Any) -> Any:
-    return leaf if leaf is None or isinstance(leaf, _PLAIN) else NotReturned(path, type(leaf).__name__)
 
 
 def cut_what_is_loaded(model: nn.Module, parts: Parts) -> None:

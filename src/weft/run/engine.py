@@ -15,40 +15,34 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.errors import Infeasible, UsageError
-from weft.lower.late import with_late_weights
+from weft.errors import Infeasible, ModelError, UsageError
+from weft.lower.kernels.randomness import Draw
 from weft.model.capture import Loss
-from weft.model.derivatives import without_gradient
-from weft.model.gradients import needs_gradient
-from weft.model.graph import Graph
+from weft.model.modes import evaluation_modes, in_modes
 from weft.model.nesting import BatchForm, batch_size_of
 from weft.model.work import model_flops
 from weft.plan.compression import Compression
 from weft.plan.microbatches import sizes_of_part
 from weft.plan.placement import piece
 from weft.plan.plan import Memory, Plan
-from weft.plan.program import Compute, Manage, ManageOp, Op
+from weft.plan.program import Manage, ManageOp
 from weft.plan.timeline import Timeline
 from weft.run import checkpoint
-from weft.run.build import Source, build, check_evaluation, program_of
+from weft.run.build import Parts, Source, build
+from weft.run.captures import captured_in
 from weft.run.checkpoint import Piece
-from weft.run.executor import Executor, Result, Sizes
+from weft.run.executor import Result
+from weft.run.executors import Executors
 from weft.run.gathered import Gathered
 from weft.run.gradients import Gradients
 from weft.run.host import HostStore
-from weft.run.lending import lent_threads
 from weft.run.optimizer import Optimizer, OptimizerSpec
 from weft.run.parameters import share
-from weft.run.prepare import prepared
 from weft.run.replicas import Replicas
-from weft.run.resharded import Resharded
 from weft.run.rests import Rests
 from weft.run.same import check_same
-from weft.run.sizes import Sized
-from weft.run.stage import StageRunner
 from weft.run.stale import Stale
 from weft.run.state import full_state, full_tensors, gradient_pieces, input_gradients, pieces_of
-from weft.run.transfers import Crossing, Crossings, pairs_of
 from weft.run.whole import build_whole
 from weft.world.memory import HOST, PARTS, accounts_of
 from weft.world.world import Work, World
@@ -115,7 +109,6 @@ class Engine:
         self._everyone = world.group(tuple(range(world.num_ranks)))
         self._pipeline = world.group(self.mesh.group(world.rank, "pipeline"))
         self._draw = self.parts.draw
-        self._check_evaluation: Callable[[], frozenset[str]] = cache(partial(check_evaluation, self.parts.graph, plan, source, batch, loss))
         self._replicas = Replicas(self.parts, self.mesh, world)
         sums = [world.group(g.sum_ranks) if len(g.sum_ranks) > 1 else None for g in self.parts.groups]
         axes = [world.group(self.mesh.group(world.rank, axis)) for axis in self.parts.sharding.sizes]
@@ -127,14 +120,13 @@ class Engine:
         share(self.parts.groups, sums, late + 1)
         self._gathered = Gathered(self.parts.groups, sums, self.memory)
         self._host = HostStore(world.device, self.memory, self.parts.variables.values())
-        self._compile = compile
-        self._by_size: dict[int, tuple[dict[int, StageRunner], Crossings]] = {}
-        self._executors: dict[tuple[int, ...], Executor] = {}
         reduces = any(isinstance(a, Manage) and a.op is ManageOp.REDUCE_GRAD for row in self.parts.program.actions for a in row)
         compress = Compression.parse(plan.layout.compress)
         self.gradients = Gradients(self.parts.groups, self.parts.parameters, sums, plan.layout.zero > 0, reduces, compress)
         self._rests = Rests(self.gradients.compressed.values(), plan.layout, world.rank)
-        self._executor = self._executor_of(plan.microbatch_sizes)
+        self._executors = Executors(self.parts, plan, world, self.memory, self.gradients, self._gathered, self._host, compile)
+        self._executor = self._executors.of(plan.microbatch_sizes)
+        self._evaluation = cache(partial(self._evaluates, source, batch, loss))
         moves = plan.layout.moves_optimizer
         self._optimizer = Optimizer(self.spec, self.parts.groups, sums, self._everyone, plan.layout.zero > 0, moves, late > 0)
         self._optimizer.load_parameters()
@@ -165,96 +157,6 @@ class Engine:
         peak = self.memory.peak()
         most = self.world.maximum([int(getattr(peak, part)) for part in PARTS] + [int(peak.total)])
         return dict(zip((*PARTS, "total"), map(float, most), strict=True))
-
-    def _executor_of(self, sizes: tuple[int, ...]) -> Executor:
-        """What runs a step of microbatches of these sizes; made when it is first asked for, on every rank at once."""
-        if sizes not in self._executors:
-            program, layout = self.parts.program, self.plan.layout
-            if len(sizes) != layout.microbatches:
-                fewer = replace(self.plan, layout=layout.with_microbatches(len(sizes)), batch_size=sum(sizes))
-                program = program_of(fewer, self.parts.stages, self.world)
-            by_size = {size: Sizes(*self._runners_of(size), share=size / sum(sizes)) for size in dict.fromkeys(sizes)}
-            by_microbatch = {m: by_size[size] for m, size in zip(program.microbatches, sizes, strict=True)}
-            where = self._pipeline, self.world.device
-            names = {number: frozenset(name for name, _ in mine.values()) for number, mine in self._learned().items()}
-            between = None
-            if layout.inner:
-                graphs = {m: self.parts.of_size(size).graph for m, size in zip(program.microbatches, sizes, strict=True)}
-                between = Resharded(layout, self.parts.shardings, graphs, self.world, self._everyone)
-                crossings = by_microbatch[program.microbatches[0]].crossings
-                for group in sorted(between.peers(crossings), key=lambda g: g.ranks):
-                    group.connect()  # all of a rank's in one order, as the others
-                self._everyone.connect_lanes(between.pairs(crossings))
-            self._pipeline.connect_lanes(pairs_of(program))
-            lent = lent_threads(layout, program, self.parts.graph, self.parts.stages, sizes, self._pipeline, self.world)
-            made = Executor(program, by_microbatch, *where, self.gradients, self._draw, names, self._gathered, self._host, between, lent)
-            self._executors[sizes] = made
-        return self._executors[sizes]
-
-    def _learned(self) -> dict[int, dict[str, tuple[str, nn.Parameter]]]:
-        """The trainable parameters that each of this rank's stages reads: (name, parameter) by graph value."""
-        parts = self.parts
-        learned = {v.value: (v.name, parts.parameters[v.name]) for v in parts.graph.parameters if v.name in parts.parameters}
-        learned = {value: (name, p) for value, (name, p) in learned.items() if p.requires_grad}
-        # A model that runs whole has its parameters inside; then its one stage has them all.
-        return {
-            number: learned if self.plan.uncaptured else {value: learned[value] for value in local.variables if value in learned}
-            for number, local in parts.lowered.items()
-        }
-
-    def _runners_of(self, size: int) -> tuple[dict[int, StageRunner], Crossings]:
-        """This rank's stages for microbatches of `size` samples, all data replicas together, and what crosses between stages."""
-        if size not in self._by_size:
-            self._by_size[size] = self._build_runners(self.parts.of_size(size))
-        return self._by_size[size]
-
-    def _build_runners(self, sized: Sized) -> tuple[dict[int, StageRunner], Crossings]:
-        parts, graph, compile = self.parts, sized.graph, self._compile
-        variables = {**parts.variables, **{v: x for v, x in sized.constants.items() if v in parts.variables}}
-        grads = needs_gradient(graph) - {v.value for v in graph.inputs}
-        dtypes = {value: getattr(torch, t.dtype) for value, t in graph.tensors.items()}
-        splits = any(isinstance(a, Compute) and a.op is Op.W for row in parts.program.actions for a in row)
-        if compile and (self._gathered.units or self.plan.layout.moves_layers):
-            raise UsageError(f"compile=True with {self.plan.layout}, whose layers come and go, is not built yet; leave it out")
-        if splits and compile:
-            raise UsageError(f"compile=True with {parts.program.name}, which splits backward, is not built yet; leave it out, or use 1f1b")
-        learned, runners = self._learned(), {}
-        for number, local in sized.lowered.items():
-            late = None
-            if splits:
-                local, late = with_late_weights(local, learned[number], self._keeps_plainly())
-            local = prepared(local, number, self.plan.layout, self._draw, self._gathered, self._host, self.memory)
-            autocast = torch.bfloat16 if self.plan.layout.precision == "bfloat16" else None
-            runners[number] = StageRunner(
-                local,
-                variables,
-                grads,
-                dtypes,
-                self._draw,
-                autocast,
-                self.world.device,
-                compile,
-                without_gradient(graph),
-                late,
-                self.memory,
-            )
-        return runners, self._crossings(graph, grads, dtypes)
-
-    def _keeps_plainly(self) -> bool:
-        """Whether what forward keeps for backward lies where it is until then."""
-        layout = self.plan.layout
-        managed = any(isinstance(a, Manage) for row in self.parts.program.actions for a in row)
-        return layout.recompute == "none" and layout.offload == "none" and layout.zero < 3 and not managed
-
-    def _crossings(self, graph: Graph, grads: set[str], dtypes: Mapping[str, torch.dtype]) -> Crossings:
-        """What crosses between every two stages of the model, with the local shapes."""
-        sharding, tensors = self.parts.sharding, graph.tensors
-
-        def crossing(v: str) -> Crossing:
-            forms = {axis: "R" if form == "P" else form for axis, form in sharding.forms[v].items()}
-            return Crossing(v, sharding.shape(v, tensors[v].shape, forms), dtypes[v], v in grads)
-
-        return {(stage.index, q): [crossing(v) for v in values] for stage in self.parts.stages for q, values in stage.sends}
 
     @property
     def step_index(self) -> int:
@@ -306,7 +208,7 @@ class Engine:
         """Forward and backward of all microbatches; summed gradients lie in the flat groups, with staleness once `gradient` is asked."""
         self._draw.step = self.step_index
         sizes, inputs = self._divided(batch, whole)
-        executor = self._executor_of(sizes)
+        executor = self._executors.of(sizes)
         if self._stale is not None:
             self._stale.start()
         self.gradients.start()
@@ -348,28 +250,44 @@ class Engine:
                 self._stale.drain()
 
     def evaluate(self, batch: Any, whole: bool | None = None) -> float:
-        """The loss on a batch, without training: no dropout, batch norm by its running statistics. `whole`: as for `step`.
+        """The loss on a batch as the model in evaluation computes it, without training. `whole`: as for `step`.
+
+        The first call captures the model in evaluation, which may compute otherwise than in training.
 
         Raises:
-            ModelError: the model does anything else in evaluation; found at the first call.
+            ModelError: the model cannot be followed in evaluation.
         """
         self.drain()
-        if not self.plan.uncaptured:
-            self._draw.kept_writes = self._check_evaluation()
-        self._draw.step = self.step_index
-        self._draw.evaluating = True
+        executors, replicas = self._evaluation()
+        parts = executors.parts
+        parts.draw.step, parts.draw.alike = self.step_index, self._draw.alike
         # A model that runs whole is the user's module, with modes of its own.
-        modes = [(module, module.training) for module in self.parts.only.module.modules()] if self.plan.uncaptured else []
-        for module, _ in modes:
-            module.training = False
+        module = parts.only.module if self.plan.uncaptured else nn.Module()
+        with in_modes(module, evaluation_modes(module)), torch.no_grad(), self.memory.guarded(self.world.rank):
+            sizes, inputs = self._divided(batch, whole, parts)
+            executor = executors.of(sizes)
+            replicas.start()
+            result = executor.run(inputs, train=False)
+            replicas.finish(executor.program.microbatches)
+            total, work = self._mean_of(result, parts)
+            work.wait()
+            return float(total)
+
+    def _evaluates(self, source: Source, batch: Any, loss: Loss | None) -> tuple[Executors, Replicas]:
+        """What runs the model in evaluation, and the buffers that it writes there; the weights are those that train."""
+        if self.plan.uncaptured:
+            return self._executors, self._replicas
+        modes, draw = evaluation_modes(source.model), Draw(self._draw.seed)
         try:
-            with torch.no_grad(), self.memory.guarded(self.world.rank):
-                sizes, inputs = self._divided(batch, whole)
-                return self.loss_of(self._executor_of(sizes).run(inputs, train=False))
-        finally:
-            self._draw.evaluating = False
-            for module, mode in modes:
-                module.training = mode
+            parts = captured_in(modes, self.parts, self.plan, source, batch, loss, self.world, draw)
+        except ModelError as error:
+            raise ModelError(f"the model is trained, and cannot be evaluated: {error}") from error
+        read = self._gathered.read_by(parts.lowered, {v.value: v.name for v in parts.graph.parameters})
+        replicas = Replicas(parts, self.mesh, self.world)
+        for group in sorted(replicas.groups, key=lambda g: g.ranks):
+            group.connect()
+        made = replace(self._executors, parts=parts, gathered=read, trains=False, made={}, by_size={})
+        return made, replicas
 
     def loss_of(self, result: Result) -> float:
         """The mean over microbatches, each by its samples, from every rank's summands."""
@@ -377,12 +295,13 @@ class Engine:
         work.wait()
         return float(total)
 
-    def _mean_of(self, result: Result) -> tuple[Tensor, Work]:
-        """The loss over all microbatches and ranks, and its sum under way."""
+    def _mean_of(self, result: Result, parts: Parts | None = None) -> tuple[Tensor, Work]:
+        """The loss over all microbatches and ranks, and its sum under way. `parts`: what computed it, if not what trains."""
+        parts = parts or self.parts
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         if result.losses:
-            loss = self.parts.graph.loss
-            forms = next(local.forms[loss] for local in self.parts.lowered.values() if loss in local.results)
+            loss = parts.graph.loss
+            forms = next(local.forms[loss] for local in parts.lowered.values() if loss in local.results)
             at = self.mesh.coordinates(self.world.rank)
             if all(form == "P" or at[axis] == 0 for axis, form in forms.items()):
                 total += torch.stack([x.double() * share for x, share in zip(result.losses, result.shares, strict=True)]).sum()
@@ -400,9 +319,11 @@ class Engine:
         """
         return sizes_of_part(samples, self.plan.layout, self.plan.batch_size)
 
-    def _divided(self, batch: Any, whole: bool | None = None) -> tuple[tuple[int, ...], list[dict[str, Tensor]]]:
+    def _divided(
+        self, batch: Any, whole: bool | None = None, parts: Parts | None = None
+    ) -> tuple[tuple[int, ...], list[dict[str, Tensor]]]:
         """Samples of every microbatch, all data replicas together, and this rank's tensors of it by graph value."""
-        data = self.data_size
+        parts, data = parts or self.parts, self.data_size
         rows = batch_size_of(batch)
         is_global = rows > self.plan.batch_size // data if whole is None else whole
         samples = rows if is_global else rows * data
@@ -416,11 +337,11 @@ class Engine:
         sizes = self.sizes_of(samples)
         given = self._form.tensors_of(batch)
         out: list[dict[str, Tensor]] = []
-        needed = {value for local in self.parts.lowered.values() for value in local.variables}
+        needed = {value for local in parts.lowered.values() for value in local.variables}
         begin = 0
         for size in sizes:
             tensors: dict[str, Tensor] = {}
-            graph = self.parts.of_size(size).graph
+            graph = parts.of_size(size).graph
             rows = size if is_global else size // data
             for v in graph.inputs:
                 if v.value not in needed:
@@ -431,7 +352,7 @@ class Engine:
                     if is_global and data > 1:
                         start, length = piece(rows, data, self.data_index)
                         x = x.narrow(0, start, length)
-                want = self.parts.sharding.shape(v.value, v.tensor.shape)
+                want = parts.sharding.shape(v.value, v.tensor.shape)
                 if tuple(x.shape) != want and not self.plan.uncaptured:
                     raise Infeasible(
                         f"{v.name} has shape {list(x.shape)} in a microbatch of this rank, and the model was captured with {list(want)}; "

@@ -10,14 +10,15 @@ kept; the values are those that it kept, because weights change only between ste
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from weft.run.layers import Layered
+from weft.lower.local import LocalStage
+from weft.run.layers import Layered, layers_of
 from weft.run.parameters import Bucket, FlatGroup
 from weft.world import private
 from weft.world.memory import Accounts
@@ -44,6 +45,7 @@ class Gathered:
     def __init__(self, groups: Sequence[FlatGroup], sums: Sequence[Group | None], memory: Accounts | None = None) -> None:
         self._memory = memory or Accounts()
         self.units: dict[Unit, list[_Weights]] = {}
+        self._by_name: dict[str, list[_Weights]] = {}  # those that have a part of a parameter
         self._order: dict[int, list[int]] = {}  # the layers of each stage
         for group, over in zip(groups, sums, strict=True):
             if not group.gathered:
@@ -51,8 +53,21 @@ class Gathered:
             assert over is not None  # a group of one rank keeps its weights whole
             for bucket, (_, at, length) in zip(group.buckets, group.pieces(), strict=True):
                 weights = _weights(bucket, group.data[at : at + length], over)
+                for name in bucket.names:
+                    self._by_name.setdefault(name, []).append(weights)
                 for unit in bucket.units:
                     self.units.setdefault(unit, []).append(weights)
+
+    def read_by(self, stages: Mapping[int, LocalStage], names: Mapping[str, str]) -> Gathered:
+        """The same weights as the layers of another capture read them. `names`: of parameters, by graph value."""
+        other = Gathered((), (), self._memory)
+        other._by_name = self._by_name
+        for value, units in layers_of(stages).items():
+            for weights in self._by_name.get(names.get(value, ""), ()):
+                for unit in units:
+                    if weights not in (those := other.units.setdefault(unit, [])):
+                        those.append(weights)
+        return other
 
     def wrap(self, stage: int, layered: Layered) -> None:
         """Let every layer of a stage that reads such weights gather them."""

@@ -59,6 +59,12 @@ class LocalParameter:
         _, axes, _ = self.kind
         return axes  # type: ignore[return-value]
 
+    @property
+    def summed_over(self) -> tuple[str, ...]:
+        """Mesh axes along which ranks have summands of its gradient."""
+        _, _, axes = self.kind
+        return axes  # type: ignore[return-value]
+
 
 @dataclass
 class Bucket:

@@ -18,14 +18,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.errors import Infeasible, ModelError, UsageError
+from weft.errors import Infeasible, UsageError
+from weft.model.deferred.fakes import fake_mode
+from weft.model.modes import Modes, training_modes
 from weft.plan.mesh import Mesh
 from weft.plan.plan import Plan
-from weft.run.build import Parts, Source, build, check_evaluation
+from weft.run.build import Parts, Source, build
+from weft.run.captures import captured_in
 from weft.run.cut import CutParameter, Whole
-from weft.run.divided import Divided, cut_what_is_loaded
+from weft.run.divided import OWN, Captures, Divided, cut_what_is_loaded
 from weft.run.exchange import Exchange
 from weft.run.optimizer import OptimizerSpec
+from weft.run.original import Original
 from weft.run.parameters import share
 from weft.run.undivided import Undivided, keep_whole
 from weft.world.world import World
@@ -45,19 +49,19 @@ def divide(model: nn.Module, source: Source, plan: Plan, batch: Any, world: Worl
         keep_whole(model, source, plan, batch, world)
         return
     parts = build(plan, source, batch, None, world, OptimizerSpec(), torch.initial_seed(), outputs=True)
-    cannot: ModelError | None = None
-    try:
-        # Here, while the module has its own parameters.
-        parts.draw.kept_writes = check_evaluation(parts.graph, plan, source, batch, None, outputs=True)
-    except ModelError as error:
-        cannot = error
     pairs = [v.name for v in parts.graph.parameters if v.pairs]
     if pairs:
         raise Infeasible(f"parameter {pairs[0]} is complex, which a plain loop's optimizer cannot be given in parts; use weft.parallelize")
     _mark_cut(parts, world, layout.mesh)
+    original = Original(model, OWN, fake_mode() if source.deferred is None else source.deferred.fake_mode)
     _place(model, parts)
-    training = {name: module.training for name, module in model.named_modules()}
-    Divided(model, parts, plan, batch, world, inspect.signature(model.forward), cannot, training).bind()
+
+    def capture(modes: Modes) -> Parts:
+        with original.back():
+            return captured_in(modes, parts, plan, source, batch, None, world, parts.draw, outputs=True)
+
+    captures = Captures({training_modes(model): parts}, capture)
+    Divided(model, parts, plan, batch, world, inspect.signature(model.forward), captures).bind()
     cut_what_is_loaded(model, parts)
     sums = [world.group(g.sum_ranks) if len(g.sum_ranks) > 1 else None for g in parts.groups]
     share(parts.groups, sums)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from weft.lower.double import doubled, is_double, widened
 from weft.model.capture import Loss, call
+from weft.model.modes import set_modes, training_modes
 from weft.model.nesting import batch_size_of, leaves, rebuild
 from weft.model.watched import set_state, state_of
 from weft.plan.plan import Plan
@@ -57,6 +58,7 @@ class Serial:
         self.drew_otherwise = False
         torch.manual_seed(seed)
         self.model: nn.Module = copy.deepcopy(make) if isinstance(make, nn.Module) else make()
+        set_modes(self.model, training_modes(self.model))
         self._double = plan.layout.precision == "float64"
         self._own = is_double(self.model)
         if self._double:

@@ -5,7 +5,6 @@ In: the module as it was divided, and as it is called. Out: nothing, or an error
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,10 +27,9 @@ class _Was:
 
 
 class Unchanged:
-    """What a module was when it was divided. `training`: by module's name, whether it trained then."""
+    """What a module was when it was divided."""
 
-    def __init__(self, model: nn.Module, training: Mapping[str, bool]) -> None:
-        self._model, self._training = model, training
+    def __init__(self, model: nn.Module) -> None:
         self._modules = []
         for name, module in model.named_modules():
             held, hooks = private.tables_of(module)
@@ -45,10 +43,7 @@ class Unchanged:
             )
 
     def check(self) -> None:
-        """Raise UsageError where something was replaced, hooked, or set to train or to evaluate by itself."""
-        mode = self._model.training
-        if mode and not self._training[""]:
-            raise UsageError(f"the model was divided in evaluation, and is called in training: call train() on it; {INSIDE}")
+        """Raise UsageError where something was replaced or hooked."""
         for was in self._modules:
             for table, items in was.held:
                 if len(table) != len(items) or any(table.get(key) is not value for key, value in items):
@@ -58,9 +53,6 @@ class Unchanged:
                 raise UsageError(
                     f"a hook on {was.name} would never be called, since the divided model runs as a whole: return what it sees"
                 )
-            if was.module.training != (mode and self._training[was.name]):
-                to, stays = ("train", "evaluate") if was.module.training else ("evaluate", "train")
-                raise UsageError(f"{was.name} was set to {to} by itself after the model was divided, and would still {stays}: {INSIDE}")
 
 
 def _path(module: str, key: str) -> str:

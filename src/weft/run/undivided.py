@@ -27,6 +27,7 @@ from weft.errors import Infeasible, ModelError, UsageError
 from weft.lower.double import doubled, is_double, widened
 from weft.lower.redistribute import redistribute
 from weft.model.deferred import realize
+from weft.model.modes import in_modes, training_modes
 from weft.model.nesting import leaves, rebuild
 from weft.model.watched import refuse_hooks
 from weft.plan.plan import Plan
@@ -61,7 +62,8 @@ def keep_whole(model: nn.Module, source: Source, plan: Plan, batch: Any, world: 
     for module in model.modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
             module.sparse = False  # gradients lie in buffers with others, which are dense
-    outputs = outputs_of_parts(plan, model, batch) if layout.data > 1 else {}
+    with in_modes(model, training_modes(model)):
+        outputs = outputs_of_parts(plan, model, batch) if layout.data > 1 else {}
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     exchange, over = None, None
     if layout.data > 1 and trained:

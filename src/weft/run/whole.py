@@ -23,6 +23,7 @@ from weft.model.capture import Loss, call
 from weft.model.deferred import realize
 from weft.model.graph import Graph, Variable
 from weft.model.graph import Tensor as Spec
+from weft.model.modes import set_modes, training_modes
 from weft.model.nesting import batch_size_of, leaves, rebuild
 from weft.model.sharding import Sharding
 from weft.model.stages import Stage
@@ -84,6 +85,7 @@ def build_whole(plan: Plan, source: Source, batch: Any, loss: Loss | None, world
         raise Infeasible(f"{plan.model} could not be captured ({plan.uncaptured}), so its layers are not known; use zero=2")
     model = source.model
     refuse_hooks(model)
+    set_modes(model, training_modes(model))
     loss = source.loss_of(loss)
     if source.deferred is not None:
         model = realize(source.deferred, model)

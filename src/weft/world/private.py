@@ -46,7 +46,9 @@ NAMES: tuple[tuple[Any, str], ...] = (
     (torch._C, "DisableTorchFunctionSubclass"),
     *(
         (_MODULE, name)
-        for name in ("_parameters", "_modules", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+        for name in (
+            "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+        )
     ),
     (torch, "_foreach_norm"),
     (torch, "_amp_foreach_non_finite_check_and_unscale_"),
@@ -172,6 +174,11 @@ def tables_of(module: torch.nn.Module) -> tuple[list[dict[str, Any]], list[dict[
     """A module's tables of its parameters and modules, and of its hooks around forward and backward."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return [module._parameters, module._modules], list(hooks)
+
+
+def tensors_of(module: torch.nn.Module) -> list[dict[str, Any]]:
+    """A module's tables of its parameters and buffers."""
+    return [module._parameters, module._buffers]
 
 
 def after_backward(callback: Any) -> None:

@@ -18,7 +18,6 @@ from torch import Tensor
 from weft.lower.kernels import alike
 from weft.lower.kernels.alike import Place
 from weft.lower.kernels.statistics import Later
-from weft.world.attention import scaled_dot_product_attention
 
 
 @dataclass
@@ -29,8 +28,6 @@ class Draw:
     step: int = 0
     microbatch: int = 0
     recomputing: bool = False  # buffers are not written a second time
-    evaluating: bool = False  # no dropout; batch norm by its running statistics, which stay as they are
-    kept_writes: frozenset[str] = frozenset()  # operators that write buffers and parameters when evaluating, too
     alike: bool = False  # draws are pieces of what a serial run draws whole, for verification
     later: dict[int, Later] = field(default_factory=dict)  # buffers that are written after the step, by id
     _generators: dict[torch.device, torch.Generator] = field(default_factory=dict)
@@ -64,7 +61,7 @@ class Where:
 
 def dropout(x: Tensor, p: float, draw: Draw, where: Where) -> Tensor:
     """Each element kept with probability 1 - p and scaled by 1 / (1 - p)."""
-    if p == 0.0 or draw.evaluating:
+    if p == 0.0:
         return x
     if draw.alike:
         return x * alike.kept(where.alike(draw), where.place, p, x)
@@ -87,8 +84,6 @@ def attention(
     where: Where,
 ) -> Tensor:
     """Scaled dot-product attention with dropout on its weights: torch's global generator is borrowed and put back."""
-    if draw.evaluating:
-        return scaled_dot_product_attention(F.scaled_dot_product_attention, q, k, v, mask, 0.0, causal, scale=scale, enable_gqa=enable_gqa)
     if draw.alike:
         place = Place((*where.place.shape[:-1], k.shape[-2]), where.place.cuts)
         return alike.attention(q, k, v, mask, causal, scale, lambda weights: alike.kept(where.alike(draw), place, p, weights))
@@ -98,13 +93,8 @@ def attention(
         return F.scaled_dot_product_attention(q, k, v, mask, p, causal, scale=scale, enable_gqa=enable_gqa)
 
 
-def drawn(target: Callable[..., Any], draw: Draw, where: Where, trains: int | None, *args: Any, **kwargs: Any) -> Any:
-    """Any other operator that draws: `target` with torch's global generators borrowed and put back.
-
-    `trains`: position of the argument that says whether it trains; None where it draws in evaluation too.
-    """
-    if draw.evaluating and trains is not None:
-        return target(*args[:trains], False, *args[trains + 1 :], **kwargs)
+def drawn(target: Callable[..., Any], draw: Draw, where: Where, *args: Any, **kwargs: Any) -> Any:
+    """Any other operator that draws: `target` with torch's global generators borrowed and put back."""
     if draw.alike:
         name = target.__name__.partition(".")[0]
         if name in alike.DROPS:

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from weft.errors import ModelError
 from weft.model.deferred.fakes import Fake, FakeMode
+from weft.model.nesting import leaves
 
 
 def fake_copy(module: nn.Module, fake_mode: FakeMode, originals: dict[int, torch.Tensor] | None = None) -> nn.Module:
@@ -27,6 +28,8 @@ def fake_copy(module: nn.Module, fake_mode: FakeMode, originals: dict[int, torch
     """
     twins = _Twins(fake_mode, {} if originals is None else originals)
     memo: dict[int, Any] = {id(t): twins.twin(t) for t in (*module.parameters(), *module.buffers())}
+    # A generator is copied by its state, a tensor that must be real; who draws from one while it is traced is told so.
+    memo.update({id(g): g for part in module.modules() for _, g in leaves(dict(vars(part))) if isinstance(g, torch.Generator)})
     try:
         with twins:
             return copy.deepcopy(module, memo)

@@ -1,0 +1,157 @@
+"""A plain loop's part of what `import weft` offers: dividing a model whose backward and optimizer stay the user's."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeVar, overload
+
+from torch import Tensor, nn
+
+from weft.cluster.cluster import Cluster
+from weft.errors import Infeasible, ModelError, UsageError
+from weft.model.capture import taken
+from weft.model.deferred import Deferred, building
+from weft.model.graph import Graph
+from weft.model.nesting import batch_size_of
+from weft.model.watched import refuse_scripts
+from weft.plan.layout import Layout
+from weft.plan.plan import Plan
+from weft.plan.store import format_plan, parse_plan
+from weft.run.build import Source, Traced
+from weft.run.plain import divide
+from weft.run.same import check_same_model, draw_alike
+from weft.solve.search import search
+from weft.solve.uncaptured import without_graph
+from weft.world.current import Place, current_world, set_place
+from weft.world.world import World
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+def any_cluster() -> Cluster:
+    """Where only shards and stages are asked for, and prices do not matter."""
+    return Cluster.parse("1xcpu-2")
+
+
+@overload
+def auto_parallelize(
+    model: Module, batch: Any, *, plan: Plan | Layout | str | None = None, cluster: Cluster | str = "here", world: World | None = None
+) -> Module: ...
+
+
+@overload
+def auto_parallelize(
+    *, batch: Any, plan: Plan | Layout | str | None = None, cluster: Cluster | str = "here", world: World | None = None
+) -> AbstractContextManager[None]: ...
+
+
+def auto_parallelize(
+    model: Any = None,
+    batch: Any = None,
+    *,
+    plan: Plan | Layout | str | None = None,
+    cluster: Cluster | str = "here",
+    world: World | None = None,
+) -> Any:
+    """Divide the model that is built in the block, or one that is there: afterwards it holds this rank's part only.
+
+    `batch`: a global batch as the loader gives it; the model is called with its first tensors (or keywords), the rest are targets. A
+    layout without a pipeline is chosen for all ranks, or `plan` says which. Given a `model` that is there, it is divided in place and
+    returned; make its optimizer afterwards. In the block a model never takes memory for more than this rank's part.
+
+    Raises:
+        UsageError: no batch; ranks that were given different models.
+
+    >>> import torch, weft
+    >>> with weft.auto_parallelize(batch=(torch.randn(8, 4), torch.randn(8, 2)), plan="data=1"):
+    ...     net = torch.nn.Linear(4, 2)
+    >>> for x, y in weft.shard([(torch.randn(8, 4), torch.randn(8, 2))]):
+    ...     torch.nn.functional.mse_loss(net(x), y).backward()
+    >>> list(net.weight.grad.shape)
+    [2, 4]
+    >>> weft.auto_parallelize(torch.nn.Linear(4, 2), (torch.randn(8, 4),), plan="data=1")
+    Linear(in_features=4, out_features=2, bias=True)
+    """
+    world = world or current_world()
+    if model is not None and not isinstance(model, nn.Module) and batch is None:
+        model, batch = None, model  # the batch alone, in order
+    if batch is None:
+        raise UsageError("a batch is needed to see what the model does: weft.auto_parallelize(batch=...), samples in dimension 0")
+
+    def finish(model: nn.Module, deferred: Deferred | None) -> None:
+        refuse_scripts(model)
+        check_same_model(model, world)
+        source = Traced(model, deferred)
+        given = _arguments(model, batch)
+        chosen = _plain_plan(model, source, given, plan, cluster, world)
+        divide(model, source, chosen, given, world)
+        at = chosen.layout.mesh.coordinates(world.rank)
+        set_place(Place(at["data"], chosen.layout.data, world))
+
+    if model is None:
+        return _dividing(finish, world)
+    draw_alike(world)
+    finish(model, None)
+    return model
+
+
+@contextmanager
+def _dividing(finish: Callable[[nn.Module, Deferred], None], world: World) -> Iterator[None]:
+    draw_alike(world)
+    with building(finish):
+        yield
+
+
+def _plain_plan(
+    model: nn.Module, source: Source, batch: Any, wanted: Plan | Layout | str | None, cluster: Cluster | str, world: World
+) -> Plan:
+    if isinstance(wanted, Plan):
+        return wanted
+    size = batch_size_of(batch)
+    name = type(model).__name__
+    try:
+        graph = source.capture(batch, None, size, outputs=True).graph
+    except ModelError as error:
+        # Tried where it is divided, since that runs it.
+        count = sum(p.numel() for p in model.parameters())
+        whole = (Layout.parse(wanted) if isinstance(wanted, str) else wanted) or Layout(data=world.num_ranks)
+        return without_graph(count, str(error), any_cluster(), size, name, layout=whole)
+    if wanted is not None:
+        layout = Layout.parse(wanted) if isinstance(wanted, str) else wanted
+        return search(graph, any_cluster(), size, name, layout=layout)
+    return parse_plan(world.told(lambda: format_plan(_best_plain_plan(graph, size, name, cluster, world.num_ranks))))
+
+
+def _best_plain_plan(graph: Graph, size: int, name: str, cluster: Cluster | str, num_ranks: int) -> Plan:
+    """The fastest for `num_ranks` ranks without a pipeline. Raises Infeasible where none fits."""
+    machines = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
+    found: list[Plan] = []
+    refused: list[str] = []
+    for tensor in (t for t in range(1, num_ranks + 1) if num_ranks % t == 0):
+        try:
+            found.append(search(graph, machines, size, name, layout=Layout(data=num_ranks // tensor, tensor=tensor)))
+        except Infeasible as error:
+            refused.append(str(error))
+    if not found:
+        raise Infeasible(f"no layout of {num_ranks} ranks without a pipeline fits: {refused[0]}")
+    return min(found, key=lambda p: p.prediction.step_time_s if p.prediction else float("inf"))
+
+
+def _arguments(model: nn.Module, batch: Any) -> Any:
+    """What of a loader's batch the model is called with: of a dict what forward knows by name, of a tuple as many as it takes."""
+    if isinstance(batch, Tensor):
+        return (batch,)
+    if isinstance(batch, Mapping):
+        names = inspect.signature(model.forward).parameters
+        if names.keys() & batch.keys() or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in names.values()):
+            return taken(model, batch)
+        batch = tuple(batch.values())  # under names of the loader's own: in order, as a tuple
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(model.forward).parameters.values()
+    if any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters):
+        return tuple(batch)
+    needed = sum(p.kind in kinds and p.default is inspect.Parameter.empty for p in parameters)
+    # Where all have defaults (Hugging Face's models), the first is what the model is called with.
+    return tuple(batch)[: max(needed, 1)]

@@ -1,0 +1,98 @@
+"""A model captured once more, in other modes: evaluation beside training. Parameters and buffers are those that are there already.
+
+In: this rank's parts, the source of the model, the modes. Out: parts with another graph, lowered over the same divided tensors. A model
+may compute something else in evaluation than in training (no dropout, running statistics, another branch or output), so its evaluation is
+a graph of its own, made when it is first asked for.
+
+Not modelled: evaluation that reads a parameter on another pipeline stage than training does; it is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from weft.errors import ModelError
+from weft.lower.kernels.randomness import Draw
+from weft.lower.local import Lowering, lower
+from weft.model.capture import Loss
+from weft.model.graph import Graph
+from weft.model.modes import Modes
+from weft.model.samples import check_samples
+from weft.model.sharding import Shards
+from weft.model.stages import split
+from weft.plan.plan import Plan
+from weft.run.build import DTYPES, Parts, Source, in_precision, program_of, rows_of_outputs
+from weft.run.meshes import from_other_meshes, stage_shardings
+from weft.run.sizes import Sized, constants_of, sized
+from weft.world.world import World
+
+
+def captured_in(
+    modes: Modes, parts: Parts, plan: Plan, source: Source, batch: Any, loss: Loss | None, world: World, draw: Draw, outputs: bool = False
+) -> Parts:
+    """`parts` of the model in other `modes`. Every rank asks for them at the same time. `draw`: what its random numbers depend on.
+
+    Raises:
+        ModelError: the model cannot be followed in these modes, or a stage reads a parameter that another one has.
+        Infeasible, LayoutError, ProgramError: the plan does not suit the graph.
+    """
+    captured = source.capture(batch, loss, plan.microbatch_sizes[0], outputs, modes)
+    graph = in_precision(captured.graph, plan)
+    check_samples(graph, plan.layout)
+    sites = _begins(plan.stages, parts.graph, graph)
+    stages = split(graph, sites, trains=False)
+    program = program_of(plan, stages, world)
+    at = plan.layout.mesh_of(world.rank).coordinates(world.rank)
+    # A sharding that `source` keeps is that of training.
+    shardings = stage_shardings(replace(plan, shards=_cuts(parts)), Source(source.model, source.deferred), graph, stages)
+    sharding = shardings[at["pipeline"]]
+    mine = [stages[s] for s in program.stages_of[at["pipeline"]]]
+    mesh = plan.layout.mesh_of(world.rank)
+    groups = {axis: world.group(mesh.group(world.rank, axis)) for axis in sharding.sizes}
+    rows = rows_of_outputs(source, batch, graph, plan.layout.data, modes) if outputs else {}
+    lowering = Lowering(graph, sharding, groups, world.device, draw, rows, {}, from_other_meshes(plan.layout, mine))
+    lowered = {stage.index: lower(stage, lowering) for stage in mine}
+    dtype = DTYPES[plan.layout.precision]
+
+    def other(samples: int) -> Sized:
+        again = source.capture(batch, loss, samples, outputs, modes)
+        return sized(lowering, in_precision(again.graph, plan), sites, lowered, constants_of(again, world.device, dtype))
+
+    used = {value for stage in mine for value in stage.variables}
+    variables = {v: t for v, t in constants_of(captured, world.device, dtype).items() if v in used}
+    held = {**parts.buffers, **parts.parameters}
+    for v in (*graph.parameters, *graph.buffers):
+        if v.value not in used:
+            continue
+        if v.name not in held:
+            stage = next(stage.index for stage in mine if v.value in stage.variables)
+            raise ModelError(
+                f"stage {stage} of the pipeline reads {v.name} in evaluation, and in training another one does, which is not built yet; "
+                "evaluate the serial model from engine.full_state_dict(), or use a layout without a pipeline"
+            )
+        if tuple(held[v.name].shape) != sharding.shape(v.value, v.tensor.shape):
+            raise ModelError(f"{v.name} is written otherwise than in training, and lies in other pieces then, which is not built yet")
+        variables[v.value] = held[v.name]
+    return replace(
+        parts, graph=graph, sharding=sharding, stages=stages, program=program, lowered=lowered, variables=variables, draw=draw,
+        structure=captured.structure, sized=cache(other), shardings=shardings,
+    )  # fmt: skip
+
+
+def _cuts(parts: Parts) -> tuple[tuple[str, Shards], ...]:
+    """Where parameters and buffers are cut, along every axis."""
+    widest = max((*parts.shardings, parts.sharding), key=lambda sharding: sum(map(len, sharding.shards.values())))
+    return tuple(widest.shards.items())
+
+
+def _begins(sites: Sequence[str], training: Graph, graph: Graph) -> list[str]:
+    """Where stages begin in `graph`: at the sites at which they do in training, or at the next of them that `graph` has."""
+    order = list(training.sites)
+    found = []
+    for site in sites:
+        later = (other for other in order[training.sites[site] :] if other in graph.sites)
+        found.append(next(later, site))
+    return found
