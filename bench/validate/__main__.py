@@ -1,8 +1,12 @@
-"""scripts/validate: prints an error per table, writes docs/validation.md and, where asked, the rows as JSON."""
+"""scripts/validate: prints an error per table, writes docs/validation.md and, where asked, the rows as JSON.
+
+Other checks against what is not weft's code are commands of their own: scripts/validate rules (factor rules beside brute force).
+"""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import sys
 import time
@@ -12,10 +16,13 @@ from bench.validate import bubbles, collectives, document, layer, single_node
 from weft.errors import WeftError
 
 ROOT = Path(__file__).resolve().parents[2]
+COMMANDS = {"rules": "bench.rules.__main__"}
 PARTS = {"collectives": collectives, "layer": layer, "bubbles": bubbles, "single_node": single_node}
 
 
 def main() -> int:
+    if sys.argv[1:] and sys.argv[1] in COMMANDS:
+        return int(importlib.import_module(COMMANDS[sys.argv[1]]).main(sys.argv[2:]))
     parser = argparse.ArgumentParser(prog="scripts/validate", description=__doc__)
     parser.add_argument(
         "--data", type=Path, default=ROOT.parent / "shared" / "validation", metavar="DIR", help="folder of the measured tables"

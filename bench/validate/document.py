@@ -54,6 +54,13 @@ Plans beside plans, all priced by the same simulator; nothing here is measured. 
 
 """
 
+RULES = """
+## Factor rules, against brute force
+
+`scripts/validate rules` tries every cut that a rule offers, and enumerates those that none offers, over PyTorch's samples of its operators:
+[counts and cuts](benchmarks/rules.md).
+"""
+
 PLANNED = """
 ## The plan chosen, against all plans run
 
@@ -78,6 +85,6 @@ def table(rows: list[Row]) -> str:
 
 def write(path: Path, rows: list[Row]) -> None:
     known = list(load().values())
-    ran = {name: (path.parent / "benchmarks" / f"{name}.md").exists() for name in ("planned", "memory")}
+    ran = {name: (path.parent / "benchmarks" / f"{name}.md").exists() for name in ("planned", "rules", "memory")}
     alpa = ALPA + summary(known) if known else ""
-    path.write_text(HEAD + table(rows) + "\n" + NOTES + alpa + PLANNED * ran["planned"] + MEMORY * ran["memory"])
+    path.write_text(HEAD + table(rows) + "\n" + NOTES + alpa + PLANNED * ran["planned"] + RULES * ran["rules"] + MEMORY * ran["memory"])

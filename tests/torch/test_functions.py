@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from pieces import Case, check, choices, difference, function_case
+from bench.rules.pieces import Case, check, choices, difference, function_case
 from test_capture import equal_to_eager
 from torch import Tensor, nn
 from torch.autograd import Function

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from bench.rules.pieces import Case, case, check, choices, difference
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pieces import Case, case, check, choices, difference
 from torch import Tensor
 
 from weft.model.rules import Rule, rule_of, table

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from pieces import Case, case, check, choices
+from bench.rules.pieces import Case, case, check, choices
 from torch import Tensor
 
 import weft.model.deferred.ctc  # noqa: F401  # whose operator is among them

@@ -17,7 +17,16 @@ Shape = tuple[int, ...]
 
 
 def rule_of(op: Operator, tensors: dict[str, Tensor]) -> Rule | None:
-    """The factor rule of one operator at its shapes; None where it has none."""
+    """The factor rule of one operator at its shapes; None where it has none, or one that does not speak of each of its tensors.
+
+    A tensor may stand where most calls have a number: where a slice begins, where to split.
+    """
+    rule = _rule_of(op, tensors)
+    spoken = rule is not None and len(rule.inputs) == len(op.inputs) and len(rule.outputs) == len(op.outputs)
+    return rule if spoken else None
+
+
+def _rule_of(op: Operator, tensors: dict[str, Tensor]) -> Rule | None:
     if op.function is not None:
         return op.function.rule
     if not op.target.startswith("aten.") and op.target not in OWN:
@@ -33,7 +42,7 @@ def rule_of(op: Operator, tensors: dict[str, Tensor]) -> Rule | None:
         return _cast_alike(ins, outs) if name == "type_as" or op.target == "aten.to.other" else _pointwise(ins, outs)
     if name in VIEWS and ins:
         return VIEWS[name](op, ins, outs)
-    if name in OF_SAMPLES and ins:
+    if name in OF_SAMPLES and ins and op.target.startswith("aten.") != (f"weft.{name}.default" in OWN):
         return OF_SAMPLES[name](op, ins, outs)
     if name == "index_put":
         return masked_put(op, ins, [tensors[v].dtype for v in op.inputs])

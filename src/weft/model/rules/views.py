@@ -64,6 +64,8 @@ def _permute(order: Callable[[Operator, int], list[int]]) -> Callable[[Operator,
 
 def _swapped(op: Operator, rank: int) -> list[int]:
     order = list(range(rank))
+    if not order:  # a number, which torch swaps with itself
+        return order
     a, b = _dim(op, 1, 0, rank, "dim0"), _dim(op, 2, 1, rank, "dim1")
     order[a], order[b] = order[b], order[a]
     return order

@@ -74,10 +74,11 @@ class ThreadGroup:
 
 @dataclass(frozen=True)
 class Case:
-    """One call: `case("linear.default", x, w)`. `buffers`: which of its tensors (in order) the operator may write."""
+    """One call: `case("linear.default", x, w)`. `constants`: tensors that torch has no gradient for, or whose gradient is not asked."""
 
     graph: Graph
     tensors: dict[str, Tensor]
+    constants: frozenset[str] = frozenset()
 
     @property
     def op(self) -> Operator:
@@ -85,7 +86,10 @@ class Case:
 
 
 def case(target: str, *args: Any, buffers: Sequence[int] = (), **kwargs: Any) -> Case:
-    """Run the call once for its outputs' shapes and write it down as a graph of one operator."""
+    """Run the call once for its outputs' shapes and write it down as a graph of one operator.
+
+    `buffers`: which of its tensors (in order) the operator may write.
+    """
     tensors: dict[str, Tensor] = {}
 
     def arg(a: Any) -> Any:
@@ -208,8 +212,8 @@ def _without(at: dict[str, int], axis: str) -> tuple[tuple[str, int], ...]:
 def _whole(case: Case) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
     """Outputs, gradients, what is left in the inputs, and the gradients of the outputs that they are made with."""
     op = case.op
-    written = {b.value for b in case.graph.buffers}
-    mine = {n: t.clone().requires_grad_(t.is_floating_point() and n not in written) for n, t in case.tensors.items()}
+    fixed = case.constants | {b.value for b in case.graph.buffers}
+    mine = {n: t.clone().requires_grad_(t.is_floating_point() and n not in fixed) for n, t in case.tensors.items()}
 
     def arg(a: Any) -> Any:
         if isinstance(a, Ref):
@@ -238,11 +242,11 @@ def _local(x: Tensor, form: dict[str, Form], sizes: Any, at: dict[str, int]) -> 
 
 
 def _piece(case: Case, sharding: Sharding, local: LocalStage, at: dict[str, int], seeds: dict[str, Tensor]) -> Any:
-    written = {b.value for b in case.graph.buffers}
+    fixed = case.constants | {b.value for b in case.graph.buffers}
     mine = {}
     for v in case.graph.variables:
         x = _local(case.tensors[v.value], dict(sharding.forms[v.value]), sharding.sizes, at)
-        mine[v.value] = x.requires_grad_(x.is_floating_point() and v.value not in written)
+        mine[v.value] = x.requires_grad_(x.is_floating_point() and v.value not in fixed)
     out = dict(zip(case.op.outputs, local.module(*(mine[v] for v in local.variables)), strict=True))
     roots = {n: _local(seeds[n], dict(local.forms[n]), sharding.sizes, at) for n in seeds}
     if roots:
@@ -259,7 +263,7 @@ def _compare(what: str, parts: list[Tensor | None], form: dict[str, Form], place
     some = next((p for p in parts if p is not None), None)
     if some is None:
         return "" if not want.any() else f"{what}: no rank has one"
-    held = [torch.zeros_like(some) if p is None else p for p in parts]
+    held = [torch.zeros_like(some) if p is None else p.to_dense() if p.is_sparse else p for p in parts]
     for axis in reversed(list(form)):
         grouped: dict[Any, list[Tensor]] = {}
         for at, part in zip(places, held, strict=True):
@@ -281,6 +285,7 @@ def _compare(what: str, parts: list[Tensor | None], form: dict[str, Form], place
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
+    a, b = (x.to_dense() if x.is_sparse else x for x in (a, b))
     if a.shape != b.shape:
         return False
     return torch.equal(a, b) if not a.is_floating_point() else torch.allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)

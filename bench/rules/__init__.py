@@ -1,0 +1,1 @@
+"""Factor rules beside brute force, over PyTorch's own samples of every operator: scripts/validate rules."""
