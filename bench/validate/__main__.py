@@ -12,12 +12,12 @@ import sys
 import time
 from pathlib import Path
 
-from bench.validate import bubbles, collectives, document, layer, single_node
+from bench.validate import bubbles, collectives, document, layer, sharded, single_node
 from weft.errors import WeftError
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = {"rules": "bench.rules.__main__"}
-PARTS = {"collectives": collectives, "layer": layer, "bubbles": bubbles, "single_node": single_node}
+PARTS = {"collectives": collectives, "layer": layer, "bubbles": bubbles, "single_node": single_node, "sharded": sharded}
 
 
 def main() -> int:

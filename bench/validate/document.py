@@ -32,17 +32,27 @@ NOTES = """
   `accumulate_bytes` (what fused accumulation moves) and `spread` (the repeat noise of the single-node table) took their figures after
   predictions had been looked at beside utilisations that Megatron-LM's papers state for 175 B to 1 T parameters (such as 52 % on 3,072
   GPUs with recomputation counted, 56.3 % on 512 without). Nothing was fitted to those, but they are no blind test of this set.
-- **h100-megatron-core** and **generic**: no compute of these devices was fitted. Their constants are the A100's at the device's own
-  peak and assumed efficiency, and for H100 half of the tensor collectives are assumed hidden, as the framework's options have it:
-  errors of 10 % and more are to be expected.
+- **torch** (`stack.torch`), what weft itself runs and every GPU has by default: products and attention's forward by device from
+  [tables of single kernels](benchmarks/devices.md), and what those do not tell from sixteen FSDP runs of one 7 B model on A100 and H100:
+  what a step's load leaves of the rate of products (`sustained`: all of it on A100, 0.89 on H100), the rate of attention on H100 and of
+  its backward on both, the bytes that other kernels move, and how much of a hidden collective's time the compute loses (`contention`).
+  The rows of other sizes were held out: no constant was changed after they were seen. PyTorch of 2023 ran them: cuDNN's attention, which
+  torch 2.11 and later take on H100 and Blackwell where the library has it, is faster, so that long contexts are predicted too slow there.
+  Blackwell and H200 have no such runs: their `sustained` and `attention_backward` are assumed as H100's.
+- **h100-megatron-core**: no compute was fitted; the A100's constants at assumed efficiencies. It is had by name
+  (`dgx-h100@h100-megatron-core`).
 - **Bubbles**: nothing is fitted; the published stage times run through weft's own schedule and clock.
 
 ## What was not measured here
 
 Sums of gradients over more than 128 GPUs, transfers between stages of different nodes, stragglers (the slowest of n ranks is taken to
-be sqrt(2 ln n) times 0.05 % slower), ZeRO 2 and 3, offload, experts, fused attention, and H100 compute are formulas with stated or
-assumed constants. Memory is checked against published formulas (`tests/pure/test_cost_memory.py`), not against measured GPUs. A layout
-by hand has stages of equally many layers on GPUs, as in the tables; plans that weft chooses itself balance their stages.
+be sqrt(2 ln n) times 0.05 % slower), offload and experts are formulas with stated or
+assumed constants, and products and attention of V100, MI250X, MI300X and TPUs reach an assumed part of the peak. Sixteen-bit precisions
+on GPUs are counted as FSDP's mixed precision has them: weights that are gathered, and activations, in 16 bits. weft's own bfloat16 is
+autocast over weights in float32, which keeps sums along the residual stream in float32: by the same count a 3 B GPT with 5 samples of
+4,096 positions a rank holds 87 GiB so and 69 GiB as FSDP has it, 13 B with full recomputation and 10 samples 81 and 65 GiB. Memory is
+checked against published formulas (`tests/pure/test_cost_memory.py`), not against measured GPUs. A layout by hand has stages of equally
+many layers on GPUs, as in the tables; plans that weft chooses itself balance their stages.
 """
 
 

@@ -19,6 +19,7 @@ from weft.cost.fit import fit
 from weft.cost.step import Pricer
 from weft.plan.layout import Layout
 
+NAME = "a100-megatron"
 HIDDEN, HEADS, SEQUENCE, BATCH, TENSOR = 6144, 64, 2048, 4, 8
 PLAIN = Layout(tensor=TENSOR, precision="float16")
 LAYOUTS = {
@@ -68,7 +69,7 @@ def fitted(base: Pricer, stack: Stack, wanted: dict[str, tuple[float, float]]) -
 
 def rows(folder: Path) -> list[Row]:
     base, wanted = pricer(), measured(folder)
-    stack = stack_of(base.cluster.device)
+    stack = stack_of(base.cluster.device, NAME)
     held: list[float] = []
     for name in wanted:
         rest = {k: v for k, v in wanted.items() if k != name}
@@ -79,5 +80,5 @@ def rows(folder: Path) -> list[Row]:
 
 def refit(folder: Path) -> str:
     base = pricer()
-    found = fitted(base, stack_of(base.cluster.device), measured(folder))
+    found = fitted(base, stack_of(base.cluster.device, NAME), measured(folder))
     return "\n".join(f"megatron {key} = {getattr(found, key):.4g}" for key in START)

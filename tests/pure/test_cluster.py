@@ -59,7 +59,9 @@ DATASHEETS = {
     "H100": (989, 80, 3350),
     "H200": (989, 141, 4800),
     "B200": (2250, 180, 7700),
+    "B300": (2250, 288, 7750),
     "GB200": (2500, 186, 8000),
+    "GB300": (2500, 288, 8000),
     "GH200-96": (989, 96, 4000),
     "MI250X-GCD": (191.5, 64, 1638),
     "MI300X": (1307, 192, 5300),
@@ -96,7 +98,7 @@ def test_figures_are_of_the_right_order() -> None:
         assert 0.4 <= device.get("matmul_efficiency", 1.0) <= 1, name
         assert 1e-6 <= device["launch_s"] <= 2e-5, name
     for name, link in DATA["link"].items():
-        assert 1e9 <= link["bandwidth_bytes_per_s"] <= 5e12, name
+        assert 1e9 <= link["bandwidth_bytes_per_s"] <= 1e13, name
         assert 5e-7 <= link["latency_s"] <= 2e-4, name
     for name, node in DATA["node"].items():
         inner, outer = DATA["link"][node["link"]], DATA["link"][node["network"]]

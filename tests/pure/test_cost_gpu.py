@@ -12,6 +12,7 @@ from gpt_graph import gpt
 from hypothesis import given
 from hypothesis import strategies as st
 
+from weft.cluster.catalogue import names
 from weft.cluster.cluster import Cluster, Device
 from weft.cost.compute import Seconds
 from weft.cost.efficiency import Stack, parse_protocols, parse_stack, protocols, stack_of
@@ -65,7 +66,7 @@ def test_operands_add_their_part_of_the_roofline() -> None:
 
 def test_products_of_one_input_run_as_one() -> None:
     alone, fused = product(4096, 1024, 1024), replace(product(4096, 1024, 1024), n=3072.0, share=1 / 3)
-    stack = stack_of(DEVICE)
+    stack = replace(stack_of(DEVICE), product_s=0.0)
     assert fused.seconds(DEVICE, stack, "float16")[1].forward < alone.seconds(DEVICE, stack, "float16")[1].forward
     assert fused.seconds(DEVICE, replace(stack, operands=0.0), "float16")[1].forward == pytest.approx(
         alone.seconds(DEVICE, replace(stack, operands=0.0), "float16")[1].forward
@@ -75,7 +76,7 @@ def test_products_of_one_input_run_as_one() -> None:
 def test_scores_cost_their_bytes_and_fused_attention_none() -> None:
     kernel = Kernel("attention", 1e9, 2.5e9, 0.0, 1.0, scores=1e8, heads=16)
     kept = kernel.seconds(DEVICE, IDEAL, "float16")[1]
-    fused = kernel.seconds(DEVICE, replace(IDEAL, attention="fused", attention_matmul=1.0), "float16")[1]
+    fused = kernel.seconds(DEVICE, replace(IDEAL, attention="fused", attention_peak=1.0), "float16")[1]
     assert kept.forward - fused.forward == pytest.approx(13e8 / DEVICE.memory_bandwidth_bytes_per_s)
     # Where the fused softmax does not take this many heads, more kernels are launched.
     odd = kernel.seconds(DEVICE, replace(IDEAL, softmax_batches=3, launch_s=1e-5), "float16")[0]
@@ -104,10 +105,10 @@ def pricer(layers: int = 4, stack: Stack | None = None, hidden: int = 256) -> Pr
 
 
 def test_recomputation_costs_attention_or_a_forward() -> None:
-    p = pricer()
+    p = pricer(stack=stack_of(DEVICE, "a100-megatron"))
     none, selective, full = (p.stages(replace(HALF, recompute=r))[0].backward_s for r in ("none", "selective", "full"))
     assert none < selective < full
-    fused = pricer(stack=replace(stack_of(DEVICE), attention="fused"))
+    fused = pricer()
     assert fused.stages(replace(HALF, recompute="selective"))[0].backward_s == pytest.approx(fused.stages(HALF)[0].backward_s)
 
 
@@ -194,9 +195,99 @@ def test_a_cluster_names_its_efficiency_set(tmp_path: Path) -> None:
         Cluster.parse("2xdgx-a100-80@a100-megatro")
 
 
-def test_an_unknown_device_has_the_generic_set_at_its_own_efficiency() -> None:
+def test_an_unknown_device_has_weft_s_own_set_at_its_own_efficiency() -> None:
     device = Device("X1", "gpu", (("float16", 1e14),), 1e10, 1e12, 0.6, 3e-6)
-    assert (stack_of(device).name, stack_of(device).matmul, stack_of(device).launch_s) == ("generic", 0.6, 3e-6)
+    stack = stack_of(device)
+    assert (stack.name, stack.device, stack.matmul, stack.launch_s) == ("torch", "", 0.6, 3e-6)
+    assert "none was measured on X1" in stack.words(device, "float32")
+
+
+@pytest.mark.parametrize("machine", [name for name in names() if not Cluster.parse(name).is_cpu])
+def test_every_device_has_what_weft_runs_by_default(machine: str) -> None:
+    """One set of figures for all, with each device's own where it was measured; others are had by name, and say so."""
+    device = Cluster.parse(machine).device
+    stack = stack_of(device)
+    assert (stack.name, stack.attention) == ("torch", "fused")
+    measured = device.name.startswith(("A100", "H100", "H200", "B200", "B300", "GB200", "GB300", "GH200"))
+    assert (stack.device == device.name) is measured
+    assert "fused attention" in stack.words(device, "bfloat16")
+    assert "of another framework" in stack_of(device, "a100-megatron").words(device, "bfloat16")
+
+
+def held(layers: int, hidden: int, heads: int, samples: int, recompute: str) -> Memory:
+    """On each of 8 A100 of 80 GB under ZeRO-3, 4,096 positions, GPT-NeoX's vocabulary."""
+    graph = gpt(layers, hidden, heads, 4096, 50368, 8)
+    p = Pricer(graph, Cluster.parse("dgx-a100-80"), 8 * samples)
+    layout = Layout(data=8, zero=3, precision="bfloat16", recompute=recompute)
+    prediction = p.predict(layout, p.stages(layout), [])
+    p.check_memory(layout, prediction)  # both ran, and fit: mosaicml/llm-foundry, scripts/train/benchmarking
+    return prediction.memory
+
+
+def test_fused_attention_keeps_no_scores() -> None:
+    """Korthikanti et al. 2022, equation 1, without 5as/h: 34 bytes of each layer's s·b·h, less masks where nothing drops out."""
+    activations = held(32, 2560, 20, 5, "none").activations
+    layers = 4096 * 5 * 2560 * 32
+    logits = 4096 * 5 * 50368 * 4
+    assert 28 * layers < activations < 34 * layers + 2 * logits
+    assert activations < 60 * 2**30
+
+
+def test_full_recomputation_keeps_what_enters_layers() -> None:
+    activations = held(40, 5120, 40, 10, "full").activations
+    assert 2 * 4096 * 10 * 5120 * 40 < activations < 2 * 4096 * 10 * 5120 * 40 + 34 * 4096 * 10 * 5120 + 8 * 4096 * 10 * 50368
+
+
+def test_fused_attention_skips_what_a_causal_mask_hides() -> None:
+    """Rates rise with positions and with the size of heads; backward has a rate of its own."""
+    stack = replace(IDEAL, attention="fused", attention_peak=0.5, attention_positions=1000.0, attention_head=64.0, attention_backward=0.25)
+    full = Kernel("attention", 1e12, 2.5e12, 0.0, 1.0, scores=16 * 1000.0**2, heads=16, head=64.0)
+    causal = replace(full, visible=0.5)
+    rate = 312e12 * 0.5 / (2 * 2)
+    assert full.seconds(DEVICE, stack, "float16")[1].forward == pytest.approx(1e12 / rate)
+    assert causal.seconds(DEVICE, stack, "float16")[1].forward == pytest.approx(0.5e12 / rate)
+    assert causal.seconds(DEVICE, stack, "float16")[1].backward == pytest.approx(0.5 * 2.5e12 / rate / 0.25)
+    long = replace(causal, scores=16 * 4000.0**2)
+    assert long.seconds(DEVICE, stack, "float16")[1].forward < causal.seconds(DEVICE, stack, "float16")[1].forward
+
+
+def test_causal_attention_is_read_from_the_graph() -> None:
+    def visible(**kwargs: object) -> float:
+        graph = gpt(1)
+        graph = replace(graph, operators=tuple(
+            replace(op, kwargs=tuple(kwargs.items())) if "attention" in op.target else op for op in graph.operators
+        ))  # fmt: skip
+        kernels = [local.kernel for local in Pricer(graph, A100, 8).parts(HALF).compute]
+        return next(k.visible for k in kernels if k.kind == "attention")
+
+    assert (visible(is_causal=True), visible(is_causal=False), visible()) == (0.5, 1.0, 1.0)
+
+
+def test_products_take_a_beginning_and_lose_rate_under_load() -> None:
+    stack = replace(IDEAL, product_s=5e-6, sustained=0.5)
+    busy = product(8192, 8192, 8192).seconds(DEVICE, stack, "float16")[1]
+    assert busy.forward == pytest.approx(2 * 8192**3 / 156e12 + 5e-6)
+    assert busy.backward == pytest.approx(2 * busy.forward)
+
+
+def test_collectives_inside_a_node_follow_measured_curves() -> None:
+    """nccl-tests on 8 H100, NCCL 2.29.2 (aiconfigurator): all-gather of 512 MiB in 1.40 ms, of 512 B in 10 us; all-reduce in 2.11 ms."""
+    h100 = Cluster.parse("dgx-h100")
+    assert collective_s(h100, "all_gather", 2.0**29, Group(8)) == pytest.approx(1.4015e-3, rel=0.01)
+    assert collective_s(h100, "all_reduce", 2.0**29, Group(8)) == pytest.approx(2.11106e-3, rel=0.01)
+    assert collective_s(h100, "all_gather", 512, Group(8)) == pytest.approx(10.14e-6, rel=0.01)
+    # Among 6, which were not measured, as many bytes through each port as among 8.
+    assert collective_s(h100, "all_gather", 2.0**29 * (7 / 8) / (5 / 6), Group(6)) == pytest.approx(1.4015e-3, rel=0.01)
+    assert collective_s(h100, "all_gather", 2.0**20, Group(2)) < collective_s(h100, "all_gather", 2.0**20, Group(8))
+
+
+def test_what_hides_takes_its_part_of_the_compute() -> None:
+    """Of collectives that hide wholly, `contention` of their own time shows."""
+    layout = replace(HALF, data=8, zero=3)
+    none, half = (pricer(stack=replace(stack_of(DEVICE), contention=c), hidden=2048) for c in (0.0, 0.5))
+    alone = pricer(stack=replace(stack_of(DEVICE), contention=1.0), hidden=2048).stages(layout)[0].tensor.total
+    shown = none.stages(layout)[0].tensor.total
+    assert half.stages(layout)[0].tensor.total == pytest.approx((shown + alone) / 2)
 
 
 def test_a_fit_finds_its_constants_in_spite_of_an_outlier() -> None:

@@ -258,7 +258,7 @@ def test_a_part_of_a_machine_is_a_cluster_by_its_name() -> None:
     assert (found.num_devices, len(found.levels), found.price_per_hour) == (4, 1, pytest.approx(12.24))
     assert Cluster.parse(found.name) == found
     assert Cluster.parse("16 devices of p3.16xlarge") == Cluster.parse("2xp3.16xlarge")
-    assert Cluster.parse("4 devices of p3.16xlarge@generic").stack == "generic"
+    assert Cluster.parse("4 devices of p3.16xlarge@torch").stack == "torch"
     with pytest.raises(UsageError, match="at least 1 device"):
         Cluster.parse("0 devices of p3.16xlarge")
 

@@ -1,7 +1,9 @@
-"""Calibrated constants by name. In: the sections `protocol` and `stack` of `cluster/catalogue.toml`. Out: frozen numbers with a source.
+"""Calibrated constants by name. In: the sections `protocol` and `stack` of `cluster/catalogue.toml`, and `cluster/curves.toml`. Out:
+frozen numbers with a source.
 
-`Protocols` are what a library of collectives reaches on its links, a `Stack` what a training framework reaches on a GPU. Constants are
-fitted once, by `scripts/validate --fit`, and then stay as they are. Not modelled: versions between those that were measured.
+`Protocols` are what a library of collectives reaches on its links, a `Stack` what a training framework reaches on a GPU: by default `OWN`,
+what weft itself runs. Constants are fitted once, by `scripts/validate --fit` and `bench.devices`, and then stay as they are. Not modelled:
+versions between those that were measured.
 """
 
 from __future__ import annotations
@@ -13,8 +15,11 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from weft.cluster.cluster import Device
+from weft.cluster.cluster import Device, Table
 from weft.errors import ConfigError
+from weft.units import format_percent
+
+OWN = "torch"  # the set of what weft runs: torch's kernels, NCCL, a fused optimizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,35 +52,49 @@ class Protocols:
     net_ring: Line
     tree_saved: float = 0.0
     source: str = ""
+    curves: tuple[Table, ...] = ()  # measured inside a node; they win over its lines
+
+    def curve(self, collective: str, ranks: int) -> Table | None:
+        """What was measured of a collective, among so many ranks or the number nearest to it."""
+        known = [one for one in self.curves if one.collective == collective]
+        return min(known, key=lambda one: max(one.ranks, ranks) / min(one.ranks, ranks), default=None)
 
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """How efficient a training framework is on a kind of GPU, in mixed precision as Megatron-LM has it.
+    """How efficient a training framework is on a kind of GPU, in mixed precision: 16-bit weights, gradients and activations.
 
     Products: `matmul` is the part of the peak that unboundedly large ones reach, `operands` the part of the time of moving their
-    operands that is not hidden, `unaligned` what is left of the rate where a side is no multiple of 8. Bytes: `bandwidth` is the part
-    of the memory's that kernels reach, `traffic` and `loss_traffic` what they move against the graph's own count (masks and casts
-    are more), `score_traffic` the same for attention's scores. `attention` keeps its "scores" or is "fused", at `attention_matmul` of
-    the rate of products (above 1 where it skips what a causal mask hides); the fused softmax takes `softmax_batches` heads at a
-    time, others take the slow way (0: all are taken). `launch_s`: host time of a kernel. `tensor`: time of collectives between
-    products against the library's own; `tensor_overlap`: the part of those of backward that runs behind the products of the
-    weights' gradients. `microbatch_s`: host time of a microbatch on a stage. `gradient_bytes`: width of float16's gradients;
-    `accumulate_bytes`: moved a parameter and microbatch to add to those; `optimizer_bytes`: moved a parameter and step. `overlap`: part
-    of the last backward that sums of gradients hide behind. `exposed_sends`: part of a stage's transfers that its rank waits for.
-    `step_s`: the rest of a step. `spread`: relative standard deviation of ranks' times (see `weft.cost.step.straggling`).
+    operands that is not hidden, `product_s` what the device takes to begin one, `unaligned` what is left of the rate where a side is no
+    multiple of 8, `sustained` what is left of it in a training step, whose load lowers clocks, where products were measured alone. Bytes:
+    `bandwidth` is the part of the memory's that kernels reach, `traffic` and `loss_traffic` what they move against the graph's own count
+    (masks and casts are more), `score_traffic` the same for attention's scores. `attention` keeps its "scores" or is "fused": forward at
+    `attention_peak` of the peak on the scores that it forms, with heads of d over S positions 1/((1 + `attention_positions`/S)(1 +
+    `attention_head`/d)) of that, backward at `attention_backward` of forward's rate; the softmax of kept scores takes `softmax_batches`
+    heads at a time, others take the slow way (0: all are taken). `launch_s`: host time of a kernel. `tensor`: time of collectives between
+    products against the library's own; `tensor_overlap`: the part of those of backward that runs behind the products of the weights'
+    gradients. `microbatch_s`: host time of a microbatch on a stage. `gradient_bytes`: width of float16's gradients; `accumulate_bytes`:
+    moved a parameter and microbatch to add to those; `optimizer_bytes`: moved a parameter and step. `overlap`: part of the last backward
+    that sums of gradients hide behind; what hides takes `contention` of its own time from the compute, since its kernels and its bytes
+    share the device. `exposed_sends`: part of a stage's transfers that its rank waits for. `step_s`: the rest of a step. `spread`:
+    relative standard deviation of ranks' times (see `weft.cost.step.straggling`).
     """
 
     name: str
-    devices: tuple[str, ...] = ()  # that have it by default
+    device: str = ""  # whose own figures it has
     matmul: float = 0.75
     operands: float = 0.5
+    product_s: float = 0.0
     unaligned: float = 0.5
+    sustained: float = 1.0
     bandwidth: float = 0.8
     traffic: float = 1.2
     loss_traffic: float = 2.0
     attention: str = "scores"
-    attention_matmul: float = 0.7
+    attention_peak: float = 0.375
+    attention_positions: float = 0.0
+    attention_head: float = 0.0
+    attention_backward: float = 1.0
     score_traffic: float = 1.0
     softmax_batches: int = 0
     launch_s: float = 0.0
@@ -86,13 +105,14 @@ class Stack:
     accumulate_bytes: float = 6.0
     optimizer_bytes: float = 30.0
     overlap: float = 0.0
+    contention: float = 0.0
     exposed_sends: float = 1.0
     step_s: float = 1e-3
     spread: float = 0.0
     source: str = ""
 
     def __post_init__(self) -> None:
-        for key in ("matmul", "unaligned", "bandwidth"):
+        for key in ("matmul", "unaligned", "sustained", "bandwidth", "attention_peak", "attention_backward"):
             if not 0 < getattr(self, key) <= 1:
                 raise ConfigError(f"stack {self.name}: {key} = {getattr(self, key):g}; it is a part, above 0 and at most 1")
         if self.attention not in ("scores", "fused"):
@@ -101,29 +121,44 @@ class Stack:
             value = getattr(self, field.name)
             if isinstance(value, int | float) and value < 0:
                 raise ConfigError(f"stack {self.name}: {field.name} = {value:g}; it is not below zero")
-        if self.tensor_overlap > 1 or self.overlap > 1:
-            raise ConfigError(
-                f"stack {self.name}: tensor_overlap = {self.tensor_overlap:g}, overlap = {self.overlap:g}; parts are at most 1"
-            )
+        for key in ("tensor_overlap", "overlap", "contention"):
+            if getattr(self, key) > 1:
+                raise ConfigError(f"stack {self.name}: {key} = {getattr(self, key):g}; it is a part, at most 1")
+
+
+    def words(self, device: Device, precision: str) -> str:
+        """Whose figures they are, for who reads a plan."""
+        if self.name != OWN:
+            return f"{self.name}: of another framework, not of what weft runs; they were asked for by name"
+        reached = format_percent(self.matmul * self.sustained)
+        known = f"as measured on {self.device}" if self.device else f"assumed, since none was measured on {device.name}"
+        text = f"{self.name}: what weft runs, torch's kernels with fused attention, NCCL and a fused optimizer; "
+        text += f"large products at {reached} of the peak, {known}"
+        if precision in ("bfloat16", "float16"):
+            text += "; weights and activations in 16 bits as FSDP has them, of which autocast, as weft runs it, keeps up to a quarter more"
+        return text
 
 
 def stack_of(device: Device, name: str = "") -> Stack:
-    """The efficiency set `name`, or the one that a device has by default; else the generic one at the device's own efficiency.
+    """The efficiency set `name`, by default that of what weft runs, with its figures for this device where it has some.
+
+    A set that says nothing of products has them at the device's own `matmul_efficiency`, and launches as the device's host does.
 
     >>> from weft.cluster.cluster import Cluster
     >>> stack_of(Cluster.parse("dgx-a100-80").device).name
-    'a100-megatron'
+    'torch'
 
     Raises:
         ConfigError: a name that is not known.
     """
-    known = _section("stack")
-    if name and name not in known:
+    known, name = _section("stack"), name or OWN
+    if name not in known:
         raise ConfigError(f"stack {name!r} is unknown; use one of {', '.join(known)}")
-    for key, given in known.items():
-        if key == name or (not name and device.name in given.get("devices", ())):
-            return parse_stack(key, given)
-    return parse_stack("generic", {**known["generic"], "matmul": device.matmul_efficiency, "launch_s": device.launch_s})
+    given = {key: value for key, value in known[name].items() if key != "on"}
+    here = {"matmul": device.matmul_efficiency, "launch_s": device.launch_s}
+    mine = known[name].get("on", {}).get(device.name, {})
+    sources = "; ".join(filter(None, (mine.get("source"), given.get("source"))))
+    return parse_stack(name, {**here, **given, **mine, "device": device.name if mine else "", "source": sources})
 
 
 def parse_stack(name: str, given: Mapping[str, Any]) -> Stack:
@@ -156,18 +191,36 @@ def protocols(name: str) -> Protocols:
     known = _section("protocol")
     if name not in known:
         raise ConfigError(f"protocol {name!r} is unknown; use one of {', '.join(known)}")
-    return parse_protocols(name, known[name])
+    given = {**known.get(known[name].get("like", ""), {}), **known[name]}
+    return parse_protocols(name, {key: value for key, value in given.items() if key != "like"}, _curves().get(name, ()))
 
 
-def parse_protocols(name: str, given: Mapping[str, Any]) -> Protocols:
-    """`Protocols` from tables `{ start, hop, rate }` by field. Raises `ConfigError` naming what is missing or unknown."""
-    wanted = [f.name for f in fields(Protocols) if f.name not in ("name", "tree_saved", "source")]
+@cache
+def _curves() -> Mapping[str, tuple[Table, ...]]:
+    """Measured curves of collectives inside a node, by protocol; times are stored in microseconds."""
+    text = resources.files("weft.cluster").joinpath("curves.toml").read_text()
+    found: dict[str, tuple[Table, ...]] = {}
+    for name, by_collective in tomllib.loads(text)["curve"].items():
+        found[name] = tuple(
+            Table(collective, int(ranks), tuple((float(size), 1e-6 * us) for size, us in points))
+            for collective, by_ranks in by_collective.items() if isinstance(by_ranks, dict)
+            for ranks, points in by_ranks.items()
+        )  # fmt: skip
+    return found
+
+
+def parse_protocols(name: str, given: Mapping[str, Any], curves: tuple[Table, ...] = ()) -> Protocols:
+    """`Protocols` from tables `{ start, hop, rate }` by field, and measured `curves`.
+
+    Raises `ConfigError` naming what is missing or unknown.
+    """
+    wanted = [f.name for f in fields(Protocols) if f.name not in ("name", "tree_saved", "source", "curves")]
     for key in (*wanted, *given):
         if key not in given or key not in (*wanted, "tree_saved", "source"):
             raise ConfigError(f"protocol {name}: {key} is {'missing' if key in wanted else 'unknown'}; it has {', '.join(wanted)}")
     others: dict[str, Any] = {key: given[key] for key in ("tree_saved", "source") if key in given}
     try:
         lines: dict[str, Any] = {key: Line(**given[key]) for key in wanted}
-        return Protocols(name, **lines, **others)
+        return Protocols(name, **lines, **others, curves=curves)
     except TypeError as error:
         raise ConfigError(f"protocol {name}: each of its tables has start, hop and rate, and nothing else ({error})") from error

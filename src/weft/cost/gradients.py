@@ -4,8 +4,8 @@ Sums run in buckets behind the last backward where a framework overlaps them, in
 2020): stages 1 and 2 reduce-scatter gradients and gather the new weights; from stage 2 gradients are scattered every microbatch, since
 none is kept whole; stage 3 gathers weights for every forward and backward, two layers ahead of use. Compressed sums are exchanged in
 pieces and gathered (`run.compressed`), and what packs and unpacks them takes the compute's time. Where updates come late,
-sums of a step hide behind the next steps too. Not modelled: buckets that start late, sums that slow down the compute that they hide
-behind, and ranks that are late by chance, for which late updates are.
+sums of a step hide behind the next steps too. On GPUs what hides takes a part of its time from the compute that it hides behind. Not
+modelled: buckets that start late, and ranks that are late by chance, for which late updates are.
 """
 
 from __future__ import annotations
@@ -84,6 +84,7 @@ def summing_s(
     how = Compression.parse(layout.compress)
     is_cpu = pricer.cluster.is_cpu
     bucketed = is_cpu or overlap > 0
+    contention = 0.0 if is_cpu else pricer.efficiency.contention
     for axes, count in sums.over:
         spread = "expert" in axes and layout.expert > 1
         data = layout.data // layout.expert if spread else layout.data
@@ -126,14 +127,16 @@ def summing_s(
     elif overlap and after:
         window, whole = overlap * window_s, sum(queue.size_bytes for queue in queues)
         # Without buckets there is the sum of tied weights alone.
-        after = max((queue.left_s(after, window, whole) for queue in queues), default=max(0.0, after - window))
+        shown = max((queue.left_s(after, window, whole) for queue in queues), default=max(0.0, after - window))
+        after = shown + contention * (after - shown)
     # An embedding's gradient is complete with the last backward: between processors nothing is left that its sum would hide behind.
     after += packing + (tied if is_cpu else 0.0)
     if inside.total:
         # Every microbatch's collectives run beside its compute; what is longer shows.
         hides = 0.0 if is_cpu else max(overlap, ZERO_HIDES)
-        hidden = max(0.0, 1 - each_s * hides / inside.total)
-        inside = Seconds(inside.forward * hidden, inside.backward * hidden)
+        shown = max(0.0, 1 - each_s * hides / inside.total)
+        shown += contention * (1 - shown)
+        inside = Seconds(inside.forward * shown, inside.backward * shown)
     return after, inside
 
 

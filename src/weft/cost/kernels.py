@@ -3,14 +3,15 @@
 A matrix product takes its FLOPs at the part of the peak that large products reach, and a part of the time that its operands take
 through memory: so efficiency falls smoothly with the smallest of its local m, n and k (for k = n -> infinity it is that part; the
 roofline's ridge, Williams et al. 2009, sets where it halves). What moves bytes only takes them at the part of the bandwidth that such
-kernels reach. Attention either keeps its scores (written and read by each kernel of the softmax) or is one fused kernel. The host that
+kernels reach. Attention either keeps its scores (written and read by each kernel of the softmax) or is one fused kernel, whose rate rises
+with positions and the size of heads, and which skips what a causal mask hides. The host that
 launches kernels runs ahead of them: a layer takes the longer of the two, and a little more where they are close (`together`). Not
-modelled: waves of tiles, clocks under load, and what stays in caches.
+modelled: waves of tiles, and what stays in caches.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,7 +40,8 @@ class Kernel:
     """One operator at its local sizes. `flops`, `backward_flops`: of products. `bytes`, `backward_bytes`: moved, in float32.
 
     `m`, `n`, `k`: of a product, n with those of its siblings (products of one input run as one), of which `share` is this operator's.
-    `scores`, `heads`: of attention: how many scores, and how many heads times samples. `weight_bytes`: of operands that are the same for
+    `scores`, `heads`: of attention: how many scores, and how many heads times samples; `visible`: the part of the scores that a causal
+    mask leaves; `head`: of a head's values. `weight_bytes`: of operands that are the same for
     every sample, in float32. On processors, `filling`: of blocks of channels; `own`: when torch makes it itself, not oneDNN; `cast_bytes`,
     `backward_cast_bytes`: moved to cast operands and their gradients; `steps`: of a recurrence that run one by one.
     """
@@ -61,6 +63,8 @@ class Kernel:
     cast_bytes: float = 0.0
     backward_cast_bytes: float = 0.0
     steps: float = 0.0
+    visible: float = 1.0
+    head: float = 0.0
 
     def seconds(self, device: Device, stack: Stack, precision: str) -> tuple[Seconds, Seconds]:
         """What the host takes to launch it, and what the device takes to run it, forward and backward.
@@ -82,7 +86,7 @@ class Kernel:
         return host, Seconds(busy.forward, busy.backward * behind)
 
     def _product(self, device: Device, stack: Stack, precision: str) -> Seconds:
-        peak = device.peak(precision) * stack.matmul
+        peak = device.peak(precision) * stack.matmul * stack.sustained
         width = WIDTH[precision]
         if not self.n:
             operands = Seconds(self.bytes * width / 4, self.backward_bytes * width / 4)
@@ -92,7 +96,12 @@ class Kernel:
             one = width * (self.m * self.k + self.k * self.n + self.m * self.n) * self.share
             operands = Seconds(one, one * self.backward_flops / self.flops)
         through = stack.operands / device.memory_bandwidth_bytes_per_s
-        return Seconds(self.flops / peak + operands.forward * through, self.backward_flops / peak + operands.backward * through)
+        begin = stack.product_s * self.share
+        products = self.backward_flops / self.flops if self.flops else 0.0  # one for each operand that has a gradient
+        return Seconds(
+            self.flops / peak + operands.forward * through + begin,
+            self.backward_flops / peak + operands.backward * through + products * begin,
+        )
 
     def _moved(self, device: Device, stack: Stack, precision: str) -> Seconds:
         width = WIDTH[precision] / 4
@@ -102,13 +111,20 @@ class Kernel:
         rate = factor * width / (device.memory_bandwidth_bytes_per_s * stack.bandwidth)
         return Seconds(self.bytes * rate, self.backward_bytes * rate)
 
+    def _attention_rate(self, stack: Stack) -> float:
+        """Part of the peak that fused attention reaches forward, on the scores that it forms."""
+        positions = self.scores / self.heads if self.heads else 0.0  # of queries times those of keys
+        slower = 1 + stack.attention_positions / positions**0.5 if positions else 1.0
+        return stack.attention_peak / slower / (1 + stack.attention_head / self.head if self.head else 1.0)
+
     def _attention(self, device: Device, stack: Stack, precision: str) -> tuple[Seconds, tuple[int, int]]:
-        peak = device.peak(precision) * stack.matmul
         bandwidth = device.memory_bandwidth_bytes_per_s * stack.bandwidth
         moved = Seconds(self.bytes * WIDTH[precision] / 4 / bandwidth, self.backward_bytes * WIDTH[precision] / 4 / bandwidth)
         if stack.attention == "fused":
-            rate = peak * stack.attention_matmul
-            return Seconds(self.flops / rate, self.backward_flops / rate) + moved, FUSED_ATTENTION
+            forward = self.visible * self.flops / (device.peak(precision) * self._attention_rate(stack))
+            backward = self.backward_flops / self.flops / stack.attention_backward if self.flops else 0.0
+            return Seconds(forward, backward * forward) + moved, FUSED_ATTENTION
+        peak = device.peak(precision) * stack.matmul * stack.sustained
         launches = LAUNCHES["attention"]
         factor = stack.score_traffic
         if stack.softmax_batches and self.heads % stack.softmax_batches:
@@ -146,9 +162,10 @@ def together(host: NDArray[np.float64], device: NDArray[np.float64]) -> NDArray[
 def scaled(kernel: Kernel, by: float) -> Kernel:
     """The same for `by` times the rows."""
     k = kernel
-    return Kernel(
-        k.kind, k.flops * by, k.backward_flops * by, k.bytes * by, k.backward_bytes * by, k.m * by, k.n, k.k, k.share, k.scores * by,
-        k.heads * by,
+    return replace(
+        k, flops=k.flops * by, backward_flops=k.backward_flops * by, bytes=k.bytes * by, backward_bytes=k.backward_bytes * by, m=k.m * by,
+        scores=k.scores * by, heads=k.heads * by, weight_bytes=0.0, filling=FULL, own=NEVER, cast_bytes=0.0, backward_cast_bytes=0.0,
+        steps=0.0,
     )  # fmt: skip
 
 

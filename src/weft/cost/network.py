@@ -1,10 +1,10 @@
 """Seconds of a collective. In: a cluster, how many ranks take part and how far apart they are, bytes. Out: seconds.
 
-Measured tables win where the cluster has them. Otherwise the least time over the algorithms and protocols of the library that
-the links name (`Protocols`, from the catalogue; between processors gloo's): rings and trees, with flags in the data (LL), in
-every 128 bytes (LL128) or apart (Simple), each a start, hops and a rate (Hockney's alpha-beta; Patarasuk and Yuan 2009 for the
-ring's bytes), as NCCL itself chooses. Groups that communicate at the same time share their node's port. Not modelled: in-network
-reduction, congestion behind the port, a library that misjudges which protocol is fastest, and collectives that slow down compute.
+Measured tables win where the cluster has them, then curves that were measured inside a node of that kind. Otherwise the least time over
+the algorithms and protocols of the library that the links name (`Protocols`, from the catalogue; between processors gloo's): rings and
+trees, with flags in the data (LL), in every 128 bytes (LL128) or apart (Simple), each a start, hops and a rate (Hockney's alpha-beta;
+Patarasuk and Yuan 2009 for the ring's bytes), as NCCL itself chooses. Groups that communicate at the same time share their node's port.
+Not modelled: in-network reduction between nodes, congestion behind the port, and a library that misjudges which protocol is fastest.
 """
 
 from __future__ import annotations
@@ -131,6 +131,11 @@ def collective_s(cluster: Cluster, name: str, size_bytes: float, group: Group, r
 def _inside_s(name: str, size_bytes: float, n: int, where: Path, rules: Protocols) -> float:
     """Rings within a node. LL's rate is that of one rank's piece, since it uses more channels the more ranks there are."""
     factor, steps = FACTORS[name]
+    if (curve := rules.curve(name, n)) is not None:
+        # Among other numbers of ranks: as many bytes through each port, as many steps more.
+        least = curve.points[0][1]
+        moved = curve.seconds(size_bytes * factor(n) / factor(curve.ranks))
+        return max(moved, least * steps(n) / steps(curve.ranks))
     latency, bandwidth = where.link.latency_s, where.inside_bytes_per_s
     low, high = rules.node_ll, rules.node_simple
     moved = factor(n) * size_bytes

@@ -22,7 +22,7 @@ from weft.cost.pieces import cut, divided, pieces, pieces_moving, shared_by_data
 from weft.cost.places import Places, Stored
 from weft.cost.recurrent import single_steps
 from weft.cost.runs import Amount, Amounts
-from weft.model.cores import cores
+from weft.model.cores import cores, is_causal
 from weft.model.graph import Graph, Operator, Variable
 from weft.model.pointwise import is_product
 from weft.model.rules import rule_of
@@ -273,8 +273,8 @@ def _local(inventory: Inventory, sharding: Sharding | None, op: Operator, siblin
     done = inventory.works[op.name]
     tensors = inventory.graph.tensors
     divide = divided(sharding, op.name)
-    m = n = k = scores = heads = 0.0
-    share = 1.0
+    m = n = k = scores = heads = head = 0.0
+    share = visible = 1.0
     if packet(op) == "linear" and len(tensors[op.inputs[1]].shape) == 2:
         rows, inner = tensors[op.inputs[1]].shape
         m, n, k = tensors[op.outputs[0]].size / rows, siblings[op.name], float(inner)
@@ -287,6 +287,8 @@ def _local(inventory: Inventory, sharding: Sharding | None, op: Operator, siblin
         query, key = (tensors[v].shape for v in op.inputs[:2])
         heads = float(np.prod(query[:-2])) / divide
         scores = heads * query[-2] * key[-2]
+        head = float(query[-1])
+        visible = 0.5 if is_causal(op) else 1.0
     products = done.kind in ("linear", "convolution", "recurrent")
     weights = sum(tensors[v].size_bytes / pieces(sharding, v) for v in op.inputs if products and v not in inventory.batched)
     weights *= num_steps(op, tensors)
@@ -295,7 +297,7 @@ def _local(inventory: Inventory, sharding: Sharding | None, op: Operator, siblin
         kind, done.flops / divide, done.backward_flops / divide, done.bytes / divide, done.backward_bytes / divide,
         m, n, k, share, scores, heads, weights, filling(op, tensors, sharding, inventory.grads) if kind == "convolution" else FULL,
         own(op, tensors, sharding) if done.kind == "convolution" and inventory.is_cpu else NEVER,
-        done.cast_bytes / divide, done.backward_cast_bytes / divide, single_steps(op, tensors),
+        done.cast_bytes / divide, done.backward_cast_bytes / divide, single_steps(op, tensors), visible, head,
     )  # fmt: skip
     return Local(kernel, op.outputs[0] in inventory.batched, cut(sharding, op.name, "data"))
 

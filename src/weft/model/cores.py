@@ -118,3 +118,9 @@ def mask_of(op: Operator) -> str | None:
     """The value that is attention's mask; None where it has none."""
     mask = op.args[3] if len(op.args) > 3 else dict(op.kwargs).get("attn_mask")
     return mask.value if packet(op) == "scaled_dot_product_attention" and isinstance(mask, Ref) else None
+
+
+def is_causal(op: Operator) -> bool:
+    """Whether an operator is attention that itself hides what comes later, so that a fused kernel skips half of the scores."""
+    causal = op.args[5] if len(op.args) > 5 else dict(op.kwargs).get("is_causal", False)
+    return packet(op) == "scaled_dot_product_attention" and causal is True

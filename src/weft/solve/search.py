@@ -141,6 +141,7 @@ def _search(
         (
             *reasons(best.layout, best.prediction, candidates, refused, cluster, by_hand=layout is not None, bound_s=found.bound_s),
             *((("all_reduce", words),) if not mixed and (words := why(cluster, best.layout, sums, bucket_bytes)) else ()),
+            *((("figures", _figures(pricer, best.layout)),) if not cluster.is_cpu else ()),
             *((("lend", _lent(pricer, best)),) if best.layout.lend == "on" else ()),
             *((("layers", words),) if (words := told(pricer, best.layout, best.sites)) else ()),
             *((("samples", elsewhere),) if elsewhere else ()),
@@ -153,6 +154,12 @@ def _search(
         planning_time_s=time.perf_counter() - began,
         sums=sums,
     )
+
+
+def _figures(pricer: Pricer, layout: Layout) -> str:
+    """Whose efficiency GPUs are priced with, of every part of a mixed cluster."""
+    each = pricer.pricers if isinstance(pricer, MixedPricer) else (pricer,)
+    return "; ".join(dict.fromkeys(one.efficiency.words(one.cluster.device, layout.precision) for one in each))
 
 
 def _find(pricer: Pricer, limits: Sequence[Constraint], objective: str) -> Branches:
