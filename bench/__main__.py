@@ -12,6 +12,7 @@ NAMES = {
     "gpu": "a 1.3 B GPT on one GPU beside plain PyTorch with torch.compile",
     "collectives": "all-reduce on one host through shared memory, beside gloo and MPI",
     "staleness": "late updates where ranks are late by chance",
+    "draws": "what drawing random numbers costs in a step with dropout",
     "plan": "how long planning takes, and how that grows",
     "planned": "the plan chosen against the best of all plans run, over emulated networks (needs root)",
     "memory": "the fullest rank's memory, predicted against measured: 35 architectures in eight layouts",

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.lower.kernels.alike import Place
+from weft.lower.kernels.place import Place
 from weft.lower.kernels.randomness import Draw, Where, dropout
 from weft.lower.kernels.statistics import batch_norm
 from weft.lower.kernels.vocabulary import cross_entropy, embedding
@@ -123,22 +123,20 @@ def test_batch_norm_over_a_cut_batch_has_the_serial_statistics(ranks: Callable[.
 
 
 def dropped(world: World) -> dict[str, list[float]]:
-    draw = Draw(seed=3, step=5, microbatch=1)
-    ones = torch.ones(64)
-    place = Place((128,), ((0, world.rank, 2),))
-    all_ranks, mine = (Where(7, part, 0, place, torch.float32) for part in (0, world.rank))
-    shared = dropout(ones, 0.5, draw, all_ranks)
-    own = dropout(ones, 0.5, draw, mine)
-    again = dropout(ones, 0.5, draw, mine)
-    draw.microbatch = 2
-    later = dropout(ones, 0.5, draw, mine)
+    draw = Draw(seed=3, step=5)
+    pieces = (Place((128,)), Place((128,), ((0, world.rank, 2),)))
+    whole, mine = (Where(7, 0, 0, place, torch.float32) for place in pieces)
+    shared, own = dropout(torch.ones(128), 0.5, draw, whole), dropout(torch.ones(64), 0.5, draw, mine)
+    again = dropout(torch.ones(64), 0.5, draw, mine)
+    draw.step = 6
+    later = dropout(torch.ones(64), 0.5, draw, mine)
     return {"shared": shared.tolist(), "own": own.tolist(), "again": again.tolist(), "later": later.tolist()}
 
 
 def test_dropout_agrees_where_ranks_hold_the_same(ranks: Callable[..., list[Any]]) -> None:
     first, second = ranks(dropped, 2)
     assert first["shared"] == second["shared"], "what every rank holds is dropped alike"
-    assert first["own"] != second["own"], "pieces are dropped each in its own way"
+    assert first["own"] + second["own"] == first["shared"], "pieces are pieces of what a rank drops that holds all"
     assert first["own"] == first["again"], "recomputation draws what the first forward drew"
-    assert first["own"] != first["later"], "the next microbatch draws anew"
+    assert first["own"] != first["later"], "the next step draws anew"
     assert set(first["own"]) == {0.0, 2.0}

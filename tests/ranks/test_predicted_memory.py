@@ -117,7 +117,7 @@ CLOSE = [
 
 @pytest.mark.parametrize(("name", "layout"), CLOSE)
 def test_predicted_memory_of_a_step_is_within_three_per_cent_of_the_measured(name: str, layout: str) -> None:
-    """Of a step in training, not in `verify`, which draws dropout's masks in another way so that all ranks have the same."""
+    """Of a step in training."""
     model = resolve(f"{MODELS}:{name}")
     batch = model.batch(model.default_batch)
     planned = weft.plan(model.make, batch, loss=model.loss, cluster="1xcpu-2", layout=f"{layout} threads=1")

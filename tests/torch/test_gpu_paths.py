@@ -22,7 +22,7 @@ import weft
 from weft.cluster.catalogue import dump, loads
 from weft.cluster.probe import here
 from weft.errors import RunError
-from weft.lower.kernels.alike import Place
+from weft.lower.kernels.place import Place
 from weft.lower.kernels.randomness import Draw, Where, drawn
 from weft.model.deferred import fakes
 from weft.plan.program import Program, Recv, Send

@@ -226,16 +226,16 @@ def _kept_by_composed(
     what is no value of the graph.
 
     Those are copies of queries and keys, each times the root of the scale; of values where their heads do not lie one behind another;
-    the weights, and with dropout its mask and what that leaves. Of what is narrower than float32 there are wide copies in place of it.
+    the weights, which with dropout are dropped again in backward. Of what is narrower than float32 there are wide copies in place of it.
     """
     if not grads.intersection(op.outputs):
         return (), 0.0
     query, key, value = (tensors[v] for v in op.inputs[:3])
     wide = 4.0 / DTYPE_BYTES[query.dtype] if query.dtype == "bfloat16" else 1.0
-    scores = wide * query.size_bytes / query.shape[-1] * key.shape[-2] * (3 if drops_scores(op) else 1)
+    scores = wide * query.size_bytes / query.shape[-1] * key.shape[-2]
     more = scores + wide * (query.size_bytes + key.size_bytes)
     shape = value.shape
-    if wide > 1 or viewed(shape, layouts.of(op.inputs[2]), (prod(shape[:-2]), *shape[-2:])) is None:
+    if wide > 1 or (not drops_scores(op) and viewed(shape, layouts.of(op.inputs[2]), (prod(shape[:-2]), *shape[-2:])) is None):
         return (), more + wide * value.size_bytes
     return (op.inputs[2],), more
 

@@ -47,10 +47,12 @@ def working_bytes(op: Operator, tensors: Mapping[str, Tensor], grads: Set[str], 
     x = tensors[op.inputs[0]]
     if name == "cross_entropy_loss":  # the gradient of what it kept
         return size + extra_bytes
-    if kind_of(op) == "attention":  # scores again, and their gradient; of those that dropout left only that, in float32
-        key = tensors[op.inputs[1]]
-        each = 4.0 / DTYPE_BYTES[x.dtype] if drops_scores(op) else 2.0
-        return size + min(extra_bytes, each * x.size_bytes / x.shape[-1] * key.shape[-2])
+    if kind_of(op) == "attention":  # scores again, and their gradient
+        scores = x.size_bytes / x.shape[-1] * tensors[op.inputs[1]].shape[-2]
+        if drops_scores(op):  # gradients before and after softmax, in float32 at least; of queries and keys there are none yet
+            values = tensors[op.inputs[2]].size_bytes
+            return values + 2.0 * max(1.0, 4.0 / DTYPE_BYTES[x.dtype]) * scores
+        return size + min(extra_bytes, 2.0 * scores)
     if kind_of(op) == "recurrent":  # of gates and states, a step at a time
         return size + 2.0 * out.size_bytes
     if name in ("fft_rfft", "fft_ihfft"):  # backward is of complex numbers throughout, at full length

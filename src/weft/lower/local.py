@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator as python_operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
@@ -16,14 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from weft.lower.kernels.alike import Place
 from weft.lower.kernels.extremes import extreme
 from weft.lower.kernels.functions import function
 from weft.lower.kernels.masked import masked_scatter
+from weft.lower.kernels.place import Place
 from weft.lower.kernels.randomness import Draw, Where, attention, drawn, dropout
 from weft.lower.kernels.statistics import batch_norm
 from weft.lower.kernels.vocabulary import cross_entropy, embedding
 from weft.lower.redistribute import counted, redistribute
+from weft.model.drawn import Fold, drawn_shape
 from weft.model.functions import check_cut
 from weft.model.graph import Arg, Function, Graph, Operator, Ref, Word, statistics
 from weft.model.pointwise import is_product, read_shapes
@@ -60,7 +61,7 @@ class LocalStage:
 class Lowering:
     """What every operator is lowered with. `rows`: of the model's outputs, which dimension follows the samples. `shares`: of variables
     whose gradients are summed over ranks that have the same, the part of each that counts. `apart`: what comes from stages that arrange
-    their ranks differently: its gradient goes back whole."""
+    their ranks differently: its gradient goes back whole. `folds`: where samples lie in what is drawn, draw by draw."""
 
     graph: Graph
     sharding: Sharding
@@ -70,6 +71,7 @@ class Lowering:
     rows: Mapping[str, int] = field(default_factory=dict)
     shares: Mapping[str, float] = field(default_factory=dict)
     apart: frozenset[str] = frozenset()
+    folds: Sequence[Fold | None] = ()
     tried: set[object] = field(default_factory=set)  # functions of the user's own on pieces that they have been tried on
 
     @property
@@ -286,6 +288,8 @@ class _Builder:
         if name == "dropout":
             if not training or args[1] == 0.0:
                 return args[0]  # type: ignore[no-any-return]
+            if args[1] == 1.0:
+                return self._node(torch.ops.aten.mul.Tensor, (args[0], 0.0))
             return self._node(_bind(dropout, draw=low.draw, where=self._where(op, cut)), (args[0], args[1]))
         if name == "scaled_dot_product_attention" and len(args) > 4 and args[4] > 0.0:
             q, k, v, mask, p, causal = (*args, False)[:6]
@@ -389,11 +393,13 @@ class _Builder:
 
     def _where(self, op: Operator, cut: dict[str, str]) -> Where:
         """Which draw an operator makes, and where this rank's piece of it lies."""
-        made = self.tensors[op.outputs[0]]
+        made, number = self.tensors[op.outputs[0]], self.drawing[op.name]
         labels = self._rule(op).outputs[0] if cut else ()
         groups = ((labels.index(label), self.low.groups[axis]) for axis, label in cut.items() if label in labels)
-        place = Place(made.shape, tuple((dim, group.index, group.size) for dim, group in groups))
-        return Where(self.ordinal[op.name], self._part(cut), self.drawing[op.name], place, getattr(torch, made.dtype))
+        fold = self.low.folds[number] if number < len(self.low.folds) else None
+        place = Place(made.shape, tuple((dim, group.index, group.size) for dim, group in groups), fold)
+        place = place.over(drawn_shape(op, self.tensors))
+        return Where(self.ordinal[op.name], self._part(cut), number, place, getattr(torch, made.dtype))
 
 
 def layer_of(site: str) -> str:

@@ -26,7 +26,7 @@ _SHIFTS = frozenset("slice narrow pad constant_pad_nd flip roll cat concat".spli
 _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 
-class _Place(NamedTuple):
+class Place(NamedTuple):
     """A dimension as it lies in a tensor: in dimension `dim`, with `inner` elements of that to each of its own, from `size` on outside."""
 
     dim: int
@@ -42,7 +42,7 @@ class _Followed:
     steps: Operator | None = None
     summed: bool = False
     known: bool = True
-    places: dict[str, _Place] = field(default_factory=dict)
+    places: dict[str, Place] = field(default_factory=dict)
 
 
 def check_samples(graph: Graph, layout: Layout) -> None:
@@ -80,9 +80,14 @@ def samples_elsewhere(graph: Graph) -> str | None:
     return f"{first.mixed.site} mixes {rows}, and {why}, so that samples lie in dimension 1; {remedy}"
 
 
+def places_of_samples(graph: Graph) -> dict[str, Place]:
+    """Where the samples of the batch lie in the values that they are known to reach."""
+    return _follow(graph, {v.value: 0 for v in graph.inputs if v.batched}).places
+
+
 def _follow(graph: Graph, start: dict[str, int]) -> _Followed:
     shapes = {value: tensor.shape for value, tensor in graph.tensors.items()}
-    found = _Followed(places={value: _Place(dim, 1, shapes[value][dim]) for value, dim in start.items()})
+    found = _Followed(places={value: Place(dim, 1, shapes[value][dim]) for value, dim in start.items()})
     for op in graph.operators:
         here = [(i, found.places[value]) for i, value in enumerate(op.inputs) if value in found.places]
         if not here:
@@ -103,7 +108,7 @@ def _follow(graph: Graph, start: dict[str, int]) -> _Followed:
 
 
 def _through(
-    found: _Followed, op: Operator, name: str, rule: Rule, here: list[tuple[int, _Place]], shapes: dict[str, tuple[int, ...]]
+    found: _Followed, op: Operator, name: str, rule: Rule, here: list[tuple[int, Place]], shapes: dict[str, tuple[int, ...]]
 ) -> None:
     """Take the dimension through one operator, by its labels."""
     rows = [(i, place, rule.inputs[i]) for i, place in here]
@@ -136,11 +141,11 @@ def _through(
         found.mixed = found.mixed or op
 
 
-def _reshaped(place: _Place, before: tuple[int, ...], after: tuple[int, ...]) -> _Place | None:
+def _reshaped(place: Place, before: tuple[int, ...], after: tuple[int, ...]) -> Place | None:
     """Where a dimension lies after a reshape; None where it is taken apart.
 
-    >>> _reshaped(_Place(1, 1, 8), (6, 8, 5), (48, 5)), _reshaped(_Place(1, 2, 8), (6, 16, 3), (48, 6))
-    (_Place(dim=0, inner=1, size=8), _Place(dim=0, inner=1, size=8))
+    >>> _reshaped(Place(1, 1, 8), (6, 8, 5), (48, 5)), _reshaped(Place(1, 2, 8), (6, 16, 3), (48, 6))
+    (Place(dim=0, inner=1, size=8), Place(dim=0, inner=1, size=8))
     """
     if not prod(after):
         return None  # nothing lies anywhere
@@ -149,5 +154,5 @@ def _reshaped(place: _Place, before: tuple[int, ...], after: tuple[int, ...]) ->
         below = prod(after[dim + 1 :])
         if below <= inner and inner * place.size <= below * after[dim] and inner % below == 0:
             within = inner // below
-            return _Place(dim, within, place.size) if after[dim] % (within * place.size) == 0 else None
+            return Place(dim, within, place.size) if after[dim] % (within * place.size) == 0 else None
     return None

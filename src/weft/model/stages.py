@@ -59,6 +59,8 @@ def draws(op: Operator) -> bool:
         return False
     if name.endswith("dropout") and len(op.args) > 2 and (op.args[1] == 0 or op.args[2] is False):
         return False
+    if name == "dropout" and op.args[1] == 1:
+        return False  # nothing is kept
     return any(word in name for word in _RANDOM)
 
 

@@ -344,9 +344,12 @@ def _keeps(op: Operator, name: str, kind: str, tensors: dict[str, Tensor], grads
     if name in _PADDED:
         padded = _padded_bytes(op, tensors)
         return (inputs, 0.0) if padded == tensors[inputs[0]].size_bytes else ((), padded)
+    if name in ("dropout", "native_dropout"):
+        return (), 0.0  # backward draws again
+    if name == "alpha_dropout":
+        return (), float(tensors[out].size)  # which are kept, a byte each
     if "dropout" in name:
-        whole = "feature" in name  # channels are kept or dropped
-        return (), tensors[out].size_bytes / (prod(tensors[out].shape[2:]) if whole else 1)
+        return (), tensors[out].size_bytes / prod(tensors[out].shape[2:])  # channels are kept or dropped
     if "max_pool" in name:
         return inputs[:1], 0.0 if len(op.outputs) > 1 else 8.0 * tensors[out].size
     if name in KEEPS_NOTHING or kind == "make":

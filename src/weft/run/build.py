@@ -21,6 +21,7 @@ from weft.model.capture import Captured, Loss, capture
 from weft.model.collector import uncollected
 from weft.model.deferred import Deferred, fake_copy, loss_of, materialize, materialize_real, realize_loss
 from weft.model.deferred.fakes import fake_mode
+from weft.model.drawn import Fold, folds_of
 from weft.model.gradients import learned
 from weft.model.graph import Graph, Variable
 from weft.model.modes import Modes, in_modes, training_modes
@@ -150,6 +151,7 @@ class Traced(Source):
             self.sharding(plan, in_precision(captured.graph, plan))
             for size in sizes[1:]:
                 self.capture(batch, loss, size)
+            folds(plan, self, captured.graph, batch, loss)
 
 
 @dataclass
@@ -171,6 +173,7 @@ class Parts:
     structure: Any = None  # the model's output, where it runs without a loss
     saved: frozenset[str] = frozenset()  # names in the model's own state dict: buffers may be left out of it
     sized: Callable[[int], Sized] | None = None  # by samples of a microbatch; None where the stages take any number
+    folds: tuple[Fold | None, ...] = ()  # where samples lie in what is drawn, draw by draw
     shardings: tuple[Sharding, ...] = ()  # of the graph as each stage arranges its ranks, where they may differ
 
     @property
@@ -253,7 +256,8 @@ def build(
     rows = rows_of_outputs(source, batch, graph, layout.data) if outputs else {}
     across = between_meshes(layout, stages) & {v.value for v in graph.parameters}
     shares, apart = shares_of(across, sharding, mesh), from_other_meshes(layout, mine)
-    lowering = Lowering(graph, sharding, groups, world.device, draw, rows, shares, apart)
+    where_samples = folds(plan, source, captured.graph, batch, loss)
+    lowering = Lowering(graph, sharding, groups, world.device, draw, rows, shares, apart, where_samples)
     lowered = {stage.index: lower(stage, lowering) for stage in mine}
 
     def other(samples: int) -> Sized:
@@ -315,8 +319,19 @@ def build(
             variables[v.value] = buffers[v.name]
     return Parts(
         graph, sharding, stages, program, lowered, parameters, specs, flat, buffers, kept_buffers, variables, draw, captured.structure,
-        frozenset(source.model.state_dict(keep_vars=True)), cache(other), shardings,
+        frozenset(source.model.state_dict(keep_vars=True)), cache(other), where_samples, shardings,
     )  # fmt: skip
+
+
+def folds(
+    plan: Plan, source: Source, graph: Graph, batch: Any, loss: Loss | None, modes: Modes | None = None
+) -> tuple[Fold | None, ...]:
+    """Where the samples lie in what a model draws, draw by draw; nothing where a microbatch is the whole batch."""
+    sizes = plan.microbatch_sizes
+    if len(sizes) == 1:
+        return ()
+    other = next((size for size in sizes if size != graph.batch_size), 2 * graph.batch_size)
+    return folds_of(graph, lambda: source.capture(batch, loss, other, modes=modes).graph)
 
 
 def program_of(plan: Plan, stages: Sequence[Stage], world: World) -> Program:

@@ -24,7 +24,7 @@ from weft.model.samples import check_samples
 from weft.model.sharding import Shards
 from weft.model.stages import split
 from weft.plan.plan import Plan
-from weft.run.build import DTYPES, Parts, Source, in_precision, program_of, rows_of_outputs
+from weft.run.build import DTYPES, Parts, Source, folds, in_precision, program_of, rows_of_outputs
 from weft.run.meshes import from_other_meshes, stage_shardings
 from weft.run.sizes import Sized, constants_of, sized
 from weft.world.world import World
@@ -53,7 +53,8 @@ def captured_in(
     mesh = plan.layout.mesh_of(world.rank)
     groups = {axis: world.group(mesh.group(world.rank, axis)) for axis in sharding.sizes}
     rows = rows_of_outputs(source, batch, graph, plan.layout.data, modes) if outputs else {}
-    lowering = Lowering(graph, sharding, groups, world.device, draw, rows, {}, from_other_meshes(plan.layout, mine))
+    where_samples = folds(plan, source, captured.graph, batch, loss, modes)
+    lowering = Lowering(graph, sharding, groups, world.device, draw, rows, {}, from_other_meshes(plan.layout, mine), where_samples)
     lowered = {stage.index: lower(stage, lowering) for stage in mine}
     dtype = DTYPES[plan.layout.precision]
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.errors import Infeasible, ModelError, UsageError
+from weft.lower.kernels.place import Samples
 from weft.lower.kernels.randomness import Draw
 from weft.model.capture import Loss
 from weft.model.modes import evaluation_modes, in_modes
@@ -260,7 +261,7 @@ class Engine:
         self.drain()
         executors, replicas = self._evaluation()
         parts = executors.parts
-        parts.draw.step, parts.draw.alike = self.step_index, self._draw.alike
+        parts.draw.step = self.step_index
         # A model that runs whole is the user's module, with modes of its own.
         module = parts.only.module if self.plan.uncaptured else nn.Module()
         with in_modes(module, evaluation_modes(module)), torch.no_grad(), self.memory.guarded(self.world.rank):
@@ -338,7 +339,7 @@ class Engine:
         given = self._form.tensors_of(batch)
         out: list[dict[str, Tensor]] = []
         needed = {value for local in parts.lowered.values() for value in local.variables}
-        begin = 0
+        begin, samples_of = 0, list[Samples]()
         for size in sizes:
             tensors: dict[str, Tensor] = {}
             graph = parts.of_size(size).graph
@@ -360,8 +361,11 @@ class Engine:
                     )
                 dtype = getattr(torch, v.tensor.dtype)
                 tensors[v.value] = x.to(device=self.world.device, dtype=dtype if x.is_floating_point() else x.dtype, non_blocking=True)
+            has = Samples.range(begin, size, samples) if is_global else Samples(begin, samples, ((data, samples // data), (rows, 1)))
+            samples_of.append(has)
             begin += rows
             out.append(tensors)
+        parts.draw.samples = tuple(samples_of)
         return sizes, out
 
     def pieces(self, drain: bool = True) -> list[Piece]:

@@ -3,13 +3,13 @@
 In: a model, a batch, a plan's microbatches and precision, an optimizer. Out: per step loss, gradients and weights by name; and for each
 of them the rounding noise that a serial run has, measured by running it again.
 
-Not modelled: random draws, unless it is told that every layout makes them alike (`draws`); a model that draws otherwise is refused.
+Not modelled: random draws that are not told of (`draws`); a model that draws otherwise is refused.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,12 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from weft.lower.double import doubled, is_double, widened
+from weft.lower.kernels.place import Samples
 from weft.model.capture import Loss, call
+from weft.model.drawn import Fold
 from weft.model.modes import set_modes, training_modes
 from weft.model.nesting import batch_size_of, leaves, rebuild
 from weft.model.watched import set_state, state_of
 from weft.plan.plan import Plan
-from weft.run.alike import Alike
+from weft.run.draws import Draws
 from weft.run.optimizer import OptimizerSpec
 
 Values = Mapping[str, Mapping[str, Tensor]]  # what is compared: kind -> name -> value
@@ -35,7 +37,8 @@ class Serial:
     """One model in training.
 
     `every`: a parameter that a step does not use has a gradient of zero in it, instead of none. `whole`: tensors of the batch that are no
-    samples, though they are as long. `closed`: those that can have no gradient. `draws`: how many draws a call of the model makes.
+    samples, though they are as long. `closed`: those that can have no gradient. `draws`: how many draws a call of the model makes, and
+    `folds` where the samples lie in each.
     """
 
     def __init__(
@@ -51,10 +54,11 @@ class Serial:
         whole: frozenset[str] = frozenset(),
         closed: frozenset[str] = frozenset(),
         draws: int = 0,
+        folds: Sequence[Fold | None] = (),
     ) -> None:
         self._whole, self._closed = whole, closed
         self._draws, self._step = draws, 0
-        self._alike = Alike(seed, plan.layout.precision == "float64")
+        self._random = Draws(seed, plan.layout.precision == "float64", folds)
         self.drew_otherwise = False
         torch.manual_seed(seed)
         self.model: nn.Module = copy.deepcopy(make) if isinstance(make, nn.Module) else make()
@@ -126,18 +130,18 @@ class Serial:
             path: x.detach().requires_grad_(x.is_floating_point() and path not in self._closed) for path, x in self._batch.items()
         }
         total = 0.0
-        for number, length in enumerate(self._plan.microbatch_sizes):
+        for length in self._plan.microbatch_sizes:
             samples_in = {p for p, x in leaves_now.items() if x.dim() and x.shape[0] == samples and p not in self._whole}
             cut = {p: x.narrow(0, start, length) if p in samples_in else x for p, x in leaves_now.items()}
             whole = {p: cut.get(p, leaf) for p, leaf in leaves(self._nesting)}
             narrow = torch.autocast(self._device.type, torch.bfloat16, enabled=self._plan.layout.precision == "bfloat16")
-            self._alike.start(self._step, number)
-            with self._alike if self._draws else nullcontext():
+            self._random.start(self._step, Samples.range(start, length, samples))
+            with self._random if self._draws else nullcontext():
                 with narrow:
                     value = call(self.model, rebuild(self._nesting, whole), self._loss) * (length / samples)
                 if value.requires_grad:
                     torch.autograd.backward(value)
-            self.drew_otherwise |= not self._alike.made(self._draws)
+            self.drew_otherwise |= not self._random.made(self._draws)
             total += float(value.detach())
             start += length
         return total, {path: x.grad for path, x in leaves_now.items() if x.grad is not None}

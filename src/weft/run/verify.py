@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.errors import ModelError, WeftError
-from weft.lower.kernels.alike import SUPPORTED
+from weft.lower.kernels.draws import SUPPORTED
 from weft.model.capture import Loss
 from weft.model.derivatives import without_gradient
 from weft.model.sharding import FREE_LINKS
@@ -167,13 +167,15 @@ def verify_on_rank(
         whole = frozenset(v.name for v in graph.inputs if not v.batched)
         # Gradients of inputs are not compared where the model runs whole, and some of its operators may have none (a loss's targets).
         names = frozenset(v.name for v in graph.inputs if v.value in closed or plan.uncaptured)
-        return Serial(make, seed, batch, loss, plan, spec, world.device, bool(plan.uncaptured), whole, names, len(random))
+        return Serial(
+            make, seed, batch, loss, plan, spec, world.device, bool(plan.uncaptured), whole, names, len(random),
+            engine.parts.folds,
+        )
 
     random = [op for op in graph.operators if draws(op)]
     otherwise = [op.site for op in random if op.target.split(".")[1] not in SUPPORTED]
     if otherwise:
         raise _drawing(plan, f" at {', '.join(otherwise[:3])}{' ...' if len(otherwise) > 3 else ''}")
-    engine.parts.draw.alike = bool(random)
     serial = new_serial() if world.rank == 0 else None
     noise = Noise(new_serial)
     how = Compression.parse(plan.layout.compress)

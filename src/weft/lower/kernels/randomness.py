@@ -1,23 +1,24 @@
-"""Operators that draw random numbers: what they draw depends on (seed, step, microbatch, operator) and on the piece that the rank has,
-and on nothing else.
+"""Operators that draw random numbers: what an element draws depends on (seed, step, which draw of the model, the element's number in the
+tensor of the whole batch), and on nothing else.
 
-So ranks that hold the same tensor draw the same mask, ranks that hold different pieces draw different ones, and a recomputed
-forward draws what the first one drew.
+So a run has one loss under every layout and in any number of microbatches; ranks that hold the same tensor draw the same, and a recomputed
+forward draws what the first one drew. What draws in the midst of an operator of its own (dropout between the layers of an LSTM, a function
+of the user's) draws for (seed, step, microbatch, operator, piece).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from weft.lower.kernels import alike
-from weft.lower.kernels.alike import Place
+from weft.lower.kernels import draws
+from weft.lower.kernels.place import Box, Place, Samples
 from weft.lower.kernels.statistics import Later
+from weft.lower.kernels.stream import Key, dropped, key_of
 
 
 @dataclass
@@ -28,9 +29,29 @@ class Draw:
     step: int = 0
     microbatch: int = 0
     recomputing: bool = False  # buffers are not written a second time
-    alike: bool = False  # draws are pieces of what a serial run draws whole, for verification
+    samples: Sequence[Samples | None] = ()  # of the batch, that each microbatch has; all where it is the batch
     later: dict[int, Later] = field(default_factory=dict)  # buffers that are written after the step, by id
     _generators: dict[torch.device, torch.Generator] = field(default_factory=dict)
+    _keyed: tuple[int, int] = (-1, -1)  # seed and step of `_keys`
+    _keys: dict[int, Key] = field(default_factory=dict)
+    _boxes: dict[tuple[Place, Samples | None], Box] = field(default_factory=dict)
+
+    def key(self, number: int) -> Key:
+        """The key of a draw in this step."""
+        if self._keyed != (self.seed, self.step):
+            self._keyed, self._keys = (self.seed, self.step), {}
+        found = self._keys.get(number)
+        if found is None:
+            found = self._keys[number] = key_of(self.seed, self.step, number)
+        return found
+
+    def box(self, place: Place) -> Box:
+        """The numbers of a piece's elements in this microbatch."""
+        samples = self.samples[self.microbatch] if self.microbatch < len(self.samples) else None
+        found = self._boxes.get((place, samples))
+        if found is None:
+            found = self._boxes[place, samples] = place.box(samples)
+        return found
 
     def generator(self, device: torch.device, operator: int, part: int) -> torch.Generator:
         """A generator in the state that belongs to this operator, microbatch, step and piece."""
@@ -54,21 +75,10 @@ class Where:
     place: Place
     dtype: torch.dtype
 
-    def alike(self, draw: Draw) -> torch.Generator:
-        """The generator that serial runs and all layouts have for this draw."""
-        return draw.generator(torch.device("cpu"), self.number, 0)
-
 
 def dropout(x: Tensor, p: float, draw: Draw, where: Where) -> Tensor:
     """Each element kept with probability 1 - p and scaled by 1 / (1 - p)."""
-    if p == 0.0:
-        return x
-    if draw.alike:
-        return x * alike.kept(where.alike(draw), where.place, p, x)
-    if p == 1.0:
-        return x * 0.0
-    mask = torch.empty_like(x).bernoulli_(1.0 - p, generator=draw.generator(x.device, where.operator, where.part))
-    return x * mask.div_(1.0 - p)
+    return x if p == 0.0 else dropped(x, draw.key(where.number), draw.box(where.place), p)
 
 
 def attention(
@@ -83,24 +93,24 @@ def attention(
     draw: Draw,
     where: Where,
 ) -> Tensor:
-    """Scaled dot-product attention with dropout on its weights: torch's global generator is borrowed and put back."""
-    if draw.alike:
-        place = Place((*where.place.shape[:-1], k.shape[-2]), where.place.cuts)
-        return alike.attention(q, k, v, mask, causal, scale, lambda weights: alike.kept(where.alike(draw), place, p, weights))
-    device = q.device
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(draw.generator(torch.device("cpu"), where.operator, where.part).initial_seed())
-        return F.scaled_dot_product_attention(q, k, v, mask, p, causal, scale=scale, enable_gqa=enable_gqa)
+    """Scaled dot-product attention with dropout on its weights."""
+    return draws.attention(q, k, v, mask, causal, scale, draw.key(where.number), draw.box(where.place), p)
 
 
 def drawn(target: Callable[..., Any], draw: Draw, where: Where, *args: Any, **kwargs: Any) -> Any:
-    """Any other operator that draws: `target` with torch's global generators borrowed and put back."""
-    if draw.alike:
-        name = target.__name__.partition(".")[0]
-        if name in alike.DROPS:
-            return alike.dropped(name, where.alike(draw), where.place, args[0], args[1])
-        device = next((x.device for x in args if isinstance(x, Tensor)), kwargs.get("device"))
-        return alike.drawn(alike.named(target.__name__), where.alike(draw), where.place, where.dtype, args, kwargs).to(device)
+    """Any other operator that draws."""
+    name = target.__name__.partition(".")[0]
+    if name.removesuffix("_") not in draws.SUPPORTED:
+        return _borrowing(target, draw, where, args, kwargs)
+    key, box = draw.key(where.number), draw.box(where.place)
+    if name in draws.DROPS:
+        return draws.dropped_as(name, key, box, args[0], args[1])
+    device = next((x.device for x in args if isinstance(x, Tensor)), None) or torch.device(kwargs.get("device") or "cpu")
+    return draws.drawn(draws.named(target.__name__), key, box, where.dtype, device, args, kwargs)
+
+
+def _borrowing(target: Callable[..., Any], draw: Draw, where: Where, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """`target` with torch's global generators borrowed and put back."""
     lie = [x.device if isinstance(x, Tensor) else x for x in (*args, *kwargs.values())]
     devices = list({d for d in lie if isinstance(d, torch.device) and d.type == "cuda"})
     with torch.random.fork_rng(devices=devices):

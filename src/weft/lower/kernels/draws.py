@@ -1,0 +1,156 @@
+"""What operators draw, as functions of the one stream of random numbers (`stream`): the same in a serial run and under every layout.
+
+In: a key that belongs to (seed, step, which draw of the model), what is drawn, and the numbers of a piece's elements in the tensor of the
+whole batch. Out: that piece of what the whole batch draws.
+
+Not modelled: what draws in the midst of an operator of its own (dropout between the layers of an LSTM, functions of the user's).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.lower.kernels.place import Box
+from weft.lower.kernels.stream import Key, dropped, dropped_, even, normal
+
+# Operators of which this module knows what they draw, without overload; in place they have a `_` behind.
+SUPPORTED = frozenset(
+    """
+    dropout native_dropout feature_dropout alpha_dropout rand_like randn_like rand randn uniform normal normal_functional bernoulli
+    exponential randint randint_like randperm multinomial scaled_dot_product_attention
+    """.split()
+)
+DROPS = frozenset("native_dropout feature_dropout alpha_dropout".split())
+_SELU = 1.7580993408473766  # scale times alpha of Klambauer et al. 2017, as torch has it
+
+
+def named(operator: str) -> str:
+    """How `drawn` calls an operator, which has an overload behind it.
+
+    >>> named("rand_like.default"), named("bernoulli_.float"), named("bernoulli.p"), named("bernoulli.default"), named("normal_.default")
+    ('rand_like', 'over bernoulli', 'over bernoulli', 'bernoulli', 'over normal')
+    """
+    name, _, overload = operator.partition(".")
+    plain = name.removesuffix("_").removesuffix("_functional")
+    over = plain in ("bernoulli", "normal") and (plain != name or overload == "p" or (plain == "bernoulli" and overload == "Tensor"))
+    return f"over {plain}" if over else plain
+
+
+def drawn(
+    name: str, key: Key, box: Box, dtype: torch.dtype, device: torch.device, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Tensor:
+    """What an operator of SUPPORTED draws, by its name of `named`, at `box`, which is of `model.drawn.drawn_shape`.
+
+    Tensors in `args` are pieces already.
+    """
+
+    def uniform(wanted: torch.dtype = torch.float64) -> Tensor:
+        return even(key, box, device, wanted)
+
+    def given(position: int, key: str, default: Any) -> Any:
+        return args[position] if len(args) > position else kwargs.get(key, default)
+
+    match name:
+        case "rand" | "rand_like":
+            found = uniform(dtype)
+        case "randn" | "randn_like":
+            found = normal(key, box, device)
+        case "uniform":
+            low, high = given(1, "from", 0.0), given(2, "to", 1.0)
+            found = low + (high - low) * uniform(dtype)
+        case "over normal":  # of a tensor that is overwritten
+            found = normal(key, box, device) * given(2, "std", 1.0) + given(1, "mean", 0.0)
+        case "normal":  # of two tensors, of which one may be a number
+            found = normal(key, box, device) * given(1, "std", 1.0) + given(0, "mean", 0.0)
+        case "over bernoulli":
+            found = uniform() < given(1, "p", 0.5)
+        case "bernoulli":
+            found = uniform() < args[0]
+        case "exponential":
+            found = -torch.log1p(-uniform()) / given(1, "lambd", 1.0)
+        case "randint" | "randint_like":
+            numbers = [x for x in args if isinstance(x, int) and not isinstance(x, bool)]
+            low, high = (0, numbers[0]) if len(numbers) == 1 else numbers[:2]
+            found = low + torch.floor((high - low) * uniform())
+        case "randperm":
+            found = uniform().argsort()
+        case "multinomial":
+            found = _chosen(args[0], args[1], bool(given(2, "replacement", False)), uniform())
+        case _:
+            raise AssertionError(name)
+    return found.to(dtype)
+
+
+def _chosen(weights: Tensor, count: int, repeats: bool, uniform: Tensor) -> Tensor:
+    """`count` indices for every row of weights, by their cumulative sum where one may come again, else by exponential races."""
+    weights = weights.double()
+    if repeats:
+        sums = weights.cumsum(-1)
+        return torch.searchsorted(sums, uniform * sums[..., -1:], right=True).clamp_(max=weights.shape[-1] - 1)
+    return (weights / -torch.log1p(-uniform)).topk(count, -1).indices
+
+
+def dropped_as(name: str, key: Key, box: Box, x: Tensor, p: float) -> Any:
+    """What torch's dropout called `name` makes of x: elements; channels ([N, C, ...]); elements set to SELU's least; a mask too.
+
+    `box` is of `model.drawn.drawn_shape`.
+    """
+    if name == "dropout":
+        return dropped(x, key, box, p)
+    if name == "feature_dropout":
+        shape = (*x.shape[:2], *(1,) * (x.dim() - 2))
+        return x * dropped(torch.ones(shape, dtype=x.dtype, device=x.device), key, box, p)
+    kept = even(key, box, x.device) < 1.0 - p
+    if name == "native_dropout":
+        return dropped(x, key, box, p), kept
+    scale = ((_SELU**2 * p + 1) * (1 - p)) ** -0.5
+    return scale * torch.where(kept, x, -_SELU) + scale * _SELU * p
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None, key: Key, box: Box, p: float
+) -> Tensor:
+    """softmax(q k^T scale + mask) v of queries [..., heads, S, d], with dropout of the weights. Keys may have fewer heads."""
+    if torch.is_autocast_enabled(q.device.type):
+        narrow = torch.get_autocast_dtype(q.device.type)
+        with torch.autocast(q.device.type, enabled=False):
+            return attention(q.to(narrow), k.to(narrow), v.to(narrow), mask, causal, scale, key, box, p)
+    if q.device.type == "cpu" and q.dtype in (torch.bfloat16, torch.float16):  # as torch's own, which composes it too
+        wide = None if mask is None or mask.dtype is torch.bool else mask.float()
+        return attention(q.float(), k.float(), v.float(), mask if wide is None else wide, causal, scale, key, box, p).to(q.dtype)
+    if k.dim() > 3 and k.shape[-3] != q.shape[-3]:
+        k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
+    root = (q.shape[-1] ** -0.5 if scale is None else scale) ** 0.5
+    scores = (q * root) @ (k * root).mT
+    if causal:
+        scores.masked_fill_(torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1), -torch.inf)
+    if mask is not None:
+        scores = scores.masked_fill_(~mask, -torch.inf) if mask.dtype is torch.bool else scores + mask.to(scores.dtype)
+    scores = scores.softmax(-1)  # let go of what it is made of
+    made: Tensor = _Weighed.apply(scores, v, key, box, p)  # type: ignore[no-untyped-call]
+    return made
+
+
+class _Weighed(torch.autograd.Function):
+    """Dropout of weights, times values. What was dropped is drawn again in backward, so that only the weights are kept."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, v: Tensor, key: Key, box: Box, p: float) -> Tensor:
+        ctx.drawn = key, box, p
+        ctx.save_for_backward(weights, v)
+        return dropped(weights, key, box, p) @ v
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        weights, v = ctx.saved_tensors
+        of_weights = of_v = None
+        if ctx.needs_input_grad[1]:
+            of_v = (dropped(weights, *ctx.drawn).mT @ gradient).sum_to_size(v.shape)
+        if ctx.needs_input_grad[0]:
+            of_weights = gradient @ v.mT
+            of_weights = dropped(of_weights, *ctx.drawn) if torch.is_grad_enabled() else dropped_(of_weights, *ctx.drawn)
+        return of_weights, of_v, None, None, None

@@ -1,0 +1,133 @@
+"""Where the elements of a rank's piece lie in the tensor of the whole batch. No torch.
+
+In: a tensor's shape in one microbatch, which dimension counts samples, how ranks cut it, and which samples of the batch the microbatch
+has. Out: `Box`, the numbers of the elements: row-major in the whole batch's tensor, the same under every layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+from weft.errors import LayoutError
+from weft.model.drawn import Fold
+
+Steps = tuple[tuple[int, int], ...]  # (how many, how far apart), the outermost first
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Which samples of a batch of `total` a microbatch has: from `start` on, in `steps` of so many at such distances."""
+
+    start: int
+    total: int
+    steps: Steps
+
+    @classmethod
+    def range(cls, start: int, count: int, total: int) -> Samples:
+        """`count` that follow one another."""
+        return cls(start, total, ((count, 1),))
+
+    @property
+    def count(self) -> int:
+        return prod(count for count, _ in self.steps)
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """Elements of a whole tensor: number `base`, and from there for every dimension of the piece its steps."""
+
+    base: int
+    dims: tuple[Steps, ...]
+
+    @property
+    def size(self) -> int:
+        return prod(count for steps in self.dims for count, _ in steps)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """`shape` of a whole tensor in one microbatch, and of each cut: which dimension, this rank's part, the number of parts.
+
+    `fold`: where its samples lie; None where it has none, or the microbatch is the batch.
+    """
+
+    shape: tuple[int, ...]
+    cuts: tuple[tuple[int, int, int], ...] = ()
+    fold: Fold | None = None
+
+    def over(self, shape: Sequence[int]) -> Place:
+        """The same cuts of a tensor of another shape, of which dimensions of size 1 are on every rank."""
+        held = tuple(cut for cut in self.cuts if cut[0] < len(shape) and shape[cut[0]] > 1)
+        return Place(tuple(shape), held, self.fold)
+
+    @property
+    def local(self) -> tuple[int, ...]:
+        """The shape of this rank's piece."""
+        shape = list(self.shape)
+        for dim, _, parts in self.cuts:
+            shape[dim] //= parts
+        return tuple(shape)
+
+    def box(self, samples: Samples | None = None) -> Box:
+        """The numbers of this rank's elements, of a microbatch of these samples; None: of all.
+
+        >>> Place((2, 3), ((1, 2, 3),)).box()
+        Box(base=2, dims=(((2, 3),), ((1, 1),)))
+        >>> Place((2, 3), fold=Fold(0)).box(Samples.range(4, 2, 8))
+        Box(base=12, dims=(((2, 3),), ((3, 1),)))
+
+        Raises:
+            LayoutError: pieces that begin in the midst of what lies together.
+        """
+        fold = self.fold if samples is not None else None
+        whole = list(self.shape)
+        if fold is not None and samples is not None:
+            whole[fold.dim] = fold.outer * samples.total * fold.inner
+        base, dims = 0, []
+        for dim, count in enumerate(self.shape):
+            apart = prod(whole[dim + 1 :])
+            if fold is not None and samples is not None and dim == fold.dim:
+                each = fold.inner * apart
+                base += samples.start * each
+                inside = [(n, step * each) for n, step in samples.steps]
+                steps = _joined([(fold.outer, samples.total * each), *inside, (fold.inner, apart)])
+            else:
+                steps = ((count, apart),)
+            dims.append(steps)
+        for dim, part, parts in self.cuts:
+            more, dims[dim] = _cut(dims[dim], part, parts, self)
+            base += more
+        return Box(base, tuple(dims))
+
+
+def _joined(steps: Sequence[tuple[int, int]]) -> Steps:
+    """The same elements in as few steps as can be."""
+    found: list[tuple[int, int]] = []
+    for count, apart in steps:
+        if count == 1:
+            continue
+        if found and found[-1][1] == count * apart:
+            found[-1] = (found[-1][0] * count, apart)
+        else:
+            found.append((count, apart))
+    return tuple(found) or ((1, 1),)
+
+
+def _cut(steps: Steps, part: int, parts: int, place: Place) -> tuple[int, Steps]:
+    """(how far it begins from the first, steps) of one of `parts` equal pieces."""
+    base, rest = 0, list(steps)
+    while parts > 1 and rest:
+        count, apart = rest.pop(0)
+        if count % parts == 0:
+            base += part * (count // parts) * apart
+            return base, ((count // parts, apart), *rest)
+        if parts % count:
+            break
+        parts //= count
+        base += part // parts * apart
+        part %= parts
+    if parts > 1:
+        raise LayoutError(f"random numbers for {list(place.shape)} are drawn in pieces {place.cuts} that do not lie along samples")
+    return base, tuple(rest) or ((1, 1),)

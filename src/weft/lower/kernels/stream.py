@@ -1,0 +1,201 @@
+"""One stream of random numbers: a word of 64 bits for every element of every draw, a function of a key and the element's number alone.
+
+In: a key (seed, step, which draw), the numbers of a piece's elements. Out: their words, numbers in [0, 1), and dropout. SplitMix64 (Steele,
+Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014) of the element's number, with a second key word between its
+products, so that two draws are no shifted copies of one another.
+
+On the host a C library draws (compiled on first use, see `weft.world.compiled`); on other devices, and where there is no compiler, torch's
+operators on int64 give the same bits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import subprocess
+from collections.abc import Sequence
+from ctypes import POINTER, c_double, c_int, c_int64, c_uint64, c_void_p
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from weft.lower.kernels.place import Box
+from weft.world.compiled import built
+
+SOURCE = Path(__file__).with_name("stream.c")
+FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-std=gnu11", "-fPIC", "-shared")
+MOST = 16  # dimensions, as in the source
+SMALL = 32768  # elements for which another thread is not worth its start
+_GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_KINDS = {torch.bfloat16: 16, torch.float32: 32, torch.float64: 64}
+_DIGITS = {torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}  # of a number's significand; 53 of all others
+
+
+class Key(NamedTuple):
+    """Two words of 64 bits."""
+
+    first: int
+    second: int
+
+
+def key_of(*numbers: int) -> Key:
+    """The key that belongs to some whole numbers.
+
+    >>> key_of(0, 1, 2) == key_of(0, 1, 2), key_of(0, 1) == key_of(1, 0)
+    (True, False)
+    """
+    first = second = 0
+    for number in numbers:
+        first = _mixed((first ^ number) + _GOLDEN)
+        second = _mixed(second + first)
+    return Key(first, second)
+
+
+def words(key: Key, box: Box, device: torch.device) -> Tensor:
+    """A word for every element, as int64, in the piece's shape."""
+    shape = [math.prod(count for count, _ in steps) for steps in box.dims]
+    library = native() if device.type == "cpu" else None
+    if library is None:
+        return _words(key, box, device).view(shape)
+    made = torch.empty(shape, dtype=torch.int64)
+    _draw(library, key, box, range(len(shape)), 0, None, made, 0, 0.0)
+    return made
+
+
+def even(key: Key, box: Box, device: torch.device, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Evenly distributed numbers in [0, 1): as many binary digits as the dtype has, those of a wider dtype cut off."""
+    digits = _DIGITS.get(dtype, 53)
+    return _shifted(words(key, box, device), 64 - digits).to(dtype).mul_(2.0**-digits)
+
+
+def normal(key: Key, box: Box, device: torch.device) -> Tensor:
+    """Normal numbers in float64: the inverse of their distribution at the middle of each of 2^52 equal parts."""
+    middle = _shifted(words(key, box, device), 12).to(torch.float64).add_(0.5)
+    return torch.erfinv(middle.mul_(2.0**-51).sub_(1.0)).mul_(math.sqrt(2.0))
+
+
+def bound_of(chance: float) -> int:
+    """What a word's upper 53 bits lie below where `even` is less than `chance`."""
+    return math.ceil(min(max(chance, 0.0), 1.0) * 2.0**53)
+
+
+def dropped(x: Tensor, key: Key, box: Box, p: float) -> Tensor:
+    """x / (1 - p) where `even` is less than 1 - p, 0 elsewhere. Its gradient draws again, so that no mask is kept."""
+    made: Tensor = _Dropped.apply(x, key, box, p)  # type: ignore[no-untyped-call]
+    return made
+
+
+def dropped_(x: Tensor, key: Key, box: Box, p: float) -> Tensor:
+    """The same in place, of what has no gradient."""
+    return _drop(x, key, box, p, True)
+
+
+class _Dropped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, key: Key, box: Box, p: float) -> Tensor:
+        ctx.drawn = key, box, p
+        return _drop(x, key, box, p)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return dropped(gradient, *ctx.drawn), None, None, None
+
+
+def _drop(x: Tensor, key: Key, box: Box, p: float, inside: bool = False) -> Tensor:
+    scale, bound = scale_of(p, x.dtype), bound_of(1.0 - p)
+    kind = _KINDS.get(x.dtype)
+    library = native() if x.device.type == "cpu" and kind is not None else None
+    if library is None or kind is None:
+        mask = (_shifted(words(key, box, x.device), 11) < bound).to(x.dtype).mul_(scale)
+        return x.mul_(mask) if inside else x * mask
+    order: Sequence[int] = range(x.dim())
+    made = x if inside else torch.empty_like(x)
+    if not x.is_contiguous():
+        order = sorted(order, key=x.stride, reverse=True)  # as it lies in memory
+        if not x.permute(order).is_contiguous() or made.stride() != x.stride():
+            x, order = x.contiguous(), range(x.dim())
+            made = torch.empty_like(x)
+    _draw(library, key, box, order, kind, x, made, bound, scale)
+    return made
+
+
+class _Numbers(ctypes.Structure):
+    _fields_ = (("base", c_uint64), ("dims", c_int64), ("count", c_int64 * MOST), ("apart", c_int64 * MOST))
+
+
+def _draw(
+    library: ctypes.CDLL, key: Key, box: Box, order: Sequence[int], kind: int, x: Tensor | None, made: Tensor, bound: int, scale: float
+) -> None:
+    total = made.numel()
+    if not total:
+        return
+    threads = min(torch.get_num_threads(), max(1, total // SMALL))
+    source = None if x is None else x.data_ptr()
+    library.weft_draw(_numbers(box, tuple(order)), *key, kind, source, made.data_ptr(), total, bound, scale, threads)
+
+
+@cache
+def scale_of(p: float, dtype: torch.dtype) -> float:
+    """1 / (1 - p) as a mask of this dtype would hold it."""
+    return float(torch.tensor(1.0 / (1.0 - p), dtype=dtype)) if p < 1.0 else 0.0
+
+
+@cache
+def _numbers(box: Box, order: tuple[int, ...]) -> Any:
+    """Counts and distances of all dimensions in the order of memory, those that follow one another put together."""
+    found: list[tuple[int, int]] = []
+    for count, apart in (step for dim in order for step in box.dims[dim]):
+        if count == 1:
+            continue
+        if found and found[-1][1] == count * apart:
+            found[-1] = (found[-1][0] * count, apart)
+        else:
+            found.append((count, apart))
+    found = found or [(1, 1)]
+    array = c_int64 * MOST
+    made = _Numbers(box.base % (1 << 64), len(found), array(*(n for n, _ in found)), array(*(step for _, step in found)))
+    return ctypes.pointer(made)
+
+
+@cache
+def native(folder: Path | None = None, compiler: str = "cc") -> ctypes.CDLL | None:
+    """The C library; None where it cannot be compiled."""
+    try:
+        library = ctypes.CDLL(str(built("stream", [SOURCE], SOURCE, FLAGS, compiler, folder)))
+    except (OSError, RuntimeError, subprocess.SubprocessError):  # RuntimeError: a user without a home
+        return None
+    library.weft_draw.restype = None
+    library.weft_draw.argtypes = [
+        POINTER(_Numbers), c_uint64, c_uint64, c_int, c_void_p, c_void_p, c_int64, c_int64, c_double, c_int64,
+    ]  # fmt: skip
+    return library
+
+
+def _words(key: Key, box: Box, device: torch.device) -> Tensor:
+    """As the C library's, by torch's operators; flat."""
+    number = torch.tensor(_signed(box.base), dtype=torch.int64, device=device)
+    for count, apart in (step for steps in box.dims for step in steps):
+        number = number.unsqueeze(-1) + torch.arange(count, dtype=torch.int64, device=device) * apart
+    z = number.reshape(-1) * _signed(_GOLDEN) + _signed(key.first)
+    z = (z ^ _shifted(z, 30)) * _signed(_FIRST)
+    z = (z ^ _shifted(z, 27) ^ _signed(key.second)) * _signed(_SECOND)
+    return z ^ _shifted(z, 31)
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    """Shifted to the right without its sign."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(word: int) -> int:
+    return ((word + (1 << 63)) % (1 << 64)) - (1 << 63)
+
+
+def _mixed(z: int) -> int:
+    whole = (1 << 64) - 1
+    z = ((z & whole) ^ ((z & whole) >> 30)) * _FIRST & whole
+    z = (z ^ z >> 27) * _SECOND & whole
+    return z ^ z >> 31

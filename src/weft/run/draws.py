@@ -1,0 +1,92 @@
+"""The random draws of a module that runs eagerly, made as every layout makes them (`lower/kernels/draws`).
+
+In: operators that the user's own module runs, as torch dispatches them, backward included; which samples of the batch it is given. Out: the
+same, with those that draw from the stream of (seed, step, how many draws came before). A forward that is run again in backward
+(`torch.utils.checkpoint`) puts torch's own generator back to where it was, and by that its draws are known again. What is not known is left
+alone, and noted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.lower.kernels.draws import DROPS, SUPPORTED, drawn, dropped_as, named
+from weft.lower.kernels.place import Place, Samples
+from weft.lower.kernels.randomness import Draw
+from weft.model.drawn import Fold
+from weft.world import private
+
+_COMPOSED = {"dropout", "scaled_dot_product_attention"} | DROPS - {"native_dropout"}  # dispatched as what they are made of
+_DRAWS = SUPPORTED - _COMPOSED
+_FACTORIES = {"rand": 0, "randn": 0, "randint": -1, "randperm": 0}  # where the size stands
+_WHOLE_NUMBERS = ("randint", "randperm", "multinomial")
+
+
+class Draws(private.DispatchMode):  # type: ignore[no-untyped-call]
+    """`double`: numbers of float32 are of float64. torch's own generator moves on with every draw. `folds`: where samples lie, by draw."""
+
+    def __init__(self, seed: int, double: bool, folds: Sequence[Fold | None] = ()) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._draw, self._double, self._folds = Draw(seed), double, folds
+        self._numbers: dict[bytes, int] = {}  # by the state of torch's generator
+        self._unknown = False
+
+    def start(self, step: int, samples: Samples | None = None) -> None:
+        """Begin with other samples of the batch; None: all of it."""
+        self._draw.step, self._draw.samples, self._numbers = step, (samples,), {}
+
+    def made(self, count: int) -> bool:
+        """Whether they drew `count` times, and never in a way that is not known."""
+        return len(self._numbers) == count and not self._unknown
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        name = func.__name__.partition(".")[0]
+        writes, name = name.endswith("_"), name.removesuffix("_")
+        if name not in _DRAWS:
+            if torch.Tag.nondeterministic_seeded not in func.tags:
+                return func(*args, **kwargs)
+            # Some that may draw do not, as they are called: attention's kernels without dropout.
+            before = _states(args)
+            found = func(*args, **kwargs)
+            self._unknown |= any(not torch.equal(a, b) for a, b in zip(before, _states(args), strict=True))
+            return found
+        number = self._numbers.setdefault(torch.random.get_rng_state().numpy().tobytes(), len(self._numbers))
+        torch.rand(())
+        shape, dtype, device = self._drawn(name, writes, args, kwargs)
+        fold = self._folds[number] if number < len(self._folds) else None
+        key, box = self._draw.key(number), self._draw.box(Place(shape, fold=fold))
+        if name == "native_dropout":
+            return dropped_as(name, key, box, args[0], args[1])
+        found = drawn(named(func.__name__), key, box, dtype, device, args, kwargs)
+        if writes:
+            args[0].copy_(found)
+            return args[0]
+        return found
+
+    def _drawn(self, name: str, writes: bool, args: Any, kwargs: Any) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
+        """What an operator is asked for: shape (of the numbers drawn), dtype, device."""
+        like = next((x for x in args if isinstance(x, Tensor)), None)
+        whole = torch.int64 if name in _WHOLE_NUMBERS else None
+        if like is None:
+            size = args[_FACTORIES.get(name, -1)]
+            shape = tuple(size) if isinstance(size, tuple | list) else (size,)
+            dtype = kwargs.get("dtype") or whole or torch.get_default_dtype()
+            device = torch.device(kwargs.get("device") or "cpu")
+        else:
+            shape, dtype, device = tuple(like.shape), kwargs.get("dtype") or whole or like.dtype, like.device
+            if name == "normal" and not writes:
+                shape = tuple((args[0] + args[1]).shape)  # of which one may be a number
+            if name == "multinomial" and (args[2] if len(args) > 2 else kwargs.get("replacement", False)):
+                shape = (*shape[:-1], args[1])
+        return shape, torch.float64 if self._double and dtype is torch.float32 else dtype, device
+
+
+def _states(args: Any) -> list[Tensor]:
+    """Of the generators that an operator on these tensors may draw from."""
+    devices = {x.device for x in args if isinstance(x, Tensor) and x.device.type == "cuda"}
+    return [torch.random.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in sorted(devices, key=str))]
