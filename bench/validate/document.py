@@ -36,9 +36,10 @@ NOTES = """
   [tables of single kernels](benchmarks/devices.md), and what those do not tell from sixteen FSDP runs of one 7 B model on A100 and H100:
   what a step's load leaves of the rate of products (`sustained`: all of it on A100, 0.89 on H100), the rate of attention on H100 and of
   its backward on both, the bytes that other kernels move, and how much of a hidden collective's time the compute loses (`contention`).
-  The rows of other sizes were held out: no constant was changed after they were seen. PyTorch of 2023 ran them: cuDNN's attention, which
-  torch 2.11 and later take on H100 and Blackwell where the library has it, is faster, so that long contexts are predicted too slow there.
-  Blackwell and H200 have no such runs: their `sustained` and `attention_backward` are assumed as H100's.
+  The rows of other sizes were held out: no fitted constant was changed after they were seen; six were then priced as ZeRO-2, which they
+  are, and NVLink 4's efficiency outside of its curves was put back to 0.8 for another table. PyTorch of 2023 ran them: cuDNN's attention,
+  which torch 2.11 and later take on H100 and Blackwell where the library has it, is faster, so that long contexts are predicted too slow
+  there. Blackwell and H200 have no such runs: their `sustained` and `attention_backward` are assumed as H100's.
 - **h100-megatron-core**: no compute was fitted; the A100's constants at assumed efficiencies. It is had by name
   (`dgx-h100@h100-megatron-core`).
 - **Bubbles**: nothing is fitted; the published stage times run through weft's own schedule and clock.
