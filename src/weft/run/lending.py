@@ -30,7 +30,7 @@ def lent_threads(
     Args:
         sizes: samples of every microbatch. pipeline: this rank's pipeline group.
     """
-    if layout.lend != "on" or world.device.type != "cpu":
+    if layout.lend != "on" or world.device.type != "cpu" or not world.may_add_threads:
         return {}
     near = next(box for box in world.boxes(pipeline.ranks) if world.rank in box)  # this pipeline's ranks on this host
     here = next(box for box in world.boxes(tuple(range(world.num_ranks))) if world.rank in box)

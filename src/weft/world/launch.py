@@ -355,7 +355,10 @@ def _launch_forked(
     _check(num_ranks, 1)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise UsageError(f"this process has used CUDA; {FRESH}")
-    task = Task("", num_ranks, 1, device, generation, _collective_timeout(timeout_s), ("", "", ""), (), os.getcwd(), dict(env or {}))
+    task = Task(
+        "", num_ranks, 1, device, generation, _collective_timeout(timeout_s), ("", "", ""), (), os.getcwd(), dict(env or {}),
+        may_add_threads=not _has_a_pool(),
+    )  # fmt: skip
     with _Folder(folder) as path, caught_signals() as stops:
         task = _prepare(task, path)
         sys.stdout.flush()
@@ -375,6 +378,12 @@ def _launch_forked(
         finally:
             os.close(held)
             os.close(lifeline)
+
+
+def _has_a_pool() -> bool:
+    """Whether this process has threads that are none of Python's: a rank that is forked from it and wants more waits for ever."""
+    tasks = Path("/proc/self/task")
+    return not tasks.exists() or len(list(tasks.iterdir())) > threading.active_count()
 
 
 class _Folder:

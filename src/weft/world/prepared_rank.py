@@ -61,6 +61,7 @@ class Task:
     sys_path: tuple[str, ...]
     cwd: str
     env: dict[str, str]
+    may_add_threads: bool = True  # False where ranks are forked from a process with a pool of threads, none of which a fork takes along
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -139,6 +140,7 @@ def _run(
             device=pick_device(task.device, rank),
             generation=task.generation,
             threads=task.threads,
+            may_add_threads=task.may_add_threads,
             recorder=notes,
             timeout_s=task.collective_timeout_s,
             catch_sigterm=True,

@@ -37,12 +37,13 @@ __all__ = ["Group", "LostPeer", "Work", "World"]
 class World:
     """`num_ranks` processes, of which this is `rank`.
 
-    `store` is where they meet (None for one rank); `host` the address that gloo connects over; `timeout_s` how long a collective
-    may take before it fails by itself. `threads` is what each rank computes with. With `catch_sigterm` the first look at
-    `stopping` makes SIGTERM set it; before that, and otherwise, SIGTERM ends the process. `transport` is that of tensors on the host:
-    gloo; shared_memory (or portable: without the C library) for every group whose members share a host; empty for shared memory where
-    all ranks share one; boxes=2 (or boxes=2,3) for gloo, and boxes of so many neighbours as if each were a host. With both at once a
-    rank that waits in gloo does nothing for those that wait for it in shared memory, so what mixes them does so in a thread of its own.
+    `store` is where they meet (None for one rank); `host` the address that gloo connects over; `timeout_s` how long a collective may
+    take before it fails by itself. `threads` is what each rank computes with; without `may_add_threads` never with more. With
+    `catch_sigterm` the first look at `stopping` makes SIGTERM set it; before that, and otherwise, SIGTERM ends the process. `transport`
+    is that of tensors on the host: gloo; shared_memory (or portable: without the C library) for every group whose members share a host;
+    empty for shared memory where all ranks share one; boxes=2 (or boxes=2,3) for gloo, and boxes of so many neighbours as if each were
+    a host. With both at once a rank that waits in gloo does nothing for those that wait for it in shared memory, so what mixes them
+    does so in a thread of its own.
 
     >>> world = World()
     >>> world.group((0,)).all_reduce(torch.ones(2)).wait()
@@ -63,6 +64,7 @@ class World:
         timeout_s: float = 1800.0,
         catch_sigterm: bool = False,
         transport: str = "",
+        may_add_threads: bool = True,
     ) -> None:
         if not 0 <= rank < num_ranks:
             raise UsageError(f"rank {rank} is not one of {num_ranks} ranks")
@@ -74,6 +76,7 @@ class World:
         self.device = device or torch.device("cpu")
         self.generation = generation
         self.threads = threads
+        self.may_add_threads = may_add_threads
         self.recorder = recorder or Recorder(generation=generation)
         self._store = private.prefixed(f"gen{generation}", store) if store is not None else None
         self._host = host
