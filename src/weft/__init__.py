@@ -19,12 +19,13 @@ if TYPE_CHECKING:
     from weft.plan.plan import Plan
     from weft.run.engine import Engine
     from weft.run.plain import full_state_dict
+    from weft.run.plain_state import load, save
     from weft.world.launch import launch
 
 __version__ = "0.1.0"
 __all__ = [
-    "Cluster", "Engine", "Layout", "Plan", "auto_parallelize", "comm_hook", "errors", "full_state_dict", "launch", "parallelize", "plan",
-    "shard", "simulate", "verify",
+    "Cluster", "Engine", "Layout", "Plan", "auto_parallelize", "comm_hook", "errors", "full_state_dict", "launch", "load", "parallelize",
+    "plan", "save", "shard", "simulate", "verify",
 ]  # fmt: skip
 
 # Looked up at first use, so that `weft --help` and programs that only read plans do not wait for torch.
@@ -35,6 +36,7 @@ _HOMES = {
     "Layout": "weft.plan.layout",
     "Plan": "weft.plan.plan",
     "launch": "weft.world.launch",
+    **dict.fromkeys(("load", "save"), "weft.run.plain_state"),
     **dict.fromkeys(("auto_parallelize", "comm_hook", "parallelize", "shard", "verify"), "weft.api"),
 }
 

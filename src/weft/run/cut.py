@@ -1,57 +1,67 @@
 """What a plain loop sees of a parameter that is cut between ranks: a tensor that knows that it is a part.
 
-In: this rank's part, and the ranks that hold the others. Out: a tensor that computes elementwise as any other, so that optimizers
-work on it; whose norms, sums and extremes are the whole tensor's, so that clipping clips by the global norm; and that refuses by name
-what would take the part for the whole. Gradients and what optimizers make of such tensors are of the same kind; saved, they are plain.
+In: this rank's part, and the ranks that hold the others. Out: a tensor of which a function gives what the factor rules of its operators say
+(`weft.run.followed`): parts where it works on each part by itself, so that optimizers work on it, and whole sums where parts have
+summands; norms and extremes are the whole tensor's too (`weft.run.combined`), so that clipping clips by the global norm. Everything else
+is refused by name. Gradients and what optimizers make of such tensors are of the same kind.
 
-Every rank calls what combines parts. Not modelled: norms of single rows, products, random numbers drawn in place: refused.
+Every rank calls what combines parts. What tells how a tensor lies here (`shape`, `numel()`, `tolist()`) is the part's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import cache
-from math import inf
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Self
 
-import torch
 from torch import Tensor, nn
 
 from weft.errors import UsageError
+from weft.lower.redistribute import redistribute
+from weft.plan.placement import piece
+from weft.run import combined, followed
+from weft.run.followed import Cuts, Given, Made, Ranks, Verdict
 from weft.world import private
 from weft.world.world import Group
 
+_KNOWN = 4096  # calls whose verdicts are kept
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, eq=False)
 class Whole:
-    """What a part is of. `over`: the ranks that hold its parts, one each; `shape`: of the whole tensor."""
+    """What a part is of. `cuts`: the dimensions that are cut, and who holds the parts along each; `shape`: of the whole tensor."""
 
     name: str
     shape: tuple[int, ...]
-    over: Group
+    cuts: tuple[tuple[int, Group], ...]
+
+    @cached_property
+    def places(self) -> Cuts:
+        """The same in terms that every rank has."""
+        return tuple((dim, group.ranks) for dim, group in self.cuts)
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Where this rank's part begins."""
+        first, length = [0] * len(self.shape), list(self.shape)
+        for dim, group in self.cuts:
+            start, length[dim] = piece(length[dim], group.size, group.index)
+            first[dim] += start
+        return tuple(first)
+
+    @cached_property
+    def part(self) -> tuple[int, ...]:
+        """The shape of this rank's part."""
+        return followed.part_of(self.shape, self.places)
 
     @property
-    def numel(self) -> int:
-        return torch.Size(self.shape).numel()
+    def groups(self) -> tuple[Group, ...]:
+        """Those between which parts are combined, one after the other."""
+        return tuple(group for _, group in self.cuts)
 
 
-# What gives other views of all elements: their norms and sums are those of the whole, in whatever order.
-VIEWS = frozenset(
-    """view view_as reshape reshape_as flatten ravel t T mT H transpose swapaxes permute movedim squeeze unsqueeze contiguous unflatten
-    """.split()
-)
-# What mixes elements, or finds them by their place, and may keep the shape; and what draws random numbers, which are to differ by part.
-MIXES = frozenset(
-    """matmul __matmul__ __rmatmul__ mm bmm addmm addmm_ einsum linear bilinear cumsum cumsum_ cumprod softmax log_softmax sort argsort
-    roll flip layer_norm normalize renorm renorm_ __getitem__ __setitem__ index_add_ index_copy_ index_fill_ index_put_ scatter_
-    scatter_add_ fill_diagonal_ tril triu tril_ triu_ normal_ uniform_ random_ bernoulli_ exponential_ log_normal_ cauchy_ geometric_
-    kaiming_uniform_ dropout rand_like randn_like randint_like
-    """.split()
-)
-
-
-class Cut(Tensor):
+class Cut(combined.Part):
     """This rank's part of a tensor."""
 
     whole: Whole
@@ -63,21 +73,31 @@ class Cut(Tensor):
         made.whole = whole
         return made
 
+    @staticmethod
+    def like(x: Tensor, part: Cut) -> Cut:
+        """`x` as a part of what `part` is of."""
+        return Cut.of(x, part.whole)
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        name, combined, mixes = _known(func)
-        if combined is not None:
-            return combined(name, *args, **kwargs)
-        if mixes:
-            raise refusal(name, _first((*args, *kwargs.values())))
-        with private.as_plain():
-            result = func(*args, **kwargs)
-        return _marked(name, result, args, kwargs) if isinstance(result, (Tensor, list, tuple)) else result
+        name = _name(func)
+        combine = combined.FUNCTIONS.get(name)
+        if combine is not None:
+            result = combine(func, *args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        return _called(name, func, tuple(args), kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Cut:
+        if id(self) not in memo:
+            with private.as_plain():
+                memo[id(self)] = type(self).of(self.detach().clone().requires_grad_(self.requires_grad), self.whole)
+        found: Cut = memo[id(self)]
+        return found
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        with private.as_plain():
-            return self.as_subclass(Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        raise refusal("saving", self, "weft.save(folder, net, optimizer) saves the whole, and weft.load takes it back in any layout")
 
 
 class CutParameter(Cut, nn.Parameter):
@@ -90,140 +110,132 @@ class CutParameter(Cut, nn.Parameter):
         made.whole = whole
         return made
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> CutParameter:
-        if id(self) not in memo:
-            with private.as_plain():
-                memo[id(self)] = type(self).of(self.detach().clone().requires_grad_(self.requires_grad), self.whole)
-        found: CutParameter = memo[id(self)]
-        return found
 
-
-def refusal(name: str, part: Cut) -> UsageError:
+def refusal(name: str, part: Cut, why: str = "") -> UsageError:
     """What is said to an operation that would take the part for the whole."""
     whole = part.whole
     return UsageError(
         f"{name} of {whole.name}, of which this rank holds a part, {list(part.shape)} of {list(whole.shape)}, would take that part for the "
         'whole; use weft.full_state_dict(net), or a layout that cuts no weights: auto_parallelize(..., plan="data=N")'
+        f"{f' ({why})' if why else ''}"
     )
 
 
-@cache
-def _known(func: Any) -> tuple[str, Callable[..., Any] | None, bool]:
-    """An operation's name (`sum` for torch.sum and Tensor.sum, of a property its own), how it combines parts, and whether it mixes them."""
+def cuts_in(values: Iterable[Any]) -> list[Cut]:
+    """The parts among the tensors of a nest."""
+    return [x for x in followed.tensors_in(list(values)) if isinstance(x, Cut)]
+
+
+def _name(func: Any) -> str:
+    """An operation's name: `sum` for torch.sum and Tensor.sum, of a property its own."""
     name = str(getattr(func, "__name__", func))
-    if name == "__get__":
-        name = str(getattr(func.__self__, "__name__", name))
-    return name, COMBINED.get(name), name in MIXES
+    return str(getattr(func.__self__, "__name__", name)) if name in ("__get__", "__set__", "__delete__") else name
 
 
-def _cuts(values: Iterable[Any]) -> Iterable[Cut]:
-    for value in values:
-        if isinstance(value, Cut):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _cuts(value)
+def _check_set(name: str, part: Cut, x: Tensor, value: Any) -> None:
+    """Raise where a part becomes a whole's gradient or data, or the other way round."""
+    if isinstance(value, Tensor) and not (isinstance(x, Cut) and tuple(value.shape) == tuple(x.shape)):
+        raise refusal(f"setting {name}", part, "copy_() takes this rank's part of a whole tensor")
 
 
-def _first(values: Iterable[Any]) -> Cut:
-    return next(iter(_cuts(values)))
+def _called(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What the function gives, as its verdict says."""
+    tensors = list(followed.tensors_in((args, kwargs)))
+    parts = [x for x in tensors if isinstance(x, Cut)]
+    if not parts:
+        raise AssertionError(f"{name} has no part among its tensors")
+    told = _verdict(func, args, kwargs, tensors)
+    if told.why:
+        raise refusal(name, parts[0], told.why)
+    if not told.computes:
+        if getattr(func, "__name__", "") == "__set__":
+            _check_set(name, parts[0], *args)
+        with private.as_plain():
+            return _of_itself(name, func(*args, **kwargs), parts[0])
+    groups = {group.ranks: group for x in parts for _, group in x.whole.cuts}
+    with private.as_plain():
+        given = [_prepared(x, cuts, sums, groups) for x, cuts, sums in zip(tensors, told.cuts, told.sums, strict=True)]
+        fed = iter(given)
+        result = func(*followed.replaced(args, fed), **followed.replaced(kwargs, fed))
+        found = list(followed.tensors_in(result))
+        if len(found) != len(told.results):
+            raise AssertionError(f"{name} gives {len(found)} tensors, and was to give {len(told.results)}")
+        if not found:
+            return result
+        known = {id(x) for x in given}  # what was changed in place comes back
+        made = (x if id(x) in known else _made(x, one, parts[0].whole.name, groups) for x, one in zip(found, told.results, strict=True))
+        return followed.replaced(result, made)
 
 
-def _marked(name: str, result: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """A result of an operation on parts: a part as well, where it has each element's own result."""
-    if isinstance(result, Tensor):
-        if isinstance(result, Cut):
-            return result  # what was changed in place
-        part = _first((*args, *kwargs.values()))
-        if result.shape == part.shape or (name in VIEWS and result.numel() == part.numel()):
-            return Cut.of(result, part.whole)
-        raise refusal(name, part)
-    if isinstance(result, (list, tuple)) and any(isinstance(one, Tensor) for one in result):
-        given = [list(a) for a in args if isinstance(a, (list, tuple)) and len(a) == len(result)]
-        if not given:  # pieces of one tensor
-            raise refusal(name, _first((*args, *kwargs.values())))
-        rows = zip(*given, strict=True)
-        return [_marked(name, one, row, {}) if any(True for _ in _cuts(row)) else one for one, row in zip(result, rows, strict=True)]
+def _prepared(x: Tensor, cuts: Cuts, sums: tuple[Ranks, ...], groups: dict[Ranks, Group]) -> Tensor:
+    """A whole tensor as parts need it."""
+    for dim, ranks in cuts:
+        group = groups[ranks]
+        if x.requires_grad:
+            x = redistribute(x, "R", f"S{dim}", group)
+        else:
+            x = x.narrow(dim, *piece(x.shape[dim], group.size, group.index))
+    for ranks in sums:
+        x = redistribute(x, "R", "+", groups[ranks])
+    return x
+
+
+def _made(x: Tensor, one: Made, name: str, groups: dict[Ranks, Group]) -> Tensor:
+    for ranks, share in one.sums:
+        x = combined.summed(x, share, groups[ranks])
+    return Cut.of(x, Whole(name, one.shape, tuple((dim, groups[ranks]) for dim, ranks in one.cuts))) if one.cuts else x
+
+
+def _of_itself(name: str, result: Any, part: Cut) -> Any:
+    """What a tensor tells of itself without computing: its gradient and its data are parts as well."""
+    if isinstance(result, Tensor) and not isinstance(result, Cut):
+        if tuple(result.shape) != tuple(part.shape):
+            raise refusal(name, part)
+        return Cut.of(result, part.whole)
     return result
 
 
-class _Combined(torch.autograd.Function):
-    """A number of every part as that of the whole: its sum, maximum, minimum, or p-norm."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, whole: Whole, kind: str, p: float) -> Tensor:
-        exact = part.detach().to(torch.float64 if part.is_floating_point() else torch.int64)
-        if kind == "norm":
-            kind = {inf: "max", -inf: "min"}.get(p, "norm")
-        powered = exact.pow(p) if kind == "norm" and p else exact.clone()
-        whole.over.all_reduce(powered, op="max" if kind == "max" else "min" if kind == "min" else "sum")
-        total = powered.pow(1 / p) if kind == "norm" and p else powered
-        ctx.kind, ctx.p = kind, p
-        ctx.save_for_backward(exact, total)
-        return total.to(part.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        part, total = ctx.saved_tensors
-        if ctx.kind in ("max", "min"):
-            grad = grad * (part == total)
-        elif ctx.kind == "norm":
-            grad = (grad * (part / total).pow(ctx.p - 1)).to(grad.dtype) if total else torch.zeros_like(grad)
-        return grad, None, None, None
-
-
-def _combine(part: Tensor, whole: Whole, kind: str, p: float = 2.0) -> Tensor:
-    combined: Tensor = _Combined.apply(part, whole, kind, p)  # type: ignore[no-untyped-call]
-    return combined
-
-
-def _norm(name: str, x: Any, p: Any = None, dim: Any = None, keepdim: bool = False, *, ord: Any = None, dtype: Any = None) -> Tensor:
-    """The p-norm of all elements, as torch.norm, Tensor.norm, torch.linalg.norm and torch.linalg.vector_norm give it."""
-    p = ord if p is None else p
-    if dim is not None or keepdim or p == "nuc" or (name == "linalg_norm" and p is not None and x.dim() > 1):  # the last is a matrix's
-        raise refusal(name, x)
-    p = 2.0 if p is None or p == "fro" else float(p)
+def _verdict(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[Tensor]) -> Verdict:
     with private.as_plain():
-        own = torch.linalg.vector_norm(x.as_subclass(Tensor), p, dtype=dtype)
-        return _combine(own, x.whole, "norm", p)
+        given = tuple(_given(x) for x in tensors)
+    key = (func, _key(args), _key(kwargs), given)
+    try:
+        known = _verdicts.get(key)
+    except TypeError:  # something that cannot be compared is among the arguments
+        return followed.verdict(func, args, kwargs, given)
+    if known is None:
+        known = followed.verdict(func, args, kwargs, given)
+        if not known.can_be:
+            # Beside a whole it would not fit: somebody made it as large as the part that he saw.
+            own = {one.part: one for one in given if one.knows}
+            alike = [replace(own[one.part], knows=False) if not one.knows and one.part in own else one for one in given]
+            known = followed.verdict(func, args, kwargs, alike) if alike != list(given) else known
+        while len(_verdicts) >= _KNOWN:
+            del _verdicts[next(iter(_verdicts))]
+        _verdicts[key] = known
+    return known
 
 
-def _norms(name: str, xs: Sequence[Tensor], ord: Any = 2, **kwargs: Any) -> tuple[Tensor, ...]:
-    """The norm of each, whole or part."""
-    return tuple(_norm(name, x, ord, **kwargs) if isinstance(x, Cut) else torch.linalg.vector_norm(x, float(ord), **kwargs) for x in xs)
+def _given(x: Tensor) -> Given:
+    shape = tuple(x.shape)
+    if isinstance(x, Cut):
+        return Given(x.whole.shape, shape, x.whole.places, x.dtype, True, False)
+    return Given(shape, shape, (), x.dtype, False, x.requires_grad)
 
 
-def _unscaled(name: str, gradients: list[Tensor], found: Tensor, *scale: Tensor) -> None:
-    """Unscales gradients of float16, for all ranks to skip the step together where one has found what is not finite."""
-    with private.as_plain():
-        private.unscale(gradients, found, *scale)
-        _first((gradients,)).whole.over.all_reduce(found, op="max")
+_verdicts: dict[Hashable, Verdict] = {}  # of what depends on nothing but the key
 
 
-def _reduced(local: Callable[..., Tensor], kind: str) -> Callable[..., Tensor]:
-    def combined(name: str, x: Any, *args: Any, **kwargs: Any) -> Tensor:
-        if args or set(kwargs) - {"dtype"} or not isinstance(x, Cut):  # over some dimensions, or with another tensor
-            raise refusal(name, _first((x, *args, *kwargs.values())))
-        with private.as_plain():
-            own = local(x.as_subclass(Tensor), **kwargs)
-            found = _combine(own.to(torch.int64) if own.dtype is torch.bool else own, x.whole, kind)
-            return found / x.whole.numel if name == "mean" else found.to(own.dtype)
-
-    return combined
-
-
-COMBINED: dict[str, Callable[..., Any]] = {
-    "norm": _norm,
-    "linalg_norm": _norm,
-    "linalg_vector_norm": _norm,
-    "frobenius_norm": _norm,
-    private.FOREACH_NORM: _norms,
-    private.unscale.__name__: _unscaled,
-    "sum": _reduced(torch.sum, "sum"),
-    "mean": _reduced(torch.sum, "sum"),
-    "max": _reduced(torch.max, "max"),
-    "min": _reduced(torch.min, "min"),
-    "amax": _reduced(torch.amax, "max"),
-    "amin": _reduced(torch.amin, "min"),
-    "any": _reduced(torch.any, "max"),
-    "all": _reduced(torch.all, "min"),
-}
+def _key(value: Any) -> Hashable:
+    """Arguments as far as they decide which operators run. Fractions do not: a learning rate may be another one at every step."""
+    if isinstance(value, Tensor):
+        return Tensor
+    if isinstance(value, list | tuple):
+        return (type(value), *map(_key, value))
+    if isinstance(value, dict):
+        return (dict, *((k, _key(v)) for k, v in value.items()))
+    if isinstance(value, slice):
+        return (slice, value.start, value.stop, value.step)
+    if isinstance(value, float) and not value.is_integer():
+        return float
+    return (type(value), value)

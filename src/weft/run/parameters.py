@@ -54,12 +54,6 @@ class LocalParameter:
         return torch.Size(self.shape).numel()
 
     @property
-    def cut_over(self) -> tuple[str, ...]:
-        """Mesh axes along which ranks hold different blocks of it."""
-        _, axes, _ = self.kind
-        return axes  # type: ignore[return-value]
-
-    @property
     def summed_over(self) -> tuple[str, ...]:
         """Mesh axes along which ranks have summands of its gradient."""
         _, _, axes = self.kind

@@ -26,12 +26,14 @@ from weft.plan.plan import Plan
 from weft.run.build import Parts, Source, build
 from weft.run.captures import captured_in
 from weft.run.cut import CutParameter, Whole
+from weft.run.cut_optimizer import guard_optimizers
 from weft.run.divided import OWN, Captures, Divided, cut_what_is_loaded
 from weft.run.exchange import Exchange
 from weft.run.optimizer import OptimizerSpec
 from weft.run.original import Original
 from weft.run.parameters import share
-from weft.run.undivided import Undivided, keep_whole
+from weft.run.plain_state import divided_of
+from weft.run.undivided import keep_whole
 from weft.world.world import World
 
 
@@ -74,8 +76,8 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor] | None:
     Raises:
         UsageError: a model that is not divided.
     """
-    divided = getattr(inspect.unwrap(model.forward), "__self__", None)
-    if not isinstance(divided, Divided | Undivided):
+    divided = divided_of(model)
+    if divided is None:
         raise UsageError(
             f"{type(model).__name__} is not divided: give the module that was built under weft.auto_parallelize; "
             "an engine has full_state_dict() of its own"
@@ -88,8 +90,13 @@ def _mark_cut(parts: Parts, world: World, mesh: Mesh) -> None:
     values = {v.name: v.value for v in parts.graph.parameters}
     for name, spec in parts.specs.items():
         if spec.shape != spec.global_shape:
-            over = world.group(mesh.group(world.rank, *spec.cut_over))
-            marked = CutParameter.of(parts.parameters[name], Whole(name, spec.global_shape, over))
+            forms = parts.sharding.forms[values[name]]
+            cuts = tuple((int(form[1:]), world.group(mesh.group(world.rank, axis))) for axis, form in forms.items() if form[0] == "S")
+            whole = Whole(name, spec.global_shape, cuts)
+            if (whole.offsets, whole.part) != (spec.offsets, spec.shape):
+                raise AssertionError(f"{name} is cut {whole.places}, and lies at {spec.offsets}")
+            guard_optimizers()
+            marked = CutParameter.of(parts.parameters[name], whole)
             parts.parameters[name] = marked
             if values[name] in parts.variables:
                 parts.variables[values[name]] = marked

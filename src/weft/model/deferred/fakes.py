@@ -1,12 +1,13 @@
 """The one adapter to torch's fake tensors (shape, dtype and device "cpu", but no memory), to its traces, its dispatcher and its trees.
 
-In: torch's private names, each listed once, and those that not every version has. Out: `Fake`, `fake_mode()`, `forget()`, `for_real()`, a
-block without fake tensors and tracing, `tracing()`, `ASSERT`, `NO_FAKE`, `DATA_DEPENDENT`, `DispatchMode`, `tree_flatten`, `tree_map`.
-Not modelled: fake tensors of other devices.
+In: torch's private names, each listed once, and those that not every version has. Out: `Fake`, `fake_mode()`, `forget()`, `for_real()`,
+a block without fake tensors and tracing, `tracing()`, `unlogged()`, `ASSERT`, `NO_FAKE`, `DATA_DEPENDENT`, `DispatchMode`,
+`tree_flatten`, `tree_map`. Not modelled: fake tensors of other devices.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -45,6 +46,7 @@ __all__ = [
     "tracing",
     "tree_flatten",
     "tree_map",
+    "unlogged",
 ]
 
 ASSERT = torch._assert  # by which models check what a trace does not know
@@ -132,6 +134,17 @@ def _set(owner: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, before)
+
+
+@contextmanager
+def unlogged() -> Iterator[None]:
+    """Calls that cannot be are tried inside: torch raises, and does not write a trace to the log as well."""
+    log = logging.getLogger(fake_tensor.__name__)
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def forget(mode: FakeTensorMode) -> None:

@@ -11,7 +11,7 @@ from weft.model.rules.samples import OF_SAMPLES, OWN, masked_put
 from weft.model.rules.table import ALONG_DIM, CELLS, FACTORIES, LOSSES, NOTATION, POINTWISE, REDUCED_AT, REDUCTIONS, SHAPED_LIKE
 from weft.model.rules.views import VIEWS, index
 
-__all__ = ["BLOCKED", "Labels", "Rule", "parse", "rule_of"]
+__all__ = ["BLOCKED", "Labels", "Rule", "of_elements", "parse", "rule_of"]
 
 Shape = tuple[int, ...]
 
@@ -75,6 +75,11 @@ def _rule_of(op: Operator, tensors: dict[str, Tensor]) -> Rule | None:
         if found is not None:
             return _adjust(op, name, found, ins)
     return None
+
+
+def of_elements(ins: list[Shape], outs: list[Shape]) -> Rule:
+    """The rule of whatever makes each element of its results from the elements at its own (broadcast) place."""
+    return _pointwise(ins, outs)
 
 
 def _given(op: Operator, text: str, tensors: dict[str, Tensor]) -> list[Shape | None]:

@@ -87,6 +87,7 @@ POINTWISE = frozenset(
     special_bessel_j0 special_bessel_j1 special_zeta uniform normal_functional bernoulli exponential randint_like
     tanh_backward sigmoid_backward gelu_backward silu_backward mish_backward threshold_backward hardtanh_backward leaky_relu_backward
     elu_backward softplus_backward hardswish_backward hardsigmoid_backward logit_backward
+    zero _fused_adam _fused_adamw _fused_sgd _fused_adagrad
     """.split()
 )
 

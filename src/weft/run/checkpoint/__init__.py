@@ -1,7 +1,7 @@
 """Checkpoints: pieces of tensors in, a committed folder out; and any pieces back from it, under any layout."""
 
 from weft.run.checkpoint.folder import Replaced, Saved, claim, committed
-from weft.run.checkpoint.load import inspect, latest_good, load, read_whole, verify
+from weft.run.checkpoint.load import fill, inspect, latest_good, load, match, opened, read_whole, verify
 from weft.run.checkpoint.piece import Piece, whole
 from weft.run.checkpoint.region import Box, Region
 from weft.run.checkpoint.save import save
@@ -9,6 +9,6 @@ from weft.run.checkpoint.tensorfile import write_tensors
 from weft.run.checkpoint.together import Alone, Together, from_first
 
 __all__ = [
-    "Alone", "Box", "Piece", "Region", "Replaced", "Saved", "Together", "claim", "committed", "from_first", "inspect", "latest_good",
-    "load", "read_whole", "save", "verify", "whole", "write_tensors",
+    "Alone", "Box", "Piece", "Region", "Replaced", "Saved", "Together", "claim", "committed", "fill", "from_first", "inspect",
+    "latest_good", "load", "match", "opened", "read_whole", "save", "verify", "whole", "write_tensors",
 ]  # fmt: skip

@@ -95,15 +95,35 @@ def load(folder: Path | str, wanted: Sequence[Piece], together: Together | None 
         CheckpointError: nothing to load; damaged; or of another model, naming the first tensors that differ. Then no tensor
             has been touched.
     """
+    together = together or Alone()
+    path, manifest = opened(folder, together, warn)
+    fill(path, manifest, wanted, together, warn)
+    return {**manifest.extra, "step": manifest.step}
+
+
+def opened(folder: Path | str, together: Together | None = None, warn: Warn = warn_python) -> tuple[Path, Manifest]:
+    """One checkpoint, or the newest good one of a folder, and its manifest; its files are checked. Every rank calls it.
+
+    Raises:
+        CheckpointError: nothing there, or damaged.
+    """
     folder, together = Path(folder), together or Alone()
     if (folder / MANIFEST).exists():
-        path, manifest = folder, verify(folder, together)
-    else:
-        found = _latest_good(folder, together, warn)
-        if found is None:
-            raise CheckpointError(f"{folder} holds no checkpoint that is whole; begin a new run, or name another folder")
-        path, manifest = found
-    _match(path, manifest, wanted, together, warn)
+        return folder, verify(folder, together)
+    found = _latest_good(folder, together, warn)
+    if found is None:
+        raise CheckpointError(f"{folder} holds no checkpoint that is whole; begin a new run, or name another folder")
+    return found
+
+
+def fill(path: Path, manifest: Manifest, wanted: Sequence[Piece], together: Together | None = None, warn: Warn = warn_python) -> None:
+    """Fill the tensors of `wanted` in place from what `opened` found; every rank calls it.
+
+    Raises:
+        CheckpointError: of another model; then no tensor has been touched.
+    """
+    together = together or Alone()
+    match(path, manifest, wanted, together, warn)
     stored = {tensor.key: tensor for tensor in manifest.tensors}
     own: Exception | None = None
     try:
@@ -116,7 +136,6 @@ def load(folder: Path | str, wanted: Sequence[Piece], together: Together | None 
     failed = first_failed(together, int(own is not None))
     if failed:
         raise CheckpointError(f"rank {failed[0]} cannot read {path}{f': {own}' if own else ''}") from own
-    return {**manifest.extra, "step": manifest.step}
 
 
 def _fill(reader: Reader, piece: Piece, stored: StoredTensor) -> None:
@@ -127,8 +146,8 @@ def _fill(reader: Reader, piece: Piece, stored: StoredTensor) -> None:
     piece.tensor.copy_(out.view(piece.tensor.shape))
 
 
-def _match(path: Path, manifest: Manifest, wanted: Sequence[Piece], together: Together, warn: Warn) -> None:
-    """Raise on every rank where a name or a shape differs on any."""
+def match(path: Path, manifest: Manifest, wanted: Sequence[Piece], together: Together, warn: Warn = warn_python) -> None:
+    """Raise CheckpointError on every rank where a name or a shape differs on any."""
     number = {tensor.key: i for i, tensor in enumerate(manifest.tensors)}
     used, differs = [0] * len(number), [0] * len(number)
     absent, first_differs, converted = [], "", 0
