@@ -11,7 +11,8 @@ import weft
 
 NAMES = {
     "Cluster", "Engine", "Layout", "Plan",
-    "auto_parallelize", "comm_hook", "errors", "full_state_dict", "launch", "parallelize", "plan", "shard", "simulate", "verify",
+    "auto_parallelize", "comm_hook", "errors", "full_state_dict", "launch", "load", "parallelize", "plan", "save", "shard",
+    "simulate", "verify",
 }  # fmt: skip
 
 

@@ -42,6 +42,11 @@ class Whole:
         return tuple((dim, group.ranks) for dim, group in self.cuts)
 
     @cached_property
+    def key(self) -> Hashable:
+        """Equal for parts of which functions give the same."""
+        return (self.shape, self.places)
+
+    @cached_property
     def offsets(self) -> tuple[int, ...]:
         """Where this rank's part begins."""
         first, length = [0] * len(self.shape), list(self.shape)
@@ -81,6 +86,9 @@ class Cut(combined.Part):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
+        if func in _properties:
+            with private.as_plain():
+                return func(*args)
         name = _name(func)
         combine = combined.FUNCTIONS.get(name)
         if combine is not None:
@@ -140,31 +148,31 @@ def _check_set(name: str, part: Cut, x: Tensor, value: Any) -> None:
 
 def _called(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What the function gives, as its verdict says."""
-    tensors = list(followed.tensors_in((args, kwargs)))
-    parts = [x for x in tensors if isinstance(x, Cut)]
-    if not parts:
-        raise AssertionError(f"{name} has no part among its tensors")
-    told = _verdict(func, args, kwargs, tensors)
-    if told.why:
-        raise refusal(name, parts[0], told.why)
-    if not told.computes:
-        if getattr(func, "__name__", "") == "__set__":
-            _check_set(name, parts[0], *args)
-        with private.as_plain():
-            return _of_itself(name, func(*args, **kwargs), parts[0])
-    groups = {group.ranks: group for x in parts for _, group in x.whole.cuts}
     with private.as_plain():
-        given = [_prepared(x, cuts, sums, groups) for x, cuts, sums in zip(tensors, told.cuts, told.sums, strict=True)]
-        fed = iter(given)
-        result = func(*followed.replaced(args, fed), **followed.replaced(kwargs, fed))
-        found = list(followed.tensors_in(result))
+        tensors: list[Tensor] = []
+        key = (func, _key(args, tensors), _key(kwargs, tensors) if kwargs else None)
+        told = _verdict(key, args, kwargs, tensors)
+        if told.why:
+            raise refusal(name, _first(tensors), told.why)
+        if not told.computes:
+            return _of_itself(name, func, args, kwargs, _first(tensors))
+        groups: dict[Ranks, Group] = {group.ranks: group for x in tensors if isinstance(x, Cut) for _, group in x.whole.cuts}
+        if told.prepares:
+            tensors = [_prepared(x, cuts, sums, groups) for x, cuts, sums in zip(tensors, told.cuts, told.sums, strict=True)]
+            fed = iter(tensors)
+            args, kwargs = followed.replaced(args, fed), followed.replaced(kwargs, fed)
+        result = func(*args, **kwargs)
+        found = [result] if isinstance(result, Tensor) else list(followed.tensors_in(result))
         if len(found) != len(told.results):
             raise AssertionError(f"{name} gives {len(found)} tensors, and was to give {len(told.results)}")
-        if not found:
-            return result
-        known = {id(x) for x in given}  # what was changed in place comes back
-        made = (x if id(x) in known else _made(x, one, parts[0].whole.name, groups) for x, one in zip(found, told.results, strict=True))
-        return followed.replaced(result, made)
+        known = {id(x) for x in tensors}  # what was changed in place comes back
+        whole = _first(tensors).whole
+        made = [x if id(x) in known else _made(x, one, whole.name, groups) for x, one in zip(found, told.results, strict=True)]
+        return made[0] if isinstance(result, Tensor) else followed.replaced(result, iter(made))
+
+
+def _first(tensors: Iterable[Tensor]) -> Cut:
+    return next(x for x in tensors if isinstance(x, Cut))
 
 
 def _prepared(x: Tensor, cuts: Cuts, sums: tuple[Ranks, ...], groups: dict[Ranks, Group]) -> Tensor:
@@ -186,33 +194,43 @@ def _made(x: Tensor, one: Made, name: str, groups: dict[Ranks, Group]) -> Tensor
     return Cut.of(x, Whole(name, one.shape, tuple((dim, groups[ranks]) for dim, ranks in one.cuts))) if one.cuts else x
 
 
-def _of_itself(name: str, result: Any, part: Cut) -> Any:
+def _of_itself(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], part: Cut) -> Any:
     """What a tensor tells of itself without computing: its gradient and its data are parts as well."""
+    kind = getattr(func, "__name__", "")
+    if kind == "__set__":
+        _check_set(name, part, *args)
+    result = func(*args, **kwargs)
     if isinstance(result, Tensor) and not isinstance(result, Cut):
         if tuple(result.shape) != tuple(part.shape):
             raise refusal(name, part)
         return Cut.of(result, part.whole)
+    if kind == "__get__" and not isinstance(result, Tensor) and name not in combined.FUNCTIONS:
+        _properties.add(func)
     return result
 
 
-def _verdict(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[Tensor]) -> Verdict:
-    with private.as_plain():
-        given = tuple(_given(x) for x in tensors)
-    key = (func, _key(args), _key(kwargs), given)
+def _verdict(key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[Tensor]) -> Verdict:
+    func: Any = key[0]  # type: ignore[index]
     try:
         known = _verdicts.get(key)
     except TypeError:  # something that cannot be compared is among the arguments
-        return followed.verdict(func, args, kwargs, given)
+        return _asked(func, args, kwargs, tensors)
     if known is None:
-        known = followed.verdict(func, args, kwargs, given)
-        if not known.can_be:
-            # Beside a whole it would not fit: somebody made it as large as the part that he saw.
-            own = {one.part: one for one in given if one.knows}
-            alike = [replace(own[one.part], knows=False) if not one.knows and one.part in own else one for one in given]
-            known = followed.verdict(func, args, kwargs, alike) if alike != list(given) else known
+        known = _asked(func, args, kwargs, tensors)
         while len(_verdicts) >= _KNOWN:
             del _verdicts[next(iter(_verdicts))]
         _verdicts[key] = known
+    return known
+
+
+def _asked(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[Tensor]) -> Verdict:
+    given = [_given(x) for x in tensors]
+    known = followed.verdict(func, args, kwargs, given)
+    if not known.can_be:
+        # Beside a whole it would not fit: somebody made it as large as the part that he saw.
+        parts = {one.part: one for one in given if one.knows}
+        alike = [replace(parts[one.part], knows=False) if not one.knows and one.part in parts else one for one in given]
+        known = followed.verdict(func, args, kwargs, alike) if alike != given else known
     return known
 
 
@@ -224,18 +242,23 @@ def _given(x: Tensor) -> Given:
 
 
 _verdicts: dict[Hashable, Verdict] = {}  # of what depends on nothing but the key
+_properties: set[Any] = set()  # that are no tensors: they tell how the part lies
 
 
-def _key(value: Any) -> Hashable:
-    """Arguments as far as they decide which operators run. Fractions do not: a learning rate may be another one at every step."""
+def _key(value: Any, tensors: list[Tensor]) -> Hashable:
+    """Arguments as far as they decide which operators run, and their tensors, put into `tensors`.
+
+    Fractions do not: a learning rate may be another one at every step.
+    """
     if isinstance(value, Tensor):
-        return Tensor
+        tensors.append(value)
+        return (value.shape, value.dtype, value.whole.key if isinstance(value, Cut) else value.requires_grad)
+    if isinstance(value, float):
+        return value if value.is_integer() else float
     if isinstance(value, list | tuple):
-        return (type(value), *map(_key, value))
+        return (type(value), *[_key(item, tensors) for item in value])
     if isinstance(value, dict):
-        return (dict, *((k, _key(v)) for k, v in value.items()))
+        return (dict, *[(name, _key(item, tensors)) for name, item in value.items()])
     if isinstance(value, slice):
         return (slice, value.start, value.stop, value.step)
-    if isinstance(value, float) and not value.is_integer():
-        return float
     return (type(value), value)

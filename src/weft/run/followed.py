@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import zip_longest
 from typing import Any
 
@@ -53,7 +53,7 @@ class Made:
     sums: tuple[tuple[Ranks, float], ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Verdict:
     """`why` it is refused, and whether the whole can be called so at all; whether it computes anything; how each whole tensor that it is
     given is cut, and between which ranks that one's gradient is summed; what each result is."""
@@ -64,6 +64,11 @@ class Verdict:
     cuts: tuple[Cuts, ...] = ()
     sums: tuple[tuple[Ranks, ...], ...] = ()
     results: tuple[Made, ...] = ()
+
+    @cached_property
+    def prepares(self) -> bool:
+        """Whether a tensor is prepared."""
+        return any(self.cuts) or any(self.sums)
 
 
 class _Unclear(Exception):
