@@ -595,6 +595,8 @@ OFFERED: list[tuple[str, Callable[[], Case], set[str]]] = [
     ("a mask that is written", lambda: case("index_put.default", real(4, 6), [real(4, 6) > 0], real()), {"d0", "d1"}),
     ("rows that are written", lambda: case("index_put.default", real(4, 6), [real(4) > 0], real()), {"d0", "d1"}),
     ("layer norm", lambda: case("layer_norm.default", real(2, 4, 6), [6]), {"b-2", "b-1"}),
+    ("mean of a scalar", lambda: case("mean.dim", real(), [0]), set()),
+    ("maximum of a scalar", lambda: case("amax.default", real(), [-1]), set()),
 ]  # fmt: skip
 
 

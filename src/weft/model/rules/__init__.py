@@ -111,14 +111,14 @@ def _cast_alike(ins: list[Shape], outs: list[Shape]) -> Rule:
 
 
 def _dims(op: Operator, position: int, rank: int) -> list[int] | None:
-    """The reduced dimensions: None means all."""
+    """The reduced dimensions: None means all; none of a scalar, which torch lets count as one."""
     value = op.args[position] if len(op.args) > position else dict(op.kwargs).get("dim")
     if value is None or value == ():
         return None
     items = value if isinstance(value, tuple) else (value,)
     if not all(isinstance(i, int) and not isinstance(i, bool) for i in items):
         return None
-    return [int(i) % max(rank, 1) for i in items]
+    return [int(i) % rank for i in items] if rank else []
 
 
 def _along_dim(op: Operator, name: str, ins: list[Shape], outs: list[Shape]) -> Rule | None:
