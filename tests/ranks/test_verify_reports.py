@@ -114,9 +114,9 @@ def test_several_layouts_trace_the_model_once(monkeypatch: pytest.MonkeyPatch) -
     captures: list[Any] = []
     capture = Source.capture
 
-    def counted(self: Source, batch: Any, loss: Any, size: Any, outputs: bool = False) -> Any:
+    def counted(self: Source, batch: Any, loss: Any, size: Any, *rest: Any) -> Any:
         captures.append(size)
-        return capture(self, batch, loss, size, outputs)
+        return capture(self, batch, loss, size, *rest)
 
     monkeypatch.setattr(Source, "capture", counted)
     found = verified(["data=2", "tensor=2", "pipeline=2 microbatches=2"])
