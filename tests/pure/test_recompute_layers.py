@@ -15,7 +15,8 @@ from weft.cost.step import Pricer
 from weft.errors import Infeasible, LayoutError
 from weft.plan.layout import Layout
 from weft.plan.residency import LayerChoice, Residency
-from weft.solve.residency import DROP, KEEP, resident
+from weft.solve.housing import resident
+from weft.solve.residency import DROP, KEEP
 from weft.solve.search import search
 from weft.solve.timing import balanced, clocked, price
 

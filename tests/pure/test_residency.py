@@ -24,7 +24,8 @@ from weft.plan.plan import Plan
 from weft.plan.residency import Residency
 from weft.plan.store import format_plan, parse_plan
 from weft.solve import residency
-from weft.solve.residency import CHOICES, DROP, KEEP, SWAP, Room, Stage, choose, resident, rows, worded
+from weft.solve.housing import resident, worded
+from weft.solve.residency import CHOICES, DROP, KEEP, SWAP, Room, Stage, choose, rows
 from weft.solve.search import search
 from weft.solve.timing import Priced, balanced, clocked, price
 

@@ -25,6 +25,9 @@ CASES = [
     (GPT, "pipeline=2 microbatches=4 schedule=zb-h1 recompute=full"),
     (GPT, "pipeline=2 microbatches=4 schedule=zb-h2 offload=all"),
     (GPT, "pipeline=2 microbatches=4 schedule=zb-v recompute=full"),
+    # Of a rank with several stages layers of some are made again, or come back.
+    (GPT, "pipeline=2 microbatches=4 schedule=interleaved chunks=2 recompute=full:1/0/0/1"),
+    (GPT, "pipeline=2 microbatches=4 schedule=interleaved chunks=2 offload=activations:0/1/1/0 recompute=full:1/0/0/0"),
     (GPT, "data=2 recompute=full"),
     (GPT, "microbatches=2 recompute=full:2"),
     (GPT, "offload=activations"),

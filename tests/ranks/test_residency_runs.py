@@ -81,6 +81,7 @@ GPT = "gpt:layers=4,hidden=128,heads=4,sequence=128,vocabulary=256"
     "layout",
     [
         "pipeline=2 microbatches=4 schedule=zb-h1 offload=activations:1/0 recompute=full:0/1",
+        "pipeline=2 microbatches=4 schedule=interleaved chunks=2 offload=activations:1/0/1/0 recompute=full:0/1/0/0",
         "data=2 zero=3 microbatches=2 offload=activations:2 recompute=full:1",
         "tensor=2 offload=all:layers.1+layers.2 recompute=full:layers.0",
         "pipeline=2 microbatches=3 schedule=gpipe offload=activations:1 recompute=full",

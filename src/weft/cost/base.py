@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING
@@ -81,9 +81,12 @@ def base_of(pricer: Pricer, layout: Layout, stage: Stage, section: Section) -> B
     busy, network = Seconds(*(float(t.sum()) for t in times[:2])), Seconds(*(float(t.sum()) for t in times[2:]))
 
     @cache
-    def block(which: Residency) -> Seconds:
+    def repeating(which: Residency) -> Seconds:
         again = repeated(parts, ops, which, stage.index)
         return Seconds(float(times[0][again].sum()), float(times[2][again].sum()))
+
+    def block(which: Residency) -> Seconds:
+        return repeating(which.of_stage(stage.index))
 
     scores_s = float(times[0][parts.attention[ops]].sum()) if pricer.keeps_scores else 0.0
     held, scale = section.held, pricer.microbatch(layout)
@@ -132,7 +135,7 @@ def base_of(pricer: Pricer, layout: Layout, stage: Stage, section: Section) -> B
     )
 
     @cache
-    def by_layer(which: Residency) -> StageState:
+    def staying(which: Residency) -> StageState:
         mine = section.staying(which, stage.index, layout.num_stages == 1, pricer.layers_moved == 1)
         each = scores / mine.num_layers if which.recompute.kind != "selective" else 0.0
         columns = (mine.kept, mine.there, mine.back, mine.forward, mine.at_once)
@@ -149,6 +152,10 @@ def base_of(pricer: Pricer, layout: Layout, stage: Stage, section: Section) -> B
             moved_bytes=mine.moved.at(scale, layout.data) * wide + each * mine.num_moved,
         )  # fmt: skip
 
+    def by_layer(which: Residency) -> StageState:
+        return staying(which.of_stage(stage.index))
+
+    @cache
     def loads() -> tuple[Load, ...]:
         groups = section.groups
         each = scores / len(groups.names)
@@ -165,6 +172,7 @@ def base_of(pricer: Pricer, layout: Layout, stage: Stage, section: Section) -> B
             ))  # fmt: skip
         return tuple(found)
 
+    @cache
     def ends() -> Ends:
         where = section.groups.where
         first, last = min(int(at[0]) for at in where.values()), max(int(at[-1]) for at in where.values())
@@ -176,16 +184,19 @@ def base_of(pricer: Pricer, layout: Layout, stage: Stage, section: Section) -> B
     return Base(busy, network, block, scores_s, weight_s, sums, state, by_layer, loads, ends, stage.index)
 
 
-def like(base: Base, own: Callable[[], Base]) -> Base:
-    """What a stage costs that is like `base`'s; its `own` is worked out where layers are told apart, by name or by how many of a stage."""
+def like(base: Base, index: int, names: Callable[[], Sequence[str]], own: Callable[[], Base]) -> Base:
+    """What stage `index` costs that is like `base`'s; its `own` is worked out where layers, called `names`, are told apart by name."""
 
     def block(which: Residency) -> Seconds:
-        return (own() if which.picks else base).block(which)
+        return (own() if which.names else base).block(which.of_stage(index))
 
     def by_layer(which: Residency) -> StageState:
-        return (own() if which.picks else base).by_layer(which)
+        return (own() if which.names else base).by_layer(which.of_stage(index))
 
-    return replace(base, block=block, by_layer=by_layer, loads=lambda: own().loads(), ends=lambda: own().ends())
+    def loads() -> tuple[Load, ...]:
+        return tuple(replace(load, name=name) for load, name in zip(base.loads(), names(), strict=True))
+
+    return replace(base, block=block, by_layer=by_layer, loads=loads)
 
 
 def _moments(pricer: Pricer, layout: Layout, section: Section) -> tuple[Array, Runs, tuple[Array, Array, Array]]:

@@ -67,6 +67,15 @@ def together(held: Sequence[StageMemory], layout: Layout, rank: int) -> Memory:
     if len(held) == 1:
         return held[0].alone
     total = Memory(*(sum(getattr(one.alone, name) for one in held) for name in Memory.__dataclass_fields__))
+    kept, beside = by_moment(held, layout, rank)
+    most = int((kept + beside).argmax())
+    activations, buffers = float(kept[most]), float(beside[most])
+    less = total.activations + total.buffers - activations - buffers
+    return replace(total, activations=activations, buffers=buffers, margin=total.margin - MARGIN * less)
+
+
+def by_moment(held: Sequence[StageMemory], layout: Layout, rank: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """By moment of `held_by`: what a rank keeps, and what is there besides."""
     now = held_by(layout, rank)
 
     def of(part: str) -> NDArray[np.float64]:
@@ -74,7 +83,4 @@ def together(held: Sequence[StageMemory], layout: Layout, rank: int) -> Memory:
 
     kept = now.kept @ of("kept_bytes") + now.backward @ of("there_bytes") + now.noted @ of("noted_bytes")
     beside = now.backward @ of("beside_bytes") + now.entering @ of("entering_bytes") + now.returning @ of("leaving_bytes")
-    fullest = int((kept + beside).argmax())
-    activations, buffers = float(kept[fullest]), float(beside[fullest])
-    less = total.activations + total.buffers - activations - buffers
-    return replace(total, activations=activations, buffers=buffers, margin=total.margin - MARGIN * less)
+    return kept, beside

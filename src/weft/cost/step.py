@@ -424,12 +424,15 @@ class Pricer:
             def own(i: int) -> Base:
                 return base_of(self, layout, split[i], sections.of(i))
 
+            def names(i: int) -> Sequence[str]:
+                return sections.of(i).groups.names
+
             for i in wanted:
                 first = sections.first[i]
                 if first not in bases:
                     bases[first] = own(first)
                 if i not in bases:
-                    bases[i] = like(bases[first], cache(partial(own, i)))
+                    bases[i] = like(bases[first], i, partial(names, i), cache(partial(own, i)))
         return [(i, bases[i]) for i in wanted]
 
     @cached_property

@@ -9,7 +9,7 @@ those that are repeated comes the others' activations are gone already.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any
@@ -90,6 +90,10 @@ class LayerChoice:
         """Whether it is of layers, some or all."""
         return self.kind in OF_LAYERS[self.key]
 
+    def of_stage(self, stage: int) -> LayerChoice:
+        """The same with the count of one stage."""
+        return replace(self, counts=(self.count(stage),)) if len(self.counts) > 1 else self
+
     def count(self, stage: int) -> int:
         """Layers that are counted of a stage."""
         return self.counts[stage % len(self.counts)] if self.counts else 0
@@ -135,6 +139,21 @@ class Residency:
     def picks(self) -> bool:
         """Whether it is of some layers only."""
         return self.recompute.picks or self.offload.picks
+
+    def of_stage(self, stage: int) -> Residency:
+        """The same for one stage: its own counts of layers.
+
+        >>> str(Residency.parse("full:3/1", "none").of_stage(1).recompute)
+        'full:1'
+        """
+        if len(self.recompute.counts) < 2 and len(self.offload.counts) < 2:
+            return self
+        return replace(self, recompute=self.recompute.of_stage(stage), offload=self.offload.of_stage(stage))
+
+    @property
+    def names(self) -> bool:
+        """Whether it tells layers apart by name."""
+        return bool(self.recompute.names or self.offload.names)
 
     def moved(self, stage: int, layers: Sequence[str]) -> tuple[str, ...]:
         """Those of a stage's layers that lie on the host between forward and backward."""

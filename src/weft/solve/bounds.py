@@ -83,7 +83,16 @@ def waiting(pricer: Pricer, frame: Layout, even: bool) -> float:
     if may_lend(pricer.cluster, frame):
         host = Host.of(pricer.cluster, frame)
         return min(1.0, frame.pipeline * _once_s(host.pricer(pricer, 1), frame, False) / _once_s(pricer, frame, False))
-    return 1.0 if even else filled(frame)
+    if not even:
+        return filled(frame)
+    return 1.0 if isinstance(pricer, MixedPricer) else max(1.0, frame.pipeline / frame.microbatches * _way(pricer, frame))
+
+
+def _way(pricer: Pricer, frame: Layout) -> float:
+    """What part of its work one microbatch passes from the first stage to the last and back, one after another, whatever the schedule: all
+    but the gradients of weights, which at most half of the compute of backward is for."""
+    forward, backward, out, back = (float(part.sum()) for part in pricer.operator_seconds(frame))
+    return 1.0 - 0.5 * backward / (forward + backward + out + back)
 
 
 def least_saving_s(pricer: Pricer, layout: Layout, interleaved: bool) -> float:

@@ -8,6 +8,7 @@ the same fits without. Then the leading layouts' tensor ranks are arranged in gr
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -23,10 +24,11 @@ from weft.plan.plan import Candidate
 from weft.plan.residency import KINDS, kind_of
 from weft.solve.bounds import check_room, check_state, least_s, least_saving_s, least_state_bytes, most_memory, most_room, waiting
 from weft.solve.grids import in_grids
+from weft.solve.housing import housed, least_more_s
 from weft.solve.lending import may_lend
 from weft.solve.mixed import check_fits, memory_of
 from weft.solve.reasons import differences
-from weft.solve.residency import DROP, KEEP, SWAP, housed
+from weft.solve.residency import DROP, KEEP, SWAP
 from weft.solve.score import score, worth
 from weft.solve.space import MOST_MICROBATCHES, Constraint, Space, divisors, fewer_counts
 from weft.solve.timing import PLAIN, Priced, balanced, clocked, fitted, least_pipeline_s, price, trips_s
@@ -124,28 +126,52 @@ class Branches:
             way: [kind for kind in kinds if self.space.admits(key, kind) and not self.space.asked(key, kind)]
             for way, (key, kinds) in ways.items()
         }
-        bases: dict[tuple[Layout, bool, int, str], float] = {}
+        bases: dict[tuple[Layout, bool, int, str], None] = {}
         for (frame, interleaved), savings in self._known.items():
-            for (zero, recompute, offload), seconds in savings.items():
+            for zero, recompute, offload in savings:
                 if recompute in open_to[DROP] or offload in open_to[SWAP]:
-                    base = (frame, interleaved, zero, "optimizer" if offload in ("optimizer", "all") else "none")
-                    bases[base] = min(seconds, bases.get(base, INFINITE))
-        tried = 0
-        for frame, interleaved, zero, offload in sorted(bases, key=lambda one: bases[one]):
+                    bases[frame, interleaved, zero, "optimizer" if offload in ("optimizer", "all") else "none"] = None
+        # Of each first what is known already, then what its first rank takes at the least, then its price.
+        queue: list[tuple[float, int, Layout, list[str], bool]] = []
+        for frame, interleaved, zero, offload in bases:
             moves = "all" if offload == "optimizer" else "activations"
             allowed = [KEEP, *([SWAP] if moves in open_to[SWAP] else []), *([DROP] if open_to[DROP] else [])]
             least = least_saving_s(self.pricer, replace(frame, zero=zero, offload=offload), interleaved)
-            if self._hopeless(frame, least):
-                continue
-            self.bound_s = min(self.bound_s, least)
-            tried += 1
-            for schedule in self.space.schedules(frame) if tried <= MOST_HOUSED else ():
+            for schedule in self.space.schedules(frame) if not self._hopeless(frame, least) else ():
                 if (schedule.schedule not in PLAIN) is interleaved:
-                    timed = housed(self.pricer, replace(schedule, zero=zero, offload=offload), allowed)
-                    if timed is not None:
-                        if self._leads(timed):
-                            self._lead(timed)
-                        self.clocked.append(timed)
+                    heapq.heappush(queue, (least, len(queue), replace(schedule, zero=zero, offload=offload), allowed, False))
+        left, passed = MOST_HOUSED, INFINITE
+        while queue and left:
+            least, number, one, allowed, is_known = heapq.heappop(queue)
+            if self._hopeless(one, least):
+                continue
+            if not is_known:
+                heapq.heappush(queue, (max(least, self._least_housed(one, allowed)), number, one, allowed, True))
+                continue
+            left, passed = left - 1, min(passed, least)
+            priced = housed(self.pricer, one, allowed)
+            if priced is not None:
+                self._time(priced)
+        self.bound_s = min(self.bound_s, passed, queue[0][0] if queue else INFINITE)
+
+    def _least_housed(self, layout: Layout, allowed: Sequence[str]) -> float:
+        """Seconds of a step at the least in which the first rank of a layout that does not fit moves and repeats what makes it fit."""
+        pricer, mine = self.pricer, layout.stages_of(0)
+        if may_lend(pricer.cluster, layout):
+            return 0.0
+        try:
+            sites = balanced(pricer, layout) if layout.num_stages > 1 else ()
+            trips = trips_s(pricer, layout, again=False)
+        except Infeasible:
+            return INFINITE
+        more = least_more_s(pricer, layout, sites, 0, allowed)
+        costs = zip(mine, pricer.stages(layout, sites, only=mine), strict=True)
+        once = sum(work_share(layout, 0, s) * (c.forward_s + c.backward_s) for s, c in costs)
+        bare = more + sum(work_share(layout, 0, s) * trips[s][1] for s in mine)  # gathered weights hide behind what is repeated
+        least = max(least_pipeline_s(layout, trips), layout.microbatches * max(once, bare))
+        if layout.schedule not in (*PLAIN, "interleaved"):
+            return least
+        return max(least, sum(whole for _, whole in trips[:-1]) + layout.microbatches * trips[-1][1] + more * (layout.pipeline > 1))
 
     def arrange(self) -> None:
         """Try the leading layouts' tensor ranks in grids, unless a constraint arranges them, and the best grid of each mesh with more and
@@ -347,7 +373,13 @@ class Branches:
                 self._refuse(layout, priced, str(error))
                 return None
             priced = found
+        return self._time(priced, whatever)
+
+    def _time(self, priced: Priced, whatever: bool = False) -> float:
+        """Time a priced layout by the clock where it may be the best (or `whatever`); seconds below which it does not come."""
+        pricer, layout = self.pricer, priced.layout
         if not whatever:
+            lends = waiting(pricer, layout, even=True) if may_lend(pricer.cluster, layout) else 0.0
             trips = [(c.forward_s, c.forward_s + c.backward_s) for c in priced.costs]
             lowest = pricer.predict(layout, priced.costs, (), least_pipeline_s(layout, trips, lends)).step_time_s
             if self._hopeless(layout, lowest):

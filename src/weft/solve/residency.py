@@ -1,18 +1,15 @@
 """Which layers' activations stay on the device, which move to the host, which are computed again (KARMA: Wahib et al., SC 2020).
 
-In: a pricer, a layout that does not fit, where its stages begin. Out: the same layout with layers of every stage moved and repeated under
-which it fits and is fastest: moving costs nothing while copies hide behind the stage's compute (`weft.cost.copies`), repeating costs a
-forward, and stages do not share memory, so the fastest of each stage are the fastest of all. `choose` is that choice among the layers
-of one stage, in a model of bytes and seconds that is `memory_of`'s and `Copies`' own; what it finds is held against the prices.
-
-Not modelled: ranks with several stages.
+In: a stage's layers with their bytes and seconds, the room that they have. Out: a choice for each layer. `choose` is that choice among the
+layers of one stage, `weft.solve.several` among those of several stages on one rank, in a model of bytes and seconds that is `memory_of`'s
+and `Copies`' own; what it finds is held against the prices (`weft.solve.housing`).
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations, product
 from math import inf
@@ -23,15 +20,8 @@ from numpy.typing import NDArray
 from weft.cost.base import NOTHING, Ends, Load
 from weft.cost.compute import Seconds
 from weft.cost.copies import Copies
-from weft.cost.memory import MARGIN, in_flight
-from weft.cost.step import Pricer
-from weft.errors import Infeasible, LayoutError
-from weft.plan.layout import BOTH_WAYS, Layout
-from weft.plan.ranges import shortened, spelled
-from weft.plan.residency import LayerChoice
-from weft.solve.mixed import memory_of, owner
-from weft.solve.timing import Priced, balanced, clocked, price
-from weft.units import format_bytes, format_seconds
+from weft.errors import Infeasible
+from weft.units import format_bytes
 
 KEEP, SWAP, DROP = "keep", "swap", "drop"
 CHOICES = (KEEP, SWAP, DROP)
@@ -40,7 +30,6 @@ _SWAP, _DROP, _KEEP = range(len(FIRST))
 _EXACT = 5  # layers up to which every choice is tried
 _PAIRS = 12  # layers up to which two are changed at a time
 _ENDS = 2  # layers that may differ from all the others, which are alike: a stage's first and last
-_TIGHTENED = 16  # times that a choice that the prices refuse is made again with less room
 
 Choices = tuple[str, ...]
 
@@ -100,17 +89,30 @@ class Stage:
 
     def bytes(self, tried: NDArray[np.int8], room: Room) -> NDArray[np.float64]:
         """Bytes on the device when it holds most: in the backward of one layer, when what those behind it kept is gone."""
+        return self.kept(tried) * room.flying + self.most(tried, room)
+
+    def kept(self, tried: NDArray[np.int8]) -> NDArray[np.float64]:
+        """Bytes that stay of one microbatch until its backward."""
+        found: NDArray[np.float64] = self._stays(tried).sum(1)
+        return found
+
+    def _stays(self, tried: NDArray[np.int8]) -> NDArray[np.float64]:
+        saved, entering = self._of["saved_bytes"], self._of["entering_bytes"]
+        return np.where(tried == _SWAP, 0.0, np.where(tried == _DROP, entering, saved))
+
+    def most(self, tried: NDArray[np.int8], room: Room) -> NDArray[np.float64]:
+        """Bytes beside those, of the microbatch that goes backward: in the fullest layer, less what is gone by then."""
         of = self._of
         saved, entering = of["saved_bytes"], of["entering_bytes"]
         moved, again = tried == _SWAP, tried == _DROP
         largest = np.where(moved, saved, 0.0).max(1, initial=0.0)[:, None]
-        stays = np.where(moved, 0.0, np.where(again, entering, saved))
+        stays = self._stays(tried)
         there = np.where(moved, of["back_bytes"] + (room.loads - 1) * largest, np.where(again, np.maximum(0.0, saved - entering), 0.0))
         behind = stays[:, ::-1].cumsum(1)[:, ::-1]  # of each layer and those behind it
         gone = room.ends.behind_bytes + behind - stays
         kept = stays.sum(1)
         most = (of["working_bytes"] + there - gone).max(1, initial=room.ends.last_bytes)
-        found: NDArray[np.float64] = kept * room.flying + np.maximum(most, room.ends.first_bytes - room.ends.behind_bytes - kept)
+        found: NDArray[np.float64] = np.maximum(most, room.ends.first_bytes - room.ends.behind_bytes - kept)
         return found
 
 
@@ -214,135 +216,3 @@ def _improved(start: Key, keys: Callable[[NDArray[np.int8]], list[Key]], codes: 
         if found >= best:
             return best
         best = found
-
-
-def resident(pricer: Pricer, layout: Layout, sites: Sequence[str], allowed: Sequence[str] = CHOICES) -> Layout | None:
-    """`layout`, which neither repeats nor moves layers, with those repeated and moved under which every rank fits its device.
-
-    None where it fits without, where all layers would be repeated or nothing fits, and where ranks have several stages.
-    """
-    if layout.chunks > 1 or layout.schedule in BOTH_WAYS:
-        return None
-    found = []
-    for stage in range(layout.num_stages):
-        choices = _of_stage(pricer, layout, sites, stage, allowed)
-        if choices is None:
-            return None
-        found.append((owner(pricer, layout, stage).loads(layout, sites, stage), choices))
-    every = {choice for _, choices in found for choice in choices}
-    if every in ({KEEP}, {DROP}):
-        return None
-    return worded(layout, [([layer.name for layer in layers], choices) for layers, choices in found])
-
-
-def worded(layout: Layout, stages: Sequence[tuple[Sequence[str], Choices]]) -> Layout:
-    """`layout` with the choices of every stage's layers as words: counts where the first are moved and the next repeated, names elsewhere.
-
-    >>> str(worded(Layout(), [(["h.0", "h.1", "h.2"], (SWAP, DROP, KEEP))]))
-    'data=1 tensor=1 pipeline=1 recompute=full:1 offload=activations:1'
-    >>> str(worded(Layout(), [(["h.0", "h.1", "h.2"], (KEEP, DROP, SWAP))]))
-    'data=1 tensor=1 pipeline=1 recompute=full:h.1 offload=activations:h.2'
-    """
-    moved = [[name for name, one in zip(names, choices, strict=True) if one == SWAP] for names, choices in stages]
-    rests = [[(name, one) for name, one in zip(names, choices, strict=True) if one != SWAP] for names, choices in stages]
-    again = [[name for name, one in rest if one == DROP] for rest in rests]
-    first = all(list(names[: len(some)]) == some for (names, _), some in zip(stages, moved, strict=True))
-    after = all([name for name, _ in rest[: len(some)]] == some for rest, some in zip(rests, again, strict=True))
-    if not any(moved):
-        offload = layout.offload
-    else:
-        offload = str(_choice("offload", "all" if layout.moves_optimizer else "activations", moved, first))
-    return replace(layout, offload=offload, recompute=str(_choice("recompute", "full", again, first and after)) if any(again) else "none")
-
-
-def _choice(key: str, kind: str, layers: Sequence[Sequence[str]], counted: bool) -> LayerChoice:
-    if not counted:
-        return LayerChoice(key, kind, (), tuple(spelled(name) for names in layers for name in names))
-    counts = tuple(len(names) for names in layers)
-    return LayerChoice(key, kind, counts if len(set(counts)) > 1 else counts[:1])
-
-
-def _of_stage(pricer: Pricer, layout: Layout, sites: Sequence[str], stage: int, allowed: Sequence[str]) -> Choices | None:
-    """The choice for one stage's layers, by the prices' own bytes; None where nothing fits."""
-    one, have = owner(pricer, layout, stage), memory_of(pricer, layout, stage)
-    layers = one.loads(layout, sites, stage)
-
-    def needs(choices: Choices) -> float:
-        mine = ([layer.name for layer in layers], choices)
-        every = [mine if s == stage else ([], ()) for s in range(layout.num_stages)]
-        return pricer.held(worded(layout, every), sites, (stage,))[0].alone.total
-
-    kept = (KEEP,) * len(layers)
-    without = needs(kept)
-    if without <= have:
-        return kept
-    (cost,) = pricer.stages(layout, sites, only=(stage,))
-    flying = in_flight(layout.schedule, layout.pipeline, layout.rank_of(stage), layout.microbatches, layout.chunks)
-    room = Room(inf, cost.compute, one.copies(layout), flying, one.ends(layout, sites, stage), one.layers_moved)
-    weighed = Stage(layers)
-    limit = float(weighed.bytes(rows([kept]), room)[0]) - (without - have) / (1 + MARGIN)
-    for _ in range(_TIGHTENED):
-        try:
-            choices = choose(layers, replace(room, limit_bytes=limit), allowed)
-        except Infeasible:
-            return None
-        need = needs(choices)
-        if need <= have:
-            return _eased(weighed, room, choices, lambda tried: needs(tried) <= have)
-        limit = min(limit - (need - have) / (1 + MARGIN), 0.999 * float(weighed.bytes(rows([choices]), room)[0]))
-    return None
-
-
-def _eased(stage: Stage, room: Room, choices: Choices, fits: Callable[[Choices], bool]) -> Choices:
-    """The same with every layer kept that there is room for after all, the dearest first."""
-    layers = stage.layers
-    refused: set[tuple[str, float, float]] = set()
-    dear = sorted(range(len(layers)), key=lambda i: (-layers[i].forward_s, -i))
-    for i in dear:
-        alike = (choices[i], layers[i].forward_s, layers[i].saved_bytes)
-        if choices[i] == KEEP or alike in refused:
-            continue
-        tried = (*choices[:i], KEEP, *choices[i + 1 :])
-        new, old = stage.seconds(rows([tried, choices]), room).tolist()
-        if new < old and fits(tried):
-            choices = tried
-        else:
-            refused.add(alike)
-    return choices
-
-
-def housed(pricer: Pricer, layout: Layout, allowed: Sequence[str] = CHOICES) -> Priced | None:
-    """`resident` with the layout's balanced stages, timed by the clock; None where that has none."""
-    try:
-        sites = balanced(pricer, layout) if layout.num_stages > 1 else ()
-        found = resident(pricer, layout, sites, allowed)
-        return None if found is None else clocked(pricer, price(pricer, found, sites))
-    except (Infeasible, LayoutError):
-        return None
-
-
-def told(pricer: Pricer, layout: Layout, sites: Sequence[str]) -> str:
-    """What moves and what is repeated, in words with what it costs; empty where no layers are picked."""
-    which = layout.residency
-    if (layout.moves_layers and not which.offload.picks) or not (which.recompute.picks or which.offload.picks):
-        return ""
-    said: dict[str, list[int]] = {}
-    for stage in range(layout.num_stages):
-        inner = layout.of_stage(stage)
-        one = owner(pricer, inner, stage)
-        layers, copies = one.loads(inner, sites, stage), one.copies(inner)
-        names = [layer.name for layer in layers]
-        moved, again = which.moved(stage, names), which.repeated(stage, names)
-        size = one.state(inner, sites, stage).moved_bytes if moved else 0.0
-        repeats = sum(layer.forward_s + layer.collectives_s for layer in layers if layer.name in again)
-        how = "beside the compute" if copies.beside else "in the compute's time"
-        moving = f" ({format_bytes(size)} and {format_seconds(size * copies.seconds_per_byte)} each way of a microbatch, {how})"
-        words = (
-            f"of {len(layers)} layers {len(moved)} move to the host{moving if moved else ''}, {len(again)} are computed again"
-            f"{f' ({format_seconds(repeats)})' if again else ''}, {len(layers) - len(moved) - len(again)} stay"
-        )
-        said.setdefault(words, []).append(stage)
-    if len(said) == 1:
-        return f"{next(iter(said))}{', in every stage' if layout.num_stages > 1 else ''}"
-    numbers = {words: ", ".join(shortened(map(str, stages))) for words, stages in said.items()}
-    return "; ".join(f"stage{'s' if len(stages) > 1 else ''} {numbers[words]}: {words}" for words, stages in said.items())

@@ -29,12 +29,12 @@ from weft.plan.plan import Candidate, Plan
 from weft.schedules import program_of
 from weft.solve.bounds import least_saving_s
 from weft.solve.branches import Branches, check_layers, check_layout, check_priced, num_experts
+from weft.solve.housing import told
 from weft.solve.mixed import MixedPricer, pricer_of
 from weft.solve.places import useful
 from weft.solve.reasons import differences, reasons, spread
 from weft.solve.refine import refined, wanted
 from weft.solve.remedies import nothing_fits
-from weft.solve.residency import told
 from weft.solve.score import OBJECTIVES, calmest, score
 from weft.solve.space import Constraint, Space, limits_of, parse_constraints
 from weft.solve.sums import sums_of, why

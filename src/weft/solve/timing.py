@@ -259,7 +259,8 @@ def least_pipeline_s(layout: Layout, trips_s: Sequence[tuple[float, float]], len
 
     A rank waits for the first microbatch to reach it, has all its own work, and what it sends back last still goes through the
     stages before it. Where the gradients of weights are put off there may be work to do meanwhile, so only the first wait counts;
-    where another pipeline runs the other way, only the work, and as little is known of a schedule of one's own.
+    where another pipeline runs the other way, only the work, and as little is known of a schedule of one's own. The same holds of every
+    stage as if it were alone on its rank.
     """
     if lends:
         return lends * layout.microbatches * sum(whole for _, whole in trips_s) / layout.pipeline
@@ -269,6 +270,11 @@ def least_pipeline_s(layout: Layout, trips_s: Sequence[tuple[float, float]], len
         most = max(most, before + layout.microbatches * own)
         if layout.own is None and not layout.has_replicas:
             before += trips_s[rank][layout.schedule not in SPLIT]
+    if layout.schedule == "interleaved":  # with few microbatches a rank waits between its stages too
+        before = 0.0
+        for _, whole in trips_s:
+            most = max(most, before + layout.microbatches * whole)
+            before += whole
     return most
 
 
