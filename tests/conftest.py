@@ -11,12 +11,28 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import settings
 
+from durations import Recorder, mark
+
 if TYPE_CHECKING:
     from weft.world.memory import Accounts
 
 # Times are not tested: a machine that has other work must not fail a test.
 settings.register_profile("weft", deadline=None)
 settings.load_profile("weft")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record", action="store_true", help="write tests/long.txt anew from how long the tests take that run")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--record") and not hasattr(config, "workerinput"):  # the process that hears of every test
+        config.pluginmanager.register(Recorder())
+
+
+@pytest.hookimpl(tryfirst=True)  # before what is not asked for is left out
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark(items)
 
 
 @pytest.fixture(scope="session")
