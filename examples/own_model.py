@@ -1,6 +1,6 @@
 """How does weft train a model of mine? `make` returns the module, a batch and the loss; everything else is weft's.
 
-weft plan examples/own_model.py:make --batch 64
+weft plan examples/own_model.py:make --batch 16
 weft verify examples/own_model.py:make --layout "data=2 tensor=2"
 """
 
