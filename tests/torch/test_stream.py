@@ -202,6 +202,17 @@ def test_a_choice_without_repetition_and_a_permutation_have_each_once() -> None:
     assert torch.equal(_drawn("randperm", 100, shape=(100,), dtype=torch.int64).sort().values, torch.arange(100))
 
 
+@pytest.mark.parametrize("p", [0.0, 1.0])
+@pytest.mark.parametrize("name", ["dropout", "feature_dropout", "alpha_dropout", "native_dropout"])
+def test_dropout_of_nothing_and_of_all_is_torchs(name: str, p: float) -> None:
+    """No numbers decide there, so that torch's own operators say what it is."""
+    x = torch.randn(4, 6, 5, generator=torch.Generator().manual_seed(0))
+    box = Place((4, 6, 1) if name == "feature_dropout" else (4, 6, 5)).box()
+    made, want = draws.dropped_as(name, KEY, box, x, p), getattr(torch, name)(x, p, True)
+    for ours, theirs in zip(*((y if isinstance(y, tuple) else (y,)) for y in (made, want)), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_attention_with_dropout_is_that_of_its_formula(causal: bool) -> None:
     """Values and gradients of first and second order, with keys for two heads each; weights are dropped as their own numbers say."""

@@ -107,6 +107,8 @@ def dropped_as(name: str, key: Key, box: Box, x: Tensor, p: float) -> Any:
     kept = even(key, box, x.device) < 1.0 - p
     if name == "native_dropout":
         return dropped(x, key, box, p), kept
+    if p == 1.0:  # as torch: nothing is left, and there is no scale that would keep its variance
+        return x * 0.0
     scale = ((_SELU**2 * p + 1) * (1 - p)) ** -0.5
     return scale * torch.where(kept, x, -_SELU) + scale * _SELU * p
 
