@@ -386,7 +386,7 @@ def test_verification_says_what_it_compares(ranks: Callable[..., list[Any]], lay
     """Sums before they are compressed, the exchange, and weights after an update with what an emulation of it gives."""
     ok, said, kinds = ranks(_verified, Layout.parse(layout).num_ranks, layout, tied)[0]
     assert ok, said
-    assert kinds == ["exchange", "gradients", "input_gradients", "loss", "weights"]
+    assert kinds == ["exchange", "gradients", "input_gradients", "loss", "optimizer", "weights"]
 
 
 @pytest.mark.parametrize(("spoil", "names"), [("exchange", "what arrived"), ("gradient", "gradients of 0.weight")])

@@ -103,6 +103,24 @@ def test_a_rank_that_differs_after_the_last_update_is_found_in_one_step(monkeypa
     assert "gradients of up.weight on rank 1 in step 1" in (found.first_difference or "")
 
 
+def test_what_the_optimizer_keeps_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A broken twin: weights show a wrong state of the optimizer only a step later."""
+    update = Engine.update
+
+    def drifting(self: Engine, *given: Any) -> Any:
+        done = update(self, *given)
+        if self.world.rank == 1:
+            for piece in self.pieces(drain=False):
+                if piece.slot == "exp_avg_sq":
+                    with torch.no_grad():
+                        piece.tensor.mul_(1 + 1e-6)
+        return done
+
+    monkeypatch.setattr(Engine, "update", drifting)
+    for layout in ("data=2", "data=2 zero=1", "tensor=2"):
+        assert "exp_avg_sq on rank 1 in step 1" in (verified(layout).first_difference or "")
+
+
 def test_a_loss_is_compared_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     """A broken twin: off by what float32 does not show."""
     loss_of = Engine.loss_of

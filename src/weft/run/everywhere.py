@@ -1,7 +1,7 @@
 """What every rank holds beside the serial model's: replicas too, of which a whole tensor's owner says nothing.
 
-In: this rank's pieces of parameters and buffers, and on rank 0 the serial run's tensors. Out, on rank 0: of each tensor how far every
-rank's piece of it is from the serial one's. A rank that has nothing of a tensor is 0 away.
+In: this rank's pieces of parameters, buffers or optimizer state, and on rank 0 the serial run's tensors. Out, on rank 0: of each tensor
+how far every rank's piece of it is from the serial one's. A rank that has nothing of a tensor is 0 away.
 """
 
 from __future__ import annotations
@@ -16,6 +16,13 @@ from weft.run.checkpoint import Piece
 from weft.world.world import Group
 
 
+def comparable(slot: str, x: Tensor) -> Tensor:
+    """One of an optimizer's tensors as it is compared: averages of squares by their roots, which err as gradients do."""
+    if slot != "exp_avg_sq":
+        return x
+    return torch.view_as_complex(torch.view_as_real(x).sqrt()) if x.is_complex() else x.sqrt()
+
+
 def farthest(got: Tensor, want: Tensor) -> float:
     """The largest difference; infinite for NaN, another shape, or an infinity that only one has. What both have alike is no difference."""
     if got.shape != want.shape:
@@ -28,20 +35,25 @@ def farthest(got: Tensor, want: Tensor) -> float:
 
 
 def distances(
-    variables: Sequence[Variable], pieces: Sequence[Piece], wanted: Mapping[str, Tensor] | None, everyone: Group
+    variables: Sequence[Variable],
+    pieces: Sequence[Piece],
+    wanted: Mapping[str, Tensor] | None,
+    everyone: Group,
+    slot: str = "",
 ) -> dict[str, list[float]] | None:
     """By name and rank: the largest difference of that rank's pieces from `wanted`, which rank 0 has; None on other ranks.
 
-    One tensor at a time is sent to all. A variable that `wanted` does not have is left out.
+    One tensor at a time is sent to all. A variable that `wanted` does not have is left out. `slot`: of the optimizer's tensors those of
+    that name, which `wanted` has as "name slot", in the form of `comparable`.
     """
     mine: dict[str, list[Piece]] = {}
     for piece in pieces:
-        if piece.kind in ("parameter", "buffer"):
+        if piece.slot == slot and piece.kind in (("optimizer",) if slot else ("parameter", "buffer")):
             mine.setdefault(piece.name, []).append(piece)
     far = torch.zeros(len(variables), dtype=torch.float64, device=everyone.device)
     there: list[str | None] = []
     for number, v in enumerate(variables):
-        name = None if wanted is None else next((n for n in (v.name, *v.aliases) if n in wanted), None)
+        name = None if wanted is None else next((n for n in _names(v, slot) if n in wanted), None)
         there.append(name)
         whole = _room(v, everyone.device)
         if wanted is not None and name is not None:
@@ -62,12 +74,16 @@ def _room(v: Variable, device: torch.device) -> Tensor:
     return torch.zeros(shape, dtype=torch.float64 if v.tensor.is_float or is_complex else torch.int64, device=device)
 
 
+def _names(v: Variable, slot: str) -> list[str]:
+    return [f"{name} {slot}" if slot else name for name in (v.name, *v.aliases)]
+
+
 def _off(piece: Piece, whole: Tensor) -> float:
     shape = piece.tensor.shape if piece.block is None else piece.block
-    got = piece.tensor.detach()
+    got = comparable(piece.slot, piece.tensor.detach())
     if got.is_complex():
         got, shape = torch.view_as_real(got.resolve_conj()), (*shape, 2)
     want = whole[tuple(slice(o, o + n) for o, n in zip(piece.offsets, shape, strict=False))]
     if piece.flat is not None:
         want = want.reshape(-1)[piece.flat[0] : piece.flat[1]]
-    return farthest(got, want)
+    return farthest(got, want.to(got.device))

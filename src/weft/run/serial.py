@@ -25,6 +25,7 @@ from weft.model.nesting import batch_size_of, leaves, rebuild
 from weft.model.watched import set_state, state_of
 from weft.plan.plan import Plan
 from weft.run.draws import Draws
+from weft.run.everywhere import comparable
 from weft.run.optimizer import OptimizerSpec
 
 Values = Mapping[str, Mapping[str, Tensor]]  # what is compared: kind -> name -> value
@@ -74,7 +75,7 @@ class Serial:
         trained = [p for p in self.model.parameters() if p.requires_grad]
         self._trained = {name for name, p in self.model.named_parameters() if p.requires_grad}  # not what a call makes later
         self._optimizer = spec.build([(p, spec.decays(p.shape)) for p in trained])
-        self._clip = spec.clip
+        self._clip, self._slots = spec.clip, spec.slots
         if self._carries_inputs():
             self._closed = frozenset(self._batch)
         self._late: list[list[Tensor | None]] = []  # gradients of steps whose update is not due yet, the oldest first
@@ -84,7 +85,8 @@ class Serial:
         return x.double() if self._double and x.is_floating_point() else x.clone()
 
     def step(self, instead: Mapping[str, Tensor] | None = None) -> Values:
-        """One step. Loss, gradients (before clipping), gradients of floating-point inputs, and the updated weights and buffers.
+        """One step. Loss, gradients (before clipping), gradients of floating-point inputs, the updated weights and buffers, and what the
+        optimizer keeps.
 
         Weights are the model's own tensors: the next step writes them. With staleness=K they are updated with the gradients of the step
         K before. `instead`: gradients that update them in the place of its own.
@@ -121,7 +123,19 @@ class Serial:
                 torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._clip)
             self._optimizer.step()
         weights = {name: x.detach() for name, x in (*self.model.named_parameters(), *self.model.named_buffers())}
-        return {"loss": {"": torch.tensor(total, dtype=torch.float64)}, "gradients": found, "input_gradients": inputs, "weights": weights}
+        total_loss = torch.tensor(total, dtype=torch.float64)
+        kept = self._optimizer_state()
+        return {"loss": {"": total_loss}, "gradients": found, "input_gradients": inputs, "weights": weights, "optimizer": kept}
+
+    def _optimizer_state(self) -> dict[str, Tensor]:
+        """What the optimizer keeps of every parameter that it has updated, by "name slot"."""
+        states = {name: self._optimizer.state.get(p, {}) for name, p in self.model.named_parameters()}
+        return {
+            f"{name} {slot}": comparable(slot, state[slot])
+            for name, state in states.items()
+            for slot in self._slots
+            if state.get(slot) is not None
+        }
 
     def _forward_backward(self) -> tuple[float, dict[str, Tensor]]:
         samples, start = batch_size_of(self._nesting), 0

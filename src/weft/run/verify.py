@@ -1,7 +1,8 @@
 """The proof: a parallel run against the serial one, from the same weights and data. In: a model, a plan, steps. Out: `Verification`.
 
 Every rank runs the engine; rank 0 also runs the user's own module, eagerly and alone, over the same microbatches with the same
-optimizer, and compares the loss, every gradient (of parameters and of floating-point inputs) and every updated weight and buffer.
+optimizer, and compares the loss, every gradient (of parameters and of floating-point inputs) and every updated weight and buffer; then
+every rank compares its own gradients, weights and optimizer state (`run/everywhere`).
 In float64 both sides compute in float64 throughout: casts to float32 inside the model would hide what is looked for.
 
 A difference counts against the largest magnitude of its own tensor. Some tensors are zero but for rounding (the gradient of a bias before
@@ -90,8 +91,8 @@ class Comparison:
         for kind, tensors in want.items():
             largest = _largest_of(kind, want)
             for name, tensor in tensors.items():
-                if name in got[kind] or kind == "gradients":
-                    there = got[kind].get(name)
+                there = got.get(kind, {}).get(name)
+                if there is not None or kind == "gradients":
                     self._add(kind, name, float("inf") if there is None else farthest(there.cpu(), tensor.cpu()), tensor, largest, step)
 
     def everywhere(self, step: int, kind: str, far: Mapping[str, Sequence[float]], want: Values) -> None:
@@ -183,7 +184,7 @@ def verify_on_rank(
 
     def noise_of(kind: str, name: str, reference: Tensor, step: int) -> float:
         # Runs that differ by rounding are not compressed: their weights are other ones.
-        return 0.0 if lossy is not None and kind == "weights" else noise.of(kind, name, reference, step)
+        return 0.0 if lossy is not None and kind in ("weights", "optimizer") else noise.of(kind, name, reference, step)
 
     seen = Comparison(bound, noise_of, plan.layout.precision != "float64")
     # As many steps as it takes to compute on weights whose update came late.
@@ -227,6 +228,8 @@ def verify_on_rank(
         pieces = engine.pieces(drain=False)
         state = full_state(engine.parts, pieces, world.everyone, every=True)
         of_ranks["weights"] = distances((*graph.parameters, *graph.buffers), pieces, wanted.get("weights"), world.everyone)
+        kept = [distances(graph.parameters, pieces, wanted.get("optimizer"), world.everyone, slot) or {} for slot in spec.slots]
+        of_ranks["optimizer"] = {name: far for of_slot in kept for name, far in of_slot.items()}
         if serial is not None:
             assert gradients is not None
             assert state is not None
