@@ -95,6 +95,12 @@ class BatchForm:
         tensors = frozenset(path for path, leaf in found.items() if isinstance(leaf, torch.Tensor))
         return cls(tensors, {path: leaf for path, leaf in found.items() if path not in tensors})
 
+    def with_tensors_of(self, batch: Any) -> Self:
+        """The form of a batch with other tensors: what is no tensor stays as it was."""
+        tensors = frozenset(path for path, leaf in leaves(batch) if isinstance(leaf, torch.Tensor))
+        fixed = {path: leaf for path, leaf in self.fixed.items() if path not in tensors or leaf is not None}
+        return self if tensors == self.tensors else type(self)(tensors, fixed)
+
     def tensors_of(self, batch: Any) -> dict[str, torch.Tensor]:
         """The tensors of a batch by path.
 

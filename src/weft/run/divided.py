@@ -50,22 +50,29 @@ def _as_captured(batch: Any, signature: inspect.Signature, args: tuple[Any, ...]
 OWN = ("forward", "__deepcopy__", "__reduce_ex__")  # what a divided module has of its own
 
 
+Call = tuple[Modes, frozenset[str]]  # the model's modes, and which tensors it is called with
+
+
 @dataclass(frozen=True)
 class Captures:
-    """The captures of one model, by its modes: of training, and whatever else is called. Copies of the model share them."""
+    """The captures of one model, by its modes and by the tensors it is called with: `net(x)` is another graph than `net(x, targets)`.
 
-    made: dict[Modes, Parts]
-    capture: Callable[[Modes], Parts]
+    Copies of the model share them. `capture` is given the modes and a call's arguments, nested as the batch is.
+    """
 
-    def of(self, modes: Modes) -> Parts:
-        """The parts in these modes, captured when they are first asked for, on every rank."""
-        if modes not in self.made:
+    made: dict[Call, Parts]
+    capture: Callable[[Modes, Any], Parts]
+
+    def of(self, call: Call, called: Any) -> Parts:
+        """The parts of such a call, captured when it is first made, on every rank."""
+        if call not in self.made:
             try:
-                self.made[modes] = self.capture(modes)
+                self.made[call] = self.capture(call[0], called)
             except ModelError as error:
-                now = "trains" if modes[0] else "evaluates"
-                raise ModelError(f"the model as it {now} now cannot be divided: {error}") from error
-        return self.made[modes]
+                now = "trains" if call[0][0] else "evaluates"
+                names = ", ".join(sorted(call[1]))
+                raise ModelError(f"the model as it {now} now, called with {names}, cannot be divided: {error}") from error
+        return self.made[call]
 
 
 @dataclass(frozen=True)
@@ -83,7 +90,7 @@ class Divided:
     signature: inspect.Signature
     captures: Captures
     copied: bool = False
-    forwards: dict[Modes, Forward] = field(default_factory=dict)
+    forwards: dict[Call, Forward] = field(default_factory=dict)
 
     def bind(self) -> None:
         """Let the module compute so."""
@@ -126,19 +133,20 @@ class Divided:
         self._unchanged.check()
         self._check_frozen()
         called = _as_captured(self.batch, self.signature, args, kwargs)
-        given = self._form.tensors_of(called)
+        form = self._form.with_tensors_of(called)
+        given = form.tensors_of(called)
         self._check(batch_size_of(called))
-        forward = self._forward_in(modes_of(self.model))
+        forward = self._forward_of((modes_of(self.model), form.tensors), called)
         forward.check(given)
         forward.parts.draw.step += 1
         return forward(given)
 
-    def _forward_in(self, modes: Modes) -> Forward:
-        if modes not in self.forwards:
-            parts = with_tensors(self.captures.of(modes), self.parts.parameters, self.parts.buffers)
+    def _forward_of(self, call: Call, called: Any) -> Forward:
+        if call not in self.forwards:
+            parts = with_tensors(self.captures.of(call, called), self.parts.parameters, self.parts.buffers)
             exchanged = {name: spec.summed_over for name, spec in parts.specs.items()}
-            self.forwards[modes] = Forward(parts, self.plan, self.world, exchanged)
-        return self.forwards[modes]
+            self.forwards[call] = Forward(parts, self.plan, self.world, exchanged)
+        return self.forwards[call]
 
     @cached_property
     def _form(self) -> BatchForm:

@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from weft.errors import Infeasible, UsageError
 from weft.model.deferred.fakes import fake_mode
 from weft.model.modes import Modes, training_modes
+from weft.model.nesting import BatchForm
 from weft.plan.mesh import Mesh
 from weft.plan.plan import Plan
-from weft.run.build import Parts, Source, build
+from weft.run.build import Parts, Source, Traced, build
 from weft.run.captures import captured_in
 from weft.run.cut import CutParameter, Whole
 from weft.run.cut_optimizer import guard_optimizers
@@ -58,11 +59,16 @@ def divide(model: nn.Module, source: Source, plan: Plan, batch: Any, world: Worl
     original = Original(model, OWN, fake_mode() if source.deferred is None else source.deferred.fake_mode)
     _place(model, parts)
 
-    def capture(modes: Modes) -> Parts:
-        with original.back():
-            return captured_in(modes, parts, plan, source, batch, None, world, parts.draw, outputs=True)
+    form = BatchForm.of(batch)
 
-    captures = Captures({training_modes(model): parts}, capture)
+    def capture(modes: Modes, called: Any) -> Parts:
+        # What a source has captured is of one batch.
+        alike = form.with_tensors_of(called) is form
+        given, of = (batch, source) if alike else (called, Traced(source.model, source.deferred))
+        with original.back():
+            return captured_in(modes, parts, plan, of, given, None, world, parts.draw, outputs=True)
+
+    captures = Captures({(training_modes(model), form.tensors): parts}, capture)
     Divided(model, parts, plan, batch, world, inspect.signature(model.forward), captures).bind()
     cut_what_is_loaded(model, parts)
     sums = [world.group(g.sum_ranks) if len(g.sum_ranks) > 1 else None for g in parts.groups]

@@ -1,0 +1,71 @@
+"""A divided model may be called with other tensors than it was divided with: `net(x)` and `net(x, targets)` train the same weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import weft
+from weft.errors import ModelError
+from weft.world.world import World
+
+
+class Scored(nn.Module):
+    """As nanoGPT's: scores, and their loss where there are targets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Any:
+        y = self.down(torch.relu(self.up(x)))
+        return y if targets is None else (y, F.cross_entropy(y, targets))
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    g = torch.Generator().manual_seed(0)
+    return [(torch.randn(8, 6, generator=g, dtype=torch.float64), torch.randint(0, 4, (8,), generator=g)) for _ in range(4)]
+
+
+def trained(net: nn.Module, data: Iterable[tuple[Tensor, Tensor]]) -> list[float]:
+    """Losses of steps that call the model in different ways, and one of evaluation."""
+    opt, losses = torch.optim.SGD(net.parameters(), lr=0.1), []
+    for i, (x, y) in enumerate(data):
+        if i == 3:
+            net.eval()
+            with torch.no_grad():
+                losses.append(float(net(x, y)[1]))
+            break
+        loss = F.cross_entropy(net(x), y) if i == 1 else net(x, targets=y)[1]
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def divided(world: World, layout: str) -> tuple[list[float], str]:
+    torch.manual_seed(0)
+    data = batches()
+    net = weft.auto_parallelize(Scored().double(), data[0], plan=layout + " precision=float64", world=world)
+    losses = trained(net, weft.shard(data))
+    x, _ = next(iter(weft.shard(data)))
+    net.up.train()  # modes in which it was not captured yet
+    with pytest.raises(ModelError) as refused:
+        net(x, x)  # the model itself refuses these targets
+    return losses, str(refused.value)
+
+
+@pytest.mark.parametrize("layout", ["data=2", "tensor=2"])
+def test_every_way_of_calling_trains_the_same_weights(ranks: Callable[..., list[Any]], layout: str) -> None:
+    torch.manual_seed(0)
+    wanted = trained(Scored().double(), batches())
+    found = ranks(divided, 2, layout)
+    means = [sum(each) / 2 for each in zip(*(losses for losses, _ in found), strict=True)]
+    assert means == pytest.approx(wanted, rel=1e-12)
+    assert all("called with 0, 1" in said for _, said in found)
