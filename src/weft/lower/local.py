@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from weft.lower.arrival import Arrival, arrived
 from weft.lower.kernels.extremes import extreme
 from weft.lower.kernels.functions import function
 from weft.lower.kernels.masked import masked_scatter
@@ -61,7 +62,8 @@ class LocalStage:
 class Lowering:
     """What every operator is lowered with. `rows`: of the model's outputs, which dimension follows the samples. `shares`: of variables
     whose gradients are summed over ranks that have the same, the part of each that counts. `apart`: what comes from stages that arrange
-    their ranks differently: its gradient goes back whole. `folds`: where samples lie in what is drawn, draw by draw."""
+    their ranks differently: its gradient goes back whole. `folds`: where samples lie in what is drawn, draw by draw. `late`: constants
+    that may still be on their way when a stage begins, which `arrival` waits for where they are first read."""
 
     graph: Graph
     sharding: Sharding
@@ -72,6 +74,8 @@ class Lowering:
     shares: Mapping[str, float] = field(default_factory=dict)
     apart: frozenset[str] = frozenset()
     folds: Sequence[Fold | None] = ()
+    late: frozenset[str] = frozenset()
+    arrival: Arrival = field(default_factory=Arrival)
     tried: set[object] = field(default_factory=set)  # functions of the user's own on pieces that they have been tried on
 
     @property
@@ -113,6 +117,7 @@ class _Builder:
         self.written = written_buffers(lowering.graph)
         self.part = (0, False)  # number of the run of operators of one layer, and whether it is a repeated layer
         self.layer = ""  # the layer itself
+        self.arrived: set[str] = set()
 
     def build(self) -> LocalStage:
         low, stage = self.low, self.stage
@@ -194,6 +199,9 @@ class _Builder:
     def _operator(self, op: Operator) -> None:
         low = self.low
         rows = low.sharding.needs[op.name]
+        for value in low.late.intersection(op.inputs) - self.arrived:
+            self.arrived.add(value)
+            self.env[value] = {variant: self._node(_bind(arrived, low.arrival), (node,)) for variant, node in self.env[value].items()}
         inputs = [self.get(value, tuple(row[axis] for axis in low.axes)) for value, row in zip(op.inputs, rows, strict=True)]
         if not writes_buffer(op, self.placed):
             # Backward may need what was read, whatever later microbatches write; running statistics are written where they are read.
@@ -327,17 +335,20 @@ class _Builder:
             rows = self.tensors[op.inputs[0]].shape[0]
             call = _bind(embedding, group=kernels["vocabulary"])
             return self._node(call, (args[0], args[1], args[2] if len(args) > 2 else -1, rows))
-        if name in ("cross_entropy_loss", "nll_loss", "nll_loss_nd") and kernels:
-            if name == "cross_entropy_loss":
-                weight, ignore, smoothing = (
-                    (*args, *(None, 1, -100, 0.0)[len(args) - 2 :])[2],
-                    (*args, *(None, 1, -100, 0.0)[len(args) - 2 :])[4],
-                    0.0,
-                )
-                smoothing = args[5] if len(args) > 5 else kwargs.get("label_smoothing", 0.0)
-                classes = self.tensors[op.inputs[0]].shape[1]
-                call = _bind(cross_entropy, rows=kernels.get("average"), classes=kernels.get("vocabulary"), smoothing=smoothing)
-                return self._node(call, (args[0], args[1], ignore, classes), {"weight": weight})
+        soft = name == "cross_entropy_loss" and self.tensors[op.inputs[0]].shape == self.tensors[op.inputs[1]].shape
+        if name == "cross_entropy_loss" and kernels and not soft:
+            weight, reduction, ignore, smoothing = (*args, *(None, 1, -100, 0.0)[len(args) - 2 :])[2:6]
+            smoothing = kwargs.get("label_smoothing", smoothing)
+            classes = self.tensors[op.inputs[0]].shape[1]
+            call = _bind(
+                cross_entropy,
+                rows=kernels.get("average"),
+                classes=kernels.get("vocabulary"),
+                smoothing=smoothing,
+                mean=kwargs.get("reduction", reduction) == 1,
+            )
+            return self._node(call, (args[0], args[1], ignore, classes), {"weight": weight})
+        if name in ("nll_loss", "nll_loss_nd") and "average" in kernels:
             return self._node(_bind(_nll, kernels["average"]), tuple(args))
         average = [low.sharding.sizes[axis] for axis, group in self._averages(op, cut).items() if group]
         if average:

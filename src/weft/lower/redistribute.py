@@ -38,6 +38,18 @@ class _Summed(torch.autograd.Function):
         return grad, None
 
 
+class _Divided(torch.autograd.Function):
+    """R -> P: this rank's equal share forward, nothing backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        return x / group.size
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
 class _Counted(torch.autograd.Function):
     """Nothing forward, a part of the gradient backward."""
 
@@ -179,6 +191,10 @@ def redistribute(x: Tensor, source: str, target: str, group: Group) -> Tensor:
             return _Shared.apply(x, group)  # type: ignore[no-any-return,no-untyped-call]
         case "P+":
             return _SummedShared.apply(x, group)  # type: ignore[no-any-return,no-untyped-call]
+        case "RP":
+            return _Divided.apply(x, group)  # type: ignore[no-any-return,no-untyped-call]
+        case "+P":
+            return x / group.size
         case "RS":
             return _Sliced.apply(x, group, dim)  # type: ignore[no-any-return,no-untyped-call]
         case "+S":

@@ -33,13 +33,11 @@ from weft.model.graph import Graph, Operator, Ref, statistics
 from weft.model.grid import kept_for, nested, twice_cut
 from weft.model.labels import meanings
 from weft.model.rules import Rule
+from weft.model.rules.linear import leaves_summands, passes, passing
 from weft.model.sharding import Form, Move, Prices, Sharding, Shards, collective_s, move_collectives
 from weft.model.work import differentiable, operator_bytes, operator_flops
 from weft.plan.grid import NESTED
 
-# Operators whose output is the sum over a contracted label, so that a cut leaves summands.
-_SUMS = set("linear mm bmm mv dot vdot inner tensordot matmul einsum sum mean conv1d conv2d conv3d bilinear".split())
-_SUMS |= {"binary_cross_entropy", "binary_cross_entropy_with_logits"}
 GATHERED = 1 + 1 / 16  # what putting pieces together weighs where another axis of a grid is still to cut: more than what else is as cheap
 _BIASED = {"linear": 2, "conv1d": 2, "conv2d": 2, "conv3d": 2, "bilinear": 3}  # position of a bias, added once, after the sum
 
@@ -147,6 +145,8 @@ class _Axis:
         if any(value in self.pinned for value in op.inputs):
             needed = [self.pinned.get(value) for value in op.inputs]
             found = [c for c in found if all(p is None or need in (None, p) for p, need in zip(needed, c.needs, strict=True))] or found
+        if self.axis == "data" and all(self.graph.tensors[v].can_learn for v in op.outputs):
+            found += [_Choice("", needs, ("P",) * len(op.outputs), seconds) for needs in passing(op, self.grads)]
         return self._said(op, said, found)
 
     def _said(self, op: Operator, said: str | None, choices: list[_Choice]) -> list[_Choice]:
@@ -163,6 +163,8 @@ class _Axis:
 
         Cuts of cheap operators out of the blue are legal, and crowd out the states that matter.
         """
+        if "P" in choice.needs:  # what is a summand, and beside it at most what every rank has whole
+            return passes(choice.needs, [held.get(value) or self.start(value) or ("R",) for value in op.inputs])
         if not choice.label or op.site in self.labels:
             return True
         for value, need in zip(op.inputs, choice.needs, strict=True):
@@ -190,7 +192,7 @@ class _Axis:
                 makes.append("P" if name == "embedding" else "R")
             elif kernel in ("extreme", "apart"):
                 makes.append("R")
-            elif kernel in ("average", "statistics", "summands") or name in _SUMS or name.endswith("_loss") or name == "kl_div":
+            elif kernel in ("average", "statistics", "summands") or leaves_summands(name):
                 makes.append("P")
             else:
                 return None
@@ -243,17 +245,19 @@ class _Axis:
     def _move_s(self, value: str, source: Form, target: Form) -> float:
         if source == target:
             return 0.0
-        if (source, target) == ("+", "R") or value in self.still:
+        if self._barred(value, source, target):
             return float("inf")
         forward, backward = move_collectives(source, target)
-        if target[0] == "S" and not self.cuttable(value, int(target[1:])):
-            return float("inf")
         size = self._bytes(value)
         cost = collective_s(forward, size, self.n, self.prices)
         if value in self.asked:
             cost += collective_s(backward, size, self.n, self.prices)
         # What lies in pieces here and whole there leaves the dimension to no later axis; sums, which move as many bytes, do.
         return cost * GATHERED if self.more and source[0] == "S" and target[0] != "S" else cost
+
+    def _barred(self, value: str, source: Form, target: Form) -> bool:
+        lost = (source, target) == ("+", "R") or (source[0], target) == ("S", "P") or value in self.still
+        return lost or (target[0] == "S" and not self.cuttable(value, int(target[1:])))
 
     @cached_property
     def asked(self) -> set[str]:
@@ -265,10 +269,8 @@ class _Axis:
 
         What decides between forms to move from, which collectives alone leave equal: S to + and R to + move as many bytes.
         """
-        if source == target:
-            return 0.0
-        if (source, target) == ("+", "R") or value in self.still or (target[0] == "S" and not self.cuttable(value, int(target[1:]))):
-            return float("inf")
+        if source == target or self._barred(value, source, target):
+            return 0.0 if source == target else float("inf")
         size = self._bytes(value)
         inner = any(form[0] == "S" and form != "S0" for form in (source, target))
         forward, backward = move_collectives(source, target)
@@ -573,12 +575,12 @@ def _defer(
     """Let gradient summands travel backward through replicated operators, so that they are summed once, at the parameter.
 
     A replicated operator whose results are needed only as "+" passes summands on: its own inputs become "+". Over `data` a piece
-    counts as well: what is cut from "+" hands back a summand without a collective, where cutting "R" would need one.
+    and a share count as well: what is cut from "+" hands back a summand without a collective, where cutting "R" would need one.
     """
     axis = problem.axis
 
     def passes(needed: set[Form | None]) -> bool:
-        return all(form == "+" or (axis == "data" and form is not None and form[0] == "S") for form in needed)
+        return all(form == "+" or (axis == "data" and form is not None and form[0] in "SP") for form in needed)
 
     uses: dict[str, set[Form | None]] = {}
     final = {graph.loss, *graph.outputs}

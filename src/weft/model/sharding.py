@@ -86,6 +86,8 @@ def move_collectives(source: Form, target: Form) -> tuple[str, str]:
     a, b = source[0], target[0]
     table = {
         ("R", "+"): ("", "all_reduce"),
+        ("R", "P"): ("", ""),
+        ("+", "P"): ("", ""),
         ("R", "S"): ("slice", "all_gather"),
         ("+", "S"): ("slice", "pad"),
         ("P", "R"): ("all_reduce", ""),

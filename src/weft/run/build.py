@@ -15,8 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from weft.errors import Infeasible, LayoutError, ModelError
+from weft.lower.arrival import Arrival
 from weft.lower.kernels.randomness import Draw
 from weft.lower.local import LocalStage, Lowering, layer_of, lower
+from weft.model.additive import Coupling
 from weft.model.capture import Captured, Loss, capture
 from weft.model.collector import uncollected
 from weft.model.deferred import Deferred, fake_copy, loss_of, materialize, materialize_real, realize_loss
@@ -26,10 +28,11 @@ from weft.model.gradients import learned
 from weft.model.graph import Graph, Variable
 from weft.model.modes import Modes, in_modes, training_modes
 from weft.model.nesting import batch_size_of
+from weft.model.normalise import Normalised
 from weft.model.propagate import propagate, written_buffers
 from weft.model.samples import check_samples
 from weft.model.sharding import Prices, Sharding
-from weft.model.stages import Stage, links, split
+from weft.model.stages import Stage, links
 from weft.model.watched import refuse_hooks, refuse_scripts
 from weft.plan.grid import AXES, PLAIN
 from weft.plan.mesh import Mesh
@@ -37,6 +40,7 @@ from weft.plan.patterns import expand_all
 from weft.plan.placement import piece
 from weft.plan.plan import Plan
 from weft.plan.program import Program
+from weft.run.additive import Part, part_of
 from weft.run.layers import layers_of
 from weft.run.meshes import between_meshes, from_other_meshes, shares_of, stage_shardings
 from weft.run.optimizer import OptimizerSpec
@@ -98,6 +102,24 @@ class Source:
             captured = capture(fake_copy(self.model, mode, originals), batch, loss, batch_size=batch_size, fake_mode=mode, outputs=outputs)
             return replace(captured, constants={v: originals.get(id(t), t) for v, t in captured.constants.items()})
 
+    def part(self, plan: Plan, batch: Any, loss: Loss | None, size: int, samples: int, modes: Modes | None = None) -> Part:
+        """A microbatch of `size` samples of a batch of `samples`, in the precision of a plan; `modes` as for `capture`."""
+        captured = self.capture(batch, loss, size, modes=modes)
+        graph = in_precision(captured.graph, plan)
+        if plan.layout.shares * plan.layout.microbatches == 1:
+            return Part(Normalised(graph), captured.constants, captured.graph, structure=captured.structure)
+        same = replace(captured, graph=graph)
+
+        def of(count: int) -> Captured:
+            if count == size:
+                return same
+            other = self.capture(batch, loss, count, modes=modes)
+            return replace(other, graph=in_precision(other.graph, plan))
+
+        whole = of(plan.batch_size)
+        made = part_of(same, whole, whole if samples == plan.batch_size else of(samples), plan.layout.microbatches == 1)
+        return replace(made, captured=captured.graph)
+
     def sharding(self, plan: Plan, graph: Graph) -> Sharding:
         """The complete sharding that a plan means for a graph."""
         return shard_of(plan, graph, self.prices)
@@ -115,6 +137,7 @@ class Traced(Source):
 
     captured: dict[tuple[int | None, bool, Modes], Captured] = field(default_factory=dict)
     shardings: dict[tuple[object, ...], Sharding] = field(default_factory=dict)
+    parts: dict[tuple[object, ...], Part] = field(default_factory=dict)
 
     def capture(
         self, batch: Any, loss: Loss | None, batch_size: int | None, outputs: bool = False, modes: Modes | None = None
@@ -138,20 +161,30 @@ class Traced(Source):
             graph.batch_size,
             layout.precision,
             self.prices,
+            len(graph.operators),  # a part of a batch has some more than one that is whole
         )
         if key not in self.shardings:
             self.shardings[key] = shard_of(plan, graph, self.prices)
         return self.shardings[key]
 
+    def part(self, plan: Plan, batch: Any, loss: Loss | None, size: int, samples: int, modes: Modes | None = None) -> Part:
+        """As `Source.part`, once for each division of a batch and modes."""
+        layout = plan.layout
+        modes = training_modes(self.model) if modes is None else modes
+        key = (modes, size, samples, plan.batch_size, DTYPES[layout.precision], layout.shares == 1, layout.microbatches == 1)
+        if key not in self.parts:
+            self.parts[key] = super().part(plan, batch, loss, size, samples, modes)
+        return self.parts[key]
+
     def prepare(self, plan: Plan, batch: Any, loss: Loss | None) -> None:
         """Capture and shard what the ranks of a plan will ask for."""
         if not plan.uncaptured:
-            sizes = plan.microbatch_sizes
-            captured = self.capture(batch, loss, sizes[0])
-            self.sharding(plan, in_precision(captured.graph, plan))
-            for size in sizes[1:]:
-                self.capture(batch, loss, size)
-            folds(plan, self, captured.graph, batch, loss)
+            first, *others = plan.microbatch_sizes
+            part = self.part(plan, batch, loss, first, plan.batch_size)
+            self.sharding(plan, part.normal.graph)
+            for size in others:
+                self.part(plan, batch, loss, size, plan.batch_size)
+            folds(plan, self, part.captured, batch, loss)
 
 
 @dataclass
@@ -172,9 +205,13 @@ class Parts:
     draw: Draw = field(default_factory=Draw)
     structure: Any = None  # the model's output, where it runs without a loss
     saved: frozenset[str] = frozenset()  # names in the model's own state dict: buffers may be left out of it
-    sized: Callable[[int], Sized] | None = None  # by samples of a microbatch; None where the stages take any number
+    sized: Callable[[int, int], Sized] | None = None  # by samples of a microbatch and of the batch; None where the stages take any number
     folds: tuple[Fold | None, ...] = ()  # where samples lie in what is drawn, draw by draw
     shardings: tuple[Sharding, ...] = ()  # of the graph as each stage arranges its ranks, where they may differ
+    lowering: Lowering | None = None  # how its stages were lowered; None where the model runs whole
+    coupled: tuple[Coupling, ...] = ()  # where microbatches differ from the whole batch
+    counted: frozenset[str] = frozenset()  # inputs from which what the loss divides by is counted
+    arrival: Arrival = field(default_factory=Arrival)
 
     @property
     def only(self) -> LocalStage:
@@ -182,15 +219,13 @@ class Parts:
         (local,) = self.lowered.values()
         return local
 
-    def of_size(self, samples: int) -> Sized:
-        """This rank's stages for microbatches of so many samples, all data replicas together.
+    def of_size(self, size: int, samples: int) -> Sized:
+        """This rank's stages for microbatches of `size` samples of a batch of `samples`, all data replicas together.
 
         Raises:
             Infeasible: with so many the model computes something else.
         """
-        if self.sized is None or samples == self.graph.batch_size:
-            return Sized(self.graph, self.lowered, {})
-        return self.sized(samples)
+        return Sized(Normalised(self.graph), self.lowered, {}) if self.sized is None else self.sized(size, samples)
 
     def holders(self, value: str) -> list[int]:
         """Pipeline ranks that have a stage which reads a variable, in order; the first rank where no stage does."""
@@ -239,12 +274,12 @@ def build(
     mesh = layout.mesh_of(world.rank)
     if mesh.num_ranks != world.num_ranks:
         raise Infeasible(f"the layout {layout} needs {mesh.num_ranks} ranks, {world.num_ranks} were started")
-    captured = source.capture(batch, loss, plan.microbatch_sizes[0], outputs)
-    dtype = DTYPES[layout.precision]
-    graph = in_precision(captured.graph, plan)
+    first, dtype = plan.microbatch_sizes[0], DTYPES[layout.precision]
+    part = outputs_of(source, plan, batch, first) if outputs else source.part(plan, batch, loss, first, plan.batch_size)
+    graph, normal = part.normal.graph, part.normal
     _check_dtypes(graph, layout.precision)
     check_samples(graph, layout)
-    stages = split(graph, plan.stages)
+    stages = normal.stages(plan.stages)
     layout.residency.check([list(dict.fromkeys(filter(None, (layer_of(op.site) for op in s.operators)))) or [""] for s in stages])
     program = program_of(plan, stages, world)
     at = mesh.coordinates(world.rank)
@@ -256,13 +291,16 @@ def build(
     rows = rows_of_outputs(source, batch, graph, layout.data) if outputs else {}
     across = between_meshes(layout, stages) & {v.value for v in graph.parameters}
     shares, apart = shares_of(across, sharding, mesh), from_other_meshes(layout, mine)
-    where_samples = folds(plan, source, captured.graph, batch, loss)
-    lowering = Lowering(graph, sharding, groups, world.device, draw, rows, shares, apart, where_samples)
+    arrival, where_samples = Arrival(), folds(plan, source, part.captured, batch, loss)
+    late = frozenset(total.variable for total in normal.totals)
+    lowering = Lowering(graph, sharding, groups, world.device, draw, rows, shares, apart, where_samples, late, arrival)
     lowered = {stage.index: lower(stage, lowering) for stage in mine}
 
-    def other(samples: int) -> Sized:
-        captured = source.capture(batch, loss, samples, outputs)
-        return sized(lowering, in_precision(captured.graph, plan), plan.stages, lowered, constants_of(captured, world.device, dtype))
+    def other(size: int, samples: int) -> Sized:
+        if (size, samples) == (first, plan.batch_size) or outputs:
+            return Sized(normal, lowered, {})
+        that = source.part(plan, batch, loss, size, samples)
+        return sized(lowering, that.normal, plan.stages, lowered, constants_of(that.constants, world.device, dtype))
 
     used = {value for stage in mine for value in stage.variables}
     holders = {v.value: _holders(stages, program, v.value) for v in graph.parameters}
@@ -310,7 +348,7 @@ def build(
         return view.to(device=world.device, dtype=torch.float64 if floating else view.dtype, copy=True)
 
     buffers = source.take(take, None)
-    variables: dict[str, Tensor] = {v: t for v, t in constants_of(captured, world.device, dtype).items() if v in used}
+    variables: dict[str, Tensor] = {v: t for v, t in constants_of(part.constants, world.device, dtype).items() if v in used}
     for v in graph.parameters:
         if v.value in used:
             variables[v.value] = parameters[v.name]
@@ -318,8 +356,9 @@ def build(
         if v.value in used:
             variables[v.value] = buffers[v.name]
     return Parts(
-        graph, sharding, stages, program, lowered, parameters, specs, flat, buffers, kept_buffers, variables, draw, captured.structure,
-        frozenset(source.model.state_dict(keep_vars=True)), cache(other), where_samples, shardings,
+        graph, sharding, stages, program, lowered, parameters, specs, flat, buffers, kept_buffers, variables, draw, part.structure,
+        frozenset(source.model.state_dict(keep_vars=True)), cache(other), where_samples, shardings, lowering, part.coupled,
+        normal.counted_from, arrival,
     )  # fmt: skip
 
 
@@ -330,7 +369,7 @@ def folds(
     sizes = plan.microbatch_sizes
     if len(sizes) == 1:
         return ()
-    other = next((size for size in sizes if size != graph.batch_size), 2 * graph.batch_size)
+    other = next((size for size in sizes if size != graph.batch_size), plan.batch_size)
     return folds_of(graph, lambda: source.capture(batch, loss, other, modes=modes).graph)
 
 
@@ -388,6 +427,12 @@ def rows_of_outputs(source: Source, batch: Any, graph: Graph, data: int, modes: 
         if grown:
             found[value] = grown[0]
     return found
+
+
+def outputs_of(source: Source, plan: Plan, batch: Any, size: int, modes: Modes | None = None) -> Part:
+    """Of a model without a loss, whose outputs are handed out as they are."""
+    captured = source.capture(batch, None, size, True, modes)
+    return Part(Normalised(in_precision(captured.graph, plan)), captured.constants, captured.graph, structure=captured.structure)
 
 
 def in_precision(graph: Graph, plan: Plan) -> Graph:

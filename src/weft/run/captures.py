@@ -22,9 +22,8 @@ from weft.model.graph import Graph
 from weft.model.modes import Modes
 from weft.model.samples import check_samples
 from weft.model.sharding import Shards
-from weft.model.stages import split
 from weft.plan.plan import Plan
-from weft.run.build import DTYPES, Parts, Source, folds, in_precision, program_of, rows_of_outputs
+from weft.run.build import DTYPES, Parts, Source, folds, outputs_of, program_of, rows_of_outputs
 from weft.run.meshes import from_other_meshes, stage_shardings
 from weft.run.sizes import Sized, constants_of, sized
 from weft.world.world import World
@@ -39,11 +38,12 @@ def captured_in(
         ModelError: the model cannot be followed in these modes, or a stage reads a parameter that another one has.
         Infeasible, LayoutError, ProgramError: the plan does not suit the graph.
     """
-    captured = source.capture(batch, loss, plan.microbatch_sizes[0], outputs, modes)
-    graph = in_precision(captured.graph, plan)
+    first = plan.microbatch_sizes[0]
+    part = outputs_of(source, plan, batch, first, modes) if outputs else source.part(plan, batch, loss, first, plan.batch_size, modes)
+    graph, normal = part.normal.graph, part.normal
     check_samples(graph, plan.layout)
     sites = _begins(plan.stages, parts.graph, graph)
-    stages = split(graph, sites, trains=False)
+    stages = normal.stages(sites, trains=False)
     program = program_of(plan, stages, world)
     at = plan.layout.mesh_of(world.rank).coordinates(world.rank)
     # A sharding that `source` keeps is that of training.
@@ -53,17 +53,21 @@ def captured_in(
     mesh = plan.layout.mesh_of(world.rank)
     groups = {axis: world.group(mesh.group(world.rank, axis)) for axis in sharding.sizes}
     rows = rows_of_outputs(source, batch, graph, plan.layout.data, modes) if outputs else {}
-    where_samples = folds(plan, source, captured.graph, batch, loss, modes)
-    lowering = Lowering(graph, sharding, groups, world.device, draw, rows, {}, from_other_meshes(plan.layout, mine), where_samples)
+    where_samples = folds(plan, source, part.captured, batch, loss, modes)
+    late = frozenset(total.variable for total in normal.totals)
+    apart = from_other_meshes(plan.layout, mine)
+    lowering = Lowering(graph, sharding, groups, world.device, draw, rows, {}, apart, where_samples, late, parts.arrival)
     lowered = {stage.index: lower(stage, lowering) for stage in mine}
     dtype = DTYPES[plan.layout.precision]
 
-    def other(samples: int) -> Sized:
-        again = source.capture(batch, loss, samples, outputs, modes)
-        return sized(lowering, in_precision(again.graph, plan), sites, lowered, constants_of(again, world.device, dtype))
+    def other(size: int, samples: int) -> Sized:
+        if (size, samples) == (first, plan.batch_size) or outputs:
+            return Sized(normal, lowered, {})
+        again = source.part(plan, batch, loss, size, samples, modes)
+        return sized(lowering, again.normal, sites, lowered, constants_of(again.constants, world.device, dtype))
 
     used = {value for stage in mine for value in stage.variables}
-    variables = {v: t for v, t in constants_of(captured, world.device, dtype).items() if v in used}
+    variables = {v: t for v, t in constants_of(part.constants, world.device, dtype).items() if v in used}
     held = {**parts.buffers, **parts.parameters}
     for v in (*graph.parameters, *graph.buffers):
         if v.value not in used:
@@ -79,7 +83,7 @@ def captured_in(
         variables[v.value] = held[v.name]
     return replace(
         parts, graph=graph, sharding=sharding, stages=stages, program=program, lowered=lowered, variables=variables, draw=draw,
-        structure=captured.structure, sized=cache(other), shardings=shardings,
+        structure=part.structure, sized=cache(other), shardings=shardings, lowering=lowering,
     )  # fmt: skip
 
 

@@ -30,7 +30,7 @@ class Result:
     """What a step leaves: the rank's summand of the loss by microbatch, spans, and gradients of the inputs where asked for."""
 
     losses: list[Tensor] = field(default_factory=list)
-    shares: list[float] = field(default_factory=list)  # the part of the batch that each of `losses` is of
+    weights: list[float] = field(default_factory=list)  # what each of `losses` counts in the batch's
     spans: list[Span] = field(default_factory=list)
     input_gradients: list[dict[str, Tensor]] = field(default_factory=list)
     order: list[int] = field(default_factory=list)  # the microbatch of each entry of `input_gradients`
@@ -74,7 +74,7 @@ def _forward(executor: Executor, action: Compute, step: int) -> Run:
     position = {value: i for i, value in enumerate(runner.local.sent)}
     made = [(slot(Value("x", (s, q, m))), [position[c.value] for c in executor.crossings[s, q]]) for q in program.successors[s]]
     saved = slot(Value("saved", (s, m)))
-    has_loss, share = bool(runner.local.results), executor.sizes[m].share
+    has_loss, weight = bool(runner.local.results), executor.sizes[m].weight
     forward = forwarding(executor, action)
 
     def run(running: Running) -> None:
@@ -87,7 +87,7 @@ def _forward(executor: Executor, action: Compute, step: int) -> Run:
         kept.sent = []
         if has_loss:
             running.result.losses.append(kept.results[0].detach())
-            running.result.shares.append(share)
+            running.result.weights.append(weight)
         if running.train:
             held[saved] = kept
 
@@ -109,7 +109,7 @@ def _backward(executor: Executor, action: Compute, step: int) -> Run:
         (slot(Value("g", (s, p, m))), [place[c.value] for c in executor.crossings[p, s] if c.has_gradient]) for p in program.predecessors[s]
     ]
     saved, half = slot(Value("saved", (s, m))), slot(Value("half", (s, m))) if action.op is Op.I else None
-    completes, share, num_sent = executor.completes[step], executor.sizes[m].share, len(runner.local.sent)
+    completes, weight, num_sent = executor.completes[step], executor.sizes[m].weight, len(runner.local.sent)
     late = runner.late if half is None else None
 
     def run(running: Running) -> None:
@@ -125,7 +125,7 @@ def _backward(executor: Executor, action: Compute, step: int) -> Run:
                 seen = gradients[i]
                 gradients[i] = x if seen is None else seen + x
             held[at] = x = seen = None  # let go of as backward reads it
-        out = runner.backward(kept, gradients, share)
+        out = runner.backward(kept, gradients, weight)
         if late is not None and executor.gradients is not None:
             late.deliver(kept.notes, executor.gradients)
         for at, places in made:

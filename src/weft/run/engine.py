@@ -19,6 +19,7 @@ from weft.errors import Infeasible, ModelError, UsageError
 from weft.lower.kernels.place import Samples
 from weft.lower.kernels.randomness import Draw
 from weft.model.capture import Loss
+from weft.model.graph import Variable
 from weft.model.modes import evaluation_modes, in_modes
 from weft.model.nesting import BatchForm, batch_size_of
 from weft.model.work import model_flops
@@ -44,6 +45,7 @@ from weft.run.rests import Rests
 from weft.run.same import check_same
 from weft.run.stale import Stale
 from weft.run.state import full_state, full_tensors, gradient_pieces, input_gradients, pieces_of
+from weft.run.totals import Counter, count
 from weft.run.whole import build_whole
 from weft.world.memory import HOST, PARTS, accounts_of
 from weft.world.world import Work, World
@@ -65,7 +67,12 @@ class StepResult:
     def loss(self) -> float:
         """On the weights that the step computed with. With staleness it waits until all ranks have made the step."""
         self.summed.wait()
-        return float(self.total)
+        return _loss(self.total)
+
+
+def _loss(total: Tensor) -> float:
+    """A loss that was summed; where what it is divided by was summed beside it, so divided."""
+    return float(total[0] / total[1]) if total.dim() else float(total)
 
 
 class Engine:
@@ -121,6 +128,8 @@ class Engine:
         share(self.parts.groups, sums, late + 1)
         self._gathered = Gathered(self.parts.groups, sums, self.memory)
         self._host = HostStore(world.device, self.memory, self.parts.variables.values())
+        self._counted: Tensor | None = None  # of this rank's rows, what the loss of the step under way is still to be divided by
+        self._counters_of: dict[tuple[int, int, int], Counter] = {}
         reduces = any(isinstance(a, Manage) and a.op is ManageOp.REDUCE_GRAD for row in self.parts.program.actions for a in row)
         compress = Compression.parse(plan.layout.compress)
         self.gradients = Gradients(self.parts.groups, self.parts.parameters, sums, plan.layout.zero > 0, reduces, compress)
@@ -158,6 +167,14 @@ class Engine:
         peak = self.memory.peak()
         most = self.world.maximum([int(getattr(peak, part)) for part in PARTS] + [int(peak.total)])
         return dict(zip((*PARTS, "total"), map(float, most), strict=True))
+
+    def _counter_of(self, parts: Parts, size: int, samples: int) -> Counter:
+        """What counts a microbatch's totals on this rank."""
+        key = (id(parts), size, samples)
+        if key not in self._counters_of:
+            group = self.world.group(self.mesh.group(self.world.rank, "data"))
+            self._counters_of[key] = Counter(parts, parts.of_size(size, samples), group)
+        return self._counters_of[key]
 
     @property
     def step_index(self) -> int:
@@ -208,7 +225,7 @@ class Engine:
     def forward_backward(self, batch: Any, record: bool = False, want_inputs: bool = False, whole: bool | None = None) -> Result:
         """Forward and backward of all microbatches; summed gradients lie in the flat groups, with staleness once `gradient` is asked."""
         self._draw.step = self.step_index
-        sizes, inputs = self._divided(batch, whole)
+        sizes, inputs = self._divided(batch, whole, trains=True)
         executor = self._executors.of(sizes)
         if self._stale is not None:
             self._stale.start()
@@ -226,7 +243,8 @@ class Engine:
             if self._stale is None:
                 self.gradients.wait()
             else:
-                self._stale.take(result.mean[1])
+                total, work = result.mean
+                self._stale.take(work, total[1] if total.dim() else None)
         self._gathered.release()
         self.seconds = {"program": ended - began, "gradients": time.perf_counter() - ended}
         if record:
@@ -291,10 +309,10 @@ class Engine:
         return made, replicas
 
     def loss_of(self, result: Result) -> float:
-        """The mean over microbatches, each by its samples, from every rank's summands."""
+        """The loss of the whole batch, from every rank's and microbatch's summands."""
         total, work = result.mean or self._mean_of(result)
         work.wait()
-        return float(total)
+        return _loss(total)
 
     def _mean_of(self, result: Result, parts: Parts | None = None) -> tuple[Tensor, Work]:
         """The loss over all microbatches and ranks, and its sum under way. `parts`: what computed it, if not what trains."""
@@ -305,7 +323,9 @@ class Engine:
             forms = next(local.forms[loss] for local in parts.lowered.values() if loss in local.results)
             at = self.mesh.coordinates(self.world.rank)
             if all(form == "P" or at[axis] == 0 for axis, form in forms.items()):
-                total += torch.stack([x.double() * share for x, share in zip(result.losses, result.shares, strict=True)]).sum()
+                total += torch.stack([x.double() * weight for x, weight in zip(result.losses, result.weights, strict=True)]).sum()
+        if parts is self.parts and self._counted is not None:
+            total = torch.stack((total, self._counted))
         return total, self._everyone.all_reduce(total, wait=False).untimed()  # a loss need not be read
 
     def _local(self, batch: Any) -> list[dict[str, Tensor]]:
@@ -321,10 +341,10 @@ class Engine:
         return sizes_of_part(samples, self.plan.layout, self.plan.batch_size)
 
     def _divided(
-        self, batch: Any, whole: bool | None = None, parts: Parts | None = None
+        self, batch: Any, whole: bool | None = None, parts: Parts | None = None, trains: bool = False
     ) -> tuple[tuple[int, ...], list[dict[str, Tensor]]]:
         """Samples of every microbatch, all data replicas together, and this rank's tensors of it by graph value."""
-        parts, data = parts or self.parts, self.data_size
+        parts, data, self._counted = parts or self.parts, self.data_size, None
         rows = batch_size_of(batch)
         is_global = rows > self.plan.batch_size // data if whole is None else whole
         samples = rows if is_global else rows * data
@@ -339,17 +359,20 @@ class Engine:
         given = self._form.tensors_of(batch)
         out: list[dict[str, Tensor]] = []
         needed = {value for local in parts.lowered.values() for value in local.variables}
+        counting: list[tuple[Counter, dict[str, Tensor]]] = []
         begin, samples_of = 0, list[Samples]()
         for size in sizes:
             tensors: dict[str, Tensor] = {}
-            graph = parts.of_size(size).graph
+            normal = parts.of_size(size, samples).normal
+            counter = self._counter_of(parts, size, samples) if normal.totals else None
+            counted = tensors if counter is None or not is_global else {}
             rows = size if is_global else size // data
-            for v in graph.inputs:
+            for v in normal.graph.inputs:
                 if v.value not in needed:
                     continue
-                x = given[v.name]
+                x = whole_rows = given[v.name]
                 if v.batched:
-                    x = x.narrow(0, begin, rows)
+                    x = whole_rows = x.narrow(0, begin, rows)
                     if is_global and data > 1:
                         start, length = piece(rows, data, self.data_index)
                         x = x.narrow(0, start, length)
@@ -359,14 +382,41 @@ class Engine:
                         f"{v.name} has shape {list(x.shape)} in a microbatch of this rank, and the model was captured with {list(want)}; "
                         "pad or cut batches to one shape, or plan again for this one"
                     )
-                dtype = getattr(torch, v.tensor.dtype)
-                tensors[v.value] = x.to(device=self.world.device, dtype=dtype if x.is_floating_point() else x.dtype, non_blocking=True)
+                tensors[v.value] = self._taken(x, v)
+                if counter is not None and counted is not tensors and v.value in counter.variables:
+                    counted[v.value] = self._taken(whole_rows, v)
+            if normal.share:
+                kind = getattr(torch, normal.graph.tensors[normal.share].dtype)
+                tensors[normal.share] = counted[normal.share] = torch.full((), size / samples, dtype=kind, device=self.world.device)
             has = Samples.range(begin, size, samples) if is_global else Samples(begin, samples, ((data, samples // data), (rows, 1)))
             samples_of.append(has)
             begin += rows
+            if counter is not None:
+                counting.append((counter, counted))
             out.append(tensors)
         parts.draw.samples = tuple(samples_of)
+        if counting:
+            alone = trains and self._stale is not None and not is_global and data > 1
+            totals = count(counting, is_global, parts.arrival, alone)
+            if alone:
+                divisor = parts.of_size(sizes[0], samples).normal.divisor
+                if not divisor:
+                    raise Infeasible(
+                        f"{self.plan.layout}: parts of the loss are divided by what is counted over all ranks' rows, for which ranks would "
+                        "wait for one another; give every rank the whole batch"
+                    )
+                self._counted = totals[divisor].double()  # summed beside the loss, and divides what is raw until then
+                totals = {divisor: torch.ones_like(totals[divisor])}
+            if self._executors.compile:
+                parts.arrival.wait()  # compiled code does not
+            for tensors in out:
+                tensors.update(totals)
         return sizes, out
+
+    def _taken(self, x: Tensor, v: Variable) -> Tensor:
+        """A tensor of the batch as it is computed with."""
+        dtype = getattr(torch, v.tensor.dtype)
+        return x.to(device=self.world.device, dtype=dtype if x.is_floating_point() else x.dtype, non_blocking=True)
 
     def pieces(self, drain: bool = True) -> list[Piece]:
         """This rank's parameters, buffers, optimizer state, counters and what compressed gradients have not sent; for checkpoints.

@@ -32,11 +32,11 @@ __all__ = ["Executor", "Result", "Sizes"]
 
 @dataclass(frozen=True)
 class Sizes:
-    """How microbatches of one size run: this rank's stages by number, what crosses, and the part of the batch that one of them is."""
+    """How microbatches of one size run: this rank's stages by number, what crosses, and what the loss of one counts in the batch's."""
 
     runners: Mapping[int, StageRunner]
     crossings: Crossings
-    share: float
+    weight: float
 
 
 @dataclass(frozen=True, slots=True)

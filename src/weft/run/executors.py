@@ -48,7 +48,7 @@ class Executors:
     compile: bool
     trains: bool = True
     made: dict[tuple[int, ...], Executor] = field(default_factory=dict)
-    by_size: dict[int, tuple[dict[int, StageRunner], Crossings]] = field(default_factory=dict)
+    by_size: dict[tuple[int, int], tuple[dict[int, StageRunner], Crossings]] = field(default_factory=dict)
 
     def of(self, sizes: tuple[int, ...]) -> Executor:
         """What runs a step of microbatches of these sizes, all data replicas together."""
@@ -63,12 +63,13 @@ class Executors:
         if len(sizes) != layout.microbatches:
             fewer = replace(self.plan, layout=layout.with_microbatches(len(sizes)), batch_size=sum(sizes))
             program = program_of(fewer, parts.stages, world)
-        by_size = {size: Sizes(*self._runners_of(size), share=size / sum(sizes)) for size in dict.fromkeys(sizes)}
+        samples = sum(sizes)
+        by_size = {size: Sizes(*self.runners_of(size, samples), self._weight(size, samples)) for size in dict.fromkeys(sizes)}
         by_microbatch = {m: by_size[size] for m, size in zip(program.microbatches, sizes, strict=True)}
         names = {number: frozenset(name for name, _ in mine.values()) for number, mine in self._learned().items()}
         between = None
         if layout.inner:
-            graphs = {m: parts.of_size(size).graph for m, size in zip(program.microbatches, sizes, strict=True)}
+            graphs = {m: parts.of_size(size, samples).graph for m, size in zip(program.microbatches, sizes, strict=True)}
             between = Resharded(layout, parts.shardings, graphs, world, world.everyone)
             crossings = by_microbatch[program.microbatches[0]].crossings
             for group in sorted(between.peers(crossings), key=lambda g: g.ranks):
@@ -91,11 +92,15 @@ class Executors:
             for number, local in parts.lowered.items()
         }
 
-    def _runners_of(self, size: int) -> tuple[dict[int, StageRunner], Crossings]:
-        """This rank's stages for microbatches of `size` samples, all data replicas together, and what crosses between stages."""
-        if size not in self.by_size:
-            self.by_size[size] = self._build_runners(self.parts.of_size(size))
-        return self.by_size[size]
+    def runners_of(self, size: int, samples: int) -> tuple[dict[int, StageRunner], Crossings]:
+        """This rank's stages for microbatches of `size` samples of a batch, all data replicas together, and what crosses between stages."""
+        if (size, samples) not in self.by_size:
+            self.by_size[size, samples] = self._build_runners(self.parts.of_size(size, samples))
+        return self.by_size[size, samples]
+
+    def _weight(self, size: int, samples: int) -> float:
+        """What the loss of a microbatch counts in the batch's."""
+        return 1.0 if self.parts.of_size(size, samples).normal.adds else size / samples
 
     def _build_runners(self, sized: Sized) -> tuple[dict[int, StageRunner], Crossings]:
         parts, graph, compile, layout = self.parts, sized.graph, self.compile, self.plan.layout
@@ -125,7 +130,7 @@ class Executors:
                 autocast,
                 self.world.device,
                 compile,
-                without_gradient(graph),
+                without_gradient(graph) | sized.normal.given,
                 late,
                 self.memory,
             )

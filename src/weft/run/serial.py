@@ -1,6 +1,6 @@
 """The serial reference: the user's module as it is, trained in one process by plain PyTorch, and how exact it is itself.
 
-In: a model, a batch, a plan's microbatches and precision, an optimizer. Out: per step loss, gradients and weights by name; and for each
+In: a model, a batch (whole, or in microbatches), a precision, an optimizer. Out: per step loss, gradients and weights by name; and for each
 of them the rounding noise that a serial run has, measured by running it again.
 
 Not modelled: random draws that are not told of (`draws`); a model that draws otherwise is refused.
@@ -39,7 +39,8 @@ class Serial:
 
     `every`: a parameter that a step does not use has a gradient of zero in it, instead of none. `whole`: tensors of the batch that are no
     samples, though they are as long. `closed`: those that can have no gradient. `draws`: how many draws a call of the model makes, and
-    `folds` where the samples lie in each.
+    `folds` where the samples lie in each. `sizes`: of microbatches, whose losses count by their samples; without them the whole batch is
+    computed at once.
     """
 
     def __init__(
@@ -56,7 +57,9 @@ class Serial:
         closed: frozenset[str] = frozenset(),
         draws: int = 0,
         folds: Sequence[Fold | None] = (),
+        sizes: tuple[int, ...] = (),
     ) -> None:
+        self._sizes = sizes or (batch_size_of(batch),)
         self._whole, self._closed = whole, closed
         self._draws, self._step = draws, 0
         self._random = Draws(seed, plan.layout.precision == "float64", folds)
@@ -144,7 +147,7 @@ class Serial:
             path: x.detach().requires_grad_(x.is_floating_point() and path not in self._closed) for path, x in self._batch.items()
         }
         total = 0.0
-        for length in self._plan.microbatch_sizes:
+        for length in self._sizes:
             samples_in = {p for p, x in leaves_now.items() if x.dim() and x.shape[0] == samples and p not in self._whole}
             cut = {p: x.narrow(0, start, length) if p in samples_in else x for p, x in leaves_now.items()}
             whole = {p: cut.get(p, leaf) for p, leaf in leaves(self._nesting)}

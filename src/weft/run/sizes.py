@@ -17,30 +17,36 @@ from torch import Tensor
 
 from weft.errors import Infeasible
 from weft.lower.local import LocalStage, Lowering, lower
-from weft.model.capture import Captured
 from weft.model.graph import Graph, Operator
-from weft.model.stages import split
+from weft.model.normalise import Normalised
 
 
 @dataclass(frozen=True)
 class Sized:
     """One rank's stages, by number, for microbatches of `graph.batch_size` samples. `constants`: in place of those of another size."""
 
-    graph: Graph
+    normal: Normalised
     lowered: Mapping[int, LocalStage]
     constants: Mapping[str, Tensor]
 
+    @property
+    def graph(self) -> Graph:
+        """Of one microbatch."""
+        return self.normal.graph
 
-def sized(lowering: Lowering, graph: Graph, sites: Sequence[str], like: Mapping[int, LocalStage], constants: Mapping[str, Tensor]) -> Sized:
+
+def sized(
+    lowering: Lowering, normal: Normalised, sites: Sequence[str], like: Mapping[int, LocalStage], constants: Mapping[str, Tensor]
+) -> Sized:
     """The stages `like`, which `lowering` made and which begin at `sites`, on another graph of the same model.
 
     Raises:
         Infeasible: the model computes something else there, or a tensor does not divide as it must.
     """
-    check_alike(lowering, graph)
-    other = replace(lowering, graph=graph)
-    stages = split(graph, sites)
-    return Sized(graph, {number: lower(stages[number], other) for number in like}, constants)
+    check_alike(lowering, normal.graph)
+    other = replace(lowering, graph=normal.graph)
+    stages = normal.stages(sites)
+    return Sized(normal, {number: lower(stages[number], other) for number in like}, constants)
 
 
 def check_alike(lowering: Lowering, graph: Graph) -> None:
@@ -74,9 +80,9 @@ def _unlike(graph: Graph, ours: Graph, where: str) -> str:
     )
 
 
-def constants_of(captured: Captured, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+def constants_of(constants: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
     """Small tensors that the model's code made, by graph value, as the run holds them."""
-    held = {value: tensor.to(device) for value, tensor in captured.constants.items()}
+    held = {value: tensor.to(device) for value, tensor in constants.items()}
     if dtype is torch.float64:
         held = {value: t.double() if t.dtype is torch.float32 else t for value, t in held.items()}
     return held

@@ -13,6 +13,8 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from weft.run.gradients import Gradients
 from weft.run.optimizer import Optimizer
 from weft.world.world import Work
@@ -20,11 +22,12 @@ from weft.world.world import Work
 
 @dataclass(frozen=True)
 class _Late:
-    """An update that waits: which buffers its gradients lie in, their sums, its learning rate."""
+    """An update that waits: which buffers its gradients lie in, their sums, its learning rate, what its gradients are to be divided by."""
 
     turn: int
     works: list[Work]
     lr: float | None
+    divisor: Tensor | None
 
 
 class Stale:
@@ -34,6 +37,7 @@ class Stale:
         self._staleness, self._gradients, self._optimizer = staleness, gradients, optimizer
         self._late: deque[_Late] = deque()
         self._works: list[Work] = []  # of the step that is not pushed yet
+        self._divisor: Tensor | None = None  # and what its gradients are still to be divided by
         self._turn = 0
         self.waited_s = 0.0  # by the last `push`
 
@@ -45,19 +49,27 @@ class Stale:
             for work in late.works:
                 _ = work.done
 
-    def take(self, loss: Work) -> None:
-        """The sums of this step are under way, `loss` among them."""
+    def take(self, loss: Work, divisor: Tensor | None = None) -> None:
+        """The sums of this step are under way, `loss` among them, and with it `divisor`, by which gradients are then divided."""
         self._works = [*self._gradients.hand_over(), loss]
+        self._divisor = divisor
 
     def settle(self) -> None:
         """Wait for the sums of the step that is not pushed yet, so that its gradients can be read."""
         for work in self._works:
             work.wait()
+        self._divide(self._turn, self._divisor)
+        self._divisor = None
+
+    def _divide(self, turn: int, divisor: Tensor | None) -> None:
+        if divisor is not None:
+            for group in self._gradients.groups:
+                group.turns[turn].div_(divisor.to(group.turns[turn].dtype))
 
     def push(self, lr: float | None) -> float | None:
         """End a step; apply the update that is due. Returns the gradient norm of that one where it is clipped."""
-        self._late.append(_Late(self._turn, self._works, lr))
-        self._works = []
+        self._late.append(_Late(self._turn, self._works, lr, self._divisor))
+        self._works, self._divisor = [], None
         self._turn = (self._turn + 1) % (self._staleness + 1)
         self.waited_s = 0.0
         norm = None
@@ -78,6 +90,7 @@ class Stale:
     def _apply(self) -> float | None:
         late = self._late.popleft()
         self._wait(late)
+        self._divide(late.turn, late.divisor)
         self._optimizer.read([group.turns[late.turn] for group in self._gradients.groups])
         return self._optimizer.step(late.lr)
 

@@ -17,6 +17,8 @@ class Verification:
 
     `divided`: by axis the share of parameters and of FLOPs that it divides, see `weft.run.division`. `warnings`: what equality does not
     prove, a sentence each. `memory`: bytes that the fullest device held at most, by part and in `total`; empty where nothing counts them.
+    `whole_batch`: where microbatches change what is trained, how far loss and gradients of the first step are from the whole batch's,
+    each as the norm of the difference over that of the whole batch's; empty where the serial run had the whole batch at once.
 
     Of several layouts together: `layouts` has each, in the order in which they were given; `worst` is then the worst of any.
     """
@@ -33,6 +35,7 @@ class Verification:
     divided: Divided = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     layouts: tuple[Verification, ...] = ()
+    whole_batch: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def together(cls, results: Sequence[Verification]) -> Verification:
@@ -81,6 +84,7 @@ class Verification:
             "steps": self.steps,
             "dtype": self.dtype,
             "memory_bytes": self.memory,
+            "whole_batch": self.whole_batch,
             **({"layouts": [found.record() for found in self.layouts]} if self.layouts else {}),
         }
 

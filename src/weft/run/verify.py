@@ -1,9 +1,12 @@
 """The proof: a parallel run against the serial one, from the same weights and data. In: a model, a plan, steps. Out: `Verification`.
 
-Every rank runs the engine; rank 0 also runs the user's own module, eagerly and alone, over the same microbatches with the same
+Every rank runs the engine; rank 0 also runs the user's own module, eagerly and alone, on the whole batch with the same
 optimizer, and compares the loss, every gradient (of parameters and of floating-point inputs) and every updated weight and buffer; then
 every rank compares its own gradients, weights and optimizer state (`run/everywhere`).
 In float64 both sides compute in float64 throughout: casts to float32 inside the model would hide what is looked for.
+
+Where the model couples samples (batch norm), microbatches change what is trained: then the serial run has the same microbatches, whose
+losses count by their samples, and how far that is from the whole batch is measured beside it.
 
 A difference counts against the largest magnitude of its own tensor. Some tensors are zero but for rounding (the gradient of a bias before
 batch norm, or of attention keys), so that nothing they hold means anything; there, and only there, what is left is compared with the
@@ -28,6 +31,7 @@ from torch import Tensor, nn
 
 from weft.errors import ModelError, WeftError
 from weft.lower.kernels.draws import SUPPORTED
+from weft.model.additive import coupling_words
 from weft.model.capture import Loss
 from weft.model.derivatives import without_gradient
 from weft.model.sharding import FREE_LINKS
@@ -162,21 +166,27 @@ def verify_on_rank(
     model = copy.deepcopy(make) if isinstance(make, nn.Module) else make
     engine = Engine(plan, model, batch, loss, world, spec, seed=seed, source=source, device_memory=device_memory)
     graph = engine.parts.graph
-    closed = without_gradient(graph)
+    closed = without_gradient(graph) | engine.parts.counted
 
-    def new_serial() -> Serial:
+    def new_serial(sizes: tuple[int, ...] | None = None) -> Serial:
+        sizes = reference if sizes is None else sizes
         whole = frozenset(v.name for v in graph.inputs if not v.batched)
         # Gradients of inputs are not compared where the model runs whole, and some of its operators may have none (a loss's targets).
         names = frozenset(v.name for v in graph.inputs if v.value in closed or plan.uncaptured)
         return Serial(
             make, seed, batch, loss, plan, spec, world.device, bool(plan.uncaptured), whole, names, len(random),
-            engine.parts.folds,
+            engine.parts.folds, sizes,
         )
 
     random = [op for op in graph.operators if draws(op)]
     otherwise = [op.site for op in random if op.target.split(".")[1] not in SUPPORTED]
     if otherwise:
         raise _drawing(plan, f" at {', '.join(otherwise[:3])}{' ...' if len(otherwise) > 3 else ''}")
+    why = coupling_words(engine.parts.coupled) if plan.layout.microbatches > 1 else ""
+    if plan.uncaptured and plan.layout.microbatches > 1:
+        why = "the model is no graph, in which it could be seen whether they do"
+    reference = plan.microbatch_sizes if why else ()
+    whole_batch: dict[str, float] = {}
     serial = new_serial() if world.rank == 0 else None
     noise = Noise(new_serial)
     how = Compression.parse(plan.layout.compress)
@@ -242,6 +252,9 @@ def verify_on_rank(
             seen.step(step, got, wanted)
             for kind, far in of_ranks.items():
                 seen.everywhere(step, kind, far or {}, wanted)
+            if why and not step:
+                with _explained(plan), _in_plain_pytorch(plan):
+                    whole_batch = _apart(got, new_serial(()).step())
         if math.isnan(loss_value):
             break  # weights that are no numbers tell nothing more, and a model may raise at them; all ranks have the same loss
     memory = engine.fullest_memory()
@@ -251,7 +264,8 @@ def verify_on_rank(
     said = warnings(plan, shares, source is not None and source.prices == FREE_LINKS)
     return Verification(
         seen.first is None, seen.worst, seen.first, plan.replicated_operators, bound, memory,
-        str(replace(layout, precision="float32")), steps, layout.precision, shares, said,
+        str(replace(layout, precision="float32")), steps, layout.precision, shares, (*said, *_apart_words(why, whole_batch, bound)),
+        whole_batch=whole_batch,
     )  # fmt: skip
 
 
@@ -283,6 +297,27 @@ def verify_plan(
         return None if found is None else vars(found)
 
     return Verification(**launch(on_rank, plan.layout.num_ranks, device=device, timeout_s=timeout_s, show=False)[0])
+
+
+def _apart(got: Values, want: Values) -> dict[str, float]:
+    """How far loss and gradients are from others, each as the norm of the difference over that of the others."""
+    found = {}
+    for kind in ("loss", "gradients"):
+        apart = sum(float((got[kind][name].cpu().double() - x.cpu().double()).square().sum()) for name, x in want[kind].items())
+        size = sum(float(x.double().square().sum()) for x in want[kind].values())
+        found[kind] = math.sqrt(apart / size) if size else math.sqrt(apart)
+    return found
+
+
+def _apart_words(why: str, whole_batch: Mapping[str, float], bound: float) -> tuple[str, ...]:
+    """That microbatches change what is trained, and by how much; empty where they do not."""
+    if all(x <= bound for x in whole_batch.values()):
+        return ()
+    far = " and ".join(f"{kind} by {100 * x:.3g} %" for kind, x in whole_batch.items())
+    return (
+        f"microbatches change what is trained: {why}; so the serial run has the same microbatches, and the first step differs from "
+        f"that on the whole batch in {far}",
+    )
 
 
 def _random_state(device: torch.device) -> Tensor:

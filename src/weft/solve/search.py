@@ -18,8 +18,10 @@ from weft.cluster.mixed import reordered
 from weft.cost.gradients import best_bucket_bytes
 from weft.cost.step import Pricer
 from weft.errors import Infeasible, UsageError
+from weft.model.additive import additive, microbatch_words
 from weft.model.collector import uncollected
 from weft.model.graph import Graph
+from weft.model.normalise import counted
 from weft.model.samples import check_samples, samples_elsewhere
 from weft.model.sharding import Shards
 from weft.model.stages import links
@@ -145,6 +147,7 @@ def _search(
             *((("lend", _lent(pricer, best)),) if best.layout.lend == "on" else ()),
             *((("layers", words),) if (words := told(pricer, best.layout, best.sites)) else ()),
             *((("samples", elsewhere),) if elsewhere else ()),
+            *((("whole batch", words),) if (words := _apart(graph, best.layout)) else ()),
             *((("parts", pricer.where(best.layout)),) if isinstance(pricer, MixedPricer) else ()),
         ),
         (*spread(candidates), *refused[:MOST_REFUSED]),
@@ -207,6 +210,11 @@ def _by_hand(pricer: Pricer, layout: Layout, stages: Sequence[str]) -> Branches:
     space = Space(pricer.cluster, pricer.batch_size)
     bound_s = 0.0 if layout.inner else least_saving_s(pricer, layout, layout.schedule not in PLAIN)
     return Branches(pricer, space, "time", best, best, [best], bound_s=bound_s)
+
+
+def _apart(graph: Graph, layout: Layout) -> str:
+    """Where microbatches train something else than the whole batch, in words."""
+    return microbatch_words(additive(counted(graph)).coupled) if layout.microbatches > 1 and graph.batch_size > 1 else ""
 
 
 def _lent(pricer: Pricer, best: Priced) -> str:

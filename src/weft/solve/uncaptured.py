@@ -19,6 +19,8 @@ from weft.solve.branches import check_layout
 from weft.solve.space import layouts, parse_constraints
 from weft.solve.sums import sums_of
 
+UNKNOWN = "the model is no graph, in which it could be seen whether microbatches change what is trained: losses count by their samples"
+
 
 def without_graph(
     num_parameters: int,
@@ -68,7 +70,8 @@ def without_graph(
             if refused:
                 first = str(next(iter(refused.values()))).replace(f" ({why})", "")
                 said = f"data={one.data}: more replicas would train something else; {first}"
-            return replace(plan, reasons=(("data", said), ("capture", why)))
+            apart = (("whole batch", UNKNOWN),) if one.microbatches > 1 else ()
+            return replace(plan, reasons=(("data", said), ("capture", why), *apart))
     if refused:
         raise next(iter(refused.values()))
     need, have = 8.0 * num_parameters, cluster.memory_of(1)

@@ -18,6 +18,7 @@ from statistics import median
 from typing import Any
 
 from weft.errors import CheckpointError, ConfigError, Infeasible, ModelError, RunError
+from weft.model.additive import microbatch_words
 from weft.plan.plan import Plan
 from weft.run import checkpoint
 from weft.run.engine import Engine, StepResult
@@ -92,6 +93,8 @@ class _Run:
         self.checkpoints = job.folder / CHECKPOINTS
         layout = job.plan.layout
         self.rows = rows_of(self.section.batch, engine.data_index, engine.data_size, layout.microbatches)
+        # With all rows at hand a rank knows what the loss divides by without the others, who may be late.
+        self.of_step = list(range(self.section.batch)) if layout.staleness else self.rows
         self.losses: list[float] = []
         self.step_times: list[float] = []
         self.eval_loss: float | None = None
@@ -107,10 +110,12 @@ class _Run:
     def run(self) -> Summary:
         _ = self.world.stopping  # from here on SIGTERM is heeded between steps
         token = checkpoint.from_first(self.world, checkpoint.claim(self.checkpoints) if self.world.rank == 0 else 0)
-        start = self._resume()
+        start, layout = self._resume(), self.job.plan.layout
         with display(self.world.rank, self.section.steps, start) as self.show, self._metrics(start) as write:
             if start:
                 self.show.say(f"resuming after step {start}")
+            if layout.microbatches > 1 and (words := microbatch_words(self.engine.parts.coupled)):
+                self.show.say(words)
             stopped = self._steps(start, token, write)
             step = start + len(self.losses)
             self.measured = self.components.gather()
@@ -156,7 +161,7 @@ class _Run:
 
     def _steps(self, start: int, token: int, write: Callable[[Row], None]) -> bool:
         """Train from `start`. Returns whether the run was told to stop before the last step."""
-        make = partial(self.subject.source.train, rows=self.rows)
+        make = partial(self.subject.source.train, rows=self.of_step)
         with Loader(make, start, self.section.steps, pin=self.world.device.type == "cuda") as loader:
             for step in range(start, self.section.steps):
                 began = time.perf_counter()  # waiting for data counts too

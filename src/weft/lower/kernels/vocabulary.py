@@ -39,26 +39,31 @@ def cross_entropy(
     classes: Group | None,
     smoothing: float = 0.0,
     weight: Tensor | None = None,
+    mean: bool = True,
 ) -> Tensor:
-    """Mean cross-entropy of `logits_NC` against `target_N`; rows over group `rows`, classes over group `classes`.
+    """Mean (or sum) of the cross-entropies of `logits_NC` against `target_N`; rows over group `rows`, classes over group `classes`.
 
-    With `rows` the result is this rank's summand of the mean over all rows; otherwise it is the mean.
+    With `rows` the mean is this rank's summand of the mean over all rows; otherwise it is the mean.
     """
     logits = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
     counted = target != ignore
-    if classes is not None or weight is None:
+    counting = None
+    if not mean:
+        count = None
+    elif classes is not None or weight is None:
         count = counted.sum().to(logits.dtype)
     else:
         count = weight[target.masked_fill(~counted, 0)].masked_fill(~counted, 0.0).sum()
     # How many rows count is known before their loss is: it is summed meanwhile.
-    counting = rows.all_reduce(count, wait=False) if rows is not None else None
+    if count is not None and rows is not None:
+        counting = rows.all_reduce(count, wait=False)
     if classes is not None:
         loss: Tensor = _CutClasses.apply(logits, target, counted, num_classes, classes)  # type: ignore[no-untyped-call]
     else:
         loss = F.cross_entropy(logits, target, weight=weight, ignore_index=ignore, reduction="sum", label_smoothing=smoothing)
     if counting is not None:
         counting.wait()
-    return loss / count
+    return loss if count is None else loss / count
 
 
 class _CutClasses(torch.autograd.Function):

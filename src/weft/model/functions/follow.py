@@ -19,18 +19,14 @@ from typing import NamedTuple
 from weft.model.functions.trace import Joint
 from weft.model.graph import Operator, Ref, Tensor
 from weft.model.rules import rule_of
+from weft.model.rules.linear import PRODUCTS, TOGETHER, together
 from weft.model.rules.rule import BLOCKED, Labels, Rule
 from weft.model.rules.table import SHAPED_LIKE
-from weft.model.rules.views import VIEWS
 from weft.model.stages import draws
 
 AVERAGE, SUMMANDS = "average", "summands"  # what cutting a label leaves that no output has
 
-# Linear in all their tensors together, so that summands, and what is scaled, pass.
-_LINEAR = frozenset((*VIEWS, *"neg clone contiguous to _to_copy detach alias sum mean flip".split())) - {"pad", "constant_pad_nd"}
-_SUMS = frozenset("add sub rsub".split())
-_PRODUCTS = frozenset("mm bmm mv dot outer".split())
-_CONTRACTS = _PRODUCTS | {"sum"}
+_CONTRACTS = PRODUCTS | {"sum"}
 _FILLS = frozenset("zeros ones full empty rand randn".split()) | SHAPED_LIKE
 # What is told their result's shape, which differs between the whole and a piece.
 _SHAPED = frozenset("view reshape _unsafe_view expand zeros ones full empty rand randn new_zeros new_ones new_full new_empty".split())
@@ -188,7 +184,7 @@ def _zeros(joint: Joint) -> set[str]:
     found = {name for name, value in joint.literals.items() if isinstance(value, tuple) and value[1] == 0}
     for op in joint.operators or ():
         name = op.target.split(".")[1]
-        passes = name in _LINEAR or name in ("lift_fresh", "lift_fresh_copy")
+        passes = name in TOGETHER or name in ("lift_fresh", "lift_fresh_copy")
         if name in ("zeros", "zeros_like", "new_zeros") or (passes and op.inputs and found.issuperset(op.inputs)):
             found.update(op.outputs)
     return found
@@ -295,39 +291,18 @@ def _power(op: Operator, name: str, forms: Mapping[str, Form], zeros: set[str]) 
     if not any(form.power or form.kind == "P" for form in ins):
         return 0
     summands = sum(form.kind == "P" for form in ins)
-    carried = _carried(op, name, zeros)
+    carried = together(op, zeros)
     if carried is not None:
         passing = {(forms[v].power, forms[v].kind == "P") for v in carried}
         beside = [forms[v] for v in op.inputs if v not in carried and v not in zeros]
         return passing.pop()[0] if len(passing) == 1 and not any(f.power or f.kind == "P" for f in beside) else None
-    if name == "mul" or name in _PRODUCTS:
+    if name == "mul" or name in PRODUCTS:
         return sum(form.power for form in ins) if summands < 2 else None
     if name == "div" and "rounding_mode" not in dict(op.kwargs):
         if len(ins) == 1:
             return ins[0].power if isinstance(op.args[0], Ref) else None
         return ins[0].power - ins[1].power if ins[1].kind != "P" else None
     return None
-
-
-def _carried(op: Operator, name: str, zeros: set[str]) -> list[str] | None:
-    """Of an operator that is linear in some of its tensors together, which these are; None of others."""
-    values: tuple[str, ...] = op.inputs
-    if name == "where":
-        if not all(isinstance(a, Ref) or a == 0 for a in op.args) or not op.inputs:
-            return None
-        values = op.inputs[1:]
-    elif name == "masked_fill":
-        filled = op.args[2]
-        if not (filled.value in zeros if isinstance(filled, Ref) else filled == 0):
-            return None
-        values = op.inputs[:1]
-    elif name == "index_put":
-        if len(op.args) != 3 or not isinstance(op.args[2], Ref) or op.args[2].value not in zeros:
-            return None
-        values = op.inputs[:1]
-    elif name not in _LINEAR and not (name in _SUMS and len(op.inputs) == 2):
-        return None
-    return [v for v in values if v not in zeros]
 
 
 def _same_but_scaled(op: Operator, other: Operator, name: str, n: int) -> int | None:

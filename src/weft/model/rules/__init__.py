@@ -154,7 +154,7 @@ def _reduction(op: Operator, name: str, ins: list[Shape], outs: list[Shape], is_
         dims = list(range(rank))
     keeps = len(outs[0]) == rank and rank > 0
     extreme = is_float and (name in ("amax", "amin") or (name in ("max", "min") and len(op.args) == 1))
-    contracted = name in ("sum", "mean") or extreme
+    contracted = name in ("sum", "mean", "nansum", "count_nonzero") or extreme
     labels = tuple(f"d{i}" if n > 1 and (i not in dims or contracted) else BLOCKED for i, n in enumerate(ins[0]))
     kept = (
         tuple(BLOCKED if i in dims else labels[i] for i in range(rank)) if keeps else tuple(labels[i] for i in range(rank) if i not in dims)
@@ -183,10 +183,14 @@ def _loss(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
 
 
 def _nll(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
-    reduction = op.args[3] if len(op.args) > 3 else 1
-    if reduction != 1 or len(ins[0]) != 2 or len(ins) != 2:
+    """Log-probabilities (classes come whole) of targets. The mean over rows without class weights, over samples; sums; nothing reduced."""
+    reduction = op.args[3] if len(op.args) > 3 else dict(op.kwargs).get("reduction", 1)
+    if len(ins[0]) < 2 or len(ins[1]) != len(ins[0]) - 1 or (reduction == 1 and len(ins) != 2):
         return None
-    return Rule((("n", BLOCKED), ("n",)), ((),), {"n": "average"})
+    rows = tuple(f"n{i}" if size > 1 and (i == 0 or reduction != 1) else BLOCKED for i, size in enumerate(ins[1]))
+    weights = ((BLOCKED,),) if len(ins) > 2 else ()
+    kernels = {"n0": "average"} if reduction == 1 and rows[0] else {} if reduction == 0 else {x: "summands" for x in rows if x}
+    return Rule(((rows[0], BLOCKED, *rows[1:]), rows, *weights), (rows if reduction == 0 else (),), kernels)
 
 
 def _normalized(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
@@ -314,20 +318,29 @@ def _only(rule: Rule, keep: set[str]) -> Rule:
 
 
 def _cross_entropy(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
-    """Hard labels. The mean over rows, whose classes may be cut where they have no weights and no smoothing; sums; or nothing reduced."""
+    """The mean over rows, or their sum, whose classes may be cut where they have no weights and no smoothing; or nothing reduced.
+
+    A target that has classes, too, is probabilities, and its mean is over all rows, whatever they weigh.
+    """
     weight = op.args[2] if len(op.args) > 2 else None
     reduction = op.args[3] if len(op.args) > 3 else dict(op.kwargs).get("reduction", 1)
     smoothing = op.args[5] if len(op.args) > 5 else dict(op.kwargs).get("label_smoothing", 0.0)
-    if len(ins[0]) < 2 or len(ins[1]) != len(ins[0]) - 1:
+    weights = ((BLOCKED,),) if isinstance(weight, Ref) else ()
+    if len(ins[0]) < 2:
+        return None
+    if ins[1] == ins[0]:
+        rows = tuple(f"n{i}" if size > 1 else BLOCKED for i, size in enumerate((ins[0][0], *ins[0][2:])))
+        both = (rows[0], BLOCKED, *rows[1:])
+        return Rule((both, both, *weights), (rows if reduction == 0 else (),), {x: "average" for x in rows if x} if reduction == 1 else {})
+    if len(ins[1]) != len(ins[0]) - 1:
         return None
     # Of an image's or a sequence's rows the mean is divided by samples only.
     rows = tuple(f"n{i}" if size > 1 and (i == 0 or reduction != 1) else BLOCKED for i, size in enumerate(ins[1]))
-    whole_classes = weight is not None or smoothing or reduction != 1 or len(ins[0]) > 2 or ins[0][1] == 1
+    whole_classes = weight is not None or smoothing or reduction == 0 or len(ins[0]) > 2 or ins[0][1] == 1
     classes = BLOCKED if whole_classes else "c"
     kernels = {"c": "vocabulary"} if classes else {}
     if reduction == 1 and rows[0]:
         kernels["n0"] = "average"
-    weights = ((BLOCKED,),) if isinstance(weight, Ref) else ()
     return Rule(((rows[0], classes, *rows[1:]), rows, *weights), (rows if reduction == 0 else (),), kernels)
 
 

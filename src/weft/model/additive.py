@@ -1,0 +1,208 @@
+"""What of a graph can be put together from parts of its batch. In: a graph of a batch. Out: how each value of a part lies to the whole's.
+
+A batch may be divided into parts that are computed one after another (microbatches). A value of a part then has a *form*, as along a mesh
+axis (`model/sharding`):
+
+    "R"    the same in every part: it does not depend on samples, or is counted over the whole batch before the step
+    "S2"   the part's samples lie in dimension 2
+    "P"    a summand: the parts' add up to the whole's
+    "M"    made of several samples of the part in another way, so that the whole's cannot be had from the parts'
+
+What is a summand and follows from the batch alone (a count of targets, a sum of weights) is a *total*: it can be had of the whole batch
+before the step, and what reads it reads that. So a loss that is a sum over samples divided by such a count is a summand itself. Where a
+trained value is "M", samples are *coupled*, and microbatches change what is trained: batch norm, contrastive losses.
+
+Not modelled: totals that are no sums (the largest of a batch).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from weft.model.graph import Graph, Operator, Ref
+from weft.model.propagate import writes_buffer, written_buffers
+from weft.model.rules import Rule
+from weft.model.rules.linear import SUMS, each, leaves_summands, together
+from weft.model.rules.table import FACTORIES, SHAPED_LIKE
+from weft.model.stages import draws
+
+_ALIKE = frozenset("zeros ones full empty scalar_tensor rand randn randint".split()) | SHAPED_LIKE  # made alike for every sample, or drawn
+
+
+@dataclass(frozen=True, slots=True)
+class Coupling:
+    """An operator that makes what it makes of several samples together, and in which way."""
+
+    site: str
+    why: str
+
+
+def coupling_words(coupled: Sequence[Coupling]) -> str:
+    """Where microbatches differ from the whole batch, in words; empty where they do not.
+
+    >>> coupling_words([Coupling("norm/batch_norm", "takes statistics over samples"), Coupling("b", "")])
+    'norm/batch_norm takes statistics over samples (and 1 more)'
+    """
+    if not coupled:
+        return ""
+    more = f" (and {len(coupled) - 1} more)" if len(coupled) > 1 else ""
+    return f"{coupled[0].site} {coupled[0].why}{more}"
+
+
+def microbatch_words(coupled: Sequence[Coupling]) -> str:
+    """That microbatches change what is trained, and where, in one line; empty where they do not."""
+    if not coupled:
+        return ""
+    return (
+        f"microbatches change what is trained: {coupling_words(coupled)}, in each microbatch by itself; "
+        "every other axis is exact, and microbatches=1 is the step on the whole batch"
+    )
+
+
+@dataclass(frozen=True)
+class Additive:
+    """`forms`: of every value. `averages`: operators whose summands are means, so that each part counts by its samples.
+
+    `totals`: values that are summed over the batch before the step. `coupled`: where parts of the batch differ from the whole.
+    """
+
+    forms: Mapping[str, str]
+    averages: frozenset[str]
+    totals: frozenset[str]
+    coupled: tuple[Coupling, ...]
+
+
+def additive(graph: Graph) -> Additive:
+    """Follow the samples of a batch (two at least) through a graph that ends in a loss."""
+    found = _Followed(graph)
+    for op in graph.operators:
+        found.through(op)
+    reached = _behind(graph)
+    coupled = tuple(Coupling(op.site, why) for op, why in found.coupled if reached.intersection(op.outputs))
+    written = [v.name for v in graph.buffers if v.value in written_buffers(graph)]
+    if written and not coupled:
+        coupled = (Coupling(written[0], "is written in every microbatch"),)
+    return Additive(found.forms, frozenset(found.averages), frozenset(found.totals), coupled)
+
+
+def _behind(graph: Graph) -> set[str]:
+    """The loss and every value that it is made of."""
+    reached = {graph.loss}
+    for op in reversed(graph.operators):
+        if reached.intersection(op.outputs):
+            reached.update(op.inputs)
+    return reached
+
+
+@dataclass
+class _Followed:
+    graph: Graph
+    forms: dict[str, str] = field(default_factory=dict)
+    even: dict[str, frozenset[int]] = field(default_factory=dict)  # of what is "R": dimensions along which it is alike everywhere
+    averages: set[str] = field(default_factory=set)
+    totals: set[str] = field(default_factory=set)
+    coupled: list[tuple[Operator, str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.placed = {v.value: v for v in (*self.graph.parameters, *self.graph.buffers)}
+        self.forms.update({v.value: "R" for v in self.graph.variables})
+        self.forms.update({v.value: "S0" for v in self.graph.inputs if v.batched})
+
+    def through(self, op: Operator) -> None:
+        """Tell what an operator makes."""
+        forms = [self.forms[v] for v in op.inputs]
+        rule = self.graph.rules[op.name]
+        if writes_buffer(op, self.placed):
+            made = ["R" if all(form == "R" for form in forms) else "M"] * len(op.outputs)
+        elif all(form == "R" for form in forms):
+            made = ["R"] * len(op.outputs)
+            self._alike(op, rule)
+        elif not any(form[0] == "S" for form in forms):
+            made = self._combined(op, forms)
+        elif "M" in forms:
+            made = ["M"] * len(op.outputs)
+        elif "P" in forms:
+            made = self._mixed(op, "puts single samples beside what is made of all")
+        else:
+            made = self._rows(op, rule, forms)
+        for value, form in zip(op.outputs, made, strict=True):
+            free = op.name in self.graph.free and not draws(op)
+            if form == "P" and free:
+                self.totals.add(value)
+            self.forms[value] = "R" if form == "P" and free else form
+
+    def _mixed(self, op: Operator, why: str) -> list[str]:
+        self.coupled.append((op, why))
+        return ["M"] * len(op.outputs)
+
+    def _alike(self, op: Operator, rule: Rule | None) -> None:
+        """Along which dimensions of what is made of the same in every part that is alike."""
+        name = op.target.split(".")[1]
+        for number, value in enumerate(op.outputs):
+            shape = self.graph.tensors[value].shape
+            if name in _ALIKE or draws(op):
+                self.even[value] = frozenset(range(len(shape)))
+            elif name in ("repeat", "tile"):  # what had one row, or none
+                source = self.graph.tensors[op.inputs[0]].shape
+                extra = len(shape) - len(source)
+                self.even[value] = frozenset(d for d in range(len(shape)) if d < extra or source[d - extra] == 1)
+            elif rule is not None and name not in FACTORIES:
+                rows = [(v, row) for v, row in zip(op.inputs, rule.inputs, strict=True) if row is not None]
+                self.even[value] = frozenset(
+                    d
+                    for d, label in enumerate(rule.outputs[number])
+                    if label and all(row.index(label) in self.even.get(v, ()) for v, row in rows if label in row)
+                )
+
+    def _combined(self, op: Operator, forms: list[str]) -> list[str]:
+        """Of summands, what is the same in every part, and what is mixed: a summand where the operator is linear."""
+        summands = [form == "P" for form in forms]
+        if not any(summands):
+            return ["M"] * len(op.outputs)
+        floats = all(self.graph.tensors[v].can_learn or self.graph.tensors[v].dtype == "int64" for v in op.outputs)
+        carried = together(op) if floats else []
+        if floats and op.target.split(".")[1] in SUMS:
+            carried = list(op.inputs)  # a number beside it counts in shares, see `normalise`
+        if carried and all(form == "R" or v in carried for v, form in zip(op.inputs, forms, strict=True)):
+            return ["P"] * len(op.outputs)
+        if floats and sum(summands) == 1 and summands.index(True) in each(op) and "M" not in forms:
+            return ["P"] * len(op.outputs)
+        if "M" in forms:
+            return ["M"] * len(op.outputs)
+        return self._mixed(op, "is no sum over samples")
+
+    def _rows(self, op: Operator, rule: Rule | None, forms: list[str]) -> list[str]:
+        """What is made of samples by themselves, besides what is the same in every part."""
+        if rule is None:
+            return self._mixed(op, "has no rule for its samples")
+        read = [(v, form, row) for v, form, row in zip(op.inputs, forms, rule.inputs, strict=True) if row is not None]
+        labels = {row[int(form[1:])] for _, form, row in read if form != "R"}
+        if not labels:  # of samples it takes but the shape
+            for value in op.outputs:
+                self.even[value] = frozenset(range(len(self.graph.tensors[value].shape)))
+            return ["R"] * len(op.outputs)
+        (label, *others) = labels
+        kernel = rule.kernels.get(label)
+        if others or not label or kernel in ("extreme", "vocabulary", "apart"):
+            return self._mixed(op, "works on several samples at once")
+        if kernel in ("statistics", "counted"):
+            self.coupled.append((op, "takes statistics over samples" if kernel == "statistics" else "counts over samples in order"))
+        if any(form == "R" and label in row and row.index(label) not in self.even.get(v, ()) for v, form, row in read):
+            self.coupled.append((op, "reads something else for each number of a sample"))
+        made = []
+        for row in rule.outputs:
+            if label in row:
+                made.append(f"S{row.index(label)}")
+            elif kernel in ("average", "summands") or (kernel is None and leaves_summands(op.target.split(".")[1])):
+                made.append("P")
+            else:
+                return self._mixed(op, "works on several samples at once")
+        if kernel == "average":
+            self.averages.add(op.name)
+        return made
+
+
+def numbers_added(op: Operator) -> bool:
+    """Whether an operator adds a plain number to what it reads."""
+    return op.target.split(".")[1] in SUMS and any(not isinstance(a, Ref) for a in op.args[:2])

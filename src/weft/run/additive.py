@@ -1,0 +1,66 @@
+"""A microbatch of a batch: its graph, so that the losses of all microbatches add up to the whole batch's.
+
+In: what was captured of a microbatch, of the plan's whole batch, and of the batch of a step (the last of an epoch may be smaller). Out:
+`Part`. Where the model computes something else on the whole batch than on a microbatch, losses count by samples, and it is told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
+
+from torch import Tensor
+
+from weft.model.additive import Coupling, additive
+from weft.model.capture import Captured
+from weft.model.graph import Graph, Operator
+from weft.model.normalise import Normalised, counted, normalised
+
+
+@dataclass(frozen=True)
+class Part:
+    """`normal`: what a microbatch computes, `captured`: as it was captured. `coupled`: where microbatches differ from the whole batch."""
+
+    normal: Normalised
+    constants: Mapping[str, Tensor]
+    captured: Graph
+    coupled: tuple[Coupling, ...] = ()
+    structure: Any = None
+
+
+def part_of(part: Captured, whole: Captured, step: Captured, alone: bool) -> Part:
+    """A part of a batch like `step`; `whole` has at least two samples. `alone`: there are no other microbatches.
+
+    Where samples are coupled, microbatches are what they are, and their losses count by their samples.
+    """
+    first = _unlike(part.graph, whole.graph) or _unlike(part.graph, step.graph)
+    if first is not None:
+        coupled = (Coupling(first, "computes something else on the whole batch than on a microbatch"),)
+        return Part(Normalised(part.graph), part.constants, part.graph, coupled, part.structure)
+    known = additive(counted(whole.graph))
+    if known.coupled and not alone:
+        return Part(Normalised(part.graph), part.constants, part.graph, known.coupled, part.structure)
+    constants = {v: _of_batch(x, step.constants[v]) for v, x in part.constants.items()}
+    made = normalised(counted(part.graph), counted(step.graph), known)
+    return Part(made, constants, part.graph, known.coupled, part.structure)
+
+
+def _of_batch(mine: Tensor, its: Tensor) -> Tensor:
+    """A constant of the whole batch, unless it has a size that follows the samples."""
+    return its if mine.shape == its.shape else mine
+
+
+def _unlike(one: Graph, other: Graph) -> str | None:
+    """The site of the first operator that the other graph has not; None where they are alike but for sizes."""
+    for mine, its in zip_longest(one.operators, other.operators):
+        if mine is None or its is None or _essence(mine) != _essence(its):
+            return (mine or its).site
+        if any(len(one.tensors[v].shape) != len(other.tensors[v].shape) for v in mine.outputs):
+            return mine.site
+    return None
+
+
+def _essence(op: Operator) -> tuple[object, ...]:
+    return op.name, op.target, op.inputs, op.outputs

@@ -1,0 +1,169 @@
+"""What of a model can be put together from parts of its batch, and where samples are coupled: held against running the parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from weft.model.additive import additive, coupling_words, microbatch_words
+from weft.model.graph import Operator, Ref, Word
+from weft.model.normalise import SHARE, counted, normalised
+from weft.run.build import Source
+
+WIDTH, SAMPLES = 6, 8
+
+
+class Model(nn.Module):
+    def __init__(self, loss: Callable[[Model, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.loss, self.layer, self.head = loss, nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norm, self.first, self.row = nn.BatchNorm1d(WIDTH), nn.Parameter(torch.randn(1, 1, WIDTH)), nn.Parameter(torch.randn(8, 1))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.loss(self, torch.tanh(self.layer(x)), y)
+
+
+def root(m: Model, h: Tensor, y: Tensor) -> Tensor:
+    return F.mse_loss(h, h.roll(1, -1) * 0.5).sqrt()
+
+
+def contrastive(m: Model, h: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(h @ m.head(h).T, torch.arange(len(h)))
+
+
+def normed(m: Model, h: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(m.norm(h), y)
+
+
+def product(m: Model, h: Tensor, y: Tensor) -> Tensor:
+    return h.mean() * h.square().mean()
+
+
+def balanced(m: Model, h: Tensor, y: Tensor) -> Tensor:
+    return (h.softmax(-1).mean(0) * (h > 0).to(h.dtype).mean(0)).sum()
+
+
+def dice(m: Model, h: Tensor, y: Tensor) -> Tensor:
+    wanted = F.one_hot(y, WIDTH).to(h.dtype)
+    return 1 - 2 * (h.sigmoid() * wanted).sum() / (h.sigmoid().sum() + wanted.sum())
+
+
+def by_number(m: Model, h: Tensor, y: Tensor) -> Tensor:
+    return (h.sum(-1, keepdim=True) * m.row[: len(h)]).mean()
+
+
+def whole_deviation(m: Model, h: Tensor, y: Tensor) -> Tensor:
+    return h.std()
+
+
+def counts_calls(m: Model, h: Tensor, y: Tensor) -> Tensor:
+    m.calls.add_(1)
+    return h.square().mean()
+
+
+COUPLED = [root, contrastive, normed, product, balanced, dice, by_number, whole_deviation, counts_calls]
+
+
+def with_a_first_token(m: Model, h: Tensor, y: Tensor) -> Tensor:
+    tokens = torch.cat((m.first.expand(len(h), -1, -1), h[:, None]), 1) + torch.arange(2.0)[None, :, None].repeat(len(h), 1, 1)
+    return F.cross_entropy(m.head(tokens[:, 0] * tokens[:, 1]), y)
+
+
+def divided_by_length(m: Model, h: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(h, y, reduction="sum") / len(h) + h.square().sum() / h.numel()
+
+
+def of_the_norm_of_each(m: Model, h: Tensor, y: Tensor) -> Tensor:
+    return (1 - F.cosine_similarity(h, m.head(h))).mean() - 0.5 * torch.logsumexp(h, -1).mean()
+
+
+def centred_targets(m: Model, h: Tensor, y: Tensor) -> Tensor:
+    wanted = y.to(h.dtype)
+    return F.mse_loss(h[:, 0], wanted - wanted.mean())
+
+
+def balanced_by_counts(m: Model, h: Tensor, y: Tensor) -> Tensor:
+    counts = F.one_hot(y, WIDTH).sum(0)
+    return F.cross_entropy(h, y, weight=1 / (counts.to(h.dtype) + 1), ignore_index=2)
+
+
+def probabilities(m: Model, h: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(m.head(h), F.one_hot(y, WIDTH).to(h.dtype) * 0.9 + 0.1 / WIDTH)
+
+
+def penalty(m: Model, h: Tensor, y: Tensor) -> Tensor:
+    return 0.1 * m.head.weight.norm() + torch.where(y[:, None] > 2, h, -h).mean() + 3
+
+
+def counted_otherwise(m: Model, h: Tensor, y: Tensor) -> Tensor:
+    each = F.cross_entropy(h, y, reduction="none", ignore_index=1)
+    return each.sum() / torch.count_nonzero(y != 1) + each.nansum() / max(len(y), 1)
+
+
+ADDITIVE = [
+    with_a_first_token, divided_by_length, of_the_norm_of_each, centred_targets, balanced_by_counts, probabilities, penalty,
+    counted_otherwise,
+]  # fmt: skip
+
+
+def data() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(SAMPLES, WIDTH, generator=generator), torch.randint(0, 4, (SAMPLES,), generator=generator)
+
+
+@pytest.mark.parametrize("loss", COUPLED)
+def test_what_couples_samples_is_named(loss: Callable[..., Tensor]) -> None:
+    graph = Source.of(lambda: Model(loss)).capture(data(), None, SAMPLES).graph
+    coupled = additive(counted(graph)).coupled
+    assert coupled
+    assert "microbatches change what is trained" in microbatch_words(coupled)
+    assert coupled[0].site in coupling_words(coupled)
+
+
+@pytest.mark.parametrize("loss", ADDITIVE)
+@pytest.mark.parametrize("size", [1, 2])
+def test_parts_add_up_to_the_whole(loss: Callable[..., Tensor], size: int) -> None:
+    """The graph of a part, run by torch with totals that this test adds up, gives losses whose sum is plain PyTorch's."""
+    source = Source.of(lambda: Model(loss))
+    captured = source.capture(data(), None, size)
+    whole, part = counted(source.capture(data(), None, SAMPLES).graph.cast("float64")), counted(captured.graph.cast("float64"))
+    known = additive(whole)
+    assert not known.coupled
+    made = normalised(part, whole, known)
+    torch.manual_seed(0)
+    model = Model(loss).double()
+    x, y = data()
+    held: dict[str, Tensor] = {SHARE: torch.tensor(size / SAMPLES, dtype=torch.float64)}
+    held |= {v: t.double() if t.is_floating_point() else t for v, t in captured.constants.items()}
+    named = dict(model.named_parameters()) | dict(model.named_buffers())
+    held |= {v.value: named[v.name].detach() for v in (*made.graph.parameters, *made.graph.buffers)}
+    paths = [v.value for v in made.graph.inputs]
+    parts = [dict(zip(paths, (x[i : i + size].double(), y[i : i + size]), strict=True)) for i in range(0, SAMPLES, size)]
+    for total in made.totals:
+        counts = [run(made.counting((total,)), held | one)[total.value] for one in parts]
+        held[total.variable] = torch.stack(counts).sum(0)
+    losses = [run(made.graph.operators, held | one)[made.graph.loss].item() for one in parts]
+    assert sum(losses) == pytest.approx(model(x.double(), y).item(), rel=1e-12)
+
+
+def run(operators: Sequence[Operator], held: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What these operators make, called one by one."""
+
+    def arg(a: Any) -> Any:
+        if isinstance(a, Ref):
+            return held[a.value]
+        if isinstance(a, Word):
+            return torch.device("cpu") if a.kind == "device" else getattr(torch, a.name)
+        return [arg(x) for x in a] if isinstance(a, tuple) else a
+
+    for op in operators:
+        _, name, overload = op.target.split(".")
+        made = getattr(getattr(torch.ops.aten, name), overload)(*map(arg, op.args), **{k: arg(a) for k, a in op.kwargs})
+        held.update(zip(op.outputs, made if op.multiple else (made,), strict=True))
+    return held
