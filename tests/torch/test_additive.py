@@ -106,9 +106,24 @@ def counted_otherwise(m: Model, h: Tensor, y: Tensor) -> Tensor:
     return each.sum() / torch.count_nonzero(y != 1) + each.nansum() / max(len(y), 1)
 
 
+def rows_of_ones(m: Model, h: Tensor, y: Tensor) -> Tensor:
+    weights = torch.ones_like(y).to(h.dtype)
+    return (weights * h.square().sum(-1)).sum() / weights.sum() + (h * torch.full((len(h), WIDTH), 0.5)).sum() / torch.ones(len(h)).sum()
+
+
+def one_target_for_all(m: Model, h: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(m.head(h), torch.zeros(len(h), dtype=torch.int64)) + m.first.expand(len(h), -1, -1).square().sum() / len(h)
+
+
+def the_logit_of_each(m: Model, h: Tensor, y: Tensor) -> Tensor:
+    own, of_two = h[torch.arange(len(h)), y - 1], h.view(len(h), 2, 3)[torch.arange(len(h)), y % 2, (y + 1) % 3]
+    table = h.view(len(h), 3, 2)[torch.arange(len(h))[:, None], torch.arange(2)]
+    return own.sum() / (y > 1).sum() + of_two.mean() + table.square().mean()
+
+
 ADDITIVE = [
     with_a_first_token, divided_by_length, of_the_norm_of_each, centred_targets, balanced_by_counts, probabilities, penalty,
-    counted_otherwise,
+    counted_otherwise, rows_of_ones, one_target_for_all, the_logit_of_each,
 ]  # fmt: skip
 
 
@@ -133,7 +148,7 @@ def test_parts_add_up_to_the_whole(loss: Callable[..., Tensor], size: int) -> No
     source = Source.of(lambda: Model(loss))
     captured = source.capture(data(), None, size)
     whole, part = counted(source.capture(data(), None, SAMPLES).graph.cast("float64")), counted(captured.graph.cast("float64"))
-    known = additive(whole)
+    known = additive(whole, part)
     assert not known.coupled
     made = normalised(part, whole, known)
     torch.manual_seed(0)

@@ -115,7 +115,7 @@ CASES: list[tuple[str, Callable[[], Case], set[str]]] = [
     ("an adjoint", lambda: case("adjoint.default", real(6, 4, 2)), {"d0", "d1", "d2"}),
     ("a quantile", lambda: case("quantile.scalar", real(6, 4), 0.3, 1), {"d0"}),
     ("a median", lambda: case("median.dim", real(6, 5), 1), {"d0"}),
-    ("a sum without NaN", lambda: case("nansum.default", real(6, 4), [1]), {"d0"}),
+    ("a sum without NaN", lambda: case("nansum.default", real(6, 4), [1]), {"d0", "d1"}),
     ("filled at places", lambda: case("index_fill.int_Scalar", real(6, 4), 1, torch.tensor([0, 2]), 1.0), {"d0"}),
     ("turned", lambda: case("rot90.default", real(6, 4, 4), 1, [1, 2]), {"d0"}),
     ("shifted by half", lambda: case("fft_fftshift.default", real(6, 4), [1]), {"d0"}),

@@ -73,9 +73,12 @@ class Additive:
     coupled: tuple[Coupling, ...]
 
 
-def additive(graph: Graph) -> Additive:
-    """Follow the samples of a batch (two at least) through a graph that ends in a loss."""
-    found = _Followed(graph)
+def additive(graph: Graph, part: Graph | None = None) -> Additive:
+    """Follow the samples of a batch (two at least) through a graph that ends in a loss.
+
+    `part`: the same operators for a part of the batch; what follows the samples in size alone (`torch.ones(len(x))`) is seen by it.
+    """
+    found = _Followed(graph, part)
     for op in graph.operators:
         found.through(op)
     reached = _behind(graph)
@@ -98,6 +101,7 @@ def _behind(graph: Graph) -> set[str]:
 @dataclass
 class _Followed:
     graph: Graph
+    part: Graph | None = None
     forms: dict[str, str] = field(default_factory=dict)
     even: dict[str, frozenset[int]] = field(default_factory=dict)  # of what is "R": dimensions along which it is alike everywhere
     averages: set[str] = field(default_factory=set)
@@ -130,7 +134,19 @@ class _Followed:
             free = op.name in self.graph.free and not draws(op)
             if form == "P" and free:
                 self.totals.add(value)
-            self.forms[value] = "R" if form == "P" and free else form
+            self.forms[value] = "R" if form == "P" and free else self._sized(op, value) if form == "R" else form
+
+    def _sized(self, op: Operator, value: str) -> str:
+        """The form of what reads no sample's values: it may have a row for each sample all the same."""
+        whole = self.graph.tensors[value].shape
+        shape = whole if self.part is None else self.part.tensors[value].shape
+        grown = [d for d, (n, m) in enumerate(zip(whole, shape, strict=True)) if n != m]
+        if not grown:
+            return "R"
+        if len(grown) == 1 and grown[0] in self.even.get(value, ()):
+            return f"S{grown[0]}"
+        self.coupled.append((op, "makes something else for each number of a sample"))
+        return "M"
 
     def _mixed(self, op: Operator, why: str) -> list[str]:
         self.coupled.append((op, why))

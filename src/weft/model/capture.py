@@ -33,6 +33,7 @@ from weft.model.functions import Record, function_of
 from weft.model.gradients import learned, learns_by
 from weft.model.graph import Graph, Operator, Ref, Variable
 from weft.model.nesting import batch_size_of, leaves, rebuild
+from weft.model.own_rows import own_rows
 from weft.model.paired import paired
 from weft.model.propagate import written_buffers
 from weft.model.reader import Aliased, Reader, exists, spec_of
@@ -349,7 +350,7 @@ def _read(program: Any, step: _Step, batch: Any, batched: frozenset[str], size: 
         tuple(results) if outputs else (),
     )
     _refuse_replaced({parameters[by_name[name]].value: name for name in step.record().replaced if by_name[name] in parameters}, graph)
-    graph = paired(graph, written_buffers(graph))
+    graph = own_rows(paired(graph, written_buffers(graph)))
     return Captured(graph, {v: t for v, t in constants.items() if v in used}, step.structure())
 
 

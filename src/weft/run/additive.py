@@ -39,7 +39,7 @@ def part_of(part: Captured, whole: Captured, step: Captured, alone: bool) -> Par
     if first is not None:
         coupled = (Coupling(first, "computes something else on the whole batch than on a microbatch"),)
         return Part(Normalised(part.graph), part.constants, part.graph, coupled, part.structure)
-    known = additive(counted(whole.graph))
+    known = additive(counted(whole.graph), counted(part.graph))
     if known.coupled and not alone:
         return Part(Normalised(part.graph), part.constants, part.graph, known.coupled, part.structure)
     constants = {v: _of_batch(x, step.constants[v]) for v, x in part.constants.items()}
