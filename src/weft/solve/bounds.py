@@ -44,6 +44,12 @@ def _once_s(pricer: Pricer, frame: Layout, again: bool) -> float:
     return total
 
 
+def sent_share(pricer: Pricer, frame: Layout) -> float:
+    """What part of its time one microbatch takes for the collectives of tensor ranks."""
+    forward, backward, out, back = (float(part.sum()) for part in pricer.operator_seconds(frame))
+    return (out + back) / (forward + backward + out + back)
+
+
 def filled(frame: Layout) -> float:
     """How much longer a step is than its work, with one stage a rank: filling and draining the pipeline, at the least.
 

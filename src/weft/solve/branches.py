@@ -23,7 +23,7 @@ from weft.plan.microbatches import microbatch_sizes
 from weft.plan.plan import Candidate
 from weft.plan.residency import KINDS, kind_of
 from weft.solve.bounds import check_room, check_state, least_s, least_saving_s, least_state_bytes, most_memory, most_room, waiting
-from weft.solve.grids import in_grids
+from weft.solve.grids import in_grids, left_out
 from weft.solve.housing import housed, least_more_s
 from weft.solve.lending import may_lend
 from weft.solve.mixed import check_fits, memory_of
@@ -174,10 +174,12 @@ class Branches:
         return max(least, sum(whole for _, whole in trips[:-1]) + layout.microbatches * trips[-1][1] + more * (layout.pipeline > 1))
 
     def arrange(self) -> None:
-        """Try the leading layouts' tensor ranks in grids, unless a constraint arranges them, and the best grid of each mesh with more and
-        fewer microbatches; the bound counts those that fit."""
+        """Try leading layouts' tensor ranks in grids, the best grid of each mesh with more and fewer microbatches; the bound counts those
+        that fit."""
         if self.best is None or self.space.grid is not None or self.objective == "memory":
             return
+        for frame in left_out(self.pricer, list(self.clocked), [item[2] for item in sorted(self._all) if not item[3]], self._hopeless):
+            self._plainest(frame)
         found: dict[tuple[int, ...], tuple[float, Layout]] = {}
         for layout, least in in_grids(self.pricer, list(self.clocked), self._hopeless):
             seconds = self._in_grid(layout, least)

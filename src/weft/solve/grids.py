@@ -14,7 +14,7 @@ from weft.cost.step import Pricer
 from weft.errors import Infeasible, LayoutError
 from weft.plan.grid import grids_of
 from weft.plan.layout import Layout
-from weft.solve.bounds import least_saving_s
+from weft.solve.bounds import least_s, least_saving_s, sent_share
 from weft.solve.timing import PLAIN, Priced
 
 LEAST, MOST_LAYOUTS, MOST_GRIDS = 4, 2, 6  # tensor ranks that are arranged, layouts whose are, and grids of each
@@ -39,3 +39,25 @@ def in_grids(pricer: Pricer, priced: Iterable[Priced], hopeless: Callable[[Layou
                 yield layout, least_saving_s(pricer, layout, layout.schedule not in PLAIN)
             except (Infeasible, LayoutError):
                 continue
+
+
+def left_out(
+    pricer: Pricer, priced: Iterable[Priced], frames: Iterable[Layout], hopeless: Callable[[Layout, float], bool]
+) -> Iterator[Layout]:
+    """Of the leading meshes those that nobody priced: what their tensor ranks send in a line bars them, and in a grid it may be less.
+
+    `frames`: of schedules of one stage a rank, in the order of their bounds. `hopeless` is asked as for `in_grids`.
+    """
+    done = {(one.layout.data, one.layout.tensor, one.layout.pipeline) for one in priced}
+    seen: set[tuple[int, ...]] = set()
+    for frame in frames:
+        mesh = (frame.data, frame.tensor, frame.pipeline)
+        if frame.tensor < LEAST or mesh in seen:
+            continue
+        if hopeless(frame, least_s(pricer, frame, False) * (1 - sent_share(pricer, frame))):
+            continue
+        seen.add(mesh)
+        if mesh not in done:
+            yield frame
+        if len(seen) == MOST_LAYOUTS:
+            return
