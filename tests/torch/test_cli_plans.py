@@ -105,6 +105,14 @@ def test_whatif_has_a_row_a_change_and_one_for_all(plan_file: Path, capfd: pytes
     assert (written.model, written.layout.zero, written.layout.num_ranks) == ("gpt-125m:layers=4,sequence=1024", 3, 32)
 
 
+def test_as_many_devices_are_used_as_are_asked_for(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Also where a plan uses some of its machines only, and those asked for are all of them."""
+    few = str(tmp_path / "few.toml")
+    answer(["plan", MODEL, "--cluster", MACHINES, "--batch", "32", "--layout", "data=2", "-o", few], capfd)
+    rows = [answer(["whatif", few, f"gpus={count}"], capfd)["rows"][1] for count in (8, 16)]
+    assert [Layout.parse(row["layout"]).data for row in rows] == [8, 16]
+
+
 def test_a_change_equals_pricing_the_changed_layout_by_hand(plan_file: Path, capfd: pytest.CaptureFixture[str]) -> None:
     row = answer(["whatif", str(plan_file), "recompute=full"], capfd)["rows"][1]
     words = ["plan", MODEL, "--cluster", MACHINES, "--batch", str(BATCH), "--layout", row["layout"]]

@@ -112,9 +112,11 @@ def apply(plan: Plan, setting: Setting, changes: Sequence[Change]) -> tuple[Sett
             other = replace(setting.changed(cluster, batch, sequence), model=_at_sequence(setting.model, sequence), sequence=None)
         else:
             other = setting.changed(cluster, batch, sequence)
-    # As many of the new machines as the plan used of the old ones.
+    # As many as are asked for, else as many of the new machines as the plan used of the old ones.
     ranks = plan.layout.num_ranks
-    if cluster is not setting.cluster:
+    if count is not None:
+        ranks = count
+    elif cluster is not setting.cluster:
         ranks = cluster.num_devices if ranks >= setting.cluster.num_devices or ranks > cluster.num_devices else ranks
     wanted: dict[str, int | str] = {}
     for key, change in given.items():

@@ -35,7 +35,7 @@ def whatif(
 
     \b
     Example:
-      weft whatif plan.toml gpus=128 seq=8192 recompute=full zero=3
+      weft whatif plan.toml --cluster 8xdgx-h100 gpus=16 seq=2048 recompute=full zero=3
       weft whatif plan.toml cluster=8xdgx-h100 --replan
     """
     with output(as_json) as out:
