@@ -1,6 +1,7 @@
 """scripts/validate: prints an error per table, writes docs/validation.md and, where asked, the rows as JSON.
 
-Other checks against what is not weft's code are commands of their own: scripts/validate rules (factor rules beside brute force).
+Other checks against what is not weft's code are commands of their own: scripts/validate rules (factor rules beside brute force),
+scripts/validate mutations (everything in the runtime broken once, which verify must see).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from bench.validate import bubbles, collectives, document, layer, sharded, singl
 from weft.errors import WeftError
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMANDS = {"rules": "bench.rules.__main__"}
+COMMANDS = {"rules": "bench.rules.__main__", "mutations": "bench.mutations.__main__"}
 PARTS = {"collectives": collectives, "layer": layer, "bubbles": bubbles, "single_node": single_node, "sharded": sharded}
 
 
