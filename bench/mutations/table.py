@@ -138,6 +138,6 @@ def document(found: Sequence[Row], unreached: Sequence[str]) -> str:
         what = f"`{expression.replace('|', '/')}`" if expression else m.kind
         lines.append(f"| {site.replace(' < ', ', from ')} | {what} | {m.how} | {row.cases[0]}{more} | {row.result} |")
     if unreached:
-        lines += ["", "Collectives that no verification reaches (plain loops, evaluation, checks before a run, other machines):", ""]
+        lines += ["", "Collectives that no verification reaches (plain loops, evaluation, batches whose rows ranks have apart):", ""]
         lines += [f"- {site}" for site in unreached]
     return "\n".join(lines) + "\n"

@@ -34,7 +34,7 @@ def test_a_sample_of_mutations_is_seen(case: Case, every: int) -> None:
     sample = [those[number % len(those)] for number, those in enumerate(list(sites.values())[::every])]
     results = table.tried(runs, case, sample, steps=1)
     assert not [one for one in results.items() if one[1][0] == table.MISSED]
-    assert len({mutation.how for mutation, (result, _) in results.items() if result == table.SEEN}) >= 3
+    assert len({mutation.how for mutation, (result, _) in results.items() if result == table.SEEN}) >= 2
 
 
 def test_what_verify_does_not_see_is_told_as_missed() -> None:
