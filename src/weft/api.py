@@ -25,7 +25,7 @@ from weft.model.stages import check_trains
 from weft.plan.layout import SCHEDULES, Layout, actions_of
 from weft.plan.own import read_actions
 from weft.plan.patterns import expand_all
-from weft.plan.plan import Candidate, Plan
+from weft.plan.plan import Candidate, Plan, Prediction
 from weft.plan.store import format_plan, parse_plan, read_plan
 from weft.plan.timeline import Timeline
 from weft.run.build import Source, Traced
@@ -37,7 +37,7 @@ from weft.run.verification import Verification
 from weft.run.verify import verify_plan
 from weft.solve.mixed import pricer_of
 from weft.solve.reasons import reasons
-from weft.solve.search import check_layout, price, search, timeline
+from weft.solve.search import check_layout, clocked, price, search, step_timeline
 from weft.solve.uncaptured import without_graph
 from weft.train.loader import shard as shard_batches
 from weft.train.trials import Trial, fastest, trial_words, try_all, try_in, unlike
@@ -437,13 +437,27 @@ def simulate(
     cluster: Cluster | str | None = None,
     source: Source | None = None,
 ) -> Timeline:
-    """One step of a plan as the clock sees it. `model` and `cluster` default to those that the plan names."""
+    """One step of a plan as the clock sees it: as long as the plan predicts. `model` and `cluster` default to those that the plan names."""
+    return simulated(plan, model, batch, loss=loss, cluster=cluster, source=source)[1]
+
+
+def simulated(
+    plan: Plan,
+    model: Model | None = None,
+    batch: Any = None,
+    *,
+    loss: Loss | None = None,
+    cluster: Cluster | str | None = None,
+    source: Source | None = None,
+) -> tuple[Prediction, Timeline]:
+    """The step that is predicted, and its timeline; arguments as of `simulate`."""
     _, make, given, loss = _subject(model if model is not None else plan.model, batch if batch is not None else plan.batch_size, loss)
     machines = cluster if isinstance(cluster, Cluster) else Cluster.parse(cluster or plan.cluster)
     check_layout(plan.layout, machines, plan.batch_size)
     graph = (source or Source.of(make)).capture(given, loss, plan.batch_size).graph
     pricer = pricer_of(graph, machines, plan.batch_size, 2, _shards(plan, graph))
-    return timeline(pricer, price(pricer, plan.layout, plan.stages))
+    priced = clocked(pricer, price(pricer, plan.layout, plan.stages))
+    return priced.prediction, step_timeline(pricer, priced)
 
 
 def comm_hook(name: str = "auto", process_group: Any = None) -> tuple[Any, Any]:

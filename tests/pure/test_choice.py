@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,13 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.cluster.cluster import Cluster
+from weft.cluster.cluster import Cluster, Table
+from weft.cost.collectives import MARGIN, algorithms
+from weft.cost.network import Group
 from weft.errors import UsageError
-from weft.plan.choice import NAMES, Choices
+from weft.plan.choice import NAMES, NATIVE, Choices
 from weft.plan.layout import Layout
 from weft.plan.plan import Plan
 from weft.plan.store import format_plan, read_plan, write_plan
-from weft.solve.sums import sums_of
+from weft.solve.sums import offered, sums_of, why
 
 NAME = st.sampled_from(NAMES)
 CHOICES = st.builds(
@@ -67,3 +70,38 @@ def test_auto_is_native_where_nothing_beats_it() -> None:
     assert sums_of(Cluster.parse("4xcpu-2"), Layout(data=4, tensor=2)) == Choices()  # one replica a host
     assert sums_of(Cluster.parse("2xcpu-2"), Layout(data=2, pipeline=2)).of(1 << 20) == "hierarchical"  # replicas inside, stages between
     assert sums_of(Cluster.parse("4xcpu-2"), Layout(data=8, all_reduce="ring")) == Choices()
+
+
+@pytest.mark.parametrize("stride", [1, 2, 4, 8])
+def test_groups_beside_one_another_share_a_machine_s_port(stride: int) -> None:
+    """What all groups send out of a machine passes its port, whatever the algorithm: a ring of 128 machines in 8 groups at once was priced
+    as if each had the port alone, at a quarter of the library's own ring. By bytes through the port nothing is faster."""
+    machines, size = 16, 25 << 20
+    cluster = Cluster.parse(f"{machines}xp3.16xlarge")
+    group = Group(8 * machines // stride, stride, 8 * machines)
+    link = cluster.levels[-1].link
+    # Of each sum all but a machine's share goes out of it and comes back as sums: the least that any all-reduce sends.
+    least = stride * 2 * (machines - 1) / machines * size / (link.bandwidth_bytes_per_s * link.efficiency)
+    for name, seconds in algorithms(cluster, group).items():
+        assert seconds(size) >= 0.99 * least, name
+
+
+@pytest.mark.parametrize("layout", ["data=2", "data=4 tensor=2", "data=8", "data=3 tensor=2", "data=2 pipeline=2"])
+@pytest.mark.parametrize("machines", ["1xcpu-2", "4xcpu-2", "4xcpu-8", "measured", "128xp3.16xlarge", "2xdgx-h100"])
+def test_the_choice_is_never_dearer_than_what_else_is_weighed(machines: str, layout: str) -> None:
+    """But for the margin by which a program must beat the library's own."""
+    cluster = Cluster.parse("4xcpu-2" if machines == "measured" else machines)
+    if machines == "measured":
+        points = tuple((float(4**k), 2e-5 + 4**k * 1e-9) for k in range(4, 14))
+        cluster = replace(cluster, tables=tuple(Table(name, 2, points) for name in ("send", "exchange", "add", "step")))
+    wanted = Layout.parse(layout)
+    if wanted.num_ranks > cluster.num_devices * (cluster.node_size if cluster.is_cpu else 1):
+        pytest.skip("more ranks than the machines have")
+    group = Group(wanted.data, wanted.tensor, wanted.num_ranks)
+    times, chosen, weighed = algorithms(cluster, group), sums_of(cluster, wanted), offered(cluster, wanted)
+    for size in (256, 4096, 10**5, 1 << 20, 25 << 20, 1 << 28):
+        mine = chosen.of(size)
+        assert mine in weighed
+        others = {name: times[name](size) * (1 - MARGIN if name == NATIVE else 1.0) for name in weighed if name in times}
+        assert not others or others[mine] <= 1.01 * min(others.values()), (size, others)
+        assert all(name in weighed for name in re.findall(r", by (\w+) it would take", why(cluster, wanted, chosen, size)))

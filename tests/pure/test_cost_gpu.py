@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from fractions import Fraction
 from math import e, log, sqrt
 from pathlib import Path
 
@@ -92,7 +93,7 @@ def test_host_and_device_together_take_the_longer_and_at_most_both(pairs: list[t
 
 
 def test_scaling_rows_scales_the_work() -> None:
-    twice = scaled(product(512, 1024, 1024), 2.0)
+    twice = scaled(product(512, 1024, 1024), Fraction(2))
     assert (twice.m, twice.n, twice.flops) == (1024, 1024, 2 * 2 * 512 * 1024 * 1024)
 
 

@@ -112,6 +112,9 @@ def _timelines(first: Path, second: Path, out: Output) -> None:
         if not file.is_file():
             raise UsageError(f"{file} is not there; weft simulate PLAN -o {file} writes one")
     a, b = read_trace(first), read_trace(second)
+    if a.is_step != b.is_step:
+        out.message("one of them has the actions of its program alone, so that these are compared")
+        a, b = a.program, b.program
     kinds = by_kind(a, b)
     rows = [("in all", "", format_seconds(a.total_s), format_seconds(b.total_s), f"{b.total_s / a.total_s:.2f}x" if a.total_s else "")]
     rows += [

@@ -157,6 +157,7 @@ def estimate(
                 "kwh": energy,
                 "memory_bytes": _memory(plan),
                 "step_time_s": plan.prediction.step_time_s if plan is not None and plan.prediction is not None else None,
+                "step_time_parts_s": dict(plan.prediction.parts) if plan is not None and plan.prediction is not None else None,
                 "mfu": plan.prediction.mfu if plan is not None and plan.prediction is not None else None,
                 "assumptions": assumptions,
             }

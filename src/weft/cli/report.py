@@ -64,7 +64,7 @@ def write_page(subject: Path, target: Path, timeline: bool = False) -> int:
     return len(text.encode())
 
 
-def _with_machines(about: Subject, plan: Plan, timeline: bool) -> Subject:
+def _with_machines(about: Subject, plan: Plan, is_drawn: bool) -> Subject:
     """What a device has, and the step as the clock sees it; a plan whose model or machines are not at hand does without."""
     from weft.cli.setting import Setting
     from weft.cluster.cluster import Cluster
@@ -76,11 +76,12 @@ def _with_machines(about: Subject, plan: Plan, timeline: bool) -> Subject:
         machines = Cluster.parse(plan.cluster)
         facts = tuple((a, b) for a, b in cluster_tables(machines)[0].rows)
         about = replace(about, machine=facts, memory_limit_bytes=machines.memory_of(plan.layout.num_ranks))
-        if timeline and not plan.uncaptured and plan.layout.pipeline * plan.layout.microbatches <= MOST_DRAWN:
+        if is_drawn and not plan.uncaptured and plan.layout.pipeline * plan.layout.microbatches <= MOST_DRAWN:
             from weft import api
 
             setting = Setting(plan.model, machines, plan.batch_size)
-            about = replace(about, simulated=api.simulate(plan, setting.resolved, plan.batch_size, cluster=machines))
+            prediction, timeline = api.simulated(plan, setting.resolved, setting.given, cluster=machines, source=setting.source)
+            about = replace(about, plan=replace(plan, prediction=prediction), simulated=timeline)  # of the plan as it is, if it was edited
     except WeftError:
         return about
     return about

@@ -40,6 +40,7 @@ def simulate(
         from weft.plan.store import read_plan
         from weft.report.folder import MACHINE
         from weft.report.gantt import gantt
+        from weft.report.tables import prediction_record
 
         if subject.endswith(".toml"):
             if layout is not None:
@@ -53,18 +54,18 @@ def simulate(
             machines = load_cluster(cluster or "here", out)
             setting = Setting(subject, machines, batch or load_model(subject, None, sequence).default_batch, sequence)
             chosen = setting.plan(layout=Layout.parse(layout) if layout is not None else None)
-        timeline = api.simulate(chosen, setting.resolved, setting.given, cluster=machines, source=setting.source)
+        prediction, timeline = api.simulated(chosen, setting.resolved, setting.given, cluster=machines, source=setting.source)
         if target is not None:
             try:
                 Path(target).write_text(timeline.to_perfetto())
             except OSError as error:
                 raise UsageError(f"cannot write {target}: {error.strerror}; choose a folder that can be written to") from None
             out.message(f"written to {target}; open it in ui.perfetto.dev")
-        out.text(gantt(timeline))
+        out.text(gantt(timeline, headline=f"{timeline.name}: {prediction.spent}"))
         out.answer(
             {
                 "layout": str(chosen.layout),
-                "step_time_s": timeline.total_s,
+                **prediction_record(prediction),
                 "bubble": timeline.bubble,
                 "busy": [timeline.busy(rank) for rank in range(timeline.num_ranks)],
                 "spans": len(timeline.spans),

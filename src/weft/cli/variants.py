@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from weft.cli.setting import Variant
-from weft.plan.plan import Prediction
 from weft.report.economy import Bill, bill, format_kwh, format_usd, unit_of
-from weft.report.tables import PARTS, Table, told_apart
+from weft.report.tables import PARTS, Table, prediction_record, told_apart
 from weft.units import format_bytes, format_count, format_percent, format_seconds
 
 NOTHING = ""
@@ -114,14 +113,6 @@ def record(variant: Variant, base: Variant | None = None) -> dict[str, object]:
         "usd_per_unit": cost.usd if cost else None,
         "kwh_per_unit": cost.kwh if cost else None,
     }
-
-
-def prediction_record(p: Prediction | None) -> dict[str, object]:
-    """Step time, MFU, memory and parts; null where nothing is predicted."""
-    if p is None:
-        return {"step_time_s": None, "mfu": None, "memory_bytes": None, "step_time_parts_s": None}
-    memory = {name: getattr(p.memory, name) for name in PARTS} | {"total": p.memory.total}
-    return {"step_time_s": p.step_time_s, "mfu": p.mfu, "memory_bytes": memory, "step_time_parts_s": dict(p.parts)}
 
 
 def _against(first: float, second: float) -> str:

@@ -208,7 +208,9 @@ def _moments(pricer: Pricer, layout: Layout, section: Section) -> tuple[Array, R
     follows = np.where(parts.shared[ops], scale / layout.data, np.where(parts.batched[ops], scale, 1.0))
     threads = pricer.cluster.threads_of(layout.num_ranks, layout.threads) if pricer.cluster.is_cpu else 1
     samples, alone, thin = (which[ops] for which in parts.own)
-    is_own = (layout.precision == "float64") | takes(follows * samples, alone, thin, threads)
+    each, whole = pricer.samples(layout), pricer.graph.batch_size
+    exact = samples * np.where(parts.shared[ops], each, np.where(parts.batched[ops], each * layout.data, whole)) / whole
+    is_own = (layout.precision == "float64") | takes(exact, alone, thin, threads)
     tensors = follows * np.where(is_own, parts.own_bytes[ops], parts.working_bytes[ops])
     works = tensors + parts.weight_bytes[ops] + parts.waiting.of_some(ops).at(scale, layout.data)
     scattered = runs.scattering(widths.gradient, layout.data, len(works))

@@ -80,8 +80,8 @@ class Hop:
 
 @dataclass(frozen=True, slots=True)
 class Ways:
-    """A group's hops: `inside` ranks of a node over `near`, `nodes` of them over `far`. `queue`: messages that pass a node's port one
-    after another when all of its ranks send out at once. `call_s`: to start a program."""
+    """A group's hops: `inside` ranks of a node over `near`, `nodes` of them over `far`. `queue`: messages of the group that pass a node's
+    port one after another when all of its ranks there send out at once. `call_s`: to start a program."""
 
     near: Hop
     far: Hop
@@ -302,11 +302,15 @@ def ways(cluster: Cluster, group: Group, transport: str = "") -> Ways:
         call_s = _at(calls, 1.0, group.size, cluster.node_size) if calls else 0.0
     if where.nodes == 1:
         return Ways(near, near, group.size, call_s=call_s)
+    # Groups beside one another share the ports: what one rank of each sends out at once passes them together.
+    groups = max(1, min(cluster.node_size, group.total) // where.inside)
+    shared = max(1.0, groups / where.network.ports)
     far = _hop(where.network, where.network.ports, cluster.device.launch_s, add_byte_s)
+    far = replace(far, byte_s=far.byte_s * shared)
     if near.one_way:  # what messages cost in the hosts, and what the network adds
         far = replace(near, latency_s=far.latency_s, one_way=_slowed(near.one_way, far), exchange=_slowed(near.exchange, far))
-    groups = max(1, min(cluster.node_size, group.total) // where.inside)
-    return Ways(near, far, where.inside, where.nodes, max(1.0, where.inside * groups / where.network.ports), call_s)
+    queue = max(1.0, where.inside * groups / where.network.ports)
+    return Ways(near, far, where.inside, where.nodes, queue / shared, call_s)
 
 
 def _hop(link: Link, ports: int, message_s: float, add_byte_s: float) -> Hop:

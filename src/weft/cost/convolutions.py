@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
+from fractions import Fraction
 from math import prod, sqrt
 from typing import Any
 
@@ -51,13 +52,14 @@ class Own:
     thin: bool = False
     columns_bytes: float = 0.0
 
-    def takes(self, scale: float, threads: int) -> bool:
+    def takes(self, scale: Fraction, threads: int) -> bool:
         """Whether it does so at `scale` times the graph's batch.
 
-        >>> Own(samples=8, alone=True).takes(1 / 8, 2), Own(samples=8, thin=True).takes(1, 1), Own(samples=8, thin=True).takes(1, 2)
+        >>> one = Fraction(1)
+        >>> Own(samples=8, alone=True).takes(one / 8, 2), Own(samples=8, thin=True).takes(one, 1), Own(samples=8, thin=True).takes(one, 2)
         (True, True, False)
         """
-        return bool(takes(scale * self.samples, self.alone, self.thin, threads))
+        return bool(takes(self.samples * scale.numerator / scale.denominator, self.alone, self.thin, threads))
 
 
 NEVER = Own()

@@ -12,6 +12,7 @@ modelled: waves of tiles, and what stays in caches.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +37,19 @@ WIDTH = {"float64": 8.0, "float32": 4.0, "tf32": 4.0, "bfloat16": 2.0, "float16"
 
 
 @dataclass(frozen=True, slots=True)
+class Moved:
+    """Bytes that an operator moves, forward and backward, and those of its casts."""
+
+    bytes: float = 0.0
+    backward_bytes: float = 0.0
+    cast_bytes: float = 0.0
+    backward_cast_bytes: float = 0.0
+
+
+NOTHING = Moved()
+
+
+@dataclass(frozen=True, slots=True)
 class Kernel:
     """One operator at its local sizes. `flops`, `backward_flops`: of products. `bytes`, `backward_bytes`: moved, in float32.
 
@@ -44,6 +58,7 @@ class Kernel:
     mask leaves; `head`: of a head's values. `weight_bytes`: of operands that are the same for
     every sample, in float32. On processors, `filling`: of blocks of channels; `own`: when torch makes it itself, not oneDNN; `cast_bytes`,
     `backward_cast_bytes`: moved to cast operands and their gradients; `steps`: of a recurrence that run one by one.
+    `fixed`: of what is moved that of weights and their gradients, which is as much however many rows there are.
     """
 
     kind: str
@@ -65,6 +80,7 @@ class Kernel:
     steps: float = 0.0
     visible: float = 1.0
     head: float = 0.0
+    fixed: Moved = NOTHING
 
     def seconds(self, device: Device, stack: Stack, precision: str) -> tuple[Seconds, Seconds]:
         """What the host takes to launch it, and what the device takes to run it, forward and backward.
@@ -159,13 +175,22 @@ def together(host: NDArray[np.float64], device: NDArray[np.float64]) -> NDArray[
     return np.asarray(longest * (a + b) ** (1 / CLOSE) * shares, dtype=np.float64)
 
 
-def scaled(kernel: Kernel, by: float) -> Kernel:
-    """The same for `by` times the rows."""
-    k = kernel
+def scaled(kernel: Kernel, by: Fraction) -> Kernel:
+    """The same for `by` times the rows: exact, since kernels ask what divides a number of rows or heads.
+
+    >>> scaled(Kernel("linear", m=1474560.0), Fraction(1, 720)).m
+    2048.0
+    """
+    k, up, down = kernel, by.numerator, by.denominator
+
+    def moved(name: str) -> float:
+        whole, fixed = float(getattr(k, name)), float(getattr(k.fixed, name))
+        return max(0.0, whole - fixed) * up / down + fixed
+
     return replace(
-        k, flops=k.flops * by, backward_flops=k.backward_flops * by, bytes=k.bytes * by, backward_bytes=k.backward_bytes * by, m=k.m * by,
-        scores=k.scores * by, heads=k.heads * by, weight_bytes=0.0, filling=FULL, own=NEVER, cast_bytes=0.0, backward_cast_bytes=0.0,
-        steps=0.0,
+        k, flops=k.flops * up / down, backward_flops=k.backward_flops * up / down, m=k.m * up / down, scores=k.scores * up / down,
+        heads=k.heads * up / down, bytes=moved("bytes"), backward_bytes=moved("backward_bytes"), cast_bytes=moved("cast_bytes"),
+        backward_cast_bytes=moved("backward_cast_bytes"),
     )  # fmt: skip
 
 

@@ -145,6 +145,12 @@ class Inventory:
         root = storages(graph, layouts.copied if layouts is not None else frozenset())
         return cls(graph, works, grads, frozenset(batched(graph)), root, held, is_cpu, is_cast, layouts)
 
+    def cast_of(self, op: Operator) -> dict[str, float]:
+        """Bytes that are read and written to have an operand in another dtype, by value."""
+        tensors = self.graph.tensors
+        read = cast(op, tensors) if self.is_cast else {}
+        return {v: float(tensors[v].size_bytes + t.size_bytes) for v, t in read.items()}
+
     @cached_property
     def kept(self) -> dict[str, Kept]:
         """By operator; parameters only where a copy of them is kept in another dtype."""

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.cost.convolutions import FULL, NEVER, filling, own
-from weft.cost.kernels import Kernel
+from weft.cost.kernels import NOTHING, Kernel, Moved
 from weft.cost.memory import Inventory
 from weft.cost.pieces import cut, divided, pieces, pieces_moving, shared_by_data, tensor_axes
 from weft.cost.places import Places, Stored
@@ -298,8 +298,24 @@ def _local(inventory: Inventory, sharding: Sharding | None, op: Operator, siblin
         m, n, k, share, scores, heads, weights, filling(op, tensors, sharding, inventory.grads) if kind == "convolution" else FULL,
         own(op, tensors, sharding) if done.kind == "convolution" and inventory.is_cpu else NEVER,
         done.cast_bytes / divide, done.backward_cast_bytes / divide, single_steps(op, tensors), visible, head,
+        _fixed(inventory, op, divide),
     )  # fmt: skip
     return Local(kernel, op.outputs[0] in inventory.batched, cut(sharding, op.name, "data"))
+
+
+def _fixed(inventory: Inventory, op: Operator, divide: float) -> Moved:
+    """Of what an operator moves that of operands which are the same for every sample, of scalars, and of their gradients."""
+    done, tensors = inventory.works[op.name], inventory.graph.tensors
+    same = [v for v in dict.fromkeys((*op.inputs, *op.outputs)) if v not in inventory.batched or not tensors[v].shape]
+    if op.outputs[0] not in inventory.batched or op.function is not None or not same:
+        return NOTHING
+    read = 0.0 if done.kind == "gather" else float(sum(tensors[v].size_bytes for v in same))
+    back = float(sum(tensors[v].size_bytes * ((v in inventory.grads) + (v in done.keeps)) for v in same))
+    casts = inventory.cast_of(op)
+    cast, learned = (float(sum(size for v, size in casts.items() if v in some)) for some in (set(same), set(same) & inventory.grads))
+    return Moved(*(min(whole, part) / divide for whole, part in (
+        (done.bytes, read), (done.backward_bytes, back), (done.cast_bytes, cast), (done.backward_cast_bytes, learned),
+    )))  # fmt: skip
 
 
 def _inside(

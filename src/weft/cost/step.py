@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from functools import cache, cached_property, partial
 
 import numpy as np
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 
 from weft.cluster.cluster import Cluster, Speed
 from weft.cost import kernels
-from weft.cost.axes import group_of, prices_of
+from weft.cost.axes import group_of
 from weft.cost.base import Base, Ends, Load, base_of, like
 from weft.cost.compute import Rates, Seconds, optimizer_s
 from weft.cost.convolutions import FULL
@@ -35,9 +36,9 @@ from weft.cost.parts import (
     expert_weights,
     gather,
 )
+from weft.cost.placed import FEW, about, placed, placed_sizes, prices_of
 from weft.cost.stage import StageCost, straggling, together, work_share
 from weft.errors import Infeasible
-from weft.model.fold import propagate
 from weft.model.graph import Graph
 from weft.model.sharding import Prices, Sharding
 from weft.model.stages import Cut, Stage, cuts, split
@@ -64,8 +65,8 @@ def _shared(shares: Sequence[float], seconds: Sequence[float]) -> float:
 
 
 Array = NDArray[np.float64]
-# Whether data cuts, the tensor axes with their sizes, sequence and sample parallelism.
-Cutting = tuple[bool, tuple[tuple[str, int], ...], bool, bool]
+# The axes that cut, sequence and sample parallelism, and for how many samples of a rank that was decided.
+Cutting = tuple[tuple[tuple[str, int], ...], bool, bool, int]
 
 
 @dataclass
@@ -83,9 +84,11 @@ class Pricer:
     stack: Stack | None = None
     bucket_bytes: float = BUCKET_BYTES
     busy: tuple[int, int] | None = None  # processors: ranks that work at once, and threads of each; None for what a layout has
+    placed_for: int = 0  # the batch by which operators are placed, where this one is of the smaller of its unequal microbatches
     balanced: dict[tuple[object, ...], tuple[str, ...]] = field(default_factory=dict)  # where the search begins stages, by layout
     places: dict[int, list[Cut]] = field(default_factory=dict)  # cuts that the search tries, by how many it needs
     _shardings: dict[Cutting, Sharding | None] = field(default_factory=dict)
+    _same: dict[Cutting, Cutting] = field(default_factory=dict)  # of those that cut alike, the first
     _parts: dict[Cutting, Parts] = field(default_factory=dict)
     _cast_parts: dict[Cutting, Parts] = field(default_factory=dict)
     _kinds: dict[tuple[object, ...], Kinds] = field(default_factory=dict)
@@ -174,42 +177,34 @@ class Pricer:
             self._widths[layout.precision] = Widths.of(layout.precision, self.cluster.is_cpu, gradient)
         return self._widths[layout.precision]
 
-    @staticmethod
-    def _cut(layout: Layout) -> Cutting:
-        """What of a layout decides the sharding."""
-        return layout.data > 1, layout.tensor_axes, layout.sequence_parallel == "on", layout.sample_parallel == "on"
+    def _cut(self, layout: Layout) -> Cutting:
+        """What of a layout decides the sharding; of layouts that are cut alike that of the first."""
+        sizes = tuple((axis, n) for axis, n in placed_sizes(layout, self.graph.batch_size).items() if n > 1)
+        each = about(-(-(self.placed_for or self.batch_size) // (layout.data * layout.microbatches))) if layout.tensor > 1 else FEW
+        asked = sizes, layout.sequence_parallel == "on", layout.sample_parallel == "on", each
+        if asked not in self._same:
+            found = placed(self.graph, self.cluster, layout, each, self.shards) if sizes else None
+            like = (key for key, known in self._shardings.items() if key[:3] == asked[:3] and known == found)
+            self._same[asked] = key = next(like, asked)
+            self._shardings.setdefault(key, found)
+        return self._same[asked]
 
     def sharding(self, layout: Layout) -> Sharding | None:
-        """The sharding over data and the tensor axes; None for one rank a stage.
-
-        Data is propagated once, over 2 ranks: the same labels are cut whatever its size.
-        """
-        key = self._cut(layout)
-        sequence, samples = key[2:]
-        if key not in self._shardings:
-            sizes = {"data": 2 if layout.data > 1 else 1, **dict(layout.tensor_axes)}
-            if max(sizes.values()) == 1:
-                self._shardings[key] = None
-            else:
-                found = propagate(self.graph, sizes, self.shards, prices=self.prices(layout), sequence=sequence, samples=samples)
-                matrices = sum(len(v.tensor.shape) > 1 for v in self.graph.parameters)
-                few = any(2 * len(found.shards.get(axis, ())) < matrices for axis, n in layout.tensor_axes if n > 1)
-                if few and not samples:
-                    # Too small a model for cuts to pay; but who asks for tensor ranks wants them to share the work.
-                    found = propagate(self.graph, sizes, self.shards, sequence=sequence)
-                if max(n for _, n in layout.tensor_axes) > 1:
-                    # What runs is propagated from the weights' cuts, which are all that a plan says.
-                    found = propagate(self.graph, sizes, found.shards, sequence=sequence, samples=samples)
-                self._shardings[key] = found
-        return self._shardings[key]
+        """The sharding over data and the tensor axes (`placed_sizes`), at the samples that a rank has; None for one rank a stage."""
+        return self._shardings[self._cut(layout)]
 
     def prices(self, layout: Layout) -> dict[str, Prices]:
         """What placing operators is weighed by, along each axis."""
-        return prices_of(self.cluster, layout, max(1.0, 1 / self.microbatch(layout)))
+        replicas = placed_sizes(layout, self.graph.batch_size)["data"]
+        return prices_of(self.cluster, layout, replicas * about(self.samples(layout)))
+
+    def samples(self, layout: Layout) -> int:
+        """Samples that one rank has of a microbatch; of unequal ones of the larger."""
+        return -(-self.batch_size // (layout.data * layout.microbatches))
 
     def microbatch(self, layout: Layout) -> float:
         """Size of the whole microbatch, all data replicas together, against the graph's batch; of unequal ones the larger."""
-        return -(-self.batch_size // (layout.data * layout.microbatches)) * layout.data / self.graph.batch_size
+        return self.samples(layout) * layout.data / self.graph.batch_size
 
     def smaller(self, layout: Layout) -> tuple[int, Pricer | None]:
         """Where the batch does not divide into the layout's microbatches: how many are the smaller ones, and the pricer of those."""
@@ -219,6 +214,7 @@ class Pricer:
         batch = each * layout.data * layout.microbatches
         if batch not in self._smaller:
             self._smaller[batch] = self.varied(batch_size=batch)
+            self._smaller[batch].placed_for = self.placed_for or self.batch_size
         return layout.microbatches - more, self._smaller[batch]
 
     def parts(self, layout: Layout) -> Parts:
@@ -254,15 +250,15 @@ class Pricer:
         rates = Rates.of(self.speed(layout), layout.precision)
         found = []
         for local, by in self._sized(layout, parts):
-            k = local.kernel
+            k = kernels.scaled(local.kernel, by)
             is_own = layout.precision == "float32" and k.own.takes(by, rates.speed.threads)
-            filling, columns = (FULL, k.own.columns_bytes) if is_own else (k.filling, 0.0)
+            filling, columns = (FULL, k.own.columns_bytes * float(by)) if is_own else (k.filling, 0.0)
             work = Work(
                 k.kind, flops=k.flops * filling.forward, backward_flops=k.backward_flops * filling.backward, bytes=k.bytes + columns,
                 backward_bytes=k.backward_bytes and k.backward_bytes + 2 * columns, weight_bytes=k.weight_bytes, scores=k.scores,
                 channels=filling.channels, steps=k.steps, cast_bytes=k.cast_bytes, backward_cast_bytes=k.backward_cast_bytes,
             )  # fmt: skip
-            found.append(rates.seconds(work, 1.0, by))
+            found.append(rates.seconds(work))
         return np.array([s.forward for s in found])[parts.index], np.array([s.backward for s in found])[parts.index]
 
     def _on_gpu(self, layout: Layout) -> tuple[Array, Array]:
@@ -278,10 +274,11 @@ class Pricer:
             both.append(total)
         return both[0], both[1]
 
-    def _sized(self, layout: Layout, parts: Parts) -> list[tuple[Local, float]]:
+    def _sized(self, layout: Layout, parts: Parts) -> list[tuple[Local, Fraction]]:
         """Unique operators, and how many times the graph's rows one rank has of each."""
-        scale = self.microbatch(layout)
-        return [(local, (scale if local.batched else 1.0) / (layout.data if local.shared else 1)) for local in parts.compute]
+        mine = Fraction(self.samples(layout), self.graph.batch_size)
+        by = {(True, True): mine, (True, False): mine * layout.data, (False, True): Fraction(1, layout.data), (False, False): Fraction(1)}
+        return [(local, by[local.batched, local.shared]) for local in parts.compute]
 
     def _collectives(self, layout: Layout) -> tuple[Array, Array]:
         parts = self.parts(layout)
@@ -511,10 +508,11 @@ class Pricer:
         )  # fmt: skip
 
     def crossing(self, layout: Layout, values: Sequence[str]) -> float:
-        """Bytes of these values, of one whole microbatch."""
+        """Bytes of these values, of one whole microbatch, all data replicas together."""
         scale = self.microbatch(layout)
         width = self._width(layout, narrow=not self.cluster.is_cpu)
-        return width * sum(self.graph.tensors[v].size_bytes * (scale if v in self.inventory.batched else 1.0) for v in values)
+        # What does not follow the samples is each replica's.
+        return width * sum(self.graph.tensors[v].size_bytes * (scale if v in self.inventory.batched else layout.data) for v in values)
 
     def transfer_s(self, layout: Layout, size_bytes: float) -> float:
         """Seconds to hand one microbatch's `size_bytes` to the next stage, every replica its part; on GPUs every tensor rank a part
@@ -535,12 +533,12 @@ class Pricer:
         """
         few = self.smaller(layout)[0] if smaller else 0
         m = layout.microbatches - few
-        ranks = self._by_rank(layout, costs)
+        ranks = self.by_rank(layout, costs)
         shares = [[work_share(layout, r, s) for s in layout.stages_of(r)] if len(costs) > 1 else [1.0] for r in range(len(ranks))]
         round_trip = [_shared(mine, [c.forward_s + c.backward_s for c in own]) for mine, own in zip(shares, ranks, strict=True)]
         busy = round_trip.index(max(round_trip))
         busiest, share = ranks[busy], shares[busy]
-        lesser = self._by_rank(layout, smaller or costs)[busy]
+        lesser = self.by_rank(layout, smaller or costs)[busy]
         if pipeline_s is None:
             once = sum(round_trip) / layout.chunks + max(round_trip) * (1 - 1 / layout.chunks)
             pipeline_s = once + (m - 1) * max(round_trip) + 2 * sum(transfers_s) / layout.chunks
@@ -565,7 +563,8 @@ class Pricer:
         return Prediction(total, flops / total / self.peak_flops(layout), flops, fullest, parts)
 
     @staticmethod
-    def _by_rank(layout: Layout, costs: Sequence[StageCost]) -> list[list[StageCost]]:
+    def by_rank(layout: Layout, costs: Sequence[StageCost]) -> list[list[StageCost]]:
+        """[pipeline rank] -> the costs of its stages."""
         return [[costs[s] for s in layout.stages_of(r)] for r in range(layout.pipeline)] if len(costs) > 1 else [list(costs)]
 
     def overhead_s(self, layout: Layout, pipeline_s: float) -> float:

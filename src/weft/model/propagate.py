@@ -28,6 +28,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from weft.errors import LayoutError
+from weft.model.deferral import defer
 from weft.model.gradients import backward_reached, needs_gradient
 from weft.model.graph import Graph, Operator, Ref, statistics
 from weft.model.grid import kept_for, nested, twice_cut
@@ -35,7 +36,7 @@ from weft.model.labels import meanings
 from weft.model.rules import Rule
 from weft.model.rules.linear import leaves_summands, passes, passing
 from weft.model.sharding import Form, Move, Prices, Sharding, Shards, collective_s, move_collectives
-from weft.model.work import differentiable, operator_bytes, operator_flops
+from weft.model.work import batched, differentiable, operator_bytes, operator_flops
 from weft.plan.grid import NESTED
 
 GATHERED = 1 + 1 / 16  # what putting pieces together weighs where another axis of a grid is still to cut: more than what else is as cheap
@@ -83,6 +84,7 @@ class _Axis:
         more: bool = False,
         pinned: Mapping[str, Form] | None = None,
         samples: bool = False,
+        replicas: int = 1,
     ):
         self.graph, self.axis, self.n, self.prices = graph, axis, n, prices
         self.taken = taken  # value -> dims that other axes cut
@@ -91,7 +93,8 @@ class _Axis:
         self.pinned = pinned or {}  # variable -> the form that it is read in, whatever else would be cheaper
         self.kernels = kernels  # (operator, label) that another axis cuts, which takes a kernel of one group
         self.fixed = fixed
-        self.divide = divide  # ranks along the other axes, to scale bytes and FLOPs
+        self.divide = divide  # ranks along the other axes, to scale bytes and FLOPs of what follows the samples
+        self.divide_fixed = divide // replicas  # and of what does not, which every one of the `replicas` among them has
         self.grads = needs_gradient(graph)
         self.placed = {v.value: v for v in (*graph.parameters, *graph.buffers)}
         self.copied_into = copied_into(graph)
@@ -121,7 +124,34 @@ class _Axis:
         if self.more and op.name not in self.heavy:
             return 0.0
         flops, size = operator_flops(op, self.graph.tensors), operator_bytes(op, self.graph.tensors)
-        return 3 * max(flops / self.prices.flops_per_s, size / self.prices.memory_bytes_per_s) / self.divide
+        return 3 * self.longer_s(op, flops, size, self.fixed_bytes(op))
+
+    def longer_s(self, op: Operator, flops: float, size: float, fixed: float) -> float:
+        """Seconds of computing so many FLOPs or of moving so many bytes, `fixed` of them however many samples there are."""
+        value, fixed = op.outputs[0], min(size, fixed)
+        moved = self.share(size - fixed, value) + fixed / self.divide_fixed
+        return max(self.share(flops, value) / self.prices.flops_per_s, moved / self.prices.memory_bytes_per_s)
+
+    def fixed_bytes(self, op: Operator) -> int:
+        """Bytes of the weights that an operator reads, where its other operands follow the samples."""
+        if op.outputs[0] not in self.follows:
+            return 0
+        return sum(self.graph.tensors[v].size_bytes for v in dict.fromkeys(op.inputs) if v not in self.follows)
+
+    @cached_property
+    def follows(self) -> set[str]:
+        """Values whose size follows the samples."""
+        return batched(self.graph)
+
+    def share(self, amount: float, value: str) -> float:
+        """Of an amount that goes with a value at the graph's batch: one rank's along the other axes, for the samples that are weighed.
+
+        Whole numbers are scaled as such, so that the same samples a rank weigh the same, however many the graph has.
+        """
+        if value not in self.follows:
+            return amount / self.divide_fixed
+        whole = int(amount) if amount == int(amount) else amount
+        return whole * (self.prices.samples or self.graph.batch_size) / (self.graph.batch_size * self.divide)
 
     def choices(self, op: Operator) -> list[_Choice]:
         rule = self.rules[op.name]
@@ -233,7 +263,7 @@ class _Axis:
 
     def _bytes(self, value: str) -> float:
         size = self.graph.tensors[value].size_bytes
-        return size * self.prices.repeats if value in self.placed else size / self.divide
+        return float(size) if value in self.placed else self.share(size, value)
 
     def move_s(self, value: str, source: Form, target: Form) -> float:
         """Seconds of a redistribution, forward and (where training asks for the value's gradient) backward; each question once."""
@@ -462,8 +492,9 @@ def propagate(
         reserved, pinned = kept_for(later, given, fixed or {})
         blocked = {v: taken.get(v, set()) | reserved.get(v, set()) for v in (*taken, *reserved)}
         problem = _Axis(
-            graph, axis, n, blocked, fixed, price, done, sequence, (labels or {}).get(axis), inside, kernels, bool(later), pinned, samples
-        )
+            graph, axis, n, blocked, fixed, price, done, sequence, (labels or {}).get(axis), inside, kernels, bool(later), pinned, samples,
+            1 if axis == "data" else sizes.get("data", 1),
+        )  # fmt: skip
         for v in names.values() if axis != "data" else ():
             if v.value in (fixed or {}) and not problem.cuttable(v.value, (fixed or {})[v.value]):
                 raise twice_cut(v, (fixed or {})[v.value], axis, n)
@@ -515,7 +546,7 @@ def _record(
             forms[value][axis] = form
         for row, need in zip(needs[op.name], choice.needs, strict=True):
             row[axis] = need
-    _defer(graph, problem, ops, forms, needs)
+    defer(graph, axis, problem.grads, ops, forms, needs)
     uses: dict[str, list[Form | None]] = {}
     for op in graph.operators:
         for value, row in zip(op.inputs, needs[op.name], strict=True):
@@ -563,37 +594,3 @@ def _share_reads(
 def cheapest(problem: _Axis, value: str, have: Iterable[Form], need: Form) -> Form:
     """The form from which `need` is cheapest to get."""
     return min(have, key=lambda source: problem.exact_s(value, source, need))
-
-
-def _defer(
-    graph: Graph,
-    problem: _Axis,
-    ops: dict[str, dict[str, str]],
-    forms: dict[str, dict[str, Form]],
-    needs: dict[str, list[dict[str, Form | None]]],
-) -> None:
-    """Let gradient summands travel backward through replicated operators, so that they are summed once, at the parameter.
-
-    A replicated operator whose results are needed only as "+" passes summands on: its own inputs become "+". Over `data` a piece
-    and a share count as well: what is cut from "+" hands back a summand without a collective, where cutting "R" would need one.
-    """
-    axis = problem.axis
-
-    def passes(needed: set[Form | None]) -> bool:
-        return all(form == "+" or (axis == "data" and form is not None and form[0] in "SP") for form in needed)
-
-    uses: dict[str, set[Form | None]] = {}
-    final = {graph.loss, *graph.outputs}
-    for op in reversed(graph.operators):
-        made = [value for value in op.outputs if value in problem.grads]
-        linear = op.function is None or op.function.linear
-        silent = linear and all(passes(uses.get(v, set())) and v not in final and forms[v][axis] == "R" for v in made)
-        if ops[op.name][axis] == "" and silent and any(v in uses for v in made):
-            for value in made:
-                forms[value][axis] = "+"
-            for value, row in zip(op.inputs, needs[op.name], strict=True):
-                if row[axis] == "R" and value in problem.grads:
-                    row[axis] = "+"
-        for value, row in zip(op.inputs, needs[op.name], strict=True):
-            if row[axis] is not None:
-                uses.setdefault(value, set()).add(row[axis])

@@ -23,14 +23,14 @@ Shards = tuple[tuple[str, int], ...]  # (parameter or buffer name, dim that is c
 class Prices:
     """What the search weighs against each other, per rank: FLOP/s, bytes/s of memory and of the axis' links, seconds of latency.
 
-    `repeats`: microbatches that make up the graph's batch; weights that move do so for each of them.
+    `samples`: of the microbatch that the search weighs, all replicas together; 0 for the graph's batch.
     """
 
     flops_per_s: float = 1e9
     memory_bytes_per_s: float = 1e10
     link_bytes_per_s: float = 1e9
     latency_s: float = 2e-4
-    repeats: float = 1.0
+    samples: int = 0
 
 
 # Where links cost nothing and compute is dear, everything is cut that the rules allow: what small models would not be by any other prices.

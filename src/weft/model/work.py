@@ -188,6 +188,8 @@ def operator_bytes(op: Operator, tensors: dict[str, Tensor]) -> float:
     written = sum(tensors[v].size_bytes for v in op.outputs)
     if kind == "gather":
         return 2.0 * written
+    if packet(op).endswith("_like") or packet(op).startswith("new_"):
+        return float(written)  # of what it is made like only the shape is read
     read = sum(tensors[v].size_bytes for v in dict.fromkeys(op.inputs))
     # The fused loss also writes the logarithms of the softmax, which backward keeps.
     return float(written + read + (tensors[op.inputs[0]].size_bytes if packet(op) == "cross_entropy_loss" else 0))

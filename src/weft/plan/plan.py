@@ -8,6 +8,7 @@ from weft.errors import Infeasible
 from weft.plan.choice import AUTO, Choices
 from weft.plan.layout import Layout
 from weft.plan.microbatches import microbatch_sizes
+from weft.units import format_seconds
 
 FORMAT_VERSION = 1
 BUCKET_BYTES = 25 << 20  # gradients are summed in pieces of this size, as DistributedDataParallel does (Li et al., VLDB 2020)
@@ -41,6 +42,16 @@ class Prediction:
     model_flops: float
     memory: Memory
     parts: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def spent(self) -> str:
+        """The step and where its time goes, in words; parts below half a per cent are left out.
+
+        >>> Prediction(2.0, 0.5, 1.0, Memory(), (("compute", 1.5), ("pipeline", 0.5), ("optimizer", 0.0))).spent
+        '2.00 s: compute 1.50 s, pipeline 500 ms'
+        """
+        step = self.step_time_s
+        return f"{format_seconds(step)}: " + ", ".join(f"{name} {format_seconds(s)}" for name, s in self.parts if s >= 0.005 * step)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,13 +17,14 @@ from weft.errors import UsageError
 
 FORMAT_VERSION = 1
 COMPUTE_LANE = "compute"
+STEP_LANE = "step"  # what a predicted step has besides its program: sums of gradients that show, the optimizer, the rest
 
 
 class Span(NamedTuple):
     """One thing on one lane of one rank. A tuple, since a timeline may have a million.
 
-    Lanes of a program: "compute", "send", "recv", "collective", "offload", "load"; kinds: the op of the action, "send", "recv". A
-    measurement may have more.
+    Lanes of a program: "compute", "send", "recv", "collective", "offload", "load"; kinds: the op of the action, "send", "recv". What else
+    a predicted step has is on the lane "step". A measurement may have more.
     """
 
     rank: int
@@ -68,6 +69,16 @@ class Timeline:
     @cached_property
     def end_s(self) -> float:
         return max((span.end_s for span in self.spans), default=0.0)
+
+    @cached_property
+    def is_step(self) -> bool:
+        """Whether it is a whole step, with what comes behind its program."""
+        return any(span.lane == STEP_LANE for span in self.spans)
+
+    @cached_property
+    def program(self) -> Timeline:
+        """The same without what is no action of its program, as a run measures it."""
+        return Timeline(self.name, self.num_ranks, tuple(span for span in self.spans if span.lane != STEP_LANE))
 
     @property
     def total_s(self) -> float:

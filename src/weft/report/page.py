@@ -59,7 +59,8 @@ def page(subject: Subject) -> str:
         parts.append(_table_section(reasons_table(plan)))
         parts.append(_pair(_time_section(plan), _memory_section(plan, subject.memory_limit_bytes)))
     for name, timeline in (("Timeline, simulated", subject.simulated), ("Timeline, measured", subject.measured)):
-        parts.append(_section(name, f'<div class="scroll picture">{svg(timeline)}</div>') if timeline is not None else "")
+        headline = f"{timeline.name}: {plan.prediction.spent}" if timeline and plan and plan.prediction and timeline.is_step else ""
+        parts.append(_section(name, f'<div class="scroll picture">{svg(timeline, headline=headline)}</div>') if timeline else "")
     if plan is not None:
         parts += _candidate_sections(plan, subject.memory_limit_bytes)
         parts.append(_table_section(candidates_table(plan)))

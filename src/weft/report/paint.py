@@ -20,9 +20,13 @@ PAINT = {
     "R": (("#a3699c", "#ffffff"), ("#dcbad7", "#41203d")),
 }
 OTHER = (("#9d9da1", "#1b1b1d"), ("#c9c9cc", "#1b1b1d"))
-STRIPS = {"send": "#6b6b72", "collective": "#8a6bb8", "offload": "#9c6b3f", "load": "#c9a26b"}  # what goes on beside the compute, by lane
+# What goes on beside the compute, by lane.
+STRIPS = {"send": "#6b6b72", "collective": "#8a6bb8", "offload": "#9c6b3f", "load": "#c9a26b", "step": "#5b8a8a"}
 WORDS = {"F": "forward", "B": "backward", "I": "backward, input", "W": "backward, weights", "R": "forward again"}
-STRIP_WORDS = {"send": "sending", "collective": "gathering, reducing", "offload": "to the host", "load": "from the host"}
+STRIP_WORDS = {
+    "send": "sending", "collective": "gathering, reducing", "offload": "to the host", "load": "from the host",
+    "step": "gradients, optimizer, the rest",
+}  # fmt: skip
 ACTION = re.compile(r"(\d+)([FBIWR])(\d+)")
 
 

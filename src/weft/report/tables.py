@@ -165,20 +165,21 @@ def plan_record(plan: Plan) -> dict[str, object]:
         "model": plan.model,
         "cluster": plan.cluster,
         "batch_size": plan.batch_size,
-        **_prediction_record(plan.prediction),
+        **prediction_record(plan.prediction),
         "planning_time_s": plan.planning_time_s,
         "bound_gap": plan.bound_gap,
         "reasons": [{"choice": choice, "reason": reason} for choice, reason in plan.reasons],
         "stages": list(plan.stages),
         "replicated_operators": list(plan.replicated_operators),
         "uncaptured": plan.uncaptured or None,
-        "candidates": [{"layout": str(c.layout), **_prediction_record(c.prediction), "note": c.note} for c in plan.candidates],
+        "candidates": [{"layout": str(c.layout), **prediction_record(c.prediction), "note": c.note} for c in plan.candidates],
     }
 
 
-def _prediction_record(prediction: Prediction | None) -> dict[str, object]:
+def prediction_record(prediction: Prediction | None) -> dict[str, object]:
+    """Step time with its parts, MFU and memory; null where nothing is predicted."""
     if prediction is None:
-        return {"step_time_s": None, "mfu": None, "model_flops": None, "memory_bytes": None}
+        return dict.fromkeys(("step_time_s", "mfu", "model_flops", "memory_bytes", "step_time_parts_s"))
     memory = {name: getattr(prediction.memory, name) for name in PARTS} | {"total": prediction.memory.total}
     return {
         "step_time_s": prediction.step_time_s,

@@ -56,8 +56,7 @@ def reasons(
     """
     parts = dict(prediction.parts)
     step = prediction.step_time_s
-    spent = ", ".join(f"{name} {format_seconds(s)}" for name, s in prediction.parts if s >= 0.005 * step)
-    found = [("step", f"{format_seconds(step)}: {spent}")]
+    found = [("step", prediction.spent)]
     found.append(("bound", bound_words(step, step / bound_s - 1 if bound_s else None, by_hand)))
     if by_hand:
         return (*found, ("layout", "given by hand; nothing else was tried"))

@@ -7,6 +7,7 @@ the same pricing finds it faster and it fits. Not tried: other layouts, which be
 
 from __future__ import annotations
 
+from weft.cost.placed import placed_sizes
 from weft.cost.step import Pricer
 from weft.errors import Infeasible, LayoutError
 from weft.model.work import packet
@@ -28,7 +29,7 @@ def wanted(pricer: Pricer, best: Priced) -> bool:
 def refined(pricer: Pricer, best: Priced) -> tuple[Pricer, Priced]:
     """The pricer and the price of the better placement of `best.layout`; what was given where there is none."""
     layout = best.layout
-    sizes = {"data": 2 if layout.data > 1 else 1, "tensor": layout.tensor}
+    sizes = placed_sizes(layout, pricer.graph.batch_size)
     try:
         placement = solve_placements(
             pricer.graph, sizes, prices=pricer.prices(layout), sequence=layout.sequence_parallel == "on", limit_s=LIMIT_S,

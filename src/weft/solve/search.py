@@ -40,11 +40,11 @@ from weft.solve.remedies import nothing_fits
 from weft.solve.score import OBJECTIVES, calmest, score
 from weft.solve.space import Constraint, Space, limits_of, parse_constraints
 from weft.solve.sums import sums_of, why
-from weft.solve.timing import PLAIN, Priced, clocked, price, timeline
+from weft.solve.timing import PLAIN, Priced, clocked, price, step_timeline, timeline
 from weft.solve.unlike import has_unlike_products
 from weft.units import format_seconds
 
-__all__ = ["OBJECTIVES", "Priced", "check_layers", "check_layout", "clocked", "price", "search", "timeline"]
+__all__ = ["OBJECTIVES", "Priced", "check_layers", "check_layout", "clocked", "price", "search", "step_timeline", "timeline"]
 
 MOST_REFUSED = 4
 MOST_ORDERS = 6  # of the parts of a mixed cluster

@@ -1,4 +1,4 @@
-"""What `all_reduce=auto` is in a plan. In: a cluster and a layout. Out: choices by bytes.
+"""What `all_reduce=auto` is in a plan. In: a cluster and a layout. Out: choices by bytes, of those that are weighed there.
 
 On one host the transport's own sum is taken: gradients lie in memory that all ranks map, so that it copies nothing, which no program of
 messages can beat; in a run over several hosts `hierarchical` is that inside each. On GPUs NCCL's is taken. Between hosts of processors that
@@ -8,7 +8,7 @@ were measured, the predicted best; of others, two levels.
 from __future__ import annotations
 
 from weft.cluster.cluster import Cluster
-from weft.cost.collectives import algorithms, choose
+from weft.cost.collectives import MARGIN, algorithms, choose
 from weft.cost.network import Group, path
 from weft.plan.choice import AUTO, NATIVE, Choices
 from weft.plan.layout import Layout
@@ -22,24 +22,32 @@ def sums_of(cluster: Cluster, layout: Layout) -> Choices:
     >>> str(sums_of(Cluster.parse("4xcpu-2"), Layout(data=8))), str(sums_of(Cluster.parse("1xcpu-2"), Layout(data=2)))
     ('hierarchical', 'native')
     """
-    if layout.all_reduce != AUTO or layout.data == 1 or not cluster.is_cpu:
+    if layout.all_reduce != AUTO:
         return Choices()
+    weighed = offered(cluster, layout)
+    return Choices(above=weighed[0]) if len(weighed) == 1 else choose(cluster, Group(layout.data, layout.tensor, layout.num_ranks))
+
+
+def offered(cluster: Cluster, layout: Layout) -> tuple[str, ...]:
+    """What `all_reduce=auto` weighs: programs only where their messages were measured, between processors."""
+    if layout.data == 1 or not cluster.is_cpu:
+        return (NATIVE,)
     group = Group(layout.data, layout.tensor, layout.num_ranks)
     where = path(cluster, group)
     if where.nodes == 1:
-        inside = cluster.ranks_per_node(layout.num_ranks) >= layout.num_ranks
-        return Choices() if inside else Choices(above="hierarchical")
+        return (NATIVE,) if cluster.ranks_per_node(layout.num_ranks) >= layout.num_ranks else ("hierarchical",)
     if any(table.collective.startswith("send") for table in cluster.tables):
-        return choose(cluster, group)
-    return Choices(above="hierarchical") if where.inside > 1 else Choices()
+        return tuple(algorithms(cluster, group))
+    return ("hierarchical",) if where.inside > 1 else (NATIVE,)
 
 
 def why(cluster: Cluster, layout: Layout, sums: Choices, bucket_bytes: int = 0) -> str:
-    """What a bucket of gradients takes by the algorithm that a plan has, and by the next; empty where replicas sum nothing.
+    """What a bucket of gradients takes by the algorithm that a plan has, and by the best other one that is weighed there; empty where
+    replicas sum nothing.
 
     >>> layout = Layout(data=8)
     >>> why(Cluster.parse("1xdgx-a100-80"), layout, sums_of(Cluster.parse("1xdgx-a100-80"), layout))
-    "native (the library's own): a bucket of 25.0 MiB is summed in 285 us, by halving_doubling it would take 306 us"
+    "native (the library's own): a bucket of 25.0 MiB is summed in 285 us; on GPUs nothing else is weighed, for lack of measurements"
     """
     if layout.data == 1 or layout.inner:
         return ""
@@ -51,9 +59,14 @@ def why(cluster: Cluster, layout: Layout, sums: Choices, bucket_bytes: int = 0) 
         return ""
     whose = " (the library's own)" if mine == NATIVE else ""
     text = f"{mine}{whose}: a bucket of {format_bytes(size)} is summed in {format_seconds(times[mine])}"
-    other = min((name for name in times if name != mine), key=times.__getitem__, default="")
+    weighed = [name for name in offered(cluster, layout) if name in times and name != mine]
+    other = min(weighed, key=times.__getitem__, default="")
     if other:
         text += f", by {other} it would take {format_seconds(times[other])}"
-        if layout.all_reduce == AUTO and mine == "hierarchical" and times[other] < times[mine]:
-            text += "; between hosts that were not measured, two levels are taken"
+        if times[other] < times[mine] and layout.all_reduce == AUTO:
+            text += f"; a program is taken where it saves {MARGIN:.0%}, which is as good as predictions are"
+    elif not cluster.is_cpu:
+        text += "; on GPUs nothing else is weighed, for lack of measurements"
+    elif mine == "hierarchical":
+        text += "; between hosts that were not measured nothing else is weighed"
     return text

@@ -25,7 +25,7 @@ from weft.plan.layout import SPLIT, Layout
 from weft.plan.microbatches import microbatch_sizes
 from weft.plan.plan import Prediction
 from weft.plan.program import Compute, Links, Manage, ManageOp, Value
-from weft.plan.timeline import Timeline
+from weft.plan.timeline import STEP_LANE, Span, Timeline
 from weft.simulate.clock import simulate
 from weft.simulate.makespan import Times, makespan_s
 from weft.solve.lending import LEAST_GAIN, Lent, compute_seconds, lent_seconds, may_lend
@@ -299,6 +299,24 @@ def trips_s(pricer: Pricer, layout: Layout, again: bool) -> list[tuple[float, fl
             known[id(one)] = list(zip(*np.diff(sums[:, ends], axis=1).tolist(), strict=True))
         found.append(known[id(one)][k])
     return found
+
+
+def step_timeline(pricer: Pricer, priced: Priced) -> Timeline:
+    """The whole predicted step: its program, and behind that on every rank the sums of gradients that show, the optimizer and the rest. It
+    ends when the prediction does, of which it is the picture."""
+    program, prediction = timeline(pricer, priced), priced.prediction
+    parts = dict(prediction.parts)
+    summed_s = program.end_s + parts["gradients"]
+    updated_s = summed_s + parts["optimizer"]
+    after = []
+    for rank, costs in enumerate(pricer.by_rank(priced.layout, priced.costs)):
+        own = (
+            ("gradients", program.end_s, program.end_s + sum(c.gradients_s for c in costs)),
+            ("optimizer", summed_s, summed_s + sum(c.optimizer_s for c in costs)),
+            ("overhead", updated_s, max(updated_s, program.start_s + prediction.step_time_s)),
+        )
+        after += [Span(rank, STEP_LANE, name, start, end, name) for name, start, end in own if end > start]
+    return Timeline(program.name, program.num_ranks, (*program.spans, *after))
 
 
 def timeline(pricer: Pricer, priced: Priced) -> Timeline:

@@ -129,7 +129,10 @@ def solve_placements(
         so_far = propagate(graph, before, found, prices=prices, sequence=sequence, labels=labels) if before else None
         price_of = prices.get(axis, Prices()) if isinstance(prices, Mapping) else prices or Prices()
         fixed = given_dims(graph, axis, sizes[axis], found)
-        problem = Axis(graph, axis, sizes[axis], taken_by(graph, so_far), fixed, price_of, prod(before.values()), sequence)
+        problem = Axis(
+            graph, axis, sizes[axis], taken_by(graph, so_far), fixed, price_of, prod(before.values()), sequence,
+            replicas=before.get("data", 1),
+        )  # fmt: skip
         if axis in batch_cut:
             problem.meanings = None
         ways = {} if so_far is None else pieces(graph, so_far.forms, before)

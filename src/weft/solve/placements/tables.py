@@ -37,10 +37,8 @@ class Axis(_Axis):
         return Inventory.of(self.graph)
 
     def compute_s(self, op: Operator) -> float:
-        work, prices = self.inventory.works[op.name], self.prices
-        forward = max(work.flops / prices.flops_per_s, work.bytes / prices.memory_bytes_per_s)
-        backward = max(work.backward_flops / prices.flops_per_s, work.backward_bytes / prices.memory_bytes_per_s)
-        return (forward + backward) / self.divide
+        work, fixed = self.inventory.works[op.name], self.fixed_bytes(op)
+        return self.longer_s(op, work.flops, work.bytes, fixed) + self.longer_s(op, work.backward_flops, work.backward_bytes, 2 * fixed)
 
 
 @dataclass(frozen=True, slots=True)

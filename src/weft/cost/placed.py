@@ -1,0 +1,74 @@
+"""Where operators are placed that are priced. In: a graph, a layout, samples of a rank. Out: a sharding, and what it was weighed by.
+
+It follows from a rank's own samples: replicas beside it change nothing. Not modelled: placements between few and many samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from weft.cluster.cluster import Cluster
+from weft.cost.axes import group_of
+from weft.cost.network import collective_s
+from weft.model.fold import propagate
+from weft.model.graph import Graph
+from weft.model.sharding import Prices, Sharding, Shards
+from weft.plan.layout import Layout
+
+FEW, MANY = 4, 128  # samples of a rank, for one of which operators are placed
+
+
+def about(samples: int) -> int:
+    """For how many samples of a rank's microbatch operators are placed: few or many, since more hardly matters and placing takes time.
+
+    It follows from the rank's samples alone: what it computes depends neither on the replicas beside it nor on what else was priced.
+    """
+    return FEW if samples < MANY / 4 else MANY
+
+
+def placed_sizes(layout: Layout, batch_size: int) -> dict[str, int]:
+    """The axes over which operators of a graph of so many samples are placed, with their sizes. The fewest replicas that divide its samples
+    stand for all: the same labels are cut whatever their number, and what a rank has depends on its own samples alone.
+
+    >>> [placed_sizes(Layout(data=n), 15 * 8)["data"] for n in (1, 8, 15)], placed_sizes(Layout(data=3), 8)["data"]
+    ([1, 2, 3], 2)
+    """
+    data = layout.data
+    some = [n for n in range(2, max(data, batch_size) + 1) if batch_size % n == 0] or [2]
+    replicas = next((n for n in some if data % n == 0), some[0]) if data > 1 else 1
+    return {"data": replicas, **dict(layout.tensor_axes)}
+
+
+def prices_of(cluster: Cluster, layout: Layout, samples: int) -> dict[str, Prices]:
+    """By axis over which operators are placed. `samples`: of a microbatch, all replicas together over which they are placed.
+
+    A plan says how tensor ranks cut parameters; over data a run places operators by itself (`weft.run.build.shard_of`), at default prices.
+    """
+    speed = cluster.speed(layout.num_ranks, layout.threads)
+    found = {"data": Prices(samples=samples)}
+    for axis, size in layout.axes:
+        if axis in ("pipeline", "data") or size == 1:
+            continue
+        group = group_of(layout, axis)
+        little, much = (collective_s(cluster, "all_reduce", s, group) for s in (1.0, 2.0**24))
+        rate = 2 * (size - 1) / size * 2.0**24 / max(much - little, 1e-9)
+        flops = dict(speed.flops).get(layout.precision, min(rate for _, rate in speed.flops))
+        found[axis] = Prices(flops, speed.memory_bandwidth_bytes_per_s, rate, little, samples)
+    return found
+
+
+def placed(graph: Graph, cluster: Cluster, layout: Layout, each: int, shards: Mapping[str, Shards] | None = None) -> Sharding:
+    """The sharding over data and the tensor axes. `each`: samples of a rank's microbatch, about; `shards`: cuts that are given."""
+    sizes, sequence, cuts_samples = placed_sizes(layout, graph.batch_size), layout.sequence_parallel == "on", layout.sample_parallel == "on"
+    prices = prices_of(cluster, layout, each * sizes["data"])
+    running = Prices(samples=each * sizes["data"])  # as a run has them, which places operators at default prices
+    found = propagate(graph, sizes, shards, prices=prices, sequence=sequence, samples=cuts_samples)
+    matrices = sum(len(v.tensor.shape) > 1 for v in graph.parameters)
+    few = any(2 * len(found.shards.get(axis, ())) < matrices for axis, n in layout.tensor_axes if n > 1)
+    if few and not cuts_samples:
+        # Too small a model for cuts to pay; but who asks for tensor ranks wants them to share the work.
+        found = propagate(graph, sizes, shards, prices=running, sequence=sequence)
+    if max(n for _, n in layout.tensor_axes) > 1:
+        # What runs is propagated from the weights' cuts, which are all that a plan says.
+        found = propagate(graph, sizes, found.shards, prices=running, sequence=sequence, samples=cuts_samples)
+    return found
