@@ -264,6 +264,21 @@ def test_too_little_memory_is_said_with_numbers() -> None:
         p.check_memory(Layout(), p.predict(Layout(), p.stages(Layout()), []))
 
 
+@pytest.mark.parametrize(
+    ("layout", "advice"),
+    [
+        (Layout(data=2), "recompute=full, zero=1, or more devices"),
+        (Layout(data=2, zero=2, recompute="full"), "microbatches, zero=3, or more devices"),
+        (Layout(data=2, zero=3, recompute="full"), "microbatches, or more devices"),
+        (Layout(), "recompute=full, or more devices"),
+    ],
+)
+def test_what_would_need_less_memory_is_something_else_than_the_layout_has(layout: Layout, advice: str) -> None:
+    p = pricer(Cluster("small", replace(GPU, memory_bytes=1e3), (Level("node", 2, FAST),)))
+    with pytest.raises(Infeasible, match=advice):
+        p.check_memory(layout, p.predict(layout, p.stages(layout), []))
+
+
 def test_broken_twin_a_cluster_without_a_slow_network_hides_the_difference() -> None:
     """The port test above would pass on any cluster if contention were ignored; on one node it must not hold."""
     assert collective_s(ONE, "all_reduce", 1e6, Group(4, 4, 16)) == collective_s(ONE, "all_reduce", 1e6, Group(4, 1, 16))

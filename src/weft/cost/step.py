@@ -587,7 +587,10 @@ class Pricer:
             held = ", ".join(f"{name} {value / 2**30:.2f}" for name, value in (
                 ("parameters", m.parameters), ("gradients", m.gradients), ("optimizer", m.optimizer),
                 ("activations", m.activations), ("buffers", m.buffers), ("margin", m.margin)))  # fmt: skip
+            remedies = "more microbatches, "
+            remedies += "recompute=full, " if layout.recompute != "full" else ""
+            remedies += f"zero={layout.zero + 1}, " if layout.zero < 3 and layout.data > 1 else ""
             raise Infeasible(
                 f"{layout}: the fullest rank needs {need / 2**30:.2f} GiB ({held}), and has {have / 2**30:.2f} GiB; "
-                "use more microbatches, recompute=full, zero=1, or more devices"
+                f"use {remedies}or more devices"
             )
