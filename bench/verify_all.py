@@ -155,6 +155,7 @@ def random_layouts(counts: Sequence[int], size: int, number: int, rng: random.Ra
                 lend=rng.choice(["off", "on"]),
                 grid=rng.choice(["", *grids_of(tensor)]),
                 sample_parallel=rng.choice(["off", "on"]) if tensor > 1 else "off",
+                segment=rng.choice([1, 1, 1, 2]),
             )  # fmt: skip
         except LayoutError:
             continue  # words that do not go together

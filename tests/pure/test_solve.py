@@ -25,6 +25,7 @@ from weft.plan.plan import Plan
 from weft.simulate.memory import kept_bytes
 from weft.solve import branches
 from weft.solve.bounds import least_s, least_saving_s
+from weft.solve.checks import num_blocks, num_experts
 from weft.solve.places import useful
 from weft.solve.remedies import nothing_fits
 from weft.solve.score import calmest
@@ -186,7 +187,8 @@ def test_the_choice_is_the_best_of_all_plans(problem: tuple[Cluster, Graph, int,
     pricer = Pricer(graph, cluster, batch)
     limits = parse_constraints(constraints)
     layers, unlike = len(useful(pricer.cuts, 1)) + 1, has_unlike_products(graph, batch)
-    every = every_plan(pricer, Space(cluster, batch, limits, len(pricer.cuts) + 1, layers, branches.num_experts(graph), unlike=unlike))
+    more = {"experts": num_experts(graph), "unlike": unlike, "num_blocks": num_blocks(graph)}
+    every = every_plan(pricer, Space(cluster, batch, limits, len(pricer.cuts) + 1, layers, **more))
     if not every:
         with pytest.raises(Infeasible, match="What would do"):
             search(graph, cluster, batch, "gpt", constraints)

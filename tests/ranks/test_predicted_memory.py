@@ -30,6 +30,7 @@ CASES = [
     (GPT, "pipeline=2 microbatches=4 schedule=interleaved chunks=2 offload=activations:0/1/1/0 recompute=full:1/0/0/0"),
     (GPT, "data=2 recompute=full"),
     (GPT, "microbatches=2 recompute=full:2"),
+    (GPT, "microbatches=2 recompute=full:3 segment=2"),
     (GPT, "offload=activations"),
     ("t5-tiny", "data=2"),  # attention under a mask that learns keeps its scores
     ("llama-tiny", "tensor=2"),
@@ -44,6 +45,7 @@ CASES = [
     ("resnet-18:image=64", "data=2 zero=3"),
     # Recomputation and offload by what each operator finds; of GEMS a rank holds one of its two stages at a time, and they are unequal.
     ("resnet-18:base=16,image=96", "data=2 recompute=full"),
+    ("resnet-18:base=16,image=96", "data=2 recompute=full segment=3"),
     ("resnet-18:base=16,image=96", "data=1 offload=activations recompute=full"),
     ("resnet-18:base=16,image=96", "data=2 offload=activations:2 recompute=full:2"),
     ("resnet-18:base=16,image=96", "pipeline=2 microbatches=2 schedule=gems-mast"),

@@ -18,6 +18,7 @@ from weft.plan.grid import checked_grid
 from weft.plan.layout import CHOICES, KEYS, Layout, actions_of, refuse_word
 from weft.plan.own import is_file
 from weft.plan.plan import Plan
+from weft.plan.residency import Residency, refuse_segment
 
 DEVICES = ("gpus", "devices")
 SEQUENCE = ("seq", "sequence")
@@ -167,6 +168,10 @@ def moved_along(old: Layout, wanted: Mapping[str, int | str], ranks: int, old_ba
         n["chunks"] = 2
     if "expert" not in wanted:
         n["expert"] = gcd(n["expert"], n["data"])
+    if "segment" not in wanted:
+        which = Residency.parse(str(wanted.get("recompute", old.recompute)), str(wanted.get("offload", old.offload)), old.segment)
+        if refuse_segment(which, int(wanted.get("zero", old.zero))):
+            choices["segment"] = 1
     actions = old.actions if schedule == old.schedule and "schedule" not in wanted else actions_of(schedule)
     layout = replace(old, **{**choices, **n, "schedule": schedule, "actions": actions})  # type: ignore[arg-type]
     moved = [
@@ -190,6 +195,8 @@ def neighbours(plan: Plan, num_devices: int, runs: bool) -> list[tuple[str, Layo
     tries += [("zero", stage) for stage in range(4) if stage != old.zero and (old.data > 1 or stage < old.zero)]
     for key in ("schedule", "recompute", "precision", "offload", "sequence_parallel", "sample_parallel"):
         tries += [(key, value) for value in CHOICES[key] if value != getattr(old, key)]
+    if old.repeats_layers:
+        tries += [("segment", old.segment * 2), *([("segment", old.segment // 2)] if old.segment % 2 == 0 else [])]
     if old.chunks > 1:
         tries.append(("chunks", old.chunks * 2))
     found: list[tuple[str, Layout]] = []

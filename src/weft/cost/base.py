@@ -143,7 +143,7 @@ def base_of(pricer: Pricer, layout: Layout, stage: Stage, section: Section) -> B
         if pricer.layers_moved > 1:  # all of a layer comes back together, and meanwhile the next
             back = runs.over(at_once + (at_once > 0) * (pricer.layers_moved - 1) * at_once.max(), len(back))
         # What was dropped or moved is there again beside what works on it, and what those behind it kept is gone by then.
-        moments = np.maximum(works + there + back, forward) + runs.over(each * mine.away, len(back)) - behind(stays)
+        moments = np.maximum(works + there + back, forward) + runs.over(each * mine.present, len(back)) - behind(stays)
         at = [int((moments + one).argmax()) for one in whole]
         beside = [float(min(works[i], moments[i]) + one[i]) for one, i in zip(whole, at, strict=True)]
         return replace(

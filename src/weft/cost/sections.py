@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from weft.cost.parts import Held, Parts, Seen, keeps, kept_bytes, storages_bytes
 from weft.cost.places import Stored
 from weft.cost.runs import Amount, Amounts, Runs, starts_of
-from weft.plan.residency import Residency
+from weft.plan.residency import Residency, joined
 
 Array = NDArray[np.float64]
 
@@ -31,7 +31,8 @@ class Staying:
     By operator: `kept` on the device from its forward to its backward; `there` besides in its backward, since it was made again, or
     came `back` from the host as it was asked for; `forward`: of runs that are moved, what is there when it has run, before the run's goes,
     and of those that are repeated, when it has run again.
-    By run: `at_once`, all that comes back of it, and `away`, the layers that do not keep their own, in parts. `moved` goes to the host.
+    By run: `at_once`, all that comes back of it, `away`, the layers that do not keep their own, in parts, and `present`, those of them that
+    are there in its backward. `moved` goes to the host.
     """
 
     kept: Amounts
@@ -40,6 +41,7 @@ class Staying:
     forward: Amounts
     at_once: Amounts
     away: Array
+    present: Array
     moved: Amount
     num_moved: int
     num_layers: int
@@ -106,38 +108,37 @@ class Groups:
         return storages_bytes(items, self.half, seen)
 
 
+@dataclass(frozen=True)
+class _Part:
+    """Runs that are moved or repeated together, mostly one: the block of the first, the blocks of all, their operators."""
+
+    name: str
+    blocks: tuple[str, ...]
+    operators: list[int]
+    goes: bool
+
+
 def staying(groups: Groups, which: Residency, stage: int, last_stays: bool, piecewise: bool) -> Staying:
     """`last_stays`: of offload of everything, the last run is not moved. `piecewise`: what was moved comes back as it is asked for, and
     `back` and `forward` are told; otherwise `at_once` says it all."""
-    parts, half, runs = groups.parts, groups.half, groups.runs
-    repeated = set(which.repeated(stage, groups.names))
-    if which.offload.picks:
-        gone = set(which.moved(stage, groups.names))
-        moved = [name in gone for name, _ in runs]
-    else:
-        moved = [which.offload.of_layers and not (last_stays and at == len(runs) - 1) for at in range(len(runs))]
+    parts, half = groups.parts, groups.half
+    repeated = frozenset(which.repeated(stage, groups.names))
     selective = which.recompute.kind == "selective"
-    kept: list[Amount] = []
-    seen = Seen()
-    for (name, mine), goes in zip(runs, moved, strict=True):
-        if goes:
-            kept += [Amount()] * len(mine)
-        elif name in repeated:
-            kept += [groups.entering(mine, seen), *[Amount()] * (len(mine) - 1)]
-        elif selective:
-            kept += _around_cores(groups, mine, seen)
-        else:
-            kept += keeps(parts, mine, half, seen)
+    cut = _cut(groups, which, stage, last_stays, repeated)
+    kept, seen = _keeping(groups, cut, repeated, selective)
     there: list[Amount] = []
     back: list[Amount] = []
     forward: list[Amount] = []
     at_once: list[Amount] = []
-    away, total, host = [], Amount(), Seen()
-    num_runs = Counter(name for name, _ in runs)  # of a layer that others interrupt there are several
-    for (name, mine), goes in zip(runs, moved, strict=True):
+    away: list[float] = []
+    present: list[float] = []
+    total, host = Amount(), Seen()
+    num_runs = Counter(name for name, _ in groups.runs)  # of a layer that others interrupt there are several
+    for part in cut:
+        mine, goes = part.operators, part.goes
         come, none = Amount(), [Amount()] * len(mine)
         again = asked = passing = none
-        if name in repeated:
+        if part.name in repeated:
             own = set(seen)
             if goes:
                 total += groups.entering(mine, host)
@@ -158,14 +159,47 @@ def staying(groups: Groups, which: Residency, stage: int, last_stays: bool, piec
         there += again
         back += asked
         forward += passing
-        at_once.append(come)
-        layer = name in groups.names
-        away.append((name in repeated or goes) * layer / num_runs[name])
-    num_moved = len({name for (name, _), goes in zip(runs, moved, strict=True) if goes and name in groups.names})
+        at_once += [come, *[Amount()] * (len(part.blocks) - 1)]
+        gone = [(part.name in repeated or goes) * (name in groups.names) / num_runs[name] for name in part.blocks]
+        away += gone
+        present += accumulate(gone)
+    num_moved = len({part.name for part in cut if part.goes and part.name in groups.names})
     return Staying(
-        Amounts.of(kept), Amounts.of(there), Amounts.of(back), Amounts.of(forward), Amounts.of(at_once), np.array(away), total, num_moved,
-        len(groups.names),
+        Amounts.of(kept), Amounts.of(there), Amounts.of(back), Amounts.of(forward), Amounts.of(at_once), np.array(away), np.array(present),
+        total, num_moved, len(groups.names),
     )  # fmt: skip
+
+
+def _cut(groups: Groups, which: Residency, stage: int, last_stays: bool, repeated: frozenset[str]) -> list[_Part]:
+    """The runs of a stage, those of a segment together."""
+    runs = groups.runs
+    if which.offload.picks:
+        gone = set(which.moved(stage, groups.names))
+        moved = [name in gone for name, _ in runs]
+    else:
+        moved = [which.offload.of_layers and not (last_stays and at == len(runs) - 1) for at in range(len(runs))]
+    found = []
+    for first, behind in joined([name in repeated for name, _ in runs], which.segment):
+        blocks = tuple(name for name, _ in runs[first:behind])
+        found.append(_Part(blocks[0], blocks, [i for _, mine in runs[first:behind] for i in mine], moved[first]))
+    return found
+
+
+def _keeping(groups: Groups, cut: Sequence[_Part], repeated: frozenset[str], selective: bool) -> tuple[list[Amount], Seen]:
+    """By operator: what it keeps and none before it, of what neither moves nor is made again; and those storages."""
+    kept: list[Amount] = []
+    seen = Seen()
+    for part in cut:
+        mine = part.operators
+        if part.goes:
+            kept += [Amount()] * len(mine)
+        elif part.name in repeated:
+            kept += [groups.entering(mine, seen), *[Amount()] * (len(mine) - 1)]
+        elif selective:
+            kept += _around_cores(groups, mine, seen)
+        else:
+            kept += keeps(groups.parts, mine, groups.half, seen)
+    return kept, seen
 
 
 def _cores_of(parts: Parts, run: Sequence[int]) -> dict[int, list[int]]:

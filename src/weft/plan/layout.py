@@ -16,7 +16,7 @@ from weft.plan.grid import axes_of, checked_grid
 from weft.plan.inner import Inner, parse_inner
 from weft.plan.mesh import Mesh
 from weft.plan.own import Own, check_name, is_file, own_of, read_actions, refuse_own
-from weft.plan.residency import Residency, kind_of
+from weft.plan.residency import Residency, kind_of, refuse_segment
 
 SCHEDULES = ("sequential", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "chimera", "gems-mast", "gems-master")
 SPLIT = ("zb-h1", "zb-h2", "zb-v")  # whose backward is split into an input and a weights part
@@ -64,7 +64,7 @@ STALE_WITH: dict[str, tuple[int | str, ...]] = {
 OTHER_NAMES = {
     "dp": "data", "ddp": "data", "replicas": "data", "tp": "tensor", "mp": "tensor", "pp": "pipeline", "stages": "pipeline",
     "ep": "expert", "sp": "sequence_parallel", "fsdp": "zero", "accumulation": "microbatches", "checkpointing": "recompute",
-    "dtype": "precision",
+    "dtype": "precision", "recompute_num_layers": "segment",
 }  # fmt: skip
 # Named in the interface, not built yet: refused by name, never ignored.
 LATER = ("context", "attention", "spatial", "channel", "branch")
@@ -85,6 +85,7 @@ class Layout:
     `grid`: rows, columns and depth of the tensor ranks, where they are no line; `tensor` is how many these are. Both print as `tensor=2x2`.
     `lend`: whether pipeline ranks that wait lend their cores to those of their host that compute (processors only); `auto`: where a plan
     predicts that it pays, which then says `on`, and otherwise not. Without a pipeline nobody lends.
+    `segment`: layers that `recompute=full` repeats together, of which only what enters the first is kept.
     `actions`: of a schedule of the user's own its text, whatever the file says by now that `schedule` names; nothing of a named one.
     """
 
@@ -108,11 +109,12 @@ class Layout:
     staleness: int = 0
     grid: str = ""
     lend: str = AUTO
+    segment: int = 1
     actions: str = field(default="", repr=False)
 
     def __post_init__(self) -> None:
-        if min(self.data, self.tensor, self.pipeline, self.microbatches, self.chunks, self.expert) < 1:
-            counts = ((key, getattr(self, key)) for key in ("data", "tensor", "pipeline", "microbatches", "chunks", "expert"))
+        if min(self.data, self.tensor, self.pipeline, self.microbatches, self.chunks, self.expert, self.segment) < 1:
+            counts = ((key, getattr(self, key)) for key in ("data", "tensor", "pipeline", "microbatches", "chunks", "expert", "segment"))
             key, value = next((key, value) for key, value in counts if value < 1)
             raise LayoutError(f"{key}={value}; it counts something, so use {key}=1 or more")
         if self.grid:
@@ -162,6 +164,8 @@ class Layout:
                 raise LayoutError(
                     f"{choice.key}={choice} counts layers of {len(choice.counts)} stages, and there are {self.num_stages}: {self}"
                 )
+        if reason := refuse_segment(residency, self.zero):
+            raise LayoutError(reason)
         if self.data % self.expert:
             raise LayoutError(f"expert={self.expert} does not divide data={self.data}, over whose replicas experts are spread")
         if self.compress != "none":
@@ -245,7 +249,7 @@ class Layout:
     @property
     def residency(self) -> Residency:
         """Which layers are computed again in backward, and which lie on the host until then."""
-        return Residency.parse(self.recompute, self.offload)
+        return Residency.parse(self.recompute, self.offload, self.segment)
 
     @property
     def repeats_layers(self) -> bool:

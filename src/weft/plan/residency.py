@@ -23,6 +23,19 @@ _VERBS = {"recompute": "repeats", "offload": "moves"}
 _WILD = frozenset("*?[")
 
 
+def joined(together: Sequence[bool], length: int) -> list[tuple[int, int]]:
+    """(first, behind) of the parts into which a row of runs falls: `length` at most of those that go `together`, of the others each alone.
+
+    >>> joined([True, True, True, False, True], 2)
+    [(0, 2), (2, 3), (3, 4), (4, 5)]
+    """
+    starts: list[int] = []
+    for at, goes in enumerate(together):
+        if not (at and goes and together[at - 1] and at - starts[-1] < length):
+            starts.append(at)
+    return list(zip(starts, [*starts[1:], len(together)][: len(starts)], strict=True))
+
+
 def kind_of(key: str, value: Any) -> Any:
     """A choice without its layers.
 
@@ -119,7 +132,8 @@ def _told_apart(names: tuple[str, ...]) -> tuple[frozenset[str], tuple[str, ...]
 class Residency:
     """`recompute=` and `offload=` together. Layers that `offload` picks are not repeated: `recompute` is of the others.
 
-    Offload of all layers moves whatever they keep, which of one that is repeated is what enters it.
+    Offload of all layers moves whatever they keep, which of one that is repeated is what enters it. `segment`: layers one after another
+    that are repeated together, of which only what enters the first is kept (Chen et al. 2016).
 
     >>> both = Residency.parse("full:1", "activations:2")
     >>> both.moved(0, ["h.0", "h.1", "h.2", "h.3"]), both.repeated(0, ["h.0", "h.1", "h.2", "h.3"])
@@ -128,12 +142,13 @@ class Residency:
 
     recompute: LayerChoice = LayerChoice("recompute")
     offload: LayerChoice = LayerChoice("offload")
+    segment: int = 1
 
     @staticmethod
     @cache
-    def parse(recompute: str, offload: str) -> Residency:
+    def parse(recompute: str, offload: str, segment: int = 1) -> Residency:
         """Raises LayoutError."""
-        return Residency(LayerChoice.parse("recompute", recompute), LayerChoice.parse("offload", offload))
+        return Residency(LayerChoice.parse("recompute", recompute), LayerChoice.parse("offload", offload), segment)
 
     @property
     def picks(self) -> bool:
@@ -205,3 +220,21 @@ class Residency:
                 written = write_counts(counts if len(set(counts)) > 1 else counts[:1])
                 words.append(f"{choice.key}={choice.kind}:{written}" if any(counts) else f"{choice.key}=none")
         return f"use at most {' '.join(words)}"
+
+
+def refuse_segment(which: Residency, zero: int) -> str:
+    """Why layers cannot be repeated several at a time with a stage of ZeRO; empty where they can, or need not.
+
+    >>> refuse_segment(Residency.parse("none", "none", 2), 0)
+    'segment=2 repeats layers together, and recompute=none repeats none; use recompute=full, or leave segment out'
+    """
+    if which.segment == 1:
+        return ""
+    said = f"segment={which.segment} repeats layers together"
+    if not which.recompute.of_layers:
+        return f"{said}, and recompute={which.recompute} repeats none; use recompute=full, or leave segment out"
+    if which.offload.of_layers:
+        return f"{said}, which with offload={which.offload} is not built; use offload=none or optimizer, or leave segment out"
+    if zero == 3:
+        return f"{said}, which with zero=3 is not built: weights are gathered layer by layer; use zero=2 or less, or leave segment out"
+    return ""

@@ -43,6 +43,7 @@ _WORDS = {
     "schedule": f"order of their forwards and backwards: {', '.join(CHOICES['schedule'])}, or a file of actions",
     "zero": "what replicas share instead of each having it: 0 nothing, 1 optimizer state, 2 gradients, 3 weights",
     "recompute": f"activations computed again in backward: {', '.join(CHOICES['recompute'])}, full:2, full:3/1, full:h.0-6+h.8",
+    "segment": "layers that recompute=full repeats together, keeping only what enters the first",
     "precision": f"of matrix products: {', '.join(CHOICES['precision'])}",
     "threads": "cores of each rank; 0 is an equal share",
     "chunks": "stages of each rank, where schedule is interleaved",

@@ -113,7 +113,7 @@ class Executors:
         if splits and compile:
             raise UsageError(f"compile=True with {parts.program.name}, which splits backward, is not built yet; leave it out, or use 1f1b")
         if not self.trains:  # nothing is kept for backward, so nothing need be computed again or moved away
-            layout = replace(layout, recompute="none", offload="none")
+            layout = replace(layout, recompute="none", segment=1, offload="none")
         learned, runners = self._learned(), {}
         for number, local in sized.lowered.items():
             late = None

@@ -84,10 +84,13 @@ def reads_written(local: LocalStage) -> bool:
     return any(node.target is snapshot for m in modules for node in m.graph.nodes)
 
 
-def by_layer(local: LocalStage) -> Layered:
-    """Cut a stage into runs. The children of the new module are made from the old one's nodes, in their order."""
+def by_layer(local: LocalStage, first: Mapping[int, int] | None = None) -> Layered:
+    """Cut a stage into runs. The children of the new module are made from the old one's nodes, in their order.
+
+    `first`: of runs that are one child together, the number of the first, which is then that of all.
+    """
     assert isinstance(local.module, fx.GraphModule)  # only a captured model is lowered
-    numbers = numbers_of(local.module)
+    numbers = {node: ((first or {}).get(number, number), layer) for node, (number, layer) in numbers_of(local.module).items()}
     split = split_module(local.module, local.module, lambda node: numbers[node][0], keep_original_order=True)
     names = {int(name.removeprefix("submod_")): name for name, _ in split.named_children() if name.startswith("submod_")}
     layers = {number: str(node.meta.get("layer", "")) for node, (number, _) in numbers.items()}

@@ -12,7 +12,7 @@ from weft.run.gathered import Gathered
 from weft.run.host import HostStore
 from weft.run.layers import by_layer
 from weft.run.offloaded import offload_layers
-from weft.run.recompute import recompute_attention, recompute_layers
+from weft.run.recompute import in_segments, recompute_attention, recompute_layers
 from weft.world.memory import Accounts
 
 
@@ -28,7 +28,10 @@ def prepared(
     layered, which = by_layer(local), layout.residency
     layers = list(dict.fromkeys(layered.layers[number] for number in sorted(layered.repeated)))
     if layout.repeats_layers:
-        recompute_layers(layered, draw, memory, layered.numbers_of(which.repeated(stage, layers)))
+        again = layered.numbers_of(which.repeated(stage, layers))
+        if which.segment > 1:  # nothing is moved or gathered by layer then
+            layered = in_segments(local, layered, again, which.segment)
+        recompute_layers(layered, draw, memory, again)
     if which.offload.picks:
         offload_layers(layered, host, layered.numbers_of(which.moved(stage, layers)))
     elif layout.moves_layers:

@@ -1,6 +1,7 @@
 """Recomputation: parts of a stage keep only what enters them, and run again in backward.
 
-In: a lowered stage. Out: the same stage with the chosen parts under checkpointing (Chen et al. 2016). `full` repeats every layer;
+In: a lowered stage. Out: the same stage with the chosen parts under checkpointing (Chen et al. 2016). `full` repeats every layer, one at a
+time or several together (`in_segments`);
 `selective` repeats the core of attention where that keeps its scores (`model.cores`). Attention that is one fused kernel keeps no scores,
 and forms them again in backward by itself; with dropout there is no such kernel on processors, and it is repeated.
 """
@@ -20,7 +21,8 @@ from torch.utils.checkpoint import checkpoint
 from weft.lower.kernels.randomness import Draw
 from weft.lower.local import LocalStage, snapshot
 from weft.model.cores import Cores
-from weft.run.layers import Layered
+from weft.plan.residency import joined
+from weft.run.layers import Layered, by_layer
 from weft.world.memory import Accounts
 
 _CORE = "attention_core_"
@@ -35,6 +37,16 @@ def recompute_layers(layered: Layered, draw: Draw, memory: Accounts, only: Colle
     for number in sorted(layered.repeated - layered.reads_written):
         if only is None or number in only:
             setattr(layered.local.module, layered.names[number], Recomputed(layered.child(number), draw, memory))
+
+
+def in_segments(local: LocalStage, layered: Layered, only: Collection[int], length: int) -> Layered:
+    """The stage cut so that `length` layers one after another, of the runs in `only`, are one child.
+
+    What stands between two layers ends a segment, and so does a layer that `recompute_layers` keeps.
+    """
+    numbers, again = sorted(layered.names), layered.repeated - layered.reads_written
+    parts = joined([number in only and number in again for number in numbers], length)
+    return by_layer(local, {number: numbers[start] for start, behind in parts for number in numbers[start:behind]})
 
 
 def recompute_attention(local: LocalStage, draw: Draw, memory: Accounts) -> LocalStage:

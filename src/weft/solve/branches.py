@@ -12,21 +12,18 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from weft.cluster.cluster import Cluster
-from weft.cost.parts import block, expert_weights
 from weft.cost.stage import work_share
 from weft.cost.step import Pricer, together
 from weft.errors import Infeasible, LayoutError
-from weft.model.graph import Graph
 from weft.plan.layout import Layout
-from weft.plan.microbatches import microbatch_sizes
 from weft.plan.plan import Candidate
 from weft.plan.residency import KINDS, kind_of
 from weft.solve.bounds import check_room, check_state, least_s, least_saving_s, least_state_bytes, most_memory, most_room, waiting
+from weft.solve.checks import check_layers, check_layout, check_priced
 from weft.solve.grids import in_grids, left_out
 from weft.solve.housing import housed, least_more_s
 from weft.solve.lending import may_lend
-from weft.solve.mixed import check_fits, memory_of
+from weft.solve.mixed import memory_of
 from weft.solve.reasons import differences
 from weft.solve.residency import DROP, KEEP, SWAP
 from weft.solve.score import score, worth
@@ -39,7 +36,7 @@ MOST_HOUSED = 24  # ways to fit by repeating or moving all layers, of which fewe
 MOST_FEWER, WORTH = 6, 0.95
 NEARLY = 1.2  # of the memory: what the first of the most balanced stages may need where other stages could still fit
 INFINITE = float("inf")
-Thrift = tuple[int, str, str]  # ZeRO stage, recomputation, offload
+Thrift = tuple[int, str, str, int]  # ZeRO stage, recomputation, offload, segment
 COMPARED = ("data", "tensor", "pipeline", "microbatches", "precision", "sequence_parallel", "sample_parallel", "expert")  # keys of frames
 
 
@@ -128,7 +125,7 @@ class Branches:
         }
         bases: dict[tuple[Layout, bool, int, str], None] = {}
         for (frame, interleaved), savings in self._known.items():
-            for zero, recompute, offload in savings:
+            for zero, recompute, offload, _ in savings:
                 if recompute in open_to[DROP] or offload in open_to[SWAP]:
                     bases[frame, interleaved, zero, "optimizer" if offload in ("optimizer", "all") else "none"] = None
         # Of each first what is known already, then what its first rank takes at the least, then its price.
@@ -243,7 +240,7 @@ class Branches:
                         break
         done = {p.layout for p in self.clocked}
         for one in self.space.variants(
-            replace(mine, schedule="1f1b", chunks=1, zero=0, recompute="none", offload="none", lend=self.space.lend)
+            replace(mine, schedule="1f1b", chunks=1, zero=0, recompute="none", segment=1, offload="none", lend=self.space.lend)
         ):
             if one not in done and differences(one, mine) == 1:
                 self._try(one, whatever=True)
@@ -253,11 +250,8 @@ class Branches:
         schedule = next(self.space.schedules(frame), None)
         if schedule is None:
             return False
-        thrifts = sorted(self._thrifts(frame), key=lambda t: (t[2] != "none", t[1] == "full", t[1] != "none", abs(t[0] - 1)))
-        return any(
-            self._try(replace(schedule, zero=zero, recompute=recompute, offload=offload), whatever=True) is not None
-            for zero, recompute, offload in thrifts[:3]
-        )
+        thrifts = sorted(self._thrifts(frame), key=lambda t: (t[2] != "none", t[1] == "full", t[1] != "none", t[3], abs(t[0] - 1)))
+        return any(self._try(_saving(schedule, thrift), whatever=True) is not None for thrift in thrifts[:3])
 
     def _bound(self, frame: Layout, seconds: float) -> tuple[float, ...]:
         if self.objective == "memory":
@@ -267,11 +261,14 @@ class Branches:
         return (worth(frame, seconds, self.pricer.cluster, self.objective),)
 
     def _savings(self, frame: Layout, interleaved: bool) -> dict[Thrift, float]:
-        """Every (zero, recompute, offload) under which the frame may fit, with seconds that no such step beats."""
+        """Every thrift under which the frame may fit, with seconds that no such step beats: of any segment the same."""
         key = (frame, interleaved)
         if key not in self._known:
-            every = self._thrifts(frame).items()
-            self._known[key] = {thrift: least_saving_s(self.pricer, one, interleaved) for thrift, one in every}
+            seconds: dict[Layout, float] = {}
+            for one in map(_alone, self._thrifts(frame).values()):
+                if one not in seconds:
+                    seconds[one] = least_saving_s(self.pricer, one, interleaved)
+            self._known[key] = {thrift: seconds[_alone(one)] for thrift, one in self._thrifts(frame).items()}
         return self._known[key]
 
     def _expand(self, frame: Layout, interleaved: bool) -> float:
@@ -289,15 +286,14 @@ class Branches:
             # Of the balanced stages of this schedule, with what full recomputation repeats or without.
             known: dict[bool, float] = {}
             for thrift, seconds in savings.items():
-                zero, recompute, offload = thrift
                 least = seconds
                 if not self._hopeless(frame, least):
-                    again = recompute == "full"
+                    again = thrift[1] == "full"
                     if again not in known:
                         known[again] = self._least_of(schedule, again)
                     least = max(least, known[again])
                 if not self._hopeless(frame, least):
-                    one = replace(schedule, zero=zero, recompute=recompute, offload=offload)
+                    one = _saving(schedule, thrift)
                     if self.objective != "memory" and any(_spares(other, one) for other in fitting):
                         continue
                     found = self._try(one)
@@ -317,18 +313,25 @@ class Branches:
             return 0.0
 
     def _thrifts(self, frame: Layout) -> dict[Thrift, Layout]:
-        """(zero, recompute, offload) under which the frame may fit, with the layout: under which the first stage of 1F1B nearly does.
+        """The thrifts under which the frame may fit, with the layout: under which the first stage of 1F1B nearly does.
 
-        GPipe holds as many microbatches or more, and chunks hold (p - 1)/v more.
+        GPipe holds as many microbatches or more, and chunks hold (p - 1)/v more. Without a pipeline layers are repeated together only
+        where it does not fit if they are repeated one at a time, since that takes as long.
         """
         if frame not in self._may_fit:
             pricer, found = self.pricer, {}
             have, room = most_memory(pricer, frame), most_room(pricer, frame)
             try:
                 sites = balanced(pricer, frame) if frame.pipeline > 1 else ()  # the same for all
+                enough: set[Layout] = set()
                 for one in self.space.thrifts(frame):
-                    if least_state_bytes(pricer, one) <= room and pricer.held(one, sites, range(1))[0].alone.total <= NEARLY * have:
-                        found[one.zero, one.recompute, one.offload] = one
+                    if least_state_bytes(pricer, one) > room or (one.segment > 1 and _alone(one) in enough):
+                        continue
+                    need = pricer.held(one, sites, range(1))[0].alone.total
+                    if need <= have and frame.pipeline == 1 and self.objective != "memory":
+                        enough.add(_alone(one))
+                    if need <= NEARLY * have:
+                        found[one.zero, one.recompute, one.offload, one.segment] = one
             except (Infeasible, LayoutError):  # the model has too few places for so many stages
                 pass
             self._may_fit[frame] = found
@@ -437,58 +440,14 @@ def _more_and_fewer(space: Space, layout: Layout) -> tuple[list[int], list[int]]
     return [k for k in counts if k in more], [k for k in reversed(counts) if k in fewer]
 
 
-def check_layout(layout: Layout, cluster: Cluster, batch_size: int) -> None:
-    """Raise `Infeasible` where the layout cannot be on this cluster or with this batch, with the numbers and the remedy."""
-    if layout.num_ranks > cluster.num_devices and not cluster.is_cpu:
-        raise Infeasible(f"{layout} needs {layout.num_ranks} devices, {cluster.name} has {cluster.num_devices}; make an axis smaller")
-    sizes = microbatch_sizes(batch_size, layout.shares, layout.microbatches)
-    if layout.inner and sizes[0] != sizes[-1]:
-        ways = layout.shares * layout.microbatches
-        raise Infeasible(
-            f"{layout}: a batch of {batch_size} samples is no multiple of {layout.shares} shares x microbatches={layout.microbatches}, and "
-            f"unequal microbatches with inner are not built yet; use a multiple of {ways}"
-        )
-    if layout.sample_parallel == "on" and any(size % (layout.data * layout.tensor) for size in (sizes[0], sizes[-1])):
-        raise Infeasible(
-            f"{layout}: a replica's microbatches of {sizes[-1] // layout.data} samples do not divide among tensor={layout.tensor} ranks, "
-            "over which sample_parallel=on may cut them; use fewer microbatches, fewer tensor ranks, or leave sample_parallel out"
-        )
-    if layout.threads and not cluster.is_cpu:
-        raise LayoutError(
-            f"threads={layout.threads}: threads are of processors' cores, and {cluster.name} has {cluster.device.name}; leave it out"
-        )
-    cluster.device.peak(layout.precision)
+def _saving(layout: Layout, thrift: Thrift) -> Layout:
+    zero, recompute, offload, segment = thrift
+    return replace(layout, zero=zero, recompute=recompute, offload=offload, segment=segment)
 
 
-def check_layers(pricer: Pricer, priced: Priced) -> None:
-    """Refuse a layout by hand that asks for layers or experts which the model does not have.
-
-    Raises:
-        LayoutError: with those that it has.
-    """
-    layout, experts = priced.layout, num_experts(pricer.graph)
-    if layout.expert > experts or experts % layout.expert:
-        has = f"its widest layer has {experts}; use a divisor of that" if experts > 1 else "it has none; leave it out"
-        raise LayoutError(f"expert={layout.expert} spreads the experts of a layer, and of this model {has}")
-    blocks = [dict.fromkeys(block(op.site) for op in stage.operators) for stage in pricer.split(priced.sites)]
-    layout.residency.check([list(filter(None, one)) or [""] for one in blocks])
-
-
-def num_experts(graph: Graph) -> int:
-    """Experts of the widest layer, 1 where there are none."""
-    sizes = {v.value: v.tensor.shape[0] for v in graph.parameters if v.tensor.shape}
-    return max((sizes[value] for value in expert_weights(graph)), default=1)
-
-
-def check_priced(pricer: Pricer, priced: Priced) -> None:
-    """Raise `Infeasible` with the numbers where a rank does not fit the devices that it lies on."""
-    layout = priced.layout
-    if not pricer.cluster.parts:
-        pricer.check_memory(layout, priced.prediction)
-        return
-    check_fits(
-        pricer, layout, [together([priced.costs[s].memory for s in layout.stages_of(r)], layout, r).total for r in range(layout.pipeline)]
-    )
+def _alone(layout: Layout) -> Layout:
+    """The same with layers that are repeated one at a time."""
+    return replace(layout, segment=1) if layout.segment > 1 else layout
 
 
 def _spares(other: Layout, layout: Layout) -> bool:

@@ -7,7 +7,7 @@ Each reason compares the choice with the best candidate that differs in that key
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 
 from weft.cluster.cluster import Cluster
 from weft.plan.bound import bound_words
@@ -18,7 +18,7 @@ from weft.units import format_bytes, format_seconds
 KEPT = 12  # candidates that the plan keeps
 KEYS = (
     "data", "tensor", "grid", "sequence_parallel", "sample_parallel", "pipeline", "microbatches", "schedule", "chunks", "expert", "zero",
-    "recompute", "offload", "precision", "threads",
+    "recompute", "segment", "offload", "precision", "threads",
 )  # fmt: skip
 # The part of a step that each key's choice shows in.
 CAUSE = {
@@ -61,6 +61,9 @@ def reasons(
     if by_hand:
         return (*found, ("layout", "given by hand; nothing else was tried"))
     for key in KEYS:
+        if key == "segment":
+            found += _together(layout, prediction, candidates, refused)
+            continue
         mine = getattr(layout, key)
         compared = candidates
         if key == "grid":  # as many tensor ranks in a line, against those in a grid
@@ -82,6 +85,25 @@ def reasons(
     have = cluster.memory_of(layout.num_ranks)
     found.append(("memory", f"{format_bytes(prediction.memory.total)} of {format_bytes(have)} on the fullest device"))
     return tuple(found)
+
+
+def _together(
+    layout: Layout, prediction: Prediction, candidates: Sequence[Candidate], refused: Sequence[Candidate]
+) -> Sequence[tuple[str, str]]:
+    """Why layers are repeated several at a time, where they are."""
+    if layout.segment == 1:
+        return ()
+    text = (
+        f"segment={layout.segment}: {layout.segment} layers at a time are computed again, and only what enters the first of them is kept, "
+        "which takes as long as one at a time"
+    )
+    one = next((c for c in (*candidates, *refused) if c.layout == replace(layout, segment=1)), None)
+    if one is not None and one.prediction is not None:
+        text += f"; with segment=1 the fullest device needs {format_bytes(one.prediction.memory.total)}, and now "
+        text += format_bytes(prediction.memory.total)
+    elif one is not None and one.note:
+        text += f"; with segment=1 it does not fit: {one.note.partition(';')[0]}"
+    return (("segment", text),)
 
 
 def _allowed(key: str, known: Sequence[int | str]) -> str:
@@ -113,8 +135,9 @@ def _compared(key: str, layout: Layout, parts: dict[str, float], step: float, ot
 
 
 def differences(one: Layout, other: Layout) -> int:
-    """Keys in which two layouts differ; whether cores are lent follows from the others."""
-    return sum(f.name != "lend" and getattr(one, f.name) != getattr(other, f.name) for f in fields(Layout))
+    """Keys in which two layouts differ; whether cores are lent follows from the others, and so do segments of what is not repeated."""
+    follow = {"lend"} if one.recompute == other.recompute else {"lend", "segment"}
+    return sum(f.name not in follow and getattr(one, f.name) != getattr(other, f.name) for f in fields(Layout))
 
 
 def spread(candidates: Sequence[Candidate]) -> list[Candidate]:

@@ -116,6 +116,8 @@ def _lean(pricer: Pricer, space: Space) -> list[Layout]:
             plain = [v for v in variants if v.schedule != "gpipe" and v.offload == "none"] or variants
             found[plain[0]] = None
             found[max(plain, key=lambda v: (v.zero, v.recompute == "full"))] = None
+            for segment in {v.segment for v in plain} - {1}:
+                found[max((v for v in plain if v.segment == segment), key=lambda v: (v.recompute == "full", v.zero))] = None
             found[max(variants, key=lambda v: (v.offload == "all", v.zero, v.recompute == "full", v.schedule == "1f1b"))] = None
     return list(found)
 

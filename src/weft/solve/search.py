@@ -30,7 +30,8 @@ from weft.plan.layout import Layout
 from weft.plan.plan import Candidate, Plan
 from weft.schedules import program_of
 from weft.solve.bounds import least_saving_s
-from weft.solve.branches import Branches, check_layers, check_layout, check_priced, num_experts
+from weft.solve.branches import Branches
+from weft.solve.checks import check_layers, check_layout, check_priced, num_blocks, num_experts
 from weft.solve.housing import told
 from weft.solve.mixed import MixedPricer, pricer_of
 from weft.solve.places import useful
@@ -179,6 +180,7 @@ def _find(pricer: Pricer, limits: Sequence[Constraint], objective: str) -> Branc
         num_experts(pricer.graph),
         fewer,
         has_unlike_products(pricer.graph, pricer.batch_size),
+        num_blocks(pricer.graph),
     )
     space.check()
     found = Branches(pricer, space, objective)

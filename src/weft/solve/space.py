@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from itertools import product
-from math import prod
+from math import isqrt, prod
 
 from weft.cluster.cluster import Cluster
 from weft.errors import Infeasible, LayoutError, UsageError, nearest
@@ -183,7 +183,8 @@ class Space:
     `num_layers`: places for stages, at most that many. `num_chunks`: equal layers; more stages than those are tried only where they are
     asked for, and several stages a rank divide them nearly evenly. `experts`: of the model's widest layer, 1 where it has none.
     `fewer`: smaller jobs as well, where all devices give one (for objectives that a smaller job may win). `unlike`: whether products are
-    so unlike that tensor ranks may better cut samples for some of them (`weft.solve.unlike`).
+    so unlike that tensor ranks may better cut samples for some of them (`weft.solve.unlike`). `num_blocks`: of the model's layers that
+    recomputation repeats.
     """
 
     cluster: Cluster
@@ -194,6 +195,7 @@ class Space:
     experts: int = 1
     fewer: bool = False
     unlike: bool = False
+    num_blocks: int = 1
 
     def admits(self, key: str, value: int | str) -> bool:
         if self.cluster.runs_plans and kind_of(key, value) not in RUNS.get(key, (kind_of(key, value),)):
@@ -364,11 +366,19 @@ class Space:
         """The layout under every ZeRO stage, recomputation and offload, each after those that save less and cost no more."""
         for offload in self.words("offload"):
             for recompute in self.words("recompute"):
-                for zero in (0, 1, 2, 3) if layout.data > 1 else (0,):
+                for segment, zero in product(self.segments(recompute, offload), (0, 1, 2, 3) if layout.data > 1 else (0,)):
                     if not self.admits("zero", zero):
                         continue
                     with suppress(LayoutError):  # what does not go together, a layout says itself
-                        yield replace(layout, zero=zero, recompute=recompute, offload=offload)
+                        yield replace(layout, zero=zero, recompute=recompute, offload=offload, segment=segment)
+
+    def segments(self, recompute: str, offload: str) -> list[int]:
+        """How many layers may be repeated together: powers of two up to the root of their number, since of L layers that keep as much as
+        enters them segments of that length keep least (Chen et al. 2016), and shorter ones where they keep more; and what is asked for."""
+        asked = {int(c.value) for c in self.constraints if c.key == "segment" and c.relation == "="}
+        several = kind_of("recompute", recompute) == "full" and kind_of("offload", offload) in ("none", "optimizer")
+        searched = {1 << j for j in range(1, isqrt(self.num_blocks).bit_length())}
+        return [k for k in sorted({1} | (searched | asked if several else set())) if self.admits("segment", k)]
 
     def variants(self, frame: Layout) -> Iterator[Layout]:
         """Every layout of the frame."""

@@ -15,7 +15,7 @@ from weft.cost.memory import state_bytes
 from weft.errors import Infeasible
 from weft.plan.layout import Layout
 from weft.plan.plan import Plan
-from weft.solve.branches import check_layout
+from weft.solve.checks import check_layout
 from weft.solve.space import layouts, parse_constraints
 from weft.solve.sums import sums_of
 

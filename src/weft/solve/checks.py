@@ -1,0 +1,72 @@
+"""Layouts that are refused by name before or after they are priced. In: a layout, a cluster, a batch, a model. Out: nothing, or why not."""
+
+from __future__ import annotations
+
+from weft.cluster.cluster import Cluster
+from weft.cost.parts import block, expert_weights
+from weft.cost.step import Pricer, together
+from weft.errors import Infeasible, LayoutError
+from weft.model.graph import Graph
+from weft.plan.layout import Layout
+from weft.plan.microbatches import microbatch_sizes
+from weft.solve.mixed import check_fits
+from weft.solve.timing import Priced
+
+
+def check_layout(layout: Layout, cluster: Cluster, batch_size: int) -> None:
+    """Raise `Infeasible` where the layout cannot be on this cluster or with this batch, with the numbers and the remedy."""
+    if layout.num_ranks > cluster.num_devices and not cluster.is_cpu:
+        raise Infeasible(f"{layout} needs {layout.num_ranks} devices, {cluster.name} has {cluster.num_devices}; make an axis smaller")
+    sizes = microbatch_sizes(batch_size, layout.shares, layout.microbatches)
+    if layout.inner and sizes[0] != sizes[-1]:
+        ways = layout.shares * layout.microbatches
+        raise Infeasible(
+            f"{layout}: a batch of {batch_size} samples is no multiple of {layout.shares} shares x microbatches={layout.microbatches}, and "
+            f"unequal microbatches with inner are not built yet; use a multiple of {ways}"
+        )
+    if layout.sample_parallel == "on" and any(size % (layout.data * layout.tensor) for size in (sizes[0], sizes[-1])):
+        raise Infeasible(
+            f"{layout}: a replica's microbatches of {sizes[-1] // layout.data} samples do not divide among tensor={layout.tensor} ranks, "
+            "over which sample_parallel=on may cut them; use fewer microbatches, fewer tensor ranks, or leave sample_parallel out"
+        )
+    if layout.threads and not cluster.is_cpu:
+        raise LayoutError(
+            f"threads={layout.threads}: threads are of processors' cores, and {cluster.name} has {cluster.device.name}; leave it out"
+        )
+    cluster.device.peak(layout.precision)
+
+
+def check_layers(pricer: Pricer, priced: Priced) -> None:
+    """Refuse a layout by hand that asks for layers or experts which the model does not have.
+
+    Raises:
+        LayoutError: with those that it has.
+    """
+    layout, experts = priced.layout, num_experts(pricer.graph)
+    if layout.expert > experts or experts % layout.expert:
+        has = f"its widest layer has {experts}; use a divisor of that" if experts > 1 else "it has none; leave it out"
+        raise LayoutError(f"expert={layout.expert} spreads the experts of a layer, and of this model {has}")
+    blocks = [dict.fromkeys(block(op.site) for op in stage.operators) for stage in pricer.split(priced.sites)]
+    layout.residency.check([list(filter(None, one)) or [""] for one in blocks])
+
+
+def num_experts(graph: Graph) -> int:
+    """Experts of the widest layer, 1 where there are none."""
+    sizes = {v.value: v.tensor.shape[0] for v in graph.parameters if v.tensor.shape}
+    return max((sizes[value] for value in expert_weights(graph)), default=1)
+
+
+def num_blocks(graph: Graph) -> int:
+    """Layers that recomputation repeats: a model's numbered blocks, 1 where it has none."""
+    return max(1, len({block(op.site) for op in graph.operators} - {""}))
+
+
+def check_priced(pricer: Pricer, priced: Priced) -> None:
+    """Raise `Infeasible` with the numbers where a rank does not fit the devices that it lies on."""
+    layout = priced.layout
+    if not pricer.cluster.parts:
+        pricer.check_memory(layout, priced.prediction)
+        return
+    check_fits(
+        pricer, layout, [together([priced.costs[s].memory for s in layout.stages_of(r)], layout, r).total for r in range(layout.pipeline)]
+    )
