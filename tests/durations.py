@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-FUNCTION_S = 1.5
-CASE_S = 6.0
+FUNCTION_S = 1.0
+CASE_S = 5.0
 LONG = Path(__file__).parent / "long.txt"
 
 

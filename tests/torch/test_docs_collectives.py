@@ -35,7 +35,7 @@ def test_the_table_is_what_the_programs_move() -> None:
 
 
 def test_the_example_is_proven() -> None:
-    text = re.findall(r"^```\n(all_reduce\n.*?)^```", PAGE, re.S | re.M)[0]
+    text = re.findall(r"^```text\n(all_reduce\n.*?)^```", PAGE, re.S | re.M)[0]
     check(Program.parse(text))
 
 
