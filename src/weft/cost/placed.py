@@ -6,6 +6,8 @@ It follows from a rank's own samples: replicas beside it change nothing. Not mod
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
+from math import gcd, isqrt
 
 from weft.cluster.cluster import Cluster
 from weft.cost.axes import group_of
@@ -34,9 +36,14 @@ def placed_sizes(layout: Layout, batch_size: int) -> dict[str, int]:
     ([1, 2, 3], 2)
     """
     data = layout.data
-    some = [n for n in range(2, max(data, batch_size) + 1) if batch_size % n == 0] or [2]
-    replicas = next((n for n in some if data % n == 0), some[0]) if data > 1 else 1
-    return {"data": replicas, **dict(layout.tensor_axes)}
+    replicas = _least_factor(gcd(data, batch_size)) or _least_factor(batch_size) or 2
+    return {"data": replicas if data > 1 else 1, **dict(layout.tensor_axes)}
+
+
+@cache
+def _least_factor(number: int) -> int:
+    """The smallest of its factors above 1; 0 for 1."""
+    return 0 if number < 2 else next((n for n in range(2, isqrt(number) + 1) if number % n == 0), number)
 
 
 def prices_of(cluster: Cluster, layout: Layout, samples: int) -> dict[str, Prices]:
