@@ -47,3 +47,4 @@ def test_no_line_names_a_test_that_is_gone() -> None:
     assert names
     sources = {file: (ROOT / file).read_text() for file, _ in names}
     assert not [(file, name) for file, name in names if f"def {name}(" not in sources[file]]
+    assert str(ROOT) not in durations.LONG.read_text(), "ids with the paths of one checkout are none of another's"
