@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 from gpt_graph import gpt
 from hypothesis import given
@@ -88,17 +90,16 @@ def test_time_is_that_of_repeating_all() -> None:
     assert (one.forward_s, one.backward_s) == (several.forward_s, several.backward_s)
 
 
-def every(pricer: Pricer, space: Space) -> list[tuple[float, Layout]]:
-    """Seconds of every layout that fits."""
+def _fitting(pricer: Pricer, every: Iterable[Layout]) -> list[tuple[float, str, Layout]]:
+    """Seconds of those that fit."""
     found = []
-    for frame in space.frames():
-        for layout in space.variants(frame):
-            try:
-                priced = price(pricer, layout)
-                pricer.check_memory(layout, priced.prediction)
-            except Infeasible:
-                continue
-            found.append((clocked(pricer, priced).prediction.step_time_s, layout))
+    for layout in every:
+        try:
+            priced = price(pricer, layout)
+            pricer.check_memory(layout, priced.prediction)
+        except Infeasible:
+            continue
+        found.append((clocked(pricer, priced).prediction.step_time_s, str(layout), layout))
     return found
 
 
@@ -115,13 +116,19 @@ def test_the_planner_finds_segments_where_only_they_fit(devices: int, part: floa
     plan = search(graph, here, 8, "gpt", limits)
     pricer = Pricer(graph, here, 8)
     space = Space(here, 8, parse_constraints(limits), len(pricer.cuts) + 1, len(useful(pricer.cuts, 1)) + 1, num_blocks=64)
-    fitting = every(pricer, space)
+    fitting = _fitting(pricer, (layout for frame in space.frames() for layout in space.variants(frame)))
     assert plan.prediction is not None
-    assert plan.prediction.step_time_s <= 1.004 * min(fitting)[0]
+    # Of fewer layers in whole segments as well, every number.
+    some = [
+        Layout.parse(f"data={devices} recompute=full:{count} segment={k} precision=float32") for k in (2, 4, 8) for count in range(k, 64, k)
+    ]
+    best = min(*fitting, *_fitting(pricer, some))[0]
+    assert plan.prediction.step_time_s <= 1.004 * best
     assert plan.bound_gap is not None
     assert plan.bound_gap >= -1e-9
+    assert plan.prediction.step_time_s / (1 + plan.bound_gap) <= best * (1 + 1e-9)
     if devices == 1:
-        assert all(layout.segment > 1 for _, layout in fitting)
+        assert all(layout.segment > 1 for _, _, layout in fitting)
         assert plan.layout.segment > 1
         assert "only what enters the first of them is kept" in dict(plan.reasons)["segment"]
         with pytest.raises(Infeasible, match="without segment=1"):

@@ -27,10 +27,12 @@ from weft.solve.mixed import memory_of
 from weft.solve.reasons import differences
 from weft.solve.residency import DROP, KEEP, SWAP
 from weft.solve.score import score, worth
+from weft.solve.shorter import shortened
 from weft.solve.space import MOST_MICROBATCHES, Constraint, Space, divisors, fewer_counts
 from weft.solve.timing import PLAIN, Priced, balanced, clocked, fitted, least_pipeline_s, price, trips_s
 
 MOST_GUESSED, MOST_TRIED_FIRST = 16, 2  # frames that look promising, and those of them that are priced before all others
+MOST_SHORTENED = 2  # layouts with segments of which fewer layers are repeated
 MOST_HOUSED = 24  # ways to fit by repeating or moving all layers, of which fewer are tried
 # Numbers of ranks below all of them that are tried, where arithmetic alone takes at most that part of the best step.
 MOST_FEWER, WORTH = 6, 0.95
@@ -150,6 +152,19 @@ class Branches:
             if priced is not None:
                 self._time(priced)
         self.bound_s = min(self.bound_s, passed, queue[0][0] if queue else INFINITE)
+        if open_to[DROP]:
+            self._shorten()
+
+    def _shorten(self) -> None:
+        """Where all layers are repeated several at a time, try the fewest that it takes. No choice of layers takes less than
+        `_least_housed`, whether they are repeated together or not, so the bound stands."""
+        leading = sorted((p for p in self.clocked if p.layout.segment > 1), key=lambda p: p.prediction.step_time_s)
+        for base in list(dict.fromkeys(_alone(p.layout) for p in leading))[:MOST_SHORTENED]:
+            least = least_saving_s(self.pricer, replace(base, recompute="none"), base.schedule not in PLAIN)
+            for segment in self.space.segments("full", base.offload) if not self._hopeless(base, least) else ():
+                priced = shortened(self.pricer, replace(base, segment=segment)) if segment > 1 else None
+                if priced is not None:
+                    self._time(priced)
 
     def _least_housed(self, layout: Layout, allowed: Sequence[str]) -> float:
         """Seconds of a step at the least in which the first rank of a layout that does not fit moves and repeats what makes it fit."""

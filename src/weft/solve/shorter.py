@@ -1,0 +1,55 @@
+"""The fewest layers that need be repeated where they are repeated several at a time.
+
+In: a pricer, a layout that repeats all layers in segments. Out: the same with the first layers of each stage repeated, as few as fit, and
+its price. By halving over whole segments, since what a stage holds falls with each that is repeated but the first; what is found is held
+against the prices. Not modelled: stages of several on one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from weft.cost.step import Pricer
+from weft.errors import Infeasible, LayoutError
+from weft.plan.layout import Layout
+from weft.plan.ranges import write_counts
+from weft.solve.mixed import memory_of, owner
+from weft.solve.timing import Priced, balanced, price
+
+
+def shortened(pricer: Pricer, layout: Layout) -> Priced | None:
+    """`layout` with fewer layers repeated, priced; None where all must be, and where not even all fit."""
+    if layout.has_replicas or layout.num_stages > layout.pipeline:
+        return None
+    try:
+        sites = balanced(pricer, layout) if layout.num_stages > 1 else ()
+        counts = [_fewest(pricer, layout, sites, stage) for stage in range(layout.num_stages)]
+        found = None if None in counts else [count or 0 for count in counts]
+        if found is None or not any(found) or found == [_num_layers(pricer, layout, sites, s) for s in range(layout.num_stages)]:
+            return None
+        return price(pricer, replace(layout, recompute=f"full:{write_counts(found if len(set(found)) > 1 else found[:1])}"), sites)
+    except (Infeasible, LayoutError):
+        return None
+
+
+def _num_layers(pricer: Pricer, layout: Layout, sites: Sequence[str], stage: int) -> int:
+    return len(owner(pricer, layout, stage).loads(layout, sites, stage))
+
+
+def _fewest(pricer: Pricer, layout: Layout, sites: Sequence[str], stage: int) -> int | None:
+    """How many layers of a stage are repeated at the least; None where it does not fit with all of them."""
+    have, layers = memory_of(pricer, layout, stage), _num_layers(pricer, layout, sites, stage)
+    tried: list[int] = [*range(0, layers, layout.segment), layers]
+
+    def fits(count: int) -> bool:
+        one = replace(layout, recompute=f"full:{count}") if count else replace(layout, recompute="none", segment=1)
+        return pricer.held(one, sites, (stage,))[0].alone.total <= have
+
+    if not fits(layers):
+        return None
+    low, high = -1, len(tried) - 1  # tried[high] fits
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(tried[middle]) else (middle, high)
+    return tried[high]
