@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-FUNCTION_S = 1.0
-CASE_S = 5.0
+FUNCTION_S = 0.5
+CASE_S = 7.0
 LONG = Path(__file__).parent / "long.txt"
+ROOT = str(Path(__file__).parents[1]) + "/"  # some ids have the path of a file
 
 
 def long_of(took: Mapping[str, float]) -> dict[str, float]:
@@ -48,7 +49,7 @@ def mark(items: Iterable[pytest.Item]) -> None:
     """Tests that are written down as long have the marker."""
     long = read()
     for item in items:
-        if item.nodeid in long:
+        if item.nodeid.replace(ROOT, "") in long:
             item.add_marker(pytest.mark.long)
 
 
@@ -59,7 +60,7 @@ class Recorder:
         self.took: dict[str, float] = defaultdict(float)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self.took[report.nodeid] += report.duration
+        self.took[report.nodeid.replace(ROOT, "")] += report.duration
 
     def pytest_sessionfinish(self) -> None:
         write(self.took)

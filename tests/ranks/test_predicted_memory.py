@@ -89,10 +89,7 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "layout"),
-    [*CASES, *(pytest.param(f"{MODELS}:{name}", layout, id=f"{MODELS.stem}:{name}-{layout}") for name, layout in OTHERS)],
-)
+@pytest.mark.parametrize(("name", "layout"), [*CASES, *((f"{MODELS}:{name}", layout) for name, layout in OTHERS)])
 def test_predicted_memory_is_within_a_tenth_of_the_measured(name: str, layout: str) -> None:
     model = resolve(name)
     batch = model.batch(model.default_batch if name.startswith(str(MODELS)) else 8 if name == GPT else 16)

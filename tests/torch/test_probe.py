@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -34,13 +35,15 @@ from weft.model.work import Work, work
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Cluster, Path]:
-    path = tmp_path_factory.mktemp("cache") / "deep" / "cluster.toml"
-    return probe(path=path), path
+def measured(home: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Cluster, Path]:
+    """What the session has measured of this machine, and where it is stored, apart from what other tests read."""
+    path = tmp_path_factory.mktemp("cache") / "cluster.toml"
+    shutil.copyfile(home / ".cache" / "weft" / "cluster.toml", path)
+    return Cluster.parse(str(path)), path
 
 
-def test_this_machine_is_a_cluster(measured: tuple[Cluster, Path]) -> None:
-    cluster, _ = measured
+def test_this_machine_is_a_cluster(tmp_path: Path) -> None:
+    cluster = probe(path=tmp_path / "deep" / "cluster.toml")
     assert cluster.name == "here"
     assert cluster.fingerprint == fingerprint(VERSION)
     assert dict(cluster.speed(1).flops)["float32"] > 1e8
