@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-FUNCTION_S = 0.5
-CASE_S = 7.0
+FUNCTION_S = 0.3
+CASE_S = 5.0
 LONG = Path(__file__).parent / "long.txt"
 ROOT = str(Path(__file__).parents[1]) + "/"  # some ids have the path of a file
 
