@@ -31,7 +31,7 @@ def test_long_tests_are_left_out_but_where_all_are_asked_for(arguments: tuple[st
 
 
 def test_what_is_long_follows_from_how_long_tests_took() -> None:
-    took = {"t.py::a[1]": 0.2, "t.py::a[2]": 0.4, "t.py::a[3]": 0.1, "t.py::b": 4.0, "t.py::c": 8.0, "t.py::d[1]": 8.0, "t.py::d[2]": 4.0}
+    took = {"t.py::a[1]": 0.2, "t.py::a[2]": 0.4, "t.py::a[3]": 0.05, "t.py::b": 4.0, "t.py::c": 8.0, "t.py::d[1]": 8.0, "t.py::d[2]": 4.0}
     assert durations.long_of(took) == {"t.py::a[2]": 0.4, "t.py::c": 8.0, "t.py::d[1]": 8.0}
 
 
