@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -130,3 +132,26 @@ def test_threads_of_ranks_that_may_lend_sleep(ranks: int, threads: int, policy: 
     assert launch(_environment, ranks, threads=threads) == [policy] * ranks
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
     assert launch(_environment, ranks, threads=threads) == ["ACTIVE"] * ranks
+
+
+def test_ranks_of_a_process_that_has_computed_with_threads_may_have_more() -> None:
+    """In a process of its own, since the pool of threads would be this one's. A rank that has none of its pool waits for ever."""
+    code = """
+import torch
+from weft.world.launch import launch
+
+def main():
+    def rank(world):
+        torch.set_num_threads(2)
+        return world.may_add_threads, float(torch.ones(2_000_000).exp().sum())
+
+    torch.set_num_threads(2)
+    want = float(torch.ones(2_000_000).exp().sum())
+    assert launch(rank, 2, timeout_s=60) == [(True, want)] * 2
+    assert float(torch.ones(2_000_000).exp().sum()) == want
+
+main()
+"""
+    env = {**os.environ, "OMP_NUM_THREADS": "2"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=env)
+    assert done.returncode == 0, done.stderr

@@ -10,6 +10,7 @@ are shown when their rank fails first. Not modelled: several machines (torchrun 
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import gc
 import io
@@ -53,6 +54,7 @@ ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": s
 # Ranks of one thread get more for a while where others lend them cores. What waits for such work should sleep meanwhile: spinning, it takes
 # the core from the rank that got it back (and beside processes of others two threads took ten times as long as one).
 SLEEPING = {"OMP_WAIT_POLICY": "PASSIVE"}
+_PAUSE_HARD = 2  # omp_pause_hard, of OpenMP 5.0
 
 
 def launch(
@@ -357,7 +359,7 @@ def _launch_forked(
         raise UsageError(f"this process has used CUDA; {FRESH}")
     task = Task(
         "", num_ranks, 1, device, generation, _collective_timeout(timeout_s), ("", "", ""), (), os.getcwd(), dict(env or {}),
-        may_add_threads=not _has_a_pool(),
+        may_add_threads=_lets_pool_go(),
     )  # fmt: skip
     with _Folder(folder) as path, caught_signals() as stops:
         task = _prepare(task, path)
@@ -380,10 +382,17 @@ def _launch_forked(
             os.close(lifeline)
 
 
-def _has_a_pool() -> bool:
-    """Whether this process has threads that are none of Python's: a rank that is forked from it and wants more waits for ever."""
-    tasks = Path("/proc/self/task")
-    return not tasks.exists() or len(list(tasks.iterdir())) > threading.active_count()
+def _lets_pool_go() -> bool:
+    """Ends OpenMP's pool of threads, which is made anew when it is needed; whether that could be done.
+
+    A fork takes none of them along, but the belief that they are there: a rank that asks for more threads would wait for them for ever.
+    """
+    try:
+        mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libgomp" in line}
+        failed = sum(ctypes.CDLL(path).omp_pause_resource_all(_PAUSE_HARD) != 0 for path in sorted(mapped))
+        return bool(mapped) and not failed
+    except (OSError, AttributeError):  # no /proc, another library, or one that is older than OpenMP 5.0
+        return False
 
 
 class _Folder:
