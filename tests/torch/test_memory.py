@@ -15,8 +15,10 @@ import torch
 import weft
 from weft.errors import OutOfMemory, UsageError
 from weft.units import parse_bytes
+from weft.world.launch import launch
 from weft.world.memory import Accounts, accounts_of, library
 from weft.world.memory.accounts import HostAccounts
+from weft.world.world import World
 from weft.zoo.resolve import resolve
 
 pytestmark = pytest.mark.usefixtures("few_objects")
@@ -61,6 +63,27 @@ def test_the_peak_is_of_one_moment(accounts: Accounts) -> None:
     assert peak.total - before.total == 5 * MIB
     assert (peak.activations - before.activations, peak.buffers - before.buffers) == (3 * MIB, 2 * MIB)
     assert peak.gradients == before.gradients
+
+
+def test_a_forked_rank_counts_nothing_of_what_its_parent_holds(accounts: Accounts) -> None:
+    """A rank that is forked beside a model of the process before it told of both."""
+    with accounts.counting("activations"):
+        inherited, given_back = torch.ones(MIB), torch.ones(MIB)
+    parent = accounts.held()
+
+    def on_rank(world: World) -> list[float]:
+        nonlocal given_back
+        mine = accounts_of(world.device)
+        seen = [mine.held().total, mine.host_bytes() < MIB]
+        mine.assign("parameters", [inherited])
+        with mine.counting("gradients"):
+            own = torch.ones(MIB)
+        del given_back
+        return [*seen, mine.held().total, mine.peak().total, float(own[0])]
+
+    assert launch(on_rank, 1, show=False) == [[0.0, True, 8 * MIB, 8 * MIB, 1.0]]
+    assert accounts.held() == parent
+    assert inherited.nbytes == 4 * MIB
 
 
 GROWTH = """

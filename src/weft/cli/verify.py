@@ -105,9 +105,7 @@ def _with_schedule(text: str, schedule: Path | None) -> Layout:
 
 def _check_ranks(layout: Layout, ranks: int | None) -> None:
     if ranks is not None and ranks != layout.num_ranks:
-        raise UsageError(
-            f"--ranks {ranks}, but the layout {layout} has {layout.num_ranks} ranks; leave --ranks out, or change one of them"
-        )
+        raise UsageError(f"--ranks {ranks}, but the layout {layout} has {layout.num_ranks} ranks; leave --ranks out, or change one of them")
 
 
 def _show(out: Output, model: str, found: Verification) -> None:

@@ -1,8 +1,9 @@
 """What one rank's device holds: counted by part, limited, the highest told.
 
-In: the device, a limit. Out: `Accounts`. On processors every allocation of torch in this process is counted by a small library that wraps
-torch's allocator, for the part that is set when it comes; "host" is memory beside the device: it counts neither towards the peak
-nor towards the limit (the batch, what is offloaded, whatever runs outside of an engine). On GPUs torch counts by itself.
+In: the device, a limit. Out: `Accounts`. On processors every allocation of torch in this process (one that was forked: from then on) is
+counted by a small library that wraps torch's allocator, for the part that is set when it comes; "host" is memory beside the device: it
+counts neither towards the peak nor towards the limit (the batch, what is offloaded, whatever runs outside of an engine). On GPUs torch
+counts by itself.
 
 Not modelled: memory that does not come from torch's allocator, such as workspaces inside libraries and Python's objects.
 """
@@ -10,6 +11,7 @@ Not modelled: memory that does not come from torch's allocator, such as workspac
 from __future__ import annotations
 
 import ctypes
+import os
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -123,7 +125,7 @@ class HostAccounts(Accounts):
             if storage.nbytes() and not self._library.weft_memory_assign(storage.data_ptr(), number):
                 # Memory that ranks share, or that was there before counting began.
                 self._library.weft_memory_add(number, storage.nbytes())
-                weakref.finalize(storage, self._library.weft_memory_add, number, -storage.nbytes())
+                weakref.finalize(storage, _subtract, self._library, number, storage.nbytes(), os.getpid())
 
     def _read(self) -> list[int]:
         self._library.weft_memory_read(self._numbers)
@@ -144,6 +146,11 @@ class HostAccounts(Accounts):
     def refused(self) -> tuple[Memory, float]:
         numbers = self._read()
         return (Memory(*map(float, numbers[12:17])), float(numbers[18])) if numbers[18] else (self.held(), 0.0)
+
+
+def _subtract(library: ctypes.CDLL, number: int, size: int, process: int) -> None:
+    if os.getpid() == process:  # a process that was forked meanwhile never counted it
+        library.weft_memory_add(number, -size)
 
 
 class CudaAccounts(Accounts):

@@ -7,6 +7,8 @@
 #include <c10/core/CPUAllocator.h>
 #include <c10/util/Exception.h>
 
+#include <pthread.h>
+
 #include <array>
 #include <cstdint>
 #include <mutex>
@@ -90,6 +92,20 @@ struct Counting final : c10::Allocator {
   void copy_data(void* to, const void* from, std::size_t count) const override { default_copy_data(to, from, count); }
 };
 
+// What a forked process finds allocated is its parent's: it counts what comes from then on. No other thread is counting while a process forks.
+void before_fork() { state().mutex.lock(); }
+
+void after_fork() { state().mutex.unlock(); }
+
+void begin_fork() {
+  State& s = state();
+  s.blocks.clear();
+  s.held = s.at_peak = s.at_refusal = {};
+  s.device = s.peak = s.limit = s.refused = 0;
+  s.part = kHost;
+  s.mutex.unlock();
+}
+
 }  // namespace
 
 extern "C" {
@@ -101,6 +117,7 @@ int weft_memory_install() {
   if (s.under != nullptr) return 1;
   c10::Allocator* under = c10::GetCPUAllocator();
   if (under == nullptr || under->raw_deleter() == nullptr) return 0;
+  if (pthread_atfork(&before_fork, &after_fork, &begin_fork) != 0) return 0;
   s.blocks.reserve(1 << 14);
   s.under = under;
   c10::SetCPUAllocator(new Counting(), 0);
