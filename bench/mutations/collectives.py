@@ -20,9 +20,9 @@ from torch import Tensor
 import weft
 from bench.mutations.target import LEFT_OUT, ON_ONE_RANK, SCALED, WRONG_DUAL, WRONG_GROUP, Active, Mutation
 from weft.lower import redistribute
-from weft.model.sharding import move_collectives
 from weft.plan.mesh import Mesh
-from weft.plan.placement import piece
+from weft.plan.placement import is_shard, piece
+from weft.plan.transition import transition
 from weft.world import group as transport
 from weft.world.group import Group
 from weft.world.world import World
@@ -110,9 +110,7 @@ class Broken:
         """Patch `Group` and the duals; for good."""
         for name in OPERATIONS:
             setattr(Group, name, self._wrapped(name, getattr(Group, name)))
-        for source, target in (("P", "R"), ("R", "+"), ("P", "+"), ("R", "S0"), ("+", "S0"), ("S0", "R"), ("S0", "+"), ("P", "S0")):
-            other = OTHER_DUAL[move_collectives(source, target)[1]]
-            self._break_dual(_class_of(source, target), other)
+        self._break_duals()
 
     def _wrapped(self, name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
         def call(group: Group, *args: Any, **options: Any) -> Any:
@@ -173,30 +171,21 @@ class Broken:
                 return self._world.group(ranks)
         return None
 
-    def _break_dual(self, function: Any, other: str) -> None:
-        forward, backward = function.forward, function.backward
-        active, mutation = self._active, Mutation(f"lower/redistribute.{function.__name__}.backward", "dual", WRONG_DUAL)
-
-        def noting(ctx: Any, x: Tensor, group: Group, *rest: Any) -> Tensor:
-            ctx.noted = x.shape, group, rest[0] if rest else 0
-            return forward(ctx, x, group, *rest)
+    def _break_duals(self) -> None:
+        """What brings a gradient back, by the two placements that it goes between."""
+        backward, active = redistribute._Redistributed.backward, self._active
 
         def broken(ctx: Any, grad: Tensor) -> Any:
             right = backward(ctx, grad)
-            shape, group, dim = ctx.noted
-            if group.size == 1 or not active.hit(mutation):
+            source, target = ctx.way
+            other = OTHER_DUAL.get(transition(source, target).collective)
+            mutation = Mutation(f"lower/redistribute.backward {source} to {target}", "dual", WRONG_DUAL)
+            if other is None or ctx.group.size == 1 or not active.hit(mutation):
                 return right
-            return (_dual(other, grad, shape, group, dim), *right[1:])
+            dim = next((form.dim for form in (source, target) if is_shard(form)), 0)
+            return (_dual(other, grad, right[0].shape, ctx.group, dim), *right[1:])
 
-        function.forward, function.backward = staticmethod(noting), staticmethod(broken)
-
-
-def _class_of(source: str, target: str) -> Any:
-    """The autograd function that a redistribution applies."""
-    group = Group((0,), 0, transport.Recorder(), torch.device("cpu"), lambda ranks, lane: (None, ""))
-    node = redistribute.redistribute(torch.zeros(2, requires_grad=True), source, target, group).grad_fn
-    assert node is not None
-    return getattr(redistribute, type(node).__name__.removesuffix("Backward"))
+        redistribute._Redistributed.backward = staticmethod(broken)  # type: ignore[method-assign]
 
 
 def _dual(name: str, grad: Tensor, shape: torch.Size, group: Group, dim: int) -> Tensor:

@@ -21,6 +21,7 @@ from bench.rules import pieces, truth
 from bench.rules.truth import Call
 from weft.model.propagate import _BIASED as BIASED
 from weft.model.rules import Rule, rule_of
+from weft.plan.placement import D, Placement
 
 MOST_INPUTS = 4  # of more, as of a list of tensors, cuts are not enumerated
 RANKS = truth.RANKS
@@ -65,8 +66,8 @@ def held_against_truth(call: Call, enumerate_cuts: bool = True) -> Finding | Non
     return Finding(target, shapes, rule is not None, len(choices), tuple(wrong), tuple(lacks))
 
 
-def _word(form: str | None) -> str | None:
-    return "R" if form == "+" else form
+def _word(form: Placement | None) -> str | None:
+    return None if form is None else "R" if form is D else str(form)
 
 
 def _covers(cut: Cut, offer: tuple[tuple[str | None, ...], tuple[str, ...]]) -> bool:

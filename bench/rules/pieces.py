@@ -21,8 +21,9 @@ from weft.model import graph as data
 from weft.model.functions import Call, call_of, function_of
 from weft.model.graph import FUNCTION, Graph, Operator, Ref, Slot, Variable, Word
 from weft.model.propagate import _Axis, _Choice
-from weft.model.sharding import Form, Prices, Sharding
+from weft.model.sharding import Prices, Sharding
 from weft.model.stages import Stage
+from weft.plan.placement import D, P, Placement, R, is_shard
 
 TOLERANCE = 1e-10
 
@@ -158,10 +159,10 @@ def difference(case: Case, cuts: dict[str, tuple[int, _Choice]]) -> str:
     """What the cut operator gets wrong, "" where nothing. `cuts`: axis -> (number of parts, choice)."""
     want, want_grads, want_left, seeds = _whole(case)
     op, sizes = case.op, {axis: n for axis, (n, _) in cuts.items()}
-    forms: dict[str, dict[str, Form]] = {v.value: {} for v in case.graph.variables}
+    forms: dict[str, dict[str, Placement]] = {v.value: {} for v in case.graph.variables}
     for axis, (_, choice) in cuts.items():
         for value, need in zip(op.inputs, choice.needs, strict=True):
-            forms[value].setdefault(axis, need or "R")
+            forms[value].setdefault(axis, need or R)
         for value, made in zip(op.outputs, choice.makes, strict=True):
             forms.setdefault(value, {})[axis] = made
     rows = tuple({axis: choice.needs[i] for axis, (_, choice) in cuts.items()} for i in range(len(op.inputs)))
@@ -191,7 +192,7 @@ def difference(case: Case, cuts: dict[str, tuple[int, _Choice]]) -> str:
         if errors:
             raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
         got = [f.result() for f in futures]
-    outs = {value: dict(zip(sizes, ("R" if f == "P" else f for f in forms[value].values()), strict=True)) for value in op.outputs}
+    outs = {value: dict(zip(sizes, (R if f is P else f for f in forms[value].values()), strict=True)) for value in op.outputs}
     for value in op.outputs:
         if wrong := _compare(f"output {value}", [g[0][value] for g in got], outs[value], places, want[value]):
             return wrong
@@ -199,7 +200,7 @@ def difference(case: Case, cuts: dict[str, tuple[int, _Choice]]) -> str:
         if wrong := _compare(f"gradient of {value}", [g[1].get(value) for g in got], forms[value], places, gradient):
             return wrong
     for value, left in want_left.items():
-        form = {a: "R" if f == "+" else f for a, f in forms[value].items()}
+        form = {a: R if f is D else f for a, f in forms[value].items()}
         if wrong := _compare(f"what is left in {value}", [g[2][value] for g in got], form, places, left):
             return wrong
     return ""
@@ -234,10 +235,10 @@ def _whole(case: Case) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, 
     return {n: y.detach() for n, y in outs.items()}, grads, {n: t.detach() for n, t in mine.items()}, seeds
 
 
-def _local(x: Tensor, form: dict[str, Form], sizes: Any, at: dict[str, int]) -> Tensor:
+def _local(x: Tensor, form: dict[str, Placement], sizes: Any, at: dict[str, int]) -> Tensor:
     for axis, f in form.items():
-        if f[0] == "S":
-            x = x.chunk(sizes[axis], int(f[1:]))[at[axis]]
+        if is_shard(f):
+            x = x.chunk(sizes[axis], f.dim)[at[axis]]
     return x.detach().clone()
 
 
@@ -258,7 +259,7 @@ def _piece(case: Case, sharding: Sharding, local: LocalStage, at: dict[str, int]
     )
 
 
-def _compare(what: str, parts: list[Tensor | None], form: dict[str, Form], places: list[dict[str, int]], want: Tensor) -> str:
+def _compare(what: str, parts: list[Tensor | None], form: dict[str, Placement], places: list[dict[str, int]], want: Tensor) -> str:
     """Put the pieces together: joined where cut, summed where summands, and where whole every rank has it."""
     some = next((p for p in parts if p is not None), None)
     if some is None:
@@ -272,12 +273,12 @@ def _compare(what: str, parts: list[Tensor | None], form: dict[str, Form], place
         held = []
         for members in grouped.values():
             f = form[axis]
-            if f == "R":
+            if f is R:
                 if any(not _same(m, members[0]) for m in members):
                     return f"{what}: ranks of {axis} differ where each has it whole"
                 held.append(members[0])
             else:
-                held.append(torch.stack(members).sum(0) if f == "+" else torch.cat(members, int(f[1:])))
+                held.append(torch.stack(members).sum(0) if f is D else torch.cat(members, f.dim))
     got = held[0]
     if got.shape != want.shape:
         return f"{what}: shape {list(got.shape)}, whole {list(want.shape)}"

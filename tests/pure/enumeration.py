@@ -12,6 +12,7 @@ from math import prod
 
 from weft.model.propagate import _Axis, _Choice
 from weft.model.work import differentiable, storages, work
+from weft.plan.placement import D, Placement, R, Shard, is_shard
 
 # Bytes that a rank sends, in parts of the tensor's (n - 1)/n, forward and backward; None where no bytes move. An all-reduce
 # (2) has a latency, the others half of one.
@@ -26,7 +27,7 @@ class Tried:
     """One complete placement: words by site, forms of parameters, seconds, bytes."""
 
     words: dict[str, str]
-    stored: dict[str, str]
+    stored: dict[str, Placement]
     seconds: float
     size_bytes: float
 
@@ -47,8 +48,9 @@ class Everything:
         self.widths = (weight, gradient, optimizer)
         self.fixed = {v.value for v in (*self.graph.inputs, *self.graph.constants)}
 
-    def move(self, value: str, a: str, b: str) -> float:
+    def move(self, value: str, a: Placement | str, b: Placement | str) -> float:
         """Seconds of one redistribution."""
+        a, b = str(a), str(b)
         if a == b:
             return 0.0
         if (a, b) == ("+", "R"):
@@ -77,11 +79,11 @@ class Everything:
     def lies(self, value: str) -> list[str]:
         """Forms in which a parameter may be stored."""
         shape, n = self.graph.tensors[value].shape, self.axis.n
-        return ["R", *(f"S{d}" for d, size in enumerate(shape) if size % n == 0 and d not in self.axis.taken.get(value, ()))]
+        return [R, *(Shard(d) for d, size in enumerate(shape) if size % n == 0 and d not in self.axis.taken.get(value, ()))]
 
     def touch(self, value: str, form: str) -> float:
         """Seconds of reading and writing gradient and states."""
-        return self.graph.tensors[value].size_bytes * 8 / self.axis.prices.memory_bytes_per_s / (self.axis.n if form[0] == "S" else 1)
+        return self.graph.tensors[value].size_bytes * 8 / self.axis.prices.memory_bytes_per_s / (self.axis.n if is_shard(form) else 1)
 
     @property
     def count(self) -> int:
@@ -105,12 +107,12 @@ class Everything:
         rows = zip(self.graph.operators, self.choices, strict=True)
         chosen = [next(c for c in row if c.word == words[op.site]) for op, row in rows]
         read = {value for op in self.graph.operators for value in op.inputs if value in self.axis.placed}
-        lies = {value: stored.get(value, "R") for value in read}
+        lies = {value: stored.get(value, R) for value in read}
         work_s = sum(c.cost_s for c in chosen) + sum(self.touch(value, form) for value, form in lies.items())
         return work_s + self.moves(chosen, lies)
 
     def _descend(
-        self, i: int, cost: float, chosen: list[_Choice], stored: dict[str, str], held: dict[str, tuple[str, ...]] | None
+        self, i: int, cost: float, chosen: list[_Choice], stored: dict[str, Placement], held: dict[str, tuple[Placement, ...]] | None
     ) -> Iterator[Tried]:
         """All that follow from these choices. `held`: forms of every value, where what must cost too much is left out; else None."""
         if i == len(self.choices):
@@ -123,7 +125,7 @@ class Everything:
                 yield Tried(words, stored, seconds, self.size_bytes(chosen, stored))
             return
         new = [v for v in dict.fromkeys(self.graph.operators[i].inputs) if v in self.axis.placed and v not in stored]
-        ways: list[dict[str, str]] = [{}]
+        ways: list[dict[str, Placement]] = [{}]
         for value in new:
             ways = [{**way, value: form} for way in ways for form in self.lies(value)]
         for choice in self.choices[i]:
@@ -137,21 +139,21 @@ class Everything:
                         continue
                 yield from self._descend(i + 1, least, [*chosen, choice], {**stored, **way}, after)
 
-    def _at_least(self, i: int, choice: _Choice, held: dict[str, tuple[str, ...]]) -> tuple[float, dict[str, tuple[str, ...]]]:
+    def _at_least(self, i: int, choice: _Choice, held: dict[str, tuple[Placement, ...]]) -> tuple[float, dict[str, tuple[Placement, ...]]]:
         """(least seconds of the moves before an operator, forms held): what is whole may yet turn out to hold summands of gradients."""
         op = self.graph.operators[i]
         total = 0.0
         for value, need in zip(op.inputs, choice.needs, strict=True):
-            now = held.get(value, ("R",))
-            if need is not None and need not in now and not (need == "+" and "R" in now):
-                sources = {*now, "+"} if "R" in now and need != "R" else set(now)
+            now = held.get(value, (R,))
+            if need is not None and need not in now and not (need is D and R in now):
+                sources = {*now, D} if R in now and need is not R else set(now)
                 total += min(self.move(value, source, need) for source in sources)
             if need is not None:
                 held[value] = now if need in now else (*now, need)
         held.update({value: (form,) for value, form in zip(op.outputs, choice.makes, strict=True)})
         return total, held
 
-    def moves(self, chosen: list[_Choice], stored: dict[str, str]) -> float:
+    def moves(self, chosen: list[_Choice], stored: dict[str, Placement]) -> float:
         """Seconds of all redistributions and sums of gradients, summands of gradients passed on as far as they may be."""
         operators = self.graph.operators
         needs, whole, reads = self._deferred(chosen)
@@ -159,24 +161,24 @@ class Everything:
         held: dict[str, list[str]] = {}
         for value, form in stored.items():
             held[value] = [form]
-            if form == "R" and reads[value] == {"+"}:
+            if form is R and reads[value] == {D}:
                 n, prices = self.axis.n, self.axis.prices
                 total += 2 * self.graph.tensors[value].size_bytes * (n - 1) / n / prices.link_bytes_per_s
-                held[value] = ["+"]
+                held[value] = [D]
         for op, choice, row in zip(operators, chosen, needs, strict=True):
             for value, need in zip(op.inputs, row, strict=True):
-                now = held.setdefault(value, ["R"])
+                now = held.setdefault(value, [R])
                 if need is not None and need not in now:
                     total += min(self.move(value, source, need) for source in now)
                     now.append(need)
             for value, form in zip(op.outputs, choice.makes, strict=True):
-                held[value] = ["+" if value in whole else form]
+                held[value] = [D if value in whole else form]
         return total
 
     def _deferred(self, chosen: list[_Choice]) -> tuple[list[list[str | None]], set[str], dict[str, set[str]]]:
         """What operators need, which values are whole with summands for gradients, and in which forms every value is read.
 
-        From the last operator to the first: a replicated one whose result is read as "+" alone reads "+" itself.
+        From the last operator to the first: a replicated one whose result is read as D alone reads D itself.
         """
         needs: list[list[str | None]] = [list(choice.needs) for choice in chosen]
         whole: set[str] = set()
@@ -184,21 +186,21 @@ class Everything:
         for i in reversed(range(len(chosen))):
             op = self.graph.operators[i]
             made = [value for value in op.outputs if value in self.axis.grads and value != self.graph.loss]
-            if chosen[i].label == "" and made and all(reads[value] == {"+"} for value in made):
+            if chosen[i].label == "" and made and all(reads[value] == {D} for value in made):
                 whole.update(made)
-                needs[i] = ["+" if need == "R" and v in self.axis.grads else need for v, need in zip(op.inputs, needs[i], strict=True)]
+                needs[i] = [D if need is R and v in self.axis.grads else need for v, need in zip(op.inputs, needs[i], strict=True)]
             for value, need in zip(op.inputs, needs[i], strict=True):
                 if need is not None:
                     reads[value].add(need)
         return needs, whole, reads
 
-    def size_bytes(self, chosen: list[_Choice], stored: dict[str, str]) -> float:
+    def size_bytes(self, chosen: list[_Choice], stored: dict[str, Placement]) -> float:
         """Bytes on one rank of parameters with their states, and of what backward keeps, once for those that have it alike."""
         n = self.axis.n
         total = 0.0
         for v in self.graph.parameters:
             widths = sum(self.widths) if v.trainable else self.widths[0]
-            total += widths * v.tensor.size / (n if stored.get(v.value, "R") != "R" else 1)
+            total += widths * v.tensor.size / (n if stored.get(v.value, R) is not R else 1)
         kept: set[tuple[str, bool]] = set()
         for op, choice in zip(self.graph.operators, chosen, strict=True):
             done = self.works[op.name]
@@ -209,6 +211,6 @@ class Everything:
                     continue
                 form = dict(zip(op.outputs, choice.makes, strict=True)).get(value)
                 for read, need in reversed(list(zip(op.inputs, choice.needs, strict=True))):
-                    form = need or "R" if read == value else form
-                kept.add((root, form is not None and form[0] == "S"))
+                    form = need or R if read == value else form
+                kept.add((root, form is not None and is_shard(form)))
         return total + sum(self.graph.tensors[root].size_bytes / (n if cut else 1) for root, cut in kept)

@@ -25,6 +25,7 @@ from weft.model.sharding import Sharding
 from weft.plan.grid import NESTED, grids_of, parse_grid
 from weft.plan.layout import Layout
 from weft.plan.patterns import expand_all
+from weft.plan.placement import R, is_shard
 from weft.plan.plan import Plan
 from weft.plan.store import format_plan, parse_plan
 from weft.solve import grids
@@ -214,9 +215,9 @@ def nested(sharding: Sharding) -> set[tuple[str, int]]:
     """(value, dim) that depth cuts in pieces of another axis."""
     found = set()
     for value, forms in sharding.forms.items():
-        mine = forms.get(NESTED, "R")
-        if mine[0] == "S" and any(form == mine for axis, form in forms.items() if axis != NESTED):
-            found.add((value, int(mine[1:])))
+        mine = forms.get(NESTED, R)
+        if is_shard(mine) and any(form == mine for axis, form in forms.items() if axis != NESTED):
+            found.add((value, mine.dim))
     return found
 
 
@@ -226,7 +227,7 @@ def test_depth_cuts_pieces_once_more_only_where_they_are_never_put_together(sequ
     found = propagate(graph, {"rows": 2, "columns": 2, "depth": 2}, sequence=sequence)
     twice = nested(found)
     assert {v.name for v in graph.parameters if (v.value, 0) in twice} >= {"h.0.q.weight", "h.1.up.weight", "h.1.up.bias"}
-    moved = {(m.value, int(form[1:])) for m in found.moves if m.axis != NESTED for form in (m.source, m.target) if form[0] == "S"}
+    moved = {(m.value, form.dim) for m in found.moves if m.axis != NESTED for form in (m.source, m.target) if is_shard(form)}
     assert not twice & moved
     for value, dim in twice:
         assert graph.tensors[value].shape[dim] % 4 == 0
@@ -238,11 +239,11 @@ def test_broken_twin_depth_without_the_rule_cuts_what_is_put_together(monkeypatc
     graph = gpt(layers=2, hidden=1024, heads=16, sequence=512, vocabulary=4096)
 
     def anything(graph: Graph, ops: object, forms: dict[str, dict[str, str]], needs: object, sizes: dict[str, int], _: object) -> object:
-        return {v: {int(f[1:]): sizes[a] for a, f in by.items() if f[0] == "S"} for v, by in forms.items()}, frozenset()
+        return {v: {f.dim: sizes[a] for a, f in by.items() if is_shard(f)} for v, by in forms.items()}, frozenset()
 
     monkeypatch.setattr(propagate_module, "nested", anything)
     found = propagate(graph, {"rows": 2, "columns": 2, "depth": 2})
-    moved = {(m.value, int(form[1:])) for m in found.moves if m.axis != NESTED for form in (m.source, m.target) if form[0] == "S"}
+    moved = {(m.value, form.dim) for m in found.moves if m.axis != NESTED for form in (m.source, m.target) if is_shard(form)}
     assert nested(found) & moved
 
 
@@ -264,7 +265,7 @@ def test_cuts_that_were_found_are_kept_whatever_else_would_be_cheaper(batch: int
     assert {axis: set(cuts) for axis, cuts in again.shards.items()} == {axis: set(cuts) for axis, cuts in found.shards.items()}
     assert {name for name, dim in found.shards["depth"] if (name, dim) in found.shards["rows"]}
     for value, _ in nested(again):
-        assert not [m for m in again.moves if m.value == value and m.axis != NESTED and "S" in (m.source[0], m.target[0])]
+        assert not [m for m in again.moves if m.value == value and m.axis != NESTED and (is_shard(m.source) or is_shard(m.target))]
 
 
 def test_broken_twin_cuts_that_nobody_keeps_cannot_be_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,9 @@ from weft.errors import Infeasible, LayoutError, UsageError
 from weft.model.graph import Graph
 from weft.model.propagate import propagate
 from weft.model.sharding import Prices
+from weft.plan.placement import D, P, Placement, R, Shard, is_shard
 from weft.solve import placements
-from weft.solve.placements import Budget, Placement, exceptions, solve_placements
+from weft.solve.placements import Assignment, Budget, exceptions, solve_placements
 from weft.solve.placements.tables import Axis, Moves, prune
 
 pytest.importorskip("highspy")
@@ -40,16 +41,16 @@ def axis_of(graph: Graph, prices: Prices, way: str, n: int = 2) -> Axis:
     return axis
 
 
-def solved(graph: Graph, prices: Prices, way: str, budget: Budget | None = None, n: int = 2) -> Placement:
+def solved(graph: Graph, prices: Prices, way: str, budget: Budget | None = None, n: int = 2) -> Assignment:
     cut = ("tensor",) if way == "anything" else ()
     return solve_placements(
         graph, {"tensor": n}, prices=prices, budget=budget, sequence=way != "features", batch_cut=cut, fold=False, gap=0.0
     )
 
 
-def stored_of(graph: Graph, found: Placement) -> dict[str, str]:
+def stored_of(graph: Graph, found: Assignment) -> dict[str, Placement]:
     values = {v.name: v.value for v in (*graph.parameters, *graph.buffers)}
-    return {values[name]: f"S{dim}" for name, dim in found.shards["tensor"]}
+    return {values[name]: Shard(dim) for name, dim in found.shards["tensor"]}
 
 
 def countable(shapes: list[tuple[str, int, int]], way: str, most: int) -> Graph:
@@ -112,8 +113,8 @@ def test_the_optimum_within_a_budget_is_that_of_the_enumeration(
     assert found.memory.total <= size
 
 
-def _forms(stored: dict[str, str]) -> dict[str, str]:
-    return {value: form for value, form in stored.items() if form != "R"}
+def _forms(stored: dict[str, Placement]) -> dict[str, Placement]:
+    return {value: form for value, form in stored.items() if form is not R}
 
 
 @settings(max_examples=60, deadline=None)
@@ -141,15 +142,17 @@ def test_propagation_reproduces_the_placement(shapes: list[tuple[str, int, int]]
     assert (short.ops, short.needs, short.forms) == (found.sharding.ops, found.sharding.needs, found.sharding.forms)
 
 
-FORGOTTEN = (("P", "R"), ("S1", "R"), ("P", "S1"), ("S1", "+"))
+FORGOTTEN = ((P, R), (Shard(1), R), (P, Shard(1)), (Shard(1), D))
 
 
 @pytest.mark.parametrize("forgotten", FORGOTTEN)
-def test_a_programme_that_forgets_a_move_is_told_from_enumeration(forgotten: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_programme_that_forgets_a_move_is_told_from_enumeration(
+    forgotten: tuple[Placement, Placement], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The broken twin: with one price missing, some graph of a few is placed worse than its optimum."""
     right = Moves._price
 
-    def free(self: Moves, value: str, source: str, target: str) -> float:
+    def free(self: Moves, value: str, source: Placement, target: Placement) -> float:
         return 0.0 if (source, target) == forgotten else right(self, value, source, target)
 
     prices = Prices(1e8, 1e10, 1e8, 1e-6)
@@ -281,12 +284,12 @@ def test_earlier_axes_keep_what_they_cut() -> None:
     assert [one.axis for one in found.solved] == ["tensor", "tensor2"]
     assert all(found.sharding.ops[op.name]["data"] for op in graph.operators)
     for value, forms in found.sharding.forms.items():
-        dims = [form for form in forms.values() if form[0] == "S"]
+        dims = [form for form in forms.values() if is_shard(form)]
         assert len(dims) == len(set(dims)), f"{value}: one dimension over two axes"
     local = sum(4 * v.tensor.size for v in graph.parameters)
     for v in graph.parameters:
-        assert found.sharding.forms[v.value]["data"][0] != "S"
-    pieces = sum(4 * v.tensor.size / 2 ** sum(form[0] == "S" for form in found.sharding.forms[v.value].values()) for v in graph.parameters)
+        assert not is_shard(found.sharding.forms[v.value]["data"])
+    pieces = sum(4 * v.tensor.size / 2 ** sum(is_shard(form) for form in found.sharding.forms[v.value].values()) for v in graph.parameters)
     assert found.memory.parameters == pytest.approx(pieces)
     assert found.memory.parameters < local
 
@@ -344,10 +347,10 @@ def test_the_sharding_moves_what_was_priced(shapes: list[tuple[str, int, int]], 
 def test_a_form_that_is_there_whole_is_not_gathered_twice() -> None:
     """An unread product needs y0 whole; then the summands of its gradient are cheapest from there, not gathered again from the pieces."""
     found = check_moves(chain([("linear", 0, 0), ("mm", 1, 0), ("linear", 1, 0)]), Prices(1e8, 1e10, 3e7, 1e-6), "features")
-    assert [(m.source, m.target) for m in found.sharding.moves if m.value == "y0"] == [("S1", "R"), ("R", "+")]
+    assert [(m.source, m.target) for m in found.sharding.moves if m.value == "y0"] == [(Shard(1), R), (R, D)]
 
 
-def check_moves(graph: Graph, prices: Prices, way: str, n: int = 2) -> Placement:
+def check_moves(graph: Graph, prices: Prices, way: str, n: int = 2) -> Assignment:
     link = prices.link_bytes_per_s
     found = solved(graph, prices, way, n=n)
     everything = Everything(axis_of(graph, prices, way, n))

@@ -13,6 +13,7 @@ from weft.errors import LayoutError
 from weft.model.graph import Graph, Operator, Ref, Tensor, Variable
 from weft.model.propagate import _Axis, propagate
 from weft.model.sharding import Prices, Sharding, move_collectives
+from weft.plan.placement import D, P, R, Shard, is_shard
 
 LAYERS = 3
 # A GPU beside another: faster links make it cut the sequence between the layers as well, as Megatron's later version does.
@@ -84,7 +85,7 @@ def test_samples_are_never_cut_over_tensor(batch: int, sequence: bool) -> None:
     assert not [v.name for v in graph.parameters if "h." in v.name and len(v.tensor.shape) > 1 and v.name not in cut]
     followed = propagate(graph, {"data": 2})
     for value, forms in followed.forms.items():
-        if forms["data"][0] == "S":
+        if is_shard(forms["data"]):
             assert sharding.forms[value]["tensor"] != forms["data"], value
 
 
@@ -92,14 +93,14 @@ def test_sequence_parallelism_replaces_each_all_reduce_by_a_reduce_scatter_and_a
     """Korthikanti et al. 2022, section 4.2.2: the same bytes, and what lies between the products is cut by positions."""
     graph = gpt(layers=LAYERS, hidden=1024, heads=16, sequence=512, vocabulary=51200, batch=8)
     sharding = propagate(graph, {"tensor": 4}, prices=GPU, sequence=True)
-    of_layers = [m for m in sharding.moves if m.op.startswith(("q", "up", "add", "drop")) or m.source == "P"]
+    of_layers = [m for m in sharding.moves if m.op.startswith(("q", "up", "add", "drop")) or m.source is P]
     scattered = [m for m in of_layers if (m.forward, m.backward) == ("reduce_scatter", "all_gather")]
-    gathered = [m for m in sharding.moves if (m.source, m.target, m.forward, m.backward) == ("S1", "+", "all_gather", "reduce_scatter")]
+    gathered = [m for m in sharding.moves if (m.source, m.target, m.forward, m.backward) == (Shard(1), D, "all_gather", "reduce_scatter")]
     assert len(scattered) >= 2 * LAYERS
     assert len(gathered) >= 2 * LAYERS
     assert "all_reduce" not in {m.forward for m in sharding.moves if m.value not in graph.operators[0].outputs}
     norms = [op for op in graph.operators if "layer_norm" in op.target]
-    assert {sharding.forms[op.outputs[0]]["tensor"] for op in norms[1:]} == {"S1"}
+    assert {sharding.forms[op.outputs[0]]["tensor"] for op in norms[1:]} == {Shard(1)}
     assert dict(sharding.shards["tensor"]) == dict(propagate(graph, {"tensor": 4}, prices=GPU).shards["tensor"])
 
 
@@ -134,7 +135,7 @@ def test_wrong_shards_are_refused_with_numbers(entry: tuple[str, int], message: 
 
 def test_what_cannot_be_moved_is_said() -> None:
     with pytest.raises(LayoutError, match="no redistribution from \\+ to R"):
-        move_collectives("+", "R")
+        move_collectives(D, R)
 
 
 def small(shapes: list[tuple[str, int, int]]) -> Graph:

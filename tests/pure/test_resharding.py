@@ -13,6 +13,7 @@ from weft.errors import Infeasible, LayoutError
 from weft.plan.layout import Layout
 from weft.plan.mesh import Mesh
 from weft.plan.microbatches import microbatch_sizes
+from weft.plan.placement import Shard
 from weft.plan.resharding import Box, Resharding, Side, reshard
 
 Element = tuple[int, ...]
@@ -36,7 +37,7 @@ def cases(draw: st.DrawFn) -> tuple[tuple[int, ...], Side, Side]:
         for axis in ("data", "tensor"):
             dim = draw(st.sampled_from(dims))
             if dim is not None and shape[dim] % (mesh.size("data") * mesh.size("tensor")) == 0:
-                forms[axis] = f"S{dim}"
+                forms[axis] = Shard(dim)
         return Side(mesh, stage, forms)
 
     return shape, side(0), side(1)
@@ -76,7 +77,7 @@ def test_sends_are_shared_among_replicas() -> None:
     """Four ranks that hold the same send a quarter each."""
     mesh = Mesh((("pipeline", 2), ("data", 1), ("tensor", 4)))
     other = Mesh((("pipeline", 2), ("data", 4), ("tensor", 1)))
-    found = reshard((8, 6), Side(mesh, 0, {}), Side(other, 1, {"data": "S0"}))
+    found = reshard((8, 6), Side(mesh, 0, {}), Side(other, 1, {"data": Shard(0)}))
     assert sorted(p.sender for p in found.pieces) == [0, 1, 2, 3]
     assert all(p.box[0][1] - p.box[0][0] == 2 for p in found.pieces)
 

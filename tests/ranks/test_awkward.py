@@ -27,6 +27,7 @@ from weft.errors import Infeasible, LayoutError, ModelError  # noqa: E402
 from weft.model.deferred.fakes import tracing  # noqa: E402
 from weft.model.propagate import propagate  # noqa: E402
 from weft.plan.layout import Layout  # noqa: E402
+from weft.plan.placement import R, Shard  # noqa: E402
 from weft.plan.plan import Plan  # noqa: E402
 from weft.run.build import Source  # noqa: E402
 from weft.run.verify import verify_on_rank  # noqa: E402
@@ -350,9 +351,9 @@ def test_written_buffers_lie_whole_and_are_cut_anew_where_they_are_read_in_piece
     graph = subject.source.capture(subject.batch, subject.loss, len(make()[1]["x"])).graph
     (table,) = (v.value for v in graph.buffers)
     sharding = propagate(graph, {"tensor": 2}, prices=EAGER["free links"], sequence=True)
-    assert sharding.forms[table]["tensor"] == "R"
+    assert sharding.forms[table]["tensor"] is R
     reads = [needs["tensor"] for op in graph.operators for v, needs in zip(op.inputs, sharding.needs[op.name], strict=True) if v == table]
-    assert reads[0] == reads[-1] == "S1"  # before it is written and after
-    assert "R" in reads
+    assert reads[0] == reads[-1] == Shard(1)  # before it is written and after
+    assert R in reads
     with pytest.raises(LayoutError, match="the plan cuts table over tensor, but the model writes all of it in place"):
         propagate(graph, {"tensor": 2}, {"tensor": (("table", 0),)})

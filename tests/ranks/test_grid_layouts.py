@@ -23,6 +23,7 @@ from bench.verify_all import Subject  # noqa: E402
 from weft.errors import LayoutError  # noqa: E402
 from weft.model import propagate as propagate_module  # noqa: E402
 from weft.plan.layout import Layout  # noqa: E402
+from weft.plan.placement import is_shard  # noqa: E402
 from weft.plan.plan import Plan  # noqa: E402
 from weft.run import build  # noqa: E402
 from weft.run.build import Traced  # noqa: E402
@@ -89,7 +90,7 @@ def test_pieces_that_are_put_together_out_of_order_are_found(monkeypatch: pytest
     """A broken twin: depth cuts every piece once more, also those that are gathered along the other axis alone."""
 
     def anything(graph: Any, ops: Any, forms: Any, needs: Any, sizes: Any, under: Any) -> Any:
-        return {v: {int(f[1:]): sizes[a] for a, f in by.items() if f[0] == "S"} for v, by in forms.items()}, frozenset()
+        return {v: {f.dim: sizes[a] for a, f in by.items() if is_shard(f)} for v, by in forms.items()}, frozenset()
 
     monkeypatch.setattr(propagate_module, "nested", anything)
     subject = Subject("gpt-tiny", 8)

@@ -15,6 +15,7 @@ from weft.lower.kernels.randomness import Draw, Where, dropout
 from weft.lower.kernels.statistics import batch_norm
 from weft.lower.kernels.vocabulary import cross_entropy, embedding
 from weft.lower.redistribute import redistribute
+from weft.plan.placement import P, R
 from weft.world.world import World
 
 ROWS, CLASSES = 12, 12
@@ -38,7 +39,7 @@ def looked_up(world: World, padding: int) -> list[bool]:
     want = F.embedding(ids, table, padding if padding >= 0 else None)
     want.backward(seed)
     mine = piece_of(table.detach(), 0, world).requires_grad_()
-    got = redistribute(embedding(mine, ids, padding, ROWS, world.everyone), "P", "R", world.everyone)
+    got = redistribute(embedding(mine, ids, padding, ROWS, world.everyone), P, R, world.everyone)
     got.backward(seed)
     assert table.grad is not None
     return [equal(got, want), equal(mine.grad, piece_of(table.grad, 0, world))]
@@ -61,7 +62,7 @@ def classified(world: World, ignore: int, by: str) -> list[bool]:
     if by == "classes":
         got = cross_entropy(mine, target, ignore, CLASSES, None, group)
     else:
-        got = redistribute(cross_entropy(mine, piece_of(target, 0, world), ignore, CLASSES, group, None), "P", "R", group)
+        got = redistribute(cross_entropy(mine, piece_of(target, 0, world), ignore, CLASSES, group, None), P, R, group)
     got.backward()
     return [equal(got, want), equal(mine.grad, piece_of(logits.grad, dim, world))]
 
@@ -83,7 +84,7 @@ def classified_both(world: World) -> list[bool]:
     row, column = divmod(world.rank, 2)
     rows, classes = world.group([column, column + 2]), world.group([2 * row, 2 * row + 1])
     mine = logits.detach().chunk(2, 0)[row].chunk(2, 1)[column].clone().requires_grad_()
-    got = redistribute(cross_entropy(mine, target.chunk(2)[row], -100, CLASSES, rows, classes), "P", "R", rows)
+    got = redistribute(cross_entropy(mine, target.chunk(2)[row], -100, CLASSES, rows, classes), P, R, rows)
     got.backward()
     return [equal(got, want), equal(mine.grad, logits.grad.chunk(2, 0)[row].chunk(2, 1)[column])]
 

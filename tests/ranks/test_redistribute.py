@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from weft.lower.redistribute import redistribute
+from weft.plan.placement import D, P, R, Shard, is_shard
 from weft.world.launch import launch
 from weft.world.memory import accounts_of
 from weft.world.world import World
 
 PAIRS = (
-    ("P", "R"), ("R", "+"), ("P", "+"), ("R", "S0"), ("R", "S1"), ("+", "S0"), ("+", "S2"), ("S0", "R"), ("S2", "R"), ("S1", "+"),
-    ("P", "S0"), ("P", "S1"), ("S0", "S1"), ("S2", "S0"), ("S1", "S2"),
+    (P, R), (R, D), (P, D), (R, Shard(0)), (R, Shard(1)), (D, Shard(0)), (D, Shard(2)), (Shard(0), R), (Shard(2), R), (Shard(1), D),
+    (P, Shard(0)), (P, Shard(1)), (Shard(0), Shard(1)), (Shard(2), Shard(0)), (Shard(1), Shard(2)),
 )  # fmt: skip
 
 
@@ -36,16 +37,16 @@ def summand(x: Tensor, index: int, size: int, seed: int) -> Tensor:
 
 def held(x: Tensor, form: str, world: World) -> Tensor:
     """What this rank holds of a value in `form`."""
-    if form == "P":
+    if form is P:
         return summand(x, world.rank, world.num_ranks, 100)
-    return x.chunk(world.num_ranks, int(form[1:]))[world.rank].clone() if form[0] == "S" else x.clone()
+    return x.chunk(world.num_ranks, form.dim)[world.rank].clone() if is_shard(form) else x.clone()
 
 
 def gradient(c: Tensor, form: str, world: World) -> Tensor:
-    """What this rank's gradient of a value in `form` is: of a summand it is the whole, of "+" a summand."""
-    if form == "+":
+    """What this rank's gradient of a value in `form` is: of a summand it is the whole, of D a summand."""
+    if form is D:
         return summand(c, world.rank, world.num_ranks, 200)
-    return c.chunk(world.num_ranks, int(form[1:]))[world.rank] if form[0] == "S" else c
+    return c.chunk(world.num_ranks, form.dim)[world.rank] if is_shard(form) else c
 
 
 def moved(world: World, dtype: str) -> list[str]:
@@ -59,7 +60,7 @@ def moved(world: World, dtype: str) -> list[str]:
         out.backward(gradient(c, target, world))
         got = mine.grad
         assert got is not None
-        if source == "+":
+        if source is D:
             got = got.clone()
             world.everyone.all_reduce(got)
             want = c
@@ -70,14 +71,14 @@ def moved(world: World, dtype: str) -> list[str]:
         if not torch.equal(mine.detach(), held(x, source, world)):
             wrong.append(f"{source} -> {target} writes its input")
     numbers = torch.arange(6 * 6).view(6, 6)
-    whole = redistribute(numbers.chunk(world.num_ranks, 0)[world.rank], "S0", "R", world.everyone)
+    whole = redistribute(numbers.chunk(world.num_ranks, 0)[world.rank], Shard(0), R, world.everyone)
     if not torch.equal(whole, numbers):
         wrong.append("integers")
     # A broken twin: the wrong dual is found by this very comparison.
-    mine = held(x, "R", world).requires_grad_()
-    redistribute(mine, "R", "+", world.everyone).backward(gradient(c, "R", world))
+    mine = held(x, R, world).requires_grad_()
+    redistribute(mine, R, D, world.everyone).backward(gradient(c, R, world))
     assert mine.grad is not None
-    if torch.allclose(mine.grad, gradient(c, "R", world)):
+    if torch.allclose(mine.grad, gradient(c, R, world)):
         wrong.append("a wrong gradient is not found")
     return wrong
 

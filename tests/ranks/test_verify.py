@@ -26,6 +26,7 @@ from weft.lower import redistribute  # noqa: E402
 from weft.lower.kernels import statistics  # noqa: E402
 from weft.model.rules import Rule, rule_of  # noqa: E402
 from weft.plan.layout import Layout  # noqa: E402
+from weft.plan.placement import is_shard  # noqa: E402
 from weft.run.engine import Engine  # noqa: E402
 from weft.run.verify import Verification  # noqa: E402
 from weft.world.launch import launch  # noqa: E402
@@ -228,7 +229,7 @@ def _dropped(world: World, layout: str, model: Subject) -> dict[str, Any]:
     for name, p in engine.parameters.items():
         v = next(v for v in engine.parts.graph.parameters if v.name == name)
         for axis, form in engine.parts.sharding.forms[v.value].items():
-            if form[0] != "S":
+            if not is_shard(form):
                 group = world.group(engine.mesh.group(world.rank, axis))
                 high, low = p.detach().clone(), p.detach().clone()
                 group.all_reduce(high, op="max")

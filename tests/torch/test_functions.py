@@ -29,6 +29,7 @@ from weft.model.gradients import learned
 from weft.model.graph import Operator
 from weft.model.rules import Rule
 from weft.model.work import operator_flops, work
+from weft.plan.placement import Shard
 from weft.run.build import Source
 
 
@@ -275,7 +276,7 @@ def test_code_that_takes_another_way_at_a_size_is_not_cut_there() -> None:
 
     made = function_case(Small, real(12, 6))
     assert "x0.0" in cut(made), "pieces of 6 and 2 are the whole's"
-    for choice in (c for c in choices(made, 4) if c.needs == ("S0",)):
+    for choice in (c for c in choices(made, 4) if c.needs == (Shard(0),)):
         with pytest.raises(LayoutError, match=r"computes otherwise on pieces of \[3, 6\], as tensor=4 would have them"):
             difference(made, {"tensor": (4, choice)})
 
@@ -483,6 +484,6 @@ def test_pieces_on_which_the_code_fails_are_refused_as_a_layout() -> None:
             return x * torch.sigmoid(1.702 * x)
 
     made = function_case(Even, real(12, 6))
-    for choice in (c for c in choices(made, 4) if c.needs == ("S0",)):
+    for choice in (c for c in choices(made, 4) if c.needs == (Shard(0),)):
         with pytest.raises(LayoutError, match=r"computes otherwise on pieces of \[3, 6\]"):
             difference(made, {"tensor": (4, choice)})

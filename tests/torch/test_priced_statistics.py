@@ -10,6 +10,7 @@ from weft.cluster.cluster import Cluster
 from weft.cost.step import Pricer
 from weft.model.work import packet
 from weft.plan.layout import Layout
+from weft.plan.placement import Shard
 from weft.run.build import Source
 from weft.zoo.resolve import resolve
 
@@ -25,7 +26,7 @@ def test_only_ranks_that_divide_samples_pay_for_statistics(layout: str, exchange
     if sizes.tensor > 1:
         forms = pricer.sharding(sizes)
         assert forms is not None
-        norms = [i for i in norms if forms.forms[graph.operators[i].outputs[0]].get("tensor") == "S1"]
+        norms = [i for i in norms if forms.forms[graph.operators[i].outputs[0]].get("tensor") == Shard(1)]
     assert len(norms) >= 8
     _, _, forward, _ = pricer.operator_seconds(sizes)
     assert [bool(forward[i] > 0) for i in norms] == [exchanged] * len(norms)

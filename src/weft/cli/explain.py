@@ -16,7 +16,7 @@ from weft.units import format_seconds
 if TYPE_CHECKING:
     from weft.cli.setting import Setting, Variant
     from weft.plan.plan import Plan
-    from weft.report.placements import Placement
+    from weft.report.placements import Placed
 
 MOST_CANDIDATES = 8
 
@@ -60,7 +60,7 @@ def explain(
         said = _found(plan)
         out.text(said + "\n")
         others: list[Variant] = []
-        placed: tuple[Placement, ...] = ()
+        placed: tuple[Placed, ...] = ()
         if not brief:
             with out.working("pricing other choices"):
                 tries = neighbours(plan, setting.cluster.num_devices, runs=setting.cluster.runs_plans)

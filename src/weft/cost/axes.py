@@ -18,9 +18,9 @@ def group_of(layout: Layout, *axes: str) -> Group:
     [(4, 1), (2, 4), (2, 8)]
     """
     if "expert" in axes:
-        return Group(layout.expert, layout.tensor, layout.num_ranks)
+        return Group(layout.expert, layout.replica_ranks, layout.num_ranks)
     if "replicas" in axes:
-        return Group(layout.data // layout.expert, layout.tensor * layout.expert, layout.num_ranks)
+        return Group(layout.data // layout.expert, layout.replica_ranks * layout.expert, layout.num_ranks)
     size = stride = at = span = 1
     for axis, n in reversed(layout.axes):
         if axis in axes and n > 1:

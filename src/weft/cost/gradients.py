@@ -118,7 +118,7 @@ def summing_s(
             inside += Seconds(weights, again * weights + queue.seconds)
     tied = 0.0
     if sums.tied and layout.pipeline > 1:
-        ends = Group(2, layout.data * layout.tensor * (layout.pipeline - 1), layout.num_ranks)
+        ends = Group(2, layout.stage_ranks * (layout.pipeline - 1), layout.num_ranks)
         tied = pricer.collective("all_reduce", widths.gradient * sums.tied, ends)
     if not is_cpu:
         after += tied
@@ -171,7 +171,7 @@ def best_bucket_bytes(pricer: Pricer, layout: Layout, sites: Sequence[str] = ())
         each = [layout.microbatches * c.tensor.total + c.gradients_s for c in costs]
         return max(sum(each[s] for s in layout.stages_of(rank)) for rank in range(layout.pipeline)) if len(costs) > 1 else each[0]
 
-    if layout.data * layout.tensor == 1 or not pricer.overlap(layout):
+    if layout.stage_ranks == 1 or not pricer.overlap(layout):
         return 0
     shown = {size: seconds(size) for size in BUCKETS}
     best = min(BUCKETS, key=lambda size: shown[size])
@@ -184,7 +184,7 @@ def exchange_s(pricer: Pricer, layout: Layout, stage: int, sums: Sums, widths: W
     if len(holders) == 1:
         return 0.0
     away = (max(holders) - min(holders)) // (len(holders) - 1)
-    replicas = Group(len(holders), away * layout.data * layout.tensor, layout.num_ranks)
+    replicas = Group(len(holders), away * layout.stage_ranks, layout.num_ranks)
     return pricer.collective("all_reduce", widths.gradient * sums.number, replicas)
 
 

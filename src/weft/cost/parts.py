@@ -29,6 +29,7 @@ from weft.model.rules import rule_of
 from weft.model.sharding import Sharding
 from weft.model.stages import Cut
 from weft.model.work import num_steps, packet
+from weft.plan.placement import R, Shard, is_whole
 
 T = TypeVar("T", bound=Hashable)
 Seen = set[tuple[str, str]]  # storages that are counted already: (root, which copy of it in another dtype)
@@ -281,8 +282,8 @@ def _local(inventory: Inventory, sharding: Sharding | None, op: Operator, siblin
         share = rows / n
         for axis in tensor_axes(sharding):
             if sharding is not None and cut(sharding, op.name, axis):
-                form, ranks = sharding.forms[op.inputs[1]].get(axis, "R"), sharding.sizes[axis]
-                m, n, k = (m, n / ranks, k) if form == "S0" else (m, n, k / ranks) if form == "S1" else (m / ranks, n, k)
+                form, ranks = sharding.forms[op.inputs[1]].get(axis, R), sharding.sizes[axis]
+                m, n, k = (m, n / ranks, k) if form == Shard(0) else (m, n, k / ranks) if form == Shard(1) else (m / ranks, n, k)
     elif done.kind == "attention":
         query, key = (tensors[v].shape for v in op.inputs[:2])
         heads = float(np.prod(query[:-2])) / divide
@@ -325,12 +326,12 @@ def _inside(
     """Collectives that a cut operator's own kernel makes, which no `Move` shows."""
     assert sharding is not None
     name, out = packet(op), op.outputs[0]
-    whole = sharding.forms[out].get(axis, "R")[0] in "R+"
+    whole = is_whole(sharding.forms[out].get(axis, R))
     tensors = inventory.graph.tensors
     if name == "cross_entropy_loss" and whole:
         # Largest logit, sum and target's logit of every row.
         forward += [(i, moved("all_reduce", out, axis, 4.0 * tensors[op.inputs[1]].size, by_row=True))] * 3
-    elif name == "batch_norm" and sharding.forms[out].get(axis) != "S1" and len(op.args) > 5 and op.args[5] is True:
+    elif name == "batch_norm" and sharding.forms[out].get(axis) != Shard(1) and len(op.args) > 5 and op.args[5] is True:
         # In training, over samples or places; ranks that have channels of their own have the statistics of those.
         statistics = moved("all_reduce", out, axis, 8.0 * tensors[op.inputs[0]].shape[1])
         forward.append((i, statistics))

@@ -6,6 +6,7 @@ from math import prod
 
 from weft.model.graph import Operator
 from weft.model.sharding import Move, Sharding
+from weft.plan.placement import P, R, is_shard
 
 
 def cut(sharding: Sharding | None, op: str, axis: str) -> bool:
@@ -19,7 +20,7 @@ def tensor_axes(sharding: Sharding | None) -> list[str]:
 
 def shared_by_data(sharding: Sharding | None, value: str) -> bool:
     """Whether data replicas have a piece each of a value."""
-    return sharding is not None and value in sharding.forms and sharding.forms[value].get("data", "R")[0] == "S"
+    return sharding is not None and value in sharding.forms and is_shard(sharding.forms[value].get("data", R))
 
 
 def pieces(sharding: Sharding | None, value: str, but: str = "") -> int:
@@ -27,7 +28,7 @@ def pieces(sharding: Sharding | None, value: str, but: str = "") -> int:
     if sharding is None or value not in sharding.forms:
         return 1
     forms = sharding.forms[value]
-    return prod(sharding.sizes[axis] for axis in tensor_axes(sharding) if axis != but and forms.get(axis, "R")[0] == "S")
+    return prod(sharding.sizes[axis] for axis in tensor_axes(sharding) if axis != but and is_shard(forms.get(axis, R)))
 
 
 def pieces_moving(sharding: Sharding, op: Operator, move: Move) -> int:
@@ -38,9 +39,9 @@ def pieces_moving(sharding: Sharding, op: Operator, move: Move) -> int:
     ways = 1
     for axis in tensor_axes(sharding):
         if axis != move.axis:
-            before = (made[axis][0] != "P", order.index(axis)) < (move.source[0] != "P", order.index(move.axis))
+            before = (made[axis] is not P, order.index(axis)) < (move.source is not P, order.index(move.axis))
             form = (need[axis] if before else None) or made[axis]
-            ways *= sharding.sizes[axis] if form[0] == "S" else 1
+            ways *= sharding.sizes[axis] if is_shard(form) else 1
     return ways
 
 

@@ -16,6 +16,7 @@ from weft.cost.pieces import pieces, shared_by_data
 from weft.cost.runs import Amount
 from weft.model.graph import Operator
 from weft.model.sharding import Sharding
+from weft.plan.placement import Placement, R, is_cut, is_shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ class Places:
         """Pieces along the tensor axes into which an operator's operand is cut where the operator reads it."""
         ways = 1
         for axis, (_, need) in self._forms(op, at).items():
-            if self.sharding is not None and axis != "data" and need[0] == "S":
+            if self.sharding is not None and axis != "data" and is_shard(need):
                 ways *= self.sharding.sizes[axis]
         return ways
 
@@ -97,17 +98,17 @@ class Places:
 
     def _arriving(self, op: Operator, at: int, value: str) -> Stored:
         forms = self._forms(op, at)
-        moved = "".join(f" {axis}={need}" for axis, (made, need) in forms.items() if need != made and "S" in (need[0], made[0]))
+        moved = "".join(f" {axis}={need}" for axis, (made, need) in forms.items() if need != made and (is_cut(need) or is_cut(made)))
         if not moved or value in self.inventory.held or not self.inventory.is_cpu:
             return self.made[value]
         if self.inventory.works[op.name].kind == "convolution" and self.ways_read(op, at) > self._ways(value):
             return self.made[value]  # measured on grids: what a convolution reads a slice of stays whole
-        shared = forms.get("data", ("", "R"))[1][0] == "S"
+        shared = is_cut(forms.get("data", (R, R))[1])
         return replace(self.own(value, self.ways_read(op, at)), root=f"{value}{moved}", shared=shared)
 
-    def _forms(self, op: Operator, at: int) -> dict[str, tuple[str, str]]:
+    def _forms(self, op: Operator, at: int) -> dict[str, tuple[Placement, Placement]]:
         """By axis: the form in which an operand is made, and that in which it is read."""
         if self.sharding is None or not self._axes:
             return {}
         made, need = self.sharding.forms[op.inputs[at]], self.sharding.needs[op.name][at]
-        return {axis: (made.get(axis, "R"), need.get(axis) or made.get(axis, "R")) for axis in self._axes}
+        return {axis: (made.get(axis, R), need.get(axis) or made.get(axis, R)) for axis in self._axes}

@@ -180,7 +180,7 @@ class Pricer:
     def _cut(self, layout: Layout) -> Cutting:
         """What of a layout decides the sharding; of layouts that are cut alike that of the first."""
         sizes = tuple((axis, n) for axis, n in placed_sizes(layout, self.graph.batch_size).items() if n > 1)
-        each = about(-(-(self.placed_for or self.batch_size) // (layout.data * layout.microbatches))) if layout.tensor > 1 else FEW
+        each = about(-(-(self.placed_for or self.batch_size) // (layout.data * layout.microbatches))) if layout.replica_ranks > 1 else FEW
         asked = sizes, layout.sequence_parallel == "on", layout.sample_parallel == "on", each
         if asked not in self._same:
             found = placed(self.graph, self.cluster, layout, each, self.shards) if sizes else None
@@ -517,8 +517,8 @@ class Pricer:
     def transfer_s(self, layout: Layout, size_bytes: float) -> float:
         """Seconds to hand one microbatch's `size_bytes` to the next stage, every replica its part; on GPUs every tensor rank a part
         of that (Narayanan et al. 2021, section 4.1)."""
-        stride = layout.data * layout.tensor
-        parts = layout.data * (1 if self.cluster.is_cpu else layout.tensor)
+        stride = layout.stage_ranks
+        parts = layout.data * (1 if self.cluster.is_cpu else layout.replica_ranks)
         return send_s(self.cluster, size_bytes / parts, stride, stride)
 
     def predict(

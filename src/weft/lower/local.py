@@ -31,12 +31,13 @@ from weft.model.graph import Arg, Function, Graph, Operator, Ref, Word, statisti
 from weft.model.pointwise import is_product, read_shapes
 from weft.model.propagate import writes_buffer, written_buffers
 from weft.model.rules import Rule, rule_of
-from weft.model.sharding import Form, Sharding, move_collectives
+from weft.model.sharding import Sharding, move_collectives
 from weft.model.stages import Stage, draws
+from weft.plan.placement import D, P, Placement, R, Shard, is_shard
 from weft.world.attention import scaled_dot_product_attention
 from weft.world.world import Group
 
-Variant = tuple[Form, ...]  # a value's form along every axis, in the order of `Lowering.axes`
+Variant = tuple[Placement, ...]  # a value's form along every axis, in the order of `Lowering.axes`
 _RESHAPES = {"view", "reshape", "_unsafe_view", "unflatten", "flatten", "view_as", "reshape_as", "squeeze", "unsqueeze"}
 _LAYER = re.compile(r"^(?:[^/]*?\.)?\d+(?=\.|/|$)")
 _SPARSE = {"embedding": 4, "embedding_bag": 5}  # where an operator is told that its gradient be sparse
@@ -55,7 +56,7 @@ class LocalStage:
     received: tuple[str, ...]
     sent: tuple[str, ...]
     results: tuple[str, ...]
-    forms: Mapping[str, Mapping[str, Form]]
+    forms: Mapping[str, Mapping[str, Placement]]
 
 
 @dataclass(frozen=True)
@@ -82,21 +83,21 @@ class Lowering:
     def axes(self) -> tuple[str, ...]:
         return tuple(self.sharding.sizes)
 
-    def variant(self, forms: Mapping[str, Form]) -> Variant:
+    def variant(self, forms: Mapping[str, Placement]) -> Variant:
         return tuple(forms[axis] for axis in self.axes)
 
     def crossing(self, value: str) -> Variant:
         """The form in which a value crosses to another stage: as it is made, summands summed."""
-        return tuple("R" if form == "P" else form for form in self.variant(self.sharding.forms[value]))
+        return tuple(R if form is P else form for form in self.variant(self.sharding.forms[value]))
 
     def arriving(self, value: str) -> Variant:
         """The form in which a value comes from another stage."""
         crossing = self.crossing(value)
-        return tuple("R" if form == "+" else form for form in crossing) if value in self.apart else crossing
+        return tuple(R if form is D else form for form in crossing) if value in self.apart else crossing
 
     def handed_out(self, value: str) -> Variant:
         """The form in which the user's own code gets an output: this rank's samples, and of those everything."""
-        return tuple(f"S{self.rows[value]}" if axis == "data" and value in self.rows else "R" for axis in self.axes)
+        return tuple(Shard(self.rows[value]) if axis == "data" and value in self.rows else R for axis in self.axes)
 
 
 def lower(stage: Stage, lowering: Lowering) -> LocalStage:
@@ -121,7 +122,7 @@ class _Builder:
 
     def build(self) -> LocalStage:
         low, stage = self.low, self.stage
-        forms: dict[str, Mapping[str, Form]] = {}
+        forms: dict[str, Mapping[str, Placement]] = {}
         for value in stage.variables:
             self.env[value] = {low.variant(low.sharding.forms[value]): self.fx.placeholder(_identifier(value))}
             forms[value] = low.sharding.forms[value]
@@ -159,7 +160,7 @@ class _Builder:
         node.meta["part"], node.meta["layer"] = self.part, self.layer
         return node
 
-    def get(self, value: str, want: tuple[Form | None, ...]) -> fx.Node:
+    def get(self, value: str, want: tuple[Placement | None, ...]) -> fx.Node:
         """The node of `value` in form `want` (None: any), moving it where no earlier move did."""
         have = self.env[value]
         for variant, node in have.items():
@@ -168,7 +169,7 @@ class _Builder:
         source = min(have, key=lambda variant: self._moves(variant, want))
         node, at = have[source], list(source)
         # Summands are summed before anything else, so that later moves carry whole tensors.
-        order = sorted(range(len(at)), key=lambda i: at[i][0] != "P")
+        order = sorted(range(len(at)), key=lambda i: at[i] is not P)
         for i in order:
             target = want[i]
             if target is None or target == at[i]:
@@ -179,17 +180,17 @@ class _Builder:
             have[tuple(at)] = node
         return node
 
-    def _move(self, node: fx.Node, axis: str, source: Form, target: Form) -> fx.Node:
+    def _move(self, node: fx.Node, axis: str, source: Placement, target: Placement) -> fx.Node:
         # Groups are bound, since generated code can only name numbers and text.
         return self._node(_bind(redistribute, source=source, target=target, group=self.low.groups[axis]), (node,))
 
-    def _moves(self, variant: Variant, want: tuple[Form | None, ...]) -> tuple[int, int]:
+    def _moves(self, variant: Variant, want: tuple[Placement | None, ...]) -> tuple[int, int]:
         """(collectives, moves) from one variant to another: fewest first."""
         collectives = moves = 0
         for a, b in zip(variant, want, strict=True):
             if b is None or a == b:
                 continue
-            if (a, b) == ("+", "R"):
+            if (a, b) == (D, R):
                 return 1000, 0
             forward, backward = move_collectives(a, b)
             collectives += (forward not in ("", "slice")) + (backward not in ("", "slice", "pad"))
@@ -221,7 +222,7 @@ class _Builder:
     def _function(self, op: Operator, captured: Function, cut: dict[str, str], tensors: list[Any]) -> fx.Node:
         """A function with a backward of the user's own, which is first tried on pieces as large as this rank's."""
         low, rows = self.low, self.low.sharding.needs[op.name]
-        places = {axis: {i: int(form[1:]) for i, row in enumerate(rows) if (form := row[axis] or "")[:1] == "S"} for axis in cut}
+        places = {axis: {i: form.dim for i, row in enumerate(rows) if is_shard(form := row[axis])} for axis in cut}
         cuts = [(axis, low.sharding.sizes[axis], places[axis]) for axis in cut]
         specs = tuple(self.tensors[v] for v in op.inputs)
         key = (captured, specs, str(cuts))
@@ -363,10 +364,10 @@ class _Builder:
             partial_sum = self._emit(op, operator_of(op.target), args, kwargs)
             made = low.sharding.forms[op.outputs[0]]
             for axis in self._contracted(op, cut):
-                if made[axis] == "P":  # summed later, with the rest: every rank adds its share of the bias
+                if made[axis] is P:  # summed later, with the rest: every rank adds its share of the bias
                     bias = self._node(torch.ops.aten.div.Tensor, (bias, low.sharding.sizes[axis]))
                 else:
-                    partial_sum = self._move(partial_sum, axis, "P", "R")
+                    partial_sum = self._move(partial_sum, axis, P, R)
             shape = [-1] + [1] * (len(self.tensors[op.outputs[0]].shape) - 2) if name.startswith("conv") else [-1]
             bias = self._node(torch.ops.aten.reshape.default, (bias, shape)) if len(shape) > 1 else bias
             return self._node(_add_bias, (partial_sum, bias))

@@ -1,7 +1,8 @@
-"""Redistributions: a collective forward and its dual backward, as autograd functions.
+"""Redistributions: a local tensor, brought to lie otherwise along one mesh axis; differentiable.
 
-In: a local tensor and the group of one mesh axis. Out: the local tensor in another form (see `model/propagate.py` for the forms).
-So the backward communication is right by construction, whatever the model does in between.
+In: a tensor of one rank, two placements and the group of the axis. Out: the tensor in the second placement. One autograd function serves
+all rows of the table of transitions: its backward is the row between the duals (`plan/transition.py`), so that communication in backward is
+right by construction, whatever the model does in between.
 """
 
 from __future__ import annotations
@@ -11,43 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.plan.placement import piece
+from weft.plan.placement import Deferred, Halo, HaloPartial, Partial, Placement, Range, Replicate, Shard, dual, piece, pieces
+from weft.plan.transition import transition
 from weft.world.world import Group
-
-
-def _slice(x: Tensor, dim: int, group: Group) -> Tensor:
-    start, length = piece(x.shape[dim], group.size, group.index)
-    return x.narrow(dim, start, length)
-
-
-def _all_reduced(x: Tensor, group: Group) -> Tensor:
-    out = x.clone(memory_format=torch.contiguous_format)
-    group.all_reduce(out)
-    return out
-
-
-class _Summed(torch.autograd.Function):
-    """P -> R: all-reduce forward, nothing backward. Megatron's g."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        return _all_reduced(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
-class _Divided(torch.autograd.Function):
-    """R -> P: this rank's equal share forward, nothing backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        return x / group.size
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
 
 
 class _Counted(torch.autograd.Function):
@@ -68,143 +35,98 @@ def counted(x: Tensor, share: float) -> Tensor:
     return _Counted.apply(x, share) if x.is_floating_point() else x  # type: ignore[no-untyped-call]
 
 
-class _Shared(torch.autograd.Function):
-    """R -> +: nothing forward, all-reduce backward. Megatron's f."""
+class _Redistributed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, source: Placement, target: Placement, group: Group, length: int | None) -> Tensor:
+        ctx.way, ctx.group = (dual(target), dual(source)), group
+        cut = target.dim if isinstance(target, Shard | Halo) else 0
+        ctx.length = x.shape[cut] if isinstance(target, Shard) and x.dim() else length
+        return moved(x, source, target, group, length)
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _all_reduced(grad, ctx.group), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        source, target = ctx.way
+        return moved(grad, source, target, ctx.group, ctx.length), None, None, None, None
 
 
-class _SummedShared(torch.autograd.Function):
-    """P -> +: all-reduce both ways."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return _all_reduced(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _all_reduced(grad, ctx.group), None
-
-
-class _Sliced(torch.autograd.Function):
-    """R -> S: this rank's piece forward, all-gather backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return _slice(x, dim, group).contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.group.all_gather(grad.contiguous(), ctx.dim), None, None
-
-
-class _SlicedPadded(torch.autograd.Function):
-    """+ -> S: this rank's piece forward; backward it is this rank's summand, zero elsewhere."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
-        ctx.group, ctx.dim, ctx.shape = group, dim, x.shape
-        return _slice(x, dim, group).contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        out = grad.new_zeros(ctx.shape)
-        _slice(out, ctx.dim, ctx.group).copy_(grad)
-        return out, None, None
+def moved(x: Tensor, source: Placement, target: Placement, group: Group, length: int | None) -> Tensor:
+    """One row of the table, forward only. `length`: of the dimension that `source` cuts, whole (default: pieces are equal)."""
+    match transition(source, target).collective, source, target:
+        case "", Replicate() | Deferred(), Partial():
+            return x / group.size
+        case "", _, _:
+            return x.view_as(x)
+        case "all_reduce", HaloPartial(), _:
+            return _summed(_among_zeros(x, source.dim, source.size, source.windows[group.index]), group)
+        case "all_reduce", _, _:
+            return _summed(x, group)
+        case "slice", _, Shard(dim):
+            return x.narrow(dim, *piece(x.shape[dim], group.size, group.index)).contiguous()
+        case "slice", _, Halo(dim, _, windows):
+            start, stop = windows[group.index]
+            return x.narrow(dim, start, stop - start).contiguous()
+        case "all_gather", Shard(dim), _:
+            return group.all_gather(x.contiguous(), dim, length)
+        case "reduce_scatter", _, Shard(dim):
+            return group.reduce_scatter(x, dim)
+        case "pad", HaloPartial(dim, size, windows), _:
+            return _among_zeros(x, dim, size, windows[group.index])
+        case "pad", Shard(dim), _:
+            whole = length if length is not None else x.shape[dim] * group.size
+            start, size = piece(whole, group.size, group.index)
+            return _among_zeros(x, dim, whole, (start, start + size))
+        case "all_to_all", Shard(dim), Shard(other):
+            return group.all_to_all(x, split_dim=other, concat_dim=dim, concat_length=length)
+        case "halo_exchange", Shard(dim), Halo(_, size, windows):
+            return _fetched(x, dim, pieces(size, group.size), windows, group)
+        case "halo_add", HaloPartial(dim, size, windows), _:
+            return _fetched(x, dim, windows, pieces(size, group.size), group)
+    raise AssertionError(f"no redistribution from {source} to {target}")
 
 
-class _Gathered(torch.autograd.Function):
-    """S -> R: all-gather forward, this rank's piece backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return group.all_gather(x.contiguous(), dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _slice(grad, ctx.dim, ctx.group).contiguous(), None, None
+def _summed(x: Tensor, group: Group) -> Tensor:
+    out = x.clone(memory_format=torch.contiguous_format)
+    group.all_reduce(out)
+    return out
 
 
-class _GatheredShared(torch.autograd.Function):
-    """S -> +: all-gather forward, reduce-scatter backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return group.all_gather(x.contiguous(), dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.group.reduce_scatter(grad, ctx.dim), None, None
+def _among_zeros(x: Tensor, dim: int, size: int, window: Range) -> Tensor:
+    """What is a window of a dimension of `size`, zero elsewhere."""
+    out = x.new_zeros((*x.shape[:dim], size, *x.shape[dim + 1 :]))
+    out.narrow(dim, window[0], window[1] - window[0]).copy_(x)
+    return out
 
 
-class _Scattered(torch.autograd.Function):
-    """P -> S: reduce-scatter forward, all-gather backward."""
+def _fetched(x: Tensor, dim: int, held: tuple[Range, ...], wanted: tuple[Range, ...], group: Group) -> Tensor:
+    """The sum, over ranks, of what they hold (`held`, by rank) of the entries of `dim` that this rank wants."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return group.reduce_scatter(x, dim)
+    def overlap(a: Range, b: Range) -> Range:
+        start = max(a[0], b[0])
+        return start, max(start, min(a[1], b[1]))
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.group.all_gather(grad.contiguous(), ctx.dim), None, None
-
-
-class _Exchanged(torch.autograd.Function):
-    """S(a) -> S(b): all-to-all both ways."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, source: int, target: int) -> Tensor:
-        ctx.group, ctx.source, ctx.target = group, source, target
-        return group.all_to_all(x, split_dim=target, concat_dim=source)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.group.all_to_all(grad, split_dim=ctx.source, concat_dim=ctx.target), None, None, None
+    mine, want = held[group.index], wanted[group.index]
+    sent, shapes = [], []
+    for rank in range(group.size):
+        start, stop = (0, 0) if rank == group.index else overlap(mine, wanted[rank])
+        sent.append(x.narrow(dim, min(max(start - mine[0], 0), x.shape[dim]), stop - start))
+        start, stop = (0, 0) if rank == group.index else overlap(held[rank], want)
+        shapes.append([*x.shape[:dim], stop - start, *x.shape[dim + 1 :]])
+    arrived = group.exchange(sent, shapes)
+    out = x.new_zeros((*x.shape[:dim], want[1] - want[0], *x.shape[dim + 1 :]))
+    for rank, part in enumerate(arrived):
+        start, stop = overlap(held[rank], want)
+        if stop > start:
+            here = x.narrow(dim, start - mine[0], stop - start) if rank == group.index else part
+            out.narrow(dim, start - want[0], stop - start).add_(here)  # in the order of ranks, so that replicas agree to the bit
+    return out
 
 
-def redistribute(x: Tensor, source: str, target: str, group: Group) -> Tensor:
-    """The same tensor in form `target`, from form `source`, over `group`; differentiable.
+def redistribute(x: Tensor, source: Placement, target: Placement, group: Group, length: int | None = None) -> Tensor:
+    """`x`, which lies as `source` over `group`, as `target`. `length`: of the dimension that `source` cuts, whole (default: equal pieces).
 
     Integers and other tensors without a gradient take the same path forward.
     """
     if x.is_complex():  # gloo carries no complex numbers, but pairs of real ones
-        pairs = redistribute(torch.view_as_real(x.resolve_conj()), source, target, group)
+        pairs = redistribute(torch.view_as_real(x.resolve_conj()), source, target, group, length)
         return torch.view_as_complex(pairs.contiguous())
-    a, b = source[0], target[0]
-    dim = int(target[1:]) if b == "S" else int(source[1:]) if a == "S" else 0
-    match a + b:
-        case "PR":
-            return _Summed.apply(x, group)  # type: ignore[no-any-return,no-untyped-call]
-        case "R+":
-            return _Shared.apply(x, group)  # type: ignore[no-any-return,no-untyped-call]
-        case "P+":
-            return _SummedShared.apply(x, group)  # type: ignore[no-any-return,no-untyped-call]
-        case "RP":
-            return _Divided.apply(x, group)  # type: ignore[no-any-return,no-untyped-call]
-        case "+P":
-            return x / group.size
-        case "RS":
-            return _Sliced.apply(x, group, dim)  # type: ignore[no-any-return,no-untyped-call]
-        case "+S":
-            return _SlicedPadded.apply(x, group, dim)  # type: ignore[no-any-return,no-untyped-call]
-        case "SR":
-            return _Gathered.apply(x, group, dim)  # type: ignore[no-any-return,no-untyped-call]
-        case "S+":
-            return _GatheredShared.apply(x, group, dim)  # type: ignore[no-any-return,no-untyped-call]
-        case "PS":
-            return _Scattered.apply(x, group, dim)  # type: ignore[no-any-return,no-untyped-call]
-        case "SS":
-            return _Exchanged.apply(x, group, int(source[1:]), int(target[1:]))  # type: ignore[no-any-return,no-untyped-call]
-    raise AssertionError(f"no redistribution from {source} to {target}")
+    return _Redistributed.apply(x, source, target, group, length)  # type: ignore[no-any-return,no-untyped-call]

@@ -20,6 +20,7 @@ from weft.model.graph import Arg, Graph, Operator, Ref, Variable
 from weft.model.propagate import propagate as propagate_whole
 from weft.model.repeats import alike
 from weft.model.sharding import Move, Prices, Sharding, Shards
+from weft.plan.placement import is_shard
 
 LEAST = 5  # copies of a layer that are worth folding
 MOST_PERIOD = 2000  # operators of one layer
@@ -100,7 +101,7 @@ class Fold:
             gradients,
             tuple(sorted(found, key=lambda move: list(sharding.sizes).index(move.axis))),
             tuple(op.site for op in self.whole.operators if self._small_operator[self.operator[op.name]].site in replicated),
-            {a: tuple((v.name, int(forms[v.value][a][1:])) for v in placed if forms[v.value][a][0] == "S") for a in sharding.shards},
+            {a: tuple((v.name, form.dim) for v in placed if is_shard(form := forms[v.value][a])) for a in sharding.shards},
         )
 
     @cached_property

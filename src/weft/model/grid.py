@@ -11,15 +11,16 @@ from collections.abc import Collection, Mapping, Sequence
 
 from weft.errors import LayoutError
 from weft.model.graph import Graph, Variable
-from weft.model.sharding import Form
+from weft.plan.axis import axis_of
 from weft.plan.grid import NESTED
+from weft.plan.placement import Placement, Shard, is_shard
 
 
 def nested(
     graph: Graph,
     ops: Mapping[str, Mapping[str, str]],
-    forms: Mapping[str, Mapping[str, Form]],
-    needs: Mapping[str, Sequence[Mapping[str, Form | None]]],
+    forms: Mapping[str, Mapping[str, Placement]],
+    needs: Mapping[str, Sequence[Mapping[str, Placement | None]]],
     sizes: Mapping[str, int],
     under: Collection[str],
 ) -> tuple[dict[str, dict[int, int]], frozenset[tuple[str, str]]]:
@@ -29,7 +30,7 @@ def nested(
     A value must lie in the same pieces of another axis in whatever form it is made or read. Outputs are handed out whole, and kernels
     that talk do so along one axis.
     """
-    lies: dict[str, dict[str, set[Form]]] = {
+    lies: dict[str, dict[str, set[Placement]]] = {
         value: {axis: {form} for axis, form in by_axis.items() if axis in under} for value, by_axis in forms.items()
     }
     kernels = set()
@@ -46,14 +47,14 @@ def nested(
     for value, by in lies.items():
         for axis, those in by.items():
             (form, *others) = those
-            if form[0] == "S" and not others and value not in whole:
-                found.setdefault(value, {})[int(form[1:])] = sizes[axis]
+            if is_shard(form) and not others and value not in whole:
+                found.setdefault(value, {})[form.dim] = sizes[axis]
     return found, frozenset(kernels)
 
 
 def kept_for(
     later: Sequence[str], given: Mapping[str, Mapping[str, int] | None], fixed: Mapping[str, int]
-) -> tuple[dict[str, set[int]], dict[str, Form]]:
+) -> tuple[dict[str, set[int]], dict[str, Placement]]:
     """What an axis leaves to `later` ones, of variables whose cuts a plan gives: dimensions that it must not cut, and forms that it must
     read them in, since the last axis cuts those pieces once more. `fixed`: its own cuts.
 
@@ -61,11 +62,11 @@ def kept_for(
     ({'w': {1}}, {'w': 'S0'})
     """
     reserved: dict[str, set[int]] = {}
-    pinned: dict[str, Form] = {}
+    pinned: dict[str, Placement] = {}
     for axis in later:
         for value, dim in (given.get(axis) or {}).items():
-            if axis == NESTED and fixed.get(value) == dim:
-                pinned[value] = f"S{dim}"
+            if axis_of(axis).again and fixed.get(value) == dim:
+                pinned[value] = Shard(dim)
             elif fixed.get(value) != dim:
                 reserved.setdefault(value, set()).add(dim)
     return reserved, pinned

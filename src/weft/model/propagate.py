@@ -5,8 +5,8 @@ searched. Out: `Sharding`: for every operator the label that is cut, for every v
 is needed in.
 
 A value's forms are `model/sharding.py`'s. A consumer that is cut on a label which an input lacks computes only its share of that
-input's gradient: it needs "+". Getting "+" from "R" costs nothing forward and an all-reduce backward (Megatron's f); "P" to "R" is
-its dual (g). A parameter that is needed as "+" everywhere needs no operator at all: its gradient is summed once a step.
+input's gradient: it needs D. Getting D from R costs nothing forward and an all-reduce backward (Megatron's f); P to R is
+its dual (g). A parameter that is needed as D everywhere needs no operator at all: its gradient is summed once a step.
 
 The search is a frontier dynamic programme: operators in order, states are the forms of the values still needed, the
 `beam` cheapest distinct states are kept. It is exact while the frontier has at most `beam` distinct states.
@@ -35,9 +35,11 @@ from weft.model.grid import kept_for, nested, twice_cut
 from weft.model.labels import meanings
 from weft.model.rules import Rule
 from weft.model.rules.linear import leaves_summands, passes, passing
-from weft.model.sharding import Form, Move, Prices, Sharding, Shards, collective_s, move_collectives
+from weft.model.sharding import Move, Prices, Sharding, Shards, collective_s, move_collectives
 from weft.model.work import batched, differentiable, operator_bytes, operator_flops
 from weft.plan.grid import NESTED
+from weft.plan.placement import D, P, Placement, R, Shard, is_shard
+from weft.plan.transition import allowed
 
 GATHERED = 1 + 1 / 16  # what putting pieces together weighs where another axis of a grid is still to cut: more than what else is as cheap
 _BIASED = {"linear": 2, "conv1d": 2, "conv2d": 2, "conv3d": 2, "bilinear": 3}  # position of a bias, added once, after the sum
@@ -46,14 +48,14 @@ _BIASED = {"linear": 2, "conv1d": 2, "conv2d": 2, "conv3d": 2, "bilinear": 3}  #
 @dataclass(frozen=True, slots=True)
 class _Choice:
     label: str
-    needs: tuple[Form | None, ...]
-    makes: tuple[Form, ...]
+    needs: tuple[Placement | None, ...]
+    makes: tuple[Placement, ...]
     cost_s: float
 
     @property
     def word(self) -> str:
         """What a plan calls it: the label, with `+` where summands are left."""
-        return self.label + "+" * ("P" in self.makes)
+        return self.label + "+" * (P in self.makes)
 
 
 class _Decided(NamedTuple):
@@ -62,7 +64,7 @@ class _Decided(NamedTuple):
     before: _Decided | None
     op: str
     choice: _Choice
-    stored: dict[str, Form]  # parameters and buffers that were met here, as they lie
+    stored: dict[str, Placement]  # parameters and buffers that were met here, as they lie
 
 
 class _Axis:
@@ -82,7 +84,7 @@ class _Axis:
         inside: Mapping[str, Mapping[int, int]] | None = None,
         kernels: frozenset[tuple[str, str]] = frozenset(),
         more: bool = False,
-        pinned: Mapping[str, Form] | None = None,
+        pinned: Mapping[str, Placement] | None = None,
         samples: bool = False,
         replicas: int = 1,
     ):
@@ -106,7 +108,7 @@ class _Axis:
         self.sequence, self.samples = sequence, samples
         self.spreads = sequence or samples  # whether summands may be scattered to what lies between the products
         self.labels = labels or {}  # site -> the choice that is given, in its word
-        self._moves: dict[tuple[str, Form, Form], float] = {}
+        self._moves: dict[tuple[str, Placement, Placement], float] = {}
         self.meanings = None if axis == "data" else meanings(graph, self.rules)
         if axis == "data":
             # Every operator that can follow the samples does, whatever its latency: that is what the axis is for.
@@ -156,10 +158,10 @@ class _Axis:
     def choices(self, op: Operator) -> list[_Choice]:
         rule = self.rules[op.name]
         seconds = self.compute_s(op)
-        whole: list[Form | None] = ["R"] * len(op.inputs)
+        whole: list[Placement | None] = [R] * len(op.inputs)
         if rule is not None:
-            whole = [None if labels is None else "R" for labels in rule.inputs]
-        found = [_Choice("", tuple(whole), ("R",) * len(op.outputs), seconds)]
+            whole = [None if labels is None else R for labels in rule.inputs]
+        found = [_Choice("", tuple(whole), (R,) * len(op.outputs), seconds)]
         said = self.labels.get(op.site)
         if rule is None or writes_buffer(op, self.placed):
             return self._said(op, said, found)
@@ -176,7 +178,7 @@ class _Axis:
             needed = [self.pinned.get(value) for value in op.inputs]
             found = [c for c in found if all(p is None or need in (None, p) for p, need in zip(needed, c.needs, strict=True))] or found
         if self.axis == "data" and all(self.graph.tensors[v].can_learn for v in op.outputs):
-            found += [_Choice("", needs, ("P",) * len(op.outputs), seconds) for needs in passing(op, self.grads)]
+            found += [_Choice("", needs, (P,) * len(op.outputs), seconds) for needs in passing(op, self.grads)]
         return self._said(op, said, found)
 
     def _said(self, op: Operator, said: str | None, choices: list[_Choice]) -> list[_Choice]:
@@ -188,19 +190,19 @@ class _Axis:
             raise LayoutError(f"the plan cuts {said!r} of {op.site} over {self.axis}={self.n}, but what can be cut is {possible}")
         return given
 
-    def worth(self, op: Operator, choice: _Choice, held: Mapping[str, tuple[Form, ...]]) -> bool:
+    def worth(self, op: Operator, choice: _Choice, held: Mapping[str, tuple[Placement, ...]]) -> bool:
         """Whether a cut follows from something: an input that is cut there already, or (not over data) work that a cut saves.
 
         Cuts of cheap operators out of the blue are legal, and crowd out the states that matter.
         """
-        if "P" in choice.needs:  # what is a summand, and beside it at most what every rank has whole
-            return passes(choice.needs, [held.get(value) or self.start(value) or ("R",) for value in op.inputs])
+        if P in choice.needs:  # what is a summand, and beside it at most what every rank has whole
+            return passes(choice.needs, [held.get(value) or self.start(value) or (R,) for value in op.inputs])
         if not choice.label or op.site in self.labels:
             return True
         for value, need in zip(op.inputs, choice.needs, strict=True):
-            if need is not None and need[0] == "S":
+            if is_shard(need):
                 have = held.get(value) or self.start(value) or ()
-                if need in have or (self.spreads and "P" in have):
+                if need in have or (self.spreads and P in have):
                     return True
                 if self.axis != "data" and value in self.weights and not have:
                     return True
@@ -211,27 +213,27 @@ class _Axis:
         kernel = rule.kernels.get(label)
         if (op.name, label) in self.kernels:
             return None
-        makes: list[Form] = []
+        makes: list[Placement] = []
         for value, labels in zip(op.outputs, rule.outputs, strict=True):
             if label in labels:
                 dim = labels.index(label)
                 if not self.cuttable(value, dim):
                     return None
-                makes.append(f"S{dim}")
+                makes.append(Shard(dim))
             elif kernel == "vocabulary":
-                makes.append("P" if name == "embedding" else "R")
+                makes.append(P if name == "embedding" else R)
             elif kernel in ("extreme", "apart"):
-                makes.append("R")
+                makes.append(R)
             elif kernel in ("average", "statistics", "summands") or leaves_summands(name):
-                makes.append("P")
+                makes.append(P)
             else:
                 return None
-        contracted = any(form == "P" for form in makes) and kernel is None
+        contracted = any(form is P for form in makes) and kernel is None
         bias = op.args[_BIASED[name]] if contracted and name in _BIASED and len(op.args) > _BIASED[name] else None
         if isinstance(bias, Ref) and summed:
-            makes = ["R"] * len(makes)  # the kernel reduces before it adds the bias
+            makes = [R] * len(makes)  # the kernel reduces before it adds the bias
             seconds += collective_s("all_reduce", self._bytes(op.outputs[0]), self.n, self.prices)
-        needs: list[Form | None] = []
+        needs: list[Placement | None] = []
         for value, row in zip(op.inputs, rule.inputs, strict=True):
             if row is None:
                 needs.append(None)
@@ -239,11 +241,11 @@ class _Axis:
                 dim = row.index(label)
                 if not self.cuttable(value, dim):
                     return None
-                needs.append(f"S{dim}")
+                needs.append(Shard(dim))
             elif isinstance(bias, Ref) and summed and value == bias.value:
-                needs.append("R")
+                needs.append(R)
             else:
-                needs.append("+" if value in self.grads else "R")
+                needs.append(D if value in self.grads else R)
         if name == "batch_norm":
             # Running statistics are written where they are stored, so they cannot be moved first.
             for value, need in zip(op.inputs, needs, strict=True):
@@ -252,7 +254,7 @@ class _Axis:
                     value in self.placed
                     and value not in self.grads
                     and self.fixed is not None
-                    and need != ("R" if stored is None else f"S{stored}")
+                    and need != (R if stored is None else Shard(stored))
                 ):
                     return None
         if kernel == "extreme":
@@ -265,14 +267,14 @@ class _Axis:
         size = self.graph.tensors[value].size_bytes
         return float(size) if value in self.placed else self.share(size, value)
 
-    def move_s(self, value: str, source: Form, target: Form) -> float:
+    def move_s(self, value: str, source: Placement, target: Placement) -> float:
         """Seconds of a redistribution, forward and (where training asks for the value's gradient) backward; each question once."""
         key = (value, source, target)
         if key not in self._moves:
             self._moves[key] = self._move_s(value, source, target)
         return self._moves[key]
 
-    def _move_s(self, value: str, source: Form, target: Form) -> float:
+    def _move_s(self, value: str, source: Placement, target: Placement) -> float:
         if source == target:
             return 0.0
         if self._barred(value, source, target):
@@ -283,18 +285,18 @@ class _Axis:
         if value in self.asked:
             cost += collective_s(backward, size, self.n, self.prices)
         # What lies in pieces here and whole there leaves the dimension to no later axis; sums, which move as many bytes, do.
-        return cost * GATHERED if self.more and source[0] == "S" and target[0] != "S" else cost
+        return cost * GATHERED if self.more and is_shard(source) and not is_shard(target) else cost
 
-    def _barred(self, value: str, source: Form, target: Form) -> bool:
-        lost = (source, target) == ("+", "R") or (source[0], target) == ("S", "P") or value in self.still
-        return lost or (target[0] == "S" and not self.cuttable(value, int(target[1:])))
+    def _barred(self, value: str, source: Placement, target: Placement) -> bool:
+        lost = not allowed(source, target) or value in self.still
+        return lost or (is_shard(target) and not self.cuttable(value, target.dim))
 
     @cached_property
     def asked(self) -> set[str]:
         """Values whose gradient training asks for: not those of the batch."""
         return differentiable(self.graph)
 
-    def exact_s(self, value: str, source: Form, target: Form) -> float:
+    def exact_s(self, value: str, source: Placement, target: Placement) -> float:
         """`move_s` with the copies around collectives as well.
 
         What decides between forms to move from, which collectives alone leave equal: S to + and R to + move as many bytes.
@@ -302,7 +304,7 @@ class _Axis:
         if source == target or self._barred(value, source, target):
             return 0.0 if source == target else float("inf")
         size = self._bytes(value)
-        inner = any(form[0] == "S" and form != "S0" for form in (source, target))
+        inner = any(is_shard(form) and form != Shard(0) for form in (source, target))
         forward, backward = move_collectives(source, target)
         names = (forward, backward) if value in self.asked else (forward,)
         return sum(collective_s(name, size, self.n, self.prices) + self._copied_s(name, size, inner) for name in names)
@@ -313,37 +315,37 @@ class _Axis:
         parts = {"all_reduce": 2.0, "all_gather": 2.0 * inner, "reduce_scatter": 2.0 * inner, "slice": 2.0 / n * inner}
         return parts.get(name, {"pad": 1.0 + 2.0 / n, "all_to_all": 4.0 / n}.get(name, 0.0)) * size / self.prices.memory_bytes_per_s
 
-    def place(self, value: str, need: Form) -> tuple[Form, float] | None:
+    def place(self, value: str, need: Placement) -> tuple[Placement, float] | None:
         """A parameter or buffer met for the first time, free to lie as it is needed: (stored form, seconds a step)."""
         size = self.graph.tensors[value].size_bytes
         touched = size * 8 / self.prices.memory_bytes_per_s  # gradient and optimizer states, read and written
-        if need[0] == "S":
-            return (need, touched / self.n) if self.cuttable(value, int(need[1:])) else None
+        if is_shard(need):
+            return (need, touched / self.n) if self.cuttable(value, need.dim) else None
         # Gradients are summed many in one bucket: their bytes count, a latency of their own does not.
-        summed = need == "+" and value in self.grads
-        return "R", touched + (collective_s("all_reduce", size, self.n, replace(self.prices, latency_s=0.0)) if summed else 0.0)
+        summed = need is D and value in self.grads
+        return R, touched + (collective_s("all_reduce", size, self.n, replace(self.prices, latency_s=0.0)) if summed else 0.0)
 
-    def start(self, value: str) -> tuple[Form, ...] | None:
+    def start(self, value: str) -> tuple[Placement, ...] | None:
         """Forms in which a variable is there at the beginning; None for a parameter that may still lie anywhere."""
         if value in self.copied_into:  # what is written is the whole buffer
-            return ("R",)
+            return (R,)
         if value in self.placed:
             if self.fixed is None or value in self.still:  # statistics lie as the operator has them that writes them
                 return None
             dim = self.fixed.get(value)
-            return ("R",) if dim is None else (f"S{dim}",)
+            return (R,) if dim is None else (Shard(dim),)
         for v in self.graph.inputs:
             if v.value == value:
-                return ("S0",) if v.batched and self.axis == "data" else ("R",)
-        return ("R",)
+                return (Shard(0),) if v.batched and self.axis == "data" else (R,)
+        return (R,)
 
-    def solve(self, beam: int) -> tuple[dict[str, _Choice], dict[str, Form]]:
+    def solve(self, beam: int) -> tuple[dict[str, _Choice], dict[str, Placement]]:
         """The cheapest choices found, and where parameters and buffers lie."""
         last: dict[str, int] = {}
         for i, op in enumerate(self.graph.operators):
             for value in op.inputs:
                 last[value] = i
-        State = tuple[float, dict[str, tuple[Form, ...]], _Decided | None]
+        State = tuple[float, dict[str, tuple[Placement, ...]], _Decided | None]
         states: list[State] = [(0.0, {}, None)]
         for i, op in enumerate(self.graph.operators):
             gone = {value for value in op.inputs if last[value] == i}
@@ -351,7 +353,7 @@ class _Axis:
                 (choice, {v: (form,) for v, form in zip(op.outputs, choice.makes, strict=True) if last.get(v, -1) > i})
                 for choice in self.choices(op)
             ]
-            best: dict[frozenset[tuple[str, tuple[Form, ...]]], State] = {}
+            best: dict[frozenset[tuple[str, tuple[Placement, ...]]], State] = {}
             for cost, held, path in states:
                 for choice, made in choices:
                     if not self.worth(op, choice, held):
@@ -368,7 +370,7 @@ class _Axis:
                         best[key] = (total, after, _Decided(path, op.name, choice, stored))
             states = sorted(best.values(), key=lambda s: s[0])[:beam]
         chosen: dict[str, _Choice] = {}
-        placed: dict[str, Form] = {}
+        placed: dict[str, Placement] = {}
         node = states[0][2]
         while node is not None:
             chosen[node.op] = node.choice
@@ -377,24 +379,24 @@ class _Axis:
         return chosen, placed
 
     def _apply(
-        self, op: Operator, choice: _Choice, cost: float, held: dict[str, tuple[Form, ...]]
-    ) -> tuple[float, dict[str, tuple[Form, ...]], dict[str, Form]] | None:
+        self, op: Operator, choice: _Choice, cost: float, held: dict[str, tuple[Placement, ...]]
+    ) -> tuple[float, dict[str, tuple[Placement, ...]], dict[str, Placement]] | None:
         after = dict(held)
-        stored: dict[str, Form] = {}
+        stored: dict[str, Placement] = {}
         cost += choice.cost_s
         for value, need in zip(op.inputs, choice.needs, strict=True):
             have = after.get(value)
             if have is None:
                 have = self.start(value)
                 if have is None:
-                    found = self.place(value, need or "R")
+                    found = self.place(value, need or R)
                     if found is None:
                         return None
                     stored[value], extra = found
                     cost += extra
                     have = (found[0],) if need in (None, found[0]) else (found[0], need)
-                elif value in self.placed and need == "+" and have == ("R",):
-                    have = ("R", "+")  # its gradient is summed with all the others, whatever this use needs
+                elif value in self.placed and need is D and have == (R,):
+                    have = (R, D)  # its gradient is summed with all the others, whatever this use needs
                 after[value] = have
             if need is None or need in have:
                 continue
@@ -472,8 +474,8 @@ def propagate(
     """
     names = {v.name: v for v in (*graph.parameters, *graph.buffers)}
     ops: dict[str, dict[str, str]] = {op.name: {} for op in graph.operators}
-    forms: dict[str, dict[str, Form]] = {value: {} for value in graph.tensors}
-    needs: dict[str, list[dict[str, Form | None]]] = {op.name: [{} for _ in op.inputs] for op in graph.operators}
+    forms: dict[str, dict[str, Placement]] = {value: {} for value in graph.tensors}
+    needs: dict[str, list[dict[str, Placement | None]]] = {op.name: [{} for _ in op.inputs] for op in graph.operators}
     gradients: dict[str, list[str]] = {}
     taken: dict[str, set[int]] = {}
     cut: dict[str, Shards] = {}
@@ -500,15 +502,14 @@ def propagate(
                 raise twice_cut(v, (fixed or {})[v.value], axis, n)
         chosen, placed = problem.solve(beam)
         _record(graph, problem, chosen, placed, ops, forms, needs, gradients, moves)
-        cut[axis] = tuple((v.name, int(forms[v.value][axis][1:])) for v in names.values() if forms[v.value][axis][0] == "S")
+        cut[axis] = tuple((v.name, form.dim) for v in names.values() if is_shard(form := forms[v.value][axis]))
         for value, by_axis in forms.items():
-            if by_axis[axis][0] == "S":
-                taken.setdefault(value, set()).add(int(by_axis[axis][1:]))
+            if is_shard(form := by_axis[axis]):
+                taken.setdefault(value, set()).add(form.dim)
         for op in graph.operators:
             for value, by in zip(op.inputs, needs[op.name], strict=True):
-                form = by[axis]
-                if form is not None and form[0] == "S":
-                    taken.setdefault(value, set()).add(int(form[1:]))
+                if is_shard(need := by[axis]):
+                    taken.setdefault(value, set()).add(need.dim)
         done *= n
     buffers = {v.value: v for v in (*graph.parameters, *graph.buffers)}
     return Sharding(
@@ -527,10 +528,10 @@ def _record(
     graph: Graph,
     problem: _Axis,
     chosen: Mapping[str, _Choice],
-    placed: Mapping[str, Form],
+    placed: Mapping[str, Placement],
     ops: dict[str, dict[str, str]],
-    forms: dict[str, dict[str, Form]],
-    needs: dict[str, list[dict[str, Form | None]]],
+    forms: dict[str, dict[str, Placement]],
+    needs: dict[str, list[dict[str, Placement | None]]],
     gradients: dict[str, list[str]],
     moves: list[Move],
 ) -> None:
@@ -538,7 +539,7 @@ def _record(
     axis = problem.axis
     for v in graph.variables:
         start = problem.start(v.value)
-        forms[v.value][axis] = placed.get(v.value, "R") if start is None else start[0]
+        forms[v.value][axis] = placed.get(v.value, R) if start is None else start[0]
     for op in graph.operators:
         choice = chosen[op.name]
         ops[op.name][axis] = choice.label
@@ -547,16 +548,16 @@ def _record(
         for row, need in zip(needs[op.name], choice.needs, strict=True):
             row[axis] = need
     defer(graph, axis, problem.grads, ops, forms, needs)
-    uses: dict[str, list[Form | None]] = {}
+    uses: dict[str, list[Placement | None]] = {}
     for op in graph.operators:
         for value, row in zip(op.inputs, needs[op.name], strict=True):
             uses.setdefault(value, []).append(row[axis])
     _share_reads(graph, problem, uses, needs)
     for v in (*graph.parameters, *graph.inputs):
         wanted = {form for form in uses.get(v.value, ()) if form is not None}
-        summands = wanted == {"+"} or (axis == "data" and wanted and all(form == "+" or form[0] == "S" for form in wanted))
-        if forms[v.value][axis] == "R" and summands and v.value in problem.grads:
-            forms[v.value][axis] = "+"
+        summands = wanted == {D} or (axis == "data" and wanted and all(form is D or is_shard(form) for form in wanted))
+        if forms[v.value][axis] is R and summands and v.value in problem.grads:
+            forms[v.value][axis] = D
             gradients.setdefault(v.value, []).append(axis)
     have = {value: [forms[value][axis]] for value in graph.tensors if value in forms and axis in forms[value]}
     for op in graph.operators:
@@ -571,26 +572,26 @@ def _record(
 
 
 def _share_reads(
-    graph: Graph, problem: _Axis, uses: dict[str, list[Form | None]], needs: Mapping[str, list[dict[str, Form | None]]]
+    graph: Graph, problem: _Axis, uses: dict[str, list[Placement | None]], needs: Mapping[str, list[dict[str, Placement | None]]]
 ) -> None:
-    """Where some read a parameter as "+" and others, which hand back no gradient, whole: let them all read it as "+".
+    """Where some read a parameter as D and others, which hand back no gradient, whole: let them all read it as D.
 
     So an average of weights, which reads the trained ones, does not keep their gradients from being summed once a step.
     """
     axis = problem.axis
-    both = {v.value for v in graph.parameters if v.value in problem.grads and {"R", "+"} <= set(uses.get(v.value, ()))}
+    both = {v.value for v in graph.parameters if v.value in problem.grads and {R, D} <= set(uses.get(v.value, ()))}
     if not both:
         return
     reached = backward_reached(graph, problem.grads)
     for op in graph.operators:
         if both.intersection(op.inputs) and not any(v in reached and v in problem.grads for v in op.outputs):
             for value, row in zip(op.inputs, needs[op.name], strict=True):
-                if value in both and row[axis] == "R":
-                    row[axis] = "+"
+                if value in both and row[axis] is R:
+                    row[axis] = D
     for value in both:
         uses[value] = [row[axis] for op in graph.operators for v, row in zip(op.inputs, needs[op.name], strict=True) if v == value]
 
 
-def cheapest(problem: _Axis, value: str, have: Iterable[Form], need: Form) -> Form:
+def cheapest(problem: _Axis, value: str, have: Iterable[Placement], need: Placement) -> Placement:
     """The form from which `need` is cheapest to get."""
     return min(have, key=lambda source: problem.exact_s(value, source, need))

@@ -1,12 +1,4 @@
-"""`Sharding`: in which form every value of a graph lies along every mesh axis, and what moves where forms differ.
-
-A value's form along one axis is one of
-
-    "R"    whole on every rank, and so is its gradient
-    "+"    whole on every rank, but each rank's gradient is a summand of the true one
-    "P"    every rank holds a summand
-    "S2"   rank i holds piece i of dimension 2
-"""
+"""`Sharding`: the placement of every value of a graph along every mesh axis, and what moves where placements differ."""
 
 from __future__ import annotations
 
@@ -14,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from weft.errors import LayoutError
+from weft.plan.placement import Placement, dual, is_shard
+from weft.plan.transition import allowed, transition
 
-Form = str
 Shards = tuple[tuple[str, int], ...]  # (parameter or buffer name, dim that is cut)
 
 
@@ -44,8 +37,8 @@ class Move:
     value: str
     op: str  # the operator that needs it first
     axis: str
-    source: Form
-    target: Form
+    source: Placement
+    target: Placement
     forward: str
     backward: str
 
@@ -61,46 +54,33 @@ class Sharding:
 
     sizes: Mapping[str, int]
     ops: Mapping[str, Mapping[str, str]]
-    forms: Mapping[str, Mapping[str, Form]]
-    needs: Mapping[str, tuple[Mapping[str, Form | None], ...]]
+    forms: Mapping[str, Mapping[str, Placement]]
+    needs: Mapping[str, tuple[Mapping[str, Placement | None], ...]]
     gradients: Mapping[str, tuple[str, ...]]
     moves: tuple[Move, ...]
     replicated: tuple[str, ...]  # sites of operators that have no rule
     shards: Mapping[str, Shards] = field(default_factory=dict)  # by axis
 
-    def shape(self, value: str, shape: tuple[int, ...], forms: Mapping[str, Form] | None = None) -> tuple[int, ...]:
+    def shape(self, value: str, shape: tuple[int, ...], forms: Mapping[str, Placement] | None = None) -> tuple[int, ...]:
         """The local shape of a value of global `shape`, in its own or the given forms."""
         local = list(shape)
         for axis, form in (self.forms[value] if forms is None else forms).items():
-            if form[0] == "S":
-                local[int(form[1:])] //= self.sizes[axis]
+            if is_shard(form):
+                local[form.dim] //= self.sizes[axis]
         return tuple(local)
 
 
-def move_collectives(source: Form, target: Form) -> tuple[str, str]:
+def move_collectives(source: Placement, target: Placement) -> tuple[str, str]:
     """(forward, backward) collectives of a redistribution: a collective and its dual. `slice` and "" move no bytes.
 
-    >>> move_collectives("P", "R"), move_collectives("R", "+"), move_collectives("S1", "+")
+    >>> from weft.errors import LayoutError
+from weft.plan.placement import D, P, R, Shard
+    >>> move_collectives(P, R), move_collectives(R, D), move_collectives(Shard(1), D)
     (('all_reduce', ''), ('', 'all_reduce'), ('all_gather', 'reduce_scatter'))
     """
-    a, b = source[0], target[0]
-    table = {
-        ("R", "+"): ("", "all_reduce"),
-        ("R", "P"): ("", ""),
-        ("+", "P"): ("", ""),
-        ("R", "S"): ("slice", "all_gather"),
-        ("+", "S"): ("slice", "pad"),
-        ("P", "R"): ("all_reduce", ""),
-        ("P", "+"): ("all_reduce", "all_reduce"),
-        ("P", "S"): ("reduce_scatter", "all_gather"),
-        ("S", "R"): ("all_gather", "slice"),
-        ("S", "+"): ("all_gather", "reduce_scatter"),
-        ("S", "S"): ("all_to_all", "all_to_all"),
-    }
-    try:
-        return table[a, b]
-    except KeyError:
-        raise LayoutError(f"no redistribution from {source} to {target}") from None
+    if not allowed(source, target):
+        raise LayoutError(f"no redistribution from {source} to {target}")
+    return transition(source, target).collective, transition(dual(target), dual(source)).collective
 
 
 def collective_s(name: str, size_bytes: float, n: int, prices: Prices) -> float:

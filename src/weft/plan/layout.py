@@ -9,6 +9,7 @@ from math import lcm
 
 from weft.errors import LayoutError, nearest
 from weft.plan.action import Compute, Op
+from weft.plan.axis import parse_spatial, spatial_ranks
 from weft.plan.choice import AUTO, NATIVE, SCATTERING
 from weft.plan.choice import NAMES as ALL_REDUCE
 from weft.plan.compression import Compression, refuse_compression
@@ -48,6 +49,7 @@ INNER_WITH: dict[str, tuple[int | str, ...]] = {
     "compress": ("none",),
     "sample_parallel": ("off",),
     "lend": (AUTO, "off"),
+    "spatial": ("1",),
 }
 # What goes with updates that come late.
 STALE_WITH: dict[str, tuple[int | str, ...]] = {
@@ -59,6 +61,7 @@ STALE_WITH: dict[str, tuple[int | str, ...]] = {
     "zero": (0,),
     "offload": ("none", "activations"),
     "compress": ("none",),
+    "spatial": ("1",),
 }
 # What other programs call a key.
 OTHER_NAMES = {
@@ -83,6 +86,7 @@ class Layout:
     `inner`: data x tensor of every stage, where they differ; `data` and `tensor` are then the first stage's.
     `staleness`: a step's update is applied so many steps later, so that no replica waits for the others before.
     `grid`: rows, columns and depth of the tensor ranks, where they are no line; `tensor` is how many these are. Both print as `tensor=2x2`.
+    `spatial`: ranks that share an image, each with a piece of its positions: `4` of the outermost dimension, `2x2` of height and width.
     `lend`: whether pipeline ranks that wait lend their cores to those of their host that compute (processors only); `auto`: where a plan
     predicts that it pays, which then says `on`, and otherwise not. Without a pipeline nobody lends.
     `segment`: layers that `recompute=full` repeats together, of which only what enters the first is kept.
@@ -107,6 +111,7 @@ class Layout:
     compress: str = "none"
     inner: str = ""
     staleness: int = 0
+    spatial: str = "1"
     grid: str = ""
     lend: str = AUTO
     segment: int = 1
@@ -125,6 +130,7 @@ class Layout:
             raise LayoutError(
                 f"sample_parallel=on with tensor={self.grid} is not built: tensor ranks that cut samples are in a line; leave one out"
             )
+        parse_spatial(self.spatial)
         if self.threads < 0:
             raise LayoutError(f"threads={self.threads}; use threads=0 for an equal share of the cores, or a count")
         if self.zero not in (0, 1, 2, 3):
@@ -227,7 +233,7 @@ class Layout:
 
     def mesh_of(self, rank: int) -> Mesh:
         """The mesh as a rank's own stage arranges it."""
-        return self.of_stage(rank // (self.data * self.tensor)).mesh
+        return self.of_stage(rank // self.stage_ranks).mesh
 
     @property
     def shares(self) -> int:
@@ -340,7 +346,17 @@ class Layout:
 
     @property
     def num_ranks(self) -> int:
-        return self.data * self.tensor * self.pipeline
+        return self.stage_ranks * self.pipeline
+
+    @property
+    def stage_ranks(self) -> int:
+        """Ranks of one pipeline stage."""
+        return self.replica_ranks * self.data
+
+    @property
+    def replica_ranks(self) -> int:
+        """Ranks of one pipeline stage that share their samples."""
+        return self.tensor * spatial_ranks(self.spatial)
 
     @property
     def mesh(self) -> Mesh:
@@ -350,7 +366,16 @@ class Layout:
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
         """The mesh's axes with their sizes, outermost first."""
-        return (("pipeline", self.pipeline), ("data", self.data), *self.tensor_axes)
+        return (("pipeline", self.pipeline), ("data", self.data), *self.inner_axes)
+
+    @property
+    def inner_axes(self) -> tuple[tuple[str, int], ...]:
+        """The mesh axes of the ranks that share their samples, with their sizes, outermost first.
+
+        >>> Layout.parse("spatial=2x2").inner_axes
+        (('height', 2), ('width', 2), ('tensor', 1))
+        """
+        return (*parse_spatial(self.spatial), *self.tensor_axes)
 
     @property
     def tensor_axes(self) -> tuple[tuple[str, int], ...]:

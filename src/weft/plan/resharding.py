@@ -14,18 +14,18 @@ from dataclasses import dataclass
 from math import prod
 
 from weft.plan.mesh import Mesh
-from weft.plan.placement import piece
+from weft.plan.placement import Placement, is_shard, piece
 
 Box = tuple[tuple[int, int], ...]  # (start, stop) in every dimension of the whole tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One mesh's ranks of one pipeline stage; `forms`: R or S with a dimension, by axis; what has none is whole."""
+    """One mesh's ranks of one pipeline stage; `forms`: the placement by axis; what has none is whole."""
 
     mesh: Mesh
     stage: int
-    forms: Mapping[str, str]
+    forms: Mapping[str, Placement]
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -36,8 +36,8 @@ class Side:
         """What a rank holds of a tensor of global `shape`."""
         at, found = self.mesh.coordinates(rank), [(0, n) for n in shape]
         for axis, form in self.forms.items():
-            if form[0] == "S":
-                dim = int(form[1:])
+            if is_shard(form):
+                dim = form.dim
                 start, stop = found[dim]
                 first, length = piece(stop - start, self.mesh.size(axis), at[axis])
                 found[dim] = (start + first, start + first + length)
@@ -86,8 +86,9 @@ def within(box: Box, outer: Box) -> tuple[slice, ...]:
 def reshard(shape: tuple[int, ...], source: Side, target: Side) -> Resharding:
     """What moves a tensor of global `shape` from `source` to `target`.
 
+    >>> from weft.plan.placement import Shard
     >>> mesh = Mesh((("pipeline", 2), ("data", 2), ("tensor", 2)))
-    >>> reshard((4, 6), Side(mesh, 0, {"data": "S0"}), Side(mesh, 1, {"tensor": "S1"})).elements
+    >>> reshard((4, 6), Side(mesh, 0, {"data": Shard(0)}), Side(mesh, 1, {"tensor": Shard(1)})).elements
     24
     """
     holders: dict[Box, list[int]] = {}

@@ -1,4 +1,4 @@
-"""How operators are placed: each repeated layer once. In: a graph, its sharding. Out: a `Placement` a pattern with its count, a table.
+"""How operators are placed: each repeated layer once. In: a graph, its sharding. Out: a `Placed` a pattern with its count, a table.
 
 A pattern is an operator's place in the model with `*` for layer numbers; layers that are placed alike are one row. Shown are operators
 that read a parameter, multiply matrices, or communicate; what lies between follows them and moves nothing.
@@ -13,11 +13,12 @@ from weft.model.graph import Graph, Operator
 from weft.model.sharding import Sharding
 from weft.model.work import MATMUL_KINDS, differentiable, work
 from weft.plan.patterns import pattern_of
+from weft.plan.placement import P, Placement, R, is_shard, is_whole
 from weft.report.tables import Table
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class Placed:
     """`count` operators at `site` (a pattern): their weights, their output and what they communicate, each in words by axis."""
 
     site: str
@@ -28,7 +29,7 @@ class Placement:
     backward: str
 
 
-def placements(graph: Graph, sharding: Sharding) -> tuple[Placement, ...]:
+def placements(graph: Graph, sharding: Sharding) -> tuple[Placed, ...]:
     """One entry a pattern and way of placing it, in the order of the model."""
     names = {v.value: v.name for v in (*graph.parameters, *graph.buffers)}
     kinds = {name: done.kind for name, done in work(graph).items()}
@@ -46,10 +47,10 @@ def placements(graph: Graph, sharding: Sharding) -> tuple[Placement, ...]:
         inside = _inside(op, kinds[op.name], sharding)
         row = (pattern_of(op.site), _weights(held, graph, sharding), _output(op, sharding), ", ".join(filter(None, (ahead, inside))), back)
         found[row] = found.get(row, 0) + 1
-    return tuple(Placement(site, count, weights, out, ahead, back) for (site, weights, out, ahead, back), count in found.items())
+    return tuple(Placed(site, count, weights, out, ahead, back) for (site, weights, out, ahead, back), count in found.items())
 
 
-def placements_table(found: tuple[Placement, ...], sizes: Mapping[str, int]) -> Table:
+def placements_table(found: tuple[Placed, ...], sizes: Mapping[str, int]) -> Table:
     """The placements as words; empty where nothing is cut."""
     axes = [f"{axis}={size}" for axis, size in sizes.items() if size > 1]
     rows = tuple((p.site, f"{p.count}", p.weights, p.output, p.forward, p.backward) for p in found)
@@ -72,7 +73,7 @@ def _inside(op: Operator, kind: str, sharding: Sharding) -> str:
     whole = [
         axis
         for axis, size in sharding.sizes.items()
-        if size > 1 and sharding.ops[op.name].get(axis) and sharding.forms[op.outputs[0]].get(axis, "R")[0] in "R+"
+        if size > 1 and sharding.ops[op.name].get(axis) and is_whole(sharding.forms[op.outputs[0]].get(axis, R))
     ]
     return ", ".join(f"all-reduce over {axis}, of its result" for axis in whole)
 
@@ -81,13 +82,13 @@ def _output(op: Operator, sharding: Sharding) -> str:
     return _form_words(sharding.forms.get(op.outputs[0], {}), sharding.sizes, whole="whole")
 
 
-def _form_words(forms: Mapping[str, str], sizes: Mapping[str, int], whole: str) -> str:
+def _form_words(forms: Mapping[str, Placement], sizes: Mapping[str, int], whole: str) -> str:
     said = []
     for axis, size in sizes.items():
-        form = forms.get(axis, "R")
-        if size > 1 and form[0] == "S":
-            said.append(f"dim {form[1:]} by {axis}")
-        elif size > 1 and form[0] == "P":
+        form = forms.get(axis, R)
+        if size > 1 and is_shard(form):
+            said.append(f"dim {form.dim} by {axis}")
+        elif size > 1 and form is P:
             said.append(f"summands over {axis}")
     return ", ".join(said) or whole
 

@@ -37,7 +37,7 @@ from weft.model.watched import refuse_hooks, refuse_scripts
 from weft.plan.grid import AXES, PLAIN
 from weft.plan.mesh import Mesh
 from weft.plan.patterns import expand_all
-from weft.plan.placement import piece
+from weft.plan.placement import is_shard, piece
 from weft.plan.plan import Plan
 from weft.plan.program import Program
 from weft.run.additive import Part, part_of
@@ -154,7 +154,7 @@ class Traced(Source):
         layout = plan.layout
         key = (
             layout.data,
-            layout.tensor_axes,
+            layout.inner_axes,
             layout.sequence_parallel,
             layout.sample_parallel,
             plan.shards,
@@ -239,7 +239,7 @@ def shard_of(plan: Plan, graph: Graph, prices: Prices | None = None) -> Sharding
         LayoutError: cuts over an axis of tensor ranks that the layout does not have, or that the graph cannot have.
     """
     cuts = expand_all(plan.shards, (v.name for v in (*graph.parameters, *graph.buffers)))
-    sizes = {"data": plan.layout.data, **dict(plan.layout.tensor_axes)}
+    sizes = {"data": plan.layout.data, **dict(plan.layout.inner_axes)}
     lost = [axis for axis in cuts if axis in (PLAIN, *AXES) and axis not in sizes]
     if lost and plan.layout.tensor > 1:
         have = ", ".join(axis for axis, _ in plan.layout.tensor_axes)
@@ -445,8 +445,8 @@ def _block(v: Variable, sharding: Sharding, at: Mapping[str, int]) -> tuple[tupl
     shape = list(v.tensor.shape)
     offsets = [0] * len(shape)
     for axis, form in sharding.forms[v.value].items():
-        if form[0] == "S":
-            dim = int(form[1:])
+        if is_shard(form):
+            dim = form.dim
             start, shape[dim] = piece(shape[dim], sharding.sizes[axis], at[axis])
             offsets[dim] += start
     return tuple(offsets), tuple(shape)
@@ -473,7 +473,7 @@ def _spec(
     if between:  # every rank of these stages has a share of the gradient, see `shares_of`
         ranks = [rank for holder in holders for rank in mesh.group(mesh.rank({"pipeline": holder}), *mesh.inside)]
         axes = ()
-    cut = {axis for axis, form in sharding.forms[v.value].items() if form[0] == "S"}
+    cut = {axis for axis, form in sharding.forms[v.value].items() if is_shard(form)}
     # Each element is counted once: by the first of the ranks that hold the same block.
     same = [a for a in mesh.inside if a not in cut]
     counted = at["pipeline"] == holders[0] and all(at[a] == 0 for a in same)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from weft.errors import UsageError
 from weft.lower.redistribute import redistribute
-from weft.plan.placement import piece
+from weft.plan.placement import D, R, Shard, piece
 from weft.run import combined, followed
 from weft.run.followed import Cuts, Given, Made, Ranks, Verdict
 from weft.world import private
@@ -180,11 +180,11 @@ def _prepared(x: Tensor, cuts: Cuts, sums: tuple[Ranks, ...], groups: dict[Ranks
     for dim, ranks in cuts:
         group = groups[ranks]
         if x.requires_grad:
-            x = redistribute(x, "R", f"S{dim}", group)
+            x = redistribute(x, R, Shard(dim), group)
         else:
             x = x.narrow(dim, *piece(x.shape[dim], group.size, group.index))
     for ranks in sums:
-        x = redistribute(x, "R", "+", groups[ranks])
+        x = redistribute(x, R, D, groups[ranks])
     return x
 
 

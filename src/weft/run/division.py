@@ -16,6 +16,9 @@ from collections.abc import Iterable
 from math import prod
 
 from weft.model.work import operator_bytes, operator_flops
+from weft.plan.axis import axis_of
+from weft.plan.grid import AXES as GRID
+from weft.plan.placement import R, is_shard
 from weft.plan.plan import Plan
 from weft.run.build import Parts
 
@@ -28,8 +31,8 @@ def divided(plan: Plan, parts: Parts) -> Divided:
     shardings = parts.shardings or (parts.sharding,)
     stages_of = parts.program.stages_of
     sizes = {name: max(s.sizes.get(name, 1) for s in shardings) for name in dict.fromkeys(name for s in shardings for name in s.sizes)}
-    tensor = [name for name in sizes if name != "data"]
-    axes = {"data": ("data",), "tensor": tuple(tensor), **({name: (name,) for name in tensor} if len(tensor) > 1 else {})}
+    tensor = [name for name in sizes if axis_of(name).cuts_weights]
+    axes = {name: (name,) for name in sizes if name not in tensor or len(tensor) > 1} | {"tensor": tuple(tensor)}
     axes = {name: those for name, those in axes.items() if prod(sizes.get(a, 1) for a in those) > 1}
     found: Divided = {}
     weighed = {op.name: operator_flops(op, graph.tensors) for op in graph.operators}
@@ -50,7 +53,7 @@ def divided(plan: Plan, parts: Parts) -> Divided:
     def parameters(over: tuple[str, ...]) -> Iterable[tuple[float, int]]:
         for v in graph.parameters:
             sharding = shardings[holders[v.value][0]]
-            cut = [axis for axis in over if sharding.forms[v.value].get(axis, "R")[0] == "S"]
+            cut = [axis for axis in over if is_shard(sharding.forms[v.value].get(axis, R))]
             if "data" in over and layout.zero and v.trainable and "data" in sharding.gradients.get(v.value, ()):
                 cut.append("data")
             yield float(v.tensor.size), prod(sharding.sizes[axis] for axis in cut)
@@ -75,9 +78,9 @@ def warnings(plan: Plan, shares: Divided, cut_everything: bool = False) -> tuple
     said = []
     layout = plan.layout
     for axis, share in shares.items():
-        if axis not in ("pipeline", "data", "tensor"):
+        if axis in GRID:
             continue
-        number = getattr(layout, axis)
+        number = dict(layout.axes).get(axis) or layout.tensor
         if axis == "data" and layout.zero and not share["parameters"] and share["flops"]:
             said.append(f"zero={layout.zero} divides no parameter over data={number}, so nothing is proven about it")
         if share["flops"]:

@@ -25,7 +25,7 @@ from weft.model.nesting import BatchForm, batch_size_of
 from weft.model.work import model_flops
 from weft.plan.compression import Compression
 from weft.plan.microbatches import sizes_of_part
-from weft.plan.placement import piece
+from weft.plan.placement import P, piece
 from weft.plan.plan import Memory, Plan
 from weft.plan.program import Manage, ManageOp
 from weft.plan.timeline import Timeline
@@ -322,7 +322,7 @@ class Engine:
             loss = parts.graph.loss
             forms = next(local.forms[loss] for local in parts.lowered.values() if loss in local.results)
             at = self.mesh.coordinates(self.world.rank)
-            if all(form == "P" or at[axis] == 0 for axis, form in forms.items()):
+            if all(form is P or at[axis] == 0 for axis, form in forms.items()):
                 total += torch.stack([x.double() * weight for x, weight in zip(result.losses, result.weights, strict=True)]).sum()
         if parts is self.parts and self._counted is not None:
             total = torch.stack((total, self._counted))

@@ -17,6 +17,7 @@ from weft.lower.late import with_late_weights
 from weft.model.derivatives import without_gradient
 from weft.model.gradients import needs_gradient
 from weft.model.graph import Graph
+from weft.plan.placement import P, R
 from weft.plan.plan import Plan
 from weft.plan.program import Compute, Manage, Op
 from weft.run.build import Parts, program_of
@@ -147,7 +148,7 @@ class Executors:
         sharding, tensors = self.parts.sharding, graph.tensors
 
         def crossing(v: str) -> Crossing:
-            forms = {axis: "R" if form == "P" else form for axis, form in sharding.forms[v].items()}
+            forms = {axis: R if form is P else form for axis, form in sharding.forms[v].items()}
             return Crossing(v, sharding.shape(v, tensors[v].shape, forms), dtypes[v], v in grads)
 
         return {(stage.index, q): [crossing(v) for v in values] for stage in self.parts.stages for q, values in stage.sends}

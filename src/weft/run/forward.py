@@ -20,6 +20,7 @@ from torch import Tensor
 from weft.errors import Infeasible, ModelError
 from weft.lower.redistribute import counted, redistribute
 from weft.model.nesting import leaves, rebuild
+from weft.plan.placement import D, R, is_shard
 from weft.plan.plan import Plan
 from weft.run.build import Parts
 from weft.world import private
@@ -74,10 +75,10 @@ class Forward:
         tensors = {v.value: given[v.name].to(self.world.device) for v in parts.graph.inputs}
         for value, group in self._summed_inputs:
             if tensors[value].requires_grad:  # another model made it, and waits for the whole gradient
-                tensors[value] = redistribute(tensors[value], "R", "+", group)
+                tensors[value] = redistribute(tensors[value], R, D, group)
         values = [parts.variables[v] if v in parts.variables else tensors[v] for v in local.variables]
         for position, group in self._summed_here:
-            values[position] = redistribute(values[position], "R", "+", group)
+            values[position] = redistribute(values[position], R, D, group)
         for position, share in self._unlike:
             values[position] = counted(values[position], share)
         kind = self.world.device.type
@@ -88,8 +89,8 @@ class Forward:
         out = []
         for name, x in zip(local.results, results, strict=True):
             # The same on all data ranks, each of which may make something else of it: a scale of its own samples' scores.
-            once = layout.data > 1 and x.is_floating_point() and local.forms[name].get("data", "R")[0] != "S"
-            out.append(redistribute(x, "R", "+", self._group("data")) if once else x)
+            once = layout.data > 1 and x.is_floating_point() and not is_shard(local.forms[name].get("data", R))
+            out.append(redistribute(x, R, D, self._group("data")) if once else x)
         paths, others = self._outputs
         return rebuild(parts.structure, others | dict(zip(paths, out, strict=True)))
 

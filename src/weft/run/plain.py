@@ -23,6 +23,7 @@ from weft.model.deferred.fakes import fake_mode
 from weft.model.modes import Modes, training_modes
 from weft.model.nesting import BatchForm
 from weft.plan.mesh import Mesh
+from weft.plan.placement import is_shard
 from weft.plan.plan import Plan
 from weft.run.build import Parts, Source, Traced, build
 from weft.run.captures import captured_in
@@ -97,7 +98,7 @@ def _mark_cut(parts: Parts, world: World, mesh: Mesh) -> None:
     for name, spec in parts.specs.items():
         if spec.shape != spec.global_shape:
             forms = parts.sharding.forms[values[name]]
-            cuts = tuple((int(form[1:]), world.group(mesh.group(world.rank, axis))) for axis, form in forms.items() if form[0] == "S")
+            cuts = tuple((form.dim, world.group(mesh.group(world.rank, axis))) for axis, form in forms.items() if is_shard(form))
             whole = Whole(name, spec.global_shape, cuts)
             if (whole.offsets, whole.part) != (spec.offsets, spec.shape):
                 raise AssertionError(f"{name} is cut {whole.places}, and lies at {spec.offsets}")

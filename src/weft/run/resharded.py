@@ -15,6 +15,7 @@ from torch import Tensor
 from weft.model.graph import Graph
 from weft.model.sharding import Sharding
 from weft.plan.layout import Layout
+from weft.plan.placement import D, is_shard
 from weft.plan.program import Value
 from weft.plan.resharding import Resharding, Side, reshard, within
 from weft.run.transfers import Arriving, Crossing, Crossings
@@ -38,7 +39,7 @@ class Resharded:
 
     def side(self, stage: int, value: str) -> Side:
         """How a value lies on the ranks of a stage."""
-        forms = {axis: form for axis, form in self._shardings[stage].forms[value].items() if form[0] == "S"}
+        forms = {axis: form for axis, form in self._shardings[stage].forms[value].items() if is_shard(form)}
         return Side(self._layout.of_stage(stage).mesh, stage, forms)
 
     def of(self, name: str, shape: tuple[int, ...], source: int, target: int) -> Resharding:
@@ -132,7 +133,7 @@ class Resharded:
         if value.name == "x":
             return 1.0
         sharding = self._shardings[value.index[1]]
-        return 1.0 / prod(sharding.sizes[axis] for axis, form in sharding.forms[name].items() if form == "+")
+        return 1.0 / prod(sharding.sizes[axis] for axis, form in sharding.forms[name].items() if form is D)
 
     def _shape(self, value: Value, c: Crossing) -> tuple[int, ...]:
         return self._graphs[value.index[2]].tensors[c.value].shape

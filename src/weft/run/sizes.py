@@ -19,6 +19,7 @@ from weft.errors import Infeasible
 from weft.lower.local import LocalStage, Lowering, lower
 from weft.model.graph import Graph, Operator
 from weft.model.normalise import Normalised
+from weft.plan.placement import is_shard
 
 
 @dataclass(frozen=True)
@@ -62,9 +63,9 @@ def check_alike(lowering: Lowering, graph: Graph) -> None:
     for value, forms in (*held, *moved):
         shape = graph.tensors[value].shape if value in graph.tensors else ()
         for axis, form in forms.items():
-            if form is not None and form[0] == "S" and shape and shape[int(form[1:])] % sharding.sizes[axis]:
+            if is_shard(form) and shape and shape[form.dim] % sharding.sizes[axis]:
                 raise Infeasible(
-                    f"with microbatches of {graph.batch_size} samples {value} has shape {list(shape)}, whose dimension {form[1:]} does not "
+                    f"with microbatches of {graph.batch_size} samples {value} has shape {list(shape)}, whose dimension {form.dim} does not "
                     f"divide over {axis}={sharding.sizes[axis]}; use batches that divide into equal microbatches"
                 )
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from weft.model.graph import Variable
-from weft.plan.placement import piece
+from weft.plan.placement import D, is_shard, piece
 from weft.plan.plan import Plan
 from weft.run.build import Parts
 from weft.run.checkpoint import Piece, whole
@@ -49,7 +49,7 @@ def weights_of(parts: Parts, at: Mapping[str, int]) -> list[Piece]:
             found += _pieces_in(group, group.data)
     for name, tensor in parts.buffers.items():
         variable, offsets = parts.blocks[name]
-        cut = {axis for axis, form in parts.sharding.forms[variable.value].items() if form[0] == "S"}
+        cut = {axis for axis, form in parts.sharding.forms[variable.value].items() if is_shard(form)}
         first = parts.holders(variable.value)[0]
         owner = at["pipeline"] == first and all(place == 0 for axis, place in at.items() if axis not in (*cut, "pipeline"))
         found.append(Piece(name, "buffer", variable.tensor.shape, offsets, tensor, owner=owner))
@@ -133,15 +133,15 @@ def input_gradients(parts: Parts, plan: Plan, result: Result, at: Mapping[str, i
         shape = (plan.batch_size, *v.tensor.shape[1:]) if v.batched else v.tensor.shape
         total = torch.zeros(shape, dtype=torch.float64, device=everyone.device)
         forms = parts.sharding.forms[v.value]
-        if all(form[0] in "S+" or at[axis] == 0 for axis, form in forms.items()):
+        if all((is_shard(form) or form is D) or at[axis] == 0 for axis, form in forms.items()):
             for m, by_value in zip(result.order, result.input_gradients, strict=True):
                 gradient = by_value.get(v.value)
                 if gradient is None:
                     continue
                 place = total.narrow(0, starts[m], sizes[m]) if v.batched else total
                 for axis, form in forms.items():
-                    if form[0] == "S":
-                        dim = int(form[1:])
+                    if is_shard(form):
+                        dim = form.dim
                         place = place.narrow(dim, *piece(place.shape[dim], parts.sharding.sizes[axis], at[axis]))
                 place += gradient.double()
         everyone.all_reduce(total)

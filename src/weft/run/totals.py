@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -20,9 +21,12 @@ from weft.lower.local import LocalStage, lower
 from weft.model.normalise import Normalised, Total
 from weft.model.sharding import Sharding
 from weft.model.stages import Stage
+from weft.plan.placement import P, R, is_shard
 from weft.run.build import Parts
 from weft.run.sizes import Sized
 from weft.world.world import Group
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,7 @@ class Counter:
         inputs = {v for op in operators for v in op.inputs}
         variables = tuple(v.value for v in normal.graph.variables if v.value in inputs)
         stage = Stage(0, operators, variables, (), (), tuple(t.value for t in totals))
-        cut = [v for v in variables if any(form[0] == "S" and axis != "data" for axis, form in lowering.sharding.forms[v].items())]
+        cut = [v for v in variables if any(is_shard(form) and axis != "data" for axis, form in lowering.sharding.forms[v].items())]
         if cut:
             raise Infeasible(f"the loss divides by what is counted from {cut[0]}, of which each tensor rank has a part; use tensor=1")
         made = [
@@ -85,13 +89,13 @@ class Counter:
         if whole or self.group.index == 0:
             return list(made)
         # What every rank has whole counts once.
-        return [x if local.forms[v].get("data", "R") == "P" else torch.zeros_like(x) for x, v in zip(made, local.results, strict=True)]
+        return [x if local.forms[v].get("data", R) is P else torch.zeros_like(x) for x, v in zip(made, local.results, strict=True)]
 
 
 def _along(sharding: Sharding, axes: tuple[str, ...]) -> Sharding:
     """A sharding along some of its axes alone."""
 
-    def some(of: Mapping[str, str]) -> dict[str, str]:
+    def some(of: Mapping[str, T]) -> dict[str, T]:
         return {axis: x for axis, x in of.items() if axis in axes}
 
     return replace(
@@ -99,7 +103,7 @@ def _along(sharding: Sharding, axes: tuple[str, ...]) -> Sharding:
         sizes={axis: n for axis, n in sharding.sizes.items() if axis in axes},
         ops={name: some(by) for name, by in sharding.ops.items()},
         forms={value: some(by) for value, by in sharding.forms.items()},
-        needs={name: tuple({a: f for a, f in row.items() if a in axes} for row in rows) for name, rows in sharding.needs.items()},
+        needs={name: tuple(some(row) for row in rows) for name, rows in sharding.needs.items()},
     )
 
 

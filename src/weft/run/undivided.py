@@ -30,6 +30,7 @@ from weft.model.deferred import realize
 from weft.model.modes import in_modes, training_modes
 from weft.model.nesting import leaves, rebuild
 from weft.model.watched import refuse_hooks
+from weft.plan.placement import D, P
 from weft.plan.plan import Plan
 from weft.run.build import Source
 from weft.run.divided import OWN
@@ -197,7 +198,7 @@ class Undivided:
         flat = torch.cat([x.reshape(-1).to(torch.float64) for x in found.values()]) / self.over.size
         begins = learns and any(self.outputs[path].learns for path in found)
         flat = flat.detach().requires_grad_() if begins and not flat.requires_grad else flat
-        flat = redistribute(flat, "P", "+", self.over)
+        flat = redistribute(flat, P, D, self.over)
         if begins:
             flat.register_hook(lambda grad, exchange=self.exchange: exchange.begin())  # type: ignore[no-untyped-call]
         parts = torch.split(flat, [x.numel() for x in found.values()])

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
+from weft.plan.grid import AXES as GRID
 from weft.run.division import Divided
 
 _WORDS = {"input_gradients": "input gradients"}
@@ -95,7 +96,7 @@ class Verification:
 def table(results: Sequence[Verification]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """(columns, rows): a layout a row, with its errors and the shares that its axes divide (parameters / FLOPs)."""
     kinds = list(dict.fromkeys(kind for found in results for kind in found.worst))
-    axes = [axis for axis in ("pipeline", "data", "tensor") if any(axis in found.divided for found in results)]
+    axes = [axis for axis in dict.fromkeys(axis for found in results for axis in found.divided) if axis not in GRID]
     columns = ("layout", "", *(_WORDS.get(kind, kind) for kind in kinds), *(f"by {axis}" for axis in axes))
     rows = []
     for found in results:

@@ -28,6 +28,7 @@ from weft.model.nesting import batch_size_of, leaves, rebuild
 from weft.model.sharding import Sharding
 from weft.model.stages import Stage
 from weft.model.watched import refuse_hooks
+from weft.plan.placement import D, P, Placement, R, Shard
 from weft.plan.plan import Plan
 from weft.run.build import Parts, Source, program_of
 from weft.run.divisible import refuse_division
@@ -70,7 +71,7 @@ def build_whole(plan: Plan, source: Source, batch: Any, loss: Loss | None, world
         Infeasible: a layout with tensor or pipeline, or batch norm over samples that are divided.
     """
     layout = plan.layout
-    if layout.tensor > 1 or layout.num_stages > 1:
+    if layout.replica_ranks > 1 or layout.num_stages > 1:
         raise Infeasible(
             f"{plan.model} could not be captured ({plan.uncaptured}), so it can only be divided by data, and {layout} has more; "
             "use tensor=1 pipeline=1 with one stage a rank"
@@ -128,11 +129,11 @@ def build_whole(plan: Plan, source: Source, batch: Any, loss: Loss | None, world
         graph = graph.cast("float64")
         variables, inputs = graph.parameters, graph.inputs
     is_cut = layout.data > 1
-    forms: dict[str, Mapping[str, str]] = {v.value: {} for v in graph.variables}
+    forms: dict[str, Mapping[str, Placement]] = {v.value: {} for v in graph.variables}
     forms["loss"] = {}
     if is_cut:
-        forms.update({v.value: {"data": "+" if v.trainable else "S0" if v.batched else "R"} for v in graph.variables})
-        forms["loss"] = {"data": "P"}
+        forms.update({v.value: {"data": D if v.trainable else Shard(0) if v.batched else R} for v in graph.variables})
+        forms["loss"] = {"data": P}
     gradients = {v.value: ("data",) for v in variables if v.trainable} if is_cut else {}
     sharding = Sharding({"data": layout.data} if is_cut else {}, {}, forms, {}, gradients, (), ())
     stage = Stage(0, (), tuple(v.value for v in graph.variables), (), (), ("loss",))

@@ -41,7 +41,7 @@ class MixedPricer(Pricer):
         """The pricer of the part on which a stage lies; this one, of the least of all parts, where it lies on several."""
         if not self.aligned(layout):
             return self
-        first = layout.rank_of(stage) * layout.data * layout.tensor
+        first = layout.rank_of(stage) * layout.stage_ranks
         for one in self.pricers:
             if first < one.cluster.num_devices:
                 return one
@@ -52,7 +52,7 @@ class MixedPricer(Pricer):
         """Whether every stage lies on one part; with replicas that go both ways each lies on two ranks."""
         if layout.has_replicas:
             return False
-        width = layout.data * layout.tensor
+        width = layout.stage_ranks
         whole = layout.num_ranks == self.cluster.num_devices
         return whole and all(part.num_devices % width == 0 for part in self.cluster.parts)
 
@@ -74,7 +74,7 @@ class MixedPricer(Pricer):
         here, there = self.owner(layout, stage), self.owner(layout, to)
         if here is there:
             return here.transfer_s(layout, size_bytes) if here is not self else super().transfer_s(layout, size_bytes)
-        width = layout.data * layout.tensor
+        width = layout.stage_ranks
         return send_s(self._between, size_bytes / width, width, width)
 
     @cached_property
@@ -95,7 +95,7 @@ class MixedPricer(Pricer):
             return f"every stage lies on {' and '.join(part.name for part in self.cluster.parts)}, and all ranks wait for the slowest"
         said, first = [], 0
         for part in self.cluster.parts:
-            count = part.num_devices // (layout.data * layout.tensor)
+            count = part.num_devices // (layout.stage_ranks)
             ranks = f"rank {first}" if count == 1 else f"ranks {first} to {first + count - 1}"
             said.append(f"pipeline {ranks} on {part.name}")
             first += count

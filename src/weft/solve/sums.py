@@ -25,14 +25,14 @@ def sums_of(cluster: Cluster, layout: Layout) -> Choices:
     if layout.all_reduce != AUTO:
         return Choices()
     weighed = offered(cluster, layout)
-    return Choices(above=weighed[0]) if len(weighed) == 1 else choose(cluster, Group(layout.data, layout.tensor, layout.num_ranks))
+    return Choices(above=weighed[0]) if len(weighed) == 1 else choose(cluster, Group(layout.data, layout.replica_ranks, layout.num_ranks))
 
 
 def offered(cluster: Cluster, layout: Layout) -> tuple[str, ...]:
     """What `all_reduce=auto` weighs: programs only where their messages were measured, between processors."""
     if layout.data == 1 or not cluster.is_cpu:
         return (NATIVE,)
-    group = Group(layout.data, layout.tensor, layout.num_ranks)
+    group = Group(layout.data, layout.replica_ranks, layout.num_ranks)
     where = path(cluster, group)
     if where.nodes == 1:
         return (NATIVE,) if cluster.ranks_per_node(layout.num_ranks) >= layout.num_ranks else ("hierarchical",)
@@ -51,7 +51,7 @@ def why(cluster: Cluster, layout: Layout, sums: Choices, bucket_bytes: int = 0) 
     """
     if layout.data == 1 or layout.inner:
         return ""
-    group = Group(layout.data, layout.tensor, layout.num_ranks)
+    group = Group(layout.data, layout.replica_ranks, layout.num_ranks)
     size = bucket_bytes or BUCKET_BYTES
     times = {name: call(size) for name, call in algorithms(cluster, group).items()}
     mine = sums.of(size) if layout.all_reduce == AUTO else layout.all_reduce

@@ -78,7 +78,7 @@ def _stages_of(pricer: Pricer, layout: Layout, sites: Sequence[str]) -> tuple[St
 def balanced(pricer: Pricer, layout: Layout) -> tuple[str, ...]:
     """Where the most balanced stages begin; the same whatever the schedule, ZeRO stage and recomputation."""
     key = (
-        layout.data, layout.tensor_axes, layout.pipeline, layout.num_stages, layout.microbatches, layout.precision, layout.threads,
+        layout.data, layout.inner_axes, layout.pipeline, layout.num_stages, layout.microbatches, layout.precision, layout.threads,
         layout.sequence_parallel, layout.sample_parallel, layout.expert,
     )  # fmt: skip
     if key not in pricer.balanced:
@@ -182,7 +182,7 @@ def _hand_over_s(pricer: Pricer, layout: Layout, stage: Stage, to: int, values: 
 def _reshard_s(pricer: Pricer, layout: Layout, to: int, size_bytes: float) -> float:
     """Seconds to hand one microbatch's `size_bytes` to a stage that arranges its ranks differently: every rank sends an equal part, each
     element once, and tensor ranks that need it whole gather it."""
-    width, there = layout.data * layout.tensor, layout.of_stage(to)
+    width, there = layout.stage_ranks, layout.of_stage(to)
     gathered = pricer.collective("all_gather", size_bytes / there.data, pricer.group(there, "tensor")) if there.tensor > 1 else 0.0
     return send_s(pricer.cluster, size_bytes / width, width, width) + gathered
 

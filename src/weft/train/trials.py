@@ -51,7 +51,7 @@ def unlike(candidates: Sequence[Candidate], most: int) -> list[Candidate]:
     found: dict[tuple[object, ...], Candidate] = {}
     timed = [(c.prediction.step_time_s, c) for c in candidates if c.prediction is not None and not c.note]
     for _, one in (*timed[:1], *sorted(timed[1:], key=lambda pair: pair[0])):
-        found.setdefault((one.layout.data, one.layout.tensor_axes, one.layout.pipeline), one)
+        found.setdefault((one.layout.data, one.layout.inner_axes, one.layout.pipeline), one)
     return list(found.values())[:most]
 
 

@@ -6,6 +6,7 @@ from collections.abc import Container, Sequence
 
 from weft.model.graph import Operator, Ref
 from weft.model.rules.views import VIEWS
+from weft.plan.placement import D, P, Placement, R, is_shard
 
 # Linear in all their tensors together.
 TOGETHER = frozenset((*VIEWS, *"neg clone contiguous to _to_copy detach alias sum mean flip".split())) - {"pad", "constant_pad_nd"}
@@ -63,15 +64,15 @@ def each(op: Operator) -> tuple[int, ...]:
     return ()
 
 
-def passing(op: Operator, grads: Container[str]) -> list[tuple[str, ...]]:
-    """Forms in which an operator can read its tensors so that it makes summands of summands; `grads`: values that have a gradient."""
+def passing(op: Operator, grads: Container[str]) -> list[tuple[Placement, ...]]:
+    """Placements in which an operator can read its tensors so that it makes summands of summands; `grads`: values that have a gradient."""
     carried = together(op)
     if carried:
-        return [tuple("P" if v in carried else "R" for v in op.inputs)]
-    beside = ["+" if v in grads else "R" for v in op.inputs]
-    return [(*beside[:i], "P", *beside[i + 1 :]) for i in each(op)]
+        return [tuple(P if v in carried else R for v in op.inputs)]
+    beside = [D if v in grads else R for v in op.inputs]
+    return [(*beside[:i], P, *beside[i + 1 :]) for i in each(op)]
 
 
-def passes(needs: Sequence[str | None], there: Sequence[Sequence[str]]) -> bool:
+def passes(needs: Sequence[Placement | None], there: Sequence[Sequence[Placement]]) -> bool:
     """Whether such a read follows from what is there: a summand, and nothing that lies in pieces."""
-    return any(need == "P" and "P" in forms for need, forms in zip(needs, there, strict=True)) and not any(f[0][0] == "S" for f in there)
+    return any(need is P and P in forms for need, forms in zip(needs, there, strict=True)) and not any(is_shard(f[0]) for f in there)

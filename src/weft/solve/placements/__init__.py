@@ -1,5 +1,5 @@
 """Which label of every operator is cut over a mesh axis, by integer programming. In: a graph, axes, prices, a memory budget. Out: a
-`Placement` with its proven bound.
+`Assignment` with its proven bound.
 
 One axis after the other, as `model/propagate` does; `data` is completed by propagation, since it cuts samples and nothing else. Along
 an axis the optimum is proven for the prices of the search, with repeated layers placed alike. Not modelled: overlap, and choices of
@@ -18,14 +18,15 @@ from weft.model.graph import Graph
 from weft.model.propagate import _Choice as Choice
 from weft.model.propagate import given_dims, propagate
 from weft.model.repeats import representatives
-from weft.model.sharding import Form, Prices, Sharding, Shards
+from weft.model.sharding import Prices, Sharding, Shards
+from weft.plan.placement import Placement, R, is_shard
 from weft.solve.placements.budget import Budget, Bytes, held, pieces
 from weft.solve.placements.highs import Solution, available, check_available, least_bytes, solve
 from weft.solve.placements.linear import Programme, programme
 from weft.solve.placements.price import Cost, price
-from weft.solve.placements.tables import Axis, Tables, tables
+from weft.solve.placements.tables import DEFERRED, Axis, Tables, tables
 
-__all__ = ["Budget", "Bytes", "Cost", "Placement", "Solved", "available", "exceptions", "solve_placements"]
+__all__ = ["Assignment", "Budget", "Bytes", "Cost", "Solved", "available", "exceptions", "solve_placements"]
 
 INFINITE = float("inf")
 COARSE = 5e-3  # relative gap at which repeated layers that are placed each for itself are good enough: many are equally good
@@ -54,7 +55,7 @@ class Solved:
 
 
 @dataclass(frozen=True)
-class Placement:
+class Assignment:
     """The decision along every axis but `data`: `shards` and `labels` by axis, for `propagate` and a plan; what it costs and holds.
 
     `cost_s` is the cost along the last axis, which divides the compute, and what the axes before it move. `memory`: on one rank.
@@ -90,7 +91,7 @@ def solve_placements(
     fold: bool = True,
     limit_s: float = 10.0,
     gap: float = 1e-6,
-) -> Placement:
+) -> Assignment:
     """Place every operator over the axes of `sizes`.
 
     Args:
@@ -143,12 +144,12 @@ def solve_placements(
         cost = price(one.tables, one.chosen, one.stored)
         memory = held(one.tables, budget, ways, divided, one.chosen, one.stored)
         named = {v.value: v.name for v in (*graph.parameters, *graph.buffers)}
-        found[axis] = tuple((name, int(one.stored[v][1:])) for v, name in named.items() if one.stored.get(v, "R")[0] == "S")
+        found[axis] = tuple((name, form.dim) for v, name in named.items() if is_shard(form := one.stored.get(v, R)))
         labels[axis] = {op.site: one.choice(op.name).word for op in graph.operators}
         counts = (len(graph.operators), len(one.tables.kinds), len(one.programme.costs), len(one.programme.rows))
         solved.append(Solved(axis, sizes[axis], cost, answer.bound, answer.proven, *counts, time.perf_counter() - began))
     sharding = propagate(graph, sizes, found, prices=prices, sequence=sequence, labels=labels)
-    return Placement({axis: found[axis] for axis in order}, labels, sharding, memory, tuple(solved))
+    return Assignment({axis: found[axis] for axis in order}, labels, sharding, memory, tuple(solved))
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,7 @@ class _One:
     tables: Tables
     programme: Programme
     chosen: tuple[int, ...]
-    stored: Mapping[str, Form]
+    stored: Mapping[str, Placement]
 
     def choice(self, operator: str) -> Choice:
         kind = self.tables.kind_of[operator]
@@ -215,11 +216,11 @@ def _start(table: Tables, built: Programme, one: _One) -> dict[int, float]:
     for kind, columns in zip(table.kinds, built.choices, strict=True):
         chosen = one.choice(kind.operators[0])
         for column, choice in zip(columns, kind.choices, strict=True):
-            found[column] = float(choice.word == chosen.word and ("D" in choice.makes) == ("D" in chosen.makes))
+            found[column] = float(choice.word == chosen.word and (DEFERRED in choice.makes) == (DEFERRED in chosen.makes))
     return found
 
 
-def exceptions(graph: Graph, sizes: Mapping[str, int], placement: Placement, *, sequence: bool = False) -> dict[str, Labels]:
+def exceptions(graph: Graph, sizes: Mapping[str, int], placement: Assignment, *, sequence: bool = False) -> dict[str, Labels]:
     """The labels that a plan must say, by axis: those which propagation from the shards alone, at its own prices, would choose otherwise.
 
     Empty where the shards say everything. With what comes back, `propagate(graph, sizes, shards, labels=...)` is the placement's.
@@ -249,13 +250,13 @@ def taken_by(graph: Graph, sharding: Sharding | None) -> dict[str, set[int]]:
         return found
     for value, forms in sharding.forms.items():
         for form in forms.values():
-            if form[0] == "S":
-                found.setdefault(value, set()).add(int(form[1:]))
+            if is_shard(form):
+                found.setdefault(value, set()).add(form.dim)
     for op in graph.operators:
         for value, needs in zip(op.inputs, sharding.needs[op.name], strict=True):
             for need in needs.values():
-                if need is not None and need[0] == "S":
-                    found.setdefault(value, set()).add(int(need[1:]))
+                if is_shard(need):
+                    found.setdefault(value, set()).add(need.dim)
     return found
 
 
@@ -274,7 +275,7 @@ def _divided(sharding: Sharding, sizes: Mapping[str, int]) -> dict[str, int]:
 
 def _read(table: Tables, built: Programme, answer: Solution) -> _One:
     chosen = tuple(max(range(len(columns)), key=lambda q: answer.values[columns[q]]) for columns in built.choices)
-    stored: dict[str, Form] = {}
+    stored: dict[str, Placement] = {}
     for flow in table.flows:
         if flow.example in built.stores:
             form, _ = max(built.stores[flow.example], key=lambda pair: answer.values[pair[1]])

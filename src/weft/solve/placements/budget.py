@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from weft.errors import UsageError
 from weft.model.graph import Graph
 from weft.model.propagate import _Choice as Choice
-from weft.model.sharding import Form
 from weft.model.work import MATMUL_KINDS
+from weft.plan.placement import Placement, R, is_shard
 from weft.solve.placements.tables import Tables
 
 
@@ -105,7 +105,7 @@ def terms(tables: Tables, budget: Budget, ways: Mapping[str, int], divided: Mapp
             root = inventory.root.get(value, value)
             if root in inventory.held and not (narrow and root in inventory.grads):
                 continue
-            keeper = Keeper(at, tuple(_form(op.inputs, op.outputs, choice, value)[0] == "S" for choice in choices))
+            keeper = Keeper(at, tuple(is_shard(_form(op.inputs, op.outputs, choice, value)) for choice in choices))
             kept.setdefault((root, narrow), {})[keeper] = None
         if work.extra_bytes:
             scale = budget.scale if op.outputs[0] in inventory.batched else 1.0
@@ -121,9 +121,9 @@ def terms(tables: Tables, budget: Budget, ways: Mapping[str, int], divided: Mapp
     return tuple(Term(size, count, keepers) for (size, keepers), count in found.items() if size > 0)
 
 
-def _form(inputs: Sequence[str], outputs: Sequence[str], choice: Choice, value: str) -> Form:
+def _form(inputs: Sequence[str], outputs: Sequence[str], choice: Choice, value: str) -> Placement:
     if value in inputs:
-        return choice.needs[inputs.index(value)] or "R"
+        return choice.needs[inputs.index(value)] or R
     return choice.makes[outputs.index(value)]
 
 
@@ -133,14 +133,14 @@ def held(
     ways: Mapping[str, int],
     divided: Mapping[str, int],
     chosen: Sequence[int],
-    stored: Mapping[str, Form],
+    stored: Mapping[str, Placement],
 ) -> Bytes:
     """Bytes of one solution: the choice of every kind, and where parameters and buffers lie (whole where `stored` lacks them)."""
     n = tables.axis.n
     parts = [0.0, 0.0, 0.0]
     for value in tables.axis.placed:
         state = state_of(tables, budget, value, ways)
-        by = n if stored.get(value, "R")[0] == "S" else 1
+        by = n if is_shard(stored.get(value, R)) else 1
         for i, size in enumerate((state.parameters, state.gradients, state.optimizer)):
             parts[i] += size / by
     activations = 0.0
@@ -150,11 +150,11 @@ def held(
     return Bytes(parts[0], parts[1], parts[2], activations)
 
 
-def pieces(graph: Graph, forms: Mapping[str, Mapping[str, Form]], sizes: Mapping[str, int]) -> dict[str, int]:
+def pieces(graph: Graph, forms: Mapping[str, Mapping[str, Placement]], sizes: Mapping[str, int]) -> dict[str, int]:
     """[value] -> pieces into which the axes of `sizes` cut it, where more than one."""
     found: dict[str, int] = {}
     for value in graph.tensors:
         for axis, form in forms.get(value, {}).items():
-            if axis in sizes and form[0] == "S":
+            if axis in sizes and is_shard(form):
                 found[value] = found.get(value, 1) * sizes[axis]
     return found

@@ -17,9 +17,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from weft.model.sharding import Form
+from weft.plan.placement import D, Placement, is_shard
 from weft.solve.placements.budget import Budget, Term, state_of, terms
-from weft.solve.placements.tables import INFINITE, Flow, Tables, Word
+from weft.solve.placements.tables import DEFERRED, INFINITE, SUMMED, Flow, Tables, Word
 
 Terms = list[tuple[int, float]]  # (column, coefficient)
 
@@ -33,7 +33,7 @@ class Programme:
     whole: list[bool] = field(default_factory=list)
     rows: list[tuple[float, float, Terms]] = field(default_factory=list)  # (least, most, terms)
     choices: list[list[int]] = field(default_factory=list)  # columns of every kind's choices
-    stores: dict[str, list[tuple[Form, int]]] = field(default_factory=dict)  # [flow's example] -> (form, column)
+    stores: dict[str, list[tuple[Placement, int]]] = field(default_factory=dict)  # [flow's example] -> (form, column)
     bytes: Terms = field(default_factory=list)  # on one rank, of what the columns decide
     fixed_bytes: float = 0.0
 
@@ -68,7 +68,7 @@ def programme(tables: Tables, budget: Budget, ways: Mapping[str, int], divided: 
 
 def _flow(built: Programme, tables: Tables, budget: Budget, ways: Mapping[str, int], flow: Flow) -> None:
     """One value's states and edges, layer by layer."""
-    enters: dict[Form, Terms] = {}
+    enters: dict[Placement, Terms] = {}
     if flow.source.kind >= 0:
         for column, form in zip(built.choices[flow.source.kind], flow.source.made, strict=True):
             enters.setdefault(form, []).append((column, 1.0))
@@ -78,17 +78,17 @@ def _flow(built: Programme, tables: Tables, budget: Budget, ways: Mapping[str, i
     forms = {*enters, *(form for use in flow.uses for word in use.words for form in word)}
     if len(forms) < 2:
         return
-    later: list[tuple[Form, ...]] = [()]
+    later: list[tuple[Placement, ...]] = [()]
     for use in reversed(flow.uses):
-        later.append(tuple(sorted({*later[-1], *(form for word in use.words for form in word)})))
+        later.append(tuple(sorted({*later[-1], *(form for word in use.words for form in word)}, key=str)))
     later.reverse()
 
-    def state(held: frozenset[Form], t: int) -> tuple[object, ...]:
+    def state(held: frozenset[Placement], t: int) -> tuple[object, ...]:
         """What every form that is still to be read costs from here, and what must still be read: all that the future depends on."""
-        due = held & {"r", "D"}
-        return (due, "+" in held if due else None, *(moves.read(value, held, (need,))[0] for need in later[t]))
+        due = held & {SUMMED, DEFERRED}
+        return (due, D in held if due else None, *(moves.read(value, held, (need,))[0] for need in later[t]))
 
-    layer: dict[tuple[object, ...], tuple[frozenset[Form], Terms]] = {}
+    layer: dict[tuple[object, ...], tuple[frozenset[Placement], Terms]] = {}
     for form, inflow in enters.items():
         key = state(frozenset((form,)), 0)
         layer.setdefault(key, (frozenset((form,)), []))[1].extend(inflow)
@@ -96,7 +96,7 @@ def _flow(built: Programme, tables: Tables, budget: Budget, ways: Mapping[str, i
         words: dict[Word, Terms] = {}
         for column, word in zip(built.choices[use.kind], use.words, strict=True):
             words.setdefault(word, []).append((column, -1.0))
-        after: dict[tuple[object, ...], tuple[frozenset[Form], Terms]] = {}
+        after: dict[tuple[object, ...], tuple[frozenset[Placement], Terms]] = {}
         for held, inflow in layer.values():
             edges: Terms = []
             for word, taken in words.items():
@@ -111,14 +111,14 @@ def _flow(built: Programme, tables: Tables, budget: Budget, ways: Mapping[str, i
         for taken in words.values():
             built.row(0.0, 0.0, taken)
         layer = after
-    lone = flow.source.kind < 0 or "r" in flow.source.made
+    lone = flow.source.kind < 0 or SUMMED in flow.source.made
     for held, inflow in layer.values():
-        # Read as "+" alone, it is deferred; deferred, it is read as "+".
-        if lone and (("r" in held and "+" in held) or ("D" in held and "+" not in held)):
+        # Read as D alone, it is deferred; deferred, it is read as D.
+        if lone and ((SUMMED in held and D in held) or (DEFERRED in held and D not in held)):
             built.row(0.0, 0.0, [(column, 1.0) for column, _ in inflow])
 
 
-def _store(built: Programme, tables: Tables, budget: Budget, ways: Mapping[str, int], flow: Flow) -> dict[Form, Terms]:
+def _store(built: Programme, tables: Tables, budget: Budget, ways: Mapping[str, int], flow: Flow) -> dict[Placement, Terms]:
     """Columns for where a parameter or buffer lies (of a batch or constant: one column that is 1), their price and bytes."""
     value, many = flow.example, len(flow.values)
     possible = [(form, cost) for form, cost in zip(flow.source.forms, flow.source.store_s, strict=True) if cost < INFINITE]
@@ -127,7 +127,7 @@ def _store(built: Programme, tables: Tables, budget: Budget, ways: Mapping[str, 
     if value in tables.axis.placed:
         built.stores[value] = [(form, column) for (form, _), column in zip(possible, columns, strict=True)]
         size = sum(state_of(tables, budget, v, ways).total for v in flow.values)
-        built.bytes += [(column, size / (tables.axis.n if form[0] == "S" else 1)) for form, column in built.stores[value]]
+        built.bytes += [(column, size / (tables.axis.n if is_shard(form) else 1)) for form, column in built.stores[value]]
     return {form: [(column, 1.0)] for (form, _), column in zip(possible, columns, strict=True)}
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from weft.model.sharding import Form
+from weft.plan.placement import Placement, R
 from weft.solve.placements.tables import Tables
 
 
@@ -29,13 +29,13 @@ class Cost:
         return self.operators_s + self.moves_s + self.states_s
 
 
-def price(tables: Tables, chosen: Sequence[int], stored: Mapping[str, Form]) -> Cost:
+def price(tables: Tables, chosen: Sequence[int], stored: Mapping[str, Placement]) -> Cost:
     """The cost of one solution. `stored`: form of every parameter and buffer that is read, whole where it lacks one."""
     graph, moves = tables.axis.graph, tables.moves
     operators_s = moves_s = 0.0
-    held: dict[str, frozenset[Form]] = {}
+    held: dict[str, frozenset[Placement]] = {}
     for v in graph.variables:
-        given = tables.axis.start(v.value) or ("R",)
+        given = tables.axis.start(v.value) or (R,)
         held[v.value] = frozenset((stored.get(v.value, given[0]),))
     read = {value for flow in tables.flows for value in flow.values}
     states_s = sum(moves.stored(value, next(iter(held[value]))) for value in tables.axis.placed if value in read)

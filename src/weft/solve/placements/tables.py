@@ -6,11 +6,12 @@ forms in which it may begin, and its readers in order; values whose flows are eq
 Prices are finer than those of `model/propagate`: an operator's backward has its own work, a redistribution also copies what it sends,
 and gradients that training never asks for (of the batch) cost nothing.
 
-What is whole on every rank, made by a replicated operator or stored, and read as "+" alone, is never summed where it is read: the
-gradient's summands travel on through the operator (`propagate` does so by itself), or wait for the sum of gradients. Two more forms say so:
+What is whole on every rank, made by a replicated operator or stored, and read as D alone, is never summed where it is read: the
+gradient's summands travel on through the operator (`propagate` does so by itself), or wait for the sum of gradients.
+Two more states say so:
 
-    "D"    whole, deferred: every reader reads it as "+", at no price
-    "r"    whole, and some reader needs the true gradient: the others pay for their "+"
+    DEFERRED   whole, and every reader reads it as D, at no price
+    SUMMED     whole, and some reader needs the whole gradient: the others pay for their D
 """
 
 from __future__ import annotations
@@ -18,15 +19,28 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import cast
 
 from weft.cost.memory import Inventory
 from weft.model.graph import Graph, Operator
 from weft.model.propagate import _Axis, written_buffers
 from weft.model.propagate import _Choice as Choice
-from weft.model.sharding import Form
+from weft.plan.placement import D, Interned, Placement, R, Shard
 
-Word = tuple[Form, ...]  # the forms in which one operator reads one value, each once; () where any will do
+Word = tuple[Placement, ...]  # the forms in which one operator reads one value, each once; () where any will do
 INFINITE = float("inf")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Undecided(Interned):
+    """What is whole, until its readers say where its gradient is summed."""
+
+    deferred: bool
+
+
+# States of this problem beside the placements, which no reader ever asks for.
+DEFERRED = cast("Placement", Undecided(True))
+SUMMED = cast("Placement", Undecided(False))
 
 
 class Axis(_Axis):
@@ -54,8 +68,8 @@ class Source:
     """Where a value begins: made by a kind (the form by choice), or stored in one of `forms` at `store_s` seconds a step each."""
 
     kind: int = -1
-    made: tuple[Form, ...] = ()
-    forms: tuple[Form, ...] = ()
+    made: tuple[Placement, ...] = ()
+    forms: tuple[Placement, ...] = ()
     store_s: tuple[float, ...] = ()
 
 
@@ -114,7 +128,7 @@ class Moves:
             self._like[value] = (tensor.size_bytes, value in self.axis.asked, value in self.still, placed, cuttable)
         return self._like[value]
 
-    def seconds(self, value: str, source: Form, target: Form) -> float:
+    def seconds(self, value: str, source: Placement, target: Placement) -> float:
         if source == target:
             return 0.0
         key = (*self.like(value), source, target)
@@ -122,25 +136,25 @@ class Moves:
             self._known[key] = self._price(value, source, target)
         return self._known[key]
 
-    def read(self, value: str, held: frozenset[Form], word: Word) -> tuple[float, frozenset[Form]]:
+    def read(self, value: str, held: frozenset[Placement], word: Word) -> tuple[float, frozenset[Placement]]:
         """(seconds, forms held afterwards) of reading a value in the forms of `word`, each moved from where that is cheapest."""
         total = 0.0
         for need in word:
-            if "D" in held and need != "+":
+            if DEFERRED in held and need is not D:
                 return INFINITE, held
-            if "r" in held and need != "+":
-                held = held - {"r"} | {"R"}
+            if SUMMED in held and need is not D:
+                held = held - {SUMMED} | {R}
             if need not in held:
-                total += 0.0 if "D" in held else min(self.seconds(value, "R" if source == "r" else source, need) for source in held)
+                total += 0.0 if DEFERRED in held else min(self.seconds(value, R if source == SUMMED else source, need) for source in held)
                 held = held | {need}
         return total, held
 
-    def stored(self, value: str, form: Form) -> float:
-        """Seconds a step of a parameter or buffer that lies in `form`, the sum of its gradient for "D"; infinite where it cannot."""
-        found = self.axis.place(value, {"D": "+", "r": "R"}.get(form, form))
+    def stored(self, value: str, form: Placement) -> float:
+        """Seconds a step of a parameter or buffer that lies in `form`, the sum of its gradient for DEFERRED; infinite where it cannot."""
+        found = self.axis.place(value, D if form is DEFERRED else R if form is SUMMED else form)
         return INFINITE if found is None else found[1]
 
-    def _price(self, value: str, source: Form, target: Form) -> float:
+    def _price(self, value: str, source: Placement, target: Placement) -> float:
         return INFINITE if value in self.still else self.axis.exact_s(value, source, target)
 
 
@@ -204,7 +218,7 @@ def prune(choices: list[Choice]) -> list[Choice]:
 def _deferring(axis: Axis, kinds: tuple[Kind, ...], uses: Mapping[str, tuple[Use, ...]]) -> tuple[Kind, ...]:
     """The kinds, with replicated operators that may pass summands of gradients on both as they do and as they do not.
 
-    Where the operators of a kind are read differently, or have several outputs, what they make whole is "R": whether they pass
+    Where the operators of a kind are read differently, or have several outputs, what they make whole is R: whether they pass
     summands on does not follow from one value's readers.
     """
     final = {axis.graph.loss, *axis.graph.outputs}
@@ -223,10 +237,10 @@ def _deferring(axis: Axis, kinds: tuple[Kind, ...], uses: Mapping[str, tuple[Use
                 choices.append(choice)
                 continue
             floats = [value in axis.grads for value in ops[0].outputs]
-            whole = tuple("r" if alike and is_float else form for form, is_float in zip(choice.makes, floats, strict=True))
-            deferred = tuple("D" if is_float else form for form, is_float in zip(choice.makes, floats, strict=True))
+            whole = tuple(SUMMED if alike and is_float else form for form, is_float in zip(choice.makes, floats, strict=True))
+            deferred = tuple(DEFERRED if is_float else form for form, is_float in zip(choice.makes, floats, strict=True))
             rows = zip(ops[0].inputs, choice.needs, strict=True)
-            needs = tuple("+" if need == "R" and value in axis.grads else need for value, need in rows)
+            needs = tuple(D if need is R and value in axis.grads else need for value, need in rows)
             choices += [replace(choice, makes=whole), replace(choice, makes=deferred, needs=needs)]
         found.append(replace(kind, choices=tuple(choices)))
     return tuple(found)
@@ -256,9 +270,9 @@ def _uses(graph: Graph, kinds: tuple[Kind, ...], kind_of: Mapping[str, int]) -> 
 def _start(axis: Axis, moves: Moves, value: str) -> Source:
     given = axis.start(value)
     if value not in axis.placed:
-        return Source(forms=given or ("R",), store_s=(0.0,))
+        return Source(forms=given or (R,), store_s=(0.0,))
     dims = range(len(axis.graph.tensors[value].shape))
-    cut = tuple(f"S{dim}" for dim in dims if axis.cuttable(value, dim)) if given is None else ()
-    forms = (("r", "D") if value in axis.grads else ("R",)) + cut if given in (None, ("R",)) else given
+    cut = tuple(Shard(dim) for dim in dims if axis.cuttable(value, dim)) if given is None else ()
+    forms = ((SUMMED, DEFERRED) if value in axis.grads else (R,)) + cut if given in (None, (R,)) else given
     assert forms is not None
     return Source(forms=forms, store_s=tuple(moves.stored(value, form) for form in forms))

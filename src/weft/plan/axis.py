@@ -1,0 +1,95 @@
+"""What each mesh axis may cut, as data: a row an axis. In: an axis' name. Out: its row.
+
+Kinds of dimensions: samples of the batch; features, which weights have too; positions of an image (width is the last dimension, height the
+one before, planes the one before that; `outermost` is the first that an image has, whatever it is). `weft.model.labels` tells of each
+operator's labels which kind they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from weft.errors import LayoutError
+
+SAMPLES, FEATURES, OUTERMOST, PLANES, HEIGHT, WIDTH = "samples", "features", "outermost", "planes", "height", "width"
+POSITIONS = (PLANES, HEIGHT, WIDTH)  # outermost first
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """`cuts`: kinds of dimensions that it may cut. `again`: whether it may cut the pieces of another axis once more."""
+
+    name: str
+    cuts: frozenset[str] = frozenset()
+    again: bool = False
+
+    @property
+    def cuts_weights(self) -> bool:
+        """Whether weights are cut over it; otherwise every rank has them whole, and sums their gradients."""
+        return FEATURES in self.cuts
+
+    @property
+    def cuts_samples(self) -> bool:
+        return SAMPLES in self.cuts
+
+    @property
+    def cuts_positions(self) -> bool:
+        return any(kind in self.cuts for kind in (OUTERMOST, *POSITIONS))
+
+    @property
+    def follows(self) -> bool:
+        """Whether every operator that can be cut is, whatever the latency: that is what such an axis is for."""
+        return not self.cuts_weights
+
+    @property
+    def uneven(self) -> bool:
+        """Whether pieces may differ by one."""
+        return self.cuts_positions
+
+
+_ROWS = (
+    Axis("pipeline"),
+    Axis("data", frozenset({SAMPLES})),
+    Axis("spatial", frozenset({OUTERMOST})),
+    *(Axis(kind, frozenset({kind})) for kind in POSITIONS),
+    *(Axis(name, frozenset({FEATURES})) for name in ("tensor", "rows", "columns")),
+    Axis("depth", frozenset({FEATURES}), again=True),
+)
+TABLE = {row.name: row for row in _ROWS}
+
+
+def axis_of(name: str) -> Axis:
+    """The row of an axis; a name that the table lacks is one of tensor ranks."""
+    return TABLE.get(name) or Axis(name, frozenset({FEATURES}))
+
+
+HOW = "use a count (spatial=4), height x width (spatial=2x2) or planes x height x width (spatial=2x2x2)"
+
+
+def parse_spatial(text: str) -> tuple[tuple[str, int], ...]:
+    """The mesh axes that cut an image, outermost first, those of more than one rank: of a count the first dimension that there is.
+
+    >>> parse_spatial("4"), parse_spatial("2x1"), parse_spatial("2x1x4"), parse_spatial("1")
+    ((('spatial', 4),), (('height', 2),), (('planes', 2), ('width', 4)), ())
+
+    Raises:
+        LayoutError: no such text, an axis without ranks, more than three axes.
+    """
+    words = text.split("x")
+    for word in words:
+        if not word.isdecimal() or len(word) > 6 or not int(word):
+            raise LayoutError(f"spatial={text}: {word!r} is not the number of ranks along an axis of the image, 1 or more; {HOW}")
+    if len(words) > len(POSITIONS):
+        raise LayoutError(f"spatial={text} has {len(words)} axes, and an image has at most {len(POSITIONS)}; {HOW}")
+    names = ("spatial",) if len(words) == 1 else POSITIONS[-len(words) :]
+    return tuple((name, int(word)) for name, word in zip(names, words, strict=True) if int(word) > 1)
+
+
+def spatial_ranks(text: str) -> int:
+    """Ranks that share an image.
+
+    >>> spatial_ranks("2x4")
+    8
+    """
+    return prod(n for _, n in parse_spatial(text))

@@ -1,0 +1,109 @@
+"""The one table of ways from one placement to another along an axis.
+
+In: two placements. Out: the row of the table that brings one to the other: the collective, and what a rank sends. The gradient of a value
+that moved from `a` to `b` moves from `dual(b)` to `dual(a)`, which is a row of the same table: no collective is paired with its dual by
+hand, and the bytes of backward are the same look-up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+from weft.errors import LayoutError
+from weft.plan.placement import Deferred, Halo, HaloPartial, Partial, Placement, Range, Replicate, Shard, pieces
+
+
+@dataclass(frozen=True, slots=True)
+class Transition:
+    """How what lies as `source` comes to lie as `target`.
+
+    `collective`: what ranks exchange, or what each does by itself (`LOCAL`). `allowed`: whether a forward pass may take this way; the
+    others are backward's alone.
+    """
+
+    source: type[Placement]
+    target: type[Placement]
+    collective: str
+    allowed: bool = True
+
+
+LOCAL = ("", "slice", "pad")  # nothing is sent
+
+TABLE = {
+    (row.source, row.target): row
+    for row in (
+        Transition(Replicate, Replicate, ""),
+        Transition(Deferred, Deferred, ""),
+        Transition(Partial, Partial, ""),
+        Transition(Replicate, Deferred, ""),
+        Transition(Replicate, Partial, ""),  # each has an equal share
+        Transition(Deferred, Partial, ""),
+        Transition(Partial, Replicate, "all_reduce"),
+        Transition(Partial, Deferred, "all_reduce"),
+        Transition(Replicate, Shard, "slice"),
+        Transition(Deferred, Shard, "slice"),
+        Transition(Shard, Replicate, "all_gather"),
+        Transition(Shard, Deferred, "all_gather"),
+        Transition(Partial, Shard, "reduce_scatter"),
+        Transition(Shard, Shard, "all_to_all"),
+        Transition(Shard, Halo, "halo_exchange"),
+        Transition(Replicate, Halo, "slice"),
+        Transition(Deferred, Halo, "slice"),
+        Transition(Deferred, Replicate, "", allowed=False),  # a gradient that all have is whole
+        Transition(Shard, Partial, "pad", allowed=False),  # among zeros
+        Transition(HaloPartial, Shard, "halo_add", allowed=False),
+        Transition(HaloPartial, Replicate, "all_reduce", allowed=False),
+        Transition(HaloPartial, Partial, "pad", allowed=False),
+    )
+}
+
+
+def transition(source: Placement, target: Placement) -> Transition:
+    """The row from `source` to `target`.
+
+    Raises:
+        LayoutError: the table has none.
+    """
+    row = TABLE.get((type(source), type(target)))
+    if row is None:
+        raise LayoutError(f"no redistribution from {source} to {target}")
+    return row
+
+
+def allowed(source: Placement, target: Placement) -> bool:
+    """Whether a value may be brought from `source` to `target` in a forward pass."""
+    row = TABLE.get((type(source), type(target)))
+    return row is not None and row.allowed
+
+
+@cache
+def sent_part(source: Placement, target: Placement, n: int) -> float:
+    """The part of the whole tensor that a rank of n sends on the way, the busiest one's.
+
+    An all-reduce is a reduce-scatter and an all-gather (Patarasuk and Yuan 2009); of an all-to-all a rank keeps a piece of its piece; of
+    windows it sends what others read of what it holds.
+
+    >>> from weft.plan.placement import P, R
+    >>> sent_part(P, R, 4), sent_part(Shard(0), R, 4), sent_part(Shard(2), Halo(2, 8, ((0, 5), (3, 8))), 2)
+    (1.5, 0.75, 0.125)
+    """
+    match transition(source, target).collective, source, target:
+        case "all_reduce", _, _:
+            return 2 * (n - 1) / n
+        case "all_gather" | "reduce_scatter", _, _:
+            return (n - 1) / n
+        case "all_to_all", _, _:
+            return (n - 1) / n / n
+        case "halo_exchange", _, Halo(_, size, windows):
+            return _busiest(pieces(size, n), windows) / size
+        case "halo_add", HaloPartial(_, size, windows), _:
+            return _busiest(windows, pieces(size, n)) / size
+    return 0.0
+
+
+def _busiest(held: tuple[Range, ...], wanted: tuple[Range, ...]) -> int:
+    """Entries that the rank sends that sends most."""
+    return max(
+        sum(max(0, min(b, d) - max(a, c)) for other, (c, d) in enumerate(wanted) if other != rank) for rank, (a, b) in enumerate(held)
+    )
