@@ -203,15 +203,15 @@ def run(case: Case) -> Result:
 NAMES = {"gpt": ("GPT", "Megatron-LM's grid"), "moe": ("GShard MoE", "DeepSpeed's grid"), "wide-resnet": ("Wide-ResNet", "PP-DP grid")}
 
 INTRO = f"""The evaluation of Alpa (Zheng et al., OSDI 2022, section 8) has 21 configurations on up to 8 {MACHINE}.
-Here each is planned by weft, and its plan is priced beside two others by the same simulator: the best point of the grid that the
-paper's baseline searches, and Alpa's own solution, as its repository publishes it. These are predictions on a model of the machines,
-not measurements; they say whether weft's search finds what the others found. Ratios above 1: weft's plan is faster.
+weft plans each of them here, and the same simulator prices three plans: weft's, the best point of the grid that the paper's baseline
+searches, and Alpa's own solution, as its repository publishes it. These are predictions on a model of the machines, not measurements;
+they show whether weft's search finds what the others found. A ratio above 1: weft's plan is faster.
 `scripts/bench alpa` makes this page, in a quarter of an hour; a run over some families keeps the others' rows as they are.
 
-What is not the same as there: stages are equal, so Alpa's few solutions with stages on unequal submeshes are taken as the nearest equal
-ones (marked ~); where a solution leaves the cut inside a stage to Alpa's integer programme, the best cut is taken as Alpa's. A solution
-that by weft's count of bytes does not fit 16 GB, but that Alpa ran, is priced all the same (marked *): weft keeps float32 weights and
-recomputes whole stages, where Alpa recomputes layer by layer."""
+What differs from the paper: stages are equal here, so Alpa's few solutions with stages on unequal submeshes are taken as the nearest
+equal ones (marked ~). Where a solution leaves the sharding inside a stage to Alpa's integer programme, the best one is taken as Alpa's.
+A solution that does not fit 16 GB by weft's count of bytes, but that Alpa ran, is priced all the same (marked *): weft keeps float32
+weights and recomputes whole stages, where Alpa recomputes layer by layer."""
 
 
 def markdown(results: Sequence[Result]) -> str:

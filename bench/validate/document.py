@@ -10,58 +10,60 @@ from bench.validate.rows import Row
 HEAD = """# How true the predictions are
 
 Written by `scripts/validate`. Errors are of the predicted against the measured time, in percent of the measured: mean and largest
-absolute error over n points. *frozen*: the constants that `src/weft/cluster/catalogue.toml` has, which is what `weft plan` prices with;
-they were fitted to the same rows. The other protocols fit again without the rows that they then predict. The tables themselves are not
-part of this project (`--data DIR` says where they are).
+absolute error over n points. *frozen*: the constants in `src/weft/cluster/catalogue.toml`, with which `weft plan` prices; they were
+fitted to the same rows. The other protocols fit again without the rows that they then predict. The tables themselves are not part of
+this project (`--data DIR` says where they are).
 
 """
 
 NOTES = """
 ## What was fitted, and to what
 
-- **Collectives** (`protocol.*`): start, hop and rate of each algorithm and protocol of NCCL, and the part of each link's bandwidth that
-  large messages reach. The time is the least of them, as NCCL chooses; where NCCL itself chose badly (64 to 128 KiB on 64 and 128
-  GPUs: a larger message took half the time), the error is the largest of the table. With 16 H100 alone, what a further node adds
+- **Collectives** (`protocol.*`): start, hop and rate of each algorithm and protocol of NCCL, and the share of each link's bandwidth
+  that large messages reach. The time is the least of them, as NCCL chooses. Where NCCL itself chose badly (64 to 128 KiB on 64 and 128
+  GPUs: a larger message took half the time), the error is the largest of the table. With 16 H100 alone, the cost of a further node
   cannot be fitted: it keeps the A100's proportion.
 - **a100-megatron-deepspeed** (`stack.*`): eleven constants of kernels, launches and the step, fitted to 240 of the 1,440 rows. Layers,
-  heads, tensor, data and pipeline sizes, microbatches and their number come from the captured graph and the layout. The rows are smooth to
-  0.01 % in layers and microbatches, so they carry about eighty independent numbers; what no smooth model follows is that
-  some shapes that are bound by launches take 15 to 30 % less than smaller ones (hidden size 2048, 4 tensor ranks, microbatches of 1 and 2),
-  and they are the largest errors.
-- **a100-megatron**: four constants to one layer of 22B; everything else is taken from the set above, or assumed, as its source says.
-  `accumulate_bytes` (what fused accumulation moves) and `spread` (the repeat noise of the single-node table) took their figures after
-  predictions had been looked at beside utilisations that Megatron-LM's papers state for 175 B to 1 T parameters (such as 52 % on 3,072
+  heads, tensor, data and pipeline sizes, microbatches and their number come from the captured graph and the layout. The rows are smooth
+  to 0.01 % in layers and microbatches, so they carry about eighty independent numbers. The largest errors are those of shapes that no
+  smooth model follows: some that are bound by launches take 15 to 30 % less than smaller ones (hidden size 2048, 4 tensor ranks,
+  microbatches of 1 and 2).
+- **a100-megatron**: four constants, fitted to one layer of 22B; everything else is taken from the set above, or assumed, as its source
+  says. `accumulate_bytes` (what fused accumulation moves) and `spread` (the repeat noise of the single-node table) were set after
+  predictions had been compared with utilisations that Megatron-LM's papers state for 175 B to 1 T parameters (such as 52 % on 3,072
   GPUs with recomputation counted, 56.3 % on 512 without). Nothing was fitted to those, but they are no blind test of this set.
-- **torch** (`stack.torch`), what weft itself runs and every GPU has by default: products and attention's forward by device from
-  [tables of single kernels](benchmarks/devices.md), and what those do not tell from sixteen FSDP runs of one 7 B model on A100 and H100:
-  what a step's load leaves of the rate of products (`sustained`: all of it on A100, 0.89 on H100), the rate of attention on H100 and of
-  its backward on both, the bytes that other kernels move, and how much of a hidden collective's time the compute loses (`contention`).
-  The rows of other sizes were held out: no fitted constant was changed after they were seen; six were then priced as ZeRO-2, which they
-  are, and NVLink 4's efficiency outside of its curves was put back to 0.8 for another table. PyTorch of 2023 ran them: cuDNN's attention,
-  which torch 2.11 and later take on H100 and Blackwell where the library has it, is faster, so that long contexts are predicted too slow
-  there. Blackwell and H200 have no such runs: their `sustained` and `attention_backward` are assumed as H100's.
-- **h100-megatron-core**: no compute was fitted; the A100's constants at assumed efficiencies. It is had by name
+- **torch** (`stack.torch`), what weft itself runs and the default of every GPU. Matrix products and attention's forward come by device
+  from [tables of single kernels](benchmarks/devices.md). What those do not show was fitted to sixteen FSDP runs of one 7 B model on
+  A100 and H100: the rate of products under a step's load (`sustained`: all of it on A100, 0.89 on H100), the rate of attention on H100
+  and of its backward on both, the bytes that other kernels move, and how much of a hidden collective's time the compute loses
+  (`contention`). The rows of other sizes were held out: no fitted constant was changed after they were seen. Six of them were then
+  priced as ZeRO-2, which they are, and NVLink 4's efficiency outside of its curves was put back to 0.8 for another table. PyTorch of
+  2023 ran them. cuDNN's attention, which torch 2.11 and later use on H100 and Blackwell where the library has it, is faster, so long
+  contexts are predicted too slow there. Blackwell and H200 have no such runs: their `sustained` and `attention_backward` are assumed to
+  be H100's.
+- **h100-megatron-core**: no compute was fitted; the A100's constants at assumed efficiencies. A cluster's name asks for it
   (`dgx-h100@h100-megatron-core`).
 - **Bubbles**: nothing is fitted; the published stage times run through weft's own schedule and clock.
 
 ## What was not measured here
 
 Sums of gradients over more than 128 GPUs, transfers between stages of different nodes, stragglers (the slowest of n ranks is taken to
-be sqrt(2 ln n) times 0.05 % slower), offload and experts are formulas with stated or
-assumed constants, and products and attention of V100, MI250X, MI300X and TPUs reach an assumed part of the peak. Sixteen-bit precisions
-on GPUs are counted as FSDP's mixed precision has them: weights that are gathered, and activations, in 16 bits. weft's own bfloat16 is
-autocast over weights in float32, which keeps sums along the residual stream in float32: by the same count a 3 B GPT with 5 samples of
-4,096 positions a rank holds 87 GiB so and 69 GiB as FSDP has it, 13 B with full recomputation and 10 samples 81 and 65 GiB. Memory is
-checked against published formulas (`tests/pure/test_cost_memory.py`), not against measured GPUs. A layout by hand has stages of equally
-many layers on GPUs, as in the tables; plans that weft chooses itself balance their stages.
+be sqrt(2 ln n) times 0.05 % slower), offload and experts are formulas with stated or assumed constants. Matrix products and attention
+of V100, MI250X, MI300X and TPUs reach an assumed share of the peak. Sixteen-bit precisions on GPUs are counted as FSDP's mixed
+precision has them: gathered weights and activations in 16 bits. weft's own bfloat16 is autocast over float32 weights, which keeps sums
+along the residual stream in float32: by the same count a 3 B GPT with 5 samples of 4,096 positions a rank holds 87 GiB so and 69 GiB as
+FSDP has it, 13 B with full recomputation and 10 samples 81 and 65 GiB. Memory is checked against published formulas
+(`tests/pure/test_cost_memory.py`), not against measured GPUs. A layout by hand has stages of equally many layers on GPUs, as in the
+tables; plans that weft chooses itself balance their stages.
 """
 
 
 ALPA = """
 ## Alpa's 21 configurations
 
-Plans beside plans, all priced by the same simulator; nothing here is measured. How many times as fast weft's plan is, as
-[the page with the plans](alpa.md) explains (~: the nearest equal stages; *: does not fit by weft's count of bytes, though Alpa ran it).
+Plans are compared with plans, all priced by the same simulator; nothing here is measured. The figures say how many times as fast weft's
+plan is, as [the page with the plans](alpa.md) explains (~: the nearest equal stages; *: does not fit by weft's count of bytes, though
+Alpa ran it).
 
 """
 
@@ -75,15 +77,16 @@ RULES = """
 PLANNED = """
 ## The plan chosen, against all plans run
 
-`scripts/bench planned` runs every plan of at least twelve models on this machine over emulated networks, the one that weft chooses among
-them: [what came out](benchmarks/planned.md).
+`scripts/bench planned` runs every plan of at least twelve models on this machine over emulated networks, weft's choice among them: [the
+results](benchmarks/planned.md).
 """
 
 MEMORY = """
 ## Memory predicted, against memory measured
 
-`scripts/bench memory` plans 40 architectures that are none of weft's in eight layouts on two cores, and holds the fullest rank's predicted
-memory against what its step took: [error by model and layout](benchmarks/memory.md). `--models swin gat`, `--layouts "tensor=2"` run some.
+`scripts/bench memory` plans 40 architectures that are none of weft's in eight layouts on two cores, and compares the fullest rank's
+predicted memory with what its step took: [error by model and layout](benchmarks/memory.md). `--models swin gat` and `--layouts
+"tensor=2"` run some of them.
 """
 
 
