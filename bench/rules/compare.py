@@ -20,7 +20,7 @@ from torch import Tensor
 from bench.rules import pieces, truth
 from bench.rules.truth import Call
 from weft.model.propagate import _BIASED as BIASED
-from weft.model.rules import Rule, rule_of
+from weft.ops import Rule, rule_of
 from weft.plan.placement import D, Placement
 
 MOST_INPUTS = 4  # of more, as of a list of tensors, cuts are not enumerated

@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 
 from bench.rules.compare import Cut, Finding
-from weft.model.rules import table
-from weft.model.rules.samples import OF_SAMPLES
-from weft.model.rules.views import VIEWS
+from weft.ops import table
+from weft.ops.samples import OF_SAMPLES
+from weft.ops.views import VIEWS
 
 HEAD = """# Factor rules beside brute force
 

@@ -18,14 +18,15 @@ MOST_LINES = 600
 # part -> the parts that it may import besides itself; everything points left in the house's order.
 BASE = {"errors", "units"}
 DATA = BASE | {"plan"}
-PRICED = DATA | {"model", "cluster", "schedules", "collectives", "cost"}
-RANKS = DATA | {"model", "schedules", "collectives", "world"}
+PRICED = DATA | {"ops", "model", "cluster", "schedules", "collectives", "cost"}
+RANKS = DATA | {"ops", "model", "schedules", "collectives", "world"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "callable": set(),
     "units": {"errors"},
     "plan": BASE | {"callable"},
-    "model": DATA,
+    "ops": DATA,
+    "model": DATA | {"ops"},
     "cluster": DATA,
     "schedules": DATA,
     "collectives": DATA,
@@ -33,7 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     "simulate": PRICED | {"callable"},
     "solve": PRICED | {"simulate"},
     "report": PRICED | {"simulate"},
-    "zoo": DATA | {"model"},
+    "zoo": DATA | {"ops", "model"},
     "world": DATA,
     "lower": RANKS,
     "run": RANKS | {"lower"},

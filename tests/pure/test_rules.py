@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.model.graph import Operator, Ref, Tensor
-from weft.model.rules import Rule, parse, rule_of
-from weft.model.rules.table import NOTATION
-from weft.model.rules.views import reshape
+from weft.ops import Rule, parse, rule_of
+from weft.ops.table import NOTATION
+from weft.ops.views import reshape
 
 
 def rule(target: str, *args: object, outs: tuple[tuple[int, ...], ...]) -> Rule | None:

@@ -14,7 +14,7 @@ from bench.verify_all import Subject  # noqa: E402
 from function_models import NAMES  # noqa: E402
 from test_awkward import check  # noqa: E402
 
-from weft.model.rules import Rule  # noqa: E402
+from weft.ops import Rule  # noqa: E402
 
 TWO = ("data=2", "tensor=2", "tensor=2 sequence_parallel=on", "pipeline=2", "data=2 zero=3")
 ALL = ("data=2 microbatches=2 zero=1", "data=2 zero=2", "data=2 recompute=full", "pipeline=2 microbatches=4 schedule=zb-h1")

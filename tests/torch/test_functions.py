@@ -27,8 +27,8 @@ import weft
 from weft.errors import LayoutError, ModelError
 from weft.model.gradients import learned
 from weft.model.graph import Operator
-from weft.model.rules import Rule
 from weft.model.work import operator_flops, work
+from weft.ops import Rule
 from weft.plan.placement import Shard
 from weft.run.build import Source
 

@@ -15,9 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from weft.model.rules import Rule, rule_of, table
-from weft.model.rules.samples import OF_SAMPLES, OWN
-from weft.model.rules.views import VIEWS
+from weft.ops import Rule, rule_of, table
+from weft.ops.samples import OF_SAMPLES, OWN
+from weft.ops.views import VIEWS
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]
 SIZES = st.sampled_from((1, 2, 3, 4, 6))

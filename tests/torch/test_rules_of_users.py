@@ -10,7 +10,7 @@ from bench.rules.pieces import Case, case, check, choices
 from torch import Tensor
 
 import weft.model.deferred.ctc  # noqa: F401  # whose operator is among them
-from weft.model.rules import rule_of
+from weft.ops import rule_of
 
 
 def real(*shape: int) -> Tensor:

@@ -14,7 +14,7 @@ from bench.rules import compare, truth
 from bench.rules.__main__ import of_operator
 from bench.rules.compare import Finding
 
-from weft.model.rules import Rule
+from weft.ops import Rule
 
 SAMPLED = (
     "nn.functional.linear softmax sum cat nn.functional.layer_norm nn.functional.embedding bmm where std_mean narrow transpose gather "
@@ -45,7 +45,7 @@ def test_a_wrong_rule_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def along(op: object, tensors: object) -> Rule:
         return Rule((("a", "b"),), (("a", "b"),))
 
-    for place in ("weft.lower.local.rule_of", "weft.model.rules.rule_of", "bench.rules.compare.rule_of"):
+    for place in ("weft.lower.local.rule_of", "weft.model.graph.rule_of", "bench.rules.compare.rule_of"):
         monkeypatch.setattr(place, along)
     call = ("aten.softmax.int", (torch.randn(6, 4, dtype=torch.float64), 1), {})
     finding = compare.held_against_truth(call, enumerate_cuts=False)

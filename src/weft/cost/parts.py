@@ -25,10 +25,10 @@ from weft.cost.runs import Amount, Amounts
 from weft.model.cores import cores, is_causal
 from weft.model.graph import Graph, Operator, Variable
 from weft.model.pointwise import is_product
-from weft.model.rules import rule_of
 from weft.model.sharding import Sharding
 from weft.model.stages import Cut
 from weft.model.work import num_steps, packet
+from weft.ops import rule_of
 from weft.plan.placement import R, Shard, is_whole
 
 T = TypeVar("T", bound=Hashable)

@@ -30,9 +30,9 @@ from weft.model.functions import check_cut
 from weft.model.graph import Arg, Function, Graph, Operator, Ref, Word, statistics
 from weft.model.pointwise import is_product, read_shapes
 from weft.model.propagate import writes_buffer, written_buffers
-from weft.model.rules import Rule, rule_of
 from weft.model.sharding import Sharding, move_collectives
 from weft.model.stages import Stage, draws
+from weft.ops import Rule, rule_of
 from weft.plan.placement import D, P, Placement, R, Shard, is_shard
 from weft.world.attention import scaled_dot_product_attention
 from weft.world.world import Group

@@ -22,10 +22,10 @@ from dataclasses import dataclass, field
 
 from weft.model.graph import Graph, Operator, Ref
 from weft.model.propagate import writes_buffer, written_buffers
-from weft.model.rules import Rule
-from weft.model.rules.linear import SUMS, each, leaves_summands, together
-from weft.model.rules.table import FACTORIES, SHAPED_LIKE
 from weft.model.stages import draws
+from weft.ops import Rule
+from weft.ops.linear import SUMS, each, leaves_summands, together
+from weft.ops.table import FACTORIES, SHAPED_LIKE
 
 _ALIKE = frozenset("zeros ones full empty scalar_tensor rand randn randint".split()) | SHAPED_LIKE  # made alike for every sample, or drawn
 

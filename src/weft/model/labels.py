@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from weft.model.graph import Graph
-from weft.model.rules import Rule
 from weft.model.work import operator_flops
+from weft.ops import Rule
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, replace
 
 from weft.model.additive import Additive
 from weft.model.graph import Arg, Graph, Operator, Ref, Tensor, Variable
-from weft.model.rules.linear import SUMS, together
-from weft.model.rules.table import POINTWISE
 from weft.model.stages import Stage, split
+from weft.ops.linear import SUMS, together
+from weft.ops.table import POINTWISE
 
 SHARE = "batch_share"
 _COUNTING = frozenset("cross_entropy_loss nll_loss nll_loss_nd".split())  # whose mean is over what counts

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 
 from weft.model.graph import Arg, Graph, Operator, Ref, Tensor
-from weft.model.rules.views import VIEWS
+from weft.ops.views import VIEWS
 
 _KEEPS = frozenset("to _to_copy clone contiguous detach alias lift_fresh_copy".split())
 _SHAPES = frozenset("view reshape unsqueeze squeeze flatten expand".split()) & frozenset(VIEWS)

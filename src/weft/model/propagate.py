@@ -33,10 +33,10 @@ from weft.model.gradients import backward_reached, needs_gradient
 from weft.model.graph import Graph, Operator, Ref, statistics
 from weft.model.grid import kept_for, nested, twice_cut
 from weft.model.labels import meanings
-from weft.model.rules import Rule
-from weft.model.rules.linear import leaves_summands, passes, passing
 from weft.model.sharding import Move, Prices, Sharding, Shards, collective_s, move_collectives
 from weft.model.work import batched, differentiable, operator_bytes, operator_flops
+from weft.ops import Rule
+from weft.ops.linear import leaves_summands, passes, passing
 from weft.plan.grid import NESTED
 from weft.plan.placement import D, P, Placement, R, Shard, is_shard
 from weft.plan.transition import allowed

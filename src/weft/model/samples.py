@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from weft.errors import Infeasible
 from weft.model.graph import Graph, Operator
-from weft.model.rules import Rule
-from weft.model.rules.table import LOSSES
+from weft.ops import Rule
+from weft.ops.table import LOSSES
 from weft.plan.layout import Layout
 
 _CLASSES = ("cross_entropy_loss", "nll_loss", "nll_loss_nd")  # classes lie in dimension 1 of their first argument

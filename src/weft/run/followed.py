@@ -24,7 +24,7 @@ from weft.model.deferred.fakes import DispatchMode, FakeMode, fake_mode, unlogge
 from weft.model.graph import Arg, Operator, Ref, Word
 from weft.model.graph import Tensor as Spec
 from weft.model.reader import spec_of
-from weft.model.rules import Labels, Rule, of_elements, rule_of
+from weft.ops import Labels, Rule, of_elements, rule_of
 
 Ranks = tuple[int, ...]  # that hold the parts along one axis of the mesh
 Cuts = tuple[tuple[int, Ranks], ...]  # dimensions and who has their parts; where one is cut twice, the larger parts first

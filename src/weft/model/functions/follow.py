@@ -18,11 +18,11 @@ from typing import NamedTuple
 
 from weft.model.functions.trace import Joint
 from weft.model.graph import Operator, Ref, Tensor
-from weft.model.rules import rule_of
-from weft.model.rules.linear import PRODUCTS, TOGETHER, together
-from weft.model.rules.rule import BLOCKED, Labels, Rule
-from weft.model.rules.table import SHAPED_LIKE
 from weft.model.stages import draws
+from weft.ops import rule_of
+from weft.ops.linear import PRODUCTS, TOGETHER, together
+from weft.ops.rule import BLOCKED, Labels, Rule
+from weft.ops.table import SHAPED_LIKE
 
 AVERAGE, SUMMANDS = "average", "summands"  # what cutting a label leaves that no output has
 

@@ -5,11 +5,11 @@ An operator without a rule is replicated by whoever asks, and reported by name; 
 
 from __future__ import annotations
 
-from weft.model.graph import Arg, Operator, Ref, Tensor
-from weft.model.rules.rule import BLOCKED, Labels, Rule, parse
-from weft.model.rules.samples import OF_SAMPLES, OWN, masked_put
-from weft.model.rules.table import ALONG_DIM, CELLS, FACTORIES, LOSSES, NOTATION, POINTWISE, REDUCED_AT, REDUCTIONS, SHAPED_LIKE
-from weft.model.rules.views import VIEWS, index
+from weft.ops.operator import Arg, Operator, Ref, Tensor
+from weft.ops.rule import BLOCKED, Labels, Rule, parse
+from weft.ops.samples import OF_SAMPLES, OWN, masked_put
+from weft.ops.table import ALONG_DIM, CELLS, FACTORIES, LOSSES, NOTATION, POINTWISE, REDUCED_AT, REDUCTIONS, SHAPED_LIKE
+from weft.ops.views import VIEWS, index
 
 __all__ = ["BLOCKED", "Labels", "Rule", "of_elements", "parse", "rule_of"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Container
 from math import prod
 
-from weft.model.graph import Operator, Ref, Tensor
-from weft.model.rules.rule import BLOCKED, Labels, Rule
+from weft.ops.operator import Operator, Ref, Tensor
+from weft.ops.rule import BLOCKED, Labels, Rule
 
 Shape = tuple[int, ...]
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from weft.model.graph import Operator, Ref
-from weft.model.rules.rule import BLOCKED, Labels, Rule
-from weft.model.rules.views import named
+from weft.ops.operator import Operator, Ref
+from weft.ops.rule import BLOCKED, Labels, Rule
+from weft.ops.views import named
 
 Shape = tuple[int, ...]
 Made = Callable[[Operator, list[Shape], list[Shape]], Rule | None]

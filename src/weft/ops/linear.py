@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 
-from weft.model.graph import Operator, Ref
-from weft.model.rules.views import VIEWS
+from weft.ops.operator import Operator, Ref
+from weft.ops.views import VIEWS
 from weft.plan.placement import D, P, Placement, R, is_shard
 
 # Linear in all their tensors together.
