@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import weft
+from weft.capture.capture import capture
 from weft.errors import ModelError
-from weft.model.capture import capture
 from weft.model.gradients import learned
 
 

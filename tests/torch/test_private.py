@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import weft
-from weft.model.deferred import fakes
+from weft.capture import fakes
 from weft.world import private
 
 # `model` may not import `world`, and keeps what it needs of torch's tracing in an adapter of its own.
-ADAPTERS = {"world/private.py": private, "model/deferred/fakes.py": fakes}
+ADAPTERS = {"world/private.py": private, "capture/fakes.py": fakes}
 LISTED = [(file, owner, name) for file, adapter in ADAPTERS.items() for owner, name in adapter.NAMES]
 
 

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
+from weft.capture.functions.follow import Places, follow, is_linear, rule_by_following
+from weft.capture.functions.record import BASE, Call, Record, plainly, recorded, recording, refusal
+from weft.capture.functions.trace import Joint, joint
 from weft.errors import LayoutError, ModelError
-from weft.model.functions.follow import Places, follow, is_linear, rule_by_following
-from weft.model.functions.record import BASE, Call, Record, plainly, recorded, recording, refusal
-from weft.model.functions.trace import Joint, joint
 from weft.model.graph import Function, Operator, Tensor
 from weft.model.rules import Rule
 from weft.model.stages import draws

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from weft.model.deferred.ctc import ctc_loss
-from weft.model.deferred.fakes import ASSERT, tree_flatten
+from weft.capture.fakes import ASSERT, tree_flatten
+from weft.capture.patches.ctc import ctc_loss
 
 
 def embedding_bag(

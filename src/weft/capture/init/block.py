@@ -21,9 +21,9 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from weft.capture.fakes import FakeMode
+from weft.capture.init.record import Recording
 from weft.errors import ModelError
-from weft.model.deferred.fakes import FakeMode
-from weft.model.deferred.record import Recording
 
 
 class Deferred:
@@ -31,7 +31,7 @@ class Deferred:
 
     The state of torch's random generator after the block is that before it; `materialize` advances it.
 
-    >>> from weft.model.deferred import materialize
+    >>> from weft.capture.init import materialize
     >>> state = torch.manual_seed(0)
     >>> with Deferred() as deferred:
     ...     net = nn.Linear(4, 2)

@@ -21,24 +21,24 @@ from typing import Any
 import torch
 from torch import nn
 
+from weft.capture.blame import why_not
+from weft.capture.fakes import Fake, tracing
+from weft.capture.functional import Memory, is_in_place, make_functional
+from weft.capture.functions import Record, function_of
+from weft.capture.init.losses import loss_of
+from weft.capture.nesting import batch_size_of, leaves, rebuild
+from weft.capture.patches.assertions import without_assertions
+from weft.capture.patches.complex_parameters import paired
+from weft.capture.patches.own_rows import own_rows
+from weft.capture.patches.picked import without_picks
+from weft.capture.read import Aliased, Reader, exists, spec_of
+from weft.capture.watched import State, changes, set_state, state_of, watched
 from weft.errors import ModelError
 from weft.model.collector import uncollected
-from weft.model.deferred.assertions import without_assertions
-from weft.model.deferred.blame import why_not
-from weft.model.deferred.fakes import Fake, tracing
-from weft.model.deferred.losses import loss_of
-from weft.model.deferred.picked import without_picks
-from weft.model.functional import Memory, is_in_place, make_functional
-from weft.model.functions import Record, function_of
 from weft.model.gradients import learned, learns_by
 from weft.model.graph import Graph, Operator, Ref, Variable
-from weft.model.nesting import batch_size_of, leaves, rebuild
-from weft.model.own_rows import own_rows
-from weft.model.paired import paired
 from weft.model.propagate import written_buffers
-from weft.model.reader import Aliased, Reader, exists, spec_of
 from weft.model.stages import draws
-from weft.model.watched import State, changes, set_state, state_of, watched
 from weft.model.work import closure
 
 Loss = Callable[[Any, Any], torch.Tensor]

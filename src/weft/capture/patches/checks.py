@@ -2,7 +2,7 @@
 whether a tensor without values is true, or a number of it. Out: what it is where the check passes, or None where anything else hangs on it.
 
 Only the statement itself is read: an `if` that does nothing but raise, print, warn or log, or an `assert`. As other checks of values (see
-`weft.model.deferred.assertions`), these are not repeated in a run. Not modelled: numbers that `int()` and `float()` make of a tensor.
+`weft.capture.patches.assertions`), these are not repeated in a run. Not modelled: numbers that `int()` and `float()` make of a tensor.
 """
 
 from __future__ import annotations

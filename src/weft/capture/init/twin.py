@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from weft.capture.fakes import Fake, FakeMode
+from weft.capture.nesting import leaves
 from weft.errors import ModelError
-from weft.model.deferred.fakes import Fake, FakeMode
-from weft.model.nesting import leaves
 
 
 def fake_copy(module: nn.Module, fake_mode: FakeMode, originals: dict[int, torch.Tensor] | None = None) -> nn.Module:

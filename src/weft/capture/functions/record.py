@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from weft.capture.fakes import DATA_DEPENDENT, NO_FAKE, tree_flatten
 from weft.errors import ModelError
-from weft.model.deferred.fakes import DATA_DEPENDENT, NO_FAKE, tree_flatten
 from weft.model.graph import Slot
 
 BASE: Any = torch.autograd.Function.__mro__[1]  # from which every function has `apply`, also under another name that a module gave it

@@ -17,9 +17,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from weft.capture.init.block import Deferred
+from weft.capture.init.materialize import realize
 from weft.errors import ModelError
-from weft.model.deferred.block import Deferred
-from weft.model.deferred.materialize import realize
 
 Loss = Callable[[Any, Any], torch.Tensor]
 

@@ -24,15 +24,15 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
+from weft.capture.fakes import told
+from weft.capture.functions import BASE, Record, plainly, recorded, recording
+from weft.capture.patches.casts import without_casts
+from weft.capture.patches.checks import passing
+from weft.capture.patches.ctc import Picked
+from weft.capture.patches.instead import INSTEAD, exactly, one_by_one
+from weft.capture.patches.known import Known
+from weft.capture.randomness import python_randomness
 from weft.errors import ModelError
-from weft.model.checks import passing
-from weft.model.deferred.casts import without_casts
-from weft.model.deferred.ctc import Picked
-from weft.model.deferred.fakes import told
-from weft.model.deferred.instead import INSTEAD, exactly, one_by_one
-from weft.model.deferred.known import Known
-from weft.model.functions import BASE, Record, plainly, recorded, recording
-from weft.model.randomness import python_randomness
 
 State = Mapping[tuple[str, str], Any]  # (path of a module, attribute) -> value
 _GET_DATA, _SET_DATA = Tensor.data.__get__, Tensor.data.__set__  # type: ignore[attr-defined]

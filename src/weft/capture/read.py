@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from weft.capture.functional import is_in_place
 from weft.errors import ModelError
-from weft.model.functional import is_in_place
 from weft.model.graph import FUNCTION, Arg, Function, Operator, Ref, Tensor, Word
 from weft.model.strided import as_windows
 
 if TYPE_CHECKING:
-    from weft.model.functions.trace import Joint
+    from weft.capture.functions.trace import Joint
 
 Functions = Callable[[int, tuple[Tensor, ...]], "tuple[Function, Joint]"]
 

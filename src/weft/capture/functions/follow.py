@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from math import isclose
 from typing import NamedTuple
 
-from weft.model.functions.trace import Joint
+from weft.capture.functions.trace import Joint
 from weft.model.graph import Operator, Ref, Tensor
 from weft.model.rules import rule_of
 from weft.model.rules.linear import PRODUCTS, TOGETHER, together

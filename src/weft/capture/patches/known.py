@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from weft.model.deferred.fakes import for_real, tree_flatten, tree_map
+from weft.capture.fakes import for_real, tree_flatten, tree_map
 
 _MAKES = {
     torch.arange, torch.empty, torch.eye, torch.full, torch.linspace, torch.logspace, torch.ones, torch.tensor, torch.tril_indices,

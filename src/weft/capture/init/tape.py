@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 
+from weft.capture.fakes import tree_flatten, tree_map
 from weft.errors import ModelError
-from weft.model.deferred.fakes import tree_flatten, tree_map
 
 Version = tuple[int, int]  # storage, operator that wrote it last
 

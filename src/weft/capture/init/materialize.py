@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from weft.capture.fakes import Fake
+from weft.capture.init.block import Deferred
+from weft.capture.init.record import OUTSIDE
+from weft.capture.init.tape import Replay, View
 from weft.errors import ModelError
-from weft.model.deferred.block import Deferred
-from weft.model.deferred.fakes import Fake
-from weft.model.deferred.record import OUTSIDE
-from weft.model.deferred.tape import Replay, View
 
 Take = Callable[[str, torch.Tensor], torch.Tensor | None]
 

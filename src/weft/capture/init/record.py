@@ -16,10 +16,10 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from weft.capture.fakes import NO_FAKE, DispatchMode, Fake, fake_mode, forget, tree_flatten, tree_map
+from weft.capture.init.bounds import Bounds, bounds_of
+from weft.capture.init.tape import Op, Stream, Tape, Version, View
 from weft.errors import ModelError, UsageError
-from weft.model.deferred.bounds import Bounds, bounds_of
-from weft.model.deferred.fakes import NO_FAKE, DispatchMode, Fake, fake_mode, forget, tree_flatten, tree_map
-from weft.model.deferred.tape import Op, Stream, Tape, Version, View
 
 OUTSIDE = "build the model outside the block and pass it to weft.parallelize"
 # Operators whose first argument is written in full and not read.

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from weft.capture.fakes import fake_mode
+from weft.capture.functional import Memory, make_functional
+from weft.capture.functions.record import Call, refusal, told
+from weft.capture.randomness import python_randomness
+from weft.capture.read import Aliased, Reader, exists, spec_of
 from weft.errors import ModelError
-from weft.model.deferred.fakes import fake_mode
-from weft.model.functional import Memory, make_functional
-from weft.model.functions.record import Call, refusal, told
 from weft.model.graph import Operator, Tensor
-from weft.model.randomness import python_randomness
-from weft.model.reader import Aliased, Reader, exists, spec_of
 
 _LITERALS = ("lift_fresh", "lift_fresh_copy")
 _ONE_AT_A_TIME = Lock()  # torch.fx keeps what it patches in a global

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 import weft
-from weft.model.deferred.fakes import DATA_DEPENDENT
+from weft.capture.fakes import DATA_DEPENDENT
 
 _NOT_THE_USERS = tuple(str(Path(package.__file__).parent) for package in (torch, weft) if package.__file__)
 
