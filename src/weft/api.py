@@ -218,7 +218,7 @@ def _called_once(source: Source, batch: Any, loss: Loss | None, error: ModelErro
     """
     from weft.capture.capture import call, called
     from weft.capture.init import realize
-    from weft.capture.watched import set_state, state_of
+    from weft.capture.state import set_state, state_of
 
     if sum(p.numel() for p in source.model.parameters()) > 200_000_000:
         return None

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from weft.capture.capture import taken
 from weft.capture.init import Deferred, building
 from weft.capture.nesting import batch_size_of
-from weft.capture.watched import refuse_scripts
+from weft.capture.refused import refuse_scripts
 from weft.cluster.cluster import Cluster
 from weft.errors import Infeasible, ModelError, UsageError
 from weft.model.graph import Graph

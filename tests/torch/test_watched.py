@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import weft
-from weft.capture.watched import changes, set_state, state_of
+from weft.capture.state import changes, set_state, state_of
 from weft.errors import ModelError
 from weft.run.build import Source
 

@@ -10,9 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import io
-import logging
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, islice
@@ -21,23 +18,21 @@ from typing import Any
 import torch
 from torch import nn
 
+from weft.capture.answers import Answers, with_checks_passed
 from weft.capture.blame import why_not
-from weft.capture.fakes import Fake, tracing
+from weft.capture.fakes import Fake
 from weft.capture.functional import Memory, is_in_place, make_functional
 from weft.capture.functions import Record, function_of
 from weft.capture.init.losses import loss_of
 from weft.capture.nesting import batch_size_of, leaves, rebuild
-from weft.capture.patches.assertions import without_assertions
-from weft.capture.patches.complex_parameters import paired
-from weft.capture.patches.own_rows import own_rows
-from weft.capture.patches.picked import without_picks
+from weft.capture.patched import calling, rewrite, rewritten, tracing
+from weft.capture.patches.patch import Trace
 from weft.capture.read import Aliased, Reader, exists, spec_of
-from weft.capture.watched import State, changes, set_state, state_of, watched
+from weft.capture.state import State, changes, set_state, state_of
 from weft.errors import ModelError
 from weft.model.collector import uncollected
 from weft.model.gradients import learned, learns_by
-from weft.model.graph import Graph, Operator, Ref, Variable
-from weft.model.propagate import written_buffers
+from weft.model.graph import Arg, Graph, Operator, Ref, Variable
 from weft.model.stages import draws
 from weft.model.work import closure
 
@@ -108,7 +103,7 @@ def call(model: nn.Module, batch: Any, loss: Loss | None) -> torch.Tensor:
 class _Step(nn.Module):
     """Model and loss as one module of tensor leaves, which is what `torch.export` takes."""
 
-    def __init__(self, model: nn.Module, batch: Any, loss: Loss | None, outputs: bool) -> None:
+    def __init__(self, model: nn.Module, batch: Any, loss: Loss | None, outputs: bool, answers: Answers) -> None:
         super().__init__()
         self.model = model
         self.gives_outputs = outputs
@@ -119,8 +114,8 @@ class _Step(nn.Module):
         states_seen: list[State] = []
         # Kept in closures: export puts a module's attributes back as they were.
         self.seen: Callable[[Any], None] = outputs_seen.append
-        record = Record()
-        self.record: Callable[[], Record] = lambda: record
+        trace = Trace(model, Record(), answers)
+        self.trace: Callable[[], Trace] = lambda: trace
         self.structure: Callable[[], Any] = lambda: outputs_seen[-1] if outputs_seen else None
         self.left: Callable[[State], None] = states_seen.append
         self.state_left: Callable[[], State] = lambda: states_seen[-1]
@@ -129,7 +124,7 @@ class _Step(nn.Module):
         given = iter(tensors)
         new = {path: next(given) if isinstance(leaf, torch.Tensor) else leaf for path, leaf in leaves(self._batch)}
         batch = rebuild(self._batch, new)
-        with watched(self.model, self.record()):
+        with calling(self.trace()), self.trace().answers.watching():
             if self.gives_outputs:
                 output = called(self.model, batch)
                 self.seen(output)
@@ -137,7 +132,7 @@ class _Step(nn.Module):
             else:
                 result = (self._call(batch),)
         self.left(state_of(self.model))
-        return (*result, *self.record().made.values())
+        return (*result, *self.trace().record.made.values())
 
 
 def capture(
@@ -155,7 +150,11 @@ def capture(
     for batched in _batched(batch, size):
         try:
             with uncollected():
-                return _settled(_Step(model, batch, loss, outputs), batch, batched, size, fake_mode)
+
+                def run(answers: Answers, batched: frozenset[str] = batched) -> Captured:
+                    return _settled(_Step(model, batch, loss, outputs, answers), batch, batched, size, fake_mode)
+
+                return with_checks_passed(run, _is_same)
         except ModelError as error:
             first = first or error
     assert first is not None
@@ -185,9 +184,9 @@ def _settled(step: _Step, batch: Any, batched: frozenset[str], size: int, fake_m
         after = step.state_left()
         changed = changes(before, after)
         if changed:
-            if step.record().made:
+            if step.trace().record.made:
                 raise ModelError(
-                    f"the model makes its buffer {next(iter(step.record().made))} while it runs, and changes its attribute "
+                    f"the model makes its buffer {next(iter(step.trace().record.made))} while it runs, and changes its attribute "
                     f"{', '.join(changed[:3])} by which it knows; make it when it is constructed"
                 )
             set_state(step.model, after)
@@ -202,6 +201,29 @@ def _settled(step: _Step, batch: Any, batched: frozenset[str], size: int, fake_m
         set_state(step.model, before)
 
 
+def _is_same(one: Captured, other: Captured) -> bool:
+    """Whether two captures compute the same, whatever their operators are called."""
+    return _form(one.graph) == _form(other.graph) and [*one.constants] == [*other.constants]
+
+
+def _form(graph: Graph) -> tuple[object, ...]:
+    """A graph by what it computes: values by number in order of appearance."""
+    numbers: dict[str, int] = {}
+
+    def number(value: str) -> int:
+        return numbers.setdefault(value, len(numbers))
+
+    def arg(a: Arg) -> object:
+        return ("value", number(a.value)) if isinstance(a, Ref) else tuple(map(arg, a)) if isinstance(a, tuple) else (type(a), a)
+
+    variables = tuple((v.name, number(v.value)) for v in (*graph.parameters, *graph.buffers, *graph.inputs, *graph.constants))
+    operators = [
+        (op.target, arg(op.args), arg(tuple(a for _, a in op.kwargs)), [(number(v), graph.tensors[v]) for v in op.outputs], op.autocast)
+        for op in graph.operators
+    ]
+    return variables, operators, number(graph.loss), tuple(map(number, graph.outputs))
+
+
 def _equal(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(a[k] is b[k] or (not isinstance(a[k], Fake) and torch.equal(a[k], b[k])) for k in a)
 
@@ -213,7 +235,7 @@ def _traced(step: _Step, batch: Any, batched: frozenset[str], size: int, fake_mo
             for path, leaf in leaves(batch)
             if isinstance(leaf, torch.Tensor)
         )
-    with _quiet():
+    with tracing():
         try:
             program = torch.export.export(step, tensors, strict=False)
         except ModelError:
@@ -221,9 +243,7 @@ def _traced(step: _Step, batch: Any, batched: frozenset[str], size: int, fake_mo
         except Exception as error:
             cut = "" if size == batch_size_of(batch) else f" with {size} of the batch's {batch_size_of(batch)} samples (one microbatch)"
             raise ModelError(f"torch.export cannot follow the model{cut}: {why_not(error)}") from error
-        without_assertions(program.graph_module)
-        without_picks(program.graph_module)
-        without_assertions(program.graph_module)
+        rewrite(program.graph_module)
         _refuse_unknown_shapes(program)
         try:
             return _read(program, step, batch, batched, size)
@@ -248,22 +268,6 @@ def _refuse_unknown_shapes(program: Any) -> None:
                 )
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without torch's own warnings: what stands in the way of a capture is said once, in the error. And without a record of the lines of
-    code that every operator comes from, which takes an eighth of the time and is not read.
-    """
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings(), tracing():
-            warnings.simplefilter("ignore")
-            with contextlib.redirect_stderr(io.StringIO()):
-                yield
-    finally:
-        logging.disable(before)
-
-
 def _read(program: Any, step: _Step, batch: Any, batched: frozenset[str], size: int) -> Captured:
     signature = program.graph_signature
     names = {spec.arg.name: spec for spec in signature.input_specs if hasattr(spec.arg, "name")}
@@ -279,7 +283,7 @@ def _read(program: Any, step: _Step, batch: Any, batched: frozenset[str], size: 
     outputs = step.gives_outputs
 
     known: dict[Any, Any] = {}
-    reader = Reader(lambda number, specs: function_of(step.record().calls[number], specs, known))
+    reader = Reader(lambda number, specs: function_of(step.trace().record.calls[number], specs, known))
     parameters: dict[str, Variable] = {}
     buffers: dict[str, Variable] = {}
     inputs: list[Variable] = []
@@ -324,7 +328,7 @@ def _read(program: Any, step: _Step, batch: Any, batched: frozenset[str], size: 
         raise Aliased("the model writes into a tensor in a way that cannot be followed; write with torch.where or index_put")
     ops, rename = operators
     results = [rename.get(v, v) for v in reader.results]
-    if made := step.record().made:
+    if made := step.trace().record.made:
         written = {op.args[0].value for op in ops if is_in_place(op) and isinstance(op.args[0], Ref)}
         changing = written.union(v.value for v in (*parameters.values(), *inputs))
         _refuse_changing(dict(zip(made, results[-len(made) :], strict=True)), ops, changing)
@@ -349,9 +353,8 @@ def _read(program: Any, step: _Step, batch: Any, batched: frozenset[str], size: 
         size,
         tuple(results) if outputs else (),
     )
-    _refuse_replaced({parameters[by_name[name]].value: name for name in step.record().replaced if by_name[name] in parameters}, graph)
-    graph = own_rows(paired(graph, written_buffers(graph)))
-    return Captured(graph, {v: t for v, t in constants.items() if v in used}, step.structure())
+    _refuse_replaced({parameters[by_name[name]].value: name for name in step.trace().record.replaced if by_name[name] in parameters}, graph)
+    return Captured(rewritten(graph), {v: t for v, t in constants.items() if v in used}, step.structure())
 
 
 def _refuse_changing(made: Mapping[str, str], operators: Sequence[Operator], changing: set[str]) -> None:

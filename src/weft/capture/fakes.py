@@ -1,15 +1,15 @@
 """The one adapter to torch's fake tensors (shape, dtype and device "cpu", but no memory), to its traces, its dispatcher and its trees.
 
 In: torch's private names, each listed once, and those that not every version has. Out: `Fake`, `fake_mode()`, `forget()`, `for_real()`,
-a block without fake tensors and tracing, `tracing()`, `unlogged()`, `ASSERT`, `NO_FAKE`, `DATA_DEPENDENT`, `DispatchMode`,
-`tree_flatten`, `tree_map`. Not modelled: fake tensors of other devices.
+a block without fake tensors and tracing, `put()`, `unlogged()`, `ASSERT`, `NO_FAKE`, `DATA_DEPENDENT`, `DispatchMode`, `tree_flatten`,
+`tree_map`, and where patches of torch's own code go. Not modelled: fake tensors of other devices.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import (
 from torch.fx import config as fx_config
 from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.nn.modules import transformer
 from torch.utils import _python_dispatch, _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as for_real
@@ -33,17 +34,25 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 __all__ = [
     "ASSERT",
+    "CAUSAL",
     "DATA_DEPENDENT",
+    "DEVICE_INIT",
+    "LSTM_LAYER",
     "NAMES",
     "NO_FAKE",
+    "NO_LINES",
     "DispatchMode",
     "Fake",
     "FakeMode",
+    "HostMode",
+    "decompositions",
     "fake_mode",
     "for_real",
     "forget",
+    "fx_config",
+    "put",
     "told",
-    "tracing",
+    "transformer",
     "tree_flatten",
     "tree_map",
     "unlogged",
@@ -56,6 +65,7 @@ NAMES: tuple[tuple[Any, str], ...] = (
     (torch, "_check"),
     (_decomp, "decompositions"),
     (decompositions, "one_layer_lstm"),
+    (transformer, "_detect_is_causal_mask"),
     (_subclasses, "fake_tensor"),
     (fake_tensor, "FakeTensor"),
     (fake_tensor, "FakeTensorMode"),
@@ -78,10 +88,15 @@ NO_FAKE = (DataDependentOutputException, DynamicOutputShapeException, Unsupporte
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 
 
+# Attributes that patches put others in the place of.
+NO_LINES = "do_not_emit_stack_traces"  # of torch.fx.config, since torch 2.12
+LSTM_LAYER = "one_layer_lstm"
+DEVICE_INIT = "avoid_device_init"
+CAUSAL = "_detect_is_causal_mask"
 _DRIVER: Any = FakeTensorMode.avoid_device_init
 
 
-class _Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
+class HostMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     """With CUDA torch asks its driver for devices whenever a mode is entered: a process that has asked cannot be forked into ranks that use
     a GPU. Where there is none it makes one up, and a fork of a process that has run backward cannot do so. Neither matters to tensors of
     the host, so this says what holds where there is a GPU.
@@ -99,41 +114,19 @@ def told(holds: bool | torch.SymBool) -> None:
 
 def fake_mode() -> FakeTensorMode:
     """A mode of its own: fake tensors of two modes never meet in one operator."""
-    return _Mode(allow_non_fake_inputs=True)
-
-
-NO_LINES = "do_not_emit_stack_traces"  # of torch.fx.config, since torch 2.12
+    return HostMode(allow_non_fake_inputs=True)
 
 
 @contextmanager
-def tracing() -> Iterator[None]:
-    """What holds while torch traces inside, whatever its version.
-
-    No lines of code are recorded for operators, where torch has a switch for that (torch 2.11 has none). Modes that torch makes by itself
-    are as ours. And the last states of an LSTM have the shape that they have when it runs: torch 2.11 and 2.12 infer [layers, 1, ...].
-    """
-    layer: Any = decompositions.one_layer_lstm
-
-    def one_layer(x: Any, hidden: Any, *more: Any, **named: Any) -> Any:
-        out, last = layer(x, hidden, *more, **named)
-        return out, tuple(after.reshape(before.shape) for after, before in zip(last, hidden, strict=True))
-
-    with ExitStack() as stack:
-        stack.enter_context(_set(FakeTensorMode, "avoid_device_init", _Mode.avoid_device_init))
-        stack.enter_context(_set(decompositions, "one_layer_lstm", one_layer))
-        if hasattr(fx_config, NO_LINES):
-            stack.enter_context(_set(fx_config, NO_LINES, True))
-        yield
-
-
-@contextmanager
-def _set(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(owner, name)
+def put(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """A block in which an attribute has another value."""
+    is_inherited = isinstance(owner, type) and name not in vars(owner)
+    before = vars(owner).get(name) if isinstance(owner, type) else getattr(owner, name)
     setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(owner, name, before)
+        delattr(owner, name) if is_inherited else setattr(owner, name, before)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from weft.capture.fakes import tree_flatten, tree_map
 from weft.capture.patches.casts import without_casts
-from weft.capture.patches.instead import exactly
+from weft.capture.patches.float64_numbers import exactly
 from weft.model.graph import NARROW
 from weft.world import private
 

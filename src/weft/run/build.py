@@ -19,7 +19,7 @@ from weft.capture.fakes import fake_mode
 from weft.capture.init import Deferred, fake_copy, loss_of, materialize, materialize_real, realize_loss
 from weft.capture.modes import Modes, in_modes, training_modes
 from weft.capture.nesting import batch_size_of
-from weft.capture.watched import refuse_hooks, refuse_scripts
+from weft.capture.refused import refuse_hooks, refuse_scripts
 from weft.errors import Infeasible, LayoutError, ModelError
 from weft.lower.arrival import Arrival
 from weft.lower.kernels.randomness import Draw

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from weft.capture.capture import Loss, call
 from weft.capture.nesting import batch_size_of, leaves, rebuild
 from weft.capture.randomness import python_randomness, python_randomness_kept
-from weft.capture.watched import changes, set_state, state_of
+from weft.capture.state import changes, set_state, state_of
 from weft.errors import Infeasible, ModelError
 from weft.lower.double import doubled, widened
 from weft.plan.plan import Plan

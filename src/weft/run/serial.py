@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from weft.capture.capture import Loss, call
 from weft.capture.modes import set_modes, training_modes
 from weft.capture.nesting import batch_size_of, leaves, rebuild
-from weft.capture.watched import set_state, state_of
+from weft.capture.state import set_state, state_of
 from weft.lower.double import doubled, is_double, widened
 from weft.lower.kernels.place import Samples
 from weft.model.drawn import Fold

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from weft.capture.init import realize
 from weft.capture.modes import in_modes, training_modes
 from weft.capture.nesting import leaves, rebuild
-from weft.capture.watched import refuse_hooks
+from weft.capture.refused import refuse_hooks
 from weft.errors import Infeasible, ModelError, UsageError
 from weft.lower.double import doubled, is_double, widened
 from weft.lower.redistribute import redistribute

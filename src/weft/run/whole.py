@@ -19,7 +19,7 @@ from weft.capture.capture import Loss, call
 from weft.capture.init import realize
 from weft.capture.modes import set_modes, training_modes
 from weft.capture.nesting import batch_size_of, leaves, rebuild
-from weft.capture.watched import refuse_hooks
+from weft.capture.refused import refuse_hooks
 from weft.errors import Infeasible
 from weft.lower.double import doubled, is_double, widened
 from weft.lower.kernels.randomness import Draw

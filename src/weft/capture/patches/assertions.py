@@ -1,8 +1,10 @@
-"""Checks of values, taken out of what `torch.export` made: `assert lengths.max() <= limit`, "as many image tokens as features".
+"""Checks of values by torch's own functions: `torch._check(n <= limit)`, "as many image tokens as features".
 
-In: an exported program's graph module. Out: the same without calls that only check, and without numbers that only such calls read, in the
-blocks inside as well; without what nobody reads whose shape follows values, too. What such a check guards is the user's data, which is the
-same in every layout; a run does not repeat it. Not modelled: checks by which a shape is chosen; such a shape is refused as data-dependent.
+Torch: it asserts, in a trace also what it assumes itself of numbers that follow values, and holds these checks as operators.
+Wanted: no such operators, no numbers that only they read, nor what nobody reads whose shape follows values. What a check guards is the
+    user's data, the same in every layout; a run does not repeat it. A shape that a check chooses is refused as data-dependent.
+Test: tests/torch/test_checks.py::test_checks_are_no_operators
+Until: not known
 """
 
 from __future__ import annotations
@@ -10,6 +12,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from weft.capture.fakes import ASSERT
+from weft.capture.patches.patch import Patch
 
 _CHECKS = (
     "aten._assert_scalar.default",
@@ -40,4 +46,13 @@ def _is_number(node: Any) -> bool:
 def _is_picked(node: Any) -> bool:
     """Whether it makes a tensor that has as many elements as the values of another say; what is written into has its own."""
     value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and any(not isinstance(n, int) for n in value.shape)
+    return isinstance(value, Tensor) and any(not isinstance(n, int) for n in value.shape)
+
+
+def _checked(condition: Any, message: str) -> None:
+    """What torch asserts: of values that a trace does not know it is passed over."""
+    if not isinstance(condition, Tensor | torch.SymBool) and not condition:
+        raise AssertionError(message)
+
+
+PATCH = Patch(calls={ASSERT: _checked}, program=without_assertions)

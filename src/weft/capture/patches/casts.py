@@ -1,7 +1,9 @@
-"""`part.to(dtype)` in a model's forward, where the part is of that dtype already. In: a block in which a model is called. Out: such calls
-leave parameters and buffers the tensors that they are, which others hold: a trace, an optimizer, a flat buffer.
+"""`part.to(dtype)` in a model's forward, where the part is of that dtype already.
 
-Not modelled: casts to another dtype, which torch does as it would.
+Torch: even an equal tensor is put in a parameter's place, which a trace refuses; and while all is made float64, a copy.
+Wanted: parameters and buffers stay the tensors that they are, which others hold: a trace, an optimizer, a flat buffer.
+Test: tests/ranks/test_verify.py
+Until: not known
 """
 
 from __future__ import annotations
@@ -13,12 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from weft.capture.fakes import put
+from weft.capture.patches.patch import Patch, Trace
+
 _MODULE: Any = nn.Module
 
 
 @contextmanager
-def without_casts() -> Iterator[None]:
-    """Torch itself puts even an equal tensor in a parameter's place, which traces refuse; and while all is made float64, a copy."""
+def without_casts(trace: Trace | None = None) -> Iterator[None]:
+    """A block in which such calls change nothing."""
     apply = _MODULE._apply
 
     def kept(module: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
@@ -27,12 +32,12 @@ def without_casts() -> Iterator[None]:
         is_same = all(_is_alike(x, change(x)) for x in (torch.empty(1, dtype=dtype, device=device) for dtype, device in held))
         return module if is_same else apply(module, change, recurse)
 
-    _MODULE._apply = kept
-    try:
+    with put(_MODULE, "_apply", kept):
         yield
-    finally:
-        _MODULE._apply = apply
 
 
 def _is_alike(before: Tensor, after: Tensor) -> bool:
     return before.dtype == after.dtype and before.device == after.device
+
+
+PATCH = Patch(while_called=without_casts)

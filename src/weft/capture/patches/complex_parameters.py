@@ -1,19 +1,25 @@
-"""Trained complex parameters as pairs of real numbers, in which they are summed, updated and kept. In: a graph. Out: the same function.
+"""Trained complex parameters.
 
-torch's optimizers take complex numbers as such pairs, too, so the update is theirs.
+Torch: a graph reads them as complex numbers; torch's optimizers take them as pairs of real ones.
+Wanted: pairs in the graph too, in which they are summed, updated and kept, joined before they are read.
+Test: tests/torch/test_watched.py::test_complex_weights_are_trained_as_torch_trains_them_and_handed_out_as_they_were
+Until: not known
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from weft.capture.patches.patch import Patch
 from weft.model.graph import Arg, Graph, Operator, Ref, Tensor
+from weft.model.propagate import written_buffers
 
 _REAL = {"complex64": "float32", "complex128": "float64"}
 
 
-def paired(graph: Graph, written: set[str]) -> Graph:
-    """`graph` with each trained complex parameter as `[..., 2]` real numbers, joined before they are read; none that is `written`."""
+def _in_pairs(graph: Graph) -> Graph:
+    """`graph` with each trained complex parameter as `[..., 2]` real numbers; none that is written."""
+    written = written_buffers(graph)
     pairs = {v.value for v in graph.parameters if v.trainable and v.tensor.dtype in _REAL and v.value not in written}
     if not pairs:
         return graph
@@ -46,3 +52,6 @@ def paired(graph: Graph, written: set[str]) -> Graph:
                 operators.append(waiting.pop(value))
         operators.append(moved(op))
     return replace(graph, parameters=tuple(parameters), operators=tuple(operators), tensors=tensors)
+
+
+PATCH = Patch(graph=_in_pairs)

@@ -1,8 +1,11 @@
-"""Connectionist temporal classification with lengths that are tensors (Graves et al. 2006), as an operator that a trace can hold.
+"""Connectionist temporal classification with lengths that are tensors (Graves et al. 2006).
 
-In: `log_probs_TNC`, `targets_NS`, and each sample's lengths. Out: each sample's loss. Torch's own operator also returns what its backward
-reads, whose shape follows from the values of the lengths; here backward makes that again. Targets of all samples in one row, which a mask
-picks out of `targets_NS` (`labels.masked_select(labels >= 0)`), are put back into rows of their own. Not modelled: other such rows.
+Torch: its operator also returns what backward reads, whose shape follows the values of the lengths; targets of all samples may lie in one
+    row, which a mask picks out of `targets_NS` (`labels.masked_select(labels >= 0)`), and whose length follows values.
+Wanted: an operator from `log_probs_TNC`, `targets_NS` and lengths to each sample's loss, whose backward makes the rest again, and such a
+    row put back into rows of each sample's own. Not other such rows.
+Test: tests/torch/test_checks.py::test_targets_in_one_row_are_each_samples_own
+Until: not known
 """
 
 from __future__ import annotations
@@ -13,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from weft.capture.patches.patch import Patch, Trace, Watch
 
 
 @torch.library.custom_op("weft::ctc_loss", mutates_args=())
@@ -69,13 +74,13 @@ def _(given: Tensor, picked: Tensor) -> Tensor:
     return torch.empty_like(given)
 
 
-class Picked:
+class _Rows:
     """Which rows hold what a mask picks out of targets_NS."""
 
     def __init__(self) -> None:
         self._from: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # the row itself too, so that no identity is used again
 
-    def note(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+    def note(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         """Note a call, if it makes such a row or casts one."""
         if func in _PICKS and len(args) == 2:
             targets, mask = args
@@ -85,15 +90,15 @@ class Picked:
             _, targets, mask = self._from[id(args[0])]
             self._from[id(result)] = (result, targets.to(result.dtype), mask)
 
-    def apart(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of `ctc_loss`, by name, with such targets in rows of their own: what is picked of each comes first."""
+    def loss(self, *args: Any, **kwargs: Any) -> Tensor:
+        """`ctc_loss` with such targets in rows of their own: what is picked of each comes first."""
         given = dict(zip(_ARGUMENTS, args, strict=False)) | dict(kwargs)
         lengths = given.get("target_lengths")
         if id(given.get("targets")) in self._from and isinstance(lengths, Tensor) and lengths.dim() == 1:
             _, targets, mask = self._from[id(given["targets"])]
             order = (~mask).to(torch.int32).argsort(dim=1, stable=True)
             given |= {"targets": targets.gather(1, order), "target_lengths": _lengths(lengths, mask.sum(1))}
-        return given
+        return _ctc_loss(**given)
 
 
 _PICKS = (torch.masked_select, Tensor.masked_select, Tensor.__getitem__)
@@ -101,7 +106,7 @@ _CASTS = (Tensor.to, Tensor.int, Tensor.long)
 _ARGUMENTS = ("log_probs", "targets", "input_lengths", "target_lengths", "blank", "reduction", "zero_infinity")
 
 
-def ctc_loss(
+def _ctc_loss(
     log_probs: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any, blank: int = 0, reduction: str = "mean",
     zero_infinity: bool = False,
 ) -> Tensor:  # fmt: skip
@@ -114,3 +119,11 @@ def ctc_loss(
     if reduction == "mean":
         return (found / lengths[1].clamp(min=1).to(found.dtype)).mean()
     return found.sum() if reduction == "sum" else found
+
+
+def _watch(trace: Trace) -> Watch:
+    rows = _Rows()
+    return Watch(calls={F.ctc_loss: rows.loss}, after=rows.note)
+
+
+PATCH = Patch(watch=_watch)

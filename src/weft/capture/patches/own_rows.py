@@ -1,10 +1,11 @@
-"""Every sample reads rows of its own: `x[torch.arange(len(x)), i]`. In: a graph. Out: the same function, in which that is a gather.
+"""Every sample reads rows of its own: `x[torch.arange(len(x)), i]`.
 
-Indexed so, any sample might read any row, and an index has no rule along the dimension that it indexes. Where the first index is the
-number of each row, row b reads row b: a gather along the dimensions behind it, which has one. Masks that are looked up for each sample,
-the logit of each target and the last token of each sentence are written like this.
-
-Not modelled: such an index that is not the first, or whose other indices do not follow it.
+Torch: an index, by which any sample might read any row, so that it has no rule along the dimension that it indexes.
+Wanted: where the first index is the number of each row, row b reads row b: a gather along the dimensions behind it, which has a rule. Masks
+    that are looked up for each sample, the logit of each target and the last token of each sentence are written like this. Not: such an
+    index that is not the first, or whose other indices do not follow it.
+Test: tests/torch/test_samples.py
+Until: not known
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from math import prod
 
+from weft.capture.patches.patch import Patch
 from weft.model.graph import Arg, Graph, Operator, Ref, Tensor
 from weft.model.rules.views import VIEWS
 
@@ -20,7 +22,7 @@ _SHAPES = frozenset("view reshape unsqueeze squeeze flatten expand".split()) & f
 _PLACES = frozenset("argmax argmin".split())  # make numbers that are not negative
 
 
-def own_rows(graph: Graph) -> Graph:
+def _own_rows(graph: Graph) -> Graph:
     """`graph` with a gather for every index that gives each row its own."""
     found = _Rows(graph)
     for op in graph.operators:
@@ -117,3 +119,6 @@ def _together(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
     rank = max(len(one), len(other))
     pairs = zip((1,) * (rank - len(one)) + one, (1,) * (rank - len(other)) + other, strict=True)
     return tuple(max(pair) for pair in pairs)
+
+
+PATCH = Patch(graph=_own_rows)

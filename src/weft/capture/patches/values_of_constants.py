@@ -1,7 +1,9 @@
-"""What a traced program computes from numbers alone (masks, positions), so that it can be told their values.
+"""What a model computes from numbers alone (masks, positions), and then asks for.
 
-In: calls of torch's Python interface, in order. Out: the value of a tensor that follows from no input, parameter or buffer.
-Not modelled: random numbers, and tensors that the program writes with something unknown: after that nothing earlier is known.
+Torch: tensors of a trace have no values, these neither: `if mask.all()`, `int(positions.max())` end it.
+Wanted: the value, by the same calls on real tensors. Not of random numbers; after a write of something unknown nothing earlier is known.
+Test: tests/ranks/test_plain.py
+Until: not known
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from typing import Any
 import torch
 
 from weft.capture.fakes import for_real, tree_flatten, tree_map
+from weft.capture.patches.patch import Patch, Trace, Watch
 
 _MAKES = {
     torch.arange, torch.empty, torch.eye, torch.full, torch.linspace, torch.logspace, torch.ones, torch.tensor, torch.tril_indices,
@@ -26,25 +29,31 @@ _ASKS: dict[Any, Callable[..., Any]] = {
 }
 
 
-class Known:
+class _Constants:
     """The calls whose results are known, replayed when a value is asked for."""
 
     def __init__(self) -> None:
         self._calls: list[tuple[Any, Any, Any, list[torch.Tensor]]] = []
         self._held: dict[int, torch.Tensor] = {}  # alive, so that no identity is used again
 
-    def asked(self, func: Any, args: Any) -> tuple[Any] | None:
-        """The number that `func(*args)` asks of a known tensor, in a tuple; None where it asks for none, or of another."""
-        how = _ASKS.get(func)
-        if how is None or id(args[0]) not in self._held:
-            return None
-        with for_real():
-            real: dict[int, Any] = {}
-            for called, given, named, made in self._calls:
-                given, named = tree_map(lambda x: real.get(id(x), x), (given, named))
-                found = [x for x in tree_flatten(called(*given, **named))[0] if isinstance(x, torch.Tensor)]
-                real.update(zip(map(id, made), found, strict=True))
-            return (how(real[id(args[0])]),)
+    def answer(self, ask: Callable[..., Any]) -> Callable[..., Any]:
+        """What answers `ask` of a known tensor."""
+
+        def answered(tensor: torch.Tensor, *_: Any, **__: Any) -> Any:
+            if id(tensor) not in self._held:
+                return NotImplemented
+            with for_real():
+                return ask(self._value(tensor))
+
+        return answered
+
+    def _value(self, tensor: torch.Tensor) -> Any:
+        real: dict[int, Any] = {}
+        for called, given, named, made in self._calls:
+            given, named = tree_map(lambda x: real.get(id(x), x), (given, named))
+            found = [x for x in tree_flatten(called(*given, **named))[0] if isinstance(x, torch.Tensor)]
+            real.update(zip(map(id, made), found, strict=True))
+        return real[id(tensor)]
 
     def note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Note a call, if its result follows from known tensors and numbers alone."""
@@ -59,3 +68,11 @@ class Known:
         elif any(known) and ("out" in kwargs or (name.endswith("_") and id(args[0]) in self._held)):  # a write, or so it may be
             self._calls.clear()
             self._held.clear()
+
+
+def _watch(trace: Trace) -> Watch:
+    constants = _Constants()
+    return Watch(calls={func: constants.answer(ask) for func, ask in _ASKS.items()}, after=constants.note)
+
+
+PATCH = Patch(watch=_watch)

@@ -1,11 +1,12 @@
-"""Rows that a mask picks, computed for all rows and counted where the mask is true: `cross_entropy(logits[mask], labels[mask])`.
+"""Rows that a mask picks: `cross_entropy(logits[mask], labels[mask])`.
 
-In: an exported program's graph module. Out: the same, in which losses, sums and means over picked rows are those over all rows with the
-mask beside them, so that every shape is fixed. What lies between must treat each row by itself, and have finite values and slopes wherever
-its input is finite, since rows that are not picked go through it too: no logarithms, quotients or roots. Anything else keeps its shape,
-and is refused as data-dependent.
-
-Not modelled: rows that are put back (`out[mask] = f(x[mask])`), whose computation for all rows may be many times as much (experts).
+Torch: as many rows as the mask picks, a shape that follows values.
+Wanted: losses, sums and means over all rows with the mask beside them, so that every shape is fixed. What lies between must treat each row
+    by itself, and have finite values and slopes wherever its input is finite, since rows that are not picked go through it too: no
+    logarithms, quotients or roots. Anything else keeps its shape, and is refused as data-dependent; so are rows that are put back
+    (`out[mask] = f(x[mask])`), whose computation for all rows may be many times as much (experts).
+Test: tests/ranks/test_picked.py
+Until: not known
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
+
+from weft.capture.patches.assertions import without_assertions
+from weft.capture.patches.patch import Patch
 
 aten: Any = torch.ops.aten
 
@@ -63,7 +67,7 @@ class _Rows:
     mask: Node
 
 
-def without_picks(module: GraphModule) -> None:
+def _of_all_rows(module: GraphModule) -> None:
     """Rewrite in place what can be."""
     if any(_rest(node) is not None and not _fixed(_value(node)) for node in module.graph.nodes):
         try:
@@ -73,7 +77,7 @@ def without_picks(module: GraphModule) -> None:
         rewriting.run()
     for child in module.children():
         if isinstance(child, GraphModule):  # a block without gradients
-            without_picks(child)
+            _of_all_rows(child)
 
 
 class _Rewriting:
@@ -378,3 +382,11 @@ def _writes(node: Node) -> bool:
 
 
 _PURE = _EACH | {"view.default", "reshape.default"}
+
+
+def _program(module: GraphModule) -> None:
+    _of_all_rows(module)
+    without_assertions(module)  # of picked rows, which nobody reads now
+
+
+PATCH = Patch(program=_program)
