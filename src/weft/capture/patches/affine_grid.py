@@ -2,7 +2,7 @@
 
 Torch: one operator with the number of samples in its arguments, which no rule divides.
 Wanted: a product with all points, in which samples are a dimension like others.
-Test: tests/torch/test_rules_of_users.py
+Test: tests/torch/test_patches.py::affine_grid
 Until: not known
 """
 

@@ -2,7 +2,7 @@
 
 Torch: it has as many bins as the largest value wants, a shape that follows values.
 Wanted: counts of 0 ... `minlength` - 1, which nothing may exceed (a run says so).
-Test: tests/torch/test_capture.py
+Test: tests/torch/test_patches.py::bincount
 Until: not known
 """
 

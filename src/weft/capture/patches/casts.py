@@ -2,7 +2,7 @@
 
 Torch: even an equal tensor is put in a parameter's place, which a trace refuses; and while all is made float64, a copy.
 Wanted: parameters and buffers stay the tensors that they are, which others hold: a trace, an optimizer, a flat buffer.
-Test: tests/ranks/test_verify.py
+Test: tests/torch/test_patches.py::casts
 Until: not known
 """
 

@@ -2,7 +2,7 @@
 
 Torch: `torch.nn.Transformer` looks at the values of a mask, to choose the faster of two ways to the same result.
 Wanted: of a mask whose values are not known, the other way.
-Test: tests/ranks/test_awkward.py
+Test: tests/torch/test_patches.py::causal_masks
 Until: not known
 """
 

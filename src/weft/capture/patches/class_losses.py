@@ -2,7 +2,7 @@
 
 Torch: 2.11 cannot follow that they are as many.
 Wanted: the trace is told so.
-Test: tests/torch/test_capture.py::test_rows_and_classes_that_like_masks_pick
+Test: tests/ranks/test_picked.py
 Until: 2.12
 """
 

@@ -2,7 +2,7 @@
 
 Torch: it looks at the value of what it divides by.
 Wanted: how rows (variables) vary together over columns (observations), without the look; with weights torch's own is called.
-Test: tests/torch/test_capture.py
+Test: tests/torch/test_patches.py::covariance
 Until: not known
 """
 

@@ -2,7 +2,7 @@
 
 Torch: a process that has asked cannot be forked into ranks that use a GPU.
 Wanted: it is not asked, by the modes that torch makes itself either: neither matters to tensors of the host.
-Test: tests/torch/test_gpu_paths.py
+Test: tests/torch/test_gpu_paths.py::test_a_trace_leaves_the_driver_of_cuda_alone
 Until: not known
 """
 

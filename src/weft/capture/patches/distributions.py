@@ -1,8 +1,8 @@
 """`torch.distributions` with arguments that a model computes.
 
 Torch: it looks at the values of the arguments, which only tells whether they are valid.
-Wanted: no look while a model is traced.
-Test: tests/torch/test_capture.py
+Wanted: no look while a model is traced; as a check like others it would pass, after a trace more for each.
+Test: tests/torch/test_patches.py::distributions
 Until: not known
 """
 

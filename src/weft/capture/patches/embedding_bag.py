@@ -2,7 +2,7 @@
 
 Torch: its operator takes all indices in one row with offsets, in which nothing tells what belongs to which sample.
 Wanted: look-ups and a reduction. With options of which torch's operator alone knows the meaning it is called as it is.
-Test: tests/torch/test_rules_of_users.py
+Test: tests/torch/test_patches.py::embedding_bag
 Until: not known
 """
 

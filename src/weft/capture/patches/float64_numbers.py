@@ -2,7 +2,7 @@
 
 Torch: a trace holds them as float32, since in the trace all is float32.
 Wanted: the numbers as they are written, whatever precision the graph then runs in; a run in float64 means 0.1, not float32's.
-Test: tests/ranks/test_running_functions.py
+Test: tests/torch/test_patches.py::float64_numbers
 Until: not known
 """
 

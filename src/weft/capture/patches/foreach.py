@@ -27,7 +27,7 @@ def _one_by_one(name: str) -> Callable[..., Any]:
         others, named = list(args), dict(kwargs)
         if method is None or not isinstance(tensors, list | tuple) or named.keys() - _FOR_EACH:
             return NotImplemented
-        if "addc" in name and len(others) > 1:
+        if "addc" in name and len(others) > 2:
             named["value"] = others.pop()
         if isinstance(named.get("value"), list | tuple | Tensor):
             return NotImplemented

@@ -2,7 +2,7 @@
 
 Torch: a trace holds them as constants.
 Wanted: a parameter of somebody else's, or one that the model makes while it runs, is refused by name: no optimizer would train it.
-Test: tests/torch/test_awkward_losses.py
+Test: tests/torch/test_capture.py::test_a_parameter_that_is_none_of_the_models_is_refused
 Until: not known
 """
 

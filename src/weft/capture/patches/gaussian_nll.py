@@ -2,7 +2,7 @@
 
 Torch: it computes after a look at the values of `var`: whether one is negative.
 Wanted: (log var + (input - target)^2 / var) / 2 without the look.
-Test: tests/torch/test_rules_of_users.py
+Test: tests/torch/test_patches.py::gaussian_nll
 Until: not known
 """
 

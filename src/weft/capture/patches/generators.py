@@ -2,7 +2,7 @@
 
 Torch: a trace cannot hold a `torch.Generator` as an argument, torch's own included.
 Wanted: draws from torch's own generator as such that name none; one of the model's own, whose state moves on with every call, is refused.
-Test: tests/torch/test_watched.py::test_draws_from_torchs_own_generator_by_name_are_captured
+Test: tests/torch/test_first_contact.py
 Until: not known
 """
 

@@ -2,7 +2,7 @@
 
 Torch: tensors of a trace have no values, these neither: `if mask.all()`, `int(positions.max())` end it.
 Wanted: the value, by the same calls on real tensors. Not of random numbers; after a write of something unknown nothing earlier is known.
-Test: tests/ranks/test_plain.py
+Test: tests/torch/test_patches.py::values_of_constants
 Until: not known
 """
 
