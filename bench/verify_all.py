@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 from weft.api import plan as make_plan
+from weft.capture.nesting import batch_size_of
 from weft.errors import Infeasible, LayoutError, ModelError
-from weft.model.nesting import batch_size_of
 from weft.model.sharding import FREE_LINKS, Prices
 from weft.plan.grid import grids_of
 from weft.plan.layout import BOTH_WAYS, Layout

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.capture.functions import Call, call_of, function_of
 from weft.lower.kernels.randomness import Draw
 from weft.lower.local import LocalStage, Lowering, lower
 from weft.model import graph as data
-from weft.model.functions import Call, call_of, function_of
 from weft.model.graph import FUNCTION, Graph, Operator, Ref, Slot, Variable, Word
 from weft.model.propagate import _Axis, _Choice
 from weft.model.sharding import Prices, Sharding

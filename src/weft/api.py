@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from weft.api_loop import any_cluster, auto_parallelize
+from weft.capture.capture import Loss, taken
+from weft.capture.modes import set_modes, training_modes
+from weft.capture.nesting import batch_size_of
 from weft.cluster.cluster import Cluster
 from weft.collectives import build as build_collective
 from weft.errors import ModelError, UsageError, said
-from weft.model.capture import Loss, taken
 from weft.model.graph import Graph
-from weft.model.modes import set_modes, training_modes
-from weft.model.nesting import batch_size_of
 from weft.model.sharding import Shards
 from weft.model.stages import check_trains
 from weft.plan.layout import SCHEDULES, Layout, actions_of
@@ -216,9 +216,9 @@ def _called_once(source: Source, batch: Any, loss: Loss | None, error: ModelErro
 
     Returns a copy of the model, as it was before it was called; None where it is too large to try.
     """
-    from weft.model.capture import call, called
-    from weft.model.deferred import realize
-    from weft.model.watched import set_state, state_of
+    from weft.capture.capture import call, called
+    from weft.capture.init import realize
+    from weft.capture.state import set_state, state_of
 
     if sum(p.numel() for p in source.model.parameters()) > 200_000_000:
         return None

@@ -9,13 +9,13 @@ from typing import Any, TypeVar, overload
 
 from torch import Tensor, nn
 
+from weft.capture.capture import taken
+from weft.capture.init import Deferred, building
+from weft.capture.nesting import batch_size_of
+from weft.capture.refused import refuse_scripts
 from weft.cluster.cluster import Cluster
 from weft.errors import Infeasible, ModelError, UsageError
-from weft.model.capture import taken
-from weft.model.deferred import Deferred, building
 from weft.model.graph import Graph
-from weft.model.nesting import batch_size_of
-from weft.model.watched import refuse_scripts
 from weft.plan.layout import Layout
 from weft.plan.plan import Plan
 from weft.plan.store import format_plan, parse_plan

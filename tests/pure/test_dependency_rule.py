@@ -19,7 +19,7 @@ MOST_LINES = 600
 BASE = {"errors", "units"}
 DATA = BASE | {"plan"}
 PRICED = DATA | {"ops", "model", "cluster", "schedules", "collectives", "cost"}
-RANKS = DATA | {"ops", "model", "schedules", "collectives", "world"}
+RANKS = DATA | {"ops", "model", "capture", "schedules", "collectives", "world"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "callable": set(),
@@ -27,6 +27,7 @@ ALLOWED: dict[str, set[str]] = {
     "plan": BASE | {"callable"},
     "ops": DATA,
     "model": DATA | {"ops"},
+    "capture": DATA | {"ops", "model"},
     "cluster": DATA,
     "schedules": DATA,
     "collectives": DATA,
@@ -34,7 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     "simulate": PRICED | {"callable"},
     "solve": PRICED | {"simulate"},
     "report": PRICED | {"simulate"},
-    "zoo": DATA | {"ops", "model"},
+    "zoo": DATA | {"ops", "model", "capture"},
     "world": DATA,
     "lower": RANKS,
     "run": RANKS | {"lower"},
@@ -44,11 +45,8 @@ EVERYTHING = {"cli", "api", "api_loop", "__init__", "__main__"}
 # Measuring a machine with several ranks needs ranks, which compute as they do and run programs.
 EXTRA = {f"cluster/probe/{name}.py": {"world"} for name in ("here", "operators")} | {"cluster/probe/messages.py": {"world", "collectives"}}
 
-TORCH_PARTS = {"zoo", "world", "lower", "run", "train"}
-TORCH_FILES = {
-    "model/capture.py", "model/reader.py", "model/functions/", "model/modes.py", "model/nesting.py", "model/watched.py", "model/deferred/",
-    "cluster/probe/", "api.py", "api_loop.py",
-}  # fmt: skip
+TORCH_PARTS = {"capture", "zoo", "world", "lower", "run", "train"}
+TORCH_FILES = {"cluster/probe/", "api.py", "api_loop.py"}
 ENVIRONMENT_FILES = ("cli/", "world/launch", "world/prepared", "world/current")
 # What unpickles, or is unpickled: none of these ever reads or writes a byte for weft.
 PICKLING = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}

@@ -71,7 +71,7 @@ def test_every_room_is_described() -> None:
 
 
 def test_another_picture_is_refused() -> None:
-    edges = arrows(DESIGN.replace("zoo --> model", "zoo --> solve"), "-->")
+    edges = arrows(DESIGN.replace("zoo --> capture", "zoo --> solve"), "-->")
     assert reached("zoo", edges) != ALLOWED["zoo"] - EVERYWHERE
 
 
@@ -99,4 +99,4 @@ def test_files_and_pages_that_are_named_exist(page: str) -> None:
 
 
 def test_a_file_that_is_gone_is_seen() -> None:
-    assert missing_files("`model/capture`, `model/captures`, `bench/networks`") == ["model/captures"]
+    assert missing_files("`capture/capture`, `model/captures`, `bench/networks`") == ["model/captures"]

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from weft.capture.capture import capture
 from weft.cluster.cluster import Cluster
 from weft.cost.step import Pricer
-from weft.model.capture import capture
 from weft.plan.layout import Layout
 from weft.plan.plan import Plan
 from weft.plan.program import Recv

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import weft
+from weft.capture.capture import Captured, capture, taken
+from weft.capture.nesting import leaves
 from weft.errors import Infeasible, ModelError
 from weft.lower.kernels.randomness import Draw
 from weft.lower.local import Lowering, lower
-from weft.model.capture import Captured, capture, taken
 from weft.model.gradients import learned
-from weft.model.nesting import leaves
 from weft.model.propagate import propagate, writes_buffer
 from weft.model.stages import split
 from weft.run.build import Source

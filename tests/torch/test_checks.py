@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import weft
+from weft.capture.capture import capture
 from weft.errors import ModelError
-from weft.model.capture import capture
 from weft.model.gradients import learned
 
 
@@ -32,7 +32,7 @@ class Checked(nn.Module):
         assert x.abs().max().item() < 1e6, f"{x.max().item()} is too large"
         assert not torch.isnan(x).any().item() and -1e6 < x.min().item() < 1e6  # noqa: PT018
         if not torch.isfinite(x).all().item() or y.max().item() > 99:
-            raise ValueError(f"{int(y.min())}")
+            raise ValueError(f"{y.min().item()}")
         assert torch.allclose(x, x) and not torch.equal(x, x + 1), "no number"  # noqa: PT018
         torch._assert((x > -1e6).all(), "small")
         torch._assert(x.shape[0] > 0, "no samples")
@@ -66,23 +66,86 @@ class Speaks(Checked):
         return super().forward(x, y)
 
 
-class Raises(Checked):
-    """Something else is done before it raises."""
+class RaisesAtTimes(Checked):
+    """Whether it raises hangs on another value, and something else is done where it does not."""
 
     def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
         if x.mean() > 0:
+            if x.max() > 9:
+                raise ValueError
+            x = x * 2
+        return super().forward(x, y)
+
+
+class RaisesByNumber(Checked):
+    """The same of a number."""
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        if x.mean() > 0:
+            if int(x.max()) > 9:
+                raise ValueError
+            x = x * 2
+        return super().forward(x, y)
+
+
+class Catches(Checked):
+    """What is raised is caught, and something else is done."""
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        try:
+            assert x.mean() > 0
+        except AssertionError:
+            x = x * 2
+        return super().forward(x, y)
+
+
+class Loops(Checked):
+    """How often it computes hangs on a value."""
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        while x.mean() > 1e-3:
+            x = x * 0.5
+        return super().forward(x, y)
+
+
+class Hooks(Checked):
+    """What is done otherwise cannot be captured at all."""
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        h = self.head(x)
+        if x.mean() > 0:
+            h.register_hook(lambda grad: grad * 2)
+        return super().forward(x, y) + h.sum()
+
+
+class Elsewhere(Checked):
+    """Checks in functions, which put words together and clean up before they raise, or are read by no statement of their own."""
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        self._refuse(bool(torch.isnan(x).any()))
+        if x.mean() > 1e3:
             x.zero_()
             raise ValueError
         return super().forward(x, y)
+
+    def _refuse(self, wrong: bool) -> None:
+        if wrong:
+            raise ValueError("no number")
 
 
 def batch() -> dict[str, Tensor]:
     return {"x": torch.ones(8, 4), "y": torch.zeros(8, dtype=torch.int64)}
 
 
-def test_checks_are_no_operators() -> None:
-    targets = {op.target.split(".")[1] for op in capture(Checked(), batch()).graph.operators}
+@pytest.mark.parametrize("model", [Checked, Elsewhere])
+def test_checks_are_no_operators(model: type[nn.Module]) -> None:
+    targets = {op.target.split(".")[1] for op in capture(model(), batch()).graph.operators}
     assert targets == {"linear", "cross_entropy_loss"}
+
+
+def test_a_check_says_nothing_while_it_is_traced(capsys: pytest.CaptureFixture[str]) -> None:
+    capture(Checked(), batch())
+    assert capsys.readouterr().out == ""
 
 
 class Picks(Checked):
@@ -94,7 +157,7 @@ class Picks(Checked):
         return super().forward(x, y) * mean
 
 
-@pytest.mark.parametrize("model", [Branches, Speaks, Raises, Picks])
+@pytest.mark.parametrize("model", [Branches, Speaks, RaisesAtTimes, RaisesByNumber, Catches, Loops, Hooks, Picks])
 def test_branches_on_values_are_refused(model: type[nn.Module]) -> None:
     with pytest.raises(ModelError, match="data-dependent"):
         capture(model(), batch())

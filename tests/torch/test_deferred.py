@@ -17,9 +17,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
+from weft.capture.init import Deferred, fake_copy, materialize, materialize_real
+from weft.capture.init.bounds import bounds_of
 from weft.errors import ModelError
-from weft.model.deferred import Deferred, fake_copy, materialize, materialize_real
-from weft.model.deferred.bounds import bounds_of
 
 Make = Callable[[], nn.Module]
 

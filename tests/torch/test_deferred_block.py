@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from weft.capture.init import Deferred, building, realize
 from weft.errors import ModelError, UsageError
-from weft.model.deferred import Deferred, building, realize
 
 
 def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from weft.capture.capture import Graph, capture
 from weft.cluster.cluster import Cluster
 from weft.cost.convolutions import FULL, Filling, filling
 from weft.cost.step import Pricer
-from weft.model.capture import Graph, capture
 from weft.model.work import differentiable, work
 from weft.plan.layout import Layout
 

@@ -142,7 +142,7 @@ def cut_is_right(made: Case, choice: Any) -> bool:
 
 def function_rule(op: Operator) -> Rule:
     """The rule that is followed, whatever the operator has."""
-    from weft.model.functions import call_of, function_of
+    from weft.capture.functions import call_of, function_of
     from weft.model.graph import Tensor as Spec
 
     shapes = {"Distance": (X, X), "Product": (X, W, (18,))}.get(op.function.name, (X,))

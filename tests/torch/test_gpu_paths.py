@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 import weft
+from weft.capture.init import fakes
 from weft.cluster.catalogue import dump, loads
 from weft.cluster.probe import here
 from weft.errors import RunError
 from weft.lower.kernels.place import Place
 from weft.lower.kernels.randomness import Draw, Where, drawn
-from weft.model.deferred import fakes
 from weft.plan.program import Program, Recv, Send
 from weft.run.serial import Noise
 from weft.run.transfers import Crossing, Transfers, pairs_of, posted_before

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
+from weft.capture.capture import capture
 from weft.cost.convolutions import Own, own
-from weft.model.capture import capture
 from weft.model.propagate import propagate
 
 PLAIN = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from weft.model.capture import capture
+from weft.capture.capture import capture
 from weft.model.graph import Graph
 from weft.model.propagate import propagate
 from weft.model.repeats import runs

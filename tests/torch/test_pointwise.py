@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import weft
-from weft.model.capture import capture
+from weft.capture.capture import capture
 from weft.model.pointwise import is_product, pays
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from weft.capture.capture import capture
 from weft.cluster.cluster import Cluster, Device, Level, Link, Speed
 from weft.cost.step import Pricer
-from weft.model.capture import capture
 from weft.model.work import packet
 from weft.plan.layout import Layout
 

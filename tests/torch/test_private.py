@@ -12,11 +12,12 @@ import pytest
 import torch
 
 import weft
-from weft.model.deferred import fakes
+from weft.capture import fakes
+from weft.capture.patched import tracing
 from weft.world import private
 
 # `model` may not import `world`, and keeps what it needs of torch's tracing in an adapter of its own.
-ADAPTERS = {"world/private.py": private, "model/deferred/fakes.py": fakes}
+ADAPTERS = {"world/private.py": private, "capture/fakes.py": fakes}
 LISTED = [(file, owner, name) for file, adapter in ADAPTERS.items() for owner, name in adapter.NAMES]
 
 
@@ -69,7 +70,7 @@ def test_a_trace_records_lines_of_code_only_where_torch_cannot_leave_them_out() 
         return [node.stack_trace for node in program.graph.nodes if node.op == "call_function" and node.stack_trace]
 
     before = getattr(torch.fx.config, fakes.NO_LINES, None)
-    with fakes.tracing():
+    with tracing():
         assert bool(lines()) is (before is None)
         if before is not None:
             setattr(torch.fx.config, fakes.NO_LINES, False)
@@ -93,7 +94,7 @@ def test_states_of_a_traced_lstm_have_the_shapes_that_they_have_when_it_runs(opt
             return out, h, c
 
     model, x = States(), torch.randn(3, 2, 16)
-    with fakes.tracing():
+    with tracing():
         (made,) = list(torch.export.export(model, (x,), strict=False).graph.nodes)[-1].args
     assert [node.meta["val"].shape for node in made] == [y.shape for y in model(x)]
 

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from weft.capture.capture import capture
 from weft.cluster import doctor as doctor_module
 from weft.cluster.block import FEW, WHOLE
 from weft.cluster.cluster import Cluster, Speed
@@ -30,7 +31,6 @@ from weft.cluster.probe.timing import SURE, Case, Patience, Setting, interval, s
 from weft.cost.collectives import algorithms, choose
 from weft.cost.compute import Rates, block_work
 from weft.cost.network import Group
-from weft.model.capture import capture
 from weft.model.work import Work, work
 
 

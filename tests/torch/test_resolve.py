@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import weft
+from weft.capture.capture import call
 from weft.errors import ModelError, UsageError
-from weft.model.capture import call
 from weft.zoo import hugging_face
 from weft.zoo.names import find
 from weft.zoo.resolve import resolve

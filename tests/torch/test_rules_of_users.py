@@ -9,7 +9,7 @@ import torch
 from bench.rules.pieces import Case, case, check, choices
 from torch import Tensor
 
-import weft.model.deferred.ctc  # noqa: F401  # whose operator is among them
+import weft.capture.patches.ctc  # noqa: F401  # whose operator is among them
 from weft.ops import rule_of
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from weft.model.capture import capture
+from weft.capture.capture import capture
 from weft.model.strides import Layouts, in_order, order_of, viewed
 
 

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import weft
+from weft.capture.state import changes, set_state, state_of
 from weft.errors import ModelError
-from weft.model.watched import changes, set_state, state_of
 from weft.run.build import Source
 
 Forward = Callable[[Any, Tensor], Tensor]

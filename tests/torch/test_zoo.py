@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from weft.capture.capture import call, capture
+from weft.capture.init import Deferred
 from weft.errors import ModelError
-from weft.model.capture import call, capture
-from weft.model.deferred import Deferred
 from weft.model.work import work
 from weft.zoo import bert, gpt, lstm, moe, parts, resnet_v2, t5, unet
 from weft.zoo.names import FAMILIES, find, sizes

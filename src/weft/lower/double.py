@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from weft.model.deferred.casts import without_casts
-from weft.model.deferred.fakes import tree_flatten, tree_map
-from weft.model.deferred.instead import exactly
+from weft.capture.fakes import tree_flatten, tree_map
+from weft.capture.patches.casts import without_casts
+from weft.capture.patches.float64_numbers import exactly
 from weft.model.graph import NARROW
 from weft.world import private
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from weft.capture.functions import check_cut
 from weft.lower.arrival import Arrival, arrived
 from weft.lower.kernels.extremes import extreme
 from weft.lower.kernels.functions import function
@@ -26,7 +27,6 @@ from weft.lower.kernels.statistics import batch_norm
 from weft.lower.kernels.vocabulary import cross_entropy, embedding
 from weft.lower.redistribute import counted, redistribute
 from weft.model.drawn import Fold, drawn_shape
-from weft.model.functions import check_cut
 from weft.model.graph import Arg, Function, Graph, Operator, Ref, Word, statistics
 from weft.model.pointwise import is_product, read_shapes
 from weft.model.propagate import writes_buffer, written_buffers

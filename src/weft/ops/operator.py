@@ -82,7 +82,7 @@ class Function:
     """A `torch.autograd.Function` of the user's own and how it is called: the first argument of `weft.function.default`, before tensors.
 
     `cls` is the class, `arguments` and `keywords` are what its `apply` is called with, a `Slot` for each tensor; `key` says the same in
-    a form that can be compared. `rule` is followed from what its forward and backward do (`weft.model.functions`); `learns`: of
+    a form that can be compared. `rule` is followed from what its forward and backward do (`weft.capture.functions`); `learns`: of
     each tensor, whether it is given a gradient. FLOPs are of matrix products, bytes are read and written; `keeps` are numbers of tensors,
     the outputs' behind the inputs', that backward keeps, `extra_bytes` what it keeps besides, `working_bytes`
     what is there while backward runs beside gradients. `linear`: of summands of a gradient backward

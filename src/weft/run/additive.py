@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
+from weft.capture.capture import Captured
 from weft.model.additive import Coupling, additive
-from weft.model.capture import Captured
 from weft.model.graph import Graph, Operator
 from weft.model.normalise import Normalised, counted, normalised
 

@@ -14,26 +14,26 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from weft.capture.capture import Captured, Loss, capture
+from weft.capture.fakes import fake_mode
+from weft.capture.init import Deferred, fake_copy, loss_of, materialize, materialize_real, realize_loss
+from weft.capture.modes import Modes, in_modes, training_modes
+from weft.capture.nesting import batch_size_of
+from weft.capture.refused import refuse_hooks, refuse_scripts
 from weft.errors import Infeasible, LayoutError, ModelError
 from weft.lower.arrival import Arrival
 from weft.lower.kernels.randomness import Draw
 from weft.lower.local import LocalStage, Lowering, layer_of, lower
 from weft.model.additive import Coupling
-from weft.model.capture import Captured, Loss, capture
 from weft.model.collector import uncollected
-from weft.model.deferred import Deferred, fake_copy, loss_of, materialize, materialize_real, realize_loss
-from weft.model.deferred.fakes import fake_mode
 from weft.model.drawn import Fold, folds_of
 from weft.model.gradients import learned
 from weft.model.graph import Graph, Variable
-from weft.model.modes import Modes, in_modes, training_modes
-from weft.model.nesting import batch_size_of
 from weft.model.normalise import Normalised
 from weft.model.propagate import propagate, written_buffers
 from weft.model.samples import check_samples
 from weft.model.sharding import Prices, Sharding
 from weft.model.stages import Stage, links
-from weft.model.watched import refuse_hooks, refuse_scripts
 from weft.plan.grid import AXES, PLAIN
 from weft.plan.mesh import Mesh
 from weft.plan.patterns import expand_all

@@ -14,12 +14,12 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+from weft.capture.capture import Loss
+from weft.capture.modes import Modes
 from weft.errors import ModelError
 from weft.lower.kernels.randomness import Draw
 from weft.lower.local import Lowering, lower
-from weft.model.capture import Loss
 from weft.model.graph import Graph
-from weft.model.modes import Modes
 from weft.model.samples import check_samples
 from weft.model.sharding import Shards
 from weft.plan.plan import Plan

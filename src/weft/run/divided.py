@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from weft.capture.modes import Modes, modes_of
+from weft.capture.nesting import BatchForm, batch_size_of
 from weft.errors import Infeasible, ModelError, UsageError
-from weft.model.modes import Modes, modes_of
-from weft.model.nesting import BatchForm, batch_size_of
 from weft.plan.plan import Plan
 from weft.run.build import Parts
 from weft.run.forward import Forward, with_tensors

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from weft.capture.capture import Loss, call
+from weft.capture.nesting import batch_size_of, leaves, rebuild
+from weft.capture.randomness import python_randomness, python_randomness_kept
+from weft.capture.state import changes, set_state, state_of
 from weft.errors import Infeasible, ModelError
 from weft.lower.double import doubled, widened
-from weft.model.capture import Loss, call
-from weft.model.nesting import batch_size_of, leaves, rebuild
-from weft.model.randomness import python_randomness, python_randomness_kept
-from weft.model.watched import changes, set_state, state_of
 from weft.plan.plan import Plan
 from weft.run.steady import Steady
 from weft.world import private

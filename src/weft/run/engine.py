@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from weft.capture.capture import Loss
+from weft.capture.modes import evaluation_modes, in_modes
+from weft.capture.nesting import BatchForm, batch_size_of
 from weft.errors import Infeasible, ModelError, UsageError
 from weft.lower.kernels.place import Samples
 from weft.lower.kernels.randomness import Draw
-from weft.model.capture import Loss
 from weft.model.graph import Variable
-from weft.model.modes import evaluation_modes, in_modes
-from weft.model.nesting import BatchForm, batch_size_of
 from weft.model.work import model_flops
 from weft.plan.compression import Compression
 from weft.plan.microbatches import sizes_of_part

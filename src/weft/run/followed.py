@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.capture.fakes import DispatchMode, FakeMode, fake_mode, unlogged
+from weft.capture.read import spec_of
 from weft.errors import said
-from weft.model.deferred.fakes import DispatchMode, FakeMode, fake_mode, unlogged
 from weft.model.graph import Arg, Operator, Ref, Word
 from weft.model.graph import Tensor as Spec
-from weft.model.reader import spec_of
 from weft.ops import Labels, Rule, of_elements, rule_of
 
 Ranks = tuple[int, ...]  # that hold the parts along one axis of the mesh

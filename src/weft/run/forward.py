@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.capture.nesting import leaves, rebuild
 from weft.errors import Infeasible, ModelError
 from weft.lower.redistribute import counted, redistribute
-from weft.model.nesting import leaves, rebuild
 from weft.plan.placement import D, R, is_shard
 from weft.plan.plan import Plan
 from weft.run.build import Parts

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.model.deferred.fakes import Fake, FakeMode
+from weft.capture.fakes import Fake, FakeMode
 from weft.world import private
 
 

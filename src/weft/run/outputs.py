@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from weft.capture.capture import called as run_on
+from weft.capture.nesting import leaves
 from weft.errors import Infeasible, ModelError
-from weft.model.capture import called as run_on
-from weft.model.nesting import leaves
 from weft.plan.plan import Plan
 from weft.run.divisible import Trial, tried
 

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from weft.capture.fakes import fake_mode
+from weft.capture.modes import Modes, training_modes
+from weft.capture.nesting import BatchForm
 from weft.errors import Infeasible, UsageError
-from weft.model.deferred.fakes import fake_mode
-from weft.model.modes import Modes, training_modes
-from weft.model.nesting import BatchForm
 from weft.plan.mesh import Mesh
 from weft.plan.placement import is_shard
 from weft.plan.plan import Plan

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from weft.capture.fakes import Fake
+from weft.capture.nesting import leaves
 from weft.errors import UsageError
-from weft.model.deferred.fakes import Fake
-from weft.model.nesting import leaves
 from weft.world.world import World
 
 MOST_BYTES = 1 << 20  # of a tensor that tells batches apart

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from weft.capture.capture import Loss, call
+from weft.capture.modes import set_modes, training_modes
+from weft.capture.nesting import batch_size_of, leaves, rebuild
+from weft.capture.state import set_state, state_of
 from weft.lower.double import doubled, is_double, widened
 from weft.lower.kernels.place import Samples
-from weft.model.capture import Loss, call
 from weft.model.drawn import Fold
-from weft.model.modes import set_modes, training_modes
-from weft.model.nesting import batch_size_of, leaves, rebuild
-from weft.model.watched import set_state, state_of
 from weft.plan.plan import Plan
 from weft.run.draws import Draws
 from weft.run.everywhere import comparable

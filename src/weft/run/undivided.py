@@ -23,13 +23,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from weft.capture.init import realize
+from weft.capture.modes import in_modes, training_modes
+from weft.capture.nesting import leaves, rebuild
+from weft.capture.refused import refuse_hooks
 from weft.errors import Infeasible, ModelError, UsageError
 from weft.lower.double import doubled, is_double, widened
 from weft.lower.redistribute import redistribute
-from weft.model.deferred import realize
-from weft.model.modes import in_modes, training_modes
-from weft.model.nesting import leaves, rebuild
-from weft.model.watched import refuse_hooks
 from weft.plan.placement import D, P
 from weft.plan.plan import Plan
 from weft.run.build import Source

@@ -29,10 +29,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from weft.capture.capture import Loss
 from weft.errors import ModelError, WeftError
 from weft.lower.kernels.draws import SUPPORTED
 from weft.model.additive import coupling_words
-from weft.model.capture import Loss
 from weft.model.derivatives import without_gradient
 from weft.model.sharding import FREE_LINKS
 from weft.model.stages import draws

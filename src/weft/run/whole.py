@@ -15,19 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from weft.capture.capture import Loss, call
+from weft.capture.init import realize
+from weft.capture.modes import set_modes, training_modes
+from weft.capture.nesting import batch_size_of, leaves, rebuild
+from weft.capture.refused import refuse_hooks
 from weft.errors import Infeasible
 from weft.lower.double import doubled, is_double, widened
 from weft.lower.kernels.randomness import Draw
 from weft.lower.local import LocalStage
-from weft.model.capture import Loss, call
-from weft.model.deferred import realize
 from weft.model.graph import Graph, Variable
 from weft.model.graph import Tensor as Spec
-from weft.model.modes import set_modes, training_modes
-from weft.model.nesting import batch_size_of, leaves, rebuild
 from weft.model.sharding import Sharding
 from weft.model.stages import Stage
-from weft.model.watched import refuse_hooks
 from weft.plan.placement import D, P, Placement, R, Shard
 from weft.plan.plan import Plan
 from weft.run.build import Parts, Source, program_of

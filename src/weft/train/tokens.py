@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from weft.capture.capture import Loss
 from weft.errors import ConfigError, ModelError
 from weft.lower.local import operator_of
-from weft.model.capture import Loss
 from weft.model.graph import Graph
 from weft.run.build import Traced
 from weft.train.config import Config

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from weft.capture.init import Deferred, Losses, realize_loss
+from weft.capture.nesting import leaves, rebuild
 from weft.errors import ModelError, said
-from weft.model.deferred import Deferred, Losses, realize_loss
-from weft.model.nesting import leaves, rebuild
 from weft.zoo.names import nearest
 from weft.zoo.resolved import Loss, Resolved
 

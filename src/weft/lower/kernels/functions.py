@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.capture.functions import BASE, call_of
 from weft.lower.double import Double, doubled
-from weft.model.functions import BASE, call_of
 from weft.model.graph import Function
 
 

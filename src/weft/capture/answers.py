@@ -1,0 +1,135 @@
+"""What a trace is told where Python asks whether a tensor without values is true: checks pass, and anything else is refused.
+
+In: a way to trace the model with given answers. Out: what it captures where no value chooses what is computed: of the two answers to each
+question one makes the model raise (`if labels.max() >= n: raise`, `assert`), or both compute the same (`if bad.any(): print(...)`). The
+model is traced again for each, up to the next question. As other checks (`capture/patches/assertions`), these are not repeated in a run.
+
+Not modelled: questions for numbers (`int()`, `float()`), and a branch that asks more before it raises: refused as data-dependent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TypeVar
+
+from weft.capture.fakes import DATA_DEPENDENT, NO_FAKE
+from weft.errors import ModelError
+
+T = TypeVar("T")
+_MOST = 64  # questions: a loop that ends by a value (`while error > tolerance`) asks for ever
+_MOST_SKIPPED = 3  # questions that one answer may spare: `if a or b or c or d`
+
+
+class Answers:
+    """Answers to the questions of one trace, in order. Without any, torch is left to say what it thinks of such questions.
+
+    guesses: whether what is asked beyond `told` is answered with False.
+    """
+
+    def __init__(self, told: Sequence[bool] | None = None, guesses: bool = False) -> None:
+        self._told, self._guesses = told, guesses
+        self.given: list[bool] = []
+        self._of: dict[int, tuple[object, bool]] = {}  # by what was asked, alive, so that no identity is used again
+        self.raised = False  # whether the model's own code ended the trace
+
+    def of(self, asked: object) -> bool | None:
+        """The answer for something that is asked, the same each time; None where there is none."""
+        if id(asked) not in self._of:
+            answer = self._next()
+            if answer is None:
+                return None
+            self._of[id(asked)] = asked, answer
+        return self._of[id(asked)][1]
+
+    def _next(self) -> bool | None:
+        if self._told is None or len(self.given) >= _MOST:
+            return None
+        if len(self.given) < len(self._told):
+            self.given.append(self._told[len(self.given)])
+        elif self._guesses:
+            self.given.append(False)
+        else:
+            return None
+        return self.given[-1]
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """A block in which the model's own code runs: what it raises is noted, but for what tracing alone raises."""
+        try:
+            yield
+        except (ModelError, *DATA_DEPENDENT, *NO_FAKE):
+            raise
+        except Exception:
+            self.raised = True
+            raise
+
+    @contextlib.contextmanager
+    def withheld(self) -> Iterator[None]:
+        """A block in which torch is left to say what it thinks."""
+        told, self._told = self._told, None
+        try:
+            yield
+        finally:
+            self._told = told
+
+
+def with_checks_passed(run: Callable[[Answers], T], is_same: Callable[[T, T], bool]) -> T:
+    """What `run` makes with the answers with which the model goes on.
+
+    Raises:
+        ModelError: it cannot be captured; where a value chooses what is computed, as torch says it there.
+    """
+    try:
+        return run(Answers())
+    except ModelError as error:
+        if not isinstance(error.__cause__, DATA_DEPENDENT):
+            raise
+    with contextlib.redirect_stdout(io.StringIO()):
+        answers, found, raising = _guessed(run)
+        given = answers.given
+        for k in range(len(given)):
+            if not (k in raising or _raises(run, [*given[:k], True]) or _changes_nothing(run, given, k, partial(is_same, found))):
+                return run(Answers(given[:k]))  # which ends at question k
+    return found
+
+
+def _guessed(run: Callable[[Answers], T]) -> tuple[Answers, T, set[int]]:
+    """Answers with which it goes on, False where either may be, what it makes with them, and those of which False made the model raise."""
+    told: list[bool] = []
+    raising: set[int] = set()
+    while True:
+        answers = Answers(told, guesses=True)
+        try:
+            return answers, run(answers), raising
+        except ModelError:
+            if not answers.raised or len(answers.given) == len(told):
+                raise
+            told = [*answers.given[:-1], True]
+            raising.add(len(told) - 1)
+
+
+def _raises(run: Callable[[Answers], T], told: list[bool]) -> bool:
+    """Whether the last of these answers makes the model raise before it asks again."""
+    answers = Answers(told)
+    try:
+        run(answers)
+    except ModelError:
+        return answers.raised
+    return False
+
+
+def _changes_nothing(run: Callable[[Answers], T], given: list[bool], k: int, is_same: Callable[[T], bool]) -> bool:
+    """Whether the other answer to question k computes the same; it may spare the questions that follow."""
+    for skipped in range(_MOST_SKIPPED + 1):
+        told = [*given[:k], True, *given[k + 1 + skipped :]]
+        answers = Answers(told)
+        try:
+            again = run(answers)
+        except ModelError:
+            continue
+        if answers.given == told:
+            return is_same(again)
+    return False

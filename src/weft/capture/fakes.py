@@ -1,0 +1,145 @@
+"""The one adapter to torch's fake tensors (shape, dtype and device "cpu", but no memory), to its traces, its dispatcher and its trees.
+
+In: torch's private names, each listed once, and those that not every version has. Out: `Fake`, `fake_mode()`, `forget()`, `for_real()`,
+a block without fake tensors and tracing, `put()`, `unlogged()`, `ASSERT`, `NO_FAKE`, `DATA_DEPENDENT`, `DispatchMode`, `tree_flatten`,
+`tree_map`, and where patches of torch's own code go. Not modelled: fake tensors of other devices.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import _decomp, _subclasses
+from torch._decomp import decompositions
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.fx import config as fx_config
+from torch.fx.experimental import symbolic_shapes
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.nn.modules import transformer
+from torch.utils import _python_dispatch, _pytree
+from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as for_real
+from torch.utils._pytree import tree_flatten, tree_map
+
+__all__ = [
+    "ASSERT",
+    "CAUSAL",
+    "DATA_DEPENDENT",
+    "DEVICE_INIT",
+    "LSTM_LAYER",
+    "NAMES",
+    "NO_FAKE",
+    "NO_LINES",
+    "DispatchMode",
+    "Fake",
+    "FakeMode",
+    "HostMode",
+    "decompositions",
+    "fake_mode",
+    "for_real",
+    "forget",
+    "fx_config",
+    "put",
+    "told",
+    "transformer",
+    "tree_flatten",
+    "tree_map",
+    "unlogged",
+]
+
+ASSERT = torch._assert  # by which models check what a trace does not know
+# (owner, attribute) of every private name used here, for the test.
+NAMES: tuple[tuple[Any, str], ...] = (
+    (torch, "_assert"),
+    (torch, "_check"),
+    (_decomp, "decompositions"),
+    (decompositions, "one_layer_lstm"),
+    (transformer, "_detect_is_causal_mask"),
+    (_subclasses, "fake_tensor"),
+    (fake_tensor, "FakeTensor"),
+    (fake_tensor, "FakeTensorMode"),
+    (fake_tensor.FakeTensorMode, "avoid_device_init"),
+    (fake_tensor, "DataDependentOutputException"),
+    (fake_tensor, "DynamicOutputShapeException"),
+    (fake_tensor, "UnsupportedOperatorException"),
+    (symbolic_shapes, "GuardOnDataDependentSymNode"),
+    (_python_dispatch, "TorchDispatchMode"),
+    (_python_dispatch, "_disable_current_modes"),
+    (_pytree, "tree_flatten"),
+    (_pytree, "tree_map"),
+)
+
+Fake = FakeTensor
+FakeMode = FakeTensorMode
+# What a fake tensor raises where only real values can tell the answer: a number, a shape, or an operator without a shape rule.
+NO_FAKE = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+# What a trace raises where Python code asks a tensor for a value, or a shape follows values.
+DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
+
+
+# Attributes that patches put others in the place of.
+NO_LINES = "do_not_emit_stack_traces"  # of torch.fx.config, since torch 2.12
+LSTM_LAYER = "one_layer_lstm"
+DEVICE_INIT = "avoid_device_init"
+CAUSAL = "_detect_is_causal_mask"
+_DRIVER: Any = FakeTensorMode.avoid_device_init
+
+
+class HostMode(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """With CUDA torch asks its driver for devices whenever a mode is entered: a process that has asked cannot be forked into ranks that use
+    a GPU. Where there is none it makes one up, and a fork of a process that has run backward cannot do so. Neither matters to tensors of
+    the host, so this says what holds where there is a GPU.
+    """
+
+    @property
+    def avoid_device_init(self) -> bool:
+        return torch.version.cuda is None and bool(_DRIVER.fget(self))
+
+
+def told(holds: bool | torch.SymBool) -> None:
+    """Tell a trace what holds of sizes that follow values; raise where it does not."""
+    torch._check(holds)  # type: ignore[no-untyped-call]
+
+
+def fake_mode() -> FakeTensorMode:
+    """A mode of its own: fake tensors of two modes never meet in one operator."""
+    return HostMode(allow_non_fake_inputs=True)
+
+
+@contextmanager
+def put(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """A block in which an attribute has another value."""
+    is_inherited = isinstance(owner, type) and name not in vars(owner)
+    before = vars(owner).get(name) if isinstance(owner, type) else getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        delattr(owner, name) if is_inherited else setattr(owner, name, before)
+
+
+@contextmanager
+def unlogged() -> Iterator[None]:
+    """Calls that cannot be are tried inside: torch raises, and does not write a trace to the log as well."""
+    log = logging.getLogger(fake_tensor.__name__)
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
+def forget(mode: FakeTensorMode) -> None:
+    """Drop the mode's weak references to its tensors: while there is one, `nn.Module.to` and `.double` refuse to swap a parameter."""
+    mode.fake_tensor_converter.meta_converter.tensor_memo.clear()

@@ -1,0 +1,323 @@
+"""The factor rule of a user's own function, followed through its forward and its backward.
+
+In: the function's operators on whole tensors, and on pieces of them. Out: which dimensions can be cut so that the same code, run on every
+rank's pieces alone, makes pieces (or summands) of what it makes of the whole, gradients included.
+
+Nothing is guessed: a dimension is cut only where the same operators come out on the pieces as on the whole, one by one, with the same
+constants, and each of them hands on, by its own factor rule, pieces, summands or what is whole. So a size that the code reads as a number
+is seen, as a constant that differs; where it only scales what passes (a mean, a division by the number of rows) that is followed, too.
+
+Not modelled: what would need a collective inside of the function; such a dimension stays whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import isclose
+from typing import NamedTuple
+
+from weft.capture.functions.trace import Joint
+from weft.model.graph import Operator, Ref, Tensor
+from weft.model.stages import draws
+from weft.ops import rule_of
+from weft.ops.linear import PRODUCTS, TOGETHER, together
+from weft.ops.rule import BLOCKED, Labels, Rule
+from weft.ops.table import SHAPED_LIKE
+
+AVERAGE, SUMMANDS = "average", "summands"  # what cutting a label leaves that no output has
+
+_CONTRACTS = PRODUCTS | {"sum"}
+_FILLS = frozenset("zeros ones full empty rand randn".split()) | SHAPED_LIKE
+# What is told their result's shape, which differs between the whole and a piece.
+_SHAPED = frozenset("view reshape _unsafe_view expand zeros ones full empty rand randn new_zeros new_ones new_full new_empty".split())
+
+
+class Form(NamedTuple):
+    """How a piece's value lies to the whole's: R the same, P a summand, S the piece of dimension `dim`; times n**power besides."""
+
+    kind: str
+    dim: int = -1
+    power: int = 0
+
+
+Places = Mapping[int, int]  # number of an input -> the dimension of it that is cut
+Cut = Callable[[Places, int], Sequence[tuple[Joint, Joint]]]  # cut into n: the function on whole tensors and on pieces, each way it may run
+
+
+def rule_by_following(whole: Joint, cut: Cut) -> Rule:
+    """The factor rule; labels are f0, f1, ... in the order of the outputs' dimensions."""
+    inputs, outputs = ([list((BLOCKED,) * len(whole.tensors[v].shape)) for v in group] for group in (whole.inputs, whole.outputs))
+    kernels: dict[str, str] = {}
+    count = 0
+    for places in _candidates(whole):
+        size = next(whole.tensors[whole.inputs[i]].shape[d] for i, d in places.items())
+        ways = _ways(size)
+        found = [_both(pairs, places, n) for n in ways for pairs in (cut(places, n),)]
+        if not found or found[0] is None or any(made != found[0] for made in found):
+            continue
+        label = f"f{count}"
+        count += 1
+        for i, dim in places.items():
+            inputs[i][dim] = label
+        for row, form in zip(outputs, found[0], strict=True):
+            if form.kind == "S":
+                row[form.dim] = label
+        if any(form.kind == "P" for form in found[0]):
+            kernels[label] = AVERAGE if found[0][0].power else SUMMANDS
+    return Rule(tuple(map(tuple, inputs)), tuple(map(tuple, outputs)), kernels)
+
+
+def _ways(size: int) -> list[int]:
+    """Numbers of pieces that a rule is tried with: the fewest and the most, where pieces are still larger than 1."""
+    able = [n for n in range(2, min(size, 4096) + 1) if size % n == 0]
+    large = [n for n in able if size // n > 1]
+    return sorted({able[0], *large[-1:]}) if able else []
+
+
+def _both(pairs: Sequence[tuple[Joint, Joint]], places: Places, n: int) -> list[Form] | None:
+    """What the outputs are where all ways in which it may run agree; None otherwise."""
+    found: list[list[Form] | None] = [follow(whole, piece, places, n) for whole, piece in pairs]
+    return found[0] if found and all(made is not None and made == found[0] for made in found) else None
+
+
+def _candidates(whole: Joint) -> list[dict[int, int]]:
+    """Sets of dimensions of inputs that go together by the rules of the operators that they go through."""
+    parent: dict[tuple[str, int], tuple[str, int]] = {}
+
+    def root(at: tuple[str, int]) -> tuple[str, int]:
+        while parent.setdefault(at, at) != at:
+            at = parent[at]
+        return at
+
+    def unite(group: list[tuple[str, int]]) -> None:
+        for at in group[1:]:
+            parent[root(at)] = root(group[0])
+
+    tensors = dict(whole.tensors)
+    for op in whole.operators or ():
+        rule = rule_of(op, tensors)
+        if rule is None:
+            continue
+        rows = [*zip(op.inputs, rule.inputs, strict=True), *zip(op.outputs, rule.outputs, strict=True)]
+        for label in rule.labels:
+            unite([(value, dim) for value, row in rows if row is not None for dim, x in enumerate(row) if x == label])
+    for value, seed in zip(whole.outputs, whole.seeds, strict=True):
+        if seed is not None:
+            for dim in range(len(tensors[value].shape)):
+                unite([(value, dim), (seed, dim)])
+    for value, gradient in zip(whole.inputs, whole.gradients, strict=True):
+        if gradient is not None:
+            for dim in range(len(tensors[value].shape)):
+                unite([(value, dim), (gradient, dim)])
+    groups: dict[tuple[str, int], dict[int, int]] = {}
+    twice = set()
+    ends = [(v, d) for v in (*whole.outputs, *whole.inputs) for d, n in enumerate(tensors[v].shape) if n > 1]
+    for at in ends:
+        groups.setdefault(root(at), {})
+    for i, value in enumerate(whole.inputs):
+        for dim, size in enumerate(tensors[value].shape):
+            if size > 1:
+                group = groups[root((value, dim))]
+                if i in group:
+                    twice.add(root((value, dim)))
+                group[i] = dim
+    sized = [(at, group) for at, group in groups.items() if group and at not in twice]
+    return [g for _, g in sized if len({tensors[whole.inputs[i]].shape[d] for i, d in g.items()}) == 1]
+
+
+def follow(whole: Joint, piece: Joint, places: Places, n: int) -> list[Form] | None:
+    """What the outputs of a piece are to the whole's; None where that is not known, or gradients are not what they must be.
+
+    The gradient of an input that is cut must be its piece, and that of one that is whole a summand.
+    """
+    if whole.operators is None or piece.operators is None or len(whole.operators) != len(piece.operators):
+        return None
+    if (whole.inputs, whole.outputs, whole.seeds, whole.gradients) != (piece.inputs, piece.outputs, piece.seeds, piece.gradients):
+        return None
+    forms = {v: Form("S", places[i]) if i in places else Form("R") for i, v in enumerate(whole.inputs)}
+    for name, value in whole.literals.items():
+        if piece.literals.get(name) != value:
+            return None
+        forms[name] = Form("R")
+    if not _expected(whole, piece, forms, whole.inputs, n):
+        return None
+    zeros = _zeros(whole)
+    made: list[Form] | None = None
+    for i, (op, other) in enumerate(zip(whole.operators, piece.operators, strict=True)):
+        if i == whole.num_forward:
+            made = _outputs(whole, forms)
+        if i >= whole.num_forward and made is None:
+            return None
+        found = _step(op, other, whole.tensors, piece.tensors, forms, zeros, n)
+        if found is None:
+            return None
+        forms.update(zip(op.outputs, found, strict=True))
+        if not _expected(whole, piece, forms, op.outputs, n):
+            return None
+    if made is None:
+        made = _outputs(whole, forms)
+    if made is None:
+        return None
+    for i, gradient in enumerate(whole.gradients):
+        want = Form("S", places[i]) if i in places else Form("P")
+        if gradient is not None and forms[gradient] != want and not (gradient in zeros and forms[gradient].kind != "S"):
+            return None
+    return made
+
+
+def is_linear(joint: Joint) -> bool:
+    """Whether backward makes summands of summands, as the backward of every operator does; one that clips gradients does not."""
+    if joint.operators is None:
+        return False
+    forms = {v: Form("R") for v in (*joint.inputs, *joint.literals)} | {seed: Form("P") for seed in joint.seeds if seed is not None}
+    zeros = _zeros(joint)
+    for op in joint.operators:
+        found = _step(op, op, joint.tensors, joint.tensors, forms, zeros, 1)
+        if found is None:
+            return False
+        forms.update(zip(op.outputs, found, strict=True))
+    return all(gradient is None or gradient in zeros or forms[gradient] == Form("P") for gradient in joint.gradients)
+
+
+def _zeros(joint: Joint) -> set[str]:
+    """Values that are zero everywhere: whole, pieces and summands at once."""
+    found = {name for name, value in joint.literals.items() if isinstance(value, tuple) and value[1] == 0}
+    for op in joint.operators or ():
+        name = op.target.split(".")[1]
+        passes = name in TOGETHER or name in ("lift_fresh", "lift_fresh_copy")
+        if name in ("zeros", "zeros_like", "new_zeros") or (passes and op.inputs and found.issuperset(op.inputs)):
+            found.update(op.outputs)
+    return found
+
+
+def _outputs(whole: Joint, forms: dict[str, Form]) -> list[Form] | None:
+    """Forms of the outputs, each a piece or a summand, and of the gradients that come back for them."""
+    made = [forms[v] for v in whole.outputs]
+    scaled = {form.power for form in made}
+    if any(form.kind == "R" for form in made) or not (scaled == {0} or (scaled == {1} and all(form.kind == "P" for form in made))):
+        return None
+    for form, seed in zip(made, whole.seeds, strict=True):
+        if seed is not None:
+            forms[seed] = form if form.kind == "S" else Form("R", power=-form.power)
+    return made
+
+
+def _expected(whole: Joint, piece: Joint, forms: Mapping[str, Form], values: Sequence[str], n: int) -> bool:
+    """Whether pieces have the shapes that their forms say."""
+    for value in values:
+        shape, form = list(whole.tensors[value].shape), forms[value]
+        if form.kind == "S":
+            if shape[form.dim] % n:
+                return False
+            shape[form.dim] //= n
+        if tuple(shape) != piece.tensors[value].shape or whole.tensors[value].dtype != piece.tensors[value].dtype:
+            return False
+    return True
+
+
+def _step(
+    op: Operator,
+    other: Operator,
+    tensors: Mapping[str, Tensor],
+    pieces: Mapping[str, Tensor],
+    forms: Mapping[str, Form],
+    zeros: set[str],
+    n: int,
+) -> list[Form] | None:
+    """What one operator makes; None where it is not known."""
+    name = op.target.split(".")[1]
+    if (op.target, op.outputs, op.inputs) != (other.target, other.outputs, other.inputs) or any(v not in forms for v in op.inputs):
+        return None
+    scale = _same_but_scaled(op, other, name, n)
+    if scale is None:
+        return None
+    rule = rule_of(op, dict(tensors))
+    ins = [forms[v] for v in op.inputs]
+    read: list[tuple[Form, Labels]] = [(form, (BLOCKED,) * len(tensors[v].shape)) for form, v in zip(ins, op.inputs, strict=True)]
+    if rule is not None:
+        read = [(form, row) for form, row in zip(ins, rule.inputs, strict=True) if row is not None]
+    cut = {row[form.dim] for form, row in read if form.kind == "S"}
+    power = _power(op, name, forms, zeros)
+    if power is None:
+        return None
+    power += scale
+    if cut:
+        (label, *others) = cut
+        if others or not label or rule is None or any(label in row for form, row in read if form.kind != "S"):
+            return None
+        return _pieces(op, name, rule, label, [form for form, _ in read], power)
+    if any(form.kind == "P" for form, _ in read):
+        rounds = any(tensors[v].is_float for v in op.inputs) and not all(tensors[v].is_float for v in op.outputs)
+        return None if rounds else [Form("P", power=power)] * len(op.outputs)  # it passes: `_power` has seen to that
+    made = [_whole(name, rule, tensors[v].shape, pieces[v].shape, row, power) for row, v in enumerate(op.outputs)]
+    # Ranks with pieces of something draw numbers of their own.
+    return None if draws(op) and any(form.kind == "R" for form in made) else made
+
+
+def _pieces(op: Operator, name: str, rule: Rule, label: str, read: list[Form], power: int) -> list[Form] | None:
+    """An operator that is cut on a label."""
+    if any(form.kind == "P" for form in read):
+        return None
+    kernel = rule.kernels.get(label)
+    if kernel is not None and not (kernel == "average" and name == "mean"):
+        return None
+    made = []
+    for row in rule.outputs:
+        if label in row:
+            made.append(Form("S", row.index(label), power))
+        elif name == "mean":
+            made.append(Form("P", power=power + 1))
+        elif name in _CONTRACTS:
+            made.append(Form("P", power=power))
+        else:
+            return None
+    return made
+
+
+def _whole(name: str, rule: Rule | None, whole: tuple[int, ...], piece: tuple[int, ...], row: int, power: int) -> Form:
+    """Of whole tensors: whole as well, or a piece of what is alike all along a dimension."""
+    differ = [d for d, (a, b) in enumerate(zip(whole, piece, strict=False)) if a != b]
+    if len(differ) == 1 and len(whole) == len(piece):
+        labels: Labels = rule.outputs[row] if rule is not None else ()
+        spread = name == "expand" and rule is not None and not any(labels[differ[0]] in (r or ()) for r in rule.inputs if labels[differ[0]])
+        if name in _FILLS or spread:
+            return Form("S", differ[0], power)
+    return Form("R", power=power)
+
+
+def _power(op: Operator, name: str, forms: Mapping[str, Form], zeros: set[str]) -> int | None:
+    """The power of n by which what comes out is scaled, of those of what goes in; None where a summand or a scaled value cannot pass."""
+    ins = [forms[v] for v in op.inputs]
+    if not any(form.power or form.kind == "P" for form in ins):
+        return 0
+    summands = sum(form.kind == "P" for form in ins)
+    carried = together(op, zeros)
+    if carried is not None:
+        passing = {(forms[v].power, forms[v].kind == "P") for v in carried}
+        beside = [forms[v] for v in op.inputs if v not in carried and v not in zeros]
+        return passing.pop()[0] if len(passing) == 1 and not any(f.power or f.kind == "P" for f in beside) else None
+    if name == "mul" or name in PRODUCTS:
+        return sum(form.power for form in ins) if summands < 2 else None
+    if name == "div" and "rounding_mode" not in dict(op.kwargs):
+        if len(ins) == 1:
+            return ins[0].power if isinstance(op.args[0], Ref) else None
+        return ins[0].power - ins[1].power if ins[1].kind != "P" else None
+    return None
+
+
+def _same_but_scaled(op: Operator, other: Operator, name: str, n: int) -> int | None:
+    """The power of n by which a constant factor differs between the piece and the whole, 0 where all constants are equal, else None."""
+    if name in _SHAPED:
+        skip = 2 if name.startswith("new_") else 1 if name in _FILLS else 99
+        return 0 if (op.args[skip:], op.kwargs) == (other.args[skip:], other.kwargs) else None
+    if (op.args, op.kwargs) == (other.args, other.kwargs):
+        return 0
+    if name not in ("mul", "div") or op.kwargs != other.kwargs or len(op.args) != 2 or op.args[0] != other.args[0]:
+        return None
+    a, b = op.args[1], other.args[1]
+    if not all(isinstance(x, int | float) and not isinstance(x, bool) and x for x in (a, b)):
+        return None
+    for power in (1, -1):
+        if isclose(float(b), float(a) * float(n) ** power, rel_tol=1e-12):  # type: ignore[arg-type]
+            return power if name == "mul" else -power
+    return None

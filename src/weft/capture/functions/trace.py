@@ -1,0 +1,195 @@
+"""Forward and backward of a user's own function as operators, at given shapes.
+
+In: a `Call` and what its tensors are. Out: a `Joint`: torch's own autograd runs forward and then backward on tensors without memory, and
+every operator of both is written down. So everything that autograd gives a function is there: what it saves, gradients that are asked for
+or not, several outputs, either style of context.
+Not modelled: what depends on values; that is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any
+
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from weft.capture.fakes import fake_mode
+from weft.capture.functional import Memory, make_functional
+from weft.capture.functions.record import Call, refusal, told
+from weft.capture.randomness import python_randomness
+from weft.capture.read import Aliased, Reader, exists, spec_of
+from weft.errors import ModelError
+from weft.model.graph import Operator, Tensor
+
+_LITERALS = ("lift_fresh", "lift_fresh_copy")
+_ONE_AT_A_TIME = Lock()  # torch.fx keeps what it patches in a global
+_MOST = 256  # numbers of a tensor that a function writes into its code
+
+
+@dataclass(frozen=True)
+class Joint:
+    """One call, forward and backward. `operators` are free of writes, or None where they could not be made so.
+
+    `seeds`: the gradients of outputs, None for those that are given none; `gradients`: those of inputs, None where there is none.
+    `num_forward` operators stand before backward; `literals` are values of small tensors that the code makes of numbers.
+    `shared`: of each output, the number of the input in whose memory it lies, -1 for none.
+    """
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    seeds: tuple[str | None, ...]
+    gradients: tuple[str | None, ...]
+    operators: tuple[Operator, ...] | None
+    num_forward: int
+    tensors: Mapping[str, Tensor]
+    literals: Mapping[str, object]
+    shared: tuple[int, ...]
+
+
+def joint(call: Call, specs: tuple[Tensor, ...], learns: tuple[bool, ...], only: int = -1) -> Joint:
+    """Trace a call on tensors like `specs`, of which those that `learns` says ask for a gradient; of the outputs `only` one is given one.
+
+    Raises:
+        ModelError: the function does what no graph of operators holds, by name.
+    """
+    before = python_randomness()
+    try:
+        with _ONE_AT_A_TIME:
+            found = _joint(call, specs, learns, only)
+    except ModelError:
+        raise
+    except Exception as error:
+        raise refusal(call, f"cannot be followed through its forward and backward ({told(error)})") from error
+    if python_randomness() != before:
+        raise refusal(call, "draws from Python's or numpy's random numbers, which a captured graph would fix; use torch's")
+    return found
+
+
+def _tensors_of(out: Any) -> list[torch.Tensor]:
+    return [y for y in (out if isinstance(out, tuple) else (out,)) if isinstance(y, torch.Tensor)]
+
+
+def _joint(call: Call, specs: tuple[Tensor, ...], learns: tuple[bool, ...], only: int) -> Joint:
+    def leaves(given: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [x.detach().requires_grad_(asked) for x, asked in zip(given, learns, strict=True)]
+
+    with fake_mode(), torch.enable_grad():
+        given = [torch.empty(t.shape, dtype=getattr(torch, t.dtype)) for t in specs]
+        outs = _tensors_of(call(leaves(given)))
+        seeded = [y.requires_grad and only in (-1, i) for i, y in enumerate(outs)]
+        seeds = [torch.empty_like(y) if is_seeded else None for y, is_seeded in zip(outs, seeded, strict=True)]
+
+    def both(tensors: list[torch.Tensor], seeds: list[torch.Tensor]) -> tuple[list[Any], list[Any]]:
+        with torch.enable_grad():
+            own = leaves(tensors)
+            made = _tensors_of(call(own))
+        roots = [y for y, is_seeded in zip(made, seeded, strict=True) if is_seeded]
+        asked = [x for x in own if x.requires_grad]
+        here = [torch.ops.aten.alias.default(seed) for seed in seeds]  # they say where backward begins
+        grads = iter(torch.autograd.grad(roots, asked, here, allow_unused=True) if roots and asked else [None] * len(asked))
+        return made, [next(grads) if x.requires_grad else None for x in own]
+
+    module = make_fx(both)(given, [seed for seed in seeds if seed is not None])
+    return _read(call, module, len(specs), seeded)
+
+
+def _read(call: Call, module: Any, num_inputs: int, seeded: list[bool]) -> Joint:
+    reader = Reader()
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    literals: dict[str, object] = {}
+    for node in module.graph.nodes:
+        if node.op == "get_attr":
+            if any(str(user.target).split(".")[1:2] not in ([x] for x in _LITERALS) for user in node.users):
+                raise refusal(call, "reads a tensor that is none of its arguments; give it as an argument")
+            literals[node.name] = _values(getattr(module, node.target))
+        if node.op in ("placeholder", "get_attr"):
+            value = node.meta.get("val")
+            reader.tensors[node.name] = spec_of(value if value is not None else getattr(module, node.target))
+            reader.remember(node.name, value)
+    results = next(node.args[0] for node in module.graph.nodes if node.op == "output")
+    num_outputs = len(seeded)
+    places = [node.name for node in placeholders[num_inputs:]]
+    start = _start(module, set(places))
+    _refuse_writes(call, module, placeholders, results[:num_outputs], start)
+    operators: list[Operator] | None
+    try:
+        reader.read(module.graph, module)
+        silent = Memory(reader.storages(), frozenset(), frozenset(), frozenset())
+        backward = {op.name for op in reader.operators if op.name in start}
+        functional = make_functional(reader.operators, reader.tensors, silent, exists)
+        operators, rename = functional if functional is not None else (None, {})
+    except (Aliased, ModelError):
+        operators, rename, backward = None, {}, set()
+
+    def value_of(node: Any) -> str | None:
+        return None if node is None else rename.get(reader.name(node.name), reader.name(node.name))
+
+    num_forward = 0
+    if operators is not None:
+        wanted = {v for v in map(value_of, results) if v is not None}
+        kept = []
+        for op in reversed(operators):
+            if wanted.intersection(op.outputs):
+                wanted.update(op.inputs)
+                kept.append(op)
+        operators = kept[::-1]
+        num_forward = next((i for i, op in enumerate(operators) if op.name in backward), len(operators))
+    given = iter(places)
+    storages = reader.storages()
+    inputs = tuple(node.name for node in placeholders[:num_inputs])
+    lies = {storages[v]: i for i, v in reversed(list(enumerate(inputs)))}
+    outputs = tuple(str(value_of(node)) for node in results[:num_outputs])
+    return Joint(
+        inputs,
+        outputs,
+        tuple(next(given) if is_seeded else None for is_seeded in seeded),
+        tuple(value_of(node) for node in results[num_outputs:]),
+        None if operators is None else tuple(operators),
+        num_forward,
+        dict(reader.tensors),
+        literals,
+        tuple(lies.get(storages.get(reader.name(node.name), -1), -1) for node in results[:num_outputs]),
+    )
+
+
+def _values(held: torch.Tensor) -> object:
+    """What stands in a tensor that the code makes of numbers; something equal to nothing else where that is not known."""
+    known = getattr(held, "constant", None)  # of a tensor without memory
+    held = held if known is None else known
+    try:
+        return (str(held.dtype), held.tolist()) if held.numel() <= _MOST else object()
+    except Exception:
+        return object()
+
+
+def _start(module: Any, seeds: set[str]) -> set[str]:
+    """Names of the operators of backward: those from where the gradients of outputs come in."""
+    found: set[str] = set()
+    for node in module.graph.nodes:
+        if found or any(n.name in seeds for n in node.all_input_nodes):
+            found.add(node.name)
+    return found
+
+
+def _refuse_writes(call: Call, module: Any, placeholders: list[Any], outputs: list[Any], backward: set[str]) -> None:
+    """Raise ModelError where something is written that others hold, or ranks talk to one another."""
+
+    def memory(node: Any) -> int:
+        value = node.meta.get("val")
+        return id(value.untyped_storage()) if isinstance(value, torch.Tensor) else 0
+
+    held = {memory(node) for node in placeholders}
+    made = {memory(node) for node in outputs}
+    for node in module.graph.nodes:
+        if node.op != "call_function" or not hasattr(node.target, "_schema"):
+            continue
+        if str(node.target).split(".")[0] in ("c10d", "_c10d_functional", "_dtensor"):
+            raise refusal(call, f"talks to other ranks ({node.target})")
+        for spec, arg in zip(node.target._schema.arguments, node.args, strict=False):
+            written = spec.alias_info is not None and spec.alias_info.is_write
+            for item in arg if isinstance(arg, tuple | list) else (arg,):
+                if written and isinstance(item, torch.fx.Node) and memory(item) in held | (made if node.name in backward else set()):
+                    raise refusal(call, f"writes into a tensor that it is given, or has handed out ({node.target}); write into a copy")

@@ -1,0 +1,10 @@
+"""Models without memory: build any module on fake tensors, and make real only what a rank keeps."""
+
+from weft.capture.init.block import Deferred, building
+from weft.capture.init.losses import Losses, loss_of, realize_loss
+from weft.capture.init.materialize import materialize, materialize_real, realize
+from weft.capture.init.twin import fake_copy
+
+__all__ = [
+    "Deferred", "Losses", "building", "fake_copy", "loss_of", "materialize", "materialize_real", "realize", "realize_loss",
+]  # fmt: skip

@@ -1,0 +1,126 @@
+"""`with Deferred()`: a block of the user's code that builds modules on fake CPU tensors.
+
+In: any code that makes modules. Out: the outermost modules made, their fake mode, and the recording that `materialize` replays.
+Code that asks for a number (`.item()`, `if mask.any()`) gets the true one. Requests for another device are built on the CPU.
+Not modelled: initial values that are drawn on an accelerator; modules made by `copy.deepcopy` alone are not outermost.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from weft.capture.fakes import FakeMode
+from weft.capture.init.record import Recording
+from weft.errors import ModelError
+
+
+class Deferred:
+    """A block in which modules are built on fake tensors of `fake_mode`; `roots` are the outermost ones, known at its end.
+
+    The state of torch's random generator after the block is that before it; `materialize` advances it.
+
+    >>> from weft.capture.init import materialize
+    >>> state = torch.manual_seed(0)
+    >>> with Deferred() as deferred:
+    ...     net = nn.Linear(4, 2)
+    >>> {name: list(rows.shape) for name, rows in materialize(deferred, net, lambda name, full: full[:1]).items()}
+    {'weight': [1, 4], 'bias': [1]}
+    """
+
+    def __init__(self) -> None:
+        self.recording = Recording()
+        self.roots: tuple[nn.Module, ...] = ()
+        self._seen: dict[int, weakref.ref[nn.Module]] = {}
+        self._hooks: list[Any] = []
+
+    @property
+    def fake_mode(self) -> FakeMode:
+        """The mode of this block's fake tensors; tracing the module needs it."""
+        return self.recording.fake_mode
+
+    def is_fake(self, value: object) -> bool:
+        """Whether this block made the tensor."""
+        return self.recording.is_fake(value)
+
+    def value(self, fake: torch.Tensor) -> torch.Tensor:
+        """A real copy of one of the block's tensors, with the value that it had at the end of the block.
+
+        Raises:
+            ModelError: the block has not made it, or an operator cannot be replayed.
+        """
+        found: torch.Tensor = self.recording.values(fake.detach())
+        return found
+
+    def __enter__(self) -> Deferred:
+        """Start recording."""
+        self._hooks = [
+            register_module_parameter_registration_hook(self._see),
+            register_module_buffer_registration_hook(self._see),
+            register_module_module_registration_hook(self._see),
+        ]
+        self.recording.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Stop recording and find the outermost modules."""
+        self.recording.stop()
+        for hook in self._hooks:
+            hook.remove()
+        if error[0] is None:
+            self.roots = self._outermost()
+            if len(self.roots) > 1:  # modules that were thrown away may still wait for the collector
+                self.roots = ()
+                gc.collect()
+                self.roots = self._outermost()
+        self._seen = {}
+
+    def _see(self, module: nn.Module, name: str, item: object) -> None:
+        for m in (module, item):
+            if isinstance(m, nn.Module) and ((known := self._seen.get(id(m))) is None or known() is not m):
+                self._seen.pop(id(m), None)  # one that was thrown away lay there, earlier in the order
+                self._seen[id(m)] = weakref.ref(m)
+
+    def _outermost(self) -> tuple[nn.Module, ...]:
+        alive = [m for m in (ref() for ref in self._seen.values()) if m is not None]
+        inner: set[int] = set()
+        for module in alive:
+            stack = list(module.children())
+            while stack:
+                child = stack.pop()
+                if id(child) not in inner:
+                    inner.add(id(child))
+                    stack.extend(child.children())
+        return tuple(m for m in alive if id(m) not in inner)
+
+
+@contextmanager
+def building(finish: Callable[[nn.Module, Deferred], None]) -> Iterator[Deferred]:
+    """A `Deferred` block that hands the one model built in it to `finish(model, deferred)` at its end.
+
+    Outermost modules without parameters (a loss) do not count beside one that has some. After an exception `finish` is not called.
+
+    Raises:
+        ModelError: no model was built in the block, or several.
+    """
+    deferred = Deferred()
+    with deferred:
+        yield deferred
+    models = [m for m in deferred.roots if next(m.parameters(), None) is not None] or list(deferred.roots)
+    if not models:
+        raise ModelError("no model was built in the block; build it there, or pass a built one to weft.parallelize")
+    if len(models) > 1:
+        names = ", ".join(type(m).__name__ for m in models)
+        raise ModelError(f"{len(models)} models were built in the block ({names}); make them parts of one module, or give each a block")
+    finish(models[0], deferred)

@@ -1,0 +1,106 @@
+"""Losses that a factory makes beside its model. In: what each call of the factory made. Out: the loss that belongs to a model.
+
+A loss may read its own model (a penalty on weights) and tensors made with it (class weights), so that each model has a loss of its own.
+
+Not modelled: tensors deep inside of objects that a loss holds, other than modules, containers, functions and plain attributes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from types import FunctionType, MethodType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from weft.capture.init.block import Deferred
+from weft.capture.init.materialize import realize
+from weft.errors import ModelError
+
+Loss = Callable[[Any, Any], torch.Tensor]
+
+
+class Losses:
+    """A loss for every model of one factory. Called by itself it is the first one, which holds no fake tensors."""
+
+    def __init__(self, first: Loss) -> None:
+        self._first = first
+        self._of: WeakKeyDictionary[nn.Module, Loss] = WeakKeyDictionary()
+
+    def add(self, model: nn.Module, loss: Loss | None) -> None:
+        """Note the loss that was made beside `model`."""
+        if loss is not None:
+            self._of[model] = loss
+
+    def of(self, model: nn.Module) -> Loss:
+        """The loss that was made beside `model`; the first one for a model that the factory did not make."""
+        return self._of.get(model, self._first)
+
+    def __call__(self, output: Any, batch: Any) -> torch.Tensor:
+        return self._first(output, batch)
+
+
+def loss_of(loss: Loss | None, model: nn.Module) -> Loss | None:
+    """The loss to call with the outputs of `model`."""
+    return loss.of(model) if isinstance(loss, Losses) else loss
+
+
+def realize_loss(deferred: Deferred, loss: Loss, model: nn.Module) -> Loss:
+    """The loss with real tensors where it holds fakes of `deferred`, in its closure, its attributes or its modules.
+
+    `model` stays as it is. Functions and objects are changed in place.
+
+    Raises:
+        ModelError: a tensor whose value cannot be made; a parameter of the model that the loss holds by itself, or one of its own.
+    """
+    own = set(model.modules())
+    weights = {id(p): name for name, p in model.named_parameters()}
+    seen: dict[int, Any] = {}
+
+    def real(item: Any) -> Any:
+        if isinstance(item, torch.Tensor):
+            if id(item) in weights:
+                raise ModelError(
+                    f"the loss holds the model's parameter {weights[id(item)]} itself; let it read the parameter from the model when it is "
+                    "called"
+                )
+            if not deferred.is_fake(item):
+                return item
+            return seen.setdefault(id(item), deferred.value(item).requires_grad_(item.requires_grad))
+        if isinstance(item, nn.Module):
+            learned = [name for name, p in item.named_parameters() if p.requires_grad]
+            if item not in own and learned:
+                raise ModelError(
+                    f"the loss has a parameter of its own, {learned[0]} of {type(item).__name__}, which would not be trained; make it "
+                    "a part of the model, whose forward returns the loss"
+                )
+            return item if item in own else realize(deferred, item)
+        if type(item) in (list, tuple):
+            return type(item)(map(real, item))
+        if type(item) is dict:
+            return {key: real(value) for key, value in item.items()}
+        if isinstance(item, functools.partial):
+            return functools.partial(real(item.func), *map(real, item.args), **{key: real(value) for key, value in item.keywords.items()})
+        if isinstance(item, FunctionType | MethodType) or callable(item):
+            inside(item)
+        return item
+
+    def inside(item: Any) -> None:
+        """Put real tensors where a function or an object holds fake ones."""
+        if isinstance(item, MethodType):
+            real(item.__self__) if isinstance(item.__self__, nn.Module) else inside(item.__self__)
+        elif id(item) not in seen and isinstance(item, FunctionType):
+            seen[id(item)] = item
+            for cell in item.__closure__ or ():
+                with contextlib.suppress(ValueError):  # empty: a name that is bound later
+                    cell.cell_contents = real(cell.cell_contents)
+            item.__defaults__, item.__kwdefaults__ = real(item.__defaults__), real(item.__kwdefaults__)
+        elif id(item) not in seen and not isinstance(item, type) and type(getattr(item, "__dict__", None)) is dict:
+            seen[id(item)] = item
+            vars(item).update({key: real(value) for key, value in vars(item).items()})
+
+    return real(loss)  # type: ignore[no-any-return]

@@ -1,0 +1,135 @@
+"""From a deferred module to real initial values, one tensor at a time.
+
+In: a module built in a `Deferred` block, and `take`, which keeps a piece of each full tensor or nothing. Out: the pieces by name.
+Not modelled: where pieces lie; `take` may move them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from weft.capture.fakes import Fake
+from weft.capture.init.block import Deferred
+from weft.capture.init.record import OUTSIDE
+from weft.capture.init.tape import Replay, View
+from weft.errors import ModelError
+
+Take = Callable[[str, torch.Tensor], torch.Tensor | None]
+
+
+def materialize(deferred: Deferred, module: nn.Module, take: Take, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+    """The pieces of a deferred module's parameters and buffers that `take(name, full)` returns, by name; None keeps nothing.
+
+    `take` is called once for each tensor, under its first name where it is tied, with its initial value on the CPU, in an order that
+    depends on the user's program alone; only a few full tensors are alive at a time. What it returns is cloned if it is a part of `full`.
+    `dtype` converts floating-point tensors first. The module is not changed. torch's random generator moves on to where plain
+    construction leaves it, unless it has been used or seeded since the block.
+
+    Raises:
+        ModelError: a tensor that has no value (meta device, another block), or an operator that cannot be replayed.
+    """
+    recording, tape = deferred.recording, deferred.recording.tape
+    named = dict(_named(module))
+    kept: dict[str, torch.Tensor | None] = {}
+    units: dict[int, list[tuple[str, View]]] = {}
+    for name, tensor in named.items():
+        if not isinstance(tensor, Fake):
+            kept[name] = _piece(take, name, tensor, dtype)
+        elif not deferred.is_fake(tensor) or tensor.device.type == "meta":
+            why = "was made by another block" if tensor.device.type != "meta" else "is on the meta device"
+            raise ModelError(f"{name} {why}, so it has no initial value here; {OUTSIDE}")
+        else:
+            view = recording.view(tensor)
+            units.setdefault(view.storage, []).append((name, view))
+    last_draw = tape.last_draws()
+    order = sorted(units, key=lambda s: (last_draw[tape.last[s]], tape.last[s]))
+    replay = Replay(tape, map(tape.now, order))
+    for s in order:
+        storage = replay.value(tape.now(s))
+        is_own = len(units[s]) == 1 and tape.now(s) not in replay.held
+        for name, view in units[s]:
+            kept[name] = _piece(take, name, view.on(storage), dtype, is_own)
+        del storage
+    for stream in recording.streams.values():
+        if torch.equal(stream.generator.get_state(), stream.states[0]):
+            stream.generator.set_state(tape.state(stream, stream.final))
+    return {name: piece for name in named if (piece := kept[name]) is not None}
+
+
+def materialize_real(module: nn.Module, take: Take, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+    """`materialize` for a module that has real tensors: the pieces that `take` keeps, by first name. The module is not changed."""
+    kept = {name: _piece(take, name, tensor, dtype) for name, tensor in _named(module)}
+    return {name: piece for name, piece in kept.items() if piece is not None}
+
+
+def realize(deferred: Deferred, module: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+    """Make all of a deferred module real, in place, as plain construction makes it: for a rank that keeps everything.
+
+    Tensors that are plain attributes, alone or in lists, tuples and dicts, become real too. Returns the module.
+    """
+    values = materialize(deferred, module, lambda name, full: full, dtype)
+    real: dict[int, Any] = {}
+    for name, fake in _named(module):
+        value = values[name]
+        if isinstance(fake, nn.Parameter):
+            real[id(fake)] = _with_attributes(nn.Parameter(value, fake.requires_grad), fake)
+        else:
+            real[id(fake)] = value.requires_grad_(fake.requires_grad)
+
+    def swap(item: Any) -> Any:
+        if deferred.is_fake(item):
+            if id(item) not in real:
+                value = deferred.value(item)
+                real[id(item)] = nn.Parameter(value, item.requires_grad) if isinstance(item, nn.Parameter) else value
+            return real[id(item)]
+        if type(item) in (list, tuple):
+            return type(item)(map(swap, item))
+        if type(item) is dict:
+            return {key: swap(value) for key, value in item.items()}
+        return item
+
+    for part in module.modules():
+        for table in (part._parameters, part._buffers):
+            for key, tensor in table.items():
+                if tensor is not None:
+                    table[key] = real.get(id(tensor), tensor)
+        for key, item in list(vars(part).items()):
+            if isinstance(item, Fake) or (type(item) in (list, tuple, dict) and not key.startswith("_")):
+                vars(part)[key] = swap(item)
+    return module
+
+
+def _with_attributes(new: nn.Parameter, old: nn.Parameter) -> nn.Parameter:
+    """The new parameter with the Python attributes that the user gave the old one."""
+    plain = vars(nn.Parameter(torch.empty(0)))
+    for key, item in vars(old).items():
+        if key not in plain and key not in _FAKE_ATTRIBUTES:
+            setattr(new, key, item)
+    return new
+
+
+_FAKE_ATTRIBUTES = {"fake_device", "fake_mode", "constant", "real_tensor", "_is_param", "_debug_trace"}
+
+
+def _named(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def _piece(take: Take, name: str, full: torch.Tensor, dtype: torch.dtype | None, is_own: bool = False) -> torch.Tensor | None:
+    """What `take` keeps of a tensor, in memory of its own. `is_own`: nothing else holds `full`, so all of it can be kept without a copy."""
+    full = full.detach()
+    if dtype is not None and full.is_floating_point() and full.dtype != dtype:
+        full, is_own = full.to(dtype), True
+    piece = take(name, full)
+    if piece is None:
+        return None
+    piece = piece.detach()
+    storage = piece.untyped_storage()
+    if storage is full.untyped_storage() and (not is_own or storage.nbytes() != piece.nbytes):
+        return piece.clone()
+    return piece

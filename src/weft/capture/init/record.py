@@ -1,0 +1,320 @@
+"""Records what a program does with tensors while it builds a model, on fake tensors.
+
+In: operators from torch's dispatcher, and the few calls that never reach it. Out: a `Tape` and fake tensors that know their place on it.
+Where the program asks for a number, or for a shape that depends on data, the tape is replayed far enough to answer.
+Not modelled: data pointers; tensors that are not strided.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from weft.capture.fakes import NO_FAKE, DispatchMode, Fake, fake_mode, forget, tree_flatten, tree_map
+from weft.capture.init.bounds import Bounds, bounds_of
+from weft.capture.init.tape import Op, Stream, Tape, Version, View
+from weft.errors import ModelError, UsageError
+
+OUTSIDE = "build the model outside the block and pass it to weft.parallelize"
+# Operators whose first argument is written in full and not read.
+_FILLS = {"fill_", "zero_", "copy_", "normal_", "uniform_", "random_", "exponential_", "log_normal_", "cauchy_", "geometric_", "bernoulli_"}
+# Operators that read the shape of their tensor arguments only.
+_SHAPE_ONLY = {f"{new}_like" for new in ("empty", "zeros", "ones", "full", "rand", "randn", "randint")}
+_SHAPE_ONLY |= {f"new_{new}" for new in ("empty", "empty_strided", "zeros", "ones", "full")}
+_READS_DATA = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)
+_STAYS = (torch.Tensor.cuda, torch.Tensor.cpu, torch.Tensor.pin_memory)
+
+
+class Recording:
+    """The tape of one block, and where its fake tensors are on it."""
+
+    def __init__(self) -> None:
+        self.fake_mode = fake_mode()
+        self.tape = Tape()
+        self.streams: dict[int, Stream] = {}
+        self.bounds: dict[Version, Bounds] = {}
+        self._storages: dict[int, tuple[int, torch.UntypedStorage]] = {}  # by identity; alive, so that no identity is used again
+        self._lifted: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
+        self._magic = tuple(random.SystemRandom().getrandbits(32) for _ in range(4))
+        self.operators = Operators(self)
+        self._requests = Requests(self)
+
+    def start(self) -> None:
+        """Record from now on. Raises UsageError the second time."""
+        if self.streams:
+            raise UsageError("a Deferred block is entered once; make a new Deferred() for another model")
+        self.stream(None)
+        self._requests.__enter__()  # type: ignore[no-untyped-call]
+        self.operators.__enter__()  # type: ignore[no-untyped-call]
+
+    def stop(self) -> None:
+        """Stop recording; each generator is put back to where it was before it was first used."""
+        self.operators.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self._requests.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self.tape.kept = {}
+        self._lifted = {}
+        for stream in self.streams.values():
+            stream.final = stream.position()
+            stream.generator.set_state(stream.states[0])
+
+    def stream(self, generator: torch.Generator | None) -> Stream:
+        """The draws from a generator; None is torch's own."""
+        own = torch.default_generator if generator is None else generator
+        found = self.streams.get(id(own))
+        if found is None:
+            found = self.streams[id(own)] = Stream(own, self._magic)
+        return found
+
+    def is_fake(self, value: object) -> bool:
+        """Whether this block made the tensor."""
+        return isinstance(value, Fake) and value.fake_mode is self.fake_mode
+
+    def view(self, fake: torch.Tensor) -> View:
+        """Where on the tape a fake tensor is. Raises ModelError for one that the block has not seen being made."""
+        storage = fake.untyped_storage()
+        found = self._storages.get(id(storage))
+        if found is None:
+            what = f"{fake.dtype}{list(fake.shape)}"
+            raise ModelError(f"a fake tensor {what} was not made by an operator in this block, so it has no value; {OUTSIDE}")
+        return View(found[0], fake.dtype, tuple(fake.shape), fake.stride(), int(fake.storage_offset()), storage.nbytes())
+
+    def new_storage(self, fake: torch.Tensor) -> View | None:
+        """The view of a fake tensor on a storage that was not known before; None where it was."""
+        storage = fake.untyped_storage()
+        if id(storage) in self._storages:
+            return None
+        self._storages[id(storage)] = (len(self.tape.last), storage)
+        self.tape.last.append(-1)
+        return self.view(fake)
+
+    def lift(self, real: torch.Tensor, fresh: bool = False) -> torch.Tensor:
+        """A fake tensor with the value that a real one has now. A `fresh` one is nobody else's."""
+        known = self._lifted.get(id(real))
+        if known is not None and known[1] == real._version:
+            return known[2]
+        if real.layout != torch.strided or real.device.type != "cpu":
+            raise ModelError(f"a {real.layout} tensor on {real.device} meets a model that is built without memory; {OUTSIDE}")
+        value = real.detach()
+        if not fresh or not value.is_contiguous() or value.untyped_storage().nbytes() != value.nbytes:
+            value = value.clone()
+        with self.fake_mode:
+            fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+        view = self.new_storage(fake)
+        if view is not None:
+            self.tape.constant(view, value.untyped_storage())
+        if not fresh:
+            self._lifted[id(real)] = (real, real._version, fake)
+        return fake
+
+    def values(self, tree: Any) -> Any:
+        """The same nesting with real copies of the fake tensors in it, as they are now."""
+        fakes = {id(t): t for t in tree_flatten(tree)[0] if isinstance(t, Fake)}
+        with self.operators.paused():
+            real = dict(zip(fakes, self.tape.look(self.view(t) for t in fakes.values()), strict=True))
+        return tree_map(lambda a: real[id(a)] if isinstance(a, Fake) else a, tree)
+
+    def known(self, fake: Any) -> Bounds | None:
+        """Bounds of the values of a whole fake tensor, where they are known without computing them."""
+        view = self.view(fake)
+        return self.bounds.get(self.tape.now(view.storage)) if view.covers else None
+
+
+class Requests(TorchFunctionMode):
+    """Calls that never reach the dispatcher: other devices, deep copies, and Python code that reads data."""
+
+    def __init__(self, recording: Recording) -> None:
+        super().__init__()
+        self._recording = recording
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Answer one call of torch's Python interface."""
+        kwargs = dict(kwargs or {})
+        if kwargs.get("device") is not None:
+            kwargs["device"] = _on_cpu(kwargs["device"])
+        tensor: Any = args[0] if args else None
+        if not self._recording.is_fake(tensor):
+            return func(*args, **kwargs)
+        if func in _STAYS:
+            return tensor
+        if func is torch.Tensor.to:
+            args = (tensor, *map(_on_cpu, args[1:]))
+        elif func is torch.Tensor.__deepcopy__:
+            return self._deepcopy(tensor, args[1])
+        elif func in _READS_DATA:
+            value = self._recording.values(tensor.detach())
+            with self._recording.operators.paused():
+                return func(value, *args[1:], **kwargs)
+        return func(*args, **kwargs)
+
+    def _deepcopy(self, tensor: Any, memo: dict[int, Any]) -> Any:
+        if id(tensor) in memo:
+            return memo[id(tensor)]
+        new = tensor.detach().clone()
+        if isinstance(tensor, nn.Parameter):
+            new = nn.Parameter(new, tensor.requires_grad)
+        else:
+            new.requires_grad_(tensor.requires_grad)
+        memo[id(tensor)] = new
+        for key, item in vars(tensor).items():
+            if key not in vars(new):
+                setattr(new, key, copy.deepcopy(item, memo))
+        return new
+
+
+def _on_cpu(device: Any) -> Any:
+    """The device that stands for a requested one: the CPU, but "meta" stays. What is no device stays what it is."""
+    if isinstance(device, bool) or not isinstance(device, torch.device | str | int):
+        return device
+    kind = device.type if isinstance(device, torch.device) else device.split(":")[0] if isinstance(device, str) else "cuda"
+    return device if kind in ("cpu", "meta") else torch.device("cpu")
+
+
+class _Paused:
+    def __init__(self, operators: Operators) -> None:
+        self._operators = operators
+        self._before = False
+
+    def __enter__(self) -> None:
+        self._before, self._operators.is_paused = self._operators.is_paused, True
+
+    def __exit__(self, *error: object) -> None:
+        self._operators.is_paused = self._before
+
+
+class Operators(DispatchMode):  # type: ignore[no-untyped-call]
+    """Writes operators onto the tape and answers with fake tensors."""
+
+    def __init__(self, recording: Recording) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recording = recording
+        self.is_paused = False
+
+    def paused(self) -> _Paused:
+        """A block in which operators run for real."""
+        return _Paused(self)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Record one operator."""
+        kwargs = dict(kwargs or {})
+        recording = self._recording
+        if self.is_paused:
+            return func(*args, **kwargs)
+        if kwargs.get("device") is not None:
+            kwargs["device"] = _on_cpu(kwargs["device"])
+        if func is torch.ops.aten.lift_fresh.default and not isinstance(args[0], Fake):
+            return recording.lift(args[0], fresh=True)
+        if func.overloadpacket is torch.ops.aten.set_:
+            return self._move(func, args, kwargs)
+        is_random = torch.Tag.nondeterministic_seeded in func.tags
+        tensors = _tensors((args, kwargs))
+        writes = _written(func, args, kwargs)
+        if any(not isinstance(t, Fake) for t in writes):
+            return self._write_real(func, args, kwargs, is_random)
+        if not all(isinstance(t, Fake) for t in tensors):
+            if not is_random and not any(isinstance(t, Fake) for t in tensors):
+                return func(*args, **kwargs)
+            args, kwargs = tree_map(self._lifted, (args, kwargs))
+            tensors = _tensors((args, kwargs))
+        before = {id(t): recording.view(t) for t in tensors}
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype == torch.bool:
+            low, high = recording.known(args[0]) or (0, 1)
+            if low == high:
+                return bool(low)
+        known = bounds_of(func, args, recording.known)
+        generator = kwargs.get("generator") or next((a for a in args if isinstance(a, torch.Generator)), None)
+        try:
+            with recording.fake_mode:
+                out = func(*args, **kwargs)
+        except NO_FAKE:
+            return self._now(func, args, kwargs, bool(writes) or is_random)
+        forget(recording.fake_mode)
+        draws = is_random and any(t.device.type != "meta" for t in (*_tensors(out), *writes) if isinstance(t, Fake))
+        op = self._record(func, args, kwargs, out, before, writes, recording.stream(generator) if draws else None)
+        if op is not None and known is not None:
+            recording.bounds.update({(v.storage, len(recording.tape.ops) - 1): known for v in (*op.overwrites, *(v for _, v in op.makes))})
+        return out
+
+    def _lifted(self, item: Any) -> Any:
+        return self._recording.lift(item) if isinstance(item, torch.Tensor) and not isinstance(item, Fake) else item
+
+    def _record(
+        self, func: Any, args: Any, kwargs: Any, out: Any, before: dict[int, View], writes: list[torch.Tensor], stream: Stream | None
+    ) -> Op | None:
+        """Put a call onto the tape, unless it only makes views. `before` has where its arguments were."""
+        tape = self._recording.tape
+        flat = [out] if isinstance(out, torch.Tensor) else tree_flatten(out)[0]
+        fresh = [(i, self._recording.new_storage(t)) for i, t in enumerate(flat) if isinstance(t, Fake)]
+        makes = tuple((i, view) for i, view in fresh if view is not None)
+        if not makes and not writes and stream is None:
+            return None
+        name = func.overloadpacket.__name__
+        written = {id(t): before[id(t)] for t in writes}
+        read = [] if name in _SHAPE_ONLY else [view for key, view in before.items() if key not in written]
+        overwrites = tuple(written.values()) if name in _FILLS else ()
+        others = [before[id(t)].storage for t in _tensors((args[1:], kwargs))] if overwrites else []
+        if any(not w.covers or w.storage in others for w in overwrites):  # a tensor may be copied onto itself
+            overwrites = ()
+        changes = dict.fromkeys(v.storage for v in written.values() if v not in overwrites)
+        reads = dict.fromkeys(v.storage for v in read if v.storage not in changes)
+        if before:
+            args, kwargs = tree_map(lambda a: before[id(a)] if isinstance(a, torch.Tensor) else a, (args, kwargs))
+        consumed = tuple(map(tape.now, reads)), tuple(map(tape.now, changes))
+        op = Op(func, args, kwargs, *consumed, overwrites, makes, torch.get_default_dtype())
+        if stream is not None:
+            stream.record(op)
+        tape.add(op)
+        return op
+
+    def _move(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Set a tensor to another storage, which writes none. A real storage (of a file that is loaded) becomes a constant."""
+        tensor, *rest = args
+        if rest and isinstance(rest[0], torch.UntypedStorage) and rest[0].device.type == "cpu" and isinstance(tensor, Fake):
+            real = torch.empty(0, dtype=tensor.dtype).set_(*rest, **kwargs)
+            func, rest, kwargs = torch.ops.aten.set_.source_Tensor, [self._recording.lift(real, fresh=True)], {}
+        with self._recording.fake_mode:
+            return func(tensor, *map(self._lifted, rest), **kwargs)
+
+    def _now(self, func: Any, args: Any, kwargs: Any, must_record: bool) -> Any:
+        """Run an operator whose result decides what the program does next, whose shapes depend on data, or that has no shape rule."""
+        if must_record:
+            raise ModelError(f"{func} in the model's constructor has no shape rule, so it cannot be deferred; {OUTSIDE}")
+        args, kwargs = self._recording.values((args, kwargs))
+        try:
+            out = func(*args, **kwargs)
+        except RuntimeError as error:
+            raise ModelError(f"{func} in the model's constructor failed on real values: {error}; {OUTSIDE}") from error
+        return tree_map(lambda a: self._recording.lift(a, fresh=True) if isinstance(a, torch.Tensor) else a, out)
+
+    def _write_real(self, func: Any, args: Any, kwargs: Any, is_random: bool) -> Any:
+        """An operator that writes a tensor that was made outside the block runs at once."""
+        if is_random:
+            raise ModelError(f"{func} draws into a tensor that was made outside the block; make it inside, or {OUTSIDE}")
+        args, kwargs = self._recording.values((args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    """The tensors of an operator's arguments or results, in order; a few thousand times for a large model."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    if isinstance(tree, dict):
+        return [t for item in tree.values() for t in _tensors(item)]
+    return [t for item in tree for t in _tensors(item)] if isinstance(tree, tuple | list) else []
+
+
+@cache
+def _writes(func: Any) -> tuple[tuple[int, str], ...]:
+    """Places and names of the arguments that an operator's schema says it writes."""
+    arguments = func._schema.arguments
+    return tuple((i, a.name) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The tensors that an operator's schema says it writes."""
+    return [t for i, name in _writes(func) for t in _tensors(args[i] if i < len(args) else kwargs.get(name))]

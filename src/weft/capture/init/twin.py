@@ -1,0 +1,70 @@
+"""A fake twin of a module that has real tensors: the same structure without a copy of its data, for tracing.
+
+In: a module and a fake mode. Out: a copy whose tensors are fake CPU tensors of that mode; tied tensors stay tied.
+Not modelled: tensors that share storage without being the same object are separate in the twin.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from weft.capture.fakes import Fake, FakeMode
+from weft.capture.nesting import leaves
+from weft.errors import ModelError
+
+
+def fake_copy(module: nn.Module, fake_mode: FakeMode, originals: dict[int, torch.Tensor] | None = None) -> nn.Module:
+    """A deep copy of the module on fake CPU tensors of `fake_mode`. The module is not touched and its data not copied.
+
+    `originals` is filled: by `id` of each fake tensor the real one, plain attributes included, whose values a trace needs as constants.
+
+    Raises:
+        ModelError: something else in the module cannot be copied.
+    """
+    twins = _Twins(fake_mode, {} if originals is None else originals)
+    memo: dict[int, Any] = {id(t): twins.twin(t) for t in (*module.parameters(), *module.buffers())}
+    # A generator is copied by its state, a tensor that must be real; who draws from one while it is traced is told so.
+    memo.update({id(g): g for part in module.modules() for _, g in leaves(dict(vars(part))) if isinstance(g, torch.Generator)})
+    try:
+        with twins:
+            return copy.deepcopy(module, memo)
+    except (TypeError, RuntimeError, NotImplementedError) as error:
+        name = type(module).__name__
+        raise ModelError(f"{name} cannot be copied for tracing: {error}; make its attributes copyable, or keep them out of it") from error
+
+
+class _Twins(TorchFunctionMode):
+    """Answers copies of tensors that are no parameters or buffers with fake ones too."""
+
+    def __init__(self, fake_mode: FakeMode, originals: dict[int, torch.Tensor]) -> None:
+        super().__init__()
+        self._fake_mode = fake_mode
+        self._originals = originals
+
+    def twin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A fake tensor for a real one."""
+        if tensor.layout != torch.strided:
+            raise ModelError(f"a {tensor.layout} tensor of shape {list(tensor.shape)} cannot be traced; make it dense")
+        with self._fake_mode:
+            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+            if isinstance(tensor, nn.Parameter):
+                fake = nn.Parameter(fake, tensor.requires_grad)
+        fake.requires_grad_(tensor.requires_grad)
+        self._originals[id(fake)] = tensor
+        return fake
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Answer one call of torch's Python interface."""
+        if func is torch.Tensor.__deepcopy__:
+            tensor, memo = args
+            if id(tensor) not in memo:
+                memo[id(tensor)] = self.twin(tensor)
+            return memo[id(tensor)]
+        if func is torch.Tensor.clone and not isinstance(args[0], Fake):  # a parameter in a list copies itself by a clone of its data
+            return self.twin(args[0])
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,36 @@
+"""Hooks on tensors and gradients that are asked for in forward.
+
+Torch: a trace drops hooks without a word, and holds `autograd.grad` as operators without the gradient of a gradient.
+Wanted: both are refused by name.
+Test: tests/torch/test_watched.py::test_what_a_graph_cannot_hold_is_refused_by_name
+Until: not known
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from weft.capture.patches.patch import Patch
+from weft.errors import ModelError
+
+_ACTS: dict[Any, str] = {
+    Tensor.register_hook: "registers a hook on a tensor",
+    Tensor.register_post_accumulate_grad_hook: "registers a hook on a tensor",
+    Tensor.backward: "calls backward",
+    torch.autograd.grad: "calls torch.autograd.grad",
+    torch.autograd.backward: "calls torch.autograd.backward",
+}
+
+
+def _refusal(does: str) -> Callable[..., NoReturn]:
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        raise ModelError(f"the model {does} while it runs, which a captured graph does not hold")
+
+    return refuse
+
+
+PATCH = Patch(calls={func: _refusal(does) for func, does in _ACTS.items()})

@@ -1,0 +1,43 @@
+"""`part.to(dtype)` in a model's forward, where the part is of that dtype already.
+
+Torch: even an equal tensor is put in a parameter's place, which a trace refuses; and while all is made float64, a copy.
+Wanted: parameters and buffers stay the tensors that they are, which others hold: a trace, an optimizer, a flat buffer.
+Test: tests/torch/test_patches.py::casts
+Until: not known
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.capture.fakes import put
+from weft.capture.patches.patch import Patch, Trace
+
+_MODULE: Any = nn.Module
+
+
+@contextmanager
+def without_casts(trace: Trace | None = None) -> Iterator[None]:
+    """A block in which such calls change nothing."""
+    apply = _MODULE._apply
+
+    def kept(module: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        held = {(x.dtype, x.device) for x in (*module.parameters(recurse), *module.buffers(recurse))}
+        # Tried on others: a trace would take what comes out of a parameter, itself or not, for what is read from then on.
+        is_same = all(_is_alike(x, change(x)) for x in (torch.empty(1, dtype=dtype, device=device) for dtype, device in held))
+        return module if is_same else apply(module, change, recurse)
+
+    with put(_MODULE, "_apply", kept):
+        yield
+
+
+def _is_alike(before: Tensor, after: Tensor) -> bool:
+    return before.dtype == after.dtype and before.device == after.device
+
+
+PATCH = Patch(while_called=without_casts)

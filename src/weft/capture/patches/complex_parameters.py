@@ -1,0 +1,57 @@
+"""Trained complex parameters.
+
+Torch: a graph reads them as complex numbers; torch's optimizers take them as pairs of real ones.
+Wanted: pairs in the graph too, in which they are summed, updated and kept, joined before they are read.
+Test: tests/torch/test_watched.py::test_complex_weights_are_trained_as_torch_trains_them_and_handed_out_as_they_were
+Until: not known
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from weft.capture.patches.patch import Patch
+from weft.model.graph import Arg, Graph, Operator, Ref, Tensor
+from weft.model.propagate import written_buffers
+
+_REAL = {"complex64": "float32", "complex128": "float64"}
+
+
+def _in_pairs(graph: Graph) -> Graph:
+    """`graph` with each trained complex parameter as `[..., 2]` real numbers; none that is written."""
+    written = written_buffers(graph)
+    pairs = {v.value for v in graph.parameters if v.trainable and v.tensor.dtype in _REAL and v.value not in written}
+    if not pairs:
+        return graph
+    tensors = dict(graph.tensors)
+    joined: list[Operator] = []
+    parameters = []
+    for v in graph.parameters:
+        if v.value not in pairs:
+            parameters.append(v)
+            continue
+        real = Tensor((*v.tensor.shape, 2), _REAL[v.tensor.dtype])
+        parameters.append(replace(v, tensor=real, pairs=True))
+        tensors[v.value], made = real, f"{v.value}_joined"
+        tensors[made] = v.tensor
+        joined.append(Operator(made, "aten.view_as_complex.default", (Ref(v.value),), (), (made,), f"{v.name}/view_as_complex"))
+
+    def arg(a: Arg) -> Arg:
+        if isinstance(a, tuple):
+            return tuple(arg(item) for item in a)
+        return Ref(f"{a.value}_joined") if isinstance(a, Ref) and a.value in pairs else a
+
+    def moved(op: Operator) -> Operator:
+        return replace(op, args=tuple(arg(a) for a in op.args), kwargs=tuple((k, arg(a)) for k, a in op.kwargs))
+
+    operators: list[Operator] = []
+    waiting = {op.inputs[0]: op for op in joined}
+    for op in graph.operators:
+        for value in op.inputs:
+            if value in waiting:  # right before it is first read, so that a stage may begin anywhere before
+                operators.append(waiting.pop(value))
+        operators.append(moved(op))
+    return replace(graph, parameters=tuple(parameters), operators=tuple(operators), tensors=tensors)
+
+
+PATCH = Patch(graph=_in_pairs)

@@ -1,0 +1,129 @@
+"""Connectionist temporal classification with lengths that are tensors (Graves et al. 2006).
+
+Torch: its operator also returns what backward reads, whose shape follows the values of the lengths; targets of all samples may lie in one
+    row, which a mask picks out of `targets_NS` (`labels.masked_select(labels >= 0)`), and whose length follows values.
+Wanted: an operator from `log_probs_TNC`, `targets_NS` and lengths to each sample's loss, whose backward makes the rest again, and such a
+    row put back into rows of each sample's own. Not other such rows.
+Test: tests/torch/test_checks.py::test_targets_in_one_row_are_each_samples_own
+Until: not known
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from weft.capture.patches.patch import Patch, Trace, Watch
+
+
+@torch.library.custom_op("weft::ctc_loss", mutates_args=())
+def losses(log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, blank: int, zero_infinity: bool) -> Tensor:
+    """The losses of N samples, each by itself."""
+    return torch.ops.aten._ctc_loss.Tensor(log_probs, targets, input_lengths, target_lengths, blank, zero_infinity)[0].clone()  # type: ignore[no-any-return]
+
+
+@torch.library.custom_op("weft::ctc_loss_backward", mutates_args=())
+def _gradient(
+    grad: Tensor, log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, blank: int, zero_infinity: bool
+) -> Tensor:
+    given = (log_probs, targets, input_lengths, target_lengths)
+    found, paths = torch.ops.aten._ctc_loss.Tensor(*given, blank, zero_infinity)
+    made: Tensor = torch.ops.aten._ctc_loss_backward.Tensor(grad.contiguous(), *given, found, paths, blank, zero_infinity)
+    return made
+
+
+@losses.register_fake
+def _(log_probs: Tensor, *rest: Any) -> Tensor:
+    return log_probs.new_empty(log_probs.shape[1])
+
+
+@_gradient.register_fake
+def _(grad: Tensor, log_probs: Tensor, *rest: Any) -> Tensor:
+    return torch.empty_like(log_probs)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:4])
+    ctx.options = inputs[4:]
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return _gradient(grad, *ctx.saved_tensors, *ctx.options), None, None, None, None, None
+
+
+losses.register_autograd(_backward, setup_context=_keep)
+
+
+@torch.library.custom_op("weft::ctc_lengths", mutates_args=())
+def _lengths(given: Tensor, picked: Tensor) -> Tensor:
+    """`given`, if as many targets of each sample were picked: else torch would take some from its neighbours in the row."""
+    if not torch.equal(given, picked.to(given.dtype)):
+        raise ValueError(
+            f"ctc_loss is told target_lengths {given.tolist()}, and of the samples' targets a mask picks {picked.tolist()}; they must be "
+            "the same"
+        )
+    return given.clone()
+
+
+@_lengths.register_fake
+def _(given: Tensor, picked: Tensor) -> Tensor:
+    return torch.empty_like(given)
+
+
+class _Rows:
+    """Which rows hold what a mask picks out of targets_NS."""
+
+    def __init__(self) -> None:
+        self._from: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # the row itself too, so that no identity is used again
+
+    def note(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        """Note a call, if it makes such a row or casts one."""
+        if func in _PICKS and len(args) == 2:
+            targets, mask = args
+            if isinstance(mask, Tensor) and mask.dtype is torch.bool and targets.dim() == 2 and targets.shape == mask.shape:
+                self._from[id(result)] = (result, targets, mask)
+        elif func in _CASTS and id(args[0]) in self._from:
+            _, targets, mask = self._from[id(args[0])]
+            self._from[id(result)] = (result, targets.to(result.dtype), mask)
+
+    def loss(self, *args: Any, **kwargs: Any) -> Tensor:
+        """`ctc_loss` with such targets in rows of their own: what is picked of each comes first."""
+        given = dict(zip(_ARGUMENTS, args, strict=False)) | dict(kwargs)
+        lengths = given.get("target_lengths")
+        if id(given.get("targets")) in self._from and isinstance(lengths, Tensor) and lengths.dim() == 1:
+            _, targets, mask = self._from[id(given["targets"])]
+            order = (~mask).to(torch.int32).argsort(dim=1, stable=True)
+            given |= {"targets": targets.gather(1, order), "target_lengths": _lengths(lengths, mask.sum(1))}
+        return _ctc_loss(**given)
+
+
+_PICKS = (torch.masked_select, Tensor.masked_select, Tensor.__getitem__)
+_CASTS = (Tensor.to, Tensor.int, Tensor.long)
+_ARGUMENTS = ("log_probs", "targets", "input_lengths", "target_lengths", "blank", "reduction", "zero_infinity")
+
+
+def _ctc_loss(
+    log_probs: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any, blank: int = 0, reduction: str = "mean",
+    zero_infinity: bool = False,
+) -> Tensor:  # fmt: skip
+    """What `torch.nn.functional.ctc_loss` returns. Targets of all samples in one row, and one sample alone, are left to torch."""
+    if log_probs.dim() != 3 or targets.dim() != 2 or reduction not in ("none", "mean", "sum"):
+        plain: Tensor = F.ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, reduction, zero_infinity)
+        return plain
+    lengths = [n if isinstance(n, Tensor) else torch.tensor(n) for n in (input_lengths, target_lengths)]
+    found: Tensor = losses(log_probs, targets, *lengths, blank, zero_infinity)
+    if reduction == "mean":
+        return (found / lengths[1].clamp(min=1).to(found.dtype)).mean()
+    return found.sum() if reduction == "sum" else found
+
+
+def _watch(trace: Trace) -> Watch:
+    rows = _Rows()
+    return Watch(calls={F.ctc_loss: rows.loss}, after=rows.note)
+
+
+PATCH = Patch(watch=_watch)

@@ -1,0 +1,38 @@
+"""`tensor.data`, read and assigned.
+
+Torch: a trace loses that `.data` hands on no gradient, and that an assignment to it writes what others hold.
+Wanted: a detached view; an assignment is a write of the same values, and what is none (another shape, another's memory) is refused.
+Test: tests/torch/test_watched.py::test_what_can_be_held_is_what_eager_computes
+Until: not known
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from weft.capture.patches.patch import Patch, Trace, Watch
+from weft.errors import ModelError
+
+READS, ASSIGNS = Tensor.data.__get__, Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+def _read(tensor: Tensor, *_: type) -> Tensor:
+    return tensor.detach() if tensor.requires_grad else tensor
+
+
+def _watch(trace: Trace) -> Watch:
+    def assign(into: Tensor, value: Tensor) -> None:
+        held = {x.untyped_storage()._cdata for x in (*trace.model.parameters(), *trace.model.buffers()) if x is not into}
+        if value.shape != into.shape or value.dtype != into.dtype or value.untyped_storage()._cdata in held:
+            raise ModelError(
+                "the model assigns to the .data of a tensor while it runs what has another shape or dtype, or is the memory of another "
+                "parameter or buffer; write with .data.copy_ instead"
+            )
+        with torch.no_grad():
+            into.detach().copy_(value)
+
+    return Watch(calls={READS: _read, ASSIGNS: assign})
+
+
+PATCH = Patch(watch=_watch)

@@ -1,0 +1,55 @@
+"""Tensors of numbers that float32 rounds (`torch.tensor(0.1)`, `x[0] = 0.1`).
+
+Torch: a trace holds them as float32, since in the trace all is float32.
+Wanted: the numbers as they are written, whatever precision the graph then runs in; a run in float64 means 0.1, not float32's.
+Test: tests/torch/test_patches.py::float64_numbers
+Until: not known
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.capture.fakes import tree_flatten
+from weft.capture.patches.patch import Patch
+
+_OF_NUMBERS = (torch.tensor, torch.as_tensor, Tensor.new_tensor)
+
+
+def exactly(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """The float64 tensor of numbers that `func(*args)` would round to float32 (0.1, not 0.5); None for any other call."""
+    if func not in _OF_NUMBERS:
+        return None
+    at = 1 if func is Tensor.new_tensor else 0
+    data = args[at] if len(args) > at else kwargs.get("data")
+    numbers = tree_flatten(data)[0]
+    if any(type(x) not in (int, float, bool) for x in numbers) or all(ctypes.c_float(x).value == x for x in numbers):
+        return None
+    given = kwargs.get("dtype") or (args[0].dtype if at else torch.get_default_dtype())
+    if kwargs.get("requires_grad") or given is not torch.float32:
+        return None
+    return torch.tensor(data, dtype=torch.float64, device=kwargs.get("device"))
+
+
+def _made_by(func: Any) -> Callable[..., Any]:
+    def made(*args: Any, **kwargs: Any) -> Any:
+        exact = exactly(func, args, kwargs)
+        return NotImplemented if exact is None else exact.to(torch.float32)
+
+    return made
+
+
+def _set(into: Tensor, at: Any, value: Any) -> Any:
+    """Of a number torch would make a tensor of float32."""
+    if not isinstance(value, float) or not into.is_floating_point():
+        return NotImplemented
+    exact = exactly(torch.tensor, (value,), {})
+    return NotImplemented if exact is None else Tensor.__setitem__(into, at, exact.to(torch.float32))
+
+
+PATCH = Patch(calls={Tensor.__setitem__: _set, **{func: _made_by(func) for func in _OF_NUMBERS}})

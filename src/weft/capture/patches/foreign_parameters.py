@@ -1,0 +1,53 @@
+"""Parameters that are none of the model's.
+
+Torch: a trace holds them as constants.
+Wanted: a parameter of somebody else's, or one that the model makes while it runs, is refused by name: no optimizer would train it.
+Test: tests/torch/test_capture.py::test_a_parameter_that_is_none_of_the_models_is_refused
+Until: not known
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from weft.capture.patches.data import ASSIGNS, READS
+from weft.capture.patches.patch import Patch, Trace, Watch
+from weft.errors import ModelError
+
+MAKES = (
+    "the model makes {} while it runs, which an optimizer that was made before does not know; let it make and choose its parts when it is "
+    "constructed"
+)
+_ASKS_GRAD_FN = Tensor.grad_fn.__get__  # type: ignore[union-attr]  # what a module asks of a parameter that it is given
+_NOT_READ = (READS, ASSIGNS, _ASKS_GRAD_FN)
+
+
+def _watch(trace: Trace) -> Watch:
+    own = {id(p) for p in trace.model.parameters()}
+    made: list[Tensor] = []
+
+    def before(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if func in _NOT_READ:
+            return
+        for x in (*args, *kwargs.values()):
+            if isinstance(x, nn.Parameter) and x.requires_grad and id(x) not in own and not _holds(trace.model, x):
+                if any(x is one for one in made):
+                    raise ModelError(MAKES.format(f"a parameter of shape {list(x.shape)}"))
+                raise ModelError(
+                    f"a parameter of shape {list(x.shape)} is read that is none of the model's, so that it would not be trained; make it "
+                    "(and the loss, where that reads it) a part of the model"
+                )
+        if func is Tensor.requires_grad_:
+            made.append(args[0])  # what becomes a parameter of a traced tensor does so here
+
+    return Watch(before=before)
+
+
+def _holds(model: nn.Module, parameter: Tensor) -> bool:
+    """Whether the model has this parameter now: it may have replaced one while it runs."""
+    return any(p is parameter for p in model.parameters())
+
+
+PATCH = Patch(watch=_watch)

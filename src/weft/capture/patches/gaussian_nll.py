@@ -1,0 +1,35 @@
+"""`F.gaussian_nll_loss` with variances that are a tensor.
+
+Torch: it computes after a look at the values of `var`: whether one is negative.
+Wanted: (log var + (input - target)^2 / var) / 2 without the look.
+Test: tests/torch/test_patches.py::gaussian_nll
+Until: not known
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from weft.capture.patches.patch import Patch
+
+
+def _gaussian_nll_loss(
+    input: Tensor, target: Tensor, var: Tensor | float, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
+) -> Tensor:
+    """(log var + (input - target)^2 / var) / 2, which torch computes after a look at the values of `var`: whether one is negative."""
+    if not isinstance(var, Tensor):
+        return F.gaussian_nll_loss(input, target, var, full=full, eps=eps, reduction=reduction)
+    if var.dim() == input.dim() - 1 and var.shape == input.shape[:-1]:
+        var = var.unsqueeze(-1)
+    var = var + (var.clamp(min=eps) - var).detach()  # torch holds it from below without telling the gradient
+    loss = 0.5 * (torch.log(var) + (input - target) ** 2 / var)
+    if full:
+        loss = loss + 0.5 * math.log(2 * math.pi)
+    return loss.mean() if reduction == "mean" else loss.sum() if reduction == "sum" else loss
+
+
+PATCH = Patch(calls={F.gaussian_nll_loss: _gaussian_nll_loss})

@@ -1,0 +1,43 @@
+"""Random generators that a model hands to torch.
+
+Torch: a trace cannot hold a `torch.Generator` as an argument, torch's own included.
+Wanted: draws from torch's own generator as such that name none; one of the model's own, whose state moves on with every call, is refused.
+Test: tests/torch/test_first_contact.py
+Until: not known
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from weft.capture.patches.patch import Patch, Trace, Watch
+from weft.errors import ModelError
+
+
+def _watch(trace: Trace) -> Watch:
+    def before(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for key in [key for key, x in kwargs.items() if x is torch.default_generator]:
+            del kwargs[key]
+        generator = next((x for x in (*args, *kwargs.values()) if isinstance(x, torch.Generator)), None)
+        if generator is not None and generator.device.type != "meta":
+            raise ModelError(
+                f"the model draws from {_name_of(trace.model, generator)} in forward, whose state moves on with every call; "
+                "a captured graph draws what belongs to the seed and the step: leave generator= out, or draw beside the model"
+            )
+
+    return Watch(before=before)
+
+
+def _name_of(model: nn.Module, generator: torch.Generator) -> str:
+    """What a message calls a generator."""
+    for path, module in model.named_modules():
+        for key, x in vars(module).items():
+            if x is generator:
+                return f"its torch.Generator {path}.{key}".replace(" .", " ")
+    return "a torch.Generator of its own"
+
+
+PATCH = Patch(watch=_watch)

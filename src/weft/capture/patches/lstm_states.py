@@ -1,0 +1,31 @@
+"""The last states of an LSTM.
+
+Torch: 2.11 and 2.12 infer [layers, 1, ...] for them.
+Wanted: the shape that they have when it runs.
+Test: tests/torch/test_private.py::test_states_of_a_traced_lstm_have_the_shapes_that_they_have_when_it_runs
+Until: 2.13
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from weft.capture.fakes import LSTM_LAYER, decompositions, put
+from weft.capture.patches.patch import Patch
+
+
+@contextmanager
+def _shaped() -> Iterator[None]:
+    layer: Any = getattr(decompositions, LSTM_LAYER)
+
+    def one_layer(x: Any, hidden: Any, *more: Any, **named: Any) -> Any:
+        out, last = layer(x, hidden, *more, **named)
+        return out, tuple(after.reshape(before.shape) for after, before in zip(last, hidden, strict=True))
+
+    with put(decompositions, LSTM_LAYER, one_layer):
+        yield
+
+
+PATCH = Patch(while_traced=_shaped)

@@ -1,0 +1,392 @@
+"""Rows that a mask picks: `cross_entropy(logits[mask], labels[mask])`.
+
+Torch: as many rows as the mask picks, a shape that follows values.
+Wanted: losses, sums and means over all rows with the mask beside them, so that every shape is fixed. What lies between must treat each row
+    by itself, and have finite values and slopes wherever its input is finite, since rows that are not picked go through it too: no
+    logarithms, quotients or roots. Anything else keeps its shape, and is refused as data-dependent; so are rows that are put back
+    (`out[mask] = f(x[mask])`), whose computation for all rows may be many times as much (experts).
+Test: tests/ranks/test_picked.py
+Until: not known
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from weft.capture.patches.assertions import without_assertions
+from weft.capture.patches.patch import Patch
+
+aten: Any = torch.ops.aten
+
+_EACH = frozenset(
+    """
+    add.Tensor sub.Tensor mul.Tensor add.Scalar sub.Scalar mul.Scalar rsub.Scalar neg.default abs.default square.default relu.default
+    gelu.default silu.default tanh.default sigmoid.default softplus.default leaky_relu.default clamp.default clamp_min.default
+    clamp_max.default hardtanh.default clone.default detach.default detach_.default alias.default contiguous.default zeros_like.default
+    ones_like.default full_like.default to.dtype _to_copy.default where.self where.ScalarOther where.ScalarSelf masked_fill.Scalar eq.Tensor
+    eq.Scalar ne.Tensor ne.Scalar lt.Tensor lt.Scalar le.Tensor le.Scalar gt.Tensor gt.Scalar ge.Tensor ge.Scalar logical_not.default
+    logical_and.default logical_or.default bitwise_not.default bitwise_and.Tensor bitwise_or.Tensor
+    """.split()
+)
+_DIVIDES_BY_A_NUMBER = ("div.Tensor", "div.Scalar")
+# The argument by which they name dimensions, which must not be that of the rows.
+_ALONG = {
+    "softmax.int": 1,
+    "log_softmax.int": 1,
+    "unsqueeze.default": 1,
+    "squeeze.dim": 1,
+    "select.int": 1,
+    "slice.Tensor": 1,
+    "gather.default": 1,
+    "argmax.default": 1,
+}
+_OVER_DIMS = ("mean.dim", "sum.dim_IntList")
+_LOSSES = (
+    "mse_loss.default",
+    "l1_loss.default",
+    "smooth_l1_loss.default",
+    "huber_loss.default",
+    "binary_cross_entropy_with_logits.default",
+)
+_OF_CLASSES = ("cross_entropy_loss.default", "nll_loss_nd.default", "nll_loss.default")
+_MEAN, _SUM = 1, 2  # as torch numbers reductions
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """What a node is of: all rows [N, ...], and which of them it holds [N]."""
+
+    full: Node
+    mask: Node
+
+
+def _of_all_rows(module: GraphModule) -> None:
+    """Rewrite in place what can be."""
+    if any(_rest(node) is not None and not _fixed(_value(node)) for node in module.graph.nodes):
+        try:
+            rewriting = _Rewriting(module.graph)
+        except NotImplementedError:  # tensors whose memory torch does not show (vmap)
+            return
+        rewriting.run()
+    for child in module.children():
+        if isinstance(child, GraphModule):  # a block without gradients
+            _of_all_rows(child)
+
+
+class _Rewriting:
+    """One graph: rows by node, positions (numbers of rows) by node, and numbers of rows."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._rows: dict[Node, _Rows] = {}
+        self._tuples: dict[Node, list[_Rows] | Node] = {}  # rows of each member, or the mask whose positions the first member has
+        self._positions: dict[Node, Node] = {}
+        self._counts: dict[Node, Node] = {}
+        self._replaced: set[Node] = set()
+        for node in graph.nodes:
+            _storages(node)
+        self._written = _written(graph)
+        self._at: Node | None = None
+
+    def run(self) -> None:
+        """Follow rows from where they are picked to where they end."""
+        for node in list(self._graph.nodes):
+            if node.op != "call_function":
+                continue
+            self._at = node
+            name = str(node.target).removeprefix("aten.")
+            if self._is_written(node) or self._picks(node, name):
+                continue
+            rows = [self._rows[x] for x in node.all_input_nodes if x in self._rows]
+            if not rows:
+                self._divide(node, name)
+            elif all(self._alike(one.mask, rows[0].mask) for one in rows):
+                self._follow(node, name, rows[0].mask)
+        for node in reversed(list(self._graph.nodes)):
+            if not node.users and (node in self._replaced or node in self._rows or node in self._tuples or node in self._positions):
+                self._graph.erase_node(node)
+
+    def _is_written(self, node: Node) -> bool:
+        """Whether its memory is written, before or after: then what it holds depends on when it is read."""
+        return not _storages(node).isdisjoint(self._written)
+
+    def _alike(self, a: Any, b: Any) -> bool:
+        """Whether two nodes are the same computation of the same values."""
+        if a is b or not isinstance(a, Node) or not isinstance(b, Node):
+            return a is b or (not isinstance(a, Node) and not isinstance(b, Node) and type(a) is type(b) and a == b)
+        if self._is_written(a) or self._is_written(b) or not a.op == b.op == "call_function" or a.target is not b.target:
+            return False
+        pure = str(a.target).removeprefix("aten.") in _PURE and len(a.args) == len(b.args) and a.kwargs == b.kwargs
+        return pure and all(self._alike(x, y) for x, y in zip(a.args, b.args, strict=True))
+
+    def _make(self, target: Any, *args: Any, **kwargs: Any) -> Node:
+        """A call before the node at hand."""
+        assert self._at is not None
+        with self._graph.inserting_before(self._at):
+            made: Node = self._graph.call_function(target, args, kwargs)
+        given = torch.fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
+        mode = next(n.meta["val"].fake_mode for n in made.all_input_nodes)
+        with mode:
+            value = target(*given[0], **given[1])
+        made.meta = {**self._at.meta, "val": value}
+        return made
+
+    def _picks(self, node: Node, name: str) -> bool:
+        """Note what picks rows, or says where they are."""
+        if name in ("nonzero.default", "nonzero_numpy.default", "where.default"):
+            mask = node.args[0]
+            if isinstance(mask, Node) and _is_mask(mask) and _value(mask).dim() == 1:
+                if name == "nonzero.default":
+                    self._positions[node] = mask
+                else:
+                    self._tuples[node] = mask
+            return True
+        source = node.args[0] if node.args else None
+        if node.target is operator.getitem:
+            held = self._tuples.get(source) if isinstance(source, Node) else None
+            if isinstance(held, list):
+                self._rows[node] = held[node.args[1]]  # type: ignore[index]
+            elif held is not None:
+                self._positions[node] = held
+            return held is not None
+        if isinstance(source, Node) and source in self._positions:
+            if name in ("squeeze.dim", "squeeze.default", "select.int", "view.default", "reshape.default", "flatten.using_ints"):
+                self._positions[node] = self._positions[source]
+            return True
+        if name in ("index.Tensor", "masked_select.default", "index_select.default"):
+            return self._pick(node, name)
+        return False
+
+    def _pick(self, node: Node, name: str) -> bool:
+        source = node.args[0]
+        at = node.args[1] if name != "index_select.default" else node.args[2]
+        if name == "index.Tensor":
+            given = list(at)  # type: ignore[arg-type]
+            if any(x is not None for x in given[1:]):
+                return False
+            at = given[0]
+        if not isinstance(at, Node) or not isinstance(source, Node) or source in self._rows:
+            return False
+        if self._is_written(source) or self._is_written(at):
+            return False
+        if at in self._positions:
+            mask = self._positions[at]
+            if (name == "index_select.default" and node.args[1] != 0) or _value(mask).shape[0] != _value(source).shape[0]:
+                return False
+            self._rows[node] = _Rows(source, mask)
+            return True
+        if not _is_mask(at) or name == "index_select.default":
+            return False
+        dims, whole = _value(at).dim(), _value(source)
+        if _value(at).shape != whole.shape[:dims] or (name == "masked_select.default" and dims != whole.dim()):
+            return False
+        if dims == 1:
+            self._rows[node] = _Rows(source, at)
+            return True
+        count = _value(at).numel()
+        full = self._make(aten.reshape.default, source, [count, *whole.shape[dims:]])
+        known = next((rows.mask for rows in self._rows.values() if _of(rows.mask) is not None and self._alike(_of(rows.mask), at)), None)
+        self._rows[node] = _Rows(full, known or self._make(aten.reshape.default, at, [count]))
+        return True
+
+    def _follow(self, node: Node, name: str, mask: Node) -> None:
+        """What becomes of picked rows here."""
+        if name == "sym_size.int" and node.args[1] == 0:
+            self._counts[node] = mask
+            return
+        if name in ("mean.default", "sum.default") or (name in _OVER_DIMS and not self._within(node)):
+            self._reduce(node, name, mask)
+            return
+        if name in _OF_CLASSES:
+            self._loss_of_classes(node, mask)
+            return
+        if name in _LOSSES:
+            self._loss(node, mask)
+            return
+        if name == "broadcast_tensors.default":
+            members = node.args[0]
+            if all(m in self._rows for m in members) and len({_value(self._rows[m].full).shape for m in members}) == 1:  # type: ignore[union-attr, index]
+                self._tuples[node] = [self._rows[m] for m in members]  # type: ignore[union-attr, index]
+            return
+        if name in ("view.default", "reshape.default"):
+            rest = _rest(node)
+            source = self._rows[node.args[0]]  # type: ignore[index]
+            if rest is not None and _value(node).shape[0] == _value(node.args[0]).shape[0]:
+                self._rows[node] = _Rows(self._make(aten.reshape.default, source.full, [_value(source.full).shape[0], *rest]), mask)
+            return
+        if name in ("linear.default", "layer_norm.default"):
+            ok = [x for x in node.all_input_nodes if x in self._rows] == [node.args[0]] and _value(node).dim() > 1
+            ok = ok and (name == "linear.default" or len(node.args[1]) < _value(node).dim())  # type: ignore[arg-type]
+        elif name in _ALONG:
+            dims = _value(node.args[0]).dim() + (name == "unsqueeze.default")
+            dim = node.args[_ALONG[name]] if len(node.args) > 1 else 0
+            ok = isinstance(dim, int) and dim % dims != 0
+        elif name in _DIVIDES_BY_A_NUMBER:
+            ok = isinstance(node.args[1], int | float) and node.args[1] != 0
+        elif name in _OVER_DIMS:
+            ok = True
+        elif name == "pow.Tensor_Scalar":
+            ok = isinstance(node.args[1], int) and node.args[1] > 0
+        else:
+            ok = name in _EACH
+        ok = ok and all(math.isfinite(x) for x in (*node.args, *node.kwargs.values()) if isinstance(x, float))
+        if ok and _rest(node) is not None and self._others_fit(node):
+            args, kwargs = self._given(node)
+            if name == "gather.default" and node.args[2] in self._rows:  # what is not picked may be no place
+                args = (*args[:2], self._left(args[2], mask, 0))
+            self._rows[node] = _Rows(self._make(node.target, *args, **kwargs), mask)
+
+    def _within(self, node: Node) -> bool:
+        """Whether a reduction is within rows."""
+        dims = _value(self._rows[node.args[0]].full).dim()  # type: ignore[index]
+        return bool(node.args[1]) and all(dim % dims for dim in node.args[1])  # type: ignore[union-attr]
+
+    def _given(self, node: Node) -> tuple[Any, Mapping[str, Any]]:
+        """Its arguments with all rows."""
+        given = torch.fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: self._rows[n].full if n in self._rows else n)
+        return given[0], given[1]
+
+    def _others_fit(self, node: Node) -> bool:
+        """Whether what is no rows has no dimension of rows: it is the same for each of them."""
+        if "linear" in str(node.target) or "layer_norm" in str(node.target):
+            return True
+        dims = _value(node).dim()
+        others = [_value(x) for x in node.all_input_nodes if x not in self._rows]
+        return all(isinstance(x, torch.Tensor) and _fixed(x) and (x.dim() < dims or x.shape[0] == 1) for x in others)
+
+    def _left(self, full: Node, mask: Node, instead: float) -> Node:
+        """All rows, with a number where none is picked."""
+        shape = [_value(full).shape[0], *([1] * (_value(full).dim() - 1))]
+        out = self._make(aten.logical_not.default, mask)
+        return self._make(aten.masked_fill.Scalar, full, self._make(aten.view.default, out, shape) if len(shape) > 1 else out, instead)
+
+    def _instead(self, node: Node, made: Node) -> None:
+        node.replace_all_uses_with(made)
+        self._replaced.add(node)
+
+    def _total(self, full: Node, mask: Node, mean: bool, first: bool = False) -> Node:
+        """The sum over picked rows, or the mean. `first`: over rows alone, not within them."""
+        left = self._left(full, mask, 0)
+        total = self._make(aten.sum.dim_IntList, left, [0]) if first else self._make(aten.sum.default, left)
+        if not mean:
+            return total
+        each = 1 if first else _value(full)[0].numel()
+        count = self._make(aten.sum.default, mask)
+        return self._make(aten.div.Tensor, total, self._make(aten.mul.Tensor, count, each) if each > 1 else count)
+
+    def _reduce(self, node: Node, name: str, mask: Node) -> None:
+        first = "dim" in name
+        if (first and (list(node.args[1]) != [0] or len(node.args) > 2)) or node.kwargs.get("dtype") is not None:  # type: ignore[arg-type]
+            return
+        self._instead(node, self._total(self._rows[node.args[0]].full, mask, "mean" in name, first))  # type: ignore[index]
+
+    def _loss_of_classes(self, node: Node, mask: Node) -> None:
+        given = _named(node)
+        scores, classes = given["self"], given["target"]
+        if scores not in self._rows or classes not in self._rows or _value(classes).is_floating_point():
+            return
+        left = self._left(self._rows[classes].full, mask, given["ignore_index"])
+        made = self._make(node.target, self._rows[scores].full, left, *list(given.values())[2:])
+        if given["reduction"]:
+            self._instead(node, made)
+        else:
+            self._rows[node] = _Rows(made, mask)
+
+    def _loss(self, node: Node, mask: Node) -> None:
+        given = _named(node)
+        reduction = given["reduction"]
+        given = {key: self._rows[x].full if isinstance(x, Node) and x in self._rows else x for key, x in given.items()} | {"reduction": 0}
+        if _value(given["self"]).shape != _value(given["target"]).shape:
+            return
+        made = self._make(node.target, *given.values())
+        if reduction:
+            self._instead(node, self._total(made, mask, reduction == _MEAN))
+        else:
+            self._rows[node] = _Rows(made, mask)
+
+    def _divide(self, node: Node, name: str) -> None:
+        """A quotient by the number of rows."""
+        by = node.args[1] if name in ("div.Tensor", "div.Scalar") else None
+        if isinstance(by, Node) and by in self._counts:
+            self._instead(node, self._make(aten.div.Tensor, node.args[0], self._make(aten.sum.default, self._counts[by])))
+
+
+def _named(node: Node) -> dict[str, Any]:
+    """Its arguments by name, in order, with those that were left out."""
+    given = dict(node.kwargs)
+    schema = node.target._schema.arguments  # type: ignore[union-attr]
+    return {a.name: node.args[i] if i < len(node.args) else given.get(a.name, a.default_value) for i, a in enumerate(schema)}
+
+
+def _value(node: Any) -> Any:
+    return node.meta.get("val")
+
+
+def _is_mask(node: Node) -> bool:
+    value = _value(node)
+    return isinstance(value, torch.Tensor) and value.dtype is torch.bool and value.dim() > 0 and _fixed(value)
+
+
+def _fixed(x: torch.Tensor) -> bool:
+    return all(isinstance(n, int) for n in x.shape)
+
+
+def _rest(node: Node) -> list[int] | None:
+    """What a row of it is like; None where that is not fixed."""
+    value = _value(node)
+    if not isinstance(value, torch.Tensor) or not value.dim() or not all(isinstance(n, int) for n in value.shape[1:]):
+        return None
+    return list(value.shape[1:])
+
+
+def _of(mask: Node) -> Node | None:
+    """The mask of several dimensions that was reshaped here."""
+    source = mask.args[0] if str(mask.target) == "aten.reshape.default" else None
+    return source if isinstance(source, Node) else None
+
+
+def _storages(node: Node) -> set[int]:
+    """The memory of what it makes."""
+    value = _value(node)
+    return {id(x.untyped_storage()) for x in (value if isinstance(value, tuple | list) else (value,)) if isinstance(x, torch.Tensor)}
+
+
+def _written(graph: Graph) -> set[int]:
+    """The memory that is written anywhere in a graph; blocks that write count as writing all that they are given."""
+    found: set[int] = set()
+    for node in graph.nodes:
+        blocks = [x for x in node.all_input_nodes if x.op == "get_attr" and isinstance(_module(graph, x), GraphModule)]
+        if blocks and any(_writes(n) for x in blocks for n in _module(graph, x).graph.nodes):
+            found.update(*(_storages(x) for x in node.all_input_nodes))
+        elif _writes(node):
+            places = [i for i, a in enumerate(node.target._schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
+            given = [node.args[i] for i in places if i < len(node.args)]
+            found.update(*(_storages(x) for x in given if isinstance(x, Node)))
+    return found
+
+
+def _module(graph: Graph, node: Node) -> Any:
+    return getattr(graph.owning_module, str(node.target), None)
+
+
+def _writes(node: Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
+
+
+_PURE = _EACH | {"view.default", "reshape.default"}
+
+
+def _program(module: GraphModule) -> None:
+    _of_all_rows(module)
+    without_assertions(module)  # of picked rows, which nobody reads now
+
+
+PATCH = Patch(program=_program)

@@ -1,0 +1,124 @@
+"""Every sample reads rows of its own: `x[torch.arange(len(x)), i]`.
+
+Torch: an index, by which any sample might read any row, so that it has no rule along the dimension that it indexes.
+Wanted: where the first index is the number of each row, row b reads row b: a gather along the dimensions behind it, which has a rule. Masks
+    that are looked up for each sample, the logit of each target and the last token of each sentence are written like this. Not: such an
+    index that is not the first, or whose other indices do not follow it.
+Test: tests/torch/test_patches.py::own_rows
+Until: not known
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from math import prod
+
+from weft.capture.patches.patch import Patch
+from weft.model.graph import Arg, Graph, Operator, Ref, Tensor
+from weft.ops.views import VIEWS
+
+_KEEPS = frozenset("to _to_copy clone contiguous detach alias lift_fresh_copy".split())
+_SHAPES = frozenset("view reshape unsqueeze squeeze flatten expand".split()) & frozenset(VIEWS)
+_PLACES = frozenset("argmax argmin".split())  # make numbers that are not negative
+
+
+def _own_rows(graph: Graph) -> Graph:
+    """`graph` with a gather for every index that gives each row its own."""
+    found = _Rows(graph)
+    for op in graph.operators:
+        found.through(op)
+    return replace(graph, operators=tuple(found.operators), tensors=found.tensors) if len(found.operators) > len(graph.operators) else graph
+
+
+@dataclass
+class _Rows:
+    """`numbers`: values that hold 0, 1, 2 ... along dimension 0, and are alike along others. `positive`: values that are not negative."""
+
+    graph: Graph
+    operators: list[Operator] = field(default_factory=list)
+    tensors: dict[str, Tensor] = field(init=False)
+    numbers: set[str] = field(default_factory=set)
+    positive: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.tensors = dict(self.graph.tensors)
+
+    def through(self, op: Operator) -> None:
+        """Take over one operator, or what is put in its place."""
+        name = op.target.split(".")[1]
+        first = op.inputs[0] if op.inputs else ""
+        if name == "arange" and not op.inputs:
+            start, step = _from(op)
+            self.positive.update(op.outputs if start >= 0 and step > 0 else ())
+            self.numbers.update(op.outputs if (start, step) == (0, 1) else ())
+        elif name in _PLACES:
+            self.positive.update(op.outputs)
+        elif first and (name in _KEEPS or name in _SHAPES or (name == "add" and op.args[1:2] == (0,))):
+            whole = self.tensors[op.outputs[0]].dtype in ("int64", "int32")
+            self.positive.update(op.outputs if first in self.positive and whole else ())
+            before, after = self.tensors[first], self.tensors[op.outputs[0]]
+            alike = before.shape[:1] == after.shape[:1] == (before.size,) == (after.size,)
+            self.numbers.update(op.outputs if first in self.numbers and whole and alike else ())
+        made = self._gathered(op) if name == "index" else []
+        self.operators += made or [op]
+
+    def _gathered(self, op: Operator) -> list[Operator]:
+        """The same by a gather; empty where the first index is another."""
+        source, indices = op.args[:2]
+        if not isinstance(source, Ref) or not isinstance(indices, tuple) or None in indices or len(indices) < 2:
+            return []
+        own, *others = [index.value for index in indices if isinstance(index, Ref)]
+        shape, (out,) = self.tensors[source.value].shape, op.outputs
+        wide = self.tensors[out].shape[: len(self.tensors[out].shape) - len(shape) + len(indices)]  # of all indices together
+        along, rest = shape[1 : len(indices)], shape[len(indices) :]
+        if own not in self.numbers or len(self.tensors[own].shape) != len(wide) or wide[:1] != shape[:1] or not prod(shape):
+            return []
+        if any(self.tensors[v].dtype != "int64" for v in (own, *others)):
+            return []
+        made: list[Operator] = []
+
+        def call(word: str, target: str, args: tuple[Arg, ...], like: tuple[int, ...], dtype: str = "int64", name: str = "") -> Ref:
+            value = name or f"{out}_{word}"
+            self.tensors[value] = Tensor(like, dtype)
+            made.append(Operator(f"{op.name}_{word}", f"aten.{target}", args, (), (value,), f"{op.site}_{word}", autocast=op.autocast))
+            return Ref(value)
+
+        place: Ref | None = None
+        for number, (value, size) in enumerate(zip(others, along, strict=True)):
+            it, of = Ref(value), self.tensors[value].shape
+            if value not in self.positive:  # counted from the end
+                before = call(f"before{number}", "lt.Scalar", (it, 0), of, "bool")
+                it = call(f"place{number}", "add.Tensor", (it, call(f"end{number}", "mul.Scalar", (before, size), of)), of)
+            if place is not None:
+                steps = call(f"steps{number}", "mul.Scalar", (place, size), self.tensors[place.value].shape)
+                it = call(f"rows{number}", "add.Tensor", (steps, it), _together(self.tensors[steps.value].shape, of))
+            place = it
+        assert place is not None
+        dtype, rows, last = self.tensors[source.value].dtype, prod(wide[1:]), (1,) * len(rest)
+        place = call("wide", "expand.default", (place, wide), wide)
+        place = call("flat", "reshape.default", (place, (shape[0], rows, *last)), (shape[0], rows, *last))
+        if rest:
+            place = call("each", "expand.default", (place, (shape[0], rows, *rest)), (shape[0], rows, *rest))
+        table = source
+        if len(along) > 1:
+            merged = (shape[0], prod(along), *rest)
+            table = call("table", "reshape.default", (source, merged), merged, dtype)
+        taken = call("taken", "gather.default", (table, 1, place), (shape[0], rows, *rest), dtype)
+        call("rows", "reshape.default", (taken, self.tensors[out].shape), self.tensors[out].shape, dtype, out)
+        return made
+
+
+def _from(op: Operator) -> tuple[float, float]:
+    """Where an arange begins, and its steps."""
+    given = [a for a in op.args if isinstance(a, int | float)]
+    return (float(given[0]) if len(given) > 1 else 0.0, float(given[2]) if len(given) > 2 else 1.0)
+
+
+def _together(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of two that are stretched to one another."""
+    rank = max(len(one), len(other))
+    pairs = zip((1,) * (rank - len(one)) + one, (1,) * (rank - len(other)) + other, strict=True)
+    return tuple(max(pair) for pair in pairs)
+
+
+PATCH = Patch(graph=_own_rows)

@@ -1,0 +1,27 @@
+"""Random numbers of Python and numpy in forward.
+
+Torch: a trace holds what was drawn while it ran, the same in every step.
+Wanted: such a model is refused.
+Test: tests/torch/test_watched.py::test_what_a_graph_cannot_hold_is_refused_by_name
+Until: not known
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from weft.capture.patches.patch import Patch, Trace
+from weft.capture.randomness import python_randomness
+from weft.errors import ModelError
+
+
+@contextmanager
+def _refused(trace: Trace) -> Iterator[None]:
+    drawn = python_randomness()
+    yield
+    if python_randomness() != drawn:
+        raise ModelError("the model draws from Python's or numpy's random numbers, which a captured graph would fix; use torch's")
+
+
+PATCH = Patch(while_called=_refused)

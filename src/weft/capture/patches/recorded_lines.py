@@ -1,0 +1,24 @@
+"""The lines of code that every operator comes from.
+
+Torch: it records them, which takes an eighth of the time, and nobody reads them; since 2.12 there is a switch for it.
+Wanted: none where torch has the switch.
+Test: tests/torch/test_private.py::test_a_trace_records_lines_of_code_only_where_torch_cannot_leave_them_out
+Until: not known
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+from weft.capture.fakes import NO_LINES, fx_config, put
+from weft.capture.patches.patch import Patch
+
+
+@contextmanager
+def _unrecorded() -> Iterator[None]:
+    with put(fx_config, NO_LINES, True) if hasattr(fx_config, NO_LINES) else nullcontext():
+        yield
+
+
+PATCH = Patch(while_traced=_unrecorded)

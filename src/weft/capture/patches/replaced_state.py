@@ -1,0 +1,71 @@
+"""Parameters, buffers and parts that a model makes or replaces while it runs.
+
+Torch: a trace refuses a new tensor in a buffer's place, or holds it as a constant; what a first call makes stays, with the trace's tensors.
+Wanted: another tensor in the place of one is written into it, a new buffer is noted with its value, and the rest is refused by name; after
+    the call the model has the parts that it was constructed with.
+Test: tests/torch/test_watched.py::test_what_can_be_held_is_what_eager_computes
+Until: not known
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.capture.functions import Record
+from weft.capture.patches.foreign_parameters import MAKES
+from weft.capture.patches.patch import Patch, Trace
+from weft.errors import ModelError
+
+_Held = dict[tuple[str, str, str], Any]  # (path of a module, attribute, parameter or buffer)
+
+
+@contextmanager
+def _written_back(trace: Trace) -> Iterator[None]:
+    model, record = trace.model, trace.record
+    held: _Held = {(path, key, kind): x for path, m in model.named_modules() for kind, table in _tables(m) for key, x in table.items()}
+    parts = {path: (m, dict(m._modules)) for path, m in model.named_modules()}
+    made: dict[str, Tensor] = {}
+    try:
+        yield
+    finally:
+        # Before anybody takes what a call has made for a part of the model that was constructed.
+        for path, (module, modules_before) in parts.items():
+            module._modules.clear()
+            module._modules.update(modules_before)
+            for kind, table in _tables(module):
+                for key in [key for key in table if (path, key, kind) not in held]:
+                    made[f"{path}.{key}".removeprefix(".")] = table.pop(key)
+                    module._non_persistent_buffers_set.discard(key)
+    for name, x in made.items():
+        if isinstance(x, nn.Parameter):
+            raise ModelError(MAKES.format(f"its parameter {name}"))
+        if x is not None:
+            record.made[name] = x
+    _write_back(model, held, record)
+
+
+def _write_back(model: nn.Module, held: _Held, record: Record) -> None:
+    modules = {path: dict(_tables(m)) for path, m in model.named_modules()}
+    for (path, key, kind), old in held.items():
+        new = modules[path][kind].get(key)
+        if new is not old:
+            name = f"{path}.{key}".removeprefix(".")
+            if old is None or new is None or new.shape != old.shape or new.dtype != old.dtype:
+                raise ModelError(f"the model replaces its {kind} {name} by another kind of tensor while it runs; write into it instead")
+            with torch.no_grad():
+                old.copy_(new)
+            modules[path][kind][key] = old
+            if kind == "parameter":
+                record.replaced.append(name)
+
+
+def _tables(module: nn.Module) -> tuple[tuple[str, dict[str, Any]], ...]:
+    return ("parameter", module._parameters), ("buffer", module._buffers)
+
+
+PATCH = Patch(while_called=_written_back)

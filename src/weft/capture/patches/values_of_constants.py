@@ -1,0 +1,78 @@
+"""What a model computes from numbers alone (masks, positions), and then asks for.
+
+Torch: tensors of a trace have no values, these neither: `if mask.all()`, `int(positions.max())` end it.
+Wanted: the value, by the same calls on real tensors. Not of random numbers; after a write of something unknown nothing earlier is known.
+Test: tests/torch/test_patches.py::values_of_constants
+Until: not known
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from weft.capture.fakes import for_real, tree_flatten, tree_map
+from weft.capture.patches.patch import Patch, Trace, Watch
+
+_MAKES = {
+    torch.arange, torch.empty, torch.eye, torch.full, torch.linspace, torch.logspace, torch.ones, torch.tensor, torch.tril_indices,
+    torch.triu_indices, torch.zeros,
+}  # fmt: skip
+_DRAWS = ("rand", "dropout", "bernoulli", "normal", "multinomial", "uniform", "exponential", "poisson", "cauchy", "geometric")
+_ASKS: dict[Any, Callable[..., Any]] = {
+    torch.Tensor.__bool__: bool,
+    torch.Tensor.__int__: int,
+    torch.Tensor.__float__: float,
+    torch.Tensor.item: torch.Tensor.item,
+}
+
+
+class _Constants:
+    """The calls whose results are known, replayed when a value is asked for."""
+
+    def __init__(self) -> None:
+        self._calls: list[tuple[Any, Any, Any, list[torch.Tensor]]] = []
+        self._held: dict[int, torch.Tensor] = {}  # alive, so that no identity is used again
+
+    def answer(self, ask: Callable[..., Any]) -> Callable[..., Any]:
+        """What answers `ask` of a known tensor."""
+
+        def answered(tensor: torch.Tensor, *_: Any, **__: Any) -> Any:
+            if id(tensor) not in self._held:
+                return NotImplemented
+            with for_real():
+                return ask(self._value(tensor))
+
+        return answered
+
+    def _value(self, tensor: torch.Tensor) -> Any:
+        real: dict[int, Any] = {}
+        for called, given, named, made in self._calls:
+            given, named = tree_map(lambda x: real.get(id(x), x), (given, named))
+            found = [x for x in tree_flatten(called(*given, **named))[0] if isinstance(x, torch.Tensor)]
+            real.update(zip(map(id, made), found, strict=True))
+        return real[id(tensor)]
+
+    def note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Note a call, if its result follows from known tensors and numbers alone."""
+        given = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)]
+        known = [id(x) in self._held for x in given]
+        name = getattr(func, "__name__", "")
+        if all(known) and (given or func in _MAKES) and not any(word in name for word in _DRAWS):
+            made = [x for x in tree_flatten(result)[0] if isinstance(x, torch.Tensor)]
+            if made or name == "__setitem__":
+                self._calls.append((func, args, kwargs, made))
+                self._held.update({id(x): x for x in made})
+        elif any(known) and ("out" in kwargs or (name.endswith("_") and id(args[0]) in self._held)):  # a write, or so it may be
+            self._calls.clear()
+            self._held.clear()
+
+
+def _watch(trace: Trace) -> Watch:
+    constants = _Constants()
+    return Watch(calls={func: constants.answer(ask) for func, ask in _ASKS.items()}, after=constants.note)
+
+
+PATCH = Patch(watch=_watch)

@@ -1,0 +1,259 @@
+"""From a graph of torch.fx to operators, as they stand there, sub-graphs of gradient and autocast blocks included.
+
+In: what `torch.export` or `make_fx` made. Out: a `Reader` with operators, the tensors between them, and which of these share memory.
+Not modelled: operators of operators (loops, branches), and what goes by how a tensor lies in memory.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from types import FunctionType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from weft.capture.functional import is_in_place
+from weft.errors import ModelError
+from weft.model.graph import FUNCTION, Arg, Function, Operator, Ref, Tensor, Word
+from weft.model.strided import as_windows
+
+if TYPE_CHECKING:
+    from weft.capture.functions.trace import Joint
+
+Functions = Callable[[int, tuple[Tensor, ...]], "tuple[Function, Joint]"]
+
+_FORMATS = (torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d)
+_LAYOUT_WORDS: dict[Any, Word] = {torch.strided: Word("layout", "strided"), **{f: Word("format", str(f).split(".")[1]) for f in _FORMATS}}
+_Overload = type(torch.ops.aten.add.Tensor)  # the class has no public name
+
+
+class Aliased(Exception):
+    """An in-place write whose aliases cannot be followed here, or a function's transform (vmap); torch's decomposition is asked instead."""
+
+
+def exists(target: str) -> bool:
+    namespace, packet, overload = target.split(".")
+    return hasattr(getattr(getattr(torch.ops, namespace), packet, None), overload)
+
+
+def spec_of(value: Any) -> Tensor:
+    if isinstance(value, torch.Tensor):
+        return Tensor(tuple(int(n) for n in value.shape), str(value.dtype).removeprefix("torch."))
+    return Tensor((), {bool: "bool", int: "int64", float: "float64"}.get(type(value), "int64"))
+
+
+def _check_writes(op: Operator, target: Any) -> None:
+    """Raise ModelError for an operator that writes an argument in a way that nobody here looks for, so that the write would be lost."""
+    written = [a.name for a in target._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    known = is_in_place(op) or "out" in dict(op.kwargs) or "batch_norm" in op.target
+    if written and not known:
+        raise ModelError(
+            f"{op.site} writes its argument {written[0]} in place ({op.target}), which cannot be followed; write with the tensor's own "
+            "methods (copy_, mul_, add_), one tensor at a time"
+        )
+
+
+class Reader:
+    """Walks an fx graph, sub-graphs of gradient and autocast blocks included, into operators."""
+
+    def __init__(self, functions: Functions | None = None) -> None:
+        self._functions = functions  # what a call of a function with a backward of its own is, by its number and its tensors
+        self.operators: list[Operator] = []
+        self.tensors: dict[str, Tensor] = {}
+        self.rename: dict[str, str] = {}
+        self.results: list[str] = []
+        self.silent: set[str] = set()  # operators in blocks without gradients
+        self._sites: dict[str, int] = {}
+        self._tuples: dict[str, tuple[str, ...]] = {}
+        self._memory: dict[str, torch.UntypedStorage] = {}
+
+    def remember(self, name: str, value: Any) -> None:
+        """Note which memory a value has."""
+        if isinstance(value, torch.Tensor):
+            self._memory[name] = value.untyped_storage()
+
+    def storages(self) -> dict[str, int]:
+        """Values that have the same number share memory."""
+        return {name: id(storage) for name, storage in self._memory.items()}
+
+    def read(self, graph: Any, owner: nn.Module) -> None:
+        for node in graph.nodes:
+            if node.op == "call_function":
+                self._call(node, owner, "", node.name, "")
+            elif node.op == "output":
+                self.results = [self.name(n.name) for n in node.args[0] if hasattr(n, "name")]
+
+    def name(self, name: str) -> str:
+        while name in self.rename:
+            name = self.rename[name]
+        return name
+
+    def _call(self, node: Any, owner: nn.Module, prefix: str, name: str, autocast: str) -> None:
+        target = node.target
+        if target is operator.getitem:
+            source = self._tuples[prefix + node.args[0].name]
+            self.rename[prefix + node.name] = source[node.args[1]]
+            return
+        if not isinstance(target, _Overload):
+            self._block(node, owner, prefix, autocast)
+            return
+        value = node.meta.get("val")
+        if str(target) == FUNCTION:
+            self._function(node, prefix, autocast)
+            return
+        if str(target) in ("aten.as_strided.default", "aten.as_strided_scatter.default"):
+            source = node.args[0].meta["val"]
+            if self._windows(node, source, prefix):
+                return
+            if not source.is_contiguous() or source.storage_offset() or "scatter" in str(target):
+                raise ModelError(
+                    f"{self._site(node, str(target))} goes by how its tensor lies in memory; use views, unfold or indices instead"
+                )
+        multiple = isinstance(value, tuple | list)
+        full = prefix + node.name
+        outputs = tuple(f"{full}.{i}" for i in range(len(value))) if multiple else (full,)
+        for output, item in zip(outputs, value if multiple else (value,), strict=True):
+            self.tensors[output] = spec_of(item)
+            self.remember(output, item)
+        if multiple:
+            self._tuples[full] = outputs
+        op = Operator(
+            full,
+            str(target),
+            tuple(self._arg(a, prefix) for a in node.args),
+            tuple((k, self._arg(a, prefix)) for k, a in node.kwargs.items() if k != "pin_memory"),
+            outputs,
+            self._site(node, str(target)),
+            multiple,
+            autocast,
+        )
+        _check_writes(op, target)
+        self.operators.append(op)
+
+    def _windows(self, node: Any, source: Any, prefix: str) -> bool:
+        """`as_strided` where it reads whole dimensions, or windows that slide along them: as operators that can be followed."""
+        offset = node.args[3] if len(node.args) > 3 else None
+        value = node.meta["val"]
+        if "scatter" in str(node.target) or offset not in (None, source.storage_offset()) or node.kwargs:
+            return False
+        steps = as_windows(*(tuple(zip(map(int, x.shape), map(int, x.stride()), strict=True)) for x in (source, value)))
+        if steps is None:
+            return False
+        at, full = self._arg(node.args[0], prefix), prefix + node.name
+        made = source.to("meta")
+        for i, (name, args) in enumerate(steps):
+            packet, overload = name.split(".")
+            made = getattr(getattr(torch.ops.aten, packet), overload)(made, *args)
+            output = full if i == len(steps) - 1 else f"{full}.windows{i}"
+            self.tensors[output] = spec_of(made)
+            self.remember(output, value)
+            self.operators.append(Operator(output, f"aten.{name}", (at, *args), (), (output,), self._site(node, f"aten.{name}")))
+            at = Ref(output)
+        return True
+
+    def _function(self, node: Any, prefix: str, autocast: str) -> None:
+        """A function with a backward of its own. What it gives no gradient for is detached before it, and what has none behind it."""
+        full, given = prefix + node.name, self._arg(node.args[0], prefix)
+        assert isinstance(given, tuple)
+        assert self._functions is not None, "none is called in what this reads"
+        inputs = [ref.value for ref in given if isinstance(ref, Ref)]
+        function, does = self._functions(node.args[1], tuple(self.tensors[v] for v in inputs))
+        site = self._site(node, f"weft.{function.name}")
+
+        def detached(value: str, made: str) -> str:
+            self.tensors[made] = self.tensors[value]
+            self._memory[made] = self._memory[value]
+            self.operators.append(Operator(made, "aten.detach.default", (Ref(value),), (), (made,), f"{site}/detach"))
+            return made
+
+        read = [v if asked else detached(v, f"{full}.given{i}") for i, (v, asked) in enumerate(zip(inputs, function.learns, strict=True))]
+        outputs = [f"{full}.{i}" for i in range(len(does.outputs))]
+        for output, item, source in zip(outputs, node.meta["val"], does.shared, strict=True):
+            self.tensors[output] = spec_of(item)
+            self.remember(output, item)
+            if source >= 0:
+                self._memory[output] = self._memory[inputs[source]]
+        refs = tuple(Ref(v) for v in read)
+        self.operators.append(Operator(full, FUNCTION, (function, *refs), (), tuple(outputs), site, True, autocast))
+        alone = [seed is None and self.tensors[v].is_float for v, seed in zip(outputs, does.seeds, strict=True)]
+        self._tuples[full] = tuple(detached(v, f"{v}.kept") if no_grad else v for v, no_grad in zip(outputs, alone, strict=True))
+
+    def _block(self, node: Any, owner: nn.Module, prefix: str, autocast: str) -> None:
+        """Inline `with torch.no_grad()` (its outputs are detached) and `with torch.autocast(...)` blocks."""
+        kind = str(node.target)
+        if "set_grad_enabled" in kind:
+            keep_grad, body, operands = node.args[0], node.args[1], node.args[2:]
+        elif "autocast" in kind:
+            device, dtype, is_on = node.args[:3]
+            dtype = torch.get_autocast_dtype(device) if dtype is None else dtype
+            autocast = f"{device}:{str(dtype).removeprefix('torch.')}" if is_on else "off"
+            keep_grad, body, operands = True, node.args[4], node.args[5:]
+        else:
+            if isinstance(node.target, FunctionType):
+                raise Aliased(f"the model calls {node.target.__name__}, which weft cannot take apart")
+            raise ModelError(f"the model calls {kind}, which weft cannot take apart")
+        inner = getattr(owner, body.target)
+        start = len(self.operators)
+        within = f"{prefix}{node.name}."
+        given = iter(operands)
+        for child in inner.graph.nodes:
+            if child.op == "placeholder":
+                self.rename[within + child.name] = self.name(prefix + next(given).name)
+            elif child.op == "call_function":
+                made_here = len(self.operators)
+                self._call(child, inner, within, child.name, autocast)
+                if not keep_grad:
+                    self.silent.update(op.name for op in self.operators[made_here:])
+            elif child.op == "output":
+                results = child.args[0] if isinstance(child.args[0], tuple | list) else (child.args[0],)
+                made = []
+                for i, result in enumerate(results):
+                    value = self.name(within + result.name)
+                    if not keep_grad and self.tensors[value].is_float and self._made_in(value, start):
+                        out = f"{within}detach{i}"
+                        self.tensors[out] = self.tensors[value]
+                        if value in self._memory:
+                            self._memory[out] = self._memory[value]
+                        self.operators.append(
+                            Operator(out, "aten.detach.default", (Ref(value),), (), (out,), self._site(node, "aten.detach.default"))
+                        )
+                        value = out
+                    made.append(value)
+                self._tuples[prefix + node.name] = tuple(made)
+                if not isinstance(child.args[0], tuple | list):
+                    self.rename[prefix + node.name] = made[0]
+
+    def _made_in(self, value: str, start: int) -> bool:
+        """Whether a value is made by the operators from number `start` on; what a write hands back is what was written."""
+        by = {output: op for op in self.operators[start:] for output in op.outputs}
+        while value in by:
+            into = dict(by[value].kwargs).get("out", by[value].args[0] if is_in_place(by[value]) else None)
+            if not isinstance(into, Ref):
+                return True
+            value = self.name(into.value)
+        return False
+
+    def _arg(self, arg: Any, prefix: str) -> Arg:
+        if isinstance(arg, torch.fx.Node):
+            return Ref(self.name(prefix + arg.name))
+        if isinstance(arg, tuple | list):
+            return tuple(self._arg(a, prefix) for a in arg)
+        if isinstance(arg, torch.dtype):
+            return Word("dtype", str(arg).removeprefix("torch."))
+        if isinstance(arg, torch.device):
+            return Word("device", "run")
+        if isinstance(arg, torch.layout | torch.memory_format):
+            return _LAYOUT_WORDS[arg]
+        if arg is None or isinstance(arg, bool | int | float | str | complex):
+            return arg
+        raise ModelError(f"the model passes {type(arg).__name__} to an operator; weft knows numbers, text, dtypes and tensors")
+
+    def _site(self, node: Any, target: str) -> str:
+        stack = node.meta.get("nn_module_stack") or {}
+        path = next(reversed(stack.values()))[0] if stack else ""
+        path = path.removeprefix("model").removeprefix(".")
+        base = f"{path}/{target.split('.')[1]}"
+        count = self._sites[base] = self._sites.get(base, -1) + 1
+        return base if not count else f"{base}#{count}"
