@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from weft.errors import LayoutError
-from weft.plan.placement import Placement, dual, is_shard
-from weft.plan.transition import allowed, transition
+from weft.plan.placement import Halo, Placement, Shard, dual, is_cut, is_shard, piece
+from weft.plan.transition import LOCAL, allowed, sent_part, transition
 
 Shards = tuple[tuple[str, int], ...]  # (parameter or buffer name, dim that is cut)
 
@@ -61,12 +61,15 @@ class Sharding:
     replicated: tuple[str, ...]  # sites of operators that have no rule
     shards: Mapping[str, Shards] = field(default_factory=dict)  # by axis
 
-    def shape(self, value: str, shape: tuple[int, ...], forms: Mapping[str, Placement] | None = None) -> tuple[int, ...]:
-        """The local shape of a value of global `shape`, in its own or the given forms."""
+    def shape(
+        self, value: str, shape: tuple[int, ...], forms: Mapping[str, Placement] | None = None, at: Mapping[str, int] | None = None
+    ) -> tuple[int, ...]:
+        """The shape of a rank's part of a value of global `shape`, as it lies or in the given placements; `at`: the rank's place along each
+        axis, by default one that has most."""
         local = list(shape)
         for axis, form in (self.forms[value] if forms is None else forms).items():
-            if is_shard(form):
-                local[form.dim] //= self.sizes[axis]
+            if is_cut(form):
+                local[form.dim] = part_length(form, local[form.dim], self.sizes[axis], None if at is None else at[axis])
         return tuple(local)
 
 
@@ -74,13 +77,29 @@ def move_collectives(source: Placement, target: Placement) -> tuple[str, str]:
     """(forward, backward) collectives of a redistribution: a collective and its dual. `slice` and "" move no bytes.
 
     >>> from weft.errors import LayoutError
-from weft.plan.placement import D, P, R, Shard
     >>> move_collectives(P, R), move_collectives(R, D), move_collectives(Shard(1), D)
     (('all_reduce', ''), ('', 'all_reduce'), ('all_gather', 'reduce_scatter'))
     """
     if not allowed(source, target):
         raise LayoutError(f"no redistribution from {source} to {target}")
     return transition(source, target).collective, transition(dual(target), dual(source)).collective
+
+
+def part_length(form: Shard | Halo, length: int, n: int, index: int | None = None) -> int:
+    """Entries that a rank of n holds of a dimension of `length`; without an index, those of a rank that has most."""
+    if is_shard(form):
+        return piece(length, n, index or 0)[1]
+    widths = [stop - start for start, stop in form.windows]
+    return max(widths) if index is None else widths[index]
+
+
+def transfer_s(source: Placement, target: Placement, size_bytes: float, n: int, prices: Prices) -> float:
+    """Seconds of bringing a value of `size_bytes`, the whole, from one placement to another over n ranks: what a rank sends, and latency."""
+    collective = transition(source, target).collective
+    if collective in LOCAL:
+        return 0.0
+    latency = prices.latency_s * (1.0 if collective == "all_reduce" else 0.5)
+    return sent_part(source, target, n) * size_bytes / prices.link_bytes_per_s + latency
 
 
 def collective_s(name: str, size_bytes: float, n: int, prices: Prices) -> float:
