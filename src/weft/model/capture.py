@@ -28,7 +28,7 @@ from weft.model.deferred.blame import why_not
 from weft.model.deferred.fakes import Fake, tracing
 from weft.model.deferred.losses import loss_of
 from weft.model.deferred.picked import without_picks
-from weft.model.functional import Memory, is_in_place, make_functional
+from weft.model.functional import Memory, make_functional
 from weft.model.functions import Record, function_of
 from weft.model.gradients import learned, learns_by
 from weft.model.graph import Graph, Operator, Ref, Variable
@@ -37,9 +37,9 @@ from weft.model.own_rows import own_rows
 from weft.model.paired import paired
 from weft.model.propagate import written_buffers
 from weft.model.reader import Aliased, Reader, exists, spec_of
-from weft.model.stages import draws
 from weft.model.watched import State, changes, set_state, state_of, watched
 from weft.model.work import closure
+from weft.ops import draws, writes
 
 Loss = Callable[[Any, Any], torch.Tensor]
 _MOST_TRIES = 31  # subsets of five tensors
@@ -325,7 +325,7 @@ def _read(program: Any, step: _Step, batch: Any, batched: frozenset[str], size: 
     ops, rename = operators
     results = [rename.get(v, v) for v in reader.results]
     if made := step.record().made:
-        written = {op.args[0].value for op in ops if is_in_place(op) and isinstance(op.args[0], Ref)}
+        written = {op.args[0].value for op in ops if writes(op) and isinstance(op.args[0], Ref)}
         changing = written.union(v.value for v in (*parameters.values(), *inputs))
         _refuse_changing(dict(zip(made, results[-len(made) :], strict=True)), ops, changing)
         results = results[: -len(made)]
@@ -406,8 +406,7 @@ def _keep(operators: list[Operator], results: list[str], held: set[str]) -> list
     needed = set(results)
     kept = []
     for op in reversed(operators):
-        writes = op.target.split(".")[1].endswith("_") and op.args and isinstance(op.args[0], Ref) and op.args[0].value in held
-        if writes or any(value in needed for value in op.outputs):
+        if (writes(op) and op.inputs[0] in held) or any(value in needed for value in op.outputs):
             needed.update(op.inputs)
             kept.append(op)
     return kept[::-1]
