@@ -19,8 +19,7 @@ from torch import Tensor
 
 from bench.rules import pieces, truth
 from bench.rules.truth import Call
-from weft.model.propagate import _BIASED as BIASED
-from weft.ops import Rule, rule_of
+from weft.ops import Rule, record_of, rule_of
 from weft.plan.placement import D, Placement
 
 MOST_INPUTS = 4  # of more, as of a list of tensors, cuts are not enumerated
@@ -77,7 +76,7 @@ def _covers(cut: Cut, offer: tuple[tuple[str | None, ...], tuple[str, ...]]) -> 
 
 def _adds_a_bias(case: pieces.Case, rule: Rule, label: str) -> bool:
     """Whether summands come with a bias, which weft adds once: the operator on pieces would add it on every rank."""
-    return case.op.target.split(".")[1] in BIASED and all(label not in labels for labels in rule.outputs)
+    return record_of(case.op).bias is not None and all(label not in labels for labels in rule.outputs)
 
 
 def _in_order(call: Call, case: pieces.Case, words: Sequence[str]) -> list[str]:

@@ -10,9 +10,8 @@ from pathlib import Path
 import torch
 
 from bench.rules.compare import Cut, Finding
-from weft.ops import table
-from weft.ops.samples import OF_SAMPLES
-from weft.ops.views import VIEWS
+from weft.ops import RECORDS
+from weft.ops.made import whole
 
 HEAD = """# Factor rules beside brute force
 
@@ -66,9 +65,7 @@ def write(path: Path, found: Sequence[Finding], ended: Sequence[str] = ()) -> No
 
 def _names() -> set[str]:
     """Operators that rules name."""
-    lines = (table.NOTATION, table.POINTWISE, table.ALONG_DIM, table.REDUCTIONS, table.LOSSES, table.REDUCED_AT, table.CELLS)
-    tables = (*lines, VIEWS, OF_SAMPLES)
-    return {name for names in tables for name in names}
+    return {name.split(".")[1] for name, op in RECORDS.items() if op.rule is not None and op.rule is not whole}
 
 
 def _lacks(found: Sequence[Finding], ruled: bool) -> dict[tuple[str, Cut], int]:

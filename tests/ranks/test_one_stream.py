@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from weft.model.stages import draws
+from weft.ops import draws
 from weft.plan.layout import Layout
 from weft.run.engine import Engine
 from weft.run.optimizer import OptimizerSpec

@@ -21,7 +21,7 @@ from torch import nn
 from weft.capture.answers import Answers, with_checks_passed
 from weft.capture.blame import why_not
 from weft.capture.fakes import Fake
-from weft.capture.functional import Memory, is_in_place, make_functional
+from weft.capture.functional import Memory, make_functional
 from weft.capture.functions import Record, function_of
 from weft.capture.init.losses import loss_of
 from weft.capture.nesting import batch_size_of, leaves, rebuild
@@ -33,8 +33,8 @@ from weft.errors import ModelError
 from weft.model.collector import uncollected
 from weft.model.gradients import learned, learns_by
 from weft.model.graph import Arg, Graph, Operator, Ref, Variable
-from weft.model.stages import draws
 from weft.model.work import closure
+from weft.ops import draws, writes
 
 Loss = Callable[[Any, Any], torch.Tensor]
 _MOST_TRIES = 31  # subsets of five tensors
@@ -329,7 +329,7 @@ def _read(program: Any, step: _Step, batch: Any, batched: frozenset[str], size: 
     ops, rename = operators
     results = [rename.get(v, v) for v in reader.results]
     if made := step.trace().record.made:
-        written = {op.args[0].value for op in ops if is_in_place(op) and isinstance(op.args[0], Ref)}
+        written = {op.args[0].value for op in ops if writes(op) and isinstance(op.args[0], Ref)}
         changing = written.union(v.value for v in (*parameters.values(), *inputs))
         _refuse_changing(dict(zip(made, results[-len(made) :], strict=True)), ops, changing)
         results = results[: -len(made)]
@@ -409,8 +409,7 @@ def _keep(operators: list[Operator], results: list[str], held: set[str]) -> list
     needed = set(results)
     kept = []
     for op in reversed(operators):
-        writes = op.target.split(".")[1].endswith("_") and op.args and isinstance(op.args[0], Ref) and op.args[0].value in held
-        if writes or any(value in needed for value in op.outputs):
+        if (writes(op) and op.inputs[0] in held) or any(value in needed for value in op.outputs):
             needed.update(op.inputs)
             kept.append(op)
     return kept[::-1]

@@ -17,10 +17,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from weft.model.graph import Arg, Operator, Ref, Tensor, Word
+from weft.ops import record_of, writes
 
-_SHAPES = {"view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "flatten", "unflatten", "view_as", "reshape_as"}
 _SAME = {"contiguous", "to", "type_as", "alias", "clone", "dropout"}  # where they hand back what they were given
-_TURNS = {"transpose", "t", "permute", "numpy_T", "mT", "movedim", "swapaxes"}
 _OTHERWISE = ("set", "resize", "requires_grad")  # writes of what a tensor is, not of what it holds
 # Draws into a tensor whose functional twins have other names: of what else they are told the arguments stay.
 _TWINS = {"aten.normal_.default": "aten.normal_functional.default", "aten.bernoulli_.float": "aten.bernoulli.p"}
@@ -34,12 +33,6 @@ class _View:
     op: Operator
     base: str
     output: int
-
-
-def is_in_place(op: Operator) -> bool:
-    """Whether the operator writes its first argument."""
-    name = op.target.split(".")[1]
-    return name.endswith("_") and not name.startswith("_") and not name.endswith("__") and bool(op.args) and isinstance(op.args[0], Ref)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +81,7 @@ class _Rewriter:
             for op in operators:
                 if op.target == "aten.detach_.default":
                     self._detach(op)
-                elif is_in_place(op):
+                elif writes(op):
                     self._write(op)
                 elif "out" in dict(op.kwargs):
                     self._write_out(op)
@@ -309,7 +302,7 @@ class _Rewriter:
             lengths = [self.tensors[v].shape[dim] for v in view.op.outputs]
             start = sum(lengths[: view.output])
             return "aten.slice_scatter.default", (base, value, dim, start, start + lengths[view.output])
-        if name in _SHAPES:
+        if record_of(view.op).moves == "reshape":
             return "aten.reshape.default", (value, shape)
         if name in _SAME and self.tensors[target] == self.tensors[view.base]:
             return "aten.alias.default", (value,)

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from weft.capture.functional import is_in_place
 from weft.errors import ModelError
 from weft.model.graph import FUNCTION, Arg, Function, Operator, Ref, Tensor, Word
 from weft.model.strided import as_windows
+from weft.ops import record_of, writes
 
 if TYPE_CHECKING:
     from weft.capture.functions.trace import Joint
@@ -47,7 +47,7 @@ def spec_of(value: Any) -> Tensor:
 def _check_writes(op: Operator, target: Any) -> None:
     """Raise ModelError for an operator that writes an argument in a way that nobody here looks for, so that the write would be lost."""
     written = [a.name for a in target._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    known = is_in_place(op) or "out" in dict(op.kwargs) or "batch_norm" in op.target
+    known = writes(op) or "out" in dict(op.kwargs) or record_of(op).kind == "batch_norm"
     if written and not known:
         raise ModelError(
             f"{op.site} writes its argument {written[0]} in place ({op.target}), which cannot be followed; write with the tensor's own "
@@ -229,7 +229,7 @@ class Reader:
         """Whether a value is made by the operators from number `start` on; what a write hands back is what was written."""
         by = {output: op for op in self.operators[start:] for output in op.outputs}
         while value in by:
-            into = dict(by[value].kwargs).get("out", by[value].args[0] if is_in_place(by[value]) else None)
+            into = dict(by[value].kwargs).get("out", by[value].args[0] if writes(by[value]) else None)
             if not isinstance(into, Ref):
                 return True
             value = self.name(into.value)

@@ -19,7 +19,7 @@ from weft.cost.pieces import divided
 from weft.model.graph import Operator, Tensor
 from weft.model.pointwise import ONEDNN_SAMPLES, read_shapes
 from weft.model.sharding import Sharding
-from weft.model.work import is_transposed
+from weft.ops.windows import is_transposed
 from weft.plan.placement import Shard
 
 _BLOCK = 16  # channels: of each group where oneDNN has no kernel for depthwise windows

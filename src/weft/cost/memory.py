@@ -19,10 +19,12 @@ from weft.cost.holding import held_by
 from weft.cost.recurrent import lstm_bytes
 from weft.cost.working import turned_bytes, working_bytes
 from weft.model.autocast import autocast, cast
-from weft.model.cores import drops_scores, mask_of
 from weft.model.graph import DTYPE_BYTES, Graph, Operator, Tensor
 from weft.model.strides import Layouts, viewed
-from weft.model.work import RECURRENT_KEEPS, Work, batched, differentiable, num_layers, packet, storages, work
+from weft.model.work import Work, batched, differentiable, storages, work
+from weft.ops import record_of
+from weft.ops.attention import drops_scores, mask_of
+from weft.ops.recurrent import RECURRENT_KEEPS, num_layers
 from weft.plan.compression import Compression
 from weft.plan.layout import BOTH_WAYS, Layout
 from weft.plan.plan import BUCKET_BYTES, Memory
@@ -173,7 +175,7 @@ class Inventory:
                 both = sum(t[v].size_bytes for v in mine_read for t in (tensors, self.graph.tensors))
                 # By then the product itself is done, and the copies that it kept are gone.
                 size = max(size, both - sum(tensors[v].size_bytes for v in read if v in done.keeps and v not in self.held))
-            if self.is_cast and live and packet(op) in ("cat", "stack"):  # forward has operands that are widened beside their originals
+            if self.is_cast and live and record_of(op).joins:  # forward has operands that are widened beside their originals
                 size += sum(2.0 * tensors[v].size_bytes for v in op.inputs if tensors[v].dtype == "bfloat16") * (
                     tensors[op.outputs[0]].dtype == "float32"
                 )
@@ -190,7 +192,7 @@ class Inventory:
                     last = self.layouts.has_channels_last(op.inputs[0])
                     relaid, columns = relaid_bytes(op, tensors, self.grads, last), columns_bytes(op, tensors)
                     weights += workspace_bytes(op, tensors) if last else 0.0
-                if packet(op) == "batch_norm" and op.inputs[0] in self.grads:
+                if record_of(op).over_samples and op.inputs[0] in self.grads:
                     # It makes as much again as its input's gradient; `weft.lower.kernels.statistics`, of many ranks, does not, but
                     # computes in float32.
                     alone = float(tensors[op.inputs[0]].size_bytes)
@@ -216,12 +218,12 @@ def _kept_by_processors(op: Operator, tensors: Mapping[str, Tensor], grads: froz
     """
     if not grads.intersection(op.outputs):
         return 0.0
-    name, out = packet(op), tensors[op.outputs[0]]
-    if name == "rms_norm":
+    record, out = record_of(op), tensors[op.outputs[0]]
+    if record.keeps_normalised:
         return out.size_bytes
-    if name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+    if record.recurrence is not None and not record.recurrence.is_cell:
         counted = RECURRENT_KEEPS * out.size_bytes * num_layers(op, tensors)
-        return (lstm_bytes(op, tensors) if name == "lstm" else 7.0 / RECURRENT_KEEPS * counted) - counted
+        return (lstm_bytes(op, tensors) if record.recurrence.states == 2 else 7.0 / RECURRENT_KEEPS * counted) - counted
     return 0.0
 
 

@@ -22,13 +22,14 @@ from weft.cost.pieces import cut, divided, pieces, pieces_moving, shared_by_data
 from weft.cost.places import Places, Stored
 from weft.cost.recurrent import single_steps
 from weft.cost.runs import Amount, Amounts
-from weft.model.cores import cores, is_causal
+from weft.model.cores import cores
 from weft.model.graph import Graph, Operator, Variable
 from weft.model.pointwise import is_product
 from weft.model.sharding import Sharding
 from weft.model.stages import Cut
-from weft.model.work import num_steps, packet
-from weft.ops import rule_of
+from weft.model.work import num_steps
+from weft.ops import record_of, rule_of
+from weft.ops.attention import is_causal
 from weft.plan.placement import R, Shard, is_whole
 
 T = TypeVar("T", bound=Hashable)
@@ -235,7 +236,7 @@ def _beside_pieces(inventory: Inventory, places: Places, op: Operator, divide: i
             twice = 2.0 if at == 0 and inventory.works[op.name].kind == "convolution" else 1.0
             ways = places.ways_read(op, at)
             more += twice * tensors[value].size_bytes * max(0.0, 1 / ways - 1 / divide)
-            if packet(op) in ("cat", "stack") and ways < pieces(sharding, value):  # of its gradient a piece is cut out and sent
+            if record_of(op).joins and ways < pieces(sharding, value):  # of its gradient a piece is cut out and sent
                 more += tensors[value].size_bytes / ways
     for value in op.outputs:
         if value in inventory.grads:
@@ -265,7 +266,7 @@ def _siblings(inventory: Inventory) -> dict[str, float]:
     """Rows of all products of one input with weights, by operator: q, k and v run as one product."""
     groups: dict[str, list[tuple[str, float]]] = {}
     for op in inventory.graph.operators:
-        if packet(op) == "linear":
+        if record_of(op).product == "linear":
             groups.setdefault(op.inputs[0], []).append((op.name, float(inventory.graph.tensors[op.inputs[1]].shape[0])))
     return {name: sum(rows for _, rows in group) for group in groups.values() for name, _ in group}
 
@@ -276,7 +277,7 @@ def _local(inventory: Inventory, sharding: Sharding | None, op: Operator, siblin
     divide = divided(sharding, op.name)
     m = n = k = scores = heads = head = 0.0
     share = visible = 1.0
-    if packet(op) == "linear" and len(tensors[op.inputs[1]].shape) == 2:
+    if record_of(op).product == "linear" and len(tensors[op.inputs[1]].shape) == 2:
         rows, inner = tensors[op.inputs[1]].shape
         m, n, k = tensors[op.outputs[0]].size / rows, siblings[op.name], float(inner)
         share = rows / n
@@ -325,18 +326,18 @@ def _inside(
 ) -> None:  # fmt: skip
     """Collectives that a cut operator's own kernel makes, which no `Move` shows."""
     assert sharding is not None
-    name, out = packet(op), op.outputs[0]
+    record, out = record_of(op), op.outputs[0]
     whole = is_whole(sharding.forms[out].get(axis, R))
     tensors = inventory.graph.tensors
-    if name == "cross_entropy_loss" and whole:
+    if record.fuses_softmax and whole:
         # Largest logit, sum and target's logit of every row.
         forward += [(i, moved("all_reduce", out, axis, 4.0 * tensors[op.inputs[1]].size, by_row=True))] * 3
-    elif name == "batch_norm" and sharding.forms[out].get(axis) != Shard(1) and len(op.args) > 5 and op.args[5] is True:
+    elif record.over_samples and sharding.forms[out].get(axis) != Shard(1) and len(op.args) > 5 and op.args[5] is True:
         # In training, over samples or places; ranks that have channels of their own have the statistics of those.
         statistics = moved("all_reduce", out, axis, 8.0 * tensors[op.inputs[0]].shape[1])
         forward.append((i, statistics))
         backward.append((i, statistics))
-    elif name in ("amax", "amin", "max", "min") and whole:
+    elif record.extreme and whole:
         largest = moved("all_reduce", out, axis)
         forward.append((i, largest))
         backward.append((i, largest))
@@ -445,7 +446,7 @@ def expert_weights(graph: Graph) -> dict[str, str]:
     found: dict[str, str] = {}
     for op in graph.operators:
         weights = [value for value in op.inputs if value in trained]
-        rule = rule_of(op, graph.tensors) if weights and packet(op) in ("bmm", "baddbmm", "matmul", "einsum") else None
+        rule = rule_of(op, graph.tensors) if weights and record_of(op).product == "stacked" else None
         if rule is not None:
             rows = dict(zip(op.inputs, rule.inputs, strict=True))
             made = set(rule.outputs[0])
@@ -454,7 +455,7 @@ def expert_weights(graph: Graph) -> dict[str, str]:
                 read = {label for other, row in rows.items() if other != value for label in row or ()}
                 if experts in made and sum(x not in made for x in matrix) == 1 and any(x in made and x not in read for x in matrix):
                     found[value] = op.name
-        elif weights and packet(op) in ("_grouped_mm", "grouped_mm"):
+        elif weights and record_of(op).product == "grouped":
             found.update(dict.fromkeys(weights, op.name))
     return found
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from weft.model.graph import DTYPE_BYTES, Operator, Tensor
-from weft.model.work import num_matrices, num_steps, packet
+from weft.model.work import num_steps
+from weft.ops import record_of
+from weft.ops.recurrent import matrices
 
 _LINE = 64  # bytes of a cache's line
 _TOGETHER = 256  # columns a multiple of which fall together
-_PLAIN = 1 / 3  # of a GRU's operators in a step, that one without gates has
 
 
 def _row_bytes(columns: int, width: int) -> int:
@@ -62,6 +63,7 @@ def lstm_bytes(op: Operator, tensors: Mapping[str, Tensor]) -> float:
 
 def single_steps(op: Operator, tensors: Mapping[str, Tensor]) -> float:
     """Steps, in a GRU's, that torch takes one by one, a dozen small operators each: all but an LSTM's, which oneDNN takes as a whole."""
-    name = packet(op)
-    each = 1.0 if name == "gru" else _PLAIN if name in ("rnn_tanh", "rnn_relu") else 0.0
-    return each * num_steps(op, tensors) * num_matrices(op, tensors) / 2 if each else 0.0
+    recurrence = record_of(op).recurrence
+    if recurrence is None or not recurrence.single:
+        return 0.0
+    return recurrence.single * num_steps(op, tensors) * len(matrices(op, tensors)) / 2

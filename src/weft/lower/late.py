@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx
 
 from weft.lower.local import LocalStage
+from weft.ops import Op, record_of_target
 
 aten = torch.ops.aten
 
@@ -106,27 +107,10 @@ def _each(value: Any, dims: int) -> list[int]:
     return values * dims if len(values) == 1 else values
 
 
-# operator -> (position of the weight, position of the input, dimensions that the weight must have; 0 any, formula)
-_FORMULAS: dict[Any, tuple[int, int, int, Formula]] = {
-    aten.linear.default: (1, 0, 2, _linear),
-    aten.mm.default: (1, 0, 2, _matmul),
-    aten.matmul.default: (1, 0, 2, _matmul),
-    aten.addmm.default: (2, 1, 2, _matmul),
-    aten.bmm.default: (1, 0, 3, _bmm),
-    aten.conv1d.default: (1, 0, 3, _convolution),
-    aten.conv2d.default: (1, 0, 4, _convolution),
-    aten.conv3d.default: (1, 0, 5, _convolution),
-    aten.conv1d.padding: (1, 0, 3, _padded_by_name),
-    aten.conv2d.padding: (1, 0, 4, _padded_by_name),
-    aten.conv3d.padding: (1, 0, 5, _padded_by_name),
-    aten.conv_transpose1d.default: (1, 0, 3, _transposed),
-    aten.conv_transpose2d.input: (1, 0, 4, _transposed),
-    aten.conv_transpose3d.input: (1, 0, 5, _transposed),
-    aten.embedding.default: (0, 1, 2, _embedding),
-}
-_VIEWS = {
-    aten.t.default, aten.transpose.int, aten.permute.default, aten.reshape.default, aten.view.default, aten.unsqueeze.default,
-    aten.squeeze.dim, aten.select.int, aten.slice.Tensor, aten.narrow.default, aten.mT.default, aten.numpy_T.default,
+# The names that records (`weft.ops.record.WeightGradient`) call them by.
+_FORMULAS: dict[str, Formula] = {
+    "linear": _linear, "matmul": _matmul, "bmm": _bmm, "convolution": _convolution, "convolution_padded": _padded_by_name,
+    "transposed": _transposed, "embedding": _embedding,
 }  # fmt: skip
 
 
@@ -253,33 +237,47 @@ def with_late_weights(local: LocalStage, parameters: Mapping[str, tuple[str, Ten
         copies[node] = made = graph.node_copy(node, copies.__getitem__)
         site = _site_of(node, leaves)
         if site is not None:
-            weight, x, _, _ = _FORMULAS[node.target]
-            made.target = _noting(node.target, weight, x, late, len(late.sites), plain)
+            how = _record(node).weight
+            assert how is not None
+            made.target = _noting(node.target, how.weight, how.x, late, len(late.sites), plain)
             late.sites.append(site)
     graph.lint()
     return replace(local, module=fx.GraphModule(torch.nn.Module(), graph, class_name=type(local.module).__name__)), late
 
 
 def _site_of(node: fx.Node, leaves: Mapping[fx.Node, tuple[str, Tensor]]) -> _Site | None:
-    if node.op != "call_function" or node.target not in _FORMULAS or node.kwargs:
+    how = _record(node).weight
+    formula = None if how is None else how.formulas.get(str(node.target).rpartition(".")[2])
+    if how is None or formula is None or node.kwargs:
         return None
-    weight, x, dims, formula = _FORMULAS[node.target]
     views: list[Callable[[Tensor], Tensor]] = []
-    at: Any
-    at, args = node.args[weight], node.args
-    if not isinstance(at, fx.Node) or not isinstance(args[x], fx.Node):
+    at: Any = node.args[how.weight]
+    args = node.args
+    if not isinstance(at, fx.Node) or not isinstance(args[how.x], fx.Node):
         return None
-    while at.op == "call_function" and at.target in _VIEWS and not at.kwargs and not any(isinstance(a, fx.Node) for a in at.args[1:]):
-        views.append(_view(at.target, at.args[1:]))
+    while _is_view(_record(at)) and not at.kwargs and not any(isinstance(a, fx.Node) for a in at.args[1:]):
+        views.append(_view(at))
         at = at.args[0]
     if at not in leaves:
         return None
     name, parameter = leaves[at]
-    site = _Site(name, parameter, tuple(reversed(views)), formula, [None if isinstance(a, fx.Node) else a for a in args])
-    return site if site.dims == dims else None
+    site = _Site(name, parameter, tuple(reversed(views)), _FORMULAS[formula], [None if isinstance(a, fx.Node) else a for a in args])
+    return site if site.dims == how.dims else None
 
 
-def _view(target: Callable[..., Tensor], args: tuple[Any, ...]) -> Callable[[Tensor], Tensor]:
+def _record(node: fx.Node) -> Op:
+    """What is known of the operator that a node calls; nothing where it calls none."""
+    return record_of_target(str(node.target))
+
+
+def _is_view(record: Op) -> bool:
+    """Whether what is made is part of a weight, or all of it in another shape."""
+    return record.kind == "view" and (record.moves in ("reshape", "part") or record.turn is not None)
+
+
+def _view(node: fx.Node) -> Callable[[Tensor], Tensor]:
+    target: Any = node.target
+    args = node.args[1:]
     return lambda x: target(x, *args)
 
 

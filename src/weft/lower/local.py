@@ -31,17 +31,14 @@ from weft.model.graph import Arg, Function, Graph, Operator, Ref, Word, statisti
 from weft.model.pointwise import is_product, read_shapes
 from weft.model.propagate import writes_buffer, written_buffers
 from weft.model.sharding import Sharding, move_collectives
-from weft.model.stages import Stage, draws
-from weft.ops import Rule, rule_of
+from weft.model.stages import Stage
+from weft.ops import Rule, draws, record_of, rule_of
 from weft.plan.placement import D, P, Placement, R, Shard, is_shard
 from weft.world.attention import scaled_dot_product_attention
 from weft.world.world import Group
 
 Variant = tuple[Placement, ...]  # a value's form along every axis, in the order of `Lowering.axes`
-_RESHAPES = {"view", "reshape", "_unsafe_view", "unflatten", "flatten", "view_as", "reshape_as", "squeeze", "unsqueeze"}
 _LAYER = re.compile(r"^(?:[^/]*?\.)?\d+(?=\.|/|$)")
-_SPARSE = {"embedding": 4, "embedding_bag": 5}  # where an operator is told that its gradient be sparse
-_EXPANDS = {"expand", "expand_as", "broadcast_to"}
 
 
 @dataclass(frozen=True)
@@ -251,9 +248,9 @@ class _Builder:
         special = self._special(op, name, cut, args, kwargs)
         if special is not None:
             return special
-        if name in _RESHAPES:
+        if record_of(op).moves == "reshape":
             return self._emit(op, torch.ops.aten.reshape.default, [args[0], list(self._shape(op.outputs[0]))], {})
-        if name in _EXPANDS:
+        if record_of(op).moves == "expand":
             return self._emit(op, torch.ops.aten.expand.default, [args[0], list(self._shape(op.outputs[0]))], {})
         return self._emit(op, operator_of(op.target), args, kwargs)
 
@@ -318,8 +315,9 @@ class _Builder:
         if name == "as_strided":
             # It reads memory, and what stands here lies in memory as it was traced: in rows.
             return self._emit(op, operator_of(op.target), [self._node(torch.ops.aten.contiguous.default, (args[0],)), *args[1:]], kwargs)
-        if name in _SPARSE and len(args) > _SPARSE[name]:
-            args[_SPARSE[name]] = False  # gradients lie in buffers with others, which are dense
+        sparse = record_of(op).sparse_at
+        if sparse is not None and len(args) > sparse:
+            args[sparse] = False  # gradients lie in buffers with others, which are dense
         if name == "view_as_complex":
             # A parameter may begin anywhere in the buffer that it lies in with others, and a complex number only at every second place.
             return self._emit(op, operator_of(op.target), [self._node(torch.ops.aten.clone.default, (args[0],))], kwargs)
@@ -331,7 +329,7 @@ class _Builder:
         if "extreme" in kernels:
             rule = self._rule(op)
             groups = tuple(low.groups[axis] for axis, label in cut.items() if rule.kernels.get(label) == "extreme")
-            return self._emit(op, _bind(extreme, groups, name in ("amax", "max")), args, kwargs)
+            return self._emit(op, _bind(extreme, groups, record_of(op).extreme == "largest"), args, kwargs)
         if name == "embedding" and "vocabulary" in kernels:
             rows = self.tensors[op.inputs[0]].shape[0]
             call = _bind(embedding, group=kernels["vocabulary"])
@@ -358,7 +356,7 @@ class _Builder:
                 scale /= n
             whole = self._emit(op, operator_of(op.target), args, kwargs)
             return self._node(torch.ops.aten.mul.Tensor, (whole, scale))
-        position = {"linear": 2, "conv1d": 2, "conv2d": 2, "conv3d": 2, "bilinear": 3}.get(name)
+        position = record_of(op).bias
         if position is not None and len(args) > position and args[position] is not None and self._contracted(op, cut):
             bias, args[position] = args[position], None
             partial_sum = self._emit(op, operator_of(op.target), args, kwargs)
@@ -368,7 +366,7 @@ class _Builder:
                     bias = self._node(torch.ops.aten.div.Tensor, (bias, low.sharding.sizes[axis]))
                 else:
                     partial_sum = self._move(partial_sum, axis, P, R)
-            shape = [-1] + [1] * (len(self.tensors[op.outputs[0]].shape) - 2) if name.startswith("conv") else [-1]
+            shape = [-1] + [1] * (len(self.tensors[op.outputs[0]].shape) - 2) if record_of(op).kind == "convolution" else [-1]
             bias = self._node(torch.ops.aten.reshape.default, (bias, shape)) if len(shape) > 1 else bias
             return self._node(_add_bias, (partial_sum, bias))
         return None

@@ -20,14 +20,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from weft.model.graph import Graph, Operator, Ref
+from weft.model.graph import Graph, Operator
 from weft.model.propagate import writes_buffer, written_buffers
-from weft.model.stages import draws
-from weft.ops import Rule
-from weft.ops.linear import SUMS, each, leaves_summands, together
-from weft.ops.table import FACTORIES, SHAPED_LIKE
-
-_ALIKE = frozenset("zeros ones full empty scalar_tensor rand randn randint".split()) | SHAPED_LIKE  # made alike for every sample, or drawn
+from weft.ops import Rule, draws, record_of
+from weft.ops.linear import each, sums, together
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,16 +150,16 @@ class _Followed:
 
     def _alike(self, op: Operator, rule: Rule | None) -> None:
         """Along which dimensions of what is made of the same in every part that is alike."""
-        name = op.target.split(".")[1]
+        record = record_of(op)
         for number, value in enumerate(op.outputs):
             shape = self.graph.tensors[value].shape
-            if name in _ALIKE or draws(op):
+            if record.alike or draws(op):
                 self.even[value] = frozenset(range(len(shape)))
-            elif name in ("repeat", "tile"):  # what had one row, or none
+            elif record.moves == "repeat":  # what had one row, or none
                 source = self.graph.tensors[op.inputs[0]].shape
                 extra = len(shape) - len(source)
                 self.even[value] = frozenset(d for d in range(len(shape)) if d < extra or source[d - extra] == 1)
-            elif rule is not None and name not in FACTORIES:
+            elif rule is not None:
                 rows = [(v, row) for v, row in zip(op.inputs, rule.inputs, strict=True) if row is not None]
                 self.even[value] = frozenset(
                     d
@@ -178,7 +174,7 @@ class _Followed:
             return ["M"] * len(op.outputs)
         floats = all(self.graph.tensors[v].can_learn or self.graph.tensors[v].dtype == "int64" for v in op.outputs)
         carried = together(op) if floats else []
-        if floats and op.target.split(".")[1] in SUMS:
+        if floats and sums(op):
             carried = list(op.inputs)  # a number beside it counts in shares, see `normalise`
         if carried and all(form == "R" or v in carried for v, form in zip(op.inputs, forms, strict=True)):
             return ["P"] * len(op.outputs)
@@ -210,15 +206,10 @@ class _Followed:
         for row in rule.outputs:
             if label in row:
                 made.append(f"S{row.index(label)}")
-            elif kernel in ("average", "summands") or (kernel is None and leaves_summands(op.target.split(".")[1])):
+            elif kernel in ("average", "summands") or (kernel is None and record_of(op).contracts):
                 made.append("P")
             else:
                 return self._mixed(op, "works on several samples at once")
         if kernel == "average":
             self.averages.add(op.name)
         return made
-
-
-def numbers_added(op: Operator) -> bool:
-    """Whether an operator adds a plain number to what it reads."""
-    return op.target.split(".")[1] in SUMS and any(not isinstance(a, Ref) for a in op.args[:2])

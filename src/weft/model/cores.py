@@ -12,13 +12,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Generic, TypeVar
 
-from weft.model.graph import Graph, Operator, Ref
-from weft.model.work import packet
+from weft.model.graph import Graph
+from weft.ops import Op, record_of_target
+from weft.ops.attention import drops_scores
 
 KEEPS_SCORES = "attention"  # `lower.kernels.randomness.attention`: with dropout
-_PRODUCTS = frozenset({"matmul", "bmm", "baddbmm", "einsum"})
-_WITH_WEIGHTS = frozenset({"linear", "addmm", "mm"})
-_SOFTMAX = frozenset({"softmax", "_softmax", "_safe_softmax"})
 
 T = TypeVar("T", bound=Hashable)
 
@@ -40,15 +38,18 @@ class Cores(Generic[T]):
         found: list[list[T]] = []
         taken: set[T] = set()
         for one in self.operators:
-            name, core = self.name(one), set[T]()
-            if name == KEEPS_SCORES:
+            core = set[T]()
+            if self.name(one) == KEEPS_SCORES:
                 core = {one}
-            elif name in _SOFTMAX:
+            elif self._record(one).normalises:
                 core = self._around(one)
             if core and core.isdisjoint(taken) and not any(map(self.outside, core)):
                 taken |= core
                 found.append(sorted(core, key=self._order.__getitem__))
         return found
+
+    def _record(self, one: T) -> Op:
+        return record_of_target(f"aten.{self.name(one)}")
 
     @cached_property
     def _order(self) -> dict[T, int]:
@@ -72,9 +73,10 @@ class Cores(Generic[T]):
                 if one in seen or self.part(one) != self.part(start):
                     continue
                 seen.add(one)
-                if self.name(one) in _PRODUCTS:
+                product = self._record(one).product
+                if product == "stacked":
                     found.add(one)
-                elif self.name(one) not in _WITH_WEIGHTS:
+                elif product not in ("linear", "weight"):
                     todo.append(one)
         return found
 
@@ -99,28 +101,10 @@ def cores(graph: Graph, blocks: Sequence[str]) -> tuple[int, ...]:
         for maker in those:
             readers[maker].append(i)
     operators = range(len(makers))
-    names = [KEEPS_SCORES if drops_scores(op) else packet(op) for op in graph.operators]
+    names = [KEEPS_SCORES if drops_scores(op) else op.target.split(".")[1] for op in graph.operators]
     there = Cores(operators, names.__getitem__, makers.__getitem__, readers.__getitem__, runs.__getitem__, lambda _: False)
     found = [-1] * len(operators)
     for number, core in enumerate(there.find()):
         for i in core:
             found[i] = number
     return tuple(found)
-
-
-def drops_scores(op: Operator) -> bool:
-    """Whether an operator is attention with dropout."""
-    drops = op.args[4] if len(op.args) > 4 else dict(op.kwargs).get("dropout_p", 0.0)
-    return packet(op) == "scaled_dot_product_attention" and isinstance(drops, int | float) and drops > 0
-
-
-def mask_of(op: Operator) -> str | None:
-    """The value that is attention's mask; None where it has none."""
-    mask = op.args[3] if len(op.args) > 3 else dict(op.kwargs).get("attn_mask")
-    return mask.value if packet(op) == "scaled_dot_product_attention" and isinstance(mask, Ref) else None
-
-
-def is_causal(op: Operator) -> bool:
-    """Whether an operator is attention that itself hides what comes later, so that a fused kernel skips half of the scores."""
-    causal = op.args[5] if len(op.args) > 5 else dict(op.kwargs).get("is_causal", False)
-    return packet(op) == "scaled_dot_product_attention" and causal is True

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from weft.errors import ModelError
 from weft.model.graph import Graph, Operator, Tensor
 from weft.model.samples import places_of_samples
-from weft.model.stages import draws
-from weft.model.work import packet
+from weft.ops import draws, record_of
 
 Shape = tuple[int, ...]
 
@@ -29,19 +28,8 @@ class Fold:
 
 def drawn_shape(op: Operator, tensors: Mapping[str, Tensor]) -> Shape:
     """For which shape an operator draws numbers, one an element."""
-    name, out = packet(op), tensors[op.outputs[0]].shape
-    if name == "feature_dropout":
-        return (*out[:2], *(1,) * (len(out) - 2))
-    if name == "scaled_dot_product_attention":
-        return (*tensors[op.inputs[0]].shape[:-1], tensors[op.inputs[1]].shape[-2])
-    if name == "multinomial" and not repeats(op):
-        return tensors[op.inputs[0]].shape
-    return out
-
-
-def repeats(op: Operator) -> bool:
-    """Whether multinomial may give an index again."""
-    return bool(op.args[2] if len(op.args) > 2 else dict(op.kwargs).get("replacement", False))
+    shape = record_of(op).drawn_shape
+    return shape(op, tensors) if shape is not None else tensors[op.outputs[0]].shape
 
 
 def folds_of(graph: Graph, other: Callable[[], Graph]) -> tuple[Fold | None, ...]:

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from weft.model.graph import Graph, Operator
-
-_SHAPE_OF_SECOND = frozenset(("view_as", "reshape_as", "expand_as", "type_as", "to"))  # of the second argument they take no more
+from weft.ops import record_of
 
 
 def learns_by(op: Operator) -> tuple[str, ...]:
     """What an operator reads and hands gradients on to: not what it detaches, nor that of which it takes but the shape (`zeros_like`)."""
-    name = op.target.split(".")[1]
-    if name == "detach" or name.endswith("_like") or name.startswith("new_"):
-        return ()
-    return op.inputs[:1] if name in _SHAPE_OF_SECOND else op.inputs
+    return op.inputs[: record_of(op).learns]
 
 
 def needs_gradient(graph: Graph) -> set[str]:

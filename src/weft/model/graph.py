@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from weft.ops import Rule, rule_of
+from weft.ops import Rule, record_of, rule_of
 from weft.ops.operator import DTYPE_BYTES, FUNCTION, NARROW, Arg, Function, Operator, Ref, Slot, Tensor, Word
 
 if TYPE_CHECKING:
@@ -178,5 +178,7 @@ class Graph:
 
 def statistics(op: Operator) -> set[str]:
     """Values of the running statistics that a norm in training writes where it reads them."""
-    training = op.target.split(".")[1] in ("batch_norm", "instance_norm") and len(op.args) > 5 and op.args[5]
-    return {a.value for a in op.args[3:5] if isinstance(a, Ref)} if training else set()
+    at = record_of(op).statistics
+    if at is None or len(op.args) <= at[-1] or not op.args[at[-1]]:
+        return set()
+    return {a.value for a in op.args[at[0] : at[1] + 1] if isinstance(a, Ref)}

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from weft.model.graph import Graph
 from weft.model.work import operator_flops
-from weft.ops import Rule
+from weft.ops import Rule, record_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ def meanings(graph: Graph, rules: Mapping[str, Rule | None]) -> dict[str, Meanin
             found[op.name] = Meaning()
             continue
         rows = [(value, row) for value, row in zip(op.inputs, rule.inputs, strict=True) if row is not None]
-        product = op.target.split(".")[1] == "embedding" or operator_flops(op, graph.tensors) > 0
+        product = record_of(op).looks_up or operator_flops(op, graph.tensors) > 0
         shared = {label for value, row in rows if product and value in weights for label in row if label}
         of_samples = {row[dim] for value, row in rows for dim in samples.get(value, ()) if row[dim]}
         of_features = shared | {row[dim] for value, row in rows for dim in features.get(value, ()) if row[dim]}

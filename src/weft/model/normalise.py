@@ -16,12 +16,10 @@ from dataclasses import dataclass, field, replace
 from weft.model.additive import Additive
 from weft.model.graph import Arg, Graph, Operator, Ref, Tensor, Variable
 from weft.model.stages import Stage, split
-from weft.ops.linear import SUMS, together
-from weft.ops.table import POINTWISE
+from weft.ops import by_elements, record_of
+from weft.ops.linear import sums, together
 
 SHARE = "batch_share"
-_COUNTING = frozenset("cross_entropy_loss nll_loss nll_loss_nd".split())  # whose mean is over what counts
-_FILLED = {"full": 1, "new_full": 2, "full_like": 1, "scalar_tensor": 0}  # position of a number that is no size
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +105,7 @@ def counted(graph: Graph) -> Graph:
 
 def _counting(op: Operator, tensors: dict[str, Tensor]) -> list[Operator]:
     """A mean over targets that count, taken apart; empty for any other operator."""
-    name = op.target.split(".")[1]
-    if name not in _COUNTING or tensors[op.inputs[0]].shape == tensors[op.inputs[1]].shape:
+    if not record_of(op).over_classes or tensors[op.inputs[0]].shape == tensors[op.inputs[1]].shape:
         return []
     given = dict(zip(("self", "target", "weight", "reduction", "ignore_index", "label_smoothing"), op.args, strict=False)) | dict(op.kwargs)
     if given.get("reduction", 1) != 1:
@@ -130,7 +127,7 @@ def _counting(op: Operator, tensors: dict[str, Tensor]) -> list[Operator]:
         picked = call("picked", "aten.index.Tensor", (weight, (rows,)), weighed)
         counts = call("weighed", "aten.mul.Tensor", (picked, counts), weighed)
     count = call("count", "aten.sum.default", (counts,), Tensor((), tensors[weight.value].dtype if isinstance(weight, Ref) else "int64"))
-    tail = (given.get("label_smoothing", 0.0),) if name == "cross_entropy_loss" else ()
+    tail = (given["label_smoothing"],) if "label_smoothing" in given else ()
     tensors[f"{out}_sum"] = tensors[out]
     summed = (given["self"], target, weight, 2, given.get("ignore_index", -100), *tail)
     made.append(replace(op, args=summed, kwargs=(), outputs=(f"{out}_sum",)))
@@ -198,9 +195,8 @@ class _Rewriting:
 
     def _in_shares(self, op: Operator, other: Operator) -> Operator:
         """Of a sum of summands and others: the others count by shares."""
-        name = op.target.split(".")[1]
         summands = {v for v in other.inputs if self.known.forms[v] == "P"}
-        carried = set(op.inputs) if name in SUMS else set(together(op) or ())
+        carried = set(op.inputs) if sums(op) else set(together(op) or ())
         if not summands or not carried:
             return op
 
@@ -211,11 +207,11 @@ class _Rewriting:
                 return arg if arg.value in summands or arg.value not in carried else self._share(
                     arg, f"{op.outputs[0]}_part{number}", f"{op.site}_share{number}", op.autocast
                 )
-            if name in SUMS and number < 2 and isinstance(arg, int | float):
+            if sums(op) and number < 2 and isinstance(arg, int | float):
                 return self._share(arg, f"{op.outputs[0]}_part{number}", f"{op.site}_share{number}", op.autocast)
             return arg
 
-        target = op.target.replace(".Scalar", ".Tensor") if name in SUMS else op.target
+        target = op.target.replace(".Scalar", ".Tensor") if sums(op) else op.target
         return replace(op, target=target, args=tuple(share(a, i) for i, a in enumerate(op.args)))
 
     def _share(self, of: Ref | int | float, out: str, site: str, autocast: str) -> Ref:
@@ -231,13 +227,12 @@ class _Rewriting:
 
 def _numbers_of(op: Operator, other: Operator) -> Operator:
     """An operator of a part with the numbers that it has for the whole batch, where they are no sizes."""
-    name = op.target.split(".")[1]
     if (op.args, op.kwargs) == (other.args, other.kwargs):
         return op
-    if name in _FILLED and len(op.args) > _FILLED[name]:
-        at = _FILLED[name]
+    at = record_of(op).fill_at
+    if at is not None and len(op.args) > at:
         return replace(op, args=(*op.args[:at], other.args[at], *op.args[at + 1 :]))
-    if name not in POINTWISE:
+    if not by_elements(op):
         return op
 
     def number(mine: Arg, its: Arg) -> Arg:

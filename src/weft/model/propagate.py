@@ -35,14 +35,13 @@ from weft.model.grid import kept_for, nested, twice_cut
 from weft.model.labels import meanings
 from weft.model.sharding import Move, Prices, Sharding, Shards, collective_s, move_collectives
 from weft.model.work import batched, differentiable, operator_bytes, operator_flops
-from weft.ops import Rule
-from weft.ops.linear import leaves_summands, passes, passing
+from weft.ops import Rule, record_of, writes
+from weft.ops.linear import passes, passing
 from weft.plan.grid import NESTED
 from weft.plan.placement import D, P, Placement, R, Shard, is_shard
 from weft.plan.transition import allowed
 
 GATHERED = 1 + 1 / 16  # what putting pieces together weighs where another axis of a grid is still to cut: more than what else is as cheap
-_BIASED = {"linear": 2, "conv1d": 2, "conv2d": 2, "conv3d": 2, "bilinear": 3}  # position of a bias, added once, after the sum
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,13 +164,12 @@ class _Axis:
         said = self.labels.get(op.site)
         if rule is None or writes_buffer(op, self.placed):
             return self._said(op, said, found)
-        name = op.target.split(".")[1]
         meaning = self.meanings[op.name] if self.meanings is not None else None
         for label in rule.labels:
             if said is None and meaning is not None and not meaning.admits(label, self.sequence, self.samples):
                 continue
             for summed in (True, False) if self.spreads or said is not None else (True,):
-                choice = self._cut(op, name, rule, label, seconds / self.n, summed)
+                choice = self._cut(op, rule, label, seconds / self.n, summed)
                 if choice is not None and choice not in found:
                     found.append(choice)
         if any(value in self.pinned for value in op.inputs):
@@ -208,9 +206,9 @@ class _Axis:
                     return True
         return self.axis != "data" and op.name in self.heavy
 
-    def _cut(self, op: Operator, name: str, rule: Rule, label: str, seconds: float, summed: bool) -> _Choice | None:
+    def _cut(self, op: Operator, rule: Rule, label: str, seconds: float, summed: bool) -> _Choice | None:
         """Cut `label`. `summed`: a product whose bias is added once sums its summands first; else each rank adds its share of the bias."""
-        kernel = rule.kernels.get(label)
+        kernel, record = rule.kernels.get(label), record_of(op)
         if (op.name, label) in self.kernels:
             return None
         makes: list[Placement] = []
@@ -221,15 +219,15 @@ class _Axis:
                     return None
                 makes.append(Shard(dim))
             elif kernel == "vocabulary":
-                makes.append(P if name == "embedding" else R)
+                makes.append(P if record.looks_up else R)
             elif kernel in ("extreme", "apart"):
                 makes.append(R)
-            elif kernel in ("average", "statistics", "summands") or leaves_summands(name):
+            elif kernel in ("average", "statistics", "summands") or record.contracts:
                 makes.append(P)
             else:
                 return None
         contracted = any(form is P for form in makes) and kernel is None
-        bias = op.args[_BIASED[name]] if contracted and name in _BIASED and len(op.args) > _BIASED[name] else None
+        bias = op.args[record.bias] if contracted and record.bias is not None and len(op.args) > record.bias else None
         if isinstance(bias, Ref) and summed:
             makes = [R] * len(makes)  # the kernel reduces before it adds the bias
             seconds += collective_s("all_reduce", self._bytes(op.outputs[0]), self.n, self.prices)
@@ -246,7 +244,7 @@ class _Axis:
                 needs.append(R)
             else:
                 needs.append(D if value in self.grads else R)
-        if name == "batch_norm":
+        if record.statistics:
             # Running statistics are written where they are stored, so they cannot be moved first.
             for value, need in zip(op.inputs, needs, strict=True):
                 stored = self.fixed.get(value) if self.fixed is not None and value in self.placed else None
@@ -410,8 +408,7 @@ class _Axis:
 
 def writes_buffer(op: Operator, placed: Mapping[str, object]) -> bool:
     """Whether the operator updates a buffer in place (`num_batches_tracked.add_(1)`); batch norm has a kernel of its own."""
-    name = op.target.split(".")[1]
-    return name.endswith("_") and not name.endswith("__") and bool(op.args) and isinstance(op.args[0], Ref) and op.args[0].value in placed
+    return writes(op) and op.inputs[0] in placed
 
 
 def copied_into(graph: Graph) -> set[str]:

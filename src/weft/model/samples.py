@@ -15,15 +15,8 @@ from typing import NamedTuple
 
 from weft.errors import Infeasible
 from weft.model.graph import Graph, Operator
-from weft.ops import Rule
-from weft.ops.table import LOSSES
+from weft.ops import Op, Rule, record_of
 from weft.plan.layout import Layout
-
-_CLASSES = ("cross_entropy_loss", "nll_loss", "nll_loss_nd")  # classes lie in dimension 1 of their first argument
-_SUMS = frozenset(("sum", "mean", *_CLASSES, *LOSSES))
-_RESHAPES = frozenset("view reshape _unsafe_view flatten unflatten squeeze unsqueeze view_as reshape_as".split())
-_SHIFTS = frozenset("slice narrow pad constant_pad_nd flip roll cat concat".split())  # mix positions, and leave the dimension what it is
-_RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 
 class Place(NamedTuple):
@@ -92,8 +85,8 @@ def _follow(graph: Graph, start: dict[str, int]) -> _Followed:
         here = [(i, found.places[value]) for i, value in enumerate(op.inputs) if value in found.places]
         if not here:
             continue
-        rule, name = graph.rules[op.name], op.target.split(".")[1]
-        if name in _RESHAPES:
+        rule, record = graph.rules[op.name], record_of(op)
+        if record.moves == "reshape":
             for value in op.outputs:
                 place = _reshaped(here[0][1], shapes[op.inputs[0]], shapes[value])
                 if place is None:
@@ -103,31 +96,32 @@ def _follow(graph: Graph, start: dict[str, int]) -> _Followed:
         elif rule is None:
             found.known = False
         else:
-            _through(found, op, name, rule, here, shapes)
+            _through(found, op, record, rule, here, shapes)
     return found
 
 
 def _through(
-    found: _Followed, op: Operator, name: str, rule: Rule, here: list[tuple[int, Place]], shapes: dict[str, tuple[int, ...]]
+    found: _Followed, op: Operator, record: Op, rule: Rule, here: list[tuple[int, Place]], shapes: dict[str, tuple[int, ...]]
 ) -> None:
     """Take the dimension through one operator, by its labels."""
     rows = [(i, place, rule.inputs[i]) for i, place in here]
     labels = {row[place.dim] for _, place, row in rows if row is not None}
     if not labels:  # its values are not read
         return
-    if (name in _SUMS or op.function is not None) and all(prod(shapes[value]) == 1 for value in op.outputs):
+    sums = record.is_loss or (record.contracts and record.linear == "together") or op.function is not None
+    if sums and all(prod(shapes[value]) == 1 for value in op.outputs):
         found.summed = True
-        if name in _CLASSES and any(i == 0 and place.dim == min(1, len(shapes[op.inputs[0]]) - 1) for i, place in here):
+        if record.over_classes and any(i == 0 and place.dim == min(1, len(shapes[op.inputs[0]]) - 1) for i, place in here):
             found.mixed = found.mixed or op
         return
     label = next(iter(labels))
     place = next(place for _, place, row in rows if row is not None)
-    if name in _RECURRENT and here[0][0] == 0 and not label:
+    if record.recurrence and not record.recurrence.is_cell and here[0][0] == 0 and not label:
         time = 1 if bool(op.args[-1]) else 0
         found.steps = found.steps or (op if here[0][1].dim == time and len(shapes[op.inputs[0]]) == 3 else None)
     if not label or len(labels) > 1 or rule.kernels.get(label) in ("statistics", "vocabulary"):
         found.mixed = found.mixed or op
-        if name in _SHIFTS:
+        if record.shifts:
             for value in op.outputs:
                 if len(shapes[value]) == len(shapes[op.inputs[here[0][0]]]):
                     found.places[value] = place

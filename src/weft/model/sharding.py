@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from weft.errors import LayoutError
-from weft.plan.placement import Halo, Placement, Shard, dual, is_cut, is_shard, piece
+from weft.plan.placement import Halo, Placement, Shard, dual, is_cut, piece
 from weft.plan.transition import LOCAL, allowed, sent_part, transition
 
 Shards = tuple[tuple[str, int], ...]  # (parameter or buffer name, dim that is cut)
@@ -87,14 +87,14 @@ def move_collectives(source: Placement, target: Placement) -> tuple[str, str]:
 
 def part_length(form: Shard | Halo, length: int, n: int, index: int | None = None) -> int:
     """Entries that a rank of n holds of a dimension of `length`; without an index, those of a rank that has most."""
-    if is_shard(form):
+    if isinstance(form, Shard):
         return piece(length, n, index or 0)[1]
     widths = [stop - start for start, stop in form.windows]
     return max(widths) if index is None else widths[index]
 
 
 def transfer_s(source: Placement, target: Placement, size_bytes: float, n: int, prices: Prices) -> float:
-    """Seconds of bringing a value of `size_bytes`, the whole, from one placement to another over n ranks: what a rank sends, and latency."""
+    """Seconds to bring a value of `size_bytes` (the whole) to another placement over n ranks: what a rank sends, and latency."""
     collective = transition(source, target).collective
     if collective in LOCAL:
         return 0.0

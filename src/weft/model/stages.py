@@ -16,12 +16,7 @@ from weft.model.gradients import learns_by
 from weft.model.graph import Graph, Operator
 from weft.model.propagate import writes_buffer, written_buffers
 from weft.model.work import closure
-
-_RANDOM = (
-    "dropout", "bernoulli", "rand", "normal", "multinomial", "uniform", "rrelu", "exponential", "cauchy", "geometric", "poisson",
-    "binomial",
-)  # fmt: skip
-_RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+from weft.ops import draws, record_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,30 +41,12 @@ class Stage:
     results: tuple[str, ...]  # the loss or the outputs, where this stage makes them
 
 
-def draws(op: Operator) -> bool:
-    """Whether an operator draws random numbers."""
-    if op.function is not None:
-        return op.function.draws
-    name = op.target.split(".")[1]
-    if name in _RECURRENT:
-        return any(isinstance(arg, float) and arg > 0 for arg in op.args)  # dropout between layers
-    if name == "scaled_dot_product_attention":
-        return len(op.args) > 4 and isinstance(op.args[4], float) and op.args[4] > 0
-    if name.endswith("_loss"):
-        return False
-    if name.endswith("dropout") and len(op.args) > 2 and (op.args[1] == 0 or op.args[2] is False):
-        return False
-    if name == "dropout" and op.args[1] == 1:
-        return False  # nothing is kept
-    return any(word in name for word in _RANDOM)
-
-
 def free_operators(graph: Graph) -> set[str]:
     """Names of operators that follow from the batch and constants alone: no parameter, nothing random, nothing written."""
     placed = {v.value: v for v in (*graph.parameters, *graph.buffers)}
     held = {v.value for v in graph.parameters}
     written = {value for op in graph.operators for value in op.inputs[:1] if writes_buffer(op, placed)}
-    written |= {value for op in graph.operators if "batch_norm" in op.target for value in op.inputs if value in placed}
+    written |= {value for op in graph.operators if record_of(op).statistics for value in op.inputs if value in placed}
     held |= written
     found = set()
     for op in graph.operators:

@@ -12,20 +12,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from weft.model.cores import drops_scores, mask_of
-from weft.model.graph import Arg, Graph, Operator, Tensor
-from weft.model.work import differentiable, kind_of, packet
+from weft.model.graph import Graph, Operator, Tensor
+from weft.model.work import differentiable, kind_of
+from weft.ops import record_of
+from weft.ops.attention import drops_scores, mask_of
 
 Strides = tuple[int, ...]
-
-_RESHAPES = frozenset("view reshape _unsafe_view view_as reshape_as flatten unflatten ravel squeeze unsqueeze".split())
-_SLICES = frozenset("slice narrow chunk split split_with_sizes tensor_split alias identity detach expand expand_as broadcast_to".split())
-_TURNS = frozenset("transpose swapaxes swapdims permute t numpy_T mT movedim".split())
-_SPATIAL = frozenset(
-    "batch_norm max_pool2d avg_pool2d adaptive_avg_pool2d max_pool2d_with_indices upsample_nearest2d upsample_bilinear2d dropout clone to "
-    "_to_copy pad constant_pad_nd".split()
-)  # they make what they read, in its order
-_PRODUCTS = frozenset("matmul bmm baddbmm linear mm addmm einsum".split())
 
 
 def natural(shape: Sequence[int]) -> Strides:
@@ -114,11 +106,11 @@ class Layouts:
         """What is made in memory of its own by operators that otherwise give a view."""
         found = set()
         for op in self.graph.operators:
-            name = packet(op)
-            if op.inputs and op.inputs[0] in self.strides and (name == "contiguous" or name in _RESHAPES):
+            moves = record_of(op).moves
+            if op.inputs and op.inputs[0] in self.strides and moves in ("rows", "reshape"):
                 source = self.graph.tensors[op.inputs[0]].shape
                 for value in op.outputs:
-                    if name == "contiguous" or viewed(source, self.strides[op.inputs[0]], self.graph.tensors[value].shape) is None:
+                    if moves == "rows" or viewed(source, self.strides[op.inputs[0]], self.graph.tensors[value].shape) is None:
                         found.add(value)
         return frozenset(found)
 
@@ -127,14 +119,14 @@ class Layouts:
 
     def copies(self, op: Operator) -> frozenset[str]:
         """What a product copies into rows before it reads it, and keeps as such."""
-        name, tensors = packet(op), self.graph.tensors
-        if name not in ("linear", "matmul") or not any(v in self.strides for v in op.inputs[:2]):
+        rows, tensors = record_of(op).rows, self.graph.tensors
+        if not rows or not any(v in self.strides for v in op.inputs[:2]):
             return frozenset()
         found = []
-        for value, other in zip(op.inputs[: 1 if name == "linear" else 2], (op.inputs[1], op.inputs[0]), strict=False):
+        for value, other in zip(op.inputs[:rows], (op.inputs[1], op.inputs[0]), strict=False):
             shape = list(tensors[value].shape)
             if len(shape) > 2:
-                keep = 1 if name == "linear" or len(tensors[other].shape) < 3 else 2  # dimensions that stay by themselves
+                keep = 1 if rows == 1 or len(tensors[other].shape) < 3 else 2  # dimensions that stay by themselves
                 if viewed(shape, self.of(value), [prod(shape[:-keep]), *shape[-keep:]]) is None:
                     found.append(value)
         return frozenset(found)
@@ -162,20 +154,17 @@ class Layouts:
         return found
 
     def _gradient(self, op: Operator, at: int, found: Mapping[str, Strides]) -> Strides | None:
-        name, value, out, tensors = packet(op), op.inputs[at], op.outputs[0], self.graph.tensors
+        record, value, out, tensors = record_of(op), op.inputs[at], op.outputs[0], self.graph.tensors
         shape = tensors[value].shape
-        if name == "einsum":
-            orders = _einsum(op, tensors)
+        if record.orders is not None:
+            orders = record.orders(op)
             return in_order(shape, orders[at]) if orders else None
-        if name in _TURNS and out in found:
-            back = _turn(op, len(shape))
-            return tuple(found[out][back.index(d)] for d in range(len(shape)))
-        if name in _TURNS:
-            back, plain = _turn(op, len(shape)), natural(tensors[out].shape)
-            return tuple(plain[back.index(d)] for d in range(len(shape)))
+        if record.turn is not None:
+            back, after = record.turn(op, len(shape)), found.get(out) or natural(tensors[out].shape)
+            return tuple(after[back.index(d)] for d in range(len(shape)))
         if kind_of(op) == "convolution":
             return self.of(value) if self.has_channels_last(value) else None
-        if out in found and tensors[out].shape == shape and name not in _PRODUCTS and kind_of(op) in ("elementwise", "activation"):
+        if out in found and tensors[out].shape == shape and kind_of(op) in ("elementwise", "activation"):
             return found[out]
         return None
 
@@ -190,76 +179,28 @@ class Layouts:
 
 def _made(op: Operator, value: str, tensors: Mapping[str, Tensor], known: Mapping[str, Strides]) -> Strides | None:
     """The strides of what an operator makes; None for the order of its dimensions."""
-    name, kind, x, shape = packet(op), kind_of(op), op.inputs[0], tensors[value].shape
-    if name == "einsum":
-        orders = _einsum(op, tensors)
+    record, kind, x, shape = record_of(op), kind_of(op), op.inputs[0], tensors[value].shape
+    if record.orders is not None:
+        orders = record.orders(op)
         return in_order(shape, orders[-1]) if orders else None
     source = tensors[x].shape
     strides = known.get(x) or natural(source)
-    if name in _TURNS:
-        turn = _turn(op, len(source))
-        return tuple(strides[d] for d in turn)
+    if record.turn is not None:
+        return tuple(strides[d] for d in record.turn(op, len(source)))
     if x not in known:
         others = [v for v in op.inputs[1:] if v in known and tensors[v].shape == shape]
         if not others or source == shape or kind not in ("elementwise", "activation"):
             return None
         x, source, strides = others[0], shape, known[others[0]]
-    if name in _RESHAPES:
+    if record.moves == "reshape":
         return viewed(source, strides, shape)
-    if name in _SLICES and len(shape) == len(source):
+    if record.moves in ("part", "same", "expand") and len(shape) == len(source):
         return strides
-    follows = kind in ("elementwise", "activation", "batch_norm", "attention") and name not in ("contiguous", *_PRODUCTS)
-    if (follows and source == shape) or (name in _SPATIAL and len(shape) == len(source)):
+    follows = kind in ("elementwise", "activation", "batch_norm", "attention") and record.moves != "rows"
+    if (follows and source == shape) or (record.follows and len(shape) == len(source)):
         rest = [d for d in range(len(shape)) if d not in (order := order_of(source, strides))]
         return in_order(shape, (*rest, *order))
     if kind == "convolution" and len(shape) in (4, 5):
         last = (0, *range(2, len(shape)), 1)
         return in_order(shape, last) if order_of(source, strides) == order_of(source, in_order(source, last)) else None
     return None
-
-
-def _turn(op: Operator, dims: int) -> tuple[int, ...]:
-    """Which dimension of what is read each dimension of what a permutation makes is."""
-    name, turn = packet(op), list(range(dims))
-    if name in ("t", "numpy_T"):
-        return tuple(reversed(turn))
-    if name == "mT":
-        return (*turn[:-2], dims - 1, dims - 2)
-    if name == "permute":
-        return _dims(op.args[1], dims)
-    a, b = _dims(op.args[1], dims), _dims(op.args[2], dims)
-    if name == "movedim":
-        rest = iter(d for d in turn if d not in a)
-        place = dict(zip(b, a, strict=True))
-        return tuple(place[d] if d in place else next(rest) for d in turn)
-    turn[a[0]], turn[b[0]] = turn[b[0]], turn[a[0]]
-    return tuple(turn)
-
-
-def _dims(given: Arg, dims: int) -> tuple[int, ...]:
-    return tuple(d % dims for d in (given if isinstance(given, tuple) else (given,)) if isinstance(d, int))
-
-
-def _einsum(op: Operator, tensors: Mapping[str, Tensor]) -> tuple[tuple[int, ...], ...]:
-    """Of two operands' product: in which order the gradient of each comes, and in which its result lies, the outermost dimension first."""
-    left, arrow, result = str(op.args[0]).replace(" ", "").partition("->")
-    terms = left.split(",")
-    if not arrow or len(terms) != 2 or "." in left or any(len(set(t)) != len(t) for t in terms) or len(op.inputs) != 2:
-        return ()
-    a, b = terms
-    if any(x not in result and x not in b for x in a) or any(x not in result and x not in a for x in b):
-        return ()
-    both = [x for x in result if x in a and x in b]
-    ours, theirs = [x for x in result if x in a and x not in b], [x for x in result if x in b and x not in a]
-    summed = sorted(x for x in a if x in b and x not in result)
-    if theirs and ours and [x for x in result if x not in both] == [*theirs, *ours]:  # torch multiplies them the other way round
-        return (
-            tuple(a.index(x) for x in (*both, *summed, *ours)),
-            tuple(b.index(x) for x in (*both, *theirs, *summed)),
-            tuple(result.index(x) for x in (*both, *theirs, *ours)),
-        )
-    return (
-        tuple(a.index(x) for x in (*both, *ours, *summed)),
-        tuple(b.index(x) for x in (*both, *summed, *theirs)),
-        tuple(result.index(x) for x in (*both, *ours, *theirs)),
-    )

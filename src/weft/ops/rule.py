@@ -14,7 +14,7 @@ cut. A mark behind a label says that cutting it needs more than the same operato
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
 MARKS = {"/": "average", "^": "vocabulary", "+": "statistics"}
@@ -101,3 +101,23 @@ def parse(text: str, inputs: Sequence[tuple[int, ...] | None], outputs: Sequence
         tuple(whole(row, shape) for row, shape in zip(results, outputs, strict=True)),
         kernels,
     )
+
+
+def named(shape: tuple[int, ...], whole: Container[int] = ()) -> Labels:
+    """A label for each dimension that can be cut; those in `whole` cannot."""
+    return tuple(f"d{i}" if size > 1 and i not in whole else BLOCKED for i, size in enumerate(shape))
+
+
+def lead(shape: tuple[int, ...], count: int) -> Labels:
+    """Labels of the first `count` dimensions; the others come whole."""
+    return named(shape, range(count, len(shape)))
+
+
+def only(rule: Rule, keep: set[str]) -> Rule:
+    """The rule with no other labels than these."""
+
+    def row(labels: Labels) -> Labels:
+        return tuple(x if x in keep else BLOCKED for x in labels)
+
+    kernels = {x: k for x, k in rule.kernels.items() if x in keep}
+    return Rule(tuple(None if i is None else row(i) for i in rule.inputs), tuple(row(o) for o in rule.outputs), kernels)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
-from math import prod
+from collections.abc import Callable
 
-from weft.ops.operator import Operator, Ref, Tensor
-from weft.ops.rule import BLOCKED, Labels, Rule
+from weft.ops.keeps import others
+from weft.ops.operator import Operator
+from weft.ops.record import Op
+from weft.ops.rule import BLOCKED, Labels, Rule, lead, named
 
 Shape = tuple[int, ...]
 
@@ -36,11 +37,6 @@ def reshape(source: Shape, target: Shape) -> tuple[Labels, Labels]:
             left[lead_in] = right[lead_out] = f"d{label}"
             label += 1
     return tuple(left), tuple(right)
-
-
-def named(shape: Shape, whole: Container[int] = ()) -> Labels:
-    """A label for each dimension that can be cut; those in `whole` cannot."""
-    return tuple(f"d{i}" if size > 1 and i not in whole else BLOCKED for i, size in enumerate(shape))
 
 
 def _dim(op: Operator, position: int, default: int, rank: int, key: str = "dim") -> int:
@@ -154,84 +150,82 @@ def _repeat_interleave(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rul
     return Rule((labels,), (labels,))
 
 
-def _transformed(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
-    """Fourier transforms: every dimension but those that are transformed."""
-    name, rank = op.target.split(".")[1], len(ins[0])
-    last: tuple[int, ...] = (-2, -1) if name.endswith("2") else tuple(range(rank)) if name.endswith("n") else (-1,)
-    sizes = op.args[1] if len(op.args) > 1 else None
-    default = tuple(range(-len(sizes), 0)) if isinstance(sizes, tuple) and name.endswith("n") else last
-    given = op.args[2] if len(op.args) > 2 else dict(op.kwargs).get("dim", None)
-    dims = default if given is None or given == () else given if isinstance(given, tuple) else (given,)
-    touched = {int(d) % rank for d in dims}
-    labels = named(ins[0], touched)
-    return Rule((labels,), (labels,))
+def _windows(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
+    """`x.unfold(dim, size, step)`: windows along one dimension, whose elements come last."""
+    dim = int(op.args[1]) % max(len(ins[0]), 1)  # type: ignore[call-overload]
+    labels = named(ins[0], (dim,))
+    return Rule((labels,), ((*labels, BLOCKED),))
 
 
-def _padded(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule:
-    """A dimension padded by (+1, -1) keeps its size but not its rows: what is padded is read from the argument."""
-    pads = op.args[1]
+def _diagonal(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
+    """The diagonal of two dimensions comes last."""
+    given = dict(op.kwargs)
     rank = len(ins[0])
-    touched = {rank - 1 - i // 2 for i, p in enumerate(pads) if p}  # type: ignore[arg-type,var-annotated]
-    labels = named(ins[0], touched)
-    return Rule((labels,), (labels,))
+    dims = [int(op.args[i] if len(op.args) > i else given.get(f"dim{i - 1}", i - 2)) % rank for i in (2, 3)]  # type: ignore[call-overload]
+    labels = named(ins[0], dims)
+    return Rule((labels,), ((*(x for i, x in enumerate(labels) if i not in dims), BLOCKED),))
 
 
-_FOURIER = ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft", "fft2", "ifft2", "rfft2", "irfft2", "fftn", "ifftn", "rfftn", "irfftn")
-VIEWS: dict[str, Callable[[Operator, list[Shape], list[Shape]], Rule | None]] = {
-    **dict.fromkeys(("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as"), _reshape),
-    **dict.fromkeys(("ravel", "atleast_1d", "atleast_2d", "atleast_3d"), _reshape),
-    "transpose": _permute(_swapped),
-    "swapaxes": _permute(_swapped),
-    "swapdims": _permute(_swapped),
-    "permute": _permute(_permuted),
-    **dict.fromkeys(("movedim", "moveaxis"), _permute(_moved)),
-    **dict.fromkeys(("t", "numpy_T", "matrix_H"), _permute(lambda op, rank: list(range(rank))[::-1])),
-    **dict.fromkeys(("mT", "mH", "adjoint"), _permute(lambda op, rank: [*range(rank - 2), rank - 1, rank - 2])),
-    "expand": _expand,
-    "expand_as": _expand,
-    "broadcast_to": _expand,
-    "slice": _sliced,
-    "narrow": _sliced,
-    "narrow_copy": _sliced,
-    "select": _select,
-    "slice_scatter": _scattered,
-    "select_scatter": _scattered,
-    "cat": _cat,
-    "concat": _cat,
-    "stack": _stack,
-    "split": _split,
-    "split_with_sizes": _split,
-    "chunk": _split,
-    "tensor_split": _split,
-    "unbind": _unbind,
-    "repeat": _repeat,
-    "tile": _repeat,
-    "repeat_interleave": _repeat_interleave,
-    **dict.fromkeys((f"fft_{name}" for name in _FOURIER), _transformed),
-    "pad": _padded,
-    "constant_pad_nd": _padded,
-}
+def _spread(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
+    """`diag_embed` at its defaults: the last dimension becomes the diagonal of a matrix."""
+    if len(op.args) > 2 or op.kwargs:
+        return None
+    return Rule((lead(ins[0], len(ins[0]) - 1),), (lead(outs[0], len(ins[0]) - 1),))
 
 
-def index(op: Operator, tensors: dict[str, Tensor]) -> Rule | None:
-    """`x[:, idx, ...]`: dimensions that are not indexed pass through when the indices stand side by side; indices come whole."""
-    source = op.args[0]
-    indices = op.args[1]
-    if not isinstance(source, Ref) or not isinstance(indices, tuple):
+def _grid(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
+    """`meshgrid`: each tensor has a dimension of its own."""
+    if any(len(s) != 1 for s in ins):
         return None
-    shape = tensors[source.value].shape
-    places = [i for i, item in enumerate(indices) if item is not None]
-    if not places or places != list(range(places[0], places[-1] + 1)):
-        return None
-    given = [tensors[indices[i].value] for i in places]
-    if any(t.dtype == "bool" for t in given):
-        return None
-    inner = max(len(t.shape) for t in given)
-    labels = [BLOCKED if i in places else f"d{i}" if n > 1 else BLOCKED for i, n in enumerate(shape)]
-    # With a single index tensor its own dimensions can be cut too: each element looks up its own row.
-    own = [f"i{k}" if n > 1 else BLOCKED for k, n in enumerate(given[0].shape)] if len(given) == 1 else [BLOCKED] * inner
-    out = labels[: places[0]] + own + labels[places[-1] + 1 :]
-    rows = [tuple(own) if len(given) == 1 else (BLOCKED,) * len(t.shape) for t in given]
-    if prod(tensors[op.outputs[0]].shape) == 0 or len(out) != len(tensors[op.outputs[0]].shape):
-        return None
-    return Rule((tuple(labels), *rows), (tuple(out),))
+    labels = [f"d{i}" if s[0] > 1 else BLOCKED for i, s in enumerate(ins)]
+    across = list(labels)
+    if dict(op.kwargs).get("indexing") == "xy" and len(labels) > 1:
+        across[:2] = across[1::-1]
+    return Rule(tuple((x,) for x in labels), tuple(tuple(across) for _ in outs))
+
+
+def _reversed(op: Operator, rank: int) -> list[int]:
+    return list(range(rank))[::-1]
+
+
+def _last_two(op: Operator, rank: int) -> list[int]:
+    return [*range(rank - 2), rank - 1, rank - 2]
+
+
+OPS = (
+    Op("view reshape _unsafe_view", _reshape, kind="view", moves="reshape", shape_at=1, linear="together", gradient="same"),
+    Op("flatten unflatten squeeze unsqueeze", _reshape, kind="view", moves="reshape", linear="together", gradient="same"),
+    Op("view_as", _reshape, kind="view", moves="reshape", linear="together", gradient="same", learns=1),
+    Op("reshape_as", _reshape, moves="reshape", linear="together", gradient="same", learns=1),
+    Op("ravel", _reshape, moves="reshape", linear="together"),
+    Op("atleast_1d atleast_2d atleast_3d", _reshape, linear="together"),
+    Op("transpose swapaxes swapdims", _permute(_swapped), kind="view", turn=_swapped, linear="together", gradient="same"),
+    Op("permute", _permute(_permuted), kind="view", turn=_permuted, linear="together", gradient="same"),
+    Op("movedim", _permute(_moved), kind="view", turn=_moved, linear="together", gradient="same"),
+    Op("moveaxis", _permute(_moved), linear="together"),
+    Op("t numpy_T", _permute(_reversed), kind="view", turn=_reversed, linear="together", gradient="same"),
+    Op("matrix_H", _permute(_reversed), linear="together"),
+    Op("mT", _permute(_last_two), kind="view", turn=_last_two, linear="together", gradient="same"),
+    Op("mH adjoint", _permute(_last_two), linear="together"),
+    Op("expand", _expand, kind="view", moves="expand", shape_at=1, linear="together"),
+    Op("expand_as", _expand, kind="view", moves="expand", linear="together", learns=1),
+    Op("broadcast_to", _expand, kind="view", moves="expand", linear="together"),
+    Op("slice narrow", _sliced, kind="view", moves="part", shifts=True, linear="together"),
+    Op("narrow_copy", _sliced, linear="together"),
+    Op("select", _select, kind="view", moves="part", linear="together"),
+    Op("split split_with_sizes chunk tensor_split", _split, kind="view", moves="part", linear="together"),
+    Op("unbind", _unbind, kind="view", moves="part", linear="together"),
+    Op("slice_scatter select_scatter", _scattered, linear="together", keeps=others),
+    Op("cat", _cat, joins=True, shifts=True, linear="together", keeps=others, gradient="same"),
+    Op("concat", _cat, shifts=True, linear="together"),
+    Op("stack", _stack, joins=True, linear="together", keeps=others, gradient="same"),
+    Op("repeat", _repeat, moves="repeat", linear="together", keeps=others),
+    Op("tile", _repeat, moves="repeat", linear="together"),
+    Op("repeat_interleave", _repeat_interleave, linear="together", keeps=others),
+    Op("unfold", _windows, kind="view"),
+    Op("diagonal", _diagonal, kind="view"),
+    Op("diag_embed", _spread),
+    Op("meshgrid", _grid, kind="view", autocast="apart"),
+    Op("identity", kind="view", moves="same", gradient="same"),
+    Op("as_strided"),
+)

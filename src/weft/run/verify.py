@@ -35,7 +35,7 @@ from weft.lower.kernels.draws import SUPPORTED
 from weft.model.additive import coupling_words
 from weft.model.derivatives import without_gradient
 from weft.model.sharding import FREE_LINKS
-from weft.model.stages import draws
+from weft.ops import draws
 from weft.plan.compression import Compression
 from weft.plan.plan import Plan
 from weft.run.build import Source, Traced

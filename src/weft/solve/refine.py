@@ -10,20 +10,19 @@ from __future__ import annotations
 from weft.cost.placed import placed_sizes
 from weft.cost.step import Pricer
 from weft.errors import Infeasible, LayoutError
-from weft.model.work import packet
+from weft.ops import record_of
 from weft.solve.mixed import pricer_of
 from weft.solve.placements import available, solve_placements
 from weft.solve.timing import Priced, clocked, price
 
 LIMIT_S = 5.0  # for the solver
-MANY_WAYS = ("conv1d", "conv2d", "conv3d", "bmm", "baddbmm", "einsum", "_grouped_mm", "grouped_mm", "topk")
 
 
 def wanted(pricer: Pricer, best: Priced) -> bool:
     """Whether the integer programme may place operators better than propagation did."""
     if best.layout.tensor == 1 or best.layout.grid or pricer.shards is not None or not available():
         return False
-    return any(packet(op) in MANY_WAYS for op in pricer.graph.operators)
+    return any(record_of(op).many_ways for op in pricer.graph.operators)
 
 
 def refined(pricer: Pricer, best: Priced) -> tuple[Pricer, Priced]:

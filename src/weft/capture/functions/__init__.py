@@ -16,9 +16,8 @@ from weft.capture.functions.record import BASE, Call, Record, plainly, recorded,
 from weft.capture.functions.trace import Joint, joint
 from weft.errors import LayoutError, ModelError
 from weft.model.graph import Function, Operator, Tensor
-from weft.model.stages import draws
 from weft.model.work import kind_of, operator_bytes, operator_flops
-from weft.ops import Rule
+from weft.ops import Rule, draws
 
 __all__ = ["BASE", "Call", "Record", "call_of", "check_cut", "function_of", "plainly", "recorded", "recording"]
 

@@ -18,18 +18,12 @@ from typing import NamedTuple
 
 from weft.capture.functions.trace import Joint
 from weft.model.graph import Operator, Ref, Tensor
-from weft.model.stages import draws
-from weft.ops import rule_of
-from weft.ops.linear import PRODUCTS, TOGETHER, together
+from weft.ops import Op, by_elements, draws, record_of, rule_of
+from weft.ops.linear import together
 from weft.ops.rule import BLOCKED, Labels, Rule
-from weft.ops.table import SHAPED_LIKE
 
 AVERAGE, SUMMANDS = "average", "summands"  # what cutting a label leaves that no output has
 
-_CONTRACTS = PRODUCTS | {"sum"}
-_FILLS = frozenset("zeros ones full empty rand randn".split()) | SHAPED_LIKE
-# What is told their result's shape, which differs between the whole and a piece.
-_SHAPED = frozenset("view reshape _unsafe_view expand zeros ones full empty rand randn new_zeros new_ones new_full new_empty".split())
 
 
 class Form(NamedTuple):
@@ -183,9 +177,9 @@ def _zeros(joint: Joint) -> set[str]:
     """Values that are zero everywhere: whole, pieces and summands at once."""
     found = {name for name, value in joint.literals.items() if isinstance(value, tuple) and value[1] == 0}
     for op in joint.operators or ():
-        name = op.target.split(".")[1]
-        passes = name in TOGETHER or name in ("lift_fresh", "lift_fresh_copy")
-        if name in ("zeros", "zeros_like", "new_zeros") or (passes and op.inputs and found.issuperset(op.inputs)):
+        record = record_of(op)
+        passes = record.linear == "together" or record.moves in ("copy", "same")
+        if record.fill == 0 or (passes and op.inputs and found.issuperset(op.inputs)):
             found.update(op.outputs)
     return found
 
@@ -225,10 +219,10 @@ def _step(
     n: int,
 ) -> list[Form] | None:
     """What one operator makes; None where it is not known."""
-    name = op.target.split(".")[1]
+    record = record_of(op)
     if (op.target, op.outputs, op.inputs) != (other.target, other.outputs, other.inputs) or any(v not in forms for v in op.inputs):
         return None
-    scale = _same_but_scaled(op, other, name, n)
+    scale = _same_but_scaled(op, other, n)
     if scale is None:
         return None
     rule = rule_of(op, dict(tensors))
@@ -237,7 +231,7 @@ def _step(
     if rule is not None:
         read = [(form, row) for form, row in zip(ins, rule.inputs, strict=True) if row is not None]
     cut = {row[form.dim] for form, row in read if form.kind == "S"}
-    power = _power(op, name, forms, zeros)
+    power = _power(op, forms, zeros)
     if power is None:
         return None
     power += scale
@@ -245,47 +239,46 @@ def _step(
         (label, *others) = cut
         if others or not label or rule is None or any(label in row for form, row in read if form.kind != "S"):
             return None
-        return _pieces(op, name, rule, label, [form for form, _ in read], power)
+        return _pieces(op, rule, label, [form for form, _ in read], power)
     if any(form.kind == "P" for form, _ in read):
         rounds = any(tensors[v].is_float for v in op.inputs) and not all(tensors[v].is_float for v in op.outputs)
         return None if rounds else [Form("P", power=power)] * len(op.outputs)  # it passes: `_power` has seen to that
-    made = [_whole(name, rule, tensors[v].shape, pieces[v].shape, row, power) for row, v in enumerate(op.outputs)]
+    made = [_whole(record, rule, tensors[v].shape, pieces[v].shape, row, power) for row, v in enumerate(op.outputs)]
     # Ranks with pieces of something draw numbers of their own.
     return None if draws(op) and any(form.kind == "R" for form in made) else made
 
 
-def _pieces(op: Operator, name: str, rule: Rule, label: str, read: list[Form], power: int) -> list[Form] | None:
+def _pieces(op: Operator, rule: Rule, label: str, read: list[Form], power: int) -> list[Form] | None:
     """An operator that is cut on a label."""
     if any(form.kind == "P" for form in read):
         return None
-    kernel = rule.kernels.get(label)
-    if kernel is not None and not (kernel == "average" and name == "mean"):
+    kernel, record = rule.kernels.get(label), record_of(op)
+    if kernel is not None and not (kernel == "average" and record.linear):
         return None
     made = []
     for row in rule.outputs:
         if label in row:
             made.append(Form("S", row.index(label), power))
-        elif name == "mean":
-            made.append(Form("P", power=power + 1))
-        elif name in _CONTRACTS:
-            made.append(Form("P", power=power))
+        elif record.contracts and record.linear:  # of a mean each piece's is n times too large
+            made.append(Form("P", power=power + (kernel == "average")))
         else:
             return None
     return made
 
 
-def _whole(name: str, rule: Rule | None, whole: tuple[int, ...], piece: tuple[int, ...], row: int, power: int) -> Form:
+def _whole(record: Op, rule: Rule | None, whole: tuple[int, ...], piece: tuple[int, ...], row: int, power: int) -> Form:
     """Of whole tensors: whole as well, or a piece of what is alike all along a dimension."""
     differ = [d for d, (a, b) in enumerate(zip(whole, piece, strict=False)) if a != b]
     if len(differ) == 1 and len(whole) == len(piece):
         labels: Labels = rule.outputs[row] if rule is not None else ()
-        spread = name == "expand" and rule is not None and not any(labels[differ[0]] in (r or ()) for r in rule.inputs if labels[differ[0]])
-        if name in _FILLS or spread:
+        read = [r for r in (rule.inputs if rule is not None else ()) if labels[differ[0]] and labels[differ[0]] in (r or ())]
+        spread = record.moves == "expand" and rule is not None and not read
+        if (record.alike and record.shape_at is not None) or spread:
             return Form("S", differ[0], power)
     return Form("R", power=power)
 
 
-def _power(op: Operator, name: str, forms: Mapping[str, Form], zeros: set[str]) -> int | None:
+def _power(op: Operator, forms: Mapping[str, Form], zeros: set[str]) -> int | None:
     """The power of n by which what comes out is scaled, of those of what goes in; None where a summand or a scaled value cannot pass."""
     ins = [forms[v] for v in op.inputs]
     if not any(form.power or form.kind == "P" for form in ins):
@@ -296,28 +289,31 @@ def _power(op: Operator, name: str, forms: Mapping[str, Form], zeros: set[str]) 
         passing = {(forms[v].power, forms[v].kind == "P") for v in carried}
         beside = [forms[v] for v in op.inputs if v not in carried and v not in zeros]
         return passing.pop()[0] if len(passing) == 1 and not any(f.power or f.kind == "P" for f in beside) else None
-    if name == "mul" or name in PRODUCTS:
+    how = record_of(op).linear
+    if how == "each":
         return sum(form.power for form in ins) if summands < 2 else None
-    if name == "div" and "rounding_mode" not in dict(op.kwargs):
+    if how == "numerator" and "rounding_mode" not in dict(op.kwargs):
         if len(ins) == 1:
             return ins[0].power if isinstance(op.args[0], Ref) else None
         return ins[0].power - ins[1].power if ins[1].kind != "P" else None
     return None
 
 
-def _same_but_scaled(op: Operator, other: Operator, name: str, n: int) -> int | None:
+def _same_but_scaled(op: Operator, other: Operator, n: int) -> int | None:
     """The power of n by which a constant factor differs between the piece and the whole, 0 where all constants are equal, else None."""
-    if name in _SHAPED:
-        skip = 2 if name.startswith("new_") else 1 if name in _FILLS else 99
-        return 0 if (op.args[skip:], op.kwargs) == (other.args[skip:], other.kwargs) else None
+    record = record_of(op)
+    if record.shape_at is not None:  # which differs between the whole and a piece
+        rest = record.shape_at + 1
+        return 0 if (op.args[rest:], op.kwargs) == (other.args[rest:], other.kwargs) else None
     if (op.args, op.kwargs) == (other.args, other.kwargs):
         return 0
-    if name not in ("mul", "div") or op.kwargs != other.kwargs or len(op.args) != 2 or op.args[0] != other.args[0]:
+    factor = record.linear == "each" and by_elements(op)
+    if not (factor or record.linear == "numerator") or op.kwargs != other.kwargs or len(op.args) != 2 or op.args[0] != other.args[0]:
         return None
     a, b = op.args[1], other.args[1]
     if not all(isinstance(x, int | float) and not isinstance(x, bool) and x for x in (a, b)):
         return None
     for power in (1, -1):
         if isclose(float(b), float(a) * float(n) ** power, rel_tol=1e-12):  # type: ignore[arg-type]
-            return power if name == "mul" else -power
+            return power if factor else -power
     return None

@@ -15,11 +15,9 @@ from math import prod
 
 from weft.capture.patches.patch import Patch
 from weft.model.graph import Arg, Graph, Operator, Ref, Tensor
-from weft.ops.views import VIEWS
+from weft.ops import record_of
 
-_KEEPS = frozenset("to _to_copy clone contiguous detach alias lift_fresh_copy".split())
-_SHAPES = frozenset("view reshape unsqueeze squeeze flatten expand".split()) & frozenset(VIEWS)
-_PLACES = frozenset("argmax argmin".split())  # make numbers that are not negative
+_KEEPS = ("same", "rows", "cast", "copy", "reshape", "expand")  # the same numbers, maybe in another shape
 
 
 def _own_rows(graph: Graph) -> Graph:
@@ -45,15 +43,15 @@ class _Rows:
 
     def through(self, op: Operator) -> None:
         """Take over one operator, or what is put in its place."""
-        name = op.target.split(".")[1]
+        name, moves = op.target.split(".")[1], record_of(op).moves
         first = op.inputs[0] if op.inputs else ""
         if name == "arange" and not op.inputs:
             start, step = _from(op)
             self.positive.update(op.outputs if start >= 0 and step > 0 else ())
             self.numbers.update(op.outputs if (start, step) == (0, 1) else ())
-        elif name in _PLACES:
+        elif name in ("argmax", "argmin"):
             self.positive.update(op.outputs)
-        elif first and (name in _KEEPS or name in _SHAPES or (name == "add" and op.args[1:2] == (0,))):
+        elif first and (moves in _KEEPS or (name == "add" and op.args[1:2] == (0,))):
             whole = self.tensors[op.outputs[0]].dtype in ("int64", "int32")
             self.positive.update(op.outputs if first in self.positive and whole else ())
             before, after = self.tensors[first], self.tensors[op.outputs[0]]

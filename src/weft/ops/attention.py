@@ -1,0 +1,88 @@
+"""Attention: products of queries and keys, their softmax, and the product with values, as one operator."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from math import prod
+
+from weft.ops.keeps import Kept
+from weft.ops.operator import Operator, Ref, Tensor
+from weft.ops.record import Op, Shape, Tensors
+from weft.ops.rule import BLOCKED, Rule, only
+
+
+def _attention(op: Operator, rule: Rule, ins: list[Shape]) -> Rule:
+    """Heads of grouped-query attention differ in number: the head label is on all of them, each cut into the same parts."""
+    rows = list(rule.inputs)
+    heads = [i for i, s in enumerate(ins[:3]) if len(s) >= 4]
+    for i in heads:
+        row = list(rows[i] or ())
+        row[-3] = "h" if ins[i][-3] > 1 else BLOCKED
+        rows[i] = tuple(row)
+    out = list(rule.outputs[0])
+    if len(out) >= 4 and out[-3]:
+        out[-3] = "h"
+    if any("h" not in (rows[i] or ()) for i in heads):
+        # One key head for all query heads: cutting queries needs every rank's whole key.
+        return (
+            Rule(tuple(rows), (tuple(out),))
+            if all(ins[i][-3] > 1 for i in heads)
+            else only(Rule(tuple(rows), (tuple(out),)), set(rule.labels) - {"h"})
+        )
+    return Rule(tuple(rows), (tuple(out),))
+
+
+def _flops(op: Operator, tensors: Tensors) -> float:
+    """2·L·S·(E + Ev) a head, in full also where it is causal."""
+    query, key, value = (tensors[v].shape for v in op.inputs[:3])
+    return 2.0 * prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
+
+
+def _keeps(op: Operator, tensors: Mapping[str, Tensor], grads: Set[str]) -> Kept:
+    """What it reads and makes, and a logarithm for each row of scores."""
+    query = tensors[op.inputs[0]]
+    return (*tuple(dict.fromkeys(op.inputs))[:3], op.outputs[0]), 4.0 * query.size / query.shape[-1]
+
+
+def _drops(op: Operator) -> bool:
+    return len(op.args) > 4 and isinstance(op.args[4], float) and op.args[4] > 0
+
+
+def _is_fused(op: Operator) -> bool:
+    return op.target == "aten.scaled_dot_product_attention.default"
+
+
+def drops_scores(op: Operator) -> bool:
+    """Whether an operator is attention with dropout."""
+    drops = op.args[4] if len(op.args) > 4 else dict(op.kwargs).get("dropout_p", 0.0)
+    return _is_fused(op) and isinstance(drops, int | float) and drops > 0
+
+
+def mask_of(op: Operator) -> str | None:
+    """The value that is attention's mask; None where it has none."""
+    mask = op.args[3] if len(op.args) > 3 else dict(op.kwargs).get("attn_mask")
+    return mask.value if _is_fused(op) and isinstance(mask, Ref) else None
+
+
+def is_causal(op: Operator) -> bool:
+    """Whether an operator is attention that itself hides what comes later, so that a fused kernel skips half of the scores."""
+    causal = op.args[5] if len(op.args) > 5 else dict(op.kwargs).get("is_causal", False)
+    return _is_fused(op) and causal is True
+
+
+def _scores(op: Operator, tensors: Tensors) -> Shape:
+    """A number is drawn for each score."""
+    return (*tensors[op.inputs[0]].shape[:-1], tensors[op.inputs[1]].shape[-2])
+
+
+OPS = (
+    Op(
+        "scaled_dot_product_attention", "b* h !s !d, b* h !t !d, b* h !t !e, b* h !s !t -> b* h !s !e", _attention,
+        draws=_drops, drawn_shape=_scores, kind="attention", flops=_flops, keeps=_keeps, autocast="lower",
+    ),
+    Op(
+        "_scaled_dot_product_attention_math _scaled_dot_product_efficient_attention _scaled_dot_product_flash_attention "
+        "_scaled_dot_product_flash_attention_for_cpu",
+        kind="attention", flops=_flops, keeps=_keeps,
+    ),
+)  # fmt: skip

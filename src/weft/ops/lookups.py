@@ -1,0 +1,111 @@
+"""Operators that read rows by number, write them, or find where numbers belong."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from math import prod
+
+from weft.ops.keeps import others
+from weft.ops.operator import Operator, Ref
+from weft.ops.record import ByTensors, Op, Shape, Tensors, WeightGradient
+from weft.ops.rule import BLOCKED, Rule, named, only
+
+
+def _index(op: Operator, tensors: Tensors) -> Rule | None:
+    """`x[:, idx, ...]`: dimensions that are not indexed pass through when the indices stand side by side; indices come whole."""
+    source = op.args[0]
+    indices = op.args[1]
+    if not isinstance(source, Ref) or not isinstance(indices, tuple):
+        return None
+    shape = tensors[source.value].shape
+    places = [i for i, item in enumerate(indices) if item is not None]
+    if not places or places != list(range(places[0], places[-1] + 1)):
+        return None
+    given = [tensors[indices[i].value] for i in places]
+    if any(t.dtype == "bool" for t in given):
+        return None
+    inner = max(len(t.shape) for t in given)
+    labels = [BLOCKED if i in places else f"d{i}" if n > 1 else BLOCKED for i, n in enumerate(shape)]
+    # With a single index tensor its own dimensions can be cut too: each element looks up its own row.
+    own = [f"i{k}" if n > 1 else BLOCKED for k, n in enumerate(given[0].shape)] if len(given) == 1 else [BLOCKED] * inner
+    out = labels[: places[0]] + own + labels[places[-1] + 1 :]
+    rows = [tuple(own) if len(given) == 1 else (BLOCKED,) * len(t.shape) for t in given]
+    if prod(tensors[op.outputs[0]].shape) == 0 or len(out) != len(tensors[op.outputs[0]].shape):
+        return None
+    return Rule((tuple(labels), *rows), (tuple(out),))
+
+
+def _masked_put(op: Operator, tensors: Tensors) -> Rule | None:
+    """`x[mask] = value` by a mask of x's first dimensions, with a value that is alike wherever the mask is true."""
+    ins = [tensors[v].shape for v in op.inputs]
+    accumulate = op.args[3] if len(op.args) > 3 else False
+    places = op.args[1]
+    if (
+        accumulate
+        or len(ins) != 3
+        or tensors[op.inputs[1]].dtype != "bool"
+        or not (isinstance(places, tuple) and isinstance(places[0], Ref))
+    ):
+        return None
+    lead = len(ins[1])
+    full, value = ins[0], ins[2]
+    if ins[1] != full[:lead] or len(value) > len(full) - lead:
+        return None
+    labels = named(full)
+    extra = len(full) - len(value)
+    last = tuple(labels[i + extra] if n == full[i + extra] else BLOCKED for i, n in enumerate(value))
+    return Rule((labels, labels[:lead], last), (labels,))
+
+
+def _sorted_into(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
+    """`bucketize(x, bounds)` and `searchsorted(bounds, x)`: each element by itself, of one row of bounds or of each row by its own."""
+    at = 0 if op.target.split(".")[1] == "bucketize" else 1
+    if len(ins) == 2 and len(ins[0]) == len(ins[1]) > 1:
+        return Rule((named(ins[0], (-1 % len(ins[0]),)), named(ins[1])), (named(outs[0]),)) if at else None
+    if len(ins) != 2 or len(ins[1 - at]) != 1:
+        return None
+    rows = [named(outs[0])] * 2
+    rows[1 - at] = (BLOCKED,)
+    return Rule(tuple(rows), (named(outs[0]),))
+
+
+def _masked_scatter(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
+    """Places take what the source has in order, so that samples go on where those before them end."""
+    if len(ins[0]) < 1 or len(ins[1]) != len(ins[0]) or ins[1][0] != ins[0][0] or outs[0] != ins[0] or ins[0][0] == 1:
+        return None
+    rows = tuple(("n", *(BLOCKED,) * (len(s) - 1)) for s in ins[:2])
+    return Rule((*rows, (BLOCKED,) * len(ins[2])), (rows[0],), {"n": "counted"})
+
+
+def _bags(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
+    """Sums and means of rows of a table: which rows belong to which bag is told by offsets, features are each by themselves."""
+    if len(op.args) <= 4 or op.args[4] not in (0, 1):
+        return None
+    table = (BLOCKED, "e" if ins[0][1] > 1 else BLOCKED)
+    whole = tuple((BLOCKED,) * len(s) for s in outs[1:])  # which bag each index is in
+    return Rule((table, *((BLOCKED,) * len(s) for s in ins[1:])), (table, *whole), {"e": "apart"} if table[1] else {})
+
+
+def _looked_up(op: Operator, rule: Rule, ins: list[Shape]) -> Rule:
+    by_frequency, sparse = (*op.args[3:5], False, False)[:2]
+    if by_frequency:  # gradients are divided by how often an index occurs, in all of the batch
+        return only(rule, {"e"})
+    return only(rule, set(rule.labels) - {"v"}) if sparse else rule
+
+
+def _put_zeros(op: Operator, zeros: Container[str]) -> tuple[str, ...] | None:
+    """`index_put` of zeros."""
+    return op.inputs[:1] if len(op.args) == 3 and isinstance(op.args[2], Ref) and op.args[2].value in zeros else None
+
+
+OPS = (
+    Op(
+        "embedding", "v^ e, b* -> b* e", _looked_up, weight=WeightGradient(0, 1, 2, {"default": "embedding"}), sparse_at=4,
+        kind="gather", looks_up=True, keeps=others,
+    ),
+    Op("embedding_bag", _bags, sparse_at=5),
+    Op("index", ByTensors(_index), kind="gather", keeps=others),
+    Op("index_put", ByTensors(_masked_put), linear=_put_zeros, keeps=others),
+    Op("masked_scatter", _masked_scatter, keeps=others),
+    Op("bucketize searchsorted", _sorted_into, closed=(0, 1)),
+)  # fmt: skip

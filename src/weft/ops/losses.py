@@ -1,0 +1,142 @@
+"""Losses: of elements, of rows and of classes, each reduced to a mean or a sum, or not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+
+from weft.ops.keeps import Kept, others
+from weft.ops.operator import Operator, Ref, Tensor
+from weft.ops.pointwise import of_elements
+from weft.ops.record import Made, Op, Shape
+from weft.ops.rule import BLOCKED, Rule
+
+
+def _reduced(op: Operator, position: int) -> object:
+    """How a loss is reduced: 0 not at all, 1 to the mean, 2 to the sum."""
+    return op.args[position] if len(op.args) > position else dict(op.kwargs).get("reduction", 1)
+
+
+def _of_elements(position: int) -> Made:
+    """Mean or sum over all elements, or none."""
+
+    def rule(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
+        reduction = _reduced(op, position)
+        if outs[0] or reduction == 0:
+            return of_elements(ins, outs)
+        rank = max(len(s) for s in ins)
+        full = next(s for s in ins if len(s) == rank)
+        labels = tuple(f"d{i}" if n > 1 else BLOCKED for i, n in enumerate(full))
+        rows = []
+        for s in ins:
+            extra = rank - len(s)
+            rows.append(tuple(labels[i + extra] if n == full[i + extra] else BLOCKED for i, n in enumerate(s)))
+        return Rule(tuple(rows), ((),), {x: "average" for x in labels if x} if reduction == 1 else {})
+
+    return rule
+
+
+def _of_rows(position: int, num_rows: int = 2) -> Made:
+    """Losses of rows (pairs, triplets, margins between classes): one number a row, and the mean, the sum or all of those. `num_rows`: how
+    many tensors have a row each; weights of classes stand behind them."""
+
+    def rule(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
+        given, rows = _reduced(op, position), ins[:num_rows]
+        if len(ins[0]) != 2 or any(s[0] != ins[0][0] for s in rows if s) or any(not s for s in rows):
+            return None
+        label = "n" if ins[0][0] > 1 else BLOCKED
+        labels = tuple((label, *(BLOCKED,) * (len(s) - 1)) if i < len(rows) else (BLOCKED,) * len(s) for i, s in enumerate(ins))
+        return Rule(labels, ((label,) if given == 0 else (),), {"n": "average"} if given == 1 and label else {})
+
+    return rule
+
+
+def _nll(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
+    """Log-probabilities (classes come whole) of targets. The mean over rows without class weights, over samples; sums; nothing reduced."""
+    reduction = _reduced(op, 3)
+    if len(ins[0]) < 2 or len(ins[1]) != len(ins[0]) - 1 or (reduction == 1 and len(ins) != 2):
+        return None
+    rows = tuple(f"n{i}" if size > 1 and (i == 0 or reduction != 1) else BLOCKED for i, size in enumerate(ins[1]))
+    weights = ((BLOCKED,),) if len(ins) > 2 else ()
+    kernels = {"n0": "average"} if reduction == 1 and rows[0] else {} if reduction == 0 else {x: "summands" for x in rows if x}
+    return Rule(((rows[0], BLOCKED, *rows[1:]), rows, *weights), (rows if reduction == 0 else (),), kernels)
+
+
+def _cross_entropy(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
+    """The mean over rows, or their sum, whose classes may be cut where they have no weights and no smoothing; or nothing reduced.
+
+    A target that has classes, too, is probabilities, and its mean is over all rows, whatever they weigh.
+    """
+    weight = op.args[2] if len(op.args) > 2 else None
+    reduction = _reduced(op, 3)
+    smoothing = op.args[5] if len(op.args) > 5 else dict(op.kwargs).get("label_smoothing", 0.0)
+    weights = ((BLOCKED,),) if isinstance(weight, Ref) else ()
+    if len(ins[0]) < 2:
+        return None
+    if ins[1] == ins[0]:
+        rows = tuple(f"n{i}" if size > 1 else BLOCKED for i, size in enumerate((ins[0][0], *ins[0][2:])))
+        both = (rows[0], BLOCKED, *rows[1:])
+        return Rule((both, both, *weights), (rows if reduction == 0 else (),), {x: "average" for x in rows if x} if reduction == 1 else {})
+    if len(ins[1]) != len(ins[0]) - 1:
+        return None
+    # Of an image's or a sequence's rows the mean is divided by samples only.
+    rows = tuple(f"n{i}" if size > 1 and (i == 0 or reduction != 1) else BLOCKED for i, size in enumerate(ins[1]))
+    whole_classes = weight is not None or smoothing or reduction == 0 or len(ins[0]) > 2 or ins[0][1] == 1
+    classes = BLOCKED if whole_classes else "c"
+    kernels = {"c": "vocabulary"} if classes else {}
+    if reduction == 1 and rows[0]:
+        kernels["n0"] = "average"
+    return Rule(((rows[0], classes, *rows[1:]), rows, *weights), (rows if reduction == 0 else (),), kernels)
+
+
+def _ctc(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
+    """Losses of [time, sample, class] against [sample, position], and lengths of both: each sample by itself."""
+    n = "n" if outs[0][0] > 1 else BLOCKED
+    return Rule(((BLOCKED, n, BLOCKED), (n, BLOCKED), (n,), (n,)), ((n,),))
+
+
+def _ctc_lengths(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
+    """Lengths of targets, each held against how many are there."""
+    n = "n" if outs[0][0] > 1 else BLOCKED
+    return Rule(((n,), (n,)), ((n,),))
+
+
+def _logarithms(op: Operator, tensors: Mapping[str, Tensor], grads: Set[str]) -> Kept:
+    """The targets, and the logarithms of the softmax."""
+    return tuple(dict.fromkeys(op.inputs))[1:2], float(tensors[op.inputs[0]].size_bytes)
+
+
+def _loss(names: str, at: int = 2, closed: tuple[int, ...] = ()) -> Op:
+    return Op(names, _of_elements(at), contracts=True, is_loss=True, closed=closed, autocast="wider")
+
+
+def _row_loss(names: str, at: int, num_rows: int = 2, closed: tuple[int, ...] = ()) -> Op:
+    return Op(names, _of_rows(at, num_rows), contracts=True, is_loss=True, closed=closed, autocast="wider")
+
+
+OPS = (
+    _loss("mse_loss l1_loss smooth_l1_loss huber_loss kl_div"),
+    _loss("soft_margin_loss", closed=(1,)),
+    _loss("binary_cross_entropy", 3, closed=(2,)),
+    _loss("binary_cross_entropy_with_logits", 4),
+    _loss("hinge_embedding_loss", 3),
+    _loss("margin_ranking_loss", 4),
+    _loss("poisson_nll_loss", 5),
+    _row_loss("triplet_margin_loss", 7, 3),
+    _row_loss("cosine_embedding_loss", 4, 3),
+    _row_loss("multi_margin_loss", 5, closed=(4,)),
+    _row_loss("multilabel_margin_loss", 2),
+    Op(
+        "cross_entropy_loss", _cross_entropy, contracts=True, is_loss=True, over_classes=True, closed=(2,),
+        kind="softmax", fuses_softmax=True, keeps=_logarithms, autocast="wider",
+    ),
+    Op(
+        "nll_loss", _nll, contracts=True, is_loss=True, over_classes=True, closed=(2,),
+        kind="gather", keeps=others, autocast="wider",
+    ),
+    Op("nll_loss_nd", _nll, is_loss=True, over_classes=True, closed=(2,), kind="gather", keeps=others, autocast="wider"),
+    Op("nll_loss2d", is_loss=True, closed=(2,), autocast="wider"),
+    Op("nll_loss_forward", kind="gather", keeps=others),
+    Op("ctc_loss", contracts=True, is_loss=True, autocast="wider"),
+    Op("ctc_loss", _ctc, namespace="weft", contracts=True, is_loss=True, autocast="wider"),
+    Op("ctc_lengths", _ctc_lengths, namespace="weft"),
+)  # fmt: skip

@@ -1,0 +1,85 @@
+"""Operators that make tensors of numbers alone, or of the shape of another, and those that draw random numbers."""
+
+from __future__ import annotations
+
+from weft.ops.keeps import mask, mask_of_channels, nothing, others
+from weft.ops.operator import Operator
+from weft.ops.pointwise import elements
+from weft.ops.record import Op, Shape, Tensors
+from weft.ops.rule import BLOCKED, Rule
+
+# Of operators without a record, also of somebody else's: one of whose name these are a part is taken to draw.
+_RANDOM = (
+    "dropout", "bernoulli", "rand", "normal", "multinomial", "uniform", "rrelu", "exponential", "cauchy", "geometric", "poisson",
+    "binomial",
+)  # fmt: skip
+
+
+def draws_by_name(name: str) -> bool:
+    """Whether an operator of this name draws random numbers."""
+    return not name.endswith("_loss") and any(word in name for word in _RANDOM)
+
+
+def whole(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule:
+    """Nothing that it reads has values that count, and what it makes stays whole."""
+    return Rule(tuple(None for _ in ins), tuple((BLOCKED,) * len(s) for s in outs))
+
+
+def _keeps_all(op: Operator) -> bool:
+    """Dropout that drops nothing."""
+    chance = op.args[1] if len(op.args) > 1 else 0.5
+    training = op.args[2] if len(op.args) > 2 else True
+    return not (bool(training) and isinstance(chance, int | float) and chance > 0)
+
+
+def _drops(op: Operator) -> bool:
+    """Whether dropout draws."""
+    return not (len(op.args) > 2 and (op.args[1] == 0 or op.args[2] is False))
+
+
+def _drops_some(op: Operator) -> bool:
+    """The same where nothing is drawn if nothing is kept."""
+    return _drops(op) and op.args[1] != 1
+
+
+def _channels(op: Operator, tensors: Tensors) -> Shape:
+    """A number is drawn for each channel."""
+    out = tensors[op.outputs[0]].shape
+    return (*out[:2], *(1,) * (len(out) - 2))
+
+
+def _chances(op: Operator, tensors: Tensors) -> Shape:
+    """A number is drawn for each index that is given, or, where none may be given again, for each that might be."""
+    again = op.args[2] if len(op.args) > 2 else dict(op.kwargs).get("replacement", False)
+    return tensors[op.outputs[0] if again else op.inputs[0]].shape
+
+
+OPS = (
+    Op("arange eye linspace", whole, kind="make", keeps=others),
+    Op("tril_indices triu_indices hann_window", whole),
+    Op("zeros", whole, kind="make", keeps=others, alike=True, shape_at=0, fill=0.0),
+    Op("ones empty", whole, kind="make", keeps=others, alike=True, shape_at=0),
+    Op("full", whole, kind="make", keeps=others, alike=True, shape_at=0, fill_at=1),
+    Op("scalar_tensor", whole, kind="make", keeps=others, alike=True, fill_at=0),
+    Op("new_zeros", whole, kind="make", keeps=others, reads=False, learns=0, alike=True, shape_at=1, fill=0.0),
+    Op("new_ones", whole, kind="make", keeps=others, reads=False, learns=0, alike=True, shape_at=1),
+    Op("new_full", whole, kind="make", keeps=others, reads=False, learns=0, alike=True, shape_at=1, fill_at=2),
+    Op("new_empty", whole, reads=False, learns=0, alike=True, shape_at=1),
+    Op("new_empty_strided", reads=False, learns=0),
+    Op("zeros_like", elements, kind="make", keeps=others, reads=False, learns=0, fill=0.0),
+    Op("ones_like empty_like", elements, kind="make", keeps=others, reads=False, learns=0),
+    Op("full_like", elements, kind="make", keeps=others, reads=False, learns=0, fill_at=1),
+    Op("tril triu", "b* !i !j -> b* !i !j", kind="make", keeps=others),
+    Op("one_hot", "b* -> b* !c", kind="make", keeps=others),
+    Op("rand randn", whole, draws=True, alike=True, shape_at=0),
+    Op("randint", whole, draws=True, alike=True),
+    Op("randperm", whole, draws=True),
+    Op("rand_like randn_like randint_like", elements, draws=True, reads=False, learns=0),
+    Op("uniform normal_functional bernoulli exponential", elements, draws=True),
+    Op("multinomial", draws=True, drawn_shape=_chances),
+    Op("dropout", elements, draws=_drops_some, idle=_keeps_all, keeps=nothing, follows=True),
+    Op("alpha_dropout", elements, draws=_drops, idle=_keeps_all, keeps=mask),
+    Op("feature_dropout", "n c !s* -> n c !s*", draws=_drops, drawn_shape=_channels, idle=_keeps_all, keeps=mask_of_channels),
+    Op("native_dropout", "b* -> b*, b*", draws=_drops, keeps=nothing),
+    Op("feature_alpha_dropout", draws=_drops, keeps=mask_of_channels),
+)

@@ -1,0 +1,62 @@
+"""Norms: by statistics over samples and places, over groups of channels, over the last dimensions."""
+
+from __future__ import annotations
+
+from weft.ops.keeps import normalised
+from weft.ops.operator import Operator, Ref
+from weft.ops.record import Op, Shape
+from weft.ops.rule import BLOCKED, Rule, only
+
+
+def _over_batch(op: Operator, rule: Rule, ins: list[Shape]) -> Rule:
+    """In evaluation running statistics are constants."""
+    return rule if len(op.args) > 5 and op.args[5] is True else Rule(rule.inputs, rule.outputs, {})
+
+
+def _of_instances(op: Operator, rule: Rule, ins: list[Shape]) -> Rule:
+    running = [a for a in op.args[3:5] if isinstance(a, Ref)]
+    if running and len(op.args) > 5 and op.args[5] is True:
+        return only(rule, set())  # what is kept is the mean over all samples
+    return only(rule, {"n"}) if len(ins) > 1 else rule
+
+
+def _normalized(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
+    """The dimensions of `normalized_shape`, the last ones, come whole; weights, which have that shape, too."""
+    over = op.args[1] if len(op.args) > 1 else ()
+    if not isinstance(over, tuple):
+        return None
+    lead = len(ins[0]) - len(over)
+    labels = tuple(f"b{i - lead}" if i < lead and n > 1 else BLOCKED for i, n in enumerate(ins[0]))
+    return Rule((labels, *((BLOCKED,) * len(s) for s in ins[1:])), (labels,))
+
+
+def _weight_norm(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
+    """Directions and lengths along `dim`: each slice by its own norm."""
+    dim = int(op.args[2] if len(op.args) > 2 else 0) % len(ins[0])  # type: ignore[call-overload]
+    if len(ins[1]) != len(ins[0]) or ins[1][dim] != ins[0][dim]:
+        return None
+    labels = tuple("d" if i == dim and n > 1 else BLOCKED for i, n in enumerate(ins[0]))
+    return Rule((labels, labels), (labels,))
+
+
+OPS = (
+    Op(
+        "batch_norm", "n+ c s+*, c, c, c, c -> n c s*", _over_batch, statistics=(3, 4, 5), over_samples=True,
+        kind="batch_norm", keeps=normalised, follows=True, autocast="first",
+    ),
+    Op(
+        "instance_norm", "n c !s*, c, c, c, c -> n c !s*", _of_instances, statistics=(3, 4, 5),
+        kind="batch_norm", keeps=normalised, makes=1.0, autocast="first",
+    ),
+    Op(
+        "native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional",
+        kind="batch_norm", keeps=normalised, autocast="first",
+    ),
+    Op("cudnn_batch_norm", kind="batch_norm", keeps=normalised),
+    Op("group_norm", "n !c !s*, _, !c, !c -> n !c !s*", kind="norm", keeps=normalised, turned=1.0, autocast="first"),
+    Op("layer_norm", _normalized, kind="norm", keeps=normalised, turned=1.0, autocast="first"),
+    Op("rms_norm", _normalized, kind="norm", keeps=normalised, keeps_normalised=True, autocast="first"),
+    Op("native_group_norm native_layer_norm", kind="norm", keeps=normalised, autocast="first"),
+    Op("_fused_rms_norm", kind="norm", keeps=normalised),
+    Op("_weight_norm", _weight_norm),
+)  # fmt: skip

@@ -1,0 +1,103 @@
+"""Operators each element of whose result depends on the elements at its own (broadcast) place alone."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+from weft.ops.keeps import operands, others, output, quotient
+from weft.ops.operator import Operator, Ref
+from weft.ops.record import Op, Shape
+from weft.ops.rule import BLOCKED, Rule
+
+
+def elements(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule:
+    """Dimensions go through; those of size 1 that are stretched come whole."""
+    return of_elements(ins, outs)
+
+
+def of_elements(ins: list[Shape], outs: list[Shape]) -> Rule:
+    """The rule of whatever makes each element of its results from the elements at its own (broadcast) place."""
+    rank = len(outs[0])
+    out = tuple(f"d{i}" if n > 1 else BLOCKED for i, n in enumerate(outs[0]))
+    rows = []
+    for shape in ins:
+        extra = rank - len(shape)
+        rows.append(tuple(out[i + extra] if n == outs[0][i + extra] else BLOCKED for i, n in enumerate(shape)))
+    return Rule(tuple(rows), tuple(out for _ in outs))
+
+
+def _cast_alike(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule:
+    """Of the second tensor, whatever its shape, only the dtype is read."""
+    first = of_elements(ins[:1], outs)
+    return Rule((*first.inputs, *(None for _ in ins[1:])), first.outputs)
+
+
+def _cast(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule:
+    return _cast_alike(op, ins, outs) if op.target == "aten.to.other" else of_elements(ins, outs)
+
+
+BY_ELEMENTS = (elements, _cast, _cast_alike)  # these rules
+
+
+def _chosen(op: Operator, zeros: Container[str]) -> tuple[str, ...] | None:
+    """`where`: linear in what it chooses from, where that is a tensor or zero."""
+    return op.inputs[1:] if op.inputs and all(isinstance(a, Ref) or a == 0 for a in op.args) else None
+
+
+def _not_filled(op: Operator, zeros: Container[str]) -> tuple[str, ...] | None:
+    """`masked_fill` with zeros."""
+    filled = op.args[2]
+    return op.inputs[:1] if (filled.value in zeros if isinstance(filled, Ref) else filled == 0) else None
+
+
+OPS = (
+    Op(
+        """
+        __and__ __lshift__ __or__ __rshift__ __xor__ _conj _fused_adagrad _fused_adam _fused_adamw _fused_sgd absolute acos addcdiv addcmul
+        angle asin atan bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift bitwise_xor celu clamp clamp_max clamp_min clip
+        complex copysign cosh deg2rad digamma elu_backward erfc erfinv fix float_power floor_divide fmax fmin fmod frac gelu_backward
+        greater greater_equal hardshrink hardsigmoid hardsigmoid_backward hardswish_backward hardtanh hardtanh_backward heaviside hypot i0
+        igamma igammac isclose isfinite isinf isnan ldexp leaky_relu leaky_relu_backward lerp less less_equal lgamma lift log10 log2
+        logaddexp logaddexp2 logical_and logical_or logical_xor logit logit_backward mish_backward mvlgamma nan_to_num negative nextafter
+        not_equal polygamma positive rad2deg relu6 remainder resolve_neg sgn sigmoid_backward sign silu_backward sinc sinh
+        softplus_backward softshrink special_bessel_j0 special_bessel_j1 special_entr special_erfcx special_expit special_i0 special_i0e
+        special_i1 special_i1e special_log_ndtr special_ndtr special_ndtri special_xlog1py special_xlogy special_zeta square square_
+        subtract tan tanh_backward threshold threshold_backward trunc xlogy zero
+        """,
+        elements,
+    ),
+    Op("bitwise_not ceil conj copy eq fill floor ge gt le logical_not lt ne resolve_conj round", elements, keeps=others),
+    Op("add sub", elements, linear="sum", keeps=others, gradient="summed"),
+    Op("rsub", elements, linear="sum", keeps=others),
+    Op("neg", elements, linear="together", keeps=others),
+    Op("mul", elements, linear="each", keeps=operands, gradient="broadcast"),
+    Op("multiply", elements, linear="each"),
+    Op("div", elements, linear="numerator", keeps=quotient, gradient="broadcast"),
+    Op("divide true_divide", elements, linear="numerator"),
+    Op("maximum minimum", elements, gradient="broadcast"),
+    Op("where", elements, linear=_chosen, keeps=others, gradient="broadcast"),
+    Op("masked_fill", elements, linear=_not_filled, keeps=others),
+    Op("relu reciprocal", elements, keeps=output),
+    Op("exp sigmoid sqrt tanh", elements, kind="activation", keeps=output, conjugates=True),
+    Op("exp2 expm1 rsqrt", elements, kind="activation", keeps=output),
+    Op("atan2 cos elu erf hardswish log log1p log_sigmoid mish selu silu sin softplus", elements, kind="activation"),
+    Op("logsigmoid log_sigmoid_forward", kind="activation"),
+    Op("gelu", elements, kind="activation", turned=2.0),
+    Op("pow", elements, kind="activation", makes=2.0),
+    Op("abs", elements, makes=1.0),
+    Op("prelu", ("n c s*, c -> n c s*", "n c s*, !c -> n c s*"), autocast="first"),
+    Op("to", _cast, moves="cast", linear="together", learns=1, keeps=others, follows=True),
+    Op("_to_copy", elements, moves="cast", linear="together", keeps=others, follows=True),
+    Op("type_as", _cast_alike, learns=1, keeps=others),
+    Op("contiguous", elements, moves="rows", linear="together", keeps=others, gradient="same"),
+    Op("clone", elements, moves="copy", linear="together", keeps=others, follows=True),
+    Op("lift_fresh_copy", elements, kind="make", moves="copy", keeps=others),
+    Op("lift_fresh", moves="same"),
+    Op("alias", elements, kind="view", moves="same", linear="together", gradient="same"),
+    Op("detach", elements, kind="view", moves="same", linear="together", learns=0),
+    Op("real imag", elements, kind="view"),
+    Op("view_as_real", "b* -> b* !r", kind="view"),
+    Op("view_as_complex", "b* !r -> b*", keeps=others, autocast="wider"),
+    Op("polar", elements, autocast="wider"),
+    Op("broadcast_tensors", elements, kind="view", autocast="apart"),
+)

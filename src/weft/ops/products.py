@@ -1,0 +1,171 @@
+"""Products of matrices and what is made of them: each contracts a label, so that cutting it leaves summands."""
+
+from __future__ import annotations
+
+from math import prod
+
+from weft.ops.keeps import operands, operands_behind_first, operands_of_list
+from weft.ops.operator import Operator
+from weft.ops.record import Op, Shape, Tensors, WeightGradient
+from weft.ops.rule import BLOCKED, Labels, Rule, named
+
+
+def _flops(op: Operator, tensors: Tensors) -> float:
+    """2 x the size of the product space: of the result, times the dimension that is contracted."""
+    first = tensors[op.inputs[0]].shape
+    return 2.0 * tensors[op.outputs[0]].size * (first[-1] if first else 1)
+
+
+def _flops_behind_first(op: Operator, tensors: Tensors) -> float:
+    first = tensors[op.inputs[1]].shape
+    return 2.0 * tensors[op.outputs[0]].size * (first[-1] if first else 1)
+
+
+def _einsum_flops(op: Operator, tensors: Tensors) -> float:
+    """Two operands: the whole product space once; more: one such product for each operand after the first."""
+    shapes = [tensors[v].shape for v in op.inputs]
+    sizes: dict[str, int] = {}
+    for term, shape in zip(str(op.args[0]).replace(" ", "").partition("->")[0].split(","), shapes, strict=False):
+        head, dots, tail = term.partition("...")
+        names = [*head, *(f"_{i}" for i in range(len(shape) - len(head) - len(tail))), *tail] if dots else [*term]
+        sizes.update(zip(names, shape, strict=False))
+    return 2.0 * prod(sizes.values()) * max(1, len(shapes) - 1)
+
+
+def _matmul(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
+    """Matrices, stacks of them that broadcast, and vectors, which lack the dimension that is not contracted."""
+    firsts, seconds = ("k",) if len(ins[0]) == 1 else ("n", "k"), ("k",) if len(ins[1]) == 1 else ("k", "m")
+    ends = firsts[:-1] + seconds[1:]
+    rank = len(outs[0]) - len(ends)
+    batch = [f"b{i}" if n > 1 else BLOCKED for i, n in enumerate(outs[0][:rank])]
+
+    def row(shape: Shape, last: tuple[str, ...]) -> Labels:
+        lead, tail = shape[: len(shape) - len(last)], shape[len(shape) - len(last) :]
+        extra = rank - len(lead)
+        stacked = [batch[i + extra] if n == outs[0][i + extra] else BLOCKED for i, n in enumerate(lead)]
+        return (*stacked, *(x if n > 1 else BLOCKED for x, n in zip(last, tail, strict=True)))
+
+    out = (*batch, *(x if n > 1 else BLOCKED for x, n in zip(ends, outs[0][rank:], strict=True)))
+    return Rule((row(ins[0], firsts), row(ins[1], seconds)), (out,))
+
+
+def _einsum(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
+    terms, right = _spelled(str(op.args[0]).replace(" ", ""), ins)
+    if any(len(set(t)) != len(t) for t in terms):
+        return None
+    sizes: dict[str, int] = {}
+    for term, shape in zip(terms, ins, strict=True):
+        for x, n in zip(term, shape, strict=True):
+            sizes[x] = max(sizes.get(x, 1), n)
+
+    def row(term: str, shape: Shape) -> Labels:
+        return tuple(x if n == sizes[x] and n > 1 else BLOCKED for x, n in zip(term, shape, strict=True))
+
+    return Rule(tuple(row(t, s) for t, s in zip(terms, ins, strict=True)), (row(right, outs[0]),))
+
+
+def _spelled(equation: str, ins: list[Shape]) -> tuple[list[str], str]:
+    """The terms and the result of an einsum's equation, with letters for its dots, and a result where it leaves it out.
+
+    >>> _spelled("...i,ij->...j", [(4, 2, 3), (3, 5)])
+    (['ABi', 'ij'], 'ABj')
+    """
+    left, _, right = equation.partition("->")
+    terms = left.split(",")
+    free = [x for x in "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz" if x not in equation]
+    counts = [len(shape) - len(term.replace("...", "")) if "..." in term else 0 for term, shape in zip(terms, ins, strict=True)]
+    dots = "".join(free[: max(counts, default=0)])
+    if "->" not in equation:
+        letters = "".join(terms).replace(".", "")
+        right = "..." * bool(dots) + "".join(sorted(x for x in set(letters) if letters.count(x) == 1))
+    spelled = [term.replace("...", dots[len(dots) - n :]) for term, n in zip(terms, counts, strict=True)]
+    return spelled, right.replace("...", dots)
+
+
+def _tensor_product(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
+    """`tensordot`: pairs of dimensions are contracted, the others follow each other."""
+    dims = [[int(d) % len(s) for d in given] for given, s in zip(op.args[2:4], ins, strict=True)]  # type: ignore[attr-defined]
+    rows = []
+    for place, shape in enumerate(ins):
+        names = [f"k{dims[place].index(i)}" if i in dims[place] else f"d{place}.{i}" for i in range(len(shape))]
+        rows.append(tuple(x if n > 1 else BLOCKED for x, n in zip(names, shape, strict=True)))
+    return Rule(tuple(rows), (tuple(x for row, gone in zip(rows, dims, strict=True) for i, x in enumerate(row) if i not in gone),))
+
+
+def _kron(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
+    """A block for every element of the first: its dimensions lead those of the result."""
+    if len(ins[0]) != len(ins[1]):
+        return None
+    firsts = named(ins[0])
+    seconds = tuple(f"e{i}" if n > 1 and not firsts[i] else BLOCKED for i, n in enumerate(ins[1]))
+    return Rule((firsts, seconds), (tuple(a or b for a, b in zip(firsts, seconds, strict=True)),))
+
+
+def _orders(op: Operator) -> tuple[tuple[int, ...], ...]:
+    """Of two operands' product: in which order the gradient of each comes, and in which its result lies, the outermost dimension first."""
+    left, arrow, result = str(op.args[0]).replace(" ", "").partition("->")
+    terms = left.split(",")
+    if not arrow or len(terms) != 2 or "." in left or any(len(set(t)) != len(t) for t in terms) or len(op.inputs) != 2:
+        return ()
+    a, b = terms
+    if any(x not in result and x not in b for x in a) or any(x not in result and x not in a for x in b):
+        return ()
+    both = [x for x in result if x in a and x in b]
+    ours, theirs = [x for x in result if x in a and x not in b], [x for x in result if x in b and x not in a]
+    summed = sorted(x for x in a if x in b and x not in result)
+    if theirs and ours and [x for x in result if x not in both] == [*theirs, *ours]:  # torch multiplies them the other way round
+        return (
+            tuple(a.index(x) for x in (*both, *summed, *ours)),
+            tuple(b.index(x) for x in (*both, *theirs, *summed)),
+            tuple(result.index(x) for x in (*both, *theirs, *ours)),
+        )
+    return (
+        tuple(a.index(x) for x in (*both, *ours, *summed)),
+        tuple(b.index(x) for x in (*both, *summed, *theirs)),
+        tuple(result.index(x) for x in (*both, *ours, *theirs)),
+    )
+
+
+OPS = (
+    Op(
+        "linear", "b* i, o i, o -> b* o", contracts=True, bias=2, weight=WeightGradient(1, 0, 2, {"default": "linear"}),
+        kind="linear", flops=_flops, product="linear", keeps=operands, rows=1, turned=1.0, autocast="lower",
+    ),
+    Op(
+        "mm", "n k, k m -> n m", contracts=True, linear="each", weight=WeightGradient(1, 0, 2, {"default": "matmul"}),
+        kind="linear", flops=_flops, product="weight", keeps=operands, autocast="lower",
+    ),
+    Op(
+        "addmm", ("n m, n k, k m -> n m", "m, n k, k m -> n m"), weight=WeightGradient(2, 1, 2, {"default": "matmul"}),
+        kind="linear", flops=_flops_behind_first, product="weight", keeps=operands_behind_first, autocast="lower",
+    ),
+    Op(
+        "bmm", "b n k, b k m -> b n m", contracts=True, linear="each", weight=WeightGradient(1, 0, 3, {"default": "bmm"}),
+        kind="linear", flops=_flops, product="stacked", many_ways=True, keeps=operands, autocast="lower",
+    ),
+    Op(
+        "baddbmm", "b n m, b n k, b k m -> b n m",
+        kind="linear", flops=_flops_behind_first, product="stacked", many_ways=True, keeps=operands_behind_first, autocast="lower",
+    ),
+    Op(
+        "matmul", _matmul, contracts=True, linear="each", weight=WeightGradient(1, 0, 2, {"default": "matmul"}),
+        kind="linear", flops=_flops, product="stacked", keeps=operands, rows=2, autocast="lower",
+    ),
+    Op(
+        "einsum", _einsum, contracts=True, linear="each", orders=_orders,
+        kind="linear", flops=_einsum_flops, product="stacked", many_ways=True, keeps=operands_of_list, autocast="lower",
+    ),
+    Op("mv", "n k, k -> n", contracts=True, linear="each", kind="linear", flops=_flops, keeps=operands),
+    Op("dot", "k, k -> ", contracts=True, linear="each", kind="linear", flops=_flops, keeps=operands),
+    Op("vdot", "k, k -> ", contracts=True),
+    Op("inner", "b* k, m k -> b* m", contracts=True),
+    Op("outer", "n, m -> n m", linear="each"),
+    Op("kron", _kron),
+    Op("tensordot", _tensor_product, contracts=True, kind="linear", flops=_flops, keeps=operands, autocast="lower"),
+    Op("bilinear", "b* i, b* j, o i j, o -> b* o", contracts=True, bias=3),
+    Op("addmv", kind="linear", flops=_flops_behind_first, keeps=operands_behind_first),
+    Op("_grouped_mm grouped_mm", kind="linear", flops=_flops, product="grouped", many_ways=True, keeps=operands),
+    Op("addbmm linalg_vecdot", autocast="lower"),
+    Op("cdist", "b* n !d, b* m !d -> b* n m", autocast="wider"),
+    Op("_cdist_forward _euclidean_dist", "b* n !d, b* m !d -> b* n m"),
+)  # fmt: skip

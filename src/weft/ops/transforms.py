@@ -1,0 +1,126 @@
+"""Operators that do the same for each matrix, row or signal of a stack: decompositions, Fourier transforms, distances."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+
+from weft.ops.keeps import Kept, both, inputs, others
+from weft.ops.operator import Operator
+from weft.ops.record import Op, Shape, Tensors
+from weft.ops.rule import BLOCKED, Rule, lead, named
+
+
+def _matrices(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
+    """Inverses, determinants, factors, solutions: each matrix of a stack by itself."""
+    count = len(ins[0]) - 2
+    if (
+        count < 0
+        or any(len(s) != len(ins[0]) or s[:count] != ins[0][:count] for s in ins)
+        or any(s[:count] != ins[0][:count] for s in outs)
+    ):
+        return None
+    return Rule(tuple(lead(s, count) for s in ins), tuple(lead(s, count) for s in outs))
+
+
+def _matrix_norm(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
+    """Norms over one dimension or two, which go or stay with size 1."""
+    default = (-2, -1) if op.target.split(".")[1] == "linalg_matrix_norm" else None
+    dims = (*op.args, None, None)[2] if len(op.args) > 2 else dict(op.kwargs).get("dim", default)
+    over = tuple(range(len(ins[0]))) if dims is None else dims if isinstance(dims, tuple) else (dims,)
+    gone = [int(d) % max(len(ins[0]), 1) for d in over]
+    labels = named(ins[0], gone)
+    kept = labels if len(outs[0]) == len(labels) else tuple(x for i, x in enumerate(labels) if i not in gone)
+    return Rule((labels,), (kept,)) if len(kept) == len(outs[0]) else None
+
+
+def _signals(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
+    """Short-time Fourier transforms: each signal by itself, and one window for all."""
+    if len(ins[0]) <= (2 if op.target.startswith("aten.istft") else 1):
+        return None
+    return Rule((lead(ins[0], 1), *((BLOCKED,) * len(s) for s in ins[1:])), tuple(lead(s, 1) for s in outs))
+
+
+def _between(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
+    """Cosines and distances of two tensors along one dimension, which goes or stays with size 1."""
+    rank = max(map(len, ins))
+    dim = -1
+    if op.target.split(".")[1] == "cosine_similarity":
+        given = op.args[2] if len(op.args) > 2 else dict(op.kwargs).get("dim", 1)
+        dim = int(given)  # type: ignore[call-overload]
+    elif ins[0] != ins[1]:
+        return None
+    if not rank:
+        return None
+    aligned = [(1,) * (rank - len(s)) + s for s in ins]
+    full = tuple(map(max, *aligned))
+    labels = named(full, (dim % rank,))
+    rows = [
+        tuple(x if n == m else BLOCKED for x, n, m in zip(labels, s, full, strict=True))[rank - len(i) :]
+        for s, i in zip(aligned, ins, strict=True)
+    ]
+    kept = labels if len(outs[0]) == rank else tuple(x for i, x in enumerate(labels) if i != dim % rank)
+    return Rule(tuple(rows), (kept,))
+
+
+def _transformed(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
+    """Fourier transforms: every dimension but those that are transformed."""
+    name, rank = op.target.split(".")[1], len(ins[0])
+    last: tuple[int, ...] = (-2, -1) if name.endswith("2") else tuple(range(rank)) if name.endswith("n") else (-1,)
+    sizes = op.args[1] if len(op.args) > 1 else None
+    default = tuple(range(-len(sizes), 0)) if isinstance(sizes, tuple) and name.endswith("n") else last
+    given = op.args[2] if len(op.args) > 2 else dict(op.kwargs).get("dim", None)
+    dims = default if given is None or given == () else given if isinstance(given, tuple) else (given,)
+    touched = {int(d) % rank for d in dims}
+    labels = named(ins[0], touched)
+    return Rule((labels,), (labels,))
+
+
+def transformed(op: Operator, tensors: Tensors) -> tuple[int, int]:
+    """Of a Fourier transform of one dimension: which it is, and the length to which that is cut or padded."""
+    given = dict(op.kwargs)
+    dim = op.args[2] if len(op.args) > 2 else given.get("dim", -1)
+    at = dim if isinstance(dim, int) else -1
+    length = op.args[1] if len(op.args) > 1 else given.get("n")
+    return at, length if isinstance(length, int) else tensors[op.inputs[0]].shape[at]
+
+
+def _keeps_padded(op: Operator, tensors: Tensors, grads: Set[str]) -> Kept:
+    """What it reads, or a copy that is cut or padded."""
+    x, (at, length) = tensors[op.inputs[0]], transformed(op, tensors)
+    padded = x.size_bytes / x.shape[at] * length
+    return inputs(op, tensors, grads) if padded == x.size_bytes else ((), padded)
+
+
+OPS = (
+    Op(
+        """
+        cholesky cholesky_inverse cholesky_solve inverse linalg_cholesky linalg_cholesky_ex linalg_eigh linalg_eigvalsh linalg_inv
+        linalg_inv_ex linalg_qr linalg_solve linalg_svd linalg_svdvals
+        """,
+        _matrices, autocast="wider",
+    ),
+    Op(
+        """
+        det linalg_det linalg_matrix_exp linalg_matrix_power linalg_pinv linalg_slogdet linalg_solve_triangular logdet matrix_exp slogdet
+        """,
+        _matrices,
+    ),
+    Op(
+        """
+        linalg_cond linalg_eig linalg_eigvals linalg_householder_product linalg_lstsq linalg_matrix_rank linalg_tensorinv
+        linalg_tensorsolve lu_solve pinverse qr svd triangular_solve
+        """,
+        autocast="wider",
+    ),
+    Op("linalg_norm linalg_matrix_norm", _matrix_norm, keeps=both),
+    Op("cosine_similarity pairwise_distance", _between),
+    Op("stft", _signals, autocast="wider"),
+    Op("istft", _signals),
+    Op(
+        "fft_fft fft_fft2 fft_fftn fft_ifft fft_ifft2 fft_ifftn", _transformed,
+        linear="together", keeps=others, gradient="spectrum", autocast="wider",
+    ),
+    Op("fft_rfft fft_ihfft", _transformed, linear="together", keeps=_keeps_padded, gradient="padded", autocast="wider"),
+    Op("fft_hfft fft_irfft fft_irfft2 fft_irfftn", _transformed, linear="together", keeps=others, autocast="wider"),
+    Op("fft_rfft2 fft_rfftn", _transformed, linear="together", autocast="wider"),
+)  # fmt: skip
