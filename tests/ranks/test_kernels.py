@@ -104,7 +104,7 @@ def normalised(world: World) -> list[bool]:
         want.backward(seed)
         mine = piece_of(x.detach(), 0, world).requires_grad_()
         weight, bias = torch.ones(3, dtype=torch.float64).requires_grad_(), torch.zeros(3, dtype=torch.float64).requires_grad_()
-        got = batch_norm(mine, weight, bias, mean, var, 0.1, 1e-5, (world.everyone,))
+        got = batch_norm(mine, weight, bias, mean, var, 0.1, 1e-5, ((world.everyone, (1 / world.num_ranks,) * world.num_ranks),))
         got.backward(piece_of(seed, 0, world))
         assert x.grad is not None
         assert weight.grad is not None

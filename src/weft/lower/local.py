@@ -10,6 +10,7 @@ import operator as python_operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from types import FunctionType
 from typing import Any
 
@@ -20,10 +21,11 @@ from weft.capture.functions import check_cut
 from weft.lower.arrival import Arrival, arrived
 from weft.lower.kernels.extremes import extreme
 from weft.lower.kernels.functions import function
+from weft.lower.kernels.halo import Part, windowed
 from weft.lower.kernels.masked import masked_scatter
 from weft.lower.kernels.place import Place
 from weft.lower.kernels.randomness import Draw, Where, attention, drawn, dropout
-from weft.lower.kernels.statistics import batch_norm
+from weft.lower.kernels.statistics import Parts, batch_norm
 from weft.lower.kernels.vocabulary import cross_entropy, embedding
 from weft.lower.redistribute import counted, redistribute
 from weft.model.drawn import Fold, drawn_shape
@@ -32,8 +34,11 @@ from weft.model.pointwise import is_product, read_shapes
 from weft.model.propagate import writes_buffer, written_buffers
 from weft.model.sharding import Sharding, move_collectives
 from weft.model.stages import Stage
-from weft.ops import Rule, draws, record_of, rule_of
-from weft.plan.placement import D, P, Placement, R, Shard, is_shard
+from weft.ops import Rule, draws, record_of, rule_of, windows_of
+from weft.ops.rule import HALO
+from weft.ops.window import Resample
+from weft.plan.placement import D, P, Placement, R, Shard, is_shard, pieces
+from weft.plan.transition import allowed
 from weft.world.attention import scaled_dot_product_attention
 from weft.world.world import Group
 
@@ -79,6 +84,11 @@ class Lowering:
     @property
     def axes(self) -> tuple[str, ...]:
         return tuple(self.sharding.sizes)
+
+    @property
+    def at(self) -> dict[str, int]:
+        """This rank's place along each axis."""
+        return {axis: self.groups[axis].index for axis in self.axes}
 
     def variant(self, forms: Mapping[str, Placement]) -> Variant:
         return tuple(forms[axis] for axis in self.axes)
@@ -172,14 +182,23 @@ class _Builder:
             if target is None or target == at[i]:
                 continue
             axis = self.low.axes[i]
-            node = self._move(node, axis, at[i], target)
+            node = self._move(node, axis, at[i], target, self._length(value, at, i))
             at[i] = target
             have[tuple(at)] = node
         return node
 
-    def _move(self, node: fx.Node, axis: str, source: Placement, target: Placement) -> fx.Node:
+    def _length(self, value: str, at: Sequence[Placement], i: int) -> int | None:
+        """The length, before axis `i` cuts it, of the dimension that it cuts; None where its pieces are equal."""
+        placement, n = at[i], self.low.groups[self.low.axes[i]].size
+        if not is_shard(placement):
+            return None
+        others = prod(self.low.groups[axis].size for axis, p in zip(self.low.axes, at, strict=True) if p is placement) // n
+        length = self.tensors[value].shape[placement.dim] // others
+        return length if length % n else None
+
+    def _move(self, node: fx.Node, axis: str, source: Placement, target: Placement, length: int | None = None) -> fx.Node:
         # Groups are bound, since generated code can only name numbers and text.
-        return self._node(_bind(redistribute, source=source, target=target, group=self.low.groups[axis]), (node,))
+        return self._node(_bind(redistribute, source=source, target=target, group=self.low.groups[axis], length=length), (node,))
 
     def _moves(self, variant: Variant, want: tuple[Placement | None, ...]) -> tuple[int, int]:
         """(collectives, moves) from one variant to another: fewest first."""
@@ -187,7 +206,7 @@ class _Builder:
         for a, b in zip(variant, want, strict=True):
             if b is None or a == b:
                 continue
-            if (a, b) == (D, R):
+            if not allowed(a, b):
                 return 1000, 0
             forward, backward = move_collectives(a, b)
             collectives += (forward not in ("", "slice")) + (backward not in ("", "slice", "pad"))
@@ -226,16 +245,14 @@ class _Builder:
         if cuts and key not in low.tried:
             check_cut(captured, specs, cuts, op.site)
             low.tried.add(key)
-        scale = 1.0
-        for axis, averages in self._averages(op, cut).items():
-            scale /= low.sharding.sizes[axis] if averages else 1
+        scale = prod(self._share(op, axis, cut[axis]) for axis, averages in self._averages(op, cut).items() if averages)
         call = function(captured, low.device, scale)
         if captured.draws:
             call = _bind(drawn, call, low.draw, self._where(op, cut))
         return self._emit(op, call, tensors, {})
 
     def _shape(self, value: str) -> tuple[int, ...]:
-        return self.low.sharding.shape(value, self.tensors[value].shape)
+        return self.low.sharding.shape(value, self.tensors[value].shape, at=self.low.at)
 
     def _call(self, op: Operator, inputs: list[fx.Node]) -> fx.Node:
         given = iter(inputs)
@@ -252,7 +269,39 @@ class _Builder:
             return self._emit(op, torch.ops.aten.reshape.default, [args[0], list(self._shape(op.outputs[0]))], {})
         if record_of(op).moves == "expand":
             return self._emit(op, torch.ops.aten.expand.default, [args[0], list(self._shape(op.outputs[0]))], {})
-        return self._emit(op, operator_of(op.target), args, kwargs)
+        return self._emit(op, self._target(op, cut), args, kwargs)
+
+    def _target(self, op: Operator, cut: Mapping[str, str]) -> Callable[..., Any]:
+        """The operator; where windows slide along what is cut, on this rank's part."""
+        target, slides = operator_of(op.target), record_of(op).windows
+        if slides is None or not cut:
+            return target
+        rule, windows = self._rule(op), windows_of(op, self.tensors)
+        axes = {label: axis for axis, label in cut.items() if rule.kernels.get(label) == HALO}
+        if not axes:
+            return target
+        source, made = self.tensors[op.inputs[0]].shape, self.tensors[op.outputs[0]].shape
+        parts = []
+        for label, window in windows.items():
+            if label not in axes and not isinstance(window, Resample):
+                continue
+            assert rule.inputs[0] is not None
+            dim, into = rule.inputs[0].index(label), rule.outputs[0].index(label)
+            group = self.low.groups[axes[label]] if label in axes else None
+            here = (0, made[into]) if group is None else pieces(made[into], group.size)[group.index]
+            low, high = window.needs(*here, source[dim])
+            parts.append(Part(dim, source[dim], window, (min(max(low, 0), source[dim]), max(min(high, source[dim]), 0)), here))
+        return _bind(windowed, target, slides, tuple(parts))
+
+    def _shares(self, op: Operator, axis: str, label: str) -> tuple[float, ...]:
+        """The part of a label's entries that each rank along an axis has."""
+        value, row = next((v, row) for v, row in zip(op.inputs, self._rule(op).inputs, strict=True) if row is not None and label in row)
+        length, n = self.tensors[value].shape[row.index(label)], self.low.groups[axis].size
+        return tuple((stop - start) / length for start, stop in pieces(length, n)) if length % n else (1 / n,) * n
+
+    def _share(self, op: Operator, axis: str, label: str) -> float:
+        """The part of a label's entries that this rank has."""
+        return self._shares(op, axis, label)[self.low.groups[axis].index]
 
     def _emit(self, op: Operator, target: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
         if self.low.device.type == "cpu" and not op.autocast and is_product(op, self.tensors, self.low.sharding):
@@ -270,7 +319,7 @@ class _Builder:
     def _product(self, op: Operator, x: fx.Node, weight: fx.Node, bias: fx.Node | None = None) -> fx.Node:
         """A convolution whose windows are single elements, as one product over all samples and places."""
         reshape, permute, last = torch.ops.aten.reshape.default, torch.ops.aten.permute.default, len(self.tensors[op.inputs[0]].shape) - 1
-        (samples, channels, *places), sizes = read_shapes(op, self.tensors, self.low.sharding)
+        (samples, channels, *places), sizes = read_shapes(op, self.tensors, self.low.sharding, self.low.at)
         rows = self._node(reshape, (self._node(permute, (x, [0, *range(2, last + 1), 1])), [-1, channels]))
         made = self._node(torch.ops.aten.linear.default, (rows, self._node(reshape, (weight, list(sizes[:2]))), bias))
         maps = self._node(permute, (self._node(reshape, (made, [samples, *places, -1])), [0, last, *range(1, last)]))
@@ -308,8 +357,9 @@ class _Builder:
             return self._node(call, tuple(args), kwargs)
         if name == "batch_norm" and len(args) > 5 and args[5]:
             rule = self._rule(op)
-            groups = tuple(low.groups[axis] for axis, label in cut.items() if label in rule.kernels)
-            return self._node(_bind(_batch_norm, low.draw, groups), tuple(args))
+            shares = {axis: self._shares(op, axis, label) for axis, label in cut.items() if label in rule.kernels}
+            parts = tuple((low.groups[axis], those) for axis, those in shares.items())
+            return self._node(_bind(_batch_norm, low.draw, parts), tuple(args))
         if name == "instance_norm" and len(args) > 5 and args[5] and args[3] is not None:
             return self._node(_bind(_instance_norm, low.draw), tuple(args))
         if name == "as_strided":
@@ -349,17 +399,15 @@ class _Builder:
             return self._node(call, (args[0], args[1], ignore, classes), {"weight": weight})
         if name in ("nll_loss", "nll_loss_nd") and "average" in kernels:
             return self._node(_bind(_nll, kernels["average"]), tuple(args))
-        average = [low.sharding.sizes[axis] for axis, group in self._averages(op, cut).items() if group]
+        average = [axis for axis, averages in self._averages(op, cut).items() if averages]
         if average:
-            scale = 1.0
-            for n in average:
-                scale /= n
-            whole = self._emit(op, operator_of(op.target), args, kwargs)
+            scale = prod(self._share(op, axis, cut[axis]) for axis in average)
+            whole = self._emit(op, self._target(op, cut), args, kwargs)
             return self._node(torch.ops.aten.mul.Tensor, (whole, scale))
         position = record_of(op).bias
         if position is not None and len(args) > position and args[position] is not None and self._contracted(op, cut):
             bias, args[position] = args[position], None
-            partial_sum = self._emit(op, operator_of(op.target), args, kwargs)
+            partial_sum = self._emit(op, self._target(op, cut), args, kwargs)
             made = low.sharding.forms[op.outputs[0]]
             for axis in self._contracted(op, cut):
                 if made[axis] is P:  # summed later, with the rest: every rank adds its share of the bias
@@ -476,7 +524,7 @@ def _apart(parameter: Tensor) -> Tensor:
 
 
 def _batch_norm(
-    draw: Draw, groups: tuple[Group, ...], x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, var: Tensor | None,
+    draw: Draw, parts: Parts, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, var: Tensor | None,
     training: bool, momentum: float, eps: float, *rest: Any,
 ) -> Tensor:  # fmt: skip
     if mean is not None and var is not None:
@@ -487,9 +535,9 @@ def _batch_norm(
             for buffer, value in zip((mean, var), found, strict=True):
                 draw.later[id(buffer)].statistics.setdefault(draw.microbatch, []).append((momentum, value))
             (mean, var), momentum = found, 1.0  # what this microbatch finds, alone
-    if not groups:
+    if not parts:
         return torch.ops.aten.batch_norm.default(x, weight, bias, mean, var, training, momentum, eps, False)  # type: ignore[no-any-return]
-    return batch_norm(x, weight, bias, mean, var, momentum, eps, groups)
+    return batch_norm(x, weight, bias, mean, var, momentum, eps, parts)
 
 
 def _instance_norm(

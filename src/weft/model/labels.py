@@ -1,7 +1,8 @@
-"""What the labels of every operator stand for: samples, features of a weight, or something else (positions of a sequence, of an image).
+"""What the labels of every operator stand for: samples, features of a weight, positions of an image, or something else.
 
 In: a graph and its factor rules. Out: for every operator the labels that carry samples and those that carry features, followed from
-the batched inputs and from the weights through the rules. Not modelled: operators without a rule, behind which nothing is known.
+the batched inputs and from the weights through the rules; and the dimensions that are positions of an image: those along which windows
+slide, and whatever lies as they do, before and behind. Not modelled: operators without a rule, behind which nothing is known.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from dataclasses import dataclass
 from weft.model.graph import Graph
 from weft.model.work import operator_flops
 from weft.ops import Rule, record_of
+from weft.ops.rule import HALO
+from weft.plan.axis import OUTERMOST, POSITIONS
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,3 +65,34 @@ def meanings(graph: Graph, rules: Mapping[str, Rule | None]) -> dict[str, Meanin
             features[value] = {dim for dim, label in enumerate(row) if label in of_features}
         found[op.name] = Meaning(frozenset(of_samples), frozenset(of_features), frozenset(shared) if shared else None)
     return found
+
+
+def positions(graph: Graph, rules: Mapping[str, Rule | None]) -> dict[tuple[str, int], frozenset[str]]:
+    """[value, dimension] -> which of an image's positions it is, by the kinds of `weft.plan.axis`; others are left out."""
+    parent: dict[tuple[str, int], tuple[str, int]] = {}
+
+    def root(place: tuple[str, int]) -> tuple[str, int]:
+        while (above := parent.setdefault(place, place)) != place:
+            parent[place] = place = parent[above]
+        return place
+
+    slides: list[tuple[tuple[str, int], str]] = []
+    for op in graph.operators:
+        rule = rules[op.name]
+        if rule is None:
+            continue
+        by_label: dict[str, tuple[str, int]] = {}
+        for value, row in (*zip(op.inputs, rule.inputs, strict=True), *zip(op.outputs, rule.outputs, strict=True)):
+            for dim, label in enumerate(row or ()):
+                if label:
+                    parent[root((value, dim))] = root(by_label.setdefault(label, (value, dim)))
+        if op.inputs and (first := rule.inputs[0]):
+            image = len(first) - 2  # behind samples and channels
+            for dim, label in enumerate(first):
+                if rule.kernels.get(label) == HALO and dim >= 2 and image <= len(POSITIONS):
+                    slides.append(((op.inputs[0], dim), POSITIONS[dim - 2 - image]))
+                    slides += [((op.inputs[0], dim), OUTERMOST)] * (dim == 2)
+    kinds: dict[tuple[str, int], set[str]] = {}
+    for place, kind in slides:
+        kinds.setdefault(root(place), set()).add(kind)
+    return {place: frozenset(kinds[above]) for place in parent if (above := root(place)) in kinds}

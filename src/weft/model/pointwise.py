@@ -30,15 +30,17 @@ def is_product(op: Operator, tensors: Mapping[str, Tensor], sharding: Sharding |
     return once and len(x) == len(weight) and prod(weight[2:]) == 1 and pays(x[0], prod(x[2:]), prod(weight))
 
 
-def read_shapes(op: Operator, tensors: Mapping[str, Tensor], sharding: Sharding | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shapes of a rank's maps and weights."""
+def read_shapes(
+    op: Operator, tensors: Mapping[str, Tensor], sharding: Sharding | None, at: Mapping[str, int] | None = None
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of a rank's maps and weights; `at`: its place along each axis, by default one that has most."""
     x, weight = (tensors[value].shape for value in op.inputs[:2])
     if sharding is None:
         return x, weight
     local = []
     for value, row in zip(op.inputs[:2], sharding.needs[op.name], strict=False):
         forms = {axis: row.get(axis) or form for axis, form in sharding.forms[value].items()}
-        local.append(sharding.shape(value, tensors[value].shape, forms))
+        local.append(sharding.shape(value, tensors[value].shape, forms, at))
     return local[0], local[1]
 
 

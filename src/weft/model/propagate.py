@@ -22,9 +22,10 @@ Not modelled: overlap, memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 from typing import NamedTuple
 
 from weft.errors import LayoutError
@@ -32,14 +33,15 @@ from weft.model.deferral import defer
 from weft.model.gradients import backward_reached, needs_gradient
 from weft.model.graph import Graph, Operator, Ref, statistics
 from weft.model.grid import kept_for, nested, twice_cut
-from weft.model.labels import meanings
-from weft.model.sharding import Move, Prices, Sharding, Shards, collective_s, move_collectives
+from weft.model.labels import meanings, positions
+from weft.model.sharding import Move, Prices, Sharding, Shards, collective_s, move_collectives, transfer_s
 from weft.model.work import batched, differentiable, operator_bytes, operator_flops
-from weft.ops import Rule, record_of, writes
+from weft.ops import Labels, Rule, record_of, windows_of, writes
 from weft.ops.linear import passes, passing
-from weft.plan.grid import NESTED
-from weft.plan.placement import D, P, Placement, R, Shard, is_shard
-from weft.plan.transition import allowed
+from weft.ops.rule import HALO
+from weft.plan.axis import axis_of
+from weft.plan.placement import D, Halo, P, Placement, R, Shard, dual, halo, is_cut, is_shard, pieces
+from weft.plan.transition import allowed, transition
 
 GATHERED = 1 + 1 / 16  # what putting pieces together weighs where another axis of a grid is still to cut: more than what else is as cheap
 
@@ -108,9 +110,10 @@ class _Axis:
         self.spreads = sequence or samples  # whether summands may be scattered to what lies between the products
         self.labels = labels or {}  # site -> the choice that is given, in its word
         self._moves: dict[tuple[str, Placement, Placement], float] = {}
-        self.meanings = None if axis == "data" else meanings(graph, self.rules)
-        if axis == "data":
-            # Every operator that can follow the samples does, whatever its latency: that is what the axis is for.
+        self.row = axis_of(axis)
+        self.meanings = meanings(graph, self.rules) if self.row.cuts_weights else None
+        if self.row.follows:
+            # Every operator that can follow does, whatever its latency: that is what the axis is for.
             self.prices = replace(prices, latency_s=0.0)
 
     def cuttable(self, value: str, dim: int) -> bool:
@@ -118,7 +121,32 @@ class _Axis:
         if not ways and dim in self.taken.get(value, ()):
             return False
         size //= ways or 1
-        return size % self.n == 0 and size >= self.n
+        return size >= self.n and (size % self.n == 0 or self.row.uneven)
+
+    @cached_property
+    def positions(self) -> Mapping[tuple[str, int], frozenset[str]]:
+        """Which dimensions are positions of an image, and which."""
+        return positions(self.graph, self.rules)
+
+    def admits(self, op: Operator, rule: Rule, label: str) -> bool:
+        """Whether the axis is for dimensions of this kind."""
+        if self.row.cuts_positions:
+            places = ((value, row.index(label)) for value, row in self._labelled(op, rule) if label in row)
+            return any(self.row.cuts & self.positions.get(place, frozenset()) for place in places)
+        if rule.kernels.get(label) == HALO:
+            return False
+        return self.meanings is None or self.meanings[op.name].admits(label, self.sequence, self.samples)
+
+    @staticmethod
+    def _labelled(op: Operator, rule: Rule) -> Iterator[tuple[str, Labels]]:
+        for value, row in (*zip(op.inputs, rule.inputs, strict=True), *zip(op.outputs, rule.outputs, strict=True)):
+            if row is not None:
+                yield value, row
+
+    def _divides(self, op: Operator, rule: Rule, label: str) -> bool:
+        """Whether pieces of a label are pieces of each dimension that has it: of lengths that differ only where they divide all."""
+        lengths = {self.graph.tensors[value].shape[row.index(label)] for value, row in self._labelled(op, rule) if label in row}
+        return rule.kernels.get(label) == HALO or len(lengths) == 1 or not any(length % self.n for length in lengths)
 
     def compute_s(self, op: Operator) -> float:
         """Seconds of a whole operator, forward and (counted twice as much) backward; what no product is may be cut by a later axis."""
@@ -164,9 +192,8 @@ class _Axis:
         said = self.labels.get(op.site)
         if rule is None or writes_buffer(op, self.placed):
             return self._said(op, said, found)
-        meaning = self.meanings[op.name] if self.meanings is not None else None
         for label in rule.labels:
-            if said is None and meaning is not None and not meaning.admits(label, self.sequence, self.samples):
+            if said is None and not self.admits(op, rule, label):
                 continue
             for summed in (True, False) if self.spreads or said is not None else (True,):
                 choice = self._cut(op, rule, label, seconds / self.n, summed)
@@ -175,7 +202,7 @@ class _Axis:
         if any(value in self.pinned for value in op.inputs):
             needed = [self.pinned.get(value) for value in op.inputs]
             found = [c for c in found if all(p is None or need in (None, p) for p, need in zip(needed, c.needs, strict=True))] or found
-        if self.axis == "data" and all(self.graph.tensors[v].can_learn for v in op.outputs):
+        if self.row.cuts_samples and all(self.graph.tensors[v].can_learn for v in op.outputs):
             found += [_Choice("", needs, (P,) * len(op.outputs), seconds) for needs in passing(op, self.grads)]
         return self._said(op, said, found)
 
@@ -198,18 +225,18 @@ class _Axis:
         if not choice.label or op.site in self.labels:
             return True
         for value, need in zip(op.inputs, choice.needs, strict=True):
-            if is_shard(need):
+            if is_cut(need):
                 have = held.get(value) or self.start(value) or ()
-                if need in have or (self.spreads and P in have):
+                if need in have or Shard(need.dim) in have or (self.spreads and P in have):
                     return True
-                if self.axis != "data" and value in self.weights and not have:
+                if self.row.cuts_weights and value in self.weights and not have:
                     return True
-        return self.axis != "data" and op.name in self.heavy
+        return self.row.cuts_weights and op.name in self.heavy
 
     def _cut(self, op: Operator, rule: Rule, label: str, seconds: float, summed: bool) -> _Choice | None:
         """Cut `label`. `summed`: a product whose bias is added once sums its summands first; else each rank adds its share of the bias."""
         kernel, record = rule.kernels.get(label), record_of(op)
-        if (op.name, label) in self.kernels:
+        if (op.name, label) in self.kernels or not self._divides(op, rule, label):
             return None
         makes: list[Placement] = []
         for value, labels in zip(op.outputs, rule.outputs, strict=True):
@@ -237,9 +264,10 @@ class _Axis:
                 needs.append(None)
             elif label in row:
                 dim = row.index(label)
-                if not self.cuttable(value, dim):
+                read = self._read(op, value, dim, label) if kernel == HALO else Shard(dim)
+                if read is None or not self.cuttable(value, dim):
                     return None
-                needs.append(Shard(dim))
+                needs.append(read)
             elif isinstance(bias, Ref) and summed and value == bias.value:
                 needs.append(R)
             else:
@@ -261,6 +289,17 @@ class _Axis:
             seconds += 2 * collective_s("all_reduce", 16.0 * self.graph.tensors[op.inputs[0]].shape[1], self.n, self.prices)
         return _Choice(label, tuple(needs), tuple(makes), seconds)
 
+    def _read(self, op: Operator, value: str, dim: int, label: str) -> Placement | None:
+        """What ranks read of a dimension along which windows slide, to make their pieces of the result; None where one reads nothing."""
+        rule = self.rules[op.name]
+        assert rule is not None
+        made = next((value, row.index(label)) for value, row in zip(op.outputs, rule.outputs, strict=True) if label in row)
+        length, window = self.graph.tensors[value].shape[dim], windows_of(op, self.graph.tensors)[label]
+        ranges = pieces(self.graph.tensors[made[0]].shape[made[1]], self.n)
+        read = halo(dim, length, [window.needs(start, stop, length) for start, stop in ranges])
+        empty = isinstance(read, Halo) and any(start == stop for start, stop in read.windows)
+        return None if empty else read
+
     def _bytes(self, value: str) -> float:
         size = self.graph.tensors[value].size_bytes
         return float(size) if value in self.placed else self.share(size, value)
@@ -277,17 +316,16 @@ class _Axis:
             return 0.0
         if self._barred(value, source, target):
             return float("inf")
-        forward, backward = move_collectives(source, target)
         size = self._bytes(value)
-        cost = collective_s(forward, size, self.n, self.prices)
+        cost = transfer_s(source, target, size, self.n, self.prices)
         if value in self.asked:
-            cost += collective_s(backward, size, self.n, self.prices)
+            cost += transfer_s(dual(target), dual(source), size, self.n, self.prices)
         # What lies in pieces here and whole there leaves the dimension to no later axis; sums, which move as many bytes, do.
         return cost * GATHERED if self.more and is_shard(source) and not is_shard(target) else cost
 
     def _barred(self, value: str, source: Placement, target: Placement) -> bool:
         lost = not allowed(source, target) or value in self.still
-        return lost or (is_shard(target) and not self.cuttable(value, target.dim))
+        return lost or (is_cut(target) and not self.cuttable(value, target.dim))
 
     @cached_property
     def asked(self) -> set[str]:
@@ -302,16 +340,18 @@ class _Axis:
         if source == target or self._barred(value, source, target):
             return 0.0 if source == target else float("inf")
         size = self._bytes(value)
-        inner = any(is_shard(form) and form != Shard(0) for form in (source, target))
-        forward, backward = move_collectives(source, target)
-        names = (forward, backward) if value in self.asked else (forward,)
-        return sum(collective_s(name, size, self.n, self.prices) + self._copied_s(name, size, inner) for name in names)
+        inner = any(is_cut(form) and form.dim for form in (source, target))
+        ways = [(source, target), (dual(target), dual(source))] if value in self.asked else [(source, target)]
+        return sum(
+            transfer_s(a, b, size, self.n, self.prices) + self._copied_s(transition(a, b).collective, size, inner) for a, b in ways
+        )
 
     def _copied_s(self, name: str, size: float, inner: bool) -> float:
         """Seconds of reading and writing memory around a collective: pieces of inner dimensions do not lie together."""
         n = self.n
         parts = {"all_reduce": 2.0, "all_gather": 2.0 * inner, "reduce_scatter": 2.0 * inner, "slice": 2.0 / n * inner}
-        return parts.get(name, {"pad": 1.0 + 2.0 / n, "all_to_all": 4.0 / n}.get(name, 0.0)) * size / self.prices.memory_bytes_per_s
+        parts |= {"pad": 1.0 + 2.0 / n, "all_to_all": 4.0 / n, "halo_exchange": 2.0 / n, "halo_add": 2.0 / n}
+        return parts.get(name, 0.0) * size / self.prices.memory_bytes_per_s
 
     def place(self, value: str, need: Placement) -> tuple[Placement, float] | None:
         """A parameter or buffer met for the first time, free to lie as it is needed: (stored form, seconds a step)."""
@@ -334,7 +374,11 @@ class _Axis:
             return (R,) if dim is None else (Shard(dim),)
         for v in self.graph.inputs:
             if v.value == value:
-                return (Shard(0),) if v.batched and self.axis == "data" else (R,)
+                if self.row.cuts_positions:
+                    shape = range(len(v.tensor.shape))
+                    dims = (d for d in shape if self.row.cuts & self.positions.get((value, d), frozenset()) and self.cuttable(value, d))
+                    return (R, *(Shard(d) for d in dims))  # a rank reads its piece from what it is given
+                return (Shard(0),) if v.batched and self.row.cuts_samples else (R,)
         return (R,)
 
     def solve(self, beam: int) -> tuple[dict[str, _Choice], dict[str, Placement]]:
@@ -431,7 +475,7 @@ def given_dims(graph: Graph, axis: str, n: int, shards: Mapping[str, Shards] | N
     """
     given = (shards or {}).get(axis)
     if given is None:
-        return {} if axis == "data" else None
+        return None if axis_of(axis).cuts_weights else {}
     names = {v.name: v for v in (*graph.parameters, *graph.buffers)}
     whole = copied_into(graph)
     fixed = {}
@@ -478,23 +522,24 @@ def propagate(
     cut: dict[str, Shards] = {}
     moves: list[Move] = []
     done = 1
-    order = sorted((a for a in sizes if sizes[a] > 1), key=lambda a: a != "data")
+    order = sorted((a for a in sizes if sizes[a] > 1), key=lambda a: (not axis_of(a).cuts_samples, axis_of(a).cuts_weights))
     given = {axis: given_dims(graph, axis, sizes[axis], shards) for axis in order}
     for axis in order:
         n, fixed = sizes[axis], given[axis]
         price = prices.get(axis, Prices()) if isinstance(prices, Mapping) else prices or Prices()
-        again = ("data",) if samples and axis != "data" else ()
-        if axis == NESTED:
-            again = (*again, *(a for a in order if a not in ("data", NESTED)))
+        row, weights = axis_of(axis), [a for a in order if axis_of(a).cuts_weights]
+        again = tuple(a for a in order if axis_of(a).cuts_samples) if samples and row.cuts_weights else ()
+        if row.again:
+            again = (*again, *(a for a in weights if not axis_of(a).again))
         inside, kernels = nested(graph, ops, forms, needs, sizes, again) if done > 1 and again else ({}, frozenset())
-        later = order[order.index(axis) + 1 :] if axis != "data" else []
+        later = order[order.index(axis) + 1 :] if row.cuts_weights else []
         reserved, pinned = kept_for(later, given, fixed or {})
         blocked = {v: taken.get(v, set()) | reserved.get(v, set()) for v in (*taken, *reserved)}
         problem = _Axis(
             graph, axis, n, blocked, fixed, price, done, sequence, (labels or {}).get(axis), inside, kernels, bool(later), pinned, samples,
-            1 if axis == "data" else sizes.get("data", 1),
+            prod(sizes[a] for a in order[: order.index(axis)] if not axis_of(a).cuts_weights),
         )  # fmt: skip
-        for v in names.values() if axis != "data" else ():
+        for v in names.values() if row.cuts_weights else ():
             if v.value in (fixed or {}) and not problem.cuttable(v.value, (fixed or {})[v.value]):
                 raise twice_cut(v, (fixed or {})[v.value], axis, n)
         chosen, placed = problem.solve(beam)
@@ -552,7 +597,7 @@ def _record(
     _share_reads(graph, problem, uses, needs)
     for v in (*graph.parameters, *graph.inputs):
         wanted = {form for form in uses.get(v.value, ()) if form is not None}
-        summands = wanted == {D} or (axis == "data" and wanted and all(form is D or is_shard(form) for form in wanted))
+        summands = wanted == {D} or (problem.row.follows and wanted and all(form is D or is_cut(form) for form in wanted))
         if forms[v.value][axis] is R and summands and v.value in problem.grads:
             forms[v.value][axis] = D
             gradients.setdefault(v.value, []).append(axis)

@@ -26,11 +26,12 @@ from weft.ops import (
 from weft.ops.operator import Arg, Operator, Ref, Tensor
 from weft.ops.pointwise import of_elements
 from weft.ops.record import ByTensors, Op, Shape
-from weft.ops.rule import BLOCKED, Labels, Rule, parse
+from weft.ops.rule import BLOCKED, HALO, Labels, Rule, only, parse
+from weft.ops.window import Window
 
 __all__ = [
     "BLOCKED", "RECORDS", "Labels", "Op", "Rule", "by_elements", "draws", "idle", "of_elements", "parse", "record_of", "record_of_target",
-    "rule_of", "writes",
+    "rule_of", "windows_of", "writes",
 ]  # fmt: skip
 
 FAMILIES = (attention, lookups, losses, made, norms, pointwise, products, recurrent, reductions, transforms, views, windows)
@@ -67,7 +68,11 @@ def rule_of(op: Operator, tensors: Mapping[str, Tensor]) -> Rule | None:
 
     A tensor may stand where most calls have a number: where a slice begins, where to split.
     """
-    rule = op.function.rule if op.function is not None else _rule_of(op, record_of(op), tensors)
+    record = record_of(op)
+    rule = op.function.rule if op.function is not None else _rule_of(op, record, tensors)
+    if rule is not None and HALO in rule.kernels.values():
+        slides = windows_of(op, tensors)
+        rule = only(rule, {x for x in rule.labels if rule.kernels.get(x) != HALO or x in slides})
     spoken = rule is not None and len(rule.inputs) == len(op.inputs) and len(rule.outputs) == len(op.outputs)
     return rule if spoken else None
 
@@ -98,6 +103,12 @@ def _given(op: Operator, text: str, tensors: Mapping[str, Tensor]) -> list[Shape
         arg: Arg = op.args[position] if position < len(op.args) else extra.pop(0) if extra else None
         given.append(tensors[arg.value].shape if isinstance(arg, Ref) else None)
     return given
+
+
+def windows_of(op: Operator, tensors: Mapping[str, Tensor]) -> Mapping[str, Window]:
+    """By label, the window that slides along it, where a piece of the input is enough to tell a piece of the output."""
+    slides = record_of(op).windows
+    return {} if slides is None else slides.of(op, tensors)
 
 
 def by_elements(op: Operator) -> bool:

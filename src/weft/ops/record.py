@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from weft.ops.keeps import Keeps, floats
 from weft.ops.operator import Operator, Tensor
 from weft.ops.rule import Rule
+from weft.ops.window import Window
 
 Shape = tuple[int, ...]
 Made = Callable[[Operator, list[Shape], list[Shape]], Rule | None]
@@ -56,6 +57,19 @@ class WeightGradient:
 
 
 @dataclass(frozen=True, slots=True)
+class Windows:
+    """`of`: by label, the window that slides along it (a label that it leaves out comes whole). `padding`: position of the padding, which a
+    rank that has padded its piece leaves out; `fill`: what is padded with (a position: of the argument that says it). `counts`: position of
+    whether an average counts padding."""
+
+    of: Callable[[Operator, Tensors], Mapping[str, Window]]
+    padding: int | None = None
+    fill: float = 0.0
+    fill_at: int | None = None
+    counts: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Op:
     """One record, of all operators in `names` (torch's, without overload, separated by spaces). What a field asks stands above it."""
 
@@ -83,6 +97,7 @@ class Op:
     idle: Callable[[Operator], bool] | None = None  # whether a call hands back what it is given
     statistics: tuple[int, int, int] | None = None  # positions of running statistics and of the switch that has them written
     over_samples: bool = False  # its statistics are
+    windows: Windows | None = None  # that slide along positions
 
     # What is made is a sum over a label that is contracted.
     contracts: bool = False

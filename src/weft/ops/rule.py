@@ -9,7 +9,8 @@ Notation: one entry a tensor argument, `->`, one entry an output. `b*` stands fo
 cut. A mark behind a label says that cutting it needs more than the same operator on a smaller tensor:
 
     x/  the output is an average over x              x^  vocabulary: look-ups and softmax over a cut class dimension
-    x+  statistics over x (batch norm)               _   any placement will do, the values are not read
+    x+  statistics over x (batch norm)               x~  windows slide along x: a rank reads its neighbours' edges
+    _   any placement will do, the values are not read
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from __future__ import annotations
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
-MARKS = {"/": "average", "^": "vocabulary", "+": "statistics"}
+HALO = "halo"
+MARKS = {"/": "average", "^": "vocabulary", "+": "statistics", "~": HALO}
 BLOCKED = ""  # a dimension without a label stays whole
 Labels = tuple[str, ...]
 
@@ -94,7 +96,8 @@ def parse(text: str, inputs: Sequence[tuple[int, ...] | None], outputs: Sequence
         results.append(row)
 
     def whole(row: list[str], shape: tuple[int, ...]) -> Labels:
-        return tuple(label if label and size == sizes[label] and size > 1 else BLOCKED for label, size in zip(row, shape, strict=True))
+        fits = (size > 1 and (size == sizes.get(label) or kernels.get(label) == HALO) for label, size in zip(row, shape, strict=True))
+        return tuple(label if label and fit else BLOCKED for label, fit in zip(row, fits, strict=True))
 
     return Rule(
         tuple(None if row is None else whole(row, shape) for row, shape in zip(rows, shapes, strict=True)),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import prod
 
 from weft.ops.keeps import largest, mean_of_windows, operands, others
 from weft.ops.operator import Operator
-from weft.ops.record import Op, Shape, Tensors, WeightGradient
-from weft.ops.rule import Rule, named, only
+from weft.ops.record import ByTensors, Made, Op, Shape, Tensors, WeightGradient, Windows
+from weft.ops.rule import BLOCKED, HALO, Rule, only
+from weft.ops.window import Resample, Sliding, Spreading, Window
 
 
 def is_transposed(op: Operator) -> bool:
@@ -22,19 +24,127 @@ def _flops(op: Operator, tensors: Tensors) -> float:
     return 2.0 * places * prod(tensors[op.inputs[1]].shape[1:])
 
 
+POSITIONS = ("z~", "h~", "w~")  # labels of an image's dimensions in every rule here: planes, height, width
+LABELS = tuple(word[0] for word in POSITIONS)
+
+
+def _labels(dims: int) -> tuple[str, ...]:
+    return LABELS[-dims:]
+
+
+def numbers(op: Operator, position: int, dims: int, default: int = 0) -> tuple[int, ...] | None:
+    """An argument that is a number for each dimension, or one for all; None where it is none."""
+    value = op.args[position] if len(op.args) > position else default
+    values = value if isinstance(value, tuple) else (value,)
+    if value is None or value == () or not all(isinstance(n, int) for n in values):
+        return None
+    return tuple(int(n) for n in values) * (dims if len(values) == 1 else 1)
+
+
+def _sliding(dims: int) -> Windows:
+    """Windows of a convolution: (x, weight, bias, stride, padding, dilation, groups); padding may be a word."""
+
+    def of(op: Operator, tensors: Tensors) -> Mapping[str, Window]:
+        kernel = tensors[op.inputs[1]].shape[2:]
+        stride, dilation = numbers(op, 3, dims, 1), numbers(op, 5, dims, 1)
+        word = op.args[4] if len(op.args) > 4 else 0
+        if stride is None or dilation is None or op.kwargs or len(tensors[op.inputs[0]].shape) != dims + 2:
+            return {}
+        before = tuple(d * (k - 1) // 2 for k, d in zip(kernel, dilation, strict=True)) if word == "same" else (0,) * dims
+        before = before if isinstance(word, str) else numbers(op, 4, dims) or before
+        rows = zip(_labels(dims), kernel, stride, dilation, before, strict=True)
+        return {label: Sliding(*window) for label, *window in rows}
+
+    return Windows(of, padding=4)
+
+
+def _spreading(dims: int) -> Windows:
+    """Windows of a transposed convolution: (x, weight, bias, stride, padding, output padding, groups, dilation)."""
+
+    def of(op: Operator, tensors: Tensors) -> Mapping[str, Window]:
+        found = [numbers(op, position, dims, default) for position, default in ((3, 1), (7, 1), (4, 0))]
+        if None in found or op.kwargs or len(tensors[op.inputs[0]].shape) != dims + 2:
+            return {}
+        rows = zip(_labels(dims), tensors[op.inputs[1]].shape[2:], *(f for f in found if f is not None), strict=True)
+        return {label: Spreading(*window) for label, *window in rows}
+
+    return Windows(of, padding=4)
+
+
+def _pooling(dims: int, average: bool) -> Windows:
+    """Windows of pools: (x, kernel, stride, padding, dilation, ceil) of a maximum, (x, kernel, stride, padding, ceil, counts) of an
+    average. An average whose last window is cut off divides by what no piece tells."""
+
+    def of(op: Operator, tensors: Tensors) -> Mapping[str, Window]:
+        kernel, ceil = numbers(op, 1, dims), 4 if average else 5
+        stride = numbers(op, 2, dims) or kernel
+        dilation, before = (1,) * dims if average else numbers(op, 4, dims, 1), numbers(op, 3, dims)
+        if kernel is None or stride is None or dilation is None or before is None or op.kwargs:
+            return {}
+        if len(tensors[op.inputs[0]].shape) != dims + 2 or (average and len(op.args) > ceil and op.args[ceil]):
+            return {}
+        return {label: Sliding(*window) for label, *window in zip(_labels(dims), kernel, stride, dilation, before, strict=True)}
+
+    return Windows(of, padding=3, counts=5) if average else Windows(of, padding=3, fill=float("-inf"))
+
+
+def _bins(dims: int) -> Windows:
+    """Windows of an adaptive pool whose bins are alike."""
+
+    def of(op: Operator, tensors: Tensors) -> Mapping[str, Window]:
+        source, made = tensors[op.inputs[0]].shape, tensors[op.outputs[0]].shape
+        if len(source) != dims + 2:
+            return {}
+        rows = zip(_labels(dims), source[2:], made[2:], strict=True)
+        return {label: Sliding(n // m, n // m) for label, n, m in rows if n % m == 0}
+
+    return Windows(of)
+
+
+def _resampling(dims: int, order: int, shift: float = 0.0) -> Windows:
+    """Interpolation: (x, size, [aligned], factors) or (x, size, [aligned], factor of each dimension)."""
+
+    def of(op: Operator, tensors: Tensors) -> Mapping[str, Window]:
+        source, made = tensors[op.inputs[0]].shape[2:], tensors[op.outputs[0]].shape[2:]
+        aligned = order > 0 and op.args[2] is True
+        given = op.args[3 if order else 2 :]
+        factors = given[0] if op.target.endswith(".vec") and given else given
+        scales = []
+        for i, (n, m) in enumerate(zip(source, made, strict=True)):
+            factor = factors[i] if isinstance(factors, tuple) and len(factors) > i else None
+            exact = 1.0 / factor if isinstance(factor, float) and factor > 0 else n / m
+            scales.append(((n - 1) / (m - 1) if m > 1 else 0.0) if aligned else exact)
+        return {label: Resample(order, scale, aligned, shift) for label, scale in zip(_labels(dims), scales, strict=True)}
+
+    return Windows(of)
+
+
 def _grouped(op: Operator, rule: Rule, ins: list[Shape]) -> Rule:
-    """In groups samples alone are cut; a depthwise convolution could be cut by channel, with its own number of groups."""
+    """In groups no channel is cut; a depthwise convolution could be cut by channel, with its own number of groups."""
     groups = op.args[6] if len(op.args) > 6 else 1
-    return rule if groups == 1 else only(rule, {"n"})
+    return rule if groups == 1 else only(rule, {"n", *LABELS})
 
 
-def _padded(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule:
+def _pads(op: Operator, tensors: Tensors) -> Mapping[str, Window]:
+    """What is padded with a number: by label, how far. (x, pads, value), or (x, pads, mode, value)."""
+    pads, rank = op.args[1], len(tensors[op.inputs[0]].shape)
+    if op.target.split(".")[1] == "pad" and len(op.args) > 2 and op.args[2] != "constant":
+        return {}
+    assert isinstance(pads, tuple)
+    before = {rank - 1 - i // 2: int(p) for i, p in enumerate(pads) if i % 2 == 0}
+    touched = {rank - 1 - i // 2 for i, p in enumerate(pads) if p}
+    return {f"d{dim}": Sliding(1, before=before[dim]) for dim in touched}
+
+
+def _padded(op: Operator, tensors: Tensors) -> Rule:
     """A dimension padded by (+1, -1) keeps its size but not its rows: what is padded is read from the argument."""
-    pads = op.args[1]
-    rank = len(ins[0])
-    touched = {rank - 1 - i // 2 for i, p in enumerate(pads) if p}  # type: ignore[arg-type,var-annotated]
-    labels = named(ins[0], touched)
-    return Rule((labels,), (labels,))
+    shape, made = tensors[op.inputs[0]].shape, tensors[op.outputs[0]].shape
+    slides = _pads(op, tensors)
+    touched = {len(shape) - 1 - i // 2 for i, p in enumerate(op.args[1]) if p}  # type: ignore[arg-type,var-annotated]
+    labels = tuple(
+        f"d{i}" if n > 1 and made[i] > 1 and (i not in touched or f"d{i}" in slides) else BLOCKED for i, n in enumerate(shape)
+    )
+    return Rule((labels,), (labels,), {x: HALO for x in labels if x in slides})
 
 
 def _convolution(name: str, rule: str, dims: int, transposed: bool = False) -> Op:
@@ -44,22 +154,36 @@ def _convolution(name: str, rule: str, dims: int, transposed: bool = False) -> O
     return Op(
         name, rule, _grouped, contracts=not transposed, bias=None if transposed else 2, many_ways=not transposed,
         weight=WeightGradient(1, 0, dims + 2, words), kind="convolution", flops=_flops, keeps=operands, autocast="lower",
+        windows=_spreading(dims) if transposed else _sliding(dims),
     )  # fmt: skip
 
 
+def _adaptive(dims: int) -> Made:
+    """An adaptive average: of bins, or over all of a dimension."""
+
+    def rule(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
+        if len(ins[0]) != dims + 2:
+            return None
+        source = tuple(x if n > 1 else BLOCKED for x, n in zip(("n", "c", *_labels(dims)), ins[0], strict=True))
+        made = tuple(x if n > 1 else BLOCKED for x, n in zip(source, outs[0], strict=True))
+        return Rule((source,), (made,), {x: HALO if x in made else "average" for x in source[2:] if x})
+
+    return rule
+
+
 OPS = (
-    _convolution("conv1d", "n i !w, o i !x, o -> n o !w", 1),
-    _convolution("conv2d", "n i !h !w, o i !x !y, o -> n o !h !w", 2),
-    _convolution("conv3d", "n i !z !h !w, o i !x !y !u, o -> n o !z !h !w", 3),
-    _convolution("conv_transpose1d", "n i !w, i o !x, o -> n o !w", 1, transposed=True),
-    _convolution("conv_transpose2d", "n i !h !w, i o !x !y, o -> n o !h !w", 2, transposed=True),
-    _convolution("conv_transpose3d", "n i !z !h !w, i o !x !y !u, o -> n o !z !h !w", 3, transposed=True),
+    _convolution("conv1d", "n i w~, o i !x, o -> n o w~", 1),
+    _convolution("conv2d", "n i h~ w~, o i !x !y, o -> n o h~ w~", 2),
+    _convolution("conv3d", "n i z~ h~ w~, o i !x !y !u, o -> n o z~ h~ w~", 3),
+    _convolution("conv_transpose1d", "n i w~, i o !x, o -> n o w~", 1, transposed=True),
+    _convolution("conv_transpose2d", "n i h~ w~, i o !x !y, o -> n o h~ w~", 2, transposed=True),
+    _convolution("conv_transpose3d", "n i z~ h~ w~, i o !x !y !u, o -> n o z~ h~ w~", 3, transposed=True),
     Op("convolution", kind="convolution", flops=_flops, keeps=operands),
     Op("_convolution", kind="convolution", flops=_flops, keeps=operands, autocast="lower"),
     Op("conv_tbc", autocast="lower"),
-    Op("max_pool1d", "n c !w -> n c !w", keeps=largest),
-    Op("max_pool2d", "n c !h !w -> n c !h !w", keeps=largest, follows=True),
-    Op("max_pool3d", "n c !z !h !w -> n c !z !h !w", keeps=largest, autocast="wider"),
+    Op("max_pool1d", "n c w~ -> n c w~", keeps=largest, windows=_pooling(1, average=False)),
+    Op("max_pool2d", "n c h~ w~ -> n c h~ w~", keeps=largest, follows=True, windows=_pooling(2, average=False)),
+    Op("max_pool3d", "n c z~ h~ w~ -> n c z~ h~ w~", keeps=largest, autocast="wider", windows=_pooling(3, average=False)),
     Op("max_pool2d_with_indices", "n c !h !w -> n c !h !w, n c !h !w", keeps=largest, follows=True),
     Op("adaptive_max_pool1d", "n c !w -> n c !w, n c !w", keeps=largest),
     Op("adaptive_max_pool2d", "n c !h !w -> n c !h !w, n c !h !w", keeps=largest),
@@ -67,23 +191,29 @@ OPS = (
     Op("fractional_max_pool2d fractional_max_pool3d", keeps=largest, autocast="wider"),
     Op("max_unpool2d", "n c !h !w, n c !x !y -> n c !z !u", autocast="wider"),
     Op("max_unpool3d", autocast="wider"),
-    Op("avg_pool1d", "n c !w -> n c !w"),
-    Op("avg_pool2d", "n c !h !w -> n c !h !w", follows=True),
-    Op("avg_pool3d", "n c !z !h !w -> n c !z !h !w", autocast="wider"),
-    Op("adaptive_avg_pool1d", "n c !w -> n c !w", keeps=mean_of_windows),
-    Op("adaptive_avg_pool2d", "n c !h !w -> n c !h !w", keeps=mean_of_windows, follows=True),
-    Op("adaptive_avg_pool3d", "n c !z !h !w -> n c !z !h !w", keeps=mean_of_windows, autocast="wider"),
-    Op("upsample_nearest1d", "n c !w -> n c !w", keeps=others),
-    Op("upsample_nearest2d upsample_bilinear2d", "n c !h !w -> n c !h !w", keeps=others, follows=True),
-    Op("_upsample_nearest_exact1d upsample_linear1d", "n c !w -> n c !w"),
+    Op("avg_pool1d", "n c w~ -> n c w~", windows=_pooling(1, average=True)),
+    Op("avg_pool2d", "n c h~ w~ -> n c h~ w~", follows=True, windows=_pooling(2, average=True)),
+    Op("avg_pool3d", "n c z~ h~ w~ -> n c z~ h~ w~", autocast="wider", windows=_pooling(3, average=True)),
+    Op("adaptive_avg_pool1d", _adaptive(1), keeps=mean_of_windows, windows=_bins(1)),
+    Op("adaptive_avg_pool2d", _adaptive(2), keeps=mean_of_windows, follows=True, windows=_bins(2)),
+    Op("adaptive_avg_pool3d", _adaptive(3), keeps=mean_of_windows, autocast="wider", windows=_bins(3)),
+    Op("upsample_nearest1d", "n c w~ -> n c w~", keeps=others, windows=_resampling(1, 0)),
+    Op("upsample_nearest2d", "n c h~ w~ -> n c h~ w~", keeps=others, follows=True, windows=_resampling(2, 0)),
+    Op("upsample_bilinear2d", "n c h~ w~ -> n c h~ w~", keeps=others, follows=True, windows=_resampling(2, 1)),
+    Op("_upsample_nearest_exact1d", "n c w~ -> n c w~", windows=_resampling(1, 0, 0.5)),
+    Op("upsample_linear1d", "n c w~ -> n c w~", windows=_resampling(1, 1)),
     Op(
-        "_upsample_nearest_exact2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa upsample_bicubic2d",
+        "_upsample_bilinear2d_aa _upsample_bicubic2d_aa upsample_bicubic2d",
         "n c !h !w -> n c !h !w",
     ),
-    Op("_upsample_nearest_exact3d upsample_nearest3d upsample_trilinear3d", "n c !z !h !w -> n c !z !h !w"),
+    Op("_upsample_nearest_exact2d", "n c h~ w~ -> n c h~ w~", windows=_resampling(2, 0, 0.5)),
+    Op("_upsample_nearest_exact3d", "n c z~ h~ w~ -> n c z~ h~ w~", windows=_resampling(3, 0, 0.5)),
+    Op("upsample_nearest3d", "n c z~ h~ w~ -> n c z~ h~ w~", windows=_resampling(3, 0)),
+    Op("upsample_trilinear3d", "n c z~ h~ w~ -> n c z~ h~ w~", windows=_resampling(3, 1)),
     Op("grid_sampler", ("n c !h !w, n !x !y !z -> n c !x !y", "n c !z !h !w, n !x !y !t !u -> n c !x !y !t"), autocast="wider"),
     Op("grid_sampler_2d grid_sampler_3d", autocast="wider"),
-    Op("pad constant_pad_nd", _padded, shifts=True, keeps=others, follows=True),
+    Op("pad", ByTensors(_padded), shifts=True, keeps=others, follows=True, windows=Windows(_pads, padding=1, fill_at=3)),
+    Op("constant_pad_nd", ByTensors(_padded), shifts=True, keeps=others, follows=True, windows=Windows(_pads, padding=1, fill_at=2)),
     Op("reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d replication_pad3d", autocast="wider"),
     Op("pixel_shuffle", "n !c !h !w -> n !c !h !w", keeps=others),
     Op("pixel_unshuffle channel_shuffle", "n !c !h !w -> n !c !h !w"),

@@ -70,7 +70,7 @@ OTHER_NAMES = {
     "dtype": "precision", "recompute_num_layers": "segment",
 }  # fmt: skip
 # Named in the interface, not built yet: refused by name, never ignored.
-LATER = ("context", "attention", "spatial", "channel", "branch")
+LATER = ("context", "attention", "channel", "branch")
 LATER_CHOICES: dict[str, tuple[str, ...]] = {
     "precision": ("float8",),
 }

@@ -54,6 +54,7 @@ _WORDS = {
     "all_reduce": f"how gradients are summed: {', '.join(CHOICES['all_reduce'])}",
     "inner": "data x tensor of every stage, where stages arrange their ranks differently: 4x1/2x2",
     "compress": "gradients on their way between replicas: none, bfloat16, int8, topk:FRACTION",
+    "spatial": "devices that share an image, each with a piece: a count, or height x width; 4, 2x2, 2x2x2",
     "grid": "how the tensor ranks are arranged: rows x columns, or rows x columns x depth; 2x2, 2x2x2",
     "lend": "whether ranks that wait in the pipeline lend their cores: auto (no, unless the plan says on), off, on",
     "staleness": "steps by which updates come late, so that replicas need not wait for one another; 0 is at once",

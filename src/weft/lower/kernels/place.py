@@ -12,6 +12,7 @@ from math import prod
 
 from weft.errors import LayoutError
 from weft.model.drawn import Fold
+from weft.plan.placement import piece
 
 Steps = tuple[tuple[int, int], ...]  # (how many, how far apart), the outermost first
 
@@ -66,8 +67,8 @@ class Place:
     def local(self) -> tuple[int, ...]:
         """The shape of this rank's piece."""
         shape = list(self.shape)
-        for dim, _, parts in self.cuts:
-            shape[dim] //= parts
+        for dim, part, parts in self.cuts:
+            shape[dim] = piece(shape[dim], parts, part)[1]
         return tuple(shape)
 
     def box(self, samples: Samples | None = None) -> Box:
@@ -116,8 +117,11 @@ def _joined(steps: Sequence[tuple[int, int]]) -> Steps:
 
 
 def _cut(steps: Steps, part: int, parts: int, place: Place) -> tuple[int, Steps]:
-    """(how far it begins from the first, steps) of one of `parts` equal pieces."""
+    """(how far it begins from the first, steps) of one of `parts` pieces, which are equal where steps lie in steps."""
     base, rest = 0, list(steps)
+    if len(rest) == 1:
+        start, count = piece(rest[0][0], parts, part)
+        return start * rest[0][1], ((count, rest[0][1]),)
     while parts > 1 and rest:
         count, apart = rest.pop(0)
         if count % parts == 0:

@@ -39,19 +39,23 @@ class Later:
         self.writes.clear()
 
 
-def summed(x: Tensor, groups: tuple[Group, ...]) -> Tensor:
+Parts = tuple[tuple[Group, tuple[float, ...]], ...]  # the groups over which a tensor is cut, and the part of it that each member has
+
+
+def summed(x: Tensor, parts: Parts) -> Tensor:
     """`x` summed over all groups, in place."""
-    for group in groups:
+    for group, _ in parts:
         group.all_reduce(x)
     return x
 
 
-def together(mean: Tensor, var: Tensor, groups: tuple[Group, ...]) -> tuple[Tensor, Tensor]:
-    """Mean and variance of the whole from those of every rank's part, all of one size; the same bits on all ranks."""
-    for group in groups:
+def together(mean: Tensor, var: Tensor, parts: Parts) -> tuple[Tensor, Tensor]:
+    """Mean and variance of the whole from those of every rank's part; the same bits on all ranks."""
+    for group, shares in parts:
         means, variances = group.all_gather(torch.stack((mean, var)).unsqueeze(1), 1)
-        mean = means.mean(0)
-        var = variances.mean(0) + (means - mean).square().mean(0)
+        share = means.new_tensor(shares).unsqueeze(1)
+        mean = (means * share).sum(0)
+        var = (variances * share).sum(0) + ((means - mean).square() * share).sum(0)
     return mean, var
 
 
@@ -68,17 +72,17 @@ class _Normalised(torch.autograd.Function):
         running: tuple[Tensor, Tensor] | None,
         momentum: float,
         eps: float,
-        groups: tuple[Group, ...],
+        parts: Parts,
     ) -> Tensor:
-        shape, count = _like(x), x.numel() // x.shape[1] * prod(group.size for group in groups)
+        shape, count = _like(x), round(x.numel() // x.shape[1] / prod(shares[group.index] for group, shares in parts))
         out, own, own_inverse = torch.native_batch_norm(_wide(x), None, None, None, None, True, 0.0, _LEAST)
-        mean, var = together(own, own_inverse.square().reciprocal_().sub_(_LEAST), groups)
+        mean, var = together(own, own_inverse.square().reciprocal_().sub_(_LEAST), parts)
         if running is not None:
             running[0].lerp_(mean.to(running[0].dtype), momentum)
             running[1].lerp_((var * (count / max(count - 1, 1))).to(running[1].dtype), momentum)
         inverse = torch.rsqrt(var + eps)
         ctx.save_for_backward(x, weight, mean, inverse)
-        ctx.count, ctx.groups, ctx.has_bias = count, groups, bias is not None
+        ctx.count, ctx.parts, ctx.has_bias = count, parts, bias is not None
         scale = inverse if weight is None else inverse * weight
         moved = (own - mean) * scale
         return out.mul_((scale / own_inverse).view(shape)).add_((moved if bias is None else moved + bias).view(shape)).to(x.dtype)
@@ -95,7 +99,7 @@ class _Normalised(torch.autograd.Function):
         # Weight and bias get this rank's summands: their gradients are summed with all the others.
         for_weight = times if weight is not None else None
         for_bias = plain if ctx.has_bias else None
-        both = summed(mine, ctx.groups) / ctx.count
+        both = summed(mine, ctx.parts) / ctx.count
         scale = inverse if weight is None else inverse * weight
         rest = x - mean.view(shape) if x is kept else x.sub_(mean.view(shape))
         rest.mul_(-(both[1] * inverse).view(shape)).add_(grad).sub_(both[0].view(shape)).mul_(scale.view(shape))
@@ -120,9 +124,9 @@ def batch_norm(
     running_var: Tensor | None,
     momentum: float,
     eps: float,
-    groups: tuple[Group, ...],
+    parts: Parts,
 ) -> Tensor:
-    """Batch norm in training of `x_NC...`, cut over `groups` in equal parts (samples, or positions of the image)."""
+    """Batch norm in training of `x_NC...`, cut over the groups of `parts` (samples, or positions of the image)."""
     running = None if running_mean is None or running_var is None else (running_mean, running_var)
-    out: Tensor = _Normalised.apply(x, weight, bias, running, momentum, eps, groups)  # type: ignore[no-untyped-call]
+    out: Tensor = _Normalised.apply(x, weight, bias, running, momentum, eps, parts)  # type: ignore[no-untyped-call]
     return out

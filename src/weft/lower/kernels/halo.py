@@ -1,0 +1,131 @@
+"""Operators that slide windows, on a rank's piece of an image: what a window reads beyond the image is padded here, the rest has come.
+
+In: the operator, this rank's `Part` of each dimension that is cut, the operator's arguments, of which the first is the window that this
+rank reads. Out: the piece of the result that a rank makes, equal to that piece of the whole result. Exact for any kernel, stride, dilation,
+padding and uneven pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from weft.ops.record import Windows
+from weft.ops.window import Range, Resample, Sliding, Spreading, Window
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Of dimension `dim`, `size` long: the entries `read` that this rank has, and the entries `made` of the result that it makes."""
+
+    dim: int
+    size: int
+    window: Window
+    read: Range
+    made: Range
+
+
+def windowed(target: Callable[..., Tensor], windows: Windows, parts: Sequence[Part], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """`target(x, *args)`, on this rank's parts: of the dimensions that are cut, and of all that are resampled."""
+    kinds = {type(part.window) for part in parts}
+    if kinds == {Spreading}:
+        return _spread(target, parts, x, *args)
+    if kinds == {Resample}:
+        return _resampled(parts, x)
+    if windows.padding is None:
+        sizes = {part.dim: part.made[1] - part.made[0] for part in parts}
+        return target(x, [sizes.get(i + x.dim() - len(args[0]), n) for i, n in enumerate(args[0])])
+    return _slid(target, windows, parts, x, list(args))
+
+
+def _pads(parts: Sequence[Part], x: Tensor) -> list[int]:
+    """How far what is read lies short of what windows reach, in the order that `F.pad` takes."""
+    pads = [0] * (2 * x.dim())
+    for part in parts:
+        low, high = part.window.needs(*part.made, part.size)
+        pads[2 * (x.dim() - 1 - part.dim)] = part.read[0] - low
+        pads[2 * (x.dim() - 1 - part.dim) + 1] = high - part.read[1]
+    return pads
+
+
+def _slid(target: Callable[..., Tensor], windows: Windows, parts: Sequence[Part], x: Tensor, args: list[Any]) -> Tensor:
+    at = windows.padding
+    assert at is not None
+    fill, dims, pads = windows.fill, {part.dim for part in parts}, _pads(parts, x)
+    if at == 1:  # padding by itself: that of the other dimensions, beside what is missing here
+        given, rank = list(args[0]), x.dim()
+        mine = [0 if rank - 1 - i // 2 in dims else p for i, p in enumerate(given)]
+        number = args[windows.fill_at - 1] if windows.fill_at is not None and len(args) >= windows.fill_at else None
+        return F.pad(x, [a + b for a, b in zip((*mine, *[0] * (2 * rank - len(mine))), pads, strict=True)], value=number or 0.0)
+    spatial = x.dim() - 2
+    padding = args[at - 1] if len(args) >= at else 0
+    if isinstance(padding, str):  # "same": each dimension by its own kernel, of which the end has the larger half
+        reach = [d * (k - 1) if padding == "same" else 0 for k, d in zip(args[0].shape[2:], _each(args, 5, spatial, 1), strict=True)]
+        for i, total in enumerate(reach):
+            if i + 2 not in dims:
+                pads[2 * (spatial - 1 - i) : 2 * (spatial - 1 - i) + 2] = [total // 2, total - total // 2]
+        target, padding = getattr(torch.ops.aten, f"conv{spatial}d").default, 0
+    rest = [0 if i + 2 in dims else p for i, p in enumerate(_tuple(padding, spatial))]
+    args = [*args, *_defaults(windows, args)[len(args) : at]]
+    args[at - 1] = rest
+    out = target(F.pad(x, pads, value=fill) if any(pads) else x, *args)
+    counted = windows.counts is None or len(args) < windows.counts or args[windows.counts - 1] or any(args[windows.counts :])
+    if not counted:
+        for part in parts:  # where padding does not count, the divisor at the edge of the image is smaller
+            assert isinstance(part.window, Sliding)
+            counts = [part.window.kernel / part.window.inside(entry, part.size) for entry in range(*part.made)]
+            out = out * out.new_tensor(counts).view([-1 if i == part.dim else 1 for i in range(out.dim())])
+    return out
+
+
+def _defaults(windows: Windows, args: list[Any]) -> list[Any]:
+    """Arguments behind the tensor, up to the padding, where a call leaves them out: of a convolution (weight, bias, stride, padding), of a
+    pool (kernel, stride, padding)."""
+    return [None, None, 1, 0] if windows.padding == 4 else [None, [], 0]
+
+
+def _tuple(value: Any, count: int) -> list[int]:
+    values = list(value) if isinstance(value, list | tuple) else [value]
+    return values * (count if len(values) == 1 else 1)
+
+
+def _each(args: Sequence[Any], position: int, count: int, default: int) -> list[int]:
+    return _tuple(args[position - 1] if len(args) >= position else default, count)
+
+
+def _spread(target: Callable[..., Tensor], parts: Sequence[Part], x: Tensor, *given: Any) -> Tensor:
+    weight, bias, spatial = given[0], given[1] if len(given) > 1 else None, x.dim() - 2
+    cut = {part.dim: part for part in parts}
+    padding = [0 if i + 2 in cut else p for i, p in enumerate(_each(given, 4, spatial, 0))]
+    more = [0 if i + 2 in cut else p for i, p in enumerate(_each(given, 5, spatial, 0))]
+    groups = given[5] if len(given) > 5 else 1
+    out = target(x, weight, None, _each(given, 3, spatial, 1), padding, more, groups, _each(given, 7, spatial, 1))
+    pads = [0] * (2 * out.dim())
+    for part in parts:  # what falls on other ranks' entries goes, and entries on which nothing falls are zero
+        assert isinstance(part.window, Spreading)
+        first = part.window.first_made(part.read[0])
+        pads[2 * (out.dim() - 1 - part.dim)] = first - part.made[0]
+        pads[2 * (out.dim() - 1 - part.dim) + 1] = part.made[1] - first - out.shape[part.dim]
+    out = F.pad(out, pads) if any(pads) else out
+    return out if bias is None else out + bias.to(out.dtype).view([-1] + [1] * spatial)
+
+
+def _resampled(parts: Sequence[Part], x: Tensor) -> Tensor:
+    """Each dimension by its own two taps."""
+    for part in parts:
+        assert isinstance(part.window, Resample)
+        taps = [part.window.taps(entry, part.size) for entry in range(*part.made)]
+        low, high = (torch.tensor([tap[i] for tap in taps], device=x.device) - part.read[0] for i in (0, 1))
+        first = x.index_select(part.dim, low)
+        if part.window.order == 0:
+            x = first
+            continue
+        weight = torch.tensor([tap[2] for tap in taps], dtype=x.dtype, device=x.device)
+        weight = weight.view([-1 if i == part.dim else 1 for i in range(x.dim())])
+        x = first * (1 - weight) + x.index_select(part.dim, high) * weight
+    return x

@@ -1,0 +1,90 @@
+"""Arithmetic of sliding windows along one dimension: which entries of the input a range of the output reads. No torch.
+
+In: a range of output entries, the input's size. Out: a range of input entries, which may reach beyond the input where padding is read.
+A halo follows from it: what a rank needs besides its piece of the input, to compute its piece of the output.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import floor
+
+Range = tuple[int, int]  # start, stop
+
+
+@dataclass(frozen=True, slots=True)
+class Sliding:
+    """Windows of a convolution or a pool, or the entries of what is padded (`kernel` 1): output o reads o * stride - before + tap *
+    dilation, for each tap."""
+
+    kernel: int
+    stride: int = 1
+    dilation: int = 1
+    before: int = 0
+
+    def needs(self, start: int, stop: int, size: int) -> Range:
+        """
+        >>> Sliding(3, stride=2, before=1).needs(2, 4, 8)
+        (3, 8)
+        """
+        first = start * self.stride - self.before
+        return first, first + (stop - 1 - start) * self.stride + self.dilation * (self.kernel - 1) + 1
+
+    def inside(self, entry: int, size: int) -> int:
+        """How many taps of output `entry` fall on the input, and not on padding."""
+        first, _ = self.needs(entry, entry + 1, size)
+        return sum(0 <= first + tap * self.dilation < size for tap in range(self.kernel))
+
+
+@dataclass(frozen=True, slots=True)
+class Spreading:
+    """Windows of a transposed convolution: input i is spread over i * stride - before + tap * dilation, for each tap."""
+
+    kernel: int
+    stride: int = 1
+    dilation: int = 1
+    before: int = 0
+
+    def needs(self, start: int, stop: int, size: int) -> Range:
+        """
+        >>> Spreading(2, stride=2).needs(4, 8, 8), Spreading(3, stride=2, before=1).needs(4, 8, 8)
+        ((2, 4), (2, 5))
+        """
+        reach = self.dilation * (self.kernel - 1)
+        first, last = -(-(start + self.before - reach) // self.stride), (stop - 1 + self.before) // self.stride
+        low = min(max(first, 0), size - 1)  # at least one entry, so that there is something to compute with
+        return low, max(low + 1, min(last + 1, size))
+
+    def first_made(self, start: int) -> int:
+        """The first output entry that an input which begins at `start` is spread over."""
+        return start * self.stride - self.before
+
+
+@dataclass(frozen=True, slots=True)
+class Resample:
+    """Interpolation: output o lies at `scale` * (o + 1/2) - 1/2 of the input, or at `scale` * o where corners are aligned; a neighbour's
+    value (`order` 0) is that at floor(scale * (o + `shift`))."""
+
+    order: int
+    scale: float
+    aligned: bool = False
+    shift: float = 0.0
+
+    def taps(self, entry: int, size: int) -> tuple[int, int, float]:
+        """Both neighbours of output `entry`, and the weight of the second."""
+        if self.order == 0:
+            low = min(floor((entry + self.shift) * self.scale), size - 1)
+            return low, low, 0.0
+        at = entry * self.scale if self.aligned else max((entry + 0.5) * self.scale - 0.5, 0.0)
+        low = min(floor(at), size - 1)
+        return low, min(low + 1, size - 1), min(max(at - low, 0.0), 1.0)
+
+    def needs(self, start: int, stop: int, size: int) -> Range:
+        """
+        >>> Resample(1, 0.5).needs(4, 8, 4)
+        (1, 4)
+        """
+        return self.taps(start, size)[0], self.taps(stop - 1, size)[1] + 1
+
+
+Window = Sliding | Spreading | Resample
