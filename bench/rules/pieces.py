@@ -23,7 +23,7 @@ from weft.model.graph import FUNCTION, Graph, Operator, Ref, Slot, Variable, Wor
 from weft.model.propagate import _Axis, _Choice
 from weft.model.sharding import Prices, Sharding
 from weft.model.stages import Stage
-from weft.plan.placement import D, P, Placement, R, is_shard
+from weft.plan.placement import D, P, Placement, R, Shard, is_cut, is_shard
 
 TOLERANCE = 1e-10
 
@@ -63,14 +63,26 @@ class ThreadGroup:
         with torch.no_grad():
             x.copy_(parts.sum(0) if op == "sum" else parts.amax(0) if op == "max" else parts.amin(0))
 
-    def all_gather(self, x: Tensor, dim: int = 0) -> Tensor:
+    def all_gather(self, x: Tensor, dim: int = 0, length: int | None = None) -> Tensor:
         return torch.cat(self._all(x), dim)
 
     def reduce_scatter(self, x: Tensor, dim: int = 0) -> Tensor:
-        return torch.stack(self._all(x)).sum(0).chunk(self.size, dim)[self.index].contiguous()
+        return _part(torch.stack(self._all(x)).sum(0), dim, self.size, self.index).contiguous()
 
-    def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int) -> Tensor:
-        return torch.cat([part.chunk(self.size, split_dim)[self.index] for part in self._all(x)], concat_dim)
+    def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int, concat_length: int | None = None) -> Tensor:
+        return torch.cat([_part(part, split_dim, self.size, self.index) for part in self._all(x)], concat_dim)
+
+    def exchange(self, sent: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+        """As weft's; what comes must have the shapes that are waited for."""
+        everyone = self.meeting.swap(self.index, [x.detach().clone() for x in sent])
+        arrived = [row[self.index] for row in everyone]
+        assert [list(x.shape) for x in arrived] == [list(shape) for shape in shapes]
+        return arrived
+
+
+def _part(x: Tensor, dim: int, n: int, index: int) -> Tensor:
+    """Piece `index` of n, of which the first are one longer where the dimension does not divide."""
+    return x.tensor_split(n, dim)[index]
 
 
 @dataclass(frozen=True)
@@ -162,7 +174,7 @@ def difference(case: Case, cuts: dict[str, tuple[int, _Choice]]) -> str:
     forms: dict[str, dict[str, Placement]] = {v.value: {} for v in case.graph.variables}
     for axis, (_, choice) in cuts.items():
         for value, need in zip(op.inputs, choice.needs, strict=True):
-            forms[value].setdefault(axis, need or R)
+            forms[value].setdefault(axis, Shard(need.dim) if is_cut(need) else need or R)  # a halo is fetched
         for value, made in zip(op.outputs, choice.makes, strict=True):
             forms.setdefault(value, {})[axis] = made
     rows = tuple({axis: choice.needs[i] for axis, (_, choice) in cuts.items()} for i in range(len(op.inputs)))
@@ -238,7 +250,7 @@ def _whole(case: Case) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, 
 def _local(x: Tensor, form: dict[str, Placement], sizes: Any, at: dict[str, int]) -> Tensor:
     for axis, f in form.items():
         if is_shard(f):
-            x = x.chunk(sizes[axis], f.dim)[at[axis]]
+            x = _part(x, f.dim, sizes[axis], at[axis])
     return x.detach().clone()
 
 
@@ -292,13 +304,13 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a, b) if not a.is_floating_point() else torch.allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)
 
 
-def check(case: Case, parts: Sequence[int] = (2, 3)) -> list[str]:
+def check(case: Case, parts: Sequence[int] = (2, 3), axis: str = "tensor") -> list[str]:
     """Labels that are cut wrong, with what is wrong, over all labels and numbers of parts."""
     found = []
     for n in parts:
-        for choice in choices(case, n):
+        for choice in choices(case, n, axis):
             try:
-                wrong = difference(case, {"tensor": (n, choice)})
+                wrong = difference(case, {axis: (n, choice)})
             except Exception as error:  # whatever it is, a cut that a rule offers must run
                 wrong = f"raises {type(error).__name__}: {error}"
             if wrong:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from weft.model.graph import Graph
 from weft.model.work import operator_flops
 from weft.ops import Rule, record_of
-from weft.ops.rule import HALO
 from weft.plan.axis import OUTERMOST, POSITIONS
 
 
@@ -86,10 +85,10 @@ def positions(graph: Graph, rules: Mapping[str, Rule | None]) -> dict[tuple[str,
             for dim, label in enumerate(row or ()):
                 if label:
                     parent[root((value, dim))] = root(by_label.setdefault(label, (value, dim)))
-        if op.inputs and (first := rule.inputs[0]):
+        if record_of(op).windows is not None and (first := rule.inputs[0]):
             image = len(first) - 2  # behind samples and channels
             for dim, label in enumerate(first):
-                if rule.kernels.get(label) == HALO and dim >= 2 and image <= len(POSITIONS):
+                if label in rule.kernels and dim >= 2 and image <= len(POSITIONS):
                     slides.append(((op.inputs[0], dim), POSITIONS[dim - 2 - image]))
                     slides += [((op.inputs[0], dim), OUTERMOST)] * (dim == 2)
     kinds: dict[tuple[str, int], set[str]] = {}

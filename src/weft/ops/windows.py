@@ -77,7 +77,7 @@ def _pooling(dims: int, average: bool) -> Windows:
 
     def of(op: Operator, tensors: Tensors) -> Mapping[str, Window]:
         kernel, ceil = numbers(op, 1, dims), 4 if average else 5
-        stride = numbers(op, 2, dims) or kernel
+        stride = (numbers(op, 2, dims) if len(op.args) > 2 else None) or kernel
         dilation, before = (1,) * dims if average else numbers(op, 4, dims, 1), numbers(op, 3, dims)
         if kernel is None or stride is None or dilation is None or before is None or op.kwargs:
             return {}
