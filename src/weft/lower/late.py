@@ -109,8 +109,8 @@ def _each(value: Any, dims: int) -> list[int]:
 
 # The names that records (`weft.ops.record.WeightGradient`) call them by.
 _FORMULAS: dict[str, Formula] = {
-    "linear": _linear, "matmul": _matmul, "bmm": _bmm, "convolution": _convolution, "convolution_padded": _padded_by_name,
-    "transposed": _transposed, "embedding": _embedding,
+    "linear": _linear, "product": _matmul, "stacked": _bmm, "convolution": _convolution, "convolution_padded": _padded_by_name,
+    "transposed": _transposed, "rows": _embedding,
 }  # fmt: skip
 
 

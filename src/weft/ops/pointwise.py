@@ -97,7 +97,7 @@ OPS = (
     Op("detach", elements, kind="view", moves="same", linear="together", learns=0),
     Op("real imag", elements, kind="view"),
     Op("view_as_real", "b* -> b* !r", kind="view"),
-    Op("view_as_complex", "b* !r -> b*", keeps=others, autocast="wider"),
+    Op("view_as_complex", "b* !r -> b*", lowering="pairs", keeps=others, autocast="wider"),
     Op("polar", elements, autocast="wider"),
     Op("broadcast_tensors", elements, kind="view", autocast="apart"),
 )

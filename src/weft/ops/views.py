@@ -215,7 +215,7 @@ OPS = (
     Op("select", _select, kind="view", moves="part", linear="together"),
     Op("split split_with_sizes chunk tensor_split", _split, kind="view", moves="part", linear="together"),
     Op("unbind", _unbind, kind="view", moves="part", linear="together"),
-    Op("slice_scatter select_scatter", _scattered, linear="together", keeps=others),
+    Op("slice_scatter select_scatter", _scattered, lowering="scatter", linear="together", keeps=others),
     Op("cat", _cat, joins=True, shifts=True, linear="together", keeps=others, gradient="same"),
     Op("concat", _cat, shifts=True, linear="together"),
     Op("stack", _stack, joins=True, linear="together", keeps=others, gradient="same"),
@@ -227,5 +227,5 @@ OPS = (
     Op("diag_embed", _spread),
     Op("meshgrid", _grid, kind="view", autocast="apart"),
     Op("identity", kind="view", moves="same", gradient="same"),
-    Op("as_strided"),
+    Op("as_strided", lowering="memory"),
 )
