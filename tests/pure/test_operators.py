@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.ops import RECORDS
+from weft.ops import RECORDS, Op
 
 ROOT = Path(__file__).parents[2] / "src" / "weft"
 # Kernels and what draws as they do; capture, which rewrites calls; modes and tensors of our own that stand between torch and the user's
@@ -131,3 +131,9 @@ def test_a_call_and_a_word_are_none(text: str) -> None:
 def test_every_record_is_of_one_operator_or_of_several_that_are_alike() -> None:
     assert len({id(record) for record in RECORDS.values()}) < len(RECORDS)
     assert all(name.split(".")[1] in record.names.split() for name, record in RECORDS.items())
+
+
+@pytest.mark.parametrize("field", ["kind", "moves", "linear", "product", "gradient", "autocast"])
+def test_a_record_with_an_unknown_word_cannot_be_made(field: str) -> None:
+    with pytest.raises(ValueError, match="none of"):
+        Op("a", **{field: "twice"})

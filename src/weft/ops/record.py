@@ -20,9 +20,14 @@ Tensors = Mapping[str, Tensor]
 # Values that an operator, linear in some of its tensors together, is linear in (None: not in this call), given values that are zero.
 Carries = Callable[[Operator, Container[str]], tuple[str, ...] | None]
 
+KINDS = (
+    "linear", "attention", "convolution", "recurrent", "elementwise", "activation", "norm", "batch_norm", "softmax", "gather", "make",
+    "view",
+)  # fmt: skip
 MOVES = ("", "reshape", "expand", "repeat", "part", "same", "rows", "cast", "copy")
 LINEAR = ("", "together", "sum", "each", "numerator")
 AUTOCAST = ("", "lower", "wider", "first", "apart", "narrow")
+PRODUCT = ("", "linear", "weight", "stacked", "grouped")
 GRADIENT = ("", "same", "summed", "broadcast", "scattered", "spectrum", "padded")
 
 
@@ -144,7 +149,7 @@ class Op:
     decides: int | None = None
 
     def __post_init__(self) -> None:
-        words = ((self.moves, MOVES), (self.autocast, AUTOCAST), (self.gradient, GRADIENT))
+        words = ((self.kind, KINDS), (self.moves, MOVES), (self.product, PRODUCT), (self.autocast, AUTOCAST), (self.gradient, GRADIENT))
         for word, known in (*words, *([(self.linear, LINEAR)] if isinstance(self.linear, str) else [])):
             if word not in known:
                 raise ValueError(f"{self.names}: {word!r} is none of {', '.join(map(repr, known))}")
