@@ -133,6 +133,19 @@ def test_every_record_is_of_one_operator_or_of_several_that_are_alike() -> None:
     assert all(name.split(".")[1] in record.names.split() for name, record in RECORDS.items())
 
 
+@pytest.mark.parametrize(
+    "names",
+    [
+        "sub subtract", "mul multiply", "div divide true_divide", "neg negative", "abs absolute", "clamp clip", "gt greater",
+        "ne not_equal",
+        "movedim moveaxis", "transpose swapaxes swapdims", "cat concat concatenate", "flatten ravel", "inverse linalg_inv",
+    ],
+)  # fmt: skip
+def test_names_that_torch_has_for_one_operator_have_one_record(names: str) -> None:
+    """Products by `torch.multiply` kept both of their operands, and sums by `torch.subtract` passed no summands."""
+    assert len({id(RECORDS[f"aten.{name}"]) for name in names.split()}) == 1
+
+
 @pytest.mark.parametrize("field", ["kind", "moves", "linear", "product", "gradient", "autocast"])
 def test_a_record_with_an_unknown_word_cannot_be_made(field: str) -> None:
     with pytest.raises(ValueError, match="none of"):
