@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import weft
-from weft.lower.late import Into, Late
+from weft.lower.late import FORMULAS, Into, Late
+from weft.ops import RECORDS
 from weft.plan.layout import Layout
 from weft.plan.plan import Plan
 from weft.run.engine import Engine
@@ -286,3 +287,11 @@ def test_a_whole_backward_beside_split_ones_makes_its_weights_gradients() -> Non
     engine.forward_backward(batch)
     found = {name: engine.gradient(name) for name in engine.parameters}
     _equal({name: x for name, x in found.items() if x is not None}, _gradients(Tied, batch))
+
+
+def test_every_weight_gradient_of_a_record_has_its_formula() -> None:
+    found = {f"{name}.{overload}": how for name, op in RECORDS.items() if op.weight for overload, how in op.weight.formulas.items()}
+    assert set(found.values()) == set(FORMULAS)
+    for target in found:
+        _, name, overload = target.split(".")
+        assert hasattr(getattr(torch.ops.aten, name), overload), target

@@ -108,9 +108,9 @@ def _each(value: Any, dims: int) -> list[int]:
 
 
 # The names that records (`weft.ops.record.WeightGradient`) call them by.
-_FORMULAS: dict[str, Formula] = {
-    "linear": _linear, "matmul": _matmul, "bmm": _bmm, "convolution": _convolution, "convolution_padded": _padded_by_name,
-    "transposed": _transposed, "embedding": _embedding,
+FORMULAS: dict[str, Formula] = {
+    "linear": _linear, "product": _matmul, "stacked": _bmm, "convolution": _convolution, "convolution_padded": _padded_by_name,
+    "transposed": _transposed, "rows": _embedding,
 }  # fmt: skip
 
 
@@ -261,7 +261,7 @@ def _site_of(node: fx.Node, leaves: Mapping[fx.Node, tuple[str, Tensor]]) -> _Si
     if at not in leaves:
         return None
     name, parameter = leaves[at]
-    site = _Site(name, parameter, tuple(reversed(views)), _FORMULAS[formula], [None if isinstance(a, fx.Node) else a for a in args])
+    site = _Site(name, parameter, tuple(reversed(views)), FORMULAS[formula], [None if isinstance(a, fx.Node) else a for a in args])
     return site if site.dims == how.dims else None
 
 

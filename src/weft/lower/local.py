@@ -258,11 +258,10 @@ class _Builder:
         given = iter(inputs)
         args = [self._arg(a, given) for a in op.args]
         kwargs = {k: self._arg(a, given) for k, a in op.kwargs}
-        name = op.target.split(".")[1] if op.target.startswith("aten.") else ""  # others have no lowering of their own
         cut = {axis: label for axis, label in self.low.sharding.ops[op.name].items() if label}
         if op.function is not None:
             return self._function(op, op.function, cut, args[1:])
-        special = self._special(op, name, cut, args, kwargs)
+        special = self._special(op, cut, args, kwargs)
         if special is not None:
             return special
         if record_of(op).moves == "reshape":
@@ -334,44 +333,44 @@ class _Builder:
             return self.low.device if arg.kind == "device" else getattr(torch, arg.name)
         return arg
 
-    def _special(self, op: Operator, name: str, cut: dict[str, str], args: list[Any], kwargs: dict[str, Any]) -> fx.Node | None:
+    def _special(self, op: Operator, cut: dict[str, str], args: list[Any], kwargs: dict[str, Any]) -> fx.Node | None:
         """Operators that are more than themselves: where a cut needs a kernel, where they are random, where they write a buffer."""
         low = self.low
         if writes_buffer(op, self.placed):
             return self._node(_bind(_write_buffer, operator_of(op.target), low.draw), tuple(args), kwargs)
-        training = name != "native_dropout" and (args[2] if len(args) > 2 else True)
-        if name == "dropout":
-            if not training or args[1] == 0.0:
+        record = record_of(op)
+        how = record.lowering
+        if how == "drop":
+            if not (args[2] if len(args) > 2 else True) or args[1] == 0.0:
                 return args[0]  # type: ignore[no-any-return]
             if args[1] == 1.0:
                 return self._node(torch.ops.aten.mul.Tensor, (args[0], 0.0))
             return self._node(_bind(dropout, draw=low.draw, where=self._where(op, cut)), (args[0], args[1]))
-        if name == "scaled_dot_product_attention" and len(args) > 4 and args[4] > 0.0:
+        if how == "attention" and len(args) > 4 and args[4] > 0.0:
             q, k, v, mask, p, causal = (*args, False)[:6]
             call = _bind(attention, draw=low.draw, where=self._where(op, cut))
             return self._node(call, (q, k, v, mask, p, causal, kwargs.get("scale"), kwargs.get("enable_gqa", False)))
-        if name == "scaled_dot_product_attention" and low.device.type == "cpu":
+        if how == "attention" and low.device.type == "cpu":
             return self._emit(op, _bind(scaled_dot_product_attention, operator_of(op.target)), args, kwargs)
         if draws(op):
             call = _bind(drawn, operator_of(op.target), low.draw, self._where(op, cut))
             return self._node(call, tuple(args), kwargs)
-        if name == "batch_norm" and len(args) > 5 and args[5]:
+        if how == "batch" and len(args) > 5 and args[5]:
             rule = self._rule(op)
             shares = {axis: self._shares(op, axis, label) for axis, label in cut.items() if label in rule.kernels}
             parts = tuple((low.groups[axis], those) for axis, those in shares.items())
             return self._node(_bind(_batch_norm, low.draw, parts), tuple(args))
-        if name == "instance_norm" and len(args) > 5 and args[5] and args[3] is not None:
+        if how == "instances" and len(args) > 5 and args[5] and args[3] is not None:
             return self._node(_bind(_instance_norm, low.draw), tuple(args))
-        if name == "as_strided":
+        if how == "memory":
             # It reads memory, and what stands here lies in memory as it was traced: in rows.
             return self._emit(op, operator_of(op.target), [self._node(torch.ops.aten.contiguous.default, (args[0],)), *args[1:]], kwargs)
-        sparse = record_of(op).sparse_at
-        if sparse is not None and len(args) > sparse:
-            args[sparse] = False  # gradients lie in buffers with others, which are dense
-        if name == "view_as_complex":
+        if record.sparse_at is not None and len(args) > record.sparse_at:
+            args[record.sparse_at] = False  # gradients lie in buffers with others, which are dense
+        if how == "pairs":
             # A parameter may begin anywhere in the buffer that it lies in with others, and a complex number only at every second place.
             return self._emit(op, operator_of(op.target), [self._node(torch.ops.aten.clone.default, (args[0],))], kwargs)
-        if name in ("slice_scatter", "select_scatter") and self.tensors[op.outputs[0]].dtype.startswith("complex"):
+        if how == "scatter" and self.tensors[op.outputs[0]].dtype.startswith("complex"):
             return self._node(_bind(_complex_scatter, operator_of(op.target)), tuple(args), kwargs)
         kernels = self._kernels(op, cut)
         if "counted" in kernels:
@@ -379,13 +378,13 @@ class _Builder:
         if "extreme" in kernels:
             rule = self._rule(op)
             groups = tuple(low.groups[axis] for axis, label in cut.items() if rule.kernels.get(label) == "extreme")
-            return self._emit(op, _bind(extreme, groups, record_of(op).extreme == "largest"), args, kwargs)
-        if name == "embedding" and "vocabulary" in kernels:
+            return self._emit(op, _bind(extreme, groups, record.extreme == "largest"), args, kwargs)
+        if record.looks_up and "vocabulary" in kernels:
             rows = self.tensors[op.inputs[0]].shape[0]
             call = _bind(embedding, group=kernels["vocabulary"])
             return self._node(call, (args[0], args[1], args[2] if len(args) > 2 else -1, rows))
-        soft = name == "cross_entropy_loss" and self.tensors[op.inputs[0]].shape == self.tensors[op.inputs[1]].shape
-        if name == "cross_entropy_loss" and kernels and not soft:
+        soft = how == "classes" and self.tensors[op.inputs[0]].shape == self.tensors[op.inputs[1]].shape
+        if how == "classes" and kernels and not soft:
             weight, reduction, ignore, smoothing = (*args, *(None, 1, -100, 0.0)[len(args) - 2 :])[2:6]
             smoothing = kwargs.get("label_smoothing", smoothing)
             classes = self.tensors[op.inputs[0]].shape[1]
@@ -397,14 +396,14 @@ class _Builder:
                 mean=kwargs.get("reduction", reduction) == 1,
             )
             return self._node(call, (args[0], args[1], ignore, classes), {"weight": weight})
-        if name in ("nll_loss", "nll_loss_nd") and "average" in kernels:
+        if how == "targets" and "average" in kernels:
             return self._node(_bind(_nll, kernels["average"]), tuple(args))
         average = [axis for axis, averages in self._averages(op, cut).items() if averages]
         if average:
             scale = prod(self._share(op, axis, cut[axis]) for axis in average)
             whole = self._emit(op, self._target(op, cut), args, kwargs)
             return self._node(torch.ops.aten.mul.Tensor, (whole, scale))
-        position = record_of(op).bias
+        position = record.bias
         if position is not None and len(args) > position and args[position] is not None and self._contracted(op, cut):
             bias, args[position] = args[position], None
             partial_sum = self._emit(op, self._target(op, cut), args, kwargs)
@@ -414,7 +413,7 @@ class _Builder:
                     bias = self._node(torch.ops.aten.div.Tensor, (bias, low.sharding.sizes[axis]))
                 else:
                     partial_sum = self._move(partial_sum, axis, P, R)
-            shape = [-1] + [1] * (len(self.tensors[op.outputs[0]].shape) - 2) if record_of(op).kind == "convolution" else [-1]
+            shape = [-1] + [1] * (len(self.tensors[op.outputs[0]].shape) - 2) if record.kind == "convolution" else [-1]
             bias = self._node(torch.ops.aten.reshape.default, (bias, shape)) if len(shape) > 1 else bias
             return self._node(_add_bias, (partial_sum, bias))
         return None

@@ -52,7 +52,7 @@ class Normalised:
     def divisor(self) -> str:
         """The total that the whole loss, and nothing else in it, is divided by; "" where there is none."""
         last = next((op for op in self.graph.operators if self.graph.loss in op.outputs), None)
-        if last is None or not last.target.startswith("aten.div.") or len(last.args) != 2 or len(self.totals) != 1 or self.share:
+        if last is None or record_of(last).linear != "numerator" or len(last.args) != 2 or len(self.totals) != 1 or self.share:
             return ""
         (total,), by = self.totals, last.args[1]
         once = sum(op.inputs.count(total.variable) for op in self.graph.operators) == 1

@@ -11,6 +11,7 @@ from math import prod
 
 from weft.model.graph import Operator, Tensor
 from weft.model.sharding import Sharding
+from weft.ops import record_of
 
 # Measured, forward and backward of 64 to 1,024 channels on one and two threads: over up to 16 places one product took 0.1 to 1.0 of
 # torch's time where weights are large (2 to 15 samples on one thread) and 0.3 to 1.0 where samples are many; over 36 places 0.7 to 1.3.
@@ -21,13 +22,14 @@ ONEDNN_SAMPLES = 16  # from which on oneDNN takes them in one thread, too (`use_
 
 def is_product(op: Operator, tensors: Mapping[str, Tensor], sharding: Sharding | None) -> bool:
     """Whether a rank runs this operator as one product, by what it has of the operator's map and weights."""
-    if op.target not in ("aten.conv1d.default", "aten.conv2d.default") or op.kwargs:
+    record = record_of(op)
+    if record.kind != "convolution" or record.bias is None or not op.target.endswith(".default") or op.kwargs:
         return False
     x, weight = read_shapes(op, tensors, sharding)
     given: tuple[object, ...] = op.args[3:]
     stride, padding, _, groups = given + (1, 0, 1, 1)[len(given) :]
     once = all(n == 1 for n in _each(stride)) and not any(_each(padding)) and groups == 1
-    return once and len(x) == len(weight) and prod(weight[2:]) == 1 and pays(x[0], prod(x[2:]), prod(weight))
+    return once and len(x) == len(weight) <= 4 and prod(weight[2:]) == 1 and pays(x[0], prod(x[2:]), prod(weight))
 
 
 def read_shapes(

@@ -9,20 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 
-from weft.ops import (
-    attention,
-    lookups,
-    losses,
-    made,
-    norms,
-    pointwise,
-    products,
-    recurrent,
-    reductions,
-    transforms,
-    views,
-    windows,
-)  # fmt: skip
+from weft.ops import attention, lookups, losses, made, norms, pointwise, products, recurrent, reductions, transforms, views, windows
 from weft.ops.operator import Arg, Operator, Ref, Tensor
 from weft.ops.pointwise import of_elements
 from weft.ops.record import ByTensors, Op, Shape
@@ -35,21 +22,20 @@ __all__ = [
 ]  # fmt: skip
 
 FAMILIES = (attention, lookups, losses, made, norms, pointwise, products, recurrent, reductions, transforms, views, windows)
-RECORDS: dict[str, Op] = {}  # by namespace and name, "aten.linear"
 UNKNOWN = Op("")
 
 
-def _register(op: Op) -> None:
-    for name in op.names.split():
-        key = f"{op.namespace}.{name}"
-        if key in RECORDS:
-            raise ValueError(f"{key} has two records")
-        RECORDS[key] = op
+def _records() -> dict[str, Op]:
+    found: dict[str, Op] = {}
+    for op in (op for family in FAMILIES for op in family.OPS):
+        for key in (f"{op.namespace}.{name}" for name in op.names.split()):
+            if key in found:
+                raise ValueError(f"{key} has two records")
+            found[key] = op
+    return found
 
 
-for _family in FAMILIES:
-    for _op in _family.OPS:
-        _register(_op)
+RECORDS = _records()  # by namespace and name, "aten.linear"
 
 
 @cache

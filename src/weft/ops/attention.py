@@ -78,7 +78,7 @@ def _scores(op: Operator, tensors: Tensors) -> Shape:
 OPS = (
     Op(
         "scaled_dot_product_attention", "b* h !s !d, b* h !t !d, b* h !t !e, b* h !s !t -> b* h !s !e", _attention,
-        draws=_drops, drawn_shape=_scores, kind="attention", flops=_flops, keeps=_keeps, autocast="lower",
+        lowering="attention", draws=_drops, drawn_shape=_scores, kind="attention", flops=_flops, keeps=_keeps, autocast="lower",
     ),
     Op(
         "_scaled_dot_product_attention_math _scaled_dot_product_efficient_attention _scaled_dot_product_flash_attention "

@@ -100,7 +100,7 @@ def _put_zeros(op: Operator, zeros: Container[str]) -> tuple[str, ...] | None:
 
 OPS = (
     Op(
-        "embedding", "v^ e, b* -> b* e", _looked_up, weight=WeightGradient(0, 1, 2, {"default": "embedding"}), sparse_at=4,
+        "embedding", "v^ e, b* -> b* e", _looked_up, weight=WeightGradient(0, 1, 2, {"default": "rows"}), sparse_at=4,
         kind="gather", looks_up=True, keeps=others,
     ),
     Op("embedding_bag", _bags, sparse_at=5),

@@ -126,14 +126,17 @@ OPS = (
     _row_loss("multi_margin_loss", 5, closed=(4,)),
     _row_loss("multilabel_margin_loss", 2),
     Op(
-        "cross_entropy_loss", _cross_entropy, contracts=True, is_loss=True, over_classes=True, closed=(2,),
+        "cross_entropy_loss", _cross_entropy, lowering="classes", contracts=True, is_loss=True, over_classes=True, closed=(2,),
         kind="softmax", fuses_softmax=True, keeps=_logarithms, autocast="wider",
     ),
     Op(
-        "nll_loss", _nll, contracts=True, is_loss=True, over_classes=True, closed=(2,),
+        "nll_loss", _nll, lowering="targets", contracts=True, is_loss=True, over_classes=True, closed=(2,),
         kind="gather", keeps=others, autocast="wider",
     ),
-    Op("nll_loss_nd", _nll, is_loss=True, over_classes=True, closed=(2,), kind="gather", keeps=others, autocast="wider"),
+    Op(
+        "nll_loss_nd", _nll, lowering="targets", is_loss=True, over_classes=True, closed=(2,),
+        kind="gather", keeps=others, autocast="wider",
+    ),
     Op("nll_loss2d", is_loss=True, closed=(2,), autocast="wider"),
     Op("nll_loss_forward", kind="gather", keeps=others),
     Op("ctc_loss", contracts=True, is_loss=True, autocast="wider"),

@@ -41,11 +41,11 @@ def _weight_norm(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | No
 
 OPS = (
     Op(
-        "batch_norm", "n+ c s+*, c, c, c, c -> n c s*", _over_batch, statistics=(3, 4, 5), over_samples=True,
+        "batch_norm", "n+ c s+*, c, c, c, c -> n c s*", _over_batch, lowering="batch", statistics=(3, 4, 5), over_samples=True,
         kind="batch_norm", keeps=normalised, follows=True, autocast="first",
     ),
     Op(
-        "instance_norm", "n c !s*, c, c, c, c -> n c !s*", _of_instances, statistics=(3, 4, 5),
+        "instance_norm", "n c !s*, c, c, c, c -> n c !s*", _of_instances, lowering="instances", statistics=(3, 4, 5),
         kind="batch_norm", keeps=normalised, makes=1.0, autocast="first",
     ),
     Op(

@@ -53,27 +53,25 @@ def _not_filled(op: Operator, zeros: Container[str]) -> tuple[str, ...] | None:
 OPS = (
     Op(
         """
-        __and__ __lshift__ __or__ __rshift__ __xor__ _conj _fused_adagrad _fused_adam _fused_adamw _fused_sgd absolute acos addcdiv addcmul
-        angle asin atan bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift bitwise_xor celu clamp clamp_max clamp_min clip
-        complex copysign cosh deg2rad digamma elu_backward erfc erfinv fix float_power floor_divide fmax fmin fmod frac gelu_backward
-        greater greater_equal hardshrink hardsigmoid hardsigmoid_backward hardswish_backward hardtanh hardtanh_backward heaviside hypot i0
-        igamma igammac isclose isfinite isinf isnan ldexp leaky_relu leaky_relu_backward lerp less less_equal lgamma lift log10 log2
-        logaddexp logaddexp2 logical_and logical_or logical_xor logit logit_backward mish_backward mvlgamma nan_to_num negative nextafter
-        not_equal polygamma positive rad2deg relu6 remainder resolve_neg sgn sigmoid_backward sign silu_backward sinc sinh
-        softplus_backward softshrink special_bessel_j0 special_bessel_j1 special_entr special_erfcx special_expit special_i0 special_i0e
-        special_i1 special_i1e special_log_ndtr special_ndtr special_ndtri special_xlog1py special_xlogy special_zeta square square_
-        subtract tan tanh_backward threshold threshold_backward trunc xlogy zero
+        __and__ __lshift__ __or__ __rshift__ __xor__ _conj _fused_adagrad _fused_adam _fused_adamw _fused_sgd acos addcdiv addcmul angle
+        asin atan bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift bitwise_xor celu clamp clamp_max clamp_min clip complex
+        copysign cosh deg2rad digamma elu_backward erfc erfinv fix float_power floor_divide fmax fmin fmod frac gelu_backward hardshrink
+        hardsigmoid hardsigmoid_backward hardswish_backward hardtanh hardtanh_backward heaviside hypot i0 igamma igammac isclose isfinite
+        isinf isnan ldexp leaky_relu leaky_relu_backward lerp lgamma lift log10 log2 logaddexp logaddexp2 logical_and logical_or
+        logical_xor logit logit_backward mish_backward mvlgamma nan_to_num nextafter polygamma positive rad2deg relu6 remainder resolve_neg
+        sgn sigmoid_backward sign silu_backward sinc sinh softplus_backward softshrink special_bessel_j0 special_bessel_j1 special_entr
+        special_erfcx special_expit special_i0 special_i0e special_i1 special_i1e special_log_ndtr special_ndtr special_ndtri
+        special_xlog1py special_xlogy special_zeta square square_ tan tanh_backward threshold threshold_backward trunc xlogy zero
         """,
         elements,
     ),
-    Op("bitwise_not ceil conj copy eq fill floor ge gt le logical_not lt ne resolve_conj round", elements, keeps=others),
-    Op("add sub", elements, linear="sum", keeps=others, gradient="summed"),
+    Op("bitwise_not ceil conj copy fill floor logical_not resolve_conj round", elements, keeps=others),
+    Op("eq ne not_equal lt less le less_equal gt greater ge greater_equal", elements, keeps=others),
+    Op("add sub subtract", elements, linear="sum", keeps=others, gradient="summed"),
     Op("rsub", elements, linear="sum", keeps=others),
-    Op("neg", elements, linear="together", keeps=others),
-    Op("mul", elements, linear="each", keeps=operands, gradient="broadcast"),
-    Op("multiply", elements, linear="each"),
-    Op("div", elements, linear="numerator", keeps=quotient, gradient="broadcast"),
-    Op("divide true_divide", elements, linear="numerator"),
+    Op("neg negative", elements, linear="together", keeps=others),
+    Op("mul multiply", elements, linear="each", keeps=operands, gradient="broadcast"),
+    Op("div divide true_divide", elements, linear="numerator", keeps=quotient, gradient="broadcast"),
     Op("maximum minimum", elements, gradient="broadcast"),
     Op("where", elements, linear=_chosen, keeps=others, gradient="broadcast"),
     Op("masked_fill", elements, linear=_not_filled, keeps=others),
@@ -84,7 +82,7 @@ OPS = (
     Op("logsigmoid log_sigmoid_forward", kind="activation"),
     Op("gelu", elements, kind="activation", turned=2.0),
     Op("pow", elements, kind="activation", makes=2.0),
-    Op("abs", elements, makes=1.0),
+    Op("abs absolute", elements, makes=1.0),
     Op("prelu", ("n c s*, c -> n c s*", "n c s*, !c -> n c s*"), autocast="first"),
     Op("to", _cast, moves="cast", linear="together", learns=1, keeps=others, follows=True),
     Op("_to_copy", elements, moves="cast", linear="together", keeps=others, follows=True),
@@ -97,7 +95,7 @@ OPS = (
     Op("detach", elements, kind="view", moves="same", linear="together", learns=0),
     Op("real imag", elements, kind="view"),
     Op("view_as_real", "b* -> b* !r", kind="view"),
-    Op("view_as_complex", "b* !r -> b*", keeps=others, autocast="wider"),
+    Op("view_as_complex", "b* !r -> b*", lowering="pairs", keeps=others, autocast="wider"),
     Op("polar", elements, autocast="wider"),
     Op("broadcast_tensors", elements, kind="view", autocast="apart"),
 )

@@ -132,15 +132,15 @@ OPS = (
         kind="linear", flops=_flops, product="linear", keeps=operands, rows=1, turned=1.0, autocast="lower",
     ),
     Op(
-        "mm", "n k, k m -> n m", contracts=True, linear="each", weight=WeightGradient(1, 0, 2, {"default": "matmul"}),
+        "mm", "n k, k m -> n m", contracts=True, linear="each", weight=WeightGradient(1, 0, 2, {"default": "product"}),
         kind="linear", flops=_flops, product="weight", keeps=operands, autocast="lower",
     ),
     Op(
-        "addmm", ("n m, n k, k m -> n m", "m, n k, k m -> n m"), weight=WeightGradient(2, 1, 2, {"default": "matmul"}),
+        "addmm", ("n m, n k, k m -> n m", "m, n k, k m -> n m"), weight=WeightGradient(2, 1, 2, {"default": "product"}),
         kind="linear", flops=_flops_behind_first, product="weight", keeps=operands_behind_first, autocast="lower",
     ),
     Op(
-        "bmm", "b n k, b k m -> b n m", contracts=True, linear="each", weight=WeightGradient(1, 0, 3, {"default": "bmm"}),
+        "bmm", "b n k, b k m -> b n m", contracts=True, linear="each", weight=WeightGradient(1, 0, 3, {"default": "stacked"}),
         kind="linear", flops=_flops, product="stacked", many_ways=True, keeps=operands, autocast="lower",
     ),
     Op(
@@ -148,7 +148,7 @@ OPS = (
         kind="linear", flops=_flops_behind_first, product="stacked", many_ways=True, keeps=operands_behind_first, autocast="lower",
     ),
     Op(
-        "matmul", _matmul, contracts=True, linear="each", weight=WeightGradient(1, 0, 2, {"default": "matmul"}),
+        "matmul", _matmul, contracts=True, linear="each", weight=WeightGradient(1, 0, 2, {"default": "product"}),
         kind="linear", flops=_flops, product="stacked", keeps=operands, rows=2, autocast="lower",
     ),
     Op(

@@ -20,9 +20,14 @@ Tensors = Mapping[str, Tensor]
 # Values that an operator, linear in some of its tensors together, is linear in (None: not in this call), given values that are zero.
 Carries = Callable[[Operator, Container[str]], tuple[str, ...] | None]
 
+KINDS = (
+    "linear", "attention", "convolution", "recurrent", "elementwise", "activation", "norm", "batch_norm", "softmax", "gather", "make",
+    "view",
+)  # fmt: skip
 MOVES = ("", "reshape", "expand", "repeat", "part", "same", "rows", "cast", "copy")
 LINEAR = ("", "together", "sum", "each", "numerator")
 AUTOCAST = ("", "lower", "wider", "first", "apart", "narrow")
+PRODUCT = ("", "linear", "weight", "stacked", "grouped")
 GRADIENT = ("", "same", "summed", "broadcast", "scattered", "spectrum", "padded")
 
 
@@ -110,6 +115,7 @@ class Op:
 
     learns: int | None = None  # how many of its tensors it hands a gradient on to; None: all
     closed: tuple[int, ...] = ()  # positions of tensors by which torch does not differentiate
+    lowering: str = ""  # how `weft.lower.local` calls it, where that is not as it stands
     weight: WeightGradient | None = None  # how its weight gradient is made by itself
     sparse_at: int | None = None  # position of what asks for a sparse one
 
@@ -143,7 +149,7 @@ class Op:
     decides: int | None = None
 
     def __post_init__(self) -> None:
-        words = ((self.moves, MOVES), (self.autocast, AUTOCAST), (self.gradient, GRADIENT))
+        words = ((self.kind, KINDS), (self.moves, MOVES), (self.product, PRODUCT), (self.autocast, AUTOCAST), (self.gradient, GRADIENT))
         for word, known in (*words, *([(self.linear, LINEAR)] if isinstance(self.linear, str) else [])):
             if word not in known:
                 raise ValueError(f"{self.names}: {word!r} is none of {', '.join(map(repr, known))}")

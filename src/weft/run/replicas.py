@@ -20,6 +20,7 @@ from weft.lower.kernels.statistics import Later
 from weft.model.graph import Operator
 from weft.model.propagate import writes_buffer, written_buffers
 from weft.model.stages import Stage
+from weft.ops import record_of
 from weft.plan.mesh import Mesh
 from weft.plan.program import Compute, Op, Program
 from weft.run.build import Parts
@@ -119,7 +120,7 @@ def _written_later(stage: Stage, parts: Parts, buffers: Mapping[str, str]) -> li
     found: dict[str, None] = {}
     for op in stage.operators:
         used = [value for value in op.inputs if value in buffers]
-        if "batch_norm" in op.target:
+        if record_of(op).over_samples:
             found.update(dict.fromkeys(value for value in used if value in written))
         elif writes_buffer(op, placed) and len(op.inputs) == 1:
             found.update(dict.fromkeys(used))
