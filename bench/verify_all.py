@@ -27,8 +27,9 @@ from weft.capture.nesting import batch_size_of
 from weft.errors import Infeasible, LayoutError, ModelError
 from weft.model.sharding import FREE_LINKS, Prices
 from weft.plan.grid import grids_of
-from weft.plan.layout import BOTH_WAYS, Layout
+from weft.plan.layout import Layout
 from weft.plan.plan import Plan
+from weft.plan.sizes import refuse_sizes
 from weft.run.build import Traced
 from weft.run.verification import Verification
 from weft.run.verify import verify_plan
@@ -120,7 +121,7 @@ def layouts(counts: Sequence[int], size: int, which: str) -> Iterator[tuple[Layo
                 zero, recompute = (turn + 1) % 4, ("none", "selective", "full")[turn // 2 % 3]
                 offload = ("none", "none", "activations", "optimizer", "all")[turn % 5]
                 schedule = SCHEDULES[turn % len(SCHEDULES)]
-                if schedule in BOTH_WAYS and microbatches % 2:
+                if refuse_sizes(schedule, microbatches):
                     schedule = "1f1b"
                 chunks = 2 if schedule == "interleaved" else 1
                 layout = Layout(data, tensor, pipeline, microbatches, schedule, zero, recompute, "float64", chunks=chunks, offload=offload)

@@ -22,10 +22,11 @@ from weft.errors import ModelError, UsageError, said
 from weft.model.graph import Graph
 from weft.model.sharding import Shards
 from weft.model.stages import check_trains
-from weft.plan.layout import SCHEDULES, Layout, actions_of
-from weft.plan.own import read_actions
+from weft.plan.custom import read_actions
+from weft.plan.layout import Layout, actions_of
 from weft.plan.patterns import expand_all
 from weft.plan.plan import Candidate, Plan, Prediction
+from weft.plan.sizes import SCHEDULES
 from weft.plan.store import format_plan, parse_plan, read_plan
 from weft.plan.timeline import Timeline
 from weft.run.build import Source, Traced

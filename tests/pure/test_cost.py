@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from weft.cluster.cluster import Cluster, Device, Level, Link, Speed, Table
 from weft.cost.base import MICROBATCH_S
 from weft.cost.compute import Rates, Seconds, optimizer_s
-from weft.cost.memory import Inventory, in_flight, state_bytes
+from weft.cost.memory import Inventory, state_bytes
 from weft.cost.network import FACTORS, Group, collective_s, ring_s, send_s
 from weft.cost.parts import gather, kept_bytes
 from weft.cost.step import Pricer
@@ -183,13 +183,6 @@ def test_zero_is_rajbhandaris(n: int, phi: float) -> None:
     assert state_bytes(phi, 1, n, **mixed) == pytest.approx(4 * phi + 12 * phi / n)
     assert state_bytes(phi, 2, n, **mixed) == pytest.approx(2 * phi + 14 * phi / n)
     assert state_bytes(phi, 3, n, **mixed) == pytest.approx(16 * phi / n)
-
-
-def test_microbatches_in_flight() -> None:
-    assert [in_flight("1f1b", 4, s, 8) for s in range(4)] == [4, 3, 2, 1]
-    assert [in_flight("gpipe", 4, s, 8) for s in range(4)] == [8, 8, 8, 8]
-    assert in_flight("1f1b", 4, 0, 2) == 2
-    assert in_flight("1f1b", 1, 0, 8) == 1
 
 
 def test_activations_follow_the_batch_and_the_width() -> None:

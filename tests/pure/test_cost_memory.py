@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from weft.cluster.cluster import Cluster
 from weft.cost.efficiency import stack_of
-from weft.cost.memory import Widths, in_flight
+from weft.cost.memory import Widths
 from weft.cost.step import Pricer
 from weft.plan.layout import Layout
+from weft.schedules import schedule_of
 
 S, B, H, A = 128, 4, 256, 8  # sequence, microbatch, hidden, heads
 A100 = Cluster.parse("4xdgx-a100-80")
@@ -88,9 +89,10 @@ def test_widths_by_precision_and_device() -> None:
 def test_interleaved_microbatches_in_flight() -> None:
     """Korthikanti et al. 2022, section 4.2.3: L(1 + (p - 1)/(pv)) layers' activations on the first rank."""
     p, v = 4, 3
-    assert in_flight("interleaved", p, 0, 64, v) == pytest.approx(p * (1 + (p - 1) / (p * v)))
-    assert in_flight("interleaved", p, p - 1, 64, v) < in_flight("interleaved", p, 0, 64, v)
-    assert in_flight("interleaved", p, 0, 2, v) == 2
+    many, few = (schedule_of(Layout(pipeline=p, microbatches=m, schedule="interleaved", chunks=v)) for m in (64, 2))
+    assert many.in_flight(0) == pytest.approx(p * (1 + (p - 1) / (p * v)))
+    assert many.in_flight(p - 1) < many.in_flight(0)
+    assert few.in_flight(0) == 2
 
 
 def test_offload_empties_the_device() -> None:

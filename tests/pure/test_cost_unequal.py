@@ -37,10 +37,10 @@ def test_a_smaller_batch_has_no_larger_microbatches(each: int, data: int, microb
         return
     layout = Layout(data=data, microbatches=microbatches)
     whole = microbatch_sizes(each * data, data, microbatches)
-    part = sizes_of_part(draw.draw(st.integers(1, each)) * data, layout, each * data)
+    part = sizes_of_part(draw.draw(st.integers(1, each)) * data, layout, each * data, 1)
     assert max(part) <= whole[0]
     assert len(part) <= microbatches
-    assert sizes_of_part(each * data, layout, each * data) == whole
+    assert sizes_of_part(each * data, layout, each * data, 1) == whole
 
 
 def test_one_stage_costs_the_sum_of_its_microbatches() -> None:

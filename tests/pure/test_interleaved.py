@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import closed_forms
 import pytest
 
 from weft.errors import ProgramError, UsageError
 from weft.plan.check import check
 from weft.plan.program import Compute, Op, chain
 from weft.schedules import build
-from weft.schedules.interleaved import interleaved, most_in_flight
+from weft.schedules.interleaved import interleaved
 from weft.schedules.lower import pipeline
 from weft.simulate.clock import simulate
 
@@ -42,7 +43,7 @@ def test_what_is_in_flight_is_what_its_order_holds(p: int, v: int, m: int) -> No
         for action in row:
             held += 1 if action.op is Op.F else -1
             most = max(most, held)
-        assert (held, most) == (0, most_in_flight(p, m, v, rank))
+        assert (held, most) == (0, closed_forms.interleaved(p, m, v, rank))
 
 
 @pytest.mark.parametrize(("p", "v", "m"), [(4, 2, 8), (4, 3, 9), (3, 2, 7)])
@@ -74,5 +75,3 @@ def test_sizes_that_cannot_be_are_named() -> None:
         build("interleaved", 7, 4, chunks=2)
     with pytest.raises(UsageError, match="gpipe has one stage a rank, not 2"):
         build("gpipe", 8, 4, chunks=2)
-    with pytest.raises(UsageError, match="rank 4 of a pipeline of 4"):
-        most_in_flight(4, 8, 2, 4)

@@ -14,13 +14,13 @@ from weft.cli.schedule import without_transfers
 from weft.cluster.cluster import Cluster, Device, Level, Link
 from weft.cost.step import Pricer
 from weft.errors import ConfigError, LayoutError, ProgramError, UsageError
+from weft.plan.custom import read_actions
 from weft.plan.layout import Layout
 from weft.plan.microbatches import sizes_of_part
-from weft.plan.own import own_of, read_actions
 from weft.plan.plan import Candidate, Plan
 from weft.plan.program import Compute, Program, chain
 from weft.plan.store import format_plan, parse_plan
-from weft.schedules import NAMES, build, check_own, program_of
+from weft.schedules import NAMES, build, check_custom, program_of, schedule_of
 from weft.simulate.memory import in_flight
 from weft.solve.search import search
 from weft.solve.space import parse_constraints
@@ -83,9 +83,8 @@ def test_the_program_that_runs_is_that_of_the_name(name: str) -> None:
             for rendezvous in (False, True):
                 found = program_of(own(layout, False), links, rendezvous)
                 assert replace(found, name=name) == program_of(layout, links, rendezvous)
-        for rank in range(p):
-            assert own(layout, False).stages_of(rank) == layout.stages_of(rank)
-        assert all(own(layout, False).ranks_of(s) == layout.ranks_of(s) for s in range(layout.num_stages))
+        named, written = (schedule_of(one) for one in (layout, own(layout, False)))
+        assert (written.stages_of, written.ranks_of) == (named.stages_of, named.ranks_of)
 
 
 def test_memory_follows_what_the_program_keeps() -> None:
@@ -125,10 +124,10 @@ UNEVEN = "0F0 0F1 0F2 0B0 0B1 0B2\n1F0 2F0 2B0 1B0 1F1 2F1 2B1 1B1 1F2 2F2 2B2 1
 
 def test_ranks_may_have_unequal_numbers_of_stages() -> None:
     layout = Layout(pipeline=2, microbatches=3).with_schedule("mine.txt", UNEVEN)
-    assert (layout.num_stages, layout.stages_of(0), layout.stages_of(1)) == (3, (0,), (1, 2))
+    assert (layout.num_stages, schedule_of(layout).stages_of) == (3, ((0,), (1, 2)))
     pricer = Pricer(gpt(8), GPUS, 12)
     best = clocked(pricer, price(pricer, layout))
-    own_work = [sum(best.costs[s].forward_s + best.costs[s].backward_s for s in layout.stages_of(r)) for r in (0, 1)]
+    own_work = [sum(best.costs[s].forward_s + best.costs[s].backward_s for s in mine) for mine in schedule_of(layout).stages_of]
     shown = dict(best.prediction.parts)
     assert shown["compute"] + shown["tensor"] == pytest.approx(3 * max(own_work))
     assert parse_plan(format_plan(search(gpt(8), GPUS, 12, "gpt", layout=layout))).layout == layout
@@ -166,7 +165,7 @@ def test_what_trains_nothing_is_refused_before_anything_starts(text: str, reason
 def test_a_refuted_schedule_says_rank_step_and_reason(text: str, reason: str) -> None:
     layout = Layout(pipeline=2, microbatches=2).with_schedule("mine.txt", text)
     with pytest.raises(ProgramError, match=reason):
-        check_own(layout)
+        check_custom(layout)
     with pytest.raises(ProgramError, match=reason):
         search(gpt(4), GPUS, 8, "gpt", layout=layout)
 
@@ -239,23 +238,25 @@ def test_fewer_microbatches_are_the_first_of_them_in_the_same_order(data: st.Dat
     name = data.draw(st.sampled_from(NAMES))
     p, m = data.draw(st.sampled_from(sizes(name)))
     layout = own(Layout(pipeline=p, microbatches=m, schedule=name, chunks=2 if name == "interleaved" else 1), data.draw(st.booleans()))
-    few = data.draw(st.integers(layout.fewest_microbatches, m))
+    few = data.draw(st.integers(schedule_of(layout).fewest, m))
     less = layout.with_microbatches(few)
-    check_own(less)
-    assert less.own is not None
-    assert layout.own is not None
-    assert less.own.program.stages_of == layout.own.program.stages_of
-    for mine, whole in zip(less.own.program.actions, layout.own.program.actions, strict=True):
+    check_custom(less)
+    assert less.program is not None
+    assert layout.program is not None
+    assert less.program.stages_of == layout.program.stages_of
+    for mine, whole in zip(less.program.actions, layout.program.actions, strict=True):
         rows = [[a for a in row if isinstance(a, Compute) and a.microbatch < few] for row in (mine, whole)]
         assert rows[0] == rows[1]
 
 
 def test_a_small_batch_runs_in_as_few_microbatches_as_leave_no_replica_without() -> None:
     gems = own(Layout(pipeline=2, microbatches=4, schedule="gems-master"), False)
-    assert own_of("mine.txt", gems.actions).fewest == 2
-    assert sizes_of_part(3, gems, 16) == (2, 1)
-    assert sizes_of_part(9, gems, 16) == (3, 3, 3)
-    assert sizes_of_part(3, own(Layout(pipeline=2, microbatches=4), False), 16) == (3,)
+    plain = own(Layout(pipeline=2, microbatches=4), False)
+    fewest = schedule_of(gems).fewest
+    assert (fewest, schedule_of(plain).fewest) == (2, 1)
+    assert sizes_of_part(3, gems, 16, fewest) == (2, 1)
+    assert sizes_of_part(9, gems, 16, fewest) == (3, 3, 3)
+    assert sizes_of_part(3, plain, 16, 1) == (3,)
 
 
 def test_a_file_with_a_byte_order_mark_is_read_without_it(tmp_path: Path) -> None:

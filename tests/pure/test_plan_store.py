@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.errors import ConfigError, Infeasible, LayoutError, UsageError, WeftError
-from weft.plan.layout import SCHEDULES, Layout, refuse_sizes
+from weft.plan.layout import Layout
 from weft.plan.plan import Candidate, Memory, Plan, Prediction
+from weft.plan.sizes import SCHEDULES, refuse_sizes
 from weft.plan.store import CUT_AXES, format_plan, parse_plan, read_plan, write_plan
 
 counts = st.integers(1, 4)

@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
+from closed_forms import BOTH_WAYS
 from hypothesis import given
 from hypothesis import strategies as st
 from schedule_sizes import fit
 
 from weft.errors import ProgramError, UsageError
 from weft.plan.check import check
-from weft.plan.layout import BOTH_WAYS
 from weft.plan.program import Action, Compute, Links, Op, Program, Recv, Send, Value, chain
 from weft.schedules import NAMES, build
 from weft.schedules.lower import pipeline

@@ -15,6 +15,7 @@ from weft.cluster.cluster import Cluster, Device, Level, Link
 from weft.cost.step import Pricer, together
 from weft.errors import Infeasible
 from weft.plan.layout import Layout
+from weft.schedules import schedule_of
 from weft.solve.housing import least_more_s, resident, worded
 from weft.solve.residency import CHOICES, DROP, KEEP, SWAP
 from weft.solve.search import search
@@ -36,7 +37,7 @@ def between(layout: Layout, tight: float) -> tuple[Pricer, tuple[str, ...]]:
 
 def ways(pricer: Pricer, layout: Layout, sites: tuple[str, ...], rank: int, allowed: tuple[str, ...]) -> dict[Layout, float]:
     """Seconds of a rank for one microbatch, by choice for its layers (the first moved, the next repeated) under which it fits."""
-    mine = layout.stages_of(rank)
+    mine = schedule_of(layout).stages_of[rank]
     names = [[one.name for one in pricer.loads(layout, sites, s)] for s in range(layout.num_stages)]
     most = (99 if SWAP in allowed else 0), (99 if DROP in allowed else 0)
     pairs_of = [[(k, d) for k in range(n + 1) for d in range(n + 1 - k) if k <= most[0] and d <= most[1]] for n in map(len, names)]
@@ -54,7 +55,7 @@ def ways(pricer: Pricer, layout: Layout, sites: tuple[str, ...], rank: int, allo
 
 
 def held_bytes(pricer: Pricer, layout: Layout, sites: tuple[str, ...], rank: int) -> float:
-    return together(pricer.held(layout, sites, layout.stages_of(rank)), layout, rank).total
+    return together(pricer.held(layout, sites, schedule_of(layout).stages_of[rank]), schedule_of(layout), rank).total
 
 
 @settings(max_examples=20, deadline=None)
@@ -67,11 +68,11 @@ def test_a_rank_of_several_stages_has_its_best(tight: float, microbatches: int, 
     for rank in range(2):
         every = ways(pricer, layout, sites, rank, allowed)
         more = least_more_s(pricer, layout, sites, rank, allowed)
-        own = sum(cost.forward_s + cost.backward_s for cost in pricer.stages(layout, sites, only=layout.stages_of(rank)))
+        own = sum(cost.forward_s + cost.backward_s for cost in pricer.stages(layout, sites, only=schedule_of(layout).stages_of[rank]))
         assert min(every.values(), default=inf) >= (own + more) * (1 - 1e-9)
         if found is None:
             continue
-        mine = sum(cost.forward_s + cost.backward_s for cost in pricer.stages(found, sites, only=layout.stages_of(rank)))
+        mine = sum(cost.forward_s + cost.backward_s for cost in pricer.stages(found, sites, only=schedule_of(layout).stages_of[rank]))
         assert held_bytes(pricer, found, sites, rank) <= pricer.cluster.device.memory_bytes
         assert mine <= min(every.values()) * (1 + 1e-6)
     if schedule == "interleaved":  # repeating everything fits, so something does; all repeated is no choice by layer

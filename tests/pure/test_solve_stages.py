@@ -7,13 +7,13 @@ from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
+from closed_forms import in_flight
 from gpt_graph import gpt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.cluster.cluster import Cluster, Device, Level, Link
 from weft.cluster.mixed import mixed
-from weft.cost.memory import in_flight
 from weft.errors import Infeasible
 from weft.plan.layout import Layout
 from weft.solve.mixed import MixedPricer, pricer_of

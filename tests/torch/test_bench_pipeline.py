@@ -16,9 +16,9 @@ from bench.executor import Overhead, _compared  # noqa: E402
 from bench.peers.pipelining import stages_of  # noqa: E402
 from bench.pipeline import CASES, PAIRS, SCHEDULES, lines_of, wrong  # noqa: E402
 
-from weft.plan.layout import SCHEDULES as ALL  # noqa: E402
 from weft.plan.layout import Layout  # noqa: E402
 from weft.plan.program import Compute  # noqa: E402
+from weft.plan.sizes import SCHEDULES as ALL  # noqa: E402
 from weft.plan.timeline import Timeline  # noqa: E402
 from weft.schedules import build  # noqa: E402
 from weft.simulate.clock import simulate  # noqa: E402

@@ -10,7 +10,7 @@ import pytest
 
 from weft.cli import run
 from weft.cli.schedule import beside, build_of, headline
-from weft.plan.layout import SCHEDULES, chunks_of
+from weft.plan.sizes import SCHEDULES, chunks_of
 from weft.plan.store import read_plan
 from weft.report.gantt import svg
 from weft.simulate.summary import Summary, Times, summarize

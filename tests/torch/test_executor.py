@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.plan.layout import SCHEDULES
 from weft.plan.program import Compute, Op, Program, Recv
+from weft.plan.sizes import SCHEDULES
 from weft.run.dispatch import HANDLERS, kind_of
 from weft.run.executor import Executor
 from weft.run.replicas import out_of_order

@@ -14,9 +14,9 @@ from weft.cli.setting import Setting
 from weft.cluster.resize import resized
 from weft.errors import Infeasible, LayoutError, UsageError, nearest
 from weft.plan.compression import Compression
+from weft.plan.custom import is_file
 from weft.plan.grid import checked_grid
 from weft.plan.layout import CHOICES, KEYS, Layout, actions_of, refuse_word
-from weft.plan.own import is_file
 from weft.plan.plan import Plan
 from weft.plan.residency import Residency, refuse_segment
 
@@ -157,7 +157,7 @@ def moved_along(old: Layout, wanted: Mapping[str, int | str], ranks: int, old_ba
         n["microbatches"] = next(m for m in range(max(1, -(-each // rows)), each + 1) if each % m == 0)
     schedule = str(wanted.get("schedule", old.schedule))
     other = any(n[key] != getattr(old, key) for key in ("pipeline", "microbatches", "chunks"))
-    if old.own is not None and other and "schedule" not in wanted:
+    if old.actions and other and "schedule" not in wanted:
         schedule = "1f1b"  # one's own is for its ranks and microbatches alone
     if "chunks" in wanted and n["chunks"] > 1 and "schedule" not in wanted:
         schedule = "interleaved"

@@ -48,8 +48,8 @@ def schedule(
       weft schedule zb-v --stages 4 --microbatches 8 --times f=1,b=1,w=1 -o picture.svg
     """
     with output(as_json) as out, uncollected():
-        from weft.plan.layout import SCHEDULES, chunks_of
-        from weft.plan.own import is_file
+        from weft.plan.custom import is_file
+        from weft.plan.sizes import SCHEDULES, chunks_of
         from weft.schedules.refuted import prove
         from weft.simulate.summary import Times, summarize
 

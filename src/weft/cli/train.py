@@ -161,10 +161,10 @@ def check_is_here(cluster: Cluster, config: Config, world: World | None) -> None
 
 def _changed(plan: Plan, file: Path) -> str:
     """What to say where the schedule's file is no longer what the plan in `file` has of it; the plan's is what runs."""
-    from weft.plan.own import read_actions
+    from weft.plan.custom import read_actions
 
     name = plan.layout.schedule
-    if plan.layout.own is None or not Path(name).is_file() or read_actions(name) == plan.layout.actions:
+    if not plan.layout.actions or not Path(name).is_file() or read_actions(name) == plan.layout.actions:
         return ""
     return f"{name} has changed since it was planned; this runs what {file} has of it: remove that, or plan again, for the new one"
 

@@ -96,8 +96,8 @@ def verify(
 
 
 def _with_schedule(text: str, schedule: Path | None) -> Layout:
+    from weft.plan.custom import read_actions
     from weft.plan.layout import Layout
-    from weft.plan.own import read_actions
 
     layout = Layout.parse(text)
     return layout if schedule is None else layout.with_schedule(schedule.name, read_actions(schedule))

@@ -21,6 +21,7 @@ from weft.cost.network import Group
 from weft.plan.compression import Compression
 from weft.plan.layout import Layout
 from weft.plan.plan import BUCKET_BYTES
+from weft.schedules import schedule_of
 
 if TYPE_CHECKING:
     from weft.cost.step import Pricer
@@ -169,7 +170,7 @@ def best_bucket_bytes(pricer: Pricer, layout: Layout, sites: Sequence[str] = ())
     def seconds(bucket_bytes: int) -> float:
         costs = pricer.with_buckets(bucket_bytes).stages(layout, sites)
         each = [layout.microbatches * c.tensor.total + c.gradients_s for c in costs]
-        return max(sum(each[s] for s in layout.stages_of(rank)) for rank in range(layout.pipeline)) if len(costs) > 1 else each[0]
+        return max(sum(each[s] for s in mine) for mine in schedule_of(layout).stages_of) if len(costs) > 1 else each[0]
 
     if layout.stage_ranks == 1 or not pricer.overlap(layout):
         return 0
@@ -180,7 +181,7 @@ def best_bucket_bytes(pricer: Pricer, layout: Layout, sites: Sequence[str] = ())
 
 def exchange_s(pricer: Pricer, layout: Layout, stage: int, sums: Sums, widths: Widths) -> float:
     """Seconds of summing a stage's gradients with the ranks that have its other replicas, where there are any."""
-    holders = layout.ranks_of(stage)
+    holders = schedule_of(layout).ranks_of[stage]
     if len(holders) == 1:
         return 0.0
     away = (max(holders) - min(holders)) // (len(holders) - 1)

@@ -15,7 +15,6 @@ from functools import cached_property
 from math import prod
 
 from weft.cost.convolutions import columns_bytes, relaid_bytes, workspace_bytes
-from weft.cost.holding import held_by
 from weft.cost.recurrent import lstm_bytes
 from weft.cost.working import turned_bytes, working_bytes
 from weft.model.autocast import autocast, cast
@@ -26,9 +25,9 @@ from weft.ops import record_of
 from weft.ops.attention import drops_scores, mask_of
 from weft.ops.recurrent import RECURRENT_KEEPS, num_layers
 from weft.plan.compression import Compression
-from weft.plan.layout import BOTH_WAYS, Layout
+from weft.plan.layout import Layout
 from weft.plan.plan import BUCKET_BYTES, Memory
-from weft.schedules.interleaved import most_in_flight
+from weft.schedules import schedule_of
 
 MARGIN = 0.06  # of everything else: fragmentation and workspaces
 # Memory that packing and unpacking a bucket takes besides, in sizes of a bucket: measured.
@@ -67,37 +66,6 @@ class Widths:
         if is_cpu or precision == "float32":
             return cls(4.0, 4.0, 0.0)
         return cls(2.0, gradient, 4.0)
-
-
-def in_flight(schedule: str, num_stages: int, rank: int, microbatches: int, chunks: int = 1) -> float:
-    """Microbatches whose activations a rank of p = `num_stages` holds at most at once for each of its stages, on average over them; of GEMS
-    for one of them. A rank whose stages differ holds most by what they keep (`weft.cost.stage.together`).
-
-    All (gpipe), p - rank (1f1b), one where there is no pipeline. Interleaved, Narayanan et al. 2021: rank r runs
-    2(p - r - 1) + (v - 1)p chunks ahead, so the first rank holds (vp + p - 1)/v where p divides m. Zero bubble, Qi et al. 2024: p (h1,
-    and v of its two stages each), 2p - 1 (h2), where what waits for its weights part counts in full. Of Chimera a rank's two stages
-    have half each of p + 1, and fewer with few microbatches towards the ends, where half of them arrive late.
-
-    >>> in_flight("interleaved", 4, 0, 8, chunks=2)
-    5.5
-    """
-    p, m = num_stages, microbatches
-    if schedule == "chimera":
-        inward = min(rank, p - 1 - rank)
-        return min(m, p + (m > p), m // 2 + 1 + inward) / (1 if 2 * rank == p - 1 else 2)
-    if schedule in BOTH_WAYS:
-        return 1
-    if schedule == "gpipe":
-        return m
-    if schedule == "sequential":
-        return 1
-    if schedule in ("zb-h1", "zb-v"):
-        return min(m, p)
-    if schedule == "zb-h2":
-        return min(m, 2 * p - 1)
-    if chunks == 1:
-        return min(m, p - rank)
-    return most_in_flight(p, m, chunks, rank) / chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,20 +285,17 @@ def memory_of(
 
     `noted_bytes`: what was made again or came back for the input part of a microbatch's backward and stays for its weights part.
     """
-    rank, own = layout.rank_of(stage), layout.own
-    if own is not None:
-        flying = max(own.in_flight(holder, stage) for holder in own.ranks_of[stage])
-    else:
-        flying = in_flight(layout.schedule, layout.pipeline, rank, layout.microbatches, layout.chunks)
-    holders = len(layout.ranks_of(stage))
+    schedule = schedule_of(layout)
+    rank, holders = schedule.ranks_of[stage][0], len(schedule.ranks_of[stage])
+    several = len(schedule.stages_of[rank])
     # What other pipeline ranks have too stays whole (`weft.run.parameters`); the optimizer's state is shared with those.
     data, zero = layout.data, layout.zero if holders == 1 else min(layout.zero, 1)
     pieces = zero if data > 1 else 0
     kept = state.kept_bytes - (state.scores_bytes if layout.recompute == "selective" else 0.0)
     there = state.there.of(pieces)
-    activation = kept * flying + there
-    if noted_bytes and len(layout.stages_of(rank)) == 1:
-        now = held_by(layout, rank)
+    activation = kept * schedule.in_flight(stage) + there
+    if noted_bytes and several == 1:
+        now = schedule.held(rank)
         activation = float((now.kept[:, 0] * kept + now.backward[:, 0] * there + now.noted[:, 0] * noted_bytes).max())
     alike = state.num_alike
     shared, trained = ((n - alike + state.num_elsewhere) / data + alike for n in (state.num_parameters, state.num_trainable))
@@ -347,6 +312,6 @@ def memory_of(
     entering, leaving = (size * (layout.pipeline > 1) for size in (state.entering_bytes, state.leaving_bytes))
     # Receives are posted ahead: a microbatch's gradient is on its way while backward is at the one before.
     buffers = beside + 2 * entering + leaving
-    margin = scratch_bytes / len(layout.stages_of(rank)) + MARGIN * (parameters + gradients + optimizer + activation + buffers)
+    margin = scratch_bytes / several + MARGIN * (parameters + gradients + optimizer + activation + buffers)
     alone = Memory(parameters, gradients, optimizer, activation, buffers, margin)
     return StageMemory(alone, kept, there, beside, entering, leaving, noted_bytes)

@@ -10,10 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.cost.compute import Seconds
-from weft.cost.holding import held_by
 from weft.cost.memory import MARGIN, StageMemory
-from weft.plan.layout import Layout
 from weft.plan.plan import Memory
+from weft.schedules import Held, Schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +37,6 @@ class StageCost:
         return self.compute.backward + self.tensor.backward
 
 
-def work_share(layout: Layout, rank: int, stage: int) -> float:
-    """Part of the microbatches that a rank computes of one of its stages: half, where another rank has the other half."""
-    if own := layout.own:
-        return own.shares[rank][stage]
-    return 1 / len(layout.ranks_of(stage))
-
-
 def straggling(num_ranks: int, spread: float) -> float:
     """How much longer the slowest of `num_ranks` takes than the mean one, as a part of its time.
 
@@ -56,27 +48,28 @@ def straggling(num_ranks: int, spread: float) -> float:
     return spread * sqrt(2 * log(num_ranks)) if num_ranks > 1 else 0.0
 
 
-def together(held: Sequence[StageMemory], layout: Layout, rank: int) -> Memory:
+def together(held: Sequence[StageMemory], schedule: Schedule, rank: int) -> Memory:
     """What the stages of one rank hold when they hold most: weights and their states of all, and what is kept of each by then.
 
+    >>> from weft.plan.layout import Layout
+    >>> from weft.schedules import schedule_of
     >>> both = StageMemory(Memory(1.0), kept_bytes=8.0), StageMemory(Memory(2.0), kept_bytes=3.0)
-    >>> layouts = [Layout(pipeline=2, microbatches=2, schedule=name) for name in ("gems-mast", "chimera")]
-    >>> [together(both, layout, 0).activations for layout in layouts]
+    >>> named = [schedule_of(Layout(pipeline=2, microbatches=2, schedule=name)) for name in ("gems-mast", "chimera")]
+    >>> [together(both, one, 0).activations for one in named]
     [8.0, 11.0]
     """
     if len(held) == 1:
         return held[0].alone
     total = Memory(*(sum(getattr(one.alone, name) for one in held) for name in Memory.__dataclass_fields__))
-    kept, beside = by_moment(held, layout, rank)
+    kept, beside = by_moment(held, schedule.held(rank))
     most = int((kept + beside).argmax())
     activations, buffers = float(kept[most]), float(beside[most])
     less = total.activations + total.buffers - activations - buffers
     return replace(total, activations=activations, buffers=buffers, margin=total.margin - MARGIN * less)
 
 
-def by_moment(held: Sequence[StageMemory], layout: Layout, rank: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """By moment of `held_by`: what a rank keeps, and what is there besides."""
-    now = held_by(layout, rank)
+def by_moment(held: Sequence[StageMemory], now: Held) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """By moment of `now`: what a rank keeps, and what is there besides."""
 
     def of(part: str) -> NDArray[np.float64]:
         return np.array([getattr(one, part) for one in held])

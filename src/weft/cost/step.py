@@ -37,7 +37,7 @@ from weft.cost.parts import (
     gather,
 )
 from weft.cost.placed import FEW, about, placed, placed_sizes, prices_of
-from weft.cost.stage import StageCost, straggling, together, work_share
+from weft.cost.stage import StageCost, straggling, together
 from weft.errors import Infeasible
 from weft.model.graph import Graph
 from weft.model.sharding import Prices, Sharding
@@ -45,6 +45,7 @@ from weft.model.stages import Cut, Stage, cuts, split
 from weft.model.work import MATMUL_KINDS, Work, model_flops
 from weft.plan.layout import Layout
 from weft.plan.plan import BUCKET_BYTES, Memory, Prediction
+from weft.schedules import schedule_of
 
 __all__ = ["Pricer", "StageCost", "straggling", "together"]
 
@@ -366,7 +367,7 @@ class Pricer:
         Raises:
             LayoutError: sites that the graph does not have, or not in order.
         """
-        apart = layout.residency.picks or layout.has_replicas  # where stages that are alike may still differ
+        apart = layout.residency.picks or schedule_of(layout).has_replicas  # where stages that are alike may still differ
         known: dict[tuple[int, int], tuple[Seconds, Seconds, float, float]] = {}
         found = []
         for i, base in self._bases_of(layout, sites, only):
@@ -500,7 +501,7 @@ class Pricer:
 
     def _memory(self, layout: Layout, index: int, base: Base) -> StageMemory:
         state = self._state(layout, base)
-        puts_off = (layout.repeats_layers or layout.moves_layers) and layout.splits_backward
+        puts_off = (layout.repeats_layers or layout.moves_layers) and schedule_of(layout).splits_backward
         return memory_of(
             state, layout, index, self.widths(layout),
             scratch_bytes=self.cluster.device.scratch_bytes, optimizer_states=self.optimizer_states,
@@ -528,13 +529,14 @@ class Pricer:
         """The step. `transfers_s`: seconds of each border's transfer, one way. `pipeline_s`: of all microbatches, where it was timed.
         `smaller`: as `costs`, of the smaller microbatches where they are unequal.
 
-        `costs` are of all stages in order; `layout.stages_of` says whose they are. With v chunks a rank the bubble is that of one
+        `costs` are of all stages in order; `Schedule.stages_of` says whose they are. With v chunks a rank the bubble is that of one
         chunk of each rank (Narayanan et al. 2021, section 2.2), and each microbatch passes v times as many borders.
         """
         few = self.smaller(layout)[0] if smaller else 0
         m = layout.microbatches - few
         ranks = self.by_rank(layout, costs)
-        shares = [[work_share(layout, r, s) for s in layout.stages_of(r)] if len(costs) > 1 else [1.0] for r in range(len(ranks))]
+        schedule = schedule_of(layout)
+        shares = [[mine[s] for s in sorted(mine)] for mine in schedule.shares] if len(costs) > 1 else [[1.0]]
         round_trip = [_shared(mine, [c.forward_s + c.backward_s for c in own]) for mine, own in zip(shares, ranks, strict=True)]
         busy = round_trip.index(max(round_trip))
         busiest, share = ranks[busy], shares[busy]
@@ -558,14 +560,14 @@ class Pricer:
             ("optimizer", optimizer),
             ("overhead", overhead),
         )
-        fullest = max((together([c.memory for c in own], layout, r) for r, own in enumerate(ranks)), key=lambda memory: memory.total)
+        fullest = max((together([c.memory for c in own], schedule, r) for r, own in enumerate(ranks)), key=lambda memory: memory.total)
         flops = self.model_flops
         return Prediction(total, flops / total / self.peak_flops(layout), flops, fullest, parts)
 
     @staticmethod
     def by_rank(layout: Layout, costs: Sequence[StageCost]) -> list[list[StageCost]]:
         """[pipeline rank] -> the costs of its stages."""
-        return [[costs[s] for s in layout.stages_of(r)] for r in range(layout.pipeline)] if len(costs) > 1 else [list(costs)]
+        return [[costs[s] for s in mine] for mine in schedule_of(layout).stages_of] if len(costs) > 1 else [list(costs)]
 
     def overhead_s(self, layout: Layout, pipeline_s: float) -> float:
         """What a step costs besides, with what the slowest rank is behind the others."""

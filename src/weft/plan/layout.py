@@ -8,20 +8,18 @@ from functools import cache
 from math import lcm
 
 from weft.errors import LayoutError, nearest
-from weft.plan.action import Compute, Op
 from weft.plan.axis import parse_spatial, spatial_ranks
 from weft.plan.choice import AUTO, NATIVE, SCATTERING
 from weft.plan.choice import NAMES as ALL_REDUCE
 from weft.plan.compression import Compression, refuse_compression
+from weft.plan.custom import check_name, custom_program, fewer, is_file, read_actions, refuse_custom
 from weft.plan.grid import axes_of, checked_grid
 from weft.plan.inner import Inner, parse_inner
 from weft.plan.mesh import Mesh
-from weft.plan.own import Own, check_name, is_file, own_of, read_actions, refuse_own
+from weft.plan.program import Program
 from weft.plan.residency import Residency, kind_of, refuse_segment
+from weft.plan.sizes import SCHEDULES, chunks_of, refuse_sizes
 
-SCHEDULES = ("sequential", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "chimera", "gems-mast", "gems-master")
-SPLIT = ("zb-h1", "zb-h2", "zb-v")  # whose backward is split into an input and a weights part
-BOTH_WAYS = ("chimera", "gems-mast", "gems-master")  # two replicas of every stage, on ranks r and p-1-r
 CHOICES: dict[str, tuple[str, ...]] = {
     "schedule": SCHEDULES,
     "sequence_parallel": ("off", "on"),
@@ -135,7 +133,7 @@ class Layout:
             raise LayoutError(f"threads={self.threads}; use threads=0 for an equal share of the cores, or a count")
         if self.zero not in (0, 1, 2, 3):
             raise LayoutError(f"zero={self.zero} is unknown; ZeRO has the stages zero=0 (off), 1, 2 and 3")
-        self._check_own()
+        self._check_custom()
         named = "1f1b" if self.actions else self.schedule
         words = (
             named,
@@ -155,12 +153,13 @@ class Layout:
             raise LayoutError(reason)
         if reason := refuse_sums(self.all_reduce, self.zero, self.data * self.tensor):
             raise LayoutError(reason)
-        own = self.own
+        chunks = chunks_of(self.schedule, self.chunks) if self.program is None else -(-self.program.num_stages // self.pipeline)
         if self.chunks == 1:
-            object.__setattr__(self, "chunks", own.chunks if own else chunks_of(self.schedule, 1))
-        if own and self.chunks != own.chunks:
-            raise LayoutError(f"chunks={self.chunks}, and schedule={self.schedule} has {own.num_stages} stages; leave chunks out")
-        if not own and self.chunks != chunks_of(self.schedule, self.chunks):
+            object.__setattr__(self, "chunks", chunks)
+        elif self.chunks != chunks:
+            if self.program is not None:
+                stages = self.program.num_stages
+                raise LayoutError(f"chunks={self.chunks}, and schedule={self.schedule} has {stages} stages; leave chunks out")
             raise LayoutError(f"chunks={self.chunks} needs schedule=interleaved, and this is {self}")
         residency = self.residency
         for choice in (residency.recompute, residency.offload):
@@ -182,14 +181,14 @@ class Layout:
         if reason := refuse_staleness(self):
             raise LayoutError(reason)
 
-    def _check_own(self) -> None:
+    def _check_custom(self) -> None:
         """A schedule of the user's own is for the ranks and microbatches; a named one has no actions."""
         if self.schedule in SCHEDULES:
             object.__setattr__(self, "actions", "")
             return
         if self.actions:
             check_name(self.schedule, SCHEDULES)
-            if reason := refuse_own(self.schedule, own_of(self.schedule, self.actions), self.pipeline, self.microbatches):
+            if reason := refuse_custom(self.schedule, custom_program(self.schedule, self.actions), self.pipeline, self.microbatches):
                 raise LayoutError(reason)
         elif is_file(self.schedule):
             raise LayoutError(f'schedule={self.schedule} is a file, which has not been read; Layout.parse("schedule={self.schedule}") does')
@@ -273,33 +272,14 @@ class Layout:
         return self.offload.startswith(("optimizer", "all"))
 
     @property
-    def own(self) -> Own | None:
-        """The schedule, where it is one of the user's own."""
-        return own_of(self.schedule, self.actions) if self.actions else None
+    def program(self) -> Program | None:
+        """What its ranks do, where the schedule is one of the user's own."""
+        return custom_program(self.schedule, self.actions) if self.actions else None
 
     @property
     def num_stages(self) -> int:
         """Stages of the pipeline, `chunks` on every rank of it; of a schedule of one's own those that it computes."""
-        own = self.own
-        return own.num_stages if own else self.pipeline * self.chunks
-
-    @property
-    def has_replicas(self) -> bool:
-        """Whether a stage is on several pipeline ranks, each microbatch of it on one."""
-        own = self.own
-        return any(len(ranks) > 1 for ranks in own.ranks_of) if own else self.schedule in BOTH_WAYS
-
-    @property
-    def splits_backward(self) -> bool:
-        """Whether the gradients of weights are put off behind those of inputs."""
-        own = self.own
-        return any(isinstance(a, Compute) and a.op is Op.I for row in own.program.actions for a in row) if own else self.schedule in SPLIT
-
-    @property
-    def fewest_microbatches(self) -> int:
-        """Microbatches of the smallest step that this schedule runs: all replicas of a stage have some."""
-        own = self.own
-        return own.fewest if own else 2 if self.schedule in BOTH_WAYS else 1
+        return self.pipeline * self.chunks if self.program is None else self.program.num_stages
 
     def with_schedule(self, name: str, actions: str) -> Layout:
         """The same under a schedule of the user's own, which a file called `name` says."""
@@ -308,41 +288,10 @@ class Layout:
 
     def with_microbatches(self, count: int) -> Layout:
         """The same with so many microbatches; a schedule of one's own, which is for a number, without those behind."""
-        own = self.own
-        return replace(self, microbatches=count, actions=str(own.fewer(count)) if own and count != self.microbatches else self.actions)
-
-    def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages of a pipeline rank, in order; of a schedule that goes both ways those of both replicas.
-
-        >>> Layout(pipeline=4, schedule="zb-v").stages_of(1), Layout(pipeline=4, microbatches=2, schedule="chimera").stages_of(1)
-        ((1, 6), (1, 2))
-        """
-        p, own = self.pipeline, self.own
-        if own:
-            return own.program.stages_of[rank]
-        if self.schedule == "zb-v":
-            return rank, 2 * p - 1 - rank
-        if self.schedule in BOTH_WAYS:
-            return tuple(sorted({rank, p - 1 - rank}))
-        return tuple(range(rank, self.num_stages, p))
-
-    def ranks_of(self, stage: int) -> tuple[int, ...]:
-        """The pipeline ranks that compute a stage, that of its first replica first.
-
-        >>> [Layout(pipeline=2, schedule="zb-v").ranks_of(stage) for stage in range(4)]
-        [(0,), (1,), (1,), (0,)]
-        >>> [Layout(pipeline=3, microbatches=2, schedule="chimera").ranks_of(stage) for stage in range(3)]
-        [(0, 2), (1,), (2, 0)]
-        """
-        if own := self.own:
-            return own.ranks_of[stage]
-        first = min(stage, 2 * self.pipeline - 1 - stage) if self.schedule == "zb-v" else stage % self.pipeline
-        other = self.pipeline - 1 - stage
-        return (first, other) if self.schedule in BOTH_WAYS and other != first else (first,)
-
-    def rank_of(self, stage: int) -> int:
-        """The pipeline rank of a stage; of a stage with replicas that of its first."""
-        return self.ranks_of(stage)[0]
+        actions = self.actions
+        if self.program is not None and count != self.microbatches:
+            actions = str(fewer(self.program, count))
+        return replace(self, microbatches=count, actions=actions)
 
     @property
     def num_ranks(self) -> int:
@@ -453,11 +402,6 @@ def actions_of(schedule: str, files: Mapping[str, str] | None = None) -> str:
     return read_actions(schedule) if is_file(schedule) else ""
 
 
-def chunks_of(schedule: str, chunks: int) -> int:
-    """Stages a rank: what is asked for with `interleaved`, else what the schedule has."""
-    return chunks if schedule == "interleaved" else 2 if schedule == "zb-v" else 1
-
-
 @cache
 def refuse_words(words: tuple[str, ...]) -> str:
     """Why one of the `words` for the keys of `CHOICES`, in their order, is no choice; empty where all are. A search makes thousands of
@@ -480,20 +424,6 @@ def refuse_word(key: str, word: str) -> str:
         return ""
     later = value in LATER_CHOICES.get(key, ())
     return f"{key}={value} is {'not built yet' if later else f'unknown{nearest(value, known)}'}; use one of {', '.join(known)}"
-
-
-def refuse_sizes(schedule: str, microbatches: int) -> str:
-    """Why a schedule is not for so many microbatches; empty where it is.
-
-    >>> refuse_sizes("gems-mast", 4)
-    'gems-mast has 2 microbatches, one a replica, not 4; use gems-master for 4'
-    """
-    if schedule == "gems-mast" and microbatches != 2:
-        other = f"use gems-master for {microbatches}" if microbatches % 2 == 0 else "use microbatches=2"
-        return f"gems-mast has 2 microbatches, one a replica, not {microbatches}; {other}"
-    if schedule in BOTH_WAYS and microbatches % 2:
-        return f"{schedule} has as many microbatches for either replica, not {microbatches}; use an even number"
-    return ""
 
 
 def refuse_sums(all_reduce: str, zero: int, ranks: int) -> str:

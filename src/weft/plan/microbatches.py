@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from weft.errors import Infeasible
 from weft.plan.layout import Layout
+from weft.plan.sizes import sizes_of
 
 
 def microbatch_sizes(samples: int, data: int = 1, microbatches: int = 1) -> tuple[int, ...]:
@@ -34,19 +35,18 @@ def microbatch_sizes(samples: int, data: int = 1, microbatches: int = 1) -> tupl
     return (data * (base + 1),) * more + (data * base,) * (microbatches - more)
 
 
-def sizes_of_part(samples: int, layout: Layout, batch_size: int) -> tuple[int, ...]:
-    """As `microbatch_sizes`, of a batch that may be smaller than the layout's own of `batch_size`: then in as few as are no larger.
+def sizes_of_part(samples: int, layout: Layout, batch_size: int, fewest: int) -> tuple[int, ...]:
+    """As `microbatch_sizes`, of a batch that may be smaller than the layout's own of `batch_size`: then in as few as are no larger, and at
+    least the `fewest` that its schedule runs.
 
-    >>> sizes_of_part(5, Layout(microbatches=4), 12), sizes_of_part(5, Layout(microbatches=4, pipeline=2, schedule="chimera"), 12)
+    >>> sizes_of_part(5, Layout(microbatches=4), 12, 1), sizes_of_part(5, Layout(microbatches=4, pipeline=2, schedule="chimera"), 12, 2)
     ((3, 2), (3, 2))
 
     Raises:
-        Infeasible: it does not divide over data, or is too small for the fewest microbatches of the layout's schedule.
+        Infeasible: it does not divide over data, or is too small for the fewest microbatches.
     """
     whole = microbatch_sizes(batch_size, layout.shares, layout.microbatches)
     if samples == batch_size:
         return whole
-    most = whole[0]
-    count, least = -(-samples // most), layout.fewest_microbatches
-    step = least if layout.own is None else 1  # as many for either replica of a named schedule; of one's own none without any
-    return microbatch_sizes(samples, layout.shares, max(least, -(-count // step) * step))
+    count, multiple = -(-samples // whole[0]), sizes_of(layout.schedule).multiple
+    return microbatch_sizes(samples, layout.shares, max(fewest, -(-count // multiple) * multiple))

@@ -45,6 +45,7 @@ _CHAIN: Links = ((-1, -1),)  # stands for "each stage feeds the next" until the 
 WEIGHTS = "w"  # holds no contribution: the same for every microbatch
 # A link value has exactly one reader, so its send moves it. Any other value (a chunk, a dw) is copied by a send.
 _MOVED_BY_SEND = frozenset({"x", "g"})
+KEPT = ("saved", "half")  # what a rank keeps of a microbatch; what waits for its weights part counts in full
 
 
 def chain(num_stages: int) -> Links:

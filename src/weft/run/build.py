@@ -47,7 +47,7 @@ from weft.run.optimizer import OptimizerSpec
 from weft.run.parameters import FlatGroup, LocalParameter, build_groups
 from weft.run.sizes import Sized, constants_of, sized
 from weft.run.summing import choose_sums
-from weft.schedules import check_own
+from weft.schedules import check_custom
 from weft.schedules import program_of as schedule_of
 from weft.world.world import World
 
@@ -384,7 +384,7 @@ def program_of(plan: Plan, stages: Sequence[Stage], world: World) -> Program:
         raise Infeasible(f"the plan begins {len(stages)} stages, and its layout {layout} has {layout.num_stages}; plan again")
     # On NCCL a send may block until its receive is reached; the order that allows for it costs a thousandth of the step.
     rendezvous = world.device.type == "cuda"
-    check_own(layout, links(stages), rendezvous)
+    check_custom(layout, links(stages), rendezvous)
     return schedule_of(layout, links(stages), rendezvous)
 
 

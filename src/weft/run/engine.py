@@ -47,6 +47,7 @@ from weft.run.stale import Stale
 from weft.run.state import full_state, full_tensors, gradient_pieces, input_gradients, pieces_of
 from weft.run.totals import Counter, count
 from weft.run.whole import build_whole
+from weft.schedules import schedule_of
 from weft.world.memory import HOST, PARTS, accounts_of
 from weft.world.world import Work, World
 
@@ -338,7 +339,8 @@ class Engine:
         Raises:
             Infeasible: they do not divide over data, or are too few.
         """
-        return sizes_of_part(samples, self.plan.layout, self.plan.batch_size)
+        layout = self.plan.layout
+        return sizes_of_part(samples, layout, self.plan.batch_size, schedule_of(layout).fewest)
 
     def _divided(
         self, batch: Any, whole: bool | None = None, parts: Parts | None = None, trains: bool = False

@@ -1,30 +1,34 @@
 """Pipeline schedules: from sizes to a `Program`.
 
-A schedule is one short function from sizes to the order of computes on each rank; `lower` adds the transfers. A new one
-is a new file and a new line in `SCHEDULES` and in `weft.plan.layout`, which says what sizes it is for.
+A schedule is one short function from sizes to the order of computes on each rank; `lower` adds the transfers, and `Schedule` says what
+follows from the order. A new one is a new file, a new line in `SCHEDULES`, and one in `weft.plan.layout` that says what sizes it is for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 
 from weft.errors import UsageError, nearest
-from weft.plan.layout import Layout, chunks_of, refuse_sizes
+from weft.plan.custom import custom_program
+from weft.plan.layout import Layout
 from weft.plan.program import Compute, Links, Program, chain
+from weft.plan.sizes import chunks_of, refuse_sizes, sizes_of
 from weft.schedules.chimera import chimera
+from weft.schedules.custom import check_custom, linked
 from weft.schedules.gems import gems
 from weft.schedules.gpipe import gpipe
 from weft.schedules.interleaved import interleaved
 from weft.schedules.lower import pipeline
 from weft.schedules.one_f_one_b import one_f_one_b
-from weft.schedules.own import check_own, linked
+from weft.schedules.schedule import Held, Schedule
 from weft.schedules.sequential import sequential
 from weft.schedules.zero_bubble import zb_h1, zb_h2, zb_v
 
-__all__ = ["NAMES", "SCHEDULES", "build", "check_own", "program_of", "rows", "rows_of"]
+__all__ = ["NAMES", "SCHEDULES", "Held", "Schedule", "build", "check_custom", "program_of", "rows", "rows_of", "schedule_of"]
 
-Schedule = Callable[[int, int, Links], list[list[Compute]]]  # stages, microbatches, links -> [rank] its computes in order
-SCHEDULES: dict[str, Schedule] = {
+Generator = Callable[[int, int, Links], list[list[Compute]]]  # stages, microbatches, links -> [rank] its computes in order
+SCHEDULES: dict[str, Generator] = {
     "sequential": sequential,
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
@@ -79,21 +83,41 @@ def rows(name: str, num_stages: int, num_microbatches: int, links: Links, chunks
     return SCHEDULES[name](num_stages, num_microbatches, links)
 
 
+def schedule_of(layout: Layout) -> Schedule:
+    """What a layout's schedule answers of itself, along a chain of stages."""
+    if layout.actions:
+        return _custom(layout.schedule, layout.actions)
+    return _named(layout.schedule, layout.num_stages, layout.microbatches, layout.chunks)
+
+
+@lru_cache(maxsize=1024)
+def _named(name: str, num_stages: int, num_microbatches: int, chunks: int) -> Schedule:
+    links = chain(num_stages)
+    return Schedule(lambda count: rows(name, num_stages, count, links, chunks), num_stages, num_microbatches, sizes_of(name).multiple)
+
+
+@lru_cache(maxsize=64)
+def _custom(name: str, actions: str) -> Schedule:
+    program = custom_program(name, actions)
+    count = len(program.microbatches)
+    return Schedule(lambda _: program.actions, program.num_stages, count, count)
+
+
 def program_of(layout: Layout, links: Links, rendezvous: bool = False) -> Program:
     """The program of a layout's schedule, by name or of the user's own, for stages that are linked so.
 
     Raises:
         UsageError: as `build`. ProgramError: the schedule of one's own is for other links.
     """
-    if own := layout.own:
-        return linked(own, links, rendezvous)
+    if (written := layout.program) is not None:
+        return linked(written, links, rendezvous)
     return build(layout.schedule, layout.num_stages, layout.microbatches, links, rendezvous, layout.chunks)
 
 
 def rows_of(layout: Layout, links: Links) -> list[list[Compute]]:
     """[rank] -> the computes of a layout's schedule in order, without transfers."""
-    if own := layout.own:
-        return [[action for action in row if isinstance(action, Compute)] for row in own.program.actions]
+    if (written := layout.program) is not None:
+        return [[action for action in row if isinstance(action, Compute)] for row in written.actions]
     return rows(layout.schedule, layout.num_stages, layout.microbatches, links, layout.chunks)
 
 

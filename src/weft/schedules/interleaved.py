@@ -5,11 +5,7 @@ In: sizes and links. Out: the computes of each rank, rank r having stages r, r +
 
 from __future__ import annotations
 
-from functools import cache
 from itertools import pairwise
-
-import numpy as np
-from numpy.typing import NDArray
 
 from weft.errors import UsageError
 from weft.plan.program import Compute, Links, Op
@@ -40,8 +36,9 @@ def interleaved(num_stages: int, num_microbatches: int, links: Links, chunks: in
     for group in _groups(num_microbatches, p):
         forward += [(c, m) for c in range(chunks) for m in group]
         backward += [(c, m) for c in reversed(range(chunks)) for m in group]
-    ahead = [most_in_flight(p, num_microbatches, chunks, r) - 1 for r in range(p)]
     total = len(forward)
+    longest = max(map(len, _groups(num_microbatches, p)))
+    ahead = [min(total - 1, 2 * (p - 1 - r) + (chunks - 1) * longest) for r in range(p)]
     rows = []
     for r in range(p):
         row = [Compute(Op.F, c * p + r, m) for c, m in forward[: ahead[r]]]
@@ -52,36 +49,6 @@ def interleaved(num_stages: int, num_microbatches: int, links: Links, chunks: in
             row.append(Compute(Op.B, c * p + r, m))
         rows.append(row)
     return rows
-
-
-@cache
-def most_in_flight(num_ranks: int, num_microbatches: int, chunks: int, rank: int) -> int:
-    """Forwards of one stage whose activations rank `rank` holds at once, all its chunks together.
-
-    >>> [most_in_flight(4, 8, 2, rank) for rank in range(4)]
-    [11, 9, 7, 5]
-
-    Raises:
-        UsageError: a rank outside the pipeline.
-    """
-    if not 0 <= rank < num_ranks:
-        raise UsageError(f"rank {rank} of a pipeline of {num_ranks} ranks does not exist")
-    if chunks == 1:
-        return min(num_microbatches, num_ranks - rank)
-    longest = max(map(len, _groups(num_microbatches, num_ranks)))
-    return min(num_microbatches * chunks, 2 * (num_ranks - 1 - rank) + (chunks - 1) * longest + 1)
-
-
-def forwards_and_backwards(num_ranks: int, num_microbatches: int, chunks: int, rank: int) -> tuple[NDArray[np.intp], NDArray[np.intp], int]:
-    """The chunks of a rank's forwards in order, those of its backwards, and how many forwards run before the first of those.
-
-    >>> forward, backward, ahead = forwards_and_backwards(2, 2, 2, 0)
-    >>> forward.tolist(), backward.tolist(), ahead
-    ([0, 0, 1, 1], [1, 1, 0, 0], 4)
-    """
-    sizes = [len(group) for group in _groups(num_microbatches, num_ranks) for _ in range(chunks)]
-    forward = np.repeat(np.tile(np.arange(chunks), len(sizes) // chunks), sizes)
-    return forward, chunks - 1 - forward, most_in_flight(num_ranks, num_microbatches, chunks, rank)
 
 
 def _groups(num_microbatches: int, num_ranks: int) -> list[range]:

@@ -11,8 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from weft.plan.own import KEPT
-from weft.plan.program import Compute, Effects, Op, Program, Recv, Value
+from weft.plan.program import KEPT, Compute, Effects, Op, Program, Recv, Value
 
 ON_HOST = "host"
 

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from weft.cost.stage import work_share
 from weft.cost.step import Pricer, together
 from weft.errors import Infeasible, LayoutError
 from weft.plan.layout import Layout
 from weft.plan.plan import Candidate
 from weft.plan.residency import KINDS, kind_of
+from weft.schedules import schedule_of
 from weft.solve.bounds import check_room, check_state, least_s, least_saving_s, least_state_bytes, most_memory, most_room, waiting
 from weft.solve.checks import check_layers, check_layout, check_priced
 from weft.solve.grids import in_grids, left_out
@@ -29,7 +29,7 @@ from weft.solve.residency import DROP, KEEP, SWAP
 from weft.solve.score import score, worth
 from weft.solve.shorter import shortened
 from weft.solve.space import MOST_MICROBATCHES, Constraint, Space, divisors, fewer_counts
-from weft.solve.timing import PLAIN, Priced, balanced, clocked, fitted, least_pipeline_s, price, trips_s
+from weft.solve.timing import Priced, balanced, clocked, fitted, least_pipeline_s, price, trips_s, waits_to_fill
 
 MOST_GUESSED, MOST_TRIED_FIRST = 16, 2  # frames that look promising, and those of them that are priced before all others
 MOST_SHORTENED = 2  # layouts with segments of which fewer layers are repeated
@@ -82,7 +82,7 @@ class Branches:
         zeros = [z for z in range(4) if space.admits("zero", z)]
         offloads = [kind_of("offload", o) for o in space.words("offload")]
         for frame in space.frames():
-            for interleaved in {one.schedule not in PLAIN for one in self.space.schedules(frame)}:
+            for interleaved in {not waits_to_fill(one) for one in self.space.schedules(frame)}:
                 try:
                     check_layout(frame, cluster, self.pricer.batch_size)
                     check_room(self.pricer, frame, zeros, offloads)
@@ -137,7 +137,7 @@ class Branches:
             allowed = [KEEP, *([SWAP] if moves in open_to[SWAP] else []), *([DROP] if open_to[DROP] else [])]
             least = least_saving_s(self.pricer, replace(frame, zero=zero, offload=offload), interleaved)
             for schedule in self.space.schedules(frame) if not self._hopeless(frame, least) else ():
-                if (schedule.schedule not in PLAIN) is interleaved:
+                if waits_to_fill(schedule) is not interleaved:
                     heapq.heappush(queue, (least, len(queue), replace(schedule, zero=zero, offload=offload), allowed, False))
         left, passed = MOST_HOUSED, INFINITE
         while queue and left:
@@ -160,7 +160,7 @@ class Branches:
         `_least_housed`, whether they are repeated together or not, so the bound stands."""
         leading = sorted((p for p in self.clocked if p.layout.segment > 1), key=lambda p: p.prediction.step_time_s)
         for base in list(dict.fromkeys(_alone(p.layout) for p in leading))[:MOST_SHORTENED]:
-            least = least_saving_s(self.pricer, replace(base, recompute="none"), base.schedule not in PLAIN)
+            least = least_saving_s(self.pricer, replace(base, recompute="none"), not waits_to_fill(base))
             for segment in self.space.segments("full", base.offload) if not self._hopeless(base, least) else ():
                 priced = shortened(self.pricer, replace(base, segment=segment)) if segment > 1 else None
                 if priced is not None:
@@ -168,7 +168,9 @@ class Branches:
 
     def _least_housed(self, layout: Layout, allowed: Sequence[str]) -> float:
         """Seconds of a step at the least in which the first rank of a layout that does not fit moves and repeats what makes it fit."""
-        pricer, mine = self.pricer, layout.stages_of(0)
+        pricer, schedule = self.pricer, schedule_of(layout)
+        shares = schedule.shares[0]
+        mine = sorted(shares)
         if may_lend(pricer.cluster, layout):
             return 0.0
         try:
@@ -178,10 +180,10 @@ class Branches:
             return INFINITE
         more = least_more_s(pricer, layout, sites, 0, allowed)
         costs = zip(mine, pricer.stages(layout, sites, only=mine), strict=True)
-        once = sum(work_share(layout, 0, s) * (c.forward_s + c.backward_s) for s, c in costs)
-        bare = more + sum(work_share(layout, 0, s) * trips[s][1] for s in mine)  # gathered weights hide behind what is repeated
+        once = sum(shares[s] * (c.forward_s + c.backward_s) for s, c in costs)
+        bare = more + sum(shares[s] * trips[s][1] for s in mine)  # gathered weights hide behind what is repeated
         least = max(least_pipeline_s(layout, trips), layout.microbatches * max(once, bare))
-        if layout.schedule not in (*PLAIN, "interleaved"):
+        if schedule.splits_backward or schedule.has_replicas:
             return least
         return max(least, sum(whole for _, whole in trips[:-1]) + layout.microbatches * trips[-1][1] + more * (layout.pipeline > 1))
 
@@ -204,7 +206,7 @@ class Branches:
                 for microbatches in counts:
                     with suppress(Infeasible, LayoutError):
                         other = replace(layout, microbatches=microbatches)
-                        seconds = self._in_grid(other, least_saving_s(self.pricer, other, other.schedule not in PLAIN))
+                        seconds = self._in_grid(other, least_saving_s(self.pricer, other, not waits_to_fill(other)))
                         if seconds < last:
                             last = seconds
                             continue
@@ -295,7 +297,7 @@ class Branches:
         savings = self._savings(frame, interleaved)
         lowest = INFINITE
         for schedule in self.space.schedules(frame):
-            if (schedule.schedule not in PLAIN) is not interleaved:
+            if waits_to_fill(schedule) is interleaved:
                 continue
             fitting: list[Layout] = []
             # Of the balanced stages of this schedule, with what full recomputation repeats or without.
@@ -364,13 +366,14 @@ class Branches:
             check_layout(layout, cluster, pricer.batch_size)
             check_state(pricer, layout)
             sites = balanced(pricer, layout) if layout.num_stages > 1 else ()
-            mine = layout.stages_of(0)
-            need = together(pricer.held(layout, sites, mine), layout, 0).total
+            schedule = schedule_of(layout)
+            mine = schedule.stages_of[0]
+            need = together(pricer.held(layout, sites, mine), schedule, 0).total
             barred = need > have and (layout.pipeline == 1 or layout.schedule != "1f1b")
             lends = waiting(pricer, layout, even=True) if may_lend(cluster, layout) else 0.0
             if not (barred or whatever or lends or self.best is None):
                 costs = zip(mine, pricer.stages(layout, sites, only=mine), strict=True)
-                floor = layout.microbatches * sum(work_share(layout, 0, s) * (c.forward_s + c.backward_s) for s, c in costs)
+                floor = layout.microbatches * sum(schedule.shares[0][s] * (c.forward_s + c.backward_s) for s, c in costs)
                 if self._hopeless(layout, floor):
                     return floor
             if self.objective == "memory" and self.best is not None and need > self.best.prediction.memory.total and not whatever:

@@ -9,6 +9,7 @@ from weft.errors import Infeasible, LayoutError
 from weft.model.graph import Graph
 from weft.plan.layout import Layout
 from weft.plan.microbatches import microbatch_sizes
+from weft.schedules import schedule_of
 from weft.solve.mixed import check_fits
 from weft.solve.timing import Priced
 
@@ -67,6 +68,6 @@ def check_priced(pricer: Pricer, priced: Priced) -> None:
     if not pricer.cluster.parts:
         pricer.check_memory(layout, priced.prediction)
         return
-    check_fits(
-        pricer, layout, [together([priced.costs[s].memory for s in layout.stages_of(r)], layout, r).total for r in range(layout.pipeline)]
-    )
+    schedule = schedule_of(layout)
+    held = [together([priced.costs[s].memory for s in mine], schedule, rank) for rank, mine in enumerate(schedule.stages_of)]
+    check_fits(pricer, layout, [memory.total for memory in held])

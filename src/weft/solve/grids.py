@@ -15,7 +15,7 @@ from weft.errors import Infeasible, LayoutError
 from weft.plan.grid import grids_of
 from weft.plan.layout import Layout
 from weft.solve.bounds import least_s, least_saving_s, sent_share
-from weft.solve.timing import PLAIN, Priced
+from weft.solve.timing import Priced, waits_to_fill
 
 LEAST, MOST_LAYOUTS, MOST_GRIDS = 4, 2, 6  # tensor ranks that are arranged, layouts whose are, and grids of each
 
@@ -36,7 +36,7 @@ def in_grids(pricer: Pricer, priced: Iterable[Priced], hopeless: Callable[[Layou
         for grid in grids_of(one.layout.tensor)[:MOST_GRIDS]:
             try:
                 layout = replace(one.layout, grid=grid)
-                yield layout, least_saving_s(pricer, layout, layout.schedule not in PLAIN)
+                yield layout, least_saving_s(pricer, layout, not waits_to_fill(layout))
             except (Infeasible, LayoutError):
                 continue
 

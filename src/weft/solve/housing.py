@@ -18,14 +18,14 @@ from numpy.typing import NDArray
 
 from weft.cost.compute import Seconds
 from weft.cost.copies import HOST_SLOWS
-from weft.cost.holding import held_by
-from weft.cost.memory import MARGIN, StageMemory, in_flight
+from weft.cost.memory import MARGIN, StageMemory
 from weft.cost.stage import StageCost, by_moment, together
 from weft.cost.step import Pricer
 from weft.errors import Infeasible, LayoutError
 from weft.plan.layout import Layout
 from weft.plan.ranges import shortened, spelled
 from weft.plan.residency import LayerChoice
+from weft.schedules import Schedule, schedule_of
 from weft.solve.mixed import memory_of, owner
 from weft.solve.residency import CHOICES, DROP, KEEP, SWAP, Choices, Room, Stage, choose, rows
 from weft.solve.several import Several, Ways, numbers
@@ -40,11 +40,11 @@ def resident(pricer: Pricer, layout: Layout, sites: Sequence[str], allowed: Sequ
 
     None where it fits without, where all layers would be repeated or nothing fits, and where stages are on several ranks.
     """
-    if layout.has_replicas:
+    schedule = schedule_of(layout)
+    if schedule.has_replicas:
         return None
     picked: dict[int, Choices] = {}
-    for rank in range(layout.pipeline):
-        mine = layout.stages_of(rank)
+    for rank, mine in enumerate(schedule.stages_of):
         if len(mine) > 1:
             choices = _of_rank(pricer, layout, sites, rank, allowed)
         else:
@@ -102,7 +102,7 @@ def _of_stage(pricer: Pricer, layout: Layout, sites: Sequence[str], stage: int, 
     if without <= have:
         return kept
     (cost,) = pricer.stages(layout, sites, only=(stage,))
-    flying = in_flight(layout.schedule, layout.pipeline, layout.rank_of(stage), layout.microbatches, layout.chunks)
+    flying = schedule_of(layout).in_flight(stage)
     room = Room(inf, cost.compute, one.copies(layout), flying, one.ends(layout, sites, stage), one.layers_moved)
     weighed = Stage(layers)
     limit = float(weighed.bytes(rows([kept]), room)[0]) - (without - have) / (1 + MARGIN)
@@ -120,11 +120,12 @@ def _of_stage(pricer: Pricer, layout: Layout, sites: Sequence[str], stage: int, 
 
 def _of_rank(pricer: Pricer, layout: Layout, sites: Sequence[str], rank: int, allowed: Sequence[str]) -> list[Choices] | None:
     """The choices for the layers of a rank's several stages, by the prices; None where nothing fits."""
-    mine = layout.stages_of(rank)
+    schedule = schedule_of(layout)
+    mine = schedule.stages_of[rank]
     have = memory_of(pricer, layout, mine[0])
     layers = [len(owner(pricer, layout, stage).loads(layout, sites, stage)) for stage in mine]
     held = pricer.held(layout, sites, mine)
-    short = together(held, layout, rank).total - have
+    short = together(held, schedule, rank).total - have
     if short <= 0:
         return [(KEEP,) * count for count in layers]
     tried = [numbers(count, SWAP in allowed, DROP in allowed) for count in layers]
@@ -134,7 +135,7 @@ def _of_rank(pricer: Pricer, layout: Layout, sites: Sequence[str], rank: int, al
         one = worded(layout, [([str(i) for i in range(moved + again)], (SWAP,) * moved + (DROP,) * again)])
         for i, cost in zip(here, pricer.stages(one, sites, only=[mine[i] for i in here]), strict=True):
             costs[i].append(cost)
-    now = held_by(layout, rank)
+    now = schedule.held(rank)
     besides = now.entering @ np.array([m.entering_bytes for m in held]) + now.returning @ np.array([m.leaving_bytes for m in held])
     several = Several([Ways.of(sorted(c), k) for c, k in zip(tried, costs, strict=True)], now, besides)
     try:
@@ -151,14 +152,16 @@ def least_more_s(pricer: Pricer, layout: Layout, sites: Sequence[str], rank: int
     keeps at most, and moving one as much; both in parts (a fractional knapsack), the copies of all stages beside the compute of all. What
     is there besides only grows.
     """
-    mine, have = layout.stages_of(rank), memory_of(pricer, layout, layout.stages_of(rank)[0])
+    schedule = schedule_of(layout)
+    mine = schedule.stages_of[rank]
+    have = memory_of(pricer, layout, mine[0])
     held = pricer.held(layout, sites, mine)
-    short = (together(held, layout, rank).total - have) / (1 + MARGIN)
+    short = (together(held, schedule, rank).total - have) / (1 + MARGIN)
     if short <= 0:
         return 0.0
     one = owner(pricer, layout, mine[0])
     loads = [one.loads(layout, sites, stage) for stage in mine]
-    counts, spare = _moments(layout, rank, held)
+    counts, spare = _moments(schedule, rank, held)
     free = counts @ np.array([sum(layer.saved_bytes for layer in layers) for layers in loads])  # what could be freed, by moment
     tightest = int(np.argmax(np.maximum(0.0, short - spare) / np.maximum(free, 1.0)))
     short -= float(spare[tightest])
@@ -180,12 +183,13 @@ def least_more_s(pricer: Pricer, layout: Layout, sites: Sequence[str], rank: int
     return min((copies.around(compute, size).total - compute.total + more for size, more in zip(moved, repeats, strict=True)), default=inf)
 
 
-def _moments(layout: Layout, rank: int, held: Sequence[StageMemory]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def _moments(schedule: Schedule, rank: int, held: Sequence[StageMemory]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """[moment, stage of the rank]: microbatches of which moving or repeating frees what layers keep, those that wait for their backward but
     have not made it again for their weights part; and [moment]: bytes less than when the rank holds most."""
-    if len(held) == 1 and not layout.splits_backward:
-        return np.array([[in_flight(layout.schedule, layout.pipeline, rank, layout.microbatches, layout.chunks)]]), np.zeros(1)
-    now, there = held_by(layout, rank), sum(by_moment(held, layout, rank))
+    if len(held) == 1 and not schedule.splits_backward:
+        return np.array([[schedule.in_flight(schedule.stages_of[rank][0])]]), np.zeros(1)
+    now = schedule.held(rank)
+    there = sum(by_moment(held, now))
     return (now.kept - now.noted).astype(np.float64), np.max(there) - there
 
 

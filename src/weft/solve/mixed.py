@@ -19,6 +19,7 @@ from weft.errors import Infeasible
 from weft.model.graph import Graph
 from weft.model.sharding import Shards
 from weft.plan.layout import Layout
+from weft.schedules import schedule_of
 
 
 @dataclass
@@ -41,7 +42,7 @@ class MixedPricer(Pricer):
         """The pricer of the part on which a stage lies; this one, of the least of all parts, where it lies on several."""
         if not self.aligned(layout):
             return self
-        first = layout.rank_of(stage) * layout.stage_ranks
+        first = schedule_of(layout).ranks_of[stage][0] * layout.stage_ranks
         for one in self.pricers:
             if first < one.cluster.num_devices:
                 return one
@@ -50,7 +51,7 @@ class MixedPricer(Pricer):
 
     def aligned(self, layout: Layout) -> bool:
         """Whether every stage lies on one part; with replicas that go both ways each lies on two ranks."""
-        if layout.has_replicas:
+        if schedule_of(layout).has_replicas:
             return False
         width = layout.stage_ranks
         whole = layout.num_ranks == self.cluster.num_devices

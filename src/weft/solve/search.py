@@ -41,7 +41,7 @@ from weft.solve.remedies import nothing_fits
 from weft.solve.score import OBJECTIVES, calmest, score
 from weft.solve.space import Constraint, Space, limits_of, parse_constraints
 from weft.solve.sums import sums_of, why
-from weft.solve.timing import PLAIN, Priced, clocked, price, step_timeline, timeline
+from weft.solve.timing import Priced, clocked, price, step_timeline, timeline, waits_to_fill
 from weft.solve.unlike import has_unlike_products
 from weft.units import format_seconds
 
@@ -210,7 +210,7 @@ def _by_hand(pricer: Pricer, layout: Layout, stages: Sequence[str]) -> Branches:
     check_priced(pricer, priced)
     best = clocked(pricer, priced)
     space = Space(pricer.cluster, pricer.batch_size)
-    bound_s = 0.0 if layout.inner else least_saving_s(pricer, layout, layout.schedule not in PLAIN)
+    bound_s = 0.0 if layout.inner else least_saving_s(pricer, layout, not waits_to_fill(layout))
     return Branches(pricer, space, "time", best, best, [best], bound_s=bound_s)
 
 
@@ -232,7 +232,7 @@ def _prove(pricer: Pricer, best: Priced) -> None:
     Schedules repeat themselves every p microbatches, so what is left out is more of the same. The run proves its own as it goes.
     """
     layout = best.layout
-    if layout.pipeline == 1 or layout.own is not None:  # one's own was proven before it was priced
+    if layout.pipeline == 1 or layout.actions:  # one's own was proven before it was priced
         return
     m = layout.microbatches
     surplus = m - max(2 * layout.pipeline, MOST_CHECKED // (6 * layout.num_stages))

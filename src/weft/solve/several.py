@@ -1,8 +1,8 @@
 """What to keep, move and repeat of the layers of several stages on one rank, which share its memory.
 
 In: of every stage the numbers of layers that may be moved and repeated, with the prices' seconds and bytes, and how many microbatches of it
-there are when (`weft.cost.holding`). Out: the numbers for every stage. Few combinations are all tried; of more, the change that frees most
-bytes for its seconds is made until it fits, then what there is room for after all is undone.
+there are when (`weft.schedules.schedule`). Out: the numbers for every stage. Few combinations are all tried; of more, the change that
+frees most bytes for its seconds is made until it fits, then what there is room for after all is undone.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.cost.holding import Held
 from weft.cost.stage import StageCost
 from weft.errors import Infeasible
+from weft.schedules import Held
 from weft.units import format_bytes
 
 _EXACT = 4096  # combinations up to which all are tried

@@ -14,13 +14,14 @@ from weft.cost.step import Pricer
 from weft.errors import Infeasible, LayoutError
 from weft.plan.layout import Layout
 from weft.plan.ranges import write_counts
+from weft.schedules import schedule_of
 from weft.solve.mixed import memory_of, owner
 from weft.solve.timing import Priced, balanced, price
 
 
 def shortened(pricer: Pricer, layout: Layout) -> Priced | None:
     """`layout` with fewer layers repeated, priced; None where all must be, and where not even all fit."""
-    if layout.has_replicas or layout.num_stages > layout.pipeline:
+    if schedule_of(layout).has_replicas or layout.num_stages > layout.pipeline:
         return None
     try:
         sites = balanced(pricer, layout) if layout.num_stages > 1 else ()

@@ -25,10 +25,12 @@ from math import isqrt, prod
 from weft.cluster.cluster import Cluster
 from weft.errors import Infeasible, LayoutError, UsageError, nearest
 from weft.plan.compression import Compression
+from weft.plan.custom import is_file
 from weft.plan.grid import checked_grid, parse_grid
-from weft.plan.layout import BOTH_WAYS, CHOICES, RUNS, Layout, chunks_of, refuse_sizes, refuse_word
-from weft.plan.own import is_file
+from weft.plan.layout import CHOICES, RUNS, Layout, refuse_word
 from weft.plan.residency import OF_LAYERS, LayerChoice, kind_of
+from weft.plan.sizes import SCHEDULES, chunks_of, refuse_sizes
+from weft.schedules import schedule_of
 
 MOST_MICROBATCHES = 512
 MOST_CHUNKS = 8
@@ -345,7 +347,8 @@ class Space:
                 even = stages <= self.num_chunks and -(-self.num_chunks // stages) * stages <= UNEVEN * self.num_chunks
                 if self.admits("chunks", chunks) and (even or (self.asked("chunks", chunks) and stages <= self.num_layers)):
                     yield replace(frame, schedule="interleaved", chunks=chunks)
-        yield from (replace(frame, schedule=name) for name in ("zb-h1", "zb-h2", "zb-v", *BOTH_WAYS) if self._wants(name, frame))
+        others = (name for name in SCHEDULES if name not in ("sequential", "gpipe", "1f1b", "interleaved"))
+        yield from (replace(frame, schedule=name) for name in others if self._wants(name, frame))
 
     def _wants(self, name: str, frame: Layout) -> bool:
         """Whether a schedule with a split backward, or one that goes both ways, is for this frame.
@@ -354,13 +357,14 @@ class Space:
         every weight twice where zero bubble idles as little; they are priced where they are asked for.
         """
         asked = self.asked("schedule", name)
-        stages = frame.pipeline * chunks_of(name, 1)
-        if not self.admits("schedule", name) or not self.admits("chunks", chunks_of(name, 1)) or refuse_sizes(name, frame.microbatches):
+        chunks = chunks_of(name, 1)
+        stages = frame.pipeline * chunks
+        if not self.admits("schedule", name) or not self.admits("chunks", chunks) or refuse_sizes(name, frame.microbatches):
             return False
-        if asked or name in BOTH_WAYS:
+        if asked or schedule_of(replace(frame, schedule=name)).has_replicas:
             return asked and stages <= self.num_layers
         even = stages <= self.num_chunks and -(-self.num_chunks // stages) * stages <= UNEVEN * self.num_chunks
-        return not self.cluster.is_cpu and frame.microbatches >= frame.pipeline and (name != "zb-v" or even)
+        return not self.cluster.is_cpu and frame.microbatches >= frame.pipeline and (chunks == 1 or even)
 
     def thrifts(self, layout: Layout) -> Iterator[Layout]:
         """The layout under every ZeRO stage, recomputation and offload, each after those that save less and cost no more."""

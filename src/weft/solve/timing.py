@@ -8,20 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from weft import schedules
-from weft.cost.memory import MARGIN, in_flight
+from weft.cost.memory import MARGIN
 from weft.cost.network import send_s
-from weft.cost.stage import work_share
 from weft.cost.step import Pricer, StageCost
 from weft.errors import Infeasible
 from weft.model.stages import Cut, Stage, links
 from weft.plan.choice import AUTO
-from weft.plan.layout import SPLIT, Layout
+from weft.plan.layout import Layout
 from weft.plan.microbatches import microbatch_sizes
 from weft.plan.plan import Prediction
 from weft.plan.program import Compute, Links, Manage, ManageOp, Value
@@ -34,7 +34,6 @@ from weft.solve.places import useful
 from weft.solve.stages import arrange, balance, runs_bytes, runs_s
 
 Seconds2 = NDArray[np.float64]
-PLAIN = ("sequential", "gpipe", "1f1b")  # schedules of whole backwards and one stage a rank: ranks wait while the pipeline fills
 MOST_LENT = 4_000  # computes of a step for which it is tried out whether lending pays
 FLOPS_A_BYTE = 20.0  # of memory, that take as long: about 5 on processors, 100 on GPUs; for where stages may begin alone
 STEADY = 4  # times the ranks: microbatches after which a schedule only repeats itself
@@ -61,7 +60,7 @@ def price(pricer: Pricer, layout: Layout, sites: Sequence[str] = ()) -> Priced:
     if layout.num_stages > 1 and len(sites) != layout.num_stages - 1:
         sites = balanced(pricer, layout)
     sites = tuple(sites) if layout.num_stages > 1 else ()
-    schedules.check_own(layout, links(pricer.split(sites)))
+    schedules.check_custom(layout, links(pricer.split(sites)))
     costs = _stages_of(pricer, layout, sites)
     borders = [sum(_hand_over_s(pricer, layout, stage, to, values) for to, values in stage.sends) for stage in pricer.split(sites)[:-1]]
     _, lesser = pricer.smaller(layout)
@@ -169,7 +168,8 @@ def crossings_s(pricer: Pricer, layout: Layout, tried: Sequence[Cut]) -> list[fl
 
 def _hand_over_s(pricer: Pricer, layout: Layout, stage: Stage, to: int, values: Sequence[str]) -> float:
     """Seconds of handing `values` of one microbatch from a stage to another; nothing within a rank."""
-    if layout.rank_of(stage.index) == layout.rank_of(to):
+    ranks_of = schedules.schedule_of(layout).ranks_of
+    if ranks_of[stage.index][0] == ranks_of[to][0]:
         return 0.0
     size = pricer.crossing(layout, values)
     if layout.of_stage(stage.index) != layout.of_stage(to):
@@ -218,11 +218,11 @@ def _actions(layout: Layout) -> int:
 
 def _timed(pricer: Pricer, priced: Priced, whole: bool) -> Priced:
     layout = priced.layout
-    if layout.own is not None and layout.own.keeps:
+    if layout.actions and schedules.schedule_of(layout).manages:
         return replace(priced, prediction=pricer.predict(layout, priced.costs, (), timeline(pricer, priced).total_s, priced.smaller))
     if layout.pipeline == 1:
         return priced
-    whole = whole or layout.own is not None
+    whole = whole or bool(layout.actions)  # which are of that many microbatches
     connected = links(pricer.split(priced.sites))
     times = _times(priced.costs, sends_s(pricer, priced))
     lesser, smaller = pricer.smaller(layout)
@@ -258,24 +258,26 @@ def least_pipeline_s(layout: Layout, trips_s: Sequence[tuple[float, float]], len
     `lends`: where ranks that wait may lend their cores, what part of all work over all ranks is left at the least; 0 where they may not.
 
     A rank waits for the first microbatch to reach it, has all its own work, and what it sends back last still goes through the
-    stages before it. Where the gradients of weights are put off there may be work to do meanwhile, so only the first wait counts;
-    where another pipeline runs the other way, only the work, and as little is known of a schedule of one's own. The same holds of every
-    stage as if it were alone on its rank.
+    stages before it, but where that is the gradient of weights. The same holds of every stage as if it were alone on its rank.
     """
     if lends:
         return lends * layout.microbatches * sum(whole for _, whole in trips_s) / layout.pipeline
-    before, most = 0.0, 0.0
-    for rank in range(layout.pipeline):
-        own = sum(work_share(layout, rank, s) * trips_s[s][1] for s in layout.stages_of(rank))
-        most = max(most, before + layout.microbatches * own)
-        if layout.own is None and not layout.has_replicas:
-            before += trips_s[rank][layout.schedule not in SPLIT]
-    if layout.schedule == "interleaved":  # with few microbatches a rank waits between its stages too
-        before = 0.0
-        for _, whole in trips_s:
-            most = max(most, before + layout.microbatches * whole)
-            before += whole
+    forward, whole = ([0.0, *accumulate(each)] for each in zip(*trips_s, strict=True))
+    schedule = schedules.schedule_of(layout)
+    most = 0.0
+    for shares, (first, last) in zip(schedule.shares, schedule.ends, strict=True):
+        own = {s: layout.microbatches * share * trips_s[s][1] for s, share in shares.items()}
+        back = 0.0 if last is None else whole[last] - forward[last]
+        most = max(most, forward[first] + sum(own.values()) + back)
+        for s, seconds in own.items() if len(own) > 1 else ():
+            back = 0.0 if schedule.splits_backward else whole[s] - forward[s]
+            most = max(most, forward[s] + seconds + back)
     return most
+
+
+def waits_to_fill(layout: Layout) -> bool:
+    """Whether ranks have nothing to do while the pipeline fills."""
+    return schedules.schedule_of(layout).waits_to_fill
 
 
 def trips_s(pricer: Pricer, layout: Layout, again: bool) -> list[tuple[float, float]]:
@@ -366,7 +368,7 @@ def _unit_memory(pricer: Pricer, layout: Layout, tried: Sequence[Cut]) -> list[N
     """
     units = tuple(cut.site for cut in tried)
     p = layout.pipeline
-    flying = [in_flight(layout.schedule, p, k, layout.microbatches) for k in range(p)]
+    flying = [schedules.schedule_of(layout).in_flight(k) for k in range(p)]
     known: dict[tuple[int, int], NDArray[np.float64]] = {}
 
     def at(one: Pricer, k: int) -> NDArray[np.float64]:

@@ -52,7 +52,7 @@ def without_graph(
             continue
         if one.tensor > 1 or one.pipeline > 1:
             raise Infeasible(f"{one}: this model could not be captured ({why}), so only data and zero apply; use tensor=1 pipeline=1")
-        if one.own is not None:
+        if one.actions:
             raise Infeasible(f"{one}: this model could not be captured ({why}), so it runs as a whole; leave schedule={one.schedule} out")
         if one.recompute != "none":
             raise Infeasible(f"{one}: this model could not be captured ({why}), so its layers are not known; use recompute=none")

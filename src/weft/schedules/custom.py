@@ -6,17 +6,16 @@ from dataclasses import replace
 
 from weft.errors import ProgramError
 from weft.plan.layout import Layout
-from weft.plan.own import Own
-from weft.plan.program import Links, Program
+from weft.plan.program import Links, Program, Recv, Send
 from weft.schedules.lower import complete
 from weft.schedules.refuted import prove, reworded
 
 
-def linked(own: Own, links: Links, rendezvous: bool = False) -> Program:
-    """Its program for stages that are linked so: transfers are put in, unless it has its own.
+def linked(program: Program, links: Links, rendezvous: bool = False) -> Program:
+    """The program for stages that are linked so: transfers are put in along the links, unless it has its own.
 
-    >>> from weft.plan.own import own_of
-    >>> print(linked(own_of("mine.txt", "0F0 0B0\\n1F0 1B0"), ((0, 1),)))
+    >>> from weft.plan.custom import custom_program
+    >>> print(linked(custom_program("mine.txt", "0F0 0B0\\n1F0 1B0"), ((0, 1),)))
     program mine.txt
     rank 0: 0F0 x(0,1,0)>1 g(1,0,0)<1 0B0
     rank 1: x(0,1,0)<0 1F0 1B0 g(1,0,0)>0
@@ -24,8 +23,7 @@ def linked(own: Own, links: Links, rendezvous: bool = False) -> Program:
     Raises:
         ProgramError: transfers of its own that are for other links.
     """
-    program = own.program
-    if not own.has_transfers:
+    if not any(isinstance(action, (Send, Recv)) for row in program.actions for action in row):
         return complete(replace(program, links=links), rendezvous)
     if tuple(sorted(program.links)) != tuple(sorted(links)):
         has, wanted = (" ".join(f"{p}>{q}" for p, q in one) or "none" for one in (program.links, links))
@@ -36,7 +34,7 @@ def linked(own: Own, links: Links, rendezvous: bool = False) -> Program:
     return program
 
 
-def check_own(layout: Layout, links: Links | None = None, rendezvous: bool = False) -> None:
+def check_custom(layout: Layout, links: Links | None = None, rendezvous: bool = False) -> None:
     """Prove a layout's schedule, where it is one of the user's own; one by name is proven by whoever makes it.
 
     Args:
@@ -45,10 +43,10 @@ def check_own(layout: Layout, links: Links | None = None, rendezvous: bool = Fal
     Raises:
         ProgramError: refuted, with the rank, the step and the reason.
     """
-    if own := layout.own:
-        along = own.program.links if links is None else links
+    if (written := layout.program) is not None:
+        along = written.links if links is None else links
         try:
-            program = linked(own, along, rendezvous)
+            program = linked(written, along, rendezvous)
         except ProgramError as error:
-            raise reworded(replace(own.program, links=along), error) from None
-        prove(program, rendezvous, replace(own.program, links=along))
+            raise reworded(replace(written, links=along), error) from None
+        prove(program, rendezvous, replace(written, links=along))

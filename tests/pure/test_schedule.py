@@ -1,4 +1,4 @@
-"""What a rank of several stages holds when it holds most, against walks along its order for stages of random sizes."""
+"""What a schedule answers of itself, against closed forms by name, and against walks along its order for stages of random sizes."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from closed_forms import BOTH_WAYS, SPLIT, in_flight
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.cost.holding import held_by
 from weft.cost.memory import MARGIN, StageMemory, StageState, Widths, memory_of
 from weft.cost.stage import together
 from weft.plan.layout import Layout
 from weft.plan.plan import Memory
 from weft.plan.program import Compute, Op, chain
 from weft.run.transfers import posted_before
-from weft.schedules import program_of, rows_of
+from weft.schedules import NAMES, program_of, rows_of, schedule_of
 from weft.simulate.memory import kept_bytes
 
 SEVERAL = ("interleaved", "zb-v", "chimera", "gems-mast", "gems-master")
@@ -34,6 +34,28 @@ def as_file(layout: Layout) -> Layout:
     return Layout(pipeline=layout.pipeline, microbatches=layout.microbatches).with_schedule("mine.txt", text)
 
 
+@pytest.mark.parametrize("name", NAMES)
+@given(st.integers(1, 9), st.integers(1, 24), st.integers(2, 4))
+def test_answers_are_those_of_the_closed_forms(name: str, p: int, half: int, chunks: int) -> None:
+    """By name, where few microbatches answer for all of them, and as a file, of which all do."""
+    layout = fitting(name, p, half, chunks)
+    ranks = {
+        "zb-v": [(min(s, 2 * p - 1 - s),) for s in range(2 * p)],
+        "interleaved": [(s % p,) for s in range(layout.num_stages)],
+    }.get(name, [tuple(dict.fromkeys((s, p - 1 - s))) if name in BOTH_WAYS else (s,) for s in range(p)])
+    for one in map(schedule_of, (layout, as_file(layout))):
+        assert list(one.ranks_of) == ranks
+        assert one.stages_of == tuple(tuple(s for s, holders in enumerate(ranks) if rank in holders) for rank in range(p))
+        assert one.shares == tuple({s: 1 / len(ranks[s]) for s in mine} for mine in one.stages_of)
+        assert one.splits_backward == (name in SPLIT)
+        assert one.has_replicas == (name in BOTH_WAYS and p > 1)
+        assert one.fewest == 1 + one.has_replicas
+        assert one.waits_to_fill == (name in ("sequential", "gpipe", "1f1b") or (p == 1 and name not in SPLIT and layout.num_stages == 1))
+        assert not one.manages
+        flying = [in_flight(name, p, holders[0], layout.microbatches, layout.chunks) for holders in ranks]
+        assert [one.in_flight(s) for s in range(one.num_stages)] == flying
+
+
 @given(st.sampled_from(SEVERAL), st.integers(1, 6), st.integers(1, 20), st.integers(2, 4), st.integers(0, 1 << 20))
 def test_what_is_kept_is_what_its_order_keeps_whatever_each_stage_does(name: str, p: int, half: int, chunks: int, seed: int) -> None:
     layout = fitting(name, p, half, chunks)
@@ -41,7 +63,8 @@ def test_what_is_kept_is_what_its_order_keeps_whatever_each_stage_does(name: str
     most = kept_bytes(rows_of(layout, chain(layout.num_stages)), sizes.tolist())
     for one in (layout, as_file(layout)):
         for rank in range(p):
-            assert (held_by(one, rank).kept @ sizes[list(one.stages_of(rank))]).max() == most[rank]
+            now = schedule_of(one)
+            assert (now.held(rank).kept @ sizes[list(now.stages_of[rank])]).max() == most[rank]
 
 
 @given(st.sampled_from(SEVERAL), st.integers(1, 4), st.integers(1, 10), st.integers(2, 3), st.integers(0, 1 << 20))
@@ -53,9 +76,9 @@ def test_what_arrives_beside_a_backward_is_what_the_executor_has_posted(name: st
     x[0] = g[-1] = 0  # nothing enters the first stage, nothing leaves the last
     if name in ("interleaved", "zb-v"):  # neighbours of one rank hand on what stays where it is
         for before, after in pairwise(range(stages)):
-            if layout.rank_of(before) == layout.rank_of(after):
+            if schedule_of(layout).ranks_of[before] == schedule_of(layout).ranks_of[after]:
                 x[after] = g[before] = 0
-    program = program_of(layout, chain(stages))
+    program, schedule = program_of(layout, chain(stages)), schedule_of(layout)
     for rank, actions in enumerate(program.actions):
         held, most, last, posted = np.zeros(stages), 0.0, None, {}
         for step, (action, posts) in enumerate(zip(actions, posted_before(actions), strict=True)):
@@ -71,8 +94,8 @@ def test_what_arrives_beside_a_backward_is_what_the_executor_has_posted(name: st
             if action.op is Op.F:
                 most = max(most, held @ kept)
             last = action
-        mine = list(layout.stages_of(rank))
-        now = held_by(layout, rank)
+        mine = list(schedule.stages_of[rank])
+        now = schedule.held(rank)
         found = now.kept @ kept[mine] + now.backward @ beside[mine] + now.entering @ x[mine] + now.returning @ g[mine]
         assert found.max() == most
 
@@ -80,7 +103,7 @@ def test_what_arrives_beside_a_backward_is_what_the_executor_has_posted(name: st
 def test_a_file_that_moves_what_it_keeps_to_the_host_keeps_no_more() -> None:
     texts = ("0F0 0F1 0B0 0B1", "0F0 0OFFLOAD0 0F1 0B1 0LOAD0 0B0")
     layouts = [Layout(microbatches=2).with_schedule("mine.txt", text) for text in texts]
-    assert [held_by(layout, 0).kept.max() for layout in layouts] == [2, 1]
+    assert [schedule_of(layout).held(0).kept.max() for layout in layouts] == [2, 1]
 
 
 @pytest.mark.parametrize(("name", "kept"), [("gems-mast", 5.0), ("chimera", 7.0)])
@@ -88,7 +111,7 @@ def test_states_of_all_stages_and_the_fullest_moment(name: str, kept: float) -> 
     """Two microbatches, one of each stage: GEMS has one at a time, Chimera both at once."""
     layout = Layout(pipeline=2, microbatches=2, schedule=name)
     large, small = (StageMemory(Memory(1.0, 1.0, 2.0, size, 0.5, MARGIN * 4), size, beside_bytes=0.5) for size in (5.0, 2.0))
-    assert together([large, small], layout, 0) == replace(
+    assert together([large, small], schedule_of(layout), 0) == replace(
         Memory(2.0, 2.0, 4.0, kept, 0.5), margin=pytest.approx(MARGIN * 8 + MARGIN * (kept + 0.5 - 8))
     )
 

@@ -1,0 +1,239 @@
+"""What a pipeline schedule answers of itself: which stages each rank has, and of how many microbatches it holds what, and when.
+
+In: the actions of its ranks in their order, whoever wrote or generated them. Out: `Schedule`. How full a rank is hangs on what its stages
+keep, so `Schedule.held` gives every moment that may be the fullest: a rank with a large stage and a small one holds most when it keeps most
+of the large. Not modelled: times, on which none of it depends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.plan.action import AHEAD, Action, Compute, Manage, ManageOp, Op
+from weft.plan.program import KEPT, Program, effects
+
+Numbers = NDArray[np.intp]
+Rows = Sequence[Sequence[Action]]  # [rank] -> its actions in order
+
+_MOVES = {ManageOp.OFFLOAD: "O", ManageOp.LOAD: "L", ManageOp.DROP: "D"}  # what a program may do with what it keeps, as one letter
+_ONE_STAGE = Program("one stage", 1, ({},), ((),), ({},))
+
+
+def _kept(action: Action) -> int:
+    """How many microbatches more a rank keeps after an action."""
+    e = effects(action, _ONE_STAGE)
+    return sum(v.name in KEPT for v in e.writes) - sum(v.name in KEPT for v in e.frees)
+
+
+def _by_letter(numbers: dict[str, int]) -> Numbers:
+    found = np.zeros(128, dtype=np.intp)
+    for letter, number in numbers.items():
+        found[ord(letter)] = number
+    return found
+
+
+_KEEPS = _by_letter({op: _kept(Compute(op, 0, 0)) for op in Op} | {word: _kept(Manage(op, 0, 0)) for op, word in _MOVES.items()})
+_NOTES = _by_letter({Op.I: 1, Op.W: -1})
+_COMPUTES, _FORWARDS, _BACKWARDS = (_by_letter(dict.fromkeys(ops, 1)) for ops in (Op, (Op.F,), (Op.B, Op.I)))
+# What makes a rank fuller, and what there is a moment before: after an action that one of these follows it is not fullest.
+_FILLS, _FOLLOWED = (_by_letter(dict.fromkeys(ops, 1)) for ops in ((Op.F, Op.R, Op.I, "L"), (Op.F, Op.R, Op.B, Op.I, "L")))
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """[moment, stage of the rank in the order of `Schedule.stages_of`]: microbatches that are `kept`, that go backward (one or none), of
+    which what enters the stage is on its way, or its gradient back (`entering`), to which gradients are `returning`, and of which only the
+    gradients of weights are still to come (`noted`)."""
+
+    kept: Numbers
+    backward: Numbers
+    entering: Numbers
+    returning: Numbers
+    noted: Numbers
+
+    @classmethod
+    def of(cls, moments: Sequence[Numbers]) -> Held:
+        """Each moment once, by what there is: columns of the five, one after another."""
+        every = np.concatenate(moments).astype(">u4")  # its bytes sort as its numbers do
+        width, raw = every.shape[1] * every.itemsize, every.tobytes()
+        once = b"".join(sorted({raw[at : at + width] for at in range(0, len(raw), width)}))
+        return cls(*np.split(np.frombuffer(once, ">u4").reshape(-1, every.shape[1]).astype(np.intp), 5, axis=1))
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """The actions of one rank that use a microbatch, in order: what each does, a letter, and with which of the rank's stages, counted."""
+
+    letters: NDArray[np.uint8]
+    places: NDArray[np.uint16]
+
+    @classmethod
+    def of(cls, row: Sequence[Action], stages: Sequence[int]) -> Order:
+        if all(type(action) is Compute for action in row):
+            ops, numbers, _ = zip(*row, strict=True)
+        else:
+            used = [a for a in row if isinstance(a, Compute) or (isinstance(a, Manage) and a.op in _MOVES)]
+            ops, numbers = [a.op if isinstance(a, Compute) else _MOVES[a.op] for a in used], [a.stage for a in used]
+        return cls(np.frombuffer("".join(ops).encode(), np.uint8), np.searchsorted(stages, numbers).astype(np.uint16))
+
+    def kept(self, num_stages: int) -> Numbers:
+        """[action, stage]: microbatches that are kept after it."""
+        return np.cumsum(_each(self.places, num_stages) * _KEEPS[self.letters][:, None], axis=0)
+
+    def held(self, num_stages: int) -> Held:
+        """Before every backward, and after what fills the rank most."""
+        one = _each(np.arange(num_stages + 1), num_stages)  # a row more for what comes behind the last: nothing
+        kept, noted = self.kept(num_stages), np.cumsum(one[self.places] * _NOTES[self.letters][:, None], axis=0)
+        nothing = np.zeros((1, num_stages), dtype=np.intp)
+        computes = np.flatnonzero(_COMPUTES[self.letters])
+        places = np.concatenate((self.places[computes], [num_stages] * AHEAD))
+        letters = np.concatenate((self.letters[computes], [0] * AHEAD))
+        forwards, backwards = one[places] * _FORWARDS[letters][:, None], one[places] * _BACKWARDS[letters][:, None]
+        at = np.flatnonzero(_BACKWARDS[letters])
+        entering = np.concatenate((nothing, backwards))[at] + sum(forwards[at + ahead] for ahead in range(1, AHEAD + 1))
+        returning = sum(backwards[at + ahead] for ahead in range(1, AHEAD + 1))
+        before = computes[at]
+        here = [np.concatenate((nothing, some))[before] for some in (kept, noted)]
+        follows = np.concatenate((_FOLLOWED[self.letters[1:]], [0]))
+        after = np.flatnonzero(_FILLS[self.letters] * (1 - follows))
+        meanwhile = np.concatenate((here[0], backwards[at], entering, returning, here[1]), axis=1)
+        then = np.concatenate((kept[after], np.zeros((len(after), 3 * num_stages), dtype=np.intp), noted[after]), axis=1)
+        return Held.of((meanwhile, then))
+
+
+def _each(places: NDArray[np.integer[Any]], num_stages: int) -> Numbers:
+    """[place, stage]: 1 at its own."""
+    found: Numbers = (places[:, None] == np.arange(num_stages)).astype(np.intp)
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """A pipeline schedule for so many stages and microbatches.
+
+    `rows`: the actions of its ranks, for a number of microbatches. `least`: the fewest of these for which its ranks have the same stages
+    in the same ways, so that what does not hang on their number is asked of few.
+
+    >>> from weft.plan.layout import Layout
+    >>> from weft.schedules import schedule_of
+    >>> both = schedule_of(Layout(pipeline=3, microbatches=8, schedule="chimera"))
+    >>> both.stages_of, both.ranks_of, both.shares[0], both.splits_backward
+    (((0, 2), (1,), (0, 2)), ((0, 2), (1,), (2, 0)), {0: 0.5, 2: 0.5}, False)
+    """
+
+    rows: Callable[[int], Rows]
+    num_stages: int
+    num_microbatches: int
+    least: int
+    _flying: dict[int, float] = field(default_factory=dict)
+    _held: dict[int, Held] = field(default_factory=dict)
+
+    @cached_property
+    def _few(self) -> tuple[tuple[Compute, ...], ...]:
+        """[rank] -> its computes, of the fewest microbatches."""
+        return tuple(tuple(a for a in row if isinstance(a, Compute)) for row in self.rows(self.least))
+
+    @cached_property
+    def orders(self) -> tuple[Order, ...]:
+        """[rank] -> its order, of all microbatches."""
+        return tuple(Order.of(row, mine) for row, mine in zip(self.rows(self.num_microbatches), self.stages_of, strict=True))
+
+    @cached_property
+    def stages_of(self) -> tuple[tuple[int, ...], ...]:
+        """[rank] -> the stages that it computes, in order."""
+        return tuple(tuple(sorted({a.stage for a in row})) for row in self._few)
+
+    @cached_property
+    def _first(self) -> tuple[dict[int, int], ...]:
+        """[stage] -> by rank the first microbatch of it there."""
+        found: list[dict[int, int]] = [{} for _ in range(self.num_stages)]
+        for rank, row in enumerate(self._few):
+            for a in row:
+                if a.op is Op.F:
+                    found[a.stage][rank] = min(a.microbatch, found[a.stage].get(rank, a.microbatch))
+        return tuple(found)
+
+    @cached_property
+    def ranks_of(self) -> tuple[tuple[int, ...], ...]:
+        """[stage] -> the ranks that compute it, that of the first microbatch first: stages follow one another on these."""
+        return tuple(tuple(sorted(of_rank, key=lambda rank: of_rank[rank])) for of_rank in self._first)
+
+    @cached_property
+    def shares(self) -> tuple[dict[int, float], ...]:
+        """[rank] -> by stage the part of the microbatches that it computes of it: less than 1 where other ranks have the stage too."""
+        forwards = [[a.stage for a in row if a.op is Op.F] for row in self._few]
+        return tuple({s: row.count(s) / self.least for s in mine} for row, mine in zip(forwards, self.stages_of, strict=True))
+
+    @cached_property
+    def has_replicas(self) -> bool:
+        """Whether a stage is on several ranks, each microbatch of it on one."""
+        return any(len(ranks) > 1 for ranks in self.ranks_of)
+
+    @cached_property
+    def splits_backward(self) -> bool:
+        """Whether the gradients of weights are put off behind those of inputs."""
+        return any(a.op is Op.I for row in self._few for a in row)
+
+    @cached_property
+    def waits_to_fill(self) -> bool:
+        """Whether ranks have nothing to do while the pipeline fills and drains: one stage each, and backwards in one part."""
+        return not self.splits_backward and all(len(stages) == 1 for stages in self.stages_of)
+
+    @cached_property
+    def manages(self) -> bool:
+        """Whether it says itself what is moved to the host or computed again."""
+        return any((order.letters == ord(_MOVES[op])).any() for order in self.orders for op in (ManageOp.OFFLOAD, ManageOp.DROP))
+
+    @cached_property
+    def fewest(self) -> int:
+        """The fewest microbatches with which every rank still computes each of its stages."""
+        return 1 + max(first for of_rank in self._first for first in of_rank.values())
+
+    @cached_property
+    def ends(self) -> tuple[tuple[int, int | None], ...]:
+        """[rank] -> the stage of its first compute, and of its last where that hands a gradient on."""
+        found = []
+        for order, stages in zip(self.orders, self.stages_of, strict=True):
+            computes = np.flatnonzero(_COMPUTES[order.letters])
+            first, last = (stages[order.places[computes[at]]] for at in (0, -1))
+            found.append((first, last if _BACKWARDS[order.letters[computes[-1]]] else None))
+        return tuple(found)
+
+    def in_flight(self, stage: int) -> float:
+        """The most microbatches that a rank keeps of a stage; of the stages of a rank that keeps several at once, their mean.
+
+        >>> from weft.plan.layout import Layout
+        >>> from weft.schedules import schedule_of
+        >>> [schedule_of(Layout(pipeline=4, microbatches=8, schedule=name)).in_flight(1) for name in ("1f1b", "gpipe", "zb-h2")]
+        [3.0, 8.0, 7.0]
+        >>> schedule_of(Layout(pipeline=4, microbatches=8, schedule="interleaved", chunks=2)).in_flight(0)
+        5.5
+        """
+        if stage not in self._flying:
+            self._flying[stage] = max(self._most(rank, stage) for rank in self.ranks_of[stage])
+        return self._flying[stage]
+
+    def _most(self, rank: int, stage: int) -> float:
+        stages = self.stages_of[rank]
+        kept = self.orders[rank].kept(len(stages))
+        if (np.count_nonzero(kept, axis=1) > 1).any():
+            return float(kept.sum(axis=1).max()) / len(stages)
+        return float(kept[:, stages.index(stage)].max())
+
+    def held(self, rank: int) -> Held:
+        """What a rank holds. Of GEMS microbatches of one stage at a time (Jain et al. 2020, section IV).
+
+        >>> from weft.plan.layout import Layout
+        >>> from weft.schedules import schedule_of
+        >>> schedule_of(Layout(pipeline=2, microbatches=2, schedule="gems-mast")).held(0).kept.tolist()
+        [[0, 1], [1, 0]]
+        """
+        if rank not in self._held:
+            self._held[rank] = self.orders[rank].held(len(self.stages_of[rank]))
+        return self._held[rank]
