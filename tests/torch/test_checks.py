@@ -88,6 +88,14 @@ class RaisesByNumber(Checked):
         return super().forward(x, y)
 
 
+class Chooses(Checked):
+    """A number of its own, by a value: the same operators, and another constant."""
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        factor = torch.tensor([1.0]) if x.mean() > 0 else torch.tensor([2.0])
+        return super().forward(x * factor, y)
+
+
 class Catches(Checked):
     """What is raised is caught, and something else is done."""
 
@@ -157,7 +165,7 @@ class Picks(Checked):
         return super().forward(x, y) * mean
 
 
-@pytest.mark.parametrize("model", [Branches, Speaks, RaisesAtTimes, RaisesByNumber, Catches, Loops, Hooks, Picks])
+@pytest.mark.parametrize("model", [Branches, Speaks, RaisesAtTimes, RaisesByNumber, Chooses, Catches, Loops, Hooks, Picks])
 def test_branches_on_values_are_refused(model: type[nn.Module]) -> None:
     with pytest.raises(ModelError, match="data-dependent"):
         capture(model(), batch())

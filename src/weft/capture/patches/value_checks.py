@@ -8,8 +8,7 @@ Until: not known
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,23 +33,20 @@ def _or_torchs(answer: bool | None) -> Any:
     return NotImplemented if answer is None else answer
 
 
-@contextmanager
-def _numbers(trace: Trace) -> Iterator[None]:
-    """The same of what `.item()` gives."""
-    number: Any = torch.SymBool
-    ask: Callable[[torch.SymBool], bool] = number.__bool__
+_ASK: Callable[[torch.SymBool], bool] = torch.SymBool.__bool__  # of a number that `.item()` gives
 
-    def is_true(asked: torch.SymBool) -> bool:
+
+def _asked_in(trace: Trace) -> Callable[[torch.SymBool], bool]:
+    def is_true(number: torch.SymBool) -> bool:
         try:
-            return ask(asked)
+            return _ASK(number)
         except DATA_DEPENDENT:
-            told = trace.answers.of(asked)
-            if told is None:
+            answer = trace.answers.of(number)
+            if answer is None:
                 raise
-            return told
+            return answer
 
-    with put(number, "__bool__", is_true):
-        yield
+    return is_true
 
 
-PATCH = Patch(watch=_watch, while_called=_numbers)
+PATCH = Patch(watch=_watch, while_called=lambda trace: put(torch.SymBool, "__bool__", _asked_in(trace)))
