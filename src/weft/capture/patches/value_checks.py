@@ -8,7 +8,8 @@ Until: not known
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -49,4 +50,14 @@ def _asked_in(trace: Trace) -> Callable[[torch.SymBool], bool]:
     return is_true
 
 
-PATCH = Patch(watch=_watch, while_called=lambda trace: put(torch.SymBool, "__bool__", _asked_in(trace)))
+@contextmanager
+def _numbers(trace: Trace) -> Iterator[None]:
+    """Of what `.item()` gives it can be asked whether it is large, and words may hold it."""
+    with ExitStack() as stack:
+        stack.enter_context(put(torch.SymBool, "__bool__", _asked_in(trace)))
+        for kind in (torch.SymInt, torch.SymFloat):
+            stack.enter_context(put(kind, "__format__", lambda number, form: str(number)))
+        yield
+
+
+PATCH = Patch(watch=_watch, while_called=_numbers)
