@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import pdb
+import sys
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -32,7 +38,7 @@ class Checked(nn.Module):
         assert x.abs().max().item() < 1e6, f"{x.max().item()} is too large"
         assert not torch.isnan(x).any().item() and -1e6 < x.min().item() < 1e6  # noqa: PT018
         if not torch.isfinite(x).all().item() or y.max().item() > 99:
-            raise ValueError(f"{y.min().item()}")
+            raise ValueError(f"{y.min().item()} and {x.max().item():.3f}")
         assert torch.allclose(x, x) and not torch.equal(x, x + 1), "no number"  # noqa: PT018
         torch._assert((x > -1e6).all(), "small")
         torch._assert(x.shape[0] > 0, "no samples")
@@ -86,6 +92,59 @@ class RaisesByNumber(Checked):
                 raise ValueError
             x = x * 2
         return super().forward(x, y)
+
+
+class Untraceable(Checked):
+    """What raises is the trace alone, since a tensor without values is no array."""
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        if x.mean() > 0:
+            print(x.detach().numpy().sum())
+            x = x * 2
+        return super().forward(x, y)
+
+
+class Serialises(Checked):
+    """The same of a number, and of an error that is raised from it."""
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        if x.mean() > 0:
+            json.dumps(x.max().item())
+            x = x * 2
+        if x.mean() < 0:
+            try:
+                x.detach().numpy()
+            except RuntimeError:
+                raise ValueError from None
+            x = x * 2
+        return super().forward(x, y)
+
+
+class Waits(Checked):
+    """For somebody at the keyboard, or ends all."""
+
+    def __init__(self, how: Callable[[], Any]) -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        if torch.isnan(x).any():
+            self.how()
+        return super().forward(x, y)
+
+
+@pytest.mark.parametrize("how", [lambda: breakpoint(), lambda: input(), lambda: pdb.set_trace(), sys.exit])
+def test_what_waits_or_ends_where_a_value_is_so_does_neither_in_a_trace(how: Callable[[], Any]) -> None:
+    with pytest.raises(ModelError, match="data-dependent"):
+        capture(Waits(how), batch())
+
+
+class Chooses(Checked):
+    """A number of its own, by a value: the same operators, and another constant."""
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        factor = torch.tensor([1.0]) if x.mean() > 0 else torch.tensor([2.0])
+        return super().forward(x * factor, y)
 
 
 class Catches(Checked):
@@ -157,7 +216,9 @@ class Picks(Checked):
         return super().forward(x, y) * mean
 
 
-@pytest.mark.parametrize("model", [Branches, Speaks, RaisesAtTimes, RaisesByNumber, Catches, Loops, Hooks, Picks])
+@pytest.mark.parametrize(
+    "model", [Branches, Speaks, RaisesAtTimes, RaisesByNumber, Untraceable, Serialises, Chooses, Catches, Loops, Hooks, Picks]
+)
 def test_branches_on_values_are_refused(model: type[nn.Module]) -> None:
     with pytest.raises(ModelError, match="data-dependent"):
         capture(model(), batch())

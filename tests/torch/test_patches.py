@@ -96,7 +96,7 @@ def affine_grid() -> None:
 def assertions() -> None:
     def forward(model: Any, x: Tensor) -> Tensor:
         torch._assert((x.abs() < 9).all(), "large")
-        torch._check(x.max().item() < 9)
+        torch._check(x.long().max().item() < 9)
         return model.layer(x).sum()  # type: ignore[no-any-return]
 
     assert words(forward) == {"linear", "sum"}

@@ -2,7 +2,8 @@
 
 In: a way to trace the model with given answers. Out: what it captures where no value chooses what is computed: of the two answers to each
 question one makes the model raise (`if labels.max() >= n: raise`, `assert`), or both compute the same (`if bad.any(): print(...)`). The
-model is traced again for each, up to the next question. As other checks (`capture/patches/assertions`), these are not repeated in a run.
+model is traced again for each, up to the next question: what it does there is done once, without values, output or input. As other checks
+(`capture/patches/assertions`), these are not repeated in a run.
 
 Not modelled: questions for numbers (`int()`, `float()`), and a branch that asks more before it raises: refused as data-dependent.
 """
@@ -11,11 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import io
+import pdb
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, NoReturn, TypeVar
 
-from weft.capture.fakes import DATA_DEPENDENT, NO_FAKE
+from weft.capture.fakes import DATA_DEPENDENT, NO_FAKE, put
 from weft.errors import ModelError
 
 T = TypeVar("T")
@@ -33,6 +36,7 @@ class Answers:
         self._told, self._guesses = told, guesses
         self.given: list[bool] = []
         self._of: dict[int, tuple[object, bool]] = {}  # by what was asked, alive, so that no identity is used again
+        self.of_torch: BaseException | None = None  # what a call of torch raised last, maybe since tensors here have no values
         self.raised = False  # whether the model's own code ended the trace
 
     def of(self, asked: object) -> bool | None:
@@ -57,13 +61,20 @@ class Answers:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """A block in which the model's own code runs: what it raises is noted, but for what tracing alone raises."""
+        """A block in which the model's own code runs: that it raises is noted, but for what may be since nothing has values here."""
         try:
             yield
-        except (ModelError, *DATA_DEPENDENT, *NO_FAKE):
+        except SystemExit as error:
+            if self._told is None:
+                raise
+            raise ModelError("the model ends the process where a value is so") from error
+        except (ModelError, *DATA_DEPENDENT, *NO_FAKE, TypeError, AttributeError):  # a symbol is no number
             raise
-        except Exception:
-            self.raised = True
+        except Exception as error:
+            causes: list[BaseException] = [error]
+            while cause := causes[-1].__cause__ or causes[-1].__context__:
+                causes.append(cause)
+            self.raised = self.of_torch not in causes
             raise
 
     @contextlib.contextmanager
@@ -87,13 +98,28 @@ def with_checks_passed(run: Callable[[Answers], T], is_same: Callable[[T, T], bo
     except ModelError as error:
         if not isinstance(error.__cause__, DATA_DEPENDENT):
             raise
-    with contextlib.redirect_stdout(io.StringIO()):
+    with _aside():
         answers, found, raising = _guessed(run)
         given = answers.given
         for k in range(len(given)):
             if not (k in raising or _raises(run, [*given[:k], True]) or _changes_nothing(run, given, k, partial(is_same, found))):
                 return run(Answers(given[:k]))  # which ends at question k
     return found
+
+
+@contextlib.contextmanager
+def _aside() -> Iterator[None]:
+    """A block that nobody sees: its words go nowhere, and what waits for somebody, as a debugger does, is refused."""
+
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise ModelError("the model waits for input where a value is so")
+
+    deaf = io.StringIO()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.ExitStack() as stack:
+        for owner, name in ((deaf, "readline"), (sys, "breakpointhook"), (pdb, "set_trace")):
+            stack.enter_context(put(owner, name, refuse))
+        stack.enter_context(put(sys, "stdin", deaf))
+        yield
 
 
 def _guessed(run: Callable[[Answers], T]) -> tuple[Answers, T, set[int]]:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import combinations, islice
 from typing import Any
 
@@ -21,20 +21,17 @@ from torch import nn
 from weft.capture.answers import Answers, with_checks_passed
 from weft.capture.blame import why_not
 from weft.capture.fakes import Fake
-from weft.capture.functional import Memory, make_functional
-from weft.capture.functions import Record, function_of
+from weft.capture.functions import Record
 from weft.capture.init.losses import loss_of
 from weft.capture.nesting import batch_size_of, leaves, rebuild
-from weft.capture.patched import calling, rewrite, rewritten, tracing
+from weft.capture.patched import calling, rewrite, tracing
 from weft.capture.patches.patch import Trace
-from weft.capture.read import Aliased, Reader, exists, spec_of
+from weft.capture.program import Reading
+from weft.capture.read import Aliased
 from weft.capture.state import State, changes, set_state, state_of
 from weft.errors import ModelError
 from weft.model.collector import uncollected
-from weft.model.gradients import learned, learns_by
-from weft.model.graph import Arg, Graph, Operator, Ref, Variable
-from weft.model.work import closure
-from weft.ops import draws, writes
+from weft.model.graph import Arg, Graph, Ref
 
 Loss = Callable[[Any, Any], torch.Tensor]
 _MOST_TRIES = 31  # subsets of five tensors
@@ -191,7 +188,7 @@ def _settled(step: _Step, batch: Any, batched: frozenset[str], size: int, fake_m
                 )
             set_state(step.model, after)
             again = _traced(step, batch, batched, size, fake_mode)
-            if again.graph != captured.graph or not _equal(again.constants, captured.constants):
+            if not _is_same(again, captured):
                 raise ModelError(
                     f"the model computes otherwise when it is called again, since it changes its attribute {', '.join(changed[:3])}; "
                     "a captured graph is the same in every step, so keep such state in a buffer"
@@ -203,7 +200,12 @@ def _settled(step: _Step, batch: Any, batched: frozenset[str], size: int, fake_m
 
 def _is_same(one: Captured, other: Captured) -> bool:
     """Whether two captures compute the same, whatever their operators are called."""
-    return _form(one.graph) == _form(other.graph) and [*one.constants] == [*other.constants]
+    pairs = [tuple(it.constants[v.value] for v in it.graph.constants) for it in (one, other)]
+    return _form(one.graph) == _form(other.graph) and all(a is b or _is_equal(a, b) for a, b in zip(*pairs, strict=True))
+
+
+def _is_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return not isinstance(a, Fake) and not isinstance(b, Fake) and a.dtype == b.dtype and torch.equal(a, b)
 
 
 def _form(graph: Graph) -> tuple[object, ...]:
@@ -216,16 +218,13 @@ def _form(graph: Graph) -> tuple[object, ...]:
     def arg(a: Arg) -> object:
         return ("value", number(a.value)) if isinstance(a, Ref) else tuple(map(arg, a)) if isinstance(a, tuple) else (type(a), a)
 
-    variables = tuple((v.name, number(v.value)) for v in (*graph.parameters, *graph.buffers, *graph.inputs, *graph.constants))
+    held = [(v.name, number(v.value)) for v in (*graph.parameters, *graph.buffers, *graph.inputs)]
+    constants = [number(v.value) for v in graph.constants]
     operators = [
-        (op.target, arg(op.args), arg(tuple(a for _, a in op.kwargs)), [(number(v), graph.tensors[v]) for v in op.outputs], op.autocast)
+        (op.target, arg(op.args), [(k, arg(a)) for k, a in op.kwargs], [(number(v), graph.tensors[v]) for v in op.outputs], op.autocast)
         for op in graph.operators
     ]
-    return variables, operators, number(graph.loss), tuple(map(number, graph.outputs))
-
-
-def _equal(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(a[k] is b[k] or (not isinstance(a[k], Fake) and torch.equal(a[k], b[k])) for k in a)
+    return held, constants, operators, number(graph.loss), [*map(number, graph.outputs)]
 
 
 def _traced(step: _Step, batch: Any, batched: frozenset[str], size: int, fake_mode: Any) -> Captured:
@@ -245,14 +244,15 @@ def _traced(step: _Step, batch: Any, batched: frozenset[str], size: int, fake_mo
             raise ModelError(f"torch.export cannot follow the model{cut}: {why_not(error)}") from error
         rewrite(program.graph_module)
         _refuse_unknown_shapes(program)
+        reading = Reading(step.model, step.trace().record, batch, batched, size, step.gives_outputs)
         try:
-            return _read(program, step, batch, batched, size)
+            graph, constants = reading.of(program)
         except Aliased:
-            program = program.run_decompositions({})
-        try:
-            return _read(program, step, batch, batched, size)
-        except Aliased as error:
-            raise ModelError(str(error)) from error
+            try:
+                graph, constants = reading.of(program.run_decompositions({}))
+            except Aliased as error:
+                raise ModelError(str(error)) from error
+        return Captured(graph, constants, step.structure())
 
 
 def _refuse_unknown_shapes(program: Any) -> None:
@@ -266,163 +266,3 @@ def _refuse_unknown_shapes(program: Any) -> None:
                     f"the shape of what {node.target} makes is data-dependent: it follows the values of a tensor (x[mask], "
                     "nonzero, unique); keep shapes fixed, for example with torch.where or weights of 0"
                 )
-
-
-def _read(program: Any, step: _Step, batch: Any, batched: frozenset[str], size: int) -> Captured:
-    signature = program.graph_signature
-    names = {spec.arg.name: spec for spec in signature.input_specs if hasattr(spec.arg, "name")}
-    owners: dict[int, str] = {}
-    aliases: dict[str, list[str]] = {}
-    by_name: dict[str, str] = {}
-    for name, held in (*step.model.named_parameters(remove_duplicate=False), *step.model.named_buffers(remove_duplicate=False)):
-        first = by_name[name] = owners.setdefault(id(held), name)
-        if first != name:
-            aliases.setdefault(first, []).append(name)
-    trainable = {name for name, p in step.model.named_parameters() if p.requires_grad}
-    paths = [path for path, leaf in leaves(batch) if isinstance(leaf, torch.Tensor)]
-    outputs = step.gives_outputs
-
-    known: dict[Any, Any] = {}
-    reader = Reader(lambda number, specs: function_of(step.trace().record.calls[number], specs, known))
-    parameters: dict[str, Variable] = {}
-    buffers: dict[str, Variable] = {}
-    inputs: list[Variable] = []
-    constants: dict[str, torch.Tensor] = {}
-    constant_variables: list[Variable] = []
-    num_inputs = 0
-    for node in program.graph.nodes:
-        if node.op != "placeholder":
-            continue
-        spec = names[node.name]
-        kind = spec.kind.name
-        target = (spec.target or "").removeprefix("model.")
-        tensor = spec_of(node.meta.get("val"))
-        if kind == "USER_INPUT":
-            path = paths[num_inputs]
-            num_inputs += 1
-            inputs.append(Variable(node.name, path, tensor, batched=path in batched))
-        elif kind == "CONSTANT_TENSOR" or target not in by_name:
-            constants[node.name] = program.constants[spec.target]
-            constant_variables.append(Variable(node.name, spec.target, tensor))
-        else:
-            first = by_name[target]
-            table = parameters if kind == "PARAMETER" else buffers
-            if first in table:
-                reader.rename[node.name] = table[first].value
-                continue
-            table[first] = Variable(node.name, first, tensor, tuple(aliases.get(first, ())), first in trainable)
-        reader.tensors[node.name] = tensor
-        reader.remember(node.name, node.meta.get("val"))
-    reader.read(program.graph, program.graph_module)
-    _write_back(program, reader, {name: v.value for name, v in (*buffers.items(), *parameters.items())}, by_name)
-    in_place = {v.value for v in (*buffers.values(), *parameters.values())}
-    with_gradient = {p.value for p in parameters.values() if p.trainable} | {v.value for v in inputs if v.tensor.is_float}
-    memory = Memory(reader.storages(), frozenset(in_place), frozenset(with_gradient), frozenset(reader.silent))
-    operators = make_functional(reader.operators, reader.tensors, memory, exists)
-    if operators is None:
-        if reader.silent:  # torch's own functionalisation forgets which operators those are
-            raise ModelError(
-                "the model writes into a tensor in a way that cannot be followed, beside a block without gradients; write with torch.where "
-                "or index_put, or leave the block out"
-            )
-        raise Aliased("the model writes into a tensor in a way that cannot be followed; write with torch.where or index_put")
-    ops, rename = operators
-    results = [rename.get(v, v) for v in reader.results]
-    if made := step.trace().record.made:
-        written = {op.args[0].value for op in ops if writes(op) and isinstance(op.args[0], Ref)}
-        changing = written.union(v.value for v in (*parameters.values(), *inputs))
-        _refuse_changing(dict(zip(made, results[-len(made) :], strict=True)), ops, changing)
-        results = results[: -len(made)]
-    wanted = _apart(_keep(ops, results, in_place))
-    if outputs and not results:
-        raise ModelError("the model's output holds no tensor; it must return tensors")
-    used = {value for op in wanted for value in op.inputs} | set(results)
-    tensors = {value: spec for value, spec in reader.tensors.items() if value in used}
-    for op in wanted:
-        tensors.update({value: reader.tensors[value] for value in op.outputs})
-    read = tuple(v for v in constant_variables if v.value in used)
-    tensors.update({v.value: v.tensor for v in (*parameters.values(), *buffers.values(), *inputs, *read)})
-    graph = Graph(
-        tuple(parameters.values()),
-        tuple(buffers.values()),
-        tuple(inputs),
-        read,
-        tuple(wanted),
-        tensors,
-        results[-1],
-        size,
-        tuple(results) if outputs else (),
-    )
-    _refuse_replaced({parameters[by_name[name]].value: name for name in step.trace().record.replaced if by_name[name] in parameters}, graph)
-    return Captured(rewritten(graph), {v: t for v, t in constants.items() if v in used}, step.structure())
-
-
-def _refuse_changing(made: Mapping[str, str], operators: Sequence[Operator], changing: set[str]) -> None:
-    """Raise ModelError where a buffer that the model makes in its first call, and keeps, is not the same in every call."""
-    for name, value in made.items():
-        needed = {value}
-        for op in reversed(operators):
-            if needed.intersection(op.outputs):
-                needed.update(op.inputs)
-                if draws(op):
-                    needed.update(changing)
-        if needed & changing:
-            raise ModelError(
-                f"the model makes its buffer {name} in its first call, of what is not the same in every step (the batch, parameters, other "
-                "buffers or random numbers), and reads it in later ones; make it when it is constructed"
-            )
-
-
-def _refuse_replaced(replaced: Mapping[str, str], graph: Graph) -> None:
-    """Raise ModelError where a parameter (value -> name) or the one that is put in its place, which no optimizer knows, has a gradient."""
-
-    def reads(op: Operator) -> Sequence[str]:
-        return learns_by(op) if graph.tensors[op.outputs[0]].dtype.startswith(("float", "bfloat", "complex")) else ()
-
-    new = {op.inputs[0]: op.inputs[1] for op in graph.operators if op.target == "aten.copy_.default" and op.inputs[0] in replaced}
-    trained = learned(graph)
-    ends = {graph.loss, *graph.outputs}
-    lost = sorted(name for v, name in replaced.items() if v in trained or (v in new and ends & closure(graph, {new[v]}, reads)))
-    if lost:
-        raise ModelError(
-            f"the model puts a new parameter in the place of {lost[0]} while it runs, which its optimizer would not know and not train; "
-            "write into it instead (with torch.no_grad(): p.copy_(new))"
-        )
-
-
-def _write_back(program: Any, reader: Reader, held: Mapping[str, str], first_names: Mapping[str, str]) -> None:
-    """Where torch made the graph functional, it hands out what buffers and parameters hold at the end: write that into them."""
-    kept = []
-    for spec, value in zip(program.graph_signature.output_specs, list(reader.results), strict=True):
-        if spec.kind.name in ("BUFFER_MUTATION", "PARAMETER_MUTATION"):
-            name = first_names[spec.target.removeprefix("model.")]
-            into, made = held[name], f"{value}_written"
-            reader.tensors[made] = reader.tensors[into]
-            reader.operators.append(Operator(made, "aten.copy_.default", (Ref(into), Ref(value)), (), (made,), f"{name}/copy_"))
-        elif spec.kind.name == "USER_OUTPUT":
-            kept.append(value)
-    reader.results = kept
-
-
-def _keep(operators: list[Operator], results: list[str], held: set[str]) -> list[Operator]:
-    """Operators that a result, a buffer or a parameter needs, in order."""
-    needed = set(results)
-    kept = []
-    for op in reversed(operators):
-        if (writes(op) and op.inputs[0] in held) or any(value in needed for value in op.outputs):
-            needed.update(op.inputs)
-            kept.append(op)
-    return kept[::-1]
-
-
-def _apart(operators: list[Operator]) -> list[Operator]:
-    """Each at a site of its own: a write that was made functional is several operators, and takes views again, where there was one."""
-    taken, seen, found = {op.site for op in operators}, set[str](), []
-    for op in operators:
-        site, number = op.site, 0
-        while site in seen or (number and site in taken):
-            number += 1
-            site = f"{op.site}#{number}"
-        seen.add(site)
-        found.append(op if site == op.site else replace(op, site=site))
-    return found

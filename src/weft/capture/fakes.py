@@ -38,9 +38,11 @@ __all__ = [
     "DATA_DEPENDENT",
     "DEVICE_INIT",
     "LSTM_LAYER",
+    "MODULE_APPLY",
     "NAMES",
     "NO_FAKE",
     "NO_LINES",
+    "VALIDATES",
     "DispatchMode",
     "Fake",
     "FakeMode",
@@ -66,6 +68,8 @@ NAMES: tuple[tuple[Any, str], ...] = (
     (_decomp, "decompositions"),
     (decompositions, "one_layer_lstm"),
     (transformer, "_detect_is_causal_mask"),
+    (torch.nn.Module, "_apply"),
+    (torch.distributions.Distribution, "_validate_args"),
     (_subclasses, "fake_tensor"),
     (fake_tensor, "FakeTensor"),
     (fake_tensor, "FakeTensorMode"),
@@ -93,6 +97,8 @@ NO_LINES = "do_not_emit_stack_traces"  # of torch.fx.config, since torch 2.12
 LSTM_LAYER = "one_layer_lstm"
 DEVICE_INIT = "avoid_device_init"
 CAUSAL = "_detect_is_causal_mask"
+MODULE_APPLY = "_apply"  # by which a module changes its parameters
+VALIDATES = "_validate_args"  # of a distribution
 _DRIVER: Any = FakeTensorMode.avoid_device_init
 
 

@@ -5,6 +5,9 @@ Which values share memory is told by `storages`, as it was while the model was t
 that owns the memory (into a slice: `slice_scatter`), then every other view of that memory is taken again. What cannot be followed is
 left to torch's own functionalisation: None is returned.
 
+Torch's own (`run_decompositions`) was tried in its place, with torch 2.13: it takes writes under `no_grad`, through `.data` and `detach`
+for such as gradients go through, hands out what buffers hold at the end where a graph writes them, and takes as long as the trace.
+
 A write in a block without gradients, or through `.data` or `detach()`, changes values and leaves gradients as they were: what was written
 takes the place of the value, and the gradient goes where it went before.
 

@@ -23,6 +23,7 @@ class _Calls(TorchFunctionMode):
 
     def __init__(self, trace: Trace) -> None:
         super().__init__()
+        self._answers = trace.answers
         watches = [patch.watch(trace) if patch.watch else Watch(calls=patch.calls) for patch in PATCHES]
         self._before = [watch.before for watch in watches if watch.before]
         self._after = [watch.after for watch in watches if watch.after]
@@ -32,7 +33,13 @@ class _Calls(TorchFunctionMode):
                 self._calls.setdefault(func, []).append(call)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
+        try:
+            return self._called(func, args, dict(kwargs or {}))
+        except Exception as error:
+            self._answers.of_torch = error
+            raise
+
+    def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for before in self._before:
             before(func, args, kwargs)
         for call in self._calls.get(func, ()):

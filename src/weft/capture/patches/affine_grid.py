@@ -17,12 +17,10 @@ from torch.nn import functional as F
 from weft.capture.patches.patch import Patch
 
 
-def _affine_grid(theta: Tensor, size: Any, align_corners: bool | None = None) -> Tensor:
-    """Where `theta_N23` (or `_N34`) takes each point of a grid: a product with all points, in which samples are a dimension like others."""
+def _affine_grid(theta: Tensor, size: Any, align_corners: bool | None = None) -> Any:
     dims = len(size) - 2
     if theta.dim() != 3 or dims not in (2, 3) or tuple(theta.shape[1:]) != (dims, dims + 1) or theta.shape[0] != size[0]:
-        whole: Tensor = F.affine_grid(theta, size, align_corners)
-        return whole
+        return NotImplemented
     ends = [1.0 if align_corners else (n - 1) / n for n in size[2:]]
     lines = [
         torch.linspace(-end, end, n, dtype=theta.dtype) if n > 1 else torch.zeros(1, dtype=theta.dtype)

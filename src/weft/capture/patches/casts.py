@@ -8,36 +8,33 @@ Until: not known
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from weft.capture.fakes import put
-from weft.capture.patches.patch import Patch, Trace
+from weft.capture.fakes import MODULE_APPLY, put
+from weft.capture.patches.patch import Patch
 
-_MODULE: Any = nn.Module
+_APPLY: Any = getattr(nn.Module, MODULE_APPLY)
 
 
-@contextmanager
-def without_casts(trace: Trace | None = None) -> Iterator[None]:
-    """A block in which such calls change nothing."""
-    apply = _MODULE._apply
-
-    def kept(module: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        held = {(x.dtype, x.device) for x in (*module.parameters(recurse), *module.buffers(recurse))}
-        # Tried on others: a trace would take what comes out of a parameter, itself or not, for what is read from then on.
-        is_same = all(_is_alike(x, change(x)) for x in (torch.empty(1, dtype=dtype, device=device) for dtype, device in held))
-        return module if is_same else apply(module, change, recurse)
-
-    with put(_MODULE, "_apply", kept):
-        yield
+def _kept(module: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+    held = {(x.dtype, x.device) for x in (*module.parameters(recurse), *module.buffers(recurse))}
+    # Tried on others: a trace would take what comes out of a parameter, itself or not, for what is read from then on.
+    is_same = all(_is_alike(x, change(x)) for x in (torch.empty(1, dtype=dtype, device=device) for dtype, device in held))
+    return module if is_same else _APPLY(module, change, recurse)
 
 
 def _is_alike(before: Tensor, after: Tensor) -> bool:
     return before.dtype == after.dtype and before.device == after.device
 
 
-PATCH = Patch(while_called=without_casts)
+def without_casts() -> AbstractContextManager[None]:
+    """A block in which such calls change nothing."""
+    return put(nn.Module, MODULE_APPLY, _kept)
+
+
+PATCH = Patch(while_called=lambda trace: without_casts())

@@ -8,27 +8,24 @@ Until: not known
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from weft.capture.fakes import CAUSAL, DATA_DEPENDENT, put, transformer
 from weft.capture.patches.patch import Patch, Trace
 
+_ASKS: Any = getattr(transformer, CAUSAL)
 
-@contextmanager
-def _while_called(trace: Trace) -> Iterator[None]:
-    asks: Any = getattr(transformer, CAUSAL)
 
+def _asked_in(trace: Trace) -> Callable[..., bool]:
     def is_causal(*args: Any, **kwargs: Any) -> bool:
         try:
             with trace.answers.withheld():
-                return bool(asks(*args, **kwargs))
+                return bool(_ASKS(*args, **kwargs))
         except DATA_DEPENDENT:
             return False
 
-    with put(transformer, CAUSAL, is_causal):
-        yield
+    return is_causal
 
 
-PATCH = Patch(while_called=_while_called)
+PATCH = Patch(while_called=lambda trace: put(transformer, CAUSAL, _asked_in(trace)))

@@ -8,29 +8,27 @@ Until: not known
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from weft.capture.patches.patch import Patch
 
 
-def _cov(input: Tensor, *, correction: int = 1, fweights: Tensor | None = None, aweights: Tensor | None = None) -> Tensor:
-    """How rows (variables) vary together over columns (observations): torch's own looks at the value of what it divides by."""
+def _cov(input: Tensor, *, correction: int = 1, fweights: Tensor | None = None, aweights: Tensor | None = None) -> Any:
     if fweights is not None or aweights is not None or input.dim() not in (1, 2) or not input.is_floating_point():
-        return torch.cov(input, correction=correction, fweights=fweights, aweights=aweights)
+        return NotImplemented
     rows_VN = input if input.dim() == 2 else input[None]
     centred_VN = rows_VN - rows_VN.mean(1, keepdim=True)
     number = max(rows_VN.shape[1] - correction, 0)
     return (centred_VN @ centred_VN.t() / number).squeeze()
 
 
-def _corrcoef(input: Tensor) -> Tensor:
-    """`_cov` over the deviations of both rows."""
-    if input.dim() not in (1, 2) or not input.is_floating_point():
-        return torch.corrcoef(input)
+def _corrcoef(input: Tensor) -> Any:
     both = _cov(input)
-    if not both.dim():
-        return both / both
+    if both is NotImplemented or not both.dim():
+        return both if both is NotImplemented else both / both
     deviation_V = both.diagonal().sqrt()
     return (both / deviation_V[:, None] / deviation_V).clamp(-1, 1)
 

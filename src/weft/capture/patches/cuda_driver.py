@@ -8,17 +8,7 @@ Until: not known
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from weft.capture.fakes import DEVICE_INIT, FakeMode, HostMode, put
 from weft.capture.patches.patch import Patch
 
-
-@contextmanager
-def _unasked() -> Iterator[None]:
-    with put(FakeMode, DEVICE_INIT, vars(HostMode)[DEVICE_INIT]):
-        yield
-
-
-PATCH = Patch(while_traced=_unasked)
+PATCH = Patch(while_traced=lambda: put(FakeMode, DEVICE_INIT, vars(HostMode)[DEVICE_INIT]))

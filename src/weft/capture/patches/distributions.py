@@ -8,19 +8,9 @@ Until: not known
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from torch.distributions import Distribution
 
-from weft.capture.fakes import put
-from weft.capture.patches.patch import Patch, Trace
+from weft.capture.fakes import VALIDATES, put
+from weft.capture.patches.patch import Patch
 
-
-@contextmanager
-def _unchecked(trace: Trace) -> Iterator[None]:
-    with put(Distribution, "_validate_args", False):
-        yield
-
-
-PATCH = Patch(while_called=_unchecked)
+PATCH = Patch(while_called=lambda trace: put(Distribution, VALIDATES, False))

@@ -9,6 +9,7 @@ Until: not known
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,10 +20,9 @@ from weft.capture.patches.patch import Patch
 
 def _gaussian_nll_loss(
     input: Tensor, target: Tensor, var: Tensor | float, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
-) -> Tensor:
-    """(log var + (input - target)^2 / var) / 2, which torch computes after a look at the values of `var`: whether one is negative."""
+) -> Any:
     if not isinstance(var, Tensor):
-        return F.gaussian_nll_loss(input, target, var, full=full, eps=eps, reduction=reduction)
+        return NotImplemented
     if var.dim() == input.dim() - 1 and var.shape == input.shape[:-1]:
         var = var.unsqueeze(-1)
     var = var + (var.clamp(min=eps) - var).detach()  # torch holds it from below without telling the gradient

@@ -8,24 +8,17 @@ Until: 2.13
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from weft.capture.fakes import LSTM_LAYER, decompositions, put
 from weft.capture.patches.patch import Patch
 
-
-@contextmanager
-def _shaped() -> Iterator[None]:
-    layer: Any = getattr(decompositions, LSTM_LAYER)
-
-    def one_layer(x: Any, hidden: Any, *more: Any, **named: Any) -> Any:
-        out, last = layer(x, hidden, *more, **named)
-        return out, tuple(after.reshape(before.shape) for after, before in zip(last, hidden, strict=True))
-
-    with put(decompositions, LSTM_LAYER, one_layer):
-        yield
+_LAYER: Any = getattr(decompositions, LSTM_LAYER)
 
 
-PATCH = Patch(while_traced=_shaped)
+def _one_layer(x: Any, hidden: Any, *more: Any, **named: Any) -> Any:
+    out, last = _LAYER(x, hidden, *more, **named)
+    return out, tuple(after.reshape(before.shape) for after, before in zip(last, hidden, strict=True))
+
+
+PATCH = Patch(while_traced=lambda: put(decompositions, LSTM_LAYER, _one_layer))

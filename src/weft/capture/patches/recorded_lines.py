@@ -8,17 +8,9 @@ Until: not known
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
 from weft.capture.fakes import NO_LINES, fx_config, put
 from weft.capture.patches.patch import Patch
 
-
-@contextmanager
-def _unrecorded() -> Iterator[None]:
-    with put(fx_config, NO_LINES, True) if hasattr(fx_config, NO_LINES) else nullcontext():
-        yield
-
-
-PATCH = Patch(while_traced=_unrecorded)
+PATCH = Patch(while_traced=lambda: put(fx_config, NO_LINES, True) if hasattr(fx_config, NO_LINES) else nullcontext())

@@ -9,7 +9,7 @@ Until: not known
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -34,22 +34,29 @@ def _or_torchs(answer: bool | None) -> Any:
     return NotImplemented if answer is None else answer
 
 
+_ASK: Callable[[torch.SymBool], bool] = torch.SymBool.__bool__  # of a number that `.item()` gives
+
+
+def _asked_in(trace: Trace) -> Callable[[torch.SymBool], bool]:
+    def is_true(number: torch.SymBool) -> bool:
+        try:
+            return _ASK(number)
+        except DATA_DEPENDENT:
+            answer = trace.answers.of(number)
+            if answer is None:
+                raise
+            return answer
+
+    return is_true
+
+
 @contextmanager
 def _numbers(trace: Trace) -> Iterator[None]:
-    """The same of what `.item()` gives."""
-    number: Any = torch.SymBool
-    ask: Callable[[torch.SymBool], bool] = number.__bool__
-
-    def is_true(asked: torch.SymBool) -> bool:
-        try:
-            return ask(asked)
-        except DATA_DEPENDENT:
-            told = trace.answers.of(asked)
-            if told is None:
-                raise
-            return told
-
-    with put(number, "__bool__", is_true):
+    """Of what `.item()` gives it can be asked whether it is large, and words may hold it."""
+    with ExitStack() as stack:
+        stack.enter_context(put(torch.SymBool, "__bool__", _asked_in(trace)))
+        for kind in (torch.SymInt, torch.SymFloat):
+            stack.enter_context(put(kind, "__format__", lambda number, form: str(number)))
         yield
 
 
