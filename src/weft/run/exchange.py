@@ -5,6 +5,10 @@ In: flat groups whose parameters have gradient hooks from here on. Out: every pa
 Ranks that run the same graph use the same parameters. A model that runs whole may branch on its samples, so that they do not
 (`unlike=True`): they then tell each other which parameters they used, since an optimizer decays one whose gradient is zero, and leaves
 alone one that has none.
+
+torch's DistributedDataParallel is no such exchange: it sums over one set of ranks, cut weights over several; it raises where a parameter is
+used twice in reentrant checkpoints, by the loop alone, or in the first of two calls, hangs where a rank's output depends on no parameter, and
+leaves `torch.autograd.grad` as it is on one rank.
 """
 
 from __future__ import annotations
@@ -16,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from weft.errors import Infeasible, ModelError, UsageError
-from weft.run.parameters import FlatGroup
+from weft.run.parameters import FlatGroup, share
 from weft.world import private
-from weft.world.world import Group
+from weft.world.world import Group, World
 
 
 class Exchange:
@@ -32,12 +36,14 @@ class Exchange:
         self,
         groups: Sequence[FlatGroup],
         parameters: dict[str, nn.Parameter],
-        sums: Sequence[Group | None],
+        world: World,
         unlike: bool = False,
         late: bool = False,
         outputs: Sequence[str] = (),
     ) -> None:
-        self._groups, self._parameters, self._sums = list(groups), parameters, list(sums)
+        sums: list[Group | None] = [world.group(group.sum_ranks) if len(group.sum_ranks) > 1 else None for group in groups]
+        share(groups, sums)
+        self._groups, self._parameters, self._sums = list(groups), parameters, sums
         self._unlike, self._late = unlike, late
         self._order = [(n, bucket) for n, group in enumerate(groups) for bucket in group.buckets]
         self._earlier: dict[str, Tensor | None] = {}
@@ -50,8 +56,8 @@ class Exchange:
         for number, (n, bucket) in enumerate(self._order):
             for name in bucket.names:
                 if sums[n] is not None:
-                    share = 1 / len(groups[n].sum_ranks)
-                    parameters[name].register_hook(self._hook(number, name, groups[n].views[name], share))  # type: ignore[no-untyped-call]
+                    weight = 1 / len(groups[n].sum_ranks)
+                    parameters[name].register_hook(self._hook(number, name, groups[n].views[name], weight))  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
         """Backward runs. Only from within a gradient hook."""
@@ -69,7 +75,7 @@ class Exchange:
         self.begin()
         self._rows[output] += rows
 
-    def _hook(self, number: int, name: str, view: Tensor, share: float) -> Any:
+    def _hook(self, number: int, name: str, view: Tensor, weight: float) -> Any:
         def arrived(grad: Tensor) -> None:
             if grad.requires_grad:
                 self._running = False  # backward ends here, on every rank
@@ -87,12 +93,12 @@ class Exchange:
             with private.as_plain():
                 grad = grad.to_dense() if grad.is_sparse else grad
                 if again:
-                    view.add_(grad, alpha=share)
+                    view.add_(grad, alpha=weight)
                     return
                 before = self._parameters[name].grad
                 self._earlier[name] = None if before is None else before.detach().clone()
                 self._held[name] = _state_of(before)
-                torch.mul(grad, share, out=view)
+                torch.mul(grad, weight, out=view)
             self._left[number] -= 1
             self._launch(finished=False)
 
