@@ -9,43 +9,19 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, Self
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from weft.errors import UsageError
-from weft.lower.kernels.randomness import Draw
 from weft.plan.plan import Plan
-from weft.run.checkpoint import Piece
+from weft.run.forward import ByGraphs
+from weft.run.uncaptured import ByItself
 from weft.world.world import World
 
 OWN = ("forward", "__deepcopy__", "__reduce_ex__")  # what a divided module has of its own
-
-
-class Way(Protocol):
-    """How a divided module computes."""
-
-    @property
-    def draw(self) -> Draw:
-        """What its random numbers depend on."""
-
-    def check(self) -> None:
-        """Raise where the module is no longer what was divided."""
-
-    def compute(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the module returns, of this rank's samples."""
-
-    def of_copy(self, made: nn.Module, memo: Mapping[int, Any]) -> Self:
-        """The same of a copy, which has weights of its own."""
-
-    def pieces(self) -> list[Piece]:
-        """This rank's part of what a state dict has."""
-
-    def full_state(self) -> dict[str, Tensor] | None:
-        """The whole model's state dict on rank 0, None elsewhere. Every rank calls it."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +31,7 @@ class Divided:
     model: nn.Module
     plan: Plan
     world: World
-    way: Way
+    way: ByGraphs | ByItself
     copied: bool = False
     frozen: list[tuple[str, nn.Parameter]] = field(default_factory=list)
 

@@ -14,14 +14,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from weft.capture.capture import Loss, call
-from weft.capture.capture import called as run_on
+from weft.capture.capture import Loss, call, called
 from weft.capture.modes import in_modes, modes_of
 from weft.capture.nesting import batch_size_of, leaves, rebuild
 from weft.capture.randomness import python_randomness, python_randomness_kept
@@ -62,7 +61,7 @@ def refuse_division(plan: Plan, model: nn.Module, batch: Any, loss: Loss | None)
     batch that only scales a first guess changes the loss by less than float32's rounding, and gradients by more.
     """
     if plan.layout.data > 1:
-        _tried(model, lambda double: _Trial(plan, model, batch, double, lambda given: (call(model, given, loss), {})).run())
+        _tried(plan, model, batch, lambda given: call(model, given, loss))
 
 
 def outputs_of_parts(plan: Plan, model: nn.Module, batch: Any) -> dict[str, Output]:
@@ -71,34 +70,27 @@ def outputs_of_parts(plan: Plan, model: nn.Module, batch: Any) -> dict[str, Outp
     Raises:
         Infeasible: as `refuse_division`; or outputs of parts neither follow one another nor are a mean.
     """
-    found: dict[str, Output] = {}
-    _tried(model, lambda double: found.update(_OutputsTrial(plan, model, batch, double).outputs()))
-    return found
+    trial = _tried(plan, model, batch, None)
+    return {path: Output(dim, path in trial.learns) for path, dim in trial.dims.items()}
 
 
-def _tried(model: nn.Module, run: Callable[[bool], object]) -> None:
-    """Run a trial in float64, or in the model's own precision where it does not compute in it."""
-    values, held = [(p, p.data) for p in model.parameters()], [(m._buffers, dict(m._buffers)) for m in model.modules()]
+def _tried(plan: Plan, model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | None) -> _Trial:
+    """A trial in float64, or in the model's own precision where it does not compute in it."""
+    values, before = [(p, p.data) for p in model.parameters()], state_of(model)
     try:
-        widened(model)
-        run(True)
-        return
+        return _Trial(plan, widened(model), batch, loss, True).run()
     except _NotInDouble:
         pass
     finally:
         for p, value in values:
             p.data = value
-        for table, before in held:
-            table.update(before)
-    run(False)
+        set_state(model, before)
+    return _Trial(plan, model, batch, loss, False).run()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Ran:
-    """What a call of the model gave: its loss, what it left in parameters and buffers, and gradients, where they were asked for.
-
-    In a plain loop, tensors of its output by path, too.
-    """
+    """What a call of the model gave: its loss, what it left in parameters and buffers, gradients where asked for, and outputs in a loop."""
 
     loss: float
     left: Mapping[str, Tensor]
@@ -107,20 +99,24 @@ class _Ran:
 
 
 class _Trial:
-    """One model in one precision. `called`: the loss on a batch, and the outputs that are looked at beside it."""
+    """One model in one precision. Without a loss, as in a plain loop, of its outputs, and of the gradient of a sum of them.
 
-    def __init__(self, plan: Plan, model: nn.Module, batch: Any, double: bool, called: Callable[[Any], tuple[Tensor, dict[str, Tensor]]]):
-        self.plan, self.model, self.batch, self.double, self.called = plan, model, batch, double, called
+    `dims`: along which the samples of each output lie; `learns`: outputs that have a gradient.
+    """
+
+    def __init__(self, plan: Plan, model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | None, double: bool) -> None:
+        self.plan, self.model, self.batch, self.loss, self.double = plan, model, batch, loss, double
         self.samples, self.data = batch_size_of(batch), plan.layout.data
         self.size = min(self.samples // self.data, _TRIED) * self.data
         self.batches = self._batches()
         self.close = _CLOSE_DOUBLE if double else _CLOSE
         self.named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         self.values = {name: x.detach().clone() for name, x in self.named.items()}
-        self.tables: list[tuple[Any, Any]] = [(t, dict(t)) for m in model.modules() for t in (m._parameters, m._buffers)]
         self.attributes, self.drawn = state_of(model), torch.random.get_rng_state()
         self.draws = False  # random numbers that are not steady
         self.keeps: list[str] = []  # state in attributes, which the next call may read
+        self.dims: dict[str, int | None] = {}
+        self.learns: set[str] = set()
         self.why = f"{plan.model} could not be captured ({plan.uncaptured})"
 
     def _batches(self) -> list[list[int]]:
@@ -133,92 +129,130 @@ class _Trial:
             found.append([sample for sample in chosen for _ in range(each)])
         return [rows for i, rows in enumerate(found) if rows not in found[:i]]
 
-    def run(self) -> None:
+    def run(self) -> Self:
         """Raise Infeasible for the first thing that parts do otherwise."""
         coupled = [name for name, m in self.model.named_modules() if isinstance(m, private.BatchNorm) and m.training]
         if coupled:
-            raise Infeasible(
-                f"{self.why}, and {coupled[0]} takes statistics over the whole batch, which data={self.data} would divide; "
-                "use data=1, or make the model capturable"
+            raise self._refused(
+                f"{coupled[0]} takes statistics over the whole batch, which data={self.data} would divide", "make the model capturable"
             )
         with in_modes(self.model, modes_of(self.model)), python_randomness_kept():
-            self.compare_writes()
+            training = self._compare_writes()
             if self.draws:
                 self.model.eval()  # what is drawn would tell them apart
+                if self.loss is None and self._ran(self.batches[0]).outputs.keys() != training.outputs.keys():
+                    unlike = "it draws random numbers in training and returns something else in evaluation"
+                    raise self._refused(f"{unlike}, so that its parts cannot be compared", "return the same in both")
             for rows in self.batches:
                 for calls in (1, 2) if self.keeps else (1,):
-                    self.compare(rows, calls)
+                    if self.loss is None:
+                        self._compare_outputs(rows, calls)
+                    self._compare_losses(rows, calls)
+        return self
 
-    def compare_writes(self) -> None:
-        """What whole and parts leave in parameters and buffers."""
-        whole, *parts = self.whole_and_parts(self.batches[0])
+    def _refused(self, what: str, instead: str = "", calls: int = 1) -> Infeasible:
+        """`calls`: of how many the last one shows it."""
+        again = f", and it reads in the next call what it keeps in its attribute {', '.join(self.keeps[:3])}" if calls > 1 else ""
+        return Infeasible(f"{self.why}{again}, and {what}; use data=1{instead and f', or {instead}'}")
+
+    @property
+    def _other(self) -> str:
+        return f"so data={self.data} would train something else"
+
+    def _compare_writes(self) -> _Ran:
+        """What is left in parameters and buffers; returns the whole's run."""
+        whole, *parts = self._whole_and_parts(self.batches[0])
         for name, x in whole.left.items():
             left = [part.left[name] for part in parts]
             if any(y.shape != x.shape or not torch.allclose(y, x, rtol=self.close, atol=1e-9) for y in left):
-                raise Infeasible(
-                    f"{self.why}, and it writes {name} while it runs, by the samples that it sees, which differ between the "
-                    f"data={self.data} ranks; use data=1"
+                raise self._refused(
+                    f"it writes {name} while it runs, by the samples that it sees, which differ between the data={self.data} ranks"
                 )
+        return whole
 
-    def compare(self, rows: list[int], calls: int) -> None:
+    def _compare_losses(self, rows: list[int], calls: int) -> None:
         """The loss and its gradients."""
-        whole, *parts = self.whole_and_parts(rows, True, calls)
+        whole, *parts = self._whole_and_parts(rows, True, calls)
         mean = sum(part.loss for part in parts) / self.data
         if math.isfinite(whole.loss) and not abs(whole.loss - mean) <= self.close * max(abs(whole.loss), abs(mean)):
-            raise Infeasible(
-                f"{self.when(calls)}, and its loss over {self.size} samples is {whole.loss:.6g} where the mean over data={self.data} parts "
-                f"of them is {mean:.6g}, so data={self.data} would train something else; use data=1, or a loss that is a mean over samples"
-            )
+            raise self._refused(
+                f"its loss over {self.size} samples is {whole.loss:.6g} where the mean over data={self.data} parts of them is {mean:.6g}, "
+                f"{self._other}", "a loss that is a mean over samples", calls,
+            )  # fmt: skip
         largest = max((_largest(g) for g in whole.gradients.values()), default=0.0)
         for name, gradient in whole.gradients.items():
             of_parts = [part.gradients[name] for part in parts if name in part.gradients]
             error, own = _largest(gradient - sum(of_parts) / self.data), _largest(gradient)
             if math.isfinite(error) and error > max(self.close * own, _NOTHING * largest):
-                raise Infeasible(
-                    f"{self.when(calls)}, and its gradient of {name} over {self.size} samples is not the mean of those over "
-                    f"data={self.data} parts of them (relative difference {error / max(own, error):.1e}), so data={self.data} would train "
-                    "something else; use data=1"
-                )
+                raise self._refused(
+                    f"its gradient of {name} over {self.size} samples is not the mean of those over data={self.data} parts of them "
+                    f"(relative difference {error / max(own, error):.1e}), {self._other}", calls=calls,
+                )  # fmt: skip
 
-    def when(self, calls: int) -> str:
-        """Why the model runs whole, and what the call was."""
-        if calls == 1:
-            return self.why
-        return f"{self.why}, and it reads in the next call what it keeps in its attribute {', '.join(self.keeps[:3])}"
+    def _compare_outputs(self, rows: list[int], calls: int) -> None:
+        """How outputs are divided, by which gradients of their sum are then told apart."""
+        whole, *parts = self._whole_and_parts(rows, calls=calls)
+        if any(part.outputs.keys() != whole.outputs.keys() for part in parts):
+            raise Infeasible(f"{self.why}, and what it returns depends on its samples; return the same tensors always, or use data=1")
+        dims = {path: self._dim_of(path, x, [part.outputs[path] for part in parts], calls) for path, x in whole.outputs.items()}
+        self.dims = {path: self.dims.get(path) if dim is None else dim for path, dim in dims.items()}
 
-    def whole_and_parts(self, rows: list[int], learns: bool = False, calls: int = 1) -> list[_Ran]:
+    def _dim_of(self, path: str, whole: Tensor, parts: list[Tensor], calls: int) -> int | None:
+        """Along which dimension parts of an output follow one another; None where the whole is their mean."""
+        name = f"its output {path}" if path else "its output"
+        shapes = [tuple(x.shape) for x in parts]
+        for dim in range(whole.dim()):
+            if len({(*s[:dim], *s[dim + 1 :]) for s in (*shapes, whole.shape)}) > 1:
+                continue
+            if sum(s[dim] for s in shapes) == whole.shape[dim] and self._alike(torch.cat(parts, dim), whole):
+                if len({s[dim] for s in shapes}) > 1:
+                    raise self._refused(
+                        f"{name} has {', '.join(str(s[dim]) for s in shapes)} rows for equal parts of the samples, so the mean over "
+                        f"data={self.data} ranks of a mean over rows is not that of all", "return rows of fixed number", calls,
+                    )  # fmt: skip
+                return dim
+        if all(s == tuple(whole.shape) for s in shapes):
+            same = all(self._alike(x, whole) for x in parts)
+            if same or (whole.is_floating_point() and self._alike(sum(parts[1:], parts[0]) / self.data, whole)):
+                return None
+        raise self._refused(
+            f"{name} over {self.size} samples is neither made of those of data={self.data} parts of them, one after the other, nor their "
+            f"mean, {self._other}", "leave it out of what forward returns", calls,
+        )  # fmt: skip
+
+    def _alike(self, a: Tensor, b: Tensor) -> bool:
+        if not b.is_floating_point():
+            return torch.equal(a, b)
+        return bool(torch.allclose(a, b, rtol=0.0, atol=self.close * max(_largest(b), 1e-300), equal_nan=True))
+
+    def _whole_and_parts(self, rows: list[int], learns: bool = False, calls: int = 1) -> list[_Ran]:
         """The model called on some samples, and on every rank's part of them."""
         each = self.size // self.data
-        return [self.ran(of, learns, calls) for of in (rows, *(rows[i * each : (i + 1) * each] for i in range(self.data)))]
+        return [self._ran(of, learns, calls) for of in (rows, *(rows[i * each : (i + 1) * each] for i in range(self.data)))]
 
-    def ran(self, rows: list[int], learns: bool = False, calls: int = 1) -> _Ran:
+    def _ran(self, rows: list[int], learns: bool = False, calls: int = 1) -> _Ran:
         """The model called on some samples; `learns`: with gradients, in float64, where it has them in evaluation. The last of `calls`."""
         given = {path: self._of_rows(x, rows) for path, x in leaves(self.batch)}
-        before = {name: x.grad for name, x in self.named.items()}
-        drawn = python_randomness()
+        before, drawn = {name: x.grad for name, x in self.named.items()}, python_randomness()
         try:
             with doubled(self.double), Steady():  # type: ignore[no-untyped-call]
                 for _ in range(calls - 1):
-                    self.called(rebuild(self.batch, given))
-                loss, outputs = self.called(rebuild(self.batch, given))
-                gradients = self.gradients_of(loss) if learns and self.double and loss.requires_grad else {}
-            now = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+                    self._called(rebuild(self.batch, given))
+                loss, outputs = self._called(rebuild(self.batch, given))
+                gradients = self._gradients_of(loss) if learns and self.double and loss.requires_grad else {}
+            left = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
             self.draws |= not torch.equal(self.drawn, torch.random.get_rng_state()) or python_randomness() != drawn
             self.keeps = self.keeps or changes(self.attributes, state_of(self.model))
-            return _Ran(float(loss.detach()), {name: x.detach().clone() for name, x in now.items()}, gradients, outputs)
+            return _Ran(float(loss.detach()), {name: x.detach().clone() for name, x in left.items()}, gradients, outputs)
         except Exception as error:
             if self.double and self.plan.layout.precision != "float64" and rows == self.batches[0] and not learns:
                 raise _NotInDouble from error
-            if len(rows) == self.samples or isinstance(error, ModelError):
+            if len(rows) == self.samples or isinstance(error, ModelError | Infeasible):
                 raise
-            raise Infeasible(
-                f"{self.why}, and with {len(rows)} of its {self.samples} samples it raises {type(error).__name__}: "
-                f"{str(error).partition(chr(10))[0]}; use data=1"
-            ) from error
+            said = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            raise self._refused(f"with {len(rows)} of its {self.samples} samples it raises {said}") from error
         finally:
-            for table, entries in self.tables:  # what may have been replaced
-                table.update(entries)
-            set_state(self.model, self.attributes)
+            set_state(self.model, self.attributes)  # what may have been replaced, too
             with torch.no_grad():
                 for name, x in self.named.items():
                     x.copy_(self.values[name])
@@ -233,32 +267,12 @@ class _Trial:
         x = x.to(next((p.device for p in self.model.parameters()), torch.device("cpu")))
         return x.double() if self.double and x.is_floating_point() else x
 
-    def gradients_of(self, loss: Tensor) -> dict[str, Tensor]:
-        """By parameter, where it has one."""
-        trained = {name: p for name, p in self.named.items() if p.requires_grad}
-        try:
-            found = torch.autograd.grad(loss, list(trained.values()), retain_graph=True, allow_unused=True)
-        except RuntimeError:  # what autograd cannot do in evaluation, or without sparse gradients, the run itself tells
-            return {}
-        return {name: g for name, g in zip(trained, found, strict=True) if g is not None and g.layout is torch.strided}
-
-
-class _OutputsTrial(_Trial):
-    """A trial in a plain loop, whose loss is not known: of the model's outputs, and of the gradient of a sum of them."""
-
-    def __init__(self, plan: Plan, model: nn.Module, batch: Any, double: bool) -> None:
-        super().__init__(plan, model, batch, double, self._called)
-        self.dims: dict[str, int | None] = {}
-        self.learns: set[str] = set()
-
-    def outputs(self) -> dict[str, Output]:
-        """By path how outputs are divided. Raises Infeasible where they are not."""
-        self.run()
-        return {path: Output(dim, path in self.learns) for path, dim in self.dims.items()}
-
     def _called(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss; or a sum of the outputs that have gradients, and all of them."""
+        if self.loss is not None:
+            return self.loss(batch), {}
         with _Own(self.model):
-            outputs = {path: x for path, x in leaves(run_on(self.model, batch)) if isinstance(x, Tensor)}
+            outputs = {path: x for path, x in leaves(called(self.model, batch)) if isinstance(x, Tensor)}
         if not outputs:
             raise ModelError("the model's output holds no tensor; it must return tensors")
         learns = {path: x for path, x in outputs.items() if x.is_floating_point() and x.requires_grad}
@@ -266,68 +280,25 @@ class _OutputsTrial(_Trial):
         total = sum((_weighed(x, self.dims[path]) for path, x in learns.items() if path in self.dims), torch.zeros(()))
         return total, {path: x.detach() for path, x in outputs.items()}
 
-    def gradients_of(self, loss: Tensor) -> dict[str, Tensor]:
-        """Those of the sum of outputs, and in proportion: a user's loss over a part is as many times as steep as there are parts."""
-        found = super().gradients_of(loss)
-        for scale in (1e-6, 1e6):
-            for name, gradient in super().gradients_of(loss * scale).items():
+    def _gradients_of(self, loss: Tensor) -> dict[str, Tensor]:
+        """By parameter. In a loop they must be in proportion: a user's loss over a part is as many times as steep as there are parts."""
+        found = self._derived(loss)
+        for scale in (2.0**-20, 2.0**20) if self.loss is None else ():  # powers of two, by which rounding is the same
+            for name, gradient in self._derived(loss * scale).items():
                 if not self._alike(gradient / scale, found[name]):
-                    raise Infeasible(
-                        f"{self.why}, and its gradient of {name} is not in proportion to that of its outputs (a hook or a function that "
-                        f"cuts off gradients in backward), so data={self.data} would train something else; use data=1"
+                    raise self._refused(
+                        f"its gradient of {name} is not in proportion to that of its outputs (a hook or a function that cuts off gradients "
+                        f"in backward), {self._other}"
                     )
         return found
 
-    def compare_writes(self) -> None:
-        """Beside what is left, whether outputs can be compared."""
-        before = self.ran(self.batches[0]).outputs.keys()
-        super().compare_writes()
-        if self.draws:
-            self.model.eval()
-            if self.ran(self.batches[0]).outputs.keys() != before:
-                raise Infeasible(
-                    f"{self.why}, and it draws random numbers in training and returns something else in evaluation, so that its parts "
-                    "cannot be compared; use data=1, or return the same in both"
-                )
-
-    def compare(self, rows: list[int], calls: int) -> None:
-        """How outputs are divided, then the gradients of their sum, which is told apart by that."""
-        whole, *parts = self.whole_and_parts(rows, calls=calls)
-        if any(part.outputs.keys() != whole.outputs.keys() for part in parts):
-            raise Infeasible(f"{self.why}, and what it returns depends on its samples; return the same tensors always, or use data=1")
-        dims = {path: self._dim_of(path, x, [part.outputs[path] for part in parts], calls) for path, x in whole.outputs.items()}
-        self.dims = {path: self.dims.get(path) if dim is None else dim for path, dim in dims.items()}
-        super().compare(rows, calls)
-
-    def _dim_of(self, path: str, whole: Tensor, parts: list[Tensor], calls: int) -> int | None:
-        """Along which dimension parts of an output follow one another; None where the whole is their mean."""
-        name = f"its output {path}" if path else "its output"
-        shapes = [tuple(x.shape) for x in parts]
-        for dim in range(whole.dim()):
-            if len({(*s[:dim], *s[dim + 1 :]) for s in (*shapes, whole.shape)}) > 1:
-                continue
-            if sum(s[dim] for s in shapes) == whole.shape[dim] and self._alike(torch.cat(parts, dim), whole):
-                if len({s[dim] for s in shapes}) > 1:
-                    raise Infeasible(
-                        f"{self.when(calls)}, and {name} has {', '.join(str(s[dim]) for s in shapes)} rows for equal parts of the samples, "
-                        f"so the mean over data={self.data} ranks of a mean over rows is not that of all; return rows of fixed number, or "
-                        "use data=1"
-                    )
-                return dim
-        if all(s == tuple(whole.shape) for s in shapes):
-            same = all(self._alike(x, whole) for x in parts)
-            if same or (whole.is_floating_point() and self._alike(sum(parts[1:], parts[0]) / self.data, whole)):
-                return None
-        raise Infeasible(
-            f"{self.when(calls)}, and {name} over {self.size} samples is neither made of those of data={self.data} parts of them, one "
-            f"after the other, nor their mean, so data={self.data} would train something else; use data=1, or leave it out of what forward "
-            "returns"
-        )
-
-    def _alike(self, a: Tensor, b: Tensor) -> bool:
-        if not b.is_floating_point():
-            return torch.equal(a, b)
-        return bool(torch.allclose(a, b, rtol=0.0, atol=self.close * max(_largest(b), 1e-300), equal_nan=True))
+    def _derived(self, loss: Tensor) -> dict[str, Tensor]:
+        trained = {name: p for name, p in self.named.items() if p.requires_grad}
+        try:
+            found = torch.autograd.grad(loss, list(trained.values()), retain_graph=True, allow_unused=True)
+        except RuntimeError:  # what autograd cannot do in evaluation, or without sparse gradients, the run itself tells
+            return {}
+        return {name: g for name, g in zip(trained, found, strict=True) if g is not None and g.layout is torch.strided}
 
 
 class _Own(TorchFunctionMode):

@@ -268,7 +268,7 @@ class ByGraphs:
         return ByGraphs(made, with_tensors(self.parts, parameters, buffers), self.captures, Unchanged(made))
 
     def pieces(self) -> list[Piece]:
-        """This rank's parts of what a state dict has."""
+        """This rank's parts of what a state dict has, for a checkpoint."""
         variables = {v.name: v for v in self.parts.graph.buffers}
         saved = {name for name, v in variables.items() if not self.parts.saved.isdisjoint((name, *v.aliases))}
         return [piece for piece in self._weights() if piece.kind == "parameter" or piece.name in saved]
