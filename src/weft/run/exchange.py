@@ -71,8 +71,8 @@ class Exchange:
         self._left = [len(bucket.names) for _, _, bucket in self._order]
         private.after_backward(self._finish)
 
-    def count(self, output: str, rows: int) -> None:
-        """So many rows of an output have a gradient: all ranks must have as many, or the mean of their means is not that of all."""
+    def count(self, output: str, rows: int, grad: Tensor) -> None:
+        """A hook: so many rows of an output have a gradient. Ranks must have as many, or the mean of their means is not that of all."""
         self.begin()
         self._rows[output] += rows
 

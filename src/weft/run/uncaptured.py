@@ -279,13 +279,9 @@ class ByItself:
             if one.dim is not None and one.learns and learns and path in found:
                 x = found[path]
                 x = x if x.requires_grad else x.detach().requires_grad_()  # its code went another way here than elsewhere
-                x.register_hook(partial(self._arrived, path, x.shape[one.dim]))  # type: ignore[no-untyped-call]
+                x.register_hook(partial(self.exchange.count, path, x.shape[one.dim]))  # type: ignore[no-untyped-call]
                 new[path] = x
         return rebuild(output, new)
-
-    def _arrived(self, path: str, rows: int, grad: Tensor) -> None:
-        assert self.exchange is not None
-        self.exchange.count(path, rows)
 
     def _means(self, found: Mapping[str, Tensor], learns: bool) -> dict[str, Tensor]:
         """Means over ranks, whose gradient is the mean of what ranks make of them: in one sum, for all ranks to make as many."""
