@@ -263,9 +263,9 @@ class Noisy(nn.Module):
         y = self.layer(x) * (1 + torch.rand(2)) + torch.randn_like(x[:, :2]) * torch.normal(x[:, :1], 2.0)
         y = self.drop(y) + F.dropout(y, 0.3) * torch.empty_like(y).exponential_(2.0) * torch.empty_like(y).uniform_(-1.0, 3.0)
         y = y * torch.bernoulli(torch.full_like(y, 0.9))
-        if x.sum() < -1e9 or self.whole:
+        if self.whole:
             y = y - y.mean(0)
-        return y.square().mean()
+        return y.square().mean() if x.sum() > -1e9 else 2 * y.square().mean()
 
 
 def test_models_that_draw_are_tried_with_one_number_for_all_samples_where_they_cannot_be_captured() -> None:

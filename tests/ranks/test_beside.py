@@ -52,11 +52,14 @@ def loss_of(net: Any, x: Tensor, y: Tensor) -> Tensor:
     return total
 
 
-def loop(net: nn.Module, batches: Any) -> None:
+def loop(net: Any, batches: Any) -> None:
+    """Gradients add up over two backwards, and a hook lets some rows learn."""
+    net.prototypes.register_hook(lambda grad: grad * torch.tensor([1.0, 0.0, 0.5, 1.0, 0.0])[:, None])
     opt = torch.optim.AdamW(net.parameters(), lr=0.05, weight_decay=0.1)
     for x, y in batches:
         opt.zero_grad()
-        loss_of(net, x, y).backward()
+        for _ in range(2):
+            loss_of(net, x, y).backward()
         torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         opt.step()
 

@@ -105,3 +105,18 @@ class Plan:
     def microbatch_sizes(self) -> tuple[int, ...]:
         """Samples of each microbatch, all data replicas together."""
         return microbatch_sizes(self.batch_size, self.layout.shares, self.layout.microbatches)
+
+
+def check_uncaptured(layout: Layout, why: str) -> None:
+    """Raise Infeasible where a layout divides more than samples and what is kept of weights, of a model that was not captured: `why`."""
+    unknown = "its layers are not known"
+    refused = {
+        "only data and zero apply; use tensor=1 pipeline=1 with one stage a rank": layout.replica_ranks > 1 or layout.num_stages > 1,
+        f"it runs as a whole; leave schedule={layout.schedule} out": bool(layout.actions),
+        f"{unknown}; use recompute=none": layout.recompute != "none",
+        f"{unknown}; use offload=optimizer": layout.moves_layers,
+        f"{unknown}; use zero=2": layout.zero > 2,
+    }
+    for remedy, is_so in refused.items():
+        if is_so:
+            raise Infeasible(f"{layout}: this model could not be captured ({why}), so {remedy}")

@@ -46,7 +46,7 @@ from weft.run.same import check_same
 from weft.run.stale import Stale
 from weft.run.state import full_state, full_tensors, gradient_pieces, input_gradients, pieces_of
 from weft.run.totals import Counter, count
-from weft.run.whole import build_whole
+from weft.run.uncaptured import build_whole
 from weft.schedules import schedule_of
 from weft.world.memory import HOST, PARTS, accounts_of
 from weft.world.world import Work, World

@@ -5,24 +5,29 @@ In: flat groups whose parameters have gradient hooks from here on. Out: every pa
 Ranks that run the same graph use the same parameters. A model that runs whole may branch on its samples, so that they do not
 (`unlike=True`): they then tell each other which parameters they used, since an optimizer decays one whose gradient is zero, and leaves
 alone one that has none.
+
+torch's DistributedDataParallel is no such exchange: it sums over one set of ranks, cut weights over several; it raises where a parameter
+is used in two reentrant checkpoints, by the loop alone, or in the first of two calls, hangs where a rank's output depends on no parameter,
+and leaves `torch.autograd.grad` as it is on one rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from weft.errors import Infeasible, ModelError, UsageError
-from weft.run.parameters import FlatGroup
+from weft.run.parameters import FlatGroup, share
 from weft.world import private
-from weft.world.world import Group
+from weft.world.world import World
 
 
 class Exchange:
-    """Averages each backward's gradients over ranks while it runs, and adds them to what the parameters' `.grad` already held.
+    """Averages gradients over ranks while backward runs. What `.grad` held before is the same on all ranks, and so is its own mean.
 
     `unlike`: ranks may use different parameters. `late`: nothing is summed before backward is at its end, for models that have sums of
     their own in backward, which ranks might otherwise begin in different orders. `outputs`: those whose rows are counted.
@@ -31,92 +36,85 @@ class Exchange:
     def __init__(
         self,
         groups: Sequence[FlatGroup],
-        parameters: dict[str, nn.Parameter],
-        sums: Sequence[Group | None],
+        parameters: Mapping[str, nn.Parameter],
+        world: World,
         unlike: bool = False,
         late: bool = False,
         outputs: Sequence[str] = (),
     ) -> None:
-        self._groups, self._parameters, self._sums = list(groups), parameters, list(sums)
-        self._unlike, self._late = unlike, late
-        self._order = [(n, bucket) for n, group in enumerate(groups) for bucket in group.buckets]
-        self._earlier: dict[str, Tensor | None] = {}
-        self._held: dict[str, tuple[int, int]] = {}  # which tensor `.grad` was before, and how often it had been written
-        self._left: list[int] = []
-        self._next = 0
-        self._works: list[Any] = []
+        sums = [world.group(group.sum_ranks) if len(group.sum_ranks) > 1 else None for group in groups]
+        share(groups, sums)
+        self._summed = [(group, over) for group, over in zip(groups, sums, strict=True) if over is not None]
+        self._order = [(group, over, bucket) for group, over in self._summed for bucket in group.buckets]
+        self._parameters, self._unlike, self._late = parameters, unlike, late
         self._running = False
+        self._arriving: set[str] = set()  # gradients that are not in `.grad` yet
+        self._used: set[str] = set()
+        self._left: list[int] = []
+        self._works: list[Any] = []
         self._rows = dict.fromkeys(outputs, 0)
-        for number, (n, bucket) in enumerate(self._order):
+        for number, (_, _, bucket) in enumerate(self._order):
             for name in bucket.names:
-                if sums[n] is not None:
-                    share = 1 / len(groups[n].sum_ranks)
-                    parameters[name].register_hook(self._hook(number, name, groups[n].views[name], share))  # type: ignore[no-untyped-call]
+                with private.as_plain():
+                    parameters[name].register_hook(partial(self._arrives, name))  # type: ignore[no-untyped-call]
+                    parameters[name].register_post_accumulate_grad_hook(partial(self._arrived, number, name))  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
         """Backward runs. Only from within a gradient hook."""
         if self._running:
             return
         self._running = True
-        self._earlier.clear()
+        self._arriving.clear()
+        self._used.clear()
+        self._works.clear()
         self._rows = dict.fromkeys(self._rows, 0)
-        self._left = [len(bucket.names) for _, bucket in self._order]
-        self._next = 0
+        self._left = [len(bucket.names) for _, _, bucket in self._order]
         private.after_backward(self._finish)
 
-    def count(self, output: str, rows: int) -> None:
-        """So many rows of an output have a gradient: all ranks must have as many, or the mean of their means is not that of all."""
+    def count(self, output: str, rows: int, grad: Tensor) -> None:
+        """A hook: so many rows of an output have a gradient. Ranks must have as many, or the mean of their means is not that of all."""
         self.begin()
         self._rows[output] += rows
 
-    def _hook(self, number: int, name: str, view: Tensor, share: float) -> Any:
-        def arrived(grad: Tensor) -> None:
-            if grad.requires_grad:
-                self._running = False  # backward ends here, on every rank
-                raise UsageError(
-                    f"a gradient of {name} that has a gradient itself (create_graph=True) is this rank's alone, which is not summed over "
-                    "ranks; differentiate by the model's inputs or outputs, or use weft.parallelize"
-                )
-            self.begin()
-            again = name in self._earlier
-            if again and number < self._next:
-                raise ModelError(
-                    f"the gradient of {name} arrives twice in one backward, after it was summed over ranks; checkpoint with "
-                    "use_reentrant=False"
-                )
-            with private.as_plain():
-                grad = grad.to_dense() if grad.is_sparse else grad
-                if again:
-                    view.add_(grad, alpha=share)
-                    return
-                before = self._parameters[name].grad
-                self._earlier[name] = None if before is None else before.detach().clone()
-                self._held[name] = _state_of(before)
-                torch.mul(grad, share, out=view)
+    def _arrives(self, name: str, grad: Tensor) -> None:
+        if grad.requires_grad:
+            self._running = False  # backward ends here, on every rank
+            raise UsageError(
+                f"a gradient of {name} that has a gradient itself (create_graph=True) is this rank's alone, which is not summed over "
+                "ranks; differentiate by the model's inputs or outputs, or use weft.parallelize"
+            )
+        self.begin()
+        self._arriving.add(name)
+
+    def _arrived(self, number: int, name: str, p: Tensor) -> None:
+        self._arriving.discard(name)
+        if number < len(self._works):
+            raise ModelError(
+                f"the gradient of {name} arrives twice in one backward, after it was summed over ranks; checkpoint with use_reentrant=False"
+            )
+        if name not in self._used:
+            self._used.add(name)
             self._left[number] -= 1
             self._launch(finished=False)
 
-        return arrived
-
     def _launch(self, finished: bool) -> None:
-        if self._late and not finished:
-            return
-        while self._next < len(self._order) and (finished or self._left[self._next] <= 0 or self._sums[self._order[self._next][0]] is None):
-            n, bucket = self._order[self._next]
-            over = self._sums[n]
-            if over is not None:
+        """Begin the sums whose turn it is: in one order on all ranks."""
+        while len(self._works) < len(self._order) and (finished or not (self._late or self._left[len(self._works)])):
+            group, over, bucket = self._order[len(self._works)]
+            with private.as_plain():
                 for name in bucket.names:
-                    if name not in self._earlier:
-                        self._groups[n].views[name].zero_()
-                self._works.append(over.all_reduce(self._groups[n].grad[bucket.start : bucket.stop], wait=False))
-            self._next += 1
+                    grad = self._parameters[name].grad
+                    if grad is None:
+                        group.views[name].zero_()
+                    else:
+                        torch.mul(grad.to_dense() if grad.is_sparse else grad, 1 / over.size, out=group.views[name])
+            self._works.append(over.all_reduce(group.grad[bucket.start : bucket.stop], wait=False))
 
     def _finish(self) -> None:
         self._running = False
         self._launch(finished=True)
         for work in self._works:
             work.wait()
-        self._works.clear()
         with private.as_plain():
             self._hand_over(self._told() if self._unlike else None)
 
@@ -126,47 +124,36 @@ class Exchange:
         Raises:
             Infeasible: ranks had different numbers of rows of an output.
         """
-        names = [name for n, group in enumerate(self._groups) if self._sums[n] is not None for name in group.views]
-        over = next(group for group in self._sums if group is not None)
-        outputs = list(self._rows)
-        told = torch.zeros(len(names) + 2 * len(outputs), dtype=torch.float64, device=over.device)
-        told[: len(names)] = torch.tensor([float(name in self._earlier) for name in names], dtype=torch.float64)
-        rows = torch.tensor([float(self._rows[output]) for output in outputs], dtype=torch.float64, device=over.device)
-        told[len(names) :] = torch.cat([rows, rows.square()])
+        names = [name for group, _ in self._summed for name in group.views]
+        over, outputs = self._summed[0][1], list(self._rows)
+        used = [float(name in self._used) for name in names]
+        rows = [float(self._rows[output]) for output in outputs]
+        told = torch.tensor([*used, *rows, *(n * n for n in rows)], dtype=torch.float64, device=over.device)
         over.all_reduce(told)
         total, squares = told[len(names) :].view(2, -1)
-        for output, mine, all_, square in zip(outputs, rows.tolist(), total.tolist(), squares.tolist(), strict=True):
+        for output, mine, all_, square in zip(outputs, rows, total.tolist(), squares.tolist(), strict=True):
             if square * over.size != all_**2:
                 raise Infeasible(
                     f"the output {output or 'of the model'} has {int(mine)} rows on this rank and {all_:.0f} on all {over.size}, so the "
                     "mean over ranks of a mean over rows is not that of all; return rows of fixed number, or the loss's sum and count from "
                     "forward, or use one rank"
                 )
-        return {name for name, used in zip(names, told.tolist(), strict=False) if used}
+        return {name for name, times in zip(names, told.tolist(), strict=False) if times}
 
     def _hand_over(self, used: set[str] | None) -> None:
         """Give every parameter that was used, on whatever rank, its mean; as for one process, the others' gradients stay what they were."""
-        for n, group in enumerate(self._groups):
-            if self._sums[n] is None:
-                continue
+        if self._arriving:
+            raise UsageError(
+                f"torch.autograd.grad by {min(self._arriving)} gives this rank's gradient, not that of all ranks; call loss.backward() and "
+                "read its .grad"
+            )
+        for group, _ in self._summed:
             for name, view in group.views.items():
-                p, used_here = self._parameters[name], name in self._earlier
-                if used_here and _state_of(p.grad) == self._held[name]:
-                    raise UsageError(
-                        f"torch.autograd.grad by {name} gives this rank's gradient, not that of all ranks; call loss.backward() and read "
-                        "its .grad"
-                    )
+                p = self._parameters[name]
                 used_there = bool(view.any()) if used is None else name in used
-                if not used_here and not (p.requires_grad and used_there):
+                if name not in self._used and not (p.requires_grad and used_there):
                     continue
-                before = self._earlier[name] if used_here else p.grad
                 if p.grad is None or p.grad.is_sparse:
-                    p.grad = view.clone() if before is None else before + view
-                elif before is None:
-                    p.grad.copy_(view)
+                    p.grad = view.clone()
                 else:
-                    torch.add(before, view, out=p.grad)
-
-
-def _state_of(grad: Tensor | None) -> tuple[int, int]:
-    return (0, 0) if grad is None else (id(grad), grad._version)
+                    p.grad.copy_(view)

@@ -1,28 +1,36 @@
-"""One capture of a divided module at work: what its call computes, of this rank's samples.
+"""A divided module that computes by its captures, one for each of its modes and choice of tensors: of this rank's samples.
 
-In: the parts of one capture, with the tensors that the module holds. Out: the module's output, its tensors whole but for samples. A plain
+In: the parts of its captures, with the tensors that the module holds. Out: the module's output, its tensors whole but for samples. A plain
 loop exchanges each parameter's gradient over the same ranks whatever capture made it (`weft.run.plain`), so what a capture leaves to be
 summed over other axes is summed where the parameter enters.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from weft.capture.nesting import leaves, rebuild
+from weft.capture.modes import Modes, modes_of
+from weft.capture.nesting import BatchForm, batch_size_of, leaves, rebuild
 from weft.errors import Infeasible, ModelError
+from weft.lower.kernels.randomness import Draw
 from weft.lower.redistribute import counted, redistribute
 from weft.plan.placement import D, R, is_shard
 from weft.plan.plan import Plan
-from weft.run.build import Parts
+from weft.run.build import Parts, Source, Traced
+from weft.run.captures import captured_in
+from weft.run.checkpoint import Piece
+from weft.run.original import Original
+from weft.run.state import full_state, weights_of
+from weft.run.unchanged import Unchanged
 from weft.world import private
 from weft.world.world import Group, World
 
@@ -149,3 +157,126 @@ class Forward:
 
     def _group(self, axis: str) -> Group:
         return self.world.group(self.plan.layout.mesh.group(self.world.rank, axis))
+
+
+Call = tuple[Modes, frozenset[str]]  # the model's modes, and which tensors it is called with
+
+
+@dataclass(frozen=True)
+class Captures:
+    """The captures of one model, by its modes and by the tensors it is called with: `net(x)` is another graph than `net(x, targets)`.
+
+    Copies of the model share them. `parts`: of its training; `batch`: what it was captured with.
+    """
+
+    parts: Parts
+    plan: Plan
+    source: Source
+    batch: Any
+    world: World
+    original: Original
+    signature: inspect.Signature
+    made: dict[Call, Parts]
+
+    @cached_property
+    def form(self) -> BatchForm:
+        """What every call has in common."""
+        return BatchForm.of(self.batch)
+
+    def of(self, call: Call, called: Any) -> Parts:
+        """The parts of such a call, captured when it is first made, on every rank."""
+        if call not in self.made:
+            # What a source has captured is of one batch.
+            alike = call[1] == self.form.tensors
+            batch, source = (self.batch, self.source) if alike else (called, Traced(self.source.model, self.source.deferred))
+            try:
+                with self.original.back():
+                    self.made[call] = captured_in(
+                        call[0], self.parts, self.plan, source, batch, None, self.world, self.parts.draw, outputs=True
+                    )
+            except ModelError as error:
+                now = "trains" if call[0][0] else "evaluates"
+                names = ", ".join(sorted(call[1]))
+                raise ModelError(f"the model as it {now} now, called with {names}, cannot be divided: {error}") from error
+        return self.made[call]
+
+    def nested(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call's arguments nested as the batch that the model was captured with: by keyword or in order."""
+        bound = self.signature.bind(*args, **kwargs)
+        if not isinstance(self.batch, Mapping):
+            if bound.kwargs:
+                raise Infeasible(
+                    f"the model was captured with arguments in order, and is called with {', '.join(bound.kwargs)} by keyword alone"
+                )
+            return bound.args
+        given: dict[str, Any] = {}
+        for name, value in bound.arguments.items():
+            kind = self.signature.parameters[name].kind
+            if kind is inspect.Parameter.VAR_POSITIONAL:
+                raise Infeasible(f"the model was captured with arguments by keyword, and is called with {len(value)} more in order")
+            given.update(value if kind is inspect.Parameter.VAR_KEYWORD else {name: value})
+        return given
+
+
+@dataclass(frozen=True)
+class ByGraphs:
+    """The way of a module that was captured (`weft.run.divided`). `parts`: of its training, with this module's own tensors."""
+
+    model: nn.Module
+    parts: Parts
+    captures: Captures
+    unchanged: Unchanged
+    forwards: dict[Call, Forward] = field(default_factory=dict)
+
+    @property
+    def draw(self) -> Draw:
+        """What its random numbers depend on, and those of its copies."""
+        return self.parts.draw
+
+    def check(self) -> None:
+        """Raise where its graphs would not know of a change."""
+        self.unchanged.check()
+
+    def compute(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The output of this rank's samples."""
+        called = self.captures.nested(args, kwargs)
+        form = self.captures.form.with_tensors_of(called)
+        given = form.tensors_of(called)
+        plan, have = self.captures.plan, batch_size_of(called)
+        rows = plan.batch_size // plan.layout.data
+        if have != rows:
+            raise Infeasible(
+                f"the model is divided for {plan.batch_size} samples, {rows} on each of data={plan.layout.data}, and was called with "
+                f"{have}; draw batches through weft.shard(loader), with drop_last=True"
+            )
+        forward = self._forward_of((modes_of(self.model), form.tensors), called)
+        forward.check(given)
+        forward.parts.draw.step += 1
+        return forward(given)
+
+    def _forward_of(self, call: Call, called: Any) -> Forward:
+        if call not in self.forwards:
+            parts = with_tensors(self.captures.of(call, called), self.parts.parameters, self.parts.buffers)
+            exchanged = {name: spec.summed_over for name, spec in parts.specs.items()}
+            self.forwards[call] = Forward(parts, self.captures.plan, self.captures.world, exchanged)
+        return self.forwards[call]
+
+    def of_copy(self, made: nn.Module, memo: Mapping[int, Any]) -> ByGraphs:
+        """The same captures over the copy's tensors."""
+        held = self.parts.parameters, self.parts.buffers
+        parameters, buffers = ({name: memo.get(id(x), x) for name, x in tensors.items()} for tensors in held)
+        return ByGraphs(made, with_tensors(self.parts, parameters, buffers), self.captures, Unchanged(made))
+
+    def pieces(self) -> list[Piece]:
+        """This rank's parts of what a state dict has, for a checkpoint."""
+        variables = {v.name: v for v in self.parts.graph.buffers}
+        saved = {name for name, v in variables.items() if not self.parts.saved.isdisjoint((name, *v.aliases))}
+        return [piece for piece in self._weights() if piece.kind == "parameter" or piece.name in saved]
+
+    def full_state(self) -> dict[str, Tensor] | None:
+        """The whole model's state dict on rank 0, None elsewhere. Every rank calls it."""
+        with private.as_plain():
+            return full_state(self.parts, self._weights(), self.captures.world.everyone)
+
+    def _weights(self) -> list[Piece]:
+        return weights_of(self.parts, self.captures.plan.layout.mesh.coordinates(self.captures.world.rank))

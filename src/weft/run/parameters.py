@@ -12,11 +12,11 @@ other times; so is what does not train, and what the model writes itself.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from weft.plan.plan import BUCKET_BYTES
 from weft.world.world import Group
@@ -219,3 +219,16 @@ def share(groups: Sequence[FlatGroup], sums: Sequence[Group | None], turns: int 
         group.collect_in(group.turns[0])
     for group in groups:
         group.turns = group.turns or [group.grad, *(torch.zeros_like(group.grad) for _ in range(turns - 1))]
+
+
+def place(model: nn.Module, parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor]) -> None:
+    """Put this rank's tensors where the module had its parameters and buffers, tied ones under each of their names."""
+    first: dict[int, str] = {}
+    for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
+        first.setdefault(id(tensor), name)
+    for module in model.modules():
+        for local, p in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            setattr(module, local, parameters[first[id(p)]])
+        for local, b in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+            if first[id(b)] in buffers:
+                setattr(module, local, buffers[first[id(b)]])

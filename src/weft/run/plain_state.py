@@ -7,10 +7,9 @@ numbers, and what the user adds. Not modelled: state of an optimizer that is nei
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +24,9 @@ from weft.run.checkpoint import Piece, whole
 from weft.run.checkpoint.manifest import Manifest
 from weft.run.checkpoint.piece import DTYPES
 from weft.run.cut import Cut, Whole
-from weft.run.divided import Divided
+from weft.run.divided import Divided, divided_of
 from weft.run.engine import Engine
-from weft.run.state import weights_of
-from weft.run.undivided import Undivided
+from weft.run.uncaptured import whole_pieces
 from weft.world import private
 from weft.world.current import current_world
 from weft.world.world import World
@@ -105,12 +103,6 @@ def load(folder: str | Path, model: nn.Module | Engine, optimizer: Optimizers = 
     return {**manifest.extra.get(USER, {}), "step": manifest.step}
 
 
-def divided_of(model: nn.Module) -> Divided | Undivided | None:
-    """How a module was divided; None for one that was not."""
-    found = getattr(inspect.unwrap(model.forward), "__self__", None)
-    return found if isinstance(found, Divided | Undivided) else None
-
-
 def _refuse_optimizer(optimizer: Optimizers) -> None:
     if optimizer is not None:
         raise UsageError("an engine has an optimizer of its own, which is saved and loaded with it: leave the optimizer out")
@@ -126,11 +118,10 @@ class _State:
 
     world: World
     mesh: Mesh
-    divided: Divided | Undivided | None
+    divided: Divided | None
     names: Mapping[int, str]
     weights: list[Piece]
     optimizers: list[Optimizer]
-    kept: list[Tensor] = field(default_factory=list)
 
     @classmethod
     def of(cls, model: nn.Module, optimizers: list[Optimizer]) -> _State:
@@ -147,18 +138,8 @@ class _State:
                 raise UsageError(f"{names[id(p)]} is in two optimizers, of which one checkpoint cannot tell the state apart")
             seen.add(id(p))
         with private.as_plain():
-            if isinstance(divided, Divided):
-                mesh = divided.plan.layout.mesh
-                found = weights_of(divided.parts, mesh.coordinates(world.rank))
-                variables = {v.name: v for v in divided.parts.graph.buffers}
-                saved = {n for n, v in variables.items() if not divided.parts.saved.isdisjoint((n, *v.aliases))}
-                weights = [piece for piece in found if piece.kind == "parameter" or piece.name in saved]
-            else:
-                mesh = Mesh((("data", world.num_ranks),))
-                first = world.rank == 0
-                state = model.state_dict(keep_vars=True)
-                weights = [whole(name, "parameter", p.detach(), owner=first) for name, p in model.named_parameters()]
-                weights += [whole(name, "buffer", b, owner=first) for name, b in model.named_buffers() if name in state]
+            weights = whole_pieces(model, world) if divided is None else divided.way.pieces()
+        mesh = Mesh((("data", world.num_ranks),)) if divided is None else divided.plan.layout.mesh
         return cls(world, mesh, divided, names, weights, optimizers)
 
     def _parameters(self) -> Iterator[tuple[Optimizer, nn.Parameter]]:
@@ -241,34 +222,28 @@ class _State:
 
     def draw(self) -> dict[str, int]:
         """Where the model's own random numbers are."""
-        if not isinstance(self.divided, Divided):
-            return {}
-        return {"seed": self.divided.parts.draw.seed, "step": self.divided.parts.draw.step}
+        return {} if self.divided is None else {"seed": self.divided.way.draw.seed, "step": self.divided.way.draw.step}
 
     def streams(self) -> list[Piece]:
-        """States of random numbers: the loop's, alike on all ranks, and this rank's own."""
+        """States of the loop's random numbers, which are alike on all ranks."""
         first, device = self.world.rank == 0, self.world.device
         found = [whole("loop cpu", "random", torch.random.get_rng_state(), owner=first)]
         if device.type == "cuda":
             found.append(whole("loop cuda", "random", torch.cuda.get_rng_state(device), owner=first))
-        own = self.divided.streams if isinstance(self.divided, Undivided) else {}
-        return found + [whole(f"rank {self.world.rank} {kind}", "random", state) for kind, state in own.items()]
+        return found
 
     def room_of_streams(self, manifest: Manifest) -> tuple[list[Piece], Callable[[Mapping[str, int]], None]]:
-        """Pieces for the states that were saved and this rank has a use for, and what puts them in their place."""
-        rank = f"rank {self.world.rank} "
-        mine = [t for t in manifest.tensors if t.kind == "random" and t.name.startswith(("loop ", rank))]
-        found = {t.name: torch.empty(t.shape, dtype=DTYPES[t.dtype]) for t in mine}
+        """Pieces for the states that were saved, and what puts them in their place."""
+        loops = [t for t in manifest.tensors if t.kind == "random" and t.name.startswith("loop ")]
+        found = {t.name: torch.empty(t.shape, dtype=DTYPES[t.dtype]) for t in loops}
 
         def restore(draw: Mapping[str, int]) -> None:
             if "loop cpu" in found:
                 torch.random.set_rng_state(found["loop cpu"])
             if "loop cuda" in found and self.world.device.type == "cuda":
                 torch.cuda.set_rng_state(found["loop cuda"], self.world.device)
-            if isinstance(self.divided, Undivided):
-                self.divided.streams.update({name.removeprefix(rank): x for name, x in found.items() if name.startswith(rank)})
-            if isinstance(self.divided, Divided) and draw:
-                self.divided.parts.draw.seed, self.divided.parts.draw.step = draw["seed"], draw["step"]
+            if self.divided is not None and draw:
+                self.divided.way.draw.seed, self.divided.way.draw.step = draw["seed"], draw["step"]
 
         return [whole(name, "random", x) for name, x in found.items()], restore
 

@@ -14,7 +14,7 @@ from weft.cluster.cluster import Cluster
 from weft.cost.memory import state_bytes
 from weft.errors import Infeasible
 from weft.plan.layout import Layout
-from weft.plan.plan import Plan
+from weft.plan.plan import Plan, check_uncaptured
 from weft.solve.checks import check_layout
 from weft.solve.space import layouts, parse_constraints
 from weft.solve.sums import sums_of
@@ -50,14 +50,7 @@ def without_graph(
     for one in found:
         if one.data in refused:
             continue
-        if one.tensor > 1 or one.pipeline > 1:
-            raise Infeasible(f"{one}: this model could not be captured ({why}), so only data and zero apply; use tensor=1 pipeline=1")
-        if one.actions:
-            raise Infeasible(f"{one}: this model could not be captured ({why}), so it runs as a whole; leave schedule={one.schedule} out")
-        if one.recompute != "none":
-            raise Infeasible(f"{one}: this model could not be captured ({why}), so its layers are not known; use recompute=none")
-        if one.zero > 2:
-            raise Infeasible(f"{one}: this model could not be captured ({why}), so its layers are not known; use zero=2")
+        check_uncaptured(one, why)
         check_layout(one, cluster, batch_size)
         if state_bytes(num_parameters, one.zero, one.data) < cluster.memory_of(one.num_ranks):
             said = f"data={one.data}: as many replicas as there are devices and as divide the batch of {batch_size}; nothing else applies"
