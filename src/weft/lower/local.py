@@ -25,7 +25,7 @@ from weft.lower.kernels.halo import Part, windowed
 from weft.lower.kernels.masked import masked_scatter
 from weft.lower.kernels.place import Place
 from weft.lower.kernels.randomness import Draw, Where, attention, drawn, dropout
-from weft.lower.kernels.statistics import Parts, batch_norm
+from weft.lower.kernels.statistics import Parts, batch_norm, group_norm
 from weft.lower.kernels.vocabulary import cross_entropy, embedding
 from weft.lower.redistribute import counted, redistribute
 from weft.model.drawn import Fold, drawn_shape
@@ -356,10 +356,11 @@ class _Builder:
             call = _bind(drawn, operator_of(op.target), low.draw, self._where(op, cut))
             return self._node(call, tuple(args), kwargs)
         if how == "batch" and len(args) > 5 and args[5]:
-            rule = self._rule(op)
-            shares = {axis: self._shares(op, axis, label) for axis, label in cut.items() if label in rule.kernels}
-            parts = tuple((low.groups[axis], those) for axis, those in shares.items())
-            return self._node(_bind(_batch_norm, low.draw, parts), tuple(args))
+            return self._node(_bind(_batch_norm, low.draw, self._statistics(op, cut)), tuple(args))
+        if how in ("groups", "instances") and (parts := self._statistics(op, cut)):
+            num_groups, weight, bias = args[1:4] if how == "groups" else (self.tensors[op.inputs[0]].shape[1], *args[1:3])
+            eps = args[4] if how == "groups" and len(args) > 4 else args[7] if how == "instances" else 1e-5
+            return self._emit(op, _bind(group_norm, num_groups=num_groups, eps=eps, parts=parts), [args[0], weight, bias], {})
         if how == "instances" and len(args) > 5 and args[5] and args[3] is not None:
             return self._node(_bind(_instance_norm, low.draw), tuple(args))
         if how == "memory":
@@ -374,14 +375,12 @@ class _Builder:
             return self._node(_bind(_complex_scatter, operator_of(op.target)), tuple(args), kwargs)
         kernels = self._kernels(op, cut)
         if "counted" in kernels:
-            return self._node(_bind(masked_scatter, kernels["counted"]), tuple(args))
+            return self._node(_bind(masked_scatter, *kernels["counted"]), tuple(args))
         if "extreme" in kernels:
-            rule = self._rule(op)
-            groups = tuple(low.groups[axis] for axis, label in cut.items() if rule.kernels.get(label) == "extreme")
-            return self._emit(op, _bind(extreme, groups, record.extreme == "largest"), args, kwargs)
+            return self._emit(op, _bind(extreme, kernels["extreme"], record.extreme == "largest"), args, kwargs)
         if record.looks_up and "vocabulary" in kernels:
             rows = self.tensors[op.inputs[0]].shape[0]
-            call = _bind(embedding, group=kernels["vocabulary"])
+            call = _bind(embedding, group=kernels["vocabulary"][0])
             return self._node(call, (args[0], args[1], args[2] if len(args) > 2 else -1, rows))
         soft = how == "classes" and self.tensors[op.inputs[0]].shape == self.tensors[op.inputs[1]].shape
         if how == "classes" and kernels and not soft:
@@ -390,8 +389,8 @@ class _Builder:
             classes = self.tensors[op.inputs[0]].shape[1]
             call = _bind(
                 cross_entropy,
-                rows=kernels.get("average"),
-                classes=kernels.get("vocabulary"),
+                rows=kernels.get("average", ()),
+                classes=kernels["vocabulary"][0] if "vocabulary" in kernels else None,
                 smoothing=smoothing,
                 mean=kwargs.get("reduction", reduction) == 1,
             )
@@ -423,11 +422,22 @@ class _Builder:
         assert rule is not None, op.name  # only an operator with a rule is ever cut
         return rule
 
-    def _kernels(self, op: Operator, cut: dict[str, str]) -> dict[str, Group]:
+    def _statistics(self, op: Operator, cut: Mapping[str, str]) -> Parts:
+        """The groups over which statistics of what is cut are taken, with each member's share."""
+        kernels = self._rule(op).kernels if cut else {}
+        axes = {axis: label for axis, label in cut.items() if kernels.get(label) == "statistics"}
+        return tuple((self.low.groups[axis], self._shares(op, axis, label)) for axis, label in axes.items())
+
+    def _kernels(self, op: Operator, cut: dict[str, str]) -> dict[str, tuple[Group, ...]]:
+        """By kernel that a cut needs, the groups of the axes that need it."""
         if not cut:
             return {}
         rule = self._rule(op)
-        return {rule.kernels[label]: self.low.groups[axis] for axis, label in cut.items() if label in rule.kernels}
+        found: dict[str, tuple[Group, ...]] = {}
+        for axis, label in cut.items():
+            if kernel := rule.kernels.get(label):
+                found[kernel] = (*found.get(kernel, ()), self.low.groups[axis])
+        return found
 
     def _averages(self, op: Operator, cut: dict[str, str]) -> dict[str, bool]:
         if not cut:
@@ -549,11 +559,12 @@ def _instance_norm(
 
 
 def _nll(
-    rows: Group, log_probabilities: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = 1, ignore: int = -100
+    rows: tuple[Group, ...], log_probabilities: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = 1, ignore: int = -100
 ) -> Tensor:
     loss = torch.nn.functional.nll_loss(log_probabilities, target, weight, ignore_index=ignore, reduction="sum")
     count = (target != ignore).sum().to(loss.dtype)
-    rows.all_reduce(count)
+    for group in rows:
+        group.all_reduce(count)
     return loss / count
 
 

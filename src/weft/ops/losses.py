@@ -51,13 +51,13 @@ def _of_rows(position: int, num_rows: int = 2) -> Made:
 
 
 def _nll(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
-    """Log-probabilities (classes come whole) of targets. The mean over rows without class weights, over samples; sums; nothing reduced."""
+    """Log-probabilities (classes come whole) of targets. The mean over rows without class weights; sums; nothing reduced."""
     reduction = _reduced(op, 3)
     if len(ins[0]) < 2 or len(ins[1]) != len(ins[0]) - 1 or (reduction == 1 and len(ins) != 2):
         return None
-    rows = tuple(f"n{i}" if size > 1 and (i == 0 or reduction != 1) else BLOCKED for i, size in enumerate(ins[1]))
+    rows = tuple(f"n{i}" if size > 1 else BLOCKED for i, size in enumerate(ins[1]))
     weights = ((BLOCKED,),) if len(ins) > 2 else ()
-    kernels = {"n0": "average"} if reduction == 1 and rows[0] else {} if reduction == 0 else {x: "summands" for x in rows if x}
+    kernels = {x: "average" for x in rows if x} if reduction == 1 else {} if reduction == 0 else {x: "summands" for x in rows if x}
     return Rule(((rows[0], BLOCKED, *rows[1:]), rows, *weights), (rows if reduction == 0 else (),), kernels)
 
 
@@ -78,13 +78,12 @@ def _cross_entropy(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | 
         return Rule((both, both, *weights), (rows if reduction == 0 else (),), {x: "average" for x in rows if x} if reduction == 1 else {})
     if len(ins[1]) != len(ins[0]) - 1:
         return None
-    # Of an image's or a sequence's rows the mean is divided by samples only.
-    rows = tuple(f"n{i}" if size > 1 and (i == 0 or reduction != 1) else BLOCKED for i, size in enumerate(ins[1]))
+    rows = tuple(f"n{i}" if size > 1 else BLOCKED for i, size in enumerate(ins[1]))
     whole_classes = weight is not None or smoothing or reduction == 0 or len(ins[0]) > 2 or ins[0][1] == 1
     classes = BLOCKED if whole_classes else "c"
     kernels = {"c": "vocabulary"} if classes else {}
-    if reduction == 1 and rows[0]:
-        kernels["n0"] = "average"
+    if reduction == 1:
+        kernels.update({x: "average" for x in rows if x})
     return Rule(((rows[0], classes, *rows[1:]), rows, *weights), (rows if reduction == 0 else (),), kernels)
 
 

@@ -17,7 +17,9 @@ def _of_instances(op: Operator, rule: Rule, ins: list[Shape]) -> Rule:
     running = [a for a in op.args[3:5] if isinstance(a, Ref)]
     if running and len(op.args) > 5 and op.args[5] is True:
         return only(rule, set())  # what is kept is the mean over all samples
-    return only(rule, {"n"}) if len(ins) > 1 else rule
+    if running:  # of which each place is normalised by itself
+        return only(Rule(rule.inputs, rule.outputs), {"n"})
+    return only(rule, {x for x in rule.labels if x != "c"}) if len(ins) > 1 else rule
 
 
 def _normalized(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
@@ -45,7 +47,7 @@ OPS = (
         kind="batch_norm", keeps=normalised, follows=True, autocast="first",
     ),
     Op(
-        "instance_norm", "n c !s*, c, c, c, c -> n c !s*", _of_instances, lowering="instances", statistics=(3, 4, 5),
+        "instance_norm", "n c s+*, c, c, c, c -> n c s*", _of_instances, lowering="instances", statistics=(3, 4, 5),
         kind="batch_norm", keeps=normalised, makes=1.0, autocast="first",
     ),
     Op(
@@ -53,7 +55,7 @@ OPS = (
         kind="batch_norm", keeps=normalised, autocast="first",
     ),
     Op("cudnn_batch_norm", kind="batch_norm", keeps=normalised),
-    Op("group_norm", "n !c !s*, _, !c, !c -> n !c !s*", kind="norm", keeps=normalised, turned=1.0, autocast="first"),
+    Op("group_norm", "n !c s+*, _, !c, !c -> n !c s*", lowering="groups", kind="norm", keeps=normalised, turned=1.0, autocast="first"),
     Op("layer_norm", _normalized, kind="norm", keeps=normalised, turned=1.0, autocast="first"),
     Op("rms_norm", _normalized, kind="norm", keeps=normalised, keeps_normalised=True, autocast="first"),
     Op("native_group_norm native_layer_norm", kind="norm", keeps=normalised, autocast="first"),

@@ -146,9 +146,10 @@ class Executors:
     def _crossings(self, graph: Graph, grads: set[str], dtypes: Mapping[str, torch.dtype]) -> Crossings:
         """What crosses between every two stages of the model, with the local shapes."""
         sharding, tensors = self.parts.sharding, graph.tensors
+        at = self.plan.layout.mesh_of(self.world.rank).coordinates(self.world.rank)
 
         def crossing(v: str) -> Crossing:
             forms = {axis: R if form is P else form for axis, form in sharding.forms[v].items()}
-            return Crossing(v, sharding.shape(v, tensors[v].shape, forms), dtypes[v], v in grads)
+            return Crossing(v, sharding.shape(v, tensors[v].shape, forms, at), dtypes[v], v in grads)
 
         return {(stage.index, q): [crossing(v) for v in values] for stage in self.parts.stages for q, values in stage.sends}

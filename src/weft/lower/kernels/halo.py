@@ -71,7 +71,7 @@ def _slid(target: Callable[..., Tensor], windows: Windows, parts: Sequence[Part]
                 pads[2 * (spatial - 1 - i) : 2 * (spatial - 1 - i) + 2] = [total // 2, total - total // 2]
         target, padding = getattr(torch.ops.aten, f"conv{spatial}d").default, 0
     rest = [0 if i + 2 in dims else p for i, p in enumerate(_tuple(padding, spatial))]
-    args = [*args, *_defaults(windows, args)[len(args) : at]]
+    args = [*args, *_defaults(windows, spatial)[len(args) : at]]
     args[at - 1] = rest
     out = target(F.pad(x, pads, value=fill) if any(pads) else x, *args)
     counted = windows.counts is None or len(args) < windows.counts or args[windows.counts - 1] or any(args[windows.counts :])
@@ -83,10 +83,10 @@ def _slid(target: Callable[..., Tensor], windows: Windows, parts: Sequence[Part]
     return out
 
 
-def _defaults(windows: Windows, args: list[Any]) -> list[Any]:
+def _defaults(windows: Windows, dims: int) -> list[Any]:
     """Arguments behind the tensor, up to the padding, where a call leaves them out: of a convolution (weight, bias, stride, padding), of a
     pool (kernel, stride, padding)."""
-    return [None, None, 1, 0] if windows.padding == 4 else [None, [], 0]
+    return [None, None, [1] * dims, 0] if windows.padding == 4 else [None, [], 0]
 
 
 def _tuple(value: Any, count: int) -> list[int]:

@@ -35,13 +35,13 @@ def cross_entropy(
     target: Tensor,
     ignore: int,
     num_classes: int,
-    rows: Group | None,
+    rows: tuple[Group, ...],
     classes: Group | None,
     smoothing: float = 0.0,
     weight: Tensor | None = None,
     mean: bool = True,
 ) -> Tensor:
-    """Mean (or sum) of the cross-entropies of `logits_NC` against `target_N`; rows over group `rows`, classes over group `classes`.
+    """Mean (or sum) of the cross-entropies of `logits_NC` against `target_N`; rows over the groups `rows`, classes over group `classes`.
 
     With `rows` the mean is this rank's summand of the mean over all rows; otherwise it is the mean.
     """
@@ -55,8 +55,10 @@ def cross_entropy(
     else:
         count = weight[target.masked_fill(~counted, 0)].masked_fill(~counted, 0.0).sum()
     # How many rows count is known before their loss is: it is summed meanwhile.
-    if count is not None and rows is not None:
-        counting = rows.all_reduce(count, wait=False)
+    if count is not None and rows:
+        for group in rows[:-1]:
+            group.all_reduce(count)
+        counting = rows[-1].all_reduce(count, wait=False)
     if classes is not None:
         loss: Tensor = _CutClasses.apply(logits, target, counted, num_classes, classes)  # type: ignore[no-untyped-call]
     else:
