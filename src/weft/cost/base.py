@@ -130,7 +130,7 @@ def base_of(pricer: Pricer, layout: Layout, stage: Stage, section: Section) -> B
         scores,
         Moments(*(float((works - gone + one).max()) for one in whole)),
         moved_bytes=kept + scores,
-        num_alike=held.alike if layout.data > 1 else 0.0,
+        num_alike=held.alike if layout.weight_ranks > 1 else 0.0,
         leaving_bytes=leaving,
     )
 
@@ -213,5 +213,5 @@ def _moments(pricer: Pricer, layout: Layout, section: Section) -> tuple[Array, R
     is_own = (layout.precision == "float64") | takes(exact, alone, thin, threads)
     tensors = follows * np.where(is_own, parts.own_bytes[ops], parts.working_bytes[ops])
     works = tensors + parts.weight_bytes[ops] + parts.waiting.of_some(ops).at(scale, layout.data)
-    scattered = runs.scattering(widths.gradient, layout.data, len(works))
+    scattered = runs.scattering(widths.gradient, layout.weight_ranks, len(works))
     return narrow * works, runs, (np.zeros_like(scattered), scattered, scattered + runs.over(runs.gathered(widths.weight), len(works)))

@@ -289,7 +289,7 @@ def memory_of(
     rank, holders = schedule.ranks_of[stage][0], len(schedule.ranks_of[stage])
     several = len(schedule.stages_of[rank])
     # What other pipeline ranks have too stays whole (`weft.run.parameters`); the optimizer's state is shared with those.
-    data, zero = layout.data, layout.zero if holders == 1 else min(layout.zero, 1)
+    data, zero = layout.weight_ranks, layout.zero if holders == 1 else min(layout.zero, 1)
     pieces = zero if data > 1 else 0
     kept = state.kept_bytes - (state.scores_bytes if layout.recompute == "selective" else 0.0)
     there = state.there.of(pieces)

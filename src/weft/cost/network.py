@@ -16,6 +16,7 @@ from math import log2
 from weft.cluster.cluster import Cluster, Link
 from weft.cost.efficiency import Protocols, protocols
 from weft.errors import UsageError
+from weft.plan.transition import LOCAL
 
 # Bytes through one rank's port, as a part of the whole tensor, for n ranks; and the latencies in a row on a ring.
 FACTORS: dict[str, tuple[Callable[[int], float], Callable[[int], int]]] = {
@@ -24,8 +25,11 @@ FACTORS: dict[str, tuple[Callable[[int], float], Callable[[int], int]]] = {
     "reduce_scatter": (lambda n: (n - 1) / n, lambda n: n - 1),
     "all_to_all": (lambda n: (n - 1) / n**2, lambda n: n - 1),
     "broadcast": (lambda n: 1.0, lambda n: n - 1),
+    # Of what a rank sends to its neighbours, which it sends at once.
+    "halo_exchange": (lambda n: 1.0, lambda n: 1),
+    "halo_add": (lambda n: 1.0, lambda n: 1),
 }
-FREE = ("", "slice", "pad")  # redistributions that move nothing
+FREE = LOCAL  # redistributions that move nothing
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,12 +25,14 @@ from weft.cost.runs import Amount, Amounts
 from weft.model.cores import cores
 from weft.model.graph import Graph, Operator, Variable
 from weft.model.pointwise import is_product
-from weft.model.sharding import Sharding
+from weft.model.sharding import Move, Sharding
 from weft.model.stages import Cut
 from weft.model.work import num_steps
 from weft.ops import record_of, rule_of
 from weft.ops.attention import is_causal
-from weft.plan.placement import R, Shard, is_whole
+from weft.plan.axis import axis_of
+from weft.plan.placement import R, Shard, is_halo, is_shard, is_whole
+from weft.plan.transition import LOCAL, sent_part
 
 T = TypeVar("T", bound=Hashable)
 Seen = set[tuple[str, str]]  # storages that are counted already: (root, which copy of it in another dtype)
@@ -138,6 +140,11 @@ def block(site: str) -> str:
     return ".".join(path[: next((i + 1 for i, part in enumerate(path) if part.isdigit()), 0)])
 
 
+def _halo_part(move: Move, n: int) -> float:
+    """Of a move to windows, the part of the whole value that a rank sends; 0 of another."""
+    return sent_part(move.source, move.target, n) if is_halo(move.target) and is_shard(move.source) else 0.0
+
+
 def gather(inventory: Inventory, sharding: Sharding | None, narrow: frozenset[str]) -> Parts:
     """`narrow`: values that are 16-bit under autocast on processors."""
     graph = inventory.graph
@@ -150,7 +157,7 @@ def gather(inventory: Inventory, sharding: Sharding | None, narrow: frozenset[st
     ways_of = cache(partial(pieces, sharding))
     axes = ("data", *tensor_axes(sharding))
 
-    def moved(name: str, value: str, axis: str, size_bytes: float | None = None, by_row: bool = False, ways: int = 0) -> int:
+    def moved(name: str, value: str, axis: str, size_bytes: float | None = None, by_row: bool = False, ways: float = 0) -> int:
         shared = (shared_by_data(sharding, value) or by_row) and axis != "data"
         size = graph.tensors[value].size_bytes / (ways or ways_of(value, axis)) if size_bytes is None else size_bytes
         follows = by_row or (size_bytes is None and value in inventory.batched)
@@ -161,10 +168,12 @@ def gather(inventory: Inventory, sharding: Sharding | None, narrow: frozenset[st
             if move.op not in position:
                 continue
             at = position[move.op]
-            ways = 0 if move.axis == "data" else pieces_moving(sharding, graph.operators[at], move)
-            if move.forward not in ("", "slice", "pad"):
+            ways: float = 0 if move.axis == "data" else pieces_moving(sharding, graph.operators[at], move)
+            halo = _halo_part(move, sharding.sizes[move.axis])
+            ways = (ways or ways_of(move.value, move.axis)) / halo if halo else ways
+            if move.forward not in LOCAL:
                 forward.append((at, moved(move.forward, move.value, move.axis, ways=ways)))
-            if move.backward not in ("", "slice", "pad") and move.value in inventory.grads:
+            if move.backward not in LOCAL and move.value in inventory.grads:
                 backward.append((at, moved(move.backward, move.value, move.axis, ways=ways)))
     dispatched: set[str] = set()
     by_expert = set(expert_weights(graph).values())
@@ -402,8 +411,8 @@ class Held:
 
     @property
     def alike(self) -> float:
-        """Trainable ones whose gradients data replicas do not sum, since each has the same."""
-        return self.trainable - sum(number for axes, number in self.sums if "data" in axes or "expert" in axes)
+        """Trainable ones whose gradients the ranks that have them do not sum, since each has the same."""
+        return self.trainable - sum(n for axes, n in self.sums if any(a == "expert" or axis_of(a).follows for a in axes))
 
 
 def held_parameters(

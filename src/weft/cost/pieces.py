@@ -6,7 +6,7 @@ from math import prod
 
 from weft.model.graph import Operator
 from weft.model.sharding import Move, Sharding
-from weft.plan.placement import P, R, is_shard
+from weft.plan.placement import P, R, is_cut, is_shard
 
 
 def cut(sharding: Sharding | None, op: str, axis: str) -> bool:
@@ -41,7 +41,7 @@ def pieces_moving(sharding: Sharding, op: Operator, move: Move) -> int:
         if axis != move.axis:
             before = (made[axis] is not P, order.index(axis)) < (move.source is not P, order.index(move.axis))
             form = (need[axis] if before else None) or made[axis]
-            ways *= sharding.sizes[axis] if is_shard(form) else 1
+            ways *= sharding.sizes[axis] if is_cut(form) else 1
     return ways
 
 

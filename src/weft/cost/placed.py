@@ -37,7 +37,7 @@ def placed_sizes(layout: Layout, batch_size: int) -> dict[str, int]:
     """
     data = layout.data
     replicas = _least_factor(gcd(data, batch_size)) or _least_factor(batch_size) or 2
-    return {"data": replicas if data > 1 else 1, **dict(layout.tensor_axes)}
+    return {"data": replicas if data > 1 else 1, **dict(layout.inner_axes)}
 
 
 @cache

@@ -16,7 +16,7 @@ from weft.cost.pieces import pieces, shared_by_data
 from weft.cost.runs import Amount
 from weft.model.graph import Operator
 from weft.model.sharding import Sharding
-from weft.plan.placement import Placement, R, is_cut, is_shard
+from weft.plan.placement import Placement, R, is_cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Places:
         """Pieces along the tensor axes into which an operator's operand is cut where the operator reads it."""
         ways = 1
         for axis, (_, need) in self._forms(op, at).items():
-            if self.sharding is not None and axis != "data" and is_shard(need):
+            if self.sharding is not None and axis != "data" and is_cut(need):
                 ways *= self.sharding.sizes[axis]
         return ways
 

@@ -455,7 +455,7 @@ class Pricer:
         elif layout.recompute == "selective":
             busy = Seconds(busy.forward, busy.backward + base.scores_s)
         trained = base.state.num_trainable
-        updated = (trained + base.state.num_elsewhere) / layout.data if layout.zero else trained
+        updated = (trained + base.state.num_elsewhere) / layout.weight_ranks if layout.zero else trained
         states = self.optimizer_states
         if self.cluster.is_cpu:
             optimizer = optimizer_s(self.speed(layout), updated, states)
@@ -591,7 +591,7 @@ class Pricer:
                 ("activations", m.activations), ("buffers", m.buffers), ("margin", m.margin)))  # fmt: skip
             remedies = "more microbatches, "
             remedies += "recompute=full, " if layout.recompute != "full" else ""
-            remedies += f"zero={layout.zero + 1}, " if layout.zero < 3 and layout.data > 1 else ""
+            remedies += f"zero={layout.zero + 1}, " if layout.zero < 3 and layout.weight_ranks > 1 else ""
             raise Infeasible(
                 f"{layout}: the fullest rank needs {need / 2**30:.2f} GiB ({held}), and has {have / 2**30:.2f} GiB; "
                 f"use {remedies}or more devices"

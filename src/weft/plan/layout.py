@@ -318,6 +318,11 @@ class Layout:
         return (("pipeline", self.pipeline), ("data", self.data), *self.inner_axes)
 
     @property
+    def weight_ranks(self) -> int:
+        """Ranks of one pipeline stage that have the same weights, and among which ZeRO divides what is kept of them."""
+        return self.data * spatial_ranks(self.spatial)
+
+    @property
     def inner_axes(self) -> tuple[tuple[str, int], ...]:
         """The mesh axes of the ranks that share their samples, with their sizes, outermost first.
 

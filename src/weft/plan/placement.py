@@ -108,6 +108,11 @@ def is_shard(placement: Placement | None) -> TypeGuard[Shard]:
     return type(placement) is Shard
 
 
+def is_halo(placement: Placement | None) -> TypeGuard[Halo]:
+    """Whether ranks hold windows of pieces."""
+    return type(placement) is Halo
+
+
 def is_whole(placement: Placement) -> bool:
     """Whether every rank holds the whole value."""
     return placement is R or placement is D

@@ -29,7 +29,7 @@ def work_s(pricer: Pricer, frame: Layout, again: bool = False) -> float:
         pricer.sharding(frame)
         if pricer.aligned(frame):
             # Every part does its share of the layers in the time that all of them take.
-            width = frame.data * frame.tensor
+            width = frame.stage_ranks
             return frame.microbatches / sum(one.cluster.num_devices / width / _once_s(one, frame, again) for one in pricer.pricers)
     return frame.microbatches * _once_s(pricer, frame, again) / frame.pipeline
 

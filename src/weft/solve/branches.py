@@ -39,7 +39,8 @@ MOST_FEWER, WORTH = 6, 0.95
 NEARLY = 1.2  # of the memory: what the first of the most balanced stages may need where other stages could still fit
 INFINITE = float("inf")
 Thrift = tuple[int, str, str, int]  # ZeRO stage, recomputation, offload, segment
-COMPARED = ("data", "tensor", "pipeline", "microbatches", "precision", "sequence_parallel", "sample_parallel", "expert")  # keys of frames
+# Keys of frames.
+COMPARED = ("data", "tensor", "spatial", "pipeline", "microbatches", "precision", "sequence_parallel", "sample_parallel", "expert")
 
 
 @dataclass
@@ -194,10 +195,10 @@ class Branches:
             return
         for frame in left_out(self.pricer, list(self.clocked), [item[2] for item in sorted(self._all) if not item[3]], self._hopeless):
             self._plainest(frame)
-        found: dict[tuple[int, ...], tuple[float, Layout]] = {}
+        found: dict[tuple[object, ...], tuple[float, Layout]] = {}
         for layout, least in in_grids(self.pricer, list(self.clocked), self._hopeless):
             seconds = self._in_grid(layout, least)
-            mesh = (layout.data, layout.tensor, layout.pipeline)
+            mesh = (layout.data, layout.tensor, layout.pipeline, layout.spatial)
             if mesh not in found or seconds < found[mesh][0]:
                 found[mesh] = seconds, layout
         for first, layout in found.values():
@@ -232,9 +233,9 @@ class Branches:
             return item[0][0] * (1 + 0.5 * (item[2].pipeline - 1) / item[2].microbatches)
 
         # The best of every mesh, since those of one mesh need about as much memory.
-        likely: dict[tuple[int, int, int], tuple[tuple[float, ...], int, Layout, bool]] = {}
+        likely: dict[tuple[int, int, int, str], tuple[tuple[float, ...], int, Layout, bool]] = {}
         for item in sorted(self._open, key=guess):
-            likely.setdefault((item[2].data, item[2].tensor, item[2].pipeline), item)
+            likely.setdefault((item[2].data, item[2].tensor, item[2].pipeline, item[2].spatial), item)
         found = []
         for item in list(likely.values())[:MOST_GUESSED]:
             savings = self._savings(item[2], item[3])

@@ -54,7 +54,8 @@ def calmest(clocked: Sequence[Priced], best: Priced) -> Priced:
 
     def meets(one: Priced) -> tuple[object, ...]:
         layout = one.layout
-        return layout.tensor > 1, layout.pipeline > 1, layout.offload != "none", layout.recompute != "none", layout.zero, _seconds(one)
+        inside, stages = layout.replica_ranks > 1, layout.pipeline > 1
+        return inside, stages, layout.offload != "none", layout.recompute != "none", layout.zero, _seconds(one)
 
     return min((one for one in (best, *clocked) if _seconds(one) <= _seconds(best) * (1 + CALM)), key=meets)
 

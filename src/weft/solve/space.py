@@ -24,6 +24,7 @@ from math import isqrt, prod
 
 from weft.cluster.cluster import Cluster
 from weft.errors import Infeasible, LayoutError, UsageError, nearest
+from weft.plan.axis import parse_spatial, spatial_ranks
 from weft.plan.compression import Compression
 from weft.plan.custom import is_file
 from weft.plan.grid import checked_grid, parse_grid
@@ -108,6 +109,10 @@ def parse_constraints(text: str) -> tuple[Constraint, ...]:
         else:
             if relation not in ("=", "!="):
                 raise UsageError(f"constraint {word}: {key} is a word; use {key}=... or {key}!=...")
+            if key == "spatial":
+                parse_spatial(given)
+                found.append(Constraint(key, relation, given))
+                continue
             if key == "compress":
                 found.append(Constraint(key, relation, str(Compression.parse(given))))
                 continue
@@ -123,7 +128,7 @@ def parse_constraints(text: str) -> tuple[Constraint, ...]:
     for key in {c.key for c in found}:
         mine = [c for c in found if c.key == key]
         values: Sequence[int | str]
-        if key in ("compress", "grid"):
+        if key in ("compress", "grid", "spatial"):
             values = ["none", *(c.value for c in mine)]
         elif key in CHOICES:
             values = [*CHOICES[key], *(c.value for c in mine)]
@@ -186,7 +191,7 @@ class Space:
     asked for, and several stages a rank divide them nearly evenly. `experts`: of the model's widest layer, 1 where it has none.
     `fewer`: smaller jobs as well, where all devices give one (for objectives that a smaller job may win). `unlike`: whether products are
     so unlike that tensor ranks may better cut samples for some of them (`weft.solve.unlike`). `num_blocks`: of the model's layers that
-    recomputation repeats.
+    recomputation repeats. `images`: ways in which ranks may share an image (`weft.solve.images`).
     """
 
     cluster: Cluster
@@ -198,6 +203,7 @@ class Space:
     fewer: bool = False
     unlike: bool = False
     num_blocks: int = 1
+    images: tuple[str, ...] = ()
 
     def admits(self, key: str, value: int | str) -> bool:
         if self.cluster.runs_plans and kind_of(key, value) not in RUNS.get(key, (kind_of(key, value),)):
@@ -268,10 +274,10 @@ class Space:
         for ranks in wanted_ranks(self.cluster, self.constraints):
             if given and self.cluster.num_devices > 16 and not self.fewer:
                 return
-            for data, tensor, pipeline in self._meshes(ranks):
+            for data, spatial, tensor, pipeline in self._meshes(ranks):
                 if not self.admits("compress", self.compress):
                     continue
-                for layout in self._frames(data, tensor, pipeline, precisions):
+                for layout in self._frames(data, spatial, tensor, pipeline, precisions):
                     try:
                         layout = replace(layout, compress=self.compress, staleness=self.staleness, lend=self.lend)
                     except LayoutError:  # has no replicas to compress for, or no late updates
@@ -279,7 +285,18 @@ class Space:
                     given = True
                     yield layout
 
-    def _meshes(self, ranks: int) -> Iterator[tuple[int, int, int]]:
+    def _meshes(self, ranks: int) -> Iterator[tuple[int, str, int, int]]:
+        asked = [str(c.value) for c in self.constraints if c.key == "spatial" and c.relation == "="]
+        for spatial in dict.fromkeys(("1", *self.images, *asked)):
+            sharing = spatial_ranks(spatial)
+            if ranks % sharing or not self.admits("spatial", spatial):
+                continue
+            for data, tensor, pipeline in self._of_samples(ranks // sharing):
+                # Ranks that share an image have no use for one another's features, unless somebody asks for both.
+                if sharing == 1 or tensor == 1 or self.asked("tensor", tensor):
+                    yield data, spatial, tensor, pipeline
+
+    def _of_samples(self, ranks: int) -> Iterator[tuple[int, int, int]]:
         for tensor in divisors(ranks):
             apart = tensor > self.cluster.node_size and not self.grid and not self._cuts_samples
             if apart or (self.grid and tensor != prod(parse_grid(self.grid))) or not self.admits("tensor", tensor):
@@ -292,8 +309,8 @@ class Space:
                 if self.batch_size % data == 0 and self.admits("data", data):
                     yield data, tensor, pipeline
 
-    def _frames(self, data: int, tensor: int, pipeline: int, precisions: Sequence[str]) -> Iterator[Layout]:
-        threads = self._threads(data * tensor * pipeline)
+    def _frames(self, data: int, spatial: str, tensor: int, pipeline: int, precisions: Sequence[str]) -> Iterator[Layout]:
+        threads = self._threads(data * spatial_ranks(spatial) * tensor * pipeline)
         sequences = [s for s in (("off", "on") if tensor > 1 else ("off",)) if self.admits("sequence_parallel", s)]
         experts = [e for e in divisors(data) if e <= self.experts and self.experts % e == 0 and self.admits("expert", e)]
         each = self.batch_size // data
@@ -306,7 +323,7 @@ class Space:
             for precision, count, sequence, sample, expert in product(precisions, threads, sequences, samples, experts):
                 yield Layout(
                     data, tensor, pipeline, microbatches, precision=precision, threads=count, sequence_parallel=sequence,
-                    sample_parallel=sample, expert=expert, all_reduce=self.sums, grid=self.grid or "",
+                    sample_parallel=sample, expert=expert, all_reduce=self.sums, grid=self.grid or "", spatial=spatial,
                 )  # fmt: skip
 
     def _samples(self, tensor: int, each: int, microbatches: int) -> list[str]:
@@ -370,7 +387,7 @@ class Space:
         """The layout under every ZeRO stage, recomputation and offload, each after those that save less and cost no more."""
         for offload in self.words("offload"):
             for recompute in self.words("recompute"):
-                for segment, zero in product(self.segments(recompute, offload), (0, 1, 2, 3) if layout.data > 1 else (0,)):
+                for segment, zero in product(self.segments(recompute, offload), (0, 1, 2, 3) if layout.weight_ranks > 1 else (0,)):
                     if not self.admits("zero", zero):
                         continue
                     with suppress(LayoutError):  # what does not go together, a layout says itself

@@ -1,0 +1,59 @@
+"""In which ways an image may be shared among ranks, for a search. In: a graph, a cluster. Out: words for the layout's key `spatial`.
+
+Searched where images are large: of small ones halos are as large as pieces, and samples or layers divide the work. Each way has as many
+ranks as a power of two; of an image of two or three dimensions also the one whose pieces have the shortest borders.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+from weft.cluster.cluster import Cluster
+from weft.model.graph import Graph
+from weft.ops import record_of
+
+LARGE = 1 << 18  # positions of an image from which on it is shared: 512 x 512
+LEAST = 32  # entries of a dimension of each piece
+MOST = 128  # ranks that share an image
+
+
+def image_of(graph: Graph) -> tuple[int, ...]:
+    """Positions of the largest image that a window slides along, by dimension; empty where there is none."""
+    shapes = [graph.tensors[op.inputs[0]].shape[2:] for op in graph.operators if record_of(op).windows is not None and op.inputs]
+    return max(shapes, key=prod, default=())
+
+
+def ways(graph: Graph, cluster: Cluster) -> tuple[str, ...]:
+    """Words for `spatial`, fewest ranks first; none where images are small."""
+    shape = image_of(graph)
+    if not shape or prod(shape) < LARGE or len(shape) > 3:
+        return ()
+    found = []
+    ranks = 2
+    while ranks <= min(MOST, cluster.num_devices):
+        if shape[0] // ranks >= LEAST:
+            found.append(str(ranks))
+        if len(shape) > 1 and (grid := _grid(shape, ranks)) is not None:
+            found.append(grid)
+        ranks *= 2
+    return tuple(found)
+
+
+def _grid(shape: tuple[int, ...], ranks: int) -> str | None:
+    """The grid of so many ranks, more than one along two dimensions at least, whose pieces have the shortest borders; None: none fits.
+
+    >>> _grid((512, 512), 8), _grid((512, 512), 2), _grid((64, 64, 64), 8)
+    ('4x2', None, '2x2x2')
+    """
+    counts = [1 << i for i in range(ranks.bit_length())]
+    grids: list[tuple[int, ...]] = [()]
+    for _ in shape:
+        grids = [(*grid, n) for grid in grids for n in counts if prod(grid) * n <= ranks]
+    fitting = [
+        g
+        for g in grids
+        if prod(g) == ranks and sum(n > 1 for n in g) > 1 and all(n == 1 or size // n >= LEAST for n, size in zip(g, shape, strict=True))
+    ]
+    border = {g: sum(n / size for n, size in zip(g, shape, strict=True) if n > 1) for g in fitting}  # of a piece, in parts of its volume
+    best = min(fitting, key=lambda g: (border[g], [-n for n in g]), default=None)
+    return None if best is None else "x".join(map(str, best))
