@@ -56,6 +56,11 @@ CASES = [
     ("resnet-18:base=16,image=96", "tensor=2"),
     ("resnet-18:base=16,image=96", "tensor=2 recompute=full"),
     ("unet-tiny:base=16,image=32", "tensor=2x2"),
+    # Pieces of images, with what is fetched of neighbours; ZeRO shards over pieces too.
+    ("resnet-18:base=16,image=96", "spatial=2"),
+    ("unet-tiny:base=16,image=64", "spatial=2x2"),
+    ("unet-tiny:base=16,image=64", "data=2 spatial=2 zero=2"),
+    ("resnet-18:base=16,image=96", "spatial=2 recompute=full"),
     # Tied embeddings, larger than all layers: read by the first run and by the last.
     ("gpt:layers=2,hidden=256,heads=4,sequence=64,vocabulary=8192", "data=2 zero=3"),
 ]

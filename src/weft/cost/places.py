@@ -15,8 +15,8 @@ from weft.cost.memory import Inventory
 from weft.cost.pieces import pieces, shared_by_data
 from weft.cost.runs import Amount
 from weft.model.graph import Operator
-from weft.model.sharding import Sharding
-from weft.plan.placement import Placement, R, is_cut
+from weft.model.sharding import Sharding, part_length
+from weft.plan.placement import Placement, R, is_cut, is_halo
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +56,13 @@ class Places:
         """By value that an operator reads."""
         return {value: self._arriving(op, i, value) for i, value in enumerate(op.inputs)}
 
-    def ways_read(self, op: Operator, at: int) -> int:
-        """Pieces along the tensor axes into which an operator's operand is cut where the operator reads it."""
-        ways = 1
+    def ways_read(self, op: Operator, at: int) -> float:
+        """Pieces along the inner axes into which an operator's operand is cut where the operator reads it; of windows, which overlap, the
+        whole over the widest."""
+        ways = 1.0
         for axis, (_, need) in self._forms(op, at).items():
             if self.sharding is not None and axis != "data" and is_cut(need):
-                ways *= self.sharding.sizes[axis]
+                ways *= need.size / part_length(need, need.size, len(need.windows)) if is_halo(need) else self.sharding.sizes[axis]
         return ways
 
     def add(self, op: Operator, read: Mapping[str, Stored]) -> None:
@@ -82,7 +83,7 @@ class Places:
         ways = 0 if value in self.inventory.held else self.ways_read(op, op.inputs.index(value))
         return replace(self.own(value, ways), root=f"{place.root} {value}", size_bytes=times * self.own(value, ways).size_bytes, copy=copy)
 
-    def own(self, value: str, ways: int = 0) -> Stored:
+    def own(self, value: str, ways: float = 0) -> Stored:
         """A storage of a value's own, in so many pieces, by default in those in which it is made."""
         inventory, tensor = self.inventory, self.inventory.graph.tensors[value]
         shared = shared_by_data(self.sharding, value)
@@ -99,11 +100,13 @@ class Places:
     def _arriving(self, op: Operator, at: int, value: str) -> Stored:
         forms = self._forms(op, at)
         moved = "".join(f" {axis}={need}" for axis, (made, need) in forms.items() if need != made and (is_cut(need) or is_cut(made)))
+        shared = is_cut(forms.get("data", (R, R))[1])
+        if any(is_halo(need) for _, need in forms.values()):  # what a rank has, and what it fetched, in a tensor of its own
+            return replace(self.own(value, self.ways_read(op, at)), root=f"{value}{moved}", shared=shared, held=False)
         if not moved or value in self.inventory.held or not self.inventory.is_cpu:
             return self.made[value]
         if self.inventory.works[op.name].kind == "convolution" and self.ways_read(op, at) > self._ways(value):
             return self.made[value]  # measured on grids: what a convolution reads a slice of stays whole
-        shared = is_cut(forms.get("data", (R, R))[1])
         return replace(self.own(value, self.ways_read(op, at)), root=f"{value}{moved}", shared=shared)
 
     def _forms(self, op: Operator, at: int) -> dict[str, tuple[Placement, Placement]]:
