@@ -254,7 +254,7 @@ def main(arguments: Sequence[str]) -> int:
     console = Console(width=200) if not sys.stdout.isatty() else Console()
     about = header(
         command("plan", arguments),
-        versions(("torch", "transformers", "highspy")),
+        versions(("torch", "transformers")),
         load=f"{os.getloadavg()[0]:.1f} processes were running before (a quiet machine has 0)",
         measured=f"{given.rounds} runs of each, one after another; medians",
     )

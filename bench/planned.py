@@ -357,7 +357,7 @@ def main(arguments: Sequence[str]) -> int:
     except NoNetworks as error:
         print(f"weft: {error}", file=sys.stderr)
         return 2
-    about = header(command("planned", arguments), versions(("torch", "highspy")),
+    about = header(command("planned", arguments), versions(("torch",)),
                    load=f"{os.getloadavg()[0]:.1f} processes at the end, those measured included")  # fmt: skip
     console.print(markdown(about, rows), markup=False)
     if given.json:

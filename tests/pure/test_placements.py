@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 
 import pytest
@@ -10,6 +9,8 @@ from enumeration import Everything
 from gpt_graph import gpt
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from placements_oracle import Assignment, Budget, exceptions, solve_placements
+from placements_oracle.tables import Axis, Moves, prune
 from small_graphs import alexnet, chain, convolutions, experts
 
 from weft.errors import Infeasible, LayoutError, UsageError
@@ -17,9 +18,6 @@ from weft.model.graph import Graph
 from weft.model.propagate import propagate
 from weft.model.sharding import Prices
 from weft.plan.placement import D, P, Placement, R, Shard, is_shard
-from weft.solve import placements
-from weft.solve.placements import Assignment, Budget, exceptions, solve_placements
-from weft.solve.placements.tables import Axis, Moves, prune
 
 pytest.importorskip("highspy")
 
@@ -316,13 +314,6 @@ def test_wrong_axes_are_refused(sizes: dict[str, int], cut: Sequence[str], messa
 def test_impossible_budgets_are_refused(key: str, value: float) -> None:
     with pytest.raises(UsageError, match="memory budget"):
         Budget(**{key: value})
-
-
-def test_without_the_solver_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert not placements.available()
-    with pytest.raises(UsageError, match=r"pip install 'weft\[planner\]'"):
-        solve_placements(gpt(layers=1), {"tensor": 2})
 
 
 def test_without_time_nothing_is_found_and_it_is_said() -> None:

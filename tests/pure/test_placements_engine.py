@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from weft.solve.placements import engine
-from weft.solve.placements.engine import FOUND, IMPOSSIBLE, NOTHING, solve_apart, solve_here
+from placements_oracle import engine
+from placements_oracle.engine import FOUND, IMPOSSIBLE, NOTHING, solve_apart, solve_here
 
 pytest.importorskip("highspy")
 
@@ -60,7 +59,7 @@ def test_a_solver_that_does_not_return_is_ended(tmp_path: Path, monkeypatch: pyt
 
 def test_a_process_whose_parent_is_gone_ends_by_its_own_alarm() -> None:
     hangs = (
-        "import sys, time; from weft.solve.placements import engine; engine.GRACE_S = 0.1; "
+        f"import sys, time; sys.path.insert(0, {str(Path(engine.__file__).parent)!r}); import engine; engine.GRACE_S = 0.1; "
         "engine.solve_here = lambda *a, **k: time.sleep(600); engine.main()"
     )
     sent = subprocess.Popen([sys.executable, "-c", hangs], stdin=subprocess.PIPE)

@@ -8,11 +8,11 @@ import pytest
 from gpt_graph import gpt
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from placements_oracle.repeats import Run, representatives, runs
 from small_graphs import Builder, chain
 
 from weft.errors import LayoutError
 from weft.model.graph import Graph, Ref
-from weft.model.repeats import Run, representatives, runs
 
 
 @settings(max_examples=20, deadline=None)

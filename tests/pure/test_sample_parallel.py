@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from gpt_graph import gpt
+from placements_oracle import solve_placements
 from small_graphs import alexnet
 
 from weft.cluster.cluster import Cluster, Device, Level, Link
@@ -14,7 +15,6 @@ from weft.model.propagate import propagate
 from weft.model.sharding import Prices, Sharding
 from weft.plan.layout import Layout
 from weft.report.placements import placements
-from weft.solve.placements import available, solve_placements
 from weft.solve.search import search
 from weft.solve.space import Space
 from weft.solve.unlike import has_unlike_products
@@ -49,9 +49,9 @@ def test_alexnet_by_samples_and_by_features(sizes: dict[str, int]) -> None:
     check_krizhevsky(again, tuple(sizes))
 
 
-@pytest.mark.skipif(not available(), reason="needs highspy")
 @pytest.mark.parametrize("ranks", [2, 8, 16])
 def test_propagation_cuts_what_the_integer_programme_does(ranks: int) -> None:
+    pytest.importorskip("highspy")
     graph = alexnet(BATCH)
     best = solve_placements(graph, {"tensor": ranks}, prices=PRICES, batch_cut=["tensor"])
     found = propagate(graph, {"tensor": ranks}, prices=PRICES, samples=True)

@@ -14,14 +14,15 @@ from torch.nn import functional as F
 from weft.capture.capture import capture
 from weft.model.graph import Graph
 from weft.model.propagate import propagate
-from weft.model.repeats import runs
 from weft.model.sharding import Prices
-from weft.solve.placements import Budget, Placement, exceptions, solve_placements
-from weft.solve.placements.tables import Axis
+from weft.plan.placement import Shard
 from weft.zoo.resolve import resolve
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "pure"))
 from enumeration import Everything
+from placements_oracle import Assignment, Budget, exceptions, solve_placements
+from placements_oracle.repeats import runs
+from placements_oracle.tables import Axis
 
 pytest.importorskip("highspy")
 
@@ -76,9 +77,9 @@ def graph_of(make: Callable[[], tuple[nn.Module, Tensor]]) -> Graph:
     return capture(module, (x,), lambda output, batch: output.square().mean()).graph
 
 
-def stored_of(graph: Graph, found: Placement) -> dict[str, str]:
+def stored_of(graph: Graph, found: Assignment) -> dict[str, Shard]:
     values = {v.name: v.value for v in (*graph.parameters, *graph.buffers)}
-    return {values[name]: f"S{dim}" for name, dim in found.shards["tensor"]}
+    return {values[name]: Shard(dim) for name, dim in found.shards["tensor"]}
 
 
 @pytest.mark.parametrize("prices", [SLOW, FAST], ids=["slow links", "fast links"])

@@ -36,11 +36,11 @@ from weft.cost.parts import (
     expert_weights,
     gather,
 )
-from weft.cost.placed import FEW, about, placed, placed_sizes, prices_of
+from weft.cost.placed import FEW, about, placed, placed_sizes
 from weft.cost.stage import StageCost, straggling, together
 from weft.errors import Infeasible
 from weft.model.graph import Graph
-from weft.model.sharding import Prices, Sharding
+from weft.model.sharding import Sharding
 from weft.model.stages import Cut, Stage, cuts, split
 from weft.model.work import MATMUL_KINDS, Work, model_flops
 from weft.plan.layout import Layout
@@ -193,11 +193,6 @@ class Pricer:
     def sharding(self, layout: Layout) -> Sharding | None:
         """The sharding over data and the tensor axes (`placed_sizes`), at the samples that a rank has; None for one rank a stage."""
         return self._shardings[self._cut(layout)]
-
-    def prices(self, layout: Layout) -> dict[str, Prices]:
-        """What placing operators is weighed by, along each axis."""
-        replicas = placed_sizes(layout, self.graph.batch_size)["data"]
-        return prices_of(self.cluster, layout, replicas * about(self.samples(layout)))
 
     def samples(self, layout: Layout) -> int:
         """Samples that one rank has of a microbatch; of unequal ones of the larger."""

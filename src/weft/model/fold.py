@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from weft.model.graph import Arg, Graph, Operator, Ref, Variable
 from weft.model.propagate import propagate as propagate_whole
-from weft.model.repeats import alike
 from weft.model.sharding import Move, Prices, Sharding, Shards
 from weft.plan.placement import is_shard
 
@@ -353,3 +352,23 @@ def _renamed(op: Operator, names: Mapping[str, str]) -> Operator:
         return tuple(arg(item) for item in a) if isinstance(a, tuple) else a
 
     return replace(op, args=tuple(arg(a) for a in op.args), kwargs=tuple((k, arg(a)) for k, a in op.kwargs))
+
+
+def alike(graph: Graph) -> list[int]:
+    """A number for every operator, the same for those that agree in all but which values they read."""
+    kinds = {v.value: kind for kind in ("parameters", "buffers") for v in getattr(graph, kind)}
+    numbers: dict[object, int] = {}
+
+    def word(arg: Arg) -> object:
+        if isinstance(arg, Ref):
+            return (kinds.get(arg.value, ""), graph.tensors[arg.value])
+        if isinstance(arg, tuple | list):
+            return tuple(word(item) for item in arg)
+        return (type(arg).__name__, arg)
+
+    found = []
+    for op in graph.operators:
+        made = tuple(graph.tensors[value] for value in op.outputs)
+        key = (op.target, word(op.args), word(op.kwargs), made, op.multiple, op.autocast)
+        found.append(numbers.setdefault(key, len(numbers)))
+    return found

@@ -1,7 +1,7 @@
 """The fastest plan. In: a graph, a cluster, a batch, constraints or a layout by hand. Out: a `Plan` with reasons and runners-up.
 
-Branch and bound (`weft.solve.branches`), once for every order of the parts of a mixed cluster; what leads is refined where placements
-matter, and its program proven. A layout by hand goes the same way, alone. Not searched: shards other than those that propagation finds
+Branch and bound (`weft.solve.branches`), once for every order of the parts of a mixed cluster; the program of what leads is proven. A
+layout by hand goes the same way, alone. Not searched: shards other than those that propagation finds
 best, stages other than the most balanced (that fit), and grids of layouts that do not lead with their tensor ranks in a line; of those that
 do, more and fewer microbatches are.
 """
@@ -37,7 +37,6 @@ from weft.solve.images import ways
 from weft.solve.mixed import MixedPricer, pricer_of
 from weft.solve.places import useful
 from weft.solve.reasons import differences, reasons, spread
-from weft.solve.refine import refined, wanted
 from weft.solve.remedies import nothing_fits
 from weft.solve.score import OBJECTIVES, calmest, score
 from weft.solve.space import Constraint, Space, limits_of, parse_constraints
@@ -115,15 +114,9 @@ def _search(
     assert best is not None
     if layout is None and objective == "time" and cluster.is_cpu:
         best = calmest(found.clocked, best)
-    if layout is None and wanted(pricer, best):
-        chosen = best
-        pricer, best = refined(pricer, best)
-        if best is not chosen:
-            found.clocked.append(best)
-            found.bound_s = 0.0  # what was proven was of the placements that propagation finds
     _prove(pricer, best)
     found.clocked.sort(key=lambda p: (p is not best, *score(p, cluster, objective)))
-    priced = {p.layout: p for p in reversed(found.clocked)}  # of two placements of one layout the better
+    priced = {p.layout: p for p in reversed(found.clocked)}  # each layout once
     candidates = [Candidate(p.layout, p.prediction) for p in reversed(priced.values())]
     refused = sorted(
         found.refused, key=lambda c: (differences(c.layout, best.layout), c.prediction.step_time_s if c.prediction else float("inf"))

@@ -1,20 +1,19 @@
 """Solves a `Programme` with HiGHS (Huangfu and Hall 2018). In: columns and rows. Out: values, the cost, and the proven bound.
 
-Needs the package `highspy`, an extra of weft's. It must never share a process with `ortools`, which carries another HiGHS.
+Needs the package `highspy`. It must never share a process with `ortools`, which carries another HiGHS.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from weft.errors import Infeasible, UsageError
-from weft.solve.placements.engine import IMPOSSIBLE, NOTHING, solve_apart, solve_here
-from weft.solve.placements.linear import Programme, Terms
+from placements_oracle.engine import IMPOSSIBLE, NOTHING, solve_apart, solve_here
+from placements_oracle.linear import Programme, Terms
+from weft.errors import Infeasible
 
 SMALL = 400  # columns below which presolve saves nothing, so that they are solved here without it
 SPAN = 1e4  # costs are scaled to about this size, and so are bytes, since the solver's tolerances are absolute
@@ -30,20 +29,6 @@ class Solution:
     cost: float
     bound: float
     proven: bool  # the gap asked for was reached before the time limit
-
-
-def available() -> bool:
-    """Whether the solver is installed."""
-    return importlib.util.find_spec("highspy") is not None
-
-
-def check_available() -> None:
-    """Raise `UsageError` where the solver is not installed, with the remedy."""
-    if not available():
-        raise UsageError(
-            "placing operators by integer programming needs the package highspy, which is not installed; "
-            "use pip install 'weft[planner]', or the search of weft.model.propagate"
-        )
 
 
 def solve(programme: Programme, most_bytes: float, limit_s: float, gap: float, start: Mapping[int, float] | None = None) -> Solution | None:
@@ -99,7 +84,6 @@ def _run(
     start: Mapping[int, float],
 ) -> Solution | None:
     """Minimise `costs` under the programme's rows and those of `at_most`."""
-    check_available()
     rows = list(programme.rows)
     for most, entries in at_most:
         scale = SPAN / max(most, 1e-12) if most > 0 else 1.0

@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from weft.errors import LayoutError
-from weft.model.graph import Arg, Graph, Ref
+from weft.model.fold import alike
+from weft.model.graph import Graph
 
 WEIGHTED = 2  # operators with a weight matrix that a block has at least
 NEAR = 64  # occurrences of an operator's like that are tried as the beginning of the next block
@@ -80,26 +81,6 @@ def representatives(graph: Graph) -> dict[str, str]:
     for run in runs(graph):
         for i in range(run.start, run.stop):
             found[names[i]] = names[run.start + (i - run.start) % run.length]
-    return found
-
-
-def alike(graph: Graph) -> list[int]:
-    """A number for every operator, the same for those that agree in all but which values they read."""
-    kinds = {v.value: kind for kind in ("parameters", "buffers") for v in getattr(graph, kind)}
-    numbers: dict[object, int] = {}
-
-    def word(arg: Arg) -> object:
-        if isinstance(arg, Ref):
-            return (kinds.get(arg.value, ""), graph.tensors[arg.value])
-        if isinstance(arg, tuple | list):
-            return tuple(word(item) for item in arg)
-        return (type(arg).__name__, arg)
-
-    found = []
-    for op in graph.operators:
-        made = tuple(graph.tensors[value] for value in op.outputs)
-        key = (op.target, word(op.args), word(op.kwargs), made, op.multiple, op.autocast)
-        found.append(numbers.setdefault(key, len(numbers)))
     return found
 
 

@@ -1,5 +1,5 @@
-"""Which label of every operator is cut over a mesh axis, by integer programming. In: a graph, axes, prices, a memory budget. Out: a
-`Assignment` with its proven bound.
+"""An oracle of propagation: which label of every operator is cut over a mesh axis, by integer programming. In: a graph, axes, prices, a
+memory budget. Out: an `Assignment` with its proven bound.
 
 One axis after the other, as `model/propagate` does; `data` is completed by propagation, since it cuts samples and nothing else. Along
 an axis the optimum is proven for the prices of the search, with repeated layers placed alike. Not modelled: overlap, and choices of
@@ -13,20 +13,20 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
+from placements_oracle.budget import Budget, Bytes, held, pieces
+from placements_oracle.highs import Solution, least_bytes, solve
+from placements_oracle.linear import Programme, programme
+from placements_oracle.price import Cost, price
+from placements_oracle.repeats import representatives
+from placements_oracle.tables import DEFERRED, Axis, Tables, tables
 from weft.errors import Infeasible, UsageError
 from weft.model.graph import Graph
 from weft.model.propagate import _Choice as Choice
 from weft.model.propagate import given_dims, propagate
-from weft.model.repeats import representatives
 from weft.model.sharding import Prices, Sharding, Shards
 from weft.plan.placement import Placement, R, is_shard
-from weft.solve.placements.budget import Budget, Bytes, held, pieces
-from weft.solve.placements.highs import Solution, available, check_available, least_bytes, solve
-from weft.solve.placements.linear import Programme, programme
-from weft.solve.placements.price import Cost, price
-from weft.solve.placements.tables import DEFERRED, Axis, Tables, tables
 
-__all__ = ["Assignment", "Budget", "Bytes", "Cost", "Solved", "available", "exceptions", "solve_placements"]
+__all__ = ["Assignment", "Budget", "Bytes", "Cost", "Solved", "exceptions", "solve_placements"]
 
 INFINITE = float("inf")
 COARSE = 5e-3  # relative gap at which repeated layers that are placed each for itself are good enough: many are equally good
@@ -102,7 +102,7 @@ def solve_placements(
 
     Raises:
         Infeasible: nothing fits the budget (with the least that is possible), or nothing was found in time.
-        UsageError: an unknown axis, or the solver is not installed (`available()` says so beforehand).
+        UsageError: an unknown axis.
         LayoutError: shards that the graph does not have.
 
     >>> from weft.model.graph import Operator, Ref, Tensor, Variable
@@ -117,7 +117,6 @@ def solve_placements(
     {'tensor': (('a.weight', 0),)}
     """
     _check(sizes, batch_cut)
-    check_available()
     budget = budget or Budget()
     order = [axis for axis in sizes if axis != "data" and sizes[axis] > 1]
     found: dict[str, Shards] = dict(shards or {})

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from placements_oracle.tables import Tables
 from weft.plan.placement import Placement, R
-from weft.solve.placements.tables import Tables
 
 
 @dataclass(frozen=True, slots=True)

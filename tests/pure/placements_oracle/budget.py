@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from placements_oracle.tables import Tables
 from weft.errors import UsageError
 from weft.model.graph import Graph
 from weft.model.propagate import _Choice as Choice
 from weft.model.work import MATMUL_KINDS
 from weft.plan.placement import Placement, R, is_shard
-from weft.solve.placements.tables import Tables
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from placements_oracle.budget import Budget, Term, state_of, terms
+from placements_oracle.tables import DEFERRED, INFINITE, SUMMED, Flow, Tables, Word
 from weft.plan.placement import D, Placement, is_shard
-from weft.solve.placements.budget import Budget, Term, state_of, terms
-from weft.solve.placements.tables import DEFERRED, INFINITE, SUMMED, Flow, Tables, Word
 
 Terms = list[tuple[int, float]]  # (column, coefficient)
 
