@@ -95,19 +95,13 @@ def _candidates(whole: Joint) -> list[dict[int, int]]:
         rows = [*zip(op.inputs, rule.inputs, strict=True), *zip(op.outputs, rule.outputs, strict=True)]
         for label in rule.labels:
             unite([(value, dim) for value, row in rows if row is not None for dim, x in enumerate(row) if x == label])
-    for value, seed in zip(whole.outputs, whole.seeds, strict=True):
-        if seed is not None:
-            for dim in range(len(tensors[value].shape)):
-                unite([(value, dim), (seed, dim)])
-    for value, gradient in zip(whole.inputs, whole.gradients, strict=True):
+    for value, gradient in (*zip(whole.outputs, whole.seeds, strict=True), *zip(whole.inputs, whole.gradients, strict=True)):
         if gradient is not None:
             for dim in range(len(tensors[value].shape)):
                 unite([(value, dim), (gradient, dim)])
-    groups: dict[tuple[str, int], dict[int, int]] = {}
-    twice = set()
     ends = [(v, d) for v in (*whole.outputs, *whole.inputs) for d, n in enumerate(tensors[v].shape) if n > 1]
-    for at in ends:
-        groups.setdefault(root(at), {})
+    groups: dict[tuple[str, int], dict[int, int]] = {root(at): {} for at in ends}
+    twice = set()
     for i, value in enumerate(whole.inputs):
         for dim, size in enumerate(tensors[value].shape):
             if size > 1:

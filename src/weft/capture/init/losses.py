@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from types import FunctionType, MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -57,50 +58,64 @@ def realize_loss(deferred: Deferred, loss: Loss, model: nn.Module) -> Loss:
     Raises:
         ModelError: a tensor whose value cannot be made; a parameter of the model that the loss holds by itself, or one of its own.
     """
-    own = set(model.modules())
-    weights = {id(p): name for name, p in model.named_parameters()}
-    seen: dict[int, Any] = {}
+    own, weights = set(model.modules()), {id(p): name for name, p in model.named_parameters()}
+    return _Realizing(deferred, own, weights).real(loss)  # type: ignore[no-any-return]
 
-    def real(item: Any) -> Any:
+
+@dataclass(frozen=True)
+class _Realizing:
+    """A loss beside a model with modules `own` and parameters `weights` (names by identity); `seen`: what was looked into."""
+
+    deferred: Deferred
+    own: set[nn.Module]
+    weights: dict[int, str]
+    seen: dict[int, Any] = field(default_factory=dict)
+
+    def real(self, item: Any) -> Any:
         if isinstance(item, torch.Tensor):
-            if id(item) in weights:
+            if id(item) in self.weights:
                 raise ModelError(
-                    f"the loss holds the model's parameter {weights[id(item)]} itself; let it read the parameter from the model when it is "
-                    "called"
+                    f"the loss holds the model's parameter {self.weights[id(item)]} itself; let it read the parameter from the model when "
+                    "it is called"
                 )
-            if not deferred.is_fake(item):
+            if not self.deferred.is_fake(item):
                 return item
-            return seen.setdefault(id(item), deferred.value(item).requires_grad_(item.requires_grad))
+            return self.seen.setdefault(id(item), self.deferred.value(item).requires_grad_(item.requires_grad))
         if isinstance(item, nn.Module):
-            learned = [name for name, p in item.named_parameters() if p.requires_grad]
-            if item not in own and learned:
-                raise ModelError(
-                    f"the loss has a parameter of its own, {learned[0]} of {type(item).__name__}, which would not be trained; make it "
-                    "a part of the model, whose forward returns the loss"
-                )
-            return item if item in own else realize(deferred, item)
+            if item in self.own:
+                return item
+            _refuse_learned(item)
+            return realize(self.deferred, item)
         if type(item) in (list, tuple):
-            return type(item)(map(real, item))
+            return type(item)(map(self.real, item))
         if type(item) is dict:
-            return {key: real(value) for key, value in item.items()}
+            return {key: self.real(value) for key, value in item.items()}
         if isinstance(item, functools.partial):
-            return functools.partial(real(item.func), *map(real, item.args), **{key: real(value) for key, value in item.keywords.items()})
+            return functools.partial(self.real(item.func), *map(self.real, item.args), **self.real(item.keywords))
         if isinstance(item, FunctionType | MethodType) or callable(item):
-            inside(item)
+            self.inside(item)
         return item
 
-    def inside(item: Any) -> None:
+    def inside(self, item: Any) -> None:
         """Put real tensors where a function or an object holds fake ones."""
         if isinstance(item, MethodType):
-            real(item.__self__) if isinstance(item.__self__, nn.Module) else inside(item.__self__)
-        elif id(item) not in seen and isinstance(item, FunctionType):
-            seen[id(item)] = item
+            self.real(item.__self__) if isinstance(item.__self__, nn.Module) else self.inside(item.__self__)
+        elif id(item) not in self.seen and isinstance(item, FunctionType):
+            self.seen[id(item)] = item
             for cell in item.__closure__ or ():
                 with contextlib.suppress(ValueError):  # empty: a name that is bound later
-                    cell.cell_contents = real(cell.cell_contents)
-            item.__defaults__, item.__kwdefaults__ = real(item.__defaults__), real(item.__kwdefaults__)
-        elif id(item) not in seen and not isinstance(item, type) and type(getattr(item, "__dict__", None)) is dict:
-            seen[id(item)] = item
-            vars(item).update({key: real(value) for key, value in vars(item).items()})
+                    cell.cell_contents = self.real(cell.cell_contents)
+            item.__defaults__, item.__kwdefaults__ = self.real(item.__defaults__), self.real(item.__kwdefaults__)
+        elif id(item) not in self.seen and not isinstance(item, type) and type(getattr(item, "__dict__", None)) is dict:
+            self.seen[id(item)] = item
+            vars(item).update({key: self.real(value) for key, value in vars(item).items()})
 
-    return real(loss)  # type: ignore[no-any-return]
+
+def _refuse_learned(module: nn.Module) -> None:
+    """Raise ModelError where a module that the loss holds has parameters that are to be trained."""
+    learned = [name for name, p in module.named_parameters() if p.requires_grad]
+    if learned:
+        raise ModelError(
+            f"the loss has a parameter of its own, {learned[0]} of {type(module).__name__}, which would not be trained; make it a part of "
+            "the model, whose forward returns the loss"
+        )

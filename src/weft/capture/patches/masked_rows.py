@@ -221,6 +221,14 @@ class _Rewriting:
             if rest is not None and _value(node).shape[0] == _value(node.args[0]).shape[0]:
                 self._rows[node] = _Rows(self._make(aten.reshape.default, source.full, [_value(source.full).shape[0], *rest]), mask)
             return
+        if self._is_by_rows(node, name) and _rest(node) is not None and self._others_fit(node):
+            args, kwargs = self._given(node)
+            if name == "gather.default" and node.args[2] in self._rows:  # what is not picked may be no place
+                args = (*args[:2], self._left(args[2], mask, 0))
+            self._rows[node] = _Rows(self._make(node.target, *args, **kwargs), mask)
+
+    def _is_by_rows(self, node: Node, name: str) -> bool:
+        """Whether it treats each row by itself, with finite values and slopes."""
         if name in ("linear.default", "layer_norm.default"):
             ok = [x for x in node.all_input_nodes if x in self._rows] == [node.args[0]] and _value(node).dim() > 1
             ok = ok and (name == "linear.default" or len(node.args[1]) < _value(node).dim())  # type: ignore[arg-type]
@@ -236,12 +244,7 @@ class _Rewriting:
             ok = isinstance(node.args[1], int) and node.args[1] > 0
         else:
             ok = name in _EACH
-        ok = ok and all(math.isfinite(x) for x in (*node.args, *node.kwargs.values()) if isinstance(x, float))
-        if ok and _rest(node) is not None and self._others_fit(node):
-            args, kwargs = self._given(node)
-            if name == "gather.default" and node.args[2] in self._rows:  # what is not picked may be no place
-                args = (*args[:2], self._left(args[2], mask, 0))
-            self._rows[node] = _Rows(self._make(node.target, *args, **kwargs), mask)
+        return ok and all(math.isfinite(x) for x in (*node.args, *node.kwargs.values()) if isinstance(x, float))
 
     def _within(self, node: Node) -> bool:
         """Whether a reduction is within rows."""
