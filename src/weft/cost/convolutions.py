@@ -20,6 +20,7 @@ from weft.model.graph import Operator, Tensor
 from weft.model.pointwise import ONEDNN_SAMPLES, read_shapes
 from weft.model.sharding import Sharding
 from weft.ops.windows import is_transposed
+from weft.plan.axis import DATA
 from weft.plan.placement import Shard
 
 _BLOCK = 16  # channels: of each group where oneDNN has no kernel for depthwise windows
@@ -76,7 +77,7 @@ def own(op: Operator, tensors: Mapping[str, Tensor], sharding: Sharding | None) 
     x, window = read_shapes(op, tensors, sharding)[0], _window(op, tensors)
     if not window or tensors[op.inputs[0]].dtype != "float32":
         return NEVER
-    replicas = sharding.sizes.get("data", 1) if sharding is not None and sharding.forms[op.inputs[0]].get("data") == Shard(0) else 1
+    replicas = sharding.sizes.get(DATA, 1) if sharding is not None and sharding.forms[op.inputs[0]].get(DATA) == Shard(0) else 1
     thin = max(window[-2:]) == 1 and not _is_strided(op) and not _is_dilated(op)
     wide = len(window) > 1 and min(window[-2:]) > _WIDE
     (groups,) = _given(op, "groups", 6)

@@ -30,7 +30,7 @@ from weft.model.stages import Cut
 from weft.model.work import num_steps
 from weft.ops import record_of, rule_of
 from weft.ops.attention import is_causal
-from weft.plan.axis import axis_of
+from weft.plan.axis import DATA, axis_of
 from weft.plan.placement import R, Shard, is_halo, is_shard, is_whole
 from weft.plan.transition import LOCAL, sent_part
 
@@ -155,10 +155,10 @@ def gather(inventory: Inventory, sharding: Sharding | None, narrow: frozenset[st
     backward: list[tuple[int, int]] = []
     position = {op.name: i for i, op in enumerate(graph.operators)}
     ways_of = cache(partial(pieces, sharding))
-    axes = ("data", *tensor_axes(sharding))
+    axes = (DATA, *tensor_axes(sharding))
 
     def moved(name: str, value: str, axis: str, size_bytes: float | None = None, by_row: bool = False, ways: float = 0) -> int:
-        shared = (shared_by_data(sharding, value) or by_row) and axis != "data"
+        shared = (shared_by_data(sharding, value) or by_row) and not axis_of(axis).cuts_samples
         size = graph.tensors[value].size_bytes / (ways or ways_of(value, axis)) if size_bytes is None else size_bytes
         follows = by_row or (size_bytes is None and value in inventory.batched)
         return collectives(Collective(name, axis, size, follows, shared, value in narrow, size_bytes is not None))
@@ -168,7 +168,7 @@ def gather(inventory: Inventory, sharding: Sharding | None, narrow: frozenset[st
             if move.op not in position:
                 continue
             at = position[move.op]
-            ways: float = 0 if move.axis == "data" else pieces_moving(sharding, graph.operators[at], move)
+            ways: float = 0 if axis_of(move.axis).cuts_samples else pieces_moving(sharding, graph.operators[at], move)
             halo = _halo_part(move, sharding.sizes[move.axis])
             ways = (ways or ways_of(move.value, move.axis)) / halo if halo else ways
             if move.forward not in LOCAL:
@@ -213,7 +213,7 @@ def gather(inventory: Inventory, sharding: Sharding | None, narrow: frozenset[st
         working.append(max(least, (mine.working_bytes + beside) / divide + more))
         owned.append(max(least, (mine.own_bytes + beside) / divide + more))
         weights.append(mine.weight_bytes / divide)
-        shared.append(cut(sharding, op.name, "data"))
+        shared.append(cut(sharding, op.name, DATA))
     return Parts(
         tuple(compute.found),  # type: ignore[arg-type]
         index,
@@ -311,7 +311,7 @@ def _local(inventory: Inventory, sharding: Sharding | None, op: Operator, siblin
         done.cast_bytes / divide, done.backward_cast_bytes / divide, single_steps(op, tensors), visible, head,
         _fixed(inventory, op, divide),
     )  # fmt: skip
-    return Local(kernel, op.outputs[0] in inventory.batched, cut(sharding, op.name, "data"))
+    return Local(kernel, op.outputs[0] in inventory.batched, cut(sharding, op.name, DATA))
 
 
 def _fixed(inventory: Inventory, op: Operator, divide: float) -> Moved:
@@ -440,7 +440,7 @@ def held_parameters(
         over = () if sharding is None else tuple(sharding.gradients.get(value, ()))
         if value in experts:
             expert += local
-            over = tuple("expert" if a == "data" else a for a in over)
+            over = tuple("expert" if a == DATA else a for a in over)
         if over:
             sums[over] = sums.get(over, 0.0) + local
     return Held(number, trainable, tuple(sums.items()), tied, expert)

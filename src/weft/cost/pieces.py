@@ -6,6 +6,7 @@ from math import prod
 
 from weft.model.graph import Operator
 from weft.model.sharding import Move, Sharding
+from weft.plan.axis import DATA, axis_of
 from weft.plan.placement import P, R, is_cut, is_shard
 
 
@@ -15,12 +16,12 @@ def cut(sharding: Sharding | None, op: str, axis: str) -> bool:
 
 def tensor_axes(sharding: Sharding | None) -> list[str]:
     """The axes that cut weights: all but data."""
-    return [] if sharding is None else [axis for axis in sharding.sizes if axis != "data"]
+    return [] if sharding is None else [axis for axis in sharding.sizes if not axis_of(axis).cuts_samples]
 
 
 def shared_by_data(sharding: Sharding | None, value: str) -> bool:
     """Whether data replicas have a piece each of a value."""
-    return sharding is not None and value in sharding.forms and is_shard(sharding.forms[value].get("data", R))
+    return sharding is not None and value in sharding.forms and is_shard(sharding.forms[value].get(DATA, R))
 
 
 def pieces(sharding: Sharding | None, value: str, but: str = "") -> int:

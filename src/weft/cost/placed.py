@@ -15,6 +15,7 @@ from weft.cost.network import collective_s
 from weft.model.fold import propagate
 from weft.model.graph import Graph
 from weft.model.sharding import Prices, Sharding, Shards
+from weft.plan.axis import DATA, axis_of
 from weft.plan.layout import Layout
 
 FEW, MANY = 4, 128  # samples of a rank, for one of which operators are placed
@@ -37,7 +38,7 @@ def placed_sizes(layout: Layout, batch_size: int) -> dict[str, int]:
     """
     data = layout.data
     replicas = _least_factor(gcd(data, batch_size)) or _least_factor(batch_size) or 2
-    return {"data": replicas if data > 1 else 1, **dict(layout.inner_axes)}
+    return {DATA: replicas if data > 1 else 1, **dict(layout.inner_axes)}
 
 
 @cache
@@ -52,9 +53,9 @@ def prices_of(cluster: Cluster, layout: Layout, samples: int) -> dict[str, Price
     A plan says how tensor ranks cut parameters; over data a run places operators by itself (`weft.run.build.shard_of`), at default prices.
     """
     speed = cluster.speed(layout.num_ranks, layout.threads)
-    found = {"data": Prices(samples=samples)}
+    found = {DATA: Prices(samples=samples)}
     for axis, size in layout.axes:
-        if axis in ("pipeline", "data") or size == 1:
+        if size == 1 or not axis_of(axis).cuts or axis_of(axis).cuts_samples:
             continue
         group = group_of(layout, axis)
         little, much = (collective_s(cluster, "all_reduce", s, group) for s in (1.0, 2.0**24))
@@ -67,8 +68,8 @@ def prices_of(cluster: Cluster, layout: Layout, samples: int) -> dict[str, Price
 def placed(graph: Graph, cluster: Cluster, layout: Layout, each: int, shards: Mapping[str, Shards] | None = None) -> Sharding:
     """The sharding over data and the tensor axes. `each`: samples of a rank's microbatch, about; `shards`: cuts that are given."""
     sizes, sequence, cuts_samples = placed_sizes(layout, graph.batch_size), layout.sequence_parallel == "on", layout.sample_parallel == "on"
-    prices = prices_of(cluster, layout, each * sizes["data"])
-    running = Prices(samples=each * sizes["data"])  # as a run has them, which places operators at default prices
+    prices = prices_of(cluster, layout, each * sizes[DATA])
+    running = Prices(samples=each * sizes[DATA])  # as a run has them, which places operators at default prices
     found = propagate(graph, sizes, shards, prices=prices, sequence=sequence, samples=cuts_samples)
     matrices = sum(len(v.tensor.shape) > 1 for v in graph.parameters)
     few = any(2 * len(found.shards.get(axis, ())) < matrices for axis, n in layout.tensor_axes if n > 1)

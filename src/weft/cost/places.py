@@ -16,6 +16,7 @@ from weft.cost.pieces import pieces, shared_by_data
 from weft.cost.runs import Amount
 from weft.model.graph import Operator
 from weft.model.sharding import Sharding, part_length
+from weft.plan.axis import DATA, axis_of
 from weft.plan.placement import Placement, R, is_cut, is_halo
 
 
@@ -61,7 +62,7 @@ class Places:
         whole over the widest."""
         ways = 1.0
         for axis, (_, need) in self._forms(op, at).items():
-            if self.sharding is not None and axis != "data" and is_cut(need):
+            if self.sharding is not None and not axis_of(axis).cuts_samples and is_cut(need):
                 ways *= need.size / part_length(need, need.size, len(need.windows)) if is_halo(need) else self.sharding.sizes[axis]
         return ways
 
@@ -100,7 +101,7 @@ class Places:
     def _arriving(self, op: Operator, at: int, value: str) -> Stored:
         forms = self._forms(op, at)
         moved = "".join(f" {axis}={need}" for axis, (made, need) in forms.items() if need != made and (is_cut(need) or is_cut(made)))
-        shared = is_cut(forms.get("data", (R, R))[1])
+        shared = is_cut(forms.get(DATA, (R, R))[1])
         if any(is_halo(need) for _, need in forms.values()):  # what a rank has, and what it fetched, in a tensor of its own
             return replace(self.own(value, self.ways_read(op, at)), root=f"{value}{moved}", shared=shared, held=False)
         if not moved or value in self.inventory.held or not self.inventory.is_cpu:

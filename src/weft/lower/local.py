@@ -37,6 +37,7 @@ from weft.model.stages import Stage
 from weft.ops import Rule, draws, record_of, rule_of, windows_of
 from weft.ops.rule import HALO
 from weft.ops.window import Resample
+from weft.plan.axis import axis_of
 from weft.plan.placement import D, P, Placement, R, Shard, is_shard, pieces
 from weft.plan.transition import allowed
 from weft.world.attention import scaled_dot_product_attention
@@ -104,7 +105,7 @@ class Lowering:
 
     def handed_out(self, value: str) -> Variant:
         """The form in which the user's own code gets an output: this rank's samples, and of those everything."""
-        return tuple(Shard(self.rows[value]) if axis == "data" and value in self.rows else R for axis in self.axes)
+        return tuple(Shard(self.rows[value]) if axis_of(axis).cuts_samples and value in self.rows else R for axis in self.axes)
 
 
 def lower(stage: Stage, lowering: Lowering) -> LocalStage:

@@ -8,6 +8,7 @@ operator's labels which kind they are.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 
 from weft.errors import LayoutError
@@ -48,9 +49,10 @@ class Axis:
         return self.cuts_positions
 
 
+DATA, PIPELINE = "data", "pipeline"
 _ROWS = (
-    Axis("pipeline"),
-    Axis("data", frozenset({SAMPLES})),
+    Axis(PIPELINE),
+    Axis(DATA, frozenset({SAMPLES})),
     Axis("spatial", frozenset({OUTERMOST})),
     *(Axis(kind, frozenset({kind})) for kind in POSITIONS),
     *(Axis(name, frozenset({FEATURES})) for name in ("tensor", "rows", "columns")),
@@ -59,6 +61,7 @@ _ROWS = (
 TABLE = {row.name: row for row in _ROWS}
 
 
+@cache
 def axis_of(name: str) -> Axis:
     """The row of an axis; a name that the table lacks is one of tensor ranks."""
     return TABLE.get(name) or Axis(name, frozenset({FEATURES}))

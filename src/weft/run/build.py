@@ -34,6 +34,7 @@ from weft.model.propagate import propagate, written_buffers
 from weft.model.samples import check_samples
 from weft.model.sharding import Prices, Sharding
 from weft.model.stages import Stage, links
+from weft.plan.axis import DATA
 from weft.plan.grid import AXES, PLAIN
 from weft.plan.mesh import Mesh
 from weft.plan.patterns import expand_all
@@ -239,7 +240,7 @@ def shard_of(plan: Plan, graph: Graph, prices: Prices | None = None) -> Sharding
         LayoutError: cuts over an axis of tensor ranks that the layout does not have, or that the graph cannot have.
     """
     cuts = expand_all(plan.shards, (v.name for v in (*graph.parameters, *graph.buffers)))
-    sizes = {"data": plan.layout.data, **dict(plan.layout.inner_axes)}
+    sizes = {DATA: plan.layout.data, **dict(plan.layout.inner_axes)}
     lost = [axis for axis in cuts if axis in (PLAIN, *AXES) and axis not in sizes]
     if lost and plan.layout.tensor > 1:
         have = ", ".join(axis for axis, _ in plan.layout.tensor_axes)
@@ -314,7 +315,7 @@ def build(
         if at["pipeline"] in holders[v.value]:
             specs[v.name] = _spec(
                 v, mesh, sharding, holders[v.value], at, first_use.get(v.value, -1), optimizer, v.value in trainable, dtype,
-                v.value in across, v.value in written, ("data",) if outputs else (),
+                v.value in across, v.value in written, (DATA,) if outputs else (),
             )  # fmt: skip
     read_by = layers_of(lowered)
     specs = {name: replace(spec, units=read_by.get(values[name], ())) for name, spec in specs.items()}

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from math import prod
 
 from weft.model.work import operator_bytes, operator_flops
-from weft.plan.axis import axis_of
+from weft.plan.axis import DATA, axis_of
 from weft.plan.grid import AXES as GRID
 from weft.plan.placement import R, is_shard
 from weft.plan.plan import Plan
@@ -54,8 +54,8 @@ def divided(plan: Plan, parts: Parts) -> Divided:
         for v in graph.parameters:
             sharding = shardings[holders[v.value][0]]
             cut = [axis for axis in over if is_shard(sharding.forms[v.value].get(axis, R))]
-            if "data" in over and layout.zero and v.trainable and "data" in sharding.gradients.get(v.value, ()):
-                cut.append("data")
+            if DATA in over and layout.zero and v.trainable and DATA in sharding.gradients.get(v.value, ()):
+                cut.append(DATA)
             yield float(v.tensor.size), prod(sharding.sizes[axis] for axis in cut)
 
     def flops(over: tuple[str, ...]) -> Iterable[tuple[float, int]]:
@@ -65,7 +65,7 @@ def divided(plan: Plan, parts: Parts) -> Divided:
 
     for name, over in axes.items():
         n = prod(sizes[a] for a in over)
-        whole = plan.uncaptured and name == "data"  # every rank runs the module on its own samples
+        whole = plan.uncaptured and name == DATA  # every rank runs the module on its own samples
         found[name] = {
             "parameters": _even(*_kept(parameters(over)), n),
             "flops": 1.0 if whole else _even(*_kept(flops(over)), n),
@@ -81,14 +81,14 @@ def warnings(plan: Plan, shares: Divided, cut_everything: bool = False) -> tuple
         if axis in GRID:
             continue
         number = dict(layout.axes).get(axis) or layout.tensor
-        if axis == "data" and layout.zero and not share["parameters"] and share["flops"]:
+        if axis_of(axis).cuts_samples and layout.zero and not share["parameters"] and share["flops"]:
             said.append(f"zero={layout.zero} divides no parameter over data={number}, so nothing is proven about it")
         if share["flops"]:
             continue
         what = "no product" if share["parameters"] else "no parameter and no product"
-        if axis == "pipeline":
+        if not axis_of(axis).cuts:  # stages
             remedy = "let stages begin elsewhere (stages in a plan file)"
-        elif axis == "data":
+        elif axis_of(axis).cuts_samples:
             remedy = "see which operators are computed whole for want of a rule"
         elif cut_everything:
             remedy = "no rule cuts this model so; verify sizes that divide by it"

@@ -23,6 +23,7 @@ from weft.lower.kernels.place import Samples
 from weft.lower.kernels.randomness import Draw
 from weft.model.graph import Variable
 from weft.model.work import model_flops
+from weft.plan.axis import DATA
 from weft.plan.compression import Compression
 from weft.plan.microbatches import sizes_of_part
 from weft.plan.placement import P, piece
@@ -113,7 +114,7 @@ class Engine:
             self.parts = build(plan, source, batch, loss, world, self.spec, seed)
         self.mesh = plan.layout.mesh_of(world.rank)
         at = self.mesh.coordinates(world.rank)
-        self.data_index, self.data_size = at["data"], self.mesh.size("data")
+        self.data_index, self.data_size = at[DATA], self.mesh.size(DATA)
         self._counters = {"step": torch.zeros((), dtype=torch.int64)}
         self._everyone = world.group(tuple(range(world.num_ranks)))
         self._pipeline = world.group(self.mesh.group(world.rank, "pipeline"))
@@ -173,7 +174,7 @@ class Engine:
         """What counts a microbatch's totals on this rank."""
         key = (id(parts), size, samples)
         if key not in self._counters_of:
-            group = self.world.group(self.mesh.group(self.world.rank, "data"))
+            group = self.world.group(self.mesh.group(self.world.rank, DATA))
             self._counters_of[key] = Counter(parts, parts.of_size(size, samples), group)
         return self._counters_of[key]
 

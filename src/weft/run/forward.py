@@ -23,6 +23,7 @@ from weft.capture.nesting import BatchForm, batch_size_of, leaves, rebuild
 from weft.errors import Infeasible, ModelError
 from weft.lower.kernels.randomness import Draw
 from weft.lower.redistribute import counted, redistribute
+from weft.plan.axis import DATA, axis_of
 from weft.plan.placement import D, R, is_shard
 from weft.plan.plan import Plan
 from weft.run.build import Parts, Source, Traced
@@ -97,8 +98,8 @@ class Forward:
         out = []
         for name, x in zip(local.results, results, strict=True):
             # The same on all data ranks, each of which may make something else of it: a scale of its own samples' scores.
-            once = layout.data > 1 and x.is_floating_point() and not is_shard(local.forms[name].get("data", R))
-            out.append(redistribute(x, R, D, self._group("data")) if once else x)
+            once = layout.data > 1 and x.is_floating_point() and not is_shard(local.forms[name].get(DATA, R))
+            out.append(redistribute(x, R, D, self._group(DATA)) if once else x)
         paths, others = self._outputs
         return rebuild(parts.structure, others | dict(zip(paths, out, strict=True)))
 
@@ -152,7 +153,7 @@ class Forward:
     def _summed_inputs(self) -> list[tuple[str, Group]]:
         """Inputs of whose gradient each rank of a group of tensor ranks has a summand."""
         gradients = self.parts.sharding.gradients
-        axes = [(v.value, axis) for v in self.parts.graph.inputs for axis in gradients.get(v.value, ()) if axis != "data"]
+        axes = [(v.value, axis) for v in self.parts.graph.inputs for axis in gradients.get(v.value, ()) if not axis_of(axis).cuts_samples]
         return [(value, self._group(axis)) for value, axis in axes]
 
     def _group(self, axis: str) -> Group:

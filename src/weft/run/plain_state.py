@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from weft.errors import CheckpointError, UsageError
+from weft.plan.axis import DATA
 from weft.plan.mesh import Mesh
 from weft.run import checkpoint
 from weft.run.checkpoint import Piece, whole
@@ -139,7 +140,7 @@ class _State:
             seen.add(id(p))
         with private.as_plain():
             weights = whole_pieces(model, world) if divided is None else divided.way.pieces()
-        mesh = Mesh((("data", world.num_ranks),)) if divided is None else divided.plan.layout.mesh
+        mesh = Mesh(((DATA, world.num_ranks),)) if divided is None else divided.plan.layout.mesh
         return cls(world, mesh, divided, names, weights, optimizers)
 
     def _parameters(self) -> Iterator[tuple[Optimizer, nn.Parameter]]:

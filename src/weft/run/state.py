@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from weft.model.graph import Variable
+from weft.plan.axis import PIPELINE, axis_of
 from weft.plan.placement import D, is_shard, piece
 from weft.plan.plan import Plan
 from weft.run.build import Parts
@@ -51,7 +52,8 @@ def weights_of(parts: Parts, at: Mapping[str, int]) -> list[Piece]:
         variable, offsets = parts.blocks[name]
         cut = {axis for axis, form in parts.sharding.forms[variable.value].items() if is_shard(form)}
         first = parts.holders(variable.value)[0]
-        owner = at["pipeline"] == first and all(place == 0 for axis, place in at.items() if axis not in (*cut, "pipeline"))
+        whole_along = {axis: i for axis, i in at.items() if axis_of(axis).cuts and axis not in cut}
+        owner = at[PIPELINE] == first and not any(whole_along.values())
         found.append(Piece(name, "buffer", variable.tensor.shape, offsets, tensor, owner=owner))
     return found
 

@@ -21,6 +21,7 @@ from weft.lower.local import LocalStage, lower
 from weft.model.normalise import Normalised, Total
 from weft.model.sharding import Sharding
 from weft.model.stages import Stage
+from weft.plan.axis import DATA, axis_of
 from weft.plan.placement import P, R, is_shard
 from weft.run.build import Parts
 from weft.run.sizes import Sized
@@ -72,12 +73,13 @@ class Counter:
         inputs = {v for op in operators for v in op.inputs}
         variables = tuple(v.value for v in normal.graph.variables if v.value in inputs)
         stage = Stage(0, operators, variables, (), (), tuple(t.value for t in totals))
-        cut = [v for v in variables if any(is_shard(form) and axis != "data" for axis, form in lowering.sharding.forms[v].items())]
+        forms = lowering.sharding.forms
+        cut = [v for v in variables if any(is_shard(form) and not axis_of(axis).cuts_samples for axis, form in forms[v].items())]
         if cut:
             raise Infeasible(f"the loss divides by what is counted from {cut[0]}, of which each tensor rank has a part; use tensor=1")
         made = [
             lower(stage, replace(lowering, graph=normal.graph, sharding=_along(lowering.sharding, axes), late=frozenset(), rows={}))
-            for axes in ((), ("data",))
+            for axes in ((), (DATA,))
         ]
         return _Level(totals, *made)
 
@@ -89,7 +91,7 @@ class Counter:
         if whole or self.group.index == 0:
             return list(made)
         # What every rank has whole counts once.
-        return [x if local.forms[v].get("data", R) is P else torch.zeros_like(x) for x, v in zip(made, local.results, strict=True)]
+        return [x if local.forms[v].get(DATA, R) is P else torch.zeros_like(x) for x, v in zip(made, local.results, strict=True)]
 
 
 def _along(sharding: Sharding, axes: tuple[str, ...]) -> Sharding:

@@ -38,6 +38,7 @@ from weft.model.graph import Graph, Variable
 from weft.model.graph import Tensor as Spec
 from weft.model.sharding import Sharding
 from weft.model.stages import Stage
+from weft.plan.axis import DATA
 from weft.plan.layout import Layout
 from weft.plan.placement import D, P, Placement, R, Shard
 from weft.plan.plan import Plan, check_uncaptured
@@ -65,7 +66,7 @@ def build_whole(plan: Plan, source: Source, batch: Any, loss: Loss | None, world
     refuse_division(plan, model, batch, loss)
     graph = in_precision(_graph_of(model, batch, plan.microbatch_sizes[0]), plan)
     saved = frozenset(model.state_dict(keep_vars=True))
-    specs = _specs(model, layout.mesh.group(world.rank, "data"), world.rank, optimizer.decays)
+    specs = _specs(model, layout.mesh.group(world.rank, DATA), world.rank, optimizer.decays)
     groups, parameters = build_groups(list(specs.values()), world.device, layout.zero, world.rank, plan.bucket_bytes)
     choose_sums(plan, world, groups)
     with torch.no_grad():
@@ -165,10 +166,10 @@ def _sharding_of(graph: Graph, data: int) -> Sharding:
     """Over data ranks samples lie in pieces, the loss as summands, and gradients are summed."""
     if data == 1:
         return Sharding({}, {}, {value: {} for value in graph.tensors}, {}, {}, (), ())
-    forms: dict[str, Mapping[str, Placement]] = {v.value: {"data": R} for v in graph.variables}
-    forms |= {v.value: {"data": Shard(0)} for v in graph.inputs if v.batched} | {"loss": {"data": P}}
-    forms |= {v.value: {"data": D} for v in graph.parameters if v.trainable}
-    return Sharding({"data": data}, {}, forms, {}, {v.value: ("data",) for v in graph.parameters if v.trainable}, (), ())
+    forms: dict[str, Mapping[str, Placement]] = {v.value: {DATA: R} for v in graph.variables}
+    forms |= {v.value: {DATA: Shard(0)} for v in graph.inputs if v.batched} | {"loss": {DATA: P}}
+    forms |= {v.value: {DATA: D} for v in graph.parameters if v.trainable}
+    return Sharding({DATA: data}, {}, forms, {}, {v.value: (DATA,) for v in graph.parameters if v.trainable}, (), ())
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from weft.model.normalise import counted
 from weft.model.samples import check_samples, samples_elsewhere
 from weft.model.sharding import Shards
 from weft.model.stages import links
+from weft.plan.axis import DATA
 from weft.plan.check import check
 from weft.plan.layout import Layout
 from weft.plan.plan import Candidate, Plan
@@ -123,7 +124,7 @@ def _search(
     )
     inner = [best.layout.of_stage(s) for s in range(best.layout.pipeline)]
     sharding = pricer.sharding(max(inner, key=lambda one: one.tensor))  # stages with fewer tensor ranks cut the same
-    cut = () if sharding is None else tuple((axis, names) for axis, names in sharding.shards.items() if axis != "data" and names)
+    cut = () if sharding is None else tuple((axis, names) for axis, names in sharding.shards.items() if axis != DATA and names)
     mixed = isinstance(pricer, MixedPricer)
     bucket_bytes = 0 if mixed else best_bucket_bytes(pricer, best.layout, best.sites)
     sums = sums_of(cluster, best.layout)

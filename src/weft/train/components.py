@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
+from weft.plan.axis import axis_of
 from weft.plan.mesh import Mesh
 from weft.plan.timeline import COMPUTE_LANE
 from weft.run.engine import Engine
@@ -24,7 +25,7 @@ class Components:
 
     def __init__(self, world: World, mesh: Mesh) -> None:
         self.world = world
-        self._tensor = [world.group(mesh.group(world.rank, axis)) for axis in mesh.inside if axis != "data"]
+        self._tensor = [world.group(mesh.group(world.rank, axis)) for axis in mesh.inside if not axis_of(axis).cuts_samples]
         self._at = 0.0
         self.rows: list[tuple[float, ...]] = []
 
