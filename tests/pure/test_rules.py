@@ -145,7 +145,7 @@ def test_groups_of_a_convolution_are_not_cut() -> None:
     assert whole is not None
     assert grouped is not None
     assert set(whole.labels) == {"n", "o", "i"}
-    assert set(grouped.labels) == {"n"}
+    assert set(grouped.labels) == {"n", "h", "w"}
 
 
 def test_one_key_head_for_all_queries_is_not_cut_by_heads() -> None:

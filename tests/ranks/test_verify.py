@@ -26,7 +26,7 @@ from weft.lower import redistribute  # noqa: E402
 from weft.lower.kernels import statistics  # noqa: E402
 from weft.ops import Rule, rule_of  # noqa: E402
 from weft.plan.layout import Layout  # noqa: E402
-from weft.plan.placement import is_shard  # noqa: E402
+from weft.plan.placement import P, R, is_shard  # noqa: E402
 from weft.run.engine import Engine  # noqa: E402
 from weft.run.verify import Verification  # noqa: E402
 from weft.world.launch import launch  # noqa: E402
@@ -166,16 +166,19 @@ def test_a_rule_that_cuts_softmax_is_found(subject: Callable[[str], Subject], mo
     assert "loss in step 1" in (found.first_difference or "")
 
 
-def _unsummed(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
-    ctx.group = group
-    return x.clone()
+_BACKWARD = redistribute._Redistributed.backward
+
+
+def _without_the_dual(ctx: Any, grad: torch.Tensor) -> Any:
+    """Of a gradient whose summands are to be summed every rank takes its own."""
+    return (grad, None, None, None, None) if ctx.way == (P, R) else _BACKWARD(ctx, grad)
 
 
 @pytest.mark.parametrize(
     ("broken", "name", "layout", "eager"),
     [
-        ((redistribute._Summed, "forward"), f"{ODD}:two_inputs", "tensor=2", "free links"),  # a contracted sum that is dropped
-        ((redistribute._Shared, "backward"), "gpt-tiny", "tensor=2", ""),  # its dual
+        ((redistribute, "_summed"), f"{ODD}:two_inputs", "tensor=2", "free links"),  # a contracted sum that is dropped
+        ((redistribute._Redistributed, "backward"), "gpt-tiny", "tensor=2", ""),  # its dual
         ((statistics, "summed"), f"{ODD}:norms", "data=2", ""),  # batch norm over a piece of the batch
     ],
 )
@@ -184,8 +187,8 @@ def test_a_missing_collective_is_found(
 ) -> None:
     kind, method = broken
     twins: dict[str, Any] = {
-        "forward": staticmethod(_unsummed),
-        "backward": staticmethod(lambda ctx, grad: (grad, None)),
+        "_summed": lambda x, group: x.clone(),
+        "backward": staticmethod(_without_the_dual),
         "summed": lambda x, groups: x,
     }
     monkeypatch.setattr(kind, method, twins[method])

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 import weft
-from weft.capture.init import fakes
+from weft.capture import fakes
 from weft.cluster.catalogue import dump, loads
 from weft.cluster.probe import here
 from weft.errors import RunError
