@@ -144,7 +144,7 @@ def test_groups_of_a_convolution_are_not_cut() -> None:
     grouped = rule("aten.conv2d.default", f(2, 4, 6, 6), f(8, 2, 3, 3), None, pair, zero, one, 2, outs=((2, 8, 4, 4),))
     assert whole is not None
     assert grouped is not None
-    assert set(whole.labels) == {"n", "o", "i"}
+    assert set(whole.labels) == {"n", "o", "i", "h", "w"}
     assert set(grouped.labels) == {"n", "h", "w"}
 
 
