@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2] / "src" / "weft"
 # code; measurements of single operators; models.
 MAY = (
     "ops/", "lower/kernels/", "run/draws.py", "run/combined.py", "run/steady.py", "lower/double.py",
-    "capture/capture.py", "capture/read.py", "capture/functional.py", "capture/functions/trace.py", "capture/init/", "capture/patches/",
+    "capture/program.py", "capture/read.py", "capture/functional.py", "capture/functions/trace.py", "capture/init/", "capture/patches/",
     "cluster/probe/", "zoo/",
 )  # fmt: skip
 NAMES = {name.split(".")[1] for name in RECORDS}
