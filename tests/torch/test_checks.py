@@ -180,7 +180,10 @@ class Hooks(Checked):
 class Elsewhere(Checked):
     """Checks in functions, which put words together and clean up before they raise, or are read by no statement of their own."""
 
+    calls = 0  # which another call finds changed
+
     def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        self.calls += 1
         self._refuse(bool(torch.isnan(x).any()))
         if x.mean() > 1e3:
             x.zero_()

@@ -59,6 +59,17 @@ class Answers:
             return None
         return self.given[-1]
 
+    def again(self) -> None:
+        """From the first on, for a second call of the model; no others are given."""
+        if self._told is not None:
+            self._told, self._guesses, self.given = self.given, False, []
+            self._of.clear()
+
+    @property
+    def are_used_up(self) -> bool:
+        """Whether as much was asked as there are answers."""
+        return self._told is None or len(self.given) >= len(self._told)
+
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """A block in which the model's own code runs: that it raises is noted, but for what may be since nothing has values here."""

@@ -187,8 +187,9 @@ def _settled(step: _Step, batch: Any, batched: frozenset[str], size: int, fake_m
                     f"{', '.join(changed[:3])} by which it knows; make it when it is constructed"
                 )
             set_state(step.model, after)
+            step.trace().answers.again()
             again = _traced(step, batch, batched, size, fake_mode)
-            if not _is_same(again, captured):
+            if not (_is_same(again, captured) and step.trace().answers.are_used_up):
                 raise ModelError(
                     f"the model computes otherwise when it is called again, since it changes its attribute {', '.join(changed[:3])}; "
                     "a captured graph is the same in every step, so keep such state in a buffer"
