@@ -577,7 +577,7 @@ OFFERED: list[tuple[str, Callable[[], Case], set[str]]] = [
     ("attention", lambda: case("scaled_dot_product_attention.default", *[real(2, 4, 6, 2) for _ in range(3)]), {"b-1", "h"}),
     ("embedding", lambda: case("embedding.default", real(12, 6), whole(6, 2, 4)), {"b-2", "b-1", "e", "v"}),
     ("cross-entropy", lambda: case("cross_entropy_loss.default", real(4, 6), whole(6, 4)), {"n0", "c"}),
-    ("cross-entropy of images", lambda: case("cross_entropy_loss.default", real(4, 6, 2, 2), whole(6, 4, 2, 2)), {"n0"}),
+    ("cross-entropy of images", lambda: case("cross_entropy_loss.default", real(4, 6, 2, 2), whole(6, 4, 2, 2)), {"n0", "n1", "n2"}),
     ("repetition", lambda: case("repeat_interleave.self_int", real(4, 6), 3, 1), {"d0", "d1"}),
     ("Fourier transform", lambda: case("fft_fftn.default", real(4, 6, 2), None, [1, 2]), {"d0"}),
     ("PReLU", lambda: case("prelu.default", real(4, 6, 2), real(6)), {"n", "c", "s-1"}),
