@@ -13,6 +13,7 @@ from math import gcd
 from weft.cli.setting import Setting
 from weft.cluster.resize import resized
 from weft.errors import Infeasible, LayoutError, UsageError, nearest
+from weft.plan.axis import spatial_ranks
 from weft.plan.compression import Compression
 from weft.plan.custom import is_file
 from weft.plan.grid import checked_grid
@@ -144,11 +145,14 @@ def moved_along(old: Layout, wanted: Mapping[str, int | str], ranks: int, old_ba
     if "tensor" in wanted:
         choices.setdefault("grid", "")  # a count of tensor ranks is a line of them
     if "data" not in wanted:
-        if ranks % (n["tensor"] * n["pipeline"]):
+        spatial = str(wanted.get("spatial", old.spatial))
+        share = n["tensor"] * n["pipeline"] * spatial_ranks(spatial)
+        if ranks % share:
+            pieces = "" if spatial == "1" else f" x spatial={spatial}"
             raise Infeasible(
-                f"{ranks} devices do not divide into tensor={n['tensor']} x pipeline={n['pipeline']}; change one of them as well"
+                f"{ranks} devices do not divide into tensor={n['tensor']} x pipeline={n['pipeline']}{pieces}; change one of them as well"
             )
-        n["data"] = ranks // (n["tensor"] * n["pipeline"])
+        n["data"] = ranks // share
     if batch % n["data"]:
         raise Infeasible(f"a batch of {batch} does not divide into data={n['data']}; change batch= or another axis as well")
     if "microbatches" not in wanted:

@@ -134,7 +134,8 @@ def format_plan(plan: Plan) -> str:
     if plan.replicated_operators:
         sites = [_string(s) for s in plan.replicated_operators]
         lines += ["# operators without a rule for splitting them; every rank computes them whole", *_array("replicated_operators", sites)]
-    lines += ["", f"[layout]  # {plan.layout.num_ranks} ranks = data x tensor x pipeline; keys that are not here have their defaults"]
+    axes = "data x tensor x pipeline" + " x spatial" * (plan.layout.spatial != "1")
+    lines += ["", f"[layout]  # {plan.layout.num_ranks} ranks = {axes}; keys that are not here have their defaults"]
     for field in fields(Layout):
         value = getattr(plan.layout, field.name)
         if field.name != "actions" and (field.name in _ALWAYS or value != field.default):
