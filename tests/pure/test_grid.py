@@ -365,6 +365,7 @@ def test_whatif_arranges_tensor_ranks_and_puts_them_in_a_line_again() -> None:
     assert change.grid == (8, "2x4")
     old = Layout.parse("data=2 tensor=2x2")
     assert moved_along(old, {"tensor": 4}, 8, 16, 16)[0] == Layout(data=2, tensor=4)
+    assert moved_along(Layout.parse("data=2 spatial=2x2"), {"spatial": "4"}, 8, 2, 2)[0] == Layout.parse("data=2 spatial=4")
     assert moved_along(old, {"tensor": 8, "grid": "2x4"}, 8, 16, 16)[0] == Layout.parse("tensor=2x4 microbatches=2")
     assert moved_along(old, {"zero": 1}, 8, 16, 16)[0] == Layout.parse("data=2 tensor=2x2 zero=1")
 
