@@ -97,6 +97,11 @@ class Found:
     failed: str = ""  # why weft's own choice does not run
 
 
+def _for(size: Size, chosen: Sequence[Way]) -> list[Way]:
+    """The ways that a model of this kind can be trained in."""
+    return [way for way in chosen if size.key == "image" or not way.images]
+
+
 def sizes_of(subject: Subject, chosen: Sequence[Way], tries: Tries, into: dict[str, Largest], keep: Callable[[], None]) -> None:
     """What each way trains at most."""
     at = subject.at
@@ -266,7 +271,7 @@ def main(arguments: Sequence[str]) -> int:
         for subject, tries in every:
             for size in filter(None, (subject.at, subject.tight)):
                 say(f"{size.model}, {size}: seconds a step within {subject.limit} a rank")
-                rates_of(size, chosen, tries, given.rounds, found, say)
+                rates_of(size, _for(size, chosen), tries, given.rounds, found, say)
                 keep()
         if "gems" in given.parts:
             found.points = shape_of_gems((2, 4, 8), (2, 4, 8))
@@ -276,7 +281,7 @@ def main(arguments: Sequence[str]) -> int:
                 keep()
         for subject, tries in every:
             say(f"{subject.at.model}: the largest within {subject.limit} a rank")
-            sizes_of(subject, [way for way in chosen if way.name != SWAPS], tries, found.sizes.setdefault(subject.title, {}), keep)
+            sizes_of(subject, [way for way in _for(subject.at, chosen) if way.name != SWAPS], tries, found.sizes.setdefault(subject.title, {}), keep)
     except KeyboardInterrupt:
         found.skipped["what comes after"] = "interrupted"
     _keep(given, about, found)

@@ -34,11 +34,12 @@ SILENT_S = 600.0  # of a rank, after which it is given up
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way to train on two ranks: a layout, or what constrains weft's choice."""
+    """One way to train on two ranks: a layout, or what constrains weft's choice. `images`: it is for these alone."""
 
     name: str
     layout: str = ""
     constraints: str = ""
+    images: bool = False
 
 
 def ways(microbatches: int) -> tuple[Way, ...]:
@@ -52,6 +53,7 @@ def ways(microbatches: int) -> tuple[Way, ...]:
         Way("GEMS MASTER", f"{end} schedule=gems-master"),
         Way("recompute", "data=2 recompute=full"),
         Way("offload", "data=2 offload=all"),
+        Way("spatial", "spatial=2", images=True),
         Way(SWAPS, constraints="ranks=2 data=2 microbatches=1 zero=0 precision=float32 offload!=optimizer offload!=all"),
         Way(OWN, constraints="ranks=2 precision=float32"),
     )

@@ -147,6 +147,15 @@ def test_wrong_words_are_refused(text: str, message: str) -> None:
         Layout.parse(text)
 
 
+def test_a_model_without_images_is_refused_by_name() -> None:
+    model = resolve("gpt-tiny")
+    with pytest.raises(LayoutError, match="spatial=2 shares images, and no window of this model slides along any of its dimensions"):
+        weft.plan(model.make, model.batch(2), loss=model.loss, cluster="1xcpu-2", layout="spatial=2")
+    line = resolve(f"{MODELS}:unet_line")
+    with pytest.raises(LayoutError, match="height=2 shares images, and no window of this model slides along its height"):
+        weft.plan(line.make, line.batch(4), loss=line.loss, cluster="1xcpu-2", layout="spatial=2x1")
+
+
 def test_a_layout_with_pieces_prints_and_parses() -> None:
     layout = Layout.parse("data=2 spatial=2x4 tensor=2")
     assert str(layout) == "data=2 tensor=2 pipeline=1 spatial=2x4"

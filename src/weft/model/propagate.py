@@ -39,7 +39,7 @@ from weft.model.work import batched, differentiable, operator_bytes, operator_fl
 from weft.ops import Labels, Rule, record_of, windows_of, writes
 from weft.ops.linear import passes, passing
 from weft.ops.rule import HALO
-from weft.plan.axis import axis_of
+from weft.plan.axis import axis_of, axis_words
 from weft.plan.placement import D, Halo, P, Placement, R, Shard, dual, halo, is_cut, is_shard, pieces
 from weft.plan.transition import allowed, transition
 
@@ -542,6 +542,8 @@ def propagate(
         for v in names.values() if row.cuts_weights else ():
             if v.value in (fixed or {}) and not problem.cuttable(v.value, (fixed or {})[v.value]):
                 raise twice_cut(v, (fixed or {})[v.value], axis, n)
+        if row.cuts_positions and not any(row.cuts & kinds for kinds in problem.positions.values()):
+            raise LayoutError(f"{axis}={n} shares images, and no window of this model slides along {axis_words(row)}; leave it out")
         chosen, placed = problem.solve(beam)
         _record(graph, problem, chosen, placed, ops, forms, needs, gradients, moves)
         cut[axis] = tuple((v.name, form.dim) for v in names.values() if is_shard(form := forms[v.value][axis]))

@@ -67,6 +67,15 @@ def axis_of(name: str) -> Axis:
     return TABLE.get(name) or Axis(name, frozenset({FEATURES}))
 
 
+def axis_words(row: Axis) -> str:
+    """What a row's axis shards of an image.
+
+    >>> axis_words(axis_of("height")), axis_words(axis_of("spatial"))
+    ('its height', 'any of its dimensions')
+    """
+    return "any of its dimensions" if OUTERMOST in row.cuts else " or ".join(f"its {kind}" for kind in POSITIONS if kind in row.cuts)
+
+
 HOW = "use a count (spatial=4), height x width (spatial=2x2) or planes x height x width (spatial=2x2x2)"
 
 
