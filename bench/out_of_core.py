@@ -281,7 +281,8 @@ def main(arguments: Sequence[str]) -> int:
                 keep()
         for subject, tries in every:
             say(f"{subject.at.model}: the largest within {subject.limit} a rank")
-            sizes_of(subject, [way for way in _for(subject.at, chosen) if way.name != SWAPS], tries, found.sizes.setdefault(subject.title, {}), keep)
+            tried = [way for way in _for(subject.at, chosen) if way.name != SWAPS]
+            sizes_of(subject, tried, tries, found.sizes.setdefault(subject.title, {}), keep)
     except KeyboardInterrupt:
         found.skipped["what comes after"] = "interrupted"
     _keep(given, about, found)
