@@ -112,12 +112,16 @@ def _fetched(x: Tensor, dim: int, held: tuple[Range, ...], wanted: tuple[Range, 
         start, stop = (0, 0) if rank == group.index else overlap(held[rank], want)
         shapes.append([*x.shape[:dim], stop - start, *x.shape[dim + 1 :]])
     arrived = group.exchange(sent, shapes)
+    spans = [overlap(one, want) for one in held]
+    start, stop = spans[group.index]
+    arrived[group.index] = x.narrow(dim, min(max(start - mine[0], 0), x.shape[dim]), stop - start)
+    filled = [span for span in spans if span[0] < span[1]]
+    if [want[0], *(stop for _, stop in filled)] == [*(start for start, _ in filled), want[1]]:  # one after another, as pieces are
+        return torch.cat(arrived, dim)
     out = x.new_zeros((*x.shape[:dim], want[1] - want[0], *x.shape[dim + 1 :]))
-    for rank, part in enumerate(arrived):
-        start, stop = overlap(held[rank], want)
+    for (start, stop), part in zip(spans, arrived, strict=True):
         if stop > start:
-            here = x.narrow(dim, start - mine[0], stop - start) if rank == group.index else part
-            out.narrow(dim, start - want[0], stop - start).add_(here)  # in the order of ranks, so that replicas agree to the bit
+            out.narrow(dim, start - want[0], stop - start).add_(part)
     return out
 
 
