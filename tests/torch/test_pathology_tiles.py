@@ -1,4 +1,5 @@
-"""The example that trains on a real histology image under a limit: it runs, keeps to the limit, and says what it needs."""
+"""The example that trains on large tiles of a pyramidal TIFF of real tissue: it reads what it needs, runs, keeps to its limit, says what it
+needs, and is planned as the documents say."""
 
 from __future__ import annotations
 
@@ -15,12 +16,12 @@ import torch
 from weft.world.memory import accounts_of
 
 PATH = Path(__file__).resolve().parents[2] / "examples" / "pathology_tiles.py"
-SMALL = ["--model", "resnet-tiny:base=8", "--tile", "64", "--zoom", "1", "--batch", "4", "--steps", "2", "--cluster", "1xcpu-2"]
 
 
 @pytest.fixture
 def example() -> ModuleType:
     pytest.importorskip("skimage")
+    pytest.importorskip("tifffile")
     spec = importlib.util.spec_from_file_location("pathology_tiles", PATH)
     assert spec is not None
     assert spec.loader is not None
@@ -30,9 +31,30 @@ def example() -> ModuleType:
     return module
 
 
-def test_the_classes_are_of_the_stain(example: ModuleType) -> None:
+def test_the_slide_is_real_tissue_in_sizes_that_agree(example: ModuleType, tmp_path: Path) -> None:
+    """Every square is one of the image, mirrored; tifffile reads what the example reads; a smaller size is a mean of a larger."""
+    import tifffile
+
+    path = tmp_path / "slide.tif"
+    example.write(path, 1100, 600)
+    slide, whole = example.Slide(path), tifffile.imread(path)
+    assert [page.shape[:2] for page in slide.pages] == [(600, 1100), (300, 550), (150, 275), (75, 138), (38, 69)]
+    part = slide.read(100, 300, 200, 280)
+    assert (part == whole[100:300, 300:580]).all()
+    assert slide.squares_read == 2 * 2
+    half = whole[:512, :1024].reshape(256, 2, 512, 2, 3).mean((1, 3))
+    assert abs(slide.read(0, 0, 256, 512, level=1) - half).max() < 1
+    image = example.package("skimage.data").immunohistochemistry()
+    known = {image[i : i + 256, j : j + 256].tobytes() for i in range(0, 257, 64) for j in range(0, 257, 64)}
+    for top, left in ((0, 0), (256, 512)):
+        square = whole[top : top + 256, left : left + 256]
+        assert any(square[::i, ::j].tobytes() in known for i in (1, -1) for j in (1, -1))
+
+
+def test_the_classes_are_of_the_stain(example: ModuleType, tmp_path: Path) -> None:
     """Brown tissue absorbs blue light: tiles of class 1 are the browner ones, and both classes come."""
-    tiles = example.Tiles(example.load(1), 64)
+    example.write(tmp_path / "slide.tif", 4096, 1024)
+    tiles = example.Tiles(example.Slide(tmp_path / "slide.tif"), 256)
     batches = [tiles.training(step, 8) for step in range(4)]
     labels = torch.cat([b["labels"] for b in batches])
     pixels = torch.cat([b["pixels"] for b in batches])
@@ -42,27 +64,37 @@ def test_the_classes_are_of_the_stain(example: ModuleType) -> None:
     assert torch.equal(tiles.training(0, 8)["pixels"], batches[0]["pixels"])
 
 
-def test_it_trains_within_its_limit(example: ModuleType) -> None:
+def test_it_trains_by_pieces_of_tiles_where_nothing_else_fits(
+    example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """By its own choice, within the limit, with a loss that falls."""
+    monkeypatch.chdir(tmp_path)
     limited = accounts_of(torch.device("cpu")).counts
-    found = example.main([*SMALL, "--device-memory", "8MiB" if limited else "0"])
-    assert len(found["losses"]) == 2
-    assert all(0 < loss < 10 for loss in found["losses"])
+    words = ["--model", "resnet-tiny:base=8", "--tile", "1024", "--steps", "6", "--ranks", "2", "--cluster", "1xcpu-2"]
+    found = example.main([*words, "--learning-rate", "0.003", "--device-memory", "24MiB"])
+    assert found["alone"].startswith("nothing fits (")
+    assert "spatial=2" in found["layout"]
+    assert sum(found["losses"][3:]) < sum(found["losses"][:3])
+    assert "by samples, layers and recomputation alone: nothing fits" in capfd.readouterr().out
     if limited:
-        assert 0 < found["memory"]["total"] <= 8 << 20
+        assert 0 < found["memory"]["total"] <= 24 << 20
 
 
-def test_without_the_package_it_says_what_to_install(example: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["skimage", "tifffile"])
+def test_without_a_package_it_says_what_to_install(
+    example: ModuleType, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = builtins.__import__
 
-    def missing(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name.startswith("skimage"):
-            raise ImportError(name)
-        return real(name, *args, **kwargs)
+    def missing(wanted: str, *args: Any, **kwargs: Any) -> Any:
+        if wanted.startswith(name):
+            raise ImportError(wanted)
+        return real(wanted, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", missing)
-    with pytest.raises(SystemExit, match=r"pip install 'weft\[pathology\]'"):
-        example.load(1)
+    with pytest.raises(SystemExit, match=rf"needs {name}: pip install 'weft\[pathology\]'"):
+        example.write(tmp_path / "slide.tif", 1024, 1024)
     monkeypatch.undo()
-    slide = example.load(1)
-    with pytest.raises(SystemExit, match="--zoom"):
-        example.Tiles(slide, 256)
+    example.write(tmp_path / "slide.tif", 1024, 1024)
+    with pytest.raises(SystemExit, match="larger slide"):
+        example.Tiles(example.Slide(tmp_path / "slide.tif"), 512)

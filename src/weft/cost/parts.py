@@ -200,7 +200,7 @@ def gather(inventory: Inventory, sharding: Sharding | None, narrow: frozenset[st
         mine = inventory.kept[op.name]
         arriving = places.read(op)
         places.add(op, arriving)
-        stored.append(tuple(places.kept(op, arriving, *one) for one in mine.storages))
+        stored.append((*(places.kept(op, arriving, *one) for one in mine.storages), *places.padded(op)))
         makes.append(tuple(places.made[v] for v in op.outputs))
         reads.append(tuple((made[v], places.made[v]) for v in dict.fromkeys(op.inputs) if v in made))
         extra.append(inventory.works[op.name].extra_bytes / divide)

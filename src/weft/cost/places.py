@@ -7,7 +7,7 @@ that. So a product that reads gathered columns keeps those, and not the pieces f
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 
@@ -83,6 +83,15 @@ class Places:
             return place
         ways = 0 if value in self.inventory.held else self.ways_read(op, op.inputs.index(value))
         return replace(self.own(value, ways), root=f"{place.root} {value}", size_bytes=times * self.own(value, ways).size_bytes, copy=copy)
+
+    def padded(self, op: Operator) -> Iterator[Stored]:
+        """What an operator keeps of an input of the batch whose windows it reads: padded at the image's edge, it is a tensor of its own."""
+        keeps, copied = self.inventory.works[op.name].keeps, {value for value, *_ in self.inventory.kept[op.name].storages}
+        inputs = {v.value for v in self.inventory.graph.inputs} if self._axes else set()
+        for at, value in enumerate(op.inputs):
+            windows = any(is_halo(need) for _, need in self._forms(op, at).values())
+            if windows and value in inputs and value in keeps and value not in copied:
+                yield replace(self.own(value, self.ways_read(op, at)), root=f"{value} for {op.name}", held=False)
 
     def own(self, value: str, ways: float = 0) -> Stored:
         """A storage of a value's own, in so many pieces, by default in those in which it is made."""

@@ -603,6 +603,10 @@ def _record(
         if forms[v.value][axis] is R and summands and v.value in problem.grads:
             forms[v.value][axis] = D
             gradients.setdefault(v.value, []).append(axis)
+    for v in graph.inputs if problem.row.cuts_positions else ():
+        read = {form for form in uses.get(v.value, ()) if form is not None}
+        if len(read) == 1 and is_cut(only := read.pop()):  # all read the same part: that is what a rank is given
+            forms[v.value][axis] = only
     have = {value: [forms[value][axis]] for value in graph.tensors if value in forms and axis in forms[value]}
     for op in graph.operators:
         for value, row in zip(op.inputs, needs[op.name], strict=True):

@@ -72,6 +72,11 @@ class Sharding:
                 local[form.dim] = part_length(form, local[form.dim], self.sizes[axis], None if at is None else at[axis])
         return tuple(local)
 
+    def held(self, value: str, shape: tuple[int, ...], at: Mapping[str, int], but: str = "") -> list[tuple[int, int, int]]:
+        """(dimension, start, length) of the part that the rank at `at` holds of a value of `shape`, cut over all axes `but` one."""
+        cut = [(axis, form) for axis, form in self.forms[value].items() if axis != but and is_cut(form)]
+        return [(form.dim, *part_of(form, shape[form.dim], self.sizes[axis], at[axis])) for axis, form in cut]
+
 
 def move_collectives(source: Placement, target: Placement) -> tuple[str, str]:
     """(forward, backward) collectives of a redistribution: a collective and its dual. `slice` and "" move no bytes.
@@ -91,6 +96,14 @@ def part_length(form: Shard | Halo, length: int, n: int, index: int | None = Non
         return piece(length, n, index or 0)[1]
     widths = [stop - start for start, stop in form.windows]
     return max(widths) if index is None else widths[index]
+
+
+def part_of(form: Shard | Halo, length: int, n: int, index: int) -> tuple[int, int]:
+    """(start, length) of what rank `index` of n holds of a dimension of `length`."""
+    if isinstance(form, Shard):
+        return piece(length, n, index)
+    start, stop = form.windows[index]
+    return start, stop - start
 
 
 def transfer_s(source: Placement, target: Placement, size_bytes: float, n: int, prices: Prices) -> float:

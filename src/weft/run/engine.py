@@ -26,7 +26,7 @@ from weft.model.work import model_flops
 from weft.plan.axis import DATA
 from weft.plan.compression import Compression
 from weft.plan.microbatches import sizes_of_part
-from weft.plan.placement import P, piece
+from weft.plan.placement import P, R, piece
 from weft.plan.plan import Memory, Plan
 from weft.plan.program import Manage, ManageOp
 from weft.plan.timeline import Timeline
@@ -45,7 +45,7 @@ from weft.run.replicas import Replicas
 from weft.run.rests import Rests
 from weft.run.same import check_same
 from weft.run.stale import Stale
-from weft.run.state import full_state, full_tensors, gradient_pieces, input_gradients, pieces_of
+from weft.run.state import full_state, full_tensors, gradient_pieces, input_gradients, narrowed, pieces_of
 from weft.run.totals import Counter, count
 from weft.run.uncaptured import build_whole
 from weft.schedules import schedule_of
@@ -359,7 +359,7 @@ class Engine:
         if samples == rows and self.step_index == 0 and self.world.num_ranks > 1:
             check_same(batch, self.world)
         sizes = self.sizes_of(samples)
-        given = self._form.tensors_of(batch)
+        given, at = self._form.tensors_of(batch), self.mesh.coordinates(self.world.rank)
         out: list[dict[str, Tensor]] = []
         needed = {value for local in parts.lowered.values() for value in local.variables}
         counting: list[tuple[Counter, dict[str, Tensor]]] = []
@@ -368,7 +368,7 @@ class Engine:
             tensors: dict[str, Tensor] = {}
             normal = parts.of_size(size, samples).normal
             counter = self._counter_of(parts, size, samples) if normal.totals else None
-            counted = tensors if counter is None or not is_global else {}
+            counted: dict[str, Tensor] = {}
             rows = size if is_global else size // data
             for v in normal.graph.inputs:
                 if v.value not in needed:
@@ -379,15 +379,16 @@ class Engine:
                     if is_global and data > 1:
                         start, length = piece(rows, data, self.data_index)
                         x = x.narrow(0, start, length)
-                want = parts.sharding.shape(v.value, v.tensor.shape)
+                want = parts.sharding.shape(v.value, v.tensor.shape, {DATA: parts.sharding.forms[v.value].get(DATA, R)})
                 if tuple(x.shape) != want and not self.plan.uncaptured:
                     raise Infeasible(
                         f"{v.name} has shape {list(x.shape)} in a microbatch of this rank, and the model was captured with {list(want)}; "
                         "pad or cut batches to one shape, or plan again for this one"
                     )
-                tensors[v.value] = self._taken(x, v)
-                if counter is not None and counted is not tensors and v.value in counter.variables:
-                    counted[v.value] = self._taken(whole_rows, v)
+                mine = narrowed(x, parts.sharding.held(v.value, x.shape, at, but=DATA))
+                tensors[v.value] = self._taken(mine, v)
+                if counter is not None and v.value in counter.variables:
+                    counted[v.value] = tensors[v.value] if mine is whole_rows else self._taken(whole_rows, v)
             if normal.share:
                 kind = getattr(torch, normal.graph.tensors[normal.share].dtype)
                 tensors[normal.share] = counted[normal.share] = torch.full((), size / samples, dtype=kind, device=self.world.device)

@@ -30,7 +30,7 @@ from weft.run.build import Parts, Source, Traced
 from weft.run.captures import captured_in
 from weft.run.checkpoint import Piece
 from weft.run.original import Original
-from weft.run.state import full_state, weights_of
+from weft.run.state import full_state, narrowed, weights_of
 from weft.run.unchanged import Unchanged
 from weft.world import private
 from weft.world.world import Group, World
@@ -85,6 +85,9 @@ class Forward:
         for value, group in self._summed_inputs:
             if tensors[value].requires_grad:  # another model made it, and waits for the whole gradient
                 tensors[value] = redistribute(tensors[value], R, D, group)
+        at = layout.mesh.coordinates(self.world.rank)
+        for value, x in tensors.items():
+            tensors[value] = narrowed(x, parts.sharding.held(value, x.shape, at, but=DATA))
         values = [parts.variables[v] if v in parts.variables else tensors[v] for v in local.variables]
         for position, group in self._summed_here:
             values[position] = redistribute(values[position], R, D, group)
@@ -107,7 +110,7 @@ class Forward:
         """Raise Infeasible where a tensor has another shape than in the capture."""
         parts = self.parts
         for v in parts.graph.inputs:
-            want = parts.sharding.shape(v.value, v.tensor.shape)
+            want = parts.sharding.shape(v.value, v.tensor.shape, {DATA: parts.sharding.forms[v.value].get(DATA, R)})
             if tuple(given[v.name].shape) != want:
                 raise Infeasible(
                     f"{v.name} has shape {list(given[v.name].shape)}, and the model was captured with {list(want)} on each rank; "

@@ -5,14 +5,14 @@ In: a rank's parts and its optimizer. Out: `Piece`s for checkpoints, and whole t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from weft.model.graph import Variable
 from weft.plan.axis import PIPELINE, axis_of
-from weft.plan.placement import D, is_shard, piece
+from weft.plan.placement import D, is_cut, is_shard
 from weft.plan.plan import Plan
 from weft.run.build import Parts
 from weft.run.checkpoint import Piece, whole
@@ -121,6 +121,13 @@ def full_state(parts: Parts, pieces: Sequence[Piece], everyone: Group, every: bo
     return state if every else {name: x for name, x in state.items() if name in parts.saved}
 
 
+def narrowed(x: Tensor, places: Iterable[tuple[int, int, int]]) -> Tensor:
+    """The part of a tensor at (dimension, start, length) each: a view, so that what nobody reads of it need not be copied."""
+    for dim, start, length in places:
+        x = x.narrow(dim, start, length)
+    return x
+
+
 def input_gradients(parts: Parts, plan: Plan, result: Result, at: Mapping[str, int], everyone: Group) -> dict[str, Tensor] | None:
     """Gradients of the floating-point inputs over all microbatches, by path, on rank 0; None elsewhere.
 
@@ -135,16 +142,13 @@ def input_gradients(parts: Parts, plan: Plan, result: Result, at: Mapping[str, i
         shape = (plan.batch_size, *v.tensor.shape[1:]) if v.batched else v.tensor.shape
         total = torch.zeros(shape, dtype=torch.float64, device=everyone.device)
         forms = parts.sharding.forms[v.value]
-        if all((is_shard(form) or form is D) or at[axis] == 0 for axis, form in forms.items()):
+        if all((is_cut(form) or form is D) or at[axis] == 0 for axis, form in forms.items()):
             for m, by_value in zip(result.order, result.input_gradients, strict=True):
                 gradient = by_value.get(v.value)
                 if gradient is None:
                     continue
                 place = total.narrow(0, starts[m], sizes[m]) if v.batched else total
-                for axis, form in forms.items():
-                    if is_shard(form):
-                        dim = form.dim
-                        place = place.narrow(dim, *piece(place.shape[dim], parts.sharding.sizes[axis], at[axis]))
+                place = narrowed(place, parts.sharding.held(v.value, place.shape, at))
                 place += gradient.double()
         everyone.all_reduce(total)
         out[v.name] = total.cpu()

@@ -73,8 +73,9 @@ class Counter:
         inputs = {v for op in operators for v in op.inputs}
         variables = tuple(v.value for v in normal.graph.variables if v.value in inputs)
         stage = Stage(0, operators, variables, (), (), tuple(t.value for t in totals))
-        forms = lowering.sharding.forms
-        cut = [v for v in variables if any(is_shard(form) and not axis_of(axis).cuts_samples for axis, form in forms[v].items())]
+        forms, given = lowering.sharding.forms, {v.value for v in normal.graph.inputs}  # inputs are counted from as they are given, whole
+        kept = [v for v in variables if v not in given]
+        cut = [v for v in kept if any(is_shard(form) and not axis_of(axis).cuts_samples for axis, form in forms[v].items())]
         if cut:
             raise Infeasible(f"the loss divides by what is counted from {cut[0]}, of which each tensor rank has a part; use tensor=1")
         made = [
