@@ -1,8 +1,8 @@
 """How is a model trained on images of which one does not fit? A ResNet learns to tell stained tissue in tiles of 2,048 and 4,096 pixels of
 a slide, under a limit of memory a rank that is enforced; weft chooses the plan that fits, and says what does not.
 
-    python examples/pathology_tiles.py --tile 2048 --device-memory 250MiB
-    python examples/pathology_tiles.py --tile 4096 --device-memory 900MiB --steps 10
+    python examples/pathology_tiles.py --tile 2048 --device-memory 280MiB
+    python examples/pathology_tiles.py --tile 4096 --batch 1 --device-memory 900MiB --steps 10
     python examples/pathology_tiles.py --slide biopsy.tif --tile 4096      # a scanner's own file, where its tiles are not JPEG
 
 The slide is a pyramidal TIFF, as scanners write it: squares of 256 pixels, at full size and at a half, a quarter, ... of it. A step reads
@@ -46,12 +46,13 @@ class Options:
     model: str = "resnet-18:base=16"
     tile: int = 2048
     slide: str = ""
-    batch: int = 1
+    batch: int = 2
     steps: int = 20
     ranks: int = 4
-    device_memory: str = "250MiB"
+    device_memory: str = "280MiB"
     cluster: str = "here"
-    learning_rate: float = 3e-4
+    constrain: str = ""
+    learning_rate: float = 1e-3
 
     @property
     def named(self) -> str:
@@ -217,7 +218,7 @@ def plan_of(options: Options, batch: dict[str, Tensor], constraints: str = "") -
         Infeasible: nothing fits.
     """
     subject = resolve(options.named)
-    words = f"ranks={options.ranks} precision=float32 {constraints}"
+    words = f"ranks={options.ranks} precision=float32 {options.constrain} {constraints}"
     return weft.plan(
         subject.make, batch, loss=subject.loss, cluster=options.cluster, constraints=words, device_memory=options.device_memory
     )

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from weft.errors import Infeasible
 from weft.world.memory import accounts_of
 
 PATH = Path(__file__).resolve().parents[2] / "examples" / "pathology_tiles.py"
@@ -67,17 +68,27 @@ def test_the_classes_are_of_the_stain(example: ModuleType, tmp_path: Path) -> No
 def test_it_trains_by_pieces_of_tiles_where_nothing_else_fits(
     example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """By its own choice, within the limit, with a loss that falls."""
+    """Within the limit, and it learns."""
     monkeypatch.chdir(tmp_path)
     limited = accounts_of(torch.device("cpu")).counts
-    words = ["--model", "resnet-tiny:base=8", "--tile", "1024", "--steps", "6", "--ranks", "2", "--cluster", "1xcpu-2"]
-    found = example.main([*words, "--learning-rate", "0.003", "--device-memory", "24MiB"])
+    words = ["--model", "resnet-tiny:base=8", "--tile", "1024", "--batch", "1", "--steps", "6", "--ranks", "2"]
+    words += ["--cluster", "1xcpu-2", "--constrain", "tensor=1"]
+    found = example.main([*words, "--learning-rate", "0.003", "--device-memory", "30MiB"])
     assert found["alone"].startswith("nothing fits (")
     assert "spatial=2" in found["layout"]
-    assert sum(found["losses"][3:]) < sum(found["losses"][:3])
+    assert found["held_out"] < 0.693  # of tiles that it has not seen, and more than a guess
     assert "by samples, layers and recomputation alone: nothing fits" in capfd.readouterr().out
     if limited:
-        assert 0 < found["memory"]["total"] <= 24 << 20
+        assert 0 < found["memory"]["total"] <= 30 << 20
+
+
+def test_the_plan_of_large_tiles_is_to_share_them(example: ModuleType) -> None:
+    """By the planner's own choice, with every other way open."""
+    options = example.Options(cluster="1xcpu-2")
+    batch = {"pixels": torch.zeros(2, 3, options.tile, options.tile), "labels": torch.zeros(2, dtype=torch.int64)}
+    assert example.plan_of(options, batch).layout.spatial != "1"
+    with pytest.raises(Infeasible, match=r"the leanest, data=. tensor=1 pipeline=. "):
+        example.plan_of(options, batch, example.ALONE)
 
 
 @pytest.mark.parametrize("name", ["skimage", "tifffile"])
