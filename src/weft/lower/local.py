@@ -29,9 +29,8 @@ from weft.lower.kernels.statistics import Parts, batch_norm, group_norm
 from weft.lower.kernels.vocabulary import cross_entropy, embedding
 from weft.lower.redistribute import counted, redistribute
 from weft.model.drawn import Fold, drawn_shape
-from weft.model.graph import Arg, Function, Graph, Operator, Ref, Word, statistics
+from weft.model.graph import Arg, Function, Graph, Operator, Ref, Word, statistics, writes_buffer, written_buffers
 from weft.model.pointwise import is_product, read_shapes
-from weft.model.propagate import writes_buffer, written_buffers
 from weft.model.sharding import Sharding, move_collectives
 from weft.model.stages import Stage
 from weft.ops import Rule, draws, record_of, rule_of, windows_of

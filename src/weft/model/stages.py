@@ -13,8 +13,7 @@ from itertools import pairwise
 
 from weft.errors import Infeasible, LayoutError
 from weft.model.gradients import learns_by
-from weft.model.graph import Graph, Operator
-from weft.model.propagate import writes_buffer, written_buffers
+from weft.model.graph import Graph, Operator, writes_buffer, written_buffers
 from weft.model.work import closure
 from weft.ops import draws, record_of
 
