@@ -89,7 +89,7 @@ def propagate(
         said = Given(given[axis], (labels or {}).get(axis, {}))
         others = _others(found, sizes, order, axis, given, samples)
         problem = AxisProblem(graph, axis, sizes[axis], price, said, others, sequence=sequence, samples=samples)
-        _check_given(problem)
+        _check_axis(problem)
         found.add(problem, *solve(problem, beam))
     return found.sharding(sizes)
 
@@ -110,8 +110,8 @@ def _others(
     return Others(taken, inside, kernels, pinned, bool(later), prod(sizes[a] for a in before), replicas)
 
 
-def _check_given(problem: AxisProblem) -> None:
-    """Refuse a cut that a plan gives to this axis where another one cuts already, and positions that no window slides along."""
+def _check_axis(problem: AxisProblem) -> None:
+    """Refuse a cut that a plan gives where another axis cuts already, and an axis of positions that no window slides along."""
     fixed = problem.fixed if problem.row.cuts_weights and problem.fixed else {}
     for v in (*problem.graph.parameters, *problem.graph.buffers):
         if v.value in fixed and not problem.cuttable(v.value, fixed[v.value]):
