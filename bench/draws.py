@@ -30,7 +30,7 @@ from bench.measure import turn
 from bench.pipeline import lines_of
 from bench.processes import ROOT
 from weft.api import plan as make_plan
-from weft.lower import local
+from weft.lower import special
 from weft.lower.kernels import stream
 from weft.run.engine import Engine
 from weft.world.launch import launch
@@ -70,21 +70,21 @@ def _dropout(x: Tensor, p: float, draw: object, where: object) -> Tensor:
 
 
 def _attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, causal: bool, scale: float | None, enable_gqa: bool,
-    draw: object, where: object,
-) -> Tensor:  # fmt: skip
-    return F.scaled_dot_product_attention(q, k, v, mask, p, causal, scale=scale, enable_gqa=enable_gqa)
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, causal: bool, scale: float | None, drawing: object
+) -> Tensor:
+    fewer = k.dim() > 3 and k.shape[-3] != q.shape[-3]
+    return F.scaled_dot_product_attention(q, k, v, mask, p, causal, scale=scale, enable_gqa=fewer)
 
 
 @contextmanager
 def _torchs_own() -> Iterator[None]:
     """While a model is lowered: torch's draws."""
-    kept = local.dropout, local.attention
-    local.dropout, local.attention = _dropout, _attention  # type: ignore[assignment]
+    kept = special.dropout, special.attention
+    special.dropout, special.attention = _dropout, _attention  # type: ignore[assignment]
     try:
         yield
     finally:
-        local.dropout, local.attention = kept
+        special.dropout, special.attention = kept
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from weft.lower import redistribute
 from weft.plan.mesh import Mesh
 from weft.plan.placement import is_shard, piece
 from weft.plan.transition import transition
-from weft.world import group as transport
+from weft.world import work as transport
 from weft.world.group import Group
 from weft.world.world import World
 
@@ -212,7 +212,7 @@ def _left_out(name: str, plain: Callable[..., Any], group: Group, args: tuple[An
     if name == "isend":
         return plain(group, torch.zeros_like(x), *args[1:], **options)
     if name in ("all_reduce", "broadcast"):
-        return transport._DONE
+        return transport.DONE
     if name == "all_gather":
         dim = args[1] if len(args) > 1 else options.get("dim", 0)
         length = args[2] if len(args) > 2 else options.get("length")
@@ -233,4 +233,4 @@ def _left_out(name: str, plain: Callable[..., Any], group: Group, args: tuple[An
             out.detach().copy_(given.detach().view(group.size, -1)[group.index].clone())
         else:
             out.detach().copy_(given.detach())
-    return transport._DONE
+    return transport.DONE

@@ -19,8 +19,8 @@ from weft.capture.functions import Call, call_of, function_of
 from weft.lower.kernels.randomness import Draw
 from weft.lower.local import LocalStage, Lowering, lower
 from weft.model import graph as data
+from weft.model.axis_problem import AxisProblem, Choice, Given, Others
 from weft.model.graph import FUNCTION, Graph, Operator, Ref, Slot, Variable, Word
-from weft.model.propagate import _Axis, _Choice
 from weft.model.sharding import Prices, Sharding
 from weft.model.stages import Stage
 from weft.plan.placement import D, P, Placement, R, Shard, is_cut, is_shard
@@ -158,16 +158,16 @@ def _full(target: str) -> str:
     return target if target.count(".") == 2 else f"aten.{target}"
 
 
-def choices(case: Case, n: int, axis: str = "tensor", taken: dict[str, set[int]] | None = None, rule: Any = None) -> list[_Choice]:
+def choices(case: Case, n: int, axis: str = "tensor", taken: dict[str, set[int]] | None = None, rule: Any = None) -> list[Choice]:
     """Every cut of the operator into n parts that its rule allows; by `rule` instead of its own, where one is given."""
-    problem = _Axis(case.graph, axis, n, taken or {}, None, Prices(), 1)
+    problem = AxisProblem(case.graph, axis, n, Prices(), Given(), Others(taken or {}))
     problem.meanings = None  # what an axis is for does not matter here
     if rule is not None:
         problem.rules[case.op.name] = rule
     return [choice for choice in problem.choices(case.op) if choice.label]
 
 
-def difference(case: Case, cuts: dict[str, tuple[int, _Choice]]) -> str:
+def difference(case: Case, cuts: dict[str, tuple[int, Choice]]) -> str:
     """What the cut operator gets wrong, "" where nothing. `cuts`: axis -> (number of parts, choice)."""
     want, want_grads, want_left, seeds = _whole(case)
     op, sizes = case.op, {axis: n for axis, (n, _) in cuts.items()}

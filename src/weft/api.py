@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from weft.api_loop import any_cluster, auto_parallelize
-from weft.capture.capture import Loss, taken
-from weft.capture.modes import set_modes, training_modes
+from weft.capture.capture import Loss
 from weft.capture.nesting import batch_size_of
+from weft.capture.once import called_once
 from weft.cluster.cluster import Cluster
 from weft.collectives import build as build_collective
-from weft.errors import ModelError, UsageError, said
+from weft.errors import ModelError, UsageError
 from weft.model.graph import Graph
 from weft.model.sharding import Shards
 from weft.model.stages import check_trains
@@ -49,9 +47,10 @@ from weft.zoo.resolve import resolve
 from weft.zoo.resolved import Resolved
 
 Model = Resolved | nn.Module | Callable[[], nn.Module] | str
+Subject = tuple[str, nn.Module | Callable[[], nn.Module], Any, Loss | None]
 
 
-def plan(
+def plan(  # noqa: PLR0913
     model: Model,
     batch: Any = None,
     *,
@@ -97,7 +96,7 @@ def plan(
 
     def of(layout: Layout | str | None) -> Plan:
         return _planned(
-            *subject, machines, layout, constraints=constraints, objective=objective, like=like, source=source, device_memory=device_memory
+            subject, machines, layout, constraints=constraints, objective=objective, like=like, source=source, device_memory=device_memory
         )
 
     if trials > 1 and not by_name:
@@ -121,7 +120,7 @@ def shapes_of(model: Resolved, size: int, source: Traced, loss: Loss | None = No
     return form
 
 
-def tried(
+def tried(  # noqa: PLR0913
     chosen: Plan,
     trials: int,
     plan_of: Callable[[Layout], Plan],
@@ -176,10 +175,7 @@ def _fastest(chosen: Plan, found: Sequence[Trial], cluster: Cluster) -> Plan:
 
 
 def _planned(
-    name: str,
-    make: nn.Module | Callable[[], nn.Module],
-    given: Any,
-    loss: Loss | None,
+    subject: Subject,
     cluster: Cluster | str = "here",
     layout: Layout | str | None = None,
     *,
@@ -189,7 +185,8 @@ def _planned(
     source: Source | None = None,
     device_memory: float | str = 0,
 ) -> Plan:
-    """As `plan`, of a model that goes by `name`."""
+    """As `plan`, of a model in whatever form it was given."""
+    name, make, given, loss = subject
     machines = (Cluster.parse(cluster) if isinstance(cluster, str) else cluster).limited(parse_bytes(device_memory))
     by_hand = Layout.parse(layout) if isinstance(layout, str) else layout
     source = source or Source.of(make)
@@ -199,7 +196,7 @@ def _planned(
         graph = source.capture(given, loss, size).graph
     except ModelError as error:
         count = sum(p.numel() for p in source.model.parameters())
-        whole = _called_once(source, given, loss, error)
+        whole = called_once(source.model, source.deferred, given, loss, source.loss_of, error)
 
         def trial(plan: Plan) -> None:
             if whole is not None:
@@ -212,55 +209,7 @@ def _planned(
     return search(graph, machines, size, name, words, by_hand, objective)
 
 
-def _called_once(source: Source, batch: Any, loss: Loss | None, error: ModelError) -> nn.Module | None:
-    """A model that cannot be followed may simply be wrong: where it raises when it is run for real, that is the error to tell.
-
-    Returns a copy of the model, as it was before it was called; None where it is too large to try.
-    """
-    from weft.capture.capture import call, called
-    from weft.capture.init import realize
-    from weft.capture.state import set_state, state_of
-
-    if sum(p.numel() for p in source.model.parameters()) > 200_000_000:
-        return None
-    state = torch.random.get_rng_state()
-    # A copy: running statistics and what else a forward pass changes are not ours to change.
-    model = copy.deepcopy(realize(source.deferred, source.model) if source.deferred is not None else source.model)
-    set_modes(model, training_modes(model))
-    before = state_of(model)
-    try:
-        output = called(model, batch if loss is None else taken(model, batch))  # with gradients, which the model itself may ask for
-        try:
-            call(lambda *_, **__: output, batch, source.loss_of(loss))  # type: ignore[arg-type]
-        except ModelError:
-            raise
-        except Exception as real:
-            given = "loss(output, batch), where batch is all of it"
-            raise ModelError(f"the loss raises when it is called as {given}: {said(real)}") from error
-    except ModelError:
-        raise
-    except Exception as real:
-        raise ModelError(f"the model raises when it is called: {said(real)}{_misfit(model, batch)}") from error
-    finally:
-        torch.random.set_rng_state(state)
-        set_state(model, before)
-    return model
-
-
-def _misfit(model: nn.Module, batch: Any) -> str:
-    """What to do where the batch is not what `forward` takes; empty where it is."""
-    order, named = ((), batch) if isinstance(batch, Mapping) else (batch, {})
-    try:
-        inspect.signature(model.forward).bind(*order, **named)
-    except TypeError:
-        has = f"with the keywords {', '.join(map(str, named))}" if named else f"with {len(order)} arguments in order"
-        return f"; it is called {has}, which is all of the batch: let forward take its targets too, and leave them to the loss"
-    except ValueError:  # no signature to see
-        return ""
-    return ""
-
-
-def parallelize(
+def parallelize(  # noqa: PLR0913
     model: Model,
     batch: Any = None,
     *,
@@ -294,25 +243,19 @@ def parallelize(
     True
     """
     world = world or current_world()
-    name, make, given, loss = _subject(model, batch, loss)
+    subject = _subject(model, batch, loss)
+    _, make, given, loss = subject
     if isinstance(make, nn.Module):
         check_same_model(make, world)
     if seed is None:
         draw_alike(world)
     limit = parse_bytes(device_memory)
-    chosen = _plan_for(name, make, given, loss, plan, cluster, world, limit)
+    chosen = _plan_for(subject, plan, cluster, world, limit)
     return Engine(chosen, make, given, loss, world, optimizer, seed=seed, compile=compile, device_memory=limit)
 
 
 def _plan_for(
-    name: str,
-    make: Any,
-    batch: Any,
-    loss: Loss | None,
-    wanted: Plan | Layout | str | None,
-    cluster: Cluster | str,
-    world: World,
-    device_memory: float = 0.0,
+    subject: Subject, wanted: Plan | Layout | str | None, cluster: Cluster | str, world: World, device_memory: float = 0.0
 ) -> Plan:
     if isinstance(wanted, Plan):
         return wanted
@@ -322,12 +265,12 @@ def _plan_for(
     state = torch.random.get_rng_state()
     try:
         if wanted is not None:
-            return _planned(name, make, batch, loss, any_cluster(), wanted)
+            return _planned(subject, any_cluster(), wanted)
         else:
             # Rank 0 chooses for all: what another machine measured of itself may lead to another plan.
             ranks = f"ranks={world.num_ranks}"
             return parse_plan(
-                world.told(lambda: format_plan(_planned(name, make, batch, loss, cluster, constraints=ranks, device_memory=device_memory)))
+                world.told(lambda: format_plan(_planned(subject, cluster, constraints=ranks, device_memory=device_memory)))
             )
     finally:
         torch.random.set_rng_state(state)
@@ -357,7 +300,7 @@ def shard(loader: Iterable[Any], engine: Engine | None = None) -> Iterator[Any]:
     return shard_batches(loader, where)
 
 
-def verify(
+def verify(  # noqa: PLR0913
     model: Model | Path,
     layout: Layout | Plan | str | Path | Sequence[Layout | Plan | str] | None = None,
     batch: Any = None,
@@ -400,7 +343,8 @@ def verify(
     if isinstance(model, str):
         model = resolve(model, batch if isinstance(batch, int) else None, sequence)
     assert not isinstance(model, Path)
-    name, make, given, loss = _subject(model, batch, loss)
+    subject = _subject(model, batch, loss)
+    _, make, given, loss = subject
     limit = parse_bytes(device_memory)
     state = torch.random.get_rng_state()
     torch.manual_seed(seed)
@@ -414,7 +358,7 @@ def verify(
         layout = layout.with_schedule(*actions) if actions is not None else layout
         layout.check_runs()
         if not isinstance(wanted, Plan):
-            wanted = _planned(name, make, given, loss, any_cluster(), replace(layout, precision="float32"), source=source)
+            wanted = _planned(subject, any_cluster(), replace(layout, precision="float32"), source=source)
         return replace(wanted, layout=replace(layout, precision=dtype))
 
     plans = [plan_of(wanted) for wanted in asked]  # all of them before any rank starts
@@ -488,7 +432,7 @@ def _shards(plan: Plan, graph: Graph) -> dict[str, Shards]:
     return expand_all(plan.shards, (v.name for v in (*graph.parameters, *graph.buffers)))
 
 
-def _subject(model: Model, batch: Any, loss: Loss | None) -> tuple[str, nn.Module | Callable[[], nn.Module], Any, Loss | None]:
+def _subject(model: Model, batch: Any, loss: Loss | None) -> Subject:
     """(name, module or maker, batch of tensors, loss) of a model in any of its forms."""
     if isinstance(model, str):
         model = resolve(model, batch if isinstance(batch, int) else None)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
-from weft.model.propagate import _Axis, _Choice
+from weft.model.axis_problem import AxisProblem, Choice
 from weft.model.work import differentiable, storages, work
 from weft.plan.placement import D, Placement, R, Shard, is_shard
 
@@ -35,7 +35,7 @@ class Tried:
 class Everything:
     """All placements of a graph along an axis of `n` ranks; `axis` is where choices and prices come from."""
 
-    def __init__(self, axis: _Axis, weight: float = 4, gradient: float = 4, optimizer: float = 8):
+    def __init__(self, axis: AxisProblem, weight: float = 4, gradient: float = 4, optimizer: float = 8):
         self.axis, self.graph = axis, axis.graph
         self.choices = [axis.choices(op) for op in self.graph.operators]
         self.least_after = [0.0]
@@ -112,7 +112,7 @@ class Everything:
         return work_s + self.moves(chosen, lies)
 
     def _descend(
-        self, i: int, cost: float, chosen: list[_Choice], stored: dict[str, Placement], held: dict[str, tuple[Placement, ...]] | None
+        self, i: int, cost: float, chosen: list[Choice], stored: dict[str, Placement], held: dict[str, tuple[Placement, ...]] | None
     ) -> Iterator[Tried]:
         """All that follow from these choices. `held`: forms of every value, where what must cost too much is left out; else None."""
         if i == len(self.choices):
@@ -139,7 +139,7 @@ class Everything:
                         continue
                 yield from self._descend(i + 1, least, [*chosen, choice], {**stored, **way}, after)
 
-    def _at_least(self, i: int, choice: _Choice, held: dict[str, tuple[Placement, ...]]) -> tuple[float, dict[str, tuple[Placement, ...]]]:
+    def _at_least(self, i: int, choice: Choice, held: dict[str, tuple[Placement, ...]]) -> tuple[float, dict[str, tuple[Placement, ...]]]:
         """(least seconds of the moves before an operator, forms held): what is whole may yet turn out to hold summands of gradients."""
         op = self.graph.operators[i]
         total = 0.0
@@ -153,7 +153,7 @@ class Everything:
         held.update({value: (form,) for value, form in zip(op.outputs, choice.makes, strict=True)})
         return total, held
 
-    def moves(self, chosen: list[_Choice], stored: dict[str, Placement]) -> float:
+    def moves(self, chosen: list[Choice], stored: dict[str, Placement]) -> float:
         """Seconds of all redistributions and sums of gradients, summands of gradients passed on as far as they may be."""
         operators = self.graph.operators
         needs, whole, reads = self._deferred(chosen)
@@ -175,7 +175,7 @@ class Everything:
                 held[value] = [D if value in whole else form]
         return total
 
-    def _deferred(self, chosen: list[_Choice]) -> tuple[list[list[str | None]], set[str], dict[str, set[str]]]:
+    def _deferred(self, chosen: list[Choice]) -> tuple[list[list[str | None]], set[str], dict[str, set[str]]]:
         """What operators need, which values are whole with summands for gradients, and in which forms every value is read.
 
         From the last operator to the first: a replicated one whose result is read as D alone reads D itself.
@@ -194,7 +194,7 @@ class Everything:
                     reads[value].add(need)
         return needs, whole, reads
 
-    def size_bytes(self, chosen: list[_Choice], stored: dict[str, Placement]) -> float:
+    def size_bytes(self, chosen: list[Choice], stored: dict[str, Placement]) -> float:
         """Bytes on one rank of parameters with their states, and of what backward keeps, once for those that have it alike."""
         n = self.axis.n
         total = 0.0

@@ -14,6 +14,7 @@ from placements_oracle.tables import Axis, Moves, prune
 from small_graphs import alexnet, chain, convolutions, experts
 
 from weft.errors import Infeasible, LayoutError, UsageError
+from weft.model.axis_problem import Given, Others
 from weft.model.graph import Graph
 from weft.model.propagate import propagate
 from weft.model.sharding import Prices
@@ -33,7 +34,7 @@ WAYS = st.sampled_from(("features", "sequence", "anything"))
 
 def axis_of(graph: Graph, prices: Prices, way: str, n: int = 2) -> Axis:
     """The axis as `solve_placements` sees it; `way`: which labels may be cut."""
-    axis = Axis(graph, "tensor", n, {}, None, prices, 1, way != "features")
+    axis = Axis(graph, "tensor", n, prices, Given(), Others(), way != "features")
     if way == "anything":
         axis.meanings = None
     return axis

@@ -10,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.errors import LayoutError
+from weft.model.axis_problem import AxisProblem, Given, Others
+from weft.model.axis_search import apply, solve
 from weft.model.graph import Graph, Operator, Ref, Tensor, Variable
-from weft.model.propagate import _Axis, propagate
+from weft.model.propagate import propagate
 from weft.model.sharding import Prices, Sharding, move_collectives
 from weft.plan.placement import D, P, R, Shard, is_shard
 
@@ -169,7 +171,7 @@ def small(shapes: list[tuple[str, int, int]]) -> Graph:
     return Graph(tuple(parameters), (), (x,), (), tuple(operators), tensors, "loss", 8)
 
 
-def exhaustive(problem: _Axis, graph: Graph) -> float:
+def exhaustive(problem: AxisProblem, graph: Graph) -> float:
     """The least cost over every combination of choices, applied one after the other."""
     best = float("inf")
     for combination in product(*(problem.choices(op) for op in graph.operators)):
@@ -177,7 +179,7 @@ def exhaustive(problem: _Axis, graph: Graph) -> float:
         for op, choice in zip(graph.operators, combination, strict=True):
             if not problem.worth(op, choice, held):
                 break
-            tried = problem._apply(op, choice, cost, held)
+            tried = apply(problem, op, choice, cost, held)
             if tried is None:
                 break
             cost, held, _ = tried
@@ -187,11 +189,11 @@ def exhaustive(problem: _Axis, graph: Graph) -> float:
     return best
 
 
-def found_cost(problem: _Axis, graph: Graph, beam: int) -> float:
-    chosen, _ = problem.solve(beam)
+def found_cost(problem: AxisProblem, graph: Graph, beam: int) -> float:
+    chosen, _ = solve(problem, beam)
     cost, held = 0.0, {}
     for op in graph.operators:
-        tried = problem._apply(op, chosen[op.name], cost, held)
+        tried = apply(problem, op, chosen[op.name], cost, held)
         assert tried is not None
         cost, held, _ = tried
         held.update({v: (form,) for v, form in zip(op.outputs, chosen[op.name].makes, strict=True)})
@@ -210,7 +212,7 @@ KINDS = st.sampled_from(("linear", "linear", "add", "mm", "t", "softmax"))
 def test_the_beam_finds_what_enumeration_finds(shapes: list[tuple[str, int, int]], link: float, axis: str) -> None:
     graph = small(shapes)
     prices = Prices(flops_per_s=1e8, memory_bytes_per_s=1e10, link_bytes_per_s=link, latency_s=1e-9)
-    problem = _Axis(graph, axis, 2, {}, {} if axis == "data" else None, prices, 1)
+    problem = AxisProblem(graph, axis, 2, prices, Given({} if axis == "data" else None), Others())
     assert found_cost(problem, graph, 1000) == pytest.approx(exhaustive(problem, graph), rel=1e-12)
 
 
@@ -220,7 +222,7 @@ def test_a_beam_of_one_is_told_from_enumeration() -> None:
     worse = 0
     for kinds in product(("linear", "mm", "softmax"), repeat=3):
         graph = small([(kind, i, i - 1) for i, kind in enumerate(kinds)])
-        problem = _Axis(graph, "tensor", 2, {}, None, prices, 1)
+        problem = AxisProblem(graph, "tensor", 2, prices, Given(), Others())
         worse += found_cost(problem, graph, 1) > exhaustive(problem, graph) * (1 + 1e-9)
     assert worse
 

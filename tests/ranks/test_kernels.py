@@ -60,9 +60,9 @@ def classified(world: World, ignore: int, by: str) -> list[bool]:
     mine = piece_of(logits.detach(), dim, world).requires_grad_()
     group = world.everyone
     if by == "classes":
-        got = cross_entropy(mine, target, ignore, CLASSES, (), group)
+        got = cross_entropy(mine, target, ignore, (), (CLASSES, group))
     else:
-        got = redistribute(cross_entropy(mine, piece_of(target, 0, world), ignore, CLASSES, (group,), None), P, R, group)
+        got = redistribute(cross_entropy(mine, piece_of(target, 0, world), ignore, (group,), None), P, R, group)
     got.backward()
     return [equal(got, want), equal(mine.grad, piece_of(logits.grad, dim, world))]
 
@@ -84,7 +84,7 @@ def classified_both(world: World) -> list[bool]:
     row, column = divmod(world.rank, 2)
     rows, classes = world.group([column, column + 2]), world.group([2 * row, 2 * row + 1])
     mine = logits.detach().chunk(2, 0)[row].chunk(2, 1)[column].clone().requires_grad_()
-    got = redistribute(cross_entropy(mine, target.chunk(2)[row], -100, CLASSES, (rows,), classes), P, R, rows)
+    got = redistribute(cross_entropy(mine, target.chunk(2)[row], -100, (rows,), (CLASSES, classes)), P, R, rows)
     got.backward()
     return [equal(got, want), equal(mine.grad, logits.grad.chunk(2, 0)[row].chunk(2, 1)[column])]
 

@@ -20,10 +20,11 @@ from torch import Tensor
 
 from weft.errors import RankError, RunError
 from weft.world import private
-from weft.world.group import Group, LostPeer
+from weft.world.group import Group
 from weft.world.shared_memory import library, native
 from weft.world.shared_memory.portable.channel import PortableChannel
 from weft.world.shared_memory.portable.stream import Streams
+from weft.world.work import LostPeer
 from weft.world.world import World
 
 KINDS = ("shared_memory", "portable")

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from weft.capture.capture import capture
+from weft.model.axis_problem import Given, Others
 from weft.model.graph import Graph
 from weft.model.propagate import propagate
 from weft.model.sharding import Prices
@@ -89,7 +90,7 @@ def test_the_optimum_is_that_of_the_enumeration(name: str, way: str, prices: Pri
     graph = graph_of(MODELS[name])
     cut = ("tensor",) if way == "anything" else ()
     found = solve_placements(graph, {"tensor": 2}, prices=prices, sequence=way != "features", batch_cut=cut, gap=0.0)
-    axis = Axis(graph, "tensor", 2, {}, None, prices, 1, way != "features")
+    axis = Axis(graph, "tensor", 2, prices, Given(), Others(), way != "features")
     if way == "anything":
         axis.meanings = None
     everything = Everything(axis)

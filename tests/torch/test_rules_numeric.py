@@ -530,7 +530,7 @@ def test_a_wrong_rule_is_caught(make: Callable[[], Case], wrong: Rule, monkeypat
     right = rule_of(made.op, made.graph.tensors)
     assert right is not None
     assert not check(made, (2,)), "with the right rule it passes"
-    monkeypatch.setattr("weft.lower.local.rule_of", lambda op, tensors: wrong)
+    monkeypatch.setattr("weft.lower.call.rule_of", lambda op, tensors: wrong)
     found = []
     for choice in choices(made, 2, rule=wrong):
         try:

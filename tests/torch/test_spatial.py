@@ -176,9 +176,9 @@ def test_broken_twin_padding_is_put_on_every_rank(monkeypatch: pytest.MonkeyPatc
         inner = [x.narrow(2, part.made[0] - part.read[0], part.made[1] - part.made[0]) if part.dim == 2 else x for part in parts]
         return target(inner[0], *args)  # type: ignore[no-any-return]
 
-    monkeypatch.setattr("weft.lower.local.windowed", alone)
+    monkeypatch.setattr("weft.lower.call.windowed", alone)
     assert check(made, (2,), "height")
-    monkeypatch.setattr("weft.lower.local.windowed", right)
+    monkeypatch.setattr("weft.lower.call.windowed", right)
 
 
 def test_broken_twin_a_window_that_is_one_entry_short(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -221,7 +221,7 @@ def test_attention_with_dropout_is_that_of_its_formula(causal: bool) -> None:
     box = Place((2, 4, 5, 5)).box()
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return draws.attention(q, k, v, None, causal, None, KEY, box, 0.25)
+        return draws.attention(q, k, v, None, causal, None, draws.Dropping(KEY, box, 0.25))
 
     weights = (q @ k.repeat_interleave(2, 1).mT / math.sqrt(3)).masked_fill(torch.ones(5, 5).triu(1).bool() & causal, -math.inf).softmax(-1)
     want = (weights * (stream.even(KEY, box, CPU) < 0.75) / 0.75) @ v.repeat_interleave(2, 1)
@@ -239,5 +239,5 @@ def test_attention_with_dropout_keeps_one_tensor_of_scores() -> None:
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        draws.attention(q, k, v, None, False, None, KEY, Place((2, 4, 16, 16)).box(), 0.1)
+        draws.attention(q, k, v, None, False, None, draws.Dropping(KEY, Place((2, 4, 16, 16)).box(), 0.1))
     assert len({x.data_ptr() for x in kept if x.shape[-2:] == (16, 16)}) == 1

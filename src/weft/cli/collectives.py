@@ -219,8 +219,11 @@ def _by_programs(collective: str, machines: Cluster | None, ranks: int, total: f
     rows, times = [], {}
     for name, program in _programs(collective, machines, ranks).items():
         found = _traffic(program, total, machines)
-        rows.append(_row(name, ranks, found.seconds, _traffic(program, 0.0, machines).seconds, found.total_bytes, max(found.sent_bytes),
-                         num_steps(program), len(found.messages), found.balance))  # fmt: skip
+        rows.append({
+            "algorithm": name, "time_s": found.seconds, "latency_s": _traffic(program, 0.0, machines).seconds,
+            "total_bytes": found.total_bytes, "mean_bytes": found.total_bytes / ranks, "busiest_bytes": max(found.sent_bytes),
+            "steps": num_steps(program), "messages": len(found.messages), "balance": found.balance,
+        })  # fmt: skip
         times[name] = [_traffic(program, at, machines).seconds for at in SIZES]
     return rows, times
 
@@ -237,8 +240,11 @@ def _by_forms(collective: str, machines: Cluster | None, ranks: int, total: floa
         if name == "hierarchical" and ranks % ways.inside:
             continue  # the last node is not full
         about = moved(name, ranks, ways.inside)
-        rows.append(_row(name, ranks, all_reduce_s(name, total, ways), all_reduce_s(name, 0.0, ways), about.total * total,
-                         about.busiest * total, about.steps, about.messages, about.balance))  # fmt: skip
+        rows.append({
+            "algorithm": name, "time_s": all_reduce_s(name, total, ways), "latency_s": all_reduce_s(name, 0.0, ways),
+            "total_bytes": about.total * total, "mean_bytes": about.total * total / ranks, "busiest_bytes": about.busiest * total,
+            "steps": about.steps, "messages": about.messages, "balance": about.balance,
+        })  # fmt: skip
         times[name] = [all_reduce_s(name, at, ways) for at in SIZES]
     return rows, times
 
@@ -255,15 +261,6 @@ def _ways(machines: Cluster | None, ranks: int, inside: int) -> Ways:
         return Ways(hop, hop, inside, ranks // inside) if inside else Ways(hop, hop, ranks)
     found = ways(machines, Group(ranks))
     return replace(found, near=replace(found.near, add_byte_s=0.0, adding=()), far=replace(found.far, add_byte_s=0.0, adding=()))
-
-
-def _row(
-    name: str, ranks: int, seconds: float, latency_s: float, total: float, busiest: float, steps: int, messages: int, balance: float
-) -> dict[str, Any]:
-    return {
-        "algorithm": name, "time_s": seconds, "latency_s": latency_s, "total_bytes": total, "mean_bytes": total / ranks,
-        "busiest_bytes": busiest, "steps": steps, "messages": messages, "balance": balance,
-    }  # fmt: skip
 
 
 def _library(collective: str, machines: Cluster | None, ranks: int) -> list[float]:

@@ -36,7 +36,7 @@ class Work:
     assumption: str = ""
 
 
-def estimate(
+def estimate(  # noqa: PLR0913
     model: options.Model,
     cluster: options.ClusterText = "here",
     tokens: Annotated[

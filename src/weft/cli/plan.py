@@ -10,7 +10,7 @@ from weft.cli import options
 from weft.cli.output import output
 
 
-def plan(
+def plan(  # noqa: PLR0913
     model: options.Model,
     cluster: options.ClusterText = "here",
     batch: options.Batch = None,

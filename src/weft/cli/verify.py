@@ -28,7 +28,7 @@ _MODEL = """A zoo name (gpt-10m, gpt:layers=12,hidden=768), hf:CONFIG.json, FILE
 (module, batch) or (module, batch, loss); or a PLAN.toml, whose layout, cuts and stages are then verified."""
 
 
-def verify(
+def verify(  # noqa: PLR0913
     model: Annotated[str, typer.Argument(metavar="MODEL|PLAN.toml", help=_MODEL, show_default=False)],
     layout: Annotated[list[str] | None, typer.Option("--layout", metavar='"KEY=N ..."', help=_LAYOUTS, show_default=False)] = None,
     ranks: Annotated[

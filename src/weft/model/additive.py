@@ -20,8 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from weft.model.graph import Graph, Operator
-from weft.model.propagate import writes_buffer, written_buffers
+from weft.model.graph import Graph, Operator, writes_buffer, written_buffers
 from weft.ops import Rule, draws, record_of
 from weft.ops.linear import each, sums, together
 

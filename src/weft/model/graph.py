@@ -6,18 +6,20 @@ operator names what it calls ("aten.linear.default") and `lower/` looks it up.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from weft.ops import Rule, record_of, rule_of
+from weft.ops import Rule, record_of, rule_of, writes
 from weft.ops.operator import DTYPE_BYTES, FUNCTION, NARROW, Arg, Function, Operator, Ref, Slot, Tensor, Word
 
 if TYPE_CHECKING:
     from weft.model.fold import Fold
 
 __all__ = [
-    "DTYPE_BYTES", "FUNCTION", "NARROW", "Arg", "Function", "Graph", "Operator", "Ref", "Slot", "Tensor", "Variable", "Word", "statistics",
+    "DTYPE_BYTES", "FUNCTION", "NARROW", "Arg", "Function", "Graph", "Operator", "Ref", "Slot", "Tensor", "Variable", "Word", "copied_into",
+    "statistics", "writes_buffer", "written_buffers",
 ]  # fmt: skip
 
 
@@ -182,3 +184,21 @@ def statistics(op: Operator) -> set[str]:
     if at is None or len(op.args) <= at[-1] or not op.args[at[-1]]:
         return set()
     return {a.value for a in op.args[at[0] : at[1] + 1] if isinstance(a, Ref)}
+
+
+def writes_buffer(op: Operator, placed: Mapping[str, object]) -> bool:
+    """Whether the operator updates a buffer in place (`num_batches_tracked.add_(1)`); batch norm has a kernel of its own."""
+    return writes(op) and op.inputs[0] in placed
+
+
+def copied_into(graph: Graph) -> set[str]:
+    """Values of the buffers (and parameters) that an operator updates in place: they lie whole on every rank, as they are written."""
+    placed = {v.value: v for v in (*graph.parameters, *graph.buffers)}
+    return {op.inputs[0] for op in graph.operators if writes_buffer(op, placed)}
+
+
+def written_buffers(graph: Graph) -> set[str]:
+    """Values of the buffers that are updated while the model runs, running statistics of norms in training included."""
+    held = {v.value for v in graph.buffers}
+    return copied_into(graph) | {value for op in graph.operators for value in statistics(op) if value in held}
+

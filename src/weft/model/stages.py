@@ -13,8 +13,7 @@ from itertools import pairwise
 
 from weft.errors import Infeasible, LayoutError
 from weft.model.gradients import learns_by
-from weft.model.graph import Graph, Operator
-from weft.model.propagate import writes_buffer, written_buffers
+from weft.model.graph import Graph, Operator, writes_buffer, written_buffers
 from weft.model.work import closure
 from weft.ops import draws, record_of
 
@@ -118,9 +117,37 @@ def split(graph: Graph, sites: Sequence[str], trains: bool = True) -> tuple[Stag
     """
     if trains:
         check_trains(graph)
-    order = graph.sites
-    starts = [0]
-    fixed = graph.held_together
+    starts = _starts(graph, sites)
+    mine, home = _homes(graph, starts)
+    finals = graph.outputs or (graph.loss,)
+    last = len(starts) - 1
+    results = [tuple(v for v in finals if home.get(v, last) == s) for s in range(len(starts))]
+    needed, reads = _reads(graph, mine, [v for v in finals if v not in home])
+    place = graph.place
+    receives: list[dict[int, dict[str, None]]] = [{} for _ in starts]
+    sends: list[dict[int, dict[str, None]]] = [{} for _ in starts]
+    for s in range(len(starts)):
+        for value in sorted((v for v in reads[s] if v in place), key=place.__getitem__):
+            if home.get(value, s) != s:
+                receives[s].setdefault(home[value], {})[value] = None
+                sends[home[value]].setdefault(s, {})[value] = None
+    variables = {v.value: i for i, v in enumerate(graph.variables)}
+    return tuple(
+        Stage(
+            s,
+            tuple([graph.operators[i] for i in sorted({*mine[s], *needed[s]})]),
+            tuple(sorted((v for v in {*reads[s], *results[s]} if v in variables), key=variables.__getitem__)),
+            tuple((p, tuple(values)) for p, values in sorted(receives[s].items())),
+            tuple((q, tuple(values)) for q, values in sorted(sends[s].items())),
+            results[s],
+        )
+        for s in range(len(starts))
+    )
+
+
+def _starts(graph: Graph, sites: Sequence[str]) -> list[int]:
+    """Number of the operator that each stage begins with."""
+    order, starts = graph.sites, [0]
     for site in sites:
         if site not in order:
             raise LayoutError(
@@ -129,57 +156,46 @@ def split(graph: Graph, sites: Sequence[str], trains: bool = True) -> tuple[Stag
             )
         if order[site] <= starts[-1]:
             raise LayoutError(f"the plan's stage at {site!r} begins before or with the one before it; list stages in the model's order")
-        if order[site] in fixed:
+        if order[site] in graph.held_together:
             raise LayoutError(f"no stage can begin at {site!r}: a buffer that the model writes is used before and after it; move the cut")
         starts.append(order[site])
-    free = graph.free
-    home: dict[str, int] = {}  # value -> the stage that makes it
-    mine: list[list[int]] = []  # numbers of the operators of every stage
+    return starts
+
+
+def _homes(graph: Graph, starts: Sequence[int]) -> tuple[list[list[int]], dict[str, int]]:
+    """Numbers of the operators of every stage; and by value the stage that makes it. Those that follow from the batch are of none."""
+    home: dict[str, int] = {}
+    mine: list[list[int]] = []
     for s, (start, end) in enumerate(pairwise([*starts, len(graph.operators)])):
-        mine.append([i for i in range(start, end) if graph.operators[i].name not in free])
+        mine.append([i for i in range(start, end) if graph.operators[i].name not in graph.free])
         home.update((value, s) for i in mine[s] for value in graph.operators[i].outputs)
         if not mine[s]:
             raise Infeasible(f"stage {s} of {len(starts)} has no operator; use fewer stages")
-    finals = graph.outputs or (graph.loss,)
-    # What follows from the batch is made wherever it is read (and with the last stage, where it is a result).
+    return mine, home
+
+
+def _reads(graph: Graph, mine: Sequence[Sequence[int]], made_last: Sequence[str]) -> tuple[list[set[int]], list[dict[str, None]]]:
+    """By stage the operators of no stage that it needs, and what it reads.
+
+    What follows from the batch is made wherever it is read (and with the last stage, where it is a result: `made_last`).
+    """
     place = graph.place
-    needed: list[set[int]] = [set() for _ in starts]
-    reads: list[dict[str, None]] = [{} for _ in starts]
+    needed: list[set[int]] = [set() for _ in mine]
+    reads: list[dict[str, None]] = [{} for _ in mine]
     for s, own in enumerate(mine):
         todo = [v for i in own for v in graph.operators[i].inputs]
-        if s == len(starts) - 1:
-            todo += [v for v in finals if v not in home]
+        if s == len(mine) - 1:
+            todo += made_last
         while todo:
             value = todo.pop()
             if value in reads[s]:
                 continue
             reads[s][value] = None
             at = place.get(value)
-            if at is not None and at not in needed[s] and graph.operators[at].name in free:
+            if at is not None and at not in needed[s] and graph.operators[at].name in graph.free:
                 needed[s].add(at)
                 todo += graph.operators[at].inputs
-    receives: list[dict[int, dict[str, None]]] = [{} for _ in starts]
-    sends: list[dict[int, dict[str, None]]] = [{} for _ in starts]
-    for s in range(len(starts)):
-        for value in sorted((v for v in reads[s] if v in place), key=place.__getitem__):
-            if home.get(value, s) != s:
-                receives[s].setdefault(home[value], {})[value] = None
-                sends[home[value]].setdefault(s, {})[value] = None
-    stages = []
-    variables = {v.value: i for i, v in enumerate(graph.variables)}
-    for s in range(len(starts)):
-        results = tuple(v for v in finals if home.get(v, len(starts) - 1) == s)
-        stages.append(
-            Stage(
-                s,
-                tuple([graph.operators[i] for i in sorted({*mine[s], *needed[s]})]),
-                tuple(sorted((v for v in {*reads[s], *results} if v in variables), key=variables.__getitem__)),
-                tuple((p, tuple(values)) for p, values in sorted(receives[s].items())),
-                tuple((q, tuple(values)) for q, values in sorted(sends[s].items())),
-                results,
-            )
-        )
-    return tuple(stages)
+    return needed, reads
 
 
 def links(stages: Sequence[Stage]) -> tuple[tuple[int, int], ...]:

@@ -30,6 +30,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "all_reduce": (AUTO, *ALL_REDUCE),
     "lend": (AUTO, "off", "on"),
 }
+COUNTS = ("data", "tensor", "pipeline", "microbatches", "chunks", "expert", "segment")
 # What a plan may say and be priced for, and what runs of it: the rest is refused by name when a run starts, never ignored.
 RUNS: dict[str, tuple[int | str, ...]] = {
     "expert": (1,),
@@ -116,43 +117,54 @@ class Layout:
     actions: str = field(default="", repr=False)
 
     def __post_init__(self) -> None:
-        if min(self.data, self.tensor, self.pipeline, self.microbatches, self.chunks, self.expert, self.segment) < 1:
-            counts = ((key, getattr(self, key)) for key in ("data", "tensor", "pipeline", "microbatches", "chunks", "expert", "segment"))
-            key, value = next((key, value) for key, value in counts if value < 1)
-            raise LayoutError(f"{key}={value}; it counts something, so use {key}=1 or more")
-        if self.grid:
-            tensor, grid = checked_grid(self.grid, self.tensor)
-            object.__setattr__(self, "tensor", tensor)
-            object.__setattr__(self, "grid", grid)
-        if self.grid and self.sample_parallel == "on":
-            raise LayoutError(
-                f"sample_parallel=on with tensor={self.grid} is not built: tensor ranks that cut samples are in a line; leave one out"
-            )
+        self._check_counts()
+        self._check_grid()
         parse_spatial(self.spatial)
         if self.threads < 0:
             raise LayoutError(f"threads={self.threads}; use threads=0 for an equal share of the cores, or a count")
         if self.zero not in (0, 1, 2, 3):
             raise LayoutError(f"zero={self.zero} is unknown; ZeRO has the stages zero=0 (off), 1, 2 and 3")
         self._check_custom()
+        self._check_words()
+        _refuse(refuse_sizes(self.schedule, self.microbatches))
+        _refuse(refuse_sums(self.all_reduce, self.zero, self.data * self.tensor))
+        self._check_chunks()
+        self._check_residency()
+        if self.data % self.expert:
+            raise LayoutError(f"expert={self.expert} does not divide data={self.data}, over whose replicas experts are spread")
+        if self.compress != "none":
+            object.__setattr__(self, "compress", str(Compression.parse(self.compress)))  # in one form
+            _refuse(refuse_compression(self.compress, self.data, self.zero, self.all_reduce))
+        self._check_inner()
+        _refuse(refuse_staleness(self))
+
+    def _check_counts(self) -> None:
+        for key in COUNTS:
+            if getattr(self, key) < 1:
+                raise LayoutError(f"{key}={getattr(self, key)}; it counts something, so use {key}=1 or more")
+
+    def _check_grid(self) -> None:
+        """A grid says how many tensor ranks there are."""
+        if not self.grid:
+            return
+        tensor, grid = checked_grid(self.grid, self.tensor)
+        object.__setattr__(self, "tensor", tensor)
+        object.__setattr__(self, "grid", grid)
+        if self.sample_parallel == "on":
+            raise LayoutError(
+                f"sample_parallel=on with tensor={self.grid} is not built: tensor ranks that cut samples are in a line; leave one out"
+            )
+
+    def _check_words(self) -> None:
+        """Words must be known ones; without a pipeline nobody lends."""
         named = "1f1b" if self.actions else self.schedule
-        words = (
-            named,
-            self.sequence_parallel,
-            self.sample_parallel,
-            self.recompute,
-            self.offload,
-            self.precision,
-            self.all_reduce,
-            self.lend,
-        )
-        if reason := refuse_words(words):
-            raise LayoutError(reason)
+        ways = (self.sequence_parallel, self.sample_parallel, self.recompute, self.offload, self.precision, self.all_reduce, self.lend)
+        _refuse(refuse_words((named, *ways)))
         if self.pipeline == 1:
             object.__setattr__(self, "lend", AUTO)
-        if reason := refuse_sizes(self.schedule, self.microbatches):
-            raise LayoutError(reason)
-        if reason := refuse_sums(self.all_reduce, self.zero, self.data * self.tensor):
-            raise LayoutError(reason)
+
+    def _check_chunks(self) -> None:
+        """Chunks are what the schedule has; 1 says nothing."""
         chunks = chunks_of(self.schedule, self.chunks) if self.program is None else -(-self.program.num_stages // self.pipeline)
         if self.chunks == 1:
             object.__setattr__(self, "chunks", chunks)
@@ -161,6 +173,8 @@ class Layout:
                 stages = self.program.num_stages
                 raise LayoutError(f"chunks={self.chunks}, and schedule={self.schedule} has {stages} stages; leave chunks out")
             raise LayoutError(f"chunks={self.chunks} needs schedule=interleaved, and this is {self}")
+
+    def _check_residency(self) -> None:
         residency = self.residency
         for choice in (residency.recompute, residency.offload):
             if choice.picks:
@@ -169,17 +183,7 @@ class Layout:
                 raise LayoutError(
                     f"{choice.key}={choice} counts layers of {len(choice.counts)} stages, and there are {self.num_stages}: {self}"
                 )
-        if reason := refuse_segment(residency, self.zero):
-            raise LayoutError(reason)
-        if self.data % self.expert:
-            raise LayoutError(f"expert={self.expert} does not divide data={self.data}, over whose replicas experts are spread")
-        if self.compress != "none":
-            object.__setattr__(self, "compress", str(Compression.parse(self.compress)))  # in one form
-            if reason := refuse_compression(self.compress, self.data, self.zero, self.all_reduce):
-                raise LayoutError(reason)
-        self._check_inner()
-        if reason := refuse_staleness(self):
-            raise LayoutError(reason)
+        _refuse(refuse_segment(residency, self.zero))
 
     def _check_custom(self) -> None:
         """A schedule of the user's own is for the ranks and microbatches; a named one has no actions."""
@@ -405,6 +409,11 @@ def actions_of(schedule: str, files: Mapping[str, str] | None = None) -> str:
     if files is not None and schedule in files:
         return files[schedule]
     return read_actions(schedule) if is_file(schedule) else ""
+
+
+def _refuse(reason: str) -> None:
+    if reason:
+        raise LayoutError(reason)
 
 
 @cache

@@ -111,6 +111,17 @@ def format_plan(plan: Plan) -> str:
     >>> parse_plan(format_plan(plan)) == plan
     True
     """
+    lines = [*_head(plan), *_layout(plan), *_shards(plan), *_predicted(plan), *_searched(plan)]
+    if plan.layout.actions:
+        lines += [
+            "",
+            "[schedules]  # what the schedule is, a line a rank; this is what runs, whatever has become of the file",
+            f"{_key(plan.layout.schedule)} = {_long_string(plan.layout.actions)}",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _head(plan: Plan) -> list[str]:
     lines = [
         "# How weft trains this model on this cluster. To change it, edit it: keys are checked, and predictions are only notes.",
         f"kind = {_string(KIND)}",
@@ -134,14 +145,23 @@ def format_plan(plan: Plan) -> str:
     if plan.replicated_operators:
         sites = [_string(s) for s in plan.replicated_operators]
         lines += ["# operators without a rule for splitting them; every rank computes them whole", *_array("replicated_operators", sites)]
+    return lines
+
+
+def _layout(plan: Plan) -> list[str]:
     axes = "data x tensor x pipeline" + " x spatial" * (plan.layout.spatial != "1")
-    lines += ["", f"[layout]  # {plan.layout.num_ranks} ranks = {axes}; keys that are not here have their defaults"]
+    lines = ["", f"[layout]  # {plan.layout.num_ranks} ranks = {axes}; keys that are not here have their defaults"]
     for field in fields(Layout):
         value = getattr(plan.layout, field.name)
         if field.name != "actions" and (field.name in _ALWAYS or value != field.default):
             lines.append(f"{field.name} = {_string(value) if isinstance(value, str) else value}  # {_WORDS[field.name]}")
     if plan.sums != Choices():
         lines += ["", '[sums]  # what all_reduce = "auto" is, up to how many bytes', f"all_reduce = {_string(str(plan.sums))}"]
+    return lines
+
+
+def _shards(plan: Plan) -> list[str]:
+    lines = []
     if len(dict(plan.shards)) != len(plan.shards):
         raise UsageError("the plan names an axis twice in shards")
     for axis, cuts in plan.shards:
@@ -149,13 +169,21 @@ def format_plan(plan: Plan) -> str:
         if len(dict(cuts)) != len(cuts):
             raise UsageError(f"the plan cuts a parameter twice over axis {axis}")
         lines += [f"{_key(name)} = {dim}" for name, dim in cuts]
-    if plan.prediction:
-        lines += ["", "[prediction]  # of one step"]
-        lines += [f"{key} = {_number(getattr(plan.prediction, key))}" for key in ("step_time_s", "mfu", "model_flops")]
-        lines.append(f"parts_s = {_parts(plan.prediction.parts)}")
-        lines += ["", "[prediction.memory_bytes]  # on the fullest device"]
-        lines += [f"{key} = {_number(getattr(plan.prediction.memory, key))}" for key in _MEMORY]
-    lines += ["", "[search]  # how this was found", f"planning_time_s = {_number(plan.planning_time_s)}"]
+    return lines
+
+
+def _predicted(plan: Plan) -> list[str]:
+    if not plan.prediction:
+        return []
+    lines = ["", "[prediction]  # of one step"]
+    lines += [f"{key} = {_number(getattr(plan.prediction, key))}" for key in ("step_time_s", "mfu", "model_flops")]
+    lines.append(f"parts_s = {_parts(plan.prediction.parts)}")
+    lines += ["", "[prediction.memory_bytes]  # on the fullest device"]
+    return lines + [f"{key} = {_number(getattr(plan.prediction.memory, key))}" for key in _MEMORY]
+
+
+def _searched(plan: Plan) -> list[str]:
+    lines = ["", "[search]  # how this was found", f"planning_time_s = {_number(plan.planning_time_s)}"]
     if plan.bound_gap is not None:
         lines.append(f"bound_gap = {_number(plan.bound_gap)}  # above a time that no layout of the search beats, which is proven")
     if plan.candidates:
@@ -164,13 +192,7 @@ def format_plan(plan: Plan) -> str:
             f"# bytes of [{', '.join(_MEMORY)}], seconds by part",
             *_array("candidates", [_candidate(c) for c in plan.candidates]),
         ]
-    if plan.layout.actions:
-        lines += [
-            "",
-            "[schedules]  # what the schedule is, a line a rank; this is what runs, whatever has become of the file",
-            f"{_key(plan.layout.schedule)} = {_long_string(plan.layout.actions)}",
-        ]
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def parse_plan(text: str, source: str = "plan.toml") -> Plan:

@@ -26,6 +26,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from weft.errors import ProgramError
 from weft.plan import collective
@@ -72,76 +73,99 @@ def parse_program(text: str) -> Program:
     Raises:
         ProgramError: a line, action, value or link that cannot be read; names the line.
     """
-    name, num_stages, links = "program", None, None
-    rows: dict[str, dict[int, str]] = {"rank": {}, "given": {}, "wants": {}}
-    actions: dict[int, tuple[Action, ...]] = {}
-    held: dict[str, dict[int, Held]] = {"given": {}, "wants": {}}
-    unnumbered: list[tuple[Action, ...]] = []
-    meant: tuple[str, int] | None = None
+    lines = _Lines()
     for number, raw in enumerate(text.splitlines(), 1):
         line = raw.partition("#")[0].strip()
-        if not line:
-            continue
-        found, named = _LINE.fullmatch(line), _COLLECTIVE.fullmatch(line)
         try:
-            if named:
-                if meant is not None:
-                    raise ProgramError(f"{line!r}, and {meant[0]} before; a program is one collective")
-                if named[2] and named[1] != "broadcast":
-                    raise ProgramError(f"{line!r}: only broadcast has a rank that it starts from")
-                meant = named[1], int(named[2] or 0)
-            elif not found:
-                bare = line.replace(",", " ").split() if "(" not in line else line.split()
-                if not bare or not _BARE.match(bare[0]):
-                    known = "program, stages, links, rank N:, given N:, wants N:, a collective's name, or an action"
-                    raise ProgramError(f"{line!r} starts with none of {known}")
-                unnumbered.append(tuple(parse_action(word) for word in bare))
-            elif found[1]:
-                key, rank = found[1], int(found[2])
-                if rank in rows[key]:
-                    raise ProgramError(f"{key} {rank} is given twice")
-                rows[key][rank] = found[3]
-                if key == "rank":
-                    actions[rank] = tuple(parse_action(word) for word in found[3].split())
-                else:
-                    held[key][rank] = _parse_held(found[3])
-            elif found[4] == "program":
-                name = found[5]
-            elif found[4] == "stages":
-                num_stages = _parse_count(found[5])
-            else:
-                links = _parse_links(found[5] or "")
+            if line:
+                lines.read(line)
         except ProgramError as error:
             raise ProgramError(f"line {number}: {error}") from None
-    if unnumbered and actions:
-        raise ProgramError(f"{len(actions)} lines begin with `rank N:` and {len(unnumbered)} lines of actions do not; number all or none")
-    if unnumbered:
-        actions = dict(enumerate(unnumbered))
-        rows["rank"] = dict.fromkeys(actions, "")
-    num_ranks = 1 + max((rank for row in rows.values() for rank in row), default=-1)
-    missing = next((rank for rank in range(num_ranks or 1) if rank not in actions), None)
-    if missing is not None:
-        raise ProgramError(f"no line for rank {missing}; write one line per rank, `rank {missing}:` where it does nothing")
-    all_actions = tuple(actions[rank] for rank in range(num_ranks))
-    stages = _count_stages(all_actions) if num_stages is None else num_stages
-    num_computes = sum(isinstance(a, Compute) for row in all_actions for a in row)
-    if stages > num_computes:
-        raise ProgramError(f"{stages} stages, but only {num_computes} computes; stages are numbered from 0 without gaps")
-    given = tuple(held["given"].get(rank, {}) for rank in range(num_ranks))
-    wants = tuple(held["wants"].get(rank, {}) for rank in range(num_ranks)) if held["wants"] else default_wants(all_actions)
-    if meant is not None:
-        if held["given"] or held["wants"]:
-            raise ProgramError(f"the line {meant[0]} says what is given and wanted; leave out the lines given and wants, or that one")
-        given, wants = collective.ends(meant[0], num_ranks, collective.num_pieces(all_actions), meant[1])
-        name = meant[0] if name == "program" else name
-    return Program(
-        name,
-        stages,
-        given,
-        all_actions,
-        wants,
-        chain(stages) if links is None else links,
-    )
+    return lines.program()
+
+
+@dataclass
+class _Lines:
+    """What the lines of a program have said so far. `actions`, `given` and `wants`: by rank. `meant`: a collective and its first rank."""
+
+    name: str = "program"
+    num_stages: int | None = None
+    links: Links | None = None
+    actions: dict[int, tuple[Action, ...]] = field(default_factory=dict)
+    held: dict[str, dict[int, Held]] = field(default_factory=lambda: {"given": {}, "wants": {}})
+    unnumbered: list[tuple[Action, ...]] = field(default_factory=list)
+    meant: tuple[str, int] | None = None
+
+    def read(self, line: str) -> None:
+        found, named = _LINE.fullmatch(line), _COLLECTIVE.fullmatch(line)
+        if named:
+            self._collective(line, named[1], named[2])
+        elif not found:
+            self._unnumbered(line)
+        elif found[1]:
+            self._of_rank(found[1], int(found[2]), found[3])
+        elif found[4] == "program":
+            self.name = found[5]
+        elif found[4] == "stages":
+            self.num_stages = _parse_count(found[5])
+        else:
+            self.links = _parse_links(found[5] or "")
+
+    def _collective(self, line: str, name: str, first: str | None) -> None:
+        if self.meant is not None:
+            raise ProgramError(f"{line!r}, and {self.meant[0]} before; a program is one collective")
+        if first and name != "broadcast":
+            raise ProgramError(f"{line!r}: only broadcast has a rank that it starts from")
+        self.meant = name, int(first or 0)
+
+    def _unnumbered(self, line: str) -> None:
+        bare = line.replace(",", " ").split() if "(" not in line else line.split()
+        if not bare or not _BARE.match(bare[0]):
+            known = "program, stages, links, rank N:, given N:, wants N:, a collective's name, or an action"
+            raise ProgramError(f"{line!r} starts with none of {known}")
+        self.unnumbered.append(tuple(parse_action(word) for word in bare))
+
+    def _of_rank(self, key: str, rank: int, text: str) -> None:
+        if rank in (self.actions if key == "rank" else self.held[key]):
+            raise ProgramError(f"{key} {rank} is given twice")
+        if key == "rank":
+            self.actions[rank] = tuple(parse_action(word) for word in text.split())
+        else:
+            self.held[key][rank] = _parse_held(text)
+
+    def program(self) -> Program:
+        """What they say together. Raises ProgramError where that is no program."""
+        actions = self._all_actions()
+        stages = _count_stages(actions) if self.num_stages is None else self.num_stages
+        num_computes = sum(isinstance(a, Compute) for row in actions for a in row)
+        if stages > num_computes:
+            raise ProgramError(f"{stages} stages, but only {num_computes} computes; stages are numbered from 0 without gaps")
+        given, wants = (tuple(self.held[key].get(rank, {}) for rank in range(len(actions))) for key in ("given", "wants"))
+        if not self.held["wants"]:
+            wants = default_wants(actions)
+        name = self.name
+        if self.meant is not None:
+            collective_name, first = self.meant
+            if self.held["given"] or self.held["wants"]:
+                raise ProgramError(
+                    f"the line {collective_name} says what is given and wanted; leave out the lines given and wants, or that one"
+                )
+            given, wants = collective.ends(collective_name, len(actions), collective.num_pieces(actions), first)
+            name = collective_name if name == "program" else name
+        return Program(name, stages, given, actions, wants, chain(stages) if self.links is None else self.links)
+
+    def _all_actions(self) -> tuple[tuple[Action, ...], ...]:
+        """[rank] -> its actions."""
+        if self.unnumbered and self.actions:
+            raise ProgramError(
+                f"{len(self.actions)} lines begin with `rank N:` and {len(self.unnumbered)} lines of actions do not; number all or none"
+            )
+        actions = dict(enumerate(self.unnumbered)) if self.unnumbered else self.actions
+        num_ranks = 1 + max((*actions, *self.held["given"], *self.held["wants"]), default=-1)
+        missing = next((rank for rank in range(num_ranks or 1) if rank not in actions), None)
+        if missing is not None:
+            raise ProgramError(f"no line for rank {missing}; write one line per rank, `rank {missing}:` where it does nothing")
+        return tuple(actions[rank] for rank in range(num_ranks))
 
 
 def _count_stages(actions: Sequence[Sequence[Action]]) -> int:

@@ -28,9 +28,9 @@ from weft.model.additive import Coupling
 from weft.model.collector import uncollected
 from weft.model.drawn import Fold, folds_of
 from weft.model.gradients import learned
-from weft.model.graph import Graph, Variable
+from weft.model.graph import Graph, Variable, written_buffers
 from weft.model.normalise import Normalised
-from weft.model.propagate import propagate, written_buffers
+from weft.model.propagate import propagate
 from weft.model.samples import check_samples
 from weft.model.sharding import Prices, Sharding
 from weft.model.stages import Stage, links

@@ -9,7 +9,7 @@ do, more and fewer microbatches are.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import permutations
 
@@ -53,7 +53,7 @@ MOST_ORDERS = 6  # of the parts of a mixed cluster
 MOST_CHECKED = 8_000  # actions of the program that is proven
 
 
-def search(
+def search(  # noqa: PLR0913
     graph: Graph,
     cluster: Cluster,
     batch_size: int,
@@ -76,47 +76,55 @@ def search(
         UsageError: an unknown objective, constraint or batch.
     """
     with uncollected():
-        return _search(graph, cluster, batch_size, model, constraints, layout, objective, shards, stages, optimizer_states)
+        began = time.perf_counter()
+        if batch_size < 1:
+            raise UsageError(f"a batch of {batch_size} samples; use 1 or more")
+        if objective not in OBJECTIVES:
+            raise UsageError(f"unknown objective {objective}; use one of {', '.join(OBJECTIVES)}")
+
+        def pricer_on(machines: Cluster) -> Pricer:
+            return pricer_of(graph, machines, batch_size, optimizer_states, shards)
+
+        elsewhere = samples_elsewhere(graph)
+        limits = limits_of(constraints, elsewhere)
+        if layout is not None:
+            check_samples(graph, layout)
+            _check_admitted(layout, constraints)
+            found = _by_hand(pricer_on(cluster), layout, stages)
+        else:
+            found = _of_any_order(pricer_on, cluster, constraints, limits, objective)
+        best = _best(found, objective, by_hand=layout is not None)
+        made = _plan(found, best, model, elsewhere, by_hand=layout is not None)
+        return replace(made, planning_time_s=time.perf_counter() - began)
 
 
-def _search(
-    graph: Graph,
-    cluster: Cluster,
-    batch_size: int,
-    model: str,
-    constraints: str,
-    layout: Layout | None,
-    objective: str,
-    shards: Mapping[str, Shards] | None,
-    stages: Sequence[str],
-    optimizer_states: int,
-) -> Plan:
-    began = time.perf_counter()
-    if batch_size < 1:
-        raise UsageError(f"a batch of {batch_size} samples; use 1 or more")
-    if objective not in OBJECTIVES:
-        raise UsageError(f"unknown objective {objective}; use one of {', '.join(OBJECTIVES)}")
-    elsewhere = samples_elsewhere(graph)
-    limits = limits_of(constraints, elsewhere)
-    if layout is not None:
-        check_samples(graph, layout)
-        _check_admitted(layout, constraints)
-        found = _by_hand(pricer_of(graph, cluster, batch_size, optimizer_states, shards), layout, stages)
-    else:
-        # Of a mixed cluster the parts may stand in any order along the pipeline.
-        orders = [reordered(cluster, order) for order in permutations(range(len(cluster.parts)))] if cluster.parts else [cluster]
-        tried = [_find(pricer_of(graph, c, batch_size, optimizer_states, shards), limits, objective) for c in orders[:MOST_ORDERS]]
-        fitting = [one for one in tried if one.best is not None]
-        if not fitting:
-            raise nothing_fits(tried[0].pricer, tried[0].space, constraints, tried[0].leanest, tried[0].refused)
-        found = min(fitting, key=lambda one: one.score())
-        found.compare()
-    pricer, cluster, best = found.pricer, found.pricer.cluster, found.best
+def _of_any_order(
+    pricer_on: Callable[[Cluster], Pricer], cluster: Cluster, constraints: str, limits: Sequence[Constraint], objective: str
+) -> Branches:
+    """The best search; of a mixed cluster the parts may stand in any order along the pipeline."""
+    orders = [reordered(cluster, order) for order in permutations(range(len(cluster.parts)))] if cluster.parts else [cluster]
+    tried = [_find(pricer_on(c), limits, objective) for c in orders[:MOST_ORDERS]]
+    fitting = [one for one in tried if one.best is not None]
+    if not fitting:
+        raise nothing_fits(tried[0].pricer, tried[0].space, constraints, tried[0].leanest, tried[0].refused)
+    found = min(fitting, key=lambda one: one.score())
+    found.compare()
+    return found
+
+
+def _best(found: Branches, objective: str, by_hand: bool) -> Priced:
+    """What was found, proven; what else was priced is put in order behind it."""
+    cluster, best = found.pricer.cluster, found.best
     assert best is not None
-    if layout is None and objective == "time" and cluster.is_cpu:
+    if not by_hand and objective == "time" and cluster.is_cpu:
         best = calmest(found.clocked, best)
-    _prove(pricer, best)
+    _prove(found.pricer, best)
     found.clocked.sort(key=lambda p: (p is not best, *score(p, cluster, objective)))
+    return best
+
+
+def _plan(found: Branches, best: Priced, model: str, elsewhere: str | None, by_hand: bool) -> Plan:
+    pricer, cluster = found.pricer, found.pricer.cluster
     priced = {p.layout: p for p in reversed(found.clocked)}  # each layout once
     candidates = [Candidate(p.layout, p.prediction) for p in reversed(priced.values())]
     refused = sorted(
@@ -128,31 +136,39 @@ def _search(
     mixed = isinstance(pricer, MixedPricer)
     bucket_bytes = 0 if mixed else best_bucket_bytes(pricer, best.layout, best.sites)
     sums = sums_of(cluster, best.layout)
+    summing = "" if mixed else why(cluster, best.layout, sums, bucket_bytes)
+    chosen = reasons(best.layout, best.prediction, candidates, refused, cluster, by_hand=by_hand, bound_s=found.bound_s)
     return Plan(
         best.layout,
         model,
         cluster.found_by,
-        batch_size,
+        pricer.batch_size,
         best.sites,
         cut,
         best.prediction,
-        (
-            *reasons(best.layout, best.prediction, candidates, refused, cluster, by_hand=layout is not None, bound_s=found.bound_s),
-            *((("all_reduce", words),) if not mixed and (words := why(cluster, best.layout, sums, bucket_bytes)) else ()),
-            *((("figures", _figures(pricer, best.layout)),) if not cluster.is_cpu else ()),
-            *((("lend", _lent(pricer, best)),) if best.layout.lend == "on" else ()),
-            *((("layers", words),) if (words := told(pricer, best.layout, best.sites)) else ()),
-            *((("samples", elsewhere),) if elsewhere else ()),
-            *((("whole batch", words),) if (words := _apart(graph, best.layout)) else ()),
-            *((("parts", pricer.where(best.layout)),) if isinstance(pricer, MixedPricer) else ()),
-        ),
+        (*chosen, *((("all_reduce", summing),) if summing else ()), *_notes(pricer, best, elsewhere)),
         (*spread(candidates), *refused[:MOST_REFUSED]),
         () if sharding is None else sharding.replicated,
         bucket_bytes=bucket_bytes,
         bound_gap=best.prediction.step_time_s / found.bound_s - 1 if found.bound_s else None,
-        planning_time_s=time.perf_counter() - began,
         sums=sums,
     )
+
+
+def _notes(pricer: Pricer, best: Priced, elsewhere: str | None) -> Iterator[tuple[str, str]]:
+    """What else a plan says of what was chosen."""
+    if not pricer.cluster.is_cpu:
+        yield "figures", _figures(pricer, best.layout)
+    if best.layout.lend == "on":
+        yield "lend", _lent(pricer, best)
+    if words := told(pricer, best.layout, best.sites):
+        yield "layers", words
+    if elsewhere:
+        yield "samples", elsewhere
+    if words := _apart(pricer.graph, best.layout):
+        yield "whole batch", words
+    if isinstance(pricer, MixedPricer):
+        yield "parts", pricer.where(best.layout)
 
 
 def _figures(pricer: Pricer, layout: Layout) -> str:

@@ -88,7 +88,7 @@ def parse_constraints(text: str) -> tuple[Constraint, ...]:
         Infeasible: constraints on one key that no value meets, by name.
     """
     known = {f.name: f.type for f in fields(Layout) if f.name not in ("grid", "inner", "actions")} | {"ranks": "int"}
-    found = []
+    found: list[Constraint] = []
     for word in text.replace(",", " ").split():
         match = _WORD.fullmatch(word)
         if match is None:
@@ -101,30 +101,38 @@ def parse_constraints(text: str) -> tuple[Constraint, ...]:
                 raise UsageError(f"constraint {word}: a grid has no order; use tensor={given}, or a count such as tensor<=8")
             tensor, grid = checked_grid(given, 1)
             found += [Constraint(key, "=", tensor), Constraint("grid", "=", grid)]
-            continue
-        if known[key] == "int":
+        elif known[key] == "int":
             if not given.isdigit():
                 raise UsageError(f"constraint {word}: {key} is a whole number, for example {key}<=4")
             found.append(Constraint(key, relation, int(given)))
         else:
-            if relation not in ("=", "!="):
-                raise UsageError(f"constraint {word}: {key} is a word; use {key}=... or {key}!=...")
-            if key == "spatial":
-                parse_spatial(given)
-                found.append(Constraint(key, relation, given))
-                continue
-            if key == "compress":
-                found.append(Constraint(key, relation, str(Compression.parse(given))))
-                continue
-            if key == "schedule" and is_file(given):
-                raise UsageError(f"constraint {word}: a search orders microbatches by name; run a file of actions with --layout {word!r}")
-            if reason := refuse_word(key, given):
-                raise UsageError(f"constraint {word}: {reason}")
-            if given not in CHOICES[key]:  # of some layers
-                if relation != "=":
-                    raise UsageError(f"constraint {word}: layers are asked for, not left out; use {key}={given}, or none of {key}")
-                given = str(LayerChoice.parse(key, given))
-            found.append(Constraint(key, relation, given))
+            found.append(Constraint(key, relation, _word_of(word, key, relation, given)))
+    _check_met(found)
+    return tuple(found)
+
+
+def _word_of(word: str, key: str, relation: str, given: str) -> str:
+    """The value of a constraint `word` on a key whose values are words, in its one form."""
+    if relation not in ("=", "!="):
+        raise UsageError(f"constraint {word}: {key} is a word; use {key}=... or {key}!=...")
+    if key == "spatial":
+        parse_spatial(given)
+        return given
+    if key == "compress":
+        return str(Compression.parse(given))
+    if key == "schedule" and is_file(given):
+        raise UsageError(f"constraint {word}: a search orders microbatches by name; run a file of actions with --layout {word!r}")
+    if reason := refuse_word(key, given):
+        raise UsageError(f"constraint {word}: {reason}")
+    if given in CHOICES[key]:
+        return given
+    if relation != "=":  # of some layers
+        raise UsageError(f"constraint {word}: layers are asked for, not left out; use {key}={given}, or none of {key}")
+    return str(LayerChoice.parse(key, given))
+
+
+def _check_met(found: Sequence[Constraint]) -> None:
+    """Raise Infeasible for constraints on one key that no value meets."""
     for key in {c.key for c in found}:
         mine = [c for c in found if c.key == key]
         values: Sequence[int | str]
@@ -139,7 +147,6 @@ def parse_constraints(text: str) -> tuple[Constraint, ...]:
             values = [v for v in values if isinstance(v, int) and (key != "zero" or v <= 3)]
         if not any(all(c.admits(v) for c in mine) for v in values):
             raise Infeasible(f"no {key} meets {' and '.join(str(c) for c in mine)}; drop one of them")
-    return tuple(found)
 
 
 def divisors(number: int) -> list[int]:

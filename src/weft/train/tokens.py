@@ -10,7 +10,7 @@ from typing import Any
 
 from weft.capture.capture import Loss
 from weft.errors import ConfigError, ModelError
-from weft.lower.local import operator_of
+from weft.lower.lowering import operator_of
 from weft.model.graph import Graph
 from weft.run.build import Traced
 from weft.train.config import Config

@@ -26,96 +26,14 @@ from weft.world import private, recorder
 from weft.world.lane import Apart, Lane
 from weft.world.process_group import ProcessGroup
 from weft.world.recorder import Recorder
+from weft.world.work import DONE, DTYPES, LOST, WIDER, LostPeer, Work, check_fits, in_order, lazy, lengths_of, packed, synchronize
 
 if TYPE_CHECKING:
     from weft.world.runner import Runner
     from weft.world.sums import Sums
 
 SHARED = "shared_memory"
-DTYPES = {getattr(torch, name): code for code, name in enumerate(recorder.DTYPES) if code}
-NARROW = (torch.bfloat16, torch.float16)
-# In what summands are added where a transport cannot add theirs, or would round more than once.
-WIDER = {**dict.fromkeys(NARROW, torch.float32), torch.int16: torch.int32}
 Boxes = tuple[tuple[int, ...], ...]
-# What the transports say when the other end is gone, in any version seen: a symptom of another rank's failure.
-LOST = (
-    "onnection closed", "onnection reset", "roken pipe", "ocket closed", "onnection refused", "Timed out", "timed out", "Timeout",
-    "remote process exited", "NCCL communicator was aborted", "Application timeout",
-)  # fmt: skip
-
-
-class LostPeer(RunError):
-    """A collective ended because another rank is gone, or did not come in time. Never the first cause of a failure."""
-
-
-class Work:
-    """A collective under way. `wait()` returns when its result may be used; a second wait does nothing."""
-
-    __slots__ = ("_at", "_finish", "_group", "_keep", "_work")
-
-    def __init__(self, group: Group | None, work: Any, at: int, finish: Callable[[], object] | None, keep: object) -> None:
-        self._group = group
-        self._work = work
-        self._at = at
-        self._finish = finish
-        self._keep = keep
-
-    def wait(self) -> None:
-        """Blocks this thread (gloo) or this CUDA stream (NCCL). Raises LostPeer or RunError with the group and the collective."""
-        work = self._work
-        if work is None:
-            return
-        group = self._group
-        assert group is not None
-        try:
-            work.wait()
-        except RuntimeError as error:
-            raise group.explained(error) from error
-        self._work = None
-        if self._at >= 0:
-            group.recorder.done(self._at)
-        if self._finish is not None:
-            self._finish()
-        self._keep = self._finish = None
-
-    def untimed(self) -> Work:
-        """The same, which the record takes for ended already: whoever may wait for it late, or never, does not look as if it hung."""
-        if self._group is not None and self._work is not None and self._at >= 0:
-            self._group.recorder.done(self._at)
-            self._at = -1
-        return self
-
-    @property
-    def done(self) -> bool:
-        """Whether `wait` would return at once."""
-        return self._work is None or bool(self._work.is_completed())
-
-
-_DONE = Work(None, None, 0, None, None)
-
-
-def synchronize(device: torch.device) -> None:
-    """Returns when the device has done all that this process gave it; at once on processors."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _lazy(x: Tensor) -> bool:
-    """Whether the memory of `x` holds its conjugates or negatives: transports see the memory."""
-    return x.is_conj() or x.is_neg()
-
-
-def _packed(pieces: Sequence[Tensor]) -> Tensor:
-    """The elements of all pieces one after another, without a copy of each in between."""
-    made = pieces[0].new_empty(sum(x.numel() for x in pieces))
-    for room, x in zip(torch.split(made, [x.numel() for x in pieces]), pieces, strict=True):
-        room.view(x.shape).copy_(x)
-    return made
-
-
-def _in_order(x: Tensor) -> bool:
-    """Whether the memory of `x` is its elements, one after the other."""
-    return x.is_contiguous() and not _lazy(x)
 
 
 class Group:
@@ -253,7 +171,7 @@ class Group:
             self.recorder.done(at)
             if finish is not None:
                 finish()
-            return _DONE
+            return DONE
         result = Work(self, work, at, finish, keep)
         if wait:
             result.wait()
@@ -291,12 +209,12 @@ class Group:
             UsageError: the maximum or minimum of complex numbers.
         """
         if self.size == 1:
-            return _DONE
-        if _lazy(x):
+            return DONE
+        if lazy(x):
             plain = x.detach().resolve_conj().resolve_neg()
             self.all_reduce(plain, op)
             x.detach().copy_(plain)
-            return _DONE
+            return DONE
         if x.is_complex():  # no transport has complex numbers, but all have pairs
             if op != "sum":
                 raise UsageError(f"{op} of {x.dtype}: complex numbers have no order")
@@ -311,7 +229,7 @@ class Group:
             except RuntimeError as error:
                 raise self.explained(error) from error
             self.recorder.done(at)
-            return _DONE
+            return DONE
         if x.dtype is torch.bool and op == "sum":
             op = "max"
         given = x
@@ -350,7 +268,7 @@ class Group:
     def broadcast(self, x: Tensor, source_index: int = 0, wait: bool = True) -> Work:
         """Replaces `x` on every member by that of member `source_index`."""
         if self.size == 1:
-            return _DONE
+            return DONE
         at = self._begin(recorder.BROADCAST, x)
         sent = self._host(x)
         same = sent.data_ptr() == x.data_ptr()
@@ -373,7 +291,7 @@ class Group:
         dim = self._dim(x, dim)
         if self.size == 1:
             return x.clone()
-        lengths = self._lengths(x.shape[dim], length)
+        lengths = lengths_of(self, x.shape[dim], length)
         at = self._begin(recorder.ALL_GATHER, x)
         widest = max(lengths)
         sent = self._host(x)
@@ -401,10 +319,10 @@ class Group:
 
     def all_gather_into(self, out: Tensor, x: Tensor, wait: bool = True) -> Work:
         """Flat `x_n` of every member into flat `out` (size * n elements), member after member; may be waited for later."""
-        self._fits(out, x)
+        check_fits(out, x, self.size)
         if self.size == 1:
             out.copy_(x)
-            return _DONE
+            return DONE
         if self._sums is not None and not wait and (chosen := self._sums.all_gather_into(out, x)) is not None:
             return chosen
         at = self._begin(recorder.ALL_GATHER, x)
@@ -428,7 +346,7 @@ class Group:
         if dim == 0:
             sent = self._host(x).view(-1)
         else:
-            sent = self._host(_packed([x.detach().narrow(dim, *cut) for cut in cuts]))
+            sent = self._host(packed([x.detach().narrow(dim, *cut) for cut in cuts]))
         row = x.numel() // max(1, x.shape[dim])
         shape = [*x.shape[:dim], cuts[self.index][1], *x.shape[dim + 1 :]]
         mine = cuts[self.index][1] * row
@@ -444,10 +362,10 @@ class Group:
 
     def reduce_scatter_into(self, out: Tensor, x: Tensor, wait: bool = True) -> Work:
         """Piece `index` of the sum of flat `x` over the members into flat `out_n`; `x` has size * n elements. May be waited for later."""
-        self._fits(x, out)
+        check_fits(x, out, self.size)
         if self.size == 1:
             out.copy_(x)
-            return _DONE
+            return DONE
         if self._sums is not None and not wait and (chosen := self._sums.reduce_scatter_into(out, x)) is not None:
             return chosen
         at = self._begin(recorder.REDUCE_SCATTER, x)
@@ -474,7 +392,7 @@ class Group:
             raise UsageError(f"all_to_all of dimension {split_dim} with itself; split_dim and concat_dim must differ")
         cuts = [piece(x.shape[split_dim], self.size, i) for i in range(self.size)]
         shapes = []
-        for n in self._lengths(x.shape[concat_dim], concat_length):
+        for n in lengths_of(self, x.shape[concat_dim], concat_length):
             shape = list(x.shape)
             shape[split_dim], shape[concat_dim] = cuts[self.index][1], n
             shapes.append(tuple(shape))
@@ -486,7 +404,7 @@ class Group:
             raise UsageError(f"exchange of {len(sent)} tensors for {len(shapes)} shapes; a group of {self.size} needs one for each member")
         if self.size == 1:
             return [sent[0].clone(memory_format=torch.contiguous_format)]
-        flat = _packed([x.detach() for x in sent])
+        flat = packed([x.detach() for x in sent])
         at = self._begin(recorder.ALL_TO_ALL, flat)
         given = self._host(flat)
         sizes = [torch.Size(shape).numel() for shape in shapes]
@@ -500,14 +418,14 @@ class Group:
 
         May be waited for later; until then neither tensor may change.
         """
-        if out.numel() != x.numel() or x.numel() % self.size or out.dtype != x.dtype or not (_in_order(x) and _in_order(out)):
+        if out.numel() != x.numel() or x.numel() % self.size or out.dtype != x.dtype or not (in_order(x) and in_order(out)):
             raise UsageError(
                 f"exchange of {x.numel()} elements of {x.dtype} into {out.numel()} of {out.dtype} between {self.size}; "
                 "give contiguous tensors of one dtype and size, a multiple of the members"
             )
         if self.size == 1:
             out.copy_(x)
-            return _DONE
+            return DONE
         at = self._begin(recorder.ALL_TO_ALL, x)
         sent = self._host(x)
         arrived, finish = self._into(out, sent)
@@ -532,7 +450,7 @@ class Group:
     def irecv(self, x: Tensor, from_index: int, tag: int = 0) -> Work:
         """Starts receiving into `x`, whose shape and dtype must be the sender's; `x` is ready after `wait`."""
         at = self._begin(recorder.RECEIVE, x, self._peer(from_index), tag)
-        direct = not self._staged and x.is_contiguous() and not _lazy(x)
+        direct = not self._staged and x.is_contiguous() and not lazy(x)
         room = x.detach() if direct else torch.empty(x.shape, dtype=x.dtype, device="cpu" if self._staged else x.device)
         finish = None if direct else lambda: x.detach().copy_(room)
         if self._nccl:
@@ -563,20 +481,3 @@ class Group:
         if not x.dim():
             raise UsageError(f"{self} cannot cut or join a tensor without dimensions; give one of one element, x.view(1)")
         return dim % x.dim()
-
-    def _lengths(self, mine: int, length: int | None) -> list[int]:
-        if length is None:
-            return [mine] * self.size
-        lengths = [piece(length, self.size, i)[1] for i in range(self.size)]
-        if mine != lengths[self.index]:
-            raise UsageError(
-                f"member {self.index} of {self.size} has {mine} of a dimension of {length}; its piece is {lengths[self.index]}"
-            )
-        return lengths
-
-    def _fits(self, whole: Tensor, part: Tensor) -> None:
-        if whole.numel() != self.size * part.numel() or whole.dtype != part.dtype or not (_in_order(whole) and _in_order(part)):
-            raise UsageError(
-                f"{whole.numel()} elements of {whole.dtype} for {self.size} pieces of {part.numel()} of {part.dtype}; "
-                f"give contiguous tensors of one dtype, the whole {self.size} times the piece"
-            )

@@ -57,7 +57,7 @@ SLEEPING = {"OMP_WAIT_POLICY": "PASSIVE"}
 _PAUSE_HARD = 2  # omp_pause_hard, of OpenMP 5.0
 
 
-def launch(
+def launch(  # noqa: PLR0913
     function: Callable[..., Any],
     num_ranks: int,
     *args: Any,
@@ -87,7 +87,8 @@ def launch(
     [10, 11]
     """
     if reference(function) is None:
-        return _launch_forked(function, num_ranks, args, device, timeout_s, env, generation, folder, stop_grace_s, show)
+        forked = _forked_task(num_ranks, device, timeout_s, env, generation)
+        return _launch_forked(forked, (function, args), folder, timeout_s, stop_grace_s, show)
     if preload is None:
         preload = engine_modules(device) if _TRACES in sys.modules else ()
     if num_ranks > 1 and (threads or num_cores() // num_ranks) <= 1:
@@ -213,7 +214,7 @@ class Launcher:
         self._errors.seek(0)
         return "".join(f"\n  {line}" for line in self._errors.read().decode(errors="replace").strip().splitlines()[-8:])
 
-    def launch(
+    def launch(  # noqa: PLR0913
         self,
         function: Callable[..., Any],
         num_ranks: int,
@@ -230,7 +231,8 @@ class Launcher:
         """As the function `launch`, but `env` is set in the ranks only: too late for the C library and for torch's own start."""
         named = reference(function)
         if named is None:
-            return _launch_forked(function, num_ranks, args, device, timeout_s, env, generation, folder, stop_grace_s, show)
+            forked = _forked_task(num_ranks, device, timeout_s, env, generation)
+            return _launch_forked(forked, (function, args), folder, timeout_s, stop_grace_s, show)
         _check(num_ranks, threads)
         threads = threads or max(1, num_cores() // num_ranks)
         given = {**self._env, **(env or {})}
@@ -342,25 +344,26 @@ class _ForkedRanks:
             self.events(0.1)
 
 
-def _launch_forked(
-    function: Callable[..., Any],
-    num_ranks: int,
-    args: tuple[Any, ...],
-    device: str,
-    timeout_s: float | None,
-    env: Mapping[str, str] | None,
-    generation: int,
-    folder: Path | None,
-    stop_grace_s: float,
-    show: bool,
-) -> list[Any]:
+def _forked_task(num_ranks: int, device: str, timeout_s: float | None, env: Mapping[str, str] | None, generation: int) -> Task:
+    """The task of ranks that are forked from this process, whose pool of threads it ends."""
     _check(num_ranks, 1)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise UsageError(f"this process has used CUDA; {FRESH}")
-    task = Task(
+    return Task(
         "", num_ranks, 1, device, generation, _collective_timeout(timeout_s), ("", "", ""), (), os.getcwd(), dict(env or {}),
         may_add_threads=_lets_pool_go(),
     )  # fmt: skip
+
+
+def _launch_forked(
+    task: Task,
+    call: tuple[Callable[..., Any], tuple[Any, ...]],
+    folder: Path | None,
+    timeout_s: float | None,
+    stop_grace_s: float,
+    show: bool,
+) -> list[Any]:
+    num_ranks = task.num_ranks
     with _Folder(folder) as path, caught_signals() as stops:
         task = _prepare(task, path)
         sys.stdout.flush()
@@ -374,7 +377,7 @@ def _launch_forked(
                 if pid == 0:
                     os.close(held)
                     gc.freeze()  # the rank shares its parent's pages; its first collection would copy them all
-                    run_rank(task, rank, lifeline, parent, (0, 1, 2) if show else None, (function, args))
+                    run_rank(task, rank, lifeline, parent, (0, 1, 2) if show else None, call)
                 pids.append(pid)
             return supervise(_ForkedRanks(pids), path, num_ranks, timeout_s, stop_grace_s, stops, show)
         finally:

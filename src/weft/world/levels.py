@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from weft.world import recorder
-from weft.world.group import NARROW, Group, Work
+from weft.world.group import Group
 from weft.world.lane import BOX
 from weft.world.runner import Call, Note, Runner
+from weft.world.work import NARROW, Work
 
 PART_BYTES = 4 << 20
 NAME = "hierarchical"

@@ -29,8 +29,8 @@ from weft import errors
 from weft.errors import UsageError, WeftError
 from weft.world import message, private, products, recorder
 from weft.world.current import set_world
-from weft.world.group import LOST, LostPeer
 from weft.world.recorder import Recorder
+from weft.world.work import LOST, LostPeer
 from weft.world.world import TRANSPORT, World
 
 BEAT_S = 0.2

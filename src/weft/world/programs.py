@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import zlib
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from weft.errors import ProgramError
+from weft.plan.action import Action
 from weft.plan.program import Program, Recv, Send, Value
 
 
@@ -95,8 +96,8 @@ def routes(program: Program, lineup: Sequence[Value], joined: bool = True) -> tu
     return tuple(Route(program.name, rank, len(lineup), _steps(row, waits[rank], rank, copied), mark) for rank, row in enumerate(rows))
 
 
-def _messages(program: Program, place: dict[Value, int], joined: bool) -> list[list[_Message]]:
-    """[rank] -> its messages in order."""
+def _partners(program: Program, place: Mapping[Value, int]) -> dict[tuple[int, int], tuple[int, int]]:
+    """(rank, step) of every send -> (rank, step) where it is received."""
     sent: dict[tuple[int, int, Value], deque[int]] = defaultdict(deque)
     for rank, row in enumerate(program.actions):
         for step, action in enumerate(row):
@@ -118,6 +119,17 @@ def _messages(program: Program, place: dict[Value, int], joined: bool) -> list[l
                 partner[action.source, waiting.popleft()] = (rank, step)
     if left := [(rank, steps[0], Send(value, to)) for (rank, to, value), steps in sent.items() if steps]:
         raise ProgramError(f"{program.name}: rank {left[0][0]} step {left[0][1]}: {left[0][2]} is never received")
+    return partner
+
+
+def _follows(action: Action, at: int, place: Mapping[Value, int]) -> bool:
+    """Whether it sends the value that lies at place `at`."""
+    return isinstance(action, Send) and place[action.value] == at
+
+
+def _messages(program: Program, place: dict[Value, int], joined: bool) -> list[list[_Message]]:
+    """[rank] -> its messages in order."""
+    partner = _partners(program, place)
     begun: list[dict[int, tuple[bool, int, int, int, bool, int, tuple[int, int]]]] = [{} for _ in program.actions]
     numbers: dict[tuple[int, int], int] = defaultdict(int)
     for rank, row in enumerate(program.actions):
@@ -127,18 +139,14 @@ def _messages(program: Program, place: dict[Value, int], joined: bool) -> list[l
             if not isinstance(action, Send):
                 step += 1
                 continue
-            to, at, length = partner[rank, step][0], partner[rank, step][1], 1
+            to, at = partner[rank, step]
             there = program.actions[to]
             first = place[action.value]
+            length = 1
             while joined and step + length < len(row) and at + length < len(there):
-                onward, arriving = row[step + length], there[at + length]
-                if (
-                    not isinstance(onward, Send)
-                    or partner[rank, step + length] != (to, at + length)
-                    or place[onward.value] != first + length
-                    or not isinstance(arriving, Recv)
-                    or arriving.add != getattr(there[at], "add", False)
-                ):
+                if partner.get((rank, step + length)) != (to, at + length) or not _follows(row[step + length], first + length, place):
+                    break
+                if getattr(there[at + length], "add", False) != getattr(there[at], "add", False):
                     break
                 length += 1
             add = getattr(there[at], "add", False)

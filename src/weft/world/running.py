@@ -7,7 +7,7 @@ Not modelled: which program is best (`weft.cost`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -18,9 +18,10 @@ from weft.errors import ProgramError, UsageError
 from weft.plan.placement import piece
 from weft.plan.program import Program, Value
 from weft.world import recorder
-from weft.world.group import NARROW, Work
+from weft.world.group import Group
 from weft.world.programs import Away, Route, Step, Sum, Take, routes
 from weft.world.runner import NUMBERS, Call, Note, Runner
+from weft.world.work import NARROW, Work
 
 Room = Callable[[int, int], Tensor]  # the tensor of places first to last
 
@@ -37,7 +38,7 @@ class Programs:
     def __init__(self, runner: Runner) -> None:
         self._runner, self._group, self._lane = runner, runner.group, runner.lane
         self._routes: dict[tuple[int, bool], tuple[Program, Route]] = {}
-        self._rooms: list[Tensor] = []
+        self._rooms = _Rooms()
 
     def all_reduce(self, program: Program, x: Tensor, wait: bool = True) -> Work:
         """Replaces `x`, of any size and a type that can be added, by the sum over the members."""
@@ -174,84 +175,107 @@ class Programs:
             raise UsageError(f"{flat.dtype} is not added by programs; use native")
         return flat.float() if flat.dtype in NARROW and self._group.size > 2 else flat
 
-    def _room(self, like: Tensor) -> Tensor:
-        """Memory for what comes and is added to `like`."""
-        for i, room in enumerate(self._rooms):
+    def _run(self, route: Route, room: Room, note: Note, tag: int) -> None:
+        _Run(self._lane, self._rooms, room, note, tag).steps(route.steps)
+
+
+class _Rooms:
+    """Memory for what comes and is added, kept from one run to the next."""
+
+    def __init__(self) -> None:
+        self._free: list[Tensor] = []
+
+    def take(self, like: Tensor) -> Tensor:
+        for i, room in enumerate(self._free):
             if room.dtype is like.dtype and room.numel() >= like.numel():
-                return self._rooms.pop(i)
-        self._rooms = [room for room in self._rooms if room.dtype is not like.dtype or room.numel() >= like.numel()]
+                return self._free.pop(i)
+        self._free = [room for room in self._free if room.dtype is not like.dtype or room.numel() >= like.numel()]
         return torch.empty(like.numel(), dtype=like.dtype, device=like.device)
 
-    def _run(self, route: Route, room: Room, note: Note, tag: int) -> None:
-        sends: dict[int, tuple[int, Work]] = {}
-        coming: dict[int, list[_Coming]] = {}  # by step, what it receives
-        steps, lane = route.steps, self._lane
+    def give(self, rooms: Iterable[Tensor]) -> None:
+        self._free += rooms
 
-        def settle(after: Sequence[int]) -> None:
-            for number in after:
-                if number in sends:
-                    member, work = sends.pop(number)
-                    note(number + 1, member)
-                    work.wait()
 
-        def begin(kept: Tensor, part: Tensor, member: int, number: int) -> _Coming:
-            return _Coming(kept, part, lane.irecv(part, member, tag + number % NUMBERS))
+class _Run:
+    """One run of a route: its sends that are under way, and by step what it receives."""
 
-        def post(step: Take | Sum) -> None:
-            place = room(step.first, step.last)
-            size = place.numel()
-            if isinstance(step, Take):
-                part = place if place.is_contiguous() else torch.empty_like(place, memory_format=torch.contiguous_format)
-                coming[step.step] = [begin(part, part, step.peer, step.number)] if size else []
-            else:
-                rooms = [self._room(place) for _ in step.peers] if size else []
-                known = zip(rooms, step.peers, step.numbers, strict=False)
-                coming[step.step] = [begin(kept, kept[:size], peer, number) for kept, peer, number in known]
+    def __init__(self, lane: Group, kept: _Rooms, room: Room, note: Note, tag: int) -> None:
+        self.lane, self.kept, self.room, self.note, self.tag = lane, kept, room, note, tag
+        self.sends: dict[int, tuple[int, Work]] = {}
+        self.coming: dict[int, list[_Coming]] = {}
 
+    def steps(self, steps: Sequence[Step]) -> None:
         for i, step in enumerate(steps):
             if isinstance(step, Away):
-                x = room(step.first, step.last)
-                if x.numel():
-                    given = x.clone(memory_format=torch.contiguous_format) if step.copied else x.contiguous()
-                    sends[step.step] = step.peer, lane.isend(given, step.peer, tag + step.number % NUMBERS)
+                self._send(step)
                 continue
-            if step.step not in coming:
+            if step.step not in self.coming:
                 if isinstance(step, Take):
-                    settle(step.after)
-                post(step)
+                    self._settle(step.after)
+                self._post(step)
                 for ahead in _ahead(steps, i):
-                    if ahead.step not in coming:
-                        post(ahead)
-            arrived = coming.pop(step.step)
+                    if ahead.step not in self.coming:
+                        self._post(ahead)
+            arrived = self.coming.pop(step.step)
             if isinstance(step, Take):
-                for one in arrived:
-                    note(step.step + 1, step.peer)
-                    one.work.wait()
-                    place = room(step.first, step.last)
-                    if one.part.data_ptr() != place.data_ptr():
-                        place.copy_(one.part)
+                self._take(step, arrived)
             elif arrived:
-                self._add(step, room(step.first, step.last), arrived, settle, note)
-        settle(tuple(sends))
+                self._add(step, arrived)
+        self._settle(tuple(self.sends))
 
-    def _add(self, step: Sum, place: Tensor, arrived: list[_Coming], settle: Callable[[Sequence[int]], None], note: Note) -> None:
-        total = place
+    def _settle(self, after: Sequence[int]) -> None:
+        for number in after:
+            if number in self.sends:
+                member, work = self.sends.pop(number)
+                self.note(number + 1, member)
+                work.wait()
+
+    def _begin(self, kept: Tensor, part: Tensor, member: int, number: int) -> _Coming:
+        return _Coming(kept, part, self.lane.irecv(part, member, self.tag + number % NUMBERS))
+
+    def _post(self, step: Take | Sum) -> None:
+        place = self.room(step.first, step.last)
+        size = place.numel()
+        if isinstance(step, Take):
+            part = place if place.is_contiguous() else torch.empty_like(place, memory_format=torch.contiguous_format)
+            self.coming[step.step] = [self._begin(part, part, step.peer, step.number)] if size else []
+        else:
+            rooms = [self.kept.take(place) for _ in step.peers] if size else []
+            known = zip(rooms, step.peers, step.numbers, strict=False)
+            self.coming[step.step] = [self._begin(kept, kept[:size], peer, number) for kept, peer, number in known]
+
+    def _send(self, step: Away) -> None:
+        x = self.room(step.first, step.last)
+        if x.numel():
+            given = x.clone(memory_format=torch.contiguous_format) if step.copied else x.contiguous()
+            self.sends[step.step] = step.peer, self.lane.isend(given, step.peer, self.tag + step.number % NUMBERS)
+
+    def _take(self, step: Take, arrived: list[_Coming]) -> None:
+        for one in arrived:
+            self.note(step.step + 1, step.peer)
+            one.work.wait()
+            place = self.room(step.first, step.last)
+            if one.part.data_ptr() != place.data_ptr():
+                place.copy_(one.part)
+
+    def _add(self, step: Sum, arrived: list[_Coming]) -> None:
+        total = place = self.room(step.first, step.last)
         for i, ((_, part, work), peer) in enumerate(zip(arrived, step.peers, strict=True)):
             if i == step.own:
-                settle(step.after)
+                self._settle(step.after)
                 if i:
                     torch.add(total, place, out=place)
                     total = place
-            note(step.step + 1, peer)
+            self.note(step.step + 1, peer)
             work.wait()
             if i == 0 and step.own:
                 total = part
             else:
                 total.add_(part)
         if step.own == len(arrived):
-            settle(step.after)
+            self._settle(step.after)
             torch.add(total, place, out=place)
-        self._rooms += [one.room for one in arrived]
+        self.kept.give(one.room for one in arrived)
 
 
 def chunks_of(program: Program) -> list[Value]:

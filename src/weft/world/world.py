@@ -21,11 +21,12 @@ import torch.distributed as dist
 from weft import errors
 from weft.errors import RunError, UsageError, WeftError
 from weft.world import private
-from weft.world.group import SHARED, Boxes, Group, LostPeer, Work, synchronize
+from weft.world.group import SHARED, Boxes, Group
 from weft.world.lane import Lane
 from weft.world.recorder import Recorder
 from weft.world.shared_memory import segment
 from weft.world.shared_memory.meet import Channel, SharedMemory
+from weft.world.work import LostPeer, Work, synchronize
 
 TRANSPORT = "WEFT_TRANSPORT"  # the environment variable that whoever starts ranks passes on
 TOLD_S = 0.5  # after which who waits for rank 0 looks whether it is still there
@@ -49,7 +50,7 @@ class World:
     >>> world.group((0,)).all_reduce(torch.ones(2)).wait()
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         rank: int = 0,
         num_ranks: int = 1,

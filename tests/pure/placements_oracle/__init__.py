@@ -20,8 +20,8 @@ from placements_oracle.price import Cost, price
 from placements_oracle.repeats import representatives
 from placements_oracle.tables import DEFERRED, Axis, Tables, tables
 from weft.errors import Infeasible, UsageError
+from weft.model.axis_problem import Choice, Given, Others
 from weft.model.graph import Graph
-from weft.model.propagate import _Choice as Choice
 from weft.model.propagate import given_dims, propagate
 from weft.model.sharding import Prices, Sharding, Shards
 from weft.plan.placement import Placement, R, is_shard
@@ -129,10 +129,8 @@ def solve_placements(
         so_far = propagate(graph, before, found, prices=prices, sequence=sequence, labels=labels) if before else None
         price_of = prices.get(axis, Prices()) if isinstance(prices, Mapping) else prices or Prices()
         fixed = given_dims(graph, axis, sizes[axis], found)
-        problem = Axis(
-            graph, axis, sizes[axis], taken_by(graph, so_far), fixed, price_of, prod(before.values()), sequence,
-            replicas=before.get("data", 1),
-        )  # fmt: skip
+        others = Others(taken_by(graph, so_far), ranks=prod(before.values()), replicas=before.get("data", 1))
+        problem = Axis(graph, axis, sizes[axis], price_of, Given(fixed), others, sequence=sequence)
         if axis in batch_cut:
             problem.meanings = None
         ways = {} if so_far is None else pieces(graph, so_far.forms, before)

@@ -22,9 +22,8 @@ from functools import cached_property
 from typing import cast
 
 from weft.cost.memory import Inventory
-from weft.model.graph import Graph, Operator
-from weft.model.propagate import _Axis, written_buffers
-from weft.model.propagate import _Choice as Choice
+from weft.model.axis_problem import AxisProblem, Choice
+from weft.model.graph import Graph, Operator, written_buffers
 from weft.plan.placement import D, Interned, Placement, R, Shard
 
 Word = tuple[Placement, ...]  # the forms in which one operator reads one value, each once; () where any will do
@@ -43,7 +42,7 @@ DEFERRED = cast("Placement", Undecided(True))
 SUMMED = cast("Placement", Undecided(False))
 
 
-class Axis(_Axis):
+class Axis(AxisProblem):
     """The axis of `propagate`, with operators priced by what their forward and their backward do."""
 
     @cached_property

@@ -11,8 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from weft.capture.patches.patch import Patch
-from weft.model.graph import Arg, Graph, Operator, Ref, Tensor
-from weft.model.propagate import written_buffers
+from weft.model.graph import Arg, Graph, Operator, Ref, Tensor, written_buffers
 
 _REAL = {"complex64": "float32", "complex128": "float64"}
 

@@ -9,7 +9,7 @@ Not modelled: what draws in the midst of an operator of its own (dropout between
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -113,17 +113,25 @@ def dropped_as(name: str, key: Key, box: Box, x: Tensor, p: float) -> Any:
     return scale * torch.where(kept, x, -_SELU) + scale * _SELU * p
 
 
+class Dropping(NamedTuple):
+    """What is dropped: the key of a draw, the numbers of a piece's elements, and how likely each is dropped."""
+
+    key: Key
+    box: Box
+    p: float
+
+
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None, key: Key, box: Box, p: float
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None, dropping: Dropping
 ) -> Tensor:
     """softmax(q k^T scale + mask) v of queries [..., heads, S, d], with dropout of the weights. Keys may have fewer heads."""
     if torch.is_autocast_enabled(q.device.type):
         narrow = torch.get_autocast_dtype(q.device.type)
         with torch.autocast(q.device.type, enabled=False):
-            return attention(q.to(narrow), k.to(narrow), v.to(narrow), mask, causal, scale, key, box, p)
+            return attention(q.to(narrow), k.to(narrow), v.to(narrow), mask, causal, scale, dropping)
     if q.device.type == "cpu" and q.dtype in (torch.bfloat16, torch.float16):  # as torch's own, which composes it too
         wide = None if mask is None or mask.dtype is torch.bool else mask.float()
-        return attention(q.float(), k.float(), v.float(), mask if wide is None else wide, causal, scale, key, box, p).to(q.dtype)
+        return attention(q.float(), k.float(), v.float(), mask if wide is None else wide, causal, scale, dropping).to(q.dtype)
     if k.dim() > 3 and k.shape[-3] != q.shape[-3]:
         k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
     root = (q.shape[-1] ** -0.5 if scale is None else scale) ** 0.5
@@ -133,7 +141,7 @@ def attention(
     if mask is not None:
         scores = scores.masked_fill_(~mask, -torch.inf) if mask.dtype is torch.bool else scores + mask.to(scores.dtype)
     scores = scores.softmax(-1)  # let go of what it is made of
-    made: Tensor = _Weighed.apply(scores, v, key, box, p)  # type: ignore[no-untyped-call]
+    made: Tensor = _Weighed.apply(scores, v, dropping)  # type: ignore[no-untyped-call]
     return made
 
 
@@ -141,13 +149,13 @@ class _Weighed(torch.autograd.Function):
     """Dropout of weights, times values. What was dropped is drawn again in backward, so that only the weights are kept."""
 
     @staticmethod
-    def forward(ctx: Any, weights: Tensor, v: Tensor, key: Key, box: Box, p: float) -> Tensor:
-        ctx.drawn = key, box, p
+    def forward(ctx: Any, weights: Tensor, v: Tensor, dropping: Dropping) -> Tensor:
+        ctx.drawn = dropping
         ctx.save_for_backward(weights, v)
-        return dropped(weights, key, box, p) @ v
+        return dropped(weights, *dropping) @ v
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         weights, v = ctx.saved_tensors
         of_weights = of_v = None
         if ctx.needs_input_grad[1]:
@@ -155,4 +163,4 @@ class _Weighed(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             of_weights = gradient @ v.mT
             of_weights = dropped(of_weights, *ctx.drawn) if torch.is_grad_enabled() else dropped_(of_weights, *ctx.drawn)
-        return of_weights, of_v, None, None, None
+        return of_weights, of_v, None

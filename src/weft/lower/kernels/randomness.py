@@ -82,19 +82,11 @@ def dropout(x: Tensor, p: float, draw: Draw, where: Where) -> Tensor:
 
 
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    p: float,
-    causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-    draw: Draw,
-    where: Where,
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, causal: bool, scale: float | None, drawing: tuple[Draw, Where]
 ) -> Tensor:
-    """Scaled dot-product attention with dropout on its weights."""
-    return draws.attention(q, k, v, mask, causal, scale, draw.key(where.number), draw.box(where.place), p)
+    """Scaled dot-product attention with dropout on its weights. Keys may have fewer heads."""
+    draw, where = drawing
+    return draws.attention(q, k, v, mask, causal, scale, draws.Dropping(draw.key(where.number), draw.box(where.place), p))
 
 
 def drawn(target: Callable[..., Any], draw: Draw, where: Where, *args: Any, **kwargs: Any) -> Any:

@@ -61,7 +61,7 @@ def words(key: Key, box: Box, device: torch.device) -> Tensor:
     if library is None:
         return _words(key, box, device).view(shape)
     made = torch.empty(shape, dtype=torch.int64)
-    _draw(library, key, box, range(len(shape)), 0, None, made, 0, 0.0)
+    _draw(library, key, _numbers(box, tuple(range(len(shape)))), 0, None, made, 0, 0.0)
     return made
 
 
@@ -118,7 +118,7 @@ def _drop(x: Tensor, key: Key, box: Box, p: float, inside: bool = False) -> Tens
         if not x.permute(order).is_contiguous() or made.stride() != x.stride():
             x, order = x.contiguous(), range(x.dim())
             made = torch.empty_like(x)
-    _draw(library, key, box, order, kind, x, made, bound, scale)
+    _draw(library, key, _numbers(box, tuple(order)), kind, x, made, bound, scale)
     return made
 
 
@@ -127,14 +127,14 @@ class _Numbers(ctypes.Structure):
 
 
 def _draw(
-    library: ctypes.CDLL, key: Key, box: Box, order: Sequence[int], kind: int, x: Tensor | None, made: Tensor, bound: int, scale: float
+    library: ctypes.CDLL, key: Key, numbers: Any, kind: int, x: Tensor | None, made: Tensor, bound: int, scale: float
 ) -> None:
     total = made.numel()
     if not total:
         return
     threads = min(torch.get_num_threads(), max(1, total // SMALL))
     source = None if x is None else x.data_ptr()
-    library.weft_draw(_numbers(box, tuple(order)), *key, kind, source, made.data_ptr(), total, bound, scale, threads)
+    library.weft_draw(numbers, *key, kind, source, made.data_ptr(), total, bound, scale, threads)
 
 
 @cache

@@ -34,16 +34,16 @@ def cross_entropy(
     logits: Tensor,
     target: Tensor,
     ignore: int,
-    num_classes: int,
     rows: tuple[Group, ...],
-    classes: Group | None,
+    classes: tuple[int, Group] | None,
     smoothing: float = 0.0,
     weight: Tensor | None = None,
     mean: bool = True,
 ) -> Tensor:
-    """Mean (or sum) of the cross-entropies of `logits_NC` against `target_N`; rows over the groups `rows`, classes over group `classes`.
+    """Mean (or sum) of the cross-entropies of `logits_NC` against `target_N`; rows over the groups `rows`.
 
-    With `rows` the mean is this rank's summand of the mean over all rows; otherwise it is the mean.
+    `classes`: how many there are, and the group that they are cut over. With `rows` the mean is this rank's summand of the mean over all
+    rows; otherwise it is the mean.
     """
     logits = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
     counted = target != ignore
@@ -60,7 +60,7 @@ def cross_entropy(
             group.all_reduce(count)
         counting = rows[-1].all_reduce(count, wait=False)
     if classes is not None:
-        loss: Tensor = _CutClasses.apply(logits, target, counted, num_classes, classes)  # type: ignore[no-untyped-call]
+        loss: Tensor = _CutClasses.apply(logits, target, counted, *classes)  # type: ignore[no-untyped-call]
     else:
         loss = F.cross_entropy(logits, target, weight=weight, ignore_index=ignore, reduction="sum", label_smoothing=smoothing)
     if counting is not None:
@@ -97,3 +97,14 @@ class _CutClasses(torch.autograd.Function):
         out = probabilities.scatter_add(-1, local.unsqueeze(-1), -one)
         out *= counted.unsqueeze(-1)
         return out.mul_(grad), None, None, None, None
+
+
+def nll(
+    rows: tuple[Group, ...], log_probabilities: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = 1, ignore: int = -100
+) -> Tensor:
+    """This rank's summand of the mean over all rows, which lie over the groups `rows`; the targets say how many count."""
+    loss = torch.nn.functional.nll_loss(log_probabilities, target, weight, ignore_index=ignore, reduction="sum")
+    count = (target != ignore).sum().to(loss.dtype)
+    for group in rows:
+        group.all_reduce(count)
+    return loss / count

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from ctypes import byref, c_int, c_int64, c_void_p
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,6 +38,22 @@ _OPS = {"sum": 0, "max": 1, "min": 2}
 _ALL_REDUCE, _GATHER, _REDUCE_SCATTER, _EXCHANGE, _BROADCAST = range(5)
 _JOB = 5
 _DONE, _PENDING, _TIMED_OUT, _DEAD, _MISMATCH, _LEFT = range(6)
+
+
+class _Job(NamedTuple):
+    """A collective on a shared buffer, in the order in which the library takes it; addresses are 0 where there is no such tensor."""
+
+    kind: int
+    dtype: int
+    op: int
+    root: int
+    buffer: int
+    offset: int
+    data: int
+    out: int
+    size: int
+    item: int
+    pieces: Any
 
 
 class NativeEngine:
@@ -122,7 +138,7 @@ class NativeChannel:
         """Replaces `x` by the sum (maximum, minimum) over the members."""
         code, data, size = self._summed(x), x.data_ptr(), x.nbytes
         if self._buffers and size > JOB_BYTES and (found := self._find(data, size)) is not None:
-            return self._job(0, code, _OPS[op], 0, found, 0, 0, size, x.element_size(), None, wait, x)
+            return self._start_job(_Job(_JOB, code, _OPS[op], 0, *found, 0, 0, size, x.element_size(), None), wait, x)
         phases = 1 if self.size == 2 or size <= DIRECT_BYTES else 2
         if wait:
             state = self.library.weft_all_reduce(
@@ -138,7 +154,7 @@ class NativeChannel:
         """Replaces `x` by that of member `root`."""
         code, data, size = _DTYPES.get(x.dtype, _COPIED), x.data_ptr(), x.nbytes
         if self._buffers and (found := self._find(data, size)) is not None:
-            return self._job(3, code, 0, root, found, 0, 0, size, x.element_size(), None, wait, x)
+            return self._start_job(_Job(_JOB + 3, code, 0, root, *found, 0, 0, size, x.element_size(), None), wait, x)
         return self._start(_BROADCAST, code, 0, root, 1, data, data, size, x.element_size(), None, None, wait, x)
 
     def all_gather(self, out: Tensor, x: Tensor, sizes: Sequence[int], wait: bool = True) -> NativeWork | None:
@@ -146,7 +162,7 @@ class NativeChannel:
         code, item, data = _DTYPES.get(x.dtype, _COPIED), x.element_size(), out.data_ptr()
         pieces = self._bytes(sizes, item)
         if self._buffers and (found := self._find(data, out.nbytes)) is not None:
-            return self._job(2, code, 0, 0, found, x.data_ptr(), 0, out.nbytes, item, pieces, wait, (out, x))
+            return self._start_job(_Job(_JOB + 2, code, 0, 0, *found, x.data_ptr(), 0, out.nbytes, item, pieces), wait, (out, x))
         return self._start(_GATHER, code, 0, 0, 1, x.data_ptr(), data, out.nbytes, item, pieces, None, wait, (out, x))
 
     def reduce_scatter(self, out: Tensor, x: Tensor, sizes: Sequence[int], wait: bool = True) -> NativeWork | None:
@@ -154,7 +170,7 @@ class NativeChannel:
         code, item, data = self._summed(x), x.element_size(), x.data_ptr()
         pieces = self._bytes(sizes, item)
         if self._buffers and (found := self._find(data, x.nbytes)) is not None:
-            return self._job(1, code, 0, 0, found, 0, out.data_ptr(), x.nbytes, item, pieces, wait, (out, x))
+            return self._start_job(_Job(_JOB + 1, code, 0, 0, *found, 0, out.data_ptr(), x.nbytes, item, pieces), wait, (out, x))
         return self._start(_REDUCE_SCATTER, code, 0, 0, 1, data, out.data_ptr(), x.nbytes, item, pieces, None, wait, (out, x))
 
     def exchange(self, out: Tensor, x: Tensor, arriving: Sequence[int], sizes: Sequence[int], wait: bool = True) -> NativeWork | None:
@@ -217,26 +233,10 @@ class NativeChannel:
         state = self.library.weft_start(self._channel, *arguments, self._timeout_s if wait else 0.0, byref(handle))
         return self._begun(state, handle, keep) if handle.value is not None else None
 
-    def _job(
-        self,
-        kind: int,
-        dtype: int,
-        op: int,
-        root: int,
-        place: tuple[int, int],
-        data: int,
-        out: int,
-        size: int,
-        item: int,
-        pieces: Any,
-        wait: bool,
-        keep: object,
-    ) -> NativeWork | None:
+    def _start_job(self, job: _Job, wait: bool, keep: object) -> NativeWork | None:
         handle = c_void_p()
         timeout_s = self._timeout_s if wait else 0.0
-        state = self.library.weft_start_job(
-            self._channel, _JOB + kind, dtype, op, root, *place, data, out, size, item, pieces, timeout_s, byref(handle)
-        )
+        state = self.library.weft_start_job(self._channel, *job, timeout_s, byref(handle))
         return self._begun(state, handle, keep) if handle.value is not None else None
 
     def _message(self, receive: int, x: Tensor, peer: int, tag: int) -> NativeWork:

@@ -57,55 +57,64 @@ class Jobs:
         number: int,
     ) -> Steps:
         """A collective on a shared buffer: each member adds its piece of all members' tensors, or writes its piece to all."""
-        done = self._memory.at.done
-
-        def at(r: int) -> int:
-            return self._memory.at.descriptors + (number % JOBS * self._memory.size + r) * WORDS
-
-        for r in self._memory.others:
-            while self._memory.get(done + 8 * r) <= number - JOBS:
-                yield r
-        for i, word in enumerate((kind, whole.nbytes, *found), 1):
-            self._memory.words[at(self._memory.index) + i] = word
-        self._memory.put(at(self._memory.index), number + 1)
-        for r in self._memory.others:
-            while self._memory.get(at(r)) != number + 1:
-                yield r
-            if (self._memory.words[at(r) + 1], self._memory.words[at(r) + 2]) != (kind, whole.nbytes) or self._memory.words[
-                at(r) + 3
-            ] not in self._buffers:
-                raise self._memory.mismatch(r)
-        while self._memory.words[done + 8 * self._memory.index] < number:  # an earlier job's part of this member
-            yield self._memory.others[0]
-        views, others = [], iter(range(self._memory.size - 1))
-        for r in range(self._memory.size):
-            start = self._memory.words[at(r) + 4]
+        memory, done = self._memory, self._memory.at.done
+        yield from self._announce(kind, found, whole.nbytes, number)
+        views, others = [], iter(range(memory.size - 1))
+        for r in range(memory.size):
+            start = memory.words[self._at(r, number) + 4]
             views.append(
                 flat(whole)
-                if r == self._memory.index
-                else self._buffers[self._memory.words[at(r) + 3]][next(others)][start : start + whole.nbytes]
+                if r == memory.index
+                else self._buffers[memory.words[self._at(r, number) + 3]][next(others)][start : start + whole.nbytes]
             )
         if name == "all_reduce":
-            item, count = whole.element_size(), whole.numel()
-            low, high = (count * (self._memory.index + k) // self._memory.size * item for k in (0, 1))
-            if high > low:
-                parts = [view[low:high].view(whole.dtype) for view in views]
-                total = added(parts, op)
-                for part in parts:
-                    part.copy_(total)
-        elif name == "gather":
-            start = sum(pieces[: self._memory.index])
-            for view in views:
-                if view.data_ptr() + start != private.data_ptr():
-                    view[start : start + pieces[self._memory.index]].copy_(flat(private))
-        elif pieces[self._memory.index]:
-            start = sum(pieces[: self._memory.index])
-            stop = start + pieces[self._memory.index]
-            private.reshape(-1).copy_(added([view[start:stop].view(whole.dtype) for view in views], op))
-        self._memory.put(done + 8 * self._memory.index, number + 1)
-        for r in self._memory.others:
-            while self._memory.get(done + 8 * r) <= number:
+            self._sum(whole, views, op)
+        else:
+            start = sum(pieces[: memory.index])
+            stop = start + pieces[memory.index]
+            if name == "gather":
+                for view in views:
+                    if view.data_ptr() + start != private.data_ptr():
+                        view[start:stop].copy_(flat(private))
+            elif stop > start:
+                private.reshape(-1).copy_(added([view[start:stop].view(whole.dtype) for view in views], op))
+        memory.put(done + 8 * memory.index, number + 1)
+        for r in memory.others:
+            while memory.get(done + 8 * r) <= number:
                 yield r
+
+    def _at(self, r: int, number: int) -> int:
+        """Where member r says what its job `number` is."""
+        return self._memory.at.descriptors + (number % JOBS * self._memory.size + r) * WORDS
+
+    def _announce(self, kind: int, found: tuple[int, int], size: int, number: int) -> Steps:
+        """Says what this member's job is, and waits until all have said the same and this member's earlier ones are done."""
+        memory, done = self._memory, self._memory.at.done
+        for r in memory.others:
+            while memory.get(done + 8 * r) <= number - JOBS:
+                yield r
+        mine = self._at(memory.index, number)
+        for i, word in enumerate((kind, size, *found), 1):
+            memory.words[mine + i] = word
+        memory.put(mine, number + 1)
+        for r in memory.others:
+            at = self._at(r, number)
+            while memory.get(at) != number + 1:
+                yield r
+            if (memory.words[at + 1], memory.words[at + 2]) != (kind, size) or memory.words[at + 3] not in self._buffers:
+                raise memory.mismatch(r)
+        while memory.words[done + 8 * memory.index] < number:  # an earlier job's part of this member
+            yield memory.others[0]
+
+    def _sum(self, whole: Tensor, views: list[Tensor], op: str) -> None:
+        """This member's share of a sum, into all members' tensors."""
+        item, count = whole.element_size(), whole.numel()
+        low, high = (count * (self._memory.index + k) // self._memory.size * item for k in (0, 1))
+        if high > low:
+            parts = [view[low:high].view(whole.dtype) for view in views]
+            total = added(parts, op)
+            for part in parts:
+                part.copy_(total)
 
 
 def _forget(buffers: dict[int, list[Tensor]], mine: list[tuple[int, int, int]], entry: tuple[int, int, int]) -> None:

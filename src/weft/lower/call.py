@@ -1,0 +1,202 @@
+"""One operator's call on one rank. In: the operator, its arguments as nodes, and over which axes which of its labels is cut. Out: nodes.
+
+`Call` knows what the ways to call an operator (`lower/special.py`) ask: which groups a cut talks over and for what, which part of a label
+this rank has, where its piece of a draw lies; and it emits calls as the operator was traced, under its own autocast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from weft.lower.kernels.halo import Part, windowed
+from weft.lower.kernels.place import Place
+from weft.lower.kernels.randomness import Where
+from weft.lower.kernels.statistics import Parts
+from weft.lower.lowering import Lowering, Nodes, bind, operator_of
+from weft.model.drawn import drawn_shape
+from weft.model.graph import Arg, Operator, Ref, Word
+from weft.model.graph import Tensor as Spec
+from weft.model.pointwise import is_product, read_shapes
+from weft.ops import Rule, record_of, rule_of, windows_of
+from weft.ops.record import Op
+from weft.ops.rule import HALO
+from weft.ops.window import Resample
+from weft.plan.placement import pieces
+from weft.world.world import Group
+
+
+@dataclass(frozen=True)
+class Call:
+    """`args` and `kwargs` are the operator's own, with nodes where it reads tensors. `cut`: by axis the label that is cut over it."""
+
+    low: Lowering
+    nodes: Nodes
+    op: Operator
+    cut: dict[str, str]
+    args: list[Any]
+    kwargs: dict[str, Any]
+
+    @classmethod
+    def of(cls, low: Lowering, nodes: Nodes, op: Operator, inputs: list[fx.Node]) -> Call:
+        given = iter(inputs)
+        args = [_argument(a, given, low.device) for a in op.args]
+        kwargs = {k: _argument(a, given, low.device) for k, a in op.kwargs}
+        return cls(low, nodes, op, {axis: label for axis, label in low.sharding.ops[op.name].items() if label}, args, kwargs)
+
+    @property
+    def record(self) -> Op:
+        return record_of(self.op)
+
+    @property
+    def operator(self) -> Callable[..., Any]:
+        """What torch calls it."""
+        return operator_of(self.op.target)
+
+    def read(self, i: int) -> Spec:
+        """Its tensor number `i` as the whole model has it."""
+        return self.low.graph.tensors[self.op.inputs[i]]
+
+    @property
+    def made(self) -> Spec:
+        """Its first result as the whole model has it."""
+        return self.low.graph.tensors[self.op.outputs[0]]
+
+    @property
+    def shape(self) -> list[int]:
+        """Of its first result, on this rank."""
+        return list(self.low.sharding.shape(self.op.outputs[0], self.made.shape, at=self.low.at))
+
+    @property
+    def rule(self) -> Rule:
+        rule = rule_of(self.op, self.low.graph.tensors)
+        assert rule is not None, self.op.name  # only an operator with a rule is ever cut
+        return rule
+
+    def add(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        """A call of something else than the operator, as it is."""
+        return self.nodes.add(target, args, kwargs)
+
+    def emit(self, target: Callable[..., Any], args: list[Any], kwargs: dict[str, Any] | None = None) -> fx.Node:
+        """A call of the operator, or of what stands for it, under the autocast that it was traced with."""
+        op, low = self.op, self.low
+        if low.device.type == "cpu" and not op.autocast and is_product(op, low.graph.tensors, low.sharding):
+            return self._product(*args[:3])
+        device, _, dtype = op.autocast.partition(":")
+        if not device or (dtype and device != low.device.type):
+            return self.nodes.add(target, tuple(args), kwargs)
+        within = bind(_autocast, device, getattr(torch, dtype)) if dtype else _full_precision
+        if isinstance(target, FunctionType) or dtype:  # no operator, so that generated code cannot name it
+            called = bind(within, target)
+            called.__name__ = called.__qualname__ = target.__name__.partition(".")[0]  # recomputation knows operators by their names
+            return self.nodes.add(called, tuple(args), kwargs)
+        return self.nodes.add(within, (target, *args), kwargs)
+
+    def _product(self, x: fx.Node, weight: fx.Node, bias: fx.Node | None = None) -> fx.Node:
+        """A convolution whose windows are single elements, as one product over all samples and places."""
+        reshape, permute, last = torch.ops.aten.reshape.default, torch.ops.aten.permute.default, len(self.read(0).shape) - 1
+        (samples, channels, *places), sizes = read_shapes(self.op, self.low.graph.tensors, self.low.sharding, self.low.at)
+        rows = self.add(reshape, self.add(permute, x, [0, *range(2, last + 1), 1]), [-1, channels])
+        made = self.add(torch.ops.aten.linear.default, rows, self.add(reshape, weight, list(sizes[:2])), bias)
+        maps = self.add(permute, self.add(reshape, made, [samples, *places, -1]), [0, last, *range(1, last)])
+        return self.add(torch.ops.aten.contiguous.default, maps)
+
+    def whole(self) -> fx.Node:
+        """The operator; where windows slide along what is cut, on this rank's part."""
+        return self.emit(self._target(), self.args, self.kwargs)
+
+    def _target(self) -> Callable[..., Any]:
+        target, slides, cut = self.operator, self.record.windows, self.cut
+        if slides is None or not cut:
+            return target
+        rule, windows = self.rule, windows_of(self.op, self.low.graph.tensors)
+        axes = {label: axis for axis, label in cut.items() if rule.kernels.get(label) == HALO}
+        if not axes:
+            return target
+        source, made = self.read(0).shape, self.made.shape
+        parts = []
+        for label, window in windows.items():
+            if label not in axes and not isinstance(window, Resample):
+                continue
+            assert rule.inputs[0] is not None
+            dim, into = rule.inputs[0].index(label), rule.outputs[0].index(label)
+            group = self.low.groups[axes[label]] if label in axes else None
+            here = (0, made[into]) if group is None else pieces(made[into], group.size)[group.index]
+            low, high = window.needs(*here, source[dim])
+            parts.append(Part(dim, source[dim], window, (min(max(low, 0), source[dim]), max(min(high, source[dim]), 0)), here))
+        return bind(windowed, target, slides, tuple(parts))
+
+    def _shares(self, axis: str) -> tuple[float, ...]:
+        """The part that each rank along an axis has of the entries of the label that is cut there."""
+        label, tensors = self.cut[axis], self.low.graph.tensors
+        value, row = next((v, row) for v, row in zip(self.op.inputs, self.rule.inputs, strict=True) if row is not None and label in row)
+        length, n = tensors[value].shape[row.index(label)], self.low.groups[axis].size
+        return tuple((stop - start) / length for start, stop in pieces(length, n)) if length % n else (1 / n,) * n
+
+    def share(self, axis: str) -> float:
+        """The part that this rank has."""
+        return self._shares(axis)[self.low.groups[axis].index]
+
+    def statistics(self) -> Parts:
+        """The groups over which statistics of what is cut are taken, with each member's share."""
+        return tuple((self.low.groups[axis], self._shares(axis)) for axis in self._cut_for("statistics"))
+
+    def averages(self) -> list[str]:
+        """Axes over which what an average is taken of is cut."""
+        return self._cut_for("average")
+
+    def _cut_for(self, kernel: str) -> list[str]:
+        kernels = self.rule.kernels if self.cut else {}
+        return [axis for axis, label in self.cut.items() if kernels.get(label) == kernel]
+
+    def kernels(self) -> dict[str, tuple[Group, ...]]:
+        """By kernel that a cut needs, the groups of the axes that need it."""
+        known = self.rule.kernels if self.cut else {}
+        found: dict[str, tuple[Group, ...]] = {}
+        for axis, label in self.cut.items():
+            if kernel := known.get(label):
+                found[kernel] = (*found.get(kernel, ()), self.low.groups[axis])
+        return found
+
+    def contracted(self) -> list[str]:
+        """Axes over which what is cut is summed: it is in no result."""
+        outputs = self.rule.outputs if self.cut else ()
+        return [axis for axis, label in self.cut.items() if all(label not in out for out in outputs)]
+
+    def where(self) -> Where:
+        """Which draw an operator makes, and where this rank's piece of it lies."""
+        made, low, number = self.made, self.low, self.low.drawing[self.op.name]
+        labels = self.rule.outputs[0] if self.cut else ()
+        groups = ((labels.index(label), low.groups[axis]) for axis, label in self.cut.items() if label in labels)
+        fold = low.folds[number] if number < len(low.folds) else None
+        place = Place(made.shape, tuple((dim, group.index, group.size) for dim, group in groups), fold)
+        place = place.over(drawn_shape(self.op, low.graph.tensors))
+        part = 0  # which piece of a cut operator this rank has
+        for axis in self.cut:
+            part = part * low.groups[axis].size + low.groups[axis].index
+        return Where(low.ordinal[self.op.name], part, number, place, getattr(torch, made.dtype))
+
+
+def _argument(arg: Arg, given: Iterator[fx.Node], device: torch.device) -> Any:
+    if isinstance(arg, Ref):
+        return next(given)
+    if isinstance(arg, tuple):
+        return [_argument(a, given, device) for a in arg]
+    if isinstance(arg, Word):
+        return device if arg.kind == "device" else getattr(torch, arg.name)
+    return arg
+
+
+def _autocast(device: str, dtype: torch.dtype, target: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Any:
+    with torch.autocast(device, dtype):
+        return target(*args, **kwargs)
+
+
+def _full_precision(target: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Any:
+    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        return target(*args, **kwargs)

@@ -1,0 +1,223 @@
+"""How an operator is called that is more than itself: where a cut needs a kernel, where it is random, where it writes a buffer.
+
+In: a `Call`. Out: the node of its result. An operator's record may have a word for how it is lowered; `BY_WORD` says what that is. What a
+way has nothing to say about is called by the next: what draws, what a cut needs a kernel for, what is averaged or added after a sum, and at
+last the operator as it stands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from weft.capture.functions import check_cut
+from weft.lower.call import Call
+from weft.lower.kernels.extremes import extreme
+from weft.lower.kernels.functions import function
+from weft.lower.kernels.masked import masked_scatter
+from weft.lower.kernels.randomness import attention, drawn, dropout
+from weft.lower.kernels.statistics import group_norm
+from weft.lower.kernels.vocabulary import cross_entropy, embedding, nll
+from weft.lower.kernels.written import batch_norm, instance_norm, write_buffer
+from weft.lower.lowering import bind
+from weft.model.graph import Function
+from weft.ops import draws
+from weft.plan.placement import P, R, is_shard
+from weft.world.attention import scaled_dot_product_attention
+
+Way = Callable[[Call], fx.Node | None]
+
+
+def called(call: Call, writes: bool) -> fx.Node:
+    """The node of the operator's result. `writes`: it updates a buffer in place."""
+    if call.op.function is not None:
+        return _function(call, call.op.function)
+    if writes:
+        return call.nodes.add(bind(write_buffer, call.operator, call.low.draw), tuple(call.args), call.kwargs)
+    ways = (BY_WORD.get(call.record.lowering), _drawn, _dense, _by_kernel, _averaged, _biased, _shaped)
+    for way in ways:
+        node = way(call) if way is not None else None
+        if node is not None:
+            return node
+    return call.whole()
+
+
+def _function(call: Call, captured: Function) -> fx.Node:
+    """A function with a backward of the user's own, which is first tried on pieces as large as this rank's."""
+    low, op, cut = call.low, call.op, call.cut
+    rows = low.sharding.needs[op.name]
+    places = {axis: {i: form.dim for i, row in enumerate(rows) if is_shard(form := row[axis])} for axis in cut}
+    cuts = [(axis, low.sharding.sizes[axis], places[axis]) for axis in cut]
+    specs = tuple(low.graph.tensors[v] for v in op.inputs)
+    key = (captured, specs, str(cuts))
+    if cuts and key not in low.tried:
+        check_cut(captured, specs, cuts, op.site)
+        low.tried.add(key)
+    target = function(captured, low.device, prod(call.share(axis) for axis in call.averages()))
+    if captured.draws:
+        target = bind(drawn, target, low.draw, call.where())
+    return call.emit(target, call.args[1:])
+
+
+def _drop(call: Call) -> fx.Node:
+    x, p, *trains = call.args
+    if not (trains[0] if trains else True) or p == 0.0:
+        return x  # type: ignore[no-any-return]
+    if p == 1.0:
+        return call.add(torch.ops.aten.mul.Tensor, x, 0.0)
+    return call.add(bind(dropout, draw=call.low.draw, where=call.where()), x, p)
+
+
+def _attention(call: Call) -> fx.Node | None:
+    args, low = call.args, call.low
+    if len(args) > 4 and args[4] > 0.0:
+        q, k, v, mask, p, causal = (*args, False)[:6]
+        return call.add(bind(attention, drawing=(low.draw, call.where())), q, k, v, mask, p, causal, call.kwargs.get("scale"))
+    if low.device.type == "cpu":
+        return call.emit(bind(scaled_dot_product_attention, call.operator), args, call.kwargs)
+    return None
+
+
+def _batch_norm(call: Call) -> fx.Node | None:
+    if len(call.args) > 5 and call.args[5]:
+        return call.add(bind(batch_norm, call.low.draw, call.statistics()), *call.args)
+    return None
+
+
+def _group_norm(call: Call) -> fx.Node | None:
+    if not (parts := call.statistics()):
+        return None
+    x, num_groups, weight, bias, *eps = call.args
+    return call.emit(bind(group_norm, num_groups=num_groups, eps=eps[0] if eps else 1e-5, parts=parts), [x, weight, bias])
+
+
+def _instance_norm(call: Call) -> fx.Node | None:
+    args = call.args
+    if parts := call.statistics():
+        return call.emit(bind(group_norm, num_groups=call.read(0).shape[1], eps=args[7], parts=parts), args[:3])
+    if len(args) > 5 and args[5] and args[3] is not None:
+        return call.add(bind(instance_norm, call.low.draw), *args)
+    return None
+
+
+def _in_rows(call: Call) -> fx.Node:
+    """It reads memory, and what stands here lies in memory as it was traced: in rows."""
+    return call.emit(call.operator, [call.add(torch.ops.aten.contiguous.default, call.args[0]), *call.args[1:]], call.kwargs)
+
+
+def _in_pairs(call: Call) -> fx.Node:
+    """A parameter may begin anywhere in the buffer that it lies in with others, and a complex number only at every second place."""
+    return call.emit(call.operator, [call.add(torch.ops.aten.clone.default, call.args[0])], call.kwargs)
+
+
+def _scatter(call: Call) -> fx.Node | None:
+    if call.made.dtype.startswith("complex"):
+        return call.nodes.add(bind(_complex_scatter, call.operator), tuple(call.args), call.kwargs)
+    return None
+
+
+def _classes(call: Call) -> fx.Node | None:
+    args, kwargs, kernels = call.args, call.kwargs, call.kernels()
+    soft = call.read(0).shape == call.read(1).shape
+    if not kernels or soft:
+        return None
+    weight, reduction, ignore, smoothing = (*args, *(None, 1, -100, 0.0)[len(args) - 2 :])[2:6]
+    bound = bind(
+        cross_entropy,
+        rows=kernels.get("average", ()),
+        classes=(call.read(0).shape[1], kernels["vocabulary"][0]) if "vocabulary" in kernels else None,
+        smoothing=kwargs.get("label_smoothing", smoothing),
+        mean=kwargs.get("reduction", reduction) == 1,
+    )
+    return call.add(bound, args[0], args[1], ignore, weight=weight)
+
+
+def _targets(call: Call) -> fx.Node | None:
+    rows = call.kernels().get("average")
+    return call.add(bind(nll, rows), *call.args) if rows else None
+
+
+BY_WORD: dict[str, Way] = {
+    "drop": _drop,
+    "attention": _attention,
+    "batch": _batch_norm,
+    "groups": _group_norm,
+    "instances": _instance_norm,
+    "memory": _in_rows,
+    "pairs": _in_pairs,
+    "scatter": _scatter,
+    "classes": _classes,
+    "targets": _targets,
+}
+
+
+def _drawn(call: Call) -> fx.Node | None:
+    if draws(call.op):
+        return call.nodes.add(bind(drawn, call.operator, call.low.draw, call.where()), tuple(call.args), call.kwargs)
+    return None
+
+
+def _dense(call: Call) -> None:
+    """Gradients lie in buffers with others, which are dense."""
+    at = call.record.sparse_at
+    if at is not None and len(call.args) > at:
+        call.args[at] = False
+
+
+def _by_kernel(call: Call) -> fx.Node | None:
+    kernels, args = call.kernels(), call.args
+    if "counted" in kernels:
+        return call.add(bind(masked_scatter, *kernels["counted"]), *args)
+    if "extreme" in kernels:
+        return call.emit(bind(extreme, kernels["extreme"], call.record.extreme == "largest"), args, call.kwargs)
+    if call.record.looks_up and "vocabulary" in kernels:
+        padding = args[2] if len(args) > 2 else -1
+        return call.add(bind(embedding, group=kernels["vocabulary"][0]), args[0], args[1], padding, call.read(0).shape[0])
+    return None
+
+
+def _averaged(call: Call) -> fx.Node | None:
+    """An average over a part of what is averaged: this rank's share of the whole one."""
+    axes = call.averages()
+    if not axes:
+        return None
+    return call.add(torch.ops.aten.mul.Tensor, call.whole(), prod(call.share(axis) for axis in axes))
+
+
+def _biased(call: Call) -> fx.Node | None:
+    """A sum over ranks whose bias is added once, after it."""
+    position, args, axes = call.record.bias, call.args, call.contracted()
+    if position is None or len(args) <= position or args[position] is None or not axes:
+        return None
+    bias, args[position] = args[position], None
+    partial_sum = call.whole()
+    made = call.low.sharding.forms[call.op.outputs[0]]
+    for axis in axes:
+        if made[axis] is P:  # summed later, with the rest: every rank adds its share of the bias
+            bias = call.add(torch.ops.aten.div.Tensor, bias, call.low.sharding.sizes[axis])
+        else:
+            partial_sum = call.nodes.move(partial_sum, call.low.groups[axis], P, R)
+    behind = len(call.made.shape) - 2 if call.record.kind == "convolution" else 0  # dimensions that follow the features
+    bias = call.add(torch.ops.aten.reshape.default, bias, [-1] + [1] * behind) if behind else bias
+    return call.add(_add_bias, partial_sum, bias)
+
+
+def _shaped(call: Call) -> fx.Node | None:
+    """What is given the shape of its result, which here is that of this rank's part."""
+    shapers = {"reshape": torch.ops.aten.reshape.default, "expand": torch.ops.aten.expand.default}
+    shaper = shapers.get(call.record.moves)
+    return None if shaper is None else call.emit(shaper, [call.args[0], call.shape])
+
+
+def _complex_scatter(target: Callable[..., Tensor], x: Tensor, source: Tensor, dim: int = 0, *rest: Any, **kwargs: Any) -> Tensor:
+    """`slice_scatter` and `select_scatter` of complex numbers, which have no derivative in torch: those of their two parts."""
+    parts = target(torch.view_as_real(x), torch.view_as_real(source.to(x.dtype)), dim % x.dim(), *rest, **kwargs)
+    return torch.view_as_complex(parts.contiguous())
+
+
+def _add_bias(x: Tensor, bias: Tensor) -> Tensor:
+    return x + bias.to(x.dtype)

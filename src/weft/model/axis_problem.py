@@ -1,0 +1,374 @@
+"""The problem along one axis: what each operator may do there, and what that costs, with the other axes' decisions given.
+
+In: a graph, the axis with its size and prices, what a plan says of it, and what other axes have decided. Out: `AxisProblem`, which answers
+how an operator may be cut, where a value begins, and what it costs to move it or to store it.
+
+Getting D from R costs nothing forward and an all-reduce backward (Megatron's f); P to R is its dual (g). A parameter that is needed as D
+everywhere needs no operator at all: its gradient is summed once a step.
+
+Not modelled: overlap, memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from weft.errors import LayoutError
+from weft.model.gradients import needs_gradient
+from weft.model.graph import Graph, Operator, Ref, copied_into, writes_buffer, written_buffers
+from weft.model.labels import meanings, positions
+from weft.model.sharding import Prices, collective_s, transfer_s
+from weft.model.work import batched, differentiable, operator_bytes, operator_flops
+from weft.ops import Labels, Rule, record_of, windows_of
+from weft.ops.linear import passes, passing
+from weft.ops.rule import HALO
+from weft.plan.axis import axis_of
+from weft.plan.placement import D, Halo, P, Placement, R, Shard, dual, halo, is_cut, is_shard, pieces
+from weft.plan.transition import allowed, transition
+
+GATHERED = 1 + 1 / 16  # what putting pieces together weighs where another axis of a grid is still to cut: more than what else is as cheap
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One way to run an operator along an axis: how it reads its inputs, how it makes its outputs, and what that costs without moves."""
+
+    label: str
+    needs: tuple[Placement | None, ...]
+    makes: tuple[Placement, ...]
+    cost_s: float
+
+    @property
+    def word(self) -> str:
+        """What a plan calls it: the label, with `+` where summands are left."""
+        return self.label + "+" * (P in self.makes)
+
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What a plan says of an axis: by value where parameters and buffers are cut, and by site the label that an operator is cut on, in
+    the word of its choice. `dims` is None where cuts of parameters are searched as well."""
+
+    dims: Mapping[str, int] | None = None
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Others:
+    """What an axis takes from the others: what those before it have decided, and what it must leave to those after it."""
+
+    taken: Mapping[str, Set[int]] = field(default_factory=dict)  # value -> dims that other axes cut
+    inside: Mapping[str, Mapping[int, int]] = field(default_factory=dict)  # value -> {dim: pieces of another axis that may be cut again}
+    kernels: frozenset[tuple[str, str]] = frozenset()  # (operator, label) that another axis cuts, which takes a kernel of one group
+    pinned: Mapping[str, Placement] = field(default_factory=dict)  # variable -> the form that it is read in, whatever else would be cheaper
+    more: bool = False  # whether other tensor axes come after this one
+    ranks: int = 1  # along the axes before, to scale bytes and FLOPs of what follows the samples
+    replicas: int = 1  # of these ranks, those that each have all of what does not follow the samples
+
+
+class AxisProblem:
+    """The problem along one axis of `n` ranks. `sequence` and `samples`: as `propagate` has them."""
+
+    def __init__(
+        self, graph: Graph, axis: str, n: int, prices: Prices, given: Given, others: Others, sequence: bool = False, samples: bool = False
+    ):
+        self.graph, self.axis, self.n, self.prices, self.others = graph, axis, n, prices, others
+        self.fixed, self.labels = given.dims, given.labels
+        self.divide, self.divide_fixed = others.ranks, others.ranks // others.replicas
+        self.taken, self.inside, self.more, self.pinned = others.taken, others.inside, others.more, others.pinned
+        self.grads = needs_gradient(graph)
+        self.placed = {v.value: v for v in (*graph.parameters, *graph.buffers)}
+        self.copied_into = copied_into(graph)
+        # Statistics are written by the operator that reads them: what is moved is a copy, in which the write would be lost.
+        self.still = written_buffers(graph) - self.copied_into
+        self.weights = {v.value for v in graph.parameters if len(v.tensor.shape) > 1}
+        self.rules = graph.rules
+        self.heavy = {op.name for op in graph.operators if operator_flops(op, graph.tensors) > 0}
+        self.sequence, self.samples = sequence, samples
+        self.spreads = sequence or samples  # whether summands may be scattered to what lies between the products
+        self._moves: dict[tuple[str, Placement, Placement], float] = {}
+        self.row = axis_of(axis)
+        self.meanings = meanings(graph, self.rules) if self.row.cuts_weights else None
+        if self.row.follows:
+            # Every operator that can follow does, whatever its latency: that is what the axis is for.
+            self.prices = replace(prices, latency_s=0.0)
+
+    def cuttable(self, value: str, dim: int) -> bool:
+        size, ways = self.graph.tensors[value].shape[dim], self.inside.get(value, {}).get(dim, 0)
+        if not ways and dim in self.taken.get(value, ()):
+            return False
+        size //= ways or 1
+        return size >= self.n and (size % self.n == 0 or self.row.uneven)
+
+    @cached_property
+    def positions(self) -> Mapping[tuple[str, int], frozenset[str]]:
+        """Which dimensions are positions of an image, and which."""
+        return positions(self.graph, self.rules)
+
+    def admits(self, op: Operator, rule: Rule, label: str) -> bool:
+        """Whether the axis is for dimensions of this kind."""
+        if self.row.cuts_positions:
+            places = ((value, row.index(label)) for value, row in self._labelled(op, rule) if label in row)
+            return any(self.row.cuts & self.positions.get(place, frozenset()) for place in places)
+        if rule.kernels.get(label) == HALO:
+            return False
+        return self.meanings is None or self.meanings[op.name].admits(label, self.sequence, self.samples)
+
+    @staticmethod
+    def _labelled(op: Operator, rule: Rule) -> Iterator[tuple[str, Labels]]:
+        for value, row in (*zip(op.inputs, rule.inputs, strict=True), *zip(op.outputs, rule.outputs, strict=True)):
+            if row is not None:
+                yield value, row
+
+    def _divides(self, op: Operator, rule: Rule, label: str) -> bool:
+        """Whether pieces of a label are pieces of each dimension that has it: of lengths that differ only where they divide all."""
+        lengths = {self.graph.tensors[value].shape[row.index(label)] for value, row in self._labelled(op, rule) if label in row}
+        return rule.kernels.get(label) == HALO or len(lengths) == 1 or not any(length % self.n for length in lengths)
+
+    def compute_s(self, op: Operator) -> float:
+        """Seconds of a whole operator, forward and (counted twice as much) backward; what no product is may be cut by a later axis."""
+        if self.more and op.name not in self.heavy:
+            return 0.0
+        flops, size = operator_flops(op, self.graph.tensors), operator_bytes(op, self.graph.tensors)
+        return 3 * self.longer_s(op, flops, size, self.fixed_bytes(op))
+
+    def longer_s(self, op: Operator, flops: float, size: float, fixed: float) -> float:
+        """Seconds of computing so many FLOPs or of moving so many bytes, `fixed` of them however many samples there are."""
+        value, fixed = op.outputs[0], min(size, fixed)
+        moved = self.share(size - fixed, value) + fixed / self.divide_fixed
+        return max(self.share(flops, value) / self.prices.flops_per_s, moved / self.prices.memory_bytes_per_s)
+
+    def fixed_bytes(self, op: Operator) -> int:
+        """Bytes of the weights that an operator reads, where its other operands follow the samples."""
+        if op.outputs[0] not in self.follows:
+            return 0
+        return sum(self.graph.tensors[v].size_bytes for v in dict.fromkeys(op.inputs) if v not in self.follows)
+
+    @cached_property
+    def follows(self) -> set[str]:
+        """Values whose size follows the samples."""
+        return batched(self.graph)
+
+    def share(self, amount: float, value: str) -> float:
+        """Of an amount that goes with a value at the graph's batch: one rank's along the other axes, for the samples that are weighed.
+
+        Whole numbers are scaled as such, so that the same samples a rank weigh the same, however many the graph has.
+        """
+        if value not in self.follows:
+            return amount / self.divide_fixed
+        whole = int(amount) if amount == int(amount) else amount
+        return whole * (self.prices.samples or self.graph.batch_size) / (self.graph.batch_size * self.divide)
+
+    def choices(self, op: Operator) -> list[Choice]:
+        rule = self.rules[op.name]
+        seconds = self.compute_s(op)
+        whole: list[Placement | None] = [R] * len(op.inputs)
+        if rule is not None:
+            whole = [None if labels is None else R for labels in rule.inputs]
+        found = [Choice("", tuple(whole), (R,) * len(op.outputs), seconds)]
+        said = self.labels.get(op.site)
+        if rule is None or writes_buffer(op, self.placed):
+            return self._said(op, said, found)
+        for label in rule.labels:
+            if said is None and not self.admits(op, rule, label):
+                continue
+            for summed in (True, False) if self.spreads or said is not None else (True,):
+                choice = self._cut(op, rule, label, seconds / self.n, summed)
+                if choice is not None and choice not in found:
+                    found.append(choice)
+        if any(value in self.pinned for value in op.inputs):
+            needed = [self.pinned.get(value) for value in op.inputs]
+            found = [c for c in found if all(p is None or need in (None, p) for p, need in zip(needed, c.needs, strict=True))] or found
+        if self.row.cuts_samples and all(self.graph.tensors[v].can_learn for v in op.outputs):
+            found += [Choice("", needs, (P,) * len(op.outputs), seconds) for needs in passing(op, self.grads)]
+        return self._said(op, said, found)
+
+    def _said(self, op: Operator, said: str | None, choices: list[Choice]) -> list[Choice]:
+        if said is None:
+            return choices
+        given = [choice for choice in choices if choice.word == said]
+        if not given:
+            possible = ", ".join(choice.word or "none" for choice in choices)
+            raise LayoutError(f"the plan cuts {said!r} of {op.site} over {self.axis}={self.n}, but what can be cut is {possible}")
+        return given
+
+    def worth(self, op: Operator, choice: Choice, held: Mapping[str, tuple[Placement, ...]]) -> bool:
+        """Whether a cut follows from something: an input that is cut there already, or (not over data) work that a cut saves.
+
+        Cuts of cheap operators out of the blue are legal, and crowd out the states that matter.
+        """
+        if P in choice.needs:  # what is a summand, and beside it at most what every rank has whole
+            return passes(choice.needs, [held.get(value) or self.start(value) or (R,) for value in op.inputs])
+        if not choice.label or op.site in self.labels:
+            return True
+        for value, need in zip(op.inputs, choice.needs, strict=True):
+            if is_cut(need):
+                have = held.get(value) or self.start(value) or ()
+                if need in have or Shard(need.dim) in have or (self.spreads and P in have):
+                    return True
+                if self.row.cuts_weights and value in self.weights and not have:
+                    return True
+        return self.row.cuts_weights and op.name in self.heavy
+
+    def _cut(self, op: Operator, rule: Rule, label: str, seconds: float, summed: bool) -> Choice | None:
+        """Cut `label`. `summed`: a product whose bias is added once sums its summands first; else each rank adds its share of the bias."""
+        kernel, record = rule.kernels.get(label), record_of(op)
+        if (op.name, label) in self.others.kernels or not self._divides(op, rule, label):
+            return None
+        makes = self._makes(op, rule, label)
+        if makes is None:
+            return None
+        contracted = any(form is P for form in makes) and kernel is None
+        bias = op.args[record.bias] if contracted and record.bias is not None and len(op.args) > record.bias else None
+        added = bias.value if isinstance(bias, Ref) and summed else None
+        if added is not None:
+            makes = (R,) * len(makes)  # the kernel reduces before it adds the bias
+            seconds += collective_s("all_reduce", self._bytes(op.outputs[0]), self.n, self.prices)
+        needs = self._needs(op, rule, label, added)
+        if needs is None or (record.statistics and not self._lie(op, needs)):
+            return None
+        if kernel == "extreme":
+            seconds += collective_s("all_reduce", self._bytes(op.outputs[0]), self.n, self.prices)
+        if kernel == "statistics":
+            seconds += 2 * collective_s("all_reduce", 16.0 * self.graph.tensors[op.inputs[0]].shape[1], self.n, self.prices)
+        return Choice(label, needs, makes, seconds)
+
+    def _makes(self, op: Operator, rule: Rule, label: str) -> tuple[Placement, ...] | None:
+        """The forms that an operator makes where `label` is cut; None where it cannot be."""
+        kernel, record = rule.kernels.get(label), record_of(op)
+        makes: list[Placement] = []
+        for value, labels in zip(op.outputs, rule.outputs, strict=True):
+            if label in labels:
+                dim = labels.index(label)
+                if not self.cuttable(value, dim):
+                    return None
+                makes.append(Shard(dim))
+            elif kernel == "vocabulary":
+                makes.append(P if record.looks_up else R)
+            elif kernel in ("extreme", "apart"):
+                makes.append(R)
+            elif kernel in ("average", "statistics", "summands") or record.contracts:
+                makes.append(P)
+            else:
+                return None
+        return tuple(makes)
+
+    def _needs(self, op: Operator, rule: Rule, label: str, added: str | None) -> tuple[Placement | None, ...] | None:
+        """The forms in which it reads its inputs; None where one cannot be read so. `added`: the bias that is added once, to the sum."""
+        needs: list[Placement | None] = []
+        for value, row in zip(op.inputs, rule.inputs, strict=True):
+            if row is None:
+                needs.append(None)
+            elif label in row:
+                dim = row.index(label)
+                read = self._read(op, value, dim, label) if rule.kernels.get(label) == HALO else Shard(dim)
+                if read is None or not self.cuttable(value, dim):
+                    return None
+                needs.append(read)
+            elif value == added:
+                needs.append(R)
+            else:
+                needs.append(D if value in self.grads else R)
+        return tuple(needs)
+
+    def _lie(self, op: Operator, needs: tuple[Placement | None, ...]) -> bool:
+        """Whether running statistics lie as they are needed: they are written where they are stored, so they cannot be moved first."""
+        if self.fixed is None:
+            return True
+        stored = {v: R if (dim := self.fixed.get(v)) is None else Shard(dim) for v in op.inputs if v in self.placed and v not in self.grads}
+        return all(need == stored.get(value, need) for value, need in zip(op.inputs, needs, strict=True))
+
+    def _read(self, op: Operator, value: str, dim: int, label: str) -> Placement | None:
+        """What ranks read of a dimension along which windows slide, to make their pieces of the result; None where one reads nothing."""
+        rule = self.rules[op.name]
+        assert rule is not None
+        made = next((value, row.index(label)) for value, row in zip(op.outputs, rule.outputs, strict=True) if label in row)
+        length, window = self.graph.tensors[value].shape[dim], windows_of(op, self.graph.tensors)[label]
+        ranges = pieces(self.graph.tensors[made[0]].shape[made[1]], self.n)
+        read = halo(dim, length, [window.needs(start, stop, length) for start, stop in ranges])
+        empty = isinstance(read, Halo) and any(start == stop for start, stop in read.windows)
+        return None if empty else read
+
+    def _bytes(self, value: str) -> float:
+        size = self.graph.tensors[value].size_bytes
+        return float(size) if value in self.placed else self.share(size, value)
+
+    def move_s(self, value: str, source: Placement, target: Placement) -> float:
+        """Seconds of a redistribution, forward and (where training asks for the value's gradient) backward; each question once."""
+        key = (value, source, target)
+        if key not in self._moves:
+            self._moves[key] = self._move_s(value, source, target)
+        return self._moves[key]
+
+    def _move_s(self, value: str, source: Placement, target: Placement) -> float:
+        if source == target:
+            return 0.0
+        if self._barred(value, source, target):
+            return float("inf")
+        size = self._bytes(value)
+        cost = transfer_s(source, target, size, self.n, self.prices)
+        if value in self.asked:
+            cost += transfer_s(dual(target), dual(source), size, self.n, self.prices)
+        # What lies in pieces here and whole there leaves the dimension to no later axis; sums, which move as many bytes, do.
+        return cost * GATHERED if self.more and is_shard(source) and not is_shard(target) else cost
+
+    def _barred(self, value: str, source: Placement, target: Placement) -> bool:
+        lost = not allowed(source, target) or value in self.still
+        return lost or (is_cut(target) and not self.cuttable(value, target.dim))
+
+    @cached_property
+    def asked(self) -> set[str]:
+        """Values whose gradient training asks for: not those of the batch."""
+        return differentiable(self.graph)
+
+    def exact_s(self, value: str, source: Placement, target: Placement) -> float:
+        """`move_s` with the copies around collectives as well.
+
+        What decides between forms to move from, which collectives alone leave equal: S to + and R to + move as many bytes.
+        """
+        if source == target or self._barred(value, source, target):
+            return 0.0 if source == target else float("inf")
+        size = self._bytes(value)
+        inner = any(is_cut(form) and form.dim for form in (source, target))
+        ways = [(source, target), (dual(target), dual(source))] if value in self.asked else [(source, target)]
+        return sum(
+            transfer_s(a, b, size, self.n, self.prices) + self._copied_s(transition(a, b).collective, size, inner) for a, b in ways
+        )
+
+    def _copied_s(self, name: str, size: float, inner: bool) -> float:
+        """Seconds of reading and writing memory around a collective: pieces of inner dimensions do not lie together."""
+        n = self.n
+        parts = {"all_reduce": 2.0, "all_gather": 2.0 * inner, "reduce_scatter": 2.0 * inner, "slice": 2.0 / n * inner}
+        parts |= {"pad": 1.0 + 2.0 / n, "all_to_all": 4.0 / n, "halo_exchange": 2.0 / n, "halo_add": 2.0 / n}
+        return parts.get(name, 0.0) * size / self.prices.memory_bytes_per_s
+
+    def place(self, value: str, need: Placement) -> tuple[Placement, float] | None:
+        """A parameter or buffer met for the first time, free to lie as it is needed: (stored form, seconds a step)."""
+        size = self.graph.tensors[value].size_bytes
+        touched = size * 8 / self.prices.memory_bytes_per_s  # gradient and optimizer states, read and written
+        if is_shard(need):
+            return (need, touched / self.n) if self.cuttable(value, need.dim) else None
+        # Gradients are summed many in one bucket: their bytes count, a latency of their own does not.
+        summed = need is D and value in self.grads
+        return R, touched + (collective_s("all_reduce", size, self.n, replace(self.prices, latency_s=0.0)) if summed else 0.0)
+
+    def start(self, value: str) -> tuple[Placement, ...] | None:
+        """Forms in which a variable is there at the beginning; None for a parameter that may still lie anywhere."""
+        if value in self.copied_into:  # what is written is the whole buffer
+            return (R,)
+        if value in self.placed:
+            if self.fixed is None or value in self.still:  # statistics lie as the operator has them that writes them
+                return None
+            dim = self.fixed.get(value)
+            return (R,) if dim is None else (Shard(dim),)
+        for v in self.graph.inputs:
+            if v.value == value:
+                if self.row.cuts_positions:
+                    shape = range(len(v.tensor.shape))
+                    dims = (d for d in shape if self.row.cuts & self.positions.get((value, d), frozenset()) and self.cuttable(value, d))
+                    return (R, *(Shard(d) for d in dims))  # a rank reads its piece from what it is given
+                return (Shard(0),) if v.batched and self.row.cuts_samples else (R,)
+        return (R,)

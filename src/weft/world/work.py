@@ -1,0 +1,124 @@
+"""A collective under way, and what is told of tensors and errors around it. In: what a transport started. Out: `Work` to wait for.
+
+A transport sees memory: elements of a tensor must lie there in order, as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from weft.errors import RunError, UsageError
+from weft.plan.placement import piece
+from weft.world import recorder
+
+if TYPE_CHECKING:
+    from weft.world.group import Group
+
+DTYPES = {getattr(torch, name): code for code, name in enumerate(recorder.DTYPES) if code}
+NARROW = (torch.bfloat16, torch.float16)
+# In what summands are added where a transport cannot add theirs, or would round more than once.
+WIDER = {**dict.fromkeys(NARROW, torch.float32), torch.int16: torch.int32}
+# What the transports say when the other end is gone, in any version seen: a symptom of another rank's failure.
+LOST = (
+    "onnection closed", "onnection reset", "roken pipe", "ocket closed", "onnection refused", "Timed out", "timed out", "Timeout",
+    "remote process exited", "NCCL communicator was aborted", "Application timeout",
+)  # fmt: skip
+
+
+class LostPeer(RunError):
+    """A collective ended because another rank is gone, or did not come in time. Never the first cause of a failure."""
+
+
+class Work:
+    """A collective under way. `wait()` returns when its result may be used; a second wait does nothing."""
+
+    __slots__ = ("_at", "_finish", "_group", "_keep", "_work")
+
+    def __init__(self, group: Group | None, work: Any, at: int, finish: Callable[[], object] | None, keep: object) -> None:
+        self._group = group
+        self._work = work
+        self._at = at
+        self._finish = finish
+        self._keep = keep
+
+    def wait(self) -> None:
+        """Blocks this thread (gloo) or this CUDA stream (NCCL). Raises LostPeer or RunError with the group and the collective."""
+        work = self._work
+        if work is None:
+            return
+        group = self._group
+        assert group is not None
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise group.explained(error) from error
+        self._work = None
+        if self._at >= 0:
+            group.recorder.done(self._at)
+        if self._finish is not None:
+            self._finish()
+        self._keep = self._finish = None
+
+    def untimed(self) -> Work:
+        """The same, which the record takes for ended already: whoever may wait for it late, or never, does not look as if it hung."""
+        if self._group is not None and self._work is not None and self._at >= 0:
+            self._group.recorder.done(self._at)
+            self._at = -1
+        return self
+
+    @property
+    def done(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._work is None or bool(self._work.is_completed())
+
+
+DONE = Work(None, None, 0, None, None)
+
+
+def synchronize(device: torch.device) -> None:
+    """Returns when the device has done all that this process gave it; at once on processors."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def lazy(x: Tensor) -> bool:
+    """Whether the memory of `x` holds its conjugates or negatives: transports see the memory."""
+    return x.is_conj() or x.is_neg()
+
+
+def packed(pieces: Sequence[Tensor]) -> Tensor:
+    """The elements of all pieces one after another, without a copy of each in between."""
+    made = pieces[0].new_empty(sum(x.numel() for x in pieces))
+    for room, x in zip(torch.split(made, [x.numel() for x in pieces]), pieces, strict=True):
+        room.view(x.shape).copy_(x)
+    return made
+
+
+def in_order(x: Tensor) -> bool:
+    """Whether the memory of `x` is its elements, one after the other."""
+    return x.is_contiguous() and not lazy(x)
+
+
+def check_fits(whole: Tensor, part: Tensor, members: int) -> None:
+    """Raise UsageError unless both are flat in memory, of one dtype, the whole `members` times the part."""
+    if whole.numel() != members * part.numel() or whole.dtype != part.dtype or not (in_order(whole) and in_order(part)):
+        raise UsageError(
+            f"{whole.numel()} elements of {whole.dtype} for {members} pieces of {part.numel()} of {part.dtype}; "
+            f"give contiguous tensors of one dtype, the whole {members} times the piece"
+        )
+
+
+def lengths_of(group: Group, mine: int, length: int | None) -> list[int]:
+    """The pieces that the members have of a dimension of `length`; None: all as long as `mine`."""
+    if length is None:
+        return [mine] * group.size
+    lengths = [piece(length, group.size, i)[1] for i in range(group.size)]
+    if mine != lengths[group.index]:
+        raise UsageError(
+            f"member {group.index} of {group.size} has {mine} of a dimension of {length}; its piece is {lengths[group.index]}"
+        )
+    return lengths
