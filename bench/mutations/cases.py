@@ -21,8 +21,8 @@ from weft.errors import WeftError
 from weft.plan.layout import Layout
 from weft.plan.plan import Plan
 from weft.run.engine import Engine
-from weft.run.serial import Serial
-from weft.run.verify import verify_on_rank
+from weft.run.proof.serial import Serial
+from weft.run.proof.verify import verify_on_rank
 from weft.world.launch import launch
 from weft.world.world import World
 

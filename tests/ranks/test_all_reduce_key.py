@@ -16,7 +16,7 @@ from weft.errors import LayoutError
 from weft.plan.choice import ALGORITHMS, NAMES, SCATTERING, Choices
 from weft.plan.layout import Layout
 from weft.run.build import Traced
-from weft.run.verify import verify_on_rank
+from weft.run.proof.verify import verify_on_rank
 from weft.world.levels import Levels
 from weft.world.running import Programs
 from weft.world.world import World

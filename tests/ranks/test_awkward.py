@@ -30,7 +30,7 @@ from weft.plan.layout import Layout  # noqa: E402
 from weft.plan.placement import R, Shard  # noqa: E402
 from weft.plan.plan import Plan  # noqa: E402
 from weft.run.build import Source  # noqa: E402
-from weft.run.verify import verify_on_rank  # noqa: E402
+from weft.run.proof.verify import verify_on_rank  # noqa: E402
 from weft.world.launch import launch  # noqa: E402
 from weft.world.world import World  # noqa: E402
 

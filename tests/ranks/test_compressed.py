@@ -17,8 +17,8 @@ from weft.cost.memory import PACKING
 from weft.plan.compression import Compression
 from weft.plan.layout import Layout
 from weft.plan.plan import BUCKET_BYTES
-from weft.run.compressed import Compressed, add, encode
-from weft.run.verify import verify_on_rank
+from weft.run.proof.verify import verify_on_rank
+from weft.run.reduce.compressed import Compressed, add, encode
 from weft.world.world import Group, World
 
 BLOCK = 512

@@ -28,7 +28,7 @@ from weft.plan.plan import Plan  # noqa: E402
 from weft.run import build  # noqa: E402
 from weft.run.build import Traced  # noqa: E402
 from weft.run.engine import Engine  # noqa: E402
-from weft.run.verify import verify_on_rank  # noqa: E402
+from weft.run.proof.verify import verify_on_rank  # noqa: E402
 from weft.world.group import Group  # noqa: E402
 from weft.world.launch import launch  # noqa: E402
 from weft.world.world import World  # noqa: E402

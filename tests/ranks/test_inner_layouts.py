@@ -18,7 +18,7 @@ from weft.errors import Infeasible  # noqa: E402
 from weft.plan.layout import Layout  # noqa: E402
 from weft.run import build  # noqa: E402
 from weft.run.engine import Engine  # noqa: E402
-from weft.run.resharded import Resharded  # noqa: E402
+from weft.run.step.resharded import Resharded  # noqa: E402
 from weft.world.launch import launch  # noqa: E402
 from weft.world.world import Work, World  # noqa: E402
 

@@ -12,8 +12,8 @@ import torch
 from weft.ops import draws
 from weft.plan.layout import Layout
 from weft.run.engine import Engine
-from weft.run.optimizer import OptimizerSpec
-from weft.run.serial import Serial
+from weft.run.proof.serial import Serial
+from weft.run.state.optimizer import OptimizerSpec
 from weft.world.launch import launch
 from weft.world.world import World
 

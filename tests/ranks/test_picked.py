@@ -14,7 +14,7 @@ from weft.errors import ModelError
 from weft.plan.layout import Layout
 from weft.plan.plan import Plan
 from weft.run.build import Source
-from weft.run.verify import verify_on_rank
+from weft.run.proof.verify import verify_on_rank
 from weft.world.world import World
 
 WORDS = 16

@@ -23,7 +23,7 @@ from weft.plan.check import check as prove  # noqa: E402
 from weft.plan.layout import Layout  # noqa: E402
 from weft.plan.plan import Plan  # noqa: E402
 from weft.plan.program import Compute, Op  # noqa: E402
-from weft.run.verify import verify_on_rank  # noqa: E402
+from weft.run.proof.verify import verify_on_rank  # noqa: E402
 from weft.schedules.lower import pipeline  # noqa: E402
 from weft.world.launch import launch  # noqa: E402
 from weft.world.world import World  # noqa: E402

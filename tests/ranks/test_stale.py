@@ -14,9 +14,9 @@ import torch
 
 import weft
 from weft.plan.layout import Layout
-from weft.run.optimizer import Optimizer
-from weft.run.stale import Stale
-from weft.run.verify import verify_on_rank
+from weft.run.proof.verify import verify_on_rank
+from weft.run.reduce.stale import Stale
+from weft.run.state.optimizer import Optimizer
 from weft.world.world import World
 
 STEPS = 8

@@ -28,7 +28,7 @@ from weft.ops import Rule, rule_of  # noqa: E402
 from weft.plan.layout import Layout  # noqa: E402
 from weft.plan.placement import P, R, is_shard  # noqa: E402
 from weft.run.engine import Engine  # noqa: E402
-from weft.run.verify import Verification  # noqa: E402
+from weft.run.proof.verify import Verification  # noqa: E402
 from weft.world.launch import launch  # noqa: E402
 from weft.world.world import World  # noqa: E402
 from weft.zoo.resolve import resolve  # noqa: E402
@@ -124,7 +124,7 @@ def test_gradients_of_inputs_are_compared(subject: Callable[[str], Subject], mon
 
 
 def _spoiled_inputs(*args: Any) -> Any:
-    from weft.run.state import input_gradients
+    from weft.run.pieces import input_gradients
 
     found = input_gradients(*args)
     return found and {name: x * (1 + 1e-8) for name, x in found.items()}

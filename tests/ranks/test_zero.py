@@ -14,9 +14,9 @@ import torch
 
 import weft
 from weft.run.engine import Engine
-from weft.run.gathered import Gathered
-from weft.run.scattered import Scattered
-from weft.run.verify import verify_on_rank
+from weft.run.proof.verify import verify_on_rank
+from weft.run.reduce.scattered import Scattered
+from weft.run.residency.gathered import Gathered
 from weft.schedules.lower import gather_weights, reduce_gradients
 from weft.world.world import Group, World
 

@@ -16,7 +16,7 @@ import weft
 from weft.errors import OutOfMemory, ProgramError
 from weft.plan.program import Program
 from weft.run.engine import Engine
-from weft.run.host import HostStore
+from weft.run.residency.host import HostStore
 from weft.schedules.lower import gather_weights, offload, recompute
 from weft.world.current import current_world
 from weft.world.memory import Accounts, accounts_of

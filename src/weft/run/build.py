@@ -42,12 +42,12 @@ from weft.plan.placement import is_shard, piece
 from weft.plan.plan import Plan
 from weft.plan.program import Program
 from weft.run.additive import Part, part_of
-from weft.run.layers import layers_of
 from weft.run.meshes import between_meshes, from_other_meshes, shares_of, stage_shardings
-from weft.run.optimizer import OptimizerSpec
-from weft.run.parameters import FlatGroup, LocalParameter, build_groups
+from weft.run.reduce.summing import choose_sums
+from weft.run.residency.layers import layers_of
 from weft.run.sizes import Sized, constants_of, sized
-from weft.run.summing import choose_sums
+from weft.run.state.optimizer import OptimizerSpec
+from weft.run.state.parameters import FlatGroup, LocalParameter, build_groups
 from weft.schedules import check_custom
 from weft.schedules import program_of as schedule_of
 from weft.world.world import World

@@ -30,24 +30,24 @@ from weft.plan.placement import P, piece
 from weft.plan.plan import Memory, Plan
 from weft.plan.program import Manage, ManageOp
 from weft.plan.timeline import Timeline
-from weft.run import checkpoint
 from weft.run.build import Parts, Source, build
 from weft.run.captures import captured_in
-from weft.run.checkpoint import Piece
-from weft.run.executor import Result
-from weft.run.executors import Executors
-from weft.run.gathered import Gathered
-from weft.run.gradients import Gradients
-from weft.run.host import HostStore
-from weft.run.optimizer import Optimizer, OptimizerSpec
-from weft.run.parameters import share
-from weft.run.replicas import Replicas
-from weft.run.rests import Rests
-from weft.run.same import check_same
-from weft.run.stale import Stale
-from weft.run.state import full_state, full_tensors, gradient_pieces, input_gradients, pieces_of
-from weft.run.totals import Counter, count
-from weft.run.uncaptured import build_whole
+from weft.run.pieces import full_state, full_tensors, gradient_pieces, input_gradients, pieces_of
+from weft.run.reduce.buffers import Replicas
+from weft.run.reduce.error_feedback import Rests
+from weft.run.reduce.gradients import Gradients
+from weft.run.reduce.stale import Stale
+from weft.run.residency.gathered import Gathered
+from weft.run.residency.host import HostStore
+from weft.run.same_inputs import check_same
+from weft.run.state import checkpoint
+from weft.run.state.checkpoint import Piece
+from weft.run.state.optimizer import Optimizer, OptimizerSpec
+from weft.run.state.parameters import share
+from weft.run.step.executor import Result
+from weft.run.step.executors import Executors
+from weft.run.step.totals import Counter, count
+from weft.run.uncaptured.replicated import build_whole
 from weft.schedules import schedule_of
 from weft.world.memory import HOST, PARTS, accounts_of
 from weft.world.world import Work, World
@@ -460,7 +460,7 @@ class Engine:
         return input_gradients(self.parts, self.plan, result, self.mesh.coordinates(self.world.rank), self._everyone)
 
     def save(self, folder: str | Path, extra: dict[str, Any] | None = None, keep: int = 0) -> Path:
-        """Write a checkpoint into `folder`; every rank calls it. Any layout can load it. See `weft.run.checkpoint.save`."""
+        """Write a checkpoint into `folder`; every rank calls it. Any layout can load it. See `run/state/checkpoint/save`."""
         return checkpoint.save(folder, self.step_index, self.pieces(), extra, self.world, keep=keep, generation=self.world.generation)
 
     def load(self, folder: str | Path) -> dict[str, Any]:

@@ -20,8 +20,8 @@ from typing import Any
 from weft.errors import CheckpointError, ConfigError, Infeasible, ModelError, RunError
 from weft.model.additive import microbatch_words
 from weft.plan.plan import Plan
-from weft.run import checkpoint
 from weft.run.engine import Engine, StepResult
+from weft.run.state import checkpoint
 from weft.train import artifacts
 from weft.train.components import Components
 from weft.train.config import Config
