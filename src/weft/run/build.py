@@ -6,7 +6,7 @@ Every rank does this by itself from the same inputs, so nothing but gradients an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Self
@@ -23,8 +23,7 @@ from weft.capture.refused import refuse_hooks, refuse_scripts
 from weft.errors import Infeasible, LayoutError, ModelError
 from weft.lower.arrival import Arrival
 from weft.lower.kernels.randomness import Draw
-from weft.lower.local import LocalStage, Lowering, layer_of, lower
-from weft.model.additive import Coupling
+from weft.lower.local import Lowering, layer_of, lower
 from weft.model.collector import uncollected
 from weft.model.drawn import Fold, folds_of
 from weft.model.gradients import learned
@@ -33,23 +32,20 @@ from weft.model.normalise import Normalised
 from weft.model.propagate import propagate, written_buffers
 from weft.model.samples import check_samples
 from weft.model.sharding import Prices, Sharding
-from weft.model.stages import Stage, links
 from weft.plan.axis import DATA
 from weft.plan.grid import AXES, PLAIN
 from weft.plan.mesh import Mesh
 from weft.plan.patterns import expand_all
 from weft.plan.placement import is_shard, piece
 from weft.plan.plan import Plan
-from weft.plan.program import Program
 from weft.run.additive import Part, part_of
 from weft.run.meshes import between_meshes, from_other_meshes, shares_of, stage_shardings
+from weft.run.parts import Parts, holders_of, program_of
 from weft.run.reduce.summing import choose_sums
 from weft.run.residency.layers import layers_of
 from weft.run.sizes import Sized, constants_of, sized
 from weft.run.state.optimizer import OptimizerSpec
-from weft.run.state.parameters import FlatGroup, LocalParameter, build_groups
-from weft.schedules import check_custom
-from weft.schedules import program_of as schedule_of
+from weft.run.state.parameters import LocalParameter, build_groups
 from weft.world.world import World
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.float32}  # bfloat16 keeps float32 master weights
@@ -188,51 +184,6 @@ class Traced(Source):
             folds(plan, self, part.captured, batch, loss)
 
 
-@dataclass
-class Parts:
-    """All that one rank trains with."""
-
-    graph: Graph
-    sharding: Sharding
-    stages: tuple[Stage, ...]  # of the whole model
-    program: Program
-    lowered: dict[int, LocalStage]  # this rank's stages, by number
-    parameters: dict[str, nn.Parameter]  # by name
-    specs: dict[str, LocalParameter]
-    groups: list[FlatGroup]
-    buffers: dict[str, Tensor]  # by name
-    blocks: dict[str, tuple[Variable, tuple[int, ...]]]  # buffer name -> (variable, offsets)
-    variables: dict[str, Tensor]  # what its stages are called with, by graph value
-    draw: Draw = field(default_factory=Draw)
-    structure: Any = None  # the model's output, where it runs without a loss
-    saved: frozenset[str] = frozenset()  # names in the model's own state dict: buffers may be left out of it
-    sized: Callable[[int, int], Sized] | None = None  # by samples of a microbatch and of the batch; None where the stages take any number
-    folds: tuple[Fold | None, ...] = ()  # where samples lie in what is drawn, draw by draw
-    shardings: tuple[Sharding, ...] = ()  # of the graph as each stage arranges its ranks, where they may differ
-    lowering: Lowering | None = None  # how its stages were lowered; None where the model runs whole
-    coupled: tuple[Coupling, ...] = ()  # where microbatches differ from the whole batch
-    counted: frozenset[str] = frozenset()  # inputs from which what the loss divides by is counted
-    arrival: Arrival = field(default_factory=Arrival)
-
-    @property
-    def only(self) -> LocalStage:
-        """The one stage, of a plan without a pipeline."""
-        (local,) = self.lowered.values()
-        return local
-
-    def of_size(self, size: int, samples: int) -> Sized:
-        """This rank's stages for microbatches of `size` samples of a batch of `samples`, all data replicas together.
-
-        Raises:
-            Infeasible: with so many the model computes something else.
-        """
-        return Sized(Normalised(self.graph), self.lowered, {}) if self.sized is None else self.sized(size, samples)
-
-    def holders(self, value: str) -> list[int]:
-        """Pipeline ranks that have a stage which reads a variable, in order; the first rank where no stage does."""
-        return _holders(self.stages, self.program, value)
-
-
 def shard_of(plan: Plan, graph: Graph, prices: Prices | None = None) -> Sharding:
     """The complete sharding that a plan means for a graph, with what it does not say cut by `prices`.
 
@@ -304,7 +255,7 @@ def build(
         return sized(lowering, that.normal, plan.stages, lowered, constants_of(that.constants, world.device, dtype))
 
     used = {value for stage in mine for value in stage.variables}
-    holders = {v.value: _holders(stages, program, v.value) for v in graph.parameters}
+    holders = {v.value: holders_of(stages, program, v.value) for v in graph.parameters}
     specs: dict[str, LocalParameter] = {}
     values = {v.name: v.value for v in graph.parameters}
     first_use = {value: i for i, op in reversed(list(enumerate(graph.operators))) for value in op.inputs}
@@ -326,7 +277,7 @@ def build(
     offsets: dict[str, tuple[int, ...]] = {name: spec.offsets for name, spec in specs.items()}
     kept_buffers: dict[str, tuple[Variable, tuple[int, ...]]] = {}
     for v in graph.buffers:
-        if at["pipeline"] in _holders(stages, program, v.value):
+        if at["pipeline"] in holders_of(stages, program, v.value):
             block = _block(v, sharding, at)
             kept_buffers[v.name] = (v, block[0])
             offsets[v.name] = block[0]
@@ -372,27 +323,6 @@ def folds(
         return ()
     other = next((size for size in sizes if size != graph.batch_size), plan.batch_size)
     return folds_of(graph, lambda: source.capture(batch, loss, other, modes=modes).graph)
-
-
-def program_of(plan: Plan, stages: Sequence[Stage], world: World) -> Program:
-    """The program that the layout's schedule means for these stages; one's own is proven here.
-
-    Raises:
-        Infeasible: the plan has another number of stages. ProgramError: a schedule of the user's own is for other links, or is refuted.
-    """
-    layout = plan.layout
-    if len(stages) != layout.num_stages:
-        raise Infeasible(f"the plan begins {len(stages)} stages, and its layout {layout} has {layout.num_stages}; plan again")
-    # On NCCL a send may block until its receive is reached; the order that allows for it costs a thousandth of the step.
-    rendezvous = world.device.type == "cuda"
-    check_custom(layout, links(stages), rendezvous)
-    return schedule_of(layout, links(stages), rendezvous)
-
-
-def _holders(stages: Sequence[Stage], program: Program, value: str) -> list[int]:
-    read = {stage.index for stage in stages if value in stage.variables}
-    # What no operator reads is kept by the first rank, so that checkpoints are whole.
-    return [rank for rank, those in enumerate(program.stages_of) if not read.isdisjoint(those)] or [0]
 
 
 def _check_dtypes(graph: Graph, precision: str) -> None:

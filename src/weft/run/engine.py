@@ -30,8 +30,9 @@ from weft.plan.placement import P, piece
 from weft.plan.plan import Memory, Plan
 from weft.plan.program import Manage, ManageOp
 from weft.plan.timeline import Timeline
-from weft.run.build import Parts, Source, build
+from weft.run.build import Source, build
 from weft.run.captures import captured_in
+from weft.run.parts import Parts
 from weft.run.pieces import full_state, full_tensors, gradient_pieces, input_gradients, pieces_of
 from weft.run.reduce.buffers import Replicas
 from weft.run.reduce.error_feedback import Rests

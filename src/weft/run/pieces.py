@@ -14,7 +14,7 @@ from weft.model.graph import Variable
 from weft.plan.axis import PIPELINE, axis_of
 from weft.plan.placement import D, is_shard, piece
 from weft.plan.plan import Plan
-from weft.run.build import Parts
+from weft.run.parts import Parts
 from weft.run.state.checkpoint import Piece, whole
 from weft.run.state.optimizer import Optimizer
 from weft.run.state.parameters import FlatGroup

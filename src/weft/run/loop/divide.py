@@ -27,13 +27,14 @@ from weft.errors import Infeasible, UsageError
 from weft.plan.mesh import Mesh
 from weft.plan.placement import is_shard
 from weft.plan.plan import Plan
-from weft.run.build import Parts, Source, build
+from weft.run.build import Source, build
 from weft.run.loop.cut import CutParameter, Whole
 from weft.run.loop.cut_optimizer import guard_optimizers
 from weft.run.loop.forward import ByGraphs, Captures
 from weft.run.loop.module import OWN, Divided, divided_of
 from weft.run.loop.original import Original
 from weft.run.loop.unchanged import Unchanged
+from weft.run.parts import Parts
 from weft.run.reduce.exchange import Exchange
 from weft.run.state.optimizer import OptimizerSpec
 from weft.run.state.parameters import place

@@ -26,10 +26,11 @@ from weft.lower.redistribute import counted, redistribute
 from weft.plan.axis import DATA, axis_of
 from weft.plan.placement import D, R, is_shard
 from weft.plan.plan import Plan
-from weft.run.build import Parts, Source, Traced
+from weft.run.build import Source, Traced
 from weft.run.captures import captured_in
 from weft.run.loop.original import Original
 from weft.run.loop.unchanged import Unchanged
+from weft.run.parts import Parts
 from weft.run.pieces import full_state, weights_of
 from weft.run.state.checkpoint import Piece
 from weft.world import private

@@ -20,7 +20,7 @@ from weft.plan.axis import DATA, axis_of
 from weft.plan.grid import AXES as GRID
 from weft.plan.placement import R, is_shard
 from weft.plan.plan import Plan
-from weft.run.build import Parts
+from weft.run.parts import Parts
 
 Divided = dict[str, dict[str, float]]  # axis -> {"parameters": share, "flops": share}
 

@@ -20,7 +20,7 @@ from weft.model.graph import Graph
 from weft.plan.placement import P, R
 from weft.plan.plan import Plan
 from weft.plan.program import Compute, Manage, Op
-from weft.run.build import Parts, program_of
+from weft.run.parts import Parts, program_of
 from weft.run.reduce.gradients import Gradients
 from weft.run.residency.gathered import Gathered
 from weft.run.residency.host import HostStore

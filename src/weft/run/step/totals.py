@@ -23,7 +23,7 @@ from weft.model.sharding import Sharding
 from weft.model.stages import Stage
 from weft.plan.axis import DATA, axis_of
 from weft.plan.placement import P, R, is_shard
-from weft.run.build import Parts
+from weft.run.parts import Parts
 from weft.run.sizes import Sized
 from weft.world.world import Group
 

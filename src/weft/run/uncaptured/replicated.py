@@ -42,7 +42,8 @@ from weft.plan.axis import DATA
 from weft.plan.layout import Layout
 from weft.plan.placement import D, P, Placement, R, Shard
 from weft.plan.plan import Plan, check_uncaptured
-from weft.run.build import Parts, Source, in_precision, program_of
+from weft.run.build import Source, in_precision
+from weft.run.parts import Parts, program_of
 from weft.run.reduce.exchange import Exchange
 from weft.run.reduce.summing import choose_sums
 from weft.run.state.checkpoint import Piece, whole
