@@ -28,6 +28,8 @@ from weft.run.state.checkpoint.region import first_fault
 class Ranks:
     """`Together` for threads: the maximum over a barrier, as the ranks of one run have it."""
 
+    generation = 0
+
     def __init__(self, rank: int, num_ranks: int, barrier: threading.Barrier, board: list[list[int]]) -> None:
         self.rank, self.num_ranks, self._barrier, self._board = rank, num_ranks, barrier, board
 

@@ -299,9 +299,9 @@ class Engine:
         """What runs the model in evaluation, and the buffers that it writes there; the weights are those that train."""
         if self.plan.uncaptured:
             return self._executors, self._replicas
-        modes, draw = evaluation_modes(source.model), Draw(self._draw.seed)
+        trained = replace(self.parts, draw=Draw(self._draw.seed))
         try:
-            parts = captured_in(modes, self.parts, self.plan, source, batch, loss, self.world, draw)
+            parts = captured_in(evaluation_modes(source.model), trained, self.plan, source, batch, loss, self.world)
         except ModelError as error:
             raise ModelError(f"the model is trained, and cannot be evaluated: {error}") from error
         read = self._gathered.read_by(parts.lowered, {v.value: v.name for v in parts.graph.parameters})
@@ -462,7 +462,7 @@ class Engine:
 
     def save(self, folder: str | Path, extra: dict[str, Any] | None = None, keep: int = 0) -> Path:
         """Write a checkpoint into `folder`; every rank calls it. Any layout can load it. See `run/state/checkpoint/save`."""
-        return checkpoint.save(folder, self.step_index, self.pieces(), extra, self.world, keep=keep, generation=self.world.generation)
+        return checkpoint.save(folder, self.step_index, self.pieces(), extra, self.world, keep=keep)
 
     def load(self, folder: str | Path) -> dict[str, Any]:
         """Continue from a checkpoint (or the newest good one of a folder), whatever layout wrote it. Returns its `extra`.

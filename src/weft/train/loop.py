@@ -280,7 +280,6 @@ class _Run:
                 self.world,
                 keep=self.section.keep,
                 token=token,
-                generation=self.world.generation,
                 warn=self.show.say,
             )
             self.saved_step = step

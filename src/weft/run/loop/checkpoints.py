@@ -65,7 +65,7 @@ def save(
     told = {"optimizers": [state.told_of(one) for one in state.optimizers], "draw": state.draw()}
     pieces = [*state.weights, *state.slots(), *state.streams()]
     added = {key: _json(key, value) for key, value in extra.items()}
-    return checkpoint.save(folder, step, pieces, {LOOP: told, USER: added}, state.world, keep=keep, generation=state.world.generation)
+    return checkpoint.save(folder, step, pieces, {LOOP: told, USER: added}, state.world, keep=keep)
 
 
 def load(folder: str | Path, model: nn.Module | Engine, optimizer: Optimizers = None) -> dict[str, Any]:

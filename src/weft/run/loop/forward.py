@@ -193,9 +193,7 @@ class Captures:
             batch, source = (self.batch, self.source) if alike else (called, Traced(self.source.model, self.source.deferred))
             try:
                 with self.original.back():
-                    self.made[call] = captured_in(
-                        call[0], self.parts, self.plan, source, batch, None, self.world, self.parts.draw, outputs=True
-                    )
+                    self.made[call] = captured_in(call[0], self.parts, self.plan, source, batch, None, self.world, outputs=True)
             except ModelError as error:
                 now = "trains" if call[0][0] else "evaluates"
                 names = ", ".join(sorted(call[1]))

@@ -27,7 +27,7 @@ from weft.run.step.stage import StageRunner
 from weft.run.step.transfers import Arriving, Between, Crossings, Transfers, posted_before
 from weft.world.world import Group
 
-__all__ = ["Executor", "Result", "Sizes"]
+__all__ = ["Executor", "Held", "Result", "Sizes"]
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,20 @@ class Sizes:
     runners: Mapping[int, StageRunner]
     crossings: Crossings
     weight: float
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What actions find on a rank beside its stages.
+
+    `gradients`: their sums, None where no backward runs. `learned`: names of the trainable parameters that each of its stages reads.
+    `gathered`: weights that come and go. `host`: where what was saved can lie.
+    """
+
+    gradients: Gradients | None
+    learned: Mapping[int, frozenset[str]]
+    gathered: Gathered
+    host: HostStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +66,7 @@ class _Step:
 class Executor:
     """One rank of a pipeline. `sizes`: by microbatch, how it runs; `group`: its pipeline group, by position.
 
-    `learned`: names of the trainable parameters that each of its stages reads. `gathered`: weights that come and go. `host`: where what
-    was saved can lie. `lent`: threads, by step, of the computes of a training step that get more than this rank has.
+    `lent`: threads, by step, of the computes of a training step that get more than this rank has.
     """
 
     def __init__(
@@ -62,26 +75,23 @@ class Executor:
         sizes: Mapping[int, Sizes],
         group: Group,
         device: torch.device,
-        gradients: Gradients | None,
         draw: Draw,
-        learned: Mapping[int, frozenset[str]],
-        gathered: Gathered,
-        host: HostStore,
+        held: Held,
         between: Between | None = None,
         lent: Mapping[int, int] | None = None,
     ) -> None:
         self.program, self.sizes = program, sizes
         first = sizes[program.microbatches[0]]  # in which all sizes agree: stages, and what crosses but for its shape
         self.runners, self.crossings = first.runners, first.crossings
-        self.rank, self.gradients, self.draw = group.index, gradients, draw
-        self.learned, self.gathered, self.host = learned, gathered, host
+        self.rank, self.draw = group.index, draw
+        self.gradients, self.learned, self.gathered, self.host = held.gradients, held.learned, held.gathered, held.host
         self.transfers = Transfers(program, {m: one.crossings for m, one in sizes.items()}, group, device, between)
         self._slots: dict[Value, int] = {}
         actions = program.actions[self.rank]
         unknown = next((a for a in actions if kind_of(a) not in HANDLERS), None)
         if unknown is not None:
             raise ProgramError(f"{program.name}: rank {self.rank} has {unknown}, which cannot be run; these can: {', '.join(HANDLERS)}")
-        self.completes = self._complete(actions, learned)
+        self.completes = self._complete(actions, held.learned)
         self._train = self._prepare(list(enumerate(actions)))
         threads, self.lent = torch.get_num_threads(), lent or {}
         for step, more in self.lent.items():

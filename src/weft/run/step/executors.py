@@ -26,10 +26,10 @@ from weft.run.residency.gathered import Gathered
 from weft.run.residency.host import HostStore
 from weft.run.residency.prepare import prepared
 from weft.run.sizes import Sized
-from weft.run.step.executor import Executor, Sizes
+from weft.run.step.executor import Executor, Held, Sizes
 from weft.run.step.lending import lent_threads
 from weft.run.step.resharded import Resharded
-from weft.run.step.stage import StageRunner
+from weft.run.step.stage import Computing, StageRunner
 from weft.run.step.transfers import Crossing, Crossings, pairs_of
 from weft.world.memory import Accounts
 from weft.world.world import World
@@ -78,9 +78,8 @@ class Executors:
             world.everyone.connect_lanes(between.pairs(crossings))
         pipeline.connect_lanes(pairs_of(program))
         lent = lent_threads(layout, program, parts.graph, parts.stages, sizes, pipeline, world) if self.trains else {}
-        return Executor(
-            program, by_microbatch, pipeline, world.device, self.gradients, parts.draw, names, self.gathered, self.host, between, lent
-        )
+        held = Held(self.gradients, names, self.gathered, self.host)
+        return Executor(program, by_microbatch, pipeline, world.device, parts.draw, held, between, lent)
 
     def _learned(self) -> dict[int, dict[str, tuple[str, nn.Parameter]]]:
         """The trainable parameters that each of this rank's stages reads: (name, parameter) by graph value."""
@@ -115,26 +114,15 @@ class Executors:
             raise UsageError(f"compile=True with {parts.program.name}, which splits backward, is not built yet; leave it out, or use 1f1b")
         if not self.trains:  # nothing is kept for backward, so nothing need be computed again or moved away
             layout = replace(layout, recompute="none", segment=1, offload="none")
+        computing = Computing(self.world.device, self.memory, torch.bfloat16 if layout.precision == "bfloat16" else None, compile)
+        closed = without_gradient(graph) | sized.normal.given
         learned, runners = self._learned(), {}
         for number, local in sized.lowered.items():
             late = None
             if splits:
                 local, late = with_late_weights(local, learned[number], self._keeps_plainly())
             local = prepared(local, number, layout, parts.draw, self.gathered, self.host, self.memory)
-            autocast = torch.bfloat16 if layout.precision == "bfloat16" else None
-            runners[number] = StageRunner(
-                local,
-                variables,
-                grads,
-                dtypes,
-                parts.draw,
-                autocast,
-                self.world.device,
-                compile,
-                without_gradient(graph) | sized.normal.given,
-                late,
-                self.memory,
-            )
+            runners[number] = StageRunner(local, variables, grads, dtypes, parts.draw, computing, closed, late)
         return runners, self._crossings(graph, grads, dtypes)
 
     def _keeps_plainly(self) -> bool:

@@ -84,11 +84,21 @@ class Kept:
     moved: Moved | None = None  # where it can lie on the host
 
 
+@dataclass(frozen=True, slots=True)
+class Computing:
+    """How stages compute on a rank's device. `memory`: told what forward is for. `autocast`: its dtype, None where it is off."""
+
+    device: torch.device
+    memory: Accounts
+    autocast: torch.dtype | None
+    compile: bool
+
+
 class StageRunner:
     """Runs one lowered stage, in the gradient mode that is set.
 
     `grads`: values whose gradient travels. `closed`: inputs that can have none. `dtypes`: dtype in which a value crosses to another stage.
-    `late`: the weight gradients that a split backward computes later, where it is split. `memory`: told what forward is for.
+    `late`: the weight gradients that a split backward computes later, where it is split.
     """
 
     def __init__(
@@ -98,21 +108,18 @@ class StageRunner:
         grads: set[str],
         dtypes: Mapping[str, torch.dtype],
         draw: Draw,
-        autocast: torch.dtype | None,
-        device: torch.device,
-        compile: bool = False,
-        closed: frozenset[str] = frozenset(),
-        late: Late | None = None,
-        memory: Accounts | None = None,
+        computing: Computing,
+        closed: frozenset[str],
+        late: Late | None,
     ) -> None:
-        self.closed, self.memory = closed, memory or Accounts()
+        self.closed, self.memory = closed, computing.memory
         self.local, self.draw, self.late = local, draw, late
         self._learns = [value in grads for value in local.received]
         self._dtypes = [dtypes[value] for value in local.sent]
         self._args: list[Tensor | None] = [variables.get(value) for value in local.variables]
         self._given = [(i, value) for i, value in enumerate(local.variables) if value not in variables]
-        self._autocast, self._device = autocast, device
-        self.module: Callable[..., Any] = torch.compile(local.module) if compile else local.module
+        self._autocast, self._device = computing.autocast, computing.device
+        self.module: Callable[..., Any] = torch.compile(local.module) if computing.compile else local.module
 
     def forward(self, inputs: Mapping[str, Tensor], received: Sequence[Tensor], input_gradients: bool = False) -> Kept:
         """Run forward. `inputs`: local batch tensors by value name; `received`: in the order of `local.received`."""

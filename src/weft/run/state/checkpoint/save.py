@@ -53,7 +53,6 @@ def save(
     *,
     keep: int = 0,
     token: int | None = None,
-    generation: int = 0,
     warn: Warn = warn_python,
 ) -> Path:
     """Write a checkpoint `folder/step-00000120`; every rank calls it, with its own pieces. Returns its path.
@@ -79,7 +78,7 @@ def save(
     work.do(lambda: _begin(folder, temporary, token), first_only=True)
     try:
         work.do(lambda: _write_part(temporary, together.rank, work.pieces))
-        saved = work.do(lambda: _commit(temporary, folder, step, extra or {}, together.num_ranks, token, generation), first_only=True)
+        saved = work.do(lambda: _commit(temporary, folder, step, extra or {}, together, token), first_only=True)
     except CheckpointError:
         if together.rank == 0:
             disk.remove_tree(temporary)
@@ -135,13 +134,13 @@ def _write_part(temporary: Path, rank: int, pieces: Sequence[Piece]) -> None:
     (temporary / f"{_stem(rank)}.json").write_bytes(_PART.dump_json(part))
 
 
-def _commit(temporary: Path, folder: Path, step: int, extra: dict[str, Any], num_ranks: int, token: int | None, generation: int) -> Saved:
-    files, tensors = _join(_read_parts(temporary, num_ranks))
+def _commit(temporary: Path, folder: Path, step: int, extra: dict[str, Any], together: Together, token: int | None) -> Saved:
+    files, tensors = _join(_read_parts(temporary, together.num_ranks))
     manifest = Manifest(
         step=step,
         token=token or 0,
-        generation=generation,
-        num_ranks=num_ranks,
+        generation=together.generation,
+        num_ranks=together.num_ranks,
         fingerprint=fingerprint(tensors),
         files=files,
         tensors=tensors,

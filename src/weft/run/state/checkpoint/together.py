@@ -10,13 +10,16 @@ from typing import Protocol
 
 
 class Together(Protocol):
-    """The ranks that save or load one checkpoint."""
+    """The ranks that save or load one checkpoint, and which attempt at the run they are."""
 
     @property
     def rank(self) -> int: ...
 
     @property
     def num_ranks(self) -> int: ...
+
+    @property
+    def generation(self) -> int: ...
 
     def maximum(self, values: Sequence[int]) -> list[int]:
         """Element-wise maximum over ranks; every rank gives as many values. Returns when all have."""
@@ -28,6 +31,7 @@ class Alone:
 
     rank = 0
     num_ranks = 1
+    generation = 0
 
     def maximum(self, values: Sequence[int]) -> list[int]:
         return list(values)
