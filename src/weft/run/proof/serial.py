@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,14 +35,26 @@ _EPSILON = {name: torch.finfo(getattr(torch, name)).eps for name in ("float64", 
 _RUNS = 4  # perturbed runs: one alone can round the same way by chance
 
 
-class Serial:
-    """One model in training.
+@dataclass(frozen=True)
+class Traits:
+    """What a serial run is told of its model.
 
     `every`: a parameter that a step does not use has a gradient of zero in it, instead of none. `whole`: tensors of the batch that are no
     samples, though they are as long. `closed`: those that can have no gradient. `draws`: how many draws a call of the model makes, and
     `folds` where the samples lie in each. `sizes`: of microbatches, whose losses count by their samples; without them the whole batch is
     computed at once.
     """
+
+    every: bool = False
+    whole: frozenset[str] = frozenset()
+    closed: frozenset[str] = frozenset()
+    draws: int = 0
+    folds: Sequence[Fold | None] = ()
+    sizes: tuple[int, ...] = ()
+
+
+class Serial:
+    """One model in training."""
 
     def __init__(
         self,
@@ -52,17 +65,12 @@ class Serial:
         plan: Plan,
         spec: OptimizerSpec,
         device: torch.device,
-        every: bool = False,
-        whole: frozenset[str] = frozenset(),
-        closed: frozenset[str] = frozenset(),
-        draws: int = 0,
-        folds: Sequence[Fold | None] = (),
-        sizes: tuple[int, ...] = (),
+        traits: Traits = Traits(),
     ) -> None:
-        self._sizes = sizes or (batch_size_of(batch),)
-        self._whole, self._closed = whole, closed
-        self._draws, self._step = draws, 0
-        self._random = Draws(seed, plan.layout.precision == "float64", folds)
+        self._sizes = traits.sizes or (batch_size_of(batch),)
+        self._whole, self._closed, self._every = traits.whole, traits.closed, traits.every
+        self._draws, self._step = traits.draws, 0
+        self._random = Draws(seed, plan.layout.precision == "float64", traits.folds)
         self.drew_otherwise = False
         torch.manual_seed(seed)
         self.model: nn.Module = copy.deepcopy(make) if isinstance(make, nn.Module) else make()
@@ -72,7 +80,7 @@ class Serial:
         if self._double:
             self.model = widened(self.model)
         self.model = self.model.to(device)
-        self._loss, self._plan, self._device, self._every = loss, plan, device, every
+        self._loss, self._plan, self._device = loss, plan, device
         self._batch = {path: self._input(x) for path, x in leaves(batch) if isinstance(x, Tensor)}
         self._nesting = batch
         trained = [p for p in self.model.parameters() if p.requires_grad]

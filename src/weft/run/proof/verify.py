@@ -24,6 +24,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,9 +45,10 @@ from weft.run.pieces import full_state, gradient_pieces
 from weft.run.proof.division import divided, warnings
 from weft.run.proof.everywhere import distances, farthest
 from weft.run.proof.lossy import Lossy
-from weft.run.proof.serial import Noise, Serial, Values
+from weft.run.proof.serial import Noise, Serial, Traits, Values
 from weft.run.proof.verification import Verification
 from weft.run.state.optimizer import OptimizerSpec
+from weft.run.step.dispatch import Result
 from weft.world.launch import launch
 from weft.world.world import World
 
@@ -139,134 +141,180 @@ def _largest_of(kind: str, values: Values) -> float:
     return max((_finite_largest(x) for x in found), default=0.0)
 
 
-def verify_on_rank(
-    world: World,
-    plan: Plan,
-    make: Any,
-    batch: Any,
-    loss: Loss | None,
-    *,
-    steps: int = 2,
-    seed: int = 0,
-    tolerance: float | None = None,
-    optimizer: OptimizerSpec | str | Mapping[str, Any] = "adamw",
-    sabotage: Mapping[str, float] | None = None,
-    source: Source | None = None,
-    device_memory: float = 0.0,
-) -> Verification | None:
-    """Run on every rank; the verification on rank 0, None elsewhere.
+@dataclass(frozen=True)
+class Options:
+    """How a plan is verified.
 
-    `sabotage`: parameters whose gradients this run multiplies by a number, to show that the comparison finds it. `source`: the model as
-    it was made with `seed` before the ranks were forked, which saves each of them from tracing it. `device_memory`: see
-    `Engine`.
+    `tolerance`: that of the precision where None. `sabotage`: parameters whose gradients the run multiplies by a number, to show that the
+    comparison finds it. `device_memory`: see `Engine`.
     """
-    spec = OptimizerSpec.of(optimizer)
-    bound = TOLERANCE[plan.layout.precision] if tolerance is None else tolerance
 
-    model = copy.deepcopy(make) if isinstance(make, nn.Module) else make
-    engine = Engine(plan, model, batch, loss, world, spec, seed=seed, source=source, device_memory=device_memory)
-    graph = engine.parts.graph
-    closed = without_gradient(graph) | engine.parts.counted
+    steps: int = 2
+    seed: int = 0
+    tolerance: float | None = None
+    optimizer: OptimizerSpec | str | Mapping[str, Any] = "adamw"
+    sabotage: Mapping[str, float] | None = None
+    device_memory: float = 0.0
 
-    def new_serial(sizes: tuple[int, ...] | None = None) -> Serial:
-        sizes = reference if sizes is None else sizes
-        whole = frozenset(v.name for v in graph.inputs if not v.batched)
-        # Gradients of inputs are not compared where the model runs whole, and some of its operators may have none (a loss's targets).
-        names = frozenset(v.name for v in graph.inputs if v.value in closed or plan.uncaptured)
-        return Serial(
-            make, seed, batch, loss, plan, spec, world.device, bool(plan.uncaptured), whole, names, len(random),
-            engine.parts.folds, sizes,
+
+class _Run:
+    """A rank's engine and, on rank 0, the serial run beside it; every rank makes the same steps."""
+
+    def __init__(
+        self, world: World, plan: Plan, make: Any, batch: Any, loss: Loss | None, source: Source | None, options: Options
+    ) -> None:
+        self.world, self.plan, self.batch, self.options = world, plan, batch, options
+        self.bound = TOLERANCE[plan.layout.precision] if options.tolerance is None else options.tolerance
+        self.spec = OptimizerSpec.of(options.optimizer)
+        model = copy.deepcopy(make) if isinstance(make, nn.Module) else make
+        memory = options.device_memory
+        self.engine = Engine(plan, model, batch, loss, world, self.spec, seed=options.seed, source=source, device_memory=memory)
+        self.coupled = self._coupled()  # why microbatches may train something else than the whole batch; empty where they do not
+        self._traits = self._seen_by_capture()
+        self._new = partial(Serial, make, options.seed, batch, loss, plan, self.spec, world.device)
+        self.serial = self.new_serial() if world.rank == 0 else None
+        self._noise = Noise(self.new_serial)
+        how = Compression.parse(plan.layout.compress)
+        self.lossy = Lossy(self.engine.gradients, how) if how.kind != "none" else None
+        self.seen = Comparison(self.bound, self._noise_of, plan.layout.precision != "float64")
+        self.whole_batch: dict[str, float] = {}  # how far the first step is from that on the whole batch
+
+    def _coupled(self) -> str:
+        if self.plan.layout.microbatches == 1:
+            return ""
+        if self.plan.uncaptured:
+            return "the model is no graph, in which it could be seen whether they do"
+        return coupling_words(self.engine.parts.coupled)
+
+    def _seen_by_capture(self) -> Traits:
+        """Raises ModelError where the model draws what a serial run cannot draw alike."""
+        plan, parts = self.plan, self.engine.parts
+        random = [op for op in parts.graph.operators if draws(op)]
+        otherwise = [op.site for op in random if op.target.split(".")[1] not in SUPPORTED]
+        if otherwise:
+            raise _drawing(plan, f" at {', '.join(otherwise[:3])}{' ...' if len(otherwise) > 3 else ''}")
+        inputs, closed = parts.graph.inputs, without_gradient(parts.graph) | parts.counted
+        return Traits(
+            every=bool(plan.uncaptured),
+            whole=frozenset(v.name for v in inputs if not v.batched),
+            # Gradients of inputs are not compared where the model runs whole, and some of its operators may have none (a loss's targets).
+            closed=frozenset(v.name for v in inputs if v.value in closed or plan.uncaptured),
+            draws=len(random),
+            folds=parts.folds,
+            sizes=plan.microbatch_sizes if self.coupled else (),
         )
 
-    random = [op for op in graph.operators if draws(op)]
-    otherwise = [op.site for op in random if op.target.split(".")[1] not in SUPPORTED]
-    if otherwise:
-        raise _drawing(plan, f" at {', '.join(otherwise[:3])}{' ...' if len(otherwise) > 3 else ''}")
-    why = coupling_words(engine.parts.coupled) if plan.layout.microbatches > 1 else ""
-    if plan.uncaptured and plan.layout.microbatches > 1:
-        why = "the model is no graph, in which it could be seen whether they do"
-    reference = plan.microbatch_sizes if why else ()
-    whole_batch: dict[str, float] = {}
-    serial = new_serial() if world.rank == 0 else None
-    noise = Noise(new_serial)
-    how = Compression.parse(plan.layout.compress)
-    lossy = Lossy(engine.gradients, how) if how.kind != "none" else None
+    def new_serial(self, at_once: bool = False) -> Serial:
+        """A serial run; `at_once`: of the whole batch even where microbatches train something else."""
+        return self._new(replace(self._traits, sizes=()) if at_once else self._traits)
 
-    def noise_of(kind: str, name: str, reference: Tensor, step: int) -> float:
+    def _noise_of(self, kind: str, name: str, reference: Tensor, step: int) -> float:
         # Runs that differ by rounding are not compressed: their weights are other ones.
-        return 0.0 if lossy is not None and kind in ("weights", "optimizer") else noise.of(kind, name, reference, step)
+        return 0.0 if self.lossy is not None and kind in ("weights", "optimizer") else self._noise.of(kind, name, reference, step)
 
-    seen = Comparison(bound, noise_of, plan.layout.precision != "float64")
-    # As many steps as it takes to compute on weights whose update came late.
-    for step in range(max(steps, plan.layout.staleness + 2 if plan.layout.staleness else 0)):
+    def step(self, step: int) -> bool:
+        """One step of both runs, compared. Returns whether another can tell more."""
+        engine, graph, everyone = self.engine, self.engine.parts.graph, self.world.everyone
+        result = self._forward_backward()
+        if self.lossy is not None:
+            off = _over_ranks(self.lossy.compare(), self.world)
+            if self.serial is not None:
+                self.seen.exchanged(step, off)
+            self.lossy.show("summed")
+        for name, factor in (self.options.sabotage or {}).items():
+            if (spoiled := engine.gradient(name)) is not None:
+                spoiled.mul_(factor)
+        loss = engine.loss_of(result)
+        gradients, instead = engine.full_gradients(), self._emulated()
+        inputs = engine.full_input_gradients(result) if not self.plan.uncaptured else {}
+        wanted = self._serial_step(instead)
+        far = {"gradients": distances(graph.parameters, gradient_pieces(engine.parts), wanted.get("gradients"), everyone)}
+        losses = everyone.all_gather(torch.tensor([loss], dtype=torch.float64, device=self.world.device))
+        if self.lossy is not None:
+            self.lossy.show("arrived")
+        engine.update()
+        pieces = engine.pieces(drain=False)
+        state = full_state(engine.parts, pieces, everyone, every=True)
+        far["weights"] = distances((*graph.parameters, *graph.buffers), pieces, wanted.get("weights"), everyone)
+        of_slots = [distances(graph.parameters, pieces, wanted.get("optimizer"), everyone, slot) or {} for slot in self.spec.slots]
+        far["optimizer"] = {name: each for of_slot in of_slots for name, each in of_slot.items()}
+        if self.serial is not None:
+            assert gradients is not None
+            assert state is not None
+            assert inputs is not None
+            far["loss"] = {"": [farthest(x, wanted["loss"][""]) for x in losses.cpu()]}
+            total = {"": torch.tensor(loss, dtype=torch.float64)}
+            self._compare(step, {"loss": total, "gradients": gradients, "input_gradients": inputs, "weights": state}, far, wanted)
+        return not math.isnan(loss)  # weights that are no numbers tell nothing more, and a model may raise at them; all ranks have the same
+
+    def _forward_backward(self) -> Result:
         try:
-            with _explained(plan):
-                result = engine.forward_backward(batch, want_inputs=not plan.uncaptured)
+            with _explained(self.plan):
+                return self.engine.forward_backward(self.batch, want_inputs=not self.plan.uncaptured)
         except WeftError:
             raise
         except Exception:
             # Whether it is the model's own mistake: a look-up of a row that there is not, types that do not go together.
-            with _in_plain_pytorch(plan):
-                new_serial().step()
+            with _in_plain_pytorch(self.plan):
+                self.new_serial().step()
             raise
-        off = 0.0
-        if lossy is not None:
-            off = _over_ranks(lossy.compare(), world)
-            lossy.show("summed")
-        for name, factor in (sabotage or {}).items():
-            if (spoiled := engine.gradient(name)) is not None:
-                spoiled.mul_(factor)
-        loss_value = engine.loss_of(result)
-        gradients, instead = engine.full_gradients(), None
-        if lossy is not None:
-            lossy.show("emulated")
-            instead = engine.full_gradients()
-            lossy.show("summed")
-        inputs = engine.full_input_gradients(result) if not plan.uncaptured else {}
-        wanted: Values = {}
-        if serial is not None:
-            drawn = _random_state(world.device)
-            with _explained(plan), _in_plain_pytorch(plan):
-                wanted = serial.step(instead)
-            if serial.drew_otherwise or not torch.equal(drawn, _random_state(world.device)):
-                raise _drawing(plan)
-        of_ranks = {"gradients": distances(graph.parameters, gradient_pieces(engine.parts), wanted.get("gradients"), world.everyone)}
-        losses = world.everyone.all_gather(torch.tensor([loss_value], dtype=torch.float64, device=world.device))
-        if lossy is not None:
-            lossy.show("arrived")
-        engine.update()
-        pieces = engine.pieces(drain=False)
-        state = full_state(engine.parts, pieces, world.everyone, every=True)
-        of_ranks["weights"] = distances((*graph.parameters, *graph.buffers), pieces, wanted.get("weights"), world.everyone)
-        kept = [distances(graph.parameters, pieces, wanted.get("optimizer"), world.everyone, slot) or {} for slot in spec.slots]
-        of_ranks["optimizer"] = {name: far for of_slot in kept for name, far in of_slot.items()}
-        if serial is not None:
-            assert gradients is not None
-            assert state is not None
-            assert inputs is not None
-            of_ranks["loss"] = {"": [farthest(x, wanted["loss"][""]) for x in losses.cpu()]}
-            if lossy is not None:
-                seen.exchanged(step, off)
-            total = {"": torch.tensor(loss_value, dtype=torch.float64)}
-            got = {"loss": total, "gradients": gradients, "input_gradients": inputs, "weights": state}
-            seen.step(step, got, wanted)
-            for kind, far in of_ranks.items():
-                seen.everywhere(step, kind, far or {}, wanted)
-            if why and not step:
-                with _explained(plan), _in_plain_pytorch(plan):
-                    whole_batch = _apart(got, new_serial(()).step())
-        if math.isnan(loss_value):
-            break  # weights that are no numbers tell nothing more, and a model may raise at them; all ranks have the same loss
-    memory = engine.fullest_memory()
-    if serial is None:
-        return None
-    shares, layout = divided(plan, engine.parts), plan.layout
-    said = warnings(plan, shares, source is not None and source.prices == FREE_LINKS)
-    return Verification(
-        seen.first is None, seen.worst, seen.first, plan.replicated_operators, bound, memory,
-        str(replace(layout, precision="float32")), steps, layout.precision, shares, (*said, *_apart_words(why, whole_batch, bound)),
-        whole_batch=whole_batch,
-    )  # fmt: skip
+
+    def _emulated(self) -> dict[str, Tensor] | None:
+        """On rank 0, the gradients that an emulated exchange gives, where they are compressed."""
+        if self.lossy is None:
+            return None
+        self.lossy.show("emulated")
+        gradients = self.engine.full_gradients()
+        self.lossy.show("summed")
+        return gradients
+
+    def _serial_step(self, instead: Mapping[str, Tensor] | None) -> Values:
+        if self.serial is None:
+            return {}
+        before = _random_state(self.world.device)
+        with _explained(self.plan), _in_plain_pytorch(self.plan):
+            wanted = self.serial.step(instead)
+        if self.serial.drew_otherwise or not torch.equal(before, _random_state(self.world.device)):
+            raise _drawing(self.plan)
+        return wanted
+
+    def _compare(self, step: int, got: Values, far: Mapping[str, Mapping[str, Sequence[float]] | None], wanted: Values) -> None:
+        """`far`: by kind and name, how far each rank's pieces are from the serial run's."""
+        self.seen.step(step, got, wanted)
+        for kind, of_kind in far.items():
+            self.seen.everywhere(step, kind, of_kind or {}, wanted)
+        if self.coupled and not step:
+            with _explained(self.plan), _in_plain_pytorch(self.plan):
+                self.whole_batch = _apart(got, self.new_serial(at_once=True).step())
+
+    def verification(self, source: Source | None) -> Verification | None:
+        """What was found, on rank 0."""
+        memory = self.engine.fullest_memory()
+        if self.serial is None:
+            return None
+        plan, layout, seen = self.plan, self.plan.layout, self.seen
+        shares = divided(plan, self.engine.parts)
+        said = warnings(plan, shares, source is not None and source.prices == FREE_LINKS)
+        return Verification(
+            seen.first is None, seen.worst, seen.first, plan.replicated_operators, self.bound, memory,
+            str(replace(layout, precision="float32")), self.options.steps, layout.precision, shares,
+            (*said, *_apart_words(self.coupled, self.whole_batch, self.bound)), whole_batch=self.whole_batch,
+        )  # fmt: skip
+
+
+def verify_on_rank(
+    world: World, plan: Plan, make: Any, batch: Any, loss: Loss | None, source: Source | None = None, options: Options | None = None
+) -> Verification | None:
+    """Run on every rank; the verification on rank 0, None elsewhere.
+
+    `source`: the model as it was made with the options' seed before the ranks were forked, which saves each of them from tracing it.
+    """
+    run = _Run(world, plan, make, batch, loss, source, options or Options())
+    # As many steps as it takes to compute on weights whose update came late.
+    for step in range(max(run.options.steps, plan.layout.staleness + 2 if plan.layout.staleness else 0)):
+        if not run.step(step):
+            break
+    return run.verification(source)
 
 
 def verify_plan(
@@ -281,7 +329,7 @@ def verify_plan(
     cut_everything: bool = False,
     **options: Any,
 ) -> Verification:
-    """Start the plan's ranks, which inherit what `source` has traced, and compare them; `options` are those of `verify_on_rank`.
+    """Start the plan's ranks, which inherit what `source` has traced, and compare them; `options`: the fields of `Options`.
 
     `cut_everything`: in the place of the plan's own cuts, cut wherever the rules allow.
 
@@ -291,9 +339,10 @@ def verify_plan(
     if cut_everything:
         plan, source = replace(plan, shards=()), replace(source, prices=FREE_LINKS)
     source.prepare(plan, batch, loss)
+    chosen = Options(**options)
 
     def on_rank(world: World) -> dict[str, Any] | None:
-        found = verify_on_rank(world, plan, make, batch, loss, source=source, **options)
+        found = verify_on_rank(world, plan, make, batch, loss, source, chosen)
         return None if found is None else vars(found)
 
     return Verification(**launch(on_rank, plan.layout.num_ranks, device=device, timeout_s=timeout_s, show=False)[0])
