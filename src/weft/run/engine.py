@@ -360,35 +360,21 @@ class Engine:
         if samples == rows and self.step_index == 0 and self.world.num_ranks > 1:
             check_same(batch, self.world)
         sizes = self.sizes_of(samples)
-        given = self._form.tensors_of(batch)
+        of_batch = self._form.tensors_of(batch)
         out: list[dict[str, Tensor]] = []
         needed = {value for local in parts.lowered.values() for value in local.variables}
         counting: list[tuple[Counter, dict[str, Tensor]]] = []
         begin, samples_of = 0, list[Samples]()
         for size in sizes:
-            tensors: dict[str, Tensor] = {}
+            rows = size if is_global else size // data
             normal = parts.of_size(size, samples).normal
             counter = self._counter_of(parts, size, samples) if normal.totals else None
-            counted = tensors if counter is None or not is_global else {}
-            rows = size if is_global else size // data
-            for v in normal.graph.inputs:
-                if v.value not in needed:
-                    continue
-                x = whole_rows = given[v.name]
-                if v.batched:
-                    x = whole_rows = x.narrow(0, begin, rows)
-                    if is_global and data > 1:
-                        start, length = piece(rows, data, self.data_index)
-                        x = x.narrow(0, start, length)
-                want = parts.sharding.shape(v.value, v.tensor.shape)
-                if tuple(x.shape) != want and not self.plan.uncaptured:
-                    raise Infeasible(
-                        f"{v.name} has shape {list(x.shape)} in a microbatch of this rank, and the model was captured with {list(want)}; "
-                        "pad or cut batches to one shape, or plan again for this one"
-                    )
-                tensors[v.value] = self._taken(x, v)
-                if counter is not None and counted is not tensors and v.value in counter.variables:
-                    counted[v.value] = self._taken(whole_rows, v)
+            inputs = [v for v in normal.graph.inputs if v.value in needed]
+            whole_rows = {v.value: of_batch[v.name].narrow(0, begin, rows) if v.batched else of_batch[v.name] for v in inputs}
+            tensors = {v.value: self._own_rows(whole_rows[v.value], v, parts, is_global) for v in inputs}
+            counted = tensors
+            if counter is not None and is_global:
+                counted = {v.value: self._taken(whole_rows[v.value], v) for v in inputs if v.value in counter.variables}
             if normal.share:
                 kind = getattr(torch, normal.graph.tensors[normal.share].dtype)
                 tensors[normal.share] = counted[normal.share] = torch.full((), size / samples, dtype=kind, device=self.world.device)
@@ -403,19 +389,35 @@ class Engine:
             alone = trains and self._stale is not None and not is_global and data > 1
             totals = count(counting, is_global, parts.arrival, alone)
             if alone:
-                divisor = parts.of_size(sizes[0], samples).normal.divisor
-                if not divisor:
-                    raise Infeasible(
-                        f"{self.plan.layout}: parts of the loss are divided by what is counted over all ranks' rows, for which ranks would "
-                        "wait for one another; give every rank the whole batch"
-                    )
-                self._counted = totals[divisor].double()  # summed beside the loss, and divides what is raw until then
-                totals = {divisor: torch.ones_like(totals[divisor])}
+                totals = self._divided_later(totals, parts.of_size(sizes[0], samples).normal.divisor)
             if self._executors.compile:
                 parts.arrival.wait()  # compiled code does not
             for tensors in out:
                 tensors.update(totals)
         return sizes, out
+
+    def _own_rows(self, x: Tensor, v: Variable, parts: Parts, is_global: bool) -> Tensor:
+        """Of an input in a microbatch, what this rank computes with; `is_global`: `x` has the rows of all data replicas."""
+        if v.batched and is_global and self.data_size > 1:
+            start, length = piece(len(x), self.data_size, self.data_index)
+            x = x.narrow(0, start, length)
+        want = parts.sharding.shape(v.value, v.tensor.shape)
+        if tuple(x.shape) != want and not self.plan.uncaptured:
+            raise Infeasible(
+                f"{v.name} has shape {list(x.shape)} in a microbatch of this rank, and the model was captured with {list(want)}; "
+                "pad or cut batches to one shape, or plan again for this one"
+            )
+        return self._taken(x, v)
+
+    def _divided_later(self, totals: Mapping[str, Tensor], divisor: str) -> dict[str, Tensor]:
+        """Totals of this rank's rows, where nobody waits for those of the others: what divides is summed beside the loss."""
+        if not divisor:
+            raise Infeasible(
+                f"{self.plan.layout}: parts of the loss are divided by what is counted over all ranks' rows, for which ranks would "
+                "wait for one another; give every rank the whole batch"
+            )
+        self._counted = totals[divisor].double()  # summed beside the loss, and divides what is raw until then
+        return {divisor: torch.ones_like(totals[divisor])}
 
     def _taken(self, x: Tensor, v: Variable) -> Tensor:
         """A tensor of the batch as it is computed with."""
