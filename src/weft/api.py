@@ -30,7 +30,7 @@ from weft.plan.sizes import SCHEDULES
 from weft.plan.store import format_plan, parse_plan, read_plan
 from weft.plan.timeline import Timeline
 from weft.run.build import Source, Traced
-from weft.run.engine import Engine
+from weft.run.engine import Engine, OnDevice
 from weft.run.proof.verification import Verification
 from weft.run.proof.verify import verify_plan
 from weft.run.same_inputs import check_same_model, draw_alike
@@ -301,7 +301,7 @@ def parallelize(
         draw_alike(world)
     limit = parse_bytes(device_memory)
     chosen = _plan_for(name, make, given, loss, plan, cluster, world, limit)
-    return Engine(chosen, make, given, loss, world, optimizer, seed=seed, compile=compile, device_memory=limit)
+    return Engine(chosen, make, given, loss, world, optimizer, seed=seed, device=OnDevice(compile, limit))
 
 
 def _plan_for(

@@ -152,7 +152,7 @@ def counted(world: World) -> tuple[dict[str, int], dict[str, int]]:
     layout = Layout.parse("tensor=2x2 precision=float64")
     plan = Plan(layout, "chain", "1xcpu-2", BATCH, shards=(("rows", rows), ("columns", columns)))
     batch = (torch.randn(BATCH, WIDTHS[0], generator=torch.Generator().manual_seed(3)),)
-    engine = Engine(plan, Chain, batch, None, world, optimizer="sgd", seed=0, source=Traced.of(Chain))
+    engine = Engine(plan, Traced.of(Chain), batch, None, world, optimizer="sgd", seed=0)
     Group.all_reduce = counting  # type: ignore[method-assign]
     try:
         engine.forward_backward(batch)
@@ -181,7 +181,7 @@ def test_training_goes_on_under_another_arrangement(tmp_path: Path, first: str, 
 
     def run(world: World, layout: str, steps: int, loads: bool) -> dict[str, list[float]]:
         plan = subject.plan(Layout.parse(f"{layout} precision=float64"))
-        engine = Engine(plan, subject.make, subject.batch, subject.loss, world, seed=1 if loads else 0, source=subject.source)
+        engine = Engine(plan, subject.source, subject.batch, subject.loss, world, seed=1 if loads else 0)
         if loads:
             engine.load(tmp_path)
         for step in range(steps):

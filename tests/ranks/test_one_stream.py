@@ -34,7 +34,7 @@ def _losses(world: World, layouts: list[str], model: Any) -> list[list[float]]:
     found = []
     for text in layouts:
         plan = model.plan(replace(Layout.parse(text), precision="float64"))
-        engine = Engine(plan, model.make, model.batch, model.loss, world, seed=0, source=model.source)
+        engine = Engine(plan, model.source, model.batch, model.loss, world, seed=0)
         found.append([engine.step(model.batch).loss for _ in range(STEPS)])
     return found
 

@@ -226,7 +226,7 @@ def test_a_module_that_is_already_made_is_verified() -> None:
 def _dropped(world: World, layout: str, model: Subject) -> dict[str, Any]:
     """Loss of two steps, and by parameter the largest difference between ranks that hold the same block."""
     plan = model.plan(replace(Layout.parse(layout), precision="float64"))
-    engine = Engine(plan, model.make, model.batch, model.loss, world, seed=0, source=model.source)
+    engine = Engine(plan, model.source, model.batch, model.loss, world, seed=0)
     losses = [engine.step(model.batch).loss for _ in range(2)]
     spread = 0.0
     for name, p in engine.parameters.items():

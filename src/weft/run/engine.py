@@ -78,36 +78,41 @@ def _loss(total: Tensor) -> float:
     return float(total[0] / total[1]) if total.dim() else float(total)
 
 
+@dataclass(frozen=True)
+class OnDevice:
+    """How an engine uses a rank's device: stages compiled or not, and at most `memory` bytes; 0 for all that there are."""
+
+    compile: bool = False
+    memory: float = 0.0
+
+
 class Engine:
     """Trains one rank's part of a model under a plan. Every rank makes one and calls the same methods in the same order."""
 
     def __init__(
         self,
         plan: Plan,
-        model: nn.Module | Callable[[], nn.Module],
+        model: nn.Module | Callable[[], nn.Module] | Source,
         batch: Any,
         loss: Loss | None,
         world: World,
         optimizer: OptimizerSpec | str | Mapping[str, Any] = "adamw",
         *,
         seed: int | None = None,
-        source: Source | None = None,
-        compile: bool = False,
-        device_memory: float = 0.0,
+        device: OnDevice = OnDevice(),
     ) -> None:
-        """`device_memory`: at most so many bytes.
+        """`model`: what is not a `Source` yet is made with `seed`.
 
         Raises:
-            OutOfMemory: parameters, gradients and optimizer alone exceed `device_memory`; in a step, whatever does.
+            OutOfMemory: parameters, gradients and optimizer alone exceed the memory of `device`; in a step, whatever does.
         """
         self.plan, self.world = plan, world
-        self.memory = accounts_of(world.device, device_memory)
+        self.memory = accounts_of(world.device, device.memory)
         self._form = BatchForm.of(batch)
         self.spec = OptimizerSpec.of(optimizer)
-        if source is None:
-            if seed is not None:
-                torch.manual_seed(seed)
-            source = Source.of(model)
+        if not isinstance(model, Source) and seed is not None:
+            torch.manual_seed(seed)
+        source = model if isinstance(model, Source) else Source.of(model)
         seed = torch.initial_seed() if seed is None else seed
         if plan.uncaptured:
             self.parts = build_whole(plan, source, batch, loss, world, self.spec, seed)
@@ -137,7 +142,7 @@ class Engine:
         compress = Compression.parse(plan.layout.compress)
         self.gradients = Gradients(self.parts.groups, self.parts.parameters, sums, plan.layout.zero > 0, reduces, compress)
         self._rests = Rests(self.gradients.compressed.values(), plan.layout, world.rank)
-        self._executors = Executors(self.parts, plan, world, self.memory, self.gradients, self._gathered, self._host, compile)
+        self._executors = Executors(self.parts, plan, world, self.memory, self.gradients, self._gathered, self._host, device.compile)
         self._executor = self._executors.of(plan.microbatch_sizes)
         self._evaluation = cache(partial(self._evaluates, source, batch, loss))
         moves = plan.layout.moves_optimizer

@@ -40,7 +40,7 @@ from weft.ops import draws
 from weft.plan.compression import Compression
 from weft.plan.plan import Plan
 from weft.run.build import Source, Traced
-from weft.run.engine import Engine
+from weft.run.engine import Engine, OnDevice
 from weft.run.pieces import full_state, gradient_pieces
 from weft.run.proof.division import divided, warnings
 from weft.run.proof.everywhere import distances, farthest
@@ -166,9 +166,9 @@ class _Run:
         self.world, self.plan, self.batch, self.options = world, plan, batch, options
         self.bound = TOLERANCE[plan.layout.precision] if options.tolerance is None else options.tolerance
         self.spec = OptimizerSpec.of(options.optimizer)
-        model = copy.deepcopy(make) if isinstance(make, nn.Module) else make
-        memory = options.device_memory
-        self.engine = Engine(plan, model, batch, loss, world, self.spec, seed=options.seed, source=source, device_memory=memory)
+        model = source or (copy.deepcopy(make) if isinstance(make, nn.Module) else make)
+        device = OnDevice(memory=options.device_memory)
+        self.engine = Engine(plan, model, batch, loss, world, self.spec, seed=options.seed, device=device)
         self.coupled = self._coupled()  # why microbatches may train something else than the whole batch; empty where they do not
         self._traits = self._seen_by_capture()
         self._new = partial(Serial, make, options.seed, batch, loss, plan, self.spec, world.device)
