@@ -204,14 +204,7 @@ def shard_of(plan: Plan, graph: Graph, prices: Prices | None = None) -> Sharding
 
 
 def build(
-    plan: Plan,
-    source: Source,
-    batch: Any,
-    loss: Loss | None,
-    world: World,
-    optimizer: OptimizerSpec,
-    seed: int,
-    outputs: bool = False,
+    plan: Plan, source: Source, batch: Any, loss: Loss | None, world: World, optimizer: OptimizerSpec, seed: int, outputs: bool = False
 ) -> Parts:
     """Capture, shard, cut into stages, lower those that the program gives this rank, and give them their initial values.
 

@@ -6,7 +6,7 @@ In: a plan, a model, a batch, a loss. Out: losses, gradients, updated parameters
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
@@ -51,7 +51,7 @@ from weft.run.step.totals import Counter, count
 from weft.run.uncaptured.replicated import build_whole
 from weft.schedules import schedule_of
 from weft.world.memory import HOST, PARTS, accounts_of
-from weft.world.world import Work, World
+from weft.world.world import Group, Work, World
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,11 +127,7 @@ class Engine:
         self._draw = self.parts.draw
         self._replicas = Replicas(self.parts, self.mesh, world)
         sums = [world.group(g.sum_ranks) if len(g.sum_ranks) > 1 else None for g in self.parts.groups]
-        axes = [world.group(self.mesh.group(world.rank, axis)) for axis in self.parts.sharding.sizes]
-        # In one order on every rank: a group that two ranks connect at different times would stop them both.
-        every = {self._everyone, self._pipeline, *axes, *self._replicas.groups, *(g for g in sums if g is not None)}
-        for group in sorted(every, key=lambda g: g.ranks):
-            group.connect()
+        self._connect(sums)
         late = plan.layout.staleness
         share(self.parts.groups, sums, late + 1)
         self._gathered = Gathered(self.parts.groups, sums, self.memory)
@@ -153,6 +149,13 @@ class Engine:
         self.timeline: Timeline | None = None
         self.seconds: dict[str, float] = {}  # of the last step: "program", "gradients" (what is left of their sums after it), "optimizer"
         self.model_flops = model_flops(self.parts.graph) * plan.batch_size / self.parts.graph.batch_size
+
+    def _connect(self, sums: Sequence[Group | None]) -> None:
+        """Connect every group of this rank, `sums` too, in one order on every rank: two ranks that differ would stop each other."""
+        axes = [self.world.group(self.mesh.group(self.world.rank, axis)) for axis in self.parts.sharding.sizes]
+        every = {self._everyone, self._pipeline, *axes, *self._replicas.groups, *(g for g in sums if g is not None)}
+        for group in sorted(every, key=lambda g: g.ranks):
+            group.connect()
 
     def _count_state(self) -> None:
         """What is there from the first step to the last."""
