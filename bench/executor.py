@@ -130,7 +130,7 @@ def beside(case: Case, layout: str, steps: int = 7) -> Beside:
     plan = replace(plan, layout=replace(plan.layout, threads=1))
 
     def on_rank(world: World) -> tuple[str, list[list[tuple[Any, ...]]], list[str]]:
-        engine = Engine(plan, resolved.make, batch, resolved.loss, world, seed=case.seed, source=source)
+        engine = Engine(plan, source, batch, resolved.loss, world, seed=case.seed)
         found = []
         for number in range(-2, steps):
             engine.step(batch, record=True)

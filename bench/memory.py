@@ -117,7 +117,7 @@ def measure(file: str, name: str, layout: str) -> Row:
     """Plan, and make a step in ranks of their own. What fails has its reason for a note."""
     from weft.api import plan as make_plan
     from weft.run.engine import Engine
-    from weft.run.optimizer import OptimizerSpec
+    from weft.run.state.optimizer import OptimizerSpec
     from weft.world.launch import launch
     from weft.world.memory import PARTS
     from weft.world.world import World

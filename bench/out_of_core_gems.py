@@ -90,7 +90,7 @@ def _of_depth(stages: int, numbers: Sequence[int], rounds: int, model: str, batc
             source.prepare(plan, batches[n], subject.loss)
 
         def work(world: World) -> Any:
-            engines = {n: Engine(plans[n], subject.make, batches[n], subject.loss, world, seed=0, source=source) for n in plans}
+            engines = {n: Engine(plans[n], source, batches[n], subject.loss, world, seed=0) for n in plans}
             seconds: dict[int, list[float]] = {n: [] for n in plans}
             for number in range(-1, rounds):
                 for n in map(int, turn([str(n) for n in plans], number + 1)):

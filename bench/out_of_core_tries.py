@@ -19,7 +19,7 @@ import weft
 from weft.errors import WeftError
 from weft.plan.plan import Plan
 from weft.run.build import Traced
-from weft.run.engine import Engine
+from weft.run.engine import Engine, OnDevice
 from weft.world.launch import launch
 from weft.world.world import World
 from weft.zoo import names
@@ -162,7 +162,7 @@ class Tries:
             source.prepare(plan, batch, subject.loss)
 
             def work(world: World) -> Any:
-                engine = Engine(plan, subject.make, batch, subject.loss, world, seed=0, source=source, device_memory=limit)
+                engine = Engine(plan, source, batch, subject.loss, world, seed=0, device=OnDevice(memory=limit))
                 seconds, losses = [], []
                 for _ in range(steps):
                     world.everyone.barrier()

@@ -84,7 +84,7 @@ class Rank:
         if order["model"] != self.model:
             torch.manual_seed(0)
             self.model, self.source = order["model"], Traced.of(subject.make)
-        engine = Engine(plan, subject.make, batch, subject.loss, world, "adamw", seed=0, source=self.source)
+        engine = Engine(plan, self.source, batch, subject.loss, world, "adamw", seed=0)
         self.engines[order["key"]] = (engine, batch, world, order["threads"])
         return {}
 

@@ -31,8 +31,8 @@ from weft.plan.layout import Layout
 from weft.plan.plan import Plan
 from weft.plan.sizes import refuse_sizes
 from weft.run.build import Traced
-from weft.run.verification import Verification
-from weft.run.verify import verify_plan
+from weft.run.proof.verification import Verification
+from weft.run.proof.verify import verify_plan
 from weft.zoo.names import sizes
 from weft.zoo.resolve import resolve
 

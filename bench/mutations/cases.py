@@ -21,8 +21,8 @@ from weft.errors import WeftError
 from weft.plan.layout import Layout
 from weft.plan.plan import Plan
 from weft.run.engine import Engine
-from weft.run.serial import Serial
-from weft.run.verify import verify_on_rank
+from weft.run.proof.serial import Serial
+from weft.run.proof.verify import Options, verify_on_rank
 from weft.world.launch import launch
 from weft.world.world import World
 
@@ -145,8 +145,8 @@ class Runs:
                 active.begin(change)
                 own = copy.deepcopy(source) if plan.uncaptured else source  # a model that runs whole is trained where it is
                 seen = verify_on_rank(
-                    world, plan, subject.make, subject.batch, subject.loss, steps=steps, seed=subject.seed, source=own,
-                    optimizer=optimizer,
+                    world, plan, subject.make, subject.batch, subject.loss, own,
+                    Options(steps=steps, seed=subject.seed, optimizer=optimizer),
                 )  # fmt: skip
                 state = _state(engines.pop())
                 whole = whole or state

@@ -33,7 +33,8 @@ OPERATIONS = (
     "exchange_into", "isend", "irecv",
 )  # fmt: skip
 MESSAGES = ("isend", "irecv")
-INSTRUMENT = ("run/verify", "run/everywhere", "run/state", "run/lossy", "run/division")  # whose collectives carry the comparison
+# Whose collectives carry the comparison.
+INSTRUMENT = ("run/proof/verify", "run/proof/everywhere", "run/pieces", "run/proof/lossy", "run/proof/division")
 # The dual of the same shape that is not the right one.
 PAIRS = (("", "all_reduce"), ("slice", "reduce_scatter"), ("all_gather", "pad"))
 OTHER_DUAL = {a: b for pair in PAIRS for a, b in (pair, pair[::-1])}

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from weft.plan.layout import Layout
     from weft.plan.plan import Plan
     from weft.run.engine import Engine
-    from weft.run.plain import full_state_dict
-    from weft.run.plain_state import load, save
+    from weft.run.loop.checkpoints import load, save
+    from weft.run.loop.divide import full_state_dict
     from weft.world.launch import launch
 
 __version__ = "0.1.0"
@@ -32,11 +32,11 @@ __all__ = [
 _HOMES = {
     "Cluster": "weft.cluster.cluster",
     "Engine": "weft.run.engine",
-    "full_state_dict": "weft.run.plain",
+    "full_state_dict": "weft.run.loop.divide",
     "Layout": "weft.plan.layout",
     "Plan": "weft.plan.plan",
     "launch": "weft.world.launch",
-    **dict.fromkeys(("load", "save"), "weft.run.plain_state"),
+    **dict.fromkeys(("load", "save"), "weft.run.loop.checkpoints"),
     **dict.fromkeys(("auto_parallelize", "comm_hook", "parallelize", "shard", "verify"), "weft.api"),
 }
 

@@ -28,12 +28,12 @@ from weft.plan.sizes import SCHEDULES
 from weft.plan.store import format_plan, parse_plan, read_plan
 from weft.plan.timeline import Timeline
 from weft.run.build import Source, Traced
-from weft.run.divisible import refuse_division
-from weft.run.engine import Engine
-from weft.run.optimizer import OptimizerSpec
-from weft.run.same import check_same_model, draw_alike
-from weft.run.verification import Verification
-from weft.run.verify import verify_plan
+from weft.run.engine import Engine, OnDevice
+from weft.run.proof.verification import Verification
+from weft.run.proof.verify import verify_plan
+from weft.run.same_inputs import check_same_model, draw_alike
+from weft.run.state.optimizer import OptimizerSpec
+from weft.run.uncaptured.trial import refuse_division
 from weft.solve.mixed import pricer_of
 from weft.solve.reasons import reasons
 from weft.solve.search import check_layout, clocked, price, search, step_timeline
@@ -251,7 +251,7 @@ def parallelize(  # noqa: PLR0913
         draw_alike(world)
     limit = parse_bytes(device_memory)
     chosen = _plan_for(subject, plan, cluster, world, limit)
-    return Engine(chosen, make, given, loss, world, optimizer, seed=seed, compile=compile, device_memory=limit)
+    return Engine(chosen, make, given, loss, world, optimizer, seed=seed, device=OnDevice(compile, limit))
 
 
 def _plan_for(

@@ -21,8 +21,8 @@ from weft.plan.layout import Layout
 from weft.plan.plan import Plan
 from weft.plan.store import format_plan, parse_plan
 from weft.run.build import Source, Traced
-from weft.run.plain import divide
-from weft.run.same import check_same_model, draw_alike
+from weft.run.loop.divide import divide
+from weft.run.same_inputs import check_same_model, draw_alike
 from weft.solve.search import search
 from weft.solve.uncaptured import without_graph
 from weft.world.current import Place, current_world, set_place

@@ -6,8 +6,9 @@ Each rule is a function from a file's text to complaints, so that every one has 
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path, PurePosixPath
 
 import pytest
 
@@ -122,18 +123,60 @@ def undescribed(text: str, file: str) -> list[str]:
     return [] if not text.strip() or ast.get_docstring(ast.parse(text)) else [f"{file} has no docstring: what goes in, what comes out"]
 
 
+def circles(texts: Mapping[str, str]) -> list[str]:
+    """Of files by name: where files of one folder, or its subfolders as wholes, need each other in a circle to be imported.
+
+    What is imported inside a function or for type checkers only is not needed. A circle of files is one of the folder that has them all.
+    """
+    needs = {file: needed(ast.parse(text), file, texts) for file, text in texts.items()}
+    found = []
+    for folder in sorted({parent for file in texts for parent in PurePosixPath(file).parents}):
+        edges: dict[str, set[str]] = {}
+        for file in filter(lambda file: PurePosixPath(file).is_relative_to(folder), texts):
+            beside = {child_of(folder, target) for target in needs[file] if PurePosixPath(target).is_relative_to(folder)}
+            edges.setdefault(child_of(folder, file), set()).update(beside - {child_of(folder, file)})
+        try:
+            TopologicalSorter(edges).prepare()
+        except CycleError as error:
+            found.append(f"in {folder}: {' is needed by '.join(error.args[1])}")
+    return found
+
+
+def child_of(folder: PurePosixPath, file: str) -> str:
+    return PurePosixPath(file).relative_to(folder).parts[0]
+
+
+def needed(tree: ast.Module, file: str, files: Mapping[str, str]) -> set[str]:
+    """Those of `files` that are imported when `file` is."""
+    package = ["weft", *file.split("/")[:-1]]
+    names: list[str] = []
+    for node in _run_on_import(tree.body):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = [*(package[: len(package) - node.level + 1] if node.level else []), *([node.module] if node.module else [])]
+            names += [".".join([*base, alias.name]) for alias in node.names]
+    found: set[str] = set()
+    for name in (name for name in names if name.startswith("weft.")):
+        path = "/".join(name.split(".")[1:])
+        behind = path.rpartition("/")[0]  # of what is a name inside a file
+        places = [f"{path}.py", f"{path}/__init__.py", f"{behind}.py", f"{behind}/__init__.py"]
+        found.update([place for place in places if place in files][:1])
+    return found
+
+
+def _run_on_import(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    for node in body:
+        yield node
+        if isinstance(node, ast.If) and "TYPE_CHECKING" not in ast.dump(node.test):
+            yield from _run_on_import(node.body + node.orelse)
+        elif isinstance(node, ast.Try):
+            yield from _run_on_import(node.body)
+
+
 def _at_the_top(tree: ast.Module, name: str) -> bool:
     """Whether importing the file imports `name`: not inside a function, and not for type checkers only."""
-
-    def statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-        for node in body:
-            yield node
-            if isinstance(node, ast.If) and "TYPE_CHECKING" not in ast.dump(node.test):
-                yield from statements(node.body + node.orelse)
-            elif isinstance(node, ast.Try):
-                yield from statements(node.body)
-
-    for node in statements(tree.body):
+    for node in _run_on_import(tree.body):
         if isinstance(node, ast.Import) and any(alias.name.split(".")[0] == name for alias in node.names):
             return True
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == name:
@@ -163,8 +206,8 @@ def test_every_file_keeps_the_rule(rule: Rule) -> None:
         (wrong_torch, "import torch", "plan/mesh.py"),
         (wrong_torch, "def f():\n    from torch import nn", "solve/search.py"),
         (wrong_torch, "import torch", "cli/plan.py"),
-        (wrong_pickle, "import pickle", "run/checkpoint.py"),
-        (wrong_pickle, "import torch\ntorch.load('x')", "run/checkpoint.py"),
+        (wrong_pickle, "import pickle", "run/state/checkpoint.py"),
+        (wrong_pickle, "import torch\ntorch.load('x')", "run/state/checkpoint.py"),
         (wrong_pickle, "from torch import distributed as dist\ndist.all_gather_object([], 1)", "world/world.py"),
         (wrong_environment, "import os\nx = os.environ['RANK']", "run/engine.py"),
         (wrong_environment, "from os import getenv", "lower/local.py"),
@@ -198,6 +241,39 @@ def test_the_order_of_the_parts_has_no_circle() -> None:
         assert ready, f"these parts import each other in a circle: {sorted(left)}"
         placed |= ready
         left = {part: needs for part, needs in left.items() if part not in ready}
+
+
+def test_no_room_has_a_circle_of_imports_inside() -> None:
+    found = circles({file: (ROOT / file).read_text() for file in FILES})
+    assert not found, "\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("texts", "where"),
+    [
+        ({"run/a.py": "from weft.run.b import x", "run/b.py": "from weft.run import a"}, "in run:"),
+        ({"run/a.py": "from . import b", "run/b.py": "try:\n    import weft.run.a\nexcept ImportError:\n    pass"}, "in run:"),
+        ({"run/a/b.py": "import weft.run.a.c", "run/a/c.py": "from . import d", "run/a/d.py": "import weft.run.a.b"}, "in run/a:"),
+        # No file needs itself, but neither subroom can be read before the other.
+        ({"run/a/b.py": "import weft.run.c.d", "run/c/d.py": "", "run/c/e.py": "import weft.run.a.b"}, "in run:"),
+        ({"run/a/__init__.py": "from weft.run.a.b import x", "run/a/b.py": "from weft.run.a import y"}, "in run/a:"),
+    ],
+)
+def test_a_circle_is_seen(texts: dict[str, str], where: str) -> None:
+    (found,) = circles(texts)
+    assert found.startswith(where)
+
+
+@pytest.mark.parametrize(
+    "later",
+    [
+        "def f():\n    import weft.run.a",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from weft.run.a import x",
+        "from weft.run import c",
+    ],
+)
+def test_what_importing_a_file_does_not_import_makes_no_circle(later: str) -> None:
+    assert not circles({"run/a.py": "from weft.run.b import x", "run/b.py": later, "run/c.py": ""})
 
 
 def test_every_part_has_its_place_in_the_order() -> None:

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2] / "src" / "weft"
 # Kernels and what draws as they do; capture, which rewrites calls; modes and tensors of our own that stand between torch and the user's
 # code; measurements of single operators; models.
 MAY = (
-    "ops/", "lower/kernels/", "run/draws.py", "run/combined.py", "run/steady.py", "lower/double.py",
+    "ops/", "lower/kernels/", "run/uncaptured/draws.py", "run/loop/combined.py", "run/uncaptured/constant_draws.py", "lower/double.py",
     "capture/program.py", "capture/read.py", "capture/functional.py", "capture/functions/trace.py", "capture/init/", "capture/patches/",
     "cluster/probe/", "zoo/",
 )  # fmt: skip

@@ -30,7 +30,7 @@ from weft.plan.layout import Layout  # noqa: E402
 from weft.plan.placement import R, Shard  # noqa: E402
 from weft.plan.plan import Plan  # noqa: E402
 from weft.run.build import Source  # noqa: E402
-from weft.run.verify import verify_on_rank  # noqa: E402
+from weft.run.proof.verify import Options, verify_on_rank  # noqa: E402
 from weft.world.launch import launch  # noqa: E402
 from weft.world.world import World  # noqa: E402
 
@@ -58,7 +58,7 @@ def check(subject: Subject, layouts: tuple[str, ...]) -> dict[str, str]:
 
     def on_rank(world: World) -> list[str]:
         given = (subject.make, subject.batch, subject.loss)
-        found = [verify_on_rank(world, plan, *given, seed=subject.seed, source=subject.source) for plan in plans]
+        found = [verify_on_rank(world, plan, *given, subject.source, Options(seed=subject.seed)) for plan in plans]
         return [found.first_difference or "" for found in found if found is not None]
 
     said = launch(on_rank, plans[0].layout.num_ranks, timeout_s=60.0, show=False)[0]

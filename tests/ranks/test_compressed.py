@@ -17,8 +17,8 @@ from weft.cost.memory import PACKING
 from weft.plan.compression import Compression
 from weft.plan.layout import Layout
 from weft.plan.plan import BUCKET_BYTES
-from weft.run.compressed import Compressed, add, encode
-from weft.run.verify import verify_on_rank
+from weft.run.proof.verify import Options, verify_on_rank
+from weft.run.reduce.compressed import Compressed, add, encode
 from weft.world.world import Group, World
 
 BLOCK = 512
@@ -369,7 +369,8 @@ def _verified(world: World, layout: str, tied: bool, spoil: str = "") -> list[An
         Compressed.finish = shifted  # type: ignore[method-assign]
     make, batch = (Tied if tied else _plain), _batch(0, torch.float32)
     plan = weft.plan(make(), batch, loss=_loss, layout=f"{layout} precision=float64")
-    found = verify_on_rank(world, plan, make, batch, _loss, steps=3, sabotage={"0.weight": 1.001} if spoil == "gradient" else None)
+    options = Options(steps=3, sabotage={"0.weight": 1.001} if spoil == "gradient" else None)
+    found = verify_on_rank(world, plan, make, batch, _loss, options=options)
     return None if found is None else [found.ok, str(found), sorted(found.worst)]
 
 

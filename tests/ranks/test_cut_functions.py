@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from weft.errors import UsageError
-from weft.run.cut import Cut, CutParameter, Whole
-from weft.run.followed import replaced, tensors_in
+from weft.run.loop.cut import Cut, CutParameter, Whole
+from weft.run.loop.followed import replaced, tensors_in
 from weft.world.world import World
 
 EVERY = 16  # of the functions one in so many is tried in the short suite

@@ -15,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import weft
 from weft.errors import UsageError
-from weft.run.cut import Cut, CutParameter, Whole
+from weft.run.loop.cut import Cut, CutParameter, Whole
 from weft.world import private
 from weft.world.world import World
 

@@ -28,7 +28,7 @@ from weft.plan.plan import Plan  # noqa: E402
 from weft.run import build  # noqa: E402
 from weft.run.build import Traced  # noqa: E402
 from weft.run.engine import Engine  # noqa: E402
-from weft.run.verify import verify_on_rank  # noqa: E402
+from weft.run.proof.verify import verify_on_rank  # noqa: E402
 from weft.world.group import Group  # noqa: E402
 from weft.world.launch import launch  # noqa: E402
 from weft.world.world import World  # noqa: E402
@@ -111,7 +111,7 @@ def cut_thrice(world: World) -> dict[str, Any] | None:
     plan = Plan(Layout.parse("tensor=2x2x2 precision=float64"), "chain", "1xcpu-2", 8, shards=shards)
     batch = (torch.randn(8, WIDTHS[0], generator=torch.Generator().manual_seed(4)),)
     torch.manual_seed(0)
-    found = verify_on_rank(world, plan, Chain, batch, None, steps=2, seed=0, source=Traced.of(Chain))
+    found = verify_on_rank(world, plan, Chain, batch, None, Traced.of(Chain))
     return None if found is None else {"ok": found.ok, "worst": found.worst}
 
 
@@ -152,7 +152,7 @@ def counted(world: World) -> tuple[dict[str, int], dict[str, int]]:
     layout = Layout.parse("tensor=2x2 precision=float64")
     plan = Plan(layout, "chain", "1xcpu-2", BATCH, shards=(("rows", rows), ("columns", columns)))
     batch = (torch.randn(BATCH, WIDTHS[0], generator=torch.Generator().manual_seed(3)),)
-    engine = Engine(plan, Chain, batch, None, world, optimizer="sgd", seed=0, source=Traced.of(Chain))
+    engine = Engine(plan, Traced.of(Chain), batch, None, world, optimizer="sgd", seed=0)
     Group.all_reduce = counting  # type: ignore[method-assign]
     try:
         engine.forward_backward(batch)
@@ -181,7 +181,7 @@ def test_training_goes_on_under_another_arrangement(tmp_path: Path, first: str, 
 
     def run(world: World, layout: str, steps: int, loads: bool) -> dict[str, list[float]]:
         plan = subject.plan(Layout.parse(f"{layout} precision=float64"))
-        engine = Engine(plan, subject.make, subject.batch, subject.loss, world, seed=1 if loads else 0, source=subject.source)
+        engine = Engine(plan, subject.source, subject.batch, subject.loss, world, seed=1 if loads else 0)
         if loads:
             engine.load(tmp_path)
         for step in range(steps):

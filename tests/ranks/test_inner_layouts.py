@@ -18,7 +18,7 @@ from weft.errors import Infeasible  # noqa: E402
 from weft.plan.layout import Layout  # noqa: E402
 from weft.run import build  # noqa: E402
 from weft.run.engine import Engine  # noqa: E402
-from weft.run.resharded import Resharded  # noqa: E402
+from weft.run.step.resharded import Resharded  # noqa: E402
 from weft.world.launch import launch  # noqa: E402
 from weft.world.world import Work, World  # noqa: E402
 
@@ -76,7 +76,7 @@ def _counted(world: World, name: str, layout: str) -> tuple[int, int]:
     """Bytes that this rank sent between meshes in a step, and those of the closed form: each tensor once a microbatch and way."""
     subject = of(name)
     plan = subject.plan(Layout.parse(f"{layout} precision=float64"))
-    engine = Engine(plan, subject.make, subject.batch, subject.loss, world, seed=0, source=subject.source)
+    engine = Engine(plan, subject.source, subject.batch, subject.loss, world, seed=0)
     sent = 0
     isend = engine._everyone.isend
 
@@ -120,7 +120,7 @@ def test_a_checkpoint_loads_under_another_layout(tmp_path: Path) -> None:
 
     def run(world: World, layout: str, saves: bool) -> list[torch.Tensor]:
         plan = subject.plan(Layout.parse(f"{layout} precision=float64"))
-        engine = Engine(plan, subject.make, subject.batch, subject.loss, world, seed=0 if saves else 1, source=subject.source)
+        engine = Engine(plan, subject.source, subject.batch, subject.loss, world, seed=0 if saves else 1)
         if saves:
             engine.step(subject.batch)
             engine.save(tmp_path)

@@ -12,8 +12,8 @@ import torch
 from weft.ops import draws
 from weft.plan.layout import Layout
 from weft.run.engine import Engine
-from weft.run.optimizer import OptimizerSpec
-from weft.run.serial import Serial
+from weft.run.proof.serial import Serial, Traits
+from weft.run.state.optimizer import OptimizerSpec
 from weft.world.launch import launch
 from weft.world.world import World
 
@@ -34,7 +34,7 @@ def _losses(world: World, layouts: list[str], model: Any) -> list[list[float]]:
     found = []
     for text in layouts:
         plan = model.plan(replace(Layout.parse(text), precision="float64"))
-        engine = Engine(plan, model.make, model.batch, model.loss, world, seed=0, source=model.source)
+        engine = Engine(plan, model.source, model.batch, model.loss, world, seed=0)
         found.append([engine.step(model.batch).loss for _ in range(STEPS)])
     return found
 
@@ -46,7 +46,7 @@ def test_a_run_that_draws_has_one_loss_under_every_layout(subject: Callable[[str
     graph = model.source.capture(model.batch, model.loss, None).graph
     count = sum(draws(op) for op in graph.operators)
     cpu = torch.device("cpu")
-    serial = Serial(model.make, 0, model.batch, model.loss, plan, OptimizerSpec.of("adamw"), cpu, draws=count)
+    serial = Serial(model.make, 0, model.batch, model.loss, plan, OptimizerSpec.of("adamw"), cpu, Traits(draws=count))
     want = [float(serial.step()["loss"][""]) for _ in range(STEPS)]
     assert not serial.drew_otherwise
     assert len(set(want)) == STEPS

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import weft
 from weft.errors import CheckpointError, UsageError
-from weft.run.cut import Cut
+from weft.run.loop.cut import Cut
 from weft.world.world import World
 
 STEPS, BEFORE = 6, 3  # of the whole run, and those before it is saved

@@ -9,7 +9,7 @@ import pytest
 
 import weft
 from weft.run.engine import Engine
-from weft.run.optimizer import OptimizerSpec
+from weft.run.state.optimizer import OptimizerSpec
 from weft.world.launch import launch
 from weft.world.world import World
 from weft.zoo.resolve import resolve

@@ -23,7 +23,7 @@ from weft.plan.check import check as prove  # noqa: E402
 from weft.plan.layout import Layout  # noqa: E402
 from weft.plan.plan import Plan  # noqa: E402
 from weft.plan.program import Compute, Op  # noqa: E402
-from weft.run.verify import verify_on_rank  # noqa: E402
+from weft.run.proof.verify import Options, verify_on_rank  # noqa: E402
 from weft.schedules.lower import pipeline  # noqa: E402
 from weft.world.launch import launch  # noqa: E402
 from weft.world.world import World  # noqa: E402
@@ -48,7 +48,7 @@ def compared(subject: Subject, rows: Rows, layout: str, **options: Any) -> dict[
     subject.source.prepare(plan, subject.batch, subject.loss)
 
     def on_rank(world: World) -> dict[str, Any] | None:
-        found = verify_on_rank(world, plan, subject.make, subject.batch, subject.loss, source=subject.source, **options)
+        found = verify_on_rank(world, plan, subject.make, subject.batch, subject.loss, subject.source, Options(**options))
         return None if found is None else asdict(found)
 
     return launch(on_rank, plan.layout.num_ranks, timeout_s=60, show=False)[0]

@@ -17,7 +17,7 @@ from bench.verify_all import Subject  # noqa: E402
 from weft.errors import RankError  # noqa: E402
 from weft.plan.layout import Layout  # noqa: E402
 from weft.run.engine import Engine  # noqa: E402
-from weft.run.recompute import Recomputed  # noqa: E402
+from weft.run.residency.recompute import Recomputed  # noqa: E402
 from weft.world.launch import launch  # noqa: E402
 from weft.world.world import World  # noqa: E402
 
@@ -60,7 +60,7 @@ def _run(world: World, word: str) -> tuple[int, float]:
     """Of one word, on this rank: layers that run again, and the most bytes that it held."""
     subject = of("gpt-tiny")
     plan = subject.plan(Layout.parse(f"recompute={word}"))
-    engine = Engine(plan, subject.make, subject.batch, subject.loss, world, seed=0, source=subject.source)
+    engine = Engine(plan, subject.source, subject.batch, subject.loss, world, seed=0)
     engine.forward_backward(subject.batch)
     modules = [m for runner in engine._executor.runners.values() for m in runner.local.module.modules()]
     peak = engine.peak_memory()

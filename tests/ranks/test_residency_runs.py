@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import weft
 from weft.errors import RankError
-from weft.run.host import HostStore
+from weft.run.residency.host import HostStore
 
 pytestmark = pytest.mark.usefixtures("counting")
 PLAIN = "ranks=1 microbatches=1 precision=float64 offload!=optimizer offload!=all threads=0"

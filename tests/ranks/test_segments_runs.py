@@ -16,7 +16,7 @@ from bench.verify_all import Subject  # noqa: E402
 
 from weft.plan.layout import Layout  # noqa: E402
 from weft.run.engine import Engine  # noqa: E402
-from weft.run.recompute import Recomputed  # noqa: E402
+from weft.run.residency.recompute import Recomputed  # noqa: E402
 from weft.world.launch import launch  # noqa: E402
 from weft.world.world import World  # noqa: E402
 

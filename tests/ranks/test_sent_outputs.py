@@ -16,8 +16,8 @@ from weft.cost.step import Pricer
 from weft.plan.layout import Layout
 from weft.plan.plan import Plan
 from weft.plan.program import Recv
-from weft.run import dispatch, executor, stage
 from weft.run.engine import Engine
+from weft.run.step import dispatch, executor, stage
 from weft.world.world import World
 
 ROWS, WIDTH, BLOCKS, MICROBATCHES = 128, 128, 4, 4

@@ -17,7 +17,7 @@ from weft.plan.layout import Layout
 from weft.plan.placement import D, Halo, P, R, Shard, halo, pieces
 from weft.plan.transition import sent_part
 from weft.run import build
-from weft.run.verify import Verification
+from weft.run.proof.verify import Verification
 from weft.world.group import Group
 from weft.world.launch import launch
 from weft.world.world import World

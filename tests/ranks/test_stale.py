@@ -14,9 +14,9 @@ import torch
 
 import weft
 from weft.plan.layout import Layout
-from weft.run.optimizer import Optimizer
-from weft.run.stale import Stale
-from weft.run.verify import verify_on_rank
+from weft.run.proof.verify import Options, verify_on_rank
+from weft.run.reduce.stale import Stale
+from weft.run.state.optimizer import Optimizer
 from weft.world.world import World
 
 STEPS = 8
@@ -165,7 +165,8 @@ def _verified(world: World, layout: str, spoil: str) -> Any:
         Optimizer.step = lambda self, lr=None: real(self, 2e-3)  # type: ignore[method-assign]
     plan = weft.plan(_make(), _batch(0), loss=_loss, layout=f"{layout} precision=float64")
     sabotage = {"0.weight": 1.001} if spoil == "gradient" else None
-    found = verify_on_rank(world, plan, _make, _batch(0), _loss, optimizer={"name": "adamw", "clip": 0.1}, sabotage=sabotage)
+    options = Options(optimizer={"name": "adamw", "clip": 0.1}, sabotage=sabotage)
+    found = verify_on_rank(world, plan, _make, _batch(0), _loss, options=options)
     return None if found is None else (found.ok, str(found))
 
 

@@ -19,7 +19,7 @@ from weft import api
 from weft.errors import Infeasible, LayoutError
 from weft.plan.plan import Plan
 from weft.plan.store import read_plan
-from weft.run import checkpoint
+from weft.run.state import checkpoint
 from weft.train import flow
 from weft.train.config import Config
 from weft.train.flow import Planned

@@ -20,9 +20,9 @@ from bench.verify_all import Subject  # noqa: E402
 from weft.errors import Infeasible, RankError  # noqa: E402
 from weft.plan.layout import Layout  # noqa: E402
 from weft.plan.plan import Plan  # noqa: E402
-from weft.run import executors  # noqa: E402
 from weft.run.engine import Engine  # noqa: E402
-from weft.run.executor import Sizes  # noqa: E402
+from weft.run.step import executors  # noqa: E402
+from weft.run.step.executor import Sizes  # noqa: E402
 from weft.world.launch import launch  # noqa: E402
 from weft.world.world import World  # noqa: E402
 

@@ -28,7 +28,7 @@ from weft.ops import Rule, rule_of  # noqa: E402
 from weft.plan.layout import Layout  # noqa: E402
 from weft.plan.placement import P, R, is_shard  # noqa: E402
 from weft.run.engine import Engine  # noqa: E402
-from weft.run.verify import Verification  # noqa: E402
+from weft.run.proof.verify import Verification  # noqa: E402
 from weft.world.launch import launch  # noqa: E402
 from weft.world.world import World  # noqa: E402
 from weft.zoo.resolve import resolve  # noqa: E402
@@ -124,7 +124,7 @@ def test_gradients_of_inputs_are_compared(subject: Callable[[str], Subject], mon
 
 
 def _spoiled_inputs(*args: Any) -> Any:
-    from weft.run.state import input_gradients
+    from weft.run.pieces import input_gradients
 
     found = input_gradients(*args)
     return found and {name: x * (1 + 1e-8) for name, x in found.items()}
@@ -226,7 +226,7 @@ def test_a_module_that_is_already_made_is_verified() -> None:
 def _dropped(world: World, layout: str, model: Subject) -> dict[str, Any]:
     """Loss of two steps, and by parameter the largest difference between ranks that hold the same block."""
     plan = model.plan(replace(Layout.parse(layout), precision="float64"))
-    engine = Engine(plan, model.make, model.batch, model.loss, world, seed=0, source=model.source)
+    engine = Engine(plan, model.source, model.batch, model.loss, world, seed=0)
     losses = [engine.step(model.batch).loss for _ in range(2)]
     spread = 0.0
     for name, p in engine.parameters.items():

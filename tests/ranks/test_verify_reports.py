@@ -17,7 +17,7 @@ from weft.plan.plan import Plan
 from weft.plan.store import write_plan
 from weft.run.build import Source
 from weft.run.engine import Engine
-from weft.run.gradients import Gradients
+from weft.run.reduce.gradients import Gradients
 
 
 class Mlp(nn.Module):

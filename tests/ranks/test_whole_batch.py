@@ -116,7 +116,7 @@ def compared(layout: str, kinds: tuple[str, ...] = KINDS, rows: bool = False, ot
     def on_rank(world: World) -> dict[str, float] | None:
         off: dict[str, float] = {}
         for kind, (plan, source) in made.items():
-            engine = Engine(plan, lambda kind=kind: Language(kind), batch(), None, world, "sgd", seed=0, source=source)
+            engine = Engine(plan, source, batch(), None, world, "sgd", seed=0)
             for given in batches:
                 mine = next(iter(weft.shard([given], engine))) if rows else given
                 result = engine.forward_backward(mine, whole=not rows)

@@ -14,9 +14,9 @@ import torch
 
 import weft
 from weft.run.engine import Engine
-from weft.run.gathered import Gathered
-from weft.run.scattered import Scattered
-from weft.run.verify import verify_on_rank
+from weft.run.proof.verify import Options, verify_on_rank
+from weft.run.reduce.scattered import Scattered
+from weft.run.residency.gathered import Gathered
 from weft.schedules.lower import gather_weights, reduce_gradients
 from weft.world.world import Group, World
 
@@ -185,7 +185,7 @@ def _by_program(world: World, layout: str, how: str) -> Any:
 
     Group.reduce_scatter_into = counted  # type: ignore[method-assign]
     own = replace(plan, layout=plan.layout.with_schedule("own.txt", str(program)))
-    found = verify_on_rank(world, own, Deep, _batch(), _loss, steps=1)
+    found = verify_on_rank(world, own, Deep, _batch(), _loss, options=Options(steps=1))
     return None if found is None else [found.ok, str(found), sent[0] / size]
 
 

@@ -20,13 +20,15 @@ from torch import Tensor
 
 import weft
 from weft.errors import CheckpointError
-from weft.run import checkpoint
-from weft.run.checkpoint import Alone, Piece, Region, whole
-from weft.run.checkpoint.region import first_fault
+from weft.run.state import checkpoint
+from weft.run.state.checkpoint import Alone, Piece, Region, whole
+from weft.run.state.checkpoint.region import first_fault
 
 
 class Ranks:
     """`Together` for threads: the maximum over a barrier, as the ranks of one run have it."""
+
+    generation = 0
 
     def __init__(self, rank: int, num_ranks: int, barrier: threading.Barrier, board: list[list[int]]) -> None:
         self.rank, self.num_ranks, self._barrier, self._board = rank, num_ranks, barrier, board
@@ -236,8 +238,8 @@ def test_a_failure_of_one_rank_is_an_error_on_all_and_leaves_nothing(tmp_path: P
 
 
 def test_only_the_rows_that_are_needed_are_read(tmp_path: Path) -> None:
-    from weft.run.checkpoint.folder import read_manifest
-    from weft.run.checkpoint.tensorfile import Reader
+    from weft.run.state.checkpoint.folder import read_manifest
+    from weft.run.state.checkpoint.tensorfile import Reader
 
     weight = indices((1000, 8))
     path = checkpoint.save(tmp_path, 1, [whole("w", "parameter", weight)])

@@ -15,7 +15,7 @@ import torch
 from test_checkpoint import blank, equal, state
 
 from weft.errors import CheckpointError
-from weft.run import checkpoint
+from weft.run.state import checkpoint
 
 CALLS = ("fsync", "rename", "replace", "open", "mkdir", "unlink", "rmdir", "close")
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from weft.plan.program import Compute, Op, Program, Recv
 from weft.plan.sizes import SCHEDULES
-from weft.run.dispatch import HANDLERS, kind_of
-from weft.run.executor import Executor
-from weft.run.replicas import out_of_order
-from weft.run.transfers import AHEAD, posted_before
+from weft.run.reduce.buffers import out_of_order
+from weft.run.step.dispatch import HANDLERS, kind_of
+from weft.run.step.executor import Executor
+from weft.run.step.transfers import AHEAD, posted_before
 from weft.schedules import build
 
 

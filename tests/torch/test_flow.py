@@ -12,7 +12,7 @@ from weft.errors import ConfigError, Infeasible, RunError
 from weft.plan.layout import Layout
 from weft.plan.plan import Memory, Plan, Prediction
 from weft.plan.store import read_plan, write_plan
-from weft.run import checkpoint
+from weft.run.state import checkpoint
 from weft.train import flow
 from weft.train.config import Config
 from weft.train.flow import Planned, known_plan, locked, prepare

@@ -26,8 +26,8 @@ from weft.errors import RunError
 from weft.lower.kernels.place import Place
 from weft.lower.kernels.randomness import Draw, Where, drawn
 from weft.plan.program import Program, Recv, Send
-from weft.run.serial import Noise
-from weft.run.transfers import Crossing, Transfers, pairs_of, posted_before
+from weft.run.proof.serial import Noise
+from weft.run.step.transfers import Crossing, Transfers, pairs_of, posted_before
 from weft.schedules import build
 from weft.world import products
 from weft.world.group import Group

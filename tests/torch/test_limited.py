@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import weft
 from weft.errors import OutOfMemory, ProgramError
 from weft.plan.program import Program
-from weft.run.engine import Engine
-from weft.run.host import HostStore
+from weft.run.engine import Engine, OnDevice
+from weft.run.residency.host import HostStore
 from weft.schedules.lower import gather_weights, offload, recompute
 from weft.world.current import current_world
 from weft.world.memory import Accounts, accounts_of
@@ -66,7 +66,7 @@ def _engine(layout: str, change: Callable[[Program], Program] | None = None, lim
         plan = replace(plan, layout=plan.layout.with_schedule("own.txt", str(change(bare.parts.program))))
         del bare
         gc.collect()
-    return Engine(plan, Residual, BATCH, _loss, current_world(), seed=0, device_memory=limit)
+    return Engine(plan, Residual, BATCH, _loss, current_world(), seed=0, device=OnDevice(memory=limit))
 
 
 @cache

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from weft.errors import CheckpointError, ConfigError, ModelError, RunError
 from weft.plan.layout import Layout
 from weft.plan.plan import Plan
-from weft.run import checkpoint
+from weft.run.state import checkpoint
 from weft.train import loop
 from weft.train.config import Config, TrainSection
 from weft.train.corpus import open_corpus

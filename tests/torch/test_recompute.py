@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 import weft
-from weft.run.recompute import Recomputed, attention_cores
+from weft.run.residency.recompute import Recomputed, attention_cores
 
 ROWS, HEADS, LENGTH = 4, 2, 24
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from weft.plan.layout import Layout
 from weft.plan.plan import Plan
-from weft.run.optimizer import OptimizerSpec
-from weft.run.serial import Noise, Serial
-from weft.run.verify import Comparison, relative_error
+from weft.run.proof.serial import Noise, Serial
+from weft.run.proof.verify import Comparison, relative_error
+from weft.run.state.optimizer import OptimizerSpec
 
 EPSILON = torch.finfo(torch.float64).eps
 

@@ -14,7 +14,7 @@ from weft.report.tables import Table
 from weft.units import format_bytes, format_count
 
 if TYPE_CHECKING:
-    from weft.run.checkpoint.manifest import Manifest
+    from weft.run.state.checkpoint.manifest import Manifest
 
 app = typer.Typer(help="Look into checkpoints, prove them whole.", no_args_is_help=True, rich_markup_mode=None)
 Where = Annotated[
@@ -33,7 +33,7 @@ def inspect(path: Where, as_json: options.Json = False) -> None:
       weft checkpoint inspect runs/gpt_text
     """
     with output(as_json) as out:
-        from weft.run.checkpoint.folder import read_manifest
+        from weft.run.state.checkpoint.folder import read_manifest
 
         found = newest(path)
         _show(found, read_manifest(found), out, whole=None)
@@ -48,7 +48,7 @@ def verify(path: Where, as_json: options.Json = False) -> None:
       weft checkpoint verify runs/gpt_text
     """
     with output(as_json) as out:
-        from weft.run.checkpoint import verify as check
+        from weft.run.state.checkpoint import verify as check
 
         found = newest(path)
         with out.working(f"reading {found}"):
@@ -62,8 +62,8 @@ def newest(path: Path) -> Path:
     Raises:
         UsageError: no such folder; CheckpointError: there is none in it.
     """
-    from weft.run.checkpoint.folder import committed
-    from weft.run.checkpoint.manifest import MANIFEST
+    from weft.run.state.checkpoint.folder import committed
+    from weft.run.state.checkpoint.manifest import MANIFEST
 
     if not path.is_dir():
         raise UsageError(f"{path} is not a folder; name a checkpoint, or the run folder that `weft train` printed")
@@ -76,7 +76,7 @@ def newest(path: Path) -> Path:
 
 
 def _show(path: Path, manifest: Manifest, out: Output, whole: bool | None) -> None:
-    from weft.run.checkpoint import inspect as summarize
+    from weft.run.state.checkpoint import inspect as summarize
 
     tensors = manifest.tensors
     parameters = [t for t in tensors if t.kind == "parameter"]

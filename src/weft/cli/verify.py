@@ -19,7 +19,7 @@ from weft.report.tables import Table, measured_memory_table
 
 if TYPE_CHECKING:
     from weft.plan.layout import Layout
-    from weft.run.verification import Verification
+    from weft.run.proof.verification import Verification
 
 _SCHEDULE = "A schedule of your own: the same as schedule=FILE in the layout."
 _LAYOUTS = 'The layout, as often as needed: "data=2 tensor=2 pipeline=2 microbatches=4". The model is traced once for all of them.'
@@ -124,7 +124,7 @@ def _show(out: Output, model: str, found: Verification) -> None:
 
 def _show_all(out: Output, model: str, found: Sequence[Verification]) -> None:
     """Several layouts: a row each."""
-    from weft.run.verification import notes, table
+    from weft.run.proof.verification import notes, table
 
     columns, rows = table(found)
     one = found[0]

@@ -288,7 +288,7 @@ def memory_of(
     schedule = schedule_of(layout)
     rank, holders = schedule.ranks_of[stage][0], len(schedule.ranks_of[stage])
     several = len(schedule.stages_of[rank])
-    # What other pipeline ranks have too stays whole (`weft.run.parameters`); the optimizer's state is shared with those.
+    # What other pipeline ranks have too stays whole (`run/state/parameters`); the optimizer's state is shared with those.
     data, zero = layout.weight_ranks, layout.zero if holders == 1 else min(layout.zero, 1)
     pieces = zero if data > 1 else 0
     kept = state.kept_bytes - (state.scores_bytes if layout.recompute == "selective" else 0.0)

@@ -6,7 +6,7 @@ Every rank does this by itself from the same inputs, so nothing but gradients an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Self
@@ -23,33 +23,28 @@ from weft.capture.refused import refuse_hooks, refuse_scripts
 from weft.errors import Infeasible, LayoutError, ModelError
 from weft.lower.arrival import Arrival
 from weft.lower.kernels.randomness import Draw
-from weft.lower.local import LocalStage, Lowering, layer_of, lower
-from weft.model.additive import Coupling
+from weft.lower.local import Lowering, layer_of, lower
 from weft.model.collector import uncollected
 from weft.model.drawn import Fold, folds_of
 from weft.model.gradients import learned
-from weft.model.graph import Graph, Variable, written_buffers
+from weft.model.graph import Graph
 from weft.model.normalise import Normalised
 from weft.model.propagate import propagate
 from weft.model.samples import check_samples
 from weft.model.sharding import Prices, Sharding
-from weft.model.stages import Stage, links
 from weft.plan.axis import DATA
 from weft.plan.grid import AXES, PLAIN
-from weft.plan.mesh import Mesh
 from weft.plan.patterns import expand_all
-from weft.plan.placement import is_shard, piece
 from weft.plan.plan import Plan
-from weft.plan.program import Program
 from weft.run.additive import Part, part_of
-from weft.run.layers import layers_of
+from weft.run.blocks import Blocks, Initial
 from weft.run.meshes import between_meshes, from_other_meshes, shares_of, stage_shardings
-from weft.run.optimizer import OptimizerSpec
-from weft.run.parameters import FlatGroup, LocalParameter, build_groups
+from weft.run.parts import Parts, program_of
+from weft.run.reduce.summing import choose_sums
+from weft.run.residency.layers import layers_of
 from weft.run.sizes import Sized, constants_of, sized
-from weft.run.summing import choose_sums
-from weft.schedules import check_custom
-from weft.schedules import program_of as schedule_of
+from weft.run.state.optimizer import OptimizerSpec
+from weft.run.state.parameters import build_groups
 from weft.world.world import World
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.float32}  # bfloat16 keeps float32 master weights
@@ -188,51 +183,6 @@ class Traced(Source):
             folds(plan, self, part.captured, batch, loss)
 
 
-@dataclass
-class Parts:
-    """All that one rank trains with."""
-
-    graph: Graph
-    sharding: Sharding
-    stages: tuple[Stage, ...]  # of the whole model
-    program: Program
-    lowered: dict[int, LocalStage]  # this rank's stages, by number
-    parameters: dict[str, nn.Parameter]  # by name
-    specs: dict[str, LocalParameter]
-    groups: list[FlatGroup]
-    buffers: dict[str, Tensor]  # by name
-    blocks: dict[str, tuple[Variable, tuple[int, ...]]]  # buffer name -> (variable, offsets)
-    variables: dict[str, Tensor]  # what its stages are called with, by graph value
-    draw: Draw = field(default_factory=Draw)
-    structure: Any = None  # the model's output, where it runs without a loss
-    saved: frozenset[str] = frozenset()  # names in the model's own state dict: buffers may be left out of it
-    sized: Callable[[int, int], Sized] | None = None  # by samples of a microbatch and of the batch; None where the stages take any number
-    folds: tuple[Fold | None, ...] = ()  # where samples lie in what is drawn, draw by draw
-    shardings: tuple[Sharding, ...] = ()  # of the graph as each stage arranges its ranks, where they may differ
-    lowering: Lowering | None = None  # how its stages were lowered; None where the model runs whole
-    coupled: tuple[Coupling, ...] = ()  # where microbatches differ from the whole batch
-    counted: frozenset[str] = frozenset()  # inputs from which what the loss divides by is counted
-    arrival: Arrival = field(default_factory=Arrival)
-
-    @property
-    def only(self) -> LocalStage:
-        """The one stage, of a plan without a pipeline."""
-        (local,) = self.lowered.values()
-        return local
-
-    def of_size(self, size: int, samples: int) -> Sized:
-        """This rank's stages for microbatches of `size` samples of a batch of `samples`, all data replicas together.
-
-        Raises:
-            Infeasible: with so many the model computes something else.
-        """
-        return Sized(Normalised(self.graph), self.lowered, {}) if self.sized is None else self.sized(size, samples)
-
-    def holders(self, value: str) -> list[int]:
-        """Pipeline ranks that have a stage which reads a variable, in order; the first rank where no stage does."""
-        return _holders(self.stages, self.program, value)
-
-
 def shard_of(plan: Plan, graph: Graph, prices: Prices | None = None) -> Sharding:
     """The complete sharding that a plan means for a graph, with what it does not say cut by `prices`.
 
@@ -254,14 +204,7 @@ def shard_of(plan: Plan, graph: Graph, prices: Prices | None = None) -> Sharding
 
 
 def build(
-    plan: Plan,
-    source: Source,
-    batch: Any,
-    loss: Loss | None,
-    world: World,
-    optimizer: OptimizerSpec,
-    seed: int,
-    outputs: bool = False,
+    plan: Plan, source: Source, batch: Any, loss: Loss | None, world: World, optimizer: OptimizerSpec, seed: int, outputs: bool = False
 ) -> Parts:
     """Capture, shard, cut into stages, lower those that the program gives this rank, and give them their initial values.
 
@@ -303,61 +246,19 @@ def build(
         that = source.part(plan, batch, loss, size, samples)
         return sized(lowering, that.normal, plan.stages, lowered, constants_of(that.constants, world.device, dtype))
 
-    used = {value for stage in mine for value in stage.variables}
-    holders = {v.value: _holders(stages, program, v.value) for v in graph.parameters}
-    specs: dict[str, LocalParameter] = {}
-    values = {v.name: v.value for v in graph.parameters}
-    first_use = {value: i for i, op in reversed(list(enumerate(graph.operators))) for value in op.inputs}
     # What a plain loop's outputs do not depend on its loss may: a weight for each of several losses, a temperature.
     trainable = {v.value for v in graph.parameters if v.trainable} if outputs else learned(graph)
-    written = written_buffers(graph)
-    for v in graph.parameters:
-        if at["pipeline"] in holders[v.value]:
-            specs[v.name] = _spec(
-                v, mesh, sharding, holders[v.value], at, first_use.get(v.value, -1), optimizer, v.value in trainable, dtype,
-                v.value in across, v.value in written, (DATA,) if outputs else (),
-            )  # fmt: skip
-    read_by = layers_of(lowered)
-    specs = {name: replace(spec, units=read_by.get(values[name], ())) for name, spec in specs.items()}
+    blocks = Blocks(mesh, at, sharding, stages, program, across, (DATA,) if outputs else ())
+    specs = blocks.specs(graph, trainable, optimizer, dtype, layers_of(lowered))
     flat, parameters = build_groups(list(specs.values()), world.device, layout.zero, world.rank, plan.bucket_bytes)
     choose_sums(plan, world, flat)
-
-    in_pieces = {spec.name: group for group in flat if group.gathered for spec in group.members}
-    offsets: dict[str, tuple[int, ...]] = {name: spec.offsets for name, spec in specs.items()}
-    kept_buffers: dict[str, tuple[Variable, tuple[int, ...]]] = {}
-    for v in graph.buffers:
-        if at["pipeline"] in _holders(stages, program, v.value):
-            block = _block(v, sharding, at)
-            kept_buffers[v.name] = (v, block[0])
-            offsets[v.name] = block[0]
-
-    def take(name: str, tensor: Tensor) -> Tensor | None:
-        if name not in offsets:
-            return None
-        start = offsets[name]
-        tensor = torch.view_as_real(tensor) if name in specs and len(specs[name].shape) > tensor.dim() else tensor
-        shape = specs[name].shape if name in specs else sharding.shape(kept_buffers[name][0].value, tuple(tensor.shape))
-        view = tensor[tuple(slice(s, s + n) for s, n in zip(start, shape, strict=True))]
-        if name in parameters:
-            with torch.no_grad():
-                if name in in_pieces:
-                    in_pieces[name].fill(name, view)
-                else:
-                    parameters[name].copy_(view)
-            return None
-        floating = view.is_floating_point() and dtype is torch.float64
-        return view.to(device=world.device, dtype=torch.float64 if floating else view.dtype, copy=True)
-
-    buffers = source.take(take, None)
+    of_buffers = {v.name: (v, blocks.of(v)[0]) for v in graph.buffers if blocks.holds(v)}
+    buffers = source.take(Initial(sharding, specs, parameters, flat, of_buffers, world.device, dtype).take, None)
+    used, held = {value for stage in mine for value in stage.variables}, {**parameters, **buffers}
     variables: dict[str, Tensor] = {v: t for v, t in constants_of(part.constants, world.device, dtype).items() if v in used}
-    for v in graph.parameters:
-        if v.value in used:
-            variables[v.value] = parameters[v.name]
-    for v in graph.buffers:
-        if v.value in used:
-            variables[v.value] = buffers[v.name]
+    variables |= {v.value: held[v.name] for v in (*graph.parameters, *graph.buffers) if v.value in used}
     return Parts(
-        graph, sharding, stages, program, lowered, parameters, specs, flat, buffers, kept_buffers, variables, draw, part.structure,
+        graph, sharding, stages, program, lowered, parameters, specs, flat, buffers, of_buffers, variables, draw, part.structure,
         frozenset(source.model.state_dict(keep_vars=True)), cache(other), where_samples, shardings, lowering, part.coupled,
         normal.counted_from, arrival,
     )  # fmt: skip
@@ -372,27 +273,6 @@ def folds(
         return ()
     other = next((size for size in sizes if size != graph.batch_size), plan.batch_size)
     return folds_of(graph, lambda: source.capture(batch, loss, other, modes=modes).graph)
-
-
-def program_of(plan: Plan, stages: Sequence[Stage], world: World) -> Program:
-    """The program that the layout's schedule means for these stages; one's own is proven here.
-
-    Raises:
-        Infeasible: the plan has another number of stages. ProgramError: a schedule of the user's own is for other links, or is refuted.
-    """
-    layout = plan.layout
-    if len(stages) != layout.num_stages:
-        raise Infeasible(f"the plan begins {len(stages)} stages, and its layout {layout} has {layout.num_stages}; plan again")
-    # On NCCL a send may block until its receive is reached; the order that allows for it costs a thousandth of the step.
-    rendezvous = world.device.type == "cuda"
-    check_custom(layout, links(stages), rendezvous)
-    return schedule_of(layout, links(stages), rendezvous)
-
-
-def _holders(stages: Sequence[Stage], program: Program, value: str) -> list[int]:
-    read = {stage.index for stage in stages if value in stage.variables}
-    # What no operator reads is kept by the first rank, so that checkpoints are whole.
-    return [rank for rank, those in enumerate(program.stages_of) if not read.isdisjoint(those)] or [0]
 
 
 def _check_dtypes(graph: Graph, precision: str) -> None:
@@ -439,62 +319,6 @@ def outputs_of(source: Source, plan: Plan, batch: Any, size: int, modes: Modes |
 def in_precision(graph: Graph, plan: Plan) -> Graph:
     """The graph in the dtype that a plan computes in."""
     return graph.cast("float64") if DTYPES[plan.layout.precision] is torch.float64 else graph
-
-
-def _block(v: Variable, sharding: Sharding, at: Mapping[str, int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(offsets, shape) of this rank's block of a parameter or buffer."""
-    shape = list(v.tensor.shape)
-    offsets = [0] * len(shape)
-    for axis, form in sharding.forms[v.value].items():
-        if is_shard(form):
-            dim = form.dim
-            start, shape[dim] = piece(shape[dim], sharding.sizes[axis], at[axis])
-            offsets[dim] += start
-    return tuple(offsets), tuple(shape)
-
-
-def _spec(
-    v: Variable,
-    mesh: Mesh,
-    sharding: Sharding,
-    holders: list[int],
-    at: Mapping[str, int],
-    first_use: int,
-    optimizer: OptimizerSpec,
-    trainable: bool,
-    dtype: torch.dtype,
-    between: bool,
-    written: bool,
-    always: tuple[str, ...],
-) -> LocalParameter:
-    """`always`: axes over which its gradient is summed whether or not the graph asks for it, since a plain loop may use it beside."""
-    offsets, shape = _block(v, sharding, at)
-    axes = tuple(dict.fromkeys((*sharding.gradients.get(v.value, ()), *always)))
-    ranks = [rank for holder in holders for rank in mesh.group(mesh.rank({**at, "pipeline": holder}), *axes)]
-    if between:  # every rank of these stages has a share of the gradient, see `shares_of`
-        ranks = [rank for holder in holders for rank in mesh.group(mesh.rank({"pipeline": holder}), *mesh.inside)]
-        axes = ()
-    cut = {axis for axis, form in sharding.forms[v.value].items() if is_shard(form)}
-    # Each element is counted once: by the first of the ranks that hold the same block.
-    same = [a for a in mesh.inside if a not in cut]
-    counted = at["pipeline"] == holders[0] and all(at[a] == 0 for a in same)
-    counted_piece = all(at[a] == 0 for a in same if a not in axes)
-    return LocalParameter(
-        v.name,
-        v.tensor.shape,
-        offsets,
-        shape,
-        dtype if v.tensor.is_float else getattr(torch, v.tensor.dtype),
-        trainable and v.trainable,
-        tuple(sorted(ranks)),
-        counted,
-        counted_piece,
-        optimizer.decays(v.tensor.shape),
-        (tuple(holders), tuple(sorted(cut)), tuple(axes)),
-        -first_use,
-        across=len(holders) > 1,
-        written=written,
-    )
 
 
 def check_batch(batch: Any, batch_size: int) -> None:

@@ -17,22 +17,22 @@ from typing import Any
 from weft.capture.capture import Loss
 from weft.capture.modes import Modes
 from weft.errors import ModelError
-from weft.lower.kernels.randomness import Draw
 from weft.lower.local import Lowering, lower
 from weft.model.graph import Graph
 from weft.model.samples import check_samples
 from weft.model.sharding import Shards
 from weft.plan.plan import Plan
-from weft.run.build import DTYPES, Parts, Source, folds, outputs_of, program_of, rows_of_outputs
+from weft.run.build import DTYPES, Source, folds, outputs_of, rows_of_outputs
 from weft.run.meshes import from_other_meshes, stage_shardings
+from weft.run.parts import Parts, program_of
 from weft.run.sizes import Sized, constants_of, sized
 from weft.world.world import World
 
 
 def captured_in(
-    modes: Modes, parts: Parts, plan: Plan, source: Source, batch: Any, loss: Loss | None, world: World, draw: Draw, outputs: bool = False
+    modes: Modes, parts: Parts, plan: Plan, source: Source, batch: Any, loss: Loss | None, world: World, outputs: bool = False
 ) -> Parts:
-    """`parts` of the model in other `modes`. Every rank asks for them at the same time. `draw`: what its random numbers depend on.
+    """`parts` of the model in other `modes`, whose random numbers depend on what those of `parts` do. Every rank asks at the same time.
 
     Raises:
         ModelError: the model cannot be followed in these modes, or a stage reads a parameter that another one has.
@@ -56,7 +56,7 @@ def captured_in(
     where_samples = folds(plan, source, part.captured, batch, loss, modes)
     late = frozenset(total.variable for total in normal.totals)
     apart = from_other_meshes(plan.layout, mine)
-    lowering = Lowering(graph, sharding, groups, world.device, draw, rows, {}, apart, where_samples, late, parts.arrival)
+    lowering = Lowering(graph, sharding, groups, world.device, parts.draw, rows, {}, apart, where_samples, late, parts.arrival)
     lowered = {stage.index: lower(stage, lowering) for stage in mine}
     dtype = DTYPES[plan.layout.precision]
 
@@ -82,7 +82,7 @@ def captured_in(
             raise ModelError(f"{v.name} is written otherwise than in training, and lies in other pieces then, which is not built yet")
         variables[v.value] = held[v.name]
     return replace(
-        parts, graph=graph, sharding=sharding, stages=stages, program=program, lowered=lowered, variables=variables, draw=draw,
+        parts, graph=graph, sharding=sharding, stages=stages, program=program, lowered=lowered, variables=variables,
         structure=part.structure, sized=cache(other), shardings=shardings, lowering=lowering,
     )  # fmt: skip
 

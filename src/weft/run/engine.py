@@ -6,7 +6,7 @@ In: a plan, a model, a batch, a loss. Out: losses, gradients, updated parameters
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
@@ -30,27 +30,28 @@ from weft.plan.placement import P, R, piece
 from weft.plan.plan import Memory, Plan
 from weft.plan.program import Manage, ManageOp
 from weft.plan.timeline import Timeline
-from weft.run import checkpoint
-from weft.run.build import Parts, Source, build
+from weft.run.build import Source, build
 from weft.run.captures import captured_in
-from weft.run.checkpoint import Piece
-from weft.run.executor import Result
-from weft.run.executors import Executors
-from weft.run.gathered import Gathered
-from weft.run.gradients import Gradients
-from weft.run.host import HostStore
-from weft.run.optimizer import Optimizer, OptimizerSpec
-from weft.run.parameters import share
-from weft.run.replicas import Replicas
-from weft.run.rests import Rests
-from weft.run.same import check_same
-from weft.run.stale import Stale
-from weft.run.state import full_state, full_tensors, gradient_pieces, input_gradients, narrowed, pieces_of
-from weft.run.totals import Counter, count
-from weft.run.uncaptured import build_whole
+from weft.run.parts import Parts
+from weft.run.pieces import full_state, full_tensors, gradient_pieces, input_gradients, narrowed, pieces_of
+from weft.run.reduce.buffers import Replicas
+from weft.run.reduce.error_feedback import Rests
+from weft.run.reduce.gradients import Gradients
+from weft.run.reduce.stale import Stale
+from weft.run.residency.gathered import Gathered
+from weft.run.residency.host import HostStore
+from weft.run.same_inputs import check_same
+from weft.run.state import checkpoint
+from weft.run.state.checkpoint import Piece
+from weft.run.state.optimizer import Optimizer, OptimizerSpec
+from weft.run.state.parameters import share
+from weft.run.step.executor import Result
+from weft.run.step.executors import Executors
+from weft.run.step.totals import Counter, count
+from weft.run.uncaptured.replicated import build_whole
 from weft.schedules import schedule_of
 from weft.world.memory import HOST, PARTS, accounts_of
-from weft.world.world import Work, World
+from weft.world.world import Group, Work, World
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,36 +78,41 @@ def _loss(total: Tensor) -> float:
     return float(total[0] / total[1]) if total.dim() else float(total)
 
 
+@dataclass(frozen=True)
+class OnDevice:
+    """How an engine uses a rank's device: stages compiled or not, and at most `memory` bytes; 0 for all that there are."""
+
+    compile: bool = False
+    memory: float = 0.0
+
+
 class Engine:
     """Trains one rank's part of a model under a plan. Every rank makes one and calls the same methods in the same order."""
 
     def __init__(
         self,
         plan: Plan,
-        model: nn.Module | Callable[[], nn.Module],
+        model: nn.Module | Callable[[], nn.Module] | Source,
         batch: Any,
         loss: Loss | None,
         world: World,
         optimizer: OptimizerSpec | str | Mapping[str, Any] = "adamw",
         *,
         seed: int | None = None,
-        source: Source | None = None,
-        compile: bool = False,
-        device_memory: float = 0.0,
+        device: OnDevice = OnDevice(),
     ) -> None:
-        """`device_memory`: at most so many bytes.
+        """`model`: what is not a `Source` yet is made with `seed`.
 
         Raises:
-            OutOfMemory: parameters, gradients and optimizer alone exceed `device_memory`; in a step, whatever does.
+            OutOfMemory: parameters, gradients and optimizer alone exceed the memory of `device`; in a step, whatever does.
         """
         self.plan, self.world = plan, world
-        self.memory = accounts_of(world.device, device_memory)
+        self.memory = accounts_of(world.device, device.memory)
         self._form = BatchForm.of(batch)
         self.spec = OptimizerSpec.of(optimizer)
-        if source is None:
-            if seed is not None:
-                torch.manual_seed(seed)
-            source = Source.of(model)
+        if not isinstance(model, Source) and seed is not None:
+            torch.manual_seed(seed)
+        source = model if isinstance(model, Source) else Source.of(model)
         seed = torch.initial_seed() if seed is None else seed
         if plan.uncaptured:
             self.parts = build_whole(plan, source, batch, loss, world, self.spec, seed)
@@ -121,11 +127,7 @@ class Engine:
         self._draw = self.parts.draw
         self._replicas = Replicas(self.parts, self.mesh, world)
         sums = [world.group(g.sum_ranks) if len(g.sum_ranks) > 1 else None for g in self.parts.groups]
-        axes = [world.group(self.mesh.group(world.rank, axis)) for axis in self.parts.sharding.sizes]
-        # In one order on every rank: a group that two ranks connect at different times would stop them both.
-        every = {self._everyone, self._pipeline, *axes, *self._replicas.groups, *(g for g in sums if g is not None)}
-        for group in sorted(every, key=lambda g: g.ranks):
-            group.connect()
+        self._connect(sums)
         late = plan.layout.staleness
         share(self.parts.groups, sums, late + 1)
         self._gathered = Gathered(self.parts.groups, sums, self.memory)
@@ -136,7 +138,7 @@ class Engine:
         compress = Compression.parse(plan.layout.compress)
         self.gradients = Gradients(self.parts.groups, self.parts.parameters, sums, plan.layout.zero > 0, reduces, compress)
         self._rests = Rests(self.gradients.compressed.values(), plan.layout, world.rank)
-        self._executors = Executors(self.parts, plan, world, self.memory, self.gradients, self._gathered, self._host, compile)
+        self._executors = Executors(self.parts, plan, world, self.memory, self.gradients, self._gathered, self._host, device.compile)
         self._executor = self._executors.of(plan.microbatch_sizes)
         self._evaluation = cache(partial(self._evaluates, source, batch, loss))
         moves = plan.layout.moves_optimizer
@@ -147,6 +149,13 @@ class Engine:
         self.timeline: Timeline | None = None
         self.seconds: dict[str, float] = {}  # of the last step: "program", "gradients" (what is left of their sums after it), "optimizer"
         self.model_flops = model_flops(self.parts.graph) * plan.batch_size / self.parts.graph.batch_size
+
+    def _connect(self, sums: Sequence[Group | None]) -> None:
+        """Connect every group of this rank, `sums` too, in one order on every rank: two ranks that differ would stop each other."""
+        axes = [self.world.group(self.mesh.group(self.world.rank, axis)) for axis in self.parts.sharding.sizes]
+        every = {self._everyone, self._pipeline, *axes, *self._replicas.groups, *(g for g in sums if g is not None)}
+        for group in sorted(every, key=lambda g: g.ranks):
+            group.connect()
 
     def _count_state(self) -> None:
         """What is there from the first step to the last."""
@@ -298,9 +307,9 @@ class Engine:
         """What runs the model in evaluation, and the buffers that it writes there; the weights are those that train."""
         if self.plan.uncaptured:
             return self._executors, self._replicas
-        modes, draw = evaluation_modes(source.model), Draw(self._draw.seed)
+        trained = replace(self.parts, draw=Draw(self._draw.seed))
         try:
-            parts = captured_in(modes, self.parts, self.plan, source, batch, loss, self.world, draw)
+            parts = captured_in(evaluation_modes(source.model), trained, self.plan, source, batch, loss, self.world)
         except ModelError as error:
             raise ModelError(f"the model is trained, and cannot be evaluated: {error}") from error
         read = self._gathered.read_by(parts.lowered, {v.value: v.name for v in parts.graph.parameters})
@@ -359,36 +368,21 @@ class Engine:
         if samples == rows and self.step_index == 0 and self.world.num_ranks > 1:
             check_same(batch, self.world)
         sizes = self.sizes_of(samples)
-        given, at = self._form.tensors_of(batch), self.mesh.coordinates(self.world.rank)
+        of_batch = self._form.tensors_of(batch)
         out: list[dict[str, Tensor]] = []
         needed = {value for local in parts.lowered.values() for value in local.variables}
         counting: list[tuple[Counter, dict[str, Tensor]]] = []
         begin, samples_of = 0, list[Samples]()
         for size in sizes:
-            tensors: dict[str, Tensor] = {}
+            rows = size if is_global else size // data
             normal = parts.of_size(size, samples).normal
             counter = self._counter_of(parts, size, samples) if normal.totals else None
-            counted: dict[str, Tensor] = {}
-            rows = size if is_global else size // data
-            for v in normal.graph.inputs:
-                if v.value not in needed:
-                    continue
-                x = whole_rows = given[v.name]
-                if v.batched:
-                    x = whole_rows = x.narrow(0, begin, rows)
-                    if is_global and data > 1:
-                        start, length = piece(rows, data, self.data_index)
-                        x = x.narrow(0, start, length)
-                want = parts.sharding.shape(v.value, v.tensor.shape, {DATA: parts.sharding.forms[v.value].get(DATA, R)})
-                if tuple(x.shape) != want and not self.plan.uncaptured:
-                    raise Infeasible(
-                        f"{v.name} has shape {list(x.shape)} in a microbatch of this rank, and the model was captured with {list(want)}; "
-                        "pad or cut batches to one shape, or plan again for this one"
-                    )
-                mine = narrowed(x, parts.sharding.held(v.value, x.shape, at, but=DATA))
-                tensors[v.value] = self._taken(mine, v)
-                if counter is not None and v.value in counter.variables:
-                    counted[v.value] = tensors[v.value] if mine is whole_rows else self._taken(whole_rows, v)
+            inputs = [v for v in normal.graph.inputs if v.value in needed]
+            whole_rows = {v.value: of_batch[v.name].narrow(0, begin, rows) if v.batched else of_batch[v.name] for v in inputs}
+            tensors = {v.value: self._own_rows(whole_rows[v.value], v, parts, is_global) for v in inputs}
+            counted = tensors
+            if counter is not None:  # what is counted is of whole rows
+                counted = {v.value: self._taken(whole_rows[v.value], v) for v in inputs if v.value in counter.variables}
             if normal.share:
                 kind = getattr(torch, normal.graph.tensors[normal.share].dtype)
                 tensors[normal.share] = counted[normal.share] = torch.full((), size / samples, dtype=kind, device=self.world.device)
@@ -403,19 +397,36 @@ class Engine:
             alone = trains and self._stale is not None and not is_global and data > 1
             totals = count(counting, is_global, parts.arrival, alone)
             if alone:
-                divisor = parts.of_size(sizes[0], samples).normal.divisor
-                if not divisor:
-                    raise Infeasible(
-                        f"{self.plan.layout}: parts of the loss are divided by what is counted over all ranks' rows, for which ranks would "
-                        "wait for one another; give every rank the whole batch"
-                    )
-                self._counted = totals[divisor].double()  # summed beside the loss, and divides what is raw until then
-                totals = {divisor: torch.ones_like(totals[divisor])}
+                totals = self._divided_later(totals, parts.of_size(sizes[0], samples).normal.divisor)
             if self._executors.compile:
                 parts.arrival.wait()  # compiled code does not
             for tensors in out:
                 tensors.update(totals)
         return sizes, out
+
+    def _own_rows(self, x: Tensor, v: Variable, parts: Parts, is_global: bool) -> Tensor:
+        """Of an input in a microbatch, what this rank computes with; `is_global`: `x` has the rows of all data replicas."""
+        if v.batched and is_global and self.data_size > 1:
+            start, length = piece(len(x), self.data_size, self.data_index)
+            x = x.narrow(0, start, length)
+        want = parts.sharding.shape(v.value, v.tensor.shape, {DATA: parts.sharding.forms[v.value].get(DATA, R)})
+        if tuple(x.shape) != want and not self.plan.uncaptured:
+            raise Infeasible(
+                f"{v.name} has shape {list(x.shape)} in a microbatch of this rank, and the model was captured with {list(want)}; "
+                "pad or cut batches to one shape, or plan again for this one"
+            )
+        at = self.mesh.coordinates(self.world.rank)
+        return self._taken(narrowed(x, parts.sharding.held(v.value, x.shape, at, but=DATA)), v)
+
+    def _divided_later(self, totals: Mapping[str, Tensor], divisor: str) -> dict[str, Tensor]:
+        """Totals of this rank's rows, where nobody waits for those of the others: what divides is summed beside the loss."""
+        if not divisor:
+            raise Infeasible(
+                f"{self.plan.layout}: parts of the loss are divided by what is counted over all ranks' rows, for which ranks would "
+                "wait for one another; give every rank the whole batch"
+            )
+        self._counted = totals[divisor].double()  # summed beside the loss, and divides what is raw until then
+        return {divisor: torch.ones_like(totals[divisor])}
 
     def _taken(self, x: Tensor, v: Variable) -> Tensor:
         """A tensor of the batch as it is computed with."""
@@ -461,8 +472,8 @@ class Engine:
         return input_gradients(self.parts, self.plan, result, self.mesh.coordinates(self.world.rank), self._everyone)
 
     def save(self, folder: str | Path, extra: dict[str, Any] | None = None, keep: int = 0) -> Path:
-        """Write a checkpoint into `folder`; every rank calls it. Any layout can load it. See `weft.run.checkpoint.save`."""
-        return checkpoint.save(folder, self.step_index, self.pieces(), extra, self.world, keep=keep, generation=self.world.generation)
+        """Write a checkpoint into `folder`; every rank calls it. Any layout can load it. See `run/state/checkpoint/save`."""
+        return checkpoint.save(folder, self.step_index, self.pieces(), extra, self.world, keep=keep)
 
     def load(self, folder: str | Path) -> dict[str, Any]:
         """Continue from a checkpoint (or the newest good one of a folder), whatever layout wrote it. Returns its `extra`.

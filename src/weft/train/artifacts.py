@@ -17,8 +17,8 @@ from torch import Tensor
 
 from weft.errors import WeftError
 from weft.plan.timeline import Span, Timeline
-from weft.run.checkpoint import write_tensors
 from weft.run.engine import Engine
+from weft.run.state.checkpoint import write_tensors
 from weft.train.subject import Subject
 from weft.world.world import World
 from weft.zoo.gpt import generate

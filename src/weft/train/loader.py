@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from weft.plan.microbatches import microbatch_sizes
 from weft.plan.placement import piece
-from weft.run.same import check_same
+from weft.run.same_inputs import check_same
 from weft.train.data import Batch, batch_size, map_tensors, take
 from weft.world.world import World
 

@@ -20,8 +20,8 @@ from typing import Any
 from weft.errors import CheckpointError, ConfigError, Infeasible, ModelError, RunError
 from weft.model.additive import microbatch_words
 from weft.plan.plan import Plan
-from weft.run import checkpoint
-from weft.run.engine import Engine, StepResult
+from weft.run.engine import Engine, OnDevice, StepResult
+from weft.run.state import checkpoint
 from weft.train import artifacts
 from weft.train.components import Components
 from weft.train.config import Config
@@ -70,7 +70,7 @@ def make_engine(world: World, job: Job, subject: Subject) -> Engine:
         "decay": section.decay,
     }
     limit = parse_bytes(job.config.plan.device_memory or 0)
-    return Engine(job.plan, subject.make, subject.example, subject.loss, world, optimizer, seed=section.seed, device_memory=limit)
+    return Engine(job.plan, subject.make, subject.example, subject.loss, world, optimizer, seed=section.seed, device=OnDevice(memory=limit))
 
 
 def train(world: World, job: Job, make: MakeEngine = make_engine) -> Summary:
@@ -280,7 +280,6 @@ class _Run:
                 self.world,
                 keep=self.section.keep,
                 token=token,
-                generation=self.world.generation,
                 warn=self.show.say,
             )
             self.saved_step = step

@@ -18,7 +18,7 @@ import torch
 from weft.errors import Infeasible, WeftError
 from weft.plan.plan import Candidate, Plan
 from weft.plan.store import format_plan, parse_plan
-from weft.run.engine import Engine
+from weft.run.engine import Engine, OnDevice
 from weft.units import format_seconds
 from weft.world.launch import SLEEPING, Launcher, engine_modules
 from weft.world.world import World
@@ -153,7 +153,7 @@ def on_rank(world: World, plan_text: str, sequence: int | None, steps: int, devi
     plan = parse_plan(plan_text)
     subject = resolve(plan.model, plan.batch_size, sequence)
     batch = subject.batch(plan.batch_size)
-    engine = Engine(plan, subject.make, batch, subject.loss, world, "adamw", seed=0, device_memory=device_memory)
+    engine = Engine(plan, subject.make, batch, subject.loss, world, "adamw", seed=0, device=OnDevice(memory=device_memory))
     seconds = []
     for _ in range(WARM + steps):
         world.everyone.barrier()

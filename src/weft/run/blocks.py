@@ -1,0 +1,150 @@
+"""A rank's blocks of a sharded model: which part of each parameter and buffer it holds, and the initial values of it.
+
+In: where the rank stands on the mesh, the sharding, the stages and their program. Out: `LocalParameter`s, and what `Source.take` is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from weft.model.graph import Graph, Variable, written_buffers
+from weft.model.sharding import Sharding
+from weft.model.stages import Stage
+from weft.plan.mesh import Mesh
+from weft.plan.placement import is_shard, piece
+from weft.plan.program import Program
+from weft.run.parts import holders_of
+from weft.run.state.optimizer import OptimizerSpec
+from weft.run.state.parameters import FlatGroup, LocalParameter
+
+Units = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Where a rank stands in a sharded model, from which follows what it holds.
+
+    `at`: its coordinates on the mesh. `across`: values that stages of different meshes read. `always`: axes over which every gradient is
+    summed whether or not the graph asks for it, since a plain loop may use a parameter beside.
+    """
+
+    mesh: Mesh
+    at: Mapping[str, int]
+    sharding: Sharding
+    stages: Sequence[Stage]
+    program: Program
+    across: AbstractSet[str]
+    always: tuple[str, ...]
+
+    def of(self, v: Variable) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(offsets, shape) of this rank's block of a parameter or buffer."""
+        shape = list(v.tensor.shape)
+        offsets = [0] * len(shape)
+        for axis, form in self.sharding.forms[v.value].items():
+            if is_shard(form):
+                dim = form.dim
+                start, shape[dim] = piece(shape[dim], self.sharding.sizes[axis], self.at[axis])
+                offsets[dim] += start
+        return tuple(offsets), tuple(shape)
+
+    def holds(self, v: Variable) -> bool:
+        """Whether a stage of this rank reads it, or nobody does and this rank keeps it."""
+        return self.at["pipeline"] in holders_of(self.stages, self.program, v.value)
+
+    def specs(
+        self, graph: Graph, trainable: AbstractSet[str], optimizer: OptimizerSpec, dtype: torch.dtype, units: Mapping[str, Units]
+    ) -> dict[str, LocalParameter]:
+        """This rank's parameters by name. `trainable`: graph values; `units`: the layers that read each."""
+        first_use = {value: i for i, op in reversed(list(enumerate(graph.operators))) for value in op.inputs}
+        written = written_buffers(graph)
+        return {
+            v.name: replace(
+                self._spec(v, optimizer, v.value in trainable, dtype),
+                ready=-first_use.get(v.value, -1),
+                written=v.value in written,
+                units=units.get(v.value, ()),
+            )
+            for v in graph.parameters
+            if self.holds(v)
+        }
+
+    def _spec(self, v: Variable, optimizer: OptimizerSpec, trainable: bool, dtype: torch.dtype) -> LocalParameter:
+        mesh, at = self.mesh, self.at
+        holders = holders_of(self.stages, self.program, v.value)
+        offsets, shape = self.of(v)
+        axes = tuple(dict.fromkeys((*self.sharding.gradients.get(v.value, ()), *self.always)))
+        ranks = [rank for holder in holders for rank in mesh.group(mesh.rank({**at, "pipeline": holder}), *axes)]
+        if v.value in self.across:  # every rank of these stages has a share of the gradient, see `shares_of`
+            ranks = [rank for holder in holders for rank in mesh.group(mesh.rank({"pipeline": holder}), *mesh.inside)]
+            axes = ()
+        cut = {axis for axis, form in self.sharding.forms[v.value].items() if is_shard(form)}
+        # Each element is counted once: by the first of the ranks that hold the same block.
+        same = [a for a in mesh.inside if a not in cut]
+        counted = at["pipeline"] == holders[0] and all(at[a] == 0 for a in same)
+        counted_piece = all(at[a] == 0 for a in same if a not in axes)
+        return LocalParameter(
+            v.name,
+            v.tensor.shape,
+            offsets,
+            shape,
+            dtype if v.tensor.is_float else getattr(torch, v.tensor.dtype),
+            trainable and v.trainable,
+            tuple(sorted(ranks)),
+            counted,
+            counted_piece,
+            optimizer.decays(v.tensor.shape),
+            (tuple(holders), tuple(sorted(cut)), tuple(axes)),
+            across=len(holders) > 1,
+        )
+
+
+@dataclass(frozen=True)
+class Initial:
+    """Takes this rank's block of each whole tensor: of a parameter into the tensor that is there, of a buffer as a new one.
+
+    `buffers`: by name (variable, offsets).
+    """
+
+    sharding: Sharding
+    specs: Mapping[str, LocalParameter]
+    parameters: Mapping[str, nn.Parameter]
+    groups: Sequence[FlatGroup]
+    buffers: Mapping[str, tuple[Variable, tuple[int, ...]]]
+    device: torch.device
+    dtype: torch.dtype
+
+    @cached_property
+    def in_pieces(self) -> dict[str, FlatGroup]:
+        """The groups of parameters that are whole only while they are used."""
+        return {spec.name: group for group in self.groups if group.gathered for spec in group.members}
+
+    def take(self, name: str, tensor: Tensor) -> Tensor | None:
+        """What of a tensor `Source.take` keeps."""
+        if name in self.specs:
+            self._fill(name, tensor)
+            return None
+        if name not in self.buffers:
+            return None
+        variable, start = self.buffers[name]
+        view = _block_of(tensor, start, self.sharding.shape(variable.value, tuple(tensor.shape)))
+        floating = view.is_floating_point() and self.dtype is torch.float64
+        return view.to(device=self.device, dtype=torch.float64 if floating else view.dtype, copy=True)
+
+    def _fill(self, name: str, tensor: Tensor) -> None:
+        spec = self.specs[name]
+        view = _block_of(torch.view_as_real(tensor) if len(spec.shape) > tensor.dim() else tensor, spec.offsets, spec.shape)
+        with torch.no_grad():
+            if name in self.in_pieces:
+                self.in_pieces[name].fill(name, view)
+            else:
+                self.parameters[name].copy_(view)
+
+
+def _block_of(tensor: Tensor, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
+    return tensor[tuple(slice(start, start + size) for start, size in zip(offsets, shape, strict=True))]

@@ -1,0 +1,71 @@
+"""`state_dict` and `load_state_dict` of an optimizer whose parameters are cut between ranks.
+
+In: any optimizer of torch's kind. Out: the former is refused, since it would hold this rank's parts; the latter takes whole tensors, of
+which a rank keeps its part. torch has no hook for when an optimizer is made or copied, so the two methods of its base class are wrapped,
+once a process and not before a weight is cut; optimizers without cut parameters do not notice.
+"""
+
+from __future__ import annotations
+
+from functools import cache, wraps
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from weft.errors import UsageError
+from weft.run.loop.checkpoints import state_like
+from weft.run.loop.cut import Cut
+from weft.world import private
+
+
+@cache
+def guard_optimizers() -> None:
+    """From here on optimizers of cut parameters neither give nor take parts for wholes."""
+    give, take = Optimizer.state_dict, Optimizer.load_state_dict
+
+    @wraps(give)
+    def state_dict(self: Optimizer) -> dict[str, Any]:
+        first = next((p for group in self.param_groups for p in group["params"] if isinstance(p, Cut)), None)
+        if first is not None:
+            raise UsageError(
+                f"{type(self).__name__}.state_dict() would hold this rank's parts only, of {first.whole.name} {list(first.shape)} of "
+                f"{list(first.whole.shape)}; weft.save(folder, net, optimizer), called on every rank, saves all of it, and weft.load takes "
+                "it back in any layout"
+            )
+        return give(self)
+
+    @wraps(take)
+    def load_state_dict(self: Optimizer, state_dict: dict[str, Any]) -> None:
+        return take(self, _in_parts(self, state_dict))
+
+    Optimizer.state_dict = state_dict  # type: ignore[method-assign]
+    Optimizer.load_state_dict = load_state_dict  # type: ignore[method-assign]
+
+
+def _in_parts(optimizer: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+    """A whole state dict with this rank's part of what belongs to cut parameters."""
+    places = [place for group in given["param_groups"] for place in group["params"]]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    cut = {place: p for place, p in zip(places, parameters, strict=False) if isinstance(p, Cut)}
+    state = dict(given["state"])
+    for place in cut.keys() & state.keys():
+        state[place] = {slot: _part(cut[place], slot, x) for slot, x in state[place].items()}
+    return {**given, "state": state}
+
+
+def _part(p: Cut, slot: str, value: Any) -> Any:
+    if not isinstance(value, Tensor) or isinstance(value, Cut) or not value.dim():
+        return value
+    of = state_like(p, tuple(value.shape))
+    if of is not None:
+        with private.as_plain():
+            for dim, (first, length) in enumerate(zip(of.offsets, of.part, strict=True)):
+                value = value.narrow(dim, first, length)
+            return Cut.of(value.clone(), of)
+    if value.dim() == len(p.whole.shape):
+        raise UsageError(
+            f"the state {slot} of {p.whole.name} is {list(value.shape)}, and the whole parameter is {list(p.whole.shape)}: load whole "
+            "tensors, or what weft.save wrote with weft.load"
+        )
+    return value

@@ -1,0 +1,133 @@
+"""A model divided for a plain training loop: `net(x)`, `loss.backward()`, `opt.step()` stay the user's.
+
+In: a module and a plan without a pipeline. Out: the same module object, whose parameters are this rank's blocks and whose forward
+is the lowered graph; of a model that could not be captured all of it, and its own forward. Gradients are exchanged while backward runs
+and are complete when `loss.backward()` returns.
+
+The loss is the user's, over this rank's samples, so gradients are averaged over the ranks that sum them: that is the gradient of the mean
+over all samples where the loss is a mean over samples, and of whatever else the user makes of weights alone (a penalty on their norm). What
+the model itself computes is exact over the whole batch (batch norm included), since what it makes of a weight counts as often as it is
+then divided by.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.capture.fakes import fake_mode
+from weft.capture.modes import training_modes
+from weft.errors import Infeasible, UsageError
+from weft.plan.mesh import Mesh
+from weft.plan.placement import is_shard
+from weft.plan.plan import Plan
+from weft.run.build import Source, build
+from weft.run.loop.cut import CutParameter, Whole
+from weft.run.loop.cut_optimizer import guard_optimizers
+from weft.run.loop.forward import ByGraphs, Captures
+from weft.run.loop.module import OWN, Divided, divided_of
+from weft.run.loop.original import Original
+from weft.run.loop.unchanged import Unchanged
+from weft.run.parts import Parts
+from weft.run.reduce.exchange import Exchange
+from weft.run.state.optimizer import OptimizerSpec
+from weft.run.state.parameters import place
+from weft.run.uncaptured.replicated import keep_whole
+from weft.world.world import World
+
+
+def divide(model: nn.Module, source: Source, plan: Plan, batch: Any, world: World) -> None:
+    """Divide `model` in place under `plan`; `batch` is what it is called with, with the whole batch's samples.
+
+    Raises:
+        Infeasible: a plan with a pipeline, microbatches, ZeRO, compressed gradients or staleness, which need the engine; a model that could
+            not be captured, whose parts would train something else than the whole.
+    """
+    layout = plan.layout
+    if layout.num_stages > 1 or layout.microbatches > 1 or layout.zero or layout.compress != "none" or layout.staleness:
+        raise Infeasible(f"{layout}: a plain loop owns its backward and its optimizer, so only data and tensor apply; use weft.parallelize")
+    if plan.uncaptured:
+        Divided(model, plan, world, keep_whole(model, source, plan, batch, world)).bind()
+        return
+    parts = build(plan, source, batch, None, world, OptimizerSpec(), torch.initial_seed(), outputs=True)
+    pairs = [v.name for v in parts.graph.parameters if v.pairs]
+    if pairs:
+        raise Infeasible(f"parameter {pairs[0]} is complex, which a plain loop's optimizer cannot be given in parts; use weft.parallelize")
+    _mark_cut(parts, world, layout.mesh)
+    original = Original(model, OWN, fake_mode() if source.deferred is None else source.deferred.fake_mode)
+    place(model, parts.parameters, parts.buffers)
+    captures = Captures(parts, plan, source, batch, world, original, inspect.signature(model.forward), {})
+    captures.made[training_modes(model), captures.form.tensors] = parts
+    Divided(model, plan, world, ByGraphs(model, parts, captures, Unchanged(model))).bind()
+    _cut_what_is_loaded(model, parts)
+    Exchange(parts.groups, parts.parameters, world)
+
+
+def full_state_dict(model: nn.Module) -> dict[str, Tensor] | None:
+    """Parameters and buffers of the whole of a divided model under its own names, on rank 0; None elsewhere. Every rank calls it.
+
+    Raises:
+        UsageError: a model that is not divided.
+    """
+    divided = divided_of(model)
+    if divided is None:
+        raise UsageError(
+            f"{type(model).__name__} is not divided: give the module that was built under weft.auto_parallelize; "
+            "an engine has full_state_dict() of its own"
+        )
+    return divided.way.full_state()
+
+
+def _mark_cut(parts: Parts, world: World, mesh: Mesh) -> None:
+    """Let parameters that are cut know it."""
+    values = {v.name: v.value for v in parts.graph.parameters}
+    for name, spec in parts.specs.items():
+        if spec.shape != spec.global_shape:
+            forms = parts.sharding.forms[values[name]]
+            cuts = tuple((form.dim, world.group(mesh.group(world.rank, axis))) for axis, form in forms.items() if is_shard(form))
+            whole = Whole(name, spec.global_shape, cuts)
+            if (whole.offsets, whole.part) != (spec.offsets, spec.shape):
+                raise AssertionError(f"{name} is cut {whole.places}, and lies at {spec.offsets}")
+            guard_optimizers()
+            marked = CutParameter.of(parts.parameters[name], whole)
+            parts.parameters[name] = marked
+            if values[name] in parts.variables:
+                parts.variables[values[name]] = marked
+
+
+def _cut_what_is_loaded(model: nn.Module, parts: Parts) -> None:
+    """Let `load_state_dict` take whole tensors where this rank has parts, and `state_dict` say that it has no more."""
+    places = {name: (spec.global_shape, spec.offsets, spec.shape) for name, spec in parts.specs.items()}
+    for name, (variable, offsets) in parts.blocks.items():
+        if name in parts.buffers:
+            places[name] = (variable.tensor.shape, offsets, tuple(parts.buffers[name].shape))
+    names = {id(x): name for name, x in (*parts.parameters.items(), *parts.buffers.items())}
+    for module in model.modules():
+        held = [kind(recurse=False, remove_duplicate=False) for kind in (module.named_parameters, module.named_buffers)]
+        cuts = {}
+        for local, x in chain(*held):
+            if id(x) in names and places[names[id(x)]][0] != places[names[id(x)]][2]:
+                cuts[local] = places[names[id(x)]]
+        if cuts:
+            module.register_load_state_dict_pre_hook(partial(_take_parts, cuts))  # type: ignore[no-untyped-call]
+            module.register_state_dict_pre_hook(_refuse_parts)  # type: ignore[no-untyped-call]
+
+
+def _take_parts(cuts: Mapping[str, Any], module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    for local, (whole, offsets, shape) in cuts.items():
+        given = state.get(prefix + local)
+        if given is not None and tuple(given.shape) == whole:
+            state[prefix + local] = given[tuple(slice(o, o + n) for o, n in zip(offsets, shape, strict=True))]
+
+
+def _refuse_parts(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    raise UsageError(
+        f"{prefix or type(module).__name__ + '.'}state_dict() would hold this rank's parts of cut weights only; weft.full_state_dict(net), "
+        "called on every rank, gives the whole on rank 0, and net.load_state_dict takes the whole back"
+    )

@@ -1,0 +1,285 @@
+"""A divided module that computes by its captures, one for each of its modes and choice of tensors: of this rank's samples.
+
+In: the parts of its captures, with the tensors that the module holds. Out: the module's output, its tensors whole but for samples. A plain
+loop exchanges each parameter's gradient over the same ranks whatever capture made it (`run/loop/divide`), so what a capture leaves to be
+summed over other axes is summed where the parameter enters.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.capture.modes import Modes, modes_of
+from weft.capture.nesting import BatchForm, batch_size_of, leaves, rebuild
+from weft.errors import Infeasible, ModelError
+from weft.lower.kernels.randomness import Draw
+from weft.lower.redistribute import counted, redistribute
+from weft.plan.axis import DATA, axis_of
+from weft.plan.placement import D, R, is_shard
+from weft.plan.plan import Plan
+from weft.run.build import Source, Traced
+from weft.run.captures import captured_in
+from weft.run.loop.original import Original
+from weft.run.loop.unchanged import Unchanged
+from weft.run.parts import Parts
+from weft.run.pieces import full_state, narrowed, weights_of
+from weft.run.state.checkpoint import Piece
+from weft.world import private
+from weft.world.world import Group, World
+
+_PLAIN = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device)
+
+
+class NotReturned:
+    """Stands for an output that a divided model does not compute: an object of another kind than nested tensors (a cache of keys)."""
+
+    def __init__(self, path: str, kind: str) -> None:
+        self._why = f"the output {path} is a {kind}, which a divided model does not return; switch it off in the model (use_cache=False)"
+
+    def __repr__(self) -> str:
+        return f"NotReturned({self._why})"
+
+    def __getattr__(self, name: str) -> Any:
+        raise ModelError(self.__dict__["_why"])
+
+    def __getitem__(self, key: object) -> Any:
+        raise ModelError(self._why)
+
+    def __len__(self) -> int:
+        raise ModelError(self._why)
+
+
+def _kept(path: str, leaf: Any) -> Any:
+    return leaf if leaf is None or isinstance(leaf, _PLAIN) else NotReturned(path, type(leaf).__name__)
+
+
+def with_tensors(parts: Parts, parameters: Mapping[str, Any], buffers: Mapping[str, Tensor]) -> Parts:
+    """The parts of a capture over other tensors of the same names."""
+    held = {**buffers, **parameters}
+    names = {v.value: v.name for v in (*parts.graph.parameters, *parts.graph.buffers)}
+    variables = {value: held[names[value]] if value in names else x for value, x in parts.variables.items()}
+    return replace(parts, parameters=dict(parameters), buffers=dict(buffers), variables=variables)
+
+
+@dataclass(frozen=True)
+class Forward:
+    """One capture. `exchanged`: axes over which each parameter's gradient is exchanged, by name."""
+
+    parts: Parts
+    plan: Plan
+    world: World
+    exchanged: Mapping[str, tuple[str, ...]]
+
+    def __call__(self, given: Mapping[str, Tensor]) -> Any:
+        """The output. `given`: the tensors of the call by path."""
+        parts, layout, local = self.parts, self.plan.layout, self.parts.only
+        tensors = {v.value: given[v.name].to(self.world.device) for v in parts.graph.inputs}
+        for value, group in self._summed_inputs:
+            if tensors[value].requires_grad:  # another model made it, and waits for the whole gradient
+                tensors[value] = redistribute(tensors[value], R, D, group)
+        at = layout.mesh.coordinates(self.world.rank)
+        for value, x in tensors.items():
+            tensors[value] = narrowed(x, parts.sharding.held(value, x.shape, at, but=DATA))
+        values = [parts.variables[v] if v in parts.variables else tensors[v] for v in local.variables]
+        for position, group in self._summed_here:
+            values[position] = redistribute(values[position], R, D, group)
+        for position, share in self._unlike:
+            values[position] = counted(values[position], share)
+        kind = self.world.device.type
+        theirs = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None  # the user's own, around the call
+        autocast = torch.bfloat16 if layout.precision == "bfloat16" else theirs
+        with private.as_plain(), torch.autocast(kind, dtype=autocast, enabled=autocast is not None):
+            results = local.module(*values)
+        out = []
+        for name, x in zip(local.results, results, strict=True):
+            # The same on all data ranks, each of which may make something else of it: a scale of its own samples' scores.
+            once = layout.data > 1 and x.is_floating_point() and not is_shard(local.forms[name].get(DATA, R))
+            out.append(redistribute(x, R, D, self._group(DATA)) if once else x)
+        paths, others = self._outputs
+        return rebuild(parts.structure, others | dict(zip(paths, out, strict=True)))
+
+    def check(self, given: Mapping[str, Tensor]) -> None:
+        """Raise Infeasible where a tensor has another shape than in the capture."""
+        parts = self.parts
+        for v in parts.graph.inputs:
+            want = parts.sharding.shape(v.value, v.tensor.shape, {DATA: parts.sharding.forms[v.value].get(DATA, R)})
+            if tuple(given[v.name].shape) != want:
+                raise Infeasible(
+                    f"{v.name} has shape {list(given[v.name].shape)}, and the model was captured with {list(want)} on each rank; "
+                    "pad or cut batches to one shape"
+                )
+
+    @cached_property
+    def _outputs(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The model's output by path: tensors, and everything else as it will be returned."""
+        found = list(leaves(self.parts.structure))
+        tensors = {path: leaf for path, leaf in found if isinstance(leaf, Tensor)}
+        return tensors, {path: _kept(path, leaf) for path, leaf in found if path not in tensors}
+
+    @cached_property
+    def _axes(self) -> dict[str, tuple[set[str], set[str]]]:
+        """By graph value of exchanged parameters: the axes over which this capture leaves summands, and those of the exchange."""
+        names = {one.name for group in self.parts.groups for one in group.members}
+        gradients = self.parts.sharding.gradients
+        return {
+            v.value: (set(gradients.get(v.value, ())), set(self.exchanged[v.name])) for v in self.parts.graph.parameters if v.name in names
+        }
+
+    @cached_property
+    def _summed_here(self) -> list[tuple[int, Group]]:
+        """Where parameters enter of whose gradient ranks have summands that no exchange sums, with these ranks."""
+        found = []
+        for i, value in enumerate(self.parts.only.variables):
+            made, exchanged = self._axes.get(value, (set[str](), set[str]()))
+            found += [(i, self._group(axis)) for axis in self.parts.sharding.sizes if axis in made - exchanged]
+        return found
+
+    @cached_property
+    def _unlike(self) -> list[tuple[int, float]]:
+        """Where parameters enter of whose gradient more or fewer than the data ranks have a summand, with how many times as many they are.
+
+        The exchange takes the mean (see `run/loop/divide`): of what is whole on every data rank it then counts the data ranks' part.
+        """
+        data, sizes = self.plan.layout.data, self.parts.sharding.sizes
+        shares = {value: prod(sizes[axis] for axis in made & exchanged) / data for value, (made, exchanged) in self._axes.items()}
+        return [(i, shares[v]) for i, v in enumerate(self.parts.only.variables) if shares.get(v, 1.0) != 1.0]
+
+    @cached_property
+    def _summed_inputs(self) -> list[tuple[str, Group]]:
+        """Inputs of whose gradient each rank of a group of tensor ranks has a summand."""
+        gradients = self.parts.sharding.gradients
+        axes = [(v.value, axis) for v in self.parts.graph.inputs for axis in gradients.get(v.value, ()) if not axis_of(axis).cuts_samples]
+        return [(value, self._group(axis)) for value, axis in axes]
+
+    def _group(self, axis: str) -> Group:
+        return self.world.group(self.plan.layout.mesh.group(self.world.rank, axis))
+
+
+Call = tuple[Modes, frozenset[str]]  # the model's modes, and which tensors it is called with
+
+
+@dataclass(frozen=True)
+class Captures:
+    """The captures of one model, by its modes and by the tensors it is called with: `net(x)` is another graph than `net(x, targets)`.
+
+    Copies of the model share them. `parts`: of its training; `batch`: what it was captured with.
+    """
+
+    parts: Parts
+    plan: Plan
+    source: Source
+    batch: Any
+    world: World
+    original: Original
+    signature: inspect.Signature
+    made: dict[Call, Parts]
+
+    @cached_property
+    def form(self) -> BatchForm:
+        """What every call has in common."""
+        return BatchForm.of(self.batch)
+
+    def of(self, call: Call, called: Any) -> Parts:
+        """The parts of such a call, captured when it is first made, on every rank."""
+        if call not in self.made:
+            # What a source has captured is of one batch.
+            alike = call[1] == self.form.tensors
+            batch, source = (self.batch, self.source) if alike else (called, Traced(self.source.model, self.source.deferred))
+            try:
+                with self.original.back():
+                    self.made[call] = captured_in(call[0], self.parts, self.plan, source, batch, None, self.world, outputs=True)
+            except ModelError as error:
+                now = "trains" if call[0][0] else "evaluates"
+                names = ", ".join(sorted(call[1]))
+                raise ModelError(f"the model as it {now} now, called with {names}, cannot be divided: {error}") from error
+        return self.made[call]
+
+    def nested(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call's arguments nested as the batch that the model was captured with: by keyword or in order."""
+        bound = self.signature.bind(*args, **kwargs)
+        if not isinstance(self.batch, Mapping):
+            if bound.kwargs:
+                raise Infeasible(
+                    f"the model was captured with arguments in order, and is called with {', '.join(bound.kwargs)} by keyword alone"
+                )
+            return bound.args
+        given: dict[str, Any] = {}
+        for name, value in bound.arguments.items():
+            kind = self.signature.parameters[name].kind
+            if kind is inspect.Parameter.VAR_POSITIONAL:
+                raise Infeasible(f"the model was captured with arguments by keyword, and is called with {len(value)} more in order")
+            given.update(value if kind is inspect.Parameter.VAR_KEYWORD else {name: value})
+        return given
+
+
+@dataclass(frozen=True)
+class ByGraphs:
+    """The way of a module that was captured (`run/loop/module`). `parts`: of its training, with this module's own tensors."""
+
+    model: nn.Module
+    parts: Parts
+    captures: Captures
+    unchanged: Unchanged
+    forwards: dict[Call, Forward] = field(default_factory=dict)
+
+    @property
+    def draw(self) -> Draw:
+        """What its random numbers depend on, and those of its copies."""
+        return self.parts.draw
+
+    def check(self) -> None:
+        """Raise where its graphs would not know of a change."""
+        self.unchanged.check()
+
+    def compute(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The output of this rank's samples."""
+        called = self.captures.nested(args, kwargs)
+        form = self.captures.form.with_tensors_of(called)
+        given = form.tensors_of(called)
+        plan, have = self.captures.plan, batch_size_of(called)
+        rows = plan.batch_size // plan.layout.data
+        if have != rows:
+            raise Infeasible(
+                f"the model is divided for {plan.batch_size} samples, {rows} on each of data={plan.layout.data}, and was called with "
+                f"{have}; draw batches through weft.shard(loader), with drop_last=True"
+            )
+        forward = self._forward_of((modes_of(self.model), form.tensors), called)
+        forward.check(given)
+        forward.parts.draw.step += 1
+        return forward(given)
+
+    def _forward_of(self, call: Call, called: Any) -> Forward:
+        if call not in self.forwards:
+            parts = with_tensors(self.captures.of(call, called), self.parts.parameters, self.parts.buffers)
+            exchanged = {name: spec.summed_over for name, spec in parts.specs.items()}
+            self.forwards[call] = Forward(parts, self.captures.plan, self.captures.world, exchanged)
+        return self.forwards[call]
+
+    def of_copy(self, made: nn.Module, memo: Mapping[int, Any]) -> ByGraphs:
+        """The same captures over the copy's tensors."""
+        held = self.parts.parameters, self.parts.buffers
+        parameters, buffers = ({name: memo.get(id(x), x) for name, x in tensors.items()} for tensors in held)
+        return ByGraphs(made, with_tensors(self.parts, parameters, buffers), self.captures, Unchanged(made))
+
+    def pieces(self) -> list[Piece]:
+        """This rank's parts of what a state dict has, for a checkpoint."""
+        variables = {v.name: v for v in self.parts.graph.buffers}
+        saved = {name for name, v in variables.items() if not self.parts.saved.isdisjoint((name, *v.aliases))}
+        return [piece for piece in self._weights() if piece.kind == "parameter" or piece.name in saved]
+
+    def full_state(self) -> dict[str, Tensor] | None:
+        """The whole model's state dict on rank 0, None elsewhere. Every rank calls it."""
+        with private.as_plain():
+            return full_state(self.parts, self._weights(), self.captures.world.everyone)
+
+    def _weights(self) -> list[Piece]:
+        return weights_of(self.parts, self.captures.plan.layout.mesh.coordinates(self.captures.world.rank))

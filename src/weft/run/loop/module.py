@@ -1,0 +1,88 @@
+"""A divided module as its user has it: what calling, copying, saving and loading it mean, however it computes.
+
+In: the module, and the way in which it computes: by the graphs that were captured of it (`run/loop/forward`), or by its own code on this
+rank's samples (`run/uncaptured/replicated`). Out: its forward, its copies, its whole state. Not modelled: training a copy, whose gradients
+nobody would sum.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from weft.errors import UsageError
+from weft.plan.plan import Plan
+from weft.run.loop.forward import ByGraphs
+from weft.run.uncaptured.replicated import ByItself
+from weft.world.world import World
+
+OWN = ("forward", "__deepcopy__", "__reduce_ex__")  # what a divided module has of its own
+
+
+@dataclass(frozen=True)
+class Divided:
+    """A divided module, or a copy of one. `frozen`: what did not train when it was divided."""
+
+    model: nn.Module
+    plan: Plan
+    world: World
+    way: ByGraphs | ByItself
+    copied: bool = False
+    frozen: list[tuple[str, nn.Parameter]] = field(default_factory=list)
+
+    def bind(self) -> None:
+        """Let the module compute so."""
+        self.frozen.extend((name, p) for name, p in self.model.named_parameters() if not p.requires_grad)
+        # torch.compile cannot see through collectives, and leaves it out.
+        self.model.forward = torch.compiler.disable(self.forward)  # type: ignore[no-untyped-call]
+        # Copying and pickling ask the object, not its class.
+        self.model.__deepcopy__ = self.copy  # type: ignore[assignment]
+        self.model.__reduce_ex__ = self.unsaved  # type: ignore[method-assign]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model returns, of this rank's samples."""
+        self.way.check()
+        if self.world.num_ranks > 1:
+            self._check_summed()
+        return self.way.compute(args, kwargs)
+
+    def _check_summed(self) -> None:
+        """Raise where a parameter trains whose gradient nobody sums."""
+        for name, p in self.frozen:
+            if p.requires_grad:
+                raise UsageError(
+                    f"{name} was frozen when the model was divided, and trains now, so that its gradient would not be summed over ranks: "
+                    "freeze it after the block of weft.auto_parallelize, then it can train again"
+                )
+        if self.copied and torch.is_grad_enabled() and any(p.requires_grad for p in self.model.parameters()):
+            raise UsageError(
+                "a copy of a divided model has weights of its own, whose gradients nobody sums over ranks; call it under "
+                "torch.no_grad(), or after copy.requires_grad_(False)"
+            )
+
+    def copy(self, memo: dict[int, Any]) -> nn.Module:
+        """The module with copies of its weights, for averages of them: what copy.deepcopy gives."""
+        model = self.model
+        made: nn.Module = model.__new__(type(model))
+        memo[id(model)] = made
+        made.__dict__.update(copy.deepcopy({k: v for k, v in model.__dict__.items() if k not in OWN}, memo))
+        replace(self, model=made, way=self.way.of_copy(made, memo), copied=True, frozen=[]).bind()
+        return made
+
+    def unsaved(self, protocol: object) -> Any:
+        """What torch.save of the module itself is told."""
+        raise UsageError(
+            f"{type(self.model).__name__} is divided, and what it computes with cannot be saved: save weft.full_state_dict(net), which "
+            "every rank calls, and load it into a new one with load_state_dict"
+        )
+
+
+def divided_of(model: nn.Module) -> Divided | None:
+    """How a module was divided; None for one that was not."""
+    found = getattr(inspect.unwrap(model.forward), "__self__", None)
+    return found if isinstance(found, Divided) else None

@@ -1,0 +1,155 @@
+"""A rank's training state as pieces of the whole model's, and the whole model's from everyone's pieces.
+
+In: a rank's parts and its optimizer. Out: `Piece`s for checkpoints, and whole tensors on rank 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from weft.model.graph import Variable
+from weft.plan.axis import PIPELINE, axis_of
+from weft.plan.placement import D, is_cut, is_shard
+from weft.plan.plan import Plan
+from weft.run.parts import Parts
+from weft.run.state.checkpoint import Piece, whole
+from weft.run.state.optimizer import Optimizer
+from weft.run.state.parameters import FlatGroup
+from weft.run.step.dispatch import Result
+from weft.world.world import Group
+
+
+def pieces_of(parts: Parts, optimizer: Optimizer, at: Mapping[str, int], counters: Mapping[str, Tensor]) -> list[Piece]:
+    """Everything that a checkpoint holds of this rank. Of equal copies the first rank's is the owner."""
+    found = [whole(name, "scalar", tensor, owner=all(i == 0 for i in at.values())) for name, tensor in counters.items()]
+    found += weights_of(parts, at)
+    for number, group in enumerate(parts.groups):
+        owner = group.counted_piece if optimizer.sharded[number] else group.counted
+        for (begin, _, length), slots in zip(optimizer.pieces(number), optimizer.slots(number), strict=True):
+            for slot, tensor in slots.items():
+                for start, spec in zip(group.starts, group.members, strict=True):
+                    first, last = max(begin, start), min(begin + length, start + spec.size)
+                    if first < last:
+                        mine, flat = tensor[first - begin : last - begin], (first - start, last - start)
+                        found.append(Piece(spec.name, "optimizer", spec.global_shape, spec.offsets, mine, slot, owner, spec.shape, flat))
+    return found
+
+
+def weights_of(parts: Parts, at: Mapping[str, int]) -> list[Piece]:
+    """This rank's parameters and buffers."""
+    found = []
+    gathered = {spec.name for group in parts.groups if group.gathered for spec in group.members}
+    for name, spec in parts.specs.items():
+        if name not in gathered:
+            found.append(Piece(name, "parameter", spec.global_shape, spec.offsets, parts.parameters[name].detach(), owner=spec.counted))
+    for group in parts.groups:
+        if group.gathered:
+            found += _pieces_in(group, group.data)
+    for name, tensor in parts.buffers.items():
+        variable, offsets = parts.blocks[name]
+        cut = {axis for axis, form in parts.sharding.forms[variable.value].items() if is_shard(form)}
+        first = parts.holders(variable.value)[0]
+        whole_along = {axis: i for axis, i in at.items() if axis_of(axis).cuts and axis not in cut}
+        owner = at[PIPELINE] == first and not any(whole_along.values())
+        found.append(Piece(name, "buffer", variable.tensor.shape, offsets, tensor, owner=owner))
+    return found
+
+
+def _pieces_in(group: FlatGroup, pieces: Tensor) -> list[Piece]:
+    """What this rank's pieces of a group hold, laid out as `group.pieces()`."""
+    found = []
+    for spec, at, flat in group.shares():
+        mine = pieces[at : at + flat[1] - flat[0]]
+        found.append(Piece(spec.name, "parameter", spec.global_shape, spec.offsets, mine, "", group.counted_piece, spec.shape, flat))
+    return found
+
+
+def gradient_pieces(parts: Parts) -> list[Piece]:
+    """This rank's summed gradients (before clipping), as pieces."""
+    found = []
+    for group in parts.groups:
+        if group.scattered:
+            found += _pieces_in(group, group.grad)
+            continue
+        for spec in group.members:
+            found.append(Piece(spec.name, "parameter", spec.global_shape, spec.offsets, group.views[spec.name], owner=spec.counted))
+    return found
+
+
+def full_tensors(variables: Mapping[str, Variable], pieces: Sequence[Piece], everyone: Group) -> dict[str, Tensor] | None:
+    """Whole tensors by name, on rank 0: owners lay their blocks into zeros, and the sum is the whole. One tensor at a time."""
+    mine = {p.name: p for p in pieces if p.owner and p.kind in ("parameter", "buffer")}
+    out: dict[str, Tensor] = {}
+    for name, v in variables.items():
+        dtypes = [p.tensor.dtype for p in pieces if p.name == name and p.kind in ("parameter", "buffer")]
+        # Ranks without a part of it do not know its dtype; on the way it is the widest of its kind, which keeps every bit.
+        widest = torch.float64 if v.tensor.is_float else torch.complex128 if v.tensor.dtype.startswith("complex") else torch.int64
+        total = torch.zeros(v.tensor.shape, dtype=widest, device=everyone.device)
+        if name in mine:
+            piece = mine[name]
+            shape = piece.tensor.shape if piece.block is None else piece.block
+            place = tuple(slice(o, o + n) for o, n in zip(piece.offsets, shape, strict=True))
+            total[place] = _laid_out(piece).to(total.dtype)
+        everyone.all_reduce(total)
+        if everyone.index == 0:
+            whole = total.cpu().to(dtypes[0] if dtypes else getattr(torch, v.tensor.dtype))
+            out[name] = torch.view_as_complex(whole) if v.pairs else whole
+    return out if everyone.index == 0 else None
+
+
+def _laid_out(piece: Piece) -> Tensor:
+    """A piece as its block, with zeros where it has nothing."""
+    if piece.flat is None or piece.block is None:
+        return piece.tensor.detach()
+    block = torch.zeros(piece.block, dtype=piece.tensor.dtype, device=piece.tensor.device)
+    block.view(-1)[piece.flat[0] : piece.flat[1]] = piece.tensor.detach()
+    return block
+
+
+def full_state(parts: Parts, pieces: Sequence[Piece], everyone: Group, every: bool = False) -> dict[str, Tensor] | None:
+    """The model's state dict on rank 0, tied tensors under each of their names; with `every` also buffers that are no part of it."""
+    variables = {v.name: v for v in (*parts.graph.parameters, *parts.graph.buffers)}
+    wanted = {name: v for name, v in variables.items() if every or not parts.saved.isdisjoint((name, *v.aliases))}
+    state = full_tensors(wanted, pieces, everyone)
+    if state is None:
+        return None
+    for name, v in wanted.items():
+        state.update(dict.fromkeys(v.aliases, state[name]))
+    return state if every else {name: x for name, x in state.items() if name in parts.saved}
+
+
+def narrowed(x: Tensor, places: Iterable[tuple[int, int, int]]) -> Tensor:
+    """The part of a tensor at (dimension, start, length) each: a view, so that what nobody reads of it need not be copied."""
+    for dim, start, length in places:
+        x = x.narrow(dim, start, length)
+    return x
+
+
+def input_gradients(parts: Parts, plan: Plan, result: Result, at: Mapping[str, int], everyone: Group) -> dict[str, Tensor] | None:
+    """Gradients of the floating-point inputs over all microbatches, by path, on rank 0; None elsewhere.
+
+    Every stage that reads an input has a summand of its gradient; over an axis it is a piece, a summand, or the same everywhere.
+    """
+    out: dict[str, Tensor] = {}
+    sizes = plan.microbatch_sizes
+    starts = [sum(sizes[:m]) for m in range(len(sizes))]
+    for v in parts.graph.inputs:
+        if not v.tensor.is_float:
+            continue
+        shape = (plan.batch_size, *v.tensor.shape[1:]) if v.batched else v.tensor.shape
+        total = torch.zeros(shape, dtype=torch.float64, device=everyone.device)
+        forms = parts.sharding.forms[v.value]
+        if all((is_cut(form) or form is D) or at[axis] == 0 for axis, form in forms.items()):
+            for m, by_value in zip(result.order, result.input_gradients, strict=True):
+                gradient = by_value.get(v.value)
+                if gradient is None:
+                    continue
+                place = total.narrow(0, starts[m], sizes[m]) if v.batched else total
+                place = narrowed(place, parts.sharding.held(v.value, place.shape, at))
+                place += gradient.double()
+        everyone.all_reduce(total)
+        out[v.name] = total.cpu()
+    return out if everyone.index == 0 else None

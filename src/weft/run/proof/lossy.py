@@ -1,0 +1,95 @@
+"""The proof of a run that compresses its gradients. In: what every rank had before an exchange. Out: what they must have after it.
+
+The gradients themselves are compared before they are compressed: their sums are the serial model's. The exchange is compared with the same
+algorithm over all ranks in one place, written down once more without messages, pieces on the way or anything at once; and the serial
+model is updated with what that gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from weft.plan.compression import BLOCK, Compression
+from weft.run.reduce.gradients import Gradients
+
+
+class Emulated:
+    """One bucket's exchange between `num` ranks, step after step. `sharded`: nobody gathers the sums."""
+
+    def __init__(self, how: Compression, num: int, sharded: bool) -> None:
+        self._how, self._num, self._sharded = how, num, sharded
+        self._rests: list[Tensor] = []
+        self._rests_of_sums: list[Tensor] = []
+
+    def exchange(self, gradients: Sequence[Tensor]) -> Tensor:
+        """The sum that arrives of flat gradients, one tensor a rank."""
+        size = gradients[0].numel()
+        whole = self._how.kind == "topk" and not self._sharded
+        length = size if whole else -(-size // self._num)
+        starts = range(0, length * (1 if whole else self._num), length)
+        wanted = [torch.cat([g, g.new_zeros(len(starts) * length - size)]) for g in gradients]
+        if self._how.keeps:
+            wanted = [g + rest for g, rest in zip(wanted, self._rests, strict=True)] if self._rests else wanted
+        sent = [torch.cat([self._arriving(g[at : at + length]) for at in starts]) for g in wanted]
+        self._rests = [g - s for g, s in zip(wanted, sent, strict=True)]
+        total = torch.zeros_like(sent[0])
+        for s in sent:
+            total = total + s
+        if not (whole or self._sharded):
+            sums = [total[at : at + length] for at in starts]
+            if self._how.keeps and self._rests_of_sums:
+                sums = [s + rest for s, rest in zip(sums, self._rests_of_sums, strict=True)]
+            arrived = [self._arriving(s) for s in sums]
+            self._rests_of_sums = [s - a for s, a in zip(sums, arrived, strict=True)]
+            total = torch.cat(arrived)
+        return total[:size]
+
+    def _arriving(self, x: Tensor) -> Tensor:
+        if self._how.kind == "bfloat16":
+            return x.bfloat16().to(x.dtype)
+        if self._how.kind == "topk":
+            order = torch.sort(x.abs(), descending=True, stable=True).indices[: self._how.sent(x.numel())]
+            return torch.zeros_like(x).index_copy(0, order, x[order])
+        found = []
+        for block in torch.split(x, BLOCK):
+            scale = (block.abs().max() / 127).float().to(x.dtype) if block.numel() else x.new_zeros(())
+            found.append(torch.round(block / scale if scale > 0 else block).clamp(-127, 127) * scale)
+        return torch.cat(found)
+
+
+class Lossy:
+    """All compressed buckets of one rank, whose gradients it lets be shown as the run has them, summed as they were, or emulated.
+
+    Every rank of a run makes one before the first step.
+    """
+
+    def __init__(self, gradients: Gradients, how: Compression) -> None:
+        self._gradients = gradients
+        gradients.before = {}
+        # In one order on all ranks, as groups are connected.
+        self._order = sorted(gradients.compressed, key=lambda k: (gradients.compressed[k].over.ranks, k))
+        self._emulated = {k: Emulated(how, one.over.size, one.sharded) for k, one in gradients.compressed.items()}
+        self._known: dict[int, dict[str, Tensor]] = {}
+
+    def compare(self) -> float:
+        """After the gradients of a step: how far what arrived is from the emulation, relative to the largest of each bucket."""
+        worst = 0.0
+        for k in self._order:
+            one = self._gradients.compressed[k]
+            given = one.over.all_gather((self._gradients.before or {})[k][None])
+            arrived, emulated = one.whole.clone(), self._emulated[k].exchange(given.unbind())
+            self._known[k] = {"arrived": arrived, "emulated": emulated, "summed": given.sum(0)}
+            if one.sharded:
+                arrived, emulated = (x.view(one.over.size, -1)[one.over.index] for x in (arrived, emulated))
+            off = (arrived - emulated).abs().max() / emulated.abs().max().clamp(min=torch.finfo(emulated.dtype).tiny)
+            worst = max(worst, float(off.nan_to_num(nan=float("inf"))))
+        return worst
+
+    def show(self, which: Literal["arrived", "emulated", "summed"]) -> None:
+        """Let the gradients be these."""
+        for k, known in self._known.items():
+            self._gradients.compressed[k].whole.copy_(known[which])

@@ -1,0 +1,241 @@
+"""The serial reference: the user's module as it is, trained in one process by plain PyTorch, and how exact it is itself.
+
+In: a model, a batch (whole, or in microbatches), a precision, an optimizer. Out: per step loss, gradients and weights by name; and for each
+of them the rounding noise that a serial run has, measured by running it again.
+
+Not modelled: random draws that are not told of (`draws`); a model that draws otherwise is refused.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.capture.capture import Loss, call
+from weft.capture.modes import set_modes, training_modes
+from weft.capture.nesting import batch_size_of, leaves, rebuild
+from weft.capture.state import set_state, state_of
+from weft.lower.double import doubled, is_double, widened
+from weft.lower.kernels.place import Samples
+from weft.model.drawn import Fold
+from weft.plan.plan import Plan
+from weft.run.proof.everywhere import comparable
+from weft.run.state.optimizer import OptimizerSpec
+from weft.run.uncaptured.draws import Draws
+
+Values = Mapping[str, Mapping[str, Tensor]]  # what is compared: kind -> name -> value
+
+_EPSILON = {name: torch.finfo(getattr(torch, name)).eps for name in ("float64", "float32", "bfloat16")}
+_RUNS = 4  # perturbed runs: one alone can round the same way by chance
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What a serial run is told of its model.
+
+    `every`: a parameter that a step does not use has a gradient of zero in it, instead of none. `whole`: tensors of the batch that are no
+    samples, though they are as long. `closed`: those that can have no gradient. `draws`: how many draws a call of the model makes, and
+    `folds` where the samples lie in each. `sizes`: of microbatches, whose losses count by their samples; without them the whole batch is
+    computed at once.
+    """
+
+    every: bool = False
+    whole: frozenset[str] = frozenset()
+    closed: frozenset[str] = frozenset()
+    draws: int = 0
+    folds: Sequence[Fold | None] = ()
+    sizes: tuple[int, ...] = ()
+
+
+class Serial:
+    """One model in training."""
+
+    def __init__(
+        self,
+        make: nn.Module | Callable[[], nn.Module],
+        seed: int,
+        batch: Any,
+        loss: Loss | None,
+        plan: Plan,
+        spec: OptimizerSpec,
+        device: torch.device,
+        traits: Traits = Traits(),
+    ) -> None:
+        self._sizes = traits.sizes or (batch_size_of(batch),)
+        self._whole, self._closed, self._every = traits.whole, traits.closed, traits.every
+        self._draws, self._step = traits.draws, 0
+        self._random = Draws(seed, plan.layout.precision == "float64", traits.folds)
+        self.drew_otherwise = False
+        torch.manual_seed(seed)
+        self.model: nn.Module = copy.deepcopy(make) if isinstance(make, nn.Module) else make()
+        set_modes(self.model, training_modes(self.model))
+        self._double = plan.layout.precision == "float64"
+        self._own = is_double(self.model)
+        if self._double:
+            self.model = widened(self.model)
+        self.model = self.model.to(device)
+        self._loss, self._plan, self._device = loss, plan, device
+        self._batch = {path: self._input(x) for path, x in leaves(batch) if isinstance(x, Tensor)}
+        self._nesting = batch
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        self._trained = {name for name, p in self.model.named_parameters() if p.requires_grad}  # not what a call makes later
+        self._optimizer = spec.build([(p, spec.decays(p.shape)) for p in trained])
+        self._clip, self._slots = spec.clip, spec.slots
+        if self._carries_inputs():
+            self._closed = frozenset(self._batch)
+        self._late: list[list[Tensor | None]] = []  # gradients of steps whose update is not due yet, the oldest first
+
+    def _input(self, x: Tensor) -> Tensor:
+        x = x.to(self._device)
+        return x.double() if self._double and x.is_floating_point() else x.clone()
+
+    def step(self, instead: Mapping[str, Tensor] | None = None) -> Values:
+        """One step. Loss, gradients (before clipping), gradients of floating-point inputs, the updated weights and buffers, and what the
+        optimizer keeps.
+
+        Weights are the model's own tensors: the next step writes them. With staleness=K they are updated with the gradients of the step
+        K before. `instead`: gradients that update them in the place of its own.
+        """
+        drawn = torch.random.get_rng_state()
+        with doubled(self._double, self._own):
+            try:
+                total, inputs = self._forward_backward()
+            except RuntimeError as error:
+                # A model that asks for gradients of its own input (wav2vec) can only do so where that is not asked from outside.
+                if "requires_grad flags" not in str(error) or len(self._closed) == len(self._batch):
+                    raise
+                self._closed = frozenset(self._batch)
+                total, inputs = self._forward_backward()
+        self._step += 1
+        if self._draws:
+            torch.random.set_rng_state(drawn)
+        found: dict[str, Tensor] = {}
+        for name, p in self.model.named_parameters():
+            if p.requires_grad and name in self._trained:
+                if p.grad is None and self._every:
+                    p.grad = torch.zeros_like(p)
+                if p.grad is not None and p.grad.is_sparse:
+                    p.grad = p.grad.to_dense()
+                found[name] = torch.zeros_like(p) if p.grad is None else p.grad.detach().clone()
+        for name, p in self.model.named_parameters():
+            if instead is not None and p.grad is not None and name in instead:
+                p.grad.copy_(instead[name])
+        self._late.append([p.grad for p in self.model.parameters()])
+        if len(self._late) > self._plan.layout.staleness:
+            for p, grad in zip(self.model.parameters(), self._late.pop(0), strict=True):
+                p.grad = grad
+            if self._clip:
+                torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._clip)
+            self._optimizer.step()
+        weights = {name: x.detach() for name, x in (*self.model.named_parameters(), *self.model.named_buffers())}
+        total_loss = torch.tensor(total, dtype=torch.float64)
+        kept = self._optimizer_state()
+        return {"loss": {"": total_loss}, "gradients": found, "input_gradients": inputs, "weights": weights, "optimizer": kept}
+
+    def _optimizer_state(self) -> dict[str, Tensor]:
+        """What the optimizer keeps of every parameter that it has updated, by "name slot"."""
+        states = {name: self._optimizer.state.get(p, {}) for name, p in self.model.named_parameters()}
+        return {
+            f"{name} {slot}": comparable(slot, state[slot])
+            for name, state in states.items()
+            for slot in self._slots
+            if state.get(slot) is not None
+        }
+
+    def _forward_backward(self) -> tuple[float, dict[str, Tensor]]:
+        samples, start = batch_size_of(self._nesting), 0
+        self._optimizer.zero_grad(set_to_none=True)  # those that wait for their update keep their tensors
+        leaves_now = {
+            path: x.detach().requires_grad_(x.is_floating_point() and path not in self._closed) for path, x in self._batch.items()
+        }
+        total = 0.0
+        for length in self._sizes:
+            samples_in = {p for p, x in leaves_now.items() if x.dim() and x.shape[0] == samples and p not in self._whole}
+            cut = {p: x.narrow(0, start, length) if p in samples_in else x for p, x in leaves_now.items()}
+            whole = {p: cut.get(p, leaf) for p, leaf in leaves(self._nesting)}
+            narrow = torch.autocast(self._device.type, torch.bfloat16, enabled=self._plan.layout.precision == "bfloat16")
+            self._random.start(self._step, Samples.range(start, length, samples))
+            with self._random if self._draws else nullcontext():
+                with narrow:
+                    value = call(self.model, rebuild(self._nesting, whole), self._loss) * (length / samples)
+                if value.requires_grad:
+                    torch.autograd.backward(value)
+            self.drew_otherwise |= not self._random.made(self._draws)
+            total += float(value.detach())
+            start += length
+        return total, {path: x.grad for path, x in leaves_now.items() if x.grad is not None}
+
+    def _carries_inputs(self) -> bool:
+        """Whether a buffer would keep the graph of a floating-point input from step to step (a running mean of the batch).
+
+        Training asks for no gradients of its batch, and nothing of this is seen then.
+        """
+        if not any(b.is_floating_point() for b in self.model.buffers()):
+            return False
+        own = {(path, key): b for path, m in self.model.named_modules() for key, b in m._buffers.items() if b is not None}
+        values, attributes = {at: b.clone() for at, b in own.items()}, state_of(self.model)
+        modules = dict(self.model.named_modules())
+        parameters = [(p, p.requires_grad, p.detach().clone()) for p in self.model.parameters()]  # which a model may write or replace
+        tables = [(m._parameters, dict(m._parameters)) for m in self.model.modules()]
+        try:
+            for p, _, _ in parameters:
+                p.requires_grad_(False)
+            with doubled(self._double, self._own):
+                inputs = {path: x.detach().clone().requires_grad_(x.is_floating_point()) for path, x in self._batch.items()}
+                call(self.model, rebuild(self._nesting, {p: inputs.get(p, leaf) for p, leaf in leaves(self._nesting)}), self._loss)
+            return any(b.requires_grad for b in self.model.buffers())
+        except Exception:
+            return False  # the step itself will tell
+        finally:
+            set_state(self.model, attributes)
+            with torch.no_grad():
+                for p, asked, value in parameters:
+                    p.requires_grad_(asked).copy_(value)
+                for table, before in tables:
+                    table.update(before)
+                for (path, key), b in own.items():
+                    # A buffer may be a view (a mask that was reshaped), which cannot be detached in place.
+                    modules[path]._buffers[key] = (b.detach() if b.requires_grad else b).copy_(values[path, key])
+
+    def perturb(self, seed: int) -> None:
+        """Move every parameter by one unit of rounding, up or down at random."""
+        generator = torch.Generator().manual_seed(seed)
+        epsilon = _EPSILON[self._plan.layout.precision]
+        with torch.no_grad():
+            for p in self.model.parameters():
+                if p.is_floating_point():
+                    signs = torch.randint(0, 2, p.shape, generator=generator).to(p) * 2 - 1
+                    p.mul_(1 + epsilon * signs)
+
+
+class Noise:
+    """How far serial runs lie from one another that differ by one unit of rounding in every parameter.
+
+    That is what rounding does to a value: it measures the terms that cancel in a sum (noise over the unit of rounding is the sum of their
+    magnitudes), and how ill-conditioned the value is besides. Runs are made when they are first asked for.
+    """
+
+    def __init__(self, make: Callable[[], Serial]) -> None:
+        self._make = make
+        self._runs: list[Serial] = []
+        self._at = -1
+        self._values: list[Values] = []
+
+    def of(self, kind: str, name: str, reference: Tensor, step: int) -> float:
+        """The largest distance from `reference`, which the unperturbed run has in this step, that any perturbed run has."""
+        if not self._runs:
+            self._runs = [self._make() for _ in range(_RUNS)]
+            for seed, run in enumerate(self._runs):
+                run.perturb(seed)
+        while self._at < step:
+            self._values = [run.step() for run in self._runs]
+            self._at += 1
+        runs = (values[kind][name] for values in self._values)
+        runs = (x.to(torch.complex128) if x.is_complex() else x.double() for x in runs)
+        return max(float((x - reference.to(x)).abs().max()) for x in runs)

@@ -1,0 +1,136 @@
+"""Buffers that a stage writes while its microbatches run on several ranks, or in another order than their numbers.
+
+In: this rank's parts. Out: after each step, buffers as one rank leaves them that runs every microbatch in order. What a microbatch would
+write is kept; after the step the ranks that hold the stage put what they have together, and each writes all of it, in order.
+
+Not modelled: other writes than the running statistics of batch norm and counts; a stage that makes them is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from weft.errors import Infeasible
+from weft.lower.kernels.statistics import Later
+from weft.model.graph import Operator, writes_buffer, written_buffers
+from weft.model.stages import Stage
+from weft.ops import record_of
+from weft.plan.mesh import Mesh
+from weft.plan.program import Compute, Op, Program
+from weft.run.parts import Parts
+from weft.world.world import Group, World
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """One buffer, with what is written to it."""
+
+    buffer: Tensor
+    later: Later
+
+
+class Replicas:
+    """The buffers of one rank that are written after the step. `start` before it, `finish` after it.
+
+    Raises:
+        Infeasible: a stage that writes other buffers.
+    """
+
+    def __init__(self, parts: Parts, mesh: Mesh, world: World) -> None:
+        at = mesh.coordinates(world.rank)
+        by_ranks: dict[tuple[int, ...], list[_Shared]] = defaultdict(list)
+        buffers = {v.value: v.name for v in (*parts.graph.buffers, *parts.graph.parameters)}
+        # Of every stage, so that all ranks refuse together; this rank keeps what its own write.
+        written = {s: _written_later(stage, parts, buffers) for s, stage in enumerate(parts.stages) if out_of_order(parts.program, s)}
+        for stage in parts.lowered:
+            for value in written.get(stage, ()):
+                buffer = parts.variables[value]
+                ranks = tuple(sorted(mesh.rank({**at, "pipeline": holder}) for holder in parts.holders(value)))
+                parts.draw.later[id(buffer)] = later = Later()
+                by_ranks[ranks].append(_Shared(buffer, later))
+        # Every rank goes through its groups in one order: two that met in different ones would wait for each other.
+        self._by_group = [(world.group(ranks), by_ranks[ranks]) for ranks in sorted(by_ranks)]
+
+    @property
+    def groups(self) -> list[Group]:
+        """Groups that exchange."""
+        return [group for group, _ in self._by_group if group.size > 1]
+
+    def start(self) -> None:
+        """Before a step: nothing is to be written."""
+        for _, shared in self._by_group:
+            for one in shared:
+                one.later.clear()
+
+    @torch.no_grad()
+    def finish(self, microbatches: Sequence[int]) -> None:
+        """After a step of these microbatches: write what they would have written."""
+        for group, shared in self._by_group:
+            for one in shared:
+                writes = next(iter(one.later.writes.values()), [])
+                for _ in microbatches:
+                    for write in writes:
+                        write()
+            learned = [one for one in shared if one.later.statistics]
+            tables = [_table(one, microbatches) for one in learned]
+            for dtype in dict.fromkeys(table.dtype for table in tables):
+                alike = [table for table in tables if table.dtype is dtype]
+                flat = torch.cat([table.view(-1) for table in alike])
+                group.all_reduce(flat)
+                for table, summed in zip(alike, torch.split(flat, [table.numel() for table in alike]), strict=True):
+                    table.copy_(summed.view_as(table))
+            for one, table in zip(learned, tables, strict=True):
+                momenta = [momentum for momentum, _ in next(iter(one.later.statistics.values()))]
+                for of_microbatch in table:
+                    for momentum, value in zip(momenta, of_microbatch, strict=True):
+                        one.buffer.mul_(1 - momentum).add_(value, alpha=momentum)
+
+
+def _table(one: _Shared, microbatches: Sequence[int]) -> Tensor:
+    """[microbatch, time in it, *buffer]: what this rank's microbatches found, and zeros."""
+    times = len(next(iter(one.later.statistics.values())))
+    table = one.buffer.new_zeros((len(microbatches), times, *one.buffer.shape))
+    for row, m in zip(table, microbatches, strict=True):
+        for place, (_, value) in zip(row, one.later.statistics.get(m, []), strict=False):
+            place.copy_(value)
+    return table
+
+
+def out_of_order(program: Program, stage: int) -> bool:
+    """Whether a stage's forwards are on several ranks, or not in the microbatches' order.
+
+    >>> out_of_order(Program.parse("rank 0: 0F0 0B0 0F1 0B1"), 0), out_of_order(Program.parse("rank 0: 0F1 0B1 0F0 0B0"), 0)
+    (False, True)
+    """
+    rows = [[a.microbatch for a in row if isinstance(a, Compute) and a.op is Op.F and a.stage == stage] for row in program.actions]
+    rows = [row for row in rows if row]
+    return len(rows) > 1 or any(row != sorted(row) for row in rows)
+
+
+def _written_later(stage: Stage, parts: Parts, buffers: Mapping[str, str]) -> list[str]:
+    """Graph values of the buffers that a stage writes."""
+    placed = {v.value: v for v in (*parts.graph.parameters, *parts.graph.buffers)}
+    written = written_buffers(parts.graph)
+    found: dict[str, None] = {}
+    for op in stage.operators:
+        used = [value for value in op.inputs if value in buffers]
+        if record_of(op).over_samples:
+            found.update(dict.fromkeys(value for value in used if value in written))
+        elif writes_buffer(op, placed) and len(op.inputs) == 1:
+            found.update(dict.fromkeys(used))
+        elif writes_buffer(op, placed) or written.intersection(used):
+            raise Infeasible(_cannot(op, [value for value in used if value in written], buffers, parts.program))
+    return list(found)
+
+
+def _cannot(op: Operator, used: Sequence[str], buffers: Mapping[str, str], program: Program) -> str:
+    names = ", ".join(buffers[value] for value in used) or "a buffer"
+    return (
+        f"{op.site} reads or writes {names} while the model runs, and {program.name} runs its microbatches on several ranks or in another "
+        "order than the serial model; use schedule=1f1b, gpipe, interleaved or zb-h1"
+    )

@@ -1,0 +1,220 @@
+"""Gradient exchange that overlaps backward (Li et al., VLDB 2020, Algorithm 1), and its ZeRO-1 form.
+
+A hook on every parameter moves its finished gradient into the flat buffer; when the last action that adds to it completes a bucket, it
+is summed over the ranks that share it while backward goes on. Buckets are launched strictly in order, so that all ranks launch the
+same ones in the same order, whatever autograd does. A parameter whose gradient never comes (unused in this step) counts as zero.
+
+With ZeRO-1 (Rajbhandari et al. 2020) a bucket is reduced and scattered: each rank gets the sum of its own piece, where that piece
+lies, half of an all-reduce's bytes; what lies beside it is this rank's alone until `gather` is called. From stage 2 on no rank keeps a
+whole gradient: a bucket has memory from its first gradient until it is scattered, in every backward anew, and the pieces add up.
+
+Compressed gradients (`run.compressed`) take two phases. The second of a bucket follows the first of the next, whatever has arrived by then,
+so that it is the same on all ranks; where a rank of another stage takes part, which may be waiting for this one, it follows backward.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from weft.plan.compression import Compression
+from weft.run.reduce.compressed import DTYPES, Compressed
+from weft.run.reduce.scattered import Scattered
+from weft.run.state.parameters import Bucket, FlatGroup
+from weft.world.world import Group, Work
+
+
+class Gradients:
+    """Collects the gradients of one rank's parameters over a step's microbatches and sums them over ranks.
+
+    Call `begin(...)` before each action that adds to gradients, with the names of those that it completes, `finish()` after the last, and
+    `wait()`; gradients then lie in the flat groups. `by_program`: what ZeRO scatters is scattered when `reduce` says so. `compress`: how
+    what is summed whole, or scattered from whole gradients, travels.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[FlatGroup],
+        parameters: Mapping[str, torch.nn.Parameter],
+        sums: Sequence[Group | None],
+        sharded: bool = False,
+        by_program: bool = False,
+        compress: Compression | None = None,
+    ) -> None:
+        self.groups, self.parameters = list(groups), parameters
+        self._sums, self._sharded = list(sums), sharded
+        # In the order in which backward completes them: a bucket that is complete late must not hold back those that are not.
+        ready = {member.name: member.ready for group in groups for member in group.members}
+        numbered = [(g, bucket) for g, group in enumerate(groups) for bucket in group.buckets if not group.scattered]
+        self._order = sorted(numbered, key=lambda item: max(ready[name] for name in item[1].names))
+        self._of = {name: k for k, (_, bucket) in enumerate(self._order) for name in bucket.names}
+        self._views = {name: view for group in groups for name, view in group.views.items()}
+        self._completes: frozenset[str] = frozenset()
+        self._first = dict.fromkeys(self._of, True)
+        self._waiting: list[int] = []
+        self._next = 0
+        self._works: list[Work] = []
+        self.exchange = True
+        # By place in the order; and those of this step that were started, that are met, in that order.
+        self.compressed = {k: made for k, (g, bucket) in enumerate(self._order) if (made := self._compress(compress, g, bucket))}
+        self._started: list[Compressed] = []
+        self._met: list[Compressed] = []
+        self.before: dict[int, Tensor] | None = None  # where it is a dictionary, copies of what is compressed, by place in the order
+        self._scattered = {
+            number: Scattered(group, over, not by_program)
+            for number, (group, over) in enumerate(zip(groups, sums, strict=True))
+            if group.scattered and over is not None
+        }
+        self._scatters = {member.name: one for number, one in self._scattered.items() for member in groups[number].members}
+        for name in (*self._views, *self._scatters):
+            self._hook(name)
+
+    def _compress(self, how: Compression | None, number: int, bucket: Bucket) -> Compressed | None:
+        over, group = self._sums[number], self.groups[number]
+        if how is None or how.kind == "none" or over is None or over.size == 1 or group.grad.dtype not in DTYPES:
+            return None
+        return Compressed(how, group, bucket, over, self._sharded)
+
+    def _hook(self, name: str) -> None:
+        # Through a parameter's hook no garbage collector sees; one that held this would keep all parameters for ever.
+        mine = weakref.ref(self)
+
+        def done(parameter: Tensor) -> None:
+            gradients = mine()
+            if parameter.grad is None or gradients is None:
+                return
+            view = gradients._views.get(name)
+            if parameter.grad is view:  # autograd itself has added to it
+                gradients._came(name)
+            else:
+                gradients.add(name, parameter.grad)
+                parameter.grad = view
+
+        self.parameters[name].register_post_accumulate_grad_hook(done)  # type: ignore[no-untyped-call]
+
+    def add(self, name: str, grad: Tensor) -> None:
+        """Add a gradient to a parameter's; once at most for each parameter between two calls of `begin`."""
+        if name in self._scatters:
+            self._scatters[name].add(name, grad)
+            return
+        view = self._views[name]
+        if self._first[name]:
+            view.copy_(grad)
+            self._first[name] = False
+        else:
+            view.add_(grad)
+        self._came(name)
+
+    def add_product(self, name: str, a: Tensor, b: Tensor) -> None:
+        """As `add` of the product of two matrices, without a tensor in between."""
+        view = self._views.get(name)
+        if view is None:
+            self.add(name, a @ b)
+            return
+        torch.addmm(view, a, b, beta=0 if self._first[name] else 1, out=view)  # 0 also drops what is not a number
+        self._first[name] = False
+        self._came(name)
+
+    def _came(self, name: str) -> None:
+        if name in self._completes:
+            self._waiting[self._of[name]] -= 1
+            self._launch()
+
+    def start(self) -> None:
+        """Begin a step: nothing has been collected."""
+        self._first = dict.fromkeys(self._first, True)
+        self._waiting = [len(bucket.names) for _, bucket in self._order]
+        self._next = 0
+        self._completes = frozenset()
+        for name in self._views:
+            self.parameters[name].grad = None
+        for scattered in self._scattered.values():
+            scattered.start()
+
+    def turn(self, number: int) -> None:
+        """Collect in the groups' buffers of that number from now on; before `start`."""
+        for group in self.groups:
+            group.collect_in(group.turns[number])
+            self._views.update(group.views)
+
+    def begin(self, completes: frozenset[str]) -> None:
+        """Before each backward, with the parameters that nothing adds to after it: a bucket whose last one comes is exchanged at once."""
+        self._completes = completes
+
+    def reduce(self, names: Collection[str]) -> None:
+        """Scatter what has come of these parameters' gradients, whether or not all of them have; whole ones are summed by themselves."""
+        for scattered in self._scattered.values():
+            scattered.flush(names)
+
+    def _launch(self) -> None:
+        while self._next < len(self._order) and self._waiting[self._next] <= 0:
+            self._sum(*self._order[self._next])
+            self._next += 1
+
+    def _sum(self, number: int, bucket: Bucket) -> None:
+        group = self.groups[number]
+        for name in bucket.names:
+            if self._first[name]:
+                group.views[name].zero_()
+                self._first[name] = False
+        over = self._sums[number]
+        if over is None or over.size == 1 or not self.exchange:
+            return
+        whole = group.grad[bucket.start : bucket.stop]
+        if (compressed := self.compressed.get(self._next)) is not None:
+            if self.before is not None:
+                self.before[self._next] = whole.clone()
+            compressed.start()
+            self._meet(backward=True)
+            self._started.append(compressed)
+        elif self._sharded:
+            self._works.append(over.reduce_scatter_into(whole.view(over.size, -1)[over.index], whole, wait=False))
+        else:
+            self._works.append(over.all_reduce(whole, wait=False))
+
+    def _meet(self, backward: bool) -> None:
+        """The next phase of what was started before."""
+        waiting = [one for one in self._started if backward and not one.early]
+        for one in self._started:
+            if one.early or not backward:
+                one.meet()
+                self._met.append(one)
+        self._started = waiting
+
+    def finish(self) -> None:
+        """After the last backward: launch what is left, in order."""
+        for scattered in self._scattered.values():
+            scattered.flush()
+        while self._next < len(self._order):
+            self._sum(*self._order[self._next])
+            self._next += 1
+
+    def hand_over(self) -> list[Work]:
+        """After `finish`, in the place of `wait`: the sums under way, of gradients that are whole and not compressed."""
+        works, self._works = self._works, []
+        return works
+
+    def wait(self) -> None:
+        """Wait for all sums."""
+        self._meet(backward=False)
+        for work in self._works:
+            work.wait()
+        self._works.clear()
+        for compressed in self._met:
+            compressed.finish()
+        self._met.clear()
+        for scattered in self._scattered.values():
+            scattered.wait()
+
+    def gather(self) -> None:
+        """After `wait`: bring every rank's pieces together, so that each holds whole sums. Every rank calls it, or none."""
+        if not self._sharded:
+            return
+        for number, bucket in self._order:
+            over = self._sums[number]
+            if over is not None and over.size > 1:
+                whole = self.groups[number].grad[bucket.start : bucket.stop]
+                over.all_gather_into(whole, whole.view(over.size, -1)[over.index].clone())

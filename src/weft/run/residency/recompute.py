@@ -1,0 +1,127 @@
+"""Recomputation: parts of a stage keep only what enters them, and run again in backward.
+
+In: a lowered stage. Out: the same stage with the chosen parts under checkpointing (Chen et al. 2016). `full` repeats every layer, one at a
+time or several together (`in_segments`);
+`selective` repeats the core of attention where that keeps its scores (`model.cores`). Attention that is one fused kernel keeps no scores,
+and forms them again in backward by itself; with dropout there is no such kernel on processors, and it is repeated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.passes.utils.fuser_utils import fuse_by_partitions
+from torch.utils.checkpoint import checkpoint
+
+from weft.lower.kernels.randomness import Draw
+from weft.lower.local import LocalStage, snapshot
+from weft.model.cores import Cores
+from weft.plan.residency import joined
+from weft.run.residency.layers import Layered, by_layer
+from weft.world.memory import Accounts
+
+_CORE = "attention_core_"
+
+
+def recompute_layers(layered: Layered, draw: Draw, memory: Accounts, only: Collection[int] | None = None) -> None:
+    """Put every layer of a stage (or the runs whose numbers are in `only`) under checkpointing.
+
+    What stands outside of layers is kept. So is a layer that reads a buffer which is written while the model runs: run again it would
+    read what later microbatches wrote.
+    """
+    for number in sorted(layered.repeated - layered.reads_written):
+        if only is None or number in only:
+            setattr(layered.local.module, layered.names[number], Recomputed(layered.child(number), draw, memory))
+
+
+def in_segments(local: LocalStage, layered: Layered, only: Collection[int], length: int) -> Layered:
+    """The stage cut so that `length` layers one after another, of the runs in `only`, are one child.
+
+    What stands between two layers ends a segment, and so does a layer that `recompute_layers` keeps.
+    """
+    numbers, again = sorted(layered.names), layered.repeated - layered.reads_written
+    parts = joined([number in only and number in again for number in numbers], length)
+    return by_layer(local, {number: numbers[start] for start, behind in parts for number in numbers[start:behind]})
+
+
+def recompute_attention(local: LocalStage, draw: Draw, memory: Accounts) -> LocalStage:
+    """The same stage with the core of every attention that keeps its scores under checkpointing."""
+    assert isinstance(local.module, fx.GraphModule)  # only a captured model is lowered
+    module = fx.GraphModule(local.module, fx.Graph())
+    copied: dict[fx.Node, fx.Node] = {}
+    module.graph.output(module.graph.graph_copy(local.module.graph, copied))
+    cores = [[copied[node] for node in core] for core in attention_cores(local.module.graph)]
+    if not cores:
+        return local
+    where = [{key: core[-1].meta[key] for key in ("part", "layer")} for core in cores]
+    module.recompile()
+    fuse_by_partitions(module, [dict.fromkeys(core) for core in cores], prefix=_CORE)
+    calls = [node for node in module.graph.nodes if node.op == "call_module" and str(node.target).startswith(_CORE)]
+    for node in calls:
+        node.meta.update(where[int(str(node.target).removeprefix(_CORE))])
+        setattr(module, str(node.target), Recomputed(getattr(module, str(node.target)), draw, memory))
+    return replace(local, module=module)
+
+
+def attention_cores(graph: fx.Graph) -> list[list[fx.Node]]:
+    """The operators of each attention that keeps its scores, in order; nothing outside lies on a path between two of one core."""
+    calls = [node for node in graph.nodes if node.op == "call_function"]
+    known = set(calls)
+    return Cores(
+        calls,
+        _name,
+        lambda node: [n for n in node.all_input_nodes if n in known],
+        lambda node: [n for n in node.users if n in known],
+        lambda node: node.meta["part"],
+        lambda node: node.target is snapshot,
+    ).find()
+
+
+def _name(node: fx.Node) -> str:
+    """`softmax` of an operator, also where it is held in full precision."""
+    target = node.target
+    if getattr(target, "__name__", "") == "_full_precision":
+        target = node.args[0]  # type: ignore[assignment]
+    return str(getattr(target, "__name__", target)).partition(".")[0]
+
+
+class Recomputed(nn.Module):
+    """`inner` under checkpointing, where gradients are wanted; what it keeps when it runs again are activations."""
+
+    def __init__(self, inner: nn.Module, draw: Draw, memory: Accounts) -> None:
+        super().__init__()
+        self.inner, self._draw, self._memory = inner, draw, memory
+
+    def forward(self, *args: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.inner(*args)
+        # torch's checkpoint saves what it is called with, and backward would refuse buffers that were written since.
+        learned = [i for i, x in enumerate(args) if isinstance(x, Tensor) and x.requires_grad]
+
+        def run(*given: Tensor) -> Any:
+            whole = list(args)
+            for i, x in zip(learned, given, strict=True):
+                whole[i] = x
+            return self.inner(*whole)
+
+        given = [args[i] for i in learned]
+        return checkpoint(run, *given, use_reentrant=False, preserve_rng_state=False, context_fn=self._contexts)
+
+    def _contexts(self) -> tuple[Any, Any]:
+        return contextlib.nullcontext(), recomputing(self._draw, self._memory)
+
+
+@contextlib.contextmanager
+def recomputing(draw: Draw, memory: Accounts) -> Iterator[None]:
+    """While something runs again: buffers are not written a second time."""
+    draw.recomputing = True
+    try:
+        with memory.counting("activations"):
+            yield
+    finally:
+        draw.recomputing = False

@@ -1,0 +1,14 @@
+"""Checkpoints: pieces of tensors in, a committed folder out; and any pieces back from it, under any layout."""
+
+from weft.run.state.checkpoint.folder import Replaced, Saved, claim, committed
+from weft.run.state.checkpoint.load import fill, inspect, latest_good, load, match, opened, read_whole, verify
+from weft.run.state.checkpoint.piece import Piece, whole
+from weft.run.state.checkpoint.region import Box, Region
+from weft.run.state.checkpoint.save import save
+from weft.run.state.checkpoint.tensorfile import write_tensors
+from weft.run.state.checkpoint.together import Alone, Together, from_first
+
+__all__ = [
+    "Alone", "Box", "Piece", "Region", "Replaced", "Saved", "Together", "claim", "committed", "fill", "from_first", "inspect",
+    "latest_good", "load", "match", "opened", "read_whole", "save", "verify", "whole", "write_tensors",
+]  # fmt: skip

@@ -1,0 +1,130 @@
+"""The folder that holds a run's checkpoints: names, order, the writer's token, what is kept.
+
+`step-00000120` is committed and complete; `step-00000120.1` is a later one of the same step; names that begin with a dot are
+being written, or were when their writer died. `fence.json` holds the token of the newest writer.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from weft.errors import CheckpointError
+from weft.run.state.checkpoint import disk
+from weft.run.state.checkpoint.manifest import MANIFEST, Manifest
+
+_NAME = re.compile(r"step-(\d{8,12})(?:\.(\d{1,6}))?")
+FENCE = "fence.json"
+TEMPORARY = ".saving-"
+Warn = Callable[[str], None]
+
+
+class Replaced(CheckpointError):
+    """Another run has become the writer of this folder; this one must end."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Saved:
+    """A committed checkpoint, ordered by age: step, then attempt."""
+
+    step: int
+    attempt: int
+
+    @property
+    def name(self) -> str:
+        return f"step-{self.step:08d}" + (f".{self.attempt}" if self.attempt else "")
+
+    @classmethod
+    def parse(cls, name: str) -> Saved | None:
+        found = _NAME.fullmatch(name)
+        return cls(int(found[1]), int(found[2] or 0)) if found else None
+
+
+def committed(folder: Path) -> list[Saved]:
+    """Checkpoints of a folder, oldest first, whether or not they are damaged; links are not followed."""
+    if not folder.is_dir():
+        return []
+    found = (Saved.parse(path.name) for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
+    return sorted(saved for saved in found if saved)
+
+
+def next_name(folder: Path, step: int) -> Saved:
+    """A name that is free for a checkpoint of `step`; nothing that is committed is ever replaced."""
+    taken = [saved.attempt for saved in committed(folder) if saved.step == step]
+    return Saved(step, max(taken, default=-1) + 1)
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of one checkpoint, checked, without its files' digests.
+
+    Raises:
+        CheckpointError: missing or damaged.
+    """
+    return Manifest.parse(disk.read_plain(path / MANIFEST), str(path / MANIFEST))
+
+
+def token_of(folder: Path) -> int:
+    """The newest writer's token, 0 where nobody has claimed the folder.
+
+    Raises:
+        CheckpointError: the fence is damaged.
+    """
+    path = folder / FENCE
+    if not path.exists():
+        return 0
+    try:
+        token = json.loads(disk.read_plain(path))["token"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is damaged; if no other run writes here, remove it") from error
+    if not isinstance(token, int) or isinstance(token, bool):
+        raise CheckpointError(f"{path} is damaged: token {token!r} is no number; if no other run writes here, remove it")
+    return token
+
+
+def claim(folder: Path) -> int:
+    """Become the writer of a folder; earlier writers can commit nothing more. Call it on rank 0. Returns the token for `save`.
+
+    A writer that was cut off (a partition, a paused host) finds a higher token at its next commit and is refused.
+
+    Raises:
+        CheckpointError: the folder cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        token = token_of(folder) + 1
+        disk.replace_file(folder / FENCE, json.dumps({"token": token}).encode())
+    except OSError as error:
+        raise CheckpointError(f"checkpoints: {disk.explain(error, folder, 0)}") from error
+    return token
+
+
+def check_token(folder: Path, token: int | None) -> None:
+    """Refuse a writer that has been replaced. `token` None is a writer that never claimed the folder."""
+    if token is not None and (newest := token_of(folder)) != token:
+        raise Replaced(
+            f"writer {token} of {folder} has been replaced by writer {newest}: another run took over this folder, so this one must end"
+        )
+
+
+def retain(folder: Path, keep: int, good: Saved, warn: Warn) -> None:
+    """Remove all but the newest `keep` checkpoints, and never `good`, the one just written and known to be whole."""
+    for saved in committed(folder)[:-keep] if keep else []:
+        if saved == good:
+            continue
+        # Renamed first, so that one that is half removed is never seen.
+        hidden = folder / f"{TEMPORARY}old-{saved.name}"
+        try:
+            (folder / saved.name).rename(hidden)
+        except OSError as error:
+            warn(f"old checkpoint {folder / saved.name} stays: {error.strerror}")
+            continue
+        disk.remove_tree(hidden)
+
+
+def sweep(folder: Path) -> None:
+    """Remove what dead writers left."""
+    for path in folder.glob(f"{TEMPORARY}*"):
+        disk.remove_tree(path)

@@ -1,0 +1,180 @@
+"""The manifest of a checkpoint: what it holds and the digest of every file. JSON, with a digest of its own.
+
+In: pieces of all ranks. Out: text, and back, where every name, size, range and shape has been checked: a manifest is input
+that may be damaged or hostile. Not modelled: signatures; a digest finds damage, not a forger.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from math import prod
+from pathlib import PurePosixPath
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from weft.errors import CheckpointError
+from weft.run.state.checkpoint.piece import DTYPES, Kind, label
+from weft.run.state.checkpoint.region import Region, first_fault
+
+FORMAT = "weft-checkpoint"
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+Count = Annotated[int, Field(ge=0, le=2**62)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class StoredFile(_Strict):
+    """`name` inside the checkpoint's folder."""
+
+    name: str
+    size_bytes: Count
+    sha256: str
+
+
+class StoredPiece(_Strict):
+    """Bytes `begin <= i < begin + size` of file number `file` hold the region at `offsets`."""
+
+    file: Count
+    begin: Count
+    offsets: list[Count]
+    shape: list[Count]
+    flat: tuple[Count, Count] | None = None
+
+    def region(self, global_shape: tuple[int, ...]) -> Region:
+        return Region(global_shape, tuple(self.offsets), tuple(self.shape), self.flat)
+
+
+class StoredTensor(_Strict):
+    """One global tensor and the pieces that make it up."""
+
+    name: str
+    kind: Kind
+    slot: str = ""
+    dtype: str
+    shape: list[Count]
+    pieces: list[StoredPiece]
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        return (self.kind, self.slot, self.name)
+
+    @property
+    def item_bytes(self) -> int:
+        return DTYPES[self.dtype].itemsize
+
+    @property
+    def size_bytes(self) -> int:
+        return prod(self.shape) * self.item_bytes
+
+
+class Manifest(_Strict):
+    """`token` orders the writers of one folder (a fencing token); `generation` is the ranks' when they wrote."""
+
+    format: str = FORMAT
+    version: Count = FORMAT_VERSION
+    step: Count
+    token: Count = 0
+    generation: Count = 0
+    num_ranks: Count = 1
+    fingerprint: str
+    files: list[StoredFile]
+    tensors: list[StoredTensor]
+    extra: dict[str, Any] = {}
+
+    def dump(self) -> bytes:
+        """Text with a digest over the canonical form of the rest.
+
+        Raises:
+            CheckpointError: `extra` holds something that JSON cannot.
+        """
+        try:
+            body = _canonical(self.model_dump(mode="json", exclude_defaults=False))
+            return b'{"sha256":"%s","manifest":%s}\n' % (hashlib.sha256(body).hexdigest().encode(), body)
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"the checkpoint's extra values must be JSON (numbers, text, lists, dicts): {error}") from error
+
+    @classmethod
+    def parse(cls, data: bytes, where: str) -> Manifest:
+        """Read and check.
+
+        Raises:
+            CheckpointError: damaged, of a newer format, or naming a file, range or shape that cannot be; names `where`.
+        """
+        try:
+            outer = json.loads(data)
+            body, digest = outer["manifest"], outer["sha256"]
+            found = hashlib.sha256(_canonical(body)).hexdigest()
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise CheckpointError(f"{where} is damaged: not a manifest ({type(error).__name__})") from error
+        if found != digest:
+            raise CheckpointError(f"{where} is damaged: its SHA-256 is {found[:12]}..., it says {str(digest)[:12]}...")
+        version = body.get("version") if isinstance(body, dict) else None
+        if isinstance(version, int) and version > FORMAT_VERSION:
+            raise CheckpointError(f"{where} has format version {version}; this weft reads up to {FORMAT_VERSION}, so update weft")
+        try:
+            manifest = cls.model_validate_json(_canonical(body))
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise CheckpointError(f"{where} is no manifest: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+        manifest._check(where)
+        return manifest
+
+    def _check(self, where: str) -> None:
+        if self.format != FORMAT:
+            raise CheckpointError(f"{where} is a {self.format!r}; this is read: {FORMAT!r}")
+        for file in self.files:
+            check_file_name(file.name, where)
+        for tensor in self.tensors:
+            self._check_tensor(tensor, where)
+        _refuse_doubles([file.name for file in self.files], f"{where}: file")
+        _refuse_doubles([label(tensor.key) for tensor in self.tensors], f"{where}: tensor")
+
+    def _check_tensor(self, tensor: StoredTensor, where: str) -> None:
+        what = f"{where}: {label(tensor.key)}"
+        if tensor.dtype not in DTYPES:
+            raise CheckpointError(f"{what} has dtype {tensor.dtype!r}; known: {', '.join(DTYPES)}")
+        shape = tuple(tensor.shape)
+        try:
+            regions = [piece.region(shape) for piece in tensor.pieces]
+        except CheckpointError as error:
+            raise CheckpointError(f"{what}: {error}") from error
+        for piece, region in zip(tensor.pieces, regions, strict=True):
+            end = piece.begin + region.size * tensor.item_bytes
+            if piece.file >= len(self.files) or end > self.files[piece.file].size_bytes:
+                raise CheckpointError(f"{what} lies in bytes {piece.begin} to {end} of file number {piece.file}, which has no such bytes")
+        if fault := first_fault(shape, regions):
+            raise CheckpointError(f"{what} of {list(shape)} is not complete: {fault}")
+
+
+def _canonical(body: Any) -> bytes:
+    return json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=True).encode()
+
+
+def _refuse_doubles(names: list[str], what: str) -> None:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise CheckpointError(f"{what} {name} is there twice")
+        seen.add(name)
+
+
+def check_file_name(name: str, where: str) -> None:
+    """Refuse what is not the plain name of a file in the same folder.
+
+    Raises:
+        CheckpointError: absolute, with a separator, `..`, or hidden.
+    """
+    if PurePosixPath(name).name != name or not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
+        raise CheckpointError(f"{where} names the file {name!r}; a checkpoint's files lie in its own folder, under plain names")
+
+
+def fingerprint(tensors: list[StoredTensor]) -> str:
+    """SHA-256 over names, shapes and dtypes of parameters and buffers: equal for the same model under any layout."""
+    lines = sorted(f"{t.name} {t.kind} {t.dtype} {t.shape}" for t in tensors if t.kind in ("parameter", "buffer"))
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()

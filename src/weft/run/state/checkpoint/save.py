@@ -1,0 +1,188 @@
+"""Saving: every rank writes its pieces, rank 0 commits them by a rename. In: pieces of all ranks. Out: a new folder, or none.
+
+Order (each step on the disk before the next): files, manifest, folder, rename, parent folder; only then old checkpoints go.
+So whenever a process or the machine dies, every folder with a committed name is complete. A folder that several hosts write
+must be a shared file system. Not modelled: saving while training goes on.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from weft.errors import CheckpointError
+from weft.run.state.checkpoint import disk
+from weft.run.state.checkpoint.folder import TEMPORARY, Replaced, Saved, Warn, check_token, next_name, retain, sweep
+from weft.run.state.checkpoint.manifest import MANIFEST, Manifest, StoredFile, StoredTensor, fingerprint
+from weft.run.state.checkpoint.piece import Piece, label
+from weft.run.state.checkpoint.tensorfile import write_pieces
+from weft.run.state.checkpoint.together import Alone, Together, first_failed, from_first
+
+T = TypeVar("T")
+_REFUSED = 10_000  # codes above every errno: the rank itself has said why
+_REPLACED = 10_001
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What one rank wrote."""
+
+    file: StoredFile | None  # None: this rank owns nothing
+    tensors: list[StoredTensor]
+
+
+_PART = TypeAdapter(_Part)
+
+
+def warn_python(message: str) -> None:
+    warnings.warn(message, RuntimeWarning, stacklevel=3)
+
+
+def save(
+    folder: Path | str,
+    step: int,
+    pieces: Sequence[Piece],
+    extra: dict[str, Any] | None = None,
+    together: Together | None = None,
+    *,
+    keep: int = 0,
+    token: int | None = None,
+    warn: Warn = warn_python,
+) -> Path:
+    """Write a checkpoint `folder/step-00000120`; every rank calls it, with its own pieces. Returns its path.
+
+    `extra` is rank 0's and JSON. `keep`: how many of the newest stay, 0 for all. `token`: from `claim`; a writer whose
+    token is no longer the folder's is refused.
+
+    Raises:
+        CheckpointError: on every rank, where one cannot write (full, read-only) or the pieces do not make up their tensors;
+            `Replaced` where another writer has taken over. Nothing visible is left, and what was there before is untouched.
+
+    >>> import tempfile, torch
+    >>> from weft.run.state.checkpoint import load, whole
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = save(folder, 7, [whole("w", "parameter", torch.ones(2))], {"seed": 1})
+    ...     into = torch.zeros(2)
+    ...     load(folder, [whole("w", "parameter", into)]), into
+    ({'seed': 1, 'step': 7}, tensor([1., 1.]))
+    """
+    folder, together = Path(folder), together or Alone()
+    work = _Save(folder, step, [piece for piece in pieces if piece.owner], together)
+    temporary = folder / f"{TEMPORARY}{step:08d}-{from_first(together, token or 0)}"
+    work.do(lambda: _begin(folder, temporary, token), first_only=True)
+    try:
+        work.do(lambda: _write_part(temporary, together.rank, work.pieces))
+        saved = work.do(lambda: _commit(temporary, folder, step, extra or {}, together, token), first_only=True)
+    except CheckpointError:
+        if together.rank == 0:
+            disk.remove_tree(temporary)
+        raise
+    if saved is not None and keep:
+        retain(folder, keep, saved, warn)
+    return folder / Saved(step, from_first(together, saved.attempt if saved else 0)).name
+
+
+class _Save:
+    """Runs one step on the ranks and makes a failure of one a failure of all."""
+
+    def __init__(self, folder: Path, step: int, pieces: list[Piece], together: Together) -> None:
+        self.folder, self.step, self.pieces, self.together = folder, step, pieces, together
+
+    def do(self, work: Callable[[], T], first_only: bool = False) -> T | None:
+        own: CheckpointError | None = None
+        result, code = None, 0
+        if not first_only or self.together.rank == 0:
+            try:
+                result = work()
+            except CheckpointError as error:
+                own, code = error, _REPLACED if isinstance(error, Replaced) else _REFUSED
+            except OSError as error:
+                need = sum(piece.tensor.numel() * piece.tensor.element_size() for piece in self.pieces)
+                own = CheckpointError(f"checkpoint of step {self.step} not saved: {disk.explain(error, self.folder, need)}")
+                own.__cause__ = error
+                code = error.errno or _REFUSED
+        failed = first_failed(self.together, code)
+        if own is not None:
+            raise own
+        if failed:
+            rank, code = failed
+            why = os.strerror(code) if code < _REFUSED else "its own message says why"
+            kind = Replaced if code == _REPLACED else CheckpointError
+            raise kind(f"checkpoint of step {self.step} not saved: rank {rank}: {why}")
+        return result
+
+
+def _begin(folder: Path, temporary: Path, token: int | None) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    check_token(folder, token)
+    sweep(folder)
+    temporary.mkdir()
+
+
+def _stem(rank: int) -> str:
+    return f"rank-{rank:05d}"
+
+
+def _write_part(temporary: Path, rank: int, pieces: Sequence[Piece]) -> None:
+    part = _Part(*write_pieces(temporary / f"{_stem(rank)}.safetensors", pieces)) if pieces else _Part(None, [])
+    (temporary / f"{_stem(rank)}.json").write_bytes(_PART.dump_json(part))
+
+
+def _commit(temporary: Path, folder: Path, step: int, extra: dict[str, Any], together: Together, token: int | None) -> Saved:
+    files, tensors = _join(_read_parts(temporary, together.num_ranks))
+    manifest = Manifest(
+        step=step,
+        token=token or 0,
+        generation=together.generation,
+        num_ranks=together.num_ranks,
+        fingerprint=fingerprint(tensors),
+        files=files,
+        tensors=tensors,
+        extra=extra,
+    )
+    data = manifest.dump()
+    Manifest.parse(data, "this checkpoint")  # what `load` would refuse is not committed
+    disk.write_file(temporary / MANIFEST, [data])
+    disk.fsync_folder(temporary)
+    check_token(folder, token)
+    saved = next_name(folder, step)
+    os.rename(temporary, folder / saved.name)
+    disk.fsync_folder(folder)
+    return saved
+
+
+def _read_parts(temporary: Path, num_ranks: int) -> list[_Part]:
+    parts = []
+    for rank in range(num_ranks):
+        path = temporary / f"{_stem(rank)}.json"
+        try:
+            parts.append(_PART.validate_json(path.read_bytes()))
+        except (FileNotFoundError, ValidationError) as error:
+            raise CheckpointError(
+                f"rank {rank}'s part of the checkpoint is not in {temporary.parent}; several hosts need a folder that all of them share"
+            ) from error
+        path.unlink()
+    return parts
+
+
+def _join(parts: Sequence[_Part]) -> tuple[list[StoredFile], list[StoredTensor]]:
+    """The files of all ranks, and one entry a global tensor with its pieces from all of them."""
+    files: list[StoredFile] = []
+    joined: dict[tuple[str, str, str], StoredTensor] = {}
+    for part in parts:
+        for tensor in part.tensors:
+            first = joined.setdefault(tensor.key, tensor.model_copy(update={"pieces": []}))
+            if (first.shape, first.dtype) != (tensor.shape, tensor.dtype):
+                raise CheckpointError(
+                    f"{label(tensor.key)} is {first.dtype}{first.shape} on one rank and {tensor.dtype}{tensor.shape} on another"
+                )
+            first.pieces.extend(piece.model_copy(update={"file": len(files)}) for piece in tensor.pieces)
+        if part.file is not None:
+            files.append(part.file)
+    return files, sorted(joined.values(), key=lambda tensor: tensor.key)

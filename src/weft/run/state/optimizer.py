@@ -1,0 +1,203 @@
+"""The update of one rank's parameters: AdamW or SGD on flat buffers, clipping by the global norm, ZeRO.
+
+In: flat groups whose gradients are summed. Out: updated parameters. The update rules are torch's own, fused where torch has
+them; both are elementwise, so one flat tensor is updated exactly as its parameters would be one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.errors import UsageError, nearest
+from weft.run.state.parameters import FlatGroup
+from weft.world.world import Group
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerSpec:
+    """Which optimizer, with torch's defaults. `clip`: largest global gradient norm (0 = none).
+
+    `decay`: "all" parameters as torch.optim does, or "matrices" (two dimensions or more) as language models are trained.
+    """
+
+    name: str = "adamw"
+    lr: float = 1e-3
+    weight_decay: float | None = None  # torch's default: 0.01 for AdamW, 0 for SGD
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    momentum: float = 0.0
+    clip: float = 0.0
+    decay: str = "all"
+
+    def __post_init__(self) -> None:
+        if self.name not in ("adamw", "sgd"):
+            raise UsageError(f"optimizer {self.name!r} is unknown{nearest(self.name, ('adamw', 'sgd'), 0.6)}; use adamw or sgd")
+        if self.decay not in ("all", "matrices"):
+            raise UsageError(f"decay={self.decay!r} is unknown; use all or matrices")
+        if self.lr < 0 or self.clip < 0:
+            raise UsageError(f"lr={self.lr} and clip={self.clip} must not be negative")
+
+    @classmethod
+    def of(cls, value: OptimizerSpec | str | Mapping[str, Any]) -> OptimizerSpec:
+        """A name, a mapping of fields, or a spec. Raises UsageError for an unknown field."""
+        if isinstance(value, OptimizerSpec):
+            return value
+        if isinstance(value, str):
+            return cls(value)
+        known = [f.name for f in fields(cls)]
+        for key in value:
+            if key not in known:
+                raise UsageError(f"optimizer option {key!r} is unknown{nearest(key, known, 0.6)}; known: {', '.join(known)}")
+        return cls(**value)
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """Names of the optimizer's state tensors."""
+        return ("exp_avg", "exp_avg_sq") if self.name == "adamw" else ("momentum_buffer",) if self.momentum else ()
+
+    def build(self, tensors: Sequence[tuple[Tensor, bool]]) -> torch.optim.Optimizer:
+        """torch's optimizer over (tensor, does it decay) pairs; also what the serial reference uses."""
+        default = 0.01 if self.name == "adamw" else 0.0
+        decay = default if self.weight_decay is None else self.weight_decay
+        # A stage may have no parameters; torch wants one.
+        params = [{"params": [t], "weight_decay": decay if decays else 0.0} for t, decays in tensors or [(torch.zeros(0), False)]]
+        fused = not any(t.is_complex() for t, _ in tensors)  # torch has none for complex numbers
+        if self.name == "adamw":
+            return torch.optim.AdamW(params, lr=self.lr, betas=self.betas, eps=self.eps, fused=fused)
+        return torch.optim.SGD(params, lr=self.lr, momentum=self.momentum, fused=fused)
+
+    def decays(self, shape: Sequence[int]) -> bool:
+        """Whether a parameter of this shape decays."""
+        return self.decay == "all" or len(shape) > 1
+
+
+class Optimizer:
+    """Updates flat groups, whole or (ZeRO) this rank's piece of every bucket, where they lie.
+
+    With `offload` its state and its own copy of the weights lie on the host, and the update runs there (Ren et al. 2021).
+    """
+
+    def __init__(
+        self,
+        spec: OptimizerSpec,
+        groups: Sequence[FlatGroup],
+        sums: Sequence[Group | None],
+        world: Group,
+        sharded: bool,
+        offload: bool = False,
+        alone: bool = False,
+    ) -> None:
+        """`alone`: every rank has all gradients, so none asks another for the norm."""
+        self.spec, self._groups, self._sums, self._world = spec, list(groups), list(sums), world
+        self.sharded = [sharded and over is not None and over.size > 1 for over in self._sums]
+        self.offload, self._alone = offload, alone
+        # By group and piece: where the device has it, and what is updated.
+        self._there = [list(zip(*self._views(number), strict=True)) for number in range(len(self._groups))]
+        self._mine = [[(_host(p), _host(g)) if offload else (p, g) for p, g in those] for those in self._there]
+        decays = [group.decay for group in self._groups]
+        self.inner = spec.build([(p, decay) for those, decay in zip(self._mine, decays, strict=True) for p, _ in those])
+        # State is there from the start, so that a checkpoint can be loaded into it; zeros are what the first step would make.
+        for those in self._mine:
+            for p, _ in those:
+                state: dict[str, Tensor] = {slot: torch.zeros_like(p) for slot in spec.slots}
+                if spec.name == "adamw":
+                    state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
+                self.inner.state[p] = state
+
+    def _views(self, number: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Parameters and gradients of this rank's pieces of a group, where the group has them."""
+        group = self._groups[number]
+        places = self.pieces(number)
+        params = [group.data.narrow(0, at if group.gathered else start, length) for start, at, length in places]
+        return params, [group.grad.narrow(0, at if group.scattered else start, length) for start, at, length in places]
+
+    def own_tensors(self) -> list[Tensor]:
+        """Everything that the optimizer holds beside the groups' own parameters and gradients."""
+        copies = [t for those in self._mine for pair in those for t in pair] if self.offload else []
+        return copies + [t for state in self.inner.state.values() for t in state.values() if isinstance(t, Tensor)]
+
+    def read(self, gradients: Sequence[Tensor]) -> None:
+        """Take gradients from these from now on, one flat tensor a group; where groups are updated whole, and here."""
+        self._mine = [[(p, g) for p, _ in those] for those, g in zip(self._mine, gradients, strict=True)]
+
+    def slots(self, number: int) -> list[dict[str, Tensor]]:
+        """The optimizer's state tensors of group `number`, by piece as in `pieces(number)`."""
+        return [{slot: self.inner.state[p][slot] for slot in self.spec.slots} for p, _ in self._mine[number]]
+
+    def set_steps(self, count: int) -> None:
+        """Steps that the state has seen (AdamW's bias correction)."""
+        for state in self.inner.state.values():
+            if "step" in state:
+                state["step"].fill_(float(count))
+
+    def pieces(self, number: int) -> list[tuple[int, int, int]]:
+        """(start in the flat group, start in its pieces one after the other, length) of what this rank updates of group `number`."""
+        group = self._groups[number]
+        return group.pieces() if self.sharded[number] else [(0, 0, group.data.numel())]
+
+    def load_parameters(self) -> None:
+        """After parameters were written from outside (initial values, a checkpoint): take them over, where they have a copy here."""
+        if self.offload:
+            for there, mine in zip(self._there, self._mine, strict=True):
+                for (source, _), (target, _) in zip(there, mine, strict=True):
+                    target.copy_(source)
+
+    def step(self, lr: float | None = None) -> float | None:
+        """Clip, update, and (ZeRO-1 and 2) gather the parameters. Returns the global gradient norm where it was needed."""
+        if self.offload:
+            for group, there, mine in zip(self._groups, self._there, self._mine, strict=True):
+                for (weights, source), (copy, target) in zip(there, mine, strict=True):
+                    target.copy_(source)
+                    if group.members[0].written:
+                        copy.copy_(weights)
+        norm = self._clip() if self.spec.clip else None
+        for entry in self.inner.param_groups:
+            if lr is not None:
+                entry["lr"] = lr
+        for those in self._mine:
+            for p, g in those:
+                p.grad = g
+        self.inner.step()
+        works = []
+        for number, group in enumerate(self._groups):
+            over = self._sums[number]
+            if self.offload:
+                for (target, _), (source, _) in zip(self._there[number], self._mine[number], strict=True):
+                    target.copy_(source)
+            if self.sharded[number] and over is not None and not group.gathered:
+                for (piece, _), bucket in zip(self._there[number], group.buckets, strict=True):
+                    works.append(over.all_gather_into(group.data[bucket.start : bucket.stop], piece, wait=False))
+        for work in works:
+            work.wait()
+        return norm
+
+    def norm(self) -> float:
+        """The norm of all gradients of the whole model, each element counted once."""
+        total = torch.zeros((), dtype=torch.float64, device=self._world.device)
+        for number, group in enumerate(self._groups):
+            # A piece is counted by its owner; what is whole on many ranks is counted by the first of them.
+            if self._alone or (group.counted_piece if self.sharded[number] else group.counted):
+                for _, g in self._mine[number]:
+                    total += (torch.linalg.vector_norm(g).double() ** 2).to(total.device)
+        if not self._alone:
+            self._world.all_reduce(total)
+        return float(total.sqrt())
+
+    def _clip(self) -> float:
+        norm = self.norm()
+        if not norm <= self.spec.clip:  # what is not a number makes all gradients so, as torch's clipping does
+            scale = self.spec.clip / (norm + 1e-6)
+            for those in self._mine:
+                for _, g in those:
+                    g.mul_(scale)
+        return norm
+
+
+def _host(x: Tensor) -> Tensor:
+    """Room for a tensor on the host."""
+    return torch.zeros(x.shape, dtype=x.dtype, pin_memory=x.device.type == "cuda")

@@ -1,0 +1,195 @@
+"""From a kind of action to what runs it: `HANDLERS`.
+
+In: an executor and one action of its program. Out: a function of the step under way, with everything that does not change from step to
+step looked up beforehand. A new kind of action is a new function here (or in a file of its own) and a line in `HANDLERS`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from weft.plan.program import Action, Compute, Op, Recv, Send, Value
+from weft.plan.timeline import Span
+from weft.run.step import manage
+from weft.run.step.manage import forwarding
+from weft.run.step.stage import Kept
+from weft.run.step.transfers import Arriving
+from weft.world.world import Work
+
+if TYPE_CHECKING:
+    from weft.run.step.executor import Executor
+
+
+@dataclass
+class Result:
+    """What a step leaves: the rank's summand of the loss by microbatch, spans, and gradients of the inputs where asked for."""
+
+    losses: list[Tensor] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)  # what each of `losses` counts in the batch's
+    spans: list[Span] = field(default_factory=list)
+    input_gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    order: list[int] = field(default_factory=list)  # the microbatch of each entry of `input_gradients`
+    mean: tuple[Tensor, Work] | None = None  # the loss over the batch and all ranks, and its sum under way
+
+
+@dataclass(slots=True)
+class Running:
+    """A step under way. `held`: what this rank holds, by the executor's slots."""
+
+    held: list[Any]
+    inputs: Sequence[Mapping[str, Tensor]]  # [microbatch]
+    train: bool
+    want_inputs: bool
+    result: Result = field(default_factory=Result)
+    sends: deque[Work] = field(default_factory=deque)
+    arriving: dict[int, Arriving] = field(default_factory=dict)  # by the slot of the value
+
+    def reap(self) -> None:
+        """Let go of what has been sent."""
+        while self.sends and self.sends[0].done:
+            self.sends.popleft().wait()
+
+
+Run = Callable[[Running], None]
+Handler = Callable[["Executor", Any, int], Run]  # executor, action, its number on this rank
+
+
+def kind_of(action: Action) -> str:
+    """The key of `HANDLERS`: an operation's own word, "send" or "recv"."""
+    if isinstance(action, Send):
+        return "send"
+    return "recv" if isinstance(action, Recv) else action.op.value
+
+
+def _forward(executor: Executor, action: Compute, step: int) -> Run:
+    s, m, program = action.stage, action.microbatch, executor.program
+    runner, draw, slot = executor.runner(action), executor.draw, executor.slot
+    place = {c.value: (slot(Value("x", (p, s, m))), i) for p in program.predecessors[s] for i, c in enumerate(executor.crossings[p, s])}
+    sources = [place[value] for value in runner.local.received]
+    position = {value: i for i, value in enumerate(runner.local.sent)}
+    made = [(slot(Value("x", (s, q, m))), [position[c.value] for c in executor.crossings[s, q]]) for q in program.successors[s]]
+    saved = slot(Value("saved", (s, m)))
+    has_loss, weight = bool(runner.local.results), executor.sizes[m].weight
+    forward = forwarding(executor, action)
+
+    def run(running: Running) -> None:
+        running.reap()
+        draw.microbatch = m
+        held = running.held
+        kept = forward(running.inputs[m], [held[at][i] for at, i in sources], running.want_inputs)
+        for at, places in made:
+            held[at] = [kept.sent[i] for i in places]
+        kept.sent = []
+        if has_loss:
+            running.result.losses.append(kept.results[0].detach())
+            running.result.weights.append(weight)
+        if running.train:
+            held[saved] = kept
+
+    return run
+
+
+def _backward(executor: Executor, action: Compute, step: int) -> Run:
+    """The whole backward, or the input part of one that is split: then the stage's runner takes notes for the rest. It takes them in every
+    backward of a program that splits any, so a whole one makes the gradients of its notes at once."""
+    s, m, program = action.stage, action.microbatch, executor.program
+    runner, draw, slot = executor.runner(action), executor.draw, executor.slot
+    position = {value: i for i, value in enumerate(runner.local.sent)}
+    sources = [
+        (slot(Value("g", (q, s, m))), [position[c.value] for c in executor.crossings[s, q] if c.has_gradient])
+        for q in program.successors[s]
+    ]
+    place = {value: i for i, value in enumerate(runner.local.received)}
+    made = [
+        (slot(Value("g", (s, p, m))), [place[c.value] for c in executor.crossings[p, s] if c.has_gradient]) for p in program.predecessors[s]
+    ]
+    saved, half = slot(Value("saved", (s, m))), slot(Value("half", (s, m))) if action.op is Op.I else None
+    completes, weight, num_sent = executor.completes[step], executor.sizes[m].weight, len(runner.local.sent)
+    late = runner.late if half is None else None
+
+    def run(running: Running) -> None:
+        running.reap()
+        if executor.gradients is not None:
+            executor.gradients.begin(completes)
+        draw.microbatch = m
+        held = running.held
+        kept: Kept = held[saved]
+        gradients: list[Tensor | None] = [None] * num_sent
+        for at, places in sources:
+            for i, x in zip(places, held[at], strict=True):
+                seen = gradients[i]
+                gradients[i] = x if seen is None else seen + x
+            held[at] = x = seen = None  # let go of as backward reads it
+        out = runner.backward(kept, gradients, weight)
+        if late is not None and executor.gradients is not None:
+            late.deliver(kept.notes, executor.gradients)
+        for at, places in made:
+            held[at] = [out[i] for i in places]
+        if half is not None:
+            held[half] = kept.notes
+        if running.want_inputs:
+            running.result.order.append(m)
+            running.result.input_gradients.append(runner.input_gradients(kept))
+
+    return run
+
+
+def _weights(executor: Executor, action: Compute, step: int) -> Run:
+    late, half = executor.runner(action).late, executor.slot(Value("half", (action.stage, action.microbatch)))
+    completes = executor.completes[step]
+
+    def run(running: Running) -> None:
+        running.reap()
+        if executor.gradients is not None and late is not None:
+            executor.gradients.begin(completes)
+            late.deliver(running.held[half], executor.gradients)
+
+    return run
+
+
+def _send(executor: Executor, action: Send, step: int) -> Run:
+    if action.value.name not in ("x", "g"):
+        return _nothing
+    at, send = executor.slot(action.value), executor.transfers.sender(action.value, action.to)
+
+    def run(running: Running) -> None:
+        running.sends += send(running.held[at])
+
+    return run
+
+
+def _receive(executor: Executor, action: Recv, step: int) -> Run:
+    if action.value.name not in ("x", "g"):
+        return _nothing
+    at = executor.slot(action.value)
+
+    def run(running: Running) -> None:
+        running.held[at] = running.arriving.pop(at)()
+
+    return run
+
+
+def _nothing(running: Running) -> None:
+    """Gradients that replicas of a stage exchange: they are summed in buckets, as early as each is complete."""
+
+
+HANDLERS: dict[str, Handler] = {
+    "F": _forward,
+    "B": _backward,
+    "I": _backward,
+    "W": _weights,
+    "R": manage.again,
+    "send": _send,
+    "recv": _receive,
+    "UNSHARD": manage.unshard,
+    "RESHARD": manage.reshard,
+    "REDUCE_GRAD": manage.reduce_grad,
+    "OFFLOAD": manage.offload,
+    "LOAD": manage.load,
+    "DROP": manage.drop,
+}

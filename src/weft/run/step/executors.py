@@ -1,0 +1,143 @@
+"""What runs a step of one capture of the model: an `Executor` for each way in which a step's samples fall into microbatches.
+
+In: a rank's parts, as they were captured for training or for evaluation. Out: executors, made when they are first asked for, on every rank
+at once. Parameters, their gradients and what holds them are shared between captures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import nn
+
+from weft.errors import UsageError
+from weft.lower.late import with_late_weights
+from weft.model.derivatives import without_gradient
+from weft.model.gradients import needs_gradient
+from weft.model.graph import Graph
+from weft.plan.placement import P, R
+from weft.plan.plan import Plan
+from weft.plan.program import Compute, Manage, Op
+from weft.run.parts import Parts, program_of
+from weft.run.reduce.gradients import Gradients
+from weft.run.residency.gathered import Gathered
+from weft.run.residency.host import HostStore
+from weft.run.residency.prepare import prepared
+from weft.run.sizes import Sized
+from weft.run.step.executor import Executor, Held, Sizes
+from weft.run.step.lending import lent_threads
+from weft.run.step.resharded import Resharded
+from weft.run.step.stage import Computing, StageRunner
+from weft.run.step.transfers import Crossing, Crossings, pairs_of
+from weft.world.memory import Accounts
+from weft.world.world import World
+
+
+@dataclass
+class Executors:
+    """Those of one capture. `gathered`: weights that lie as pieces; `trains`: whether backward runs."""
+
+    parts: Parts
+    plan: Plan
+    world: World
+    memory: Accounts
+    gradients: Gradients
+    gathered: Gathered
+    host: HostStore
+    compile: bool
+    trains: bool = True
+    made: dict[tuple[int, ...], Executor] = field(default_factory=dict)
+    by_size: dict[tuple[int, int], tuple[dict[int, StageRunner], Crossings]] = field(default_factory=dict)
+
+    def of(self, sizes: tuple[int, ...]) -> Executor:
+        """What runs a step of microbatches of these sizes, all data replicas together."""
+        if sizes not in self.made:
+            self.made[sizes] = self._executor(sizes)
+        return self.made[sizes]
+
+    def _executor(self, sizes: tuple[int, ...]) -> Executor:
+        parts, layout, world = self.parts, self.plan.layout, self.world
+        pipeline = world.group(layout.mesh_of(world.rank).group(world.rank, "pipeline"))
+        program = parts.program
+        if len(sizes) != layout.microbatches:
+            fewer = replace(self.plan, layout=layout.with_microbatches(len(sizes)), batch_size=sum(sizes))
+            program = program_of(fewer, parts.stages, world)
+        samples = sum(sizes)
+        by_size = {size: Sizes(*self.runners_of(size, samples), self._weight(size, samples)) for size in dict.fromkeys(sizes)}
+        by_microbatch = {m: by_size[size] for m, size in zip(program.microbatches, sizes, strict=True)}
+        names = {number: frozenset(name for name, _ in mine.values()) for number, mine in self._learned().items()}
+        between = None
+        if layout.inner:
+            graphs = {m: parts.of_size(size, samples).graph for m, size in zip(program.microbatches, sizes, strict=True)}
+            between = Resharded(layout, parts.shardings, graphs, world, world.everyone)
+            crossings = by_microbatch[program.microbatches[0]].crossings
+            for group in sorted(between.peers(crossings), key=lambda g: g.ranks):
+                group.connect()  # all of a rank's in one order, as the others
+            world.everyone.connect_lanes(between.pairs(crossings))
+        pipeline.connect_lanes(pairs_of(program))
+        lent = lent_threads(layout, program, parts.graph, parts.stages, sizes, pipeline, world) if self.trains else {}
+        held = Held(self.gradients, names, self.gathered, self.host)
+        return Executor(program, by_microbatch, pipeline, world.device, parts.draw, held, between, lent)
+
+    def _learned(self) -> dict[int, dict[str, tuple[str, nn.Parameter]]]:
+        """The trainable parameters that each of this rank's stages reads: (name, parameter) by graph value."""
+        parts = self.parts
+        learned = {v.value: (v.name, parts.parameters[v.name]) for v in parts.graph.parameters if v.name in parts.parameters}
+        learned = {value: (name, p) for value, (name, p) in learned.items() if p.requires_grad}
+        # A model that runs whole has its parameters inside; then its one stage has them all.
+        return {
+            number: learned if self.plan.uncaptured else {value: learned[value] for value in local.variables if value in learned}
+            for number, local in parts.lowered.items()
+        }
+
+    def runners_of(self, size: int, samples: int) -> tuple[dict[int, StageRunner], Crossings]:
+        """This rank's stages for microbatches of `size` samples of a batch, all data replicas together, and what crosses between stages."""
+        if (size, samples) not in self.by_size:
+            self.by_size[size, samples] = self._build_runners(self.parts.of_size(size, samples))
+        return self.by_size[size, samples]
+
+    def _weight(self, size: int, samples: int) -> float:
+        """What the loss of a microbatch counts in the batch's."""
+        return 1.0 if self.parts.of_size(size, samples).normal.adds else size / samples
+
+    def _build_runners(self, sized: Sized) -> tuple[dict[int, StageRunner], Crossings]:
+        parts, graph, compile, layout = self.parts, sized.graph, self.compile, self.plan.layout
+        variables = {**parts.variables, **{v: x for v, x in sized.constants.items() if v in parts.variables}}
+        grads = needs_gradient(graph) - {v.value for v in graph.inputs}
+        dtypes = {value: getattr(torch, t.dtype) for value, t in graph.tensors.items()}
+        splits = self.trains and any(isinstance(a, Compute) and a.op is Op.W for row in parts.program.actions for a in row)
+        if compile and (self.gathered.units or layout.moves_layers):
+            raise UsageError(f"compile=True with {layout}, whose layers come and go, is not built yet; leave it out")
+        if splits and compile:
+            raise UsageError(f"compile=True with {parts.program.name}, which splits backward, is not built yet; leave it out, or use 1f1b")
+        if not self.trains:  # nothing is kept for backward, so nothing need be computed again or moved away
+            layout = replace(layout, recompute="none", segment=1, offload="none")
+        computing = Computing(self.world.device, self.memory, torch.bfloat16 if layout.precision == "bfloat16" else None, compile)
+        closed = without_gradient(graph) | sized.normal.given
+        learned, runners = self._learned(), {}
+        for number, local in sized.lowered.items():
+            late = None
+            if splits:
+                local, late = with_late_weights(local, learned[number], self._keeps_plainly())
+            local = prepared(local, number, layout, parts.draw, self.gathered, self.host, self.memory)
+            runners[number] = StageRunner(local, variables, grads, dtypes, parts.draw, computing, closed, late)
+        return runners, self._crossings(graph, grads, dtypes)
+
+    def _keeps_plainly(self) -> bool:
+        """Whether what forward keeps for backward lies where it is until then."""
+        layout = self.plan.layout
+        managed = any(isinstance(a, Manage) for row in self.parts.program.actions for a in row)
+        return layout.recompute == "none" and layout.offload == "none" and layout.zero < 3 and not managed
+
+    def _crossings(self, graph: Graph, grads: set[str], dtypes: Mapping[str, torch.dtype]) -> Crossings:
+        """What crosses between every two stages of the model, with the local shapes."""
+        sharding, tensors = self.parts.sharding, graph.tensors
+        at = self.plan.layout.mesh_of(self.world.rank).coordinates(self.world.rank)
+
+        def crossing(v: str) -> Crossing:
+            forms = {axis: R if form is P else form for axis, form in sharding.forms[v].items()}
+            return Crossing(v, sharding.shape(v, tensors[v].shape, forms, at), dtypes[v], v in grads)
+
+        return {(stage.index, q): [crossing(v) for v in values] for stage in self.parts.stages for q, values in stage.sends}

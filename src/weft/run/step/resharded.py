@@ -1,0 +1,139 @@
+"""Messages between stages that arrange their ranks differently: each piece once, and what replicas need alike they gather among themselves.
+
+In: the mesh and the sharding of every stage, the shapes of what crosses. Out: for each activation or gradient what this rank sends to and
+receives from which ranks, and the gathers after it. Not modelled: several links of one value at once; each is sent by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from weft.model.graph import Graph
+from weft.model.sharding import Sharding
+from weft.plan.layout import Layout
+from weft.plan.placement import D, is_shard
+from weft.plan.program import Value
+from weft.plan.resharding import Resharding, Side, reshard, within
+from weft.run.step.transfers import Arriving, Crossing, Crossings
+from weft.world.world import Group, Work, World
+
+
+class Resharded:
+    """One rank's messages of this kind. `shardings`: by stage; `graphs`: by microbatch, for the shapes."""
+
+    def __init__(self, layout: Layout, shardings: Sequence[Sharding], graphs: Mapping[int, Graph], world: World, everyone: Group) -> None:
+        self._layout, self._shardings, self._graphs = layout, shardings, graphs
+        self._world, self._everyone, self._rank = world, everyone, world.rank
+        self._known: dict[tuple[str, tuple[int, ...], int, int], Resharding] = {}
+
+    def differ(self, value: Value) -> bool:
+        """Whether a value's two stages arrange their ranks differently."""
+        return self._differ(*value.index[:2])
+
+    def _differ(self, a: int, b: int) -> bool:
+        return self._shardings[a].sizes != self._shardings[b].sizes
+
+    def side(self, stage: int, value: str) -> Side:
+        """How a value lies on the ranks of a stage."""
+        forms = {axis: form for axis, form in self._shardings[stage].forms[value].items() if is_shard(form)}
+        return Side(self._layout.of_stage(stage).mesh, stage, forms)
+
+    def of(self, name: str, shape: tuple[int, ...], source: int, target: int) -> Resharding:
+        """What moves one tensor from a stage to another."""
+        key = name, shape, source, target
+        if key not in self._known:
+            self._known[key] = reshard(shape, self.side(source, name), self.side(target, name))
+        return self._known[key]
+
+    def peers(self, crossings: Crossings) -> set[Group]:
+        """Groups of this rank that gather after a message, either way."""
+        found = set()
+        for (a, b), those in crossings.items():
+            for c in those if self._differ(a, b) else ():
+                for graph in self._graphs.values():
+                    for source, target in ((a, b), (b, a)):
+                        ranks = self.of(c.value, graph.tensors[c.value].shape, source, target).peers.get(self._rank)
+                        if ranks is not None:
+                            found.add(self._world.group(ranks))
+        return found
+
+    def pairs(self, crossings: Crossings) -> set[tuple[int, int]]:
+        """(sender, receiver) of every message between any two ranks."""
+        return {
+            (piece.sender, piece.receiver)
+            for (a, b), those in crossings.items()
+            for c in (those if self._differ(a, b) else ())
+            for graph in self._graphs.values()
+            for ends in ((a, b), (b, a))
+            for piece in self.of(c.value, graph.tensors[c.value].shape, *ends).pieces
+        }
+
+    def sender(self, value: Value, messages: Sequence[Crossing], tags: Sequence[int]) -> Callable[[Sequence[Tensor]], list[Work]]:
+        """What sends this rank's pieces of a value's tensors."""
+        plans = []
+        for c, tag in zip(messages, tags, strict=True):
+            shape = self._shape(value, c)
+            mine = self.side(value.index[0], c.value).box(self._rank, shape)
+            pieces = [p for p in self.of(c.value, shape, *value.index[:2]).pieces if p.sender == self._rank]
+            plans.append([(within(p.box, mine), p.receiver, tag) for p in pieces])
+        isend = self._everyone.isend
+
+        def send(tensors: Sequence[Tensor]) -> list[Work]:
+            return [
+                isend(x.detach()[where].contiguous(), to, tag=tag)
+                for x, those in zip(tensors, plans, strict=True)
+                for where, to, tag in those
+            ]
+
+        return send
+
+    def receiver(self, value: Value, messages: Sequence[Crossing], tags: Sequence[int]) -> Callable[[], Arriving]:
+        """What posts the receives of this rank's part of a value's tensors, which then are gathered."""
+        plans = []
+        for c, tag in zip(messages, tags, strict=True):
+            moved = self.of(c.value, self._shape(value, c), *value.index[:2])
+            part = moved.parts[self._rank]
+            pieces = [p for p in moved.pieces if p.receiver == self._rank]
+            ranks = moved.peers.get(self._rank)
+            over = None if ranks is None else self._world.group(ranks)
+            room = tuple(stop - start for start, stop in part)
+            share = self._share(value, c.value)
+            plans.append(
+                ([(within(p.box, part), p.sender, tag) for p in pieces], room, c.dtype, over, moved.dims.get(self._rank, 0), share)
+            )
+        irecv, device = self._everyone.irecv, self._world.device
+
+        def post() -> Arriving:
+            under_way = []
+            for pieces, room, dtype, over, dim, share in plans:
+                whole = torch.empty(room, dtype=dtype, device=device)
+                works = [irecv(whole[where], source, tag=tag) for where, source, tag in pieces]
+                under_way.append((whole, works, over, dim, share))
+
+            def arrived() -> list[Tensor]:
+                found = []
+                for whole, works, over, dim, share in under_way:
+                    for work in works:
+                        work.wait()
+                    found.append(whole if over is None else over.all_gather(whole, dim))
+                    if share != 1.0:
+                        found[-1].mul_(share)
+                return found
+
+            return arrived
+
+        return post
+
+    def _share(self, value: Value, name: str) -> float:
+        """The part of a whole gradient that each rank takes which made its value as one whose gradient comes in summands."""
+        if value.name == "x":
+            return 1.0
+        sharding = self._shardings[value.index[1]]
+        return 1.0 / prod(sharding.sizes[axis] for axis, form in sharding.forms[name].items() if form is D)
+
+    def _shape(self, value: Value, c: Crossing) -> tuple[int, ...]:
+        return self._graphs[value.index[2]].tensors[c.value].shape

@@ -1,0 +1,201 @@
+"""One of a rank's stages at work: forward and backward of one microbatch at a time, with what backward needs kept in between.
+
+In: a lowered stage, its parameters and buffers, and the local microbatches. Out: tensors for other stages, gradients in the
+parameters' hooks, the loss. Where backward is split, its input part leaves a note for every weight gradient that is still to come.
+
+Of what comes from other stages and goes to them only what operators keep is there until backward: `_Entering` and `_Leaving` stand in
+for the rest, and a gradient that came from another stage is gone as soon as the operator that it is for has read it. They take some 20
+microseconds each way, so what is small is held by name instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.lower.kernels.randomness import Draw
+from weft.lower.late import Late, Note
+from weft.lower.local import LocalStage
+from weft.run.residency.host import Moved
+from weft.world.memory import Accounts
+
+SMALL_BYTES = 64 << 10  # that a stage receives, or sends, of a microbatch; its compute then takes less than a millisecond
+
+
+class _Entering(torch.autograd.Function):
+    """What other stages sent, as it is; backward puts its gradients into a list."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[Tensor | None], anchor: Tensor, *received: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.gradients = gradients
+        return tuple(x.detach() for x in received)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
+        ctx.gradients[:] = gradients
+        return (None,) * (2 + len(gradients))
+
+
+class _Leaving(torch.autograd.Function):
+    """One root of backward for all that is sent; its gradients are those that lie in a list by then, which is emptied."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[Tensor | None], *sent: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+        found = (None, *ctx.gradients)
+        ctx.gradients.clear()
+        return found
+
+
+def _are_small(tensors: Sequence[Tensor]) -> bool:
+    return sum(x.nbytes for x in tensors) < SMALL_BYTES
+
+
+@dataclass(slots=True)
+class Kept:
+    """What one microbatch leaves between forward and backward.
+
+    `sent`: until it is handed on. `root`: of what was sent and has a gradient, at `learning` in the order of the lowered stage's own list;
+    backward finds its gradients in `leaving`, and puts those of what was received into `entering`. `received`: of a forward that keeps
+    nothing, to run it again. What is small is held as `roots` and `leaves` of backward in place of that.
+    """
+
+    sent: list[Tensor]
+    results: list[Tensor]
+    inputs: dict[str, Tensor]
+    received: list[Tensor] = field(default_factory=list)
+    root: Tensor | None = None
+    roots: list[Tensor] = field(default_factory=list)
+    leaves: list[Tensor] = field(default_factory=list)
+    learning: list[int] = field(default_factory=list)
+    leaving: list[Tensor | None] = field(default_factory=list)
+    entering: list[Tensor | None] = field(default_factory=list)
+    rooms: list[tuple[torch.Size, torch.dtype]] = field(default_factory=list)  # of what was received
+    notes: list[Note] = field(default_factory=list)  # weight gradients that backward's input part has left for later
+    moved: Moved | None = None  # where it can lie on the host
+
+
+@dataclass(frozen=True, slots=True)
+class Computing:
+    """How stages compute on a rank's device. `memory`: told what forward is for. `autocast`: its dtype, None where it is off."""
+
+    device: torch.device
+    memory: Accounts
+    autocast: torch.dtype | None
+    compile: bool
+
+
+class StageRunner:
+    """Runs one lowered stage, in the gradient mode that is set.
+
+    `grads`: values whose gradient travels. `closed`: inputs that can have none. `dtypes`: dtype in which a value crosses to another stage.
+    `late`: the weight gradients that a split backward computes later, where it is split.
+    """
+
+    def __init__(
+        self,
+        local: LocalStage,
+        variables: Mapping[str, Tensor],
+        grads: set[str],
+        dtypes: Mapping[str, torch.dtype],
+        draw: Draw,
+        computing: Computing,
+        closed: frozenset[str],
+        late: Late | None,
+    ) -> None:
+        self.closed, self.memory = closed, computing.memory
+        self.local, self.draw, self.late = local, draw, late
+        self._learns = [value in grads for value in local.received]
+        self._dtypes = [dtypes[value] for value in local.sent]
+        self._args: list[Tensor | None] = [variables.get(value) for value in local.variables]
+        self._given = [(i, value) for i, value in enumerate(local.variables) if value not in variables]
+        self._autocast, self._device = computing.autocast, computing.device
+        self.module: Callable[..., Any] = torch.compile(local.module) if computing.compile else local.module
+
+    def forward(self, inputs: Mapping[str, Tensor], received: Sequence[Tensor], input_gradients: bool = False) -> Kept:
+        """Run forward. `inputs`: local batch tensors by value name; `received`: in the order of `local.received`."""
+        train = torch.is_grad_enabled()
+        kept = Kept([], [], {}, rooms=[(x.shape, x.dtype) for x in received])
+        held = self._entered(kept, received) if train else list(received)
+        args = self._args.copy()
+        for i, value in self._given:
+            args[i] = inputs[value]
+        if input_gradients:
+            for i, value in self._given:
+                x = inputs[value]
+                args[i] = kept.inputs[value] = x.detach().requires_grad_(x.is_floating_point() and value not in self.closed)
+        if self.late is not None:
+            self.late.notes = kept.notes
+        if not train:
+            kept.received = held.copy()
+        args += held
+        del held, received
+        self.memory.part("activations")
+        if self._autocast is None:
+            out = self.module(*args)
+        else:
+            with torch.autocast(self._device.type, dtype=self._autocast):
+                out = self.module(*args)
+        self.memory.part("buffers")
+        num_sent = len(self._dtypes)
+        kept.sent = [x if x.dtype is dtype else x.to(dtype) for x, dtype in zip(out, self._dtypes, strict=False)]
+        kept.results = list(out[num_sent:])
+        kept.learning = [i for i, x in enumerate(kept.sent) if x.requires_grad]
+        if kept.learning:
+            leave = [kept.sent[i] for i in kept.learning]
+            if _are_small(leave):
+                kept.roots = leave
+            else:
+                kept.root = _Leaving.apply(kept.leaving, *leave)  # type: ignore[no-untyped-call]
+        return kept
+
+    def _entered(self, kept: Kept, received: Sequence[Tensor]) -> list[Tensor]:
+        given = [x.detach() for x in received]  # another stage of this rank may have made it
+        learn = [x for x, learns in zip(given, self._learns, strict=True) if learns]
+        if _are_small(learn):
+            kept.leaves = [x.requires_grad_() for x in learn]
+            return given
+        anchor = torch.empty(0, requires_grad=True)  # so that autograd comes to the function, whose tensors have no gradient themselves
+        made = iter(_Entering.apply(kept.entering, anchor, *learn))  # type: ignore[no-untyped-call]
+        return [next(made) if learns else x for x, learns in zip(given, self._learns, strict=True)]
+
+    def backward(self, kept: Kept, gradients: list[Tensor | None], scale: float) -> list[Tensor | None]:
+        """Run backward from the gradients of what was sent (in the order of `local.sent`; the list is emptied) and from the loss times
+        `scale`.
+
+        Returns the gradients of what was received, in the order of `local.received`; None where none travels.
+        """
+        roots = [x for x in kept.results if x.requires_grad]
+        seeds: list[Tensor | None] = [torch.full_like(x, scale) for x in roots]
+        for x, i in zip(kept.roots, kept.learning, strict=False):
+            if gradients[i] is not None:
+                roots.append(x)
+                seeds.append(gradients[i])
+        if kept.root is not None and any(gradients[i] is not None for i in kept.learning):
+            kept.leaving += [gradients[i] for i in kept.learning]
+            roots.append(kept.root)
+            seeds.append(torch.zeros_like(kept.root))
+        gradients.clear()
+        if roots:
+            torch.autograd.backward(roots, seeds)
+        kept.entering += [x.grad for x in kept.leaves]
+        found, none = iter(kept.entering), any(self._learns) and not kept.entering
+        made: list[Tensor | None] = []
+        for (shape, dtype), learns in zip(kept.rooms, self._learns, strict=True):
+            gradient = next(found) if learns and not none else None
+            made.append(torch.zeros(shape, dtype=dtype, device=self._device) if learns and gradient is None else gradient)
+        kept.entering.clear()
+        return made
+
+    def input_gradients(self, kept: Kept) -> dict[str, Tensor]:
+        """After backward: the gradients of the batch's floating-point tensors, where forward was asked for them."""
+        return {v: torch.zeros_like(x) if x.grad is None else x.grad for v, x in kept.inputs.items() if x.is_floating_point()}

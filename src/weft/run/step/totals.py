@@ -1,0 +1,141 @@
+"""What a loss divides by, counted over the whole batch before the step: over all microbatches and all data ranks.
+
+In: every microbatch's tensors, the whole ones where the batch is the same on every rank, else this rank's rows. Out: the totals by graph
+value. Of a whole batch every rank counts by itself; of rows what all ranks counted is summed while the step begins, and waited for where
+it is first read (`lower/arrival`). Where updates come late nobody waits for that: what a loss is divided by as a whole is summed beside it,
+and divides gradients when they are applied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from weft.errors import Infeasible
+from weft.lower.arrival import Arrival
+from weft.lower.local import LocalStage, lower
+from weft.model.normalise import Normalised, Total
+from weft.model.sharding import Sharding
+from weft.model.stages import Stage
+from weft.plan.axis import DATA, axis_of
+from weft.plan.placement import P, R, is_shard
+from weft.run.parts import Parts
+from weft.run.sizes import Sized
+from weft.world.world import Group
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Level:
+    """Totals that can be counted together: `of_whole` counts a whole microbatch, `of_rows` a rank's rows of it, in the same order."""
+
+    totals: tuple[Total, ...]
+    of_whole: LocalStage
+    of_rows: LocalStage
+
+
+@dataclass
+class Counter:
+    """Counts one microbatch of one size on one rank. `group`: ranks that have other rows of it.
+
+    Raises:
+        Infeasible: what the loss divides by is counted from a buffer of which this rank has a part.
+    """
+
+    parts: Parts
+    sized: Sized
+    group: Group
+    levels: tuple[_Level, ...] = field(init=False)
+    variables: frozenset[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        normal = self.sized.normal
+        read = {value for local in self.sized.lowered.values() for value in local.variables}
+        totals = tuple(t for t in normal.totals if t.variable in read)
+        levels: list[_Level] = []
+        left = list(totals)
+        while left:
+            waiting = {t.variable for t in left}
+            now = [t for t in left if not any(waiting.intersection(op.inputs) for op in normal.counting((t,)))]
+            levels.append(self._level(normal, tuple(now)))
+            left = [t for t in left if t not in now]
+        self.levels = tuple(levels)
+        self.variables = frozenset(v for level in levels for v in level.of_rows.variables)
+
+    def _level(self, normal: Normalised, totals: tuple[Total, ...]) -> _Level:
+        lowering, operators = self.parts.lowering, normal.counting(totals)
+        assert lowering is not None
+        inputs = {v for op in operators for v in op.inputs}
+        variables = tuple(v.value for v in normal.graph.variables if v.value in inputs)
+        stage = Stage(0, operators, variables, (), (), tuple(t.value for t in totals))
+        forms, given = lowering.sharding.forms, {v.value for v in normal.graph.inputs}  # inputs are counted from as they are given, whole
+        kept = [v for v in variables if v not in given]
+        cut = [v for v in kept if any(is_shard(form) and not axis_of(axis).cuts_samples for axis, form in forms[v].items())]
+        if cut:
+            raise Infeasible(f"the loss divides by what is counted from {cut[0]}, of which each tensor rank has a part; use tensor=1")
+        made = [
+            lower(stage, replace(lowering, graph=normal.graph, sharding=_along(lowering.sharding, axes), late=frozenset(), rows={}))
+            for axes in ((), (DATA,))
+        ]
+        return _Level(totals, *made)
+
+    def run(self, level: int, tensors: Mapping[str, Tensor], whole: bool) -> list[Tensor]:
+        """What one microbatch adds to the totals of a level."""
+        local = self.levels[level].of_whole if whole else self.levels[level].of_rows
+        held = {**self.parts.variables, **self.sized.constants}
+        made = local.module(*(tensors[v] if v in tensors else held[v] for v in local.variables))
+        if whole or self.group.index == 0:
+            return list(made)
+        # What every rank has whole counts once.
+        return [x if local.forms[v].get(DATA, R) is P else torch.zeros_like(x) for x, v in zip(made, local.results, strict=True)]
+
+
+def _along(sharding: Sharding, axes: tuple[str, ...]) -> Sharding:
+    """A sharding along some of its axes alone."""
+
+    def some(of: Mapping[str, T]) -> dict[str, T]:
+        return {axis: x for axis, x in of.items() if axis in axes}
+
+    return replace(
+        sharding,
+        sizes={axis: n for axis, n in sharding.sizes.items() if axis in axes},
+        ops={name: some(by) for name, by in sharding.ops.items()},
+        forms={value: some(by) for value, by in sharding.forms.items()},
+        needs={name: tuple(some(row) for row in rows) for name, rows in sharding.needs.items()},
+    )
+
+
+def count(
+    microbatches: Sequence[tuple[Counter, Mapping[str, Tensor]]], whole: bool, arrival: Arrival, alone: bool = False
+) -> dict[str, Tensor]:
+    """The totals of a batch, which `arrival` waits for where they are still to come; those of this rank's rows where it is `alone`."""
+    arrival.wait()
+    first = microbatches[0][0]
+    totals: dict[str, Tensor] = {}
+    with torch.no_grad():
+        for number, level in enumerate(first.levels):
+            arrival.wait()
+            parts = [counter.run(number, {**tensors, **totals}, whole) for counter, tensors in microbatches]
+            sums = [torch.stack(one).sum(0, dtype=one[0].dtype) for one in zip(*parts, strict=True)]
+            totals.update(zip((t.variable for t in level.totals), sums, strict=True))
+            if not (whole or alone) and first.group.size > 1:
+                arrival.finish = _summing(sums, first.group)
+    return totals
+
+
+def _summing(sums: Sequence[Tensor], group: Group) -> Callable[[], None]:
+    """Sum over ranks in one message; what it returns waits, and writes what was summed."""
+    flat = torch.cat([x.double().reshape(-1) for x in sums])
+    work = group.all_reduce(flat, wait=False)
+
+    def finish() -> None:
+        work.wait()
+        for x, piece in zip(sums, torch.split(flat, [x.numel() for x in sums]), strict=True):
+            x.copy_(piece.view_as(x))
+
+    return finish

@@ -1,0 +1,331 @@
+"""Whether data ranks with a part of the samples each train what one with all of them does, of a model that is no graph.
+
+In: a plan of a model that could not be captured, the model, its batch and loss. Out: nothing, or `Infeasible` by name; in a plain loop,
+whose loss is not known, where the samples lie in each tensor that the model returns. The model is run on some of the batch, whole and in
+parts, and left as it was.
+
+Tried are both ends of the batch, and batches whose parts are as unlike as its samples are: each one sample over and over.
+
+Not modelled: models that are divisible on what was tried, and are not on other batches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from weft.capture.capture import Loss, call, called
+from weft.capture.modes import in_modes, modes_of
+from weft.capture.nesting import batch_size_of, leaves, rebuild
+from weft.capture.randomness import python_randomness, python_randomness_kept
+from weft.capture.state import changes, set_state, state_of
+from weft.errors import Infeasible, ModelError
+from weft.lower.double import doubled, widened
+from weft.plan.plan import Plan
+from weft.run.uncaptured.constant_draws import Steady
+from weft.world import private
+
+_TRIED = 4  # samples of each part on which the model is tried
+_UNLIKE = 4  # batches of parts that are one sample each
+_CLOSE, _CLOSE_DOUBLE = 1e-4, 1e-9  # relative, beyond rounding in float32 and in float64
+_NOTHING = 1e-12  # of the largest gradient: what float64 may leave of a gradient that is zero
+
+
+class _NotInDouble(Exception):
+    """The model does not compute in float64."""
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One tensor of a model's output. `dim`: where its samples lie, of which each rank has its own; None where all ranks have their mean.
+
+    `learns`: whether it has a gradient.
+    """
+
+    dim: int | None
+    learns: bool
+
+
+def refuse_division(plan: Plan, model: nn.Module, batch: Any, loss: Loss | None) -> None:
+    """Raise Infeasible where `data` ranks with a part of the samples each would train something else than one with all of them.
+
+    That is where the model takes statistics over the batch, where the loss is not the mean over the parts (a sum, or a mean over what they
+    differ in), or its gradients are not, where a part alone makes the model fail, and where what the model writes while it runs (a running
+    mean, a queue of keys) depends on the samples that it sees. It is tried in float64 where the model computes in it: a maximum over the
+    batch that only scales a first guess changes the loss by less than float32's rounding, and gradients by more.
+    """
+    if plan.layout.data > 1:
+        _tried(plan, model, batch, lambda given: call(model, given, loss))
+
+
+def outputs_of_parts(plan: Plan, model: nn.Module, batch: Any) -> dict[str, Output]:
+    """How the outputs of parts of the batch make those of the whole, by path.
+
+    Raises:
+        Infeasible: as `refuse_division`; or outputs of parts neither follow one another nor are a mean.
+    """
+    trial = _tried(plan, model, batch, None)
+    return {path: Output(dim, path in trial.learns) for path, dim in trial.dims.items()}
+
+
+def _tried(plan: Plan, model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | None) -> _Trial:
+    """A trial in float64, or in the model's own precision where it does not compute in it."""
+    values, before = [(p, p.data) for p in model.parameters()], state_of(model)
+    try:
+        return _Trial(plan, widened(model), batch, loss, True).run()
+    except _NotInDouble:
+        pass
+    finally:
+        for p, value in values:
+            p.data = value
+        set_state(model, before)
+    return _Trial(plan, model, batch, loss, False).run()
+
+
+@dataclass(frozen=True, slots=True)
+class _Ran:
+    """What a call of the model gave: its loss, what it left in parameters and buffers, gradients where asked for, and outputs in a loop."""
+
+    loss: float
+    left: Mapping[str, Tensor]
+    gradients: Mapping[str, Tensor]
+    outputs: Mapping[str, Tensor]
+
+
+class _Trial:
+    """One model in one precision. Without a loss, as in a plain loop, of its outputs, and of the gradient of a sum of them.
+
+    `dims`: along which the samples of each output lie; `learns`: outputs that have a gradient.
+    """
+
+    def __init__(self, plan: Plan, model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | None, double: bool) -> None:
+        self.plan, self.model, self.batch, self.loss, self.double = plan, model, batch, loss, double
+        self.samples, self.data = batch_size_of(batch), plan.layout.data
+        self.size = min(self.samples // self.data, _TRIED) * self.data
+        self.batches = self._batches()
+        self.close = _CLOSE_DOUBLE if double else _CLOSE
+        self.named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        self.values = {name: x.detach().clone() for name, x in self.named.items()}
+        self.attributes, self.drawn = state_of(model), torch.random.get_rng_state()
+        self.draws = False  # random numbers that are not steady
+        self.keeps: list[str] = []  # state in attributes, which the next call may read
+        self.dims: dict[str, int | None] = {}
+        self.learns: set[str] = set()
+        self.why = f"{plan.model} could not be captured ({plan.uncaptured})"
+
+    def _batches(self) -> list[list[int]]:
+        """Samples of the batches that are tried. At both ends parts may by accident have the same number of what the mean is over."""
+        first, each = list(range(self.size)), self.size // self.data
+        found = [first, [self.samples - self.size + i for i in first]]
+        rounds = min(_UNLIKE, self.samples // self.data)
+        for n in range(rounds):
+            chosen = [(n * self.data + part) * self.samples // (rounds * self.data) for part in range(self.data)]
+            found.append([sample for sample in chosen for _ in range(each)])
+        return [rows for i, rows in enumerate(found) if rows not in found[:i]]
+
+    def run(self) -> Self:
+        """Raise Infeasible for the first thing that parts do otherwise."""
+        coupled = [name for name, m in self.model.named_modules() if isinstance(m, private.BatchNorm) and m.training]
+        if coupled:
+            raise self._refused(
+                f"{coupled[0]} takes statistics over the whole batch, which data={self.data} would divide", "make the model capturable"
+            )
+        with in_modes(self.model, modes_of(self.model)), python_randomness_kept():
+            training = self._compare_writes()
+            if self.draws:
+                self.model.eval()  # what is drawn would tell them apart
+                if self.loss is None and self._ran(self.batches[0]).outputs.keys() != training.outputs.keys():
+                    unlike = "it draws random numbers in training and returns something else in evaluation"
+                    raise self._refused(f"{unlike}, so that its parts cannot be compared", "return the same in both")
+            for rows in self.batches:
+                for calls in (1, 2) if self.keeps else (1,):
+                    if self.loss is None:
+                        self._compare_outputs(rows, calls)
+                    self._compare_losses(rows, calls)
+        return self
+
+    def _refused(self, what: str, instead: str = "", calls: int = 1) -> Infeasible:
+        """`calls`: of how many the last one shows it."""
+        again = f", and it reads in the next call what it keeps in its attribute {', '.join(self.keeps[:3])}" if calls > 1 else ""
+        return Infeasible(f"{self.why}{again}, and {what}; use data=1{instead and f', or {instead}'}")
+
+    @property
+    def _other(self) -> str:
+        return f"so data={self.data} would train something else"
+
+    def _compare_writes(self) -> _Ran:
+        """What is left in parameters and buffers; returns the whole's run."""
+        whole, *parts = self._whole_and_parts(self.batches[0])
+        for name, x in whole.left.items():
+            left = [part.left[name] for part in parts]
+            if any(y.shape != x.shape or not torch.allclose(y, x, rtol=self.close, atol=1e-9) for y in left):
+                raise self._refused(
+                    f"it writes {name} while it runs, by the samples that it sees, which differ between the data={self.data} ranks"
+                )
+        return whole
+
+    def _compare_losses(self, rows: list[int], calls: int) -> None:
+        """The loss and its gradients."""
+        whole, *parts = self._whole_and_parts(rows, True, calls)
+        mean = sum(part.loss for part in parts) / self.data
+        if math.isfinite(whole.loss) and not abs(whole.loss - mean) <= self.close * max(abs(whole.loss), abs(mean)):
+            raise self._refused(
+                f"its loss over {self.size} samples is {whole.loss:.6g} where the mean over data={self.data} parts of them is {mean:.6g}, "
+                f"{self._other}", "a loss that is a mean over samples", calls,
+            )  # fmt: skip
+        largest = max((_largest(g) for g in whole.gradients.values()), default=0.0)
+        for name, gradient in whole.gradients.items():
+            of_parts = [part.gradients[name] for part in parts if name in part.gradients]
+            error, own = _largest(gradient - sum(of_parts) / self.data), _largest(gradient)
+            if math.isfinite(error) and error > max(self.close * own, _NOTHING * largest):
+                raise self._refused(
+                    f"its gradient of {name} over {self.size} samples is not the mean of those over data={self.data} parts of them "
+                    f"(relative difference {error / max(own, error):.1e}), {self._other}", calls=calls,
+                )  # fmt: skip
+
+    def _compare_outputs(self, rows: list[int], calls: int) -> None:
+        """How outputs are divided, by which gradients of their sum are then told apart."""
+        whole, *parts = self._whole_and_parts(rows, calls=calls)
+        if any(part.outputs.keys() != whole.outputs.keys() for part in parts):
+            raise Infeasible(f"{self.why}, and what it returns depends on its samples; return the same tensors always, or use data=1")
+        dims = {path: self._dim_of(path, x, [part.outputs[path] for part in parts], calls) for path, x in whole.outputs.items()}
+        self.dims = {path: self.dims.get(path) if dim is None else dim for path, dim in dims.items()}
+
+    def _dim_of(self, path: str, whole: Tensor, parts: list[Tensor], calls: int) -> int | None:
+        """Along which dimension parts of an output follow one another; None where the whole is their mean."""
+        name = f"its output {path}" if path else "its output"
+        shapes = [tuple(x.shape) for x in parts]
+        for dim in range(whole.dim()):
+            if len({(*s[:dim], *s[dim + 1 :]) for s in (*shapes, whole.shape)}) > 1:
+                continue
+            if sum(s[dim] for s in shapes) == whole.shape[dim] and self._alike(torch.cat(parts, dim), whole):
+                if len({s[dim] for s in shapes}) > 1:
+                    raise self._refused(
+                        f"{name} has {', '.join(str(s[dim]) for s in shapes)} rows for equal parts of the samples, so the mean over "
+                        f"data={self.data} ranks of a mean over rows is not that of all", "return rows of fixed number", calls,
+                    )  # fmt: skip
+                return dim
+        if all(s == tuple(whole.shape) for s in shapes):
+            same = all(self._alike(x, whole) for x in parts)
+            if same or (whole.is_floating_point() and self._alike(sum(parts[1:], parts[0]) / self.data, whole)):
+                return None
+        raise self._refused(
+            f"{name} over {self.size} samples is neither made of those of data={self.data} parts of them, one after the other, nor their "
+            f"mean, {self._other}", "leave it out of what forward returns", calls,
+        )  # fmt: skip
+
+    def _alike(self, a: Tensor, b: Tensor) -> bool:
+        if not b.is_floating_point():
+            return torch.equal(a, b)
+        return bool(torch.allclose(a, b, rtol=0.0, atol=self.close * max(_largest(b), 1e-300), equal_nan=True))
+
+    def _whole_and_parts(self, rows: list[int], learns: bool = False, calls: int = 1) -> list[_Ran]:
+        """The model called on some samples, and on every rank's part of them."""
+        each = self.size // self.data
+        return [self._ran(of, learns, calls) for of in (rows, *(rows[i * each : (i + 1) * each] for i in range(self.data)))]
+
+    def _ran(self, rows: list[int], learns: bool = False, calls: int = 1) -> _Ran:
+        """The model called on some samples; `learns`: with gradients, in float64, where it has them in evaluation. The last of `calls`."""
+        given = {path: self._of_rows(x, rows) for path, x in leaves(self.batch)}
+        before, drawn = {name: x.grad for name, x in self.named.items()}, python_randomness()
+        try:
+            with doubled(self.double), Steady():  # type: ignore[no-untyped-call]
+                for _ in range(calls - 1):
+                    self._called(rebuild(self.batch, given))
+                loss, outputs = self._called(rebuild(self.batch, given))
+                gradients = self._gradients_of(loss) if learns and self.double and loss.requires_grad else {}
+            left = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+            self.draws |= not torch.equal(self.drawn, torch.random.get_rng_state()) or python_randomness() != drawn
+            self.keeps = self.keeps or changes(self.attributes, state_of(self.model))
+            return _Ran(float(loss.detach()), {name: x.detach().clone() for name, x in left.items()}, gradients, outputs)
+        except Exception as error:
+            if self.double and self.plan.layout.precision != "float64" and rows == self.batches[0] and not learns:
+                raise _NotInDouble from error
+            if len(rows) == self.samples or isinstance(error, ModelError | Infeasible):
+                raise
+            said = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            raise self._refused(f"with {len(rows)} of its {self.samples} samples it raises {said}") from error
+        finally:
+            set_state(self.model, self.attributes)  # what may have been replaced, too
+            with torch.no_grad():
+                for name, x in self.named.items():
+                    x.copy_(self.values[name])
+                    x.grad = before[name]
+            torch.random.set_rng_state(self.drawn)
+
+    def _of_rows(self, x: Any, rows: list[int]) -> Any:
+        """Some samples of a leaf of the batch, where the model is, as it is tried."""
+        if not isinstance(x, Tensor):
+            return x
+        x = x[rows] if x.dim() and x.shape[0] == self.samples else x
+        x = x.to(next((p.device for p in self.model.parameters()), torch.device("cpu")))
+        return x.double() if self.double and x.is_floating_point() else x
+
+    def _called(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss; or a sum of the outputs that have gradients, and all of them."""
+        if self.loss is not None:
+            return self.loss(batch), {}
+        with _Own(self.model):
+            outputs = {path: x for path, x in leaves(called(self.model, batch)) if isinstance(x, Tensor)}
+        if not outputs:
+            raise ModelError("the model's output holds no tensor; it must return tensors")
+        learns = {path: x for path, x in outputs.items() if x.is_floating_point() and x.requires_grad}
+        self.learns |= learns.keys()
+        total = sum((_weighed(x, self.dims[path]) for path, x in learns.items() if path in self.dims), torch.zeros(()))
+        return total, {path: x.detach() for path, x in outputs.items()}
+
+    def _gradients_of(self, loss: Tensor) -> dict[str, Tensor]:
+        """By parameter. In a loop they must be in proportion: a user's loss over a part is as many times as steep as there are parts."""
+        found = self._derived(loss)
+        for scale in (2.0**-20, 2.0**20) if self.loss is None else ():  # powers of two, by which rounding is the same
+            for name, gradient in self._derived(loss * scale).items():
+                if not self._alike(gradient / scale, found[name]):
+                    raise self._refused(
+                        f"its gradient of {name} is not in proportion to that of its outputs (a hook or a function that cuts off gradients "
+                        f"in backward), {self._other}"
+                    )
+        return found
+
+    def _derived(self, loss: Tensor) -> dict[str, Tensor]:
+        trained = {name: p for name, p in self.named.items() if p.requires_grad}
+        try:
+            found = torch.autograd.grad(loss, list(trained.values()), retain_graph=True, allow_unused=True)
+        except RuntimeError:  # what autograd cannot do in evaluation, or without sparse gradients, the run itself tells
+            return {}
+        return {name: g for name, g in zip(trained, found, strict=True) if g is not None and g.layout is torch.strided}
+
+
+class _Own(TorchFunctionMode):
+    """A block in which parameters of others are found, whose gradients nobody would sum."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._own = {id(p) for p in model.parameters()}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for x in args:
+            if isinstance(x, nn.Parameter) and x.requires_grad and id(x) not in self._own:
+                raise ModelError(
+                    f"a parameter of shape {list(x.shape)} is read that is none of the model's, so that its gradient would not be summed "
+                    "over ranks; make it a part of the model"
+                )
+        return func(*args, **(kwargs or {}))
+
+
+def _largest(x: Tensor) -> float:
+    return float(x.abs().max()) if x.numel() else 0.0
+
+
+def _weighed(x: Tensor, dim: int | None) -> Tensor:
+    """A mean over the samples of a sum of other terms, each with a factor of its own, so that none cancels another."""
+    rows = x if dim is None else x.movedim(dim, 0)
+    terms = rows.reshape(1, -1) if dim is None else rows.reshape(rows.shape[0], -1)
+    if not terms.numel():
+        return terms.sum()
+    return (terms * torch.arange(terms.shape[1], dtype=x.dtype, device=x.device).cos()).sum(1).mean()
