@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from weft.model.graph import Arg, Operator, Ref, Tensor, Word
+from weft.model.strides import dense
 from weft.ops import record_of, writes
 
 _SAME = {"contiguous", "to", "type_as", "alias", "clone", "dropout"}  # where they hand back what they were given
@@ -125,7 +126,7 @@ class _Rewriter:
         name = f"{value}_{suffix}"
         while name in self.tensors:
             name += "_"
-        self.tensors[name] = self.tensors[like]
+        self.tensors[name] = dense(self.tensors[like])
         return name
 
     def _watch(self, op: Operator) -> None:
@@ -330,5 +331,6 @@ class _Rewriter:
                 continue
             again.add(view.op.name)
             names = tuple(self._fresh(v, "again", v) for v in view.op.outputs)
+            self.tensors.update(zip(names, (self.tensors[v] for v in view.op.outputs), strict=True))  # a view has gaps again
             self._emit(replace(view.op, name=self._fresh(view.op.name, "again", value), outputs=names))
             self.now.update({v: n for v, n in zip(view.op.outputs, names, strict=True) if v not in done})

@@ -40,7 +40,8 @@ def exists(target: str) -> bool:
 
 def spec_of(value: Any) -> Tensor:
     if isinstance(value, torch.Tensor):
-        return Tensor(tuple(int(n) for n in value.shape), str(value.dtype).removeprefix("torch."))
+        strides = () if value.layout != torch.strided or value.is_contiguous() else tuple(int(n) for n in value.stride())
+        return Tensor(tuple(int(n) for n in value.shape), str(value.dtype).removeprefix("torch."), strides)
     return Tensor((), {bool: "bool", int: "int64", float: "float64"}.get(type(value), "int64"))
 
 

@@ -1,14 +1,13 @@
 """How values lie in memory: what operators that read them in another order copy first, and keep.
 
-In: a graph. Out: the strides of every value that does not lie in the order of its dimensions, as torch's operators make them, and in which
-order gradients come. Not modelled: what lies in order only because a size is one, and gradients that are summed from several readers
-(those of the last reader).
+In: a graph, whose capture noted the strides of every value. Out: what is copied where a view was asked for, what products copy into rows,
+and in which order gradients come. Not modelled: gradients that are summed from several readers (those of the last reader).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
@@ -51,6 +50,17 @@ def order_of(shape: Sequence[int], strides: Strides) -> tuple[int, ...]:
     return tuple(sorted((d for d, n in enumerate(shape) if n > 1), key=lambda d: (-strides[d], d)))
 
 
+def dense(tensor: Tensor) -> Tensor:
+    """What an operator makes in the order in which another tensor lies, without gaps between its elements.
+
+    >>> dense(Tensor((2, 3, 4), "float32", (24, 1, 6))).strides, dense(Tensor((2, 3), "float32", (9, 1))).strides
+    ((12, 1, 3), ())
+    """
+    shape, order = tensor.shape, order_of(tensor.shape, tensor.strides) if tensor.strides else ()
+    made = in_order(shape, (*(d for d in range(len(shape)) if d not in order), *order)) if order else ()
+    return replace(tensor, strides=() if made == natural(shape) else made)
+
+
 def viewed(shape: Sequence[int], strides: Strides, into: Sequence[int]) -> Strides | None:
     """The strides in which memory is seen in another shape of as many elements; None where that takes a copy.
 
@@ -84,17 +94,6 @@ class Layouts:
     graph: Graph
 
     @cached_property
-    def strides(self) -> Mapping[str, Strides]:
-        """Of the values that do not lie in the order of their dimensions."""
-        found: dict[str, Strides] = {}
-        for op in self.graph.operators:
-            for value in op.outputs:
-                made = _made(op, value, self.graph.tensors, found) if op.inputs and op.name not in self.composed else None
-                if made is not None and made != natural(self.graph.tensors[value].shape):
-                    found[value] = made
-        return found
-
-    @cached_property
     def composed(self) -> frozenset[str]:
         """Operators of attention that processors compose of products and a softmax, for want of a kernel: with dropout, or a mask that
         learns."""
@@ -106,21 +105,20 @@ class Layouts:
         """What is made in memory of its own by operators that otherwise give a view."""
         found = set()
         for op in self.graph.operators:
-            moves = record_of(op).moves
-            if op.inputs and op.inputs[0] in self.strides and moves in ("rows", "reshape"):
-                source = self.graph.tensors[op.inputs[0]].shape
+            moves, source = record_of(op).moves, self.graph.tensors[op.inputs[0]] if op.inputs else None
+            if source is not None and source.strides and moves in ("rows", "reshape"):
                 for value in op.outputs:
-                    if moves == "rows" or viewed(source, self.strides[op.inputs[0]], self.graph.tensors[value].shape) is None:
+                    if moves == "rows" or viewed(source.shape, source.strides, self.graph.tensors[value].shape) is None:
                         found.add(value)
         return frozenset(found)
 
     def of(self, value: str) -> Strides:
-        return self.strides.get(value) or natural(self.graph.tensors[value].shape)
+        return self.graph.tensors[value].strides or natural(self.graph.tensors[value].shape)
 
     def copies(self, op: Operator) -> frozenset[str]:
         """What a product copies into rows before it reads it, and keeps as such."""
         rows, tensors = record_of(op).rows, self.graph.tensors
-        if not rows or not any(v in self.strides for v in op.inputs[:2]):
+        if not rows or not any(tensors[v].strides for v in op.inputs[:2]):
             return frozenset()
         found = []
         for value, other in zip(op.inputs[:rows], (op.inputs[1], op.inputs[0]), strict=False):
@@ -133,10 +131,10 @@ class Layouts:
 
     def has_channels_last(self, value: str) -> bool:
         """Whether what may be images lies with its channels innermost."""
-        shape = self.graph.tensors[value].shape
-        if value not in self.strides or len(shape) not in (4, 5):
+        shape, strides = self.graph.tensors[value].shape, self.graph.tensors[value].strides
+        if not strides or len(shape) not in (4, 5):
             return False
-        return order_of(shape, self.strides[value]) == order_of(shape, in_order(shape, (0, *range(2, len(shape)), 1)))
+        return order_of(shape, strides) == order_of(shape, in_order(shape, (0, *range(2, len(shape)), 1)))
 
     @cached_property
     def gradients(self) -> Mapping[str, Strides]:
@@ -172,35 +170,6 @@ class Layouts:
         """Whether the gradient of what an operator makes comes in another order than what it has kept lies in."""
         out, x = op.outputs[0], op.inputs[0]
         shape = self.graph.tensors[out].shape
-        if out not in self.gradients and x not in self.strides:
+        if out not in self.gradients and not self.graph.tensors[x].strides:
             return False
         return order_of(shape, self.gradients.get(out) or natural(shape)) != order_of(self.graph.tensors[x].shape, self.of(x))
-
-
-def _made(op: Operator, value: str, tensors: Mapping[str, Tensor], known: Mapping[str, Strides]) -> Strides | None:
-    """The strides of what an operator makes; None for the order of its dimensions."""
-    record, kind, x, shape = record_of(op), kind_of(op), op.inputs[0], tensors[value].shape
-    if record.orders is not None:
-        orders = record.orders(op)
-        return in_order(shape, orders[-1]) if orders else None
-    source = tensors[x].shape
-    strides = known.get(x) or natural(source)
-    if record.turn is not None:
-        return tuple(strides[d] for d in record.turn(op, len(source)))
-    if x not in known:
-        others = [v for v in op.inputs[1:] if v in known and tensors[v].shape == shape]
-        if not others or source == shape or kind not in ("elementwise", "activation"):
-            return None
-        x, source, strides = others[0], shape, known[others[0]]
-    if record.moves == "reshape":
-        return viewed(source, strides, shape)
-    if record.moves in ("part", "same", "expand") and len(shape) == len(source):
-        return strides
-    follows = kind in ("elementwise", "activation", "batch_norm", "attention") and record.moves != "rows"
-    if (follows and source == shape) or (record.follows and len(shape) == len(source)):
-        rest = [d for d in range(len(shape)) if d not in (order := order_of(source, strides))]
-        return in_order(shape, (*rest, *order))
-    if kind == "convolution" and len(shape) in (4, 5):
-        last = (0, *range(2, len(shape)), 1)
-        return in_order(shape, last) if order_of(source, strides) == order_of(source, in_order(source, last)) else None
-    return None

@@ -77,7 +77,7 @@ OPS = (
     Op("rand_like randn_like randint_like", elements, draws=True, reads=False, learns=0),
     Op("uniform normal_functional bernoulli exponential", elements, draws=True),
     Op("multinomial", draws=True, drawn_shape=_chances),
-    Op("dropout", elements, lowering="drop", draws=_drops_some, idle=_keeps_all, keeps=nothing, follows=True),
+    Op("dropout", elements, lowering="drop", draws=_drops_some, idle=_keeps_all, keeps=nothing),
     Op("alpha_dropout", elements, draws=_drops, idle=_keeps_all, keeps=mask),
     Op("feature_dropout", "n c !s* -> n c !s*", draws=_drops, drawn_shape=_channels, idle=_keeps_all, keeps=mask_of_channels),
     Op("native_dropout", "b* -> b*, b*", draws=_drops, keeps=nothing),

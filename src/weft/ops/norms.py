@@ -44,7 +44,7 @@ def _weight_norm(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | No
 OPS = (
     Op(
         "batch_norm", "n+ c s+*, c, c, c, c -> n c s*", _over_batch, lowering="batch", statistics=(3, 4, 5), over_samples=True,
-        kind="batch_norm", keeps=normalised, follows=True, autocast="first",
+        kind="batch_norm", keeps=normalised, autocast="first",
     ),
     Op(
         "instance_norm", "n c s+*, c, c, c, c -> n c s*", _of_instances, lowering="instances", statistics=(3, 4, 5),

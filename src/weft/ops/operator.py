@@ -22,10 +22,12 @@ NARROW = ("float32", "bfloat16", "float16")  # what float64 takes the place of, 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """Shape and dtype ("float32") of a tensor that has no data."""
+    """Shape and dtype ("float32") of a tensor that has no data, and its strides as torch has them; () where it lies in the order of its
+    dimensions."""
 
     shape: tuple[int, ...]
     dtype: str
+    strides: tuple[int, ...] = field(default=(), repr=False, compare=False)
 
     @property
     def size(self) -> int:

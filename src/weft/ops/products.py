@@ -102,7 +102,7 @@ def _kron(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
 
 
 def _orders(op: Operator) -> tuple[tuple[int, ...], ...]:
-    """Of two operands' product: in which order the gradient of each comes, and in which its result lies, the outermost dimension first."""
+    """Of two operands' product: in which order the gradient of each comes, the outermost dimension first."""
     left, arrow, result = str(op.args[0]).replace(" ", "").partition("->")
     terms = left.split(",")
     if not arrow or len(terms) != 2 or "." in left or any(len(set(t)) != len(t) for t in terms) or len(op.inputs) != 2:
@@ -114,16 +114,8 @@ def _orders(op: Operator) -> tuple[tuple[int, ...], ...]:
     ours, theirs = [x for x in result if x in a and x not in b], [x for x in result if x in b and x not in a]
     summed = sorted(x for x in a if x in b and x not in result)
     if theirs and ours and [x for x in result if x not in both] == [*theirs, *ours]:  # torch multiplies them the other way round
-        return (
-            tuple(a.index(x) for x in (*both, *summed, *ours)),
-            tuple(b.index(x) for x in (*both, *theirs, *summed)),
-            tuple(result.index(x) for x in (*both, *theirs, *ours)),
-        )
-    return (
-        tuple(a.index(x) for x in (*both, *ours, *summed)),
-        tuple(b.index(x) for x in (*both, *summed, *theirs)),
-        tuple(result.index(x) for x in (*both, *ours, *theirs)),
-    )
+        return tuple(a.index(x) for x in (*both, *summed, *ours)), tuple(b.index(x) for x in (*both, *theirs, *summed))
+    return tuple(a.index(x) for x in (*both, *ours, *summed)), tuple(b.index(x) for x in (*both, *summed, *theirs))
 
 
 OPS = (

@@ -138,9 +138,8 @@ class Op:
     makes: float = 0.0  # in backward besides, in sizes of the first operand
     conjugates: bool = False  # what it kept, of complex numbers
     turned: float = 0.0  # what is copied where the gradient comes in another order than what was kept, in sizes of the result
-    follows: bool = False  # what is made lies in memory in the order of what was read
     rows: int = 0  # so many operands are copied into rows, where they do not lie so
-    # In which order the gradient of each operand comes, and in which the result lies.
+    # In which order the gradient of each operand comes.
     orders: Callable[[Operator], tuple[tuple[int, ...], ...]] | None = None
 
     # Under autocast operands are cast "lower" or "wider", the result has the "first" one's type, each has its own ("apart"), or it is
