@@ -36,6 +36,15 @@ def test_samples_that_do_not_fit_are_shared_though_replicas_have_some() -> None:
         planned("unet:image=4096", "1xp3.16xlarge", 8, layout="data=8 zero=3 precision=float16")
 
 
+def test_what_would_do_shares_images_among_more() -> None:
+    """Where nothing fits, the leanest that was tried and what would do count pieces of images too."""
+    with pytest.raises(Infeasible, match=r"none of|no layout") as caught:
+        planned("unet:image=12288", "1xp3.16xlarge", 1)
+    said = str(caught.value)
+    assert "such devices (" in said, said
+    assert "spatial=" in said.partition("What would do")[2], said
+
+
 def test_small_images_are_not_shared() -> None:
     """Where halos are as large as pieces nothing is searched; what is asked for is."""
     assert planned("resnet-18:image=224", "1xdgx-a100-40", 2).layout.spatial == "1"
