@@ -80,7 +80,7 @@ def _finite_largest(x: Tensor) -> float:
 
 @dataclass
 class Comparison:
-    """Collects errors, step by step. `noise(kind, name, reference, step)`: see `run.serial.Noise.of`; asked only above the tolerance.
+    """Collects errors, step by step. `noise(kind, name, reference, step)`: see `run/proof/serial.Noise.of`; asked only above the tolerance.
 
     `narrow`: computed in less than float64. AdamW then makes full steps of gradients that are rounding noise, up or down, where in float64
     its epsilon keeps them small; so weights are measured against the largest weight.

@@ -8,7 +8,7 @@ With ZeRO-1 (Rajbhandari et al. 2020) a bucket is reduced and scattered: each ra
 lies, half of an all-reduce's bytes; what lies beside it is this rank's alone until `gather` is called. From stage 2 on no rank keeps a
 whole gradient: a bucket has memory from its first gradient until it is scattered, in every backward anew, and the pieces add up.
 
-Compressed gradients (`run.compressed`) take two phases. The second of a bucket follows the first of the next, whatever has arrived by then,
+Compressed gradients (`reduce/compressed`) take two phases. The second of a bucket follows the first of the next, whatever has arrived,
 so that it is the same on all ranks; where a rank of another stage takes part, which may be waiting for this one, it follows backward.
 """
 

@@ -5,7 +5,7 @@ which their gradients are summed, the same share in the gradient norm and the sa
 collectives and to the optimizer. Parameters lie in the order in which backward completes their gradients.
 
 ZeRO (Rajbhandari et al. 2020): from stage 2 on a group's `grad`, in stage 3 its `data` too, are only this rank's piece of every bucket,
-one after the other; a bucket then belongs to one set of layers, whose weights `run.gathered` makes whole while one of them runs. Left
+one after the other; a bucket then belongs to one set of layers, whose weights `residency/gathered` makes whole while one of them runs. Left
 whole, as in stage 1, is what other ranks of the pipeline have too (tied embeddings, replicas of a stage), since those reach it at
 other times; so is what does not train, and what the model writes itself.
 """

@@ -1,6 +1,6 @@
 """What a program's actions do with what a rank holds: weights come and go, what was saved moves to the host, or is dropped and made again.
 
-In: an executor and one action. Out: what `run.dispatch` runs. A forward whose result is dropped keeps nothing to begin with.
+In: an executor and one action. Out: what `run/step/dispatch` runs. A forward whose result is dropped keeps nothing to begin with.
 
 Not modelled: running a stage again that reads a buffer which is written while the model runs; it would read what came later.
 """

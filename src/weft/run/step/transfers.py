@@ -41,7 +41,7 @@ Arriving = Callable[[], list[Tensor]]  # waits for a message's tensors
 
 
 class Between(Protocol):
-    """Messages to and from stages that arrange their ranks differently: `run.resharded.Resharded`."""
+    """Messages to and from stages that arrange their ranks differently: `run/step/resharded.Resharded`."""
 
     def differ(self, value: Value) -> bool: ...
 
