@@ -350,18 +350,7 @@ def verify(  # noqa: PLR0913
     torch.manual_seed(seed)
     source = Traced.of(make)
     actions = None if schedule is None else (Path(schedule).name, read_actions(schedule))
-
-    def plan_of(wanted: Layout | Plan | str | Path) -> Plan:
-        if isinstance(wanted, Path) or (isinstance(wanted, str) and wanted.endswith(".toml")):
-            wanted = read_plan(wanted)
-        layout = wanted.layout if isinstance(wanted, Plan) else Layout.parse(wanted) if isinstance(wanted, str) else wanted
-        layout = layout.with_schedule(*actions) if actions is not None else layout
-        layout.check_runs()
-        if not isinstance(wanted, Plan):
-            wanted = _planned(subject, any_cluster(), replace(layout, precision="float32"), source=source)
-        return replace(wanted, layout=replace(layout, precision=dtype))
-
-    plans = [plan_of(wanted) for wanted in asked]  # all of them before any rank starts
+    plans = [_verified(wanted, subject, source, actions, dtype) for wanted in asked]  # all of them before any rank starts
     torch.random.set_rng_state(state)
     results = [
         verify_plan(
@@ -371,6 +360,20 @@ def verify(  # noqa: PLR0913
         for one in plans
     ]  # fmt: skip
     return results[0] if asked is not layout else Verification.together(results)
+
+
+def _verified(
+    wanted: Layout | Plan | str | Path, subject: Subject, source: Source, actions: tuple[str, str] | None, dtype: str
+) -> Plan:
+    """The plan that is verified, of a layout in any of its forms. `actions`: (name, text) of a schedule in place of the layout's."""
+    if isinstance(wanted, Path) or (isinstance(wanted, str) and wanted.endswith(".toml")):
+        wanted = read_plan(wanted)
+    layout = wanted.layout if isinstance(wanted, Plan) else Layout.parse(wanted) if isinstance(wanted, str) else wanted
+    layout = layout.with_schedule(*actions) if actions is not None else layout
+    layout.check_runs()
+    if not isinstance(wanted, Plan):
+        wanted = _planned(subject, any_cluster(), replace(layout, precision="float32"), source=source)
+    return replace(wanted, layout=replace(layout, precision=dtype))
 
 
 def simulate(

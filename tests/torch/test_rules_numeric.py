@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from weft.lower.special import BY_WORD
 from weft.ops import RECORDS, Rule, rule_of
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]
@@ -521,6 +522,10 @@ WRONG: list[tuple[str, Callable[[], Case], Rule]] = [
     ("halves of glu", lambda: case("glu.default", real(4, 8), -1), Rule((("a", "b"),), (("a", "b"),))),
     ("concatenated", lambda: case("cat.default", [real(4, 2), real(4, 6)], 1), Rule((("a", "b"), ("a", "b")), (("a", "b"),))),
 ]  # fmt: skip
+
+
+def test_every_word_for_lowering_has_a_way_and_every_way_a_word() -> None:
+    assert {record.lowering for record in RECORDS.values()} - {""} == set(BY_WORD)
 
 
 @pytest.mark.parametrize(("make", "wrong"), [(m, r) for _, m, r in WRONG], ids=[name for name, *_ in WRONG])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from weft.cli import options
-from weft.cli.output import output
+from weft.cli.output import Output, output
 from weft.errors import Infeasible, UsageError
 from weft.report.tables import Table, memory_table, parts_table
 from weft.units import format_bytes, format_count, format_flops, format_percent, parse_count
@@ -25,6 +26,9 @@ BATCH_TOKENS = ((2e9, 5e5), (1e10, 2e6), (float("inf"), 4e6))
 BATCH_IMAGES = 1024
 YEAR_S = 365.25 * 86400
 FASTEST = ("bfloat16", "float16", "float32")
+_TOKENS = "Tokens to train on: 300e9 or 300B; by default 20 a parameter."
+_EPOCHS = "Passes over ImageNet-1k, for models of images."
+_GPUS = "This many of the devices only."
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,18 +43,11 @@ class Work:
 def estimate(  # noqa: PLR0913
     model: options.Model,
     cluster: options.ClusterText = "here",
-    tokens: Annotated[
-        str | None,
-        typer.Option("--tokens", metavar="N", help="Tokens to train on: 300e9 or 300B; by default 20 a parameter.", show_default=False),
-    ] = None,
-    epochs: Annotated[
-        float | None, typer.Option("--epochs", metavar="N", help="Passes over ImageNet-1k, for models of images.", show_default=False)
-    ] = None,
+    tokens: Annotated[str | None, typer.Option("--tokens", metavar="N", help=_TOKENS, show_default=False)] = None,
+    epochs: Annotated[float | None, typer.Option("--epochs", metavar="N", help=_EPOCHS, show_default=False)] = None,
     batch: options.Batch = None,
     sequence: options.Sequence = None,
-    gpus: Annotated[
-        int | None, typer.Option("--gpus", min=1, metavar="N", help="This many of the devices only.", show_default=False)
-    ] = None,
+    gpus: Annotated[int | None, typer.Option("--gpus", min=1, metavar="N", help=_GPUS, show_default=False)] = None,
     constrain: options.Constraints = None,
     as_json: options.Json = False,
 ) -> None:
@@ -68,7 +65,7 @@ def estimate(  # noqa: PLR0913
         from weft.cli.setting import Setting, named
         from weft.cli.subject import load_cluster, load_model
         from weft.cluster.resize import resized
-        from weft.report.economy import bill, format_kwh, format_usd, machines_used, power_w, unit_of, usd_per_hour
+        from weft.report.economy import unit_of
         from weft.solve.space import parse_constraints
 
         parse_constraints(" ".join(constrain or ()))  # what contradicts itself is not a question of memory
@@ -82,86 +79,107 @@ def estimate(  # noqa: PLR0913
         setting = first if size == first.batch_size else first.changed(batch_size=size)
         work = work_of(tokens, epochs, unit, first.graph.num_parameters)
         flops = _flops(setting, work)
-        assumptions = [a for a in (work.assumption, assumed_batch) if a]
-        plan, refused = None, ""
         with out.working(f"planning {model} on {machines.name}"):
-            try:
-                plan = setting.plan(constrain or ())
-            except Infeasible as error:
-                refused = str(error)
-        rows = [
+            plan, refused = _plan_or_why_not(setting, constrain or ())
+        fits = plan is not None and plan.prediction is not None
+        found = _planned(plan, setting, work) if plan is not None and fits else _arithmetic(setting, flops, plan, refused)
+        assumptions = [a for a in (work.assumption, assumed_batch) if a] + found.assumptions
+        assumptions.append("no failures, restarts, evaluations or waiting for data")
+        rows = (
             ("model", f"{model}, {format_count(first.graph.num_parameters)} parameters"),
             ("machines", f"{machines.name}: {machines.num_devices} x {machines.device.name}"),
             ("work", f"{work.words}; {flops:.3g} FLOP"),
-        ]
-        if plan is None or plan.prediction is None:
-            seconds, said = compute_bound(setting, flops)
-            assumptions.append(said)
-            rows += [
-                ("fits", f"no: {refused}" if refused else "not known: the model could not be captured"),
-                ("arithmetic alone", long(seconds)),
-            ]
-            usd, watts = machines.price_per_hour, machines.power_w
-            money = usd * seconds / 3600 if usd else None
-            energy = watts * seconds / 3.6e6 if watts else None
-            note = "as if memory were endless and nothing but matrix products took time"
-        else:
-            p = plan.prediction
-            cost = bill(machines, plan.layout, p, size, work.samples)
-            seconds, money, energy = cost.seconds, cost.usd, cost.kwh
-            used, there = machines_used(machines, plan.layout)
-            rows += [
-                ("layout", str(plan.layout)),
-                ("time to train", f"{long(seconds)}, {work.samples / size:,.0f} steps of {p.step_time_s:.3g} s"),
-                ("MFU", format_percent(p.mfu)),
-                (
-                    "memory",
-                    f"{format_bytes(p.memory.total)} of {format_bytes(machines.memory_of(plan.layout.num_ranks))} on the fullest device",
-                ),
-            ]
-            if used < there:
-                assumptions.append(f"{used} of {there} machines are used, and only these are paid for")
-            note = ""
-            assumptions += _assumptions(plan, setting)
-        rows += [
-            ("money", format_usd(money) or "price not known"),
-            ("energy", f"{format_kwh(energy)} kWh" if energy else "power not known"),
-        ]
-        if money:
-            layout = plan.layout if plan is not None else None
-            price = usd_per_hour(machines, layout) if layout is not None else machines.price_per_hour
-            assumptions.append(f"${price:,.2f} an hour: list price on demand in the catalogue, no discounts")
-        if energy:
-            watts = power_w(machines, plan.layout) if plan is not None else machines.power_w
-            assumptions.append(f"{watts / 1000:,.4g} kW all the time: the machines' highest power, cooling and network besides not counted")
-        assumptions.append("no failures, restarts, evaluations or waiting for data")
-        out.table(Table("Estimate", ("", ""), tuple(rows), note=note))
-        if plan is not None and plan.prediction is not None:
-            out.table(memory_table(plan.prediction.memory))
-            out.table(parts_table(plan.prediction))
-        out.table(Table("Assumed", ("",), tuple((a,) for a in assumptions)))
+            *found.rows,
+        )
+        _show(out, rows, plan, found, assumptions)
         out.answer(
             {
-                "model": model,
-                "cluster": machines.name,
-                "num_devices": machines.num_devices,
-                "fits": plan is not None and plan.prediction is not None,
-                "reason": refused,
-                "layout": str(plan.layout) if plan is not None else None,
-                "batch_size": size,
-                "samples": work.samples,
-                "tokens": work.samples * unit.tokens_per_sample or None,
-                "flops": flops,
-                "time_s": seconds,
-                "usd": money,
-                "kwh": energy,
-                "memory_bytes": _memory(plan),
-                "step_time_s": plan.prediction.step_time_s if plan is not None and plan.prediction is not None else None,
-                "step_time_parts_s": dict(plan.prediction.parts) if plan is not None and plan.prediction is not None else None,
-                "mfu": plan.prediction.mfu if plan is not None and plan.prediction is not None else None,
-                "assumptions": assumptions,
+                "model": model, "cluster": machines.name, "num_devices": machines.num_devices, "fits": fits, "reason": refused,
+                "layout": str(plan.layout) if plan is not None else None, "batch_size": size, "samples": work.samples,
+                "tokens": work.samples * unit.tokens_per_sample or None, "flops": flops, "time_s": found.seconds, "usd": found.usd,
+                "kwh": found.kwh, **_predicted(plan), "assumptions": assumptions,
             }
-        )
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What training takes; `usd` and `kwh` are None where price or power are not known."""
+
+    seconds: float
+    usd: float | None
+    kwh: float | None
+    rows: list[tuple[str, str]]
+    assumptions: list[str]
+    note: str = ""
+
+
+def _arithmetic(setting: Setting, flops: float, plan: Plan | None, refused: str) -> _Found:
+    """The arithmetic alone, of a model that does not fit, or that is no graph and has a plan without a prediction."""
+    from weft.report.economy import power_w, usd_per_hour
+
+    machines = setting.cluster
+    seconds, said = compute_bound(setting, flops)
+    rows = [
+        ("fits", f"no: {refused}" if refused else "not known: the model could not be captured"),
+        ("arithmetic alone", long(seconds)),
+    ]
+    usd = machines.price_per_hour * seconds / 3600 if machines.price_per_hour else None
+    kwh = machines.power_w * seconds / 3.6e6 if machines.power_w else None
+    price = machines.price_per_hour if plan is None else usd_per_hour(machines, plan.layout)
+    paid = _paid(usd, price, kwh, machines.power_w if plan is None else power_w(machines, plan.layout))
+    return _Found(seconds, usd, kwh, rows, [said, *paid], "as if memory were endless and nothing but matrix products took time")
+
+
+def _planned(plan: Plan, setting: Setting, work: Work) -> _Found:
+    """Training by a plan."""
+    from weft.report.economy import bill, machines_used, power_w, usd_per_hour
+
+    machines, p, size = setting.cluster, plan.prediction, setting.batch_size
+    assert p is not None
+    cost = bill(machines, plan.layout, p, size, work.samples)
+    used, there = machines_used(machines, plan.layout)
+    have = format_bytes(machines.memory_of(plan.layout.num_ranks))
+    rows = [
+        ("layout", str(plan.layout)),
+        ("time to train", f"{long(cost.seconds)}, {work.samples / size:,.0f} steps of {p.step_time_s:.3g} s"),
+        ("MFU", format_percent(p.mfu)),
+        ("memory", f"{format_bytes(p.memory.total)} of {have} on the fullest device"),
+    ]
+    unused = [f"{used} of {there} machines are used, and only these are paid for"] if used < there else []
+    paid = _paid(cost.usd, usd_per_hour(machines, plan.layout), cost.kwh, power_w(machines, plan.layout))
+    return _Found(cost.seconds, cost.usd, cost.kwh, rows, [*unused, *_assumptions(plan, setting), *paid])
+
+
+def _plan_or_why_not(setting: Setting, constraints: Sequence[str]) -> tuple[Plan | None, str]:
+    try:
+        return setting.plan(constraints), ""
+    except Infeasible as error:
+        return None, str(error)
+
+
+def _show(out: Output, rows: tuple[tuple[str, str], ...], plan: Plan | None, found: _Found, assumptions: list[str]) -> None:
+    from weft.report.economy import format_kwh, format_usd
+
+    paid = (
+        ("money", format_usd(found.usd) or "price not known"),
+        ("energy", f"{format_kwh(found.kwh)} kWh" if found.kwh else "power not known"),
+    )
+    out.table(Table("Estimate", ("", ""), (*rows, *paid), note=found.note))
+    if plan is not None and plan.prediction is not None:
+        out.table(memory_table(plan.prediction.memory))
+        out.table(parts_table(plan.prediction))
+    out.table(Table("Assumed", ("",), tuple((a,) for a in assumptions)))
+
+
+def _paid(usd: float | None, price: float | None, kwh: float | None, watts: float | None) -> list[str]:
+    """What money and energy assume, where they are known."""
+    said = []
+    if usd:
+        said.append(f"${price:,.2f} an hour: list price on demand in the catalogue, no discounts")
+    if kwh and watts:
+        said.append(f"{watts / 1000:,.4g} kW all the time: the machines' highest power, cooling and network besides not counted")
+    return said
 
 
 def work_of(tokens: str | None, epochs: float | None, unit: Unit, num_parameters: int) -> Work:
@@ -239,10 +257,16 @@ def _assumptions(plan: Plan, setting: Setting) -> list[str]:
     ]
 
 
-def _memory(plan: Plan | None) -> dict[str, float] | None:
+def _predicted(plan: Plan | None) -> dict[str, object]:
+    """What is predicted of a step, None each without a plan."""
     from weft.report.tables import PARTS
 
     if plan is None or plan.prediction is None:
-        return None
-    memory = plan.prediction.memory
-    return {name: getattr(memory, name) for name in PARTS} | {"total": memory.total}
+        return dict.fromkeys(("memory_bytes", "step_time_s", "step_time_parts_s", "mfu"))
+    p = plan.prediction
+    return {
+        "memory_bytes": {name: getattr(p.memory, name) for name in PARTS} | {"total": p.memory.total},
+        "step_time_s": p.step_time_s,
+        "step_time_parts_s": dict(p.parts),
+        "mfu": p.mfu,
+    }

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from weft.cli import options
-from weft.cli.output import output
+from weft.cli.output import Output, output
 from weft.plan.bound import bound_words
 from weft.report.tables import reasons_table, refusal_words, summary_table
 from weft.units import format_seconds
@@ -39,11 +39,9 @@ def explain(
       weft explain plan.toml
     """
     with output(as_json) as out:
-        from weft.cli.changes import neighbours
         from weft.cli.setting import setting_of
         from weft.cli.variants import record, variants_table
         from weft.plan.store import read_plan
-        from weft.report.placements import placements, placements_table
 
         plan = read_plan(file)
         setting = setting_of(plan, file, out, cluster, sequence)
@@ -59,19 +57,7 @@ def explain(
         out.table(reasons_table(plan))
         said = _found(plan)
         out.text(said + "\n")
-        others: list[Variant] = []
-        placed: tuple[Placed, ...] = ()
-        if not brief:
-            with out.working("pricing other choices"):
-                tries = neighbours(plan, setting.cluster.num_devices, runs=setting.cluster.runs_plans)
-                others = [setting.price(layout, plan, name, _moved(plan, layout, name)) for name, layout in tries]
-                others = [v for v in others if v.prediction is not None]
-                sharding = setting.sharding(plan)
-                placed = placements(setting.graph, sharding)
-            out.table(variants_table("What another choice would cost", "choice", [base, *others], base, with_layout=False))
-            table = placements_table(placed, sharding.sizes)
-            if table.rows:
-                out.table(table)
+        others, placed = ([], ()) if brief else _beyond(plan, setting, base, out)
         out.answer(
             {
                 **record(base),
@@ -85,6 +71,25 @@ def explain(
                 "placements": [asdict(p) for p in placed],
             }
         )
+
+
+def _beyond(plan: Plan, setting: Setting, base: Variant, out: Output) -> tuple[list[Variant], tuple[Placed, ...]]:
+    """What the plan's file does not say, shown: other choices, priced, and placements."""
+    from weft.cli.changes import neighbours
+    from weft.cli.variants import variants_table
+    from weft.report.placements import placements, placements_table
+
+    with out.working("pricing other choices"):
+        tries = neighbours(plan, setting.cluster.num_devices, runs=setting.cluster.runs_plans)
+        others = [setting.price(layout, plan, name, _moved(plan, layout, name)) for name, layout in tries]
+        others = [v for v in others if v.prediction is not None]
+        sharding = setting.sharding(plan)
+        placed = placements(setting.graph, sharding)
+    out.table(variants_table("What another choice would cost", "choice", [base, *others], base, with_layout=False))
+    table = placements_table(placed, sharding.sizes)
+    if table.rows:
+        out.table(table)
+    return others, placed
 
 
 def candidates(plan: Plan, setting: Setting, base: Variant, most: int) -> list[Variant]:

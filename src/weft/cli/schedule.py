@@ -49,7 +49,6 @@ def schedule(
     """
     with output(as_json) as out, uncollected():
         from weft.plan.custom import is_file
-        from weft.plan.sizes import SCHEDULES, chunks_of
         from weft.schedules.refuted import prove
         from weft.simulate.summary import Times, summarize
 
@@ -60,20 +59,10 @@ def schedule(
             options_of_names = (("--stages", stages), ("--microbatches", microbatches), ("--chunks", chunks))
             if given := [option for option, value in options_of_names if value is not None]:
                 raise UsageError(f"{name} is a file, which says its sizes itself; leave {' and '.join(given)} out")
-            from weft.cli.check import read_program
-
-            program, written = read_program(Path(name))
-            if not program.num_stages:
-                raise UsageError(f"{name} has no computes, so it is no schedule; weft check proves collectives")
-            each = program.num_stages // program.num_ranks if program.num_stages % program.num_ranks == 0 else 1
+            program, written, each = _of_file(name)
         else:
-            if stages is None or microbatches is None:
-                missing = " and ".join(o for o, v in (("--stages", stages), ("--microbatches", microbatches)) if v is None)
-                raise UsageError(f"{name} needs {missing}; for example weft schedule {name} --stages 4 --microbatches 8")
-            each = chunks_of(name, chunks or 2)
-            if chunks not in (None, each) and name in SCHEDULES:
-                raise UsageError(f"{name} has {each} stage{'s' * (each > 1)} a rank, not {chunks}; use interleaved, or leave --chunks out")
-            program = written = build_of(name, stages, microbatches, each)
+            program, each = _of_name(name, stages, microbatches, chunks)
+            written = program
         try:
             prove(program, written=written)
         except ProgramError as error:
@@ -87,6 +76,29 @@ def schedule(
             _write(program, found, target)
             out.message(f"written to {target}")
         out.answer(record(program, found))
+
+
+def _of_file(name: str) -> tuple[Program, Program, int]:
+    """(program, as it was written, stages of each rank) of a file."""
+    from weft.cli.check import read_program
+
+    program, written = read_program(Path(name))
+    if not program.num_stages:
+        raise UsageError(f"{name} has no computes, so it is no schedule; weft check proves collectives")
+    return program, written, program.num_stages // program.num_ranks if program.num_stages % program.num_ranks == 0 else 1
+
+
+def _of_name(name: str, stages: int | None, microbatches: int | None, chunks: int | None) -> tuple[Program, int]:
+    """(program, stages of each rank) of a schedule by name."""
+    from weft.plan.sizes import SCHEDULES, chunks_of
+
+    if stages is None or microbatches is None:
+        missing = " and ".join(o for o, v in (("--stages", stages), ("--microbatches", microbatches)) if v is None)
+        raise UsageError(f"{name} needs {missing}; for example weft schedule {name} --stages 4 --microbatches 8")
+    each = chunks_of(name, chunks or 2)
+    if chunks not in (None, each) and name in SCHEDULES:
+        raise UsageError(f"{name} has {each} stage{'s' * (each > 1)} a rank, not {chunks}; use interleaved, or leave --chunks out")
+    return build_of(name, stages, microbatches, each), each
 
 
 _MOST = 200_000  # forwards of one schedule: more take minutes and gigabytes

@@ -19,6 +19,7 @@ from weft.report.tables import Table, measured_memory_table
 
 if TYPE_CHECKING:
     from weft.plan.layout import Layout
+    from weft.plan.plan import Plan
     from weft.run.proof.verification import Verification
 
 _SCHEDULE = "A schedule of your own: the same as schedule=FILE in the layout."
@@ -61,15 +62,9 @@ def verify(  # noqa: PLR0913
     with output(as_json) as out:
         from weft import api
         from weft.cli.subject import load_model
-        from weft.plan.store import read_plan
 
-        plan = None
-        if model.endswith(".toml"):
-            if layout or schedule:
-                raise UsageError(f"{model} is a plan, which has a layout of its own; leave --layout and --schedule out, or plan again")
-            plan = read_plan(model)
-            if batch not in (None, plan.batch_size):
-                raise UsageError(f"{model} is a plan for {plan.batch_size} samples; leave --batch {batch} out, or plan again")
+        plan = _plan_of(model, batch, layout, schedule) if model.endswith(".toml") else None
+        if plan is not None:
             layouts, batch = [plan.layout], plan.batch_size
         else:
             layouts = [_with_schedule(text, schedule) for text in layout or [f"data={ranks or 1}"]]
@@ -93,6 +88,18 @@ def verify(  # noqa: PLR0913
         if not found.ok:
             out.message(f"the parallel run differs from the serial one above the tolerance, first in {found.first_difference}")
             raise typer.Exit(VerifyError.exit_code)
+
+
+def _plan_of(file: str, batch: int | None, layout: list[str] | None, schedule: Path | None) -> Plan:
+    """The plan in a file, which says itself what else would be asked for."""
+    from weft.plan.store import read_plan
+
+    if layout or schedule:
+        raise UsageError(f"{file} is a plan, which has a layout of its own; leave --layout and --schedule out, or plan again")
+    plan = read_plan(file)
+    if batch not in (None, plan.batch_size):
+        raise UsageError(f"{file} is a plan for {plan.batch_size} samples; leave --batch {batch} out, or plan again")
+    return plan
 
 
 def _with_schedule(text: str, schedule: Path | None) -> Layout:

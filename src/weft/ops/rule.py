@@ -79,12 +79,8 @@ def parse(text: str, inputs: Sequence[tuple[int, ...] | None], outputs: Sequence
     for entry, shape in zip(entries_in, inputs, strict=False):
         if shape is None:
             continue
-        if entry == ["_"]:
-            rows.append(None)
-            shapes.append(())
-            continue
-        row = labels(entry, shape)
-        if row is None:
+        row = None if entry == ["_"] else labels(entry, shape)
+        if row is None and entry != ["_"]:
             return None
         rows.append(row)
         shapes.append(shape)

@@ -123,15 +123,7 @@ def _run(
         torch.set_num_threads(task.threads)
         if products.PRODUCTS in os.environ:
             products.apply(os.environ[products.PRODUCTS])
-        if inherited is None:
-            os.chdir(task.cwd)
-            sys.path[:] = task.sys_path
-            os.environ[IMPORTING] = "1"
-            function = _found(*task.function)
-            del os.environ[IMPORTING]
-            arguments = message.load((folder / "arguments").read_bytes())
-        else:
-            function, arguments = inherited
+        function, arguments = _sent(task, folder) if inherited is None else inherited
         store = private.file_store(str(folder / "store"), task.num_ranks) if task.num_ranks > 1 else None
         world = World(
             rank,
@@ -164,6 +156,16 @@ def _run(
     finally:
         _flush()
         os._exit(code)
+
+
+def _sent(task: Task, folder: Path) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The function that the task names, found as its launcher would, and the arguments that lie in the task's folder."""
+    os.chdir(task.cwd)
+    sys.path[:] = task.sys_path
+    os.environ[IMPORTING] = "1"
+    function = _found(*task.function)
+    del os.environ[IMPORTING]
+    return function, message.load((folder / "arguments").read_bytes())
 
 
 def pick_device(name: str, local_rank: int) -> torch.device:
