@@ -1,8 +1,8 @@
 """A stage's share of `Parts`: what its operators and its layers keep, whatever the batch, and what of it stays under a choice of residency.
 
 In: `Parts`, the stage's operators. Out: `Section`, which tells `Staying` for every choice of layers that are repeated or moved. A run is
-what stands in one numbered block, or between two: checkpointing and copies are by run (`run.layers`). A storage is counted once: by the
-first run that keeps it, since it is there until that one's backward is over.
+what stands in one numbered block, or between two: checkpointing and copies are by run (`run.residency.layers`). A storage is counted once:
+by the first run that keeps it, since it is there until that one's backward is over.
 """
 
 from __future__ import annotations
