@@ -1,11 +1,11 @@
 """What a stage's runs of layers hold for a moment: what an operator's backward works on and, with ZeRO, whole gradients and weights.
 
-In: operators with the bytes that each works on and keeps, and the parameters that each reads. Out: the most that is there at once. A
-run is what stands in one numbered block, or between two: `run.residency.layers` cuts stages so, and `run.state.parameters` keeps buckets
-of scattered gradients within one. Backward goes from the last operator to the first. While it is at one, what those behind it kept is gone; the run's
-bucket fills, the bucket before is scattered and this rank's piece of it arrives, and when it is full its own (`run.reduce.scattered`); in stage 3
-the run's weights are whole, and those of the run that comes next are on their way; a run into which no gradient goes further (look-ups)
-keeps its own until backward is over (`run.residency.gathered`).
+In: operators with the bytes that each works on and keeps, and the parameters that each reads. Out: the most that is there at once. A run
+is what stands in one numbered block, or between two: `run.residency.layers` cuts stages so, and `run.state.parameters` keeps buckets of
+scattered gradients within one. Backward goes from the last operator to the first. While it is at one, what those behind it kept is gone;
+the run's bucket fills, the bucket before is scattered and this rank's piece of it arrives, and when it is full its own
+(`run.reduce.scattered`); in stage 3 the run's weights are whole, and those of the run that comes next are on their way; a run into which
+no gradient goes further (look-ups) keeps its own until backward is over (`run.residency.gathered`).
 """
 
 from __future__ import annotations
