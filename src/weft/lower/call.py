@@ -127,7 +127,7 @@ class Call:
             dim, into = rule.inputs[0].index(label), rule.outputs[0].index(label)
             group = self.low.groups[axes[label]] if label in axes else None
             here = (0, made[into]) if group is None else pieces(made[into], group.size)[group.index]
-            low, high = window.needs(*here, source[dim])
+            low, high = (0, source[dim]) if group is None else window.needs(*here, source[dim])
             parts.append(Part(dim, source[dim], window, (min(max(low, 0), source[dim]), max(min(high, source[dim]), 0)), here))
         return bind(windowed, target, slides, tuple(parts))
 
