@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
 
 import weft
 from weft.errors import LayoutError
@@ -76,6 +78,39 @@ def test_broken_twin_gradients_that_are_not_summed_over_pieces(monkeypatch: pyte
     found = verified("cells", "spatial=2")
     assert not found.ok
     assert found.worst["gradients"] > 1e-3
+
+
+def _loop(net: torch.nn.Module, batch: dict[str, torch.Tensor]) -> list[float]:
+    """Losses of the user's own loop, whose loss and penalty are none of the model's."""
+    optimizer, losses = torch.optim.SGD(net.parameters(), lr=0.1), []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(net(batch["x"]), batch["y"]) + 1e-3 * sum(p.square().sum() for p in net.parameters())
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def _segments() -> torch.nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(2, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 3, 3, padding=1)]
+    return nn.Sequential(*layers).double()
+
+
+def _in_a_loop(world: World, layout: str, batch: dict[str, torch.Tensor]) -> list[float]:
+    with weft.auto_parallelize(batch=(batch["x"],), plan=f"{layout} precision=float64", world=world):
+        net = _segments()
+    return _loop(net, batch)
+
+
+def test_a_loop_of_ones_own_on_pieces_equals_serial() -> None:
+    """The model hands out whole images; what the loop makes of them and of weights is right on every rank."""
+    generator = torch.Generator().manual_seed(1)
+    batch = {"x": torch.randn(3, 2, 13, 9, generator=generator).double(), "y": torch.randint(3, (3, 13, 9), generator=generator)}
+    want = _loop(_segments(), batch)
+    for layout, ranks in (("spatial=2", 2), ("spatial=1x3", 3)):
+        assert launch(_in_a_loop, ranks, layout, batch, show=False) == [pytest.approx(want, rel=1e-12)] * ranks
 
 
 SIZE = 23
