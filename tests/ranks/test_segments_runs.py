@@ -55,7 +55,7 @@ def test_segments_equal_serial(name: str, layout: str) -> None:
 def _run(world: World, name: str, words: str) -> tuple[list[int], float]:
     """On this rank: operators of each unit that runs again, and the most bytes of activations."""
     subject = of(name)
-    engine = Engine(subject.plan(Layout.parse(words)), subject.make, subject.batch, subject.loss, world, seed=0, source=subject.source)
+    engine = Engine(subject.plan(Layout.parse(words)), subject.source, subject.batch, subject.loss, world, seed=0)
     engine.forward_backward(subject.batch)
     modules = [m for runner in engine._executor.runners.values() for m in runner.local.module.modules()]
     peak = engine.peak_memory()
