@@ -67,6 +67,7 @@ CASES = (
     Case("t5-tiny", "data=2 tensor=2 sequence_parallel=on", "dear links"),
     Case("moe-tiny", "data=2 tensor=2 sample_parallel=on"),
     Case("resnet-tiny", "data=2 tensor=2"),
+    Case("resnet-tiny", "data=2 spatial=2"),
     Case("resnet-tiny", "pipeline=2 microbatches=2 schedule=chimera"),
     Case(f"{ODD}:norms", "data=2"),
     Case(f"{ODD}:statistics", "data=2 tensor=2"),

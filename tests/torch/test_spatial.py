@@ -143,6 +143,14 @@ def test_every_operator_that_slides_windows_is_cut() -> None:
         assert not check(one, (3,), axis)
 
 
+def test_one_window_is_not_divided() -> None:
+    """A window as large as the image, and an image of one entry."""
+    for size, window, padding in ((3, 3, [0, 1]), (2, 3, [1, 1]), (1, 1, [0, 1])):
+        made = case("conv2d.default", real(2, 2, size, 6), real(4, 2, window, 3), None, [2, 1], padding)
+        assert choices(made, 2, "height") == [] or not check(made, (2,), "height")
+        assert not check(made, (2,), "width")
+
+
 @pytest.mark.parametrize(
     "window", [Sliding(3, 1, 1, 1), Sliding(5, 2, 2, 4), Sliding(2, 3), Spreading(3, 2, 1, 1), Spreading(4, 3), Resample(1, 0.4)]
 )

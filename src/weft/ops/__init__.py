@@ -57,7 +57,9 @@ def rule_of(op: Operator, tensors: Mapping[str, Tensor]) -> Rule | None:
     record = record_of(op)
     rule = op.function.rule if op.function is not None else _rule_of(op, record, tensors)
     if rule is not None and HALO in rule.kernels.values():
-        slides = windows_of(op, tensors)
+        # Of one window, or of windows over one entry, there is nothing to divide.
+        read, made = ({x for row in rows for x in row or ()} for rows in (rule.inputs, rule.outputs))
+        slides = read & made & set(windows_of(op, tensors))
         rule = only(rule, {x for x in rule.labels if rule.kernels.get(x) != HALO or x in slides})
     spoken = rule is not None and len(rule.inputs) == len(op.inputs) and len(rule.outputs) == len(op.outputs)
     return rule if spoken else None
