@@ -19,14 +19,9 @@ from weft.world.world import Group
 
 
 class Part(Tensor):
-    """A part that knows which `groups` hold the others, along which dimensions (`cuts`); `run/loop/cut` says the rest."""
+    """A part of what `whole` says: which `groups` hold the other parts, along which dimensions (`cuts`); see `run/loop/cut`."""
 
     whole: Any
-
-    @staticmethod
-    def like(x: Tensor, part: Any) -> Tensor:
-        """`x` as a part of what `part` is of."""
-        raise NotImplementedError
 
 
 class _Summed(torch.autograd.Function):
@@ -166,13 +161,13 @@ def _grad(func: Any, *args: Any, **kwargs: Any) -> Any:
     given = [inputs] if isinstance(inputs, Tensor) else list(inputs)
     with private.as_plain():
         found = func(*args, **kwargs)
-    return tuple(x.like(g, x) if isinstance(x, Part) and g is not None else g for g, x in zip(found, given, strict=True))
+    return tuple(x.whole.of(g) if isinstance(x, Part) and g is not None else g for g, x in zip(found, given, strict=True))
 
 
 def _hook(func: Any, x: Any, hook: Callable[[Tensor], Any]) -> Any:
     """A hook sees a part's gradient as a part."""
     with private.as_plain():
-        return func(x, lambda grad: hook(x.like(grad, x)))
+        return func(x, lambda grad: hook(x.whole.of(grad)))
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {

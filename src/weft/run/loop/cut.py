@@ -55,6 +55,10 @@ class Whole:
             first[dim] += start
         return tuple(first)
 
+    def of(self, x: Tensor) -> Cut:
+        """`x` as this rank's part of it: a gradient."""
+        return Cut.of(x, self)
+
     @cached_property
     def part(self) -> tuple[int, ...]:
         """The shape of this rank's part."""
@@ -77,11 +81,6 @@ class Cut(combined.Part):
         made = part.as_subclass(cls)
         made.whole = whole
         return made
-
-    @staticmethod
-    def like(x: Tensor, part: Cut) -> Cut:
-        """`x` as a part of what `part` is of."""
-        return Cut.of(x, part.whole)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
