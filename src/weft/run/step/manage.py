@@ -62,25 +62,21 @@ def forwarding(executor: Executor, action: Compute) -> Forward:
 
 
 def offload(executor: Executor, action: Manage, step: int) -> Run:
-    saved, host = _places(executor, action, "saved", "host")
-
-    def run(running: Running) -> None:
-        kept: Kept = running.held[saved]
-        assert kept.moved is not None
-        executor.host.out(kept.moved)
-        running.held[host] = kept
-
-    return run
+    return _moving(executor.host.out, *_places(executor, action, "saved", "host"))
 
 
 def load(executor: Executor, action: Manage, step: int) -> Run:
-    saved, host = _places(executor, action, "saved", "host")
+    return _moving(executor.host.back, *_places(executor, action, "host", "saved"))
+
+
+def _moving(move: Callable[[Any], object], source: int, target: int) -> Run:
+    """What is kept goes from one place to another, and is held there."""
 
     def run(running: Running) -> None:
-        kept: Kept = running.held[host]
+        kept: Kept = running.held[source]
         assert kept.moved is not None
-        executor.host.back(kept.moved)
-        running.held[saved] = kept
+        move(kept.moved)
+        running.held[target] = kept
 
     return run
 
