@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from math import prod
 
-from weft.errors import LayoutError
+from weft.plan.grid import AXES, NESTED, PLAIN, counts
 
 SAMPLES, FEATURES, OUTERMOST, PLANES, HEIGHT, WIDTH = "samples", "features", "outermost", "planes", "height", "width"
 POSITIONS = (PLANES, HEIGHT, WIDTH)  # outermost first
@@ -55,8 +55,7 @@ _ROWS = (
     Axis(DATA, frozenset({SAMPLES})),
     Axis("spatial", frozenset({OUTERMOST})),
     *(Axis(kind, frozenset({kind})) for kind in POSITIONS),
-    *(Axis(name, frozenset({FEATURES})) for name in ("tensor", "rows", "columns")),
-    Axis("depth", frozenset({FEATURES}), again=True),
+    *(Axis(name, frozenset({FEATURES}), again=name == NESTED) for name in (PLAIN, *AXES)),
 )
 TABLE = {row.name: row for row in _ROWS}
 
@@ -88,14 +87,9 @@ def parse_spatial(text: str) -> tuple[tuple[str, int], ...]:
     Raises:
         LayoutError: no such text, an axis without ranks, more than three axes.
     """
-    words = text.split("x")
-    for word in words:
-        if not word.isdecimal() or len(word) > 6 or not int(word):
-            raise LayoutError(f"spatial={text}: {word!r} is not the number of ranks along an axis of the image, 1 or more; {HOW}")
-    if len(words) > len(POSITIONS):
-        raise LayoutError(f"spatial={text} has {len(words)} axes, and an image has at most {len(POSITIONS)}; {HOW}")
-    names = ("spatial",) if len(words) == 1 else POSITIONS[-len(words) :]
-    return tuple((name, int(word)) for name, word in zip(names, words, strict=True) if int(word) > 1)
+    sizes = counts("spatial", text, "an image", HOW)
+    names = ("spatial",) if len(sizes) == 1 else POSITIONS[-len(sizes) :]
+    return tuple((name, n) for name, n in zip(names, sizes, strict=True) if n > 1)
 
 
 def spatial_ranks(text: str) -> int:

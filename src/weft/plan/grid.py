@@ -12,9 +12,25 @@ from math import prod
 from weft.errors import LayoutError
 
 AXES = ("rows", "columns", "depth")  # outermost first
+MOST = len(AXES)  # axes of a grid, and of an image
 NESTED = AXES[-1]  # which may cut a piece of another axis once more
 PLAIN = "tensor"  # the axis of tensor ranks in a line
 HOW = "use a count (tensor=4), rows x columns (tensor=2x2) or rows x columns x depth (tensor=2x2x2)"
+
+
+def counts(key: str, text: str, of: str, how: str) -> list[int]:
+    """The numbers of `4` or `2x2x2`: ranks along each axis `of` what has at most three. `how` the layout's `key` is written.
+
+    Raises:
+        LayoutError: an axis without ranks, more than three axes.
+    """
+    words = text.split("x")
+    for word in words:
+        if not word.isdecimal() or len(word) > 6 or not int(word):
+            raise LayoutError(f"{key}={text}: {word!r} is not the number of ranks along an axis of {of}, 1 or more; {how}")
+    if len(words) > MOST:
+        raise LayoutError(f"{key}={text} has {len(words)} axes, and {of} has at most {MOST}; {how}")
+    return [int(word) for word in words]
 
 
 def parse_grid(text: str) -> tuple[int, ...]:
@@ -26,13 +42,7 @@ def parse_grid(text: str) -> tuple[int, ...]:
     Raises:
         LayoutError: no such text, an axis without ranks, more than three axes.
     """
-    words = text.split("x")
-    for word in words:
-        if not word.isdecimal() or len(word) > 6 or not int(word):
-            raise LayoutError(f"tensor={text}: {word!r} is not the number of ranks along an axis of a grid, 1 or more; {HOW}")
-    if len(words) > len(AXES):
-        raise LayoutError(f"tensor={text} has {len(words)} axes, and a grid has at most {len(AXES)}; {HOW}")
-    sizes = [int(word) for word in words]
+    sizes = counts(PLAIN, text, "a grid", HOW)
     while sizes and sizes[-1] == 1:
         sizes.pop()
     return tuple(sizes) if sum(n > 1 for n in sizes) > 1 else ()
