@@ -39,8 +39,7 @@ class _Redistributed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, source: Placement, target: Placement, group: Group, length: int | None) -> Tensor:
         ctx.way, ctx.group = (dual(target), dual(source)), group
-        cut = target.dim if isinstance(target, Shard | Halo) else 0
-        ctx.length = x.shape[cut] if isinstance(target, Shard) and x.dim() else length
+        ctx.length = x.shape[target.dim] if isinstance(target, Shard) else length
         return moved(x, source, target, group, length)
 
     @staticmethod

@@ -19,7 +19,7 @@ from weft.errors import LayoutError
 from weft.model.gradients import needs_gradient
 from weft.model.graph import Graph, Operator, Ref, copied_into, writes_buffer, written_buffers
 from weft.model.labels import meanings, positions
-from weft.model.sharding import Prices, collective_s, transfer_s
+from weft.model.sharding import Prices, transfer_s
 from weft.model.work import batched, differentiable, operator_bytes, operator_flops
 from weft.ops import Labels, Rule, record_of, windows_of
 from weft.ops.linear import passes, passing
@@ -226,15 +226,19 @@ class AxisProblem:
         added = bias.value if isinstance(bias, Ref) and summed else None
         if added is not None:
             makes = (R,) * len(makes)  # the kernel reduces before it adds the bias
-            seconds += collective_s("all_reduce", self._bytes(op.outputs[0]), self.n, self.prices)
+            seconds += self._summed_s(self._bytes(op.outputs[0]))
         needs = self._needs(op, rule, label, added)
         if needs is None or (record.statistics and not self._lie(op, needs)):
             return None
         if kernel == "extreme":
-            seconds += collective_s("all_reduce", self._bytes(op.outputs[0]), self.n, self.prices)
+            seconds += self._summed_s(self._bytes(op.outputs[0]))
         if kernel == "statistics":
-            seconds += 2 * collective_s("all_reduce", 16.0 * self.graph.tensors[op.inputs[0]].shape[1], self.n, self.prices)
+            seconds += 2 * self._summed_s(16.0 * self.graph.tensors[op.inputs[0]].shape[1])
         return Choice(label, needs, makes, seconds)
+
+    def _summed_s(self, size_bytes: float) -> float:
+        """Seconds of a sum over the axis that an operator's kernel makes."""
+        return transfer_s(P, R, size_bytes, self.n, self.prices)
 
     def _makes(self, op: Operator, rule: Rule, label: str) -> tuple[Placement, ...] | None:
         """The forms that an operator makes where `label` is cut; None where it cannot be."""
@@ -353,7 +357,7 @@ class AxisProblem:
             return (need, touched / self.n) if self.cuttable(value, need.dim) else None
         # Gradients are summed many in one bucket: their bytes count, a latency of their own does not.
         summed = need is D and value in self.grads
-        return R, touched + (collective_s("all_reduce", size, self.n, replace(self.prices, latency_s=0.0)) if summed else 0.0)
+        return R, touched + (transfer_s(P, R, size, self.n, replace(self.prices, latency_s=0.0)) if summed else 0.0)
 
     def start(self, value: str) -> tuple[Placement, ...] | None:
         """Forms in which a variable is there at the beginning; None for a parameter that may still lie anywhere."""

@@ -90,14 +90,6 @@ def move_collectives(source: Placement, target: Placement) -> tuple[str, str]:
     return transition(source, target).collective, transition(dual(target), dual(source)).collective
 
 
-def part_length(form: Shard | Halo, length: int, n: int, index: int | None = None) -> int:
-    """Entries that a rank of n holds of a dimension of `length`; without an index, those of a rank that has most."""
-    if isinstance(form, Shard):
-        return piece(length, n, index or 0)[1]
-    widths = [stop - start for start, stop in form.windows]
-    return max(widths) if index is None else widths[index]
-
-
 def part_of(form: Shard | Halo, length: int, n: int, index: int) -> tuple[int, int]:
     """(start, length) of what rank `index` of n holds of a dimension of `length`."""
     if isinstance(form, Shard):
@@ -106,19 +98,20 @@ def part_of(form: Shard | Halo, length: int, n: int, index: int) -> tuple[int, i
     return start, stop - start
 
 
+def part_length(form: Shard | Halo, length: int, n: int, index: int | None = None) -> int:
+    """Entries that a rank of n holds of a dimension of `length`; without an index, those of a rank that has most."""
+    if index is None and isinstance(form, Shard):
+        index = 0  # the first pieces are the longer ones
+    return max(part_of(form, length, n, i)[1] for i in (range(n) if index is None else (index,)))
+
+
 def transfer_s(source: Placement, target: Placement, size_bytes: float, n: int, prices: Prices) -> float:
-    """Seconds to bring a value of `size_bytes` (the whole) to another placement over n ranks: what a rank sends, and latency."""
+    """Seconds to bring a value of `size_bytes` (the whole) to another placement over n ranks: what a rank sends, and latency.
+
+    An all-reduce is two collectives in a row, a reduce-scatter and an all-gather: of each of these the latency is half of its.
+    """
     collective = transition(source, target).collective
     if collective in LOCAL:
         return 0.0
     latency = prices.latency_s * (1.0 if collective == "all_reduce" else 0.5)
     return sent_part(source, target, n) * size_bytes / prices.link_bytes_per_s + latency
-
-
-def collective_s(name: str, size_bytes: float, n: int, prices: Prices) -> float:
-    """Seconds of a collective of `size_bytes` (the whole tensor) over n ranks: bytes each rank sends, and latency.
-
-    An all-reduce is a reduce-scatter and an all-gather (Patarasuk and Yuan 2009), so each of these has half of its latency.
-    """
-    factor = {"": 0.0, "slice": 0.0, "pad": 0.0, "all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0 / n}[name]
-    return factor * size_bytes * (n - 1) / n / prices.link_bytes_per_s + prices.latency_s * max(0.5, factor / 2) if factor else 0.0

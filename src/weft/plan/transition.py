@@ -33,9 +33,6 @@ LOCAL = ("", "slice", "pad")  # nothing is sent
 TABLE = {
     (row.source, row.target): row
     for row in (
-        Transition(Replicate, Replicate, ""),
-        Transition(Deferred, Deferred, ""),
-        Transition(Partial, Partial, ""),
         Transition(Replicate, Deferred, ""),
         Transition(Replicate, Partial, ""),  # each has an equal share
         Transition(Deferred, Partial, ""),
