@@ -172,7 +172,7 @@ def test_the_table_pairs_collectives_with_their_duals() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("spatial=0", "spatial=0: '0' is not the number of ranks along an axis of the image"),
+        ("spatial=0", "spatial=0: '0' is not the number of ranks along an axis of an image"),
         ("spatial=2x2x2x2", "spatial=2x2x2x2 has 4 axes, and an image has at most 3"),
         ("data=2 spatial=2 staleness=1", "spatial=2 with staleness=1 is not built"),
     ],
@@ -189,6 +189,12 @@ def test_a_model_without_images_is_refused_by_name() -> None:
     line = resolve(f"{MODELS}:unet_line")
     with pytest.raises(LayoutError, match="height=2 shares images, and no window of this model slides along its height"):
         weft.plan(line.make, line.batch(4), loss=line.loss, cluster="1xcpu-2", layout="spatial=2x1")
+
+
+def test_more_ranks_than_an_image_has_entries_are_refused() -> None:
+    model = resolve(f"{MODELS}:conv_lstm")  # of 11 x 13
+    with pytest.raises(LayoutError, match="spatial=14 shares images, and no window of this model slides along any of its dimensions where"):
+        weft.plan(model.make, model.batch(4), loss=model.loss, cluster="1xcpu-2", layout="spatial=14")
 
 
 def test_a_layout_with_pieces_prints_and_parses() -> None:

@@ -117,8 +117,11 @@ def _check_axis(problem: AxisProblem) -> None:
         if v.value in fixed and not problem.cuttable(v.value, fixed[v.value]):
             raise twice_cut(v, fixed[v.value], problem.axis, problem.n)
     row, axis, n = problem.row, problem.axis, problem.n
-    if row.cuts_positions and not any(row.cuts & kinds for kinds in problem.positions.values()):
-        raise LayoutError(f"{axis}={n} shares images, and no window of this model slides along {axis_words(row)}; leave it out")
+    if row.cuts_positions and not any(row.cuts & kinds and problem.cuttable(*place) for place, kinds in problem.positions.items()):
+        raise LayoutError(
+            f"{axis}={n} shares images, and no window of this model slides along {axis_words(row)} where that has {n} entries or more; "
+            "leave it out, or use fewer ranks"
+        )
 
 
 @dataclass
