@@ -143,6 +143,12 @@ def test_every_operator_that_slides_windows_is_cut() -> None:
         assert not check(one, (3,), axis)
 
 
+def test_what_is_given_by_name_is_not_lost() -> None:
+    """The number that is padded with: nothing is divided where windows are told from arguments by position."""
+    made = case("pad.default", real(1, 2, 8, 8), [1, 1, 1, 1], value=1.5)
+    assert not check(made, (2, 3), "height")
+
+
 def test_one_window_is_not_divided() -> None:
     """A window as large as the image, and an image of one entry."""
     for size, window, padding in ((3, 3, [0, 1]), (2, 3, [1, 1]), (1, 1, [0, 1])):

@@ -23,11 +23,12 @@ from weft.model.drawn import drawn_shape
 from weft.model.graph import Arg, Operator, Ref, Word
 from weft.model.graph import Tensor as Spec
 from weft.model.pointwise import is_product, read_shapes
-from weft.ops import Rule, record_of, rule_of, windows_of
+from weft.model.sharding import part_of
+from weft.ops import Rule, record_of, windows_of
 from weft.ops.record import Op
 from weft.ops.rule import HALO
 from weft.ops.window import Resample
-from weft.plan.placement import pieces
+from weft.plan.placement import is_cut, pieces
 from weft.world.world import Group
 
 
@@ -74,7 +75,7 @@ class Call:
 
     @property
     def rule(self) -> Rule:
-        rule = rule_of(self.op, self.low.graph.tensors)
+        rule = self.low.graph.rules[self.op.name]
         assert rule is not None, self.op.name  # only an operator with a rule is ever cut
         return rule
 
@@ -127,9 +128,18 @@ class Call:
             dim, into = rule.inputs[0].index(label), rule.outputs[0].index(label)
             group = self.low.groups[axes[label]] if label in axes else None
             here = (0, made[into]) if group is None else pieces(made[into], group.size)[group.index]
-            low, high = (0, source[dim]) if group is None else window.needs(*here, source[dim])
-            parts.append(Part(dim, source[dim], window, (min(max(low, 0), source[dim]), max(min(high, source[dim]), 0)), here))
+            parts.append(Part(dim, source[dim], window, self._has(dim, axes.get(label)), here))
         return bind(windowed, target, slides, tuple(parts))
+
+    def _has(self, dim: int, axis: str | None) -> tuple[int, int]:
+        """The entries of a dimension of the first operand that this rank has where `axis` cuts it; without one, all."""
+        length = self.read(0).shape[dim]
+        if axis is None:
+            return 0, length
+        placed, group = self.low.sharding.needs[self.op.name][0][axis], self.low.groups[axis]
+        assert is_cut(placed)
+        start, count = part_of(placed, length, group.size, group.index)
+        return start, start + count
 
     def _shares(self, axis: str) -> tuple[float, ...]:
         """The part that each rank along an axis has of the entries of the label that is cut there."""

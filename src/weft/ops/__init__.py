@@ -96,7 +96,7 @@ def _given(op: Operator, text: str, tensors: Mapping[str, Tensor]) -> list[Shape
 def windows_of(op: Operator, tensors: Mapping[str, Tensor]) -> Mapping[str, Window]:
     """By label, the window that slides along it, where a piece of the input is enough to tell a piece of the output."""
     slides = record_of(op).windows
-    return {} if slides is None else slides.of(op, tensors)
+    return {} if slides is None or op.kwargs else slides.of(op, tensors)  # what is given by name is read by position here
 
 
 def by_elements(op: Operator) -> bool:

@@ -48,7 +48,7 @@ def _sliding(dims: int) -> Windows:
         kernel = tensors[op.inputs[1]].shape[2:]
         stride, dilation = numbers(op, 3, dims, 1), numbers(op, 5, dims, 1)
         word = op.args[4] if len(op.args) > 4 else 0
-        if stride is None or dilation is None or op.kwargs or len(tensors[op.inputs[0]].shape) != dims + 2:
+        if stride is None or dilation is None or len(tensors[op.inputs[0]].shape) != dims + 2:
             return {}
         before = tuple(d * (k - 1) // 2 for k, d in zip(kernel, dilation, strict=True)) if word == "same" else (0,) * dims
         before = before if isinstance(word, str) else numbers(op, 4, dims) or before
@@ -63,7 +63,7 @@ def _spreading(dims: int) -> Windows:
 
     def of(op: Operator, tensors: Tensors) -> Mapping[str, Window]:
         found = [numbers(op, position, dims, default) for position, default in ((3, 1), (7, 1), (4, 0))]
-        if None in found or op.kwargs or len(tensors[op.inputs[0]].shape) != dims + 2:
+        if None in found or len(tensors[op.inputs[0]].shape) != dims + 2:
             return {}
         rows = zip(_labels(dims), tensors[op.inputs[1]].shape[2:], *(f for f in found if f is not None), strict=True)
         return {label: Spreading(*window) for label, *window in rows}
@@ -79,7 +79,7 @@ def _pooling(dims: int, average: bool) -> Windows:
         kernel, ceil = numbers(op, 1, dims), 4 if average else 5
         stride = (numbers(op, 2, dims) if len(op.args) > 2 else None) or kernel
         dilation, before = (1,) * dims if average else numbers(op, 4, dims, 1), numbers(op, 3, dims)
-        if kernel is None or stride is None or dilation is None or before is None or op.kwargs:
+        if kernel is None or stride is None or dilation is None or before is None:
             return {}
         if len(tensors[op.inputs[0]].shape) != dims + 2 or (average and len(op.args) > ceil and op.args[ceil]):
             return {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ class Part:
     made: Range
 
 
-def windowed(target: Callable[..., Tensor], windows: Windows, parts: Sequence[Part], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def windowed(target: Callable[..., Tensor], windows: Windows, parts: Sequence[Part], x: Tensor, *args: Any) -> Tensor:
     """`target(x, *args)`, on this rank's parts: of the dimensions that are cut, and of all that are resampled."""
     kinds = {type(part.window) for part in parts}
     if kinds == {Spreading}:
@@ -77,10 +78,15 @@ def _slid(target: Callable[..., Tensor], windows: Windows, parts: Sequence[Part]
     counted = windows.counts is None or len(args) < windows.counts or args[windows.counts - 1] or any(args[windows.counts :])
     if not counted:
         for part in parts:  # where padding does not count, the divisor at the edge of the image is smaller
-            assert isinstance(part.window, Sliding)
-            counts = [part.window.kernel / part.window.inside(entry, part.size) for entry in range(*part.made)]
-            out = out * out.new_tensor(counts).view([-1 if i == part.dim else 1 for i in range(out.dim())])
+            out = out * out.new_tensor(_larger(part)).view([-1 if i == part.dim else 1 for i in range(out.dim())])
     return out
+
+
+@cache
+def _larger(part: Part) -> tuple[float, ...]:
+    """By how much the mean of each entry that is made is larger where what is padded does not count. Each step asks the same."""
+    assert isinstance(part.window, Sliding)
+    return tuple(part.window.kernel / part.window.inside(entry, part.size) for entry in range(*part.made))
 
 
 def _defaults(windows: Windows, dims: int) -> list[Any]:
@@ -118,14 +124,19 @@ def _spread(target: Callable[..., Tensor], parts: Sequence[Part], x: Tensor, *gi
 def _resampled(parts: Sequence[Part], x: Tensor) -> Tensor:
     """Each dimension by its own two taps."""
     for part in parts:
-        assert isinstance(part.window, Resample)
-        taps = [part.window.taps(entry, part.size) for entry in range(*part.made)]
-        low, high = (torch.tensor([tap[i] for tap in taps], device=x.device) - part.read[0] for i in (0, 1))
-        first = x.index_select(part.dim, low)
-        if part.window.order == 0:
+        low, high, weights = _taps(part)
+        first = x.index_select(part.dim, torch.tensor(low, device=x.device))
+        if not any(weights):  # a neighbour's value
             x = first
             continue
-        weight = torch.tensor([tap[2] for tap in taps], dtype=x.dtype, device=x.device)
-        weight = weight.view([-1 if i == part.dim else 1 for i in range(x.dim())])
-        x = first * (1 - weight) + x.index_select(part.dim, high) * weight
+        weight = x.new_tensor(weights).view([-1 if i == part.dim else 1 for i in range(x.dim())])
+        x = first * (1 - weight) + x.index_select(part.dim, torch.tensor(high, device=x.device)) * weight
     return x
+
+
+@cache
+def _taps(part: Part) -> tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]:
+    """Of each entry that is made both neighbours among those that are read, and the weight of the second. Each step asks the same."""
+    assert isinstance(part.window, Resample)
+    low, high, weights = zip(*(part.window.taps(entry, part.size) for entry in range(*part.made)), strict=True)
+    return tuple(i - part.read[0] for i in low), tuple(i - part.read[0] for i in high), weights
