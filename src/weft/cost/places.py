@@ -109,9 +109,9 @@ class Places:
 
     def _arriving(self, op: Operator, at: int, value: str) -> Stored:
         forms = self._forms(op, at)
-        moved = "".join(f" {axis}={need}" for axis, (made, need) in forms.items() if need != made and (is_cut(need) or is_cut(made)))
+        moved = "".join(f" {axis}={need}" for axis, (made, need) in forms.items() if need is not made and (is_cut(need) or is_cut(made)))
         shared = is_cut(forms.get(DATA, (R, R))[1])
-        if any(is_halo(need) for _, need in forms.values()):  # what a rank has, and what it fetched, in a tensor of its own
+        if moved and any(is_halo(need) for _, need in forms.values()):  # what a rank has, and what it fetched, in a tensor of its own
             return replace(self.own(value, self.ways_read(op, at)), root=f"{value}{moved}", shared=shared, held=False)
         if not moved or value in self.inventory.held or not self.inventory.is_cpu:
             return self.made[value]

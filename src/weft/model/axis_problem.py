@@ -25,7 +25,7 @@ from weft.ops import Labels, Rule, record_of, windows_of
 from weft.ops.linear import passes, passing
 from weft.ops.rule import HALO
 from weft.plan.axis import axis_of
-from weft.plan.placement import D, Halo, P, Placement, R, Shard, dual, halo, is_cut, is_shard, pieces
+from weft.plan.placement import D, Halo, P, Placement, R, Shard, dual, halo, is_cut, is_halo, is_shard, pieces
 from weft.plan.transition import allowed, transition
 
 GATHERED = 1 + 1 / 16  # what putting pieces together weighs where another axis of a grid is still to cut: more than what else is as cheap
@@ -91,7 +91,8 @@ class AxisProblem:
         self.spreads = sequence or samples  # whether summands may be scattered to what lies between the products
         self._moves: dict[tuple[str, Placement, Placement], float] = {}
         self.row = axis_of(axis)
-        self.meanings = meanings(graph, self.rules) if self.row.cuts_weights else None
+        self.cuts_weights, self.cuts_positions, self.uneven = self.row.cuts_weights, self.row.cuts_positions, self.row.uneven  # asked often
+        self.meanings = meanings(graph, self.rules) if self.cuts_weights else None
         if self.row.follows:
             # Every operator that can follow does, whatever its latency: that is what the axis is for.
             self.prices = replace(prices, latency_s=0.0)
@@ -101,7 +102,7 @@ class AxisProblem:
         if not ways and dim in self.taken.get(value, ()):
             return False
         size //= ways or 1
-        return size >= self.n and (size % self.n == 0 or self.row.uneven)
+        return size >= self.n and (size % self.n == 0 or self.uneven)
 
     @cached_property
     def positions(self) -> Mapping[tuple[str, int], frozenset[str]]:
@@ -110,7 +111,7 @@ class AxisProblem:
 
     def admits(self, op: Operator, rule: Rule, label: str) -> bool:
         """Whether the axis is for dimensions of this kind."""
-        if self.row.cuts_positions:
+        if self.cuts_positions:
             places = ((value, row.index(label)) for value, row in self._labelled(op, rule) if label in row)
             return any(self.row.cuts & self.positions.get(place, frozenset()) for place in places)
         if rule.kernels.get(label) == HALO:
@@ -125,6 +126,8 @@ class AxisProblem:
 
     def _divides(self, op: Operator, rule: Rule, label: str) -> bool:
         """Whether pieces of a label are pieces of each dimension that has it: of lengths that differ only where they divide all."""
+        if not self.uneven:
+            return True
         lengths = {self.graph.tensors[value].shape[row.index(label)] for value, row in self._labelled(op, rule) if label in row}
         return rule.kernels.get(label) == HALO or len(lengths) == 1 or not any(length % self.n for length in lengths)
 
@@ -207,11 +210,11 @@ class AxisProblem:
         for value, need in zip(op.inputs, choice.needs, strict=True):
             if is_cut(need):
                 have = held.get(value) or self.start(value) or ()
-                if need in have or Shard(need.dim) in have or (self.spreads and P in have):
+                if need in have or (is_halo(need) and Shard(need.dim) in have) or (self.spreads and P in have):
                     return True
-                if self.row.cuts_weights and value in self.weights and not have:
+                if self.cuts_weights and value in self.weights and not have:
                     return True
-        return self.row.cuts_weights and op.name in self.heavy
+        return self.cuts_weights and op.name in self.heavy
 
     def _cut(self, op: Operator, rule: Rule, label: str, seconds: float, summed: bool) -> Choice | None:
         """Cut `label`. `summed`: a product whose bias is added once sums its summands first; else each rank adds its share of the bias."""
@@ -370,7 +373,7 @@ class AxisProblem:
             return (R,) if dim is None else (Shard(dim),)
         for v in self.graph.inputs:
             if v.value == value:
-                if self.row.cuts_positions:
+                if self.cuts_positions:
                     shape = range(len(v.tensor.shape))
                     dims = (d for d in shape if self.row.cuts & self.positions.get((value, d), frozenset()) and self.cuttable(value, d))
                     return (R, *(Shard(d) for d in dims))  # a rank reads its piece from what it is given
