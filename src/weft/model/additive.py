@@ -1,16 +1,16 @@
 """What of a graph can be put together from parts of its batch. In: a graph of a batch. Out: how each value of a part lies to the whole's.
 
-A batch may be divided into parts that are computed one after another (microbatches). A value of a part then has a *form*, as along a mesh
-axis (`model/sharding`):
+A batch may be divided into parts that are computed one after another (microbatches). A value of a part then has a placement, as
+along a mesh axis (`plan/placement`), or none:
 
-    "R"    the same in every part: it does not depend on samples, or is counted over the whole batch before the step
-    "S2"   the part's samples lie in dimension 2
-    "P"    a summand: the parts' add up to the whole's
-    "M"    made of several samples of the part in another way, so that the whole's cannot be had from the parts'
+    Replicate  the same in every part: it does not depend on samples, or is counted over the whole batch before the step
+    Shard(2)   the part's samples lie in dimension 2
+    Partial    a summand: the parts' add up to the whole's
+    MIXED      made of several samples of the part in another way, so that the whole's cannot be had from the parts'
 
 What is a summand and follows from the batch alone (a count of targets, a sum of weights) is a *total*: it can be had of the whole batch
 before the step, and what reads it reads that. So a loss that is a sum over samples divided by such a count is a summand itself. Where a
-trained value is "M", samples are *coupled*, and microbatches change what is trained: batch norm, contrastive losses.
+trained value is mixed, samples are *coupled*, and microbatches change what is trained: batch norm, contrastive losses.
 
 Not modelled: totals that are no sums (the largest of a batch).
 """
@@ -23,6 +23,10 @@ from dataclasses import dataclass, field
 from weft.model.graph import Graph, Operator, writes_buffer, written_buffers
 from weft.ops import Rule, draws, record_of
 from weft.ops.linear import each, sums, together
+from weft.plan.placement import P, Placement, R, Shard, is_shard
+
+MIXED = None
+Form = Placement | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +66,7 @@ class Additive:
     `totals`: values that are summed over the batch before the step. `coupled`: where parts of the batch differ from the whole.
     """
 
-    forms: Mapping[str, str]
+    forms: Mapping[str, Form]
     averages: frozenset[str]
     totals: frozenset[str]
     coupled: tuple[Coupling, ...]
@@ -97,55 +101,55 @@ def _behind(graph: Graph) -> set[str]:
 class _Followed:
     graph: Graph
     part: Graph | None = None
-    forms: dict[str, str] = field(default_factory=dict)
-    even: dict[str, frozenset[int]] = field(default_factory=dict)  # of what is "R": dimensions along which it is alike everywhere
+    forms: dict[str, Form] = field(default_factory=dict)
+    even: dict[str, frozenset[int]] = field(default_factory=dict)  # of what is replicated: dimensions along which it is alike everywhere
     averages: set[str] = field(default_factory=set)
     totals: set[str] = field(default_factory=set)
     coupled: list[tuple[Operator, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.placed = {v.value: v for v in (*self.graph.parameters, *self.graph.buffers)}
-        self.forms.update({v.value: "R" for v in self.graph.variables})
-        self.forms.update({v.value: "S0" for v in self.graph.inputs if v.batched})
+        self.forms.update({v.value: R for v in self.graph.variables})
+        self.forms.update({v.value: Shard(0) for v in self.graph.inputs if v.batched})
 
     def through(self, op: Operator) -> None:
         """Tell what an operator makes."""
         forms = [self.forms[v] for v in op.inputs]
         rule = self.graph.rules[op.name]
         if writes_buffer(op, self.placed):
-            made = ["R" if all(form == "R" for form in forms) else "M"] * len(op.outputs)
-        elif all(form == "R" for form in forms):
-            made = ["R"] * len(op.outputs)
+            made: list[Form] = [R if all(form is R for form in forms) else MIXED] * len(op.outputs)
+        elif all(form is R for form in forms):
+            made = [R] * len(op.outputs)
             self._alike(op, rule)
-        elif not any(form[0] == "S" for form in forms):
+        elif not any(is_shard(form) for form in forms):
             made = self._combined(op, forms)
-        elif "M" in forms:
-            made = ["M"] * len(op.outputs)
-        elif "P" in forms:
+        elif MIXED in forms:
+            made = [MIXED] * len(op.outputs)
+        elif P in forms:
             made = self._mixed(op, "puts single samples beside what is made of all")
         else:
             made = self._rows(op, rule, forms)
         for value, form in zip(op.outputs, made, strict=True):
             free = op.name in self.graph.free and not draws(op)
-            if form == "P" and free:
+            if form is P and free:
                 self.totals.add(value)
-            self.forms[value] = "R" if form == "P" and free else self._sized(op, value) if form == "R" else form
+            self.forms[value] = R if form is P and free else self._sized(op, value) if form is R else form
 
-    def _sized(self, op: Operator, value: str) -> str:
+    def _sized(self, op: Operator, value: str) -> Form:
         """The form of what reads no sample's values: it may have a row for each sample all the same."""
         whole = self.graph.tensors[value].shape
         shape = whole if self.part is None else self.part.tensors[value].shape
         grown = [d for d, (n, m) in enumerate(zip(whole, shape, strict=True)) if n != m]
         if not grown:
-            return "R"
+            return R
         if len(grown) == 1 and grown[0] in self.even.get(value, ()):
-            return f"S{grown[0]}"
+            return Shard(grown[0])
         self.coupled.append((op, "makes something else for each number of a sample"))
-        return "M"
+        return MIXED
 
-    def _mixed(self, op: Operator, why: str) -> list[str]:
+    def _mixed(self, op: Operator, why: str) -> list[Form]:
         self.coupled.append((op, why))
-        return ["M"] * len(op.outputs)
+        return [MIXED] * len(op.outputs)
 
     def _alike(self, op: Operator, rule: Rule | None) -> None:
         """Along which dimensions of what is made of the same in every part that is alike."""
@@ -166,47 +170,47 @@ class _Followed:
                     if label and all(row.index(label) in self.even.get(v, ()) for v, row in rows if label in row)
                 )
 
-    def _combined(self, op: Operator, forms: list[str]) -> list[str]:
+    def _combined(self, op: Operator, forms: list[Form]) -> list[Form]:
         """Of summands, what is the same in every part, and what is mixed: a summand where the operator is linear."""
-        summands = [form == "P" for form in forms]
+        summands = [form is P for form in forms]
         if not any(summands):
-            return ["M"] * len(op.outputs)
+            return [MIXED] * len(op.outputs)
         floats = all(self.graph.tensors[v].can_learn or self.graph.tensors[v].dtype == "int64" for v in op.outputs)
         carried = together(op) if floats else []
         if floats and sums(op):
             carried = list(op.inputs)  # a number beside it counts in shares, see `normalise`
-        if carried and all(form == "R" or v in carried for v, form in zip(op.inputs, forms, strict=True)):
-            return ["P"] * len(op.outputs)
-        if floats and sum(summands) == 1 and summands.index(True) in each(op) and "M" not in forms:
-            return ["P"] * len(op.outputs)
-        if "M" in forms:
-            return ["M"] * len(op.outputs)
+        if carried and all(form is R or v in carried for v, form in zip(op.inputs, forms, strict=True)):
+            return [P] * len(op.outputs)
+        if floats and sum(summands) == 1 and summands.index(True) in each(op) and MIXED not in forms:
+            return [P] * len(op.outputs)
+        if MIXED in forms:
+            return [MIXED] * len(op.outputs)
         return self._mixed(op, "is no sum over samples")
 
-    def _rows(self, op: Operator, rule: Rule | None, forms: list[str]) -> list[str]:
+    def _rows(self, op: Operator, rule: Rule | None, forms: list[Form]) -> list[Form]:
         """What is made of samples by themselves, besides what is the same in every part."""
         if rule is None:
             return self._mixed(op, "has no rule for its samples")
         read = [(v, form, row) for v, form, row in zip(op.inputs, forms, rule.inputs, strict=True) if row is not None]
-        labels = {row[int(form[1:])] for _, form, row in read if form != "R"}
+        labels = {row[form.dim] for _, form, row in read if is_shard(form)}
         if not labels:  # of samples it takes but the shape
             for value in op.outputs:
                 self.even[value] = frozenset(range(len(self.graph.tensors[value].shape)))
-            return ["R"] * len(op.outputs)
+            return [R] * len(op.outputs)
         (label, *others) = labels
         kernel = rule.kernels.get(label)
         if others or not label or kernel in ("extreme", "vocabulary", "apart"):
             return self._mixed(op, "works on several samples at once")
         if kernel in ("statistics", "counted"):
             self.coupled.append((op, "takes statistics over samples" if kernel == "statistics" else "counts over samples in order"))
-        if any(form == "R" and label in row and row.index(label) not in self.even.get(v, ()) for v, form, row in read):
+        if any(form is R and label in row and row.index(label) not in self.even.get(v, ()) for v, form, row in read):
             self.coupled.append((op, "reads something else for each number of a sample"))
-        made = []
+        made: list[Form] = []
         for row in rule.outputs:
             if label in row:
-                made.append(f"S{row.index(label)}")
+                made.append(Shard(row.index(label)))
             elif kernel in ("average", "summands") or (kernel is None and record_of(op).contracts):
-                made.append("P")
+                made.append(P)
             else:
                 return self._mixed(op, "works on several samples at once")
         if kernel == "average":

@@ -18,6 +18,7 @@ from weft.model.graph import Arg, Graph, Operator, Ref, Tensor, Variable
 from weft.model.stages import Stage, split
 from weft.ops import by_elements, record_of
 from weft.ops.linear import sums, together
+from weft.plan.placement import P
 
 SHARE = "batch_share"
 
@@ -158,7 +159,7 @@ class _Rewriting:
         for op, other in zip(self.part.operators, self.whole.operators, strict=True):
             self._operator(op, other)
         loss, form = self.part.loss, self.known.forms[self.part.loss]
-        if form != "P" or loss in self.instead:
+        if form is not P or loss in self.instead:
             site = next(op.site for op in reversed(self.part.operators) if loss in op.outputs)
             loss = self._share(Ref(self.instead.get(loss, loss)), f"{loss}_part", f"{site}_part", "").value
         read = {v for op in self.made for v in op.inputs} | {loss}
@@ -174,7 +175,7 @@ class _Rewriting:
     def _operator(self, op: Operator, other: Operator) -> None:
         op = replace(op, args=self._read(op.args), kwargs=tuple((k, self._read(a)) for k, a in op.kwargs))  # type: ignore[arg-type]
         op = _numbers_of(op, other)
-        if self.known.forms[op.outputs[0]] == "P":
+        if self.known.forms[op.outputs[0]] is P:
             op = self._in_shares(op, other)
         if op.name in self.known.averages:
             self.tensors.update({f"{out}_mean": self.tensors[out] for out in op.outputs})
@@ -195,7 +196,7 @@ class _Rewriting:
 
     def _in_shares(self, op: Operator, other: Operator) -> Operator:
         """Of a sum of summands and others: the others count by shares."""
-        summands = {v for v in other.inputs if self.known.forms[v] == "P"}
+        summands = {v for v in other.inputs if self.known.forms[v] is P}
         carried = set(op.inputs) if sums(op) else set(together(op) or ())
         if not summands or not carried:
             return op
