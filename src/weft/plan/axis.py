@@ -78,6 +78,7 @@ def axis_words(row: Axis) -> str:
 HOW = "use a count (spatial=4), height x width (spatial=2x2) or planes x height x width (spatial=2x2x2)"
 
 
+@cache  # a search asks of every layout
 def parse_spatial(text: str) -> tuple[tuple[str, int], ...]:
     """The mesh axes that cut an image, outermost first, those of more than one rank: of a count the first dimension that there is.
 
@@ -92,6 +93,7 @@ def parse_spatial(text: str) -> tuple[tuple[str, int], ...]:
     return tuple((name, n) for name, n in zip(names, sizes, strict=True) if n > 1)
 
 
+@cache
 def spatial_ranks(text: str) -> int:
     """Ranks that share an image.
 
