@@ -144,7 +144,7 @@ GOOD = Cluster.parse("2xdgx-a100-40").to_toml()
     [
         ("memory_bytes = 4.25e+10", "memory_bytes = 0", "memory_bytes = 0"),
         ("bandwidth_bytes_per_s = 3e+11", "bandwidth_bytes_per_s = -1", "bandwidth_bytes_per_s = -1"),
-        ("memory_bytes", "memory_byte", r"memory_byte \(line 9\).*did you mean memory_bytes"),
+        ("memory_bytes", "memory_byte", r"memory_byte \(line 11\).*did you mean memory_bytes"),
         ("size = 8", 'size = "8"', "whole number"),
         ("size = 8", "size = 0", "size = 0"),
         ("launch_s", "lunch_s", "did you mean launch_s"),

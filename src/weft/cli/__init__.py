@@ -19,6 +19,7 @@ import typer
 from weft.cli import (
     check,
     checkpoint,
+    cluster,
     collectives,
     compare,
     demo,
@@ -89,6 +90,7 @@ app.command("doctor")(doctor.doctor)
 app.command("report")(report.report)
 app.command("demo", hidden=True)(demo.demo)
 app.add_typer(checkpoint.app, name="checkpoint")
+app.add_typer(cluster.app, name="cluster")
 app.add_typer(collectives.app, name="collectives")
 
 

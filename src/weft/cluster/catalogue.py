@@ -21,6 +21,7 @@ from weft.cluster.resize import resized
 from weft.errors import ConfigError, UsageError, nearest
 
 FORMAT = 1
+WORDS, NUMBERS = ("name", "fingerprint", "stack", "priced"), ("price_per_hour", "power_w")
 
 
 def find(text: str) -> Cluster:
@@ -67,9 +68,24 @@ def _network(cluster: Cluster) -> Link:
     return link
 
 
-def names() -> tuple[str, ...]:
-    """The machines of the catalogue."""
-    return tuple(_catalogue()["node"])
+def names(table: str = "node") -> tuple[str, ...]:
+    """What the catalogue has: machines (`node`), devices (`device`), links (`link`)."""
+    return tuple(_catalogue()[table])
+
+
+def entry(table: str, name: str, where: str = "") -> dict[str, Any]:
+    """The figures of a device or a link by its name in the catalogue, a machine's by the names of what it has.
+
+    >>> entry("node", "dgx-h100")["link"], entry("device", "H100")["memory_bytes"]
+    ('nvlink4', 85000000000.0)
+
+    Raises:
+        ConfigError: no such name, with the nearest.
+    """
+    known = _catalogue()[table]
+    if name not in known:
+        raise ConfigError(f"{where or table}: {name!r} is no {table} of the catalogue{nearest(name, known)}; known: {', '.join(known)}")
+    return dict(known[name])
 
 
 @cache
@@ -84,12 +100,13 @@ def _machine(text: str, count: int, name: str) -> Cluster:
     if node is None:
         hint = _machines_with(name) or nearest(name, catalogue["node"])
         raise UsageError(f"unknown cluster {text}{hint}; known machines: {', '.join(catalogue['node'])}")
-    _only(f"catalogue node {name}", node, {"device", "size", "link", "network", "price_per_hour", "power_w", "source"}, "")
+    _only(f"catalogue node {name}", node, {"device", "size", "link", "network", "price_per_hour", "priced", "power_w", "source"}, "")
     device = _build(Device, f"device {node['device']}", {"name": node["device"], **catalogue["device"][node["device"]]}, "")
     levels = [Level("node", node["size"], _build(Link, f"link of {name}", catalogue["link"][node["link"]], ""))]
     if count > 1:
         levels.append(Level("cluster", count, _build(Link, f"network of {name}", catalogue["link"][node["network"]], "")))
-    return Cluster(text, device, tuple(levels), node.get("price_per_hour", 0.0) * count, node.get("power_w", 0.0) * count)
+    price, power = (node.get(key, 0.0) * count for key in ("price_per_hour", "power_w"))
+    return Cluster(text, device, tuple(levels), price, power, priced=node.get("priced", ""))
 
 
 def _machines_with(device: str) -> str:
@@ -130,47 +147,66 @@ def loads(text: str, where: str = "cluster") -> Cluster:
     if not isinstance(data["between"], dict):
         raise ConfigError(f"{where}: between is a table, [between]")
     _check_type(where, "name", data["name"], "str")
-    return mixed(data["name"], parts, _build(Link, f"{where} [between]", data["between"], text))
+    return mixed(data["name"], parts, _link(f"{where} [between]", data["between"], text))
 
 
 def _cluster(data: Mapping[str, Any], where: str, text: str) -> Cluster:
     """A cluster of one kind, from its tables."""
-    _only(where, data, {"name", "device", "level", "price_per_hour", "power_w", "speed", "table", "fingerprint", "stack"}, text)
+    _only(where, data, {*WORDS, *NUMBERS, "device", "level", "speed", "table"}, text)
     for key in ("name", "device"):
         if key not in data:
             raise ConfigError(f"{where} has no {key}; a cluster needs name, [device] and [[level]]")
     levels = []
-    for entry in _list(where, data, "level"):
-        _only(f"{where} [[level]]", entry, {"name", "size", *_names(Link)}, text)
+    for level in _list(where, data, "level"):
+        _only(f"{where} [[level]]", level, {"name", "size", "link", *_names(Link)}, text)
         for key in ("name", "size"):
-            if key not in entry:
+            if key not in level:
                 raise ConfigError(f"{where} [[level]] has no {key}")
-        _check_type(f"{where} [[level]]", "size", entry["size"], "int")
-        _check_type(f"{where} [[level]]", "name", entry["name"], "str")
-        link = {k: v for k, v in entry.items() if k not in ("name", "size")}
-        levels.append(Level(entry["name"], entry["size"], _build(Link, f"{where} [[level]] {entry['name']}", link, text)))
+        _check_type(f"{where} [[level]]", "size", level["size"], "int")
+        _check_type(f"{where} [[level]]", "name", level["name"], "str")
+        own = {k: v for k, v in level.items() if k not in ("name", "size")}
+        levels.append(Level(level["name"], level["size"], _link(f"{where} [[level]] {level['name']}", own, text)))
     tables = []
-    for entry in _list(where, data, "table"):
-        table = _build(Table, f"{where} [[table]]", {**entry, "points": _points(where, entry.get("points"))}, text)
+    for row in _list(where, data, "table"):
+        table = _build(Table, f"{where} [[table]]", {**row, "points": _points(where, row.get("points"))}, text)
         tables.append(table)
-    device = data["device"]
-    if not isinstance(device, dict):
-        raise ConfigError(f"{where}: device is a table, [device]")
-    numbers = {key: data.get(key, 0.0) for key in ("price_per_hour", "power_w")}
-    words = {key: data.get(key, "") for key in ("name", "fingerprint", "stack")}
+    numbers = {key: data.get(key, 0.0) for key in NUMBERS}
+    words = {key: data.get(key, "") for key in WORDS}
     for kind, given in (("float", numbers), ("str", words)):
         for key, value in given.items():
             _check_type(where, key, value, kind)
     return Cluster(
-        data["name"],
-        _build(Device, f"{where} [device]", {"name": data["name"], **device}, text),
-        tuple(levels),
-        **numbers,
-        speeds=tuple(_build(Speed, f"{where} [[speed]]", entry, text) for entry in _list(where, data, "speed")),
+        device=_device(where, data["device"], data["name"], text),
+        levels=tuple(levels),
+        speeds=tuple(_build(Speed, f"{where} [[speed]]", row, text) for row in _list(where, data, "speed")),
         tables=tuple(tables),
-        fingerprint=data.get("fingerprint", ""),
-        stack=data.get("stack", ""),
+        **numbers,
+        **words,
     )
+
+
+def _device(where: str, given: Any, name: str, text: str) -> Device:
+    """A device by its name in the catalogue, by its figures, or `like` one of the catalogue but for some of them."""
+    if isinstance(given, str):
+        given = {"like": given}
+    if not isinstance(given, dict):
+        raise ConfigError(f'{where}: device is a name of the catalogue, device = "H100", or a table, [device]')
+    like = given.get("like")
+    if like is not None:
+        _check_type(f"{where} [device]", "like", like, "str")
+        name, given = like, {**entry("device", like, where), **{k: v for k, v in given.items() if k != "like"}}
+    device: Device = _build(Device, f"{where} [device]", {"name": name, **given}, text)
+    return device
+
+
+def _link(where: str, given: Mapping[str, Any], text: str) -> Link:
+    """A link by its figures, those of `link` in the catalogue where they are not given."""
+    name = given.get("link")
+    if name is not None:
+        _check_type(where, "link", name, "str")
+        given = {**entry("link", name, where), **{k: v for k, v in given.items() if k != "link"}}
+    link: Link = _build(Link, where, given, text)
+    return link
 
 
 def _points(where: str, given: Any) -> tuple[tuple[float, float], ...]:
@@ -196,7 +232,7 @@ def dump(cluster: Cluster) -> str:
 def _tables(cluster: Cluster, prefix: str) -> list[str]:
     """The lines of a cluster of one kind; `prefix` stands before the names of its tables."""
     lines = [f"name = {_value(cluster.name)}"]
-    for key in ("price_per_hour", "power_w", "fingerprint", "stack"):
+    for key in (*NUMBERS, *WORDS[1:]):
         if getattr(cluster, key):
             lines.append(f"{key} = {_value(getattr(cluster, key))}")
     lines += ["", f"[{prefix}device]", *_fields(cluster.device)]
@@ -263,13 +299,18 @@ def _fields(item: Any) -> list[str]:
     return [f"{f.name} = {_value(getattr(item, f.name))}" for f in fields(item) if getattr(item, f.name) != f.default]
 
 
+def quoted(text: str) -> str:
+    """As TOML has text: quoted, with its quotes escaped."""
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
+
+
 def _key(key: str) -> str:
     return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else f'"{key}"'
 
 
 def _value(value: Any) -> str:
     if isinstance(value, str):
-        return '"' + value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
+        return quoted(value)
     if isinstance(value, float):
         return f"{value:.9g}"
     if isinstance(value, tuple) and value and isinstance(value[0][0], str):

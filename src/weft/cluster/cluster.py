@@ -214,6 +214,7 @@ class Cluster:
     parts: tuple[Cluster, ...] = ()  # of a mixed cluster (`weft.cluster.mixed`), in the order of its ranks; each of one kind
     between: Link | None = None  # joins the nodes of different parts
     memory_limit_bytes: float = 0.0  # what a rank may use at most, where that is less than it has; 0: all
+    priced: str = ""  # whose price it is, and of when
     # How `parse` finds it again, where its name does not say: a file, a part of one, or its parts in another order.
     origin: str = field(default="", compare=False)
 

@@ -1,0 +1,70 @@
+"""The JSON schema of cluster files, for editors. In: the dataclasses that files become. Out: a schema (JSON Schema 2020-12)."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, fields
+from typing import Any
+
+from weft.cluster.catalogue import FORMAT, NUMBERS, WORDS, names
+from weft.cluster.cluster import PRECISIONS, Device, Level, Link, Speed, Table
+
+_BELOW_ZERO = {"exclusiveMaximum": 0}
+_NUMBER = {"type": "number", "not": _BELOW_ZERO}
+_TYPES: dict[str, dict[str, Any]] = {
+    "str": {"type": "string"},
+    "int": {"type": "integer", "not": _BELOW_ZERO},
+    "float": _NUMBER,
+    "tuple[tuple[str, float], ...]": {"type": "object", "additionalProperties": _NUMBER},
+    "tuple[tuple[float, float], ...]": {"type": "array", "minItems": 1, "items": {"type": "array", "items": _NUMBER}},
+}
+
+
+def schema() -> dict[str, Any]:
+    """What a cluster file may hold.
+
+    >>> schema()["$defs"]["cluster"]["properties"]["device"]["anyOf"][0]["enum"][0]
+    'V100-16'
+    """
+    link = _table(Link, {"link": {"enum": list(names("link"))}}, required=[], or_by=("link", _needed(Link)))
+    level = _table(Level, {}, required=["name", "size"])
+    level["properties"] = {key: value for key, value in level["properties"].items() if key != "link"} | link["properties"]
+    level["anyOf"] = link["anyOf"]
+    by_name = {"enum": list(names("device"))}
+    own = [key for key in _needed(Device) if key != "name"]  # the cluster's, where it has none
+    device = _table(Device, {"like": by_name}, required=[], or_by=("like", own))
+    device["properties"]["peak_flops"] = {"type": "object", "properties": dict.fromkeys(PRECISIONS, _NUMBER), "additionalProperties": False}
+    tables = {"level": level, "speed": _table(Speed, {}, _needed(Speed)), "table": _table(Table, {}, _needed(Table))}
+    properties: dict[str, Any] = {
+        "format": {"const": FORMAT},
+        **dict.fromkeys(WORDS, _TYPES["str"]),
+        **dict.fromkeys(NUMBERS, _NUMBER),
+        "device": {"anyOf": [by_name, device]},
+        **{key: {"type": "array", "items": value} for key, value in tables.items()},
+    }
+    cluster = {"type": "object", "properties": properties, "required": ["name", "device", "level"], "additionalProperties": False}
+    parts = {"type": "array", "minItems": 1, "items": {"$ref": "#/$defs/cluster"}}
+    mixed = {
+        "type": "object",
+        "properties": {"format": {"const": FORMAT}, "name": _TYPES["str"], "between": link, "part": parts},
+        "required": ["name", "between", "part"],
+        "additionalProperties": False,
+    }
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "A cluster file of weft",
+        "$defs": {"cluster": cluster},
+        "anyOf": [{"$ref": "#/$defs/cluster"}, mixed],
+    }
+
+
+def _needed(kind: type) -> list[str]:
+    return [f.name for f in fields(kind) if f.default is MISSING]
+
+
+def _table(kind: type, more: dict[str, Any], required: list[str], or_by: tuple[str, list[str]] | None = None) -> dict[str, Any]:
+    """A dataclass as a table with the keys `more`; `or_by`: a key that stands for those named."""
+    properties = {f.name: _TYPES.get(str(f.type), {}) for f in fields(kind)} | more
+    made: dict[str, Any] = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+    if or_by is not None:
+        made["anyOf"] = [{"required": [or_by[0]]}, {"required": or_by[1]}]
+    return made
