@@ -29,6 +29,7 @@ from weft.cli import (
     plan,
     probe,
     report,
+    scaling,
     schedule,
     schedules,
     simulate,
@@ -79,6 +80,7 @@ app.command("plan")(plan.plan)
 app.command("explain")(explain.explain)
 app.command("whatif")(whatif.whatif)
 app.command("compare")(compare.compare)
+app.command("scaling")(scaling.scaling)
 app.command("estimate")(estimate.estimate)
 app.command("verify")(verify.verify)
 app.command("simulate")(simulate.simulate)

@@ -120,6 +120,14 @@ class Setting:
         shards = tuple((axis, shorten(cuts, self.names)) for axis, cuts in chosen.shards)
         return replace(chosen, shards=shards)
 
+    def best(self, name: str, constraints: Sequence[str] = ()) -> Variant:
+        """What the search chooses here; nothing is predicted where nothing fits, or of a model that is not captured."""
+        try:
+            plan = self.plan(constraints)
+        except Infeasible as error:
+            return Variant(name, self, Layout(), None, _short(error), False)
+        return Variant(name, self, plan.layout, plan.prediction, plan.uncaptured)
+
     def base(self, plan: Plan, name: str) -> Variant:
         """What the plan itself costs here.
 

@@ -87,10 +87,5 @@ def _best(variant: Variant, name: str) -> Variant:
     """What the search chooses in a variant's setting."""
     from weft.report.tables import layout_words
 
-    try:
-        found = variant.setting.plan()
-    except Infeasible as error:
-        return replace(variant, name=name, prediction=None, note=str(error).partition(";")[0], fits=False)
-    if found.prediction is None:
-        return replace(variant, name=name, layout=found.layout, prediction=None, note=found.uncaptured)
-    return replace(variant, name=name, layout=found.layout, prediction=found.prediction, note=layout_words(found.layout), fits=True)
+    found = variant.setting.best(name)
+    return replace(found, note=found.note or layout_words(found.layout)) if found.fits else replace(found, layout=variant.layout)

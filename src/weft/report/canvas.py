@@ -90,19 +90,21 @@ class Picture:
         axes.set_ylim(self.height, 0)
         axes.axis("off")
         point = 72 / 100  # points of type a pixel
-        for shape in self.shapes:
+        for order, shape in enumerate(self.shapes):
             if isinstance(shape, Line):
                 xs, ys = zip(*shape.points, strict=True)
-                axes.plot(xs, ys, color=shape.colour, linewidth=shape.width * point, linestyle=(0, (5, 3)) if shape.dashed else "-")
+                dashes = (0, (5, 3)) if shape.dashed else "-"
+                axes.plot(xs, ys, color=shape.colour, linewidth=shape.width * point, linestyle=dashes, zorder=order)
                 if shape.arrow:
                     look = {"arrowstyle": "->", "color": shape.colour, "linewidth": shape.width * point, "shrinkA": 0, "shrinkB": 0}
                     axes.annotate("", shape.points[-1], shape.points[-2], arrowprops=look)
             elif isinstance(shape, Box):
-                axes.fill_between([shape.x, shape.x + shape.width], shape.y, shape.y + shape.height, color=shape.colour, linewidth=0)
+                across, down = [shape.x, shape.x + shape.width], (shape.y, shape.y + shape.height)
+                axes.fill_between(across, *down, color=shape.colour, linewidth=0, zorder=order)
             else:
                 align = {"start": "left", "middle": "center", "end": "right"}[shape.anchor]
                 axes.text(shape.x, shape.y, shape.text.replace("$", r"\$"), size=shape.size * point, color=shape.colour, ha=align,
-                          va="baseline", weight="bold" if shape.bold else "normal")  # fmt: skip
+                          va="baseline", weight="bold" if shape.bold else "normal", zorder=order)  # fmt: skip
         out = io.BytesIO()
         figure.savefig(out, format="png", dpi=100 * scale)
         return out.getvalue()

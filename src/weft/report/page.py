@@ -13,6 +13,7 @@ from importlib import resources
 
 from weft.plan.plan import Plan
 from weft.plan.timeline import Timeline
+from weft.report.canvas import Picture
 from weft.report.chart import PALETTE, Row, Series, compared_bars, line_chart, smooth, stacked_bar
 from weft.report.gantt import svg
 from weft.report.tables import PARTS, Table, candidates_table, parts_table, reasons_table, summary_table, told_apart
@@ -71,15 +72,23 @@ def page(subject: Subject) -> str:
         parts.append(_section("Go on", f"<pre>{escape(chr(10).join(subject.again))}</pre>"))
     if subject.config:
         parts.append(_section("Configuration", f"<pre>{escape(subject.config)}</pre>"))
+    return _framed(subject.title, subject.lead, parts)
+
+
+def sheet(picture: Picture, table: Table) -> str:
+    """A page of one picture and its table, with the picture's title."""
+    shown = f'<section><div class="scroll picture">{picture.svg()}</div></section>'
+    return _framed(picture.title, "", [shown, _table_section(table)])
+
+
+def _framed(title: str, lead: str, parts: Sequence[str]) -> str:
     css = resources.files("weft.report").joinpath("page.css").read_text()
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(subject.title)}</title><style>\n{css}</style></head>\n<body><main>"
-        f'<h1>{escape(subject.title)}</h1><p class="lead">{escape(subject.lead)}</p>\n'
-        + "\n".join(filter(None, parts))
-        + "\n</main></body></html>\n"
+        f"<title>{escape(title)}</title><style>\n{css}</style></head>\n<body><main>"
+        f'<h1>{escape(title)}</h1><p class="lead">{escape(lead)}</p>\n' + "\n".join(filter(None, parts)) + "\n</main></body></html>\n"
     )
 
 
