@@ -16,7 +16,7 @@ from weft.capture.refused import refuse_scripts
 from weft.cluster.cluster import Cluster
 from weft.errors import Infeasible, ModelError, UsageError
 from weft.model.graph import Graph
-from weft.plan.axis import DATA
+from weft.plan.axis import sample_axes
 from weft.plan.layout import Layout
 from weft.plan.plan import Plan
 from weft.plan.store import format_plan, parse_plan
@@ -88,8 +88,8 @@ def auto_parallelize(
         given = _arguments(model, batch)
         chosen = _plain_plan(model, source, given, plan, cluster, world)
         divide(model, source, chosen, given, world)
-        at = chosen.layout.mesh.coordinates(world.rank)
-        set_place(Place(at[DATA], chosen.layout.data, world))
+        mesh = chosen.layout.mesh
+        set_place(Place(mesh.group(world.rank, *sample_axes(mesh.inside)).index(world.rank), chosen.layout.data, world))
 
     if model is None:
         return _dividing(finish, world)

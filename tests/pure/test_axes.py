@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from weft.errors import LayoutError
-from weft.plan.axis import DATA, FEATURES, TABLE, axis_of, parse_spatial, spatial_ranks
+from weft.plan.axis import DATA, EXPERT, FEATURES, TABLE, axis_of, parse_spatial, spatial_ranks
 
 ROOT = Path(__file__).parents[2] / "src" / "weft"
 DEFINE = {"plan/axis.py", "plan/grid.py", "plan/layout.py"}  # where axes, grids and their keys are defined
@@ -45,7 +45,10 @@ def test_rows_say_what_an_axis_may_cut() -> None:
     assert not axis_of(DATA).uneven
     assert [name for name, row in TABLE.items() if row.cuts_weights] == ["tensor", "rows", "columns", "depth"]
     assert [name for name, row in TABLE.items() if row.cuts_positions] == ["spatial", "planes", "height", "width"]
-    assert [name for name, row in TABLE.items() if row.again] == ["depth"]
+    assert [name for name, row in TABLE.items() if row.again] == ["expert", "depth"]
+    assert [name for name, row in TABLE.items() if row.cuts_experts] == ["expert"]
+    assert axis_of(EXPERT).cuts_samples
+    assert axis_of(EXPERT).uneven
     assert axis_of("one of a test's own").cuts == {FEATURES}
 
 

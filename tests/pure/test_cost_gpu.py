@@ -21,10 +21,10 @@ from weft.cost.fit import fit, mean_abs
 from weft.cost.kernels import Kernel, optimizer_s, scaled, together
 from weft.cost.memory import StageMemory
 from weft.cost.network import Group, collective_s, path
-from weft.cost.parts import expert_weights
 from weft.cost.step import Pricer, StageCost, straggling
 from weft.errors import ConfigError, UsageError
 from weft.model.graph import Graph, Operator, Ref, Tensor, Variable
+from weft.model.labels import expert_weights
 from weft.plan.layout import Layout
 from weft.plan.plan import Memory
 

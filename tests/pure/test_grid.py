@@ -20,6 +20,7 @@ from weft.cost.step import Pricer
 from weft.errors import Infeasible, LayoutError, UsageError
 from weft.model import propagate as propagate_module
 from weft.model.graph import Graph, Operator, Ref, Tensor, Variable
+from weft.model.grid import Decided
 from weft.model.propagate import propagate
 from weft.model.sharding import Sharding
 from weft.plan.grid import NESTED, grids_of, parse_grid
@@ -238,8 +239,8 @@ def test_broken_twin_depth_without_the_rule_cuts_what_is_put_together(monkeypatc
     """Were every piece cut once more, some would be put together along the other axis alone, out of order."""
     graph = gpt(layers=2, hidden=1024, heads=16, sequence=512, vocabulary=4096)
 
-    def anything(graph: Graph, ops: object, forms: dict[str, dict[str, str]], needs: object, sizes: dict[str, int], _: object) -> object:
-        return {v: {f.dim: sizes[a] for a, f in by.items() if is_shard(f)} for v, by in forms.items()}, frozenset()
+    def anything(decided: Decided, sizes: dict[str, int], *_: object) -> object:
+        return {v: {f.dim: sizes[a] for a, f in by.items() if is_shard(f)} for v, by in decided.forms.items()}, frozenset()
 
     monkeypatch.setattr(propagate_module, "nested", anything)
     found = propagate(graph, {"rows": 2, "columns": 2, "depth": 2})

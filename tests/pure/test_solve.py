@@ -395,8 +395,9 @@ def test_on_processors_only_what_runs_is_chosen(monkeypatch: pytest.MonkeyPatch)
         search(gpt(2), NODE, 8, "gpt", "zero=3")
 
 
-def test_on_gpus_that_were_measured_only_what_runs_is_chosen() -> None:
+def test_on_gpus_that_were_measured_only_what_runs_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of a cluster elsewhere are planned for with everything; `weft train` on a machine's own could choose what a run refuses."""
+    monkeypatch.setitem(RUNS, "expert", (1,))
     here = replace(GPUS, fingerprint="measured")
     spread = [{layout.expert for layout in Space(cluster, 8, experts=4).frames()} for cluster in (GPUS, here)]
     assert spread == [{1, 2, 4}, {1}]

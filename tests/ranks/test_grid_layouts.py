@@ -89,8 +89,8 @@ def test_a_gradient_that_is_summed_along_one_axis_only_is_found(monkeypatch: pyt
 def test_pieces_that_are_put_together_out_of_order_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A broken twin: depth cuts every piece once more, also those that are gathered along the other axis alone."""
 
-    def anything(graph: Any, ops: Any, forms: Any, needs: Any, sizes: Any, under: Any) -> Any:
-        return {v: {f.dim: sizes[a] for a, f in by.items() if is_shard(f)} for v, by in forms.items()}, frozenset()
+    def anything(decided: Any, sizes: Any, *_: Any) -> Any:
+        return {v: {f.dim: sizes[a] for a, f in by.items() if is_shard(f)} for v, by in decided.forms.items()}, frozenset()
 
     monkeypatch.setattr(propagate_module, "nested", anything)
     subject = Subject("gpt-tiny", 8)

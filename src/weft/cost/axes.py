@@ -11,16 +11,12 @@ from weft.plan.layout import Layout
 
 
 def group_of(layout: Layout, *axes: str) -> Group:
-    """Ranks along `axes` of the mesh; "expert" are neighbours among the data replicas, and "replicas" are those of one expert.
+    """Ranks along `axes` of the mesh.
 
     >>> layout = Layout.parse("data=2 tensor=2x4")
     >>> [(g.size, g.stride) for g in (group_of(layout, axis) for axis in ("columns", "rows", "data"))]
     [(4, 1), (2, 4), (2, 8)]
     """
-    if "expert" in axes:
-        return Group(layout.expert, layout.replica_ranks, layout.num_ranks)
-    if "replicas" in axes:
-        return Group(layout.data // layout.expert, layout.replica_ranks * layout.expert, layout.num_ranks)
     size = stride = at = span = 1
     for axis, n in reversed(layout.axes):
         if axis in axes and n > 1:

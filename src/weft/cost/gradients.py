@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from weft.cost.compute import Seconds
 from weft.cost.memory import Widths
 from weft.cost.network import Group
-from weft.plan.axis import DATA
+from weft.plan.axis import DATA, EXPERT
 from weft.plan.compression import Compression
 from weft.plan.layout import Layout
 from weft.plan.plan import BUCKET_BYTES
@@ -88,13 +88,11 @@ def summing_s(
     bucketed = is_cpu or overlap > 0
     contention = 0.0 if is_cpu else pricer.efficiency.contention
     for axes, count in sums.over:
-        spread = "expert" in axes and layout.expert > 1
-        data = layout.data // layout.expert if spread else layout.data
-        kept = tuple(a for a in axes if data > 1 or a not in (DATA, "expert"))
-        if not kept or not count:
+        group = pricer.group(layout, *axes)
+        if group.size == 1 or not count:
             continue
-        count /= layout.expert if spread else 1
-        group = pricer.group(layout, *("replicas" if spread else DATA if a == "expert" else a for a in kept))
+        if DATA in axes and EXPERT not in axes:  # of experts, of which a rank has some
+            count /= layout.expert
         size = widths.gradient * count
         bucket = min(size, pricer.bucket_bytes) if bucketed else size
         full, rest = divmod(size, bucket)

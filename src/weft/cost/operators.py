@@ -28,6 +28,7 @@ from weft.cost.placed import FEW, about, placed, placed_sizes
 from weft.model.graph import Graph
 from weft.model.sharding import Sharding
 from weft.model.work import Work, model_flops
+from weft.plan.axis import EXPERT, axis_of
 from weft.plan.layout import Layout
 from weft.plan.plan import BUCKET_BYTES
 
@@ -197,16 +198,17 @@ class OperatorPricer:
         scale = self.microbatch(layout)
         slower = 1.0 if self.cluster.is_cpu else self.efficiency.tensor
         meeting = MEET_S if self._by_gloo(layout) else 0.0
-        sizes = {"expert": layout.expert, **dict(layout.axes)}
         found = []
         for one in parts.collectives:
-            if sizes[one.axis] < 2:
+            to_experts = axis_of(one.axis).cuts_experts
+            # What replicas sum is placed over data alone, for all of them.
+            group = self.group(layout, one.axis, *((EXPERT,) if axis_of(one.axis).cuts_samples else ()))
+            if group.size < 2:
                 found.append(0.0)
                 continue
             size = one.size_bytes * (scale if one.batched else 1.0) / (layout.data if one.shared else 1)
-            if one.axis == "expert":
+            if to_experts:
                 size *= layout.expert  # the tokens of all of its ranks
-            group = self.group(layout, one.axis)
             seconds = self.collective(one.name, size * self._width(layout, one.narrow, one.wide), group)
             found.append(slower * seconds + meeting * (seconds > 0))
         unique = np.array([*found, 0.0])

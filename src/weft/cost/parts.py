@@ -24,13 +24,14 @@ from weft.cost.recurrent import single_steps
 from weft.cost.runs import Amount, Amounts
 from weft.model.cores import cores
 from weft.model.graph import Graph, Operator, Variable
+from weft.model.labels import expert_weights
 from weft.model.pointwise import is_product
 from weft.model.sharding import Move, Sharding
 from weft.model.stages import Cut
 from weft.model.work import num_steps
-from weft.ops import record_of, rule_of
+from weft.ops import record_of
 from weft.ops.attention import is_causal
-from weft.plan.axis import DATA, axis_of
+from weft.plan.axis import DATA, EXPERT, SAMPLES, axis_of
 from weft.plan.placement import R, Shard, is_halo, is_shard, is_whole
 from weft.plan.transition import LOCAL, sent_part
 
@@ -158,7 +159,7 @@ def gather(inventory: Inventory, sharding: Sharding | None, narrow: frozenset[st
     axes = (DATA, *tensor_axes(sharding))
 
     def moved(name: str, value: str, axis: str, size_bytes: float | None = None, by_row: bool = False, ways: float = 0) -> int:
-        shared = (shared_by_data(sharding, value) or by_row) and not axis_of(axis).cuts_samples
+        shared = (shared_by_data(sharding, value) or by_row) and not axis_of(axis).cuts <= {SAMPLES}
         size = graph.tensors[value].size_bytes / (ways or ways_of(value, axis)) if size_bytes is None else size_bytes
         follows = by_row or (size_bytes is None and value in inventory.batched)
         return collectives(Collective(name, axis, size, follows, shared, value in narrow, size_bytes is not None))
@@ -194,8 +195,8 @@ def gather(inventory: Inventory, sharding: Sharding | None, narrow: frozenset[st
             value = min(ends, key=lambda v: graph.tensors[v].size, default="")
             if value and value not in dispatched:
                 dispatched.add(value)
-                forward.append((i, moved("all_to_all", value, "expert")))
-                backward.append((i, moved("all_to_all", value, "expert")))
+                forward.append((i, moved("all_to_all", value, EXPERT)))
+                backward.append((i, moved("all_to_all", value, EXPERT)))
         divide = divided(sharding, op.name)
         mine = inventory.kept[op.name]
         arriving = places.read(op)
@@ -398,7 +399,7 @@ def kept_bytes(parts: Parts, operators: Iterable[int], half: bool = False, seen:
 class Held:
     """Parameters of a stage: their number on one tensor rank, those that train, and those to sum over each set of axes.
 
-    `expert` of the number are of experts (all of which train), and are summed over "expert" in place of "data" in `sums`.
+    `expert` of the number are of experts (all of which train), which replicas of these alone sum.
 
     `tied` of the trainable ones another stage has too.
     """
@@ -412,7 +413,7 @@ class Held:
     @property
     def alike(self) -> float:
         """Trainable ones whose gradients the ranks that have them do not sum, since each has the same."""
-        return self.trainable - sum(n for axes, n in self.sums if any(a == "expert" or axis_of(a).follows for a in axes))
+        return self.trainable - sum(n for axes, n in self.sums if any(axis_of(a).follows for a in axes))
 
 
 def held_parameters(
@@ -440,33 +441,11 @@ def held_parameters(
         over = () if sharding is None else tuple(sharding.gradients.get(value, ()))
         if value in experts:
             expert += local
-            over = tuple("expert" if a == DATA else a for a in over)
+        elif DATA in over:
+            over = (*over, EXPERT)
         if over:
             sums[over] = sums.get(over, 0.0) + local
     return Held(number, trainable, tuple(sums.items()), tied, expert)
-
-
-def expert_weights(graph: Graph) -> dict[str, str]:
-    """Weights of experts, one matrix each in dimension 0, by value: the product that reads them.
-
-    A product keeps the experts apart, sums over one of a matrix's dimensions and makes the other.
-    """
-    trained = {v.value for v in graph.parameters if v.trainable and len(v.tensor.shape) == 3}
-    found: dict[str, str] = {}
-    for op in graph.operators:
-        weights = [value for value in op.inputs if value in trained]
-        rule = rule_of(op, graph.tensors) if weights and record_of(op).product == "stacked" else None
-        if rule is not None:
-            rows = dict(zip(op.inputs, rule.inputs, strict=True))
-            made = set(rule.outputs[0])
-            for value in weights:
-                experts, *matrix = rows[value] or ("",)
-                read = {label for other, row in rows.items() if other != value for label in row or ()}
-                if experts in made and sum(x not in made for x in matrix) == 1 and any(x in made and x not in read for x in matrix):
-                    found[value] = op.name
-        elif weights and record_of(op).product == "grouped":
-            found.update(dict.fromkeys(weights, op.name))
-    return found
 
 
 def even_sites(cuts: Sequence[Cut], num_stages: int) -> tuple[str, ...]:

@@ -26,9 +26,10 @@ from weft.cost.kinds import Kinds, Sections
 from weft.cost.memory import StageMemory, StageState, memory_of
 from weft.cost.network import send_s
 from weft.cost.operators import OperatorPricer
-from weft.cost.parts import even_sites, expert_weights
+from weft.cost.parts import even_sites
 from weft.cost.stage import StageCost, straggling, together
 from weft.errors import Infeasible
+from weft.model.labels import expert_weights
 from weft.model.stages import Cut, Stage, cuts, split
 from weft.model.work import MATMUL_KINDS
 from weft.plan.layout import Layout

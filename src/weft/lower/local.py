@@ -105,8 +105,9 @@ class _Builder:
                 return node
         source = min(have, key=lambda variant: self._moves(variant, want))
         node, at = have[source], list(source)
-        # Summands are summed before anything else, so that later moves carry whole tensors.
-        order = sorted(range(len(at)), key=lambda i: at[i] is not P)
+        # Summands are summed before anything else, so that later moves carry whole tensors; pieces of pieces are put together from within.
+        twice = [is_shard(placement) and at.count(placement) > 1 for placement in at]
+        order = sorted(range(len(at)), key=lambda i: (at[i] is not P, not twice[i], -i if twice[i] else i))
         for i in order:
             target = want[i]
             if target is None or target == at[i]:

@@ -18,7 +18,7 @@ from functools import cached_property
 from weft.errors import LayoutError
 from weft.model.gradients import needs_gradient
 from weft.model.graph import Graph, Operator, Ref, copied_into, writes_buffer, written_buffers
-from weft.model.labels import meanings, positions
+from weft.model.labels import expert_weights, meanings, positions
 from weft.model.sharding import Prices, transfer_s
 from weft.model.work import batched, differentiable, operator_bytes, operator_flops
 from weft.ops import Labels, Rule, record_of, windows_of
@@ -93,6 +93,8 @@ class AxisProblem:
         self.row = axis_of(axis)
         self.cuts_weights, self.cuts_positions, self.uneven = self.row.cuts_weights, self.row.cuts_positions, self.row.uneven  # asked often
         self.meanings = meanings(graph, self.rules) if self.cuts_weights else None
+        self.experts = {value for value in expert_weights(graph) if (self.fixed or {}).get(value) == 0} if self.row.cuts_experts else set()
+        self.samples_of = meanings(graph, self.rules) if self.row.cuts_experts else {}
         if self.row.follows:
             # Every operator that can follow does, whatever its latency: that is what the axis is for.
             self.prices = replace(prices, latency_s=0.0)
@@ -167,6 +169,8 @@ class AxisProblem:
 
     def choices(self, op: Operator) -> list[Choice]:
         rule = self.rules[op.name]
+        if rule is not None and self.experts.intersection(op.inputs):
+            return self._of_experts(op, rule)
         seconds = self.compute_s(op)
         whole: list[Placement | None] = [R] * len(op.inputs)
         if rule is not None:
@@ -189,6 +193,12 @@ class AxisProblem:
             found += [Choice("", needs, (P,) * len(op.outputs), seconds) for needs in passing(op, self.grads)]
         return self._said(op, said, found)
 
+    def _of_experts(self, op: Operator, rule: Rule) -> list[Choice]:
+        """Of a product that reads experts' weights: tokens come to the experts of a rank, weights never go to the tokens."""
+        labels = {row[0] for value, row in zip(op.inputs, rule.inputs, strict=True) if value in self.experts and row}
+        found = [self._cut(op, rule, label, self.compute_s(op) / self.n, True) for label in labels]
+        return self._said(op, self.labels.get(op.site), [choice for choice in found if choice is not None])
+
     def _said(self, op: Operator, said: str | None, choices: list[Choice]) -> list[Choice]:
         if said is None:
             return choices
@@ -205,7 +215,9 @@ class AxisProblem:
         """
         if P in choice.needs:  # what is a summand, and beside it at most what every rank has whole
             return passes(choice.needs, [held.get(value) or self.start(value) or (R,) for value in op.inputs])
-        if not choice.label or op.site in self.labels:
+        if not choice.label or op.site in self.labels or self.experts.intersection(op.inputs):
+            return True
+        if self.experts and choice.label in self.samples_of[op.name].samples:  # experts hand back what tokens they were sent
             return True
         for value, need in zip(op.inputs, choice.needs, strict=True):
             if is_cut(need):

@@ -8,47 +8,58 @@ together along one axis while the other still cuts them, pieces would come out o
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import Protocol
 
 from weft.errors import LayoutError
 from weft.model.graph import Graph, Variable
-from weft.plan.axis import axis_of
+from weft.plan.axis import Axis, axis_of
 from weft.plan.grid import NESTED
 from weft.plan.placement import Placement, Shard, is_shard
 
 
+class Decided(Protocol):
+    """What earlier axes decided, as in `Sharding`."""
+
+    graph: Graph
+    ops: dict[str, dict[str, str]]
+    forms: dict[str, dict[str, Placement]]
+    needs: dict[str, list[dict[str, Placement | None]]]
+
+
+SEVERAL = ("average", "statistics", "summands")  # kernels that talk along several axes, one after another
+
+
 def nested(
-    graph: Graph,
-    ops: Mapping[str, Mapping[str, str]],
-    forms: Mapping[str, Mapping[str, Placement]],
-    needs: Mapping[str, Sequence[Mapping[str, Placement | None]]],
-    sizes: Mapping[str, int],
-    under: Collection[str],
+    decided: Decided, sizes: Mapping[str, int], under: Collection[str], row: Axis
 ) -> tuple[dict[str, dict[int, int]], frozenset[tuple[str, str]]]:
     """What an axis may cut once more of what those in `under` cut: [value][dim] -> pieces that there are; and the (operator, label) that it
     may not.
 
-    A value must lie in the same pieces of another axis in whatever form it is made or read. Outputs are handed out whole, and kernels
-    that talk do so along one axis.
+    A value must lie in the same pieces of another axis in whatever form it is made or read. Outputs are handed out whole but for their
+    samples, and most kernels that talk do so along one axis.
     """
+    graph = decided.graph
     lies: dict[str, dict[str, set[Placement]]] = {
-        value: {axis: {form} for axis, form in by_axis.items() if axis in under} for value, by_axis in forms.items()
+        value: {axis: {form} for axis, form in by_axis.items() if axis in under} for value, by_axis in decided.forms.items()
     }
     kernels = set()
     for op in graph.operators:
         rule = graph.rules[op.name]
-        cut = [label for axis, label in ops[op.name].items() if axis in under]
-        kernels |= {(op.name, label) for label in cut if rule is not None and label in rule.kernels}
-        for value, row in zip(op.inputs, needs[op.name], strict=True):
-            for axis, form in row.items():
+        cut = [label for axis, label in decided.ops[op.name].items() if axis in under]
+        talk = {} if rule is None else {x: k for x, k in rule.kernels.items() if not (row.cuts_samples and k in SEVERAL)}
+        kernels |= {(op.name, label) for label in cut if label in talk}
+        for value, needs in zip(op.inputs, decided.needs[op.name], strict=True):
+            for axis, form in needs.items():
                 if axis in under and form is not None:
                     lies[value][axis].add(form)
-    whole = {graph.loss, *graph.outputs}
+    whole = set() if row.cuts_samples else {graph.loss, *graph.outputs}
     found: dict[str, dict[int, int]] = {}
     for value, by in lies.items():
         for axis, those in by.items():
             (form, *others) = those
             if is_shard(form) and not others and value not in whole:
-                found.setdefault(value, {})[form.dim] = sizes[axis]
+                ways = found.setdefault(value, {})
+                ways[form.dim] = ways.get(form.dim, 1) * sizes[axis]
     return found, frozenset(kernels)
 
 

@@ -95,3 +95,26 @@ def positions(graph: Graph, rules: Mapping[str, Rule | None]) -> dict[tuple[str,
     for place, kind in slides:
         kinds.setdefault(root(place), set()).add(kind)
     return {place: frozenset(kinds[above]) for place in parent if (above := root(place)) in kinds}
+
+
+def expert_weights(graph: Graph) -> dict[str, str]:
+    """Weights of experts, one matrix each in dimension 0, by value: the product that reads them.
+
+    A product keeps the experts apart, sums over one of a matrix's dimensions and makes the other.
+    """
+    trained = {v.value for v in graph.parameters if v.trainable and len(v.tensor.shape) == 3}
+    found: dict[str, str] = {}
+    for op in graph.operators:
+        weights = [value for value in op.inputs if value in trained]
+        rule = graph.rules[op.name] if weights and record_of(op).product == "stacked" else None
+        if rule is not None:
+            rows = dict(zip(op.inputs, rule.inputs, strict=True))
+            made = set(rule.outputs[0])
+            for value in weights:
+                experts, *matrix = rows[value] or ("",)
+                read = {label for other, row in rows.items() if other != value for label in row or ()}
+                if experts in made and sum(x not in made for x in matrix) == 1 and any(x in made and x not in read for x in matrix):
+                    found[value] = op.name
+        elif weights and record_of(op).product == "grouped":
+            found.update(dict.fromkeys(weights, op.name))
+    return found

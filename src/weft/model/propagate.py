@@ -30,6 +30,7 @@ from weft.model.deferral import defer
 from weft.model.gradients import backward_reached
 from weft.model.graph import Graph, copied_into, writes_buffer
 from weft.model.grid import kept_for, nested, twice_cut
+from weft.model.labels import expert_weights
 from weft.model.sharding import Move, Prices, Sharding, Shards, move_collectives
 from weft.plan.axis import axis_of, axis_words
 from weft.plan.placement import D, Placement, R, is_cut, is_shard
@@ -42,8 +43,10 @@ def given_dims(graph: Graph, axis: str, n: int, shards: Mapping[str, Shards] | N
         LayoutError: a shard names a parameter that the graph does not have, or a dimension that does not divide.
     """
     given = (shards or {}).get(axis)
+    row = axis_of(axis)
     if given is None:
-        return None if axis_of(axis).cuts_weights else {}
+        experts = expert_weights(graph) if row.cuts_experts else ()
+        return None if row.cuts_weights else {value: 0 for value in experts if graph.tensors[value].shape[0] >= n}
     names = {v.name: v for v in (*graph.parameters, *graph.buffers)}
     whole = copied_into(graph)
     fixed = {}
@@ -53,7 +56,7 @@ def given_dims(graph: Graph, axis: str, n: int, shards: Mapping[str, Shards] | N
         if names[name].value in whole:
             raise LayoutError(f"the plan cuts {name} over {axis}, but the model writes all of it in place; leave that cut out")
         shape = names[name].tensor.shape
-        if dim >= len(shape) or shape[dim] % n:
+        if dim >= len(shape) or (shape[dim] % n and not row.uneven):
             raise LayoutError(f"the plan cuts dimension {dim} of {name} {list(shape)} over {axis}={n}, which does not divide it")
         fixed[names[name].value] = dim
     return fixed
@@ -101,8 +104,8 @@ def _others(
     row, before = axis_of(axis), order[: order.index(axis)]
     again = tuple(a for a in order if axis_of(a).cuts_samples) if samples and row.cuts_weights else ()
     if row.again:
-        again = (*again, *(a for a in order if axis_of(a).cuts_weights and not axis_of(a).again))
-    inside, kernels = nested(found.graph, found.ops, found.forms, found.needs, sizes, again) if before and again else ({}, frozenset())
+        again = (*again, *(a for a in before if axis_of(a).cuts & row.cuts and not axis_of(a).again))
+    inside, kernels = nested(found, sizes, again, row) if before and again else ({}, frozenset())
     later = order[len(before) + 1 :] if row.cuts_weights else []
     reserved, pinned = kept_for(later, given, given[axis] or {})
     taken = {v: found.taken.get(v, set()) | reserved.get(v, set()) for v in (*found.taken, *reserved)}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from weft.errors import LayoutError
+from weft.plan.axis import axis_of, sample_axes
 from weft.plan.placement import Halo, Placement, Shard, dual, is_cut, piece
 from weft.plan.transition import LOCAL, allowed, sent_part, transition
 
@@ -72,9 +73,18 @@ class Sharding:
                 local[form.dim] = part_length(form, local[form.dim], self.sizes[axis], None if at is None else at[axis])
         return tuple(local)
 
-    def held(self, value: str, shape: tuple[int, ...], at: Mapping[str, int], but: str = "") -> list[tuple[int, int, int]]:
-        """(dimension, start, length) of the part that the rank at `at` holds of a value of `shape`, cut over all axes `but` one."""
-        cut = [(axis, form) for axis, form in self.forms[value].items() if axis != but and is_cut(form)]
+    @property
+    def sample_axes(self) -> tuple[str, ...]:
+        """Axes along which ranks have other samples."""
+        return sample_axes(self.sizes)
+
+    def rows(self, value: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of a value of global `shape` for the samples of a rank, whatever else of it is cut."""
+        return self.shape(value, shape, {axis: form for axis, form in self.forms[value].items() if axis_of(axis).cuts_samples})
+
+    def held(self, value: str, shape: tuple[int, ...], at: Mapping[str, int], but: Collection[str] = ()) -> list[tuple[int, int, int]]:
+        """(dimension, start, length) of the part that the rank at `at` holds of a value of `shape`, cut over all axes `but` some."""
+        cut = [(axis, form) for axis, form in self.forms[value].items() if axis not in but and is_cut(form)]
         return [(form.dim, *part_of(form, shape[form.dim], self.sizes[axis], at[axis])) for axis, form in cut]
 
 

@@ -1,19 +1,20 @@
 """What each mesh axis may cut, as data: a row an axis. In: an axis' name. Out: its row.
 
-Kinds of dimensions: samples of the batch; features, which weights have too; positions of an image (width is the last dimension, height the
-one before, planes the one before that; `outermost` is the first that an image has, whatever it is). `weft.model.labels` tells of each
-operator's labels which kind they are.
+Kinds of dimensions: samples of the batch; features, which weights have too; experts, of which a weight has a matrix each; positions of
+an image (width is the last dimension, height the one before, planes the one before that; `outermost` is the first that an image has,
+whatever it is). `weft.model.labels` tells of each operator's labels which kind they are.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from math import prod
 
 from weft.plan.grid import AXES, NESTED, PLAIN, counts
 
-SAMPLES, FEATURES, OUTERMOST, PLANES, HEIGHT, WIDTH = "samples", "features", "outermost", "planes", "height", "width"
+SAMPLES, FEATURES, EXPERTS, OUTERMOST, PLANES, HEIGHT, WIDTH = "samples", "features", "experts", "outermost", "planes", "height", "width"
 POSITIONS = (PLANES, HEIGHT, WIDTH)  # outermost first
 
 
@@ -27,8 +28,12 @@ class Axis:
 
     @property
     def cuts_weights(self) -> bool:
-        """Whether weights are cut over it; otherwise every rank has them whole, and sums their gradients."""
+        """Whether weights are cut over it, experts' aside; otherwise every rank has them whole, and sums their gradients."""
         return FEATURES in self.cuts
+
+    @property
+    def cuts_experts(self) -> bool:
+        return EXPERTS in self.cuts
 
     @property
     def cuts_samples(self) -> bool:
@@ -46,13 +51,14 @@ class Axis:
     @property
     def uneven(self) -> bool:
         """Whether pieces may differ by one."""
-        return self.cuts_positions
+        return self.cuts_positions or self.cuts_experts
 
 
-DATA, PIPELINE = "data", "pipeline"
+DATA, EXPERT, PIPELINE = "data", "expert", "pipeline"
 _ROWS = (
     Axis(PIPELINE),
     Axis(DATA, frozenset({SAMPLES})),
+    Axis(EXPERT, frozenset({SAMPLES, EXPERTS}), again=True),
     Axis("spatial", frozenset({OUTERMOST})),
     *(Axis(kind, frozenset({kind})) for kind in POSITIONS),
     *(Axis(name, frozenset({FEATURES}), again=name == NESTED) for name in (PLAIN, *AXES)),
@@ -64,6 +70,15 @@ TABLE = {row.name: row for row in _ROWS}
 def axis_of(name: str) -> Axis:
     """The row of an axis; a name that the table lacks is one of tensor ranks."""
     return TABLE.get(name) or Axis(name, frozenset({FEATURES}))
+
+
+def sample_axes(axes: Iterable[str]) -> tuple[str, ...]:
+    """Those along which ranks have other samples.
+
+    >>> sample_axes(("data", "expert", "tensor"))
+    ('data', 'expert')
+    """
+    return tuple(axis for axis in axes if axis_of(axis).cuts_samples)
 
 
 def axis_words(row: Axis) -> str:

@@ -8,7 +8,7 @@ from functools import cache
 from math import lcm
 
 from weft.errors import LayoutError, nearest
-from weft.plan.axis import parse_spatial, spatial_ranks
+from weft.plan.axis import DATA, EXPERT, parse_spatial, spatial_ranks
 from weft.plan.choice import AUTO, NATIVE, SCATTERING
 from weft.plan.choice import NAMES as ALL_REDUCE
 from weft.plan.compression import Compression, refuse_compression
@@ -33,7 +33,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
 COUNTS = ("data", "tensor", "pipeline", "microbatches", "chunks", "expert", "segment")
 # What a plan may say and be priced for, and what runs of it: the rest is refused by name when a run starts, never ignored.
 RUNS: dict[str, tuple[int | str, ...]] = {
-    "expert": (1,),
     "zero": (0, 1, 2, 3),
     "recompute": ("none", "selective", "full"),
     "offload": ("none", "activations", "optimizer", "all"),
@@ -318,8 +317,13 @@ class Layout:
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
-        """The mesh's axes with their sizes, outermost first."""
-        return (("pipeline", self.pipeline), ("data", self.data), *self.inner_axes)
+        """The mesh's axes with their sizes, outermost first. Replicas that have experts of their own lie along two axes.
+
+        >>> Layout(data=4, expert=2).axes
+        (('pipeline', 1), ('data', 2), ('expert', 2), ('tensor', 1))
+        """
+        spread = ((DATA, self.data // self.expert), (EXPERT, self.expert)) if self.expert > 1 else ((DATA, self.data),)
+        return (("pipeline", self.pipeline), *spread, *self.inner_axes)
 
     @property
     def weight_ranks(self) -> int:

@@ -78,12 +78,12 @@ class Blocks:
         mesh, at = self.mesh, self.at
         holders = holders_of(self.stages, self.program, v.value)
         offsets, shape = self.of(v)
-        axes = tuple(dict.fromkeys((*self.sharding.gradients.get(v.value, ()), *self.always)))
+        cut = {axis for axis, form in self.sharding.forms[v.value].items() if is_shard(form)}
+        axes = tuple(dict.fromkeys((*self.sharding.gradients.get(v.value, ()), *(axis for axis in self.always if axis not in cut))))
         ranks = [rank for holder in holders for rank in mesh.group(mesh.rank({**at, "pipeline": holder}), *axes)]
         if v.value in self.across:  # every rank of these stages has a share of the gradient, see `shares_of`
             ranks = [rank for holder in holders for rank in mesh.group(mesh.rank({"pipeline": holder}), *mesh.inside)]
             axes = ()
-        cut = {axis for axis, form in self.sharding.forms[v.value].items() if is_shard(form)}
         # Each element is counted once: by the first of the ranks that hold the same block.
         same = [a for a in mesh.inside if a not in cut]
         counted = at["pipeline"] == holders[0] and all(at[a] == 0 for a in same)

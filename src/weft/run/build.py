@@ -32,7 +32,7 @@ from weft.model.normalise import Normalised
 from weft.model.propagate import propagate
 from weft.model.samples import check_samples
 from weft.model.sharding import Prices, Sharding
-from weft.plan.axis import DATA
+from weft.plan.axis import axis_of, sample_axes
 from weft.plan.grid import AXES, PLAIN
 from weft.plan.patterns import expand_all
 from weft.plan.plan import Plan
@@ -149,8 +149,7 @@ class Traced(Source):
         """As `Source.sharding`, once for each way of cutting."""
         layout = plan.layout
         key = (
-            layout.data,
-            layout.inner_axes,
+            layout.axes[1:],
             layout.sequence_parallel,
             layout.sample_parallel,
             plan.shards,
@@ -190,7 +189,7 @@ def shard_of(plan: Plan, graph: Graph, prices: Prices | None = None) -> Sharding
         LayoutError: cuts over an axis of tensor ranks that the layout does not have, or that the graph cannot have.
     """
     cuts = expand_all(plan.shards, (v.name for v in (*graph.parameters, *graph.buffers)))
-    sizes = {DATA: plan.layout.data, **dict(plan.layout.inner_axes)}
+    sizes = {axis: n for axis, n in plan.layout.axes if axis_of(axis).cuts}
     lost = [axis for axis in cuts if axis in (PLAIN, *AXES) and axis not in sizes]
     if lost and plan.layout.tensor > 1:
         have = ", ".join(axis for axis, _ in plan.layout.tensor_axes)
@@ -248,7 +247,7 @@ def build(
 
     # What a plain loop's outputs do not depend on its loss may: a weight for each of several losses, a temperature.
     trainable = {v.value for v in graph.parameters if v.trainable} if outputs else learned(graph)
-    blocks = Blocks(mesh, at, sharding, stages, program, across, (DATA,) if outputs else ())
+    blocks = Blocks(mesh, at, sharding, stages, program, across, sample_axes(mesh.inside) if outputs else ())
     specs = blocks.specs(graph, trainable, optimizer, dtype, layers_of(lowered))
     flat, parameters = build_groups(list(specs.values()), world.device, layout.zero, world.rank, plan.bucket_bytes)
     choose_sums(plan, world, flat)

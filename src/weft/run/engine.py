@@ -23,10 +23,10 @@ from weft.lower.kernels.place import Samples
 from weft.lower.kernels.randomness import Draw
 from weft.model.graph import Variable
 from weft.model.work import model_flops
-from weft.plan.axis import DATA
+from weft.plan.axis import sample_axes
 from weft.plan.compression import Compression
 from weft.plan.microbatches import sizes_of_part
-from weft.plan.placement import P, R, piece
+from weft.plan.placement import P, piece
 from weft.plan.plan import Memory, Plan
 from weft.plan.program import Manage, ManageOp
 from weft.plan.timeline import Timeline
@@ -119,8 +119,8 @@ class Engine:
         else:
             self.parts = build(plan, source, batch, loss, world, self.spec, seed)
         self.mesh = plan.layout.mesh_of(world.rank)
-        at = self.mesh.coordinates(world.rank)
-        self.data_index, self.data_size = at[DATA], self.mesh.size(DATA)
+        replicas = self.mesh.group(world.rank, *sample_axes(self.mesh.inside))  # each with samples of its own
+        self.data_index, self.data_size, self._rows = replicas.index(world.rank), len(replicas), world.group(replicas)
         self._counters = {"step": torch.zeros((), dtype=torch.int64)}
         self._everyone = world.group(tuple(range(world.num_ranks)))
         self._pipeline = world.group(self.mesh.group(world.rank, "pipeline"))
@@ -153,7 +153,7 @@ class Engine:
     def _connect(self, sums: Sequence[Group | None]) -> None:
         """Connect every group of this rank, `sums` too, in one order on every rank: two ranks that differ would stop each other."""
         axes = [self.world.group(self.mesh.group(self.world.rank, axis)) for axis in self.parts.sharding.sizes]
-        every = {self._everyone, self._pipeline, *axes, *self._replicas.groups, *(g for g in sums if g is not None)}
+        every = {self._everyone, self._pipeline, self._rows, *axes, *self._replicas.groups, *(g for g in sums if g is not None)}
         for group in sorted(every, key=lambda g: g.ranks):
             group.connect()
 
@@ -183,8 +183,7 @@ class Engine:
         """What counts a microbatch's totals on this rank."""
         key = (id(parts), size, samples)
         if key not in self._counters_of:
-            group = self.world.group(self.mesh.group(self.world.rank, DATA))
-            self._counters_of[key] = Counter(parts, parts.of_size(size, samples), group)
+            self._counters_of[key] = Counter(parts, parts.of_size(size, samples), self._rows)
         return self._counters_of[key]
 
     @property
@@ -409,14 +408,14 @@ class Engine:
         if v.batched and is_global and self.data_size > 1:
             start, length = piece(len(x), self.data_size, self.data_index)
             x = x.narrow(0, start, length)
-        want = parts.sharding.shape(v.value, v.tensor.shape, {DATA: parts.sharding.forms[v.value].get(DATA, R)})
+        want = parts.sharding.rows(v.value, v.tensor.shape)
         if tuple(x.shape) != want and not self.plan.uncaptured:
             raise Infeasible(
                 f"{v.name} has shape {list(x.shape)} in a microbatch of this rank, and the model was captured with {list(want)}; "
                 "pad or cut batches to one shape, or plan again for this one"
             )
         at = self.mesh.coordinates(self.world.rank)
-        return self._taken(narrowed(x, parts.sharding.held(v.value, x.shape, at, but=DATA)), v)
+        return self._taken(narrowed(x, parts.sharding.held(v.value, x.shape, at, but=parts.sharding.sample_axes)), v)
 
     def _divided_later(self, totals: Mapping[str, Tensor], divisor: str) -> dict[str, Tensor]:
         """Totals of this rank's rows, where nobody waits for those of the others: what divides is summed beside the loss."""

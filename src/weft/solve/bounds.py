@@ -15,7 +15,7 @@ from dataclasses import replace
 from weft.cost.memory import state_bytes
 from weft.cost.step import Pricer
 from weft.errors import Infeasible, LayoutError
-from weft.plan.axis import DATA
+from weft.plan.axis import DATA, EXPERT
 from weft.plan.layout import Layout
 from weft.solve.lending import Host, may_lend
 from weft.solve.mixed import MixedPricer, memory_of, owner
@@ -71,7 +71,7 @@ def summing_s(pricer: Pricer, frame: Layout) -> float:
         return 0.0
     share = 2.0 * pricer.graph.num_trainable / (frame.tensor * frame.pipeline)
     # What a bucket or a faster algorithm may still save: half of it, and the latency.
-    return 0.5 * pricer.collective("reduce_scatter", share, pricer.group(frame, DATA))
+    return 0.5 * pricer.collective("reduce_scatter", share, pricer.group(frame, DATA, EXPERT))
 
 
 def least_s(pricer: Pricer, frame: Layout, interleaved: bool, again: bool = False) -> float:

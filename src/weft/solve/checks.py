@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from weft.cluster.cluster import Cluster
-from weft.cost.parts import block, expert_weights
+from weft.cost.parts import block
 from weft.cost.step import Pricer, together
 from weft.errors import Infeasible, LayoutError
 from weft.model.graph import Graph
+from weft.model.labels import expert_weights
 from weft.plan.layout import Layout
 from weft.plan.microbatches import microbatch_sizes
 from weft.schedules import schedule_of
@@ -44,8 +45,8 @@ def check_layers(pricer: Pricer, priced: Priced) -> None:
         LayoutError: with those that it has.
     """
     layout, experts = priced.layout, num_experts(pricer.graph)
-    if layout.expert > experts or experts % layout.expert:
-        has = f"its widest layer has {experts}; use a divisor of that" if experts > 1 else "it has none; leave it out"
+    if layout.expert > experts:
+        has = f"its widest layer has {experts}; use that many or fewer" if experts > 1 else "it has none; leave it out"
         raise LayoutError(f"expert={layout.expert} spreads the experts of a layer, and of this model {has}")
     blocks = [dict.fromkeys(block(op.site) for op in stage.operators) for stage in pricer.split(priced.sites)]
     layout.residency.check([list(filter(None, one)) or [""] for one in blocks])

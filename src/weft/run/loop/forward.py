@@ -23,7 +23,7 @@ from weft.capture.nesting import BatchForm, batch_size_of, leaves, rebuild
 from weft.errors import Infeasible, ModelError
 from weft.lower.kernels.randomness import Draw
 from weft.lower.redistribute import counted, redistribute
-from weft.plan.axis import DATA, axis_of
+from weft.plan.axis import axis_of
 from weft.plan.placement import D, R, is_shard
 from weft.plan.plan import Plan
 from weft.run.build import Source, Traced
@@ -88,7 +88,7 @@ class Forward:
                 tensors[value] = redistribute(tensors[value], R, D, group)
         at = layout.mesh.coordinates(self.world.rank)
         for value, x in tensors.items():
-            tensors[value] = narrowed(x, parts.sharding.held(value, x.shape, at, but=DATA))
+            tensors[value] = narrowed(x, parts.sharding.held(value, x.shape, at, but=parts.sharding.sample_axes))
         values = [parts.variables[v] if v in parts.variables else tensors[v] for v in local.variables]
         for position, group in self._summed_here:
             values[position] = redistribute(values[position], R, D, group)
@@ -102,8 +102,9 @@ class Forward:
         out = []
         for name, x in zip(local.results, results, strict=True):
             # The same on all data ranks, each of which may make something else of it: a scale of its own samples' scores.
-            once = layout.data > 1 and x.is_floating_point() and not is_shard(local.forms[name].get(DATA, R))
-            out.append(redistribute(x, R, D, self._group(DATA)) if once else x)
+            for axis in parts.sharding.sample_axes if x.is_floating_point() else ():
+                x = x if is_shard(local.forms[name].get(axis, R)) else redistribute(x, R, D, self._group(axis))
+            out.append(x)
         paths, others = self._outputs
         return rebuild(parts.structure, others | dict(zip(paths, out, strict=True)))
 
@@ -111,7 +112,7 @@ class Forward:
         """Raise Infeasible where a tensor has another shape than in the capture."""
         parts = self.parts
         for v in parts.graph.inputs:
-            want = parts.sharding.shape(v.value, v.tensor.shape, {DATA: parts.sharding.forms[v.value].get(DATA, R)})
+            want = parts.sharding.rows(v.value, v.tensor.shape)
             if tuple(given[v.name].shape) != want:
                 raise Infeasible(
                     f"{v.name} has shape {list(given[v.name].shape)}, and the model was captured with {list(want)} on each rank; "

@@ -54,8 +54,8 @@ def divided(plan: Plan, parts: Parts) -> Divided:
         for v in graph.parameters:
             sharding = shardings[holders[v.value][0]]
             cut = [axis for axis in over if is_shard(sharding.forms[v.value].get(axis, R))]
-            if DATA in over and layout.zero and v.trainable and DATA in sharding.gradients.get(v.value, ()):
-                cut.append(DATA)
+            if layout.zero and v.trainable:
+                cut += [axis for axis in over if axis_of(axis).cuts_samples and axis in sharding.gradients.get(v.value, ())]
             yield float(v.tensor.size), prod(sharding.sizes[axis] for axis in cut)
 
     def flops(over: tuple[str, ...]) -> Iterable[tuple[float, int]]:

@@ -21,7 +21,7 @@ from weft.lower.local import LocalStage, lower
 from weft.model.normalise import Normalised, Total
 from weft.model.sharding import Sharding
 from weft.model.stages import Stage
-from weft.plan.axis import DATA, axis_of
+from weft.plan.axis import axis_of
 from weft.plan.placement import P, R, is_shard
 from weft.run.parts import Parts
 from weft.run.sizes import Sized
@@ -80,7 +80,7 @@ class Counter:
             raise Infeasible(f"the loss divides by what is counted from {cut[0]}, of which each tensor rank has a part; use tensor=1")
         made = [
             lower(stage, replace(lowering, graph=normal.graph, sharding=_along(lowering.sharding, axes), late=frozenset(), rows={}))
-            for axes in ((), (DATA,))
+            for axes in ((), lowering.sharding.sample_axes)
         ]
         return _Level(totals, *made)
 
@@ -89,10 +89,13 @@ class Counter:
         local = self.levels[level].of_whole if whole else self.levels[level].of_rows
         held = {**self.parts.variables, **self.sized.constants}
         made = local.module(*(tensors[v] if v in tensors else held[v] for v in local.variables))
-        if whole or self.group.index == 0:
+        lowering = self.parts.lowering
+        if whole or lowering is None:
             return list(made)
-        # What every rank has whole counts once.
-        return [x if local.forms[v].get(DATA, R) is P else torch.zeros_like(x) for x, v in zip(made, local.results, strict=True)]
+        # What every rank along an axis has whole counts once.
+        later = [axis for axis in lowering.sharding.sample_axes if lowering.groups[axis].index]
+        once = [all(local.forms[v].get(axis, R) is P for axis in later) for v in local.results]
+        return [x if counts else torch.zeros_like(x) for x, counts in zip(made, once, strict=True)]
 
 
 def _along(sharding: Sharding, axes: tuple[str, ...]) -> Sharding:

@@ -1,0 +1,136 @@
+"""Experts spread among data replicas: equal to the serial model in every composition, bytes by count, broken twins."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import weft
+from weft.errors import LayoutError
+from weft.plan.layout import Layout
+from weft.run import build
+from weft.run.proof.verify import Verification
+from weft.world.group import Group
+from weft.world.launch import launch
+from weft.world.world import World
+from weft.zoo.resolve import resolve
+
+GSHARD = "moe-tiny:layers=2,hidden=16,inner=24,heads=4,sequence=8"
+
+
+def verified(name: str, layout: str, batch: int = 8, **options: Any) -> Verification:
+    model = resolve(name)
+    return weft.verify(model.make, layout, model.batch(batch), loss=model.loss, cut_everything=True, **options)
+
+
+@pytest.mark.parametrize(
+    ("more", "layout"),
+    [
+        (",capacity=2", "data=2 expert=2"),
+        (",capacity=2", "data=4 expert=2"),
+        (",capacity=2", "data=4 expert=4 zero=3"),
+        (",capacity=2", "data=4 expert=2 zero=2 microbatches=2"),
+        (",capacity=2", "data=2 expert=2 tensor=2"),
+        (",capacity=2", "data=2 expert=2 tensor=2 sequence_parallel=on"),
+        (",capacity=2", "data=2 expert=2 tensor=2 sample_parallel=on"),
+        (",capacity=2", "data=2 expert=2 pipeline=2 microbatches=2 schedule=zb-h1 zero=1"),
+        (",capacity=2", "data=4 expert=2 tensor=2 zero=1 recompute=full"),
+        (",capacity=2", "data=2 expert=2 recompute=selective offload=all"),
+        (",capacity=2,experts=5", "data=2 expert=2"),
+        (",capacity=2,experts=5", "data=4 expert=4 zero=2 recompute=full"),
+        (",capacity=0", "data=4 expert=2 zero=1"),
+    ],
+)
+def test_a_layout_that_spreads_experts_equals_serial(more: str, layout: str) -> None:
+    found = verified(GSHARD + more, layout)
+    assert found.ok, found
+    assert found.tolerance == 1e-9
+    share = found.divided["expert"]
+    assert share["parameters"] > 0.4
+    assert share["flops"] > 0.9
+
+
+def test_broken_twin_gradients_of_other_weights_that_are_not_summed(monkeypatch: pytest.MonkeyPatch) -> None:
+    shard = build.shard_of
+
+    def without(*given: Any) -> Any:
+        found = shard(*given)
+        return replace(found, gradients={v: tuple(a for a in axes if a != "expert") for v, axes in found.gradients.items()})
+
+    monkeypatch.setattr(build, "shard_of", without)
+    found = verified(GSHARD + ",capacity=2", "data=2 expert=2")
+    assert not found.ok
+    assert found.worst["gradients"] > 1e-3
+
+
+def test_more_ranks_than_experts_are_refused() -> None:
+    model = resolve(GSHARD)
+    with pytest.raises(LayoutError, match="expert=16 spreads the experts of a layer, and of this model its widest layer has 8; use that"):
+        weft.plan(model.make, model.batch(16), loss=model.loss, cluster="1xcpu-2", layout="data=16 expert=16")
+
+
+def _sent(world: World, layout: str) -> int:
+    """Bytes that this rank sends in exchanges of one step."""
+    model, sent, right = resolve(GSHARD + ",capacity=2"), [], Group.exchange
+
+    def counting(self: Group, given: Any, shapes: Any) -> Any:
+        sent.extend(x.numel() * x.element_size() for i, x in enumerate(given) if i != self.index)
+        return right(self, given, shapes)
+
+    engine = weft.parallelize(model.make, model.batch(8), loss=model.loss, plan=layout, seed=0, world=world)
+    Group.exchange = counting  # type: ignore[method-assign]
+    try:
+        engine.step(model.batch(8))
+    finally:
+        Group.exchange = right  # type: ignore[method-assign]
+    return sum(sent)
+
+
+@pytest.mark.parametrize(
+    ("layout", "n", "tensor"), [("data=2 expert=2", 2, 1), ("data=4 expert=4", 4, 1), ("data=2 expert=2 tensor=2", 2, 2)]
+)
+def test_tokens_travel_as_the_formula_says(layout: str, n: int, tensor: int) -> None:
+    """GShard, section 3.2: each of n ranks keeps 1/n of its own places, and sends the others: there and back, forward and backward."""
+    samples, experts, places, hidden = 8, 8, 2 * 8 // 8, 16
+    of_rank = 4 * samples // n * experts * places * hidden
+    assert launch(_sent, n * tensor, layout, show=False) == [4 * of_rank * (n - 1) // n] * n * tensor
+
+
+def test_a_layout_with_experts_prints_and_its_replicas_lie_along_two_axes() -> None:
+    layout = Layout.parse("data=4 expert=2 tensor=2")
+    assert Layout.parse(str(layout)) == layout
+    assert layout.mesh.inside == ("data", "expert", "tensor")
+    assert layout.num_ranks == 8
+    assert Layout(data=4).mesh.inside == ("data", "tensor")
+
+
+def _in_a_loop(world: World, layout: str) -> list[float]:
+    """Losses of the user's own loop over a model whose experts are spread."""
+    model, losses = resolve(GSHARD + ",capacity=2"), []
+    batch = model.batch(8)
+    torch.manual_seed(0)
+    if world.num_ranks == 1:
+        net = model.make().double()
+    else:
+        with weft.auto_parallelize(batch=(batch["input_ids"],), plan=f"{layout} precision=float64", world=world):
+            net = model.make().double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    (mine,) = weft.shard([batch]) if world.num_ranks > 1 else [batch]
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model.loss(net(mine["input_ids"]), mine)
+        loss.backward()
+        optimizer.step()
+        total = loss.detach().clone()
+        world.everyone.all_reduce(total)
+        losses.append(float(total) / world.num_ranks)
+    return losses
+
+
+def test_a_loop_of_ones_own_with_spread_experts_equals_serial() -> None:
+    (want,) = launch(_in_a_loop, 1, "", show=False)
+    for layout, ranks in (("data=2 expert=2", 2), ("data=4 expert=2", 4)):
+        assert launch(_in_a_loop, ranks, layout, show=False) == [pytest.approx(want, rel=1e-12)] * ranks
