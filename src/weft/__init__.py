@@ -8,24 +8,27 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from weft import errors
 
 if TYPE_CHECKING:
-    from weft.api import auto_parallelize, comm_hook, parallelize, shard, verify
+    from weft.api import auto_parallelize, comm_hook, parallelize, plan, shard, simulate, verify
+    from weft.api_verbs import compare, estimate, explain, report, whatif
     from weft.cluster.cluster import Cluster
     from weft.plan.layout import Layout
     from weft.plan.plan import Plan
+    from weft.plan.timeline import Timeline
     from weft.run.engine import Engine
     from weft.run.loop.checkpoints import load, save
     from weft.run.loop.divide import full_state_dict
+    from weft.run.proof.verification import Verification
     from weft.world.launch import launch
 
 __version__ = "0.1.0"
 __all__ = [
-    "Cluster", "Engine", "Layout", "Plan", "auto_parallelize", "comm_hook", "errors", "full_state_dict", "launch", "load", "parallelize",
-    "plan", "save", "shard", "simulate", "verify",
+    "Cluster", "Engine", "Layout", "Plan", "Timeline", "Verification", "auto_parallelize", "comm_hook", "compare", "errors", "estimate",
+    "explain", "full_state_dict", "launch", "load", "parallelize", "plan", "report", "save", "shard", "simulate", "verify", "whatif",
 ]  # fmt: skip
 
 # Looked up at first use, so that `weft --help` and programs that only read plans do not wait for torch.
@@ -35,15 +38,20 @@ _HOMES = {
     "full_state_dict": "weft.run.loop.divide",
     "Layout": "weft.plan.layout",
     "Plan": "weft.plan.plan",
+    "Timeline": "weft.plan.timeline",
+    "Verification": "weft.run.proof.verification",
     "launch": "weft.world.launch",
     **dict.fromkeys(("load", "save"), "weft.run.loop.checkpoints"),
+    **dict.fromkeys(("compare", "estimate", "explain", "whatif"), "weft.api_verbs"),
     **dict.fromkeys(("auto_parallelize", "comm_hook", "parallelize", "shard", "verify"), "weft.api"),
 }
+PACKAGES = ("plan", "report", "simulate")  # which are verbs too
 
+if not TYPE_CHECKING:  # a type checker has the imports above, and then tells of names that are not there
 
-def __getattr__(name: str) -> Any:
-    if name in ("plan", "simulate"):
-        return importlib.import_module(f"weft.{name}")
-    if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
-    raise AttributeError(f"module 'weft' has no attribute {name!r}")
+    def __getattr__(name):
+        if name in PACKAGES:
+            return importlib.import_module(f"weft.{name}")
+        if name in _HOMES:
+            return getattr(importlib.import_module(_HOMES[name]), name)
+        raise AttributeError(f"module 'weft' has no attribute {name!r}")

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import weft.report.notebook  # noqa: F401 - registers how notebooks show plans and timelines
 from weft.api_loop import any_cluster, auto_parallelize
 from weft.capture.capture import Loss
 from weft.capture.nesting import batch_size_of
@@ -91,7 +92,7 @@ def plan(  # noqa: PLR0913
     if source is None and isinstance(model, Resolved) and (batch is None or isinstance(batch, int)):
         source = Traced.of(model.make)
         batch = shapes_of(model, model.default_batch if batch is None else batch, source, loss)
-    subject = _subject(model, batch, loss)
+    subject = subject_of(model, batch, loss)
     machines = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
 
     def of(layout: Layout | str | None) -> Plan:
@@ -243,7 +244,7 @@ def parallelize(  # noqa: PLR0913
     True
     """
     world = world or current_world()
-    subject = _subject(model, batch, loss)
+    subject = subject_of(model, batch, loss)
     _, make, given, loss = subject
     if isinstance(make, nn.Module):
         check_same_model(make, world)
@@ -343,7 +344,7 @@ def verify(  # noqa: PLR0913
     if isinstance(model, str):
         model = resolve(model, batch if isinstance(batch, int) else None, sequence)
     assert not isinstance(model, Path)
-    subject = _subject(model, batch, loss)
+    subject = subject_of(model, batch, loss)
     _, make, given, loss = subject
     limit = parse_bytes(device_memory)
     state = torch.random.get_rng_state()
@@ -399,7 +400,7 @@ def simulated(
     source: Source | None = None,
 ) -> tuple[Prediction, Timeline]:
     """The step that is predicted, and its timeline; arguments as of `simulate`."""
-    _, make, given, loss = _subject(model if model is not None else plan.model, batch if batch is not None else plan.batch_size, loss)
+    _, make, given, loss = subject_of(model if model is not None else plan.model, batch if batch is not None else plan.batch_size, loss)
     machines = cluster if isinstance(cluster, Cluster) else Cluster.parse(cluster or plan.cluster)
     check_layout(plan.layout, machines, plan.batch_size)
     graph = (source or Source.of(make)).capture(given, loss, plan.batch_size).graph
@@ -435,7 +436,7 @@ def _shards(plan: Plan, graph: Graph) -> dict[str, Shards]:
     return expand_all(plan.shards, (v.name for v in (*graph.parameters, *graph.buffers)))
 
 
-def _subject(model: Model, batch: Any, loss: Loss | None) -> Subject:
+def subject_of(model: Model, batch: Any, loss: Loss | None) -> Subject:
     """(name, module or maker, batch of tensors, loss) of a model in any of its forms."""
     if isinstance(model, str):
         model = resolve(model, batch if isinstance(batch, int) else None)

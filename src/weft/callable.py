@@ -14,7 +14,8 @@ from typing import Any
 class _Callable(ModuleType):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         verb = self.__name__.rpartition(".")[2]
-        return getattr(importlib.import_module("weft.api"), verb)(*args, **kwargs)
+        home = "weft.api_verbs" if verb == "report" else "weft.api"
+        return getattr(importlib.import_module(home), verb)(*args, **kwargs)
 
 
 def make_callable(name: str) -> None:

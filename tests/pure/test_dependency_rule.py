@@ -41,19 +41,19 @@ ALLOWED: dict[str, set[str]] = {
     "cost": PRICED,
     "simulate": PRICED | {"callable"},
     "solve": PRICED | {"simulate"},
-    "report": PRICED | {"simulate"},
+    "report": PRICED | {"simulate", "callable"},
     "zoo": DATA | {"ops", "model", "capture"},
     "world": DATA,
     "lower": RANKS,
     "run": RANKS | {"lower"},
     "train": RANKS | {"lower", "run", "zoo"},
 }
-EVERYTHING = {"cli", "api", "api_loop", "__init__", "__main__"}
+EVERYTHING = {"cli", "api", "api_loop", "api_verbs", "__init__", "__main__"}
 # Measuring a machine with several ranks needs ranks, which compute as they do and run programs.
 EXTRA = {f"cluster/probe/{name}.py": {"world"} for name in ("here", "operators")} | {"cluster/probe/messages.py": {"world", "collectives"}}
 
 TORCH_PARTS = {"capture", "zoo", "world", "lower", "run", "train"}
-TORCH_FILES = {"cluster/probe/", "api.py", "api_loop.py"}
+TORCH_FILES = {"cluster/probe/", "api.py", "api_loop.py", "api_verbs.py"}
 ENVIRONMENT_FILES = ("cli/", "world/launch", "world/prepared", "world/current")
 # What unpickles, or is unpickled: none of these ever reads or writes a byte for weft.
 PICKLING = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}

@@ -10,9 +10,9 @@ import pytest
 import weft
 
 NAMES = {
-    "Cluster", "Engine", "Layout", "Plan",
-    "auto_parallelize", "comm_hook", "errors", "full_state_dict", "launch", "load", "parallelize", "plan", "save", "shard",
-    "simulate", "verify",
+    "Cluster", "Engine", "Layout", "Plan", "Timeline", "Verification",
+    "auto_parallelize", "comm_hook", "compare", "errors", "estimate", "explain", "full_state_dict", "launch", "load", "parallelize",
+    "plan", "report", "save", "shard", "simulate", "verify", "whatif",
 }  # fmt: skip
 
 
@@ -25,7 +25,7 @@ def test_every_public_name_is_there_and_described(name: str) -> None:
     assert getattr(weft, name).__doc__
 
 
-@pytest.mark.parametrize("name", ["plan", "simulate"])
+@pytest.mark.parametrize("name", ["plan", "report", "simulate"])
 def test_a_part_that_is_also_a_verb_can_be_called(name: str) -> None:
     assert callable(getattr(weft, name))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,6 +16,7 @@ from weft.report.tables import Table
 if TYPE_CHECKING:
     from weft.cli.setting import Variant
     from weft.plan.difference import Difference
+    from weft.plan.plan import Plan
     from weft.plan.timeline import Timeline
 
 _SHOWN = 12  # actions whose durations differ most
@@ -45,37 +47,38 @@ def compare(first: File, second: File, cluster: options.OtherCluster = None, as_
 
 
 def _plans(first: Path, second: Path, cluster: str | None, out: Output) -> None:
+    from weft.cli.setting import setting_of
+    from weft.plan.store import read_plan
+
+    plans = read_plan(first), read_plan(second)
+    with out.working(f"pricing {first} and {second}"):
+        priced = [
+            setting_of(plan, file, out, cluster).base(plan, str(file)) for plan, file in zip(plans, (first, second), strict=True)
+        ]
+    say_plans(plans, priced, out)
+
+
+def say_plans(plans: tuple[Plan, Plan], priced: Sequence[Variant], out: Output) -> None:
+    """Two plans, each priced, side by side, and the parameters that they cut otherwise."""
     from weft.cli.variants import record, side_by_side
 
-    with out.working(f"pricing {first} and {second}"):
-        left, right = _priced(first, cluster, out), _priced(second, cluster, out)
-        table = side_by_side("Plans", left, right)
-    out.table(table)
-    cuts = _cuts_table(first, second)
+    left, right = priced
+    out.table(side_by_side("Plans", left, right))
+    cuts = _cuts_table(plans, (left.name, right.name))
     if cuts.rows:
         out.table(cuts)
     out.answer({"plans": [record(left), record(right, left)]})
 
 
-def _priced(file: Path, cluster: str | None, out: Output) -> Variant:
-    from weft.cli.setting import setting_of
-    from weft.plan.store import read_plan
-
-    plan = read_plan(file)
-    return setting_of(plan, file, out, cluster).base(plan, str(file))
-
-
-def _cuts_table(first: Path, second: Path) -> Table:
+def _cuts_table(plans: tuple[Plan, Plan], names: tuple[str, str]) -> Table:
     """Parameters that the two plans cut otherwise."""
-    from weft.plan.store import read_plan
-
-    left, right = ({(axis, name): dim for axis, cuts in read_plan(file).shards for name, dim in cuts} for file in (first, second))
+    left, right = ({(axis, name): dim for axis, cuts in plan.shards for name, dim in cuts} for plan in plans)
     rows = tuple(
         (name, axis, *("whole" if cuts.get((axis, name)) is None else f"dim {cuts[axis, name]}" for cuts in (left, right)))
         for axis, name in {**left, **right}
         if left.get((axis, name)) != right.get((axis, name))
     )
-    return Table("Parameters that are cut otherwise", ("parameter", "axis", str(first), str(second)), rows)
+    return Table("Parameters that are cut otherwise", ("parameter", "axis", *names), rows)
 
 
 def _actions_table(difference: Difference, a: Timeline, b: Timeline) -> Table:
@@ -103,15 +106,20 @@ def _actions_table(difference: Difference, a: Timeline, b: Timeline) -> Table:
 
 
 def _timelines(first: Path, second: Path, out: Output) -> None:
-    from weft.plan.difference import by_action
-    from weft.plan.timeline import compare as by_kind
     from weft.report.folder import read_trace
-    from weft.units import format_percent, format_seconds
 
     for file in (first, second):
         if not file.is_file():
             raise UsageError(f"{file} is not there; weft simulate PLAN -o {file} writes one")
-    a, b = read_trace(first), read_trace(second)
+    say_timelines(read_trace(first), read_trace(second), out, (str(first), str(second)))
+
+
+def say_timelines(a: Timeline, b: Timeline, out: Output, names: tuple[str, str] = ("first", "second")) -> None:
+    """Two timelines kind by kind, and the actions that differ most; `names` of those that have none."""
+    from weft.plan.difference import by_action
+    from weft.plan.timeline import compare as by_kind
+    from weft.units import format_percent, format_seconds
+
     if a.is_step != b.is_step:
         out.message("one of them has the actions of its program alone, so that these are compared")
         a, b = a.program, b.program
@@ -128,7 +136,7 @@ def _timelines(first: Path, second: Path, out: Output) -> None:
         for k in kinds
     ]
     rows.append(("bubble", "", format_percent(a.bubble), format_percent(b.bubble), ""))
-    columns = ("", "spans", a.name or str(first), b.name or str(second), "second a span")
+    columns = ("", "spans", a.name or names[0], b.name or names[1], "second a span")
     out.table(Table("Timelines", columns, tuple(rows), right=(1, 2, 3, 4)))
     difference = by_action(a, b)
     if difference.actions:

@@ -65,41 +65,55 @@ def estimate(  # noqa: PLR0913
         from weft.cli.setting import Setting, named
         from weft.cli.subject import load_cluster, load_model
         from weft.cluster.resize import resized
-        from weft.report.economy import unit_of
-        from weft.solve.space import parse_constraints
 
-        parse_constraints(" ".join(constrain or ()))  # what contradicts itself is not a question of memory
         machines = load_cluster(cluster, out)
         if gpus is not None:
             machines = resized(machines, gpus)
         name, sequence = named(model, sequence)
         first = Setting(name, machines, batch or load_model(name, None, sequence).default_batch, sequence)
-        unit = unit_of(first.graph)
-        size, assumed_batch = (batch, "") if batch is not None else batch_for(first.graph.num_parameters, unit, machines.num_devices)
-        setting = first if size == first.batch_size else first.changed(batch_size=size)
-        work = work_of(tokens, epochs, unit, first.graph.num_parameters)
-        flops = _flops(setting, work)
-        with out.working(f"planning {model} on {machines.name}"):
-            plan, refused = _plan_or_why_not(setting, constrain or ())
-        fits = plan is not None and plan.prediction is not None
-        found = _planned(plan, setting, work) if plan is not None and fits else _arithmetic(setting, flops, plan, refused)
-        assumptions = [a for a in (work.assumption, assumed_batch) if a] + found.assumptions
-        assumptions.append("no failures, restarts, evaluations or waiting for data")
-        rows = (
-            ("model", f"{model}, {format_count(first.graph.num_parameters)} parameters"),
-            ("machines", f"{machines.name}: {machines.num_devices} x {machines.device.name}"),
-            ("work", f"{work.words}; {flops:.3g} FLOP"),
-            *found.rows,
-        )
-        _show(out, rows, plan, found, assumptions)
-        out.answer(
-            {
-                "model": model, "cluster": machines.name, "num_devices": machines.num_devices, "fits": fits, "reason": refused,
-                "layout": str(plan.layout) if plan is not None else None, "batch_size": size, "samples": work.samples,
-                "tokens": work.samples * unit.tokens_per_sample or None, "flops": flops, "time_s": found.seconds, "usd": found.usd,
-                "kwh": found.kwh, **_predicted(plan), "assumptions": assumptions,
-            }
-        )  # fmt: skip
+        say_estimate(first, model, batch, tokens, epochs, constrain or (), out)
+
+
+def say_estimate(
+    first: Setting,
+    model: str,
+    batch: int | None,
+    tokens: str | None,
+    epochs: float | None,
+    constrain: Sequence[str],
+    out: Output,
+) -> None:
+    """What training the model of a setting takes; arguments as of the verb, without a `batch` a usual one."""
+    from weft.report.economy import unit_of
+    from weft.solve.space import parse_constraints
+
+    parse_constraints(" ".join(constrain))  # what contradicts itself is not a question of memory
+    machines, unit = first.cluster, unit_of(first.graph)
+    size, assumed_batch = (batch, "") if batch is not None else batch_for(first.graph.num_parameters, unit, machines.num_devices)
+    setting = first if size == first.batch_size else first.changed(batch_size=size)
+    work = work_of(tokens, epochs, unit, first.graph.num_parameters)
+    flops = _flops(setting, work)
+    with out.working(f"planning {model} on {machines.name}"):
+        plan, refused = _plan_or_why_not(setting, constrain)
+    fits = plan is not None and plan.prediction is not None
+    found = _planned(plan, setting, work) if plan is not None and fits else _arithmetic(setting, flops, plan, refused)
+    assumptions = [a for a in (work.assumption, assumed_batch) if a] + found.assumptions
+    assumptions.append("no failures, restarts, evaluations or waiting for data")
+    rows = (
+        ("model", f"{model}, {format_count(first.graph.num_parameters)} parameters"),
+        ("machines", f"{machines.name}: {machines.num_devices} x {machines.device.name}"),
+        ("work", f"{work.words}; {flops:.3g} FLOP"),
+        *found.rows,
+    )
+    _show(out, rows, plan, found, assumptions)
+    out.answer(
+        {
+            "model": model, "cluster": machines.name, "num_devices": machines.num_devices, "fits": fits, "reason": refused,
+            "layout": str(plan.layout) if plan is not None else None, "batch_size": size, "samples": work.samples,
+            "tokens": work.samples * unit.tokens_per_sample or None, "flops": flops, "time_s": found.seconds, "usd": found.usd,
+            "kwh": found.kwh, **_predicted(plan), "assumptions": assumptions,
+        }
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,37 +40,42 @@ def explain(
     """
     with output(as_json) as out:
         from weft.cli.setting import setting_of
-        from weft.cli.variants import record, variants_table
         from weft.plan.store import read_plan
 
         plan = read_plan(file)
-        setting = setting_of(plan, file, out, cluster, sequence)
-        out.table(summary_table(plan))
-        if plan.uncaptured:
-            out.table(reasons_table(plan))
-            out.answer({"layout": str(plan.layout), "reasons": _reasons(plan), "candidates": [], "bound_gap": None})
-            return
-        with out.working(f"pricing {file}"):
-            base = setting.base(plan, "chosen")
-            shown = candidates(plan, setting, base, most)
-        out.table(variants_table("Candidates", "", shown, base))
+        say_why(plan, setting_of(plan, file, out, cluster, sequence), out, most, brief)
+
+
+def say_why(plan: Plan, setting: Setting, out: Output, most: int = MOST_CANDIDATES, brief: bool = False) -> None:
+    """Everything that there is to say of a plan; `most` candidates, of which with `brief` only the plan's own words."""
+    from weft.cli.variants import record, variants_table
+
+    out.table(summary_table(plan))
+    if plan.uncaptured:
         out.table(reasons_table(plan))
-        said = _found(plan)
-        out.text(said + "\n")
-        others, placed = ([], ()) if brief else _beyond(plan, setting, base, out)
-        out.answer(
-            {
-                **record(base),
-                "model": plan.model,
-                "planning_time_s": plan.planning_time_s,
-                "bound_gap": plan.bound_gap,
-                "bound": said,
-                "reasons": _reasons(plan),
-                "candidates": [record(v, base) for v in shown],
-                "other_choices": [record(v, base) for v in others],
-                "placements": [asdict(p) for p in placed],
-            }
-        )
+        out.answer({"layout": str(plan.layout), "reasons": _reasons(plan), "candidates": [], "bound_gap": None})
+        return
+    with out.working(f"pricing {plan.model}"):
+        base = setting.base(plan, "chosen")
+        shown = candidates(plan, setting, base, most)
+    out.table(variants_table("Candidates", "", shown, base))
+    out.table(reasons_table(plan))
+    said = _found(plan)
+    out.text(said + "\n")
+    others, placed = ([], ()) if brief else _beyond(plan, setting, base, out)
+    out.answer(
+        {
+            **record(base),
+            "model": plan.model,
+            "planning_time_s": plan.planning_time_s,
+            "bound_gap": plan.bound_gap,
+            "bound": said,
+            "reasons": _reasons(plan),
+            "candidates": [record(v, base) for v in shown],
+            "other_choices": [record(v, base) for v in others],
+            "placements": [asdict(p) for p in placed],
+        }
+    )
 
 
 def _beyond(plan: Plan, setting: Setting, base: Variant, out: Output) -> tuple[list[Variant], tuple[Placed, ...]]:

@@ -47,27 +47,7 @@ class Output:
         """Draw a table as wide as the terminal; cells are words, never markup."""
         if self.to_json:
             return
-        from rich import box
-        from rich.table import Table as Drawn
-        from rich.text import Text
-
-        drawn = Drawn(
-            title=table.title or None,
-            title_justify="left",
-            title_style="bold",
-            box=box.SIMPLE if any(table.columns) else box.SIMPLE_HEAD,
-            show_header=any(table.columns),
-            header_style="dim",
-            pad_edge=False,
-        )
-        for i in table.filled:
-            drawn.add_column(Text(table.columns[i]), justify="right" if i in table.right else "left", overflow="fold")
-        for r, row in enumerate(table.rows):
-            drawn.add_row(*(Text(row[i]) for i in table.filled), style="bold" if r in table.marked else None)
-        console = _console(stderr=False)
-        console.print(drawn)
-        if table.note:
-            console.print(Text(table.note, style="dim"))
+        show_table(table, _console(stderr=False))
 
     def message(self, text: str) -> None:
         """A message beside the answer, on standard error."""
@@ -80,9 +60,33 @@ class Output:
     def answer(self, record: Mapping[str, object]) -> None:
         """The JSON object, with `--json`. Numbers that JSON does not have (infinity) become null."""
         if self._json_fd is not None:
-            data = (json.dumps(_plain(record), allow_nan=False) + "\n").encode()
+            data = (json.dumps(plain(record), allow_nan=False) + "\n").encode()
             while data:
                 data = data[os.write(self._json_fd, data) :]
+
+
+def show_table(table: Table, console: Console) -> None:
+    """Draw a table on a console, without its empty columns."""
+    from rich import box
+    from rich.table import Table as Drawn
+    from rich.text import Text
+
+    drawn = Drawn(
+        title=table.title or None,
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE if any(table.columns) else box.SIMPLE_HEAD,
+        show_header=any(table.columns),
+        header_style="dim",
+        pad_edge=False,
+    )
+    for i in table.filled:
+        drawn.add_column(Text(table.columns[i]), justify="right" if i in table.right else "left", overflow="fold")
+    for r, row in enumerate(table.rows):
+        drawn.add_row(*(Text(row[i]) for i in table.filled), style="bold" if r in table.marked else None)
+    console.print(drawn)
+    if table.note:
+        console.print(Text(table.note, style="dim"))
 
 
 def _console(stderr: bool) -> Console:
@@ -93,11 +97,12 @@ def _console(stderr: bool) -> Console:
     return Console(stderr=stderr, highlight=False, markup=False, emoji=False, width=None if known else UNKNOWN_WIDTH)
 
 
-def _plain(value: object) -> object:
+def plain(value: object) -> object:
+    """A value as JSON has it; numbers that it does not have (infinity) become None."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if isinstance(value, float):
         return value if isfinite(value) else None
     return value if value is None or isinstance(value, bool | int | str) else str(value)

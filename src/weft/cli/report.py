@@ -47,15 +47,26 @@ def write_page(subject: Path, target: Path, timeline: bool = False) -> int:
     """
     from weft.plan.store import read_plan
     from weft.report.folder import read_folder
-    from weft.report.page import Subject, page
 
     if subject.is_dir():
-        about = read_folder(subject)
-    else:
-        plan = read_plan(subject)
-        about = Subject(f"A plan for {plan.model}", f"{plan.batch_size} samples a step on {plan.cluster}", plan)
-        about = replace(about, again=(f"weft explain {subject}", f"weft whatif {subject} gpus=... zero=...", f"weft simulate {subject}"))
-        about = _with_machines(about, plan, timeline)
+        return write(read_folder(subject), target)
+    about = about_plan(read_plan(subject), timeline)
+    again = (f"weft explain {subject}", f"weft whatif {subject} gpus=... zero=...", f"weft simulate {subject}")
+    return write(replace(about, again=again), target)
+
+
+def about_plan(plan: Plan, timeline: bool = False) -> Subject:
+    """A page's subject: a plan, what its machines have and, with `timeline`, its simulated step."""
+    from weft.report.page import Subject
+
+    about = Subject(f"A plan for {plan.model}", f"{plan.batch_size} samples a step on {plan.cluster}", plan)
+    return _with_machines(about, plan, timeline)
+
+
+def write(about: Subject, target: Path) -> int:
+    """Write a page and return its size in bytes. Raises `UsageError` where it cannot be written."""
+    from weft.report.page import page
+
     text = page(about)
     try:
         target.write_text(text, encoding="utf-8")

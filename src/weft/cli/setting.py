@@ -18,6 +18,8 @@ from weft.plan.layout import Layout
 from weft.plan.plan import Plan, Prediction
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from weft.cli.output import Output
     from weft.cluster.cluster import Cluster
     from weft.model.graph import Graph
@@ -46,23 +48,30 @@ class Setting:
     cluster: Cluster
     batch_size: int
     sequence: int | None = None
+    # Where the model is no name: how it is made and its batch, and the module itself where there is one.
+    given_model: Resolved | None = field(default=None, repr=False, compare=False)
+    module: nn.Module | None = field(default=None, repr=False, compare=False)
     _pricers: dict[object, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def resolved(self) -> Resolved:
+        if self.given_model is not None:
+            return self.given_model
         return load_model(self.model, self.batch_size, self.sequence)
 
     @cached_property
     def source(self) -> Traced:
         from weft.run.build import Traced
 
-        return Traced.of(self.resolved.make)
+        return Traced.of(self.module if self.module is not None else self.resolved.make)
 
     @cached_property
     def given(self) -> Any:
         """The batch: without values where the model can be followed, since its graph asks for none; a large one takes memory and time."""
         from weft import api
 
+        if self.module is not None:
+            return self.resolved.batch(self.batch_size)
         return api.shapes_of(self.resolved, self.batch_size, self.source)
 
     @cached_property
@@ -90,7 +99,10 @@ class Setting:
                 if name in self.__dict__:
                     other.__dict__[name] = self.__dict__[name]
             return other
-        return Setting(self.model, cluster or self.cluster, batch_size or self.batch_size, sequence or self.sequence)
+        if sequence is not None and self.given_model is not None:
+            raise UsageError(f"{self.model} was given as it is, not by name: nobody knows how to make it for sequence={sequence}")
+        size = batch_size or self.batch_size
+        return Setting(self.model, cluster or self.cluster, size, sequence or self.sequence, self.given_model, self.module)
 
     def plan(
         self,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from weft.cli import options
-from weft.cli.output import output
+from weft.cli.output import Output, output
 from weft.errors import Infeasible
 
 if TYPE_CHECKING:
@@ -41,23 +41,12 @@ def whatif(
     with output(as_json) as out:
         from weft.cli.changes import parse_changes
         from weft.cli.setting import setting_of
-        from weft.cli.variants import record, variants_table
         from weft.plan.store import read_plan, write_plan
 
         plan = read_plan(file)
         wanted = parse_changes(changes)
         setting = setting_of(plan, file, out, cluster, sequence)
-        with out.working(f"pricing {len(wanted)} changes of {file}"):
-            base = setting.base(plan, "as it is")
-            groups = [(change,) for change in wanted] + ([wanted] if len(wanted) > 1 else [])
-            rows = [base]
-            for group in groups:
-                name = " ".join(map(str, group)) if len(group) < 2 else "all together"
-                one = _changed(plan, setting, group, name)
-                rows.append(one)
-                if replan:
-                    rows.append(_best(one, "best with it" if len(group) < 2 else "best with all"))
-        out.table(variants_table(f"{plan.model} on {setting.cluster.name}, with changes", "change", rows, base, with_layout=False))
+        rows = say_changes(plan, setting, wanted, out, replan, str(file))
         if target is not None:
             last = [v for v in rows if not v.name.startswith("best")][-1]
             if last.prediction is None:
@@ -65,10 +54,27 @@ def whatif(
             else:
                 write_plan(last.setting.plan(layout=last.layout), target)
                 out.message(f"written to {target}")
-        out.answer({"plan": str(file), "rows": [record(v, base) for v in rows]})
         if all(v.prediction is None for v in rows[1:]):
             out.message("none of these changes can be; the notes say why, and what would")
             raise typer.Exit(Infeasible.exit_code)
+
+
+def say_changes(plan: Plan, setting: Setting, wanted: tuple[Change, ...], out: Output, replan: bool, name: str) -> list[Variant]:
+    """The plan as it is, with each change, and with all of them; with `replan` the best plan beside each."""
+    from weft.cli.variants import record, variants_table
+
+    with out.working(f"pricing {len(wanted)} changes of {name}"):
+        base = setting.base(plan, "as it is")
+        groups = [(change,) for change in wanted] + ([wanted] if len(wanted) > 1 else [])
+        rows = [base]
+        for group in groups:
+            one = _changed(plan, setting, group, " ".join(map(str, group)) if len(group) < 2 else "all together")
+            rows.append(one)
+            if replan:
+                rows.append(_best(one, "best with it" if len(group) < 2 else "best with all"))
+    out.table(variants_table(f"{plan.model} on {setting.cluster.name}, with changes", "change", rows, base, with_layout=False))
+    out.answer({"plan": name, "rows": [record(v, base) for v in rows]})
+    return rows
 
 
 def _changed(plan: Plan, setting: Setting, changes: tuple[Change, ...], name: str) -> Variant:

@@ -8,6 +8,7 @@ from weft.errors import Infeasible
 from weft.plan.choice import AUTO, Choices
 from weft.plan.layout import Layout
 from weft.plan.microbatches import microbatch_sizes
+from weft.plan.shown import html
 from weft.units import format_seconds
 
 FORMAT_VERSION = 1
@@ -95,6 +96,9 @@ class Plan:
         _ = self.microbatch_sizes
         if self.bucket_bytes < 0:
             raise Infeasible(f"bucket_bytes = {self.bucket_bytes} is below zero; use 0 for the usual size, or bytes such as 4194304")
+
+    def _repr_html_(self) -> str:
+        return html(self)
 
     @property
     def all_reduce(self) -> Choices:

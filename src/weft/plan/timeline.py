@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from weft.errors import UsageError
+from weft.plan.shown import html
 
 FORMAT_VERSION = 1
 COMPUTE_LANE = "compute"
@@ -61,6 +62,9 @@ class Timeline:
                 raise UsageError(f"timeline {self.name}: span {span.name} is of rank {span.rank}, there are {self.num_ranks} ranks")
             if not span.start_s <= span.end_s:
                 raise UsageError(f"timeline {self.name}: span {span.name} of rank {span.rank} goes from {span.start_s} s to {span.end_s} s")
+
+    def _repr_html_(self) -> str:
+        return html(self)
 
     @cached_property
     def start_s(self) -> float:

@@ -1,0 +1,194 @@
+"""The command line's verbs as functions. In: plans, models, timelines. Out: an `Answer`, which prints as the verb does.
+
+Each calls what the verb of its name calls, so that both say the same; `answer.record` is the JSON object of `--json`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from weft.api import Model, subject_of
+from weft.capture.capture import Loss
+from weft.capture.nesting import batch_size_of
+from weft.cli.answer import Answer
+from weft.cli.changes import parse_changes
+from weft.cli.compare import say_plans, say_timelines
+from weft.cli.estimate import say_estimate
+from weft.cli.explain import MOST_CANDIDATES, say_why
+from weft.cli.report import about_plan, write, write_page
+from weft.cli.setting import Setting, named
+from weft.cli.whatif import say_changes
+from weft.cluster.cluster import Cluster
+from weft.cluster.resize import resized
+from weft.errors import UsageError
+from weft.plan.plan import Plan
+from weft.plan.store import read_plan
+from weft.plan.timeline import Timeline
+from weft.zoo.resolve import resolve
+from weft.zoo.resolved import Resolved
+
+
+def explain(
+    plan: Plan | str | Path,
+    model: Model | None = None,
+    batch: Any = None,
+    *,
+    loss: Loss | None = None,
+    cluster: Cluster | str | None = None,
+    candidates: int = MOST_CANDIDATES,
+    brief: bool = False,
+) -> Answer:
+    """Why a plan is what it is: candidates, reasons, what other choices cost, the bound, how each layer is placed.
+
+    Args:
+        plan: a `Plan`, or a plan file. model, batch, loss: as `weft.plan` was given them, where the plan does not name its model.
+        cluster: other machines than the plan's. candidates: rows of their table. brief: only what the plan itself says.
+
+    Raises:
+        UsageError: the plan names no model that weft can make, and none is given. Infeasible: the plan cannot be on these machines.
+
+    >>> import weft
+    >>> chosen = weft.plan("gpt-tiny", 8, cluster="1xcpu-2")
+    >>> weft.explain(chosen)["model"]
+    'gpt-tiny'
+    """
+    known, out = _plan(plan), Answer()
+    say_why(known, _setting(known, model, batch, loss, cluster), out, candidates, brief)
+    return out
+
+
+def whatif(
+    plan: Plan | str | Path,
+    *changes: str,
+    model: Model | None = None,
+    batch: Any = None,
+    loss: Loss | None = None,
+    cluster: Cluster | str | None = None,
+    replan: bool = False,
+) -> Answer:
+    """What a plan costs with something changed: each change alone, then all together.
+
+    Args:
+        changes: "gpus=16", "seq=2048", "batch=64", "cluster=8xdgx-h100", or a key of the layout, "zero=3".
+        replan: beside each change, the best plan there is with it. The rest as of `explain`.
+
+    Raises:
+        UsageError: an unknown key (names the nearest), no change, or a value that the key cannot have.
+    """
+    known, out = _plan(plan), Answer()
+    say_changes(known, _setting(known, model, batch, loss, cluster), parse_changes(changes), out, replan, known.model)
+    return out
+
+
+def compare(
+    first: Plan | Timeline | str | Path,
+    second: Plan | Timeline | str | Path,
+    model: Model | None = None,
+    batch: Any = None,
+    *,
+    loss: Loss | None = None,
+    cluster: Cluster | str | None = None,
+) -> Answer:
+    """Two plans side by side, each priced on its own machines, or two timelines kind by kind. Arguments as of `explain`.
+
+    Raises:
+        UsageError: a plan and a timeline.
+    """
+    out = Answer()
+    if isinstance(first, Timeline) and isinstance(second, Timeline):
+        say_timelines(first, second, out)
+        return out
+    if isinstance(first, Timeline) or isinstance(second, Timeline):
+        raise UsageError("a plan and a timeline have nothing to compare; give two of a kind (weft.simulate(plan) is a plan's timeline)")
+    plans = _plan(first), _plan(second)
+    priced = [
+        _setting(plan, model, batch, loss, cluster).base(plan, name) for plan, name in zip(plans, ("first", "second"), strict=True)
+    ]
+    say_plans(plans, priced, out)
+    return out
+
+
+def estimate(  # noqa: PLR0913
+    model: Model,
+    batch: Any = None,
+    *,
+    loss: Loss | None = None,
+    cluster: Cluster | str = "here",
+    tokens: float | str | None = None,
+    epochs: float | None = None,
+    sequence: int | None = None,
+    gpus: int | None = None,
+    constraints: str | Sequence[str] = "",
+) -> Answer:
+    """How long training takes and what it costs: time, dollars, kWh, memory, and what was assumed.
+
+    Args:
+        model, batch, loss: as of `weft.plan`; without a batch a usual one. cluster: the machines, `gpus` of them.
+        tokens: to train on, 300e9 or "300B"; by default 20 a parameter. epochs: of ImageNet-1k, for models of images.
+
+    Raises:
+        UsageError: tokens for images, epochs for text.
+    """
+    machines = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
+    if gpus is not None:
+        machines = resized(machines, gpus)
+    size = batch if isinstance(batch, int) else None if batch is None else batch_size_of(batch)
+    if isinstance(model, str):
+        name, sequence = named(model, sequence)
+        first = Setting(name, machines, size or resolve(name, None, sequence).default_batch, sequence)
+    else:
+        resolved, module = _resolved(model, batch, loss)
+        name, size = resolved.name, size or resolved.default_batch
+        first = Setting(name, machines, size, None, resolved, module)
+    out = Answer()
+    words = [constraints] if isinstance(constraints, str) else constraints
+    say_estimate(first, name, size, None if tokens is None else str(tokens), epochs, words, out)
+    return out
+
+
+def report(subject: Plan | str | Path, target: str | Path = "report.html") -> Path:
+    """Write a page about a run's folder, a plan file or a plan; returns where it lies.
+
+    Raises:
+        UsageError: a subject that cannot be read, or a target that cannot be written.
+    """
+    page = Path(target)
+    if isinstance(subject, Plan):
+        write(about_plan(subject, timeline=True), page)
+    else:
+        write_page(Path(subject), page, timeline=True)
+    return page
+
+
+def _plan(given: Plan | str | Path) -> Plan:
+    return given if isinstance(given, Plan) else read_plan(given)
+
+
+def _setting(plan: Plan, model: Model | None, batch: Any, loss: Loss | None, cluster: Cluster | str | None) -> Setting:
+    """What a plan is priced in: the machines that it names or others, the model that it names or the one that is given."""
+    machines = cluster if isinstance(cluster, Cluster) else Cluster.parse(cluster or plan.cluster)
+    if model is None or isinstance(model, str):
+        return Setting(model or plan.model, machines, plan.batch_size)
+    resolved, module = _resolved(model, batch, loss)
+    return Setting(resolved.name, machines, plan.batch_size, None, resolved, module)
+
+
+def _resolved(model: nn.Module | Callable[[], nn.Module] | Resolved, batch: Any, loss: Loss | None) -> tuple[Resolved, nn.Module | None]:
+    """A model that is no name, with the batch that is given as its only one; and the module, where it is one."""
+    if isinstance(model, Resolved):
+        return model, None
+    name, make, given, loss = subject_of(model, batch, loss)
+    size = batch_size_of(given)
+
+    def only(wanted: int) -> Any:
+        if wanted != size:
+            raise UsageError(f"{name} was given with a batch of {size} samples, and {wanted} are asked for; give it with such a batch")
+        return given
+
+    if isinstance(make, nn.Module):
+        return Resolved(name, lambda: make, only, loss, size), make
+    return Resolved(name, make, only, loss, size), None

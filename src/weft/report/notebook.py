@@ -1,0 +1,51 @@
+"""Plans, timelines and answers in a notebook. In: one of them. Out: HTML of the same tables and pictures as the page has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from html import escape
+
+from weft.plan.plan import Plan
+from weft.plan.shown import html
+from weft.plan.timeline import Timeline
+from weft.report.gantt import svg
+from weft.report.tables import Table, candidates_table, memory_table, parts_table, reasons_table, summary_table
+
+_MOST_RANKS = 32
+_WIDTH = "max-width: 100%; overflow-x: auto"
+
+
+def html_table(table: Table) -> str:
+    """A table of words as HTML; columns that are empty throughout are left out."""
+    filled = table.filled
+    head = "".join(f"<th>{escape(table.columns[i])}</th>" for i in filled) if any(table.columns) else ""
+    rows = []
+    for number, row in enumerate(table.rows):
+        bold = "font-weight: bold; " if number in table.marked else ""
+        cells = (f'<td style="{bold}text-align: {"right" if i in table.right else "left"}">{escape(row[i])}</td>' for i in filled)
+        rows.append(f"<tr>{''.join(cells)}</tr>")
+    title = f"<p><b>{escape(table.title)}</b></p>" if table.title else ""
+    note = f"<p>{escape(table.note)}</p>" if table.note else ""
+    return f'{title}<div style="{_WIDTH}"><table>{f"<thead><tr>{head}</tr></thead>" if head else ""}{"".join(rows)}</table></div>{note}'
+
+
+def html_tables(tables: Iterable[Table]) -> str:
+    """Tables below one another; those without rows are left out."""
+    return "".join(html_table(table) for table in tables if table.rows)
+
+
+@html.register
+def _plan(value: Plan) -> str:
+    shown = [summary_table(value), candidates_table(value), reasons_table(value)]
+    if value.prediction is not None:
+        shown += [parts_table(value.prediction), memory_table(value.prediction.memory)]
+    return html_tables(shown)
+
+
+@html.register
+def _timeline(value: Timeline) -> str:
+    shown = value
+    if value.num_ranks > _MOST_RANKS:
+        spans = tuple(span for span in value.spans if span.rank < _MOST_RANKS)
+        shown = Timeline(f"{value.name}, the first {_MOST_RANKS} of {value.num_ranks} ranks", _MOST_RANKS, spans)
+    return f'<div style="{_WIDTH}">{svg(shown)}</div>'
