@@ -23,12 +23,15 @@ if TYPE_CHECKING:
     from weft.run.loop.checkpoints import load, save
     from weft.run.loop.divide import full_state_dict
     from weft.run.proof.verification import Verification
+    from weft.world.current import is_main
+    from weft.world.current import print_once as print
     from weft.world.launch import launch
 
 __version__ = "0.1.0"
 __all__ = [
     "Cluster", "Engine", "Layout", "Plan", "Timeline", "Verification", "auto_parallelize", "comm_hook", "compare", "errors", "estimate",
-    "explain", "full_state_dict", "launch", "load", "parallelize", "plan", "report", "save", "shard", "simulate", "verify", "whatif",
+    "explain", "full_state_dict", "is_main", "launch", "load", "parallelize", "plan", "print", "report", "save", "shard",
+    "simulate", "verify", "whatif",
 ]  # fmt: skip
 
 # Looked up at first use, so that `weft --help` and programs that only read plans do not wait for torch.
@@ -40,7 +43,9 @@ _HOMES = {
     "Plan": "weft.plan.plan",
     "Timeline": "weft.plan.timeline",
     "Verification": "weft.run.proof.verification",
+    "is_main": "weft.world.current",
     "launch": "weft.world.launch",
+    "print": "weft.world.current:print_once",
     **dict.fromkeys(("load", "save"), "weft.run.loop.checkpoints"),
     **dict.fromkeys(("compare", "estimate", "explain", "whatif"), "weft.api_verbs"),
     **dict.fromkeys(("auto_parallelize", "comm_hook", "parallelize", "shard", "verify"), "weft.api"),
@@ -53,5 +58,6 @@ if not TYPE_CHECKING:  # a type checker has the imports above, and then tells of
         if name in PACKAGES:
             return importlib.import_module(f"weft.{name}")
         if name in _HOMES:
-            return getattr(importlib.import_module(_HOMES[name]), name)
+            home, _, known = _HOMES[name].partition(":")
+            return getattr(importlib.import_module(home), known or name)
         raise AttributeError(f"module 'weft' has no attribute {name!r}")

@@ -11,8 +11,8 @@ import weft
 
 NAMES = {
     "Cluster", "Engine", "Layout", "Plan", "Timeline", "Verification",
-    "auto_parallelize", "comm_hook", "compare", "errors", "estimate", "explain", "full_state_dict", "launch", "load", "parallelize",
-    "plan", "report", "save", "shard", "simulate", "verify", "whatif",
+    "auto_parallelize", "comm_hook", "compare", "errors", "estimate", "explain", "full_state_dict", "is_main", "launch", "load",
+    "parallelize", "plan", "print", "report", "save", "shard", "simulate", "verify", "whatif",
 }  # fmt: skip
 
 

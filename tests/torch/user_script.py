@@ -23,5 +23,7 @@ def main() -> None:
     print(engine.step((torch.zeros(8, 4),)).loss)
     module = weft.auto_parallelize(nn.Linear(4, 2), (torch.zeros(8, 4),))
     weft.save("checkpoint", module)
+    if weft.is_main:
+        weft.print("saved", weft.is_main())
     cluster = weft.Cluster.parse("2xdgx-h100")
     print(cluster.num_devices, weft.Layout.parse("data=2").num_ranks)

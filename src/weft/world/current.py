@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import TextIO
 
 from weft.world.world import World
 
@@ -39,6 +40,30 @@ def current_world(device: str = "auto") -> World:
         world = World.from_environment(os.environ, device)
         _WORLD.set(world)
     return world
+
+
+class _Main:
+    """`weft.is_main`: whether this process is rank 0, which prints and writes. Works with and without a call: `if weft.is_main:`.
+
+    >>> import weft
+    >>> bool(weft.is_main), weft.is_main()
+    (True, True)
+    """
+
+    def __bool__(self) -> bool:
+        return current_world().rank == 0
+
+    def __call__(self) -> bool:
+        return bool(self)
+
+
+is_main = _Main()
+
+
+def print_once(*values: object, sep: str = " ", end: str = "\n", file: TextIO | None = None, flush: bool = True) -> None:
+    """`weft.print`: as `print`, on rank 0 alone."""
+    if is_main:
+        print(*values, sep=sep, end=end, file=file, flush=flush)
 
 
 def set_place(place: Place) -> None:
