@@ -55,6 +55,7 @@ class Result:
     loss: float
     grad_norm: float | None
     step_time_s: float = 0.01
+    loss_scale: float | None = None
 
 
 @dataclass

@@ -18,6 +18,7 @@ from weft.cost.runs import Runs, behind
 from weft.cost.sections import Section, repeated
 from weft.model.stages import Stage
 from weft.plan.layout import Layout
+from weft.plan.precision import PRECISIONS
 from weft.plan.residency import Residency
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ def base_of(pricer: Pricer, layout: Layout, stage: Stage, section: Section) -> B
     scores = 0.0
     if pricer.keeps_scores:
         # Two tensors of scores and a mask (Korthikanti et al. 2022, equation 1: 5as/h of sbh).
-        scores = section.score_bytes.at(scale, layout.data) * (1.25 if layout.precision in ("float16", "bfloat16") else 2.25)
+        scores = section.score_bytes.at(scale, layout.data) * (1.25 if PRECISIONS[layout.precision].products else 2.25)
     wide = 2.0 if layout.precision == "float64" else 1.0
     works, runs, whole = _moments(pricer, layout, section)
     each_keeps = wide * section.kept.at(scale, layout.data)
@@ -204,7 +205,7 @@ def _moments(pricer: Pricer, layout: Layout, section: Section) -> tuple[Array, R
     where gradients and weights are whole, then whole gradients on their way, then gathered weights as well."""
     parts, ops, runs, widths = pricer.held_parts(layout), section.operators, section.runs(layout.expert), pricer.widths(layout)
     scale = pricer.microbatch(layout)
-    narrow = {"float64": 2.0, "float16": 0.5, "bfloat16": 1.0 if pricer.cluster.is_cpu else 0.5}.get(layout.precision, 1.0)
+    narrow = 2.0 if layout.precision == "float64" else 0.5 if PRECISIONS[layout.precision].products and not pricer.cluster.is_cpu else 1.0
     follows = np.where(parts.shared[ops], scale / layout.data, np.where(parts.batched[ops], scale, 1.0))
     threads = pricer.cluster.threads_of(layout.num_ranks, layout.threads) if pricer.cluster.is_cpu else 1
     samples, alone, thin = (which[ops] for which in parts.own)

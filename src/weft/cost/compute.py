@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from weft.cluster.block import FEW, WHOLE, Block
 from weft.cluster.cluster import BESIDES, GROUPED, SCORES, START, STEPPED, WEIGHTS, Speed
 from weft.model.work import MATMUL_KINDS, Work
+from weft.plan.precision import PRECISIONS
 
 ATTENTION = 0.6  # against large products, where it was not measured
 GROUPED_PARTS = {1: 0.04, 4: 0.11}  # of the rate of convolutions, groups of so many channels, where they were not measured
@@ -56,11 +57,16 @@ class Rates:
     by_kind: Mapping[str, float]
     whole: float = 1.0
     begins: float = 1.0
+    is_cast: bool = False  # products have 16-bit operands
 
     @classmethod
     def of(cls, speed: Speed, precision: str) -> Rates:
         """Raises `KeyError` where the speed has no such precision: the search asks for none that the device lacks."""
-        apart = cls(speed, precision, dict(speed.flops)[precision], 2.0 if precision == "float64" else 1.0, dict(speed.rates))
+        flops, is_cast = dict(speed.flops), bool(PRECISIONS[precision].products)
+        if precision not in flops and PRECISIONS[precision].scaled:  # not measured on processors: not faster than float32, often slower
+            return replace(cls.of(speed, "float32"), is_cast=True)
+        wide = 2.0 if precision == "float64" else 1.0
+        apart = cls(speed, precision, flops[precision], wide, dict(speed.rates), is_cast=is_cast)
         threads = max(1, speed.threads)
         measured = apart.by_kind.get(WHOLE.rate(precision))
         if measured is None:
@@ -77,7 +83,7 @@ class Rates:
 
     def _block(self, block: Block, sequences: int) -> tuple[float, float]:
         """Seconds of a block's operators one by one: those that follow sizes, and those of beginning."""
-        works = list(block_work(block, sequences, self.precision == "bfloat16"))
+        works = list(block_work(block, sequences, self.is_cast))
         begun = sum(self._host(1, work.kind) + self._host(2, work.kind) for work in works)
         return sum(self.seconds(work).total for work in works) - begun, begun
 
@@ -126,7 +132,7 @@ class Rates:
     @property
     def _width(self) -> float:
         """Of a weight that a product reads, against float32."""
-        return 0.5 if self.precision == "bfloat16" else self.moved
+        return 0.5 if self.is_cast else self.moved
 
     def _cast(self, moved: float) -> float:
         """To have operands, or their gradients, in another dtype."""

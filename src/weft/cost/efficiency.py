@@ -17,6 +17,7 @@ from typing import Any
 
 from weft.cluster.cluster import Device, Table
 from weft.errors import ConfigError
+from weft.plan.precision import PRECISIONS
 from weft.units import format_percent
 
 OWN = "torch"  # the set of what weft runs: torch's kernels, NCCL, a fused optimizer
@@ -134,7 +135,7 @@ class Stack:
         known = f"as measured on {self.device}" if self.device else f"assumed, since none was measured on {device.name}"
         text = f"{self.name}: what weft runs, torch's kernels with fused attention, NCCL and a fused optimizer; "
         text += f"large products at {reached} of the peak, {known}"
-        if precision in ("bfloat16", "float16"):
+        if PRECISIONS[precision].products:
             text += "; weights and activations in 16 bits as FSDP has them, of which autocast, as weft runs it, keeps up to a quarter more"
         return text
 

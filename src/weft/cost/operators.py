@@ -31,6 +31,7 @@ from weft.model.work import Work, model_flops
 from weft.plan.axis import EXPERT, axis_of
 from weft.plan.layout import Layout
 from weft.plan.plan import BUCKET_BYTES
+from weft.plan.precision import PRECISIONS
 
 # What a collective inside layers costs between processors' hosts beside itself, since ranks that compute never come at once and find their
 # caches used: measured over 124 plans of 15 models at 10 Gbit/s, 0.1 to 0.4 ms (`scripts/bench planned`).
@@ -148,7 +149,7 @@ class OperatorPricer:
 
     def _is_cast(self, layout: Layout) -> bool:
         """Whether operators are cast by autocast, as on processors."""
-        return self.cluster.is_cpu and layout.precision == "bfloat16"
+        return self.cluster.is_cpu and bool(PRECISIONS[layout.precision].products)
 
     def operator_seconds(self, layout: Layout) -> tuple[Array, Array, Array, Array]:
         """Forward and backward of compute, forward and backward of collectives, by operator."""

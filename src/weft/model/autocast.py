@@ -1,6 +1,7 @@
-"""What torch's bfloat16 autocast on processors makes of a graph: which values come out in 16 bits, which operands are cast first.
+"""What torch's 16-bit autocast on processors makes of a graph: which values come out in 16 bits, which operands are cast first.
 
-In: a graph as it was traced, in float32. Out: the same graph with the dtypes that a run's tensors have. Every operator of torch's table
+In: a graph as it was traced, in float32. Out: the same graph with the dtypes that a run's tensors have; float16 is written as bfloat16
+here, which is as wide. Every operator of torch's table
 (aten/src/ATen/autocast_mode.h, the lists for CPU) is of one of three kinds: products cast what they read to bfloat16, losses, transforms
 and decompositions to float32, `cat` and `stack` to the widest that they are given. The rest is not touched: types are promoted, norms have
 their input's. Not modelled: recurrent layers, inside of which the widths differ; they count as products.

@@ -16,6 +16,7 @@ from weft.plan.custom import check_name, custom_program, fewer, is_file, read_ac
 from weft.plan.grid import axes_of, checked_grid
 from weft.plan.inner import Inner, parse_inner
 from weft.plan.mesh import Mesh
+from weft.plan.precision import PRECISIONS
 from weft.plan.program import Program
 from weft.plan.residency import Residency, kind_of, refuse_segment
 from weft.plan.sizes import SCHEDULES, chunks_of, refuse_sizes
@@ -26,7 +27,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "sample_parallel": ("off", "on"),
     "recompute": ("none", "selective", "full"),
     "offload": ("none", "activations", "optimizer", "all"),
-    "precision": ("float32", "bfloat16", "float16", "float64"),
+    "precision": tuple(PRECISIONS),
     "all_reduce": (AUTO, *ALL_REDUCE),
     "lend": (AUTO, "off", "on"),
 }
@@ -36,7 +37,6 @@ RUNS: dict[str, tuple[int | str, ...]] = {
     "zero": (0, 1, 2, 3),
     "recompute": ("none", "selective", "full"),
     "offload": ("none", "activations", "optimizer", "all"),
-    "precision": ("float32", "bfloat16", "float64"),
 }
 # What goes with stages that are arranged differently.
 INNER_WITH: dict[str, tuple[int | str, ...]] = {
@@ -60,6 +60,7 @@ STALE_WITH: dict[str, tuple[int | str, ...]] = {
     "offload": ("none", "activations"),
     "compress": ("none",),
     "spatial": ("1",),
+    "precision": tuple(name for name, one in PRECISIONS.items() if not one.scaled),
 }
 # What other programs call a key.
 OTHER_NAMES = {
@@ -134,6 +135,7 @@ class Layout:
         if self.compress != "none":
             object.__setattr__(self, "compress", str(Compression.parse(self.compress)))  # in one form
             _refuse(refuse_compression(self.compress, self.data, self.zero, self.all_reduce))
+            _refuse(refuse_scaled(self.compress, self.precision))
         self._check_inner()
         _refuse(refuse_staleness(self))
 
@@ -457,6 +459,21 @@ def refuse_sums(all_reduce: str, zero: int, ranks: int) -> str:
         )
     if zero and all_reduce == "halving_doubling" and ranks & (ranks - 1):
         return f"all_reduce={all_reduce} zero={zero}: its halves need a power of two of ranks, not data x tensor = {ranks}; use ring"
+    return ""
+
+
+def refuse_scaled(compress: str, precision: str) -> str:
+    """Why gradients cannot be compressed in a precision; empty where they can. What is kept back of one step would be added to gradients
+    of another scale, and what is not finite would never leave it.
+
+    >>> refuse_scaled("bfloat16", "float16"), refuse_scaled("int8", "bfloat16")
+    ('', '')
+    """
+    if PRECISIONS[precision].scaled and Compression.parse(compress).keeps:
+        return (
+            f"compress={compress} precision={precision}: what is kept back would be of gradients of another scale; use precision=bfloat16, "
+            "or compress=bfloat16"
+        )
     return ""
 
 

@@ -45,9 +45,8 @@ from weft.run.residency.layers import layers_of
 from weft.run.sizes import Sized, constants_of, sized
 from weft.run.state.optimizer import OptimizerSpec
 from weft.run.state.parameters import build_groups
+from weft.run.state.precision import DTYPES
 from weft.world.world import World
-
-DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.float32}  # bfloat16 keeps float32 master weights
 
 
 @dataclass(frozen=True)

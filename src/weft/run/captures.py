@@ -22,10 +22,11 @@ from weft.model.graph import Graph
 from weft.model.samples import check_samples
 from weft.model.sharding import Shards
 from weft.plan.plan import Plan
-from weft.run.build import DTYPES, Source, folds, outputs_of, rows_of_outputs
+from weft.run.build import Source, folds, outputs_of, rows_of_outputs
 from weft.run.meshes import from_other_meshes, stage_shardings
 from weft.run.parts import Parts, program_of
 from weft.run.sizes import Sized, constants_of, sized
+from weft.run.state.precision import DTYPES
 from weft.world.world import World
 
 

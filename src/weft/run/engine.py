@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -45,37 +45,15 @@ from weft.run.state import checkpoint
 from weft.run.state.checkpoint import Piece
 from weft.run.state.optimizer import Optimizer, OptimizerSpec
 from weft.run.state.parameters import share
+from weft.run.state.precision import LossScale
 from weft.run.step.executor import Result
 from weft.run.step.executors import Executors
+from weft.run.step.result import StepResult, mean_of
 from weft.run.step.totals import Counter, count
 from weft.run.uncaptured.replicated import build_whole
 from weft.schedules import schedule_of
 from weft.world.memory import HOST, PARTS, accounts_of
 from weft.world.world import Group, Work, World
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """What one step tells: the loss over the whole batch, the gradient norm where it is clipped, seconds.
-
-    `grad_norm` is that of the update which this step applied: with staleness=K of the step K before it, and None before there is one.
-    """
-
-    grad_norm: float | None
-    step_time_s: float
-    total: Tensor = field(repr=False)
-    summed: Work = field(repr=False)
-
-    @property
-    def loss(self) -> float:
-        """On the weights that the step computed with. With staleness it waits until all ranks have made the step."""
-        self.summed.wait()
-        return _loss(self.total)
-
-
-def _loss(total: Tensor) -> float:
-    """A loss that was summed; where what it is divided by was summed beside it, so divided."""
-    return float(total[0] / total[1]) if total.dim() else float(total)
 
 
 @dataclass(frozen=True)
@@ -134,15 +112,15 @@ class Engine:
         self._host = HostStore(world.device, self.memory, self.parts.variables.values())
         self._counted: Tensor | None = None  # of this rank's rows, what the loss of the step under way is still to be divided by
         self._counters_of: dict[tuple[int, int, int], Counter] = {}
-        reduces = any(isinstance(a, Manage) and a.op is ManageOp.REDUCE_GRAD for row in self.parts.program.actions for a in row)
-        compress = Compression.parse(plan.layout.compress)
-        self.gradients = Gradients(self.parts.groups, self.parts.parameters, sums, plan.layout.zero > 0, reduces, compress)
+        self.gradients = self._sums_of_gradients(sums)
         self._rests = Rests(self.gradients.compressed.values(), plan.layout, world.rank)
-        self._executors = Executors(self.parts, plan, world, self.memory, self.gradients, self._gathered, self._host, device.compile)
+        self.scale = LossScale(world.device, plan.layout.precision)
+        how = device.compile, self.scale
+        self._executors = Executors(self.parts, plan, world, self.memory, self.gradients, self._gathered, self._host, *how)
         self._executor = self._executors.of(plan.microbatch_sizes)
         self._evaluation = cache(partial(self._evaluates, source, batch, loss))
         moves = plan.layout.moves_optimizer
-        self._optimizer = Optimizer(self.spec, self.parts.groups, sums, self._everyone, plan.layout.zero > 0, moves, late > 0)
+        self._optimizer = Optimizer(self.spec, self.parts.groups, sums, self._everyone, plan.layout.zero > 0, moves, late > 0, self.scale)
         self._optimizer.load_parameters()
         self._stale = Stale(late, self.gradients, self._optimizer) if late else None
         self._count_state()
@@ -156,6 +134,11 @@ class Engine:
         every = {self._everyone, self._pipeline, self._rows, *axes, *self._replicas.groups, *(g for g in sums if g is not None)}
         for group in sorted(every, key=lambda g: g.ranks):
             group.connect()
+
+    def _sums_of_gradients(self, sums: Sequence[Group | None]) -> Gradients:
+        parts, layout = self.parts, self.plan.layout
+        reduces = any(isinstance(a, Manage) and a.op is ManageOp.REDUCE_GRAD for row in parts.program.actions for a in row)
+        return Gradients(parts.groups, parts.parameters, sums, layout.zero > 0, reduces, Compression.parse(layout.compress))
 
     def _count_state(self) -> None:
         """What is there from the first step to the last."""
@@ -230,7 +213,8 @@ class Engine:
         total, work = result.mean or self._mean_of(result)
         if self._stale is None:
             work.wait()
-        return StepResult(norm, time.perf_counter() - began, total, work)
+        scale = self.scale.factor if self.scale.scaled else None
+        return StepResult(norm, time.perf_counter() - began, total, work, scale)
 
     def forward_backward(self, batch: Any, record: bool = False, want_inputs: bool = False, whole: bool | None = None) -> Result:
         """Forward and backward of all microbatches; summed gradients lie in the flat groups, with staleness once `gradient` is asked."""
@@ -252,6 +236,7 @@ class Engine:
             result.mean = self._mean_of(result)  # on its way beside the gradients
             if self._stale is None:
                 self.gradients.wait()
+                self._optimizer.unscale()
             else:
                 total, work = result.mean
                 self._stale.take(work, total[1] if total.dim() else None)
@@ -322,7 +307,7 @@ class Engine:
         """The loss of the whole batch, from every rank's and microbatch's summands."""
         total, work = result.mean or self._mean_of(result)
         work.wait()
-        return _loss(total)
+        return mean_of(total)
 
     def _mean_of(self, result: Result, parts: Parts | None = None) -> tuple[Tensor, Work]:
         """The loss over all microbatches and ranks, and its sum under way. `parts`: what computed it, if not what trains."""
@@ -440,7 +425,7 @@ class Engine:
         if drain:
             self.drain()
         found = pieces_of(self.parts, self._optimizer, self.mesh.coordinates(self.world.rank), self._counters)
-        return [*found, *self._rests.pieces(self.step_index)]
+        return [*found, *self._rests.pieces(self.step_index), *self.scale.pieces(self.step_index, self.world.rank == 0)]
 
     def full_state_dict(self) -> dict[str, Tensor] | None:
         """Parameters and buffers of the whole model under the model's own names (tied ones under each), on rank 0; None elsewhere."""
@@ -481,11 +466,13 @@ class Engine:
             CheckpointError: nothing to load, damaged, or of another model; then nothing has been changed.
         """
         wanted = pieces_of(self.parts, self._optimizer, self.mesh.coordinates(self.world.rank), self._counters)
-        extra = checkpoint.load(folder, [*wanted, *self._rests.pieces(-1)], self.world)
+        optional = [*self._rests.pieces(-1), *self.scale.pieces(-1, self.world.rank == 0)]
+        extra = checkpoint.load(folder, [*wanted, *optional], self.world)
         if self._stale is not None:
             self._stale.forget()
         self._optimizer.load_parameters()
         self.step_index = int(self._counters["step"])
         self._rests.loaded(self.step_index)
-        self._optimizer.set_steps(self.step_index)
+        self.scale.loaded(self.step_index)
+        self._optimizer.set_steps(self.step_index - self.scale.skipped)
         return extra

@@ -268,6 +268,8 @@ class Space:
 
     def precisions(self) -> list[str]:
         have = [p for p, _ in self.cluster.device.peak_flops]
+        if self.cluster.is_cpu and self.asked("precision", "float16"):  # never unasked where it was not measured
+            have.append("float16")
         if self.asked("precision", "float64") or have == ["float64"]:
             return ["float64"] if "float64" in have else []
         found = [p for p in PRECISIONS if p in have and self.admits("precision", p)]

@@ -19,6 +19,7 @@ from weft.errors import WeftError
 from weft.plan.timeline import Span, Timeline
 from weft.run.engine import Engine
 from weft.run.state.checkpoint import write_tensors
+from weft.run.state.precision import products_of
 from weft.train.subject import Subject
 from weft.world.world import World
 from weft.zoo.gpt import generate
@@ -96,7 +97,8 @@ def sample(state: Mapping[str, Tensor], job: Job, subject: Subject, world: World
     threads = torch.get_num_threads()
     torch.set_num_threads(max(1, threads * world.num_ranks))  # the other ranks wait
     try:
-        with torch.no_grad(), torch.autocast(world.device.type, torch.bfloat16, enabled=job.plan.layout.precision == "bfloat16"):
+        products = products_of(job.plan.layout.precision)
+        with torch.no_grad(), torch.autocast(world.device.type, products, enabled=products is not None):
             if not _is_language_model(logits_of(model, prompt), prompt):
                 return
             generator = torch.Generator(world.device).manual_seed(job.config.train.seed)

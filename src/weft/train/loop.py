@@ -20,8 +20,9 @@ from typing import Any
 from weft.errors import CheckpointError, ConfigError, Infeasible, ModelError, RunError
 from weft.model.additive import microbatch_words
 from weft.plan.plan import Plan
-from weft.run.engine import Engine, OnDevice, StepResult
+from weft.run.engine import Engine, OnDevice
 from weft.run.state import checkpoint
+from weft.run.step.result import StepResult
 from weft.train import artifacts
 from weft.train.components import Components
 from weft.train.config import Config
@@ -218,6 +219,7 @@ class _Run:
             "loss": None,  # until it is known
             "lr": rate,
             "grad_norm": result.grad_norm,
+            "loss_scale": result.loss_scale,
             "tokens_per_s": self.subject.tokens_per_step / seconds,
             "step_time_s": seconds,
             "mfu": self._mfu(seconds),

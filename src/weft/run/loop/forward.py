@@ -33,6 +33,7 @@ from weft.run.loop.unchanged import Unchanged
 from weft.run.parts import Parts
 from weft.run.pieces import full_state, narrowed, weights_of
 from weft.run.state.checkpoint import Piece
+from weft.run.state.precision import products_of
 from weft.world import private
 from weft.world.world import Group, World
 
@@ -96,7 +97,7 @@ class Forward:
             values[position] = counted(values[position], share)
         kind = self.world.device.type
         theirs = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None  # the user's own, around the call
-        autocast = torch.bfloat16 if layout.precision == "bfloat16" else theirs
+        autocast = products_of(layout.precision) or theirs
         with private.as_plain(), torch.autocast(kind, dtype=autocast, enabled=autocast is not None):
             results = local.module(*values)
         out = []

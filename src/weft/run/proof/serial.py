@@ -25,13 +25,15 @@ from weft.lower.double import doubled, is_double, widened
 from weft.lower.kernels.place import Samples
 from weft.model.drawn import Fold
 from weft.plan.plan import Plan
+from weft.plan.precision import PRECISIONS
 from weft.run.proof.everywhere import comparable
 from weft.run.state.optimizer import OptimizerSpec
+from weft.run.state.precision import products_of
 from weft.run.uncaptured.draws import Draws
 
 Values = Mapping[str, Mapping[str, Tensor]]  # what is compared: kind -> name -> value
 
-_EPSILON = {name: torch.finfo(getattr(torch, name)).eps for name in ("float64", "float32", "bfloat16")}
+_EPSILON = {name: torch.finfo(getattr(torch, one.rounds_to)).eps for name, one in PRECISIONS.items()}
 _RUNS = 4  # perturbed runs: one alone can round the same way by chance
 
 
@@ -87,6 +89,9 @@ class Serial:
         self._trained = {name for name, p in self.model.named_parameters() if p.requires_grad}  # not what a call makes later
         self._optimizer = spec.build([(p, spec.decays(p.shape)) for p in trained])
         self._clip, self._slots = spec.clip, spec.slots
+        # torch's own loss scaling, one factor for all microbatches of a step; off where nothing is scaled.
+        self._scaler = torch.amp.GradScaler(device.type, enabled=PRECISIONS[plan.layout.precision].scaled)
+        self._narrow = products_of(plan.layout.precision)
         if self._carries_inputs():
             self._closed = frozenset(self._batch)
         self._late: list[list[Tensor | None]] = []  # gradients of steps whose update is not due yet, the oldest first
@@ -112,6 +117,7 @@ class Serial:
                     raise
                 self._closed = frozenset(self._batch)
                 total, inputs = self._forward_backward()
+        self._scaler.unscale_(self._optimizer)
         self._step += 1
         if self._draws:
             torch.random.set_rng_state(drawn)
@@ -132,7 +138,8 @@ class Serial:
                 p.grad = grad
             if self._clip:
                 torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._clip)
-            self._optimizer.step()
+            self._scaler.step(self._optimizer)
+            self._scaler.update()
         weights = {name: x.detach() for name, x in (*self.model.named_parameters(), *self.model.named_buffers())}
         total_loss = torch.tensor(total, dtype=torch.float64)
         kept = self._optimizer_state()
@@ -159,17 +166,18 @@ class Serial:
             samples_in = {p for p, x in leaves_now.items() if x.dim() and x.shape[0] == samples and p not in self._whole}
             cut = {p: x.narrow(0, start, length) if p in samples_in else x for p, x in leaves_now.items()}
             whole = {p: cut.get(p, leaf) for p, leaf in leaves(self._nesting)}
-            narrow = torch.autocast(self._device.type, torch.bfloat16, enabled=self._plan.layout.precision == "bfloat16")
+            narrow = torch.autocast(self._device.type, self._narrow, enabled=self._narrow is not None)
             self._random.start(self._step, Samples.range(start, length, samples))
             with self._random if self._draws else nullcontext():
                 with narrow:
                     value = call(self.model, rebuild(self._nesting, whole), self._loss) * (length / samples)
                 if value.requires_grad:
-                    torch.autograd.backward(value)
+                    torch.autograd.backward(self._scaler.scale(value))
             self.drew_otherwise |= not self._random.made(self._draws)
             total += float(value.detach())
             start += length
-        return total, {path: x.grad for path, x in leaves_now.items() if x.grad is not None}
+        inputs = {path: x.grad for path, x in leaves_now.items() if x.grad is not None}
+        return total, {path: x / self._scaler.get_scale() for path, x in inputs.items()} if self._scaler.is_enabled() else inputs
 
     def _carries_inputs(self) -> bool:
         """Whether a buffer would keep the graph of a floating-point input from step to step (a running mean of the batch).

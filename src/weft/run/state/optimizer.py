@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from math import inf, isfinite
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from weft.errors import UsageError, nearest
 from weft.run.state.parameters import FlatGroup
+from weft.run.state.precision import LossScale
 from weft.world.world import Group
 
 
@@ -91,8 +93,10 @@ class Optimizer:
         sharded: bool,
         offload: bool = False,
         alone: bool = False,
+        scale: LossScale | None = None,
     ) -> None:
-        """`alone`: every rank has all gradients, so none asks another for the norm."""
+        """`alone`: every rank has all gradients, so none asks another for the norm. `scale`: of the loss."""
+        self.scale = scale if scale is not None and scale.scaled else None
         self.spec, self._groups, self._sums, self._world = spec, list(groups), list(sums), world
         self.sharded = [sharded and over is not None and over.size > 1 for over in self._sums]
         self.offload, self._alone = offload, alone
@@ -148,7 +152,10 @@ class Optimizer:
                     target.copy_(source)
 
     def step(self, lr: float | None = None) -> float | None:
-        """Clip, update, and (ZeRO-1 and 2) gather the parameters. Returns the global gradient norm where it was needed."""
+        """Clip, update, and (ZeRO-1 and 2) gather the parameters. Returns the global gradient norm where it was needed.
+
+        Where a loss is scaled and any rank's gradients are not finite, nothing is updated, and there is no norm.
+        """
         if self.offload:
             for group, there, mine in zip(self._groups, self._there, self._mine, strict=True):
                 for (weights, source), (copy, target) in zip(there, mine, strict=True):
@@ -156,6 +163,8 @@ class Optimizer:
                     if group.members[0].written:
                         copy.copy_(weights)
         norm = self._clip() if self.spec.clip else None
+        if self.scale is not None and self._overflowed(norm):
+            return None
         for entry in self.inner.param_groups:
             if lr is not None:
                 entry["lr"] = lr
@@ -163,6 +172,11 @@ class Optimizer:
             for p, g in those:
                 p.grad = g
         self.inner.step()
+        self._hand_out()
+        return norm
+
+    def _hand_out(self) -> None:
+        """Bring updated weights to the device, and (ZeRO-1 and 2) to the other ranks."""
         works = []
         for number, group in enumerate(self._groups):
             over = self._sums[number]
@@ -174,7 +188,20 @@ class Optimizer:
                     works.append(over.all_gather_into(group.data[bucket.start : bucket.stop], piece, wait=False))
         for work in works:
             work.wait()
-        return norm
+
+    def unscale(self) -> None:
+        """Make summed gradients those of the loss that was not scaled."""
+        if self.scale is not None:
+            self.scale.unscale([g for those in self._there for _, g in those])
+
+    def _overflowed(self, norm: float | None) -> bool:
+        """Whether any rank has gradients that are not finite, as `norm` tells where there is one; ends the scale's step."""
+        assert self.scale is not None
+        if norm is None:
+            self._world.all_reduce(self.scale.overflowed, op="max")
+            norm = inf if self.scale.overflowed else 0.0
+        self.scale.update(not isfinite(norm))
+        return not isfinite(norm)
 
     def norm(self) -> float:
         """The norm of all gradients of the whole model, each element counted once."""

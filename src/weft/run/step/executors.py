@@ -26,6 +26,7 @@ from weft.run.residency.gathered import Gathered
 from weft.run.residency.host import HostStore
 from weft.run.residency.prepare import prepared
 from weft.run.sizes import Sized
+from weft.run.state.precision import LossScale, products_of
 from weft.run.step.executor import Executor, Held, Sizes
 from weft.run.step.lending import lent_threads
 from weft.run.step.resharded import Resharded
@@ -37,7 +38,7 @@ from weft.world.world import World
 
 @dataclass
 class Executors:
-    """Those of one capture. `gathered`: weights that lie as pieces; `trains`: whether backward runs."""
+    """Those of one capture. `gathered`: weights that lie as pieces; `scale`: of the loss; `trains`: whether backward runs."""
 
     parts: Parts
     plan: Plan
@@ -47,6 +48,7 @@ class Executors:
     gathered: Gathered
     host: HostStore
     compile: bool
+    scale: LossScale
     trains: bool = True
     made: dict[tuple[int, ...], Executor] = field(default_factory=dict)
     by_size: dict[tuple[int, int], tuple[dict[int, StageRunner], Crossings]] = field(default_factory=dict)
@@ -114,7 +116,7 @@ class Executors:
             raise UsageError(f"compile=True with {parts.program.name}, which splits backward, is not built yet; leave it out, or use 1f1b")
         if not self.trains:  # nothing is kept for backward, so nothing need be computed again or moved away
             layout = replace(layout, recompute="none", segment=1, offload="none")
-        computing = Computing(self.world.device, self.memory, torch.bfloat16 if layout.precision == "bfloat16" else None, compile)
+        computing = Computing(self.world.device, self.memory, products_of(layout.precision), compile, self.scale)
         closed = without_gradient(graph) | sized.normal.given
         learned, runners = self._learned(), {}
         for number, local in sized.lowered.items():

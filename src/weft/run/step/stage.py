@@ -21,6 +21,7 @@ from weft.lower.kernels.randomness import Draw
 from weft.lower.late import Late, Note
 from weft.lower.local import LocalStage
 from weft.run.residency.host import Moved
+from weft.run.state.precision import LossScale
 from weft.world.memory import Accounts
 
 SMALL_BYTES = 64 << 10  # that a stage receives, or sends, of a microbatch; its compute then takes less than a millisecond
@@ -86,12 +87,14 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Computing:
-    """How stages compute on a rank's device. `memory`: told what forward is for. `autocast`: its dtype, None where it is off."""
+    """How stages compute on a rank's device. `memory`: told what forward is for. `autocast`: its dtype, None where it is off.
+    `scale`: of the loss."""
 
     device: torch.device
     memory: Accounts
     autocast: torch.dtype | None
     compile: bool
+    scale: LossScale
 
 
 class StageRunner:
@@ -118,7 +121,7 @@ class StageRunner:
         self._dtypes = [dtypes[value] for value in local.sent]
         self._args: list[Tensor | None] = [variables.get(value) for value in local.variables]
         self._given = [(i, value) for i, value in enumerate(local.variables) if value not in variables]
-        self._autocast, self._device = computing.autocast, computing.device
+        self._autocast, self._device, self._scale = computing.autocast, computing.device, computing.scale
         self.module: Callable[..., Any] = torch.compile(local.module) if computing.compile else local.module
 
     def forward(self, inputs: Mapping[str, Tensor], received: Sequence[Tensor], input_gradients: bool = False) -> Kept:
@@ -174,6 +177,7 @@ class StageRunner:
 
         Returns the gradients of what was received, in the order of `local.received`; None where none travels.
         """
+        scale *= self._scale.factor
         roots = [x for x in kept.results if x.requires_grad]
         seeds: list[Tensor | None] = [torch.full_like(x, scale) for x in roots]
         for x, i in zip(kept.roots, kept.learning, strict=False):
@@ -198,4 +202,5 @@ class StageRunner:
 
     def input_gradients(self, kept: Kept) -> dict[str, Tensor]:
         """After backward: the gradients of the batch's floating-point tensors, where forward was asked for them."""
-        return {v: torch.zeros_like(x) if x.grad is None else x.grad for v, x in kept.inputs.items() if x.is_floating_point()}
+        found = {v: torch.zeros_like(x) if x.grad is None else x.grad for v, x in kept.inputs.items() if x.is_floating_point()}
+        return {v: x / self._scale.factor for v, x in found.items()} if self._scale.scaled else found

@@ -49,6 +49,7 @@ from weft.run.reduce.summing import choose_sums
 from weft.run.state.checkpoint import Piece, whole
 from weft.run.state.optimizer import OptimizerSpec
 from weft.run.state.parameters import LocalParameter, build_groups, place
+from weft.run.state.precision import products_of
 from weft.run.uncaptured.trial import Output, outputs_of_parts, refuse_division
 from weft.world import private
 from weft.world.world import World
@@ -243,7 +244,7 @@ class ByItself:
         args, kwargs = self._moved(args), self._moved(kwargs)
         device, layout = self.world.device, self.plan.layout
         theirs = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None  # the user's, around the call
-        autocast = torch.bfloat16 if layout.precision == "bfloat16" else theirs
+        autocast = products_of(layout.precision) or theirs
         self.draw.step += 1
         drawing = nullcontext() if layout.data == 1 else _drawing(self.draw, self.world.rank, device)
         double = doubled(layout.precision == "float64", self.own)

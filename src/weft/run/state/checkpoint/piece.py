@@ -14,9 +14,9 @@ from torch import Tensor
 from weft.errors import CheckpointError
 from weft.run.state.checkpoint.region import Region
 
-Kind = Literal["parameter", "buffer", "optimizer", "scalar", "random", "rest"]
+Kind = Literal["parameter", "buffer", "optimizer", "scalar", "random", "rest", "scaling"]
 KINDS: tuple[str, ...] = get_args(Kind)
-OPTIONAL = ("random", "rest")
+OPTIONAL = ("random", "rest", "scaling")
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn,
@@ -33,8 +33,8 @@ class Piece:
     `slot`: which of an optimizer's tensors of that parameter, "exp_avg". `owner`: whether this rank writes it; replicas do
     not. `block`: shape of the block, by default the tensor's. `flat`: the tensor is one-dimensional and holds elements
     `flat[0] <= i < flat[1]` of the block in row-major order (a ZeRO shard of a tensor-parallel block).
-    Kinds "random", a generator's state, and "rest", what compressed gradients have not sent, are restored where a piece of that name
-    exists, and need not exist.
+    Kinds "random", a generator's state, "rest", what compressed gradients have not sent, and "scaling", the loss scale of float16, are
+    restored where a piece of that name exists, and need not exist.
 
     Raises:
         CheckpointError: an unknown kind or dtype, or a tensor of another size than its block or range.
