@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from weft.cli import options
-from weft.cli.output import output
+from weft.cli.output import Output, output
+
+if TYPE_CHECKING:
+    from weft.cli.setting import Setting
+    from weft.plan.plan import Plan
 
 
 def plan(  # noqa: PLR0913
@@ -22,6 +26,7 @@ def plan(  # noqa: PLR0913
     ] = "time",
     device_memory: options.DeviceMemory = None,
     trials: options.Trials = 0,
+    by_layer: Annotated[bool, typer.Option("--by-layer", help="Also what each layer costs under each way of cutting it.")] = False,
     target: options.OutFile = None,
     as_json: options.Json = False,
 ) -> None:
@@ -35,6 +40,7 @@ def plan(  # noqa: PLR0913
       weft plan gpt-39b --cluster 8xp3.16xlarge --batch 1024 --constrain "tensor<=8"
       weft plan gpt-10m --batch 16 --layout "data=2 pipeline=2 microbatches=4"
       weft plan resnet-18:image=1024 --batch 8 --device-memory 2GiB
+      weft plan gpt-125m --cluster p4d.24xlarge --batch 64 --by-layer
     """
     with output(as_json) as out:
         from weft.cli.setting import Setting, named
@@ -59,4 +65,22 @@ def plan(  # noqa: PLR0913
             )
         for table in plan_tables(chosen):
             out.table(table)
-        out.answer(plan_record(chosen))
+        out.answer(plan_record(chosen) | (_by_layer(chosen, setting, out) if by_layer else {}))
+
+
+def _by_layer(plan: Plan, setting: Setting, out: Output) -> dict[str, object]:
+    """The table of layers, over the ranks of the plan that share a machine; and its records."""
+    from weft.cost.layers import layers
+    from weft.report.layers import layers_record, layers_table
+
+    machines, layout = setting.cluster, plan.layout
+    if plan.uncaptured or machines.parts:
+        why = "the model is not captured" if plan.uncaptured else f"{machines.name} has several kinds of devices"
+        out.message(f"{why}, so that layers are not priced one by one")
+        return {"layers": []}
+    ranks = min(layout.num_ranks, machines.node_size)
+    with out.working("pricing layers"):
+        found = layers(setting.graph, machines, plan.batch_size, ranks, layout.precision)
+        taken = setting.sharding(plan).ops
+    out.table(layers_table(f"Layers, {plan.batch_size} samples at once over {ranks} ranks", found, taken))
+    return {"layers": layers_record(found, taken), "layer_ranks": ranks}

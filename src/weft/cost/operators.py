@@ -107,12 +107,21 @@ class OperatorPricer:
             self._widths[layout.precision] = Widths.of(layout.precision, self.cluster.is_cpu, gradient)
         return self._widths[layout.precision]
 
-    def _cut(self, layout: Layout) -> Cutting:
-        """What of a layout decides the sharding; of layouts that are cut alike that of the first."""
+    def _asked(self, layout: Layout) -> Cutting:
         sizes = tuple((axis, n) for axis, n in placed_sizes(layout, self.graph.batch_size).items() if n > 1)
         each = about(-(-(self.placed_for or self.batch_size) // (layout.data * layout.microbatches))) if layout.replica_ranks > 1 else FEW
-        asked = sizes, layout.sequence_parallel == "on", layout.sample_parallel == "on", each
+        return sizes, layout.sequence_parallel == "on", layout.sample_parallel == "on", each
+
+    def place(self, layout: Layout, sharding: Sharding) -> None:
+        """Price a layout under `sharding`, not under the best that there is."""
+        asked = self._asked(layout)
+        self._same[asked], self._shardings[asked] = asked, sharding
+
+    def _cut(self, layout: Layout) -> Cutting:
+        """What of a layout decides the sharding; of layouts that are cut alike that of the first."""
+        asked = self._asked(layout)
         if asked not in self._same:
+            sizes, *_, each = asked
             found = placed(self.graph, self.cluster, layout, each, self.shards) if sizes else None
             like = (key for key, known in self._shardings.items() if key[:3] == asked[:3] and known == found)
             self._same[asked] = key = next(like, asked)
@@ -196,21 +205,11 @@ class OperatorPricer:
 
     def _collectives(self, layout: Layout) -> tuple[Array, Array]:
         parts = self.parts(layout)
-        scale = self.microbatch(layout)
         slower = 1.0 if self.cluster.is_cpu else self.efficiency.tensor
         meeting = MEET_S if self._by_gloo(layout) else 0.0
         found = []
-        for one in parts.collectives:
-            to_experts = axis_of(one.axis).cuts_experts
-            # What replicas sum is placed over data alone, for all of them.
-            group = self.group(layout, one.axis, *((EXPERT,) if axis_of(one.axis).cuts_samples else ()))
-            if group.size < 2:
-                found.append(0.0)
-                continue
-            size = one.size_bytes * (scale if one.batched else 1.0) / (layout.data if one.shared else 1)
-            if to_experts:
-                size *= layout.expert  # the tokens of all of its ranks
-            seconds = self.collective(one.name, size * self._width(layout, one.narrow, one.wide), group)
+        for one, size_bytes in zip(parts.collectives, self.moved_bytes(layout), strict=True):
+            seconds = self.collective(one.name, size_bytes, self.moving(layout, one.axis)) if size_bytes else 0.0
             found.append(slower * seconds + meeting * (seconds > 0))
         unique = np.array([*found, 0.0])
         shown = 1.0 if self.cluster.is_cpu else 1.0 - self.efficiency.tensor_overlap
@@ -220,6 +219,20 @@ class OperatorPricer:
             np.add.at(total, where, part * unique[what])
             both.append(total)
         return both[0], both[1]
+
+    def moving(self, layout: Layout, axis: str) -> Group:
+        """Ranks among which a collective along `axis` goes: what replicas sum is placed over data alone, for all of them."""
+        return self.group(layout, axis, *((EXPERT,) if axis_of(axis).cuts_samples else ()))
+
+    def moved_bytes(self, layout: Layout) -> list[float]:
+        """Bytes of the whole tensor that each collective of the layout's parts moves, at its precision; 0 among fewer than two ranks."""
+        scale, found = self.microbatch(layout), []
+        for one in self.parts(layout).collectives:
+            size = one.size_bytes * (scale if one.batched else 1.0) / (layout.data if one.shared else 1)
+            if axis_of(one.axis).cuts_experts:
+                size *= layout.expert  # the tokens of all of its ranks
+            found.append(size * self._width(layout, one.narrow, one.wide) if self.moving(layout, one.axis).size > 1 else 0.0)
+        return found
 
     def _width(self, layout: Layout, narrow: bool, wide: bool = False) -> float:
         """Width of what moves against float32."""
