@@ -87,6 +87,18 @@ def test_whole_layers_make_up_the_whole_model(model: str) -> None:
         assert one.ways[0].compute_s == pytest.approx(float(forward[at[one.first]] + backward[at[one.first]]), rel=0.02), one.site
 
 
+def test_experts_exchange_tokens_where_replicas_sum_weights() -> None:
+    """All-to-all of what is dispatched, E x C x M: of its piece a rank keeps one of n parts; weights are divided, and nothing is summed."""
+    _, found = of("moe-380m:layers=2", "p3.16xlarge", precision="float16")
+    layer = next(one for one in found if any(w.kind == "experts" for w in one.ways))
+    experts, samples = (next(w for w in layer.ways if w.kind == kind) for kind in ("experts", "samples"))
+    read = layer.ways[0].kept_bytes  # what it reads, in 16 bits
+    assert experts.forward_bytes == experts.backward_bytes == pytest.approx(read / RANKS * HALO)
+    assert experts.parameter_bytes == samples.parameter_bytes / RANKS
+    assert experts.gradient_bytes == 0 < samples.gradient_bytes
+    assert experts.flops == samples.flops
+
+
 def test_one_rank_has_no_way_but_whole(gpt: tuple[Setting, tuple[Layer, ...]]) -> None:
     assert all([w.kind for w in one.ways] == ["whole"] for one in of(GPT, ranks=1)[1])
     assert all(one.ways[0].communication_s == one.ways[0].gradient_s == 0.0 for one in gpt[1])

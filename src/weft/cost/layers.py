@@ -25,21 +25,20 @@ from weft.cost.placed import placed_sizes
 from weft.errors import LayoutError
 from weft.model.axis_problem import AxisProblem, Choice, Given, Others
 from weft.model.graph import Graph, Operator, Ref, Tensor, Variable
-from weft.model.labels import Meaning, meanings, positions
+from weft.model.labels import Meaning, expert_weights, meanings, positions
 from weft.model.sharding import Move, Prices, Sharding, move_collectives
-from weft.model.work import batched, differentiable, operator_flops
-from weft.ops import Rule
-from weft.plan.axis import POSITIONS
+from weft.model.work import batched, differentiable
+from weft.ops import Rule, record_of
+from weft.plan.axis import EXPERTS, POSITIONS, SAMPLES, axis_of
 from weft.plan.layout import Layout
 from weft.plan.patterns import pattern_of
 from weft.plan.placement import D, P, Placement, R, Shard, is_halo, is_shard
 
 WHOLE = "whole"
-SAMPLES = "samples"
 # Kinds of labels by which a layer is cut, and the layout that cuts by them.
 LAYOUTS = {
     SAMPLES: "data={n}", "height": "spatial={n}x1", "width": "spatial=1x{n}", "planes": "spatial={n}x1x1", "outputs": "tensor={n}",
-    "inputs": "tensor={n}", "experts": "tensor={n}", "heads": "tensor={n}", "features": "tensor={n}", "vocabulary": "tensor={n}",
+    "inputs": "tensor={n}", EXPERTS: "data={n} expert={n}", "heads": "tensor={n}", "features": "tensor={n}", "vocabulary": "tensor={n}",
     "positions": "tensor={n} sequence_parallel=on",
 }  # fmt: skip
 
@@ -165,17 +164,19 @@ class _Model:
         alone = _Alone.of(self, op)
         yield alone.way(WHOLE, "", Layout(precision=self.precision))
         rule = self.graph.rules[op.name]
-        for label in rule.labels if rule is not None and self.ranks > 1 else ():
+        if rule is None or self.ranks == 1:
+            return
+        for label in rule.labels:
             kind = self.kind_of(op, rule, label)
             layout = Layout.parse(f"{LAYOUTS[kind].format(n=self.ranks)} precision={self.precision}")
-            try:
-                yield alone.way(kind, label, layout)
+            try:  # tokens come from samples to experts, and go back
+                cut = next((x for x in rule.labels if self.kind_of(op, rule, x) == SAMPLES), label) if kind == EXPERTS else label
+                yield replace(alone.way(kind, cut, layout), label=label)
             except LayoutError:  # the rule does not allow it, or the length does not divide
                 continue
 
-    def kind_of(self, op: Operator, rule: Rule | None, label: str) -> str:
+    def kind_of(self, op: Operator, rule: Rule, label: str) -> str:
         """What a label stands for: a key of `LAYOUTS`."""
-        assert rule is not None
         meaning = self.meanings[op.name]
         if label in meaning.samples:
             return SAMPLES
@@ -190,9 +191,9 @@ class _Model:
             if not any(label in row for row in rule.outputs):
                 return "inputs"
             stacked = any(len(row) > 2 and row[0] == label for v, row in rows if v in weights)
-            return "experts" if stacked and any(label in row for v, row in rows if v not in weights and v in op.inputs) else "outputs"
+            return EXPERTS if stacked and any(label in row for v, row in rows if v not in weights and v in op.inputs) else "outputs"
         if label in meaning.features:
-            return "heads" if operator_flops(op, self.graph.tensors) else "features"
+            return "heads" if record_of(op).kind == "attention" else "features"
         return "positions"
 
 
@@ -241,14 +242,14 @@ class _Alone:
             LayoutError: the rule does not allow it, or the length does not divide.
         """
         beside = self._priced(layout, label, alike=True)
-        apart = beside if kind in (WHOLE, SAMPLES) else self._priced(layout, label, alike=False)
+        apart = beside if kind in (WHOLE, SAMPLES, EXPERTS) else self._priced(layout, label, alike=False)
         op, model = self.op, self.model
         at = self.graph.place[op.outputs[0]]
         compute = beside.seconds[0] + beside.seconds[1]
         talk = [float(both[0].sum() + both[1].sum()) for both in ((p.seconds[2], p.seconds[3]) for p in (beside, apart))]
-        weights = [v for v in self.graph.parameters if v.value in op.inputs]
-        size = sum(v.tensor.size / beside.ways(v.value) for v in weights)
-        summed = sum(v.tensor.size / beside.ways(v.value) for v in weights if beside.is_summed(v.value) and v.trainable)
+        weights = [(v, beside.ways(v.value)) for v in self.graph.parameters if v.value in op.inputs]
+        size = sum(v.tensor.size / ways for v, ways in weights)
+        summed = sum(v.tensor.size / ways for v, ways in weights if beside.is_summed(v.value) and v.trainable)
         pricer = beside.pricer
         widths = pricer.widths(layout)
         group = pricer.group(layout, *(axis for axis, n in layout.axes if n > 1))
@@ -256,7 +257,7 @@ class _Alone:
         forward, backward = beside.sent()
         done = pricer.inventory.works[op.name]
         samples = pricer.samples(layout) / pricer.graph.batch_size if op.outputs[0] in model.batched else 1.0
-        divided = prod(n for axis, n in beside.sizes.items() if axis != "data") if label else 1
+        divided = prod(n for axis, n in beside.sizes.items() if not axis_of(axis).cuts_samples)
         return Way(
             kind,
             label,
@@ -320,17 +321,24 @@ class _Priced:
 
     def ways(self, value: str) -> int:
         """Pieces of a variable."""
+        if self._is_spread(value):
+            return min(self.layout.expert, self.pricer.graph.tensors[value].shape[0])
         forms = self.sharding.forms[value] if self.sharding is not None else {}
         return prod(self.sizes[axis] for axis, form in forms.items() if is_shard(form))
 
     def is_summed(self, value: str) -> bool:
-        return self.sharding is not None and value in self.sharding.gradients
+        """Whether the gradient of a variable is summed over the ranks."""
+        return self.sharding is not None and value in self.sharding.gradients and not self._is_spread(value)
+
+    def _is_spread(self, value: str) -> bool:
+        return self.layout.expert > 1 and value in expert_weights(self.pricer.graph)
 
     def sent(self) -> tuple[float, float]:
         """Bytes that a rank sends, forward and backward, weights' gradients left out."""
-        sizes, ranks = self.pricer.moved_bytes(self.layout), dict(self.layout.axes)
+        pricer, layout = self.pricer, self.layout
         parts = [
-            FACTORS[one.name][0](ranks[one.axis]) * size if size else 0.0 for one, size in zip(self.parts.collectives, sizes, strict=True)
+            FACTORS[one.name][0](pricer.moving(layout, one.axis).size) * size if size else 0.0
+            for one, size in zip(self.parts.collectives, pricer.moved_bytes(layout), strict=True)
         ]
         forward, backward = (sum(parts[i] for i in which) for _, which in (self.parts.forward, self.parts.backward))
         return forward, backward
