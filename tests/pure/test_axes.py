@@ -42,13 +42,11 @@ def test_broken_twin_a_question_by_name_is_found() -> None:
 def test_rows_say_what_an_axis_may_cut() -> None:
     assert axis_of(DATA).cuts_samples
     assert axis_of(DATA).follows
-    assert not axis_of(DATA).uneven
     assert [name for name, row in TABLE.items() if row.cuts_weights] == ["tensor", "rows", "columns", "depth"]
     assert [name for name, row in TABLE.items() if row.cuts_positions] == ["spatial", "planes", "height", "width"]
     assert [name for name, row in TABLE.items() if row.again] == ["expert", "depth"]
     assert [name for name, row in TABLE.items() if row.cuts_experts] == ["expert"]
     assert axis_of(EXPERT).cuts_samples
-    assert axis_of(EXPERT).uneven
     assert axis_of("one of a test's own").cuts == {FEATURES}
 
 

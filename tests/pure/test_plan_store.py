@@ -131,8 +131,8 @@ def test_what_is_wrong_is_refused_with_its_line(old: str, new: str, reason: str)
 
 
 def test_a_plan_that_cannot_be_is_refused_with_its_file_and_kind_of_error() -> None:
-    with pytest.raises(Infeasible, match=r"mine.toml: a batch of 15 samples does not divide"):
-        parse_plan(edited("batch_size = 16", "batch_size = 15"), "mine.toml")
+    with pytest.raises(Infeasible, match=r"mine.toml: a batch of 5 samples has 2 for each of"):
+        parse_plan(edited("batch_size = 16", "batch_size = 5"), "mine.toml")
     with pytest.raises(LayoutError, match=r"mine.toml: schedule=1f2b is unknown"):
         parse_plan(edited('"1f1b"', '"1f2b"'), "mine.toml")
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from weft.errors import Infeasible, LayoutError
 from weft.plan.layout import Layout
 from weft.plan.mesh import Mesh
-from weft.plan.microbatches import microbatch_sizes
+from weft.plan.microbatches import sizes_of_plan
 from weft.plan.placement import Shard
 from weft.plan.resharding import Box, Resharding, Side, reshard
 
@@ -94,7 +94,7 @@ def test_layouts_of_each_stage() -> None:
     layout = Layout.parse("pipeline=2 inner=4x1/2x2 microbatches=2")
     assert str(layout) == "data=4 tensor=1 pipeline=2 microbatches=2 inner=4x1/2x2"
     assert Layout.parse(str(layout)) == layout
-    assert (layout.num_ranks, layout.shares) == (8, 4)
+    assert (layout.num_ranks, layout.replicas) == (8, 4)
     assert [str(layout.of_stage(s)) for s in (0, 1)] == [
         "data=4 tensor=1 pipeline=2 microbatches=2",
         "data=2 tensor=2 pipeline=2 microbatches=2",
@@ -120,6 +120,8 @@ def test_what_cannot_be_is_refused(text: str, said: str) -> None:
         Layout.parse(text)
 
 
-def test_a_batch_divides_into_the_shares_of_all_stages() -> None:
-    with pytest.raises(Infeasible, match="a batch of 6 samples does not divide into data=4"):
-        microbatch_sizes(6, Layout.parse("pipeline=2 inner=4x1/2x2").shares, 1)
+def test_every_replica_of_every_stage_has_a_sample() -> None:
+    layout = Layout.parse("pipeline=2 inner=4x1/2x2")
+    assert sizes_of_plan(6, layout) == (6,)
+    with pytest.raises(Infeasible, match="a batch of 3 samples has 0 for each of data=4, which are too few"):
+        sizes_of_plan(3, layout)

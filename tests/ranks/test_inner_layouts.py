@@ -14,7 +14,6 @@ sys.path.insert(0, str(ROOT))
 
 from bench.verify_all import Subject  # noqa: E402
 
-from weft.errors import Infeasible  # noqa: E402
 from weft.plan.layout import Layout  # noqa: E402
 from weft.run import build  # noqa: E402
 from weft.run.engine import Engine  # noqa: E402
@@ -136,6 +135,6 @@ def test_a_checkpoint_loads_under_another_layout(tmp_path: Path) -> None:
     assert saved[1:] == loaded[1:]
 
 
-def test_unequal_microbatches_are_refused_with_the_numbers() -> None:
-    with pytest.raises(Infeasible, match="a batch of 8 samples is no multiple of 2 shares x microbatches=3"):
-        of("gpt-tiny").plan(Layout.parse("pipeline=2 inner=2x1/1x2 microbatches=3"))
+def test_microbatches_need_not_be_equal() -> None:
+    found = of("gpt-tiny").check(Layout.parse("pipeline=2 inner=2x1/1x2 microbatches=3 precision=float64"))
+    assert found.ok, found

@@ -39,7 +39,7 @@ def looked_up(world: World, padding: int) -> list[bool]:
     want = F.embedding(ids, table, padding if padding >= 0 else None)
     want.backward(seed)
     mine = piece_of(table.detach(), 0, world).requires_grad_()
-    got = redistribute(embedding(mine, ids, padding, ROWS, world.everyone), P, R, world.everyone)
+    got = redistribute(embedding(mine, ids, padding, 4 * world.rank), P, R, world.everyone)
     got.backward(seed)
     assert table.grad is not None
     return [equal(got, want), equal(mine.grad, piece_of(table.grad, 0, world))]
@@ -60,7 +60,7 @@ def classified(world: World, ignore: int, by: str) -> list[bool]:
     mine = piece_of(logits.detach(), dim, world).requires_grad_()
     group = world.everyone
     if by == "classes":
-        got = cross_entropy(mine, target, ignore, (), (CLASSES, group))
+        got = cross_entropy(mine, target, ignore, (), (4 * world.rank, group))
     else:
         got = redistribute(cross_entropy(mine, piece_of(target, 0, world), ignore, (group,), None), P, R, group)
     got.backward()
@@ -84,7 +84,7 @@ def classified_both(world: World) -> list[bool]:
     row, column = divmod(world.rank, 2)
     rows, classes = world.group([column, column + 2]), world.group([2 * row, 2 * row + 1])
     mine = logits.detach().chunk(2, 0)[row].chunk(2, 1)[column].clone().requires_grad_()
-    got = redistribute(cross_entropy(mine, target.chunk(2)[row], -100, (rows,), (CLASSES, classes)), P, R, rows)
+    got = redistribute(cross_entropy(mine, target.chunk(2)[row], -100, (rows,), (6 * column, classes)), P, R, rows)
     got.backward()
     return [equal(got, want), equal(mine.grad, logits.grad.chunk(2, 0)[row].chunk(2, 1)[column])]
 
@@ -125,7 +125,7 @@ def test_batch_norm_over_a_cut_batch_has_the_serial_statistics(ranks: Callable[.
 
 def dropped(world: World) -> dict[str, list[float]]:
     draw = Draw(seed=3, step=5)
-    pieces = (Place((128,)), Place((128,), ((0, world.rank, 2),)))
+    pieces = (Place((128,)), Place((128,), ((0, 64 * world.rank, 64),)))
     whole, mine = (Where(7, 0, 0, place, torch.float32) for place in pieces)
     shared, own = dropout(torch.ones(128), 0.5, draw, whole), dropout(torch.ones(64), 0.5, draw, mine)
     again = dropout(torch.ones(64), 0.5, draw, mine)

@@ -24,6 +24,9 @@ PAIRS = (
     (P, Shard(0)), (P, Shard(1)), (Shard(0), Shard(1)), (Shard(2), Shard(0)), (Shard(1), Shard(2)),
 )  # fmt: skip
 
+A, B = Shard(0, (3, 1, 2)), Shard(1, (5, 5, 2))
+UNEQUAL = ((R, A), (D, A), (A, R), (A, D), (P, A), (A, B), (B, Shard(0)), (Shard(2), A))  # between three
+
 
 def global_tensor(seed: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(6, 12, 6, dtype=dtype, generator=torch.Generator().manual_seed(seed))
@@ -39,20 +42,24 @@ def held(x: Tensor, form: str, world: World) -> Tensor:
     """What this rank holds of a value in `form`."""
     if form is P:
         return summand(x, world.rank, world.num_ranks, 100)
-    return x.chunk(world.num_ranks, form.dim)[world.rank].clone() if is_shard(form) else x.clone()
+    return piece_of(x, form, world).clone() if is_shard(form) else x.clone()
+
+
+def piece_of(x: Tensor, form: Shard, world: World) -> Tensor:
+    return x.narrow(form.dim, *form.part(x.shape[form.dim], world.num_ranks, world.rank))
 
 
 def gradient(c: Tensor, form: str, world: World) -> Tensor:
     """What this rank's gradient of a value in `form` is: of a summand it is the whole, of D a summand."""
     if form is D:
         return summand(c, world.rank, world.num_ranks, 200)
-    return c.chunk(world.num_ranks, form.dim)[world.rank] if is_shard(form) else c
+    return piece_of(c, form, world) if is_shard(form) else c
 
 
 def moved(world: World, dtype: str) -> list[str]:
     wrong = []
     x, c = (global_tensor(seed, getattr(torch, dtype)) for seed in (1, 2))
-    for source, target in PAIRS:
+    for source, target in (*PAIRS, *(UNEQUAL if world.num_ranks == 3 else ())):
         mine = held(x, source, world).requires_grad_()
         out = redistribute(mine, source, target, world.everyone)
         if not torch.allclose(out, held(x, target, world)):

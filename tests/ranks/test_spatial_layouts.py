@@ -16,7 +16,7 @@ from weft.errors import LayoutError
 from weft.lower.redistribute import redistribute
 from weft.model.sharding import move_collectives
 from weft.plan.layout import Layout
-from weft.plan.placement import D, Halo, P, R, Shard, halo, pieces
+from weft.plan.placement import D, Halo, P, R, Shard, halo, pieces, shard
 from weft.plan.transition import sent_part
 from weft.run import build
 from weft.run.proof.verify import Verification
@@ -132,7 +132,7 @@ def _exchanged(world: World, name: str) -> list[Any]:
         placed, group = halo(1, SIZE, WINDOWS[name]), world.everyone
         start, stop = pieces(SIZE, world.num_ranks)[world.rank]
         mine = x[:, start:stop].clone().requires_grad_()
-        out = redistribute(mine, Shard(1), placed, group, SIZE)
+        out = redistribute(mine, shard(1, SIZE, world.num_ranks), placed, group)
         first, last = WINDOWS[name][world.rank]
         seeds = [torch.randn(2, b - a, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(b)) for a, b in WINDOWS[name]]
         out.backward(seeds[world.rank])

@@ -173,8 +173,10 @@ def _engine_on(layout: str, model: Callable[[], nn.Module], batch: Any, size: in
 
 
 def test_what_cannot_be_is_refused_with_its_numbers() -> None:
-    with pytest.raises(Infeasible, match="a batch of 10 samples does not divide into data=4 equal shares; use a multiple of 4 such as 8"):
-        Plan(Layout.parse("data=4"), "test", "here", 10)
+    with pytest.raises(Infeasible, match="a batch of 10 samples has 2 for each of data=4, which are too few for microbatches=3"):
+        Plan(Layout.parse("data=4 microbatches=3"), "test", "here", 10)
+    with pytest.raises(Infeasible, match=r"9 samples does not divide into data=2 equal shares; .* such as 8, .*: this model runs whole"):
+        Plan(Layout.parse("data=2"), "test", "here", 9, uncaptured="it branches")
     with pytest.raises(Infeasible, match="a batch of 6 samples has 3 for each of data=2, which are too few for microbatches=4"):
         Plan(Layout.parse("data=2 microbatches=4"), "test", "here", 6)
     with pytest.raises((Infeasible, RankError), match="of 3 samples the model computes something else than with 4, first at /exp"):

@@ -118,8 +118,9 @@ def test_shard_takes_rows_of_anything() -> None:
     assert (float(c["scale"]), c["flag"]) == (3.0, True)
     assert isinstance(d, Pair)
     assert torch.equal(d.y[0], mine)
-    with pytest.raises(Infeasible, match="9 samples"):
-        list(shard([torch.arange(9)], where))
+    assert next(iter(shard([torch.arange(9)], where))).tolist() == [3, 4, 7, 8]  # microbatches of 5 and 4
+    with pytest.raises(Infeasible, match="9 samples"):  # in a plain loop
+        list(shard([torch.arange(9)], SimpleNamespace(data_index=1, data_size=2)))
     with pytest.raises(ConfigError, match="no tensor"):
         list(shard([{"a": 1}], where))
 

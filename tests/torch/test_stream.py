@@ -48,10 +48,10 @@ def numbers(box: Box) -> list[int]:
 
 BOXES = [
     Place((3, 5)).box(),
-    Place((4, 6, 8), ((2, 1, 2),)).box(),
-    Place((4, 6, 8), ((0, 1, 2), (0, 1, 2))).box(),  # a piece of a piece
-    Place((4, 6), ((0, 1, 2),), Fold(0)).box(Samples.range(8, 4, 16)),
-    Place((3, 24, 2), ((1, 1, 2),), Fold(1, 2, 3)).box(Samples(4, 16, ((2, 8), (2, 1)))),
+    Place((4, 6, 8), ((2, 4, 4),)).box(),
+    Place((4, 6, 8), ((0, 2, 2), (0, 1, 1))).box(),  # a piece of a piece
+    Place((4, 6), ((0, 2, 2),), Fold(0)).box(Samples.range(8, 4, 16)),
+    Place((3, 24, 2), ((1, 12, 12),), Fold(1, 2, 3)).box(Samples(4, 16, ((2, 8), (2, 1)))),
     Box((1 << 63) + 12345, (((7, 1 << 40),),)),
     Place((0, 4)).box(),
 ]
@@ -67,7 +67,7 @@ def test_words_are_those_of_the_formula(box: Box, either: str) -> None:
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
 def test_dropout_keeps_what_even_numbers_say(dtype: torch.dtype, order: Sequence[int], either: str) -> None:
     """Bit for bit torch's product with a mask of its dtype, however the tensor lies in memory; and so its gradient, and in place."""
-    box = Place((8, 6, 10), ((0, 1, 2),)).box()
+    box = Place((8, 6, 10), ((0, 4, 4),)).box()
     shape = [(4, 6, 10)[i] for i in order]
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype).permute([order.index(i) for i in range(3)])
     kept = stream.even(KEY, box, CPU) < 0.7
@@ -113,15 +113,28 @@ def test_microbatches_and_ranks_draw_pieces_of_the_whole_batch(whole: tuple[int,
         place = Place(shape, (), fold)
         assert torch.equal(stream.words(KEY, place.box(Samples.range(start, count, 12)), CPU), wanted)
         if shape[fold.dim] % 2 == 0 and count % 2 == 0:
-            pieces = [Place(shape, ((fold.dim, part, 2),), fold).box(Samples.range(start, count, 12)) for part in (0, 1)]
+            pieces = [_half(shape, fold, part).box(Samples.range(start, count, 12)) for part in (0, 1)]
             assert torch.equal(torch.cat([stream.words(KEY, box, CPU) for box in pieces], fold.dim), wanted)
     if count % 2 == 0 and fold.outer == 1:
         for begin in range(0, 6, count // 2):
             samples = Samples(begin, 12, ((2, 6), (count // 2, 1)))
             for part in (0, 1):
                 mine = apart.narrow(fold.dim + 1, 6 * part + begin, count // 2).flatten(fold.dim, fold.dim + 2)
-                got = stream.words(KEY, Place(shape, ((fold.dim, part, 2),), fold).box(samples), CPU)
+                got = stream.words(KEY, _half(shape, fold, part).box(samples), CPU)
                 assert torch.equal(got, mine)
+
+
+def _half(shape: tuple[int, ...], fold: Fold, part: int) -> Place:
+    length = shape[fold.dim] // 2
+    return Place(shape, ((fold.dim, part * length, length),), fold)
+
+
+def test_pieces_that_differ_draw_theirs() -> None:
+    """Three of five samples, which lie in rows of two, and two."""
+    whole, fold = (10, 3), Fold(0, 1, 2)
+    want = stream.words(KEY, Place((24, 3)).box(), CPU)[10:20]
+    pieces = [Place(whole, ((0, start, count),), fold).box(Samples.range(5, 5, 12)) for start, count in ((0, 6), (6, 4))]
+    assert torch.equal(torch.cat([stream.words(KEY, box, CPU) for box in pieces]), want)
 
 
 def _correlation(x: Tensor, y: Tensor) -> float:

@@ -15,13 +15,12 @@ from fractions import Fraction
 from math import prod, sqrt
 from typing import Any
 
-from weft.cost.pieces import divided
+from weft.cost.pieces import divided, shared_by_data
 from weft.model.graph import Operator, Tensor
 from weft.model.pointwise import ONEDNN_SAMPLES, read_shapes
 from weft.model.sharding import Sharding
 from weft.ops.windows import is_transposed
 from weft.plan.axis import DATA
-from weft.plan.placement import Shard
 
 _BLOCK = 16  # channels: of each group where oneDNN has no kernel for depthwise windows
 _SMALL = 20480  # channels times the first two sides of one sample up to which torch makes its convolution itself,
@@ -77,11 +76,11 @@ def own(op: Operator, tensors: Mapping[str, Tensor], sharding: Sharding | None) 
     x, window = read_shapes(op, tensors, sharding)[0], _window(op, tensors)
     if not window or tensors[op.inputs[0]].dtype != "float32":
         return NEVER
-    replicas = sharding.sizes.get(DATA, 1) if sharding is not None and sharding.forms[op.inputs[0]].get(DATA) == Shard(0) else 1
+    replicas = sharding.sizes.get(DATA, 1) if sharding is not None and shared_by_data(sharding, op.inputs[0]) else 1
     thin = max(window[-2:]) == 1 and not _is_strided(op) and not _is_dilated(op)
     wide = len(window) > 1 and min(window[-2:]) > _WIDE
     (groups,) = _given(op, "groups", 6)
-    moved = columns_bytes(op, tensors) / divided(sharding, op.name) * (_MOVED_3D if len(window) == 3 else _MOVED)
+    moved = columns_bytes(op, tensors) / divided(sharding, op) * (_MOVED_3D if len(window) == 3 else _MOVED)
     return Own(x[0] * replicas, prod(x[1:4]) <= _SMALL and not wide and groups == 1, thin, moved)
 
 

@@ -32,8 +32,8 @@ from weft.model.work import num_steps
 from weft.ops import record_of
 from weft.ops.attention import is_causal
 from weft.plan.axis import DATA, EXPERT, SAMPLES, axis_of
-from weft.plan.placement import R, Shard, is_halo, is_shard, is_whole
-from weft.plan.transition import LOCAL, sent_part
+from weft.plan.placement import Placement, R, Shard, dual, is_halo, is_shard, is_whole
+from weft.plan.transition import LOCAL, sent_part, transition
 
 T = TypeVar("T", bound=Hashable)
 Seen = set[tuple[str, str]]  # storages that are counted already: (root, which copy of it in another dtype)
@@ -141,9 +141,17 @@ def block(site: str) -> str:
     return ".".join(path[: next((i + 1 for i, part in enumerate(path) if part.isdigit()), 0)])
 
 
-def _halo_part(move: Move, n: int) -> float:
-    """Of a move to windows, the part of the whole value that a rank sends; 0 of another."""
-    return sent_part(move.source, move.target, n) if is_halo(move.target) and is_shard(move.source) else 0.0
+def _sent(move: Move, n: int) -> tuple[float, float]:
+    """What the rank sends that sends most, forward and backward, over what it would if pieces were equal; of windows, over the value."""
+    if is_halo(move.target) and is_shard(move.source):
+        part = sent_part(move.source, move.target, n)
+        return part or 1.0, part or 1.0
+    return _longer(move.source, move.target, n), _longer(dual(move.target), dual(move.source), n)
+
+
+def _longer(source: Placement, target: Placement, n: int) -> float:
+    equal = [Shard(form.dim) if is_shard(form) else form for form in (source, target)]
+    return sent_part(source, target, n) / sent_part(equal[0], equal[1], n) if transition(source, target).collective not in LOCAL else 1.0
 
 
 def gather(inventory: Inventory, sharding: Sharding | None, narrow: frozenset[str]) -> Parts:
@@ -170,12 +178,12 @@ def gather(inventory: Inventory, sharding: Sharding | None, narrow: frozenset[st
                 continue
             at = position[move.op]
             ways: float = 0 if axis_of(move.axis).cuts_samples else pieces_moving(sharding, graph.operators[at], move)
-            halo = _halo_part(move, sharding.sizes[move.axis])
-            ways = (ways or ways_of(move.value, move.axis)) / halo if halo else ways
-            if move.forward not in LOCAL:
-                forward.append((at, moved(move.forward, move.value, move.axis, ways=ways)))
-            if move.backward not in LOCAL and move.value in inventory.grads:
-                backward.append((at, moved(move.backward, move.value, move.axis, ways=ways)))
+            there, back = _sent(move, sharding.sizes[move.axis])
+            ways = ways or ways_of(move.value, move.axis)
+            sides = ((move.forward, forward, there), (move.backward if move.value in inventory.grads else "", backward, back))
+            for name, rows, more in sides:
+                if name not in LOCAL:
+                    rows.append((at, moved(name, move.value, move.axis, ways=ways / more)))
     dispatched: set[str] = set()
     by_expert = set(expert_weights(graph).values())
     stored, reads, makes, extra, working, owned, weights, shared = [], [], [], [], [], [], [], []
@@ -197,7 +205,7 @@ def gather(inventory: Inventory, sharding: Sharding | None, narrow: frozenset[st
                 dispatched.add(value)
                 forward.append((i, moved("all_to_all", value, EXPERT)))
                 backward.append((i, moved("all_to_all", value, EXPERT)))
-        divide = divided(sharding, op.name)
+        divide = divided(sharding, op)
         mine = inventory.kept[op.name]
         arriving = places.read(op)
         places.add(op, arriving)
@@ -236,7 +244,7 @@ def gather(inventory: Inventory, sharding: Sharding | None, narrow: frozenset[st
     )
 
 
-def _beside_pieces(inventory: Inventory, places: Places, op: Operator, divide: int) -> float:
+def _beside_pieces(inventory: Inventory, places: Places, op: Operator, divide: float) -> float:
     """Bytes of gradients that are not cut as the operator's work is: of what it reads whole, and of summands. A convolution has that of
     its first operand in a layout of its own, too."""
     tensors, sharding = inventory.graph.tensors, places.sharding
@@ -284,7 +292,7 @@ def _siblings(inventory: Inventory) -> dict[str, float]:
 def _local(inventory: Inventory, sharding: Sharding | None, op: Operator, siblings: dict[str, float]) -> Local:
     done = inventory.works[op.name]
     tensors = inventory.graph.tensors
-    divide = divided(sharding, op.name)
+    divide = divided(sharding, op)
     m = n = k = scores = heads = head = 0.0
     share = visible = 1.0
     if record_of(op).product == "linear" and len(tensors[op.inputs[1]].shape) == 2:
@@ -293,8 +301,9 @@ def _local(inventory: Inventory, sharding: Sharding | None, op: Operator, siblin
         share = rows / n
         for axis in tensor_axes(sharding):
             if sharding is not None and cut(sharding, op.name, axis):
-                form, ranks = sharding.forms[op.inputs[1]].get(axis, R), sharding.sizes[axis]
-                m, n, k = (m, n / ranks, k) if form == Shard(0) else (m, n, k / ranks) if form == Shard(1) else (m / ranks, n, k)
+                form, ranks = sharding.forms[op.inputs[1]].get(axis, R), sharding.ways(op, axis)
+                dim = form.dim if is_shard(form) else None
+                m, n, k = (m, n / ranks, k) if dim == 0 else (m, n, k / ranks) if dim == 1 else (m / ranks, n, k)
     elif done.kind == "attention":
         query, key = (tensors[v].shape for v in op.inputs[:2])
         heads = float(np.prod(query[:-2])) / divide
@@ -337,12 +346,13 @@ def _inside(
     """Collectives that a cut operator's own kernel makes, which no `Move` shows."""
     assert sharding is not None
     record, out = record_of(op), op.outputs[0]
-    whole = is_whole(sharding.forms[out].get(axis, R))
+    lies = sharding.forms[out].get(axis, R)
+    whole = is_whole(lies)
     tensors = inventory.graph.tensors
     if record.fuses_softmax and whole:
         # Largest logit, sum and target's logit of every row.
         forward += [(i, moved("all_reduce", out, axis, 4.0 * tensors[op.inputs[1]].size, by_row=True))] * 3
-    elif record.over_samples and sharding.forms[out].get(axis) != Shard(1) and len(op.args) > 5 and op.args[5] is True:
+    elif record.over_samples and not (is_shard(lies) and lies.dim == 1) and len(op.args) > 5 and op.args[5] is True:
         # In training, over samples or places; ranks that have channels of their own have the statistics of those.
         statistics = moved("all_reduce", out, axis, 8.0 * tensors[op.inputs[0]].shape[1])
         forward.append((i, statistics))

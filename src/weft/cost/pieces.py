@@ -24,28 +24,28 @@ def shared_by_data(sharding: Sharding | None, value: str) -> bool:
     return sharding is not None and value in sharding.forms and is_shard(sharding.forms[value].get(DATA, R))
 
 
-def pieces(sharding: Sharding | None, value: str, but: str = "") -> int:
-    """Pieces that a value is cut into along the tensor axes, all of them `but` one."""
+def pieces(sharding: Sharding | None, value: str, but: str = "") -> int | float:
+    """Pieces that a value is cut into along the tensor axes, all of them `but` one; where they are unequal, the whole over the longest."""
     if sharding is None or value not in sharding.forms:
         return 1
     forms = sharding.forms[value]
-    return prod(sharding.sizes[axis] for axis in tensor_axes(sharding) if axis != but and is_shard(forms.get(axis, R)))
+    return prod(form.ways(sharding.sizes[axis]) for axis in tensor_axes(sharding) if axis != but and is_shard(form := forms.get(axis, R)))
 
 
-def pieces_moving(sharding: Sharding, op: Operator, move: Move) -> int:
+def pieces_moving(sharding: Sharding, op: Operator, move: Move) -> int | float:
     """Pieces that a value is cut into along the other tensor axes while it moves along one: what moves before and after says
     `weft.lower.local`, summands first, then axis by axis."""
     made, order = sharding.forms[move.value], list(sharding.sizes)
     need = sharding.needs[op.name][op.inputs.index(move.value)]
-    ways = 1
+    ways: int | float = 1
     for axis in tensor_axes(sharding):
         if axis != move.axis:
             before = (made[axis] is not P, order.index(axis)) < (move.source is not P, order.index(move.axis))
             form = (need[axis] if before else None) or made[axis]
-            ways *= sharding.sizes[axis] if is_cut(form) else 1
+            ways *= form.ways(sharding.sizes[axis]) if is_shard(form) else sharding.sizes[axis] if is_cut(form) else 1
     return ways
 
 
-def divided(sharding: Sharding | None, op: str) -> int:
-    """Tensor ranks among which an operator's work is divided."""
-    return 1 if sharding is None else prod(sharding.sizes[axis] for axis in tensor_axes(sharding) if cut(sharding, op, axis))
+def divided(sharding: Sharding | None, op: Operator) -> int | float:
+    """Tensor ranks among which an operator's work is divided; where it is unequally, the whole over the most that a rank has."""
+    return 1 if sharding is None else prod(sharding.ways(op, axis) for axis in tensor_axes(sharding))

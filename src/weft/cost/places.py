@@ -17,7 +17,7 @@ from weft.cost.runs import Amount
 from weft.model.graph import Operator
 from weft.model.sharding import Sharding, part_length
 from weft.plan.axis import DATA, axis_of
-from weft.plan.placement import Placement, R, is_cut, is_halo
+from weft.plan.placement import Placement, R, is_cut, is_halo, is_shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,8 @@ class Places:
         ways = 1.0
         for axis, (_, need) in self._forms(op, at).items():
             if self.sharding is not None and not axis_of(axis).cuts_samples and is_cut(need):
-                ways *= need.size / part_length(need, need.size, len(need.windows)) if is_halo(need) else self.sharding.sizes[axis]
+                n = self.sharding.sizes[axis]
+                ways *= need.size / part_length(need, need.size, n) if is_halo(need) else need.ways(n) if is_shard(need) else n
         return ways
 
     def add(self, op: Operator, read: Mapping[str, Stored]) -> None:

@@ -101,7 +101,7 @@ class Pricer(OperatorPricer):
 
     def smaller(self, layout: Layout) -> tuple[int, Pricer | None]:
         """Where the batch does not divide into the layout's microbatches: how many are the smaller ones, and the pricer of those."""
-        each, more = divmod(self.batch_size // layout.data, layout.microbatches)
+        each, more = divmod(-(-self.batch_size // layout.data), layout.microbatches)
         if not more or not each:
             return 0, None
         batch = each * layout.data * layout.microbatches

@@ -28,7 +28,7 @@ from weft.ops import Rule, record_of, windows_of
 from weft.ops.record import Op
 from weft.ops.rule import HALO
 from weft.ops.window import Resample
-from weft.plan.placement import is_cut, pieces
+from weft.plan.placement import Shard, is_cut, is_shard, pieces
 from weft.world.world import Group
 
 
@@ -143,10 +143,21 @@ class Call:
 
     def _shares(self, axis: str) -> tuple[float, ...]:
         """The part that each rank along an axis has of the entries of the label that is cut there."""
-        label, tensors = self.cut[axis], self.low.graph.tensors
-        value, row = next((v, row) for v, row in zip(self.op.inputs, self.rule.inputs, strict=True) if row is not None and label in row)
-        length, n = tensors[value].shape[row.index(label)], self.low.groups[axis].size
-        return tuple((stop - start) / length for start, stop in pieces(length, n)) if length % n else (1 / n,) * n
+        form, length, n = *self._piece(axis), self.low.groups[axis].size
+        return tuple((stop - start) / length for start, stop in form.ranges(length, n)) if form.lengths else (1 / n,) * n
+
+    def _piece(self, axis: str) -> tuple[Shard, int]:
+        """How an operand lies that has the label which an axis cuts, and how long the dimension is."""
+        for value, row, need in zip(self.op.inputs, self.rule.inputs, self.low.sharding.needs[self.op.name], strict=True):
+            if row is not None and self.cut[axis] in row and is_shard(form := need[axis]):
+                return form, self.low.graph.tensors[value].shape[form.dim]
+        raise AssertionError(f"{self.op.site} is cut over {axis}, and reads no pieces")
+
+    def begins(self, kernel: str) -> int:
+        """The first entry that this rank has of the dimension that `kernel` is for."""
+        (axis,) = self._cut_for(kernel)
+        form, length = self._piece(axis)
+        return form.part(length, self.low.groups[axis].size, self.low.groups[axis].index)[0]
 
     def share(self, axis: str) -> float:
         """The part that this rank has."""
@@ -182,9 +193,12 @@ class Call:
         """Which draw an operator makes, and where this rank's piece of it lies."""
         made, low, number = self.made, self.low, self.low.drawing[self.op.name]
         labels = self.rule.outputs[0] if self.cut else ()
-        groups = ((labels.index(label), low.groups[axis]) for axis, label in self.cut.items() if label in labels)
-        fold = low.folds[number] if number < len(low.folds) else None
-        place = Place(made.shape, tuple((dim, group.index, group.size) for dim, group in groups), fold)
+        cuts, left, forms = [], list(made.shape), low.sharding.forms[self.op.outputs[0]]
+        for axis, label in self.cut.items():
+            if label in labels and is_cut(form := forms[axis]):
+                start, left[form.dim] = part_of(form, left[form.dim], low.groups[axis].size, low.groups[axis].index)
+                cuts.append((form.dim, start, left[form.dim]))
+        place = Place(made.shape, tuple(cuts), low.folds[number] if number < len(low.folds) else None)
         place = place.over(drawn_shape(self.op, low.graph.tensors))
         part = 0  # which piece of a cut operator this rank has
         for axis in self.cut:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import operator as python_operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 
 import torch
 from torch import Tensor, fx
@@ -113,19 +112,10 @@ class _Builder:
             if target is None or target == at[i]:
                 continue
             axis = self.low.axes[i]
-            node = self.nodes.move(node, self.low.groups[axis], at[i], target, self._length(value, at, i))
+            node = self.nodes.move(node, self.low.groups[axis], at[i], target)
             at[i] = target
             have[tuple(at)] = node
         return node
-
-    def _length(self, value: str, at: Sequence[Placement], i: int) -> int | None:
-        """The length, before axis `i` cuts it, of the dimension that it cuts; None where its pieces are equal."""
-        placement, n = at[i], self.low.groups[self.low.axes[i]].size
-        if not is_shard(placement):
-            return None
-        others = prod(self.low.groups[axis].size for axis, p in zip(self.low.axes, at, strict=True) if p is placement) // n
-        length = self.tensors[value].shape[placement.dim] // others
-        return length if length % n else None
 
     def _moves(self, variant: Variant, want: tuple[Placement | None, ...]) -> tuple[int, int]:
         """(collectives, moves) from one variant to another: fewest first."""

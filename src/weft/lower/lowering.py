@@ -98,9 +98,9 @@ class Nodes:
         node.meta["part"], node.meta["layer"] = self.part, self.layer
         return node
 
-    def move(self, node: fx.Node, group: Group, source: Placement, target: Placement, length: int | None = None) -> fx.Node:
+    def move(self, node: fx.Node, group: Group, source: Placement, target: Placement) -> fx.Node:
         """A redistribution. Groups are bound, since generated code can only name numbers and text."""
-        return self.add(bind(redistribute, source=source, target=target, group=group, length=length), (node,))
+        return self.add(bind(redistribute, source=source, target=target, group=group), (node,))
 
 
 def operator_of(target: str) -> Callable[..., Any]:

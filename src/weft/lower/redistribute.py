@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.plan.placement import Deferred, Halo, HaloPartial, Partial, Placement, Range, Replicate, Shard, dual, piece, pieces
+from weft.plan.placement import Deferred, Halo, HaloPartial, Partial, Placement, Range, Replicate, Shard, dual, pieces
 from weft.plan.transition import transition
 from weft.world.world import Group
 
@@ -37,19 +37,18 @@ def counted(x: Tensor, share: float) -> Tensor:
 
 class _Redistributed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, source: Placement, target: Placement, group: Group, length: int | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, source: Placement, target: Placement, group: Group) -> Tensor:
         ctx.way, ctx.group = (dual(target), dual(source)), group
-        ctx.length = x.shape[target.dim] if isinstance(target, Shard) else length
-        return moved(x, source, target, group, length)
+        return moved(x, source, target, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         source, target = ctx.way
-        return moved(grad, source, target, ctx.group, ctx.length), None, None, None, None
+        return moved(grad, source, target, ctx.group), None, None, None
 
 
-def moved(x: Tensor, source: Placement, target: Placement, group: Group, length: int | None) -> Tensor:
-    """One row of the table, forward only. `length`: of the dimension that `source` cuts, whole (default: pieces are equal)."""
+def moved(x: Tensor, source: Placement, target: Placement, group: Group) -> Tensor:
+    """One row of the table, forward only. Pieces without lengths are equal."""
     match transition(source, target).collective, source, target:
         case "", Replicate() | Deferred(), Partial():
             return x / group.size
@@ -60,22 +59,21 @@ def moved(x: Tensor, source: Placement, target: Placement, group: Group, length:
         case "all_reduce", _, _:
             return _summed(x, group)
         case "slice", _, Shard(dim):
-            return x.narrow(dim, *piece(x.shape[dim], group.size, group.index)).contiguous()
+            return x.narrow(dim, *target.part(x.shape[dim], group.size, group.index)).contiguous()
         case "slice", _, Halo(dim, _, windows):
             start, stop = windows[group.index]
             return x.narrow(dim, start, stop - start).contiguous()
         case "all_gather", Shard(dim), _:
-            return group.all_gather(x.contiguous(), dim, length)
+            return group.all_gather(x.contiguous(), dim, source.lengths or None)
         case "reduce_scatter", _, Shard(dim):
-            return group.reduce_scatter(x, dim)
+            return group.reduce_scatter(x, dim, target.lengths)
         case "pad", HaloPartial(dim, size, windows), _:
             return _among_zeros(x, dim, size, windows[group.index])
         case "pad", Shard(dim), _:
-            whole = length if length is not None else x.shape[dim] * group.size
-            start, size = piece(whole, group.size, group.index)
-            return _among_zeros(x, dim, whole, (start, start + size))
+            whole = sum(source.lengths) or x.shape[dim] * group.size
+            return _among_zeros(x, dim, whole, source.ranges(whole, group.size)[group.index])
         case "all_to_all", Shard(dim), Shard(other):
-            return group.all_to_all(x, split_dim=other, concat_dim=dim, concat_length=length)
+            return group.all_to_all(x, other, dim, source.lengths or None, target.lengths)
         case "halo_exchange", Shard(dim), Halo(_, size, windows):
             return _fetched(x, dim, pieces(size, group.size), windows, group)
         case "halo_add", HaloPartial(dim, size, windows), _:
@@ -124,12 +122,12 @@ def _fetched(x: Tensor, dim: int, held: tuple[Range, ...], wanted: tuple[Range, 
     return out
 
 
-def redistribute(x: Tensor, source: Placement, target: Placement, group: Group, length: int | None = None) -> Tensor:
-    """`x`, which lies as `source` over `group`, as `target`. `length`: of the dimension that `source` cuts, whole (default: equal pieces).
+def redistribute(x: Tensor, source: Placement, target: Placement, group: Group) -> Tensor:
+    """`x`, which lies as `source` over `group`, as `target`.
 
     Integers and other tensors without a gradient take the same path forward.
     """
     if x.is_complex():  # gloo carries no complex numbers, but pairs of real ones
-        pairs = redistribute(torch.view_as_real(x.resolve_conj()), source, target, group, length)
+        pairs = redistribute(torch.view_as_real(x.resolve_conj()), source, target, group)
         return torch.view_as_complex(pairs.contiguous())
-    return _Redistributed.apply(x, source, target, group, length)  # type: ignore[no-any-return,no-untyped-call]
+    return _Redistributed.apply(x, source, target, group)  # type: ignore[no-any-return,no-untyped-call]

@@ -129,7 +129,7 @@ def _classes(call: Call) -> fx.Node | None:
     bound = bind(
         cross_entropy,
         rows=kernels.get("average", ()),
-        classes=(call.read(0).shape[1], kernels["vocabulary"][0]) if "vocabulary" in kernels else None,
+        classes=(call.begins("vocabulary"), kernels["vocabulary"][0]) if "vocabulary" in kernels else None,
         smoothing=kwargs.get("label_smoothing", smoothing),
         mean=kwargs.get("reduction", reduction) == 1,
     )
@@ -176,7 +176,7 @@ def _by_kernel(call: Call) -> fx.Node | None:
         return call.emit(bind(extreme, kernels["extreme"], call.record.extreme == "largest"), args, call.kwargs)
     if call.record.looks_up and "vocabulary" in kernels:
         padding = args[2] if len(args) > 2 else -1
-        return call.add(bind(embedding, group=kernels["vocabulary"][0]), args[0], args[1], padding, call.read(0).shape[0])
+        return call.add(embedding, args[0], args[1], padding, call.begins("vocabulary"))
     return None
 
 

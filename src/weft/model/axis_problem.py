@@ -25,7 +25,7 @@ from weft.ops import Labels, Rule, record_of, windows_of
 from weft.ops.linear import passes, passing
 from weft.ops.rule import HALO
 from weft.plan.axis import axis_of
-from weft.plan.placement import D, Halo, P, Placement, R, Shard, dual, halo, is_cut, is_halo, is_shard, pieces
+from weft.plan.placement import D, Halo, P, Placement, R, Shard, dual, halo, is_cut, is_halo, is_shard, pieces, shard
 from weft.plan.transition import allowed, transition
 
 GATHERED = 1 + 1 / 16  # what putting pieces together weighs where another axis of a grid is still to cut: more than what else is as cheap
@@ -91,7 +91,8 @@ class AxisProblem:
         self.spreads = sequence or samples  # whether summands may be scattered to what lies between the products
         self._moves: dict[tuple[str, Placement, Placement], float] = {}
         self.row = axis_of(axis)
-        self.cuts_weights, self.cuts_positions, self.uneven = self.row.cuts_weights, self.row.cuts_positions, self.row.uneven  # asked often
+        self.cuts_weights, self.cuts_positions = self.row.cuts_weights, self.row.cuts_positions  # asked often
+        self._shards: dict[tuple[str, int], Shard] = {}
         self.meanings = meanings(graph, self.rules) if self.cuts_weights else None
         self.experts = {value for value in expert_weights(graph) if (self.fixed or {}).get(value) == 0} if self.row.cuts_experts else set()
         self.samples_of = meanings(graph, self.rules) if self.row.cuts_experts else {}
@@ -100,11 +101,26 @@ class AxisProblem:
             self.prices = replace(prices, latency_s=0.0)
 
     def cuttable(self, value: str, dim: int) -> bool:
+        """Whether every rank gets a piece of a dimension; pieces of another axis' pieces must be equal."""
         size, ways = self.graph.tensors[value].shape[dim], self.inside.get(value, {}).get(dim, 0)
-        if not ways and dim in self.taken.get(value, ()):
-            return False
-        size //= ways or 1
-        return size >= self.n and (size % self.n == 0 or self.uneven)
+        if ways:
+            return size // ways % self.n == 0
+        return dim not in self.taken.get(value, ()) and size // self._unit(value, dim) >= self.n
+
+    def shard(self, value: str, dim: int) -> Shard:
+        """How a dimension is cut: at borders of what stays together wherever it goes (heads), if that is not equal pieces anyway."""
+        key = (value, dim)
+        if key not in self._shards:
+            again = dim in self.inside.get(value, ())
+            length, unit = self.graph.tensors[value].shape[dim], self._unit(value, dim)
+            self._shards[key] = Shard(dim) if again else shard(dim, length, self.n, unit)
+        return self._shards[key]
+
+    def _unit(self, value: str, dim: int) -> int:
+        """Entries of a dimension that stay together; 1 where equal pieces do that, and where there are too few units for all ranks."""
+        length = self.graph.tensors[value].shape[dim]
+        count = self.graph.granules[self.cuts_weights].get((value, dim), length)
+        return 1 if count % self.n == 0 or count < self.n or length % count else length // count
 
     @cached_property
     def positions(self) -> Mapping[tuple[str, int], frozenset[str]]:
@@ -127,11 +143,14 @@ class AxisProblem:
                 yield value, row
 
     def _divides(self, op: Operator, rule: Rule, label: str) -> bool:
-        """Whether pieces of a label are pieces of each dimension that has it: of lengths that differ only where they divide all."""
-        if not self.uneven:
+        """Whether pieces of a label are pieces of each dimension that has it: equal ones, or of as many units of each."""
+        if rule.kernels.get(label) == HALO:
             return True
-        lengths = {self.graph.tensors[value].shape[row.index(label)] for value, row in self._labelled(op, rule) if label in row}
-        return rule.kernels.get(label) == HALO or len(lengths) == 1 or not any(length % self.n for length in lengths)
+        places = [(value, row.index(label)) for value, row in self._labelled(op, rule) if label in row]
+        if not any(self.shard(*place).lengths for place in places):
+            return True
+        units = {self.graph.tensors[value].shape[dim] // self._unit(value, dim) for value, dim in places}
+        return op.function is None and len(units) == 1  # a function of the user's own is tried on equal pieces
 
     def compute_s(self, op: Operator) -> float:
         """Seconds of a whole operator, forward and (counted twice as much) backward; what no product is may be cut by a later axis."""
@@ -183,7 +202,7 @@ class AxisProblem:
             if said is None and not self.admits(op, rule, label):
                 continue
             for summed in (True, False) if self.spreads or said is not None else (True,):
-                choice = self._cut(op, rule, label, seconds / self.n, summed)
+                choice = self._cut(op, rule, label, seconds, summed)
                 if choice is not None and choice not in found:
                     found.append(choice)
         if any(value in self.pinned for value in op.inputs):
@@ -222,7 +241,7 @@ class AxisProblem:
         for value, need in zip(op.inputs, choice.needs, strict=True):
             if is_cut(need):
                 have = held.get(value) or self.start(value) or ()
-                if need in have or (is_halo(need) and Shard(need.dim) in have) or (self.spreads and P in have):
+                if need in have or (is_halo(need) and self.shard(value, need.dim) in have) or (self.spreads and P in have):
                     return True
                 if self.cuts_weights and value in self.weights and not have:
                     return True
@@ -236,6 +255,7 @@ class AxisProblem:
         makes = self._makes(op, rule, label)
         if makes is None:
             return None
+        seconds /= self._ways(op, rule, label)
         contracted = any(form is P for form in makes) and kernel is None
         bias = op.args[record.bias] if contracted and record.bias is not None and len(op.args) > record.bias else None
         added = bias.value if isinstance(bias, Ref) and summed else None
@@ -251,6 +271,12 @@ class AxisProblem:
             seconds += 2 * self._summed_s(16.0 * self.graph.tensors[op.inputs[0]].shape[1])
         return Choice(label, needs, makes, seconds)
 
+    def _ways(self, op: Operator, rule: Rule, label: str) -> float:
+        """An operator's work over that of the rank with most of it."""
+        places = [(value, row.index(label)) for value, row in self._labelled(op, rule) if label in row]
+        value, dim = places[-1]  # of what windows slide along, the result
+        return self.shard(value, dim).ways(self.n)
+
     def _summed_s(self, size_bytes: float) -> float:
         """Seconds of a sum over the axis that an operator's kernel makes."""
         return transfer_s(P, R, size_bytes, self.n, self.prices)
@@ -264,7 +290,7 @@ class AxisProblem:
                 dim = labels.index(label)
                 if not self.cuttable(value, dim):
                     return None
-                makes.append(Shard(dim))
+                makes.append(self.shard(value, dim))
             elif kernel == "vocabulary":
                 makes.append(P if record.looks_up else R)
             elif kernel in ("extreme", "apart"):
@@ -283,7 +309,7 @@ class AxisProblem:
                 needs.append(None)
             elif label in row:
                 dim = row.index(label)
-                read = self._read(op, value, dim, label) if rule.kernels.get(label) == HALO else Shard(dim)
+                read = self._read(op, value, dim, label) if rule.kernels.get(label) == HALO else self.shard(value, dim)
                 if read is None or not self.cuttable(value, dim):
                     return None
                 needs.append(read)
@@ -297,7 +323,8 @@ class AxisProblem:
         """Whether running statistics lie as they are needed: they are written where they are stored, so they cannot be moved first."""
         if self.fixed is None:
             return True
-        stored = {v: R if (dim := self.fixed.get(v)) is None else Shard(dim) for v in op.inputs if v in self.placed and v not in self.grads}
+        held = [v for v in op.inputs if v in self.placed and v not in self.grads]
+        stored = {v: R if (dim := self.fixed.get(v)) is None else self.shard(v, dim) for v in held}
         return all(need == stored.get(value, need) for value, need in zip(op.inputs, needs, strict=True))
 
     def _read(self, op: Operator, value: str, dim: int, label: str) -> Placement | None:
@@ -369,7 +396,7 @@ class AxisProblem:
         size = self.graph.tensors[value].size_bytes
         touched = size * 8 / self.prices.memory_bytes_per_s  # gradient and optimizer states, read and written
         if is_shard(need):
-            return (need, touched / self.n) if self.cuttable(value, need.dim) else None
+            return (need, touched / need.ways(self.n)) if self.cuttable(value, need.dim) else None
         # Gradients are summed many in one bucket: their bytes count, a latency of their own does not.
         summed = need is D and value in self.grads
         return R, touched + (transfer_s(P, R, size, self.n, replace(self.prices, latency_s=0.0)) if summed else 0.0)
@@ -382,12 +409,12 @@ class AxisProblem:
             if self.fixed is None or value in self.still:  # statistics lie as the operator has them that writes them
                 return None
             dim = self.fixed.get(value)
-            return (R,) if dim is None else (Shard(dim),)
+            return (R,) if dim is None else (self.shard(value, dim),)
         for v in self.graph.inputs:
             if v.value == value:
                 if self.cuts_positions:
                     shape = range(len(v.tensor.shape))
                     dims = (d for d in shape if self.row.cuts & self.positions.get((value, d), frozenset()) and self.cuttable(value, d))
-                    return (R, *(Shard(d) for d in dims))  # a rank reads its piece from what it is given
-                return (Shard(0),) if v.batched and self.row.cuts_samples else (R,)
+                    return (R, *(self.shard(value, d) for d in dims))  # a rank reads its piece from what it is given
+                return (self.shard(value, 0),) if v.batched and self.row.cuts_samples else (R,)
         return (R,)

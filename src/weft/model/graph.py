@@ -152,6 +152,13 @@ class Graph:
         return {op.name: rule_of(op, self.tensors) for op in self.operators}
 
     @cached_property
+    def granules(self) -> tuple[Mapping[tuple[str, int], int], Mapping[tuple[str, int], int]]:
+        """`weft.model.labels.granules`, without and with `products`."""
+        from weft.model.labels import granules  # here, since labels are written in terms of Graph
+
+        return granules(self, self.rules, products=False), granules(self, self.rules, products=True)
+
+    @cached_property
     def free(self) -> frozenset[str]:
         """Names of the operators that follow from the batch and constants alone, see `weft.model.stages`."""
         from weft.model.stages import free_operators  # here, since stages are written in terms of Graph

@@ -35,8 +35,8 @@ def nested(
     """What an axis may cut once more of what those in `under` cut: [value][dim] -> pieces that there are; and the (operator, label) that it
     may not.
 
-    A value must lie in the same pieces of another axis in whatever form it is made or read. Outputs are handed out whole but for their
-    samples, and most kernels that talk do so along one axis.
+    A value must lie in the same equal pieces of another axis in whatever form it is made or read. Outputs are handed out whole but for
+    their samples, and most kernels that talk do so along one axis.
     """
     graph = decided.graph
     lies: dict[str, dict[str, set[Placement]]] = {
@@ -57,7 +57,7 @@ def nested(
     for value, by in lies.items():
         for axis, those in by.items():
             (form, *others) = those
-            if is_shard(form) and not others and value not in whole:
+            if is_shard(form) and not form.lengths and not others and value not in whole:
                 ways = found.setdefault(value, {})
                 ways[form.dim] = ways.get(form.dim, 1) * sizes[axis]
     return found, frozenset(kernels)

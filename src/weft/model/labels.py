@@ -2,18 +2,23 @@
 
 In: a graph and its factor rules. Out: for every operator the labels that carry samples and those that carry features, followed from
 the batched inputs and from the weights through the rules; and the dimensions that are positions of an image: those along which windows
-slide, and whatever lies as they do, before and behind. Not modelled: operators without a rule, behind which nothing is known.
+slide, and whatever lies as they do, before and behind; and how many entries of a dimension stay together wherever it goes. Not modelled:
+operators without a rule, behind which nothing is known.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import gcd
 
-from weft.model.graph import Graph
+from weft.model.graph import Graph, Operator
 from weft.model.work import operator_flops
 from weft.ops import Rule, record_of
+from weft.ops.rule import HALO
 from weft.plan.axis import OUTERMOST, POSITIONS
+
+Dim = tuple[str, int]  # a value, and one of its dimensions
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,33 +73,72 @@ def meanings(graph: Graph, rules: Mapping[str, Rule | None]) -> dict[str, Meanin
 
 def positions(graph: Graph, rules: Mapping[str, Rule | None]) -> dict[tuple[str, int], frozenset[str]]:
     """[value, dimension] -> which of an image's positions it is, by the kinds of `weft.plan.axis`; others are left out."""
-    parent: dict[tuple[str, int], tuple[str, int]] = {}
-
-    def root(place: tuple[str, int]) -> tuple[str, int]:
-        while (above := parent.setdefault(place, place)) != place:
-            parent[place] = place = parent[above]
-        return place
-
-    slides: list[tuple[tuple[str, int], str]] = []
+    joined = _Joined()
+    slides: list[tuple[Dim, str]] = []
     for op in graph.operators:
         rule = rules[op.name]
         if rule is None:
             continue
-        by_label: dict[str, tuple[str, int]] = {}
-        for value, row in (*zip(op.inputs, rule.inputs, strict=True), *zip(op.outputs, rule.outputs, strict=True)):
-            for dim, label in enumerate(row or ()):
-                if label:
-                    parent[root((value, dim))] = root(by_label.setdefault(label, (value, dim)))
+        for places in labelled(op, rule).values():
+            joined.add(places)
         if record_of(op).windows is not None and (first := rule.inputs[0]):
             image = len(first) - 2  # behind samples and channels
             for dim, label in enumerate(first):
                 if label in rule.kernels and dim >= 2 and image <= len(POSITIONS):
                     slides.append(((op.inputs[0], dim), POSITIONS[dim - 2 - image]))
                     slides += [((op.inputs[0], dim), OUTERMOST)] * (dim == 2)
-    kinds: dict[tuple[str, int], set[str]] = {}
+    kinds: dict[Dim, set[str]] = {}
     for place, kind in slides:
-        kinds.setdefault(root(place), set()).add(kind)
-    return {place: frozenset(kinds[above]) for place in parent if (above := root(place)) in kinds}
+        kinds.setdefault(joined.root(place), set()).add(kind)
+    return {place: frozenset(kinds[above]) for place in joined.parent if (above := joined.root(place)) in kinds}
+
+
+def granules(graph: Graph, rules: Mapping[str, Rule | None], *, products: bool) -> dict[Dim, int]:
+    """[value, dimension] -> into how many units it can be cut so that the same cut goes through all operators that share it: of features
+    of 8 heads of 64 these are 8, however they are shaped. With `products` only operators that multiply have a say, where one does: what
+    lies between (three parts in a row) is rather put together. Windows that slide do not join."""
+    joined, said = _Joined(), []
+    for op in graph.operators:
+        rule = rules[op.name]
+        if rule is None:
+            continue
+        multiplies = products and operator_flops(op, graph.tensors) > 0
+        for label, places in labelled(op, rule).items():
+            if rule.kernels.get(label) != HALO:
+                joined.add(places)
+                said += [(place, multiplies) for place in places]
+    strong: dict[Dim, int] = {}
+    weak: dict[Dim, int] = {}
+    for place, multiplies in said:
+        above, counts = joined.root(place), strong if multiplies else weak
+        counts[above] = gcd(counts.get(above, 0), graph.tensors[place[0]].shape[place[1]])
+    return {place: strong.get(above) or weak[above] for place in joined.parent if (above := joined.root(place)) in strong or above in weak}
+
+
+def labelled(op: Operator, rule: Rule) -> dict[str, list[Dim]]:
+    """The dimensions that have each label of an operator."""
+    found: dict[str, list[Dim]] = {}
+    for value, row in (*zip(op.inputs, rule.inputs, strict=True), *zip(op.outputs, rule.outputs, strict=True)):
+        for dim, label in enumerate(row or ()):
+            if label:
+                found.setdefault(label, []).append((value, dim))
+    return found
+
+
+class _Joined:
+    """Dimensions that lie alike."""
+
+    def __init__(self) -> None:
+        self.parent: dict[Dim, Dim] = {}
+
+    def root(self, place: Dim) -> Dim:
+        while (above := self.parent.setdefault(place, place)) != place:
+            self.parent[place] = place = self.parent[above]
+        return place
+
+    def add(self, places: Sequence[Dim]) -> None:
+        for place in places:
+            self.parent[self.root(place)] = self.root(places[0])
 
 
 def expert_weights(graph: Graph) -> dict[str, str]:

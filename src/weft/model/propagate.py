@@ -40,7 +40,7 @@ def given_dims(graph: Graph, axis: str, n: int, shards: Mapping[str, Shards] | N
     """[value] -> dimension of it that is cut over `axis`, where that is given (over data nothing is); None where it is searched.
 
     Raises:
-        LayoutError: a shard names a parameter that the graph does not have, or a dimension that does not divide.
+        LayoutError: a shard names a parameter that the graph does not have, or a dimension of fewer entries than ranks.
     """
     given = (shards or {}).get(axis)
     row = axis_of(axis)
@@ -56,8 +56,8 @@ def given_dims(graph: Graph, axis: str, n: int, shards: Mapping[str, Shards] | N
         if names[name].value in whole:
             raise LayoutError(f"the plan cuts {name} over {axis}, but the model writes all of it in place; leave that cut out")
         shape = names[name].tensor.shape
-        if dim >= len(shape) or (shape[dim] % n and not row.uneven):
-            raise LayoutError(f"the plan cuts dimension {dim} of {name} {list(shape)} over {axis}={n}, which does not divide it")
+        if dim >= len(shape) or shape[dim] < n:
+            raise LayoutError(f"the plan cuts dimension {dim} of {name} {list(shape)} over {axis}={n}, which leaves ranks without a piece")
         fixed[names[name].value] = dim
     return fixed
 
@@ -81,8 +81,8 @@ def propagate(
     `samples`: tensor ranks may cut samples as well, operator by operator, the pieces of `data` once more (Krizhevsky 2014).
 
     Raises:
-        LayoutError: a shard names a parameter that the graph does not have, or a dimension that does not divide; a label that an operator
-            cannot be cut on.
+        LayoutError: a shard names a parameter that the graph does not have, or a dimension of fewer entries than ranks; a label that an
+            operator cannot be cut on.
     """
     found = _Found.of(graph)
     order = sorted((a for a in sizes if sizes[a] > 1), key=lambda a: (not axis_of(a).cuts_samples, axis_of(a).cuts_weights))

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from weft.errors import LayoutError
+from weft.ops.operator import Operator
 from weft.plan.axis import axis_of, sample_axes
 from weft.plan.placement import Halo, Placement, Shard, dual, is_cut, piece
 from weft.plan.transition import LOCAL, allowed, sent_part, transition
@@ -73,14 +74,21 @@ class Sharding:
                 local[form.dim] = part_length(form, local[form.dim], self.sizes[axis], None if at is None else at[axis])
         return tuple(local)
 
+    def ways(self, op: Operator, axis: str) -> int | float:
+        """An operator's work over that of the rank of an axis that has most of it; 1 where it is not cut there."""
+        if not self.ops[op.name].get(axis):
+            return 1
+        forms = (*(self.forms[value][axis] for value in op.outputs), *(row[axis] for row in self.needs[op.name]))
+        return next((form.ways(self.sizes[axis]) for form in forms if isinstance(form, Shard)), self.sizes[axis])
+
     @property
     def sample_axes(self) -> tuple[str, ...]:
         """Axes along which ranks have other samples."""
         return sample_axes(self.sizes)
 
-    def rows(self, value: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of a value of global `shape` for the samples of a rank, whatever else of it is cut."""
-        return self.shape(value, shape, {axis: form for axis, form in self.forms[value].items() if axis_of(axis).cuts_samples})
+    def rows(self, value: str, shape: tuple[int, ...], at: Mapping[str, int] | None = None) -> tuple[int, ...]:
+        """The shape of a value of global `shape` for the samples of the rank at `at`, by default one that has most; all else is whole."""
+        return self.shape(value, shape, {axis: form for axis, form in self.forms[value].items() if axis_of(axis).cuts_samples}, at)
 
     def held(self, value: str, shape: tuple[int, ...], at: Mapping[str, int], but: Collection[str] = ()) -> list[tuple[int, int, int]]:
         """(dimension, start, length) of the part that the rank at `at` holds of a value of `shape`, cut over all axes `but` some."""
@@ -92,6 +100,7 @@ def move_collectives(source: Placement, target: Placement) -> tuple[str, str]:
     """(forward, backward) collectives of a redistribution: a collective and its dual. `slice` and "" move no bytes.
 
     >>> from weft.errors import LayoutError
+from weft.ops.operator import Operator
     >>> move_collectives(P, R), move_collectives(R, D), move_collectives(Shard(1), D)
     (('all_reduce', ''), ('', 'all_reduce'), ('all_gather', 'reduce_scatter'))
     """
@@ -103,7 +112,7 @@ def move_collectives(source: Placement, target: Placement) -> tuple[str, str]:
 def part_of(form: Shard | Halo, length: int, n: int, index: int) -> tuple[int, int]:
     """(start, length) of what rank `index` of n holds of a dimension of `length`."""
     if isinstance(form, Shard):
-        return piece(length, n, index)
+        return form.part(length, n, index)
     start, stop = form.windows[index]
     return start, stop - start
 
@@ -111,7 +120,7 @@ def part_of(form: Shard | Halo, length: int, n: int, index: int) -> tuple[int, i
 def part_length(form: Shard | Halo, length: int, n: int, index: int | None = None) -> int:
     """Entries that a rank of n holds of a dimension of `length`; without an index, those of a rank that has most."""
     if index is None and isinstance(form, Shard):
-        index = 0  # the first pieces are the longer ones
+        return max(form.lengths) if form.lengths else piece(length, n, 0)[1]  # the first pieces are the longer ones
     return max(part_of(form, length, n, i)[1] for i in (range(n) if index is None else (index,)))
 
 

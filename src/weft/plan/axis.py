@@ -48,11 +48,6 @@ class Axis:
         """Whether every operator that can be cut is, whatever the latency: that is what such an axis is for."""
         return not self.cuts_weights
 
-    @property
-    def uneven(self) -> bool:
-        """Whether pieces may differ by one."""
-        return self.cuts_positions or self.cuts_experts
-
 
 DATA, EXPERT, PIPELINE = "data", "expert", "pipeline"
 _ROWS = (

@@ -79,3 +79,19 @@ class Choices:
         if not all(found):
             raise LayoutError(f"all-reduce choices {text!r} are not of the form 'ring to 4096 B, native'")
         return cls(tuple((int(row[2]), row[1]) for row in found if row), above)
+
+
+def refuse_sums(all_reduce: str, zero: int, ranks: int) -> str:
+    """Why gradients of so many ranks cannot be summed by an algorithm, as ZeRO needs it; empty where they can.
+
+    >>> refuse_sums("ring", 1, 4), refuse_sums("tree", 0, 4)
+    ('', '')
+    """
+    if zero and all_reduce not in (AUTO, NATIVE, "hierarchical", *SCATTERING):
+        return (
+            f"all_reduce={all_reduce} zero={zero}: ZeRO scatters sums and gathers weights, and {all_reduce} has no such halves; "
+            "use auto, native, hierarchical, naive or ring"
+        )
+    if zero and all_reduce == "halving_doubling" and ranks & (ranks - 1):
+        return f"all_reduce={all_reduce} zero={zero}: its halves need a power of two of ranks, not data x tensor = {ranks}; use ring"
+    return ""

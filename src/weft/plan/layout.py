@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
-from math import lcm
 
 from weft.errors import LayoutError, nearest
 from weft.plan.axis import DATA, EXPERT, parse_spatial, spatial_ranks
-from weft.plan.choice import AUTO, NATIVE, SCATTERING
+from weft.plan.choice import AUTO, refuse_sums
 from weft.plan.choice import NAMES as ALL_REDUCE
 from weft.plan.compression import Compression, refuse_compression
 from weft.plan.custom import check_name, custom_program, fewer, is_file, read_actions, refuse_custom
@@ -19,6 +18,7 @@ from weft.plan.mesh import Mesh
 from weft.plan.precision import PRECISIONS
 from weft.plan.program import Program
 from weft.plan.residency import Residency, kind_of, refuse_segment
+from weft.plan.shares import format_shares, parse_shares
 from weft.plan.sizes import SCHEDULES, chunks_of, refuse_sizes
 
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -48,6 +48,7 @@ INNER_WITH: dict[str, tuple[int | str, ...]] = {
     "sample_parallel": ("off",),
     "lend": (AUTO, "off"),
     "spatial": ("1",),
+    "shares": ("",),
 }
 # What goes with updates that come late.
 STALE_WITH: dict[str, tuple[int | str, ...]] = {
@@ -88,6 +89,7 @@ class Layout:
     `spatial`: ranks that share an image, each with a piece of its positions: `4` of the outermost dimension, `2x2` of height and width.
     `lend`: whether pipeline ranks that wait lend their cores to those of their host that compute (processors only); `auto`: where a plan
     predicts that it pays, which then says `on`, and otherwise not. Without a pipeline nobody lends.
+    `shares`: the part of every batch that each data replica has, where these differ: `3/2/2/1`.
     `segment`: layers that `recompute=full` repeats together, of which only what enters the first is kept.
     `actions`: of a schedule of the user's own its text, whatever the file says by now that `schedule` names; nothing of a named one.
     """
@@ -114,6 +116,7 @@ class Layout:
     grid: str = ""
     lend: str = AUTO
     segment: int = 1
+    shares: str = ""
     actions: str = field(default="", repr=False)
 
     def __post_init__(self) -> None:
@@ -136,8 +139,12 @@ class Layout:
             object.__setattr__(self, "compress", str(Compression.parse(self.compress)))  # in one form
             _refuse(refuse_compression(self.compress, self.data, self.zero, self.all_reduce))
             _refuse(refuse_scaled(self.compress, self.precision))
+        object.__setattr__(self, "shares", format_shares(parse_shares(self.shares, self.data)))
         self._check_inner()
         _refuse(refuse_staleness(self))
+        if self.shares and (self.expert > 1 or self.sample_parallel == "on"):
+            other = "sample_parallel=on" if self.expert == 1 else f"expert={self.expert}"
+            raise LayoutError(f"shares={self.shares} with {other}, which cuts replicas' samples once more into equal pieces; leave one out")
 
     def _check_counts(self) -> None:
         for key in COUNTS:
@@ -240,9 +247,14 @@ class Layout:
         return self.of_stage(rank // self.stage_ranks).mesh
 
     @property
-    def shares(self) -> int:
-        """Samples are divided among so many: a multiple of every stage's `data`."""
-        return lcm(*(data for data, _ in self._inner))
+    def replicas(self) -> int:
+        """Samples are divided among so many: the `data` of the stage that has most."""
+        return max(data for data, _ in self._inner)
+
+    @property
+    def weights(self) -> tuple[int, ...]:
+        """The share of every replica; () where all are equal."""
+        return parse_shares(self.shares, self.data)
 
     def not_built(self) -> dict[str, tuple[int | str, ...]]:
         """The choices that can be planned and priced but that no run has yet, by key, with those that it has."""
@@ -444,22 +456,6 @@ def refuse_word(key: str, word: str) -> str:
         return ""
     later = value in LATER_CHOICES.get(key, ())
     return f"{key}={value} is {'not built yet' if later else f'unknown{nearest(value, known)}'}; use one of {', '.join(known)}"
-
-
-def refuse_sums(all_reduce: str, zero: int, ranks: int) -> str:
-    """Why gradients of so many ranks cannot be summed by an algorithm, as ZeRO needs it; empty where they can.
-
-    >>> refuse_sums("ring", 1, 4), refuse_sums("tree", 0, 4)
-    ('', '')
-    """
-    if zero and all_reduce not in (AUTO, NATIVE, "hierarchical", *SCATTERING):
-        return (
-            f"all_reduce={all_reduce} zero={zero}: ZeRO scatters sums and gathers weights, and {all_reduce} has no such halves; "
-            "use auto, native, hierarchical, naive or ring"
-        )
-    if zero and all_reduce == "halving_doubling" and ranks & (ranks - 1):
-        return f"all_reduce={all_reduce} zero={zero}: its halves need a power of two of ranks, not data x tensor = {ranks}; use ring"
-    return ""
 
 
 def refuse_scaled(compress: str, precision: str) -> str:

@@ -1,38 +1,69 @@
-"""How many samples every microbatch has. In: samples of a batch, data replicas, microbatches. Out: a size for each microbatch.
+"""How many samples every microbatch has, and each replica of it. In: samples of a batch, a layout. Out: sizes.
 
-Sizes differ by one sample of each replica at most, the larger ones first. A microbatch's loss counts by its samples, so that the step is
-that of the mean over the whole batch. Not modelled: replicas with unequal shares of a microbatch.
+Microbatches differ by one sample of each replica at most, the larger ones first; what does not divide over the replicas is in one of them.
+A microbatch's loss counts by its samples, so that the step is that of the mean over the whole batch.
 """
 
 from __future__ import annotations
 
 from weft.errors import Infeasible
 from weft.plan.layout import Layout
+from weft.plan.placement import shard
 from weft.plan.sizes import sizes_of
 
 
-def microbatch_sizes(samples: int, data: int = 1, microbatches: int = 1) -> tuple[int, ...]:
-    """Samples of each microbatch, of all `data` replicas together.
+def microbatch_sizes(samples: int, data: int = 1, microbatches: int = 1, shares: tuple[int, ...] = ()) -> tuple[int, ...]:
+    """Samples of each microbatch, of all `data` replicas together; with `shares` such as divide in these where the batch does.
 
-    >>> microbatch_sizes(10, 1, 4), microbatch_sizes(10, 2, 4)
-    ((3, 3, 2, 2), (4, 2, 2, 2))
+    >>> microbatch_sizes(10, 1, 4), microbatch_sizes(10, 2, 4), microbatch_sizes(11, 2, 4), microbatch_sizes(16, 4, 2, (3, 2, 2, 1))
+    ((3, 3, 2, 2), (4, 2, 2, 2), (4, 3, 2, 2), (8, 8))
 
     Raises:
-        Infeasible: replicas whose shares would differ, or microbatches without a sample.
+        Infeasible: microbatches without a sample for each replica.
     """
-    if samples % data:
-        near = max(1, samples // data) * data
-        raise Infeasible(
-            f"a batch of {samples} samples does not divide into data={data} equal shares; use a multiple of {data} such as {near}, "
-            "or drop the rest"
-        )
-    base, more = divmod(samples // data, microbatches)
+    each = sum(shares) if samples % (sum(shares) * microbatches or 1) == 0 and shares else data
+    base, more = divmod(samples // each, microbatches)
     if base < 1:
         raise Infeasible(
             f"a batch of {samples} samples has {samples // data} for each of data={data}, which are too few for "
             f"microbatches={microbatches}; use microbatches={max(1, samples // data)} or less, or a batch of {data * microbatches} or more"
         )
-    return (data * (base + 1),) * more + (data * base,) * (microbatches - more)
+    sizes = [each * (base + 1)] * more + [each * base] * (microbatches - more)
+    sizes[more] += samples % each
+    return tuple(sizes)
+
+
+def replica_rows(size: int, layout: Layout, replica: int) -> tuple[int, int]:
+    """(the first, how many) of the rows of a microbatch of `size` samples that a replica has.
+
+    >>> [replica_rows(9, Layout(data=4, shares="3/2/2/1"), i) for i in range(4)]
+    [(0, 4), (4, 2), (6, 2), (8, 1)]
+    """
+    return shard(0, size, layout.data, 1, layout.weights).part(size, layout.data, replica)
+
+
+def check_equal(samples: int, layout: Layout, why: str) -> None:
+    """Raise Infeasible where replicas would have unequal parts of so many samples, and must not: `why`."""
+    data = layout.data
+    if layout.shares:
+        raise Infeasible(f"{layout}: {why}, so that replicas have equal parts of a batch; leave shares out")
+    if samples % data:
+        near = max(1, samples // data) * data
+        raise Infeasible(
+            f"a batch of {samples} samples does not divide into data={data} equal shares; use a multiple of {data} such as {near}, or drop "
+            f"the rest: {why}"
+        )
+
+
+def sizes_of_plan(samples: int, layout: Layout) -> tuple[int, ...]:
+    """As `microbatch_sizes`, for a layout.
+
+    Raises:
+        Infeasible: as there; unequal parts of samples that another axis cuts once more.
+    """
+    if layout.expert > 1:
+        check_equal(samples, layout, f"expert={layout.expert} cuts those of replicas once more")
+    return microbatch_sizes(samples, layout.replicas, layout.microbatches, layout.weights)
 
 
 def sizes_of_part(samples: int, layout: Layout, batch_size: int, fewest: int) -> tuple[int, ...]:
@@ -43,10 +74,10 @@ def sizes_of_part(samples: int, layout: Layout, batch_size: int, fewest: int) ->
     ((3, 2), (3, 2))
 
     Raises:
-        Infeasible: it does not divide over data, or is too small for the fewest microbatches.
+        Infeasible: it is too small for the fewest microbatches.
     """
-    whole = microbatch_sizes(batch_size, layout.shares, layout.microbatches)
+    whole = sizes_of_plan(batch_size, layout)
     if samples == batch_size:
         return whole
     count, multiple = -(-samples // whole[0]), sizes_of(layout.schedule).multiple
-    return microbatch_sizes(samples, layout.shares, max(fewest, -(-count // multiple) * multiple))
+    return sizes_of_plan(samples, layout.with_microbatches(max(fewest, -(-count // multiple) * multiple)))

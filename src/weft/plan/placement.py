@@ -17,6 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
 from typing import Any, ClassVar, Self, TypeGuard
 
 from weft.errors import LayoutError
@@ -67,9 +69,37 @@ class Partial(Interned):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shard(Interned):
-    """Rank i of the axis holds piece i (`piece`) of dimension `dim`; the first pieces are one longer where it does not divide."""
+    """Rank i of the axis holds piece i of dimension `dim`: `lengths[i]` entries, or without lengths what `piece` says: as many as the
+    others, or one more on the first ranks. `shard` makes one."""
 
     dim: int
+    lengths: tuple[int, ...] = ()
+
+    def __new__(cls, dim: int, lengths: tuple[int, ...] = ()) -> Self:  # one object, whether or not that there are no lengths is said
+        return Interned.__new__(cls, dim, lengths)
+
+    def ranges(self, length: int, n: int) -> tuple[Range, ...]:
+        """(start, stop) of every rank's piece of a dimension of `length`.
+
+        >>> Shard(0, (3, 2)).ranges(5, 2), Shard(1).ranges(4, 2)
+        (((0, 3), (3, 5)), ((0, 2), (2, 4)))
+        """
+        if not self.lengths:
+            return pieces(length, n)
+        stops = tuple(accumulate(self.lengths))
+        return tuple(zip((0, *stops[:-1]), stops, strict=True))
+
+    def part(self, length: int, n: int, index: int) -> tuple[int, int]:
+        """(start, length) of the piece of rank `index`."""
+        return (sum(self.lengths[:index]), self.lengths[index]) if self.lengths else piece(length, n, index)
+
+    def ways(self, n: int) -> int | float:
+        """The whole dimension over its longest piece: n where pieces are equal.
+
+        >>> Shard(0, (3, 3, 2)).ways(3), Shard(0).ways(3)
+        (2.6666666666666665, 3)
+        """
+        return sum(self.lengths) / max(self.lengths) if self.lengths else n
 
     def __str__(self) -> str:
         return f"S{self.dim}"
@@ -148,7 +178,41 @@ def halo(dim: int, size: int, windows: Sequence[Range]) -> Shard | Halo:
     (((0, 5), (3, 8)), 'S2')
     """
     clipped = tuple((min(max(a, 0), size), max(min(b, size), min(max(a, 0), size))) for a, b in windows)
-    return Shard(dim) if clipped == pieces(size, len(clipped)) else Halo(dim, size, clipped)
+    return shard(dim, size, len(clipped)) if clipped == pieces(size, len(clipped)) else Halo(dim, size, clipped)
+
+
+@cache
+def shard(dim: int, length: int, n: int, unit: int = 1, shares: tuple[int, ...] = ()) -> Shard:
+    """Pieces of a dimension of `length` over n ranks, in whole units of so many entries: equal ones, or one unit longer on the first ranks
+    where it must be; in these `shares` where there are some.
+
+    >>> shard(0, 512, 3, 64).lengths, shard(0, 512, 4, 64).lengths, shard(0, 16, 2, 2, (3, 1)).lengths
+    ((192, 192, 128), (), (12, 4))
+    """
+    units = length // unit
+    counts = apportioned(units, shares or (1,) * n) if shares or units % n else ()
+    return Shard(dim, tuple(unit * count for count in counts) if len(set(counts)) > 1 else ())
+
+
+def apportioned(units: int, shares: Sequence[int]) -> tuple[int, ...]:
+    """So many units in these shares, one at least for each: whole numbers, of which those that lose most by rounding get one more (the
+    largest remainders; Hamilton's method), the first of equals.
+
+    >>> apportioned(8, (3, 2, 2, 1)), apportioned(8, (1, 1, 1)), apportioned(4, (9, 1, 1))
+    ((3, 2, 2, 1), (3, 3, 2), (2, 1, 1))
+    """
+    total = sum(shares)
+    counts = [max(1, units * share // total) for share in shares]
+    order = sorted(range(len(shares)), key=lambda i: (counts[i] * total - units * shares[i], i))  # who is owed most comes first
+    missing = units - sum(counts)
+    for turn in range(max(0, missing)):
+        counts[order[turn % len(order)]] += 1
+    for _ in range(max(0, -missing)):  # what the least were given is taken from those that have most beyond theirs
+        most = max((i for i, count in enumerate(counts) if count > 1), key=lambda i: counts[i] * total - units * shares[i], default=None)
+        if most is None:
+            break
+        counts[most] -= 1
+    return tuple(counts)
 
 
 def parse_placement(text: str) -> Placement:

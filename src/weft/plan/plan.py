@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from weft.errors import Infeasible
 from weft.plan.choice import AUTO, Choices
 from weft.plan.layout import Layout
-from weft.plan.microbatches import microbatch_sizes
+from weft.plan.microbatches import check_equal, sizes_of_plan
 from weft.plan.shown import html
 from weft.units import format_seconds
 
@@ -94,6 +94,8 @@ class Plan:
         if len(self.stages) != self.layout.num_stages - 1 and not self.uncaptured:
             raise Infeasible(f"{self.layout} needs {self.layout.num_stages - 1} stage boundaries, the plan has {len(self.stages)}")
         _ = self.microbatch_sizes
+        if self.uncaptured:
+            check_equal(self.batch_size, self.layout, f"this model runs whole ({self.uncaptured})")
         if self.bucket_bytes < 0:
             raise Infeasible(f"bucket_bytes = {self.bucket_bytes} is below zero; use 0 for the usual size, or bytes such as 4194304")
 
@@ -108,7 +110,7 @@ class Plan:
     @property
     def microbatch_sizes(self) -> tuple[int, ...]:
         """Samples of each microbatch, all data replicas together."""
-        return microbatch_sizes(self.batch_size, self.layout.shares, self.layout.microbatches)
+        return sizes_of_plan(self.batch_size, self.layout)
 
 
 def check_uncaptured(layout: Layout, why: str) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from math import prod
 
 from weft.plan.mesh import Mesh
-from weft.plan.placement import Placement, is_shard, piece
+from weft.plan.placement import Placement, is_shard
 
 Box = tuple[tuple[int, int], ...]  # (start, stop) in every dimension of the whole tensor
 
@@ -39,7 +39,7 @@ class Side:
             if is_shard(form):
                 dim = form.dim
                 start, stop = found[dim]
-                first, length = piece(stop - start, self.mesh.size(axis), at[axis])
+                first, length = form.part(stop - start, self.mesh.size(axis), at[axis])
                 found[dim] = (start + first, start + first + length)
         return tuple(found)
 

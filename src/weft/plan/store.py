@@ -52,6 +52,7 @@ _WORDS = {
     "sample_parallel": f"samples cut over tensor as well, where that is cheaper: {', '.join(CHOICES['sample_parallel'])}",
     "offload": f"kept in the host's memory: {', '.join(CHOICES['offload'])}, activations:2, all:h.0-6+h.8",
     "all_reduce": f"how gradients are summed: {', '.join(CHOICES['all_reduce'])}",
+    "shares": "the part of every batch that each replica has, where they differ: 3/2/2/1",
     "inner": "data x tensor of every stage, where stages arrange their ranks differently: 4x1/2x2",
     "compress": "gradients on their way between replicas: none, bfloat16, int8, topk:FRACTION",
     "spatial": "devices that share an image, each with a piece: a count, or height x width; 4, 2x2, 2x2x2",

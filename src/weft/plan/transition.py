@@ -78,8 +78,8 @@ def allowed(source: Placement, target: Placement) -> bool:
 def sent_part(source: Placement, target: Placement, n: int) -> float:
     """The part of the whole tensor that a rank of n sends on the way, the busiest one's.
 
-    An all-reduce is a reduce-scatter and an all-gather (Patarasuk and Yuan 2009); of an all-to-all a rank keeps a piece of its piece; of
-    windows it sends what others read of what it holds.
+    An all-reduce is a reduce-scatter and an all-gather (Patarasuk and Yuan 2009), which take as long as with the longest piece; of an
+    all-to-all a rank keeps a piece of its piece; of windows it sends what others read of what it holds.
 
     >>> from weft.plan.placement import P, R
     >>> sent_part(P, R, 4), sent_part(Shard(0), R, 4), sent_part(Shard(2), Halo(2, 8, ((0, 5), (3, 8))), 2)
@@ -88,15 +88,23 @@ def sent_part(source: Placement, target: Placement, n: int) -> float:
     match transition(source, target).collective, source, target:
         case "all_reduce", _, _:
             return 2 * (n - 1) / n
-        case "all_gather" | "reduce_scatter", _, _:
-            return (n - 1) / n
-        case "all_to_all", _, _:
-            return (n - 1) / n / n
+        case "all_gather", Shard(), _:
+            return (n - 1) / source.ways(n)
+        case "reduce_scatter", _, Shard():
+            return (n - 1) / target.ways(n)
+        case "all_to_all", Shard(), Shard():
+            return _exchanged(source, target, n) if source.lengths or target.lengths else (n - 1) / n / n
         case "halo_exchange", _, Halo(_, size, windows):
             return _busiest(pieces(size, n), windows) / size
         case "halo_add", HaloPartial(_, size, windows), _:
             return _busiest(windows, pieces(size, n)) / size
     return 0.0
+
+
+def _exchanged(source: Shard, target: Shard, n: int) -> float:
+    """Of an all-to-all of unequal pieces: a rank sends of its piece of one dimension what is not its piece of the other."""
+    held, kept = ([size / sum(lengths) for size in lengths] for lengths in (one.lengths or (1,) * n for one in (source, target)))
+    return max(a * (1 - b) for a, b in zip(held, kept, strict=True))
 
 
 def _busiest(held: tuple[Range, ...], wanted: tuple[Range, ...]) -> int:

@@ -43,7 +43,7 @@ class Table:
 def summary_table(plan: Plan) -> Table:
     """What was chosen and what it is predicted to cost: one line a fact."""
     layout = plan.layout
-    sizes = " or ".join(str(size // layout.data) for size in dict.fromkeys(plan.microbatch_sizes))
+    sizes = " or ".join(str(-(-size // layout.data)) for size in dict.fromkeys(plan.microbatch_sizes))
     rows = [
         ("model", plan.model),
         ("machines", plan.cluster),

@@ -17,7 +17,7 @@ from weft.model.graph import Graph, Variable, written_buffers
 from weft.model.sharding import Sharding
 from weft.model.stages import Stage
 from weft.plan.mesh import Mesh
-from weft.plan.placement import is_shard, piece
+from weft.plan.placement import is_shard
 from weft.plan.program import Program
 from weft.run.parts import holders_of
 from weft.run.state.optimizer import OptimizerSpec
@@ -49,7 +49,7 @@ class Blocks:
         for axis, form in self.sharding.forms[v.value].items():
             if is_shard(form):
                 dim = form.dim
-                start, shape[dim] = piece(shape[dim], self.sharding.sizes[axis], self.at[axis])
+                start, shape[dim] = form.part(shape[dim], self.sharding.sizes[axis], self.at[axis])
                 offsets[dim] += start
         return tuple(offsets), tuple(shape)
 
@@ -112,6 +112,7 @@ class Initial:
     """
 
     sharding: Sharding
+    at: Mapping[str, int]
     specs: Mapping[str, LocalParameter]
     parameters: Mapping[str, nn.Parameter]
     groups: Sequence[FlatGroup]
@@ -132,7 +133,7 @@ class Initial:
         if name not in self.buffers:
             return None
         variable, start = self.buffers[name]
-        view = _block_of(tensor, start, self.sharding.shape(variable.value, tuple(tensor.shape)))
+        view = _block_of(tensor, start, self.sharding.shape(variable.value, tuple(tensor.shape), at=self.at))
         floating = view.is_floating_point() and self.dtype is torch.float64
         return view.to(device=self.device, dtype=torch.float64 if floating else view.dtype, copy=True)
 

@@ -30,6 +30,7 @@ from weft.model.gradients import learned
 from weft.model.graph import Graph
 from weft.model.normalise import Normalised
 from weft.model.propagate import propagate
+from weft.model.sample_pieces import with_samples_of
 from weft.model.samples import check_samples
 from weft.model.sharding import Prices, Sharding
 from weft.plan.axis import axis_of, sample_axes
@@ -42,7 +43,7 @@ from weft.run.meshes import between_meshes, from_other_meshes, shares_of, stage_
 from weft.run.parts import Parts, program_of
 from weft.run.reduce.summing import choose_sums
 from weft.run.residency.layers import layers_of
-from weft.run.sizes import Sized, constants_of, sized
+from weft.run.sizes import Sized, constants_of, shares_of_samples, sized
 from weft.run.state.optimizer import OptimizerSpec
 from weft.run.state.parameters import build_groups
 from weft.run.state.precision import DTYPES
@@ -101,7 +102,7 @@ class Source:
         """A microbatch of `size` samples of a batch of `samples`, in the precision of a plan; `modes` as for `capture`."""
         captured = self.capture(batch, loss, size, modes=modes)
         graph = in_precision(captured.graph, plan)
-        if plan.layout.shares * plan.layout.microbatches == 1:
+        if plan.layout.replicas * plan.layout.microbatches == 1:
             return Part(Normalised(graph), captured.constants, captured.graph, structure=captured.structure)
         same = replace(captured, graph=graph)
 
@@ -151,6 +152,7 @@ class Traced(Source):
             layout.axes[1:],
             layout.sequence_parallel,
             layout.sample_parallel,
+            layout.shares,
             plan.shards,
             graph.batch_size,
             layout.precision,
@@ -165,7 +167,7 @@ class Traced(Source):
         """As `Source.part`, once for each division of a batch and modes."""
         layout = plan.layout
         modes = training_modes(self.model) if modes is None else modes
-        key = (modes, size, samples, plan.batch_size, DTYPES[layout.precision], layout.shares == 1, layout.microbatches == 1)
+        key = (modes, size, samples, plan.batch_size, DTYPES[layout.precision], layout.replicas == 1, layout.microbatches == 1)
         if key not in self.parts:
             self.parts[key] = super().part(plan, batch, loss, size, samples, modes)
         return self.parts[key]
@@ -198,7 +200,8 @@ def shard_of(plan: Plan, graph: Graph, prices: Prices | None = None) -> Sharding
         )
     layout = plan.layout
     sequence, samples = layout.sequence_parallel == "on", layout.sample_parallel == "on"
-    return propagate(graph, sizes, cuts, prices=prices, sequence=sequence, samples=samples)
+    found = propagate(graph, sizes, cuts, prices=prices, sequence=sequence, samples=samples)
+    return with_samples_of(found, graph, shares_of_samples(layout)) if layout.shares else found
 
 
 def build(
@@ -237,12 +240,13 @@ def build(
     late = frozenset(total.variable for total in normal.totals)
     lowering = Lowering(graph, sharding, groups, world.device, draw, rows, shares, apart, where_samples, late, arrival)
     lowered = {stage.index: lower(stage, lowering) for stage in mine}
+    known = Sized(normal, lowered, {}, shardings, sharding)
 
     def other(size: int, samples: int) -> Sized:
         if (size, samples) == (first, plan.batch_size) or outputs:
-            return Sized(normal, lowered, {})
+            return known
         that = source.part(plan, batch, loss, size, samples)
-        return sized(lowering, that.normal, plan.stages, lowered, constants_of(that.constants, world.device, dtype))
+        return sized(known, lowering, that.normal, plan, constants_of(that.constants, world.device, dtype))
 
     # What a plain loop's outputs do not depend on its loss may: a weight for each of several losses, a temperature.
     trainable = {v.value for v in graph.parameters if v.trainable} if outputs else learned(graph)
@@ -251,7 +255,7 @@ def build(
     flat, parameters = build_groups(list(specs.values()), world.device, layout.zero, world.rank, plan.bucket_bytes)
     choose_sums(plan, world, flat)
     of_buffers = {v.name: (v, blocks.of(v)[0]) for v in graph.buffers if blocks.holds(v)}
-    buffers = source.take(Initial(sharding, specs, parameters, flat, of_buffers, world.device, dtype).take, None)
+    buffers = source.take(Initial(sharding, at, specs, parameters, flat, of_buffers, world.device, dtype).take, None)
     used, held = {value for stage in mine for value in stage.variables}, {**parameters, **buffers}
     variables: dict[str, Tensor] = {v: t for v, t in constants_of(part.constants, world.device, dtype).items() if v in used}
     variables |= {v.value: held[v.name] for v in (*graph.parameters, *graph.buffers) if v.value in used}

@@ -59,13 +59,13 @@ def captured_in(
     apart = from_other_meshes(plan.layout, mine)
     lowering = Lowering(graph, sharding, groups, world.device, parts.draw, rows, {}, apart, where_samples, late, parts.arrival)
     lowered = {stage.index: lower(stage, lowering) for stage in mine}
-    dtype = DTYPES[plan.layout.precision]
+    dtype, known = DTYPES[plan.layout.precision], Sized(normal, lowered, {}, shardings, sharding)
 
     def other(size: int, samples: int) -> Sized:
         if (size, samples) == (first, plan.batch_size) or outputs:
-            return Sized(normal, lowered, {})
+            return known
         again = source.part(plan, batch, loss, size, samples, modes)
-        return sized(lowering, again.normal, sites, lowered, constants_of(again.constants, world.device, dtype))
+        return sized(known, lowering, again.normal, replace(plan, stages=tuple(sites)), constants_of(again.constants, world.device, dtype))
 
     used = {value for stage in mine for value in stage.variables}
     variables = {v: t for v, t in constants_of(part.constants, world.device, dtype).items() if v in used}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,13 @@ from weft.capture.capture import Loss
 from weft.capture.modes import evaluation_modes, in_modes
 from weft.capture.nesting import BatchForm, batch_size_of
 from weft.errors import Infeasible, ModelError, UsageError
-from weft.lower.kernels.place import Samples
 from weft.lower.kernels.randomness import Draw
 from weft.model.graph import Variable
 from weft.model.work import model_flops
-from weft.plan.axis import sample_axes
+from weft.plan.axis import PIPELINE, sample_axes
 from weft.plan.compression import Compression
-from weft.plan.microbatches import sizes_of_part
-from weft.plan.placement import P, piece
+from weft.plan.microbatches import check_equal, sizes_of_part
+from weft.plan.placement import P
 from weft.plan.plan import Memory, Plan
 from weft.plan.program import Manage, ManageOp
 from weft.plan.timeline import Timeline
@@ -40,7 +39,9 @@ from weft.run.reduce.gradients import Gradients
 from weft.run.reduce.stale import Stale
 from weft.run.residency.gathered import Gathered
 from weft.run.residency.host import HostStore
+from weft.run.rows import Rows
 from weft.run.same_inputs import check_same
+from weft.run.sizes import Sized
 from weft.run.state import checkpoint
 from weft.run.state.checkpoint import Piece
 from weft.run.state.optimizer import Optimizer, OptimizerSpec
@@ -334,7 +335,18 @@ class Engine:
             Infeasible: they do not divide over data, or are too few.
         """
         layout = self.plan.layout
+        if self.plan.uncaptured:
+            check_equal(samples, layout, "this model runs whole")
         return sizes_of_part(samples, layout, self.plan.batch_size, schedule_of(layout).fewest)
+
+    def rows_of(self, size: int) -> tuple[int, int]:
+        """(the first, how many) of the rows of a microbatch of `size` samples that this rank has."""
+        return self._own.of(size)
+
+    @cached_property
+    def _own(self) -> Rows:
+        """Which rows of a batch are this rank's."""
+        return Rows(self.plan, self.plan.layout.of_stage(self.mesh.coordinates(self.world.rank)[PIPELINE]), self.data_index)
 
     def _divided(
         self, batch: Any, whole: bool | None = None, parts: Parts | None = None, trains: bool = False
@@ -342,13 +354,7 @@ class Engine:
         """Samples of every microbatch, all data replicas together, and this rank's tensors of it by graph value."""
         parts, data, self._counted = parts or self.parts, self.data_size, None
         rows = batch_size_of(batch)
-        is_global = rows > self.plan.batch_size // data if whole is None else whole
-        samples = rows if is_global else rows * data
-        if samples > self.plan.batch_size:
-            raise Infeasible(
-                f"the batch has {rows} samples; the plan is for {self.plan.batch_size} in all, which is "
-                f"{self.plan.batch_size // data} for each of data={data}"
-            )
+        is_global, samples = self._own.samples(rows, whole)
         if samples == rows and self.step_index == 0 and self.world.num_ranks > 1:
             check_same(batch, self.world)
         sizes = self.sizes_of(samples)
@@ -356,27 +362,26 @@ class Engine:
         out: list[dict[str, Tensor]] = []
         needed = {value for local in parts.lowered.values() for value in local.variables}
         counting: list[tuple[Counter, dict[str, Tensor]]] = []
-        begin, samples_of = 0, list[Samples]()
+        begin = 0
         for size in sizes:
-            rows = size if is_global else size // data
-            normal = parts.of_size(size, samples).normal
+            rows = size if is_global else self.rows_of(size)[1]
+            sized = parts.of_size(size, samples)
+            normal = sized.normal
             counter = self._counter_of(parts, size, samples) if normal.totals else None
             inputs = [v for v in normal.graph.inputs if v.value in needed]
             whole_rows = {v.value: of_batch[v.name].narrow(0, begin, rows) if v.batched else of_batch[v.name] for v in inputs}
-            tensors = {v.value: self._own_rows(whole_rows[v.value], v, parts, is_global) for v in inputs}
+            tensors = {v.value: self._own_rows(whole_rows[v.value], v, sized, is_global) for v in inputs}
             counted = tensors
             if counter is not None:  # what is counted is of whole rows
                 counted = {v.value: self._taken(whole_rows[v.value], v) for v in inputs if v.value in counter.variables}
             if normal.share:
                 kind = getattr(torch, normal.graph.tensors[normal.share].dtype)
                 tensors[normal.share] = counted[normal.share] = torch.full((), size / samples, dtype=kind, device=self.world.device)
-            has = Samples.range(begin, size, samples) if is_global else Samples(begin, samples, ((data, samples // data), (rows, 1)))
-            samples_of.append(has)
             begin += rows
             if counter is not None:
                 counting.append((counter, counted))
             out.append(tensors)
-        parts.draw.samples = tuple(samples_of)
+        parts.draw.samples = tuple(self._own.drawn(sizes, is_global))
         if counting:
             alone = trains and self._stale is not None and not is_global and data > 1
             totals = count(counting, is_global, parts.arrival, alone)
@@ -388,19 +393,18 @@ class Engine:
                 tensors.update(totals)
         return sizes, out
 
-    def _own_rows(self, x: Tensor, v: Variable, parts: Parts, is_global: bool) -> Tensor:
+    def _own_rows(self, x: Tensor, v: Variable, sized: Sized, is_global: bool) -> Tensor:
         """Of an input in a microbatch, what this rank computes with; `is_global`: `x` has the rows of all data replicas."""
         if v.batched and is_global and self.data_size > 1:
-            start, length = piece(len(x), self.data_size, self.data_index)
-            x = x.narrow(0, start, length)
-        want = parts.sharding.rows(v.value, v.tensor.shape)
+            x = x.narrow(0, *self.rows_of(len(x)))
+        at = self.mesh.coordinates(self.world.rank)
+        want = sized.sharding.rows(v.value, v.tensor.shape, at)
         if tuple(x.shape) != want and not self.plan.uncaptured:
             raise Infeasible(
                 f"{v.name} has shape {list(x.shape)} in a microbatch of this rank, and the model was captured with {list(want)}; "
                 "pad or cut batches to one shape, or plan again for this one"
             )
-        at = self.mesh.coordinates(self.world.rank)
-        return self._taken(narrowed(x, parts.sharding.held(v.value, x.shape, at, but=parts.sharding.sample_axes)), v)
+        return self._taken(narrowed(x, sized.sharding.held(v.value, x.shape, at, but=sized.sharding.sample_axes)), v)
 
     def _divided_later(self, totals: Mapping[str, Tensor], divisor: str) -> dict[str, Tensor]:
         """Totals of this rank's rows, where nobody waits for those of the others: what divides is summed beside the loss."""

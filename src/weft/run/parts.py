@@ -65,7 +65,9 @@ class Parts:
         Raises:
             Infeasible: with so many the model computes something else.
         """
-        return Sized(Normalised(self.graph), self.lowered, {}) if self.sized is None else self.sized(size, samples)
+        if self.sized is not None:
+            return self.sized(size, samples)
+        return Sized(Normalised(self.graph), self.lowered, {}, (self.sharding,), self.sharding)
 
     def holders(self, value: str) -> list[int]:
         """Pipeline ranks that have a stage which reads a variable, in order; the first rank where no stage does."""

@@ -148,7 +148,7 @@ def input_gradients(parts: Parts, plan: Plan, result: Result, at: Mapping[str, i
                 if gradient is None:
                     continue
                 place = total.narrow(0, starts[m], sizes[m]) if v.batched else total
-                place = narrowed(place, parts.sharding.held(v.value, place.shape, at))
+                place = narrowed(place, parts.of_size(sizes[m], plan.batch_size).sharding.held(v.value, place.shape, at))
                 place += gradient.double()
         everyone.all_reduce(total)
         out[v.name] = total.cpu()

@@ -8,7 +8,7 @@ Not modelled: a model that computes something else with another number of sample
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
@@ -19,16 +19,24 @@ from weft.errors import Infeasible
 from weft.lower.local import LocalStage, Lowering, lower
 from weft.model.graph import Graph, Operator
 from weft.model.normalise import Normalised
+from weft.model.sample_pieces import Shares, with_samples_of
+from weft.model.sharding import Sharding
+from weft.plan.axis import DATA
+from weft.plan.layout import Layout
 from weft.plan.placement import is_shard
+from weft.plan.plan import Plan
 
 
 @dataclass(frozen=True)
 class Sized:
-    """One rank's stages, by number, for microbatches of `graph.batch_size` samples. `constants`: in place of those of another size."""
+    """One rank's stages, by number, for microbatches of `graph.batch_size` samples. `constants`: in place of those of another size.
+    `shardings`: of the graph as each pipeline rank arranges it, and `sharding` as this one does."""
 
     normal: Normalised
     lowered: Mapping[int, LocalStage]
     constants: Mapping[str, Tensor]
+    shardings: tuple[Sharding, ...]
+    sharding: Sharding
 
     @property
     def graph(self) -> Graph:
@@ -36,34 +44,48 @@ class Sized:
         return self.normal.graph
 
 
-def sized(
-    lowering: Lowering, normal: Normalised, sites: Sequence[str], like: Mapping[int, LocalStage], constants: Mapping[str, Tensor]
-) -> Sized:
-    """The stages `like`, which `lowering` made and which begin at `sites`, on another graph of the same model.
+def shares_of_samples(layout: Layout) -> Shares:
+    """The shares of replicas, by axis."""
+    return {DATA: layout.weights}
+
+
+def sized(known: Sized, lowering: Lowering, normal: Normalised, plan: Plan, constants: Mapping[str, Tensor]) -> Sized:
+    """The stages of `known`, which `lowering` made, on another graph of the same model.
 
     Raises:
         Infeasible: the model computes something else there, or a tensor does not divide as it must.
     """
     check_alike(lowering, normal.graph)
-    other = replace(lowering, graph=normal.graph)
-    stages = normal.stages(sites)
-    return Sized(normal, {number: lower(stages[number], other) for number in like}, constants)
+    shares = shares_of_samples(plan.layout)
+    again = {id(one): with_samples_of(one, normal.graph, shares) for one in known.shardings}
+    sharding = again[id(known.sharding)]
+    check_divides(sharding, normal.graph)
+    other = replace(lowering, graph=normal.graph, sharding=sharding)
+    stages = normal.stages(plan.stages)
+    lowered = {number: lower(stages[number], other) for number in known.lowered}
+    return Sized(normal, lowered, constants, tuple(again[id(one)] for one in known.shardings), sharding)
 
 
 def check_alike(lowering: Lowering, graph: Graph) -> None:
-    """Raise Infeasible where `graph` has other operators than the one that was lowered, or tensors that its sharding does not divide."""
-    ours, sharding = lowering.graph, lowering.sharding
+    """Raise Infeasible where `graph` has other operators than the one that was lowered."""
+    ours = lowering.graph
     for mine, other in zip_longest(ours.operators, graph.operators):
         if mine is None or other is None or _essence(ours, mine) != _essence(graph, other):
             raise Infeasible(_unlike(graph, ours, (mine or other).site))
     if [(v.value, v.name, v.batched) for v in ours.inputs] != [(v.value, v.name, v.batched) for v in graph.inputs]:
         raise Infeasible(_unlike(graph, ours, "what it reads of the batch"))
+
+
+def check_divides(sharding: Sharding, graph: Graph) -> None:
+    """Raise Infeasible where a graph has tensors that its sharding does not divide."""
     held = list(sharding.forms.items())
     moved = [pair for op in graph.operators for pair in zip(op.inputs, sharding.needs[op.name], strict=True)]  # and read there
     for value, forms in (*held, *moved):
         shape = graph.tensors[value].shape if value in graph.tensors else ()
         for axis, form in forms.items():
-            if is_shard(form) and shape and shape[form.dim] % sharding.sizes[axis]:
+            if not is_shard(form) or not shape:
+                continue
+            if sum(form.lengths) != shape[form.dim] if form.lengths else shape[form.dim] % sharding.sizes[axis]:
                 raise Infeasible(
                     f"with microbatches of {graph.batch_size} samples {value} has shape {list(shape)}, whose dimension {form.dim} does not "
                     f"divide over {axis}={sharding.sizes[axis]}; use batches that divide into equal microbatches"

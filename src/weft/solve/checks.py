@@ -9,7 +9,7 @@ from weft.errors import Infeasible, LayoutError
 from weft.model.graph import Graph
 from weft.model.labels import expert_weights
 from weft.plan.layout import Layout
-from weft.plan.microbatches import microbatch_sizes
+from weft.plan.microbatches import sizes_of_plan
 from weft.schedules import schedule_of
 from weft.solve.mixed import check_fits
 from weft.solve.timing import Priced
@@ -19,14 +19,8 @@ def check_layout(layout: Layout, cluster: Cluster, batch_size: int) -> None:
     """Raise `Infeasible` where the layout cannot be on this cluster or with this batch, with the numbers and the remedy."""
     if layout.num_ranks > cluster.num_devices and not cluster.is_cpu:
         raise Infeasible(f"{layout} needs {layout.num_ranks} devices, {cluster.name} has {cluster.num_devices}; make an axis smaller")
-    sizes = microbatch_sizes(batch_size, layout.shares, layout.microbatches)
-    if layout.inner and sizes[0] != sizes[-1]:
-        ways = layout.shares * layout.microbatches
-        raise Infeasible(
-            f"{layout}: a batch of {batch_size} samples is no multiple of {layout.shares} shares x microbatches={layout.microbatches}, and "
-            f"unequal microbatches with inner are not built yet; use a multiple of {ways}"
-        )
-    if layout.sample_parallel == "on" and any(size % (layout.data * layout.tensor) for size in (sizes[0], sizes[-1])):
+    sizes = sizes_of_plan(batch_size, layout)
+    if layout.sample_parallel == "on" and any(size % (layout.data * layout.tensor) for size in sizes):
         raise Infeasible(
             f"{layout}: a replica's microbatches of {sizes[-1] // layout.data} samples do not divide among tensor={layout.tensor} ranks, "
             "over which sample_parallel=on may cut them; use fewer microbatches, fewer tensor ranks, or leave sample_parallel out"

@@ -22,7 +22,7 @@ from weft.errors import Infeasible
 from weft.model.stages import Cut, Stage, links
 from weft.plan.choice import AUTO
 from weft.plan.layout import Layout
-from weft.plan.microbatches import microbatch_sizes
+from weft.plan.microbatches import sizes_of_plan
 from weft.plan.plan import Prediction
 from weft.plan.program import Compute, Links, Manage, ManageOp, Value
 from weft.plan.timeline import STEP_LANE, Span, Timeline
@@ -333,7 +333,7 @@ def timeline(pricer: Pricer, priced: Priced) -> Timeline:
     lent_to: dict[int, tuple[StageCost, ...]] = {}
     lent_smaller = lent_to
     if layout.lend == "on" and may_lend(pricer.cluster, layout):
-        sizes = dict(zip(program.microbatches, microbatch_sizes(pricer.batch_size, layout.shares, layout.microbatches), strict=True))
+        sizes = dict(zip(program.microbatches, sizes_of_plan(pricer.batch_size, layout), strict=True))
         lent = Lent(pricer, layout, priced.sites, program, sizes)
         lent_to = lent.costs(pricer)
         lent_smaller = lent_to if smaller is None else lent.costs(smaller)

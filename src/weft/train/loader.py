@@ -7,7 +7,8 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
-from weft.plan.microbatches import microbatch_sizes
+from weft.plan.layout import Layout
+from weft.plan.microbatches import check_equal, microbatch_sizes
 from weft.plan.placement import piece
 from weft.run.same_inputs import check_same
 from weft.train.data import Batch, batch_size, map_tensors, take
@@ -37,14 +38,16 @@ def rows_of(num_samples: int, index: int, count: int, microbatches: int = 1) -> 
     Raises:
         Infeasible: the batch does not divide over `count`, or has too few samples.
     """
-    return _rows(microbatch_sizes(num_samples, count, microbatches), index, count)
+    check_equal(num_samples, Layout(data=count), "the ranks of a plain loop have equal parts, whose gradients are averaged")
+    return _rows(microbatch_sizes(num_samples, count, microbatches), lambda size: piece(size, count, index))
 
 
-def _rows(sizes: Sequence[int], index: int, count: int) -> list[int]:
+def _rows(sizes: Sequence[int], part: Callable[[int], tuple[int, int]]) -> list[int]:
+    """`part`: (the first, how many) of a microbatch's rows, by its size."""
     rows: list[int] = []
     start = 0
     for size in sizes:
-        first, own = piece(size, count, index)
+        first, own = part(size)
         rows += range(start + first, start + first + own)
         start += size
     return rows
@@ -73,8 +76,9 @@ def shard(batches: Iterable[Batch], where: Coordinate) -> Iterator[Batch]:
 def rows_of_part(num_samples: int, where: Coordinate) -> list[int]:
     """As `rows_of`, of a batch that may be smaller than the plan's, in fewer microbatches where it must."""
     sizes_of = getattr(where, "sizes_of", None)  # an Engine has microbatches, a place in a plain loop has none
-    sizes = sizes_of(num_samples) if sizes_of is not None else microbatch_sizes(num_samples, where.data_size)
-    return _rows(sizes, where.data_index, where.data_size)
+    if sizes_of is None:
+        return rows_of(num_samples, where.data_index, where.data_size)
+    return _rows(sizes_of(num_samples), getattr(where, "rows_of", lambda size: piece(size, where.data_size, where.data_index)))
 
 
 class Loader:

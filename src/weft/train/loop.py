@@ -29,7 +29,7 @@ from weft.train.config import Config
 from weft.train.corpus import Corpus
 from weft.train.data import Batch
 from weft.train.display import Display, display
-from weft.train.loader import Loader, rows_of, rows_of_part
+from weft.train.loader import Loader, rows_of_part
 from weft.train.metrics import FILE, Metrics, Row, read_metrics
 from weft.train.schedule import learning_rate
 from weft.train.subject import Subject, subject_of
@@ -93,7 +93,7 @@ class _Run:
         self.section = job.config.train
         self.checkpoints = job.folder / CHECKPOINTS
         layout = job.plan.layout
-        self.rows = rows_of(self.section.batch, engine.data_index, engine.data_size, layout.microbatches)
+        self.rows = rows_of_part(self.section.batch, engine)
         # With all rows at hand a rank knows what the loss divides by without the others, who may be late.
         self.of_step = list(range(self.section.batch)) if layout.staleness else self.rows
         self.losses: list[float] = []
@@ -243,7 +243,7 @@ class _Run:
             self.show.say(f"not evaluated: {error}")
             return None
         left = source.num_validation - whole * batch
-        left -= left % self.job.plan.layout.shares
+        left -= left % self.job.plan.layout.replicas
         if left > 0 and self.section.evaluate_batches > whole:
             try:
                 rows = rows_of_part(left, self.engine)

@@ -21,12 +21,26 @@ import torch
 from torch import Tensor
 
 from weft.errors import RunError, UsageError
-from weft.plan.placement import piece
 from weft.world import private, recorder
 from weft.world.lane import Apart, Lane
 from weft.world.process_group import ProcessGroup
 from weft.world.recorder import Recorder
-from weft.world.work import DONE, DTYPES, LOST, WIDER, LostPeer, Work, check_fits, in_order, lazy, lengths_of, packed, synchronize
+from weft.world.work import (
+    DONE,
+    DTYPES,
+    LOST,
+    WIDER,
+    Lengths,
+    LostPeer,
+    Work,
+    check_fits,
+    cut_into,
+    in_order,
+    lazy,
+    lengths_of,
+    packed,
+    synchronize,
+)
 
 if TYPE_CHECKING:
     from weft.world.runner import Runner
@@ -282,8 +296,8 @@ class Group:
             if self._nccl:
                 synchronize(self.device)
 
-    def all_gather(self, x: Tensor, dim: int = 0, length: int | None = None) -> Tensor:
-        """The members' pieces joined along `dim`, whose whole length is `length` (default: pieces are equal); a new tensor.
+    def all_gather(self, x: Tensor, dim: int = 0, length: Lengths = None) -> Tensor:
+        """The members' pieces joined along `dim`; a new tensor. `length`: of the whole, or of each piece (default: pieces are equal).
 
         Raises:
             UsageError: a tensor without dimensions.
@@ -330,8 +344,10 @@ class Group:
         arrived, finish = self._into(out, sent)
         return self._end(self._call("all_gather", arrived, sent, [sent.numel()] * self.size, wait), at, finish, (sent, arrived), wait)
 
-    def reduce_scatter(self, x: Tensor, dim: int = 0) -> Tensor:
+    def reduce_scatter(self, x: Tensor, dim: int = 0, lengths: Sequence[int] = ()) -> Tensor:
         """This rank's piece along `dim` of the sum of `x` over the members; a new contiguous tensor. Pieces may be uneven, even empty.
+
+        `lengths`: of the pieces, where they are not those of `plan.placement.piece`.
 
         Summands are added in the members' order, bfloat16 and float16 in float32: the same bits in every run.
 
@@ -341,21 +357,21 @@ class Group:
         dim = self._dim(x, dim)
         if self.size == 1:
             return x.clone(memory_format=torch.contiguous_format)
-        cuts = [piece(x.shape[dim], self.size, i) for i in range(self.size)]
+        cuts = cut_into(self, lengths or x.shape[dim])
         at = self._begin(recorder.REDUCE_SCATTER, x)
         if dim == 0:
             sent = self._host(x).view(-1)
         else:
-            sent = self._host(packed([x.detach().narrow(dim, *cut) for cut in cuts]))
+            sent = self._host(packed(torch.split(x.detach(), cuts, dim)))
         row = x.numel() // max(1, x.shape[dim])
-        shape = [*x.shape[:dim], cuts[self.index][1], *x.shape[dim + 1 :]]
-        mine = cuts[self.index][1] * row
+        shape = [*x.shape[:dim], cuts[self.index], *x.shape[dim + 1 :]]
+        mine = cuts[self.index] * row
         if self._adds(x):
             out = self._room(sent, mine)
-            self._end(self._call("reduce_scatter", out, sent, [n * row for _, n in cuts], True), at, None, None, True)
+            self._end(self._call("reduce_scatter", out, sent, [n * row for n in cuts], True), at, None, None, True)
             return out.view(shape)
         out = self._room(sent, self.size * mine)
-        work = self._call("exchange", out, sent, [mine] * self.size, [n * row for _, n in cuts], True)
+        work = self._call("exchange", out, sent, [mine] * self.size, [n * row for n in cuts], True)
         self._end(work, at, None, None, True)
         parts = self._back(out, x).view(self.size, *shape)
         return parts.any(0) if x.dtype is torch.bool else parts.sum(0, dtype=x.dtype)
@@ -380,23 +396,26 @@ class Group:
 
         return self._end(self._call("exchange", arrived, sent, sizes, sizes, wait), at, finish, (sent, arrived), wait)
 
-    def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int, concat_length: int | None = None) -> Tensor:
+    def all_to_all(
+        self, x: Tensor, split_dim: int, concat_dim: int, concat_length: Lengths = None, split_lengths: Sequence[int] = ()
+    ) -> Tensor:
         """From a tensor that is whole along `split_dim` and cut along `concat_dim` to one that is cut and whole there.
 
-        `concat_length`: the whole length of `concat_dim` (default: its pieces are equal). A new tensor.
+        `concat_length`: the whole length of `concat_dim`, or of its pieces (default: they are equal). `split_lengths`: of the pieces of
+        `split_dim`, where they are not those of `plan.placement.piece`. A new tensor.
         """
         if self.size == 1:
             return x.clone(memory_format=torch.contiguous_format)
         split_dim, concat_dim = split_dim % x.dim(), concat_dim % x.dim()
         if split_dim == concat_dim:
             raise UsageError(f"all_to_all of dimension {split_dim} with itself; split_dim and concat_dim must differ")
-        cuts = [piece(x.shape[split_dim], self.size, i) for i in range(self.size)]
+        cuts = cut_into(self, split_lengths or x.shape[split_dim])
         shapes = []
         for n in lengths_of(self, x.shape[concat_dim], concat_length):
             shape = list(x.shape)
-            shape[split_dim], shape[concat_dim] = cuts[self.index][1], n
+            shape[split_dim], shape[concat_dim] = cuts[self.index], n
             shapes.append(tuple(shape))
-        return torch.cat(self.exchange([x.narrow(split_dim, *cut) for cut in cuts], shapes), concat_dim)
+        return torch.cat(self.exchange(torch.split(x, cuts, split_dim), shapes), concat_dim)
 
     def exchange(self, sent: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
         """Sends `sent[i]` to member i and returns what member i sent here, of `shapes[i]`; all of one dtype."""

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from weft.world.group import Group
 
 DTYPES = {getattr(torch, name): code for code, name in enumerate(recorder.DTYPES) if code}
+Lengths = int | Sequence[int] | None  # of a whole dimension, of its pieces, or all alike
 NARROW = (torch.bfloat16, torch.float16)
 # In what summands are added where a transport cannot add theirs, or would round more than once.
 WIDER = {**dict.fromkeys(NARROW, torch.float32), torch.int16: torch.int32}
@@ -112,13 +113,26 @@ def check_fits(whole: Tensor, part: Tensor, members: int) -> None:
         )
 
 
-def lengths_of(group: Group, mine: int, length: int | None) -> list[int]:
-    """The pieces that the members have of a dimension of `length`; None: all as long as `mine`."""
+def lengths_of(group: Group, mine: int, length: Lengths) -> list[int]:
+    """The pieces that the members have of a dimension, given their lengths or the whole one's; None: all as long as `mine`."""
     if length is None:
         return [mine] * group.size
-    lengths = [piece(length, group.size, i)[1] for i in range(group.size)]
+    lengths = cut_into(group, length)
     if mine != lengths[group.index]:
         raise UsageError(
-            f"member {group.index} of {group.size} has {mine} of a dimension of {length}; its piece is {lengths[group.index]}"
+            f"member {group.index} of {group.size} has {mine} of a dimension of {sum(lengths)}; its piece is {lengths[group.index]}"
         )
     return lengths
+
+
+def cut_into(group: Group, length: int | Sequence[int]) -> list[int]:
+    """The members' pieces of a dimension of `length`, or of these lengths.
+
+    Raises:
+        UsageError: there are more or fewer lengths than members.
+    """
+    if isinstance(length, int):
+        return [piece(length, group.size, i)[1] for i in range(group.size)]
+    if len(length) != group.size:
+        raise UsageError(f"{len(length)} lengths of pieces for a group of {group.size}; give one for each member")
+    return list(length)

@@ -12,7 +12,6 @@ from math import prod
 
 from weft.errors import LayoutError
 from weft.model.drawn import Fold
-from weft.plan.placement import piece
 
 Steps = tuple[tuple[int, int], ...]  # (how many, how far apart), the outermost first
 
@@ -49,7 +48,8 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """`shape` of a whole tensor in one microbatch, and of each cut: which dimension, this rank's part, the number of parts.
+    """`shape` of a whole tensor in one microbatch, and of each cut: which dimension, where this rank's part of what the cuts before left
+    begins, and how long it is.
 
     `fold`: where its samples lie; None where it has none, or the microbatch is the batch.
     """
@@ -67,14 +67,14 @@ class Place:
     def local(self) -> tuple[int, ...]:
         """The shape of this rank's piece."""
         shape = list(self.shape)
-        for dim, part, parts in self.cuts:
-            shape[dim] = piece(shape[dim], parts, part)[1]
+        for dim, _, count in self.cuts:
+            shape[dim] = count
         return tuple(shape)
 
     def box(self, samples: Samples | None = None) -> Box:
         """The numbers of this rank's elements, of a microbatch of these samples; None: of all.
 
-        >>> Place((2, 3), ((1, 2, 3),)).box()
+        >>> Place((2, 3), ((1, 2, 1),)).box()
         Box(base=2, dims=(((2, 3),), ((1, 1),)))
         >>> Place((2, 3), fold=Fold(0)).box(Samples.range(4, 2, 8))
         Box(base=12, dims=(((2, 3),), ((3, 1),)))
@@ -97,8 +97,8 @@ class Place:
             else:
                 steps = ((count, apart),)
             dims.append(steps)
-        for dim, part, parts in self.cuts:
-            more, dims[dim] = _cut(dims[dim], part, parts, self)
+        for dim, start, count in self.cuts:
+            more, dims[dim] = _cut(dims[dim], start, count, self)
             base += more
         return Box(base, tuple(dims))
 
@@ -116,22 +116,16 @@ def _joined(steps: Sequence[tuple[int, int]]) -> Steps:
     return tuple(found) or ((1, 1),)
 
 
-def _cut(steps: Steps, part: int, parts: int, place: Place) -> tuple[int, Steps]:
-    """(how far it begins from the first, steps) of one of `parts` pieces, which are equal where steps lie in steps."""
+def _cut(steps: Steps, start: int, count: int, place: Place) -> tuple[int, Steps]:
+    """(how far it begins from the first, steps) of `count` elements from number `start` on: whole steps of one kind."""
     base, rest = 0, list(steps)
-    if len(rest) == 1:
-        start, count = piece(rest[0][0], parts, part)
-        return start * rest[0][1], ((count, rest[0][1]),)
-    while parts > 1 and rest:
-        count, apart = rest.pop(0)
-        if count % parts == 0:
-            base += part * (count // parts) * apart
-            return base, ((count // parts, apart), *rest)
-        if parts % count:
+    while rest:
+        number, apart = rest.pop(0)
+        inside = prod(n for n, _ in rest)
+        if start % inside == 0 and count % inside == 0:
+            return base + start // inside * apart, ((count // inside, apart), *rest)
+        first, start = divmod(start, inside)
+        base += first * apart
+        if start + count > inside or first >= number:
             break
-        parts //= count
-        base += part // parts * apart
-        part %= parts
-    if parts > 1:
-        raise LayoutError(f"random numbers for {list(place.shape)} are drawn in pieces {place.cuts} that do not lie along samples")
-    return base, tuple(rest) or ((1, 1),)
+    raise LayoutError(f"random numbers for {list(place.shape)} are drawn in pieces {place.cuts} that do not lie along samples")

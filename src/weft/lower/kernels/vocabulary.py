@@ -1,6 +1,6 @@
 """Look-ups and cross-entropy over cut rows (samples, over `data`) and a cut class dimension (the vocabulary, over `tensor`).
 
-Each rank has the classes [start, start + length) of `piece`. Megatron-LM's vocabulary parallelism (Shoeybi et al. 2019), with
+Each rank has the classes [start, start + length) that its placement says. Megatron-LM's vocabulary parallelism (Shoeybi et al. 2019), with
 the mean taken over all rows that count, whichever rank they lie on.
 """
 
@@ -12,15 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.plan.placement import piece
 from weft.world.world import Group
 
 
-def embedding(weight: Tensor, ids: Tensor, padding: int, num_rows: int, group: Group) -> Tensor:
-    """Rows of a table whose rows are cut: `weight_vE` local, `ids` whole. A summand: zero where another rank has the row."""
-    start, length = piece(num_rows, group.size, group.index)
+def embedding(weight: Tensor, ids: Tensor, padding: int, start: int) -> Tensor:
+    """Rows of a table whose rows are cut: `weight_vE` local, from row `start` on, `ids` whole. A summand: zero where another has it."""
     local = ids - start
-    elsewhere = (local < 0) | (local >= length)
+    elsewhere = (local < 0) | (local >= weight.shape[0])
     local = local.masked_fill(elsewhere, 0)
     rows = F.embedding(local, weight)
     if padding >= 0:
@@ -42,8 +40,8 @@ def cross_entropy(
 ) -> Tensor:
     """Mean (or sum) of the cross-entropies of `logits_NC` against `target_N`; rows over the groups `rows`.
 
-    `classes`: how many there are, and the group that they are cut over. With `rows` the mean is this rank's summand of the mean over all
-    rows; otherwise it is the mean.
+    `classes`: the first that this rank has, and the group that they are cut over. With `rows` the mean is this rank's summand of the mean
+    over all rows; otherwise it is the mean.
     """
     logits = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
     counted = target != ignore
@@ -72,12 +70,11 @@ class _CutClasses(torch.autograd.Function):
     """Sum over rows of log-sum-exp minus the target's logit, with max, sum and target logit each reduced over the classes' group."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, counted: Tensor, num_classes: int, group: Group) -> Tensor:
-        start, length = piece(num_classes, group.size, group.index)
+    def forward(ctx: Any, logits: Tensor, target: Tensor, counted: Tensor, start: int, group: Group) -> Tensor:
         top = logits.amax(dim=-1)
         group.all_reduce(top, op="max")
         local = target - start
-        elsewhere = (local < 0) | (local >= length)
+        elsewhere = (local < 0) | (local >= logits.shape[-1])
         local = local.masked_fill(elsewhere, 0)
         shifted = logits - top.unsqueeze(-1)
         at_target = shifted.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(elsewhere, 0.0)

@@ -162,7 +162,7 @@ class _State:
         if not isinstance(value, Cut):
             return whole(name, "optimizer", value.detach(), slot, owner=self.world.rank == 0)
         of = value.whole
-        at, holders = self.mesh.coordinates(self.world.rank), {ranks for _, ranks in of.places}
+        at, holders = self.mesh.coordinates(self.world.rank), {group.ranks for group in of.groups}
         owner = all(place == 0 or self.mesh.group(self.world.rank, axis) in holders for axis, place in at.items())
         with private.as_plain():
             return Piece(name, "optimizer", of.shape, of.offsets, value.detach().as_subclass(Tensor), slot, owner)
@@ -253,7 +253,7 @@ def state_like(p: Tensor, shape: tuple[int, ...]) -> Whole | None:
     """How an optimizer's tensor of this whole shape lies beside a parameter: cut where both are as large. None where it is whole."""
     if not isinstance(p, Cut) or len(shape) != len(p.whole.shape):
         return None
-    cuts = tuple((dim, group) for dim, group in p.whole.cuts if shape[dim] == p.whole.shape[dim])
+    cuts = tuple((form, group) for form, group in p.whole.cuts if shape[form.dim] == p.whole.shape[form.dim])
     return Whole(p.whole.name, shape, cuts) if cuts else None
 
 

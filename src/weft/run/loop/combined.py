@@ -25,14 +25,16 @@ class Part(Tensor):
 
 
 class _Summed(torch.autograd.Function):
-    """What ranks have, times a share, added up in a wider dtype; each has the sum's gradient."""
+    """What ranks have, each times its share, added up in a wider dtype; each has the sum's gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, share: float, group: Group) -> Tensor:
         ctx.share = share
         total = x.detach().to(_widest(x), copy=True, memory_format=torch.contiguous_format)
+        if share != 1.0:
+            total *= share
         group.all_reduce(total)
-        return (total * share if share != 1.0 else total).to(x.dtype)
+        return total.to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -116,7 +118,7 @@ def _extreme_over(largest: bool) -> Callable[..., Any]:
         dims = [d % x.dim() for d in (dim if isinstance(dim, Iterable) else [dim])] if isinstance(x, Part) else []
         if not dims and not keepdim:
             return all_of(func, x, **more)
-        over = [group for at, group in x.whole.cuts if at in dims] if dims else []
+        over = [group for form, group in x.whole.cuts if form.dim in dims] if dims else []
         if more or len(over) != len(x.whole.groups):  # none, or some: the rule knows the former
             return NotImplemented
         with private.as_plain():

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from weft.errors import UsageError
 from weft.lower.redistribute import redistribute
-from weft.plan.placement import D, R, Shard, piece
+from weft.plan.placement import D, R, Shard
 from weft.run.loop import combined, followed
 from weft.run.loop.followed import Cuts, Given, Made, Ranks, Verdict
 from weft.world import private
@@ -34,12 +34,12 @@ class Whole:
 
     name: str
     shape: tuple[int, ...]
-    cuts: tuple[tuple[int, Group], ...]
+    cuts: tuple[tuple[Shard, Group], ...]
 
     @cached_property
     def places(self) -> Cuts:
         """The same in terms that every rank has."""
-        return tuple((dim, group.ranks) for dim, group in self.cuts)
+        return tuple((form.dim, Ranks.of(form, group)) for form, group in self.cuts)
 
     @cached_property
     def key(self) -> Hashable:
@@ -50,9 +50,9 @@ class Whole:
     def offsets(self) -> tuple[int, ...]:
         """Where this rank's part begins."""
         first, length = [0] * len(self.shape), list(self.shape)
-        for dim, group in self.cuts:
-            start, length[dim] = piece(length[dim], group.size, group.index)
-            first[dim] += start
+        for form, group in self.cuts:
+            start, length[form.dim] = form.part(length[form.dim], group.size, group.index)
+            first[form.dim] += start
         return tuple(first)
 
     def of(self, x: Tensor) -> Cut:
@@ -155,7 +155,9 @@ def _called(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
             raise refusal(name, _first(tensors), told.why)
         if not told.computes:
             return _of_itself(name, func, args, kwargs, _first(tensors))
-        groups: dict[Ranks, Group] = {group.ranks: group for x in tensors if isinstance(x, Cut) for _, group in x.whole.cuts}
+        groups: dict[Ranks, Group] = {
+            ranks: group for x in tensors if isinstance(x, Cut) for (_, ranks), group in zip(x.whole.places, x.whole.groups, strict=True)
+        }
         if told.prepares:
             tensors = [_prepared(x, cuts, sums, groups) for x, cuts, sums in zip(tensors, told.cuts, told.sums, strict=True)]
             fed = iter(tensors)
@@ -177,11 +179,11 @@ def _first(tensors: Iterable[Tensor]) -> Cut:
 def _prepared(x: Tensor, cuts: Cuts, sums: tuple[Ranks, ...], groups: dict[Ranks, Group]) -> Tensor:
     """A whole tensor as parts need it."""
     for dim, ranks in cuts:
-        group = groups[ranks]
+        group, form = groups[ranks], Shard(dim, ranks.lengths)
         if x.requires_grad:
-            x = redistribute(x, R, Shard(dim), group)
+            x = redistribute(x, R, form, group)
         else:
-            x = x.narrow(dim, *piece(x.shape[dim], group.size, group.index))
+            x = x.narrow(dim, *form.part(x.shape[dim], group.size, group.index))
     for ranks in sums:
         x = redistribute(x, R, D, groups[ranks])
     return x
@@ -190,7 +192,8 @@ def _prepared(x: Tensor, cuts: Cuts, sums: tuple[Ranks, ...], groups: dict[Ranks
 def _made(x: Tensor, one: Made, name: str, groups: dict[Ranks, Group]) -> Tensor:
     for ranks, share in one.sums:
         x = combined.summed(x, share, groups[ranks])
-    return Cut.of(x, Whole(name, one.shape, tuple((dim, groups[ranks]) for dim, ranks in one.cuts))) if one.cuts else x
+    cuts = tuple((Shard(dim, ranks.lengths), groups[ranks]) for dim, ranks in one.cuts)
+    return Cut.of(x, Whole(name, one.shape, cuts)) if cuts else x
 
 
 def _of_itself(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], part: Cut) -> Any:

@@ -25,6 +25,7 @@ from weft.capture.fakes import fake_mode
 from weft.capture.modes import training_modes
 from weft.errors import Infeasible, UsageError
 from weft.plan.mesh import Mesh
+from weft.plan.microbatches import check_equal
 from weft.plan.placement import is_shard
 from weft.plan.plan import Plan
 from weft.run.build import Source, build
@@ -52,6 +53,7 @@ def divide(model: nn.Module, source: Source, plan: Plan, batch: Any, world: Worl
     layout = plan.layout
     if layout.num_stages > 1 or layout.microbatches > 1 or layout.zero or layout.compress != "none" or layout.staleness:
         raise Infeasible(f"{layout}: a plain loop owns its backward and its optimizer, so only data and tensor apply; use weft.parallelize")
+    check_equal(plan.batch_size, layout, "a plain loop averages gradients over ranks")
     if plan.uncaptured:
         Divided(model, plan, world, keep_whole(model, source, plan, batch, world)).bind()
         return
@@ -90,7 +92,7 @@ def _mark_cut(parts: Parts, world: World, mesh: Mesh) -> None:
     for name, spec in parts.specs.items():
         if spec.shape != spec.global_shape:
             forms = parts.sharding.forms[values[name]]
-            cuts = tuple((form.dim, world.group(mesh.group(world.rank, axis))) for axis, form in forms.items() if is_shard(form))
+            cuts = tuple((form, world.group(mesh.group(world.rank, axis))) for axis, form in forms.items() if is_shard(form))
             whole = Whole(name, spec.global_shape, cuts)
             if (whole.offsets, whole.part) != (spec.offsets, spec.shape):
                 raise AssertionError(f"{name} is cut {whole.places}, and lies at {spec.offsets}")

@@ -5,7 +5,7 @@ arguments are prepared, and what its results are: parts, wholes, or summands of 
 
 The function is called twice, on fake tensors. With whole tensors it tells which operators run, and their rules what a cut means for each of
 them, one after the other. With parts it must run the same operators with the same numbers: what divides by a number of rows that it asked
-a part for is found so. Not modelled: what is cut into unequal parts.
+a part for is found so. Not modelled: what comes of unequal parts in a dimension of another length than the one that is cut.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import zip_longest
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -25,10 +25,38 @@ from weft.errors import said
 from weft.model.graph import Arg, Operator, Ref, Word
 from weft.model.graph import Tensor as Spec
 from weft.ops import Labels, Rule, of_elements, rule_of
+from weft.plan.placement import Shard
+from weft.world.world import Group
 
-Ranks = tuple[int, ...]  # that hold the parts along one axis of the mesh
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """Those that hold the parts along one axis of the mesh: the `members`, and where parts are unequal their `lengths` and number `place`,
+    which is here."""
+
+    members: tuple[int, ...]
+    lengths: tuple[int, ...] = ()
+    place: int = 0
+
+    @classmethod
+    def of(cls, form: Shard, group: Group) -> Self:
+        """Those that hold what lies so."""
+        return cls(group.ranks, form.lengths, group.index if form.lengths else 0)
+
+    @property
+    def share(self) -> float:
+        """The part that is here."""
+        return self.lengths[self.place] / sum(self.lengths) if self.lengths else 1.0 / len(self.members)
+
+    def part(self, length: int) -> int | None:
+        """Of a dimension of `length` the entries that are here; None where it is not cut so."""
+        if self.lengths:
+            return self.lengths[self.place] if sum(self.lengths) == length else None
+        return None if length % len(self.members) else length // len(self.members)
+
+
 Cuts = tuple[tuple[int, Ranks], ...]  # dimensions and who has their parts; where one is cut twice, the larger parts first
-Form = dict[Ranks, int | float]  # a dimension that is cut, or a share: the whole is the sum of what ranks have, times this
+Form = dict[Ranks, int | float]  # a dimension that is cut, or a share: the whole is the sum of what ranks have, each times its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,9 +194,10 @@ def part_of(shape: Sequence[int], cuts: Cuts) -> tuple[int, ...]:
     """The shape of a rank's part."""
     local = list(shape)
     for dim, ranks in cuts:
-        if local[dim] % len(ranks):
-            raise _Unclear(f"dimension {dim} of {list(shape)} does not divide between {len(ranks)} ranks")
-        local[dim] //= len(ranks)
+        part = ranks.part(local[dim])
+        if part is None:
+            raise _Unclear(f"dimension {dim} of {list(shape)} does not divide between {len(ranks.members)} ranks")
+        local[dim] = part
     return tuple(local)
 
 
@@ -321,7 +350,7 @@ class _Forms:
         contracted = not any(present) and all(labels is not None and label in labels for labels in rule.inputs)
         if not contracted or kernel not in (None, "average"):
             raise _Unclear(f"{row.name} of parts is more than parts or summands of the whole")
-        return [1.0 / len(ranks) if kernel else 1.0 for _ in rule.outputs]
+        return [ranks.share if kernel else 1.0 for _ in rule.outputs]
 
     def _check_written(self, row: _Row, x: Tensor, form: Form) -> None:
         number = self._number.get(_place(x))

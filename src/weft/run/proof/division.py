@@ -7,7 +7,8 @@ have equally much, 0 where one of them has everything.
 `parameters` counts elements. `tensor` divides those that are cut over tensor ranks; a grid also has each of its axes by itself. `pipeline`
 divides them among stages. `data` divides none but with ZeRO, which divides what is kept of them: optimizer state, then gradients, then the
 weights themselves. `flops` counts the forward's products as `model.work` does, and the bytes that operators move where a model has none;
-an operator counts as divided over an axis where each rank computes its part of it, and a pipeline's stages divide them.
+an operator counts as divided over an axis where each rank computes its part of it, and a pipeline's stages divide them. What is cut into
+pieces that differ counts as divided.
 """
 
 from __future__ import annotations

@@ -16,7 +16,6 @@ from weft.errors import UsageError
 from weft.lower.late import with_late_weights
 from weft.model.derivatives import without_gradient
 from weft.model.gradients import needs_gradient
-from weft.model.graph import Graph
 from weft.plan.placement import P, R
 from weft.plan.plan import Plan
 from weft.plan.program import Compute, Manage, Op
@@ -72,8 +71,8 @@ class Executors:
         names = {number: frozenset(name for name, _ in mine.values()) for number, mine in self._learned().items()}
         between = None
         if layout.inner:
-            graphs = {m: parts.of_size(size, samples).graph for m, size in zip(program.microbatches, sizes, strict=True)}
-            between = Resharded(layout, parts.shardings, graphs, world, world.everyone)
+            of_size = {m: parts.of_size(size, samples) for m, size in zip(program.microbatches, sizes, strict=True)}
+            between = Resharded(layout, of_size, world, world.everyone)
             crossings = by_microbatch[program.microbatches[0]].crossings
             for group in sorted(between.peers(crossings), key=lambda g: g.ranks):
                 group.connect()  # all of a rank's in one order, as the others
@@ -125,7 +124,7 @@ class Executors:
                 local, late = with_late_weights(local, learned[number], self._keeps_plainly())
             local = prepared(local, number, layout, parts.draw, self.gathered, self.host, self.memory)
             runners[number] = StageRunner(local, variables, grads, dtypes, parts.draw, computing, closed, late)
-        return runners, self._crossings(graph, grads, dtypes)
+        return runners, self._crossings(sized, grads, dtypes)
 
     def _keeps_plainly(self) -> bool:
         """Whether what forward keeps for backward lies where it is until then."""
@@ -133,9 +132,9 @@ class Executors:
         managed = any(isinstance(a, Manage) for row in self.parts.program.actions for a in row)
         return layout.recompute == "none" and layout.offload == "none" and layout.zero < 3 and not managed
 
-    def _crossings(self, graph: Graph, grads: set[str], dtypes: Mapping[str, torch.dtype]) -> Crossings:
+    def _crossings(self, sized: Sized, grads: set[str], dtypes: Mapping[str, torch.dtype]) -> Crossings:
         """What crosses between every two stages of the model, with the local shapes."""
-        sharding, tensors = self.parts.sharding, graph.tensors
+        sharding, tensors = sized.sharding, sized.graph.tensors
         at = self.plan.layout.mesh_of(self.world.rank).coordinates(self.world.rank)
 
         def crossing(v: str) -> Crossing:

@@ -12,23 +12,22 @@ from math import prod
 import torch
 from torch import Tensor
 
-from weft.model.graph import Graph
-from weft.model.sharding import Sharding
 from weft.plan.layout import Layout
 from weft.plan.placement import D, is_shard
 from weft.plan.program import Value
 from weft.plan.resharding import Resharding, Side, reshard, within
+from weft.run.sizes import Sized
 from weft.run.step.transfers import Arriving, Crossing, Crossings
 from weft.world.world import Group, Work, World
 
 
 class Resharded:
-    """One rank's messages of this kind. `shardings`: by stage; `graphs`: by microbatch, for the shapes."""
+    """One rank's messages of this kind. `sized`: by microbatch its shapes, and how each stage arranges them."""
 
-    def __init__(self, layout: Layout, shardings: Sequence[Sharding], graphs: Mapping[int, Graph], world: World, everyone: Group) -> None:
-        self._layout, self._shardings, self._graphs = layout, shardings, graphs
+    def __init__(self, layout: Layout, sized: Mapping[int, Sized], world: World, everyone: Group) -> None:
+        self._layout, self._sized, self._shardings = layout, sized, next(iter(sized.values())).shardings
         self._world, self._everyone, self._rank = world, everyone, world.rank
-        self._known: dict[tuple[str, tuple[int, ...], int, int], Resharding] = {}
+        self._known: dict[tuple[str, int, int, int], Resharding] = {}
 
     def differ(self, value: Value) -> bool:
         """Whether a value's two stages arrange their ranks differently."""
@@ -37,16 +36,17 @@ class Resharded:
     def _differ(self, a: int, b: int) -> bool:
         return self._shardings[a].sizes != self._shardings[b].sizes
 
-    def side(self, stage: int, value: str) -> Side:
+    def side(self, stage: int, value: str, sized: Sized) -> Side:
         """How a value lies on the ranks of a stage."""
-        forms = {axis: form for axis, form in self._shardings[stage].forms[value].items() if is_shard(form)}
+        forms = {axis: form for axis, form in sized.shardings[stage].forms[value].items() if is_shard(form)}
         return Side(self._layout.of_stage(stage).mesh, stage, forms)
 
-    def of(self, name: str, shape: tuple[int, ...], source: int, target: int) -> Resharding:
+    def of(self, name: str, sized: Sized, source: int, target: int) -> Resharding:
         """What moves one tensor from a stage to another."""
-        key = name, shape, source, target
+        key = name, sized.graph.batch_size, source, target
         if key not in self._known:
-            self._known[key] = reshard(shape, self.side(source, name), self.side(target, name))
+            shape = sized.graph.tensors[name].shape
+            self._known[key] = reshard(shape, self.side(source, name, sized), self.side(target, name, sized))
         return self._known[key]
 
     def peers(self, crossings: Crossings) -> set[Group]:
@@ -54,9 +54,9 @@ class Resharded:
         found = set()
         for (a, b), those in crossings.items():
             for c in those if self._differ(a, b) else ():
-                for graph in self._graphs.values():
+                for sized in self._sized.values():
                     for source, target in ((a, b), (b, a)):
-                        ranks = self.of(c.value, graph.tensors[c.value].shape, source, target).peers.get(self._rank)
+                        ranks = self.of(c.value, sized, source, target).peers.get(self._rank)
                         if ranks is not None:
                             found.add(self._world.group(ranks))
         return found
@@ -67,18 +67,18 @@ class Resharded:
             (piece.sender, piece.receiver)
             for (a, b), those in crossings.items()
             for c in (those if self._differ(a, b) else ())
-            for graph in self._graphs.values()
+            for sized in self._sized.values()
             for ends in ((a, b), (b, a))
-            for piece in self.of(c.value, graph.tensors[c.value].shape, *ends).pieces
+            for piece in self.of(c.value, sized, *ends).pieces
         }
 
     def sender(self, value: Value, messages: Sequence[Crossing], tags: Sequence[int]) -> Callable[[Sequence[Tensor]], list[Work]]:
         """What sends this rank's pieces of a value's tensors."""
         plans = []
         for c, tag in zip(messages, tags, strict=True):
-            shape = self._shape(value, c)
-            mine = self.side(value.index[0], c.value).box(self._rank, shape)
-            pieces = [p for p in self.of(c.value, shape, *value.index[:2]).pieces if p.sender == self._rank]
+            sized = self._sized[value.index[2]]
+            mine = self.side(value.index[0], c.value, sized).box(self._rank, sized.graph.tensors[c.value].shape)
+            pieces = [p for p in self.of(c.value, sized, *value.index[:2]).pieces if p.sender == self._rank]
             plans.append([(within(p.box, mine), p.receiver, tag) for p in pieces])
         isend = self._everyone.isend
 
@@ -95,7 +95,7 @@ class Resharded:
         """What posts the receives of this rank's part of a value's tensors, which then are gathered."""
         plans = []
         for c, tag in zip(messages, tags, strict=True):
-            moved = self.of(c.value, self._shape(value, c), *value.index[:2])
+            moved = self.of(c.value, self._sized[value.index[2]], *value.index[:2])
             part = moved.parts[self._rank]
             pieces = [p for p in moved.pieces if p.receiver == self._rank]
             ranks = moved.peers.get(self._rank)
@@ -134,6 +134,3 @@ class Resharded:
             return 1.0
         sharding = self._shardings[value.index[1]]
         return 1.0 / prod(sharding.sizes[axis] for axis, form in sharding.forms[name].items() if form is D)
-
-    def _shape(self, value: Value, c: Crossing) -> tuple[int, ...]:
-        return self._graphs[value.index[2]].tensors[c.value].shape

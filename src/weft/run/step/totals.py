@@ -79,7 +79,7 @@ class Counter:
         if cut:
             raise Infeasible(f"the loss divides by what is counted from {cut[0]}, of which each tensor rank has a part; use tensor=1")
         made = [
-            lower(stage, replace(lowering, graph=normal.graph, sharding=_along(lowering.sharding, axes), late=frozenset(), rows={}))
+            lower(stage, replace(lowering, graph=normal.graph, sharding=_along(self.sized.sharding, axes), late=frozenset(), rows={}))
             for axes in ((), lowering.sharding.sample_axes)
         ]
         return _Level(totals, *made)

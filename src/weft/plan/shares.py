@@ -1,0 +1,43 @@
+"""What part of every batch each data replica has, where they differ: `shares=3/2/2/1`. In: text. Out: whole numbers in that proportion.
+
+Three alike or more are written as in `5x3/4`, which is 5, 5, 5, 4. The loss is a sum over samples, divided by what is counted over the
+whole batch, so that any division of the samples trains the same.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from math import gcd
+
+from weft.errors import LayoutError
+from weft.plan.ranges import read_counts, write_counts
+
+
+@cache
+def parse_shares(text: str, data: int) -> tuple[int, ...]:
+    """The share of every replica, in lowest terms; () where all are equal.
+
+    >>> parse_shares("6/4/4/2", 4), parse_shares("2x3/1", 4), parse_shares("5/5", 2), parse_shares("", 8)
+    ((3, 2, 2, 1), (2, 2, 2, 1), (), ())
+
+    Raises:
+        LayoutError: no such text, as many shares as there are no replicas, a replica without a share.
+    """
+    if not text:
+        return ()
+    found = read_counts(text)
+    if found is None or not all(found):
+        raise LayoutError(f"shares={text} is not the share of each data replica, whole numbers from 1 on; for example shares=3/2/2/1")
+    if len(found) != data:
+        raise LayoutError(f"shares={text} are of {len(found)} replicas, and data={data}; give one for each")
+    whole = gcd(*found)
+    return () if len(set(found)) == 1 else tuple(share // whole for share in found)
+
+
+def format_shares(shares: tuple[int, ...]) -> str:
+    """As `parse_shares` reads it.
+
+    >>> format_shares((2, 2, 2, 1)), format_shares(())
+    ('2x3/1', '')
+    """
+    return write_counts(shares)
