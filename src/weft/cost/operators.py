@@ -162,7 +162,8 @@ class OperatorPricer:
 
     def operator_seconds(self, layout: Layout) -> tuple[Array, Array, Array, Array]:
         """Forward and backward of compute, forward and backward of collectives, by operator."""
-        key = (*self._cut(layout), layout.data, layout.num_ranks, layout.threads, layout.microbatches, layout.precision, layout.expert)
+        key = (*self._cut(layout), layout.data, layout.num_ranks, layout.threads, layout.microbatches, layout.precision, layout.expert,
+               layout.batch_norm)  # fmt: skip
         if key not in self._times:
             network = self._collectives(layout)
             self._times[key] = (*(self._compute(layout) if self.cluster.is_cpu else self._on_gpu(layout)), *network)
@@ -225,13 +226,15 @@ class OperatorPricer:
         return self.group(layout, axis, *((EXPERT,) if axis_of(axis).cuts_samples else ()))
 
     def moved_bytes(self, layout: Layout) -> list[float]:
-        """Bytes of the whole tensor that each collective of the layout's parts moves, at its precision; 0 among fewer than two ranks."""
+        """Bytes of the whole tensor that each collective of the layout's parts moves, at its precision; 0 of what is not moved."""
         scale, found = self.microbatch(layout), []
         for one in self.parts(layout).collectives:
             size = one.size_bytes * (scale if one.batched else 1.0) / (layout.data if one.shared else 1)
             if axis_of(one.axis).cuts_experts:
                 size *= layout.expert  # the tokens of all of its ranks
-            found.append(size * self._width(layout, one.narrow, one.wide) if self.moving(layout, one.axis).size > 1 else 0.0)
+            # Over samples only statistics are always float32.
+            moves = self.moving(layout, one.axis).size > 1 and not (one.wide and one.axis in layout.own_statistics)
+            found.append(size * self._width(layout, one.narrow, one.wide) if moves else 0.0)
         return found
 
     def _width(self, layout: Layout, narrow: bool, wide: bool = False) -> float:

@@ -29,6 +29,7 @@ from weft.cost.operators import OperatorPricer
 from weft.cost.parts import even_sites
 from weft.cost.stage import StageCost, straggling, together
 from weft.errors import Infeasible
+from weft.model.graph import statistics
 from weft.model.labels import expert_weights
 from weft.model.stages import Cut, Stage, cuts, split
 from weft.model.work import MATMUL_KINDS
@@ -197,7 +198,7 @@ class Pricer(OperatorPricer):
 
     def _bases_of(self, layout: Layout, sites: Sequence[str], only: Sequence[int] | None) -> list[tuple[int, Base]]:
         key = (*self._cut(layout), layout.data, layout.pipeline, layout.chunks, layout.microbatches, layout.precision, layout.threads,
-               layout.expert, tuple(sites))  # fmt: skip
+               layout.expert, layout.batch_norm, tuple(sites))  # fmt: skip
         bases, split = self._bases.setdefault(key, {}), self.split(sites)
         wanted = only or range(len(split))
         if any(i not in bases for i in wanted):
@@ -259,12 +260,25 @@ class Pricer(OperatorPricer):
         window = each * (layout.pipeline if index >= layout.pipeline else 1)
         step = layout.microbatches * (busy + network).total + optimizer
         summing, inside = summing_s(self, layout, base.sums, widths, overlap, window, each, step)
-        summing += exchange_s(self, layout, index, base.sums, widths)
+        summing += exchange_s(self, layout, index, base.sums, widths) + self._statistics_s(layout)
         network += inside
         if self.cluster.is_cpu and network.total > 0:  # ranks meet inside layers
             waits = self.speed(layout).waits
             network += Seconds(waits * busy.forward, waits * busy.backward)
         return busy, network, summing, optimizer
+
+    def _statistics_s(self, layout: Layout) -> float:
+        """To put together, after a step, what each replica has of a stage's running statistics (`run/reduce/buffers`)."""
+        if not layout.own_statistics:
+            return 0.0
+        size = 4.0 * layout.microbatches * self._running / layout.num_stages
+        return self.collective("all_reduce", size, self.group(layout, *layout.own_statistics))
+
+    @cached_property
+    def _running(self) -> float:
+        """Elements of the running statistics that are written in training."""
+        written = {value for op in self.graph.operators for value in statistics(op)}
+        return float(sum(self.graph.tensors[value].size for value in written))
 
     def overlap(self, layout: Layout) -> float:
         """Part of a backward that sums of gradients hide behind. Ranks of one host sum through memory, and compute meanwhile less;

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from weft.model.graph import Graph, Operator, writes_buffer, written_buffers
+from weft.model.graph import Graph, Operator, takes_statistics, writes_buffer, written_buffers
 from weft.ops import Rule, draws, record_of
 from weft.ops.linear import each, sums, together
 from weft.plan.placement import P, Placement, R, Shard, is_shard
@@ -35,6 +35,12 @@ class Coupling:
 
     site: str
     why: str
+
+
+def own_statistics(graph: Graph) -> tuple[Coupling, ...]:
+    """Where `batch_norm=local` trains something else than the whole batch."""
+    why = "takes statistics over each replica's samples"
+    return tuple(Coupling(op.site, why) for op in graph.operators if record_of(op).over_samples and takes_statistics(op))
 
 
 def coupling_words(coupled: Sequence[Coupling]) -> str:

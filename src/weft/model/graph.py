@@ -185,10 +185,16 @@ class Graph:
         return found
 
 
+def takes_statistics(op: Operator) -> bool:
+    """Whether a norm normalises by statistics of what it reads, as in training."""
+    at = record_of(op).statistics
+    return at is not None and len(op.args) > at[-1] and bool(op.args[at[-1]])
+
+
 def statistics(op: Operator) -> set[str]:
     """Values of the running statistics that a norm in training writes where it reads them."""
     at = record_of(op).statistics
-    if at is None or len(op.args) <= at[-1] or not op.args[at[-1]]:
+    if at is None or not takes_statistics(op):
         return set()
     return {a.value for a in op.args[at[0] : at[1] + 1] if isinstance(a, Ref)}
 

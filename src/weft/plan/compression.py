@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from weft.errors import LayoutError, nearest
+from weft.plan.precision import PRECISIONS
 
 KINDS = ("none", "bfloat16", "int8", "topk")
 BLOCK = 512  # elements that share one scale of int8: 0.8 % more bytes, and one large element spoils few others
@@ -104,5 +105,20 @@ def refuse_compression(compress: str, data: int, zero: int, all_reduce: str = "a
         return (
             f"compress={compress} with zero={zero}: it compresses whole gradients, which zero={zero} is there to avoid; use zero=1, or "
             "compress=none"
+        )
+    return ""
+
+
+def refuse_scaled(compress: str, precision: str) -> str:
+    """Why gradients cannot be compressed in a precision; empty where they can. What is kept back of one step would be added to gradients
+    of another scale, and what is not finite would never leave it.
+
+    >>> refuse_scaled("bfloat16", "float16"), refuse_scaled("int8", "bfloat16")
+    ('', '')
+    """
+    if PRECISIONS[precision].scaled and Compression.parse(compress).keeps:
+        return (
+            f"compress={compress} precision={precision}: what is kept back would be of gradients of another scale; use precision=bfloat16, "
+            "or compress=bfloat16"
         )
     return ""

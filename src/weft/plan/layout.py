@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cache
 
 from weft.errors import LayoutError, nearest
-from weft.plan.axis import DATA, EXPERT, parse_spatial, spatial_ranks
+from weft.plan.axis import DATA, EXPERT, parse_spatial, sample_axes, spatial_ranks
 from weft.plan.choice import AUTO, refuse_sums
 from weft.plan.choice import NAMES as ALL_REDUCE
-from weft.plan.compression import Compression, refuse_compression
+from weft.plan.compression import Compression, refuse_compression, refuse_scaled
 from weft.plan.custom import check_name, custom_program, fewer, is_file, read_actions, refuse_custom
 from weft.plan.grid import axes_of, checked_grid
 from weft.plan.inner import Inner, parse_inner
@@ -30,6 +30,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "precision": tuple(PRECISIONS),
     "all_reduce": (AUTO, *ALL_REDUCE),
     "lend": (AUTO, "off", "on"),
+    "batch_norm": ("exact", "local"),
 }
 COUNTS = ("data", "tensor", "pipeline", "microbatches", "chunks", "expert", "segment")
 # What a plan may say and be priced for, and what runs of it: the rest is refused by name when a run starts, never ignored.
@@ -49,6 +50,7 @@ INNER_WITH: dict[str, tuple[int | str, ...]] = {
     "lend": (AUTO, "off"),
     "spatial": ("1",),
     "shares": ("",),
+    "batch_norm": ("exact",),
 }
 # What goes with updates that come late.
 STALE_WITH: dict[str, tuple[int | str, ...]] = {
@@ -62,6 +64,7 @@ STALE_WITH: dict[str, tuple[int | str, ...]] = {
     "compress": ("none",),
     "spatial": ("1",),
     "precision": tuple(name for name, one in PRECISIONS.items() if not one.scaled),
+    "batch_norm": ("exact",),
 }
 # What other programs call a key.
 OTHER_NAMES = {
@@ -91,6 +94,8 @@ class Layout:
     predicts that it pays, which then says `on`, and otherwise not. Without a pipeline nobody lends.
     `shares`: the part of every batch that each data replica has, where these differ: `3/2/2/1`.
     `segment`: layers that `recompute=full` repeats together, of which only what enters the first is kept.
+    `batch_norm`: whether its statistics are those of the whole (micro)batch, or of each data replica's samples (`local`), which trains
+    something else.
     `actions`: of a schedule of the user's own its text, whatever the file says by now that `schedule` names; nothing of a named one.
     """
 
@@ -117,6 +122,7 @@ class Layout:
     lend: str = AUTO
     segment: int = 1
     shares: str = ""
+    batch_norm: str = "exact"
     actions: str = field(default="", repr=False)
 
     def __post_init__(self) -> None:
@@ -142,9 +148,10 @@ class Layout:
         object.__setattr__(self, "shares", format_shares(parse_shares(self.shares, self.data)))
         self._check_inner()
         _refuse(refuse_staleness(self))
-        if self.shares and (self.expert > 1 or self.sample_parallel == "on"):
-            other = "sample_parallel=on" if self.expert == 1 else f"expert={self.expert}"
-            raise LayoutError(f"shares={self.shares} with {other}, which cuts replicas' samples once more into equal pieces; leave one out")
+        given = {"expert": self.expert > 1, "sample_parallel": self.sample_parallel == "on", "batch_norm": self.batch_norm == "local"}
+        if self.shares and any(given.values()):
+            other = next(f"{key}={getattr(self, key)}" for key, is_so in given.items() if is_so)
+            raise LayoutError(f"shares={self.shares} with {other}, which takes equal pieces of replicas' samples; leave one out")
 
     def _check_counts(self) -> None:
         for key in COUNTS:
@@ -164,10 +171,12 @@ class Layout:
             )
 
     def _check_words(self) -> None:
-        """Words must be known ones; without a pipeline nobody lends."""
+        """Words must be known ones; without a pipeline nobody lends, and one replica has all samples."""
         named = "1f1b" if self.actions else self.schedule
-        ways = (self.sequence_parallel, self.sample_parallel, self.recompute, self.offload, self.precision, self.all_reduce, self.lend)
+        ways = tuple(getattr(self, key) for key in CHOICES if key != "schedule")
         _refuse(refuse_words((named, *ways)))
+        if self.data == 1:
+            object.__setattr__(self, "batch_norm", "exact")
         if self.pipeline == 1:
             object.__setattr__(self, "lend", AUTO)
 
@@ -340,6 +349,11 @@ class Layout:
         return (("pipeline", self.pipeline), *spread, *self.inner_axes)
 
     @property
+    def own_statistics(self) -> tuple[str, ...]:
+        """The mesh axes along which ranks take statistics of batch norm over samples of their own."""
+        return sample_axes(axis for axis, _ in self.axes) if self.batch_norm == "local" else ()
+
+    @property
     def weight_ranks(self) -> int:
         """Ranks of one pipeline stage that have the same weights, and among which ZeRO divides what is kept of them."""
         return self.data * spatial_ranks(self.spatial)
@@ -439,7 +453,7 @@ def refuse_words(words: tuple[str, ...]) -> str:
     """Why one of the `words` for the keys of `CHOICES`, in their order, is no choice; empty where all are. A search makes thousands of
     layouts of the same few words.
 
-    >>> refuse_words(("1f1b", "off", "off", "none", "none", "float8", "auto", "off"))
+    >>> refuse_words(("1f1b", "off", "off", "none", "none", "float8", "auto", "off", "exact"))
     'precision=float8 is not built yet; use one of float32, bfloat16, float16, float64'
     """
     return next((why for key, word in zip(CHOICES, words, strict=True) if (why := refuse_word(key, word))), "")
@@ -456,21 +470,6 @@ def refuse_word(key: str, word: str) -> str:
         return ""
     later = value in LATER_CHOICES.get(key, ())
     return f"{key}={value} is {'not built yet' if later else f'unknown{nearest(value, known)}'}; use one of {', '.join(known)}"
-
-
-def refuse_scaled(compress: str, precision: str) -> str:
-    """Why gradients cannot be compressed in a precision; empty where they can. What is kept back of one step would be added to gradients
-    of another scale, and what is not finite would never leave it.
-
-    >>> refuse_scaled("bfloat16", "float16"), refuse_scaled("int8", "bfloat16")
-    ('', '')
-    """
-    if PRECISIONS[precision].scaled and Compression.parse(compress).keeps:
-        return (
-            f"compress={compress} precision={precision}: what is kept back would be of gradients of another scale; use precision=bfloat16, "
-            "or compress=bfloat16"
-        )
-    return ""
 
 
 def refuse_staleness(layout: Layout) -> str:

@@ -237,8 +237,8 @@ def build(
     across = between_meshes(layout, stages) & {v.value for v in graph.parameters}
     shares, apart = shares_of(across, sharding, mesh), from_other_meshes(layout, mine)
     arrival, where_samples = Arrival(), folds(plan, source, part.captured, batch, loss)
-    late = frozenset(total.variable for total in normal.totals)
-    lowering = Lowering(graph, sharding, groups, world.device, draw, rows, shares, apart, where_samples, late, arrival)
+    late, own = frozenset(total.variable for total in normal.totals), layout.own_statistics
+    lowering = Lowering(graph, sharding, groups, world.device, draw, rows, shares, apart, where_samples, late, arrival, own)
     lowered = {stage.index: lower(stage, lowering) for stage in mine}
     known = Sized(normal, lowered, {}, shardings, sharding)
 

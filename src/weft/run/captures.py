@@ -57,7 +57,8 @@ def captured_in(
     where_samples = folds(plan, source, part.captured, batch, loss, modes)
     late = frozenset(total.variable for total in normal.totals)
     apart = from_other_meshes(plan.layout, mine)
-    lowering = Lowering(graph, sharding, groups, world.device, parts.draw, rows, {}, apart, where_samples, late, parts.arrival)
+    own = plan.layout.own_statistics
+    lowering = Lowering(graph, sharding, groups, world.device, parts.draw, rows, {}, apart, where_samples, late, parts.arrival, own)
     lowered = {stage.index: lower(stage, lowering) for stage in mine}
     dtype, known = DTYPES[plan.layout.precision], Sized(normal, lowered, {}, shardings, sharding)
 

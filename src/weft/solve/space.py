@@ -252,6 +252,11 @@ class Space:
         return next(word for word in CHOICES["lend"] if self.admits("lend", word))
 
     @property
+    def batch_norm(self) -> str:
+        """Whose statistics batch norm takes: the whole batch's unless a constraint asks otherwise, since that trains something else."""
+        return "local" if self.asked("batch_norm", "local") else "exact"
+
+    @property
     def staleness(self) -> int:
         """Steps by which updates come late: the fewest that constraints admit, since that changes the result."""
         most = max((int(c.value) for c in self.constraints if c.key == "staleness"), default=0)
@@ -288,7 +293,9 @@ class Space:
                     continue
                 for layout in self._frames(data, spatial, tensor, pipeline, precisions):
                     try:
-                        layout = replace(layout, compress=self.compress, staleness=self.staleness, lend=self.lend)
+                        layout = replace(
+                            layout, compress=self.compress, staleness=self.staleness, lend=self.lend, batch_norm=self.batch_norm
+                        )
                     except LayoutError:  # has no replicas to compress for, or no late updates
                         continue
                     given = True

@@ -54,6 +54,10 @@ def divide(model: nn.Module, source: Source, plan: Plan, batch: Any, world: Worl
     if layout.num_stages > 1 or layout.microbatches > 1 or layout.zero or layout.compress != "none" or layout.staleness:
         raise Infeasible(f"{layout}: a plain loop owns its backward and its optimizer, so only data and tensor apply; use weft.parallelize")
     check_equal(plan.batch_size, layout, "a plain loop averages gradients over ranks")
+    if layout.batch_norm == "local":
+        raise Infeasible(
+            f"{layout}: statistics of each replica would be kept apart in a plain loop; leave batch_norm out, or use weft.parallelize"
+        )
     if plan.uncaptured:
         Divided(model, plan, world, keep_whole(model, source, plan, batch, world)).bind()
         return

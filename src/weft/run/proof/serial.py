@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from weft.capture.capture import Loss, call
 from weft.capture.modes import set_modes, training_modes
@@ -24,6 +26,7 @@ from weft.capture.state import set_state, state_of
 from weft.lower.double import doubled, is_double, widened
 from weft.lower.kernels.place import Samples
 from weft.model.drawn import Fold
+from weft.plan.placement import pieces
 from weft.plan.plan import Plan
 from weft.plan.precision import PRECISIONS
 from weft.run.proof.everywhere import comparable
@@ -44,7 +47,7 @@ class Traits:
     `every`: a parameter that a step does not use has a gradient of zero in it, instead of none. `whole`: tensors of the batch that are no
     samples, though they are as long. `closed`: those that can have no gradient. `draws`: how many draws a call of the model makes, and
     `folds` where the samples lie in each. `sizes`: of microbatches, whose losses count by their samples; without them the whole batch is
-    computed at once.
+    computed at once. `replicas`: parts of a microbatch of whose samples batch norm takes statistics of their own.
     """
 
     every: bool = False
@@ -53,6 +56,23 @@ class Traits:
     draws: int = 0
     folds: Sequence[Fold | None] = ()
     sizes: tuple[int, ...] = ()
+    replicas: int = 1
+
+
+class _Replicas(TorchFunctionMode):
+    """A block in which batch norm takes statistics of each of `count` parts of the samples, one after the other."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self._count = count
+
+    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        named = dict(kwargs or {})
+        trains = args[5] if len(args) > 5 else named.get("training", False)
+        if func not in (functional.batch_norm, torch.batch_norm) or not trains or self._count == 1:
+            return func(*args, **named)
+        x, *others = args
+        return torch.cat([func(x[start:stop], *others, **named) for start, stop in pieces(len(x), self._count)])
 
 
 class Serial:
@@ -71,6 +91,7 @@ class Serial:
     ) -> None:
         self._sizes = traits.sizes or (batch_size_of(batch),)
         self._whole, self._closed, self._every = traits.whole, traits.closed, traits.every
+        self._replicas = traits.replicas
         self._draws, self._step = traits.draws, 0
         self._random = Draws(seed, plan.layout.precision == "float64", traits.folds)
         self.drew_otherwise = False
@@ -168,7 +189,7 @@ class Serial:
             whole = {p: cut.get(p, leaf) for p, leaf in leaves(self._nesting)}
             narrow = torch.autocast(self._device.type, self._narrow, enabled=self._narrow is not None)
             self._random.start(self._step, Samples.range(start, length, samples))
-            with self._random if self._draws else nullcontext():
+            with self._random if self._draws else nullcontext(), _Replicas(self._replicas):
                 with narrow:
                     value = call(self.model, rebuild(self._nesting, whole), self._loss) * (length / samples)
                 if value.requires_grad:

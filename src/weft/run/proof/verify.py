@@ -33,11 +33,12 @@ from torch import Tensor, nn
 from weft.capture.capture import Loss
 from weft.errors import ModelError, WeftError
 from weft.lower.kernels.draws import SUPPORTED
-from weft.model.additive import coupling_words
+from weft.model.additive import coupling_words, own_statistics
 from weft.model.derivatives import without_gradient
 from weft.model.sharding import FREE_LINKS
 from weft.ops import draws
 from weft.plan.compression import Compression
+from weft.plan.layout import Layout
 from weft.plan.plan import Plan
 from weft.run.build import Source, Traced
 from weft.run.engine import Engine, OnDevice
@@ -180,11 +181,12 @@ class _Run:
         self.whole_batch: dict[str, float] = {}  # how far the first step is from that on the whole batch
 
     def _coupled(self) -> str:
-        if self.plan.layout.microbatches == 1:
+        layout = self.plan.layout
+        if layout.microbatches == 1 and layout.batch_norm == "exact":
             return ""
         if self.plan.uncaptured:
             return "the model is no graph, in which it could be seen whether they do"
-        return coupling_words(self.engine.parts.coupled)
+        return coupling_words(self.engine.parts.coupled or own_statistics(self.engine.parts.graph))
 
     def _seen_by_capture(self) -> Traits:
         """Raises ModelError where the model draws what a serial run cannot draw alike."""
@@ -202,11 +204,12 @@ class _Run:
             draws=len(random),
             folds=parts.folds,
             sizes=plan.microbatch_sizes if self.coupled else (),
+            replicas=plan.layout.data if plan.layout.own_statistics else 1,
         )
 
     def new_serial(self, at_once: bool = False) -> Serial:
         """A serial run; `at_once`: of the whole batch even where microbatches train something else."""
-        return self._new(replace(self._traits, sizes=()) if at_once else self._traits)
+        return self._new(replace(self._traits, sizes=(), replicas=1) if at_once else self._traits)
 
     def _noise_of(self, kind: str, name: str, reference: Tensor, step: int) -> float:
         # Runs that differ by rounding are not compressed: their weights are other ones.
@@ -298,7 +301,7 @@ class _Run:
         return Verification(
             seen.first is None, seen.worst, seen.first, plan.replicated_operators, self.bound, memory,
             str(replace(layout, precision="float32")), self.options.steps, layout.precision, shares,
-            (*said, *_apart_words(self.coupled, self.whole_batch, self.bound)), whole_batch=self.whole_batch,
+            (*said, *_apart_words(layout, self.coupled, self.whole_batch, self.bound)), whole_batch=self.whole_batch,
         )  # fmt: skip
 
 
@@ -358,14 +361,15 @@ def _apart(got: Values, want: Values) -> dict[str, float]:
     return found
 
 
-def _apart_words(why: str, whole_batch: Mapping[str, float], bound: float) -> tuple[str, ...]:
-    """That microbatches change what is trained, and by how much; empty where they do not."""
+def _apart_words(layout: Layout, why: str, whole_batch: Mapping[str, float], bound: float) -> tuple[str, ...]:
+    """That microbatches, or statistics of each replica, change what is trained, and by how much; empty where they do not."""
     if all(x <= bound for x in whole_batch.values()):
         return ()
+    divided = "microbatches change" if layout.batch_norm == "exact" else "batch_norm=local changes"
     far = " and ".join(f"{kind} by {100 * x:.3g} %" for kind, x in whole_batch.items())
     return (
-        f"microbatches change what is trained: {why}; so the serial run has the same microbatches, and the first step differs from "
-        f"that on the whole batch in {far}",
+        f"{divided} what is trained: {why}; so the serial run has the same, and the first step differs from that on the whole batch "
+        f"in {far}",
     )
 
 

@@ -1,7 +1,8 @@
 """Buffers that a stage writes while its microbatches run on several ranks, or in another order than their numbers.
 
 In: this rank's parts. Out: after each step, buffers as one rank leaves them that runs every microbatch in order. What a microbatch would
-write is kept; after the step the ranks that hold the stage put what they have together, and each writes all of it, in order.
+write is kept; after the step the ranks that hold the stage put what they have together, and each writes all of it, in order. Where data
+replicas take statistics of their own, all of theirs are written, as one rank does that takes them of one replica's samples after another's.
 
 Not modelled: other writes than the running statistics of batch norm and counts; a stage that makes them is refused by name.
 """
@@ -43,14 +44,20 @@ class Replicas:
 
     def __init__(self, parts: Parts, mesh: Mesh, world: World) -> None:
         at = mesh.coordinates(world.rank)
+        own = parts.lowering.own_statistics if parts.lowering is not None else ()
+        replicas = mesh.group(world.rank, *own)
+        self._replica, self._num_replicas = replicas.index(world.rank), len(replicas)
         by_ranks: dict[tuple[int, ...], list[_Shared]] = defaultdict(list)
         buffers = {v.value: v.name for v in (*parts.graph.buffers, *parts.graph.parameters)}
         # Of every stage, so that all ranks refuse together; this rank keeps what its own write.
         written = {s: _written_later(stage, parts, buffers) for s, stage in enumerate(parts.stages) if out_of_order(parts.program, s)}
+        if own:
+            written = {s: list(_statistics(stage, parts)) for s, stage in enumerate(parts.stages)} | written
         for stage in parts.lowered:
             for value in written.get(stage, ()):
                 buffer = parts.variables[value]
-                ranks = tuple(sorted(mesh.rank({**at, "pipeline": holder}) for holder in parts.holders(value)))
+                holders = (mesh.rank({**at, "pipeline": holder}) for holder in parts.holders(value))
+                ranks = tuple(sorted(rank for holder in holders for rank in mesh.group(holder, *own)))
                 parts.draw.later[id(buffer)] = later = Later()
                 by_ranks[ranks].append(_Shared(buffer, later))
         # Every rank goes through its groups in one order: two that met in different ones would wait for each other.
@@ -77,7 +84,7 @@ class Replicas:
                     for write in writes:
                         write()
             learned = [one for one in shared if one.later.statistics]
-            tables = [_table(one, microbatches) for one in learned]
+            tables = [self._table(one, microbatches) for one in learned]
             for dtype in dict.fromkeys(table.dtype for table in tables):
                 alike = [table for table in tables if table.dtype is dtype]
                 flat = torch.cat([table.view(-1) for table in alike])
@@ -88,17 +95,18 @@ class Replicas:
                 momenta = [momentum for momentum, _ in next(iter(one.later.statistics.values()))]
                 for of_microbatch in table:
                     for momentum, value in zip(momenta, of_microbatch, strict=True):
-                        one.buffer.mul_(1 - momentum).add_(value, alpha=momentum)
+                        one.buffer.mul_((1 - momentum) ** self._num_replicas).add_(value, alpha=momentum)
 
-
-def _table(one: _Shared, microbatches: Sequence[int]) -> Tensor:
-    """[microbatch, time in it, *buffer]: what this rank's microbatches found, and zeros."""
-    times = len(next(iter(one.later.statistics.values())))
-    table = one.buffer.new_zeros((len(microbatches), times, *one.buffer.shape))
-    for row, m in zip(table, microbatches, strict=True):
-        for place, (_, value) in zip(row, one.later.statistics.get(m, []), strict=False):
-            place.copy_(value)
-    return table
+    def _table(self, one: _Shared, microbatches: Sequence[int]) -> Tensor:
+        """[microbatch, time in it, *buffer]: what this rank's microbatches found, and zeros. Of replicas that are averaged in one after
+        another, what the later ones leave of it."""
+        times = len(next(iter(one.later.statistics.values())))
+        table = one.buffer.new_zeros((len(microbatches), times, *one.buffer.shape))
+        behind = self._num_replicas - 1 - self._replica
+        for row, m in zip(table, microbatches, strict=True):
+            for place, (momentum, value) in zip(row, one.later.statistics.get(m, []), strict=False):
+                place.add_(value, alpha=(1 - momentum) ** behind)
+        return table
 
 
 def out_of_order(program: Program, stage: int) -> bool:
@@ -112,16 +120,22 @@ def out_of_order(program: Program, stage: int) -> bool:
     return len(rows) > 1 or any(row != sorted(row) for row in rows)
 
 
+def _statistics(stage: Stage, parts: Parts) -> dict[str, None]:
+    """Graph values of the running statistics over samples that a stage writes."""
+    written = written_buffers(parts.graph)
+    return {v: None for op in stage.operators if record_of(op).over_samples for v in op.inputs if v in written}
+
+
 def _written_later(stage: Stage, parts: Parts, buffers: Mapping[str, str]) -> list[str]:
     """Graph values of the buffers that a stage writes."""
     placed = {v.value: v for v in (*parts.graph.parameters, *parts.graph.buffers)}
     written = written_buffers(parts.graph)
-    found: dict[str, None] = {}
+    found = _statistics(stage, parts)
     for op in stage.operators:
         used = [value for value in op.inputs if value in buffers]
         if record_of(op).over_samples:
-            found.update(dict.fromkeys(value for value in used if value in written))
-        elif writes_buffer(op, placed) and len(op.inputs) == 1:
+            continue
+        if writes_buffer(op, placed) and len(op.inputs) == 1:
             found.update(dict.fromkeys(used))
         elif writes_buffer(op, placed) or written.intersection(used):
             raise Infeasible(_cannot(op, [value for value in used if value in written], buffers, parts.program))
