@@ -16,6 +16,7 @@ NAMES = {
     "plan": "how long planning takes, and how that grows",
     "planned": "the plan chosen against the best of all plans run, over emulated networks (needs root)",
     "memory": "the fullest rank's memory, predicted against measured: 35 architectures in eight layouts",
+    "serve": "placements of workflows: price beside others, planning time",
     "alpa": "the 21 configurations of Alpa's evaluation, planned and priced",
 }
 

@@ -42,6 +42,7 @@ ALLOWED: dict[str, set[str]] = {
     "simulate": PRICED | {"callable"},
     "solve": PRICED | {"simulate"},
     "report": PRICED | {"simulate", "callable"},
+    "serve": BASE,
     "zoo": DATA | {"ops", "model", "capture"},
     "world": DATA,
     "lower": RANKS,

@@ -14,6 +14,7 @@ import pytest
 from weft.cluster.catalogue import loads
 from weft.cluster.doubts import doubts
 from weft.plan.store import format_plan, parse_plan
+from weft.serve.read import read_workflow
 from weft.zoo.names import find
 
 ROOT = Path(__file__).parents[2]
@@ -79,11 +80,16 @@ def test_no_block_is_of_a_kind_that_nothing_runs() -> None:
 
 
 @pytest.mark.parametrize("page", _pages("toml", "quick"))
-def test_toml_is_a_cluster_or_part_of_a_plan_as_weft_writes_it(page: str) -> None:
+def test_toml_is_a_workflow_a_cluster_or_part_of_a_plan_as_weft_writes_it(page: str, tmp_path: Path) -> None:
     head = 'kind = "weft plan"\nformat_version = 1\nmodel = "gpt-tiny"\ncluster = "here"\nbatch_size = 8\n\n[layout]\ntensor = 2\n\n'
     family, config = find("gpt-tiny")
     names = {re.sub(r"\d+", "*", name) for name, _ in family.Model(config).named_parameters()}
     for text in (b.text for b in doc_blocks.blocks(page) if b.language == "toml"):
+        if "[operator." in text:
+            flow = tmp_path / "flow.toml"
+            flow.write_text(text)
+            assert read_workflow(flow)[1] is not None
+            continue
         if "[[level]]" in text:
             assert not doubts(loads(text, page))
             continue

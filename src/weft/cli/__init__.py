@@ -32,6 +32,7 @@ from weft.cli import (
     scaling,
     schedule,
     schedules,
+    serve,
     simulate,
     train,
     verify,
@@ -93,6 +94,7 @@ app.command("report")(report.report)
 app.command("demo", hidden=True)(demo.demo)
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(cluster.app, name="cluster")
+app.add_typer(serve.app, name="serve")
 app.add_typer(collectives.app, name="collectives")
 
 

@@ -1,0 +1,184 @@
+"""`weft serve`: workflows of models on mixed workers. In: a workflow, workers, what is asked for. Out: the cheapest placement, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from weft.cli import options
+from weft.cli.output import Output, output
+from weft.errors import UsageError
+from weft.report.tables import Table
+
+if TYPE_CHECKING:
+    from weft.serve.assign import Ask, Placed
+    from weft.serve.workflow import Machines, Workflow
+
+app = typer.Typer(help="Place workflows of models on workers.", no_args_is_help=True, rich_markup_mode=None)
+_CLUSTER = "A file with [worker.NAME] and [[link]] tables; by default those of the workflow."
+_LATENCY = "Seconds within which a share of requests is answered; 0 counts throughput alone."
+
+
+@app.command("plan")
+def plan(  # noqa: PLR0913
+    workflow: Annotated[Path, typer.Argument(metavar="WORKFLOW.toml", help="Operators, their variants, accuracy.", show_default=False)],
+    cluster: Annotated[Path | None, typer.Option("--cluster", metavar="FILE", help=_CLUSTER, show_default=False)] = None,
+    accuracy: Annotated[float, typer.Option("--accuracy", metavar="A", help="At least.")] = 0.0,
+    rate: Annotated[
+        float | None, typer.Option("--rate", metavar="R", help="Requests/s; by default the workflow's.", show_default=False)
+    ] = None,
+    latency: Annotated[float, typer.Option("--latency", metavar="S", min=0.0, help=_LATENCY)] = 0.0,
+    percentile: Annotated[float, typer.Option("--percentile", metavar="P", min=50.0, max=99.99, help="Per cent of requests.")] = 95.0,
+    shared: Annotated[bool, typer.Option("--shared", help="A worker may run several operators.")] = False,
+    most_spot: Annotated[float, typer.Option("--most-spot", min=0.0, max=1.0, help="Share of load that spot workers may take.")] = 1.0,
+    limit: Annotated[
+        float, typer.Option("--within", metavar="S", min=0.1, help="Seconds for each search; then the best found so far.")
+    ] = 60.0,
+    target: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the plan here (TOML).", show_default=False)
+    ] = None,
+    picture: Annotated[
+        Path | None, typer.Option("--picture", metavar="FILE", help="Draw accuracy against price.", show_default=False)
+    ] = None,
+    as_json: options.Json = False,
+) -> None:
+    """Place a workflow at the least price that is accurate enough and keeps up.
+
+    Proven by mixed-integer programming; beside it what JellyBean's two steps, a greedy choice and everything in the highest tier would pay.
+
+    \b
+    Example:
+      weft serve plan examples/serve/vqa.toml --accuracy 56
+      weft serve plan examples/serve/vqa.toml --accuracy 54 --rate 20 --latency 0.5 --picture frontier.svg
+    """
+    with output(as_json) as out:
+        from weft.report.canvas import check_suffix
+        from weft.serve.assign import Ask
+        from weft.serve.explain import refuse
+        from weft.serve.place import place
+        from weft.serve.read import read_machines, read_workflow
+        from weft.serve.store import format_placed
+
+        if picture is not None:
+            check_suffix(picture)
+        of, machines, usual = read_workflow(workflow)
+        machines = read_machines(cluster) if cluster is not None else machines
+        if machines is None:
+            raise UsageError(f"{workflow} has no [worker.NAME] tables; give --cluster FILE")
+        ask = Ask(usual if rate is None else rate, accuracy, latency, percentile / 100, shared, most_spot)
+        if not 0 < ask.rate < float("inf"):
+            raise UsageError(f"{ask.rate:g} requests/s; say how many come in, --rate 40")
+        with out.working(f"placing {of.name}"):
+            placed = place(of, machines, ask, limit)
+            if placed is None:
+                raise refuse(of, machines, ask, limit)
+            record, line, others = _say(of, machines, placed, limit, out)
+        if target is not None:
+            target.write_text(format_placed(placed, str(workflow), str(cluster or "")))
+            out.text(f"written to {target}")
+        if picture is not None:
+            _draw(of, placed, line, others, picture)
+            out.text(f"written to {picture}")
+        out.answer(record)
+
+
+Others = list[tuple[str, "Placed | None"]]
+
+
+def _say(
+    workflow: Workflow, machines: Machines, placed: Placed, limit: float, out: Output
+) -> tuple[dict[str, Any], Sequence[Placed], Others]:
+    """Shows a placement, what accuracy costs, what others would pay, and why; returns a record of that, the frontier, the others."""
+    from weft.serve.explain import frontier, reasons
+
+    line = frontier(workflow, machines, placed.ask, limit)
+    others = _others(workflow, machines, placed.ask)
+    why = reasons(workflow, machines, placed, line, limit)
+    _show(out, workflow, placed, line, others)
+    out.table(Table("Why", ("", ""), tuple((r.what, r.why) for r in why)))
+    record = {
+        **_record(placed),
+        "planning_time_s": placed.planning_time_s,
+        "reasons": [{"what": r.what, "why": r.why} for r in why],
+        "frontier": [_record(p) for p in line],
+        "others": {name: p and _record(p) for name, p in others},
+    }
+    return record, line, others
+
+
+def _others(workflow: Workflow, machines: Machines, ask: Ask) -> Others:
+    from weft.serve.baselines import greedy, one_size, two_steps
+
+    return [
+        ("JellyBean's two steps", two_steps(workflow, machines, ask)),
+        ("greedy", greedy(workflow, machines, ask)),
+        ("one size: the most accurate, highest tier", one_size(workflow, machines, ask)),
+    ]
+
+
+def _show(out: Output, workflow: Workflow, placed: Placed, line: Sequence[Placed], others: Others) -> None:
+    rows = []
+    for choice in placed.choices:
+        for i, s in enumerate(choice.shares):
+            head = (choice.operator, choice.variant) if i == 0 else ("", "")
+            rows.append(
+                (*head, f"{s.machines:g} x {s.worker}", f"{s.load:.4g}", f"{s.load / choice.load:.0%}", str(s.batch), f"{s.busy:.0%}")
+            )
+    columns = ("operator", "variant", "workers", "requests/s", "share", "batch", "busy")
+    proven = "proven to be the least" if placed.bound_gap < 1e-6 else f"at most {placed.bound_gap:.1%} above the least"
+    note = (
+        f"${placed.price_per_hour:,.4f} an hour ({proven}): workers ${placed.compute_per_hour:,.4f}, traffic "
+        f"${placed.communication_per_hour:,.4f}; accuracy {placed.accuracy:g}"
+    )
+    out.table(Table(f"{workflow.name} at {placed.ask.rate:g} requests/s", columns, tuple(rows), right=(3, 4, 5, 6), note=note))
+    out.table(
+        Table(
+            "Accuracy and price", ("accuracy", "$ an hour", "workers", "traffic", "variants"),
+            tuple(
+                (f"{p.accuracy:g}", f"{p.price_per_hour:,.4f}", f"{p.compute_per_hour:,.4f}", f"{p.communication_per_hour:,.4f}",
+                 ", ".join(c.variant for c in p.choices)) for p in line
+            ),
+            right=(0, 1, 2, 3), marked=tuple(i for i, p in enumerate(line) if abs(p.price_per_hour - placed.price_per_hour) < 1e-9),
+        )
+    )  # fmt: skip
+    compared = [("weft", placed), *others]
+    rows2 = tuple(
+        (name, f"{p.price_per_hour:,.4f}", f"{p.price_per_hour / placed.price_per_hour:.3f}x", f"{p.accuracy:g}")
+        if p
+        else (name, "none fits", "", "")
+        for name, p in compared
+    )
+    out.table(Table("Against others", ("", "$ an hour", "", "accuracy"), rows2, right=(1, 2, 3), marked=(0,)))
+
+
+def _draw(workflow: Workflow, placed: Placed, line: Sequence[Placed], others: Others, target: Path) -> None:
+    from weft.report.frontier import frontier_picture
+
+    points = [(p.accuracy, p.price_per_hour) for p in line]
+    marks = [(name, [(p.accuracy, p.price_per_hour)]) for name, p in others if p is not None]
+    title = f"{workflow.name}: accuracy and price at {placed.ask.rate:g} requests/s"
+    frontier_picture(title, points, (placed.accuracy, placed.price_per_hour), marks).write(target)
+
+
+def _record(placed: Placed) -> dict[str, Any]:
+    """A placement for programs; shares are of the operator's load."""
+    return {
+        "price_per_hour": placed.price_per_hour,
+        "compute_per_hour": placed.compute_per_hour,
+        "communication_per_hour": placed.communication_per_hour,
+        "accuracy": placed.accuracy,
+        "latency_s": placed.latency_s or None,
+        "bound_gap": placed.bound_gap,
+        "assignment": {
+            c.operator: {
+                "variant": c.variant,
+                "workers": {s.worker: s.load / c.load for s in c.shares},
+                "machines": {s.worker: s.machines for s in c.shares},
+                "batch": {s.worker: s.batch for s in c.shares},
+            }
+            for c in placed.choices
+        },
+    }

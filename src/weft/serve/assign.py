@@ -1,0 +1,365 @@
+"""The cheapest placement of a workflow, proven. In: workflow, machines, what is asked for. Out: `Placed`.
+
+One mixed-integer programme: a variant for each operator, so many workers of each kind for it, the load of each, and the traffic between
+tiers. Costs and rules are those of JellyBean (Wu et al., VLDB 2022, section 4): a worker is paid for whole, traffic for each GiB that goes
+up a tier, none goes down, and workers run one operator each (or several, `shared`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from math import log
+
+from weft.serve.milp import INFINITE, Found, Milp
+from weft.serve.queueing import percentile_latency_s
+from weft.serve.workflow import Machines, Operator, Source, Worker, Workflow
+
+GIB, HOUR_S = 2.0**30, 3600.0
+BUSY = (0.3, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95)  # how busy a worker may be, where latency counts
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """`rate`: requests/s. `accuracy`: at least. `latency_s`: within which `percentile` of requests are answered, 0 for throughput alone.
+
+    `shared`: whether a worker may run several operators. `most_spot`: share of each operator's load that spot workers may take.
+    """
+
+    rate: float
+    accuracy: float = 0.0
+    latency_s: float = 0.0
+    percentile: float = 0.95
+    shared: bool = False
+    most_spot: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What `machines` of a worker do of an operator: `load` requests/s in batches of `batch`, `busy` (0 to 1) with it."""
+
+    worker: str
+    machines: float
+    load: float
+    batch: int
+    busy: float
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """An operator's variant and who runs it."""
+
+    operator: str
+    variant: str
+    shares: tuple[Share, ...]
+
+    @property
+    def load(self) -> float:
+        return sum(share.load for share in self.shares)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A placement. Dollars an hour; `latency_s`: of the asked percentile, 0 where none was asked for; `bound_gap`: 0 is proven best."""
+
+    ask: Ask
+    accuracy: float
+    choices: tuple[Choice, ...]
+    compute_per_hour: float
+    communication_per_hour: float
+    latency_s: float = 0.0
+    bound_gap: float = 0.0
+    planning_time_s: float = field(default=0.0, compare=False)
+
+    @property
+    def price_per_hour(self) -> float:
+        return self.compute_per_hour + self.communication_per_hour
+
+    def choice(self, operator: str) -> Choice:
+        return next(c for c in self.choices if c.operator == operator)
+
+
+@dataclass(frozen=True, slots=True)
+class _Option:
+    """A worker that runs a variant in batches of a size up to being so busy. `column`: machines, which other options may share; `load`:
+    requests/s of all of them."""
+
+    operator: str
+    variant: str
+    worker: Worker
+    batch: int
+    capacity: float  # requests/s of one machine at 100 %
+    busy: float
+    latency_s: float
+    column: int
+    load: int
+
+
+class _Problem:
+    """The programme and which column means what."""
+
+    def __init__(self, workflow: Workflow, machines: Machines, ask: Ask, free_rate: bool) -> None:
+        self.workflow, self.machines, self.ask = workflow, machines, ask
+        self.milp = Milp()
+        most = min(_most(op, machines) / workflow.rates[op.name] for op in workflow.operators)
+        self.rate = self.milp.column(most, -1.0) if free_rate else self.milp.column(ask.rate, lower=ask.rate)
+        self.priced = 0.0 if free_rate else 1.0
+        self.variants = {(op.name, v.name): self.milp.column(1, whole=True) for op in workflow.operators for v in op.variants}
+        self.tiers = sorted({w.tier for w in machines.workers})
+        self.on_tier = {(op.name, t): self.milp.column(1, whole=True) for op in workflow.operators for t in self.tiers}
+        self.used = {w.name: self.milp.column(w.count, whole=True, cost=self.priced * w.price_per_hour) for w in machines.workers}
+        self.options = [one for op in workflow.operators for one in self._options_of(op)]
+        self.by_operator: dict[str, list[_Option]] = defaultdict(list)
+        for one in self.options:
+            self.by_operator[one.operator].append(one)
+        self.traffic: list[tuple[int, float]] = []  # (column, dollars an hour for a request/s)
+        accurate_enough(self.milp, workflow, ask.accuracy, self.variants)
+        self._load()
+        self._order()
+        for op in workflow.operators:
+            for name, _ in op.inputs:
+                self._flows(name, op)
+        if ask.latency_s:
+            self._latencies()
+
+    def _options_of(self, op: Operator) -> Iterator[_Option]:
+        for worker in self.machines.workers:
+            machines = None
+            for variant in op.variants:
+                for batch, seconds, busy, latency in self._ways(variant.batches(worker.name)):
+                    # One variant is chosen, so all have the same machines; only how busy these may be, for a latency, differs.
+                    if machines is None or self.ask.latency_s:
+                        machines = self.milp.column(worker.count, whole=not self.ask.shared)
+                    load = self.milp.column(worker.count * batch / seconds * busy)
+                    yield _Option(op.name, variant.name, worker, batch, batch / seconds, busy, latency, machines, load)
+
+    def _ways(self, batches: tuple[tuple[int, float], ...]) -> Iterator[tuple[int, float, float, float]]:
+        """(batch, its seconds, how busy at most, latency) that may be worth it: more of one than any with less of the other."""
+        if not self.ask.latency_s:
+            if batches:
+                batch, seconds = max(batches, key=lambda pair: pair[0] / pair[1])
+                yield batch, seconds, 1.0, 0.0
+            return
+        found = [
+            (batch, seconds, busy, percentile_latency_s(batch, seconds, busy, self.ask.percentile))
+            for batch, seconds in batches
+            for busy in BUSY
+        ]
+        best = 0.0
+        for batch, seconds, busy, latency in sorted(found, key=lambda one: one[3]):
+            if latency <= self.ask.latency_s and batch / seconds * busy > best:
+                best = batch / seconds * busy
+                yield batch, seconds, busy, latency
+
+    def _load(self) -> None:
+        """Every request is computed once, by the variant that is chosen; machines are there, and paid for."""
+        milp, rates = self.milp, self.workflow.rates
+        of_worker: dict[str, dict[int, float]] = defaultdict(dict)
+        for op in self.workflow.operators:
+            options = self.by_operator[op.name]
+            milp.row({**{o.load: 1.0 for o in options}, self.rate: -rates[op.name]}, 0, 0)
+            for v in op.variants:
+                mine = {o.load: 1.0 for o in options if o.variant == v.name}
+                most = rates[op.name] * (self.ask.rate if self.priced else milp.upper[self.rate])
+                milp.row({**mine, self.variants[op.name, v.name]: -most}, least=0 if self.priced else -INFINITE, most=0)
+            if self.ask.most_spot < 1:
+                spot = {o.load: 1.0 for o in options if o.worker.spot}
+                milp.row({**spot, self.rate: -self.ask.most_spot * rates[op.name]}, most=0)
+        of_column: dict[int, list[_Option]] = defaultdict(list)
+        for o in self.options:
+            of_column[o.column].append(o)
+        for column, options in of_column.items():
+            worker = options[0].worker
+            milp.row({**{o.load: 1 / (o.capacity * o.busy) for o in options}, column: -1.0}, most=0)
+            milp.row({column: 1.0, self.on_tier[options[0].operator, worker.tier]: -float(worker.count)}, most=0)
+            of_worker[worker.name][column] = 1.0
+        for name, columns in of_worker.items():
+            milp.row({**columns, self.used[name]: -1.0}, most=0)
+
+    def _order(self) -> None:
+        """No traffic goes down a tier."""
+        sources = {s.name: s for s in self.workflow.sources}
+        for op in self.workflow.operators:
+            for name, _ in op.inputs:
+                for low in self.tiers:
+                    if name in sources:
+                        if low < sources[name].tier:
+                            self.milp.row({self.on_tier[op.name, low]: 1.0}, 0, 0)
+                        continue
+                    for high in (t for t in self.tiers if t > low):
+                        self.milp.row({self.on_tier[name, high]: 1.0, self.on_tier[op.name, low]: 1.0}, most=1)
+
+    def _zones(self) -> dict[str, tuple[object, ...]]:
+        """[worker] -> what tells its traffic from others': its tier and the links from and to it."""
+        found: dict[str, tuple[object, ...]] = {}
+        for w in self.machines.workers:
+            out = tuple((other.name, self.machines.link(w.name, w.tier, other)) for other in self.machines.workers if other.tier > w.tier)
+            come = tuple((o.name, self.machines.link(o.name, o.tier, w)) for o in self.machines.workers if o.tier < w.tier)
+            come += tuple((s.name, self.machines.link(s.name, s.tier, w)) for s in self.workflow.sources)
+            found[w.name] = (w.tier, tuple(p and (n, p.price_per_gib) for n, p in out), tuple(p and (n, p.price_per_gib) for n, p in come))
+        return found
+
+    def _flows(self, start: str, op: Operator) -> None:
+        """Requests of `op` by where their input is and where they are computed, a column each that may carry any."""
+        milp, rates, zones = self.milp, self.workflow.rates, self._zones()
+        source = next((s for s in self.workflow.sources if s.name == start), None)
+        arriving: dict[object, dict[int, float]] = defaultdict(dict)
+        ends: dict[object, list[_Option]] = defaultdict(list)
+        for o in self.by_operator[op.name]:
+            ends[zones[o.worker.name]].append(o)
+        for zone, there in ends.items():
+            arriving[zone] = {o.load: -1.0 for o in there}
+        for name, tier, size, sent in self._starts(start, source, rates[op.name], zones):
+            leaving = dict(sent)
+            for zone, there in ends.items():
+                end = there[0].worker
+                link = self.machines.link(name, tier, end)
+                if end.tier < tier or (end.tier > tier and link is None):
+                    continue
+                price = link.price_per_gib if link is not None and end.tier > tier else 0.0
+                dollars = price * size * HOUR_S / GIB
+                column = milp.column(cost=self.priced * dollars)
+                self.traffic.append((column, dollars))
+                leaving[column] = 1.0
+                arriving[zone][column] = 1.0
+            milp.row(leaving, 0, 0)
+        for columns in arriving.values():
+            milp.row(columns, 0, 0)
+
+    def _starts(
+        self, start: str, source: Source | None, rate: float, zones: Mapping[str, object]
+    ) -> Iterator[tuple[str, int, float, dict[int, float]]]:
+        """Each place that an input comes from: (a worker or the source, tier, bytes of a message, minus the requests that it hands on)."""
+        if source is not None:
+            yield source.name, source.tier, source.output_bytes, {self.rate: -rate}
+            return
+        ratio = rate / self.workflow.rates[start]
+        groups: dict[tuple[str, object], list[_Option]] = defaultdict(list)
+        for o in self.by_operator[start]:
+            groups[o.variant, zones[o.worker.name]].append(o)
+        for (variant, _), options in groups.items():
+            size = self.workflow.operator(start).variant(variant).output_bytes
+            yield options[0].worker.name, options[0].worker.tier, size, {o.load: -ratio for o in options}
+
+    def _latencies(self) -> None:
+        """Every path from a source to an answer is short enough: percentiles of its operators and the links between, summed."""
+        milp, done = self.milp, {op.name: self.milp.column(self.ask.latency_s) for op in self.workflow.operators}
+        most = 2 * self.ask.latency_s
+        for op in self.workflow.operators:
+            own = milp.column(self.ask.latency_s)
+            for o in self.by_operator[op.name]:
+                used = milp.column(1, whole=True)
+                milp.row({o.column: 1.0, used: -float(o.worker.count)}, most=0)
+                milp.row({own: 1.0, used: -o.latency_s}, least=0)
+            for name, _ in op.inputs:
+                before = {done[name]: -1.0} if name in done else {}
+                milp.row({done[op.name]: 1.0, own: -1.0, **before}, least=0)
+                for tier, end, hop in self._hops(name):
+                    at = {} if name not in done else {self.on_tier[name, tier]: -min(hop, most)}
+                    least = -min(hop, most) * (1 if name in done else 0)
+                    milp.row({done[op.name]: 1.0, own: -1.0, **before, **at, self.on_tier[op.name, end]: -min(hop, most)}, least=least)
+
+    def _hops(self, name: str) -> Iterator[tuple[int, int, float]]:
+        """(tier, higher tier, seconds of the slowest link between and the largest message)."""
+        source = next((s for s in self.workflow.sources if s.name == name), None)
+        size = source.output_bytes if source is not None else max(v.output_bytes for v in self.workflow.operator(name).variants)
+        starts = [(source.name, source.tier)] if source is not None else [(w.name, w.tier) for w in self.machines.workers]
+        found: dict[tuple[int, int], float] = {}
+        for start, tier in starts:
+            for end in self.machines.workers:
+                link = self.machines.link(start, tier, end)
+                if end.tier > tier and link is not None:
+                    hop = link.latency_s + size / link.bandwidth_bytes_per_s
+                    found[tier, end.tier] = max(found.get((tier, end.tier), 0.0), hop)
+        yield from ((a, b, hop) for (a, b), hop in found.items() if hop > 0)
+
+    def start(self, known: Placed) -> dict[int, float]:
+        """Columns that say the variants and the machines of a placement."""
+        values = {self.rate: self.ask.rate}
+        for choice in known.choices:
+            of_worker = {s.worker: float(s.machines) for s in choice.shares}
+            variants = self.workflow.operator(choice.operator).variants
+            values |= {self.variants[choice.operator, v.name]: float(v.name == choice.variant) for v in variants}
+            values |= {o.column: of_worker.get(o.worker.name, 0.0) for o in self.by_operator[choice.operator]}
+        return values
+
+    def read(self, found: Found, took_s: float) -> Placed:
+        """The placement that the columns' values say."""
+        values = found.values
+        choices = []
+        for op in self.workflow.operators:
+            variant = max(op.variants, key=lambda v: values[self.variants[op.name, v.name]])
+            mine = [o for o in self.by_operator[op.name] if values[o.load] > 1e-9 and o.variant == variant.name]
+            shares = []
+            for o in mine:
+                machines = values[o.column] if self.ask.shared else round(values[o.column])
+                shares.append(Share(o.worker.name, machines, values[o.load], o.batch, values[o.load] / (o.capacity * machines)))
+            choices.append(Choice(op.name, variant.name, tuple(shares)))
+        compute = sum(round(values[self.used[w.name]]) * w.price_per_hour for w in self.machines.workers)
+        traffic = sum(values[column] * dollars for column, dollars in self.traffic)
+        latency = self._latency_of(choices) if self.ask.latency_s else 0.0
+        accuracy = self.workflow.accuracy_of({c.operator: c.variant for c in choices})
+        gap = max(0.0, (found.objective - found.bound) / found.objective) if found.objective > 0 and not found.proven else 0.0
+        return Placed(self.ask, accuracy, tuple(choices), compute, traffic, latency, gap, took_s)
+
+    def _latency_of(self, choices: list[Choice]) -> float:
+        """The longest path, each operator at its slowest worker as busy as it is."""
+        done: dict[str, float] = {s.name: 0.0 for s in self.workflow.sources}
+        by_name = {c.operator: c for c in choices}
+        tiers = {c.operator: [self.machines.worker(s.worker).tier for s in c.shares] for c in choices}
+        tiers |= {s.name: [s.tier] for s in self.workflow.sources}
+        for op in self.workflow.operators:
+            choice, variant = by_name[op.name], op.variant(by_name[op.name].variant)
+            own = max(
+                percentile_latency_s(s.batch, dict(variant.batches(s.worker))[s.batch], s.busy, self.ask.percentile) for s in choice.shares
+            )
+            arrive = 0.0
+            for name, _ in op.inputs:
+                hops = [hop for a, b, hop in self._hops(name) if a in tiers[name] and b in tiers[op.name]]
+                arrive = max(arrive, done[name] + max(hops, default=0.0))
+            done[op.name] = arrive + own
+        return max(done[name] for name in self.workflow.sinks)
+
+
+def accurate_enough(milp: Milp, workflow: Workflow, least: float, variants: Mapping[tuple[str, str], int]) -> None:
+    """Rows that choose one variant of each operator, together at least so accurate. `variants`: columns by operator and variant."""
+    accuracy = workflow.accuracy
+    for op in workflow.operators:
+        milp.row({variants[op.name, v.name]: 1.0 for v in op.variants}, 1, 1)
+    if not accuracy.table:
+        if least > 0:
+            every = ((op, v) for op in workflow.operators for v in op.variants)
+            factors = {variants[op.name, v.name]: log(max(v.factor, 1e-300)) for op, v in every}
+            milp.row(factors, least=log(least / accuracy.base) - 1e-12)
+        return
+    rows = [(row, milp.column(1, whole=True)) for row, value in accuracy.table if value >= least]
+    milp.row({column: 1.0 for _, column in rows}, 1, 1)
+    for i, name in enumerate(accuracy.operators):
+        for v in workflow.operator(name).variants:
+            with_it = {column: 1.0 for row, column in rows if row[i] == v.name}
+            milp.row({**with_it, variants[name, v.name]: -1.0}, 0, 0)
+
+
+def _most(op: Operator, machines: Machines) -> float:
+    """Requests/s of an operator if every worker ran it."""
+    return sum(w.count * max((b / s for v in op.variants for b, s in v.batches(w.name)), default=0.0) for w in machines.workers)
+
+
+def cheapest(workflow: Workflow, machines: Machines, ask: Ask, limit_s: float = 60.0, known: Placed | None = None) -> Placed | None:
+    """The placement of least price that does what is asked for; None where none was found. Proven unless `limit_s` seconds were too few.
+
+    `known`: a placement to begin with, of throughput alone.
+    """
+    begun = time.monotonic()
+    problem = _Problem(workflow, machines, ask, free_rate=False)
+    found = problem.milp.solve(limit_s, problem.start(known) if known is not None else None)
+    return problem.read(found, time.monotonic() - begun) if found.values else None
+
+
+def highest_rate(workflow: Workflow, machines: Machines, ask: Ask, limit_s: float = 60.0) -> float:
+    """Requests/s that all machines together can do of what is asked for, whatever it costs; 0 where nothing can be."""
+    problem = _Problem(workflow, machines, ask, free_rate=True)
+    found = problem.milp.solve(limit_s)
+    return found.values[problem.rate] if found.values else 0.0

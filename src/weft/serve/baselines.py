@@ -1,0 +1,196 @@
+"""What others would place, for comparison. In: workflow, machines, what is asked for. Out: `Placed`, or None where they find nothing.
+
+`two_steps` is JellyBean's own way (Wu et al., VLDB 2022, sections 4.2 and 4.3, "multiple tiers", greedy within): a beam of variants under
+the accuracy target, then workers for one operator after another in topological order, a beam of partial assignments kept. `greedy` is the
+same with one of everything. `one_size` takes the most accurate variants and puts everything into the highest tier.
+
+Of throughput alone: neither latency nor shared workers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import islice
+from math import inf
+
+from weft.serve.assign import GIB, HOUR_S, Ask, Choice, Placed, Share, accurate_enough, cheapest
+from weft.serve.milp import Milp
+from weft.serve.workflow import Link, Machines, Operator, Variant, Worker, Workflow
+
+BEAM, ORDERS, STATES = 10, 10, 10  # JellyBean's own configuration
+
+
+def two_steps(
+    workflow: Workflow, machines: Machines, ask: Ask, beam: int = BEAM, orders: int = ORDERS, states: int = STATES
+) -> Placed | None:
+    """JellyBean's choice."""
+    begun, workers = time.monotonic(), _single(machines)
+    best: tuple[float, _State, dict[str, Variant]] | None = None
+    for variants in islice(_accurate(workflow, machines, ask.accuracy), beam):
+        for order in islice(_orders(workflow, ()), orders):
+            for state in _assigned(_Case(workflow, machines, ask, variants), order, workers, states):
+                if best is None or state.price < best[0]:
+                    best = state.price, state, variants
+    if best is None:
+        return None
+    price, state, variants = best
+    return _placed(workflow, ask, state, variants, price, time.monotonic() - begun)
+
+
+def greedy(workflow: Workflow, machines: Machines, ask: Ask) -> Placed | None:
+    """The cheapest variants that are accurate enough, in one order, each operator at its least price."""
+    return two_steps(workflow, machines, ask, 1, 1, 1)
+
+
+def one_size(workflow: Workflow, machines: Machines, ask: Ask, limit_s: float = 60.0) -> Placed | None:
+    """The most accurate choice of all, in the highest tier, at the least price there."""
+    top = max(w.tier for w in machines.workers)
+    there = Machines(tuple(w for w in machines.workers if w.tier == top), _within(machines, top))
+    return cheapest(workflow, there, replace(ask, accuracy=max(workflow.levels())), limit_s)
+
+
+def _within(machines: Machines, top: int) -> tuple[Link, ...]:
+    names = {w.name for w in machines.workers if w.tier < top}
+    return tuple(link for link in machines.links if not {link.start, link.end} & names)
+
+
+@dataclass(frozen=True)
+class _Case:
+    workflow: Workflow
+    machines: Machines
+    ask: Ask
+    variants: Mapping[str, Variant]
+
+    def capacity(self, op: Operator, worker: Worker) -> float:
+        """Requests/s, 0 where it cannot run the variant."""
+        return max((b / seconds for b, seconds in self.variants[op.name].batches(worker.name)), default=0.0)
+
+    def traffic(self, op: Operator, worker: Worker, load: float, given: Mapping[str, tuple[tuple[Worker, float], ...]]) -> float:
+        """Dollars an hour of what `load` requests/s on a worker read, from each place in proportion to what it makes."""
+        total = 0.0
+        sources = {s.name: s for s in self.workflow.sources}
+        for name, _ in op.inputs:
+            if name in sources:
+                source = sources[name]
+                starts = [(source.name, source.tier, 1.0, source.output_bytes)]
+            else:
+                made = sum(x for _, x in given[name])
+                starts = [(w.name, w.tier, x / made, self.variants[name].output_bytes) for w, x in given[name]]
+            for start, tier, part, size in starts:
+                if worker.tier < tier:
+                    return inf
+                link = self.machines.link(start, tier, worker)
+                if worker.tier > tier:
+                    total += inf if link is None else link.price_per_gib * size * load * part * HOUR_S / GIB
+        return total
+
+
+@dataclass(frozen=True)
+class _State:
+    price: float
+    compute: float
+    given: Mapping[str, tuple[tuple[Worker, float], ...]]
+    free: frozenset[int]
+
+
+def _assigned(case: _Case, order: tuple[Operator, ...], workers: list[Worker], keep: int) -> list[_State]:
+    """Complete assignments, cheapest first, operators taken in `order`."""
+    found = [_State(0.0, 0.0, {}, frozenset(range(len(workers))))]
+    tiers = sorted({w.tier for w in workers})
+    for op in order:
+        load = case.workflow.rates[op.name] * case.ask.rate
+        following = []
+        for state in found:
+            below = max((max(w.tier for w, _ in state.given[name]) for name, _ in op.inputs if name in state.given), default=0)
+            for top in (t for t in tiers if t >= below):
+                there = [i for i in sorted(state.free) if below <= workers[i].tier <= top and case.capacity(op, workers[i]) > 0]
+                chosen = _filled(case, op, load, workers, there, state.given)
+                if chosen is None:
+                    continue
+                shares = tuple((workers[i], x) for i, x in chosen)
+                compute = sum(w.price_per_hour for w, _ in shares)
+                traffic = sum(case.traffic(op, w, x, state.given) for w, x in shares)
+                if traffic < inf:
+                    free = state.free - {i for i, _ in chosen}
+                    following.append(
+                        _State(state.price + compute + traffic, state.compute + compute, {**state.given, op.name: shares}, free)
+                    )
+        found = sorted(following, key=lambda s: s.price)[:keep]
+    return found
+
+
+def _filled(
+    case: _Case, op: Operator, load: float, workers: list[Worker], there: list[int], given: Mapping[str, tuple[tuple[Worker, float], ...]]
+) -> list[tuple[int, float]] | None:
+    """Workers until they carry the load: where one of the lowest tier carries what is left alone, the cheapest such; else by the price of a
+    request."""
+    chosen: list[tuple[int, float]] = []
+    left, waiting = load, list(there)
+    unit = {i: case.traffic(op, workers[i], 1.0, given) for i in there}
+    while left > 1e-12 * load:
+        if not waiting:
+            return None
+        lowest = min(workers[i].tier for i in waiting)
+        alone = [i for i in waiting if workers[i].tier == lowest and case.capacity(op, workers[i]) >= left]
+
+        def price(i: int, x: float) -> float:
+            return workers[i].price_per_hour + x * unit[i]
+
+        if alone:
+            best = min(alone, key=lambda i: (price(i, left), case.capacity(op, workers[i])))
+            waiting = alone
+        else:
+            best = min(waiting, key=lambda i: (price(i, case.capacity(op, workers[i])) / case.capacity(op, workers[i]), price(i, left)))
+        taken = min(left, case.capacity(op, workers[best]))
+        chosen.append((best, taken))
+        waiting = [i for i in waiting if i != best]
+        left -= taken
+    return chosen
+
+
+def _accurate(workflow: Workflow, machines: Machines, accuracy: float) -> Iterator[dict[str, Variant]]:
+    """Choices of variants that are accurate enough, by what their requests cost on the average worker (an unknown one last)."""
+
+    def cost(v: Variant) -> float:
+        ran = [(machines.worker(name).price_per_hour * batches[0][1]) for name, batches in v.latency_s if batches]
+        return sum(ran) / len(ran) if ran else 1e6
+
+    milp = Milp()
+    columns = {(op.name, v.name): milp.column(1, cost(v), whole=True) for op in workflow.operators for v in op.variants}
+    accurate_enough(milp, workflow, accuracy, columns)
+    while values := milp.solve().values:
+        choice = {op.name: next(v for v in op.variants if values[columns[op.name, v.name]] > 0.5) for op in workflow.operators}
+        yield choice
+        milp.row({columns[name, v.name]: 1.0 for name, v in choice.items()}, most=len(choice) - 1)  # another one
+
+
+def _orders(workflow: Workflow, done: tuple[Operator, ...]) -> Iterator[tuple[Operator, ...]]:
+    """Topological orders."""
+    if len(done) == len(workflow.operators):
+        yield done
+        return
+    ready = {op.name for op in done} | {s.name for s in workflow.sources}
+    for op in workflow.operators:
+        if op not in done and all(name in ready for name, _ in op.inputs):
+            yield from _orders(workflow, (*done, op))
+
+
+def _single(machines: Machines) -> list[Worker]:
+    return [replace(w, count=1) for w in machines.workers for _ in range(w.count)]
+
+
+def _placed(workflow: Workflow, ask: Ask, state: _State, variants: Mapping[str, Variant], price: float, took_s: float) -> Placed:
+    choices = []
+    for op in workflow.operators:
+        by_worker: dict[str, list[float]] = {}
+        for w, x in state.given[op.name]:
+            by_worker.setdefault(w.name, []).append(x)
+        shares = []
+        for name, loads in by_worker.items():
+            batch, seconds = max(variants[op.name].batches(name), key=lambda pair: pair[0] / pair[1])
+            shares.append(Share(name, len(loads), sum(loads), batch, sum(loads) * seconds / batch / len(loads)))
+        choices.append(Choice(op.name, variants[op.name].name, tuple(shares)))
+    accuracy = workflow.accuracy_of({name: v.name for name, v in variants.items()})
+    return Placed(ask, accuracy, tuple(choices), state.compute, price - state.compute, 0.0, inf, took_s)

@@ -1,0 +1,137 @@
+"""Why a placement costs what it costs, or why there is none. In: workflow, machines, what was asked. Out: sentences, the frontier."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from weft.errors import Infeasible
+from weft.serve.assign import Ask, Placed, highest_rate
+from weft.serve.place import place
+from weft.serve.workflow import Machines, Workflow
+from weft.units import format_seconds
+
+FULL = 0.999
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """`what` binds or would change, and `why` in words."""
+
+    what: str
+    why: str
+
+
+def frontier(workflow: Workflow, machines: Machines, ask: Ask, limit_s: float = 60.0) -> tuple[Placed, ...]:
+    """The least price of each accuracy that can be reached, ascending: none is dearer and less accurate than another."""
+    found: list[Placed] = []
+    dearest = float("inf")
+    for level in reversed(workflow.levels()):
+        if found and found[-1].accuracy < level:
+            continue  # the one before is more accurate at no higher price
+        placed = place(workflow, machines, replace(ask, accuracy=level), limit_s)
+        if placed is not None and placed.price_per_hour < dearest - 1e-9:
+            found.append(placed)
+            dearest = placed.price_per_hour
+    return tuple(reversed(found))
+
+
+def reasons(workflow: Workflow, machines: Machines, placed: Placed, line: tuple[Placed, ...], limit_s: float = 60.0) -> tuple[Reason, ...]:
+    """What binds, and what the next cent buys. `line`: the frontier."""
+    ask = placed.ask
+    found = [Reason("accuracy", f"{placed.accuracy:g} of at least {ask.accuracy:g}")]
+    found += [Reason(f"{c.operator}", _choice_words(workflow, c.operator, placed)) for c in placed.choices]
+    better = next((p for p in line if p.accuracy > placed.accuracy), None)
+    if better is not None:
+        more = better.price_per_hour - placed.price_per_hour
+        found.append(Reason("the next cent", f"${more:,.4f} an hour more buys {better.accuracy:g}: {_differences(placed, better)}"))
+    else:
+        found.append(Reason("the next cent", "buys no accuracy: this is the most accurate choice that these workers can run"))
+    most = highest_rate(workflow, machines, ask, limit_s)
+    found.append(Reason("rate", f"{ask.rate:g} requests/s; all workers together do {most:.4g} at this accuracy"))
+    full = [f"{s.worker} ({c.operator})" for c in placed.choices for s in c.shares if s.busy >= FULL]
+    if full:
+        found.append(Reason("full workers", f"{', '.join(full)}: another request/s needs other workers"))
+    if ask.latency_s:
+        words = f"{format_seconds(placed.latency_s)} for {ask.percentile:.0%} of requests, at most {format_seconds(ask.latency_s)}"
+        found.append(Reason("latency", words))
+    return tuple(found)
+
+
+def _choice_words(workflow: Workflow, operator: str, placed: Placed) -> str:
+    choice = placed.choice(operator)
+    count = len(workflow.operator(operator).variants)
+    who = ", ".join(f"{s.machines:g} x {s.worker} at {s.busy:.0%}" for s in choice.shares)
+    return f"{choice.variant}{f' of {count} variants' if count > 1 else ''} on {who}"
+
+
+def _differences(a: Placed, b: Placed) -> str:
+    changed = [f"{x.operator} {x.variant} to {y.variant}" for x, y in zip(a.choices, b.choices, strict=True) if x.variant != y.variant]
+    return ", ".join(changed) or "other workers"
+
+
+def refuse(workflow: Workflow, machines: Machines, ask: Ask, limit_s: float = 60.0) -> Infeasible:
+    """Why nothing does what is asked for, with the nearest that can be."""
+    top = max(workflow.levels())
+    if ask.accuracy > top + 1e-12:
+        return Infeasible(f"accuracy {ask.accuracy:g} is out of reach: the best choice of variants has {top:g}; use --accuracy {top:g}")
+    for op in workflow.operators:
+        if not any(v.batches(w.name) for v in op.variants for w in machines.workers):
+            have = sorted({worker for v in op.variants for worker, _ in v.latency_s})
+            return Infeasible(
+                f"no worker can run {op.name}: its latencies are of {', '.join(have) or 'none'}, and the workers are "
+                f"{', '.join(w.name for w in machines.workers)}; profile it there, or add one of those"
+            )
+    loose = replace(ask, latency_s=0.0)
+    most = highest_rate(workflow, machines, loose, limit_s)
+    unlinked = ", ".join(_unlinked(workflow, machines))
+    if most <= 1e-9:
+        nowhere = "the variants that are accurate enough run only on workers that no request gets to"
+        why = f"no link leads to {unlinked}" if unlinked else nowhere
+        return Infeasible(f"no requests get through at accuracy {ask.accuracy:g}: {why}; add a [[link]], or ask for less accuracy")
+    if most < ask.rate * (1 - 1e-9):
+        return Infeasible(
+            f"{ask.rate:g} requests/s are beyond all workers: together they do {most:.4g} at accuracy {ask.accuracy:g}; "
+            f"use --rate {_rounded_down(most):g}, less accuracy, or more workers"
+            + (f"; no link leads to {unlinked}, which do nothing" if unlinked else "")
+        )
+    nearest = _least_latency(workflow, machines, ask, limit_s)
+    said = f"the nearest is {format_seconds(nearest)}: use --latency {nearest:.3g}" if nearest else "use a lower rate"
+    asked = f"{format_seconds(ask.latency_s)} for {ask.percentile:.0%} of requests"
+    return Infeasible(f"{asked} cannot be kept at {ask.rate:g} requests/s; {said}")
+
+
+def _least_latency(workflow: Workflow, machines: Machines, ask: Ask, limit_s: float) -> float:
+    """The least latency that can be kept, to 5 %, rounded up; 0 where nobody knows one."""
+    low, high = ask.latency_s, ask.latency_s
+    for _ in range(12):
+        high *= 2
+        if place(workflow, machines, replace(ask, latency_s=high), limit_s) is not None:
+            break
+    else:
+        return 0.0
+    while high > low * 1.05:
+        middle = (low * high) ** 0.5
+        if place(workflow, machines, replace(ask, latency_s=middle), limit_s) is None:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def _unlinked(workflow: Workflow, machines: Machines) -> Iterator[str]:
+    """Workers above the lowest tier to which nothing leads."""
+    for w in machines.workers:
+        from_sources = any(s.tier == w.tier or machines.link(s.name, s.tier, w) for s in workflow.sources)
+        if not from_sources and not any(o.tier < w.tier and machines.link(o.name, o.tier, w) for o in machines.workers):
+            yield w.name
+
+
+def _rounded_down(rate: float) -> float:
+    """To three digits, never up.
+
+    >>> _rounded_down(107.0819)
+    107.0
+    """
+    step = 10.0 ** (len(str(int(rate))) - 3) if rate >= 1 else 0.001
+    return float(f"{int(rate / step) * step:.6g}")

@@ -1,0 +1,87 @@
+"""A mixed-integer linear programme, built row by row and solved by HiGHS. In: columns, rows. Out: values, the best proven bound.
+
+Needs the extra `serve` (highspy), which must never share a process with `ortools`: both carry a HiGHS.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from weft.errors import UsageError
+
+INFINITE = float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """`values` are empty where nothing is feasible; `bound` is what no solution beats."""
+
+    values: tuple[float, ...]
+    objective: float
+    bound: float
+    proven: bool
+
+
+@dataclass
+class Milp:
+    """Minimises the sum of cost x column under rows `least <= sum of coefficient x column <= most`."""
+
+    costs: list[float] = field(default_factory=list)
+    lower: list[float] = field(default_factory=list)
+    upper: list[float] = field(default_factory=list)
+    whole: list[bool] = field(default_factory=list)
+    rows: list[tuple[float, float, dict[int, float]]] = field(default_factory=list)
+
+    def column(self, upper: float = INFINITE, cost: float = 0.0, whole: bool = False, lower: float = 0.0) -> int:
+        """A new column from `lower` to `upper`; its number."""
+        self.costs.append(cost)
+        self.lower.append(lower)
+        self.upper.append(upper)
+        self.whole.append(whole)
+        return len(self.costs) - 1
+
+    def row(self, terms: Mapping[int, float], least: float = -INFINITE, most: float = INFINITE) -> None:
+        self.rows.append((least, most, {column: value for column, value in terms.items() if value}))
+
+    def solve(self, limit_s: float = 60.0, start: Mapping[int, float] | None = None) -> Found:
+        """The optimum, or the best solution within `limit_s` seconds. `start`: values of some columns of a solution that is known.
+
+        Raises:
+            UsageError: highspy is not installed.
+        """
+        highs: Any
+        try:
+            import highspy as highs
+        except ImportError:
+            raise UsageError("placing a workflow needs HiGHS: pip install 'weft[serve]'") from None
+        problem = highs.HighsLp()
+        problem.num_col_, problem.num_row_ = len(self.costs), len(self.rows)
+        problem.col_cost_, problem.col_lower_, problem.col_upper_ = self.costs, self.lower, self.upper
+        problem.row_lower_, problem.row_upper_ = [row[0] for row in self.rows], [row[1] for row in self.rows]
+        starts, columns, values = [0], [], []
+        for _, _, terms in self.rows:
+            columns += list(terms)
+            values += list(terms.values())
+            starts.append(len(columns))
+        problem.a_matrix_.format_ = highs.MatrixFormat.kRowwise
+        problem.a_matrix_.start_, problem.a_matrix_.index_, problem.a_matrix_.value_ = starts, columns, values
+        kinds = (highs.HighsVarType.kContinuous, highs.HighsVarType.kInteger)
+        problem.integrality_ = [kinds[one] for one in self.whole]
+        solver = highs.Highs()
+        solver.setOptionValue("output_flag", False)
+        solver.setOptionValue("time_limit", float(limit_s))
+        solver.setOptionValue("mip_rel_gap", 1e-9)
+        solver.setOptionValue("mip_feasibility_tolerance", 1e-9)
+        solver.setOptionValue("threads", 1)
+        solver.passModel(problem)
+        if start:
+            solver.setSolution(len(start), list(start), list(start.values()))
+        solver.run()
+        info, status = solver.getInfo(), solver.getModelStatus()
+        if info.primal_solution_status != highs.SolutionStatus.kSolutionStatusFeasible:
+            return Found((), INFINITE, INFINITE, status == highs.HighsModelStatus.kInfeasible)
+        bound = info.mip_dual_bound if any(self.whole) else info.objective_function_value
+        found = tuple(solver.getSolution().col_value)
+        return Found(found, info.objective_function_value, bound, status == highs.HighsModelStatus.kOptimal)

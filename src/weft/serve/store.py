@@ -1,0 +1,84 @@
+"""A placement as a file. In: `Placed`. Out: TOML text, and back, exactly. `weft serve plan -o` writes it, `weft serve run` reads it."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from weft.errors import ConfigError, UsageError
+from weft.serve.assign import Ask, Choice, Placed, Share
+
+KIND = "weft serve plan"
+
+
+def format_placed(placed: Placed, workflow: str, machines: str = "") -> str:
+    """The text; `workflow` and `machines`: the files that it is of."""
+    ask = placed.ask
+    lines = [
+        f'kind = "{KIND}"',
+        f"workflow = {_text(workflow)}",
+        *([f"cluster = {_text(machines)}"] if machines else []),
+        f"rate = {ask.rate!r}  # requests/s",
+        f"accuracy = {ask.accuracy!r}  # at least; the choice has {placed.accuracy:g}",
+        f"latency_s = {ask.latency_s!r}  # 0: throughput alone",
+        f"percentile = {ask.percentile!r}",
+        f"shared = {str(ask.shared).lower()}",
+        f"most_spot = {ask.most_spot!r}",
+        "",
+        "[prediction]",
+        f"accuracy = {placed.accuracy!r}",
+        f"compute_per_hour = {placed.compute_per_hour!r}  # dollars",
+        f"communication_per_hour = {placed.communication_per_hour!r}",
+        f"latency_s = {placed.latency_s!r}",
+        f"bound_gap = {placed.bound_gap!r}",
+    ]
+    for choice in placed.choices:
+        lines += ["", f"[operator.{_key(choice.operator)}]", f"variant = {_text(choice.variant)}"]
+        for s in choice.shares:
+            values = f"machines = {s.machines!r}, load = {s.load!r}, batch = {s.batch}, busy = {s.busy!r}"
+            lines.append(f"workers.{_key(s.worker)} = {{ {values} }}")
+    return "\n".join(lines) + "\n"
+
+
+def parse_placed(text: str, where: str = "plan") -> tuple[Placed, str, str]:
+    """(placement, its workflow's file, its machines' file or nothing).
+
+    Raises:
+        ConfigError: not such a file, or one that lacks something.
+    """
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{where} is not TOML: {error}") from error
+    if data.get("kind") != KIND:
+        raise ConfigError(f"{where} is no plan of a workflow: it has no kind = {KIND!r}; `weft serve plan WORKFLOW.toml -o` writes one")
+    try:
+        ask = Ask(*(data[key] for key in ("rate", "accuracy", "latency_s", "percentile", "shared", "most_spot")))
+        choices = tuple(_choice(name, row) for name, row in data["operator"].items())
+        p = data["prediction"]
+        placed = Placed(ask, p["accuracy"], choices, p["compute_per_hour"], p["communication_per_hour"], p["latency_s"], p["bound_gap"])
+        return placed, data["workflow"], data.get("cluster", "")
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{where} lacks {error}; `weft serve plan WORKFLOW.toml -o` writes a whole one") from error
+
+
+def read_placed(path: str | Path) -> tuple[Placed, str, str]:
+    """As `parse_placed`, of a file. Raises `UsageError` where it cannot be read."""
+    try:
+        return parse_placed(Path(path).read_text(), str(path))
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _choice(name: str, row: dict[str, Any]) -> Choice:
+    shares = tuple(Share(worker, s["machines"], s["load"], s["batch"], s["busy"]) for worker, s in row["workers"].items())
+    return Choice(name, row["variant"], shares)
+
+
+def _text(text: str) -> str:
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def _key(name: str) -> str:
+    return name if name.replace("-", "").replace("_", "").isalnum() and name.isascii() else _text(name)

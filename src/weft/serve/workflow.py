@@ -1,0 +1,215 @@
+"""What is served on what: `Workflow` (sources, operators with variants, how accuracy composes), `Machines` (workers, links). Frozen data.
+
+Units: requests/s, seconds, bytes, dollars an hour, dollars a GiB. A source hands requests to operators; an operator handles, of each input
+`ratio` requests for each of the input's, and hands on one message each; what has no reader is the answer.
+
+Not modelled: operators that change their rate by content; workers that run several operators at once on different cores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from graphlib import CycleError, TopologicalSorter
+
+from weft.errors import ConfigError, UsageError, nearest
+
+Batches = tuple[tuple[int, float], ...]  # (requests together, seconds), ascending
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One way to compute an operator. `latency_s`: by worker, seconds of a batch by its size. `output_bytes`: of one message.
+
+    `factor`: what it multiplies accuracy by, where the workflow says so.
+    """
+
+    name: str
+    latency_s: tuple[tuple[str, Batches], ...]
+    output_bytes: float = 0.0
+    factor: float = 1.0
+
+    def batches(self, worker: str) -> Batches:
+        """Of a worker, () where it cannot run the variant."""
+        return dict(self.latency_s).get(worker, ())
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """`inputs`: names of sources and operators, each with the requests that it makes of one of the input's."""
+
+    name: str
+    inputs: tuple[tuple[str, float], ...]
+    variants: tuple[Variant, ...]
+
+    def variant(self, name: str) -> Variant:
+        return next(v for v in self.variants if v.name == name)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where requests come from: `share` of the rate that is planned for, on `tier`."""
+
+    name: str
+    output_bytes: float = 0.0
+    share: float = 1.0
+    tier: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """`count` equal machines on a tier; `spot` ones may be taken away."""
+
+    name: str
+    tier: int
+    price_per_hour: float
+    count: int = 1
+    spot: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """From a tier, worker or source to a tier or worker. `latency_s` and `bandwidth_bytes_per_s` count where a latency is asked for."""
+
+    start: str
+    end: str
+    price_per_gib: float = 0.0
+    latency_s: float = 0.0
+    bandwidth_bytes_per_s: float = float("inf")
+
+
+@dataclass(frozen=True)
+class Machines:
+    """Workers by tier, and the links on which traffic goes up; within a tier it is free, and it never goes down.
+
+    Raises:
+        ConfigError: two workers of a name, a price or count below zero, a link of nothing.
+    """
+
+    workers: tuple[Worker, ...]
+    links: tuple[Link, ...] = ()
+
+    def __post_init__(self) -> None:
+        names = [w.name for w in self.workers]
+        if len(set(names)) < len(names) or not names:
+            raise ConfigError(f"workers {', '.join(names) or '(none)'}: give at least one, each with a name of its own")
+        for w in self.workers:
+            if not 0 <= w.price_per_hour < float("inf") or w.count < 1 or w.tier < 0:
+                raise ConfigError(
+                    f"worker {w.name}: price_per_hour = {w.price_per_hour:g}, count = {w.count}, tier = {w.tier}; "
+                    "a price and a tier are zero or more, and there is at least one of it"
+                )
+
+    def worker(self, name: str) -> Worker:
+        return next(w for w in self.workers if w.name == name)
+
+    def link(self, start: str, start_tier: int, end: Worker) -> Link | None:
+        """The link from a worker or source `start` to a worker: the most particular that is given, None where there is none."""
+        by_ends = {(link.start, link.end): link for link in self.links}
+        for key in ((start, end.name), (start, str(end.tier)), (str(start_tier), end.name), (str(start_tier), str(end.tier))):
+            if key in by_ends:
+                return by_ends[key]
+        return None
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """How the variants' choice makes the accuracy: a `table` of end-to-end values by the variants of `operators`, or (without one) `base`
+    times the factors of all variants."""
+
+    operators: tuple[str, ...] = ()
+    table: tuple[tuple[tuple[str, ...], float], ...] = ()
+    base: float = 100.0
+
+
+@dataclass(frozen=True)
+class Workflow:
+    """Operators in any order; they are kept sorted, each behind its inputs.
+
+    Raises:
+        ConfigError: a cycle, an input or variant that is not there, an operator without variants.
+    """
+
+    name: str
+    sources: tuple[Source, ...]
+    operators: tuple[Operator, ...]
+    accuracy: Accuracy = field(default_factory=Accuracy)
+
+    def __post_init__(self) -> None:
+        known = [*(s.name for s in self.sources), *(op.name for op in self.operators)]
+        if len(set(known)) < len(known) or not self.operators or not self.sources:
+            raise ConfigError(f"workflow {self.name} has sources and operators {', '.join(known)}; each needs a name of its own")
+        for op in self.operators:
+            if not op.variants or not op.inputs:
+                have = f"{len(op.variants)} variants and {len(op.inputs)} inputs"
+                raise ConfigError(f"operator {op.name} has {have}; give at least one of each")
+            for name, ratio in op.inputs:
+                if name not in known:
+                    raise ConfigError(f"operator {op.name}: input {name} is no source and no operator{nearest(name, known)}")
+                if not 0 < ratio < float("inf"):
+                    raise ConfigError(f"operator {op.name}: {ratio:g} requests of one of {name}'s; it is above zero")
+        graph = {op.name: {name for name, _ in op.inputs} for op in self.operators}
+        try:
+            order = list(TopologicalSorter(graph).static_order())
+        except CycleError as error:
+            raise ConfigError(f"workflow {self.name} goes in a circle: {' -> '.join(error.args[1])}; cut one of these inputs") from None
+        by_name = {op.name: op for op in self.operators}
+        object.__setattr__(self, "operators", tuple(by_name[name] for name in order if name in by_name))
+        self._check_accuracy(by_name)
+
+    def _check_accuracy(self, by_name: Mapping[str, Operator]) -> None:
+        for name in self.accuracy.operators:
+            if name not in by_name:
+                raise ConfigError(f"accuracy: {name} is no operator{nearest(name, by_name)}")
+        for row, _ in self.accuracy.table:
+            for name, variant in zip(self.accuracy.operators, row, strict=True):
+                have = [v.name for v in by_name[name].variants]
+                if variant not in have:
+                    raise ConfigError(f"accuracy: operator {name} has no variant {variant}{nearest(variant, have)}")
+
+    def operator(self, name: str) -> Operator:
+        return next(op for op in self.operators if op.name == name)
+
+    @cached_property
+    def rates(self) -> dict[str, float]:
+        """Requests of each source and operator for one request/s: an operator keeps up with the slowest of its inputs."""
+        found = {s.name: s.share for s in self.sources}
+        for op in self.operators:
+            found[op.name] = min(found[name] * ratio for name, ratio in op.inputs)
+        return found
+
+    @property
+    def sinks(self) -> tuple[str, ...]:
+        read = {name for op in self.operators for name, _ in op.inputs}
+        return tuple(op.name for op in self.operators if op.name not in read)
+
+    def accuracy_of(self, variants: Mapping[str, str]) -> float:
+        """End-to-end, of a variant for each operator. Raises `UsageError` where the table lacks it."""
+        if not self.accuracy.table:
+            found = self.accuracy.base
+            for op in self.operators:
+                found *= op.variant(variants[op.name]).factor
+            return found
+        key = tuple(variants[name] for name in self.accuracy.operators)
+        for row, value in self.accuracy.table:
+            if row == key:
+                return value
+        raise UsageError(f"workflow {self.name} does not say how accurate {', '.join(key)} is; add it to its table of accuracy")
+
+    def levels(self) -> tuple[float, ...]:
+        """Accuracies that some choice of variants reaches, ascending; of factors the operators' Pareto-best alone, 64 at most."""
+        if self.accuracy.table:
+            return tuple(sorted({value for _, value in self.accuracy.table}))
+        found = {self.accuracy.base}
+        for op in self.operators:
+            found = {value * v.factor for value in found for v in op.variants}
+            if len(found) > 4096:
+                found = set(_thinned(sorted(found), 1024))
+        return tuple(_thinned(sorted(found), 64))
+
+
+def _thinned(values: list[float], most: int) -> Iterator[float]:
+    """The first, the last, and every n-th between, `most` at most."""
+    step = max(1, -(-len(values) // most))
+    yield from (v for i, v in enumerate(values) if i % step == 0 or i == len(values) - 1)
