@@ -155,5 +155,5 @@ def test_one_key_head_for_all_queries_is_not_cut_by_heads() -> None:
         assert found is not None
         return set(found.labels)
 
-    assert labels(4) == labels(2) == {"b-1", "h"}
-    assert labels(1) == {"b-1"}
+    assert labels(4) == labels(2) == {"b-1", "h", "s", "t"}
+    assert labels(1) == {"b-1", "s", "t"}

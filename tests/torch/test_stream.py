@@ -51,6 +51,8 @@ BOXES = [
     Place((4, 6, 8), ((2, 4, 4),)).box(),
     Place((4, 6, 8), ((0, 2, 2), (0, 1, 1))).box(),  # a piece of a piece
     Place((4, 6), ((0, 2, 2),), Fold(0)).box(Samples.range(8, 4, 16)),
+    Place((24, 2), ((0, 12, 12),), runs=((0, 4, 2, 1),)).box(),  # positions of samples that lie in one dimension
+    Place((24,), (), Fold(0, 1, 6), ((0, 6, 3, 3),)).box(Samples(4, 16, ((2, 8), (2, 1)))),
     Place((3, 24, 2), ((1, 12, 12),), Fold(1, 2, 3)).box(Samples(4, 16, ((2, 8), (2, 1)))),
     Box((1 << 63) + 12345, (((7, 1 << 40),),)),
     Place((0, 4)).box(),

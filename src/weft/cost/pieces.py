@@ -7,7 +7,7 @@ from math import prod
 from weft.model.graph import Operator
 from weft.model.sharding import Move, Sharding
 from weft.plan.axis import DATA, axis_of
-from weft.plan.placement import P, R, is_cut, is_shard
+from weft.plan.placement import P, R, is_cut, is_piece, is_shard
 
 
 def cut(sharding: Sharding | None, op: str, axis: str) -> bool:
@@ -29,7 +29,7 @@ def pieces(sharding: Sharding | None, value: str, but: str = "") -> int | float:
     if sharding is None or value not in sharding.forms:
         return 1
     forms = sharding.forms[value]
-    return prod(form.ways(sharding.sizes[axis]) for axis in tensor_axes(sharding) if axis != but and is_shard(form := forms.get(axis, R)))
+    return prod(form.ways(sharding.sizes[axis]) for axis in tensor_axes(sharding) if axis != but and is_piece(form := forms.get(axis, R)))
 
 
 def pieces_moving(sharding: Sharding, op: Operator, move: Move) -> int | float:

@@ -26,9 +26,9 @@ from weft.model.pointwise import is_product, read_shapes
 from weft.model.sharding import part_of
 from weft.ops import Rule, record_of, windows_of
 from weft.ops.record import Op
-from weft.ops.rule import HALO
+from weft.ops.rule import HALO, QUERIES
 from weft.ops.window import Resample
-from weft.plan.placement import Shard, is_cut, is_shard, pieces
+from weft.plan.placement import Range, Shard, Strided, is_halo, is_piece, is_shard, pieces, positions_of, shard
 from weft.world.world import Group
 
 
@@ -137,19 +137,21 @@ class Call:
         if axis is None:
             return 0, length
         placed, group = self.low.sharding.needs[self.op.name][0][axis], self.low.groups[axis]
-        assert is_cut(placed)
+        assert is_shard(placed) or is_halo(placed)
         start, count = part_of(placed, length, group.size, group.index)
         return start, start + count
 
     def _shares(self, axis: str) -> tuple[float, ...]:
         """The part that each rank along an axis has of the entries of the label that is cut there."""
-        form, length, n = *self._piece(axis), self.low.groups[axis].size
+        (placed, length), n = self._piece(axis), self.low.groups[axis].size
+        length = placed.size if isinstance(placed, Strided) else length
+        form = shard(placed.dim, length, n) if isinstance(placed, Strided) else placed
         return tuple((stop - start) / length for start, stop in form.ranges(length, n)) if form.lengths else (1 / n,) * n
 
-    def _piece(self, axis: str) -> tuple[Shard, int]:
+    def _piece(self, axis: str) -> tuple[Shard | Strided, int]:
         """How an operand lies that has the label which an axis cuts, and how long the dimension is."""
         for value, row, need in zip(self.op.inputs, self.rule.inputs, self.low.sharding.needs[self.op.name], strict=True):
-            if row is not None and self.cut[axis] in row and is_shard(form := need[axis]):
+            if row is not None and self.cut[axis] in row and is_piece(form := need[axis]):
                 return form, self.low.graph.tensors[value].shape[form.dim]
         raise AssertionError(f"{self.op.site} is cut over {axis}, and reads no pieces")
 
@@ -157,7 +159,16 @@ class Call:
         """The first entry that this rank has of the dimension that `kernel` is for."""
         (axis,) = self._cut_for(kernel)
         form, length = self._piece(axis)
+        assert is_shard(form)
         return form.part(length, self.low.groups[axis].size, self.low.groups[axis].index)[0]
+
+    def queries(self) -> tuple[Range, ...] | None:
+        """Of attention whose queries are cut, the positions of those that this rank has."""
+        for axis in self._cut_for(QUERIES):
+            placed, group = self.low.sharding.needs[self.op.name][0][axis], self.low.groups[axis]
+            assert is_piece(placed)
+            return positions_of(placed, self.read(0).shape[placed.dim], group.size, group.index)
+        return None
 
     def share(self, axis: str) -> float:
         """The part that this rank has."""
@@ -194,12 +205,18 @@ class Call:
         """Which draw an operator makes, and where this rank's piece of it lies."""
         made, low, number = self.made, self.low, self.low.drawing[self.op.name]
         labels = self.rule.outputs[0] if self.cut else ()
-        cuts, left, forms = [], list(made.shape), low.sharding.forms[self.op.outputs[0]]
+        cuts: list[tuple[int, int, int]] = []
+        runs: list[tuple[int, int, int, int]] = []
+        left, forms = list(made.shape), low.sharding.forms[self.op.outputs[0]]
         for axis, label in self.cut.items():
-            if label in labels and is_cut(form := forms[axis]):
-                start, left[form.dim] = part_of(form, left[form.dim], low.groups[axis].size, low.groups[axis].index)
+            form, group = forms[axis], low.groups[axis]
+            if label in labels and isinstance(form, Strided):
+                start, count = shard(form.dim, form.size, group.size).part(form.size, group.size, group.index)
+                runs.append((form.dim, form.size * form.inner, start * form.inner, count * form.inner))
+            elif label in labels and (is_shard(form) or is_halo(form)):
+                start, left[form.dim] = part_of(form, left[form.dim], group.size, group.index)
                 cuts.append((form.dim, start, left[form.dim]))
-        place = Place(made.shape, tuple(cuts), low.folds[number] if number < len(low.folds) else None)
+        place = Place(made.shape, tuple(cuts), low.folds[number] if number < len(low.folds) else None, tuple(runs))
         place = place.over(drawn_shape(self.op, low.graph.tensors))
         part = 0  # which piece of a cut operator this rank has
         for axis in self.cut:

@@ -12,7 +12,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.plan.placement import Deferred, Halo, HaloPartial, Partial, Placement, Range, Replicate, Shard, dual, pieces
+from weft.plan.placement import (
+    Deferred,
+    Halo,
+    HaloPartial,
+    Partial,
+    Placement,
+    Range,
+    Replicate,
+    Shard,
+    Strided,
+    dual,
+    piece,
+    pieces,
+    shard,
+    zigzag,
+)
 from weft.plan.transition import transition
 from weft.world.world import Group
 
@@ -49,6 +64,8 @@ class _Redistributed(torch.autograd.Function):
 
 def moved(x: Tensor, source: Placement, target: Placement, group: Group) -> Tensor:
     """One row of the table, forward only. Pieces without lengths are equal."""
+    if isinstance(source, Strided) or isinstance(target, Strided):
+        return _in_runs(x, source, target, group)
     match transition(source, target).collective, source, target:
         case "", Replicate() | Deferred(), Partial():
             return x / group.size
@@ -79,6 +96,46 @@ def moved(x: Tensor, source: Placement, target: Placement, group: Group) -> Tens
         case "halo_add", HaloPartial(dim, size, windows), _:
             return _fetched(x, dim, windows, pieces(size, group.size), group)
     raise AssertionError(f"no redistribution from {source} to {target}")
+
+
+def _in_runs(x: Tensor, source: Placement, target: Placement, group: Group) -> Tensor:
+    """A row of the table where positions of runs are cut: its row for shards, of a tensor in which runs, positions and what lies inside of
+    these are dimensions of their own, with positions in the order of ranks."""
+    cut, whole = (source, False) if isinstance(source, Strided) else (target, True)
+    assert isinstance(cut, Strided)
+    held = cut.size if whole else piece(cut.size, group.size, group.index)[1]
+    positions = shard(cut.dim + 1, cut.size, group.size)
+    x = x.reshape(*x.shape[: cut.dim], -1, held, cut.inner, *x.shape[cut.dim + 1 :])
+    if whole:
+        x = _ordered(x, cut, group.size, by_rank=True)
+        out = moved(x, _behind(source, cut), positions, group)
+    else:
+        out = moved(x, positions, _behind(target, cut), group)
+        out = _ordered(out, cut, group.size, by_rank=False)
+    return out.reshape(*out.shape[: cut.dim], -1, *out.shape[cut.dim + 3 :])
+
+
+def _behind(placement: Placement, cut: Strided) -> Placement:
+    """A placement of a tensor in which the dimension that is cut has become three."""
+    match placement:
+        case Shard(dim, lengths) if dim > cut.dim:
+            return Shard(dim + 2, lengths)
+        case Strided(dim, size, inner, order) if dim > cut.dim:
+            return Strided(dim + 2, size, inner, order)
+    return placement
+
+
+def _ordered(x: Tensor, cut: Strided, num_ranks: int, by_rank: bool) -> Tensor:
+    """Positions in the order of the ranks that have them, or from that in their own."""
+    if not cut.zigzag:
+        return x
+    ranges = [(a, b) for both in zigzag(cut.size, num_ranks) for a, b in both if a < b]
+    if not by_rank:
+        starts, start = {}, 0
+        for a, b in ranges:
+            starts[a, b], start = start, start + b - a
+        ranges = [(starts[r], starts[r] + r[1] - r[0]) for r in sorted(ranges)]
+    return torch.cat([x.narrow(cut.dim + 1, a, b - a) for a, b in ranges], cut.dim + 1)
 
 
 def _summed(x: Tensor, group: Group) -> Tensor:

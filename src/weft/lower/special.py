@@ -16,6 +16,7 @@ from torch import Tensor, fx
 
 from weft.capture.functions import check_cut
 from weft.lower.call import Call
+from weft.lower.kernels.attention import causal, seen
 from weft.lower.kernels.extremes import extreme
 from weft.lower.kernels.functions import function
 from weft.lower.kernels.masked import masked_scatter
@@ -26,6 +27,7 @@ from weft.lower.kernels.written import batch_norm, instance_norm, write_buffer
 from weft.lower.lowering import bind
 from weft.model.graph import Function
 from weft.ops import draws
+from weft.ops.attention import drops_scores, is_causal
 from weft.plan.placement import P, R, is_shard
 from weft.world.attention import scaled_dot_product_attention
 
@@ -74,12 +76,16 @@ def _drop(call: Call) -> fx.Node:
 
 def _attention(call: Call) -> fx.Node | None:
     args, low = call.args, call.low
-    if len(args) > 4 and args[4] > 0.0:
-        q, k, v, mask, p, causal = (*args, False)[:6]
-        return call.add(bind(attention, drawing=(low.draw, call.where())), q, k, v, mask, p, causal, call.kwargs.get("scale"))
-    if low.device.type == "cpu":
-        return call.emit(bind(scaled_dot_product_attention, call.operator), args, call.kwargs)
-    return None
+    target = bind(scaled_dot_product_attention, call.operator) if low.device.type == "cpu" else call.operator
+    at = call.queries() if is_causal(call.op) else None
+    if drops_scores(call.op):
+        q, k, v, mask, p, hides = (*args, False)[:6]
+        mask, hides = (mask, hides) if at is None else (call.add(bind(seen, at), q, k), False)
+        return call.add(bind(attention, drawing=(low.draw, call.where())), q, k, v, mask, p, hides, call.kwargs.get("scale"))
+    if at is not None:
+        named = {key: value for key, value in call.kwargs.items() if key in ("scale", "enable_gqa")}
+        return call.emit(bind(causal, target, at), args[:3], named)
+    return call.emit(target, args, call.kwargs) if low.device.type == "cpu" else None
 
 
 def _batch_norm(call: Call) -> fx.Node | None:

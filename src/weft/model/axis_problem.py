@@ -11,7 +11,7 @@ Not modelled: overlap, memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -19,13 +19,14 @@ from weft.errors import LayoutError
 from weft.model.gradients import needs_gradient
 from weft.model.graph import Graph, Operator, Ref, copied_into, writes_buffer, written_buffers
 from weft.model.labels import expert_weights, meanings, positions
+from weft.model.sequences import Run, labelled, reshaped, sequences
 from weft.model.sharding import Prices, transfer_s
 from weft.model.work import batched, differentiable, operator_bytes, operator_flops
-from weft.ops import Labels, Rule, record_of, windows_of
+from weft.ops import Rule, record_of, windows_of
 from weft.ops.linear import passes, passing
-from weft.ops.rule import HALO
+from weft.ops.rule import HALO, KEYS, POSITIONAL
 from weft.plan.axis import axis_of
-from weft.plan.placement import D, Halo, P, Placement, R, Shard, dual, halo, is_cut, is_halo, is_shard, pieces, shard
+from weft.plan.placement import D, Halo, P, Placement, R, Shard, Strided, dual, halo, is_cut, is_halo, is_piece, is_shard, pieces, shard
 from weft.plan.transition import allowed, transition
 
 GATHERED = 1 + 1 / 16  # what putting pieces together weighs where another axis of a grid is still to cut: more than what else is as cheap
@@ -92,7 +93,7 @@ class AxisProblem:
         self._moves: dict[tuple[str, Placement, Placement], float] = {}
         self.row = axis_of(axis)
         self.cuts_weights, self.cuts_positions = self.row.cuts_weights, self.row.cuts_positions  # asked often
-        self._shards: dict[tuple[str, int], Shard] = {}
+        self._shards: dict[tuple[str, int], Shard | Strided] = {}
         self.meanings = meanings(graph, self.rules) if self.cuts_weights else None
         self.experts = {value for value in expert_weights(graph) if (self.fixed or {}).get(value) == 0} if self.row.cuts_experts else set()
         self.samples_of = meanings(graph, self.rules) if self.row.cuts_experts else {}
@@ -103,17 +104,24 @@ class AxisProblem:
     def cuttable(self, value: str, dim: int) -> bool:
         """Whether every rank gets a piece of a dimension; pieces of another axis' pieces must be equal."""
         size, ways = self.graph.tensors[value].shape[dim], self.inside.get(value, {}).get(dim, 0)
+        if self.row.cuts_sequences:
+            return self._shares_positions(value, dim, size)
         if ways:
             return size // ways % self.n == 0
         return dim not in self.taken.get(value, ()) and size // self._unit(value, dim) >= self.n
 
-    def shard(self, value: str, dim: int) -> Shard:
-        """How a dimension is cut: at borders of what stays together wherever it goes (heads), if that is not equal pieces anyway."""
+    def shard(self, value: str, dim: int) -> Shard | Strided:
+        """How a dimension is cut: at borders of what stays together wherever it goes (heads), if that is not equal pieces anyway; positions
+        of a sequence as they lie there."""
         key = (value, dim)
         if key not in self._shards:
             again = dim in self.inside.get(value, ())
             length, unit = self.graph.tensors[value].shape[dim], self._unit(value, dim)
-            self._shards[key] = Shard(dim) if again else shard(dim, length, self.n, unit)
+            run = self.sequences.get(key) if self.row.cuts_sequences else None
+            if run is not None and run.length < length:
+                self._shards[key] = Strided(dim, run.size, run.inner, False)
+            else:
+                self._shards[key] = Shard(dim) if again else shard(dim, length, self.n, unit if run is None else run.inner)
         return self._shards[key]
 
     def _unit(self, value: str, dim: int) -> int:
@@ -121,6 +129,18 @@ class AxisProblem:
         length = self.graph.tensors[value].shape[dim]
         count = self.graph.granules[self.cuts_weights].get((value, dim), length)
         return 1 if count % self.n == 0 or count < self.n or length % count else length // count
+
+    def _shares_positions(self, value: str, dim: int, size: int) -> bool:
+        """Whether ranks can have a piece each of the positions of a dimension of `size`, of which samples may be cut already."""
+        run = self.sequences.get((value, dim))
+        if run is None or run.size < self.n:
+            return False
+        return dim not in self.taken.get(value, ()) or size > run.length
+
+    @cached_property
+    def sequences(self) -> Mapping[tuple[str, int], Run]:
+        """Which dimensions are positions of a sequence, and how these lie."""
+        return sequences(self.graph, self.rules)
 
     @cached_property
     def positions(self) -> Mapping[tuple[str, int], frozenset[str]]:
@@ -130,24 +150,21 @@ class AxisProblem:
     def admits(self, op: Operator, rule: Rule, label: str) -> bool:
         """Whether the axis is for dimensions of this kind."""
         if self.cuts_positions:
-            places = ((value, row.index(label)) for value, row in self._labelled(op, rule) if label in row)
+            places = ((value, row.index(label)) for value, row in labelled(op, rule) if label in row)
+            if self.row.cuts_sequences:
+                return record_of(op).moves != "reshape" and all(place in self.sequences for place in places)
             return any(self.row.cuts & self.positions.get(place, frozenset()) for place in places)
-        if rule.kernels.get(label) == HALO:
+        if rule.kernels.get(label) in POSITIONAL:
             return False
         return self.meanings is None or self.meanings[op.name].admits(label, self.sequence, self.samples)
-
-    @staticmethod
-    def _labelled(op: Operator, rule: Rule) -> Iterator[tuple[str, Labels]]:
-        for value, row in (*zip(op.inputs, rule.inputs, strict=True), *zip(op.outputs, rule.outputs, strict=True)):
-            if row is not None:
-                yield value, row
 
     def _divides(self, op: Operator, rule: Rule, label: str) -> bool:
         """Whether pieces of a label are pieces of each dimension that has it: equal ones, or of as many units of each."""
         if rule.kernels.get(label) == HALO:
             return True
-        places = [(value, row.index(label)) for value, row in self._labelled(op, rule) if label in row]
-        if not any(self.shard(*place).lengths for place in places):
+        places = [(value, row.index(label)) for value, row in labelled(op, rule) if label in row]
+        pieces = [self.shard(*place) for place in places]
+        if all(isinstance(piece, Strided) for piece in pieces) or not any(isinstance(piece, Shard) and piece.lengths for piece in pieces):
             return True
         units = {self.graph.tensors[value].shape[dim] // self._unit(value, dim) for value, dim in places}
         return op.function is None and len(units) == 1  # a function of the user's own is tried on equal pieces
@@ -205,6 +222,8 @@ class AxisProblem:
                 choice = self._cut(op, rule, label, seconds, summed)
                 if choice is not None and choice not in found:
                     found.append(choice)
+        if self.row.cuts_sequences and record_of(op).moves == "reshape":
+            found += self._reshaped(op, seconds)
         if any(value in self.pinned for value in op.inputs):
             needed = [self.pinned.get(value) for value in op.inputs]
             found = [c for c in found if all(p is None or need in (None, p) for p, need in zip(needed, c.needs, strict=True))] or found
@@ -217,6 +236,18 @@ class AxisProblem:
         labels = {row[0] for value, row in zip(op.inputs, rule.inputs, strict=True) if value in self.experts and row}
         found = [self._cut(op, rule, label, self.compute_s(op) / self.n, True) for label in labels]
         return self._said(op, self.labels.get(op.site), [choice for choice in found if choice is not None])
+
+    def _reshaped(self, op: Operator, seconds: float) -> list[Choice]:
+        """A reshape of which positions are cut, which samples may lie with."""
+        source, made = self.graph.tensors[op.inputs[0]].shape, self.graph.tensors[op.outputs[0]].shape
+        found = []
+        for dim in range(len(source)):
+            run = self.sequences.get((op.inputs[0], dim))
+            there = None if run is None else reshaped(source, dim, run, made)
+            if there is not None and self.cuttable(op.inputs[0], dim) and self.cuttable(op.outputs[0], there[0]):
+                needs, made_as = (self.shard(op.inputs[0], dim), *(None,) * (len(op.inputs) - 1)), self.shard(op.outputs[0], there[0])
+                found.append(Choice(f"d{dim}", needs, (made_as,), seconds / made_as.ways(self.n)))
+        return found
 
     def _said(self, op: Operator, said: str | None, choices: list[Choice]) -> list[Choice]:
         if said is None:
@@ -245,7 +276,13 @@ class AxisProblem:
                     return True
                 if self.cuts_weights and value in self.weights and not have:
                     return True
-        return self.cuts_weights and op.name in self.heavy
+        return op.name in self.heavy if self.cuts_weights else self.row.cuts_sequences and self._begins(op)
+
+    def _begins(self, op: Operator) -> bool:
+        """Whether pieces of a sequence may begin at an operator that reads none: where there is work to divide, or more is made than is
+        read (masks)."""
+        sizes = (sum(self.graph.tensors[v].size for v in values) for values in (dict.fromkeys(op.inputs), op.outputs))
+        return op.name in self.heavy or (bool(op.inputs) and next(sizes) < next(sizes))
 
     def _cut(self, op: Operator, rule: Rule, label: str, seconds: float, summed: bool) -> Choice | None:
         """Cut `label`. `summed`: a product whose bias is added once sums its summands first; else each rank adds its share of the bias."""
@@ -273,7 +310,7 @@ class AxisProblem:
 
     def _ways(self, op: Operator, rule: Rule, label: str) -> float:
         """An operator's work over that of the rank with most of it."""
-        places = [(value, row.index(label)) for value, row in self._labelled(op, rule) if label in row]
+        places = [(value, row.index(label)) for value, row in labelled(op, rule) if label in row]
         value, dim = places[-1]  # of what windows slide along, the result
         return self.shard(value, dim).ways(self.n)
 
@@ -284,6 +321,8 @@ class AxisProblem:
     def _makes(self, op: Operator, rule: Rule, label: str) -> tuple[Placement, ...] | None:
         """The forms that an operator makes where `label` is cut; None where it cannot be."""
         kernel, record = rule.kernels.get(label), record_of(op)
+        if kernel == KEYS:  # of some keys attention is no part of a sum
+            return None
         makes: list[Placement] = []
         for value, labels in zip(op.outputs, rule.outputs, strict=True):
             if label in labels:
@@ -335,6 +374,8 @@ class AxisProblem:
         length, window = self.graph.tensors[value].shape[dim], windows_of(op, self.graph.tensors)[label]
         ranges = pieces(self.graph.tensors[made[0]].shape[made[1]], self.n)
         read = halo(dim, length, [window.needs(start, stop, length) for start, stop in ranges])
+        if isinstance(self.shard(value, dim), Strided) or isinstance(self.shard(*made), Strided):  # pieces have no neighbours there
+            return None
         empty = isinstance(read, Halo) and any(start == stop for start, stop in read.windows)
         return None if empty else read
 
@@ -359,7 +400,7 @@ class AxisProblem:
         if value in self.asked:
             cost += transfer_s(dual(target), dual(source), size, self.n, self.prices)
         # What lies in pieces here and whole there leaves the dimension to no later axis; sums, which move as many bytes, do.
-        return cost * GATHERED if self.more and is_shard(source) and not is_shard(target) else cost
+        return cost * GATHERED if self.more and is_piece(source) and not is_piece(target) else cost
 
     def _barred(self, value: str, source: Placement, target: Placement) -> bool:
         lost = not allowed(source, target) or value in self.still
@@ -412,6 +453,9 @@ class AxisProblem:
             return (R,) if dim is None else (self.shard(value, dim),)
         for v in self.graph.inputs:
             if v.value == value:
+                if self.row.cuts_sequences:
+                    places = ((d, self.shard(value, d)) for d in range(len(v.tensor.shape)) if self.cuttable(value, d))
+                    return (R, *(placed for _, placed in places))
                 if self.cuts_positions:
                     shape = range(len(v.tensor.shape))
                     dims = (d for d in shape if self.row.cuts & self.positions.get((value, d), frozenset()) and self.cuttable(value, d))

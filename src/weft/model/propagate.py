@@ -32,8 +32,8 @@ from weft.model.graph import Graph, copied_into, writes_buffer
 from weft.model.grid import kept_for, nested, twice_cut
 from weft.model.labels import expert_weights
 from weft.model.sharding import Move, Prices, Sharding, Shards, move_collectives
-from weft.plan.axis import axis_of, axis_words
-from weft.plan.placement import D, Placement, R, is_cut, is_shard
+from weft.plan.axis import axis_of, nothing_to_cut
+from weft.plan.placement import D, Placement, R, is_cut, is_halo, is_piece, is_shard
 
 
 def given_dims(graph: Graph, axis: str, n: int, shards: Mapping[str, Shards] | None) -> dict[str, int] | None:
@@ -114,17 +114,18 @@ def _others(
 
 
 def _check_axis(problem: AxisProblem) -> None:
-    """Refuse a cut that a plan gives where another axis cuts already, and an axis of positions that no window slides along."""
+    """Refuse a cut that a plan gives where another axis cuts already, and an axis of positions that the model does not have."""
     fixed = problem.fixed if problem.row.cuts_weights and problem.fixed else {}
     for v in (*problem.graph.parameters, *problem.graph.buffers):
         if v.value in fixed and not problem.cuttable(v.value, fixed[v.value]):
             raise twice_cut(v, fixed[v.value], problem.axis, problem.n)
-    row, axis, n = problem.row, problem.axis, problem.n
-    if row.cuts_positions and not any(row.cuts & kinds and problem.cuttable(*place) for place, kinds in problem.positions.items()):
-        raise LayoutError(
-            f"{axis}={n} shares images, and no window of this model slides along {axis_words(row)} where that has {n} entries or more; "
-            "leave it out, or use fewer ranks"
-        )
+    row, n = problem.row, problem.n
+    if row.cuts_sequences:
+        cuts = any(problem.cuttable(*place) for place in problem.sequences)
+    else:
+        cuts = not row.cuts_positions or any(row.cuts & kinds and problem.cuttable(*place) for place, kinds in problem.positions.items())
+    if not cuts:
+        raise LayoutError(f"{nothing_to_cut(row, n)}; leave it out, or use fewer ranks")
 
 
 @dataclass
@@ -164,11 +165,11 @@ class _Found:
         held = (*graph.parameters, *graph.buffers)
         self.cut[axis] = tuple((v.name, form.dim) for v in held if is_shard(form := self.forms[v.value][axis]))
         for value, by_axis in self.forms.items():
-            if is_shard(form := by_axis[axis]):
+            if is_piece(form := by_axis[axis]):
                 self.taken.setdefault(value, set()).add(form.dim)
         for op in graph.operators:
             for value, by in zip(op.inputs, self.needs[op.name], strict=True):
-                if is_shard(need := by[axis]):
+                if is_piece(need := by[axis]):
                     self.taken.setdefault(value, set()).add(need.dim)
 
     def _sum_once(self, problem: AxisProblem) -> None:
@@ -187,7 +188,8 @@ class _Found:
                 self.gradients.setdefault(v.value, []).append(axis)
         for v in self.graph.inputs if problem.row.cuts_positions else ():
             read = {form for form in uses.get(v.value, ()) if form is not None}
-            if len(read) == 1 and is_cut(only := read.pop()):  # all read the same part: that is what a rank is given
+            # All read the same part: that is what a rank is given, where it is one part.
+            if len(read) == 1 and (is_shard(only := read.pop()) or is_halo(only)):
                 self.forms[v.value][axis] = only
 
     def _move(self, problem: AxisProblem) -> None:

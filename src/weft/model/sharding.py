@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from weft.errors import LayoutError
 from weft.ops.operator import Operator
 from weft.plan.axis import axis_of, sample_axes
-from weft.plan.placement import Halo, Placement, Shard, dual, is_cut, piece
+from weft.plan.placement import Halo, Placement, Shard, Strided, dual, is_cut, is_halo, is_piece, is_shard, piece
 from weft.plan.transition import LOCAL, allowed, sent_part, transition
 
 Shards = tuple[tuple[str, int], ...]  # (parameter or buffer name, dim that is cut)
@@ -79,7 +79,7 @@ class Sharding:
         if not self.ops[op.name].get(axis):
             return 1
         forms = (*(self.forms[value][axis] for value in op.outputs), *(row[axis] for row in self.needs[op.name]))
-        return next((form.ways(self.sizes[axis]) for form in forms if isinstance(form, Shard)), self.sizes[axis])
+        return next((form.ways(self.sizes[axis]) for form in forms if is_piece(form)), self.sizes[axis])
 
     @property
     def sample_axes(self) -> tuple[str, ...]:
@@ -91,8 +91,11 @@ class Sharding:
         return self.shape(value, shape, {axis: form for axis, form in self.forms[value].items() if axis_of(axis).cuts_samples}, at)
 
     def held(self, value: str, shape: tuple[int, ...], at: Mapping[str, int], but: Collection[str] = ()) -> list[tuple[int, int, int]]:
-        """(dimension, start, length) of the part that the rank at `at` holds of a value of `shape`, cut over all axes `but` some."""
-        cut = [(axis, form) for axis, form in self.forms[value].items() if axis not in but and is_cut(form)]
+        """(dimension, start, length) of the part that the rank at `at` holds of a value of `shape`, cut over all axes `but` some.
+
+        What a graph is given does not lie in several parts (`weft.model.propagate`).
+        """
+        cut = [(axis, form) for axis, form in self.forms[value].items() if axis not in but and (is_shard(form) or is_halo(form))]
         return [(form.dim, *part_of(form, shape[form.dim], self.sizes[axis], at[axis])) for axis, form in cut]
 
 
@@ -100,7 +103,6 @@ def move_collectives(source: Placement, target: Placement) -> tuple[str, str]:
     """(forward, backward) collectives of a redistribution: a collective and its dual. `slice` and "" move no bytes.
 
     >>> from weft.errors import LayoutError
-from weft.ops.operator import Operator
     >>> move_collectives(P, R), move_collectives(R, D), move_collectives(Shard(1), D)
     (('all_reduce', ''), ('', 'all_reduce'), ('all_gather', 'reduce_scatter'))
     """
@@ -117,8 +119,10 @@ def part_of(form: Shard | Halo, length: int, n: int, index: int) -> tuple[int, i
     return start, stop - start
 
 
-def part_length(form: Shard | Halo, length: int, n: int, index: int | None = None) -> int:
+def part_length(form: Shard | Strided | Halo, length: int, n: int, index: int | None = None) -> int:
     """Entries that a rank of n holds of a dimension of `length`; without an index, those of a rank that has most."""
+    if isinstance(form, Strided):
+        return length // form.size * piece(form.size, n, index or 0)[1]  # `inner` entries each, in runs of `size * inner`
     if index is None and isinstance(form, Shard):
         return max(form.lengths) if form.lengths else piece(length, n, 0)[1]  # the first pieces are the longer ones
     return max(part_of(form, length, n, i)[1] for i in (range(n) if index is None else (index,)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
+from dataclasses import replace
 from math import prod
 
 from weft.ops.keeps import Kept
@@ -25,11 +26,11 @@ def _attention(op: Operator, rule: Rule, ins: list[Shape]) -> Rule:
     if any("h" not in (rows[i] or ()) for i in heads):
         # One key head for all query heads: cutting queries needs every rank's whole key.
         return (
-            Rule(tuple(rows), (tuple(out),))
+            replace(rule, inputs=tuple(rows), outputs=(tuple(out),))
             if all(ins[i][-3] > 1 for i in heads)
-            else only(Rule(tuple(rows), (tuple(out),)), set(rule.labels) - {"h"})
+            else only(replace(rule, inputs=tuple(rows), outputs=(tuple(out),)), set(rule.labels) - {"h"})
         )
-    return Rule(tuple(rows), (tuple(out),))
+    return replace(rule, inputs=tuple(rows), outputs=(tuple(out),))
 
 
 def _flops(op: Operator, tensors: Tensors) -> float:
@@ -77,7 +78,7 @@ def _scores(op: Operator, tensors: Tensors) -> Shape:
 
 OPS = (
     Op(
-        "scaled_dot_product_attention", "b* h !s !d, b* h !t !d, b* h !t !e, b* h !s !t -> b* h !s !e", _attention,
+        "scaled_dot_product_attention", "b* h s@ !d, b* h t& !d, b* h t& !e, b* h s@ t& -> b* h s@ !e", _attention,
         lowering="attention", draws=_drops, drawn_shape=_scores, kind="attention", flops=_flops, keeps=_keeps, autocast="lower",
     ),
     Op(

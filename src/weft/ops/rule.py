@@ -10,6 +10,7 @@ cut. A mark behind a label says that cutting it needs more than the same operato
 
     x/  the output is an average over x              x^  vocabulary: look-ups and softmax over a cut class dimension
     x+  statistics over x (batch norm)               x~  windows slide along x: a rank reads its neighbours' edges
+    x@  queries of attention: a rank's know which they are   x&  keys of attention
     _   any placement will do, the values are not read
 """
 
@@ -18,8 +19,9 @@ from __future__ import annotations
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
-HALO = "halo"
-MARKS = {"/": "average", "^": "vocabulary", "+": "statistics", "~": HALO}
+HALO, QUERIES, KEYS = "halo", "queries", "keys"
+MARKS = {"/": "average", "^": "vocabulary", "+": "statistics", "~": HALO, "@": QUERIES, "&": KEYS}
+POSITIONAL = (HALO, QUERIES, KEYS)  # kernels of labels that are positions: axes that cut features or samples leave these alone
 BLOCKED = ""  # a dimension without a label stays whole
 Labels = tuple[str, ...]
 

@@ -2,7 +2,7 @@
 
 Kinds of dimensions: samples of the batch; features, which weights have too; experts, of which a weight has a matrix each; positions of
 an image (width is the last dimension, height the one before, planes the one before that; `outermost` is the first that an image has,
-whatever it is). `weft.model.labels` tells of each operator's labels which kind they are.
+whatever it is); positions of a sequence. `weft.model.labels` tells of each operator's labels which kind they are.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from weft.plan.grid import AXES, NESTED, PLAIN, counts
 
 SAMPLES, FEATURES, EXPERTS, OUTERMOST, PLANES, HEIGHT, WIDTH = "samples", "features", "experts", "outermost", "planes", "height", "width"
 POSITIONS = (PLANES, HEIGHT, WIDTH)  # outermost first
+SEQUENCE = "sequence"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,11 @@ class Axis:
 
     @property
     def cuts_positions(self) -> bool:
-        return any(kind in self.cuts for kind in (OUTERMOST, *POSITIONS))
+        return self.cuts_sequences or any(kind in self.cuts for kind in (OUTERMOST, *POSITIONS))
+
+    @property
+    def cuts_sequences(self) -> bool:
+        return SEQUENCE in self.cuts
 
     @property
     def follows(self) -> bool:
@@ -54,6 +59,7 @@ _ROWS = (
     Axis(PIPELINE),
     Axis(DATA, frozenset({SAMPLES})),
     Axis(EXPERT, frozenset({SAMPLES, EXPERTS}), again=True),
+    Axis("context", frozenset({SEQUENCE})),
     Axis("spatial", frozenset({OUTERMOST})),
     *(Axis(kind, frozenset({kind})) for kind in POSITIONS),
     *(Axis(name, frozenset({FEATURES}), again=name == NESTED) for name in (PLAIN, *AXES)),
@@ -76,13 +82,16 @@ def sample_axes(axes: Iterable[str]) -> tuple[str, ...]:
     return tuple(axis for axis in axes if axis_of(axis).cuts_samples)
 
 
-def axis_words(row: Axis) -> str:
-    """What a row's axis shards of an image.
+def nothing_to_cut(row: Axis, n: int) -> str:
+    """Why an axis of positions cannot have so many ranks, in a model that has no such positions.
 
-    >>> axis_words(axis_of("height")), axis_words(axis_of("spatial"))
-    ('its height', 'any of its dimensions')
+    >>> nothing_to_cut(axis_of("context"), 4)
+    'context=4 shares sequences, and no attention, recurrence or look-up of this model is over 4 positions or more'
     """
-    return "any of its dimensions" if OUTERMOST in row.cuts else " or ".join(f"its {kind}" for kind in POSITIONS if kind in row.cuts)
+    if row.cuts_sequences:
+        return f"{row.name}={n} shares sequences, and no attention, recurrence or look-up of this model is over {n} positions or more"
+    along = "any of its dimensions" if OUTERMOST in row.cuts else " or ".join(f"its {kind}" for kind in POSITIONS if kind in row.cuts)
+    return f"{row.name}={n} shares images, and no window of this model slides along {along} where that has {n} entries or more"
 
 
 HOW = "use a count (spatial=4), height x width (spatial=2x2) or planes x height x width (spatial=2x2x2)"

@@ -32,7 +32,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "lend": (AUTO, "off", "on"),
     "batch_norm": ("exact", "local"),
 }
-COUNTS = ("data", "tensor", "pipeline", "microbatches", "chunks", "expert", "segment")
+COUNTS = ("data", "tensor", "pipeline", "microbatches", "chunks", "expert", "context", "segment")
 # What a plan may say and be priced for, and what runs of it: the rest is refused by name when a run starts, never ignored.
 RUNS: dict[str, tuple[int | str, ...]] = {
     "zero": (0, 1, 2, 3),
@@ -48,6 +48,7 @@ INNER_WITH: dict[str, tuple[int | str, ...]] = {
     "compress": ("none",),
     "sample_parallel": ("off",),
     "lend": (AUTO, "off"),
+    "context": (1,),
     "spatial": ("1",),
     "shares": ("",),
     "batch_norm": ("exact",),
@@ -62,6 +63,7 @@ STALE_WITH: dict[str, tuple[int | str, ...]] = {
     "zero": (0,),
     "offload": ("none", "activations"),
     "compress": ("none",),
+    "context": (1,),
     "spatial": ("1",),
     "precision": tuple(name for name, one in PRECISIONS.items() if not one.scaled),
     "batch_norm": ("exact",),
@@ -69,11 +71,11 @@ STALE_WITH: dict[str, tuple[int | str, ...]] = {
 # What other programs call a key.
 OTHER_NAMES = {
     "dp": "data", "ddp": "data", "replicas": "data", "tp": "tensor", "mp": "tensor", "pp": "pipeline", "stages": "pipeline",
-    "ep": "expert", "sp": "sequence_parallel", "fsdp": "zero", "accumulation": "microbatches", "checkpointing": "recompute",
-    "dtype": "precision", "recompute_num_layers": "segment",
+    "ep": "expert", "cp": "context", "sp": "sequence_parallel", "fsdp": "zero", "accumulation": "microbatches",
+    "checkpointing": "recompute", "dtype": "precision", "recompute_num_layers": "segment",
 }  # fmt: skip
 # Named in the interface, not built yet: refused by name, never ignored.
-LATER = ("context", "attention", "channel", "branch")
+LATER = ("attention", "channel", "branch")
 LATER_CHOICES: dict[str, tuple[str, ...]] = {
     "precision": ("float8",),
 }
@@ -89,6 +91,7 @@ class Layout:
     `inner`: data x tensor of every stage, where they differ; `data` and `tensor` are then the first stage's.
     `staleness`: a step's update is applied so many steps later, so that no replica waits for the others before.
     `grid`: rows, columns and depth of the tensor ranks, where they are no line; `tensor` is how many these are. Both print as `tensor=2x2`.
+    `context`: ranks that share a sequence, each with a piece of its positions.
     `spatial`: ranks that share an image, each with a piece of its positions: `4` of the outermost dimension, `2x2` of height and width.
     `lend`: whether pipeline ranks that wait lend their cores to those of their host that compute (processors only); `auto`: where a plan
     predicts that it pays, which then says `on`, and otherwise not. Without a pipeline nobody lends.
@@ -117,6 +120,7 @@ class Layout:
     compress: str = "none"
     inner: str = ""
     staleness: int = 0
+    context: int = 1
     spatial: str = "1"
     grid: str = ""
     lend: str = AUTO
@@ -331,7 +335,12 @@ class Layout:
     @property
     def replica_ranks(self) -> int:
         """Ranks of one pipeline stage that share their samples."""
-        return self.tensor * spatial_ranks(self.spatial)
+        return self.tensor * self.position_ranks
+
+    @property
+    def position_ranks(self) -> int:
+        """Ranks of one pipeline stage that share the positions of their samples, of a sequence or an image."""
+        return self.context * spatial_ranks(self.spatial)
 
     @property
     def mesh(self) -> Mesh:
@@ -356,7 +365,7 @@ class Layout:
     @property
     def weight_ranks(self) -> int:
         """Ranks of one pipeline stage that have the same weights, and among which ZeRO divides what is kept of them."""
-        return self.data * spatial_ranks(self.spatial)
+        return self.data * self.position_ranks
 
     @property
     def inner_axes(self) -> tuple[tuple[str, int], ...]:
@@ -365,7 +374,8 @@ class Layout:
         >>> Layout.parse("spatial=2x2").inner_axes
         (('height', 2), ('width', 2), ('tensor', 1))
         """
-        return (*parse_spatial(self.spatial), *self.tensor_axes)
+        context = (("context", self.context),) if self.context > 1 else ()
+        return (*context, *parse_spatial(self.spatial), *self.tensor_axes)
 
     @property
     def tensor_axes(self) -> tuple[tuple[str, int], ...]:

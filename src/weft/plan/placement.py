@@ -7,6 +7,7 @@ A placement says two things: what a rank holds of the value, and what it holds o
     Deferred        +         whole                a summand            Partial
     Partial         P         a summand            whole                Deferred
     Shard           S2        a piece              a piece              Shard
+    Strided         T2        a piece of each run  a piece of each run  Strided
     Halo            H2        a window of pieces   summands of a window HaloPartial
     HaloPartial     W2        summands of a window a window of pieces   Halo
 
@@ -106,6 +107,27 @@ class Shard(Interned):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Strided(Interned):
+    """Dimension `dim` is runs of `size` positions of `inner` entries each: rank i holds piece i of the positions of every run.
+
+    So lie positions of a sequence where samples and positions are one dimension. `zigzag`: a rank's piece is one from the front and one
+    from the back (`zigzag`), so that where positions see those before them all ranks see as much.
+    """
+
+    dim: int
+    size: int
+    inner: int
+    zigzag: bool
+
+    def ways(self, n: int) -> int | float:
+        """The whole dimension over the longest piece."""
+        return shard(self.dim, self.size, n).ways(n)
+
+    def __str__(self) -> str:
+        return f"T{self.dim}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Halo(Interned):
     """Rank i holds the entries `windows[i]` of the `size` entries of dimension `dim`. Windows may overlap, or leave entries out."""
 
@@ -129,13 +151,18 @@ class HaloPartial(Interned):
         return f"W{self.dim}"
 
 
-Placement = Replicate | Deferred | Partial | Shard | Halo | HaloPartial
+Placement = Replicate | Deferred | Partial | Shard | Strided | Halo | HaloPartial
 R, D, P = Replicate(), Deferred(), Partial()
 
 
 def is_shard(placement: Placement | None) -> TypeGuard[Shard]:
     """Whether ranks hold pieces."""
     return type(placement) is Shard
+
+
+def is_piece(placement: Placement | None) -> TypeGuard[Shard | Strided]:
+    """Whether ranks hold pieces, in whatever order, each entry once."""
+    return type(placement) is Shard or type(placement) is Strided
 
 
 def is_halo(placement: Placement | None) -> TypeGuard[Halo]:
@@ -148,9 +175,9 @@ def is_whole(placement: Placement) -> bool:
     return placement is R or placement is D
 
 
-def is_cut(placement: Placement | None) -> TypeGuard[Shard | Halo]:
+def is_cut(placement: Placement | None) -> TypeGuard[Shard | Strided | Halo]:
     """Whether ranks hold pieces, or windows of them."""
-    return type(placement) is Shard or type(placement) is Halo
+    return type(placement) is Shard or type(placement) is Strided or type(placement) is Halo
 
 
 def dual(placement: Placement) -> Placement:
@@ -243,3 +270,33 @@ def pieces(length: int, num_pieces: int) -> tuple[Range, ...]:
     """
     found = (piece(length, num_pieces, i) for i in range(num_pieces))
     return tuple((start, start + size) for start, size in found)
+
+
+@cache
+def zigzag(length: int, num_pieces: int) -> tuple[tuple[Range, Range], ...]:
+    """Of every rank the two ranges of positions that it has: rank i the i-th from the front and the i-th from the back, as many together
+    as `piece` gives it.
+
+    >>> zigzag(8, 2), zigzag(7, 2)
+    ((((0, 2), (6, 8)), ((2, 4), (4, 6))), (((0, 2), (5, 7)), ((2, 4), (4, 5))))
+    """
+    lengths = [piece(length, num_pieces, i)[1] for i in range(num_pieces)]
+    found, front, back = [], 0, length
+    for n in lengths:
+        early = n - n // 2
+        found.append(((front, front + early), (back - n // 2, back)))
+        front, back = front + early, back - n // 2
+    return tuple(found)
+
+
+def positions_of(placement: Shard | Strided, length: int, num_pieces: int, index: int) -> tuple[Range, ...]:
+    """The ranges of positions that a rank holds, of a run of them; `length`: of a shard's dimension.
+
+    >>> positions_of(Shard(1), 5, 2, 1), positions_of(Strided(0, 8, 1, True), 16, 2, 0)
+    (((3, 5),), ((0, 2), (6, 8)))
+    """
+    if isinstance(placement, Strided):
+        if placement.zigzag:
+            return tuple(r for r in zigzag(placement.size, num_pieces)[index] if r[0] < r[1])
+        placement = shard(placement.dim, length := placement.size, num_pieces)
+    return (placement.ranges(length, num_pieces)[index],)

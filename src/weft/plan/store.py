@@ -55,6 +55,7 @@ _WORDS = {
     "shares": "the part of every batch that each replica has, where they differ: 3/2/2/1",
     "inner": "data x tensor of every stage, where stages arrange their ranks differently: 4x1/2x2",
     "compress": "gradients on their way between replicas: none, bfloat16, int8, topk:FRACTION",
+    "context": "devices that share a sequence, each with a piece of its positions",
     "spatial": "devices that share an image, each with a piece: a count, or height x width; 4, 2x2, 2x2x2",
     "grid": "how the tensor ranks are arranged: rows x columns, or rows x columns x depth; 2x2, 2x2x2",
     "lend": "whether ranks that wait in the pipeline lend their cores: auto (no, unless the plan says on), off, on",
@@ -150,7 +151,7 @@ def _head(plan: Plan) -> list[str]:
 
 
 def _layout(plan: Plan) -> list[str]:
-    axes = "data x tensor x pipeline" + " x spatial" * (plan.layout.spatial != "1")
+    axes = "data x tensor x pipeline" + " x context" * (plan.layout.context > 1) + " x spatial" * (plan.layout.spatial != "1")
     lines = ["", f"[layout]  # {plan.layout.num_ranks} ranks = {axes}; keys that are not here have their defaults"]
     for field in fields(Layout):
         value = getattr(plan.layout, field.name)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from weft.errors import LayoutError
-from weft.plan.placement import Deferred, Halo, HaloPartial, Partial, Placement, Range, Replicate, Shard, pieces
+from weft.plan.placement import Deferred, Halo, HaloPartial, Partial, Placement, Range, Replicate, Shard, Strided, pieces, shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +44,20 @@ TABLE = {
         Transition(Shard, Deferred, "all_gather"),
         Transition(Partial, Shard, "reduce_scatter"),
         Transition(Shard, Shard, "all_to_all"),
+        Transition(Replicate, Strided, "slice"),
+        Transition(Deferred, Strided, "slice"),
+        Transition(Strided, Replicate, "all_gather"),
+        Transition(Strided, Deferred, "all_gather"),
+        Transition(Partial, Strided, "reduce_scatter"),
+        Transition(Strided, Strided, "all_to_all"),
+        Transition(Strided, Shard, "all_to_all"),
+        Transition(Shard, Strided, "all_to_all"),
         Transition(Shard, Halo, "halo_exchange"),
         Transition(Replicate, Halo, "slice"),
         Transition(Deferred, Halo, "slice"),
         Transition(Deferred, Replicate, "", allowed=False),  # a gradient that all have is whole
         Transition(Shard, Partial, "pad", allowed=False),  # among zeros
+        Transition(Strided, Partial, "pad", allowed=False),
         Transition(HaloPartial, Shard, "halo_add", allowed=False),
         Transition(HaloPartial, Replicate, "all_reduce", allowed=False),
         Transition(HaloPartial, Partial, "pad", allowed=False),
@@ -88,12 +97,13 @@ def sent_part(source: Placement, target: Placement, n: int) -> float:
     match transition(source, target).collective, source, target:
         case "all_reduce", _, _:
             return 2 * (n - 1) / n
-        case "all_gather", Shard(), _:
+        case "all_gather", Shard() | Strided(), _:
             return (n - 1) / source.ways(n)
-        case "reduce_scatter", _, Shard():
+        case "reduce_scatter", _, Shard() | Strided():
             return (n - 1) / target.ways(n)
-        case "all_to_all", Shard(), Shard():
-            return _exchanged(source, target, n) if source.lengths or target.lengths else (n - 1) / n / n
+        case "all_to_all", Shard() | Strided(), Shard() | Strided():
+            mine, others = _lengths(source, n), _lengths(target, n)
+            return _exchanged(mine, others, n) if mine or others else (n - 1) / n / n
         case "halo_exchange", _, Halo(_, size, windows):
             return _busiest(pieces(size, n), windows) / size
         case "halo_add", HaloPartial(_, size, windows), _:
@@ -101,9 +111,14 @@ def sent_part(source: Placement, target: Placement, n: int) -> float:
     return 0.0
 
 
-def _exchanged(source: Shard, target: Shard, n: int) -> float:
+def _lengths(placement: Shard | Strided, n: int) -> tuple[int, ...]:
+    """How long pieces are, in positions; nothing where they are equal."""
+    return placement.lengths if isinstance(placement, Shard) else shard(placement.dim, placement.size, n).lengths
+
+
+def _exchanged(source: tuple[int, ...], target: tuple[int, ...], n: int) -> float:
     """Of an all-to-all of unequal pieces: a rank sends of its piece of one dimension what is not its piece of the other."""
-    held, kept = ([size / sum(lengths) for size in lengths] for lengths in (one.lengths or (1,) * n for one in (source, target)))
+    held, kept = ([size / sum(lengths) for size in lengths] for lengths in (one or (1,) * n for one in (source, target)))
     return max(a * (1 - b) for a, b in zip(held, kept, strict=True))
 
 

@@ -49,7 +49,8 @@ class Box:
 @dataclass(frozen=True, slots=True)
 class Place:
     """`shape` of a whole tensor in one microbatch, and of each cut: which dimension, where this rank's part of what the cuts before left
-    begins, and how long it is.
+    begins, and how long it is. `runs`, cut behind these: which dimension, of how many entries each run of it is, where this rank's part of
+    every run begins, and how long that is.
 
     `fold`: where its samples lie; None where it has none, or the microbatch is the batch.
     """
@@ -57,11 +58,13 @@ class Place:
     shape: tuple[int, ...]
     cuts: tuple[tuple[int, int, int], ...] = ()
     fold: Fold | None = None
+    runs: tuple[tuple[int, int, int, int], ...] = ()
 
     def over(self, shape: Sequence[int]) -> Place:
         """The same cuts of a tensor of another shape, of which dimensions of size 1 are on every rank."""
         held = tuple(cut for cut in self.cuts if cut[0] < len(shape) and shape[cut[0]] > 1)
-        return Place(tuple(shape), held, self.fold)
+        runs = tuple(run for run in self.runs if run[0] < len(shape) and shape[run[0]] > 1)
+        return Place(tuple(shape), held, self.fold, runs)
 
     @property
     def local(self) -> tuple[int, ...]:
@@ -69,6 +72,8 @@ class Place:
         shape = list(self.shape)
         for dim, _, count in self.cuts:
             shape[dim] = count
+        for dim, run, _, count in self.runs:
+            shape[dim] = shape[dim] // run * count
         return tuple(shape)
 
     def box(self, samples: Samples | None = None) -> Box:
@@ -76,6 +81,8 @@ class Place:
 
         >>> Place((2, 3), ((1, 2, 1),)).box()
         Box(base=2, dims=(((2, 3),), ((1, 1),)))
+        >>> Place((8,), runs=((0, 4, 2, 2),)).box()
+        Box(base=2, dims=(((2, 4), (2, 1)),))
         >>> Place((2, 3), fold=Fold(0)).box(Samples.range(4, 2, 8))
         Box(base=12, dims=(((2, 3),), ((3, 1),)))
 
@@ -100,6 +107,10 @@ class Place:
         for dim, start, count in self.cuts:
             more, dims[dim] = _cut(dims[dim], start, count, self)
             base += more
+        for dim, run, start, count in self.runs:
+            outer, within = _runs(dims[dim], run, self)
+            more, within = _cut(within, start, count, self)
+            base, dims[dim] = base + more, (*outer, *within)
         return Box(base, tuple(dims))
 
 
@@ -114,6 +125,23 @@ def _joined(steps: Sequence[tuple[int, int]]) -> Steps:
         else:
             found.append((count, apart))
     return tuple(found) or ((1, 1),)
+
+
+def _runs(steps: Steps, run: int, place: Place) -> tuple[Steps, Steps]:
+    """Steps between runs of so many elements, and those inside of a run."""
+    outer, inside = list(steps), list[tuple[int, int]]()
+    while run > 1 and outer:
+        count, apart = outer.pop()
+        if count > run and count % run == 0:
+            outer.append((count // run, run * apart))
+            count = run
+        if run % count:
+            break
+        inside.insert(0, (count, apart))
+        run //= count
+    if run > 1:
+        raise LayoutError(f"random numbers for {list(place.shape)} are drawn in runs {place.runs} that do not lie along positions")
+    return tuple(outer), tuple(inside)
 
 
 def _cut(steps: Steps, start: int, count: int, place: Place) -> tuple[int, Steps]:

@@ -1,0 +1,138 @@
+"""Context parallelism on whole models: equal to the serial model in every composition, pieces that differ by one, broken twins."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import weft
+from weft.errors import LayoutError
+from weft.lower.redistribute import redistribute
+from weft.plan.layout import Layout
+from weft.plan.placement import D, P, Placement, R, Shard, Strided, positions_of, zigzag
+from weft.run import build
+from weft.run.proof.verify import Verification
+from weft.world.launch import launch
+from weft.world.world import World
+from weft.zoo.resolve import resolve
+
+MODELS = Path(__file__).with_name("context_models.py")
+
+
+def verified(name: str, layout: str, **options: Any) -> Verification:
+    model = resolve(f"{MODELS}:{name}" if "-" not in name else name)
+    return weft.verify(model.make, layout, model.batch(4), loss=model.loss, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("gpt-tiny", "data=2 context=2"),
+        ("llama", "context=2 tensor=2"),
+        ("llama_padded", "context=2 pipeline=2 microbatches=2"),
+        ("llama_eager", "data=2 context=2 zero=3"),
+        ("mistral", "context=4"),
+        ("gpt2", "context=3 microbatches=2 recompute=full"),
+        ("bert", "data=2 context=2 zero=1 microbatches=2"),
+        ("t5", "context=2 pipeline=2 microbatches=2"),
+        ("vit", "context=2"),
+        ("shifted", "context=4 offload=activations"),
+        ("recurrent", "context=2 data=2 microbatches=2"),
+    ],
+)
+def test_a_layout_that_cuts_positions_equals_serial(name: str, layout: str) -> None:
+    found = verified(name, layout, cut_everything="tensor" in layout)
+    assert found.ok, found
+    assert found.tolerance == 1e-9
+    share = found.divided["context"]
+    assert share["parameters"] == 0.0
+    # All but patches of images, which are no positions before they are put together, and steps of recurrences.
+    assert share["flops"] > {"vit": 0.9, "recurrent": 0.2}.get(name, 0.999)
+    if "tensor" in layout:
+        assert found.divided["tensor"]["flops"] > 0.999
+
+
+def test_broken_twin_gradients_that_are_not_summed_over_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    shard = build.shard_of
+
+    def without(*given: Any) -> Any:
+        found = shard(*given)
+        return replace(found, gradients={v: tuple(a for a in axes if a != "context") for v, axes in found.gradients.items()})
+
+    monkeypatch.setattr(build, "shard_of", without)
+    found = verified("shifted", "context=2")
+    assert not found.ok
+    assert found.worst["gradients"] > 1e-3
+
+
+SIZE, OTHER = 7, 6
+STRIDED = (Strided(1, SIZE, 1, False), Strided(1, SIZE, 1, True), Strided(1, SIZE, 2, True))
+
+
+def _part(x: torch.Tensor, placement: Placement, world: World) -> torch.Tensor:
+    """What a rank has of a whole tensor of two runs, by hand: positions by number."""
+    n, rank = world.num_ranks, world.rank
+    if isinstance(placement, Shard):
+        return x[rank * OTHER // n : (rank + 1) * OTHER // n]
+    if not isinstance(placement, Strided):
+        return x / n if placement is P else x
+    mine = [i for a, b in positions_of(placement, SIZE, n, rank) for i in range(a, b)]
+    return x.unflatten(1, (2, SIZE, placement.inner))[:, :, mine].flatten(1, 3)
+
+
+def _moved(world: World, source: Placement, target: Placement) -> tuple[bool, bool]:
+    """Whether a rank's part of the source becomes that of the target, and its gradient what it must be."""
+    inner = max(form.inner for form in (source, target) if isinstance(form, Strided))
+    generator = torch.Generator().manual_seed(0)
+    x, seed = (torch.randn(OTHER, 2 * SIZE * inner, 2, dtype=torch.float64, generator=generator) for _ in range(2))
+    mine = _part(x, source, world).clone().requires_grad_()
+    out = redistribute(mine, source, target, world.everyone)
+    # The whole gradient is `seed`: of a summand each rank has it whole, of a value in full that is deferred each a summand.
+    out.backward(seed / world.num_ranks if target is D else seed if target is P else _part(seed, target, world))
+    assert mine.grad is not None
+    if source is D:
+        world.everyone.all_reduce(mine.grad)
+    return torch.allclose(out, _part(x, target, world)), torch.allclose(mine.grad, seed if source is P else _part(seed, source, world))
+
+
+def _all_moved(world: World) -> list[Any]:
+    pairs = [(source, target) for one in STRIDED for source, target in ((one, R), (one, D), (R, one), (D, one), (P, one))]
+    pairs += [(source, target) for one in STRIDED for source, target in ((one, Shard(0)), (Shard(0), one))]
+    return [(str(source), str(target), *_moved(world, source, target)) for source, target in pairs]
+
+
+def test_pieces_of_runs_move_as_their_rows_say() -> None:
+    """Every row of the table that has them, in two runs of a length that does not divide."""
+    for found in launch(_all_moved, 3, show=False):
+        assert len(found) == 21
+        assert [row for row in found if not (row[2] and row[3])] == []
+
+
+def test_zigzag_gives_all_as_much_to_see() -> None:
+    """Of causal attention over 64 positions on 4 ranks 520 scores each; in order 136, 392, 648 and 904 (closed form: sums of 1 to 64)."""
+    def scores(ranges: Any) -> int:
+        return sum(i + 1 for a, b in ranges for i in range(a, b))
+
+    assert [scores(both) for both in zigzag(64, 4)] == [520] * 4
+    assert [scores(positions_of(Shard(0), 64, 4, rank)) for rank in range(4)] == [136, 392, 648, 904]
+    assert sorted(i for both in zigzag(13, 5) for a, b in both for i in range(a, b)) == list(range(13))
+
+
+def test_a_model_without_sequences_is_refused_by_name() -> None:
+    model = resolve(f"{Path(__file__).with_name('spatial_models.py')}:unet_line")
+    with pytest.raises(LayoutError, match="context=2 shares sequences, and no attention, recurrence or look-up of this model is over 2"):
+        weft.plan(model.make, model.batch(2), loss=model.loss, cluster="1xcpu-2", layout="context=2")
+    short = resolve("gpt-tiny")  # of 32 positions
+    with pytest.raises(LayoutError, match=r"context=33 shares sequences, .* over 33 positions or more; leave it out, or use fewer ranks"):
+        weft.plan(short.make, short.batch(2), loss=short.loss, cluster="1xcpu-2", layout="context=33")
+
+
+def test_a_layout_with_context_prints_and_parses() -> None:
+    layout = Layout.parse("data=2 context=4 tensor=2")
+    assert str(layout) == "data=2 tensor=2 pipeline=1 context=4"
+    assert Layout.parse(str(layout)) == layout
+    assert (layout.num_ranks, layout.weight_ranks, layout.mesh.inside) == (16, 8, ("data", "context", "tensor"))
