@@ -7,7 +7,6 @@ from gpt_graph import gpt
 
 from weft.cluster.cluster import Cluster, Device, Level, Link
 from weft.cost.step import Pricer
-from weft.errors import Infeasible
 from weft.plan.layout import Layout
 from weft.solve.search import search
 from weft.solve.timing import balanced, price, sends_s
@@ -46,5 +45,9 @@ def test_a_plan_by_hand_is_priced_and_says_no_bound() -> None:
     assert plan.prediction.step_time_s > 0
     assert plan.bound_gap is None
     assert dict(plan.shards)["tensor"], "the cuts of the stage that has tensor ranks"
-    with pytest.raises(Infeasible, match="no multiple of 4 shares x microbatches=3"):
-        search(gpt(4), GPUS, 16, "gpt", layout=Layout.parse("pipeline=2 inner=4x1/2x2 microbatches=3"))
+    unequal, more = (
+        search(gpt(4), GPUS, batch, "gpt", layout=Layout.parse("pipeline=2 inner=4x1/2x2 microbatches=3")).prediction for batch in (16, 24)
+    )
+    assert unequal is not None
+    assert more is not None
+    assert plan.prediction.step_time_s < unequal.step_time_s < more.step_time_s

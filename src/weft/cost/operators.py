@@ -30,6 +30,7 @@ from weft.model.sharding import Sharding
 from weft.model.work import Work, model_flops
 from weft.plan.axis import EXPERT, axis_of
 from weft.plan.layout import Layout
+from weft.plan.microbatches import most_rows
 from weft.plan.plan import BUCKET_BYTES
 from weft.plan.precision import PRECISIONS
 
@@ -58,6 +59,7 @@ class OperatorPricer:
     stack: Stack | None = None
     bucket_bytes: float = BUCKET_BYTES
     busy: tuple[int, int] | None = None  # processors: ranks that work at once, and threads of each; None for what a layout has
+    replicas: tuple[int, int] | None = None  # those with unequal shares that this one prices, from one to another; None for all
     placed_for: int = 0  # the batch by which operators are placed, where this one is of the smaller of its unequal microbatches
     _shardings: dict[Cutting, Sharding | None] = field(default_factory=dict)
     _same: dict[Cutting, Cutting] = field(default_factory=dict)  # of those that cut alike, the first
@@ -133,8 +135,8 @@ class OperatorPricer:
         return self._shardings[self._cut(layout)]
 
     def samples(self, layout: Layout) -> int:
-        """Samples that one rank has of a microbatch; of unequal ones of the larger."""
-        return -(-self.batch_size // (layout.data * layout.microbatches))
+        """Samples that one rank has of a microbatch; of unequal ones of the larger, and of the replica with most that this one prices."""
+        return most_rows(self.batch_size, layout, self.replicas)
 
     def microbatch(self, layout: Layout) -> float:
         """Size of the whole microbatch, all data replicas together, against the graph's batch; of unequal ones the larger."""
@@ -163,7 +165,7 @@ class OperatorPricer:
     def operator_seconds(self, layout: Layout) -> tuple[Array, Array, Array, Array]:
         """Forward and backward of compute, forward and backward of collectives, by operator."""
         key = (*self._cut(layout), layout.data, layout.num_ranks, layout.threads, layout.microbatches, layout.precision, layout.expert,
-               layout.batch_norm)  # fmt: skip
+               layout.batch_norm, layout.shares)  # fmt: skip
         if key not in self._times:
             network = self._collectives(layout)
             self._times[key] = (*(self._compute(layout) if self.cluster.is_cpu else self._on_gpu(layout)), *network)

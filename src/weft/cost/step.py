@@ -103,7 +103,7 @@ class Pricer(OperatorPricer):
     def smaller(self, layout: Layout) -> tuple[int, Pricer | None]:
         """Where the batch does not divide into the layout's microbatches: how many are the smaller ones, and the pricer of those."""
         each, more = divmod(-(-self.batch_size // layout.data), layout.microbatches)
-        if not more or not each:
+        if not more or not each or layout.shares:
             return 0, None
         batch = each * layout.data * layout.microbatches
         if batch not in self._smaller:
@@ -198,7 +198,7 @@ class Pricer(OperatorPricer):
 
     def _bases_of(self, layout: Layout, sites: Sequence[str], only: Sequence[int] | None) -> list[tuple[int, Base]]:
         key = (*self._cut(layout), layout.data, layout.pipeline, layout.chunks, layout.microbatches, layout.precision, layout.threads,
-               layout.expert, layout.batch_norm, tuple(sites))  # fmt: skip
+               layout.expert, layout.batch_norm, layout.shares, tuple(sites))  # fmt: skip
         bases, split = self._bases.setdefault(key, {}), self.split(sites)
         wanted = only or range(len(split))
         if any(i not in bases for i in wanted):

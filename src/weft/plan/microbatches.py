@@ -42,6 +42,19 @@ def replica_rows(size: int, layout: Layout, replica: int) -> tuple[int, int]:
     return shard(0, size, layout.data, 1, layout.weights).part(size, layout.data, replica)
 
 
+def most_rows(samples: int, layout: Layout, replicas: tuple[int, int] | None = None) -> int:
+    """The most samples of a microbatch that a replica has; of those from one to another where `replicas` says so.
+
+    >>> most_rows(16, Layout(data=4, shares="3/2/2/1", microbatches=2)), most_rows(16, Layout(data=4, shares="3/2/2/1"), (2, 4))
+    (3, 4)
+    """
+    if not layout.shares:
+        return -(-samples // (layout.data * layout.microbatches))
+    first, last = replicas or (0, layout.data)
+    size = sizes_of_plan(samples, layout)[0]
+    return max(replica_rows(size, layout, i)[1] for i in range(first, last))
+
+
 def check_equal(samples: int, layout: Layout, why: str) -> None:
     """Raise Infeasible where replicas would have unequal parts of so many samples, and must not: `why`."""
     data = layout.data

@@ -8,7 +8,7 @@ the same fits without. Then the leading layouts' tensor ranks are arranged in gr
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -23,7 +23,7 @@ from weft.solve.checks import check_layers, check_layout, check_priced
 from weft.solve.grids import in_grids, left_out
 from weft.solve.housing import housed, least_more_s
 from weft.solve.lending import may_lend
-from weft.solve.mixed import memory_of
+from weft.solve.mixed import memory_of, share_out
 from weft.solve.reasons import differences
 from weft.solve.residency import DROP, KEEP, SWAP
 from weft.solve.score import score, worth
@@ -82,7 +82,7 @@ class Branches:
         self._open = []
         zeros = [z for z in range(4) if space.admits("zero", z)]
         offloads = [kind_of("offload", o) for o in space.words("offload")]
-        for frame in space.frames():
+        for frame in self._frames(space):
             for interleaved in {not waits_to_fill(one) for one in self.space.schedules(frame)}:
                 try:
                     check_layout(frame, cluster, self.pricer.batch_size)
@@ -113,6 +113,13 @@ class Branches:
                 least[frame, interleaved] = self._expand(frame, interleaved)
         lowest = min((*least.values(), self.bound_s or INFINITE))
         self.bound_s = lowest if lowest < INFINITE else 0.0
+
+    def _frames(self, space: Space) -> Iterator[Layout]:
+        """Those of a space, on a mixed cluster also with shares by the speed of its parts."""
+        for frame in space.frames():
+            yield frame
+            if (shared := share_out(self.pricer, frame)) is not None:
+                yield shared
 
     def house(self) -> None:
         """Where all layers are repeated or moved for want of memory, try the fewest that it takes: of what could not be told to be worse.
@@ -453,8 +460,9 @@ class Branches:
 
 def _more_and_fewer(space: Space, layout: Layout) -> tuple[list[int], list[int]]:
     """Twice, four times, ... and half, a quarter, ... as many microbatches as a layout has, as a replica's batch divides into."""
-    each, m = space.batch_size // layout.data, layout.microbatches
-    counts = [k for k in divisors(each) if k <= MOST_MICROBATCHES and space.admits("microbatches", k)]
+    each, m = -(-space.batch_size // layout.data), layout.microbatches
+    most = min(MOST_MICROBATCHES, space.batch_size // layout.data)
+    counts = [k for k in divisors(each) if k <= most and space.admits("microbatches", k)]
     more, fewer = {m << j for j in range(1, 10)}, {m >> j for j in range(1, 10)}
     return [k for k in counts if k in more], [k for k in reversed(counts) if k in fewer]
 

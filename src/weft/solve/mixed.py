@@ -2,29 +2,38 @@
 
 A pipeline whose stages each lie on one part is priced part by part: seconds, memory and gradient sums of a stage are its own part's, and
 what crosses between parts goes over the link between them. Where a stage would lie on several parts (data or tensor ranks of different
-kinds) every rank is taken as the least of them, since all wait for the slowest. Not modelled: replicas with unequal shares of a batch.
+kinds) every rank is taken as the least of them, since all wait for the slowest; but replicas that each lie on one part may have unequal
+shares of a batch (`share_out`), and then each part is priced with the samples that its replicas have. Not modelled: more memory in one part
+than in another for such replicas.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate, pairwise
 
 from weft.cluster.cluster import Cluster, Level
 from weft.cost.memory import StageMemory
 from weft.cost.network import send_s
+from weft.cost.operators import Array
 from weft.cost.step import Pricer, StageCost
 from weft.errors import Infeasible
 from weft.model.graph import Graph
 from weft.model.sharding import Shards
 from weft.plan.layout import Layout
+from weft.plan.microbatches import sizes_of_plan
+from weft.plan.placement import apportioned
+from weft.plan.shares import format_shares
 from weft.schedules import schedule_of
 
 
 @dataclass
 class MixedPricer(Pricer):
     """A `Pricer` of a cluster with parts."""
+
+    _apart: dict[int, tuple[Pricer, ...]] = field(default_factory=dict)
 
     @cached_property
     def pricers(self) -> tuple[Pricer, ...]:
@@ -56,6 +65,25 @@ class MixedPricer(Pricer):
         width = layout.stage_ranks
         whole = layout.num_ranks == self.cluster.num_devices
         return whole and all(part.num_devices % width == 0 for part in self.cluster.parts)
+
+    def by_part(self, layout: Layout) -> tuple[Pricer, ...]:
+        """A pricer of each part for its own replicas, where these have unequal shares and lie on one part each; () where they do not."""
+        width, whole = layout.replica_ranks, layout.num_ranks == self.cluster.num_devices
+        if not layout.shares or layout.num_stages > 1 or not whole or any(p.num_devices % width for p in self.cluster.parts):
+            return ()
+        if width not in self._apart:
+            ends = list(accumulate((part.num_devices // width for part in self.cluster.parts), initial=0))
+            found = [one.varied() for one in self.pricers]
+            for one, replicas in zip(found, pairwise(ends), strict=True):
+                one.replicas = replicas
+            self._apart[width] = tuple(found)
+        return self._apart[width]
+
+    def operator_seconds(self, layout: Layout) -> tuple[Array, Array, Array, Array]:
+        """As on one kind of device; of replicas with unequal shares those of the part that takes longest."""
+        self.sharding(layout)
+        each = [one.operator_seconds(layout) for one in self.by_part(layout)]
+        return max(each, key=lambda times: sum(float(t.sum()) for t in times)) if each else super().operator_seconds(layout)
 
     def stages(
         self, layout: Layout, sites: Sequence[str] = (), *, only: Sequence[int] | None = None, place: int | None = None
@@ -92,6 +120,8 @@ class MixedPricer(Pricer):
 
     def where(self, layout: Layout) -> str:
         """Which stages lie on which part, in words."""
+        if each := self.by_part(layout):
+            return ", ".join(f"{one.samples(layout)} samples of a microbatch on each replica of {one.cluster.name}" for one in each)
         if not self.aligned(layout):
             return f"every stage lies on {' and '.join(part.name for part in self.cluster.parts)}, and all ranks wait for the slowest"
         said, first = [], 0
@@ -101,6 +131,40 @@ class MixedPricer(Pricer):
             said.append(f"pipeline {ranks} on {part.name}")
             first += count
         return ", ".join(said)
+
+
+def share_out(pricer: Pricer, layout: Layout) -> Layout | None:
+    """The layout with such shares that replicas on every part take equally long; None where they are equal, or cannot differ.
+
+    What a replica takes is a part that grows with its samples and one that does not, both from the prices of two sizes.
+    """
+    if not isinstance(pricer, MixedPricer) or layout.data == 1 or layout.num_stages > 1 or layout.expert > 1:
+        return None
+    width, size = layout.replica_ranks, sizes_of_plan(pricer.batch_size, layout)[0]
+    whole = layout.num_ranks == pricer.cluster.num_devices and not any(p.num_devices % width for p in pricer.cluster.parts)
+    if not whole or layout.sample_parallel == "on" or layout.staleness or size < 2 * layout.data:
+        return None
+    pricer.sharding(layout)
+    each, counts = size // layout.data, [part.num_devices // width for part in pricer.cluster.parts]
+    sloped = []
+    for one in pricer.pricers:
+        less, more = (
+            sum(float(t.sum()) for t in one.varied(batch_size=n * layout.data * layout.microbatches).operator_seconds(layout))
+            for n in (each, 2 * each)
+        )
+        sloped.append((max(1e-12, (more - less) / each), max(0.0, 2 * less - more)))
+    low, high = 0.0, max(slope * size + fixed for slope, fixed in sloped)
+    for _ in range(60):  # the time in which all samples are done
+        middle = (low + high) / 2
+        done = sum(n * max(0.0, middle - fixed) / slope for n, (slope, fixed) in zip(counts, sloped, strict=True))
+        low, high = (middle, high) if done < size else (low, middle)
+    shares = [max(1, round(_FINE * (high - fixed) / slope)) for slope, fixed in sloped]
+    rows = apportioned(size, [share for share, n in zip(shares, counts, strict=True) for _ in range(n)])
+    made = replace(layout, shares=format_shares(rows))
+    return made if made.shares else None
+
+
+_FINE = 10_000  # to which part of a sample shares are weighed
 
 
 def pricer_of(

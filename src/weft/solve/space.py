@@ -36,6 +36,7 @@ from weft.schedules import schedule_of
 MOST_MICROBATCHES = 512
 MOST_CHUNKS = 8
 UNEVEN = 1.1  # layers of the largest of several stages a rank against the mean, at most
+WASTED = 1 / 8  # of a step, that replicas with a sample less than others wait at most
 PRECISIONS = ("float32", "float16", "bfloat16")  # float64 only where it is asked for
 _COMPARE: dict[str, Callable[[float, float], bool]] = {
     "<=": operator.le, ">=": operator.ge, "!=": operator.ne, "<": operator.lt, ">": operator.gt, "=": operator.eq,
@@ -87,7 +88,7 @@ def parse_constraints(text: str) -> tuple[Constraint, ...]:
         UsageError: a word that is no constraint, an unknown key (names the nearest), a value of the wrong type.
         Infeasible: constraints on one key that no value meets, by name.
     """
-    known = {f.name: f.type for f in fields(Layout) if f.name not in ("grid", "inner", "actions")} | {"ranks": "int"}
+    known = {f.name: f.type for f in fields(Layout) if f.name not in ("grid", "inner", "shares", "actions")} | {"ranks": "int"}
     found: list[Constraint] = []
     for word in text.replace(",", " ").split():
         match = _WORD.fullmatch(word)
@@ -322,20 +323,27 @@ class Space:
                 deep = pipeline > self.num_chunks and not self.asked("pipeline", pipeline)
                 if deep or pipeline > self.num_layers or not self.admits("pipeline", pipeline):
                     continue
-                if self.batch_size % data == 0 and self.admits("data", data):
+                if self._worth_cutting(data) and self.admits("data", data):
                     yield data, tensor, pipeline
+
+    def _worth_cutting(self, data: int) -> bool:
+        """Whether so many replicas divide the batch, or nearly: the one with most samples has little more than an equal part."""
+        most = -(-self.batch_size // data) * data
+        return data <= self.batch_size and most <= (1 + WASTED) * self.batch_size
 
     def _frames(self, data: int, spatial: str, tensor: int, pipeline: int, precisions: Sequence[str]) -> Iterator[Layout]:
         threads = self._threads(data * spatial_ranks(spatial) * tensor * pipeline)
         sequences = [s for s in (("off", "on") if tensor > 1 else ("off",)) if self.admits("sequence_parallel", s)]
+        equal = self.batch_size % data == 0
         experts = [e for e in divisors(data) if e <= self.experts and self.experts % e == 0 and self.admits("expert", e)]
-        each = self.batch_size // data
+        experts = experts if equal else [e for e in experts if e == 1]  # which cut the samples of replicas once more
+        each = -(-self.batch_size // data)
         # Unequal microbatches only where they are asked for: as many as divide the batch are about as good.
         named = {int(c.value) for c in self.constraints if c.key == "microbatches" and c.relation == "="}
-        for microbatches in range(1, min(each, MOST_MICROBATCHES) + 1):
+        for microbatches in range(1, min(self.batch_size // data, MOST_MICROBATCHES) + 1):
             if (each % microbatches and microbatches not in named) or not self.admits("microbatches", microbatches):
                 continue
-            samples = self._samples(tensor, each, microbatches)
+            samples = self._samples(tensor, each if equal else 0, microbatches)
             for precision, count, sequence, sample, expert in product(precisions, threads, sequences, samples, experts):
                 yield Layout(
                     data, tensor, pipeline, microbatches, precision=precision, threads=count, sequence_parallel=sequence,
@@ -343,8 +351,9 @@ class Space:
                 )  # fmt: skip
 
     def _samples(self, tensor: int, each: int, microbatches: int) -> list[str]:
-        """Whether tensor ranks cut samples: where there is something to choose, and every microbatch divides among them."""
-        divides = each % (microbatches * tensor) == 0
+        """Whether tensor ranks cut samples: where there is something to choose, and every microbatch divides among them. `each`: samples
+        of a replica, 0 where replicas differ."""
+        divides = each > 0 and each % (microbatches * tensor) == 0
         may = tensor > 1 and not self.grid and divides and self._cuts_samples
         ways = [s for s in (("off", "on") if may else ("off",)) if self.admits("sample_parallel", s)]
         # Ranks that talk in every layer stay within a node, as far as that may be chosen.

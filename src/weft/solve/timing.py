@@ -64,7 +64,7 @@ def price(pricer: Pricer, layout: Layout, sites: Sequence[str] = ()) -> Priced:
     costs = _stages_of(pricer, layout, sites)
     borders = [sum(_hand_over_s(pricer, layout, stage, to, values) for to, values in stage.sends) for stage in pricer.split(sites)[:-1]]
     _, lesser = pricer.smaller(layout)
-    smaller = lesser.stages(layout, sites) if lesser is not None else ()
+    smaller = _stages_of(lesser, layout, sites) if lesser is not None else ()
     return Priced(layout, pricer.predict(layout, costs, borders, smaller=smaller), sites, costs, smaller)
 
 

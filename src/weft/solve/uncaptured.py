@@ -42,7 +42,7 @@ def without_graph(
     """
     limits = parse_constraints(constraints)
     plain = {"tensor": 1, "pipeline": 1, "microbatches": 1, "recompute": "none", "offload": "none"}
-    every = (one for one in layouts(cluster, batch_size, limits) if one.zero <= 1)
+    every = (one for one in layouts(cluster, batch_size, limits) if one.zero <= 1 and batch_size % one.data == 0)
     found = [one for one in every if all(getattr(one, k) == v for k, v in plain.items())] if layout is None else [layout]
     if not found:
         raise Infeasible(f"{model} could not be captured ({why}), so only data and zero apply, and {constraints!r} leaves nothing of them")
