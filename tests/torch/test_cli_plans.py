@@ -369,7 +369,7 @@ def test_contradictory_constraints_are_no_question_of_memory(capfd: pytest.Captu
     ("old", "new", "code", "said"),
     [
         ("tensor = 2", "tensor = 999", 3, "needs 7992 devices, 2xp4d.24xlarge has 16"),
-        ("batch_size = 64", "batch_size = 63", 3, "63"),
+        ("batch_size = 64", "batch_size = 7", 3, "a batch of 7 samples"),
         ("[shards.tensor]", "[shards.sideways]", 2, "[shards.sideways] names no axis"),
         ('attention.q.weight" = 0', 'attention.q.weight" = -1', 2, "dimensions are counted from 0"),
         ("layers=4", "layers=1", 2, "layers.2"),

@@ -153,12 +153,14 @@ def moved_along(old: Layout, wanted: Mapping[str, int | str], ranks: int, old_ba
                 f"{ranks} devices do not divide into tensor={n['tensor']} x pipeline={n['pipeline']}{pieces}; change one of them as well"
             )
         n["data"] = ranks // share
-    if batch % n["data"]:
-        raise Infeasible(f"a batch of {batch} does not divide into data={n['data']}; change batch= or another axis as well")
+    if batch < n["data"]:
+        raise Infeasible(f"a batch of {batch} has no sample for each of data={n['data']}; change batch= or another axis as well")
+    if n["data"] != old.data:
+        choices.setdefault("shares", "")  # which are of the replicas that there were
     if "microbatches" not in wanted:
         rows = max(1, old_batch // (old.data * old.microbatches))
-        each = batch // n["data"]
-        n["microbatches"] = next(m for m in range(max(1, -(-each // rows)), each + 1) if each % m == 0)
+        each, most = -(-batch // n["data"]), batch // n["data"]
+        n["microbatches"] = next((m for m in range(max(1, -(-each // rows)), most + 1) if each % m == 0), most)
     schedule = str(wanted.get("schedule", old.schedule))
     other = any(n[key] != getattr(old, key) for key in ("pipeline", "microbatches", "chunks"))
     if old.actions and other and "schedule" not in wanted:
