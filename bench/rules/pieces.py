@@ -23,7 +23,7 @@ from weft.model.axis_problem import AxisProblem, Choice, Given, Others
 from weft.model.graph import FUNCTION, Graph, Operator, Ref, Slot, Variable, Word
 from weft.model.sharding import Prices, Sharding
 from weft.model.stages import Stage
-from weft.plan.placement import D, P, Placement, R, Shard, is_cut, is_shard
+from weft.plan.placement import D, P, Placement, R, Shard, is_halo, is_shard, shard
 
 TOLERANCE = 1e-10
 
@@ -63,14 +63,16 @@ class ThreadGroup:
         with torch.no_grad():
             x.copy_(parts.sum(0) if op == "sum" else parts.amax(0) if op == "max" else parts.amin(0))
 
-    def all_gather(self, x: Tensor, dim: int = 0, length: int | None = None) -> Tensor:
+    def all_gather(self, x: Tensor, dim: int = 0, length: Any = None) -> Tensor:
         return torch.cat(self._all(x), dim)
 
-    def reduce_scatter(self, x: Tensor, dim: int = 0) -> Tensor:
-        return _part(torch.stack(self._all(x)).sum(0), dim, self.size, self.index).contiguous()
+    def reduce_scatter(self, x: Tensor, dim: int = 0, lengths: tuple[int, ...] = ()) -> Tensor:
+        return _part(torch.stack(self._all(x)).sum(0), Shard(dim, lengths), self.size, self.index).contiguous()
 
-    def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int, concat_length: int | None = None) -> Tensor:
-        return torch.cat([_part(part, split_dim, self.size, self.index) for part in self._all(x)], concat_dim)
+    def all_to_all(
+        self, x: Tensor, split_dim: int, concat_dim: int, concat_length: Any = None, split_lengths: tuple[int, ...] = ()
+    ) -> Tensor:
+        return torch.cat([_part(part, Shard(split_dim, split_lengths), self.size, self.index) for part in self._all(x)], concat_dim)
 
     def exchange(self, sent: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
         """As weft's; what comes must have the shapes that are waited for."""
@@ -80,9 +82,9 @@ class ThreadGroup:
         return arrived
 
 
-def _part(x: Tensor, dim: int, n: int, index: int) -> Tensor:
-    """Piece `index` of n, of which the first are one longer where the dimension does not divide."""
-    return x.tensor_split(n, dim)[index]
+def _part(x: Tensor, form: Shard, n: int, index: int) -> Tensor:
+    """Piece `index` of n: of the lengths that a shard has, or without some with the first one longer where it does not divide."""
+    return (x.split(list(form.lengths), form.dim) if form.lengths else x.tensor_split(n, form.dim))[index]  # type: ignore[no-untyped-call,no-any-return]
 
 
 @dataclass(frozen=True)
@@ -172,9 +174,9 @@ def difference(case: Case, cuts: dict[str, tuple[int, Choice]]) -> str:
     want, want_grads, want_left, seeds = _whole(case)
     op, sizes = case.op, {axis: n for axis, (n, _) in cuts.items()}
     forms: dict[str, dict[str, Placement]] = {v.value: {} for v in case.graph.variables}
-    for axis, (_, choice) in cuts.items():
+    for axis, (n, choice) in cuts.items():
         for value, need in zip(op.inputs, choice.needs, strict=True):
-            forms[value].setdefault(axis, Shard(need.dim) if is_cut(need) else need or R)  # a halo is fetched
+            forms[value].setdefault(axis, _stored(case, value, need, n))
         for value, made in zip(op.outputs, choice.makes, strict=True):
             forms.setdefault(value, {})[axis] = made
     rows = tuple({axis: choice.needs[i] for axis, (_, choice) in cuts.items()} for i in range(len(op.inputs)))
@@ -218,6 +220,11 @@ def difference(case: Case, cuts: dict[str, tuple[int, Choice]]) -> str:
     return ""
 
 
+def _stored(case: Case, value: str, need: Placement | None, n: int) -> Placement:
+    """How a value lies that is read so: a halo is fetched."""
+    return shard(need.dim, case.tensors[value].shape[need.dim], n) if is_halo(need) else need or R
+
+
 def _without(at: dict[str, int], axis: str) -> tuple[tuple[str, int], ...]:
     return tuple((a, i) for a, i in at.items() if a != axis)
 
@@ -250,7 +257,7 @@ def _whole(case: Case) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, 
 def _local(x: Tensor, form: dict[str, Placement], sizes: Any, at: dict[str, int]) -> Tensor:
     for axis, f in form.items():
         if is_shard(f):
-            x = _part(x, f.dim, sizes[axis], at[axis])
+            x = _part(x, f, sizes[axis], at[axis])
     return x.detach().clone()
 
 
