@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from weft.errors import Infeasible
 from weft.plan.layout import Layout
-from weft.plan.placement import shard
+from weft.plan.placement import Range, shard
 from weft.plan.sizes import sizes_of
 
 
@@ -39,7 +39,21 @@ def replica_rows(size: int, layout: Layout, replica: int) -> tuple[int, int]:
     >>> [replica_rows(9, Layout(data=4, shares="3/2/2/1"), i) for i in range(4)]
     [(0, 4), (4, 2), (6, 2), (8, 1)]
     """
-    return shard(0, size, layout.data, 1, layout.weights).part(size, layout.data, replica)
+    start, stop = _ranges(size, layout)[replica]
+    return start, stop - start
+
+
+def replica_sizes(size: int, layout: Layout) -> tuple[int, ...]:
+    """Samples of every replica in a microbatch of `size`.
+
+    >>> replica_sizes(7, Layout(data=2))
+    (4, 3)
+    """
+    return tuple(stop - start for start, stop in _ranges(size, layout))
+
+
+def _ranges(size: int, layout: Layout) -> tuple[Range, ...]:
+    return shard(0, size, layout.data, 1, layout.weights).ranges(size, layout.data)
 
 
 def most_rows(samples: int, layout: Layout, replicas: tuple[int, int] | None = None) -> int:
@@ -51,8 +65,7 @@ def most_rows(samples: int, layout: Layout, replicas: tuple[int, int] | None = N
     if not layout.shares:
         return -(-samples // (layout.data * layout.microbatches))
     first, last = replicas or (0, layout.data)
-    size = sizes_of_plan(samples, layout)[0]
-    return max(replica_rows(size, layout, i)[1] for i in range(first, last))
+    return max(replica_sizes(sizes_of_plan(samples, layout)[0], layout)[first:last])
 
 
 def check_equal(samples: int, layout: Layout, why: str) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 
 from weft.errors import UsageError
 from weft.plan.layout import Layout
+from weft.plan.microbatches import replica_sizes
 from weft.plan.patterns import shorten_sites
 from weft.plan.plan import Memory, Plan, Prediction
 from weft.units import format_bytes, format_count, format_flops, format_percent, format_seconds
@@ -43,7 +44,8 @@ class Table:
 def summary_table(plan: Plan) -> Table:
     """What was chosen and what it is predicted to cost: one line a fact."""
     layout = plan.layout
-    sizes = " or ".join(str(-(-size // layout.data)) for size in dict.fromkeys(plan.microbatch_sizes))
+    parts = {n for size in dict.fromkeys(plan.microbatch_sizes) for n in replica_sizes(size, layout)}
+    sizes = " or ".join(map(str, sorted(parts, reverse=True)))
     rows = [
         ("model", plan.model),
         ("machines", plan.cluster),
