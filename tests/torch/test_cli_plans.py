@@ -131,7 +131,7 @@ def test_a_change_equals_pricing_the_changed_layout_by_hand(plan_file: Path, cap
         (["seq"], 2, "KEY=VALUE"),
         (["seq=8", "seq=9"], 2, "twice"),
         (["cluster=8xdgx-z100"], 2, "did you mean"),
-        (["data=3"], 3, "none of these changes"),
+        (["data=99"], 3, "none of these changes"),
     ],
 )
 def test_changes_that_cannot_be(words: list[str], code: int, said: str, plan_file: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -407,7 +407,7 @@ def test_changes_of_what_is_not_there(words: list[str], said: str, plan_file: Pa
 
 
 def test_a_change_that_cannot_be_writes_no_plan(plan_file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert run(["whatif", str(plan_file), "data=3", "-o", str(tmp_path / "other.toml")]) == 3
+    assert run(["whatif", str(plan_file), "data=99", "-o", str(tmp_path / "other.toml")]) == 3
     assert "nothing is written" in capfd.readouterr().err
     assert not (tmp_path / "other.toml").exists()
 
