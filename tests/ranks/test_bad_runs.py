@@ -220,3 +220,18 @@ def test_an_interrupt_saves_and_leaves_nobody(config: Path, tmp_path: Path) -> N
     while (left := [pid for pid in ranks.values() if Path(f"/proc/{pid}").exists()]) and time.monotonic() < until:
         time.sleep(0.05)
     assert not left
+
+
+def test_told_to_stop_it_saves_and_says_that_it_can_go_on(config: Path, tmp_path: Path) -> None:
+    words = [*WEFT, "train", str(config), "steps=100000", "--json"]
+    launcher = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=environment())
+    try:
+        wait_for(tmp_path / "runs" / "config" / "metrics.jsonl", 2)
+        launcher.send_signal(signal.SIGTERM)
+        out, err = launcher.communicate(timeout=TIMEOUT_S)
+    finally:
+        launcher.kill()
+    assert launcher.returncode == 75, err
+    assert "told to stop: saving after step" in err
+    step = json.loads(out)["step"]
+    assert (tmp_path / "runs" / "config" / "checkpoints" / f"step-{step:08d}").is_dir()

@@ -24,6 +24,7 @@ from weft.train import loop
 from weft.train.config import Config, TrainSection
 from weft.train.corpus import open_corpus
 from weft.train.display import words
+from weft.train.interval import interval_s
 from weft.train.loop import Job
 from weft.train.metrics import Metrics, read_metrics
 from weft.train.schedule import learning_rate
@@ -265,7 +266,7 @@ def test_a_finished_run_starts_and_ends_at_once(job: Job) -> None:
     first, _ = run(job)
     again, (engine,) = run(job)
     assert engine.seen == []
-    assert again == first
+    assert again == {**first, "saving_s": 0.0}
     assert len(curve(job)) == 12
 
 
@@ -458,3 +459,35 @@ def test_text_takes_the_form_of_the_model_s_batch(example: Any, expected: Any) -
 def test_a_model_that_takes_no_text_is_refused(example: Any) -> None:
     with pytest.raises(ConfigError, match="synthetic"):
         text_form(Resolved("m", torch.nn.Identity, lambda n: example, None, 1))
+
+
+def test_by_itself_a_run_saves_as_often_as_pays(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that each look moves by 20 s: the first save is due after 60, later ones as Young and Daly say of what the save took."""
+    job = change(job, "train", checkpoint_every="auto", keep=99)
+    now = [0.0]
+
+    def clock() -> float:
+        now[0] += 20.0
+        return now[0]
+
+    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=clock))
+    run(job, Told(looks=10**9))
+    steps = [one.step for one in checkpoint.committed(job.folder / "checkpoints")]
+    assert steps[-1] == 12
+    assert 1 <= len(steps) < 12
+    never, _ = run(change(replace(job, folder=job.folder / "never"), "train", checkpoint_every=0))
+    assert never["step"] == 12
+    assert [one.step for one in checkpoint.committed(job.folder / "never" / "checkpoints")] == [12]
+
+
+def test_the_interval_is_the_best_of_a_simulated_run() -> None:
+    """Time lost to saves and failures over a grid of intervals, by the exact expectation (Daly 2006, equation 13): the least is where
+    `interval_s` says, to within what the curve is flat."""
+
+    def lost(interval: float, save: float, between: float) -> float:
+        return between * math.expm1((interval + save) / between) / interval - 1
+
+    for save, between in ((0.1, 86400.0), (5.0, 3600.0), (60.0, 3600.0)):
+        chosen = interval_s(save, between)
+        best = min(lost(chosen * 1.02**k, save, between) for k in range(-80, 81))
+        assert lost(chosen, save, between) <= best * 1.001 + 1e-12

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from weft.world.world import World
 
 
+STOPPED = 75  # sysexits.h: a temporary failure, try again
+
+
 def train(
     config: Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="What to train, on what, for how long.", show_default=False)],
     changes: Annotated[
@@ -55,6 +58,8 @@ def train(
                 predicted = summary.get("predicted_memory_bytes")
                 out.table(measured_memory_table(summary["memory_bytes"], Memory(**predicted) if predicted else None))
             out.answer(summary)
+        if summary["stopped"]:
+            raise typer.Exit(STOPPED)
 
 
 def run(path: Path, changes: Sequence[str], out: Output, reasons: bool = True) -> dict[str, Any]:

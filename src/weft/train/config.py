@@ -47,8 +47,16 @@ class DataSection(_Section):
         return (self.text,) if isinstance(self.text, str) else self.text
 
 
+def _whole_or_auto(key: str, value: object) -> object:
+    if value != "auto" and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+        raise ValueError(f'{key} = {json.dumps(value)}: expected a whole number of at least 0, or "auto"')
+    return value
+
+
 class TrainSection(_Section):
     """How it is trained. Every `*_every` is in steps, 0 for never but at the end. `batch` counts samples of all ranks a step.
+
+    `checkpoint_every = "auto"` saves as often as is least in sum with what a failure loses (`weft.train.interval`).
 
     Above 0, `within_s` makes the steps fewer where the plan predicts that `steps` of them take longer (`steps_under`).
     """
@@ -69,8 +77,13 @@ class TrainSection(_Section):
     seed: int = Field(default=0, ge=0, lt=2**32)
     evaluate_every: int = Field(default=0, ge=0)
     evaluate_batches: int = Field(default=8, ge=1)
-    checkpoint_every: int = Field(default=0, ge=0)
+    checkpoint_every: Annotated[int | Literal["auto"], Field(union_mode="left_to_right")] = "auto"
     keep: int = Field(default=2, ge=1)
+
+    @field_validator("checkpoint_every", mode="before")
+    @classmethod
+    def _steps_or_auto(cls, value: object) -> object:
+        return _whole_or_auto("checkpoint_every", value)
 
     @model_validator(mode="after")
     def _meaningful(self) -> TrainSection:
@@ -128,9 +141,7 @@ class PlanSection(_Section):
     @field_validator("trials", mode="before")
     @classmethod
     def _a_number(cls, value: object) -> object:
-        if value != "auto" and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-            raise ValueError(f'trials = {json.dumps(value)}: expected a whole number of at least 0, or "auto"')
-        return value
+        return _whole_or_auto("trials", value)
 
     @model_validator(mode="after")
     def _one(self) -> PlanSection:

@@ -29,6 +29,7 @@ from weft.train.config import Config
 from weft.train.corpus import Corpus
 from weft.train.data import Batch
 from weft.train.display import Display, display
+from weft.train.interval import Interval
 from weft.train.loader import Loader, rows_of_part
 from weft.train.metrics import FILE, Metrics, Row, read_metrics
 from weft.train.schedule import learning_rate
@@ -106,6 +107,11 @@ class _Run:
         self.memory: dict[str, float] = {}
         self.show: Display
         self._agree_at, self._agree_every = 0, 1
+        every = self.section.checkpoint_every
+        # Where updates come late, a save is part of what is computed, which no clock decides.
+        self._interval = Interval(world.num_ranks, time.perf_counter()) if every == "auto" and not layout.staleness else None
+        self._save_every = 0 if every == "auto" else every
+        self.saving_s = 0.0
         self._untold: deque[tuple[Row, StepResult]] = deque()
 
     def run(self) -> Summary:
@@ -175,10 +181,11 @@ class _Run:
                         row["eval_loss"] = self.eval_loss
                 # A loss is known when all ranks have made the step, for which nobody waits before its update is due.
                 self._tell(write, self.job.plan.layout.staleness)
-                if self._every(self.section.checkpoint_every, done):
+                stopping, due = self._agree(done)
+                if due or self._every(self._save_every, done):
                     self._tell(write)
                     self._save(done, token)
-                if self._stopping(done):
+                if stopping:
                     self._tell(write)
                     self.show.say(f"told to stop: saving after step {done}")
                     return done < self.section.steps
@@ -254,14 +261,17 @@ class _Run:
                 return (sum(losses) * batch + last * left) / (whole * batch + left)
         return sum(losses) / len(losses)
 
-    def _stopping(self, done: int) -> bool:
-        """Whether any rank was told to stop. Ranks agree about twice a second, not at every step: it costs a collective."""
+    def _agree(self, done: int) -> tuple[bool, bool]:
+        """Whether any rank was told to stop, and whether a save is due by the clock of any. Ranks agree about twice a second, not at every
+        step: it costs a collective."""
         if done < self._agree_at:
-            return False
+            return False, False
         period = max(1, int(_AGREE_S / max(1e-9, self.step_times[-1])))
-        stopping, self._agree_every = self.world.maximum([int(self.world.stopping), min(period, 2 * self._agree_every)])
+        due = self._interval is not None and self._interval.due(time.perf_counter())
+        told = [int(self.world.stopping), int(due), min(period, 2 * self._agree_every)]
+        stopping, saving, self._agree_every = self.world.maximum(told)
         self._agree_at = done + self._agree_every
-        return bool(stopping)
+        return bool(stopping), bool(saving)
 
     def _save(self, step: int, token: int, last: bool = False) -> None:
         """Write a checkpoint. One that fails is told of and tried again at the next; at the end it is an error."""
@@ -273,6 +283,7 @@ class _Run:
             "config": self.job.config.model_dump(mode="json"),
             "layout": str(self.job.plan.layout),
         }
+        began = time.perf_counter()
         try:
             checkpoint.save(
                 self.checkpoints,
@@ -291,6 +302,10 @@ class _Run:
             if last:
                 raise
             self.show.say(f"{error}; training goes on, and step {max(0, self.saved_step)} is the newest checkpoint")
+        took_s = time.perf_counter() - began
+        self.saving_s += took_s
+        if self._interval is not None:
+            self._interval.saved(took_s, time.perf_counter())
 
     def _last_good(self) -> str:
         if self.saved_step < 0:
@@ -321,6 +336,7 @@ class _Run:
             "layout": str(self.job.plan.layout),
             "num_parameters": self.engine.num_parameters,
             "stopped": stopped,
+            "saving_s": self.saving_s,
         }
 
 
