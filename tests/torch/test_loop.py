@@ -20,7 +20,7 @@ from weft.errors import CheckpointError, ConfigError, ModelError, RunError
 from weft.plan.layout import Layout
 from weft.plan.plan import Plan
 from weft.run.state import checkpoint
-from weft.train import loop
+from weft.train import corpus, loop
 from weft.train.config import Config, TrainSection
 from weft.train.corpus import open_corpus
 from weft.train.display import words
@@ -491,3 +491,44 @@ def test_the_interval_is_the_best_of_a_simulated_run() -> None:
         chosen = interval_s(save, between)
         best = min(lost(chosen * 1.02**k, save, between) for k in range(-80, 81))
         assert lost(chosen, save, between) <= best * 1.001 + 1e-12
+
+
+@pytest.mark.parametrize("how", ["longer", "shorter", "anew", "gone"])
+def test_a_text_that_is_written_to_while_it_is_trained_on_ends_the_run(job: Job, how: str) -> None:
+    assert job.corpus is not None
+    path = Path(job.corpus.path)
+    text = path.read_bytes()
+
+    def write(step: int) -> None:
+        if step == 6:
+            if how == "gone":
+                path.rename(path.with_suffix(".old"))
+            else:
+                path.write_bytes({"longer": text + b"x", "shorter": text[:-1], "anew": text}[how])
+                os.utime(path, ns=(1, 1))
+
+    with pytest.raises(RunError, match="cannot be read any more" if how == "gone" else "has changed while it was trained on"):
+        run(job, before_step=write)
+
+
+def test_every_byte_of_a_text_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpus, "BLOCK_BYTES", 64)
+    path = tmp_path / "text.txt"
+    path.write_bytes(bytes(range(200)) * 2)
+    before = open_corpus((str(path),), tmp_path).digest
+    seen = set()
+    for at in range(0, 400, 13):
+        data = bytearray(path.read_bytes())
+        data[at] ^= 1
+        other = tmp_path / "other.txt"
+        other.write_bytes(bytes(data))
+        seen.add(open_corpus((str(other),), tmp_path).digest)
+    assert before not in seen
+    assert len(seen) == len(range(0, 400, 13))
+
+
+def test_of_a_long_text_blocks_from_all_over_it_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpus, "_ALL_BYTES", 10 * corpus.BLOCK_BYTES)
+    starts = corpus._blocks(100 * corpus.BLOCK_BYTES + 1)
+    assert (starts[0], starts[-1]) == (0, 100 * corpus.BLOCK_BYTES)
+    assert 9 <= len(starts) <= 12

@@ -11,13 +11,15 @@ import math
 import os
 import sysconfig
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from weft.errors import ConfigError
+from weft.errors import ConfigError, RunError
 
 Tokens = npt.NDArray[np.uint8]
 VOCABULARY = 256
@@ -25,12 +27,15 @@ PYTHON_SUFFIXES = (".py", ".txt", ".rst")
 # Tests are more than half of the library where they are installed at all; packages differ from machine to machine.
 PYTHON_SKIPS = ("test", "tests", "site-packages", "dist-packages", "__pycache__")
 PYTHON_LIMIT_BYTES = 30_000_000
-_SAMPLED_BYTES = 1 << 20
+BLOCK_BYTES = 16 << 20
+_ALL_BYTES = 16 << 30  # of a longer text every so many-th block is read, this much in all, the first and the last among them
+_READERS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """`size` byte tokens in the file `path`. `digest` tells whether they are the same as when a run began."""
+    """`size` byte tokens in the file `path`. `digest` tells whether they are the same as when a run began: SHA-256 of the size and of the
+    digests of blocks."""
 
     path: str
     size: int
@@ -40,6 +45,16 @@ class Corpus:
     def tokens(self) -> Tokens:
         """All tokens [size], read from the disk as they are used."""
         return np.memmap(self.path, dtype=np.uint8, mode="r", shape=(self.size,))
+
+    def stamp(self) -> tuple[int, int]:
+        """Size and time of change of the file as it lies there now. Raises `RunError` where it is gone."""
+        try:
+            found = os.stat(self.path)
+        except OSError as error:
+            raise RunError(
+                f"the text {self.path} cannot be read any more: {error.strerror}; put it back and run again"
+            ) from error
+        return found.st_size, found.st_mtime_ns
 
 
 def open_corpus(text: Sequence[str], folder: Path | str) -> Corpus:
@@ -151,15 +166,28 @@ def _join(files: Sequence[Path], path: Path, limit: float) -> None:
         raise ConfigError(f"the text cannot be gathered in {path.parent}: {error.strerror}; use a run.folder with room for it") from error
 
 
+def _blocks(size: int) -> list[int]:
+    """Where blocks begin that the digest is of.
+
+    >>> _blocks(2 * BLOCK_BYTES + 1) == [0, BLOCK_BYTES, 2 * BLOCK_BYTES]
+    True
+    """
+    count = -(-size // BLOCK_BYTES)
+    step = max(1, -(-size // _ALL_BYTES))
+    return [i * BLOCK_BYTES for i in sorted({*range(0, count, step), *range(max(0, count - 1), count)})]
+
+
+def _block_digest(file: int, start: int) -> bytes:
+    return hashlib.sha256(os.pread(file, BLOCK_BYTES, start)).digest()
+
+
 def _described(path: Path, origin: str) -> Corpus:
     try:
         size = path.stat().st_size
         digest = hashlib.sha256(str(size).encode())
-        with open(path, "rb") as file:
-            # The ends and the middle: telling one text from another, not finding damage, in no time for any size.
-            for start in (0, size // 2, max(0, size - _SAMPLED_BYTES)):
-                file.seek(start)
-                digest.update(file.read(_SAMPLED_BYTES))
+        with open(path, "rb") as file, ThreadPoolExecutor(_READERS) as readers:  # hashing lets other threads run
+            for block in readers.map(partial(_block_digest, file.fileno()), _blocks(size)):
+                digest.update(block)
     except OSError as error:
         raise ConfigError(f"data.text: {path} cannot be read: {error.strerror}; make it readable or name another") from error
     if not size:

@@ -112,6 +112,7 @@ class _Run:
         self._interval = Interval(world.num_ranks, time.perf_counter()) if every == "auto" and not layout.staleness else None
         self._save_every = 0 if every == "auto" else every
         self.saving_s = 0.0
+        self._stamp = job.corpus.stamp() if job.corpus and world.rank == 0 else None
         self._untold: deque[tuple[Row, StepResult]] = deque()
 
     def run(self) -> Summary:
@@ -266,12 +267,23 @@ class _Run:
         step: it costs a collective."""
         if done < self._agree_at:
             return False, False
+        self._check_text(done)
         period = max(1, int(_AGREE_S / max(1e-9, self.step_times[-1])))
         due = self._interval is not None and self._interval.due(time.perf_counter())
         told = [int(self.world.stopping), int(due), min(period, 2 * self._agree_every)]
         stopping, saving, self._agree_every = self.world.maximum(told)
         self._agree_at = done + self._agree_every
         return bool(stopping), bool(saving)
+
+    def _check_text(self, done: int) -> None:
+        """Raise RunError where the text is written to while it is read; on rank 0, which ends the run for all."""
+        if self.job.corpus is None or self._stamp is None or (now := self.job.corpus.stamp()) == self._stamp:
+            return
+        grew = f"from {self._stamp[0]:,} to {now[0]:,} bytes" if now[0] != self._stamp[0] else "written anew"
+        raise RunError(
+            f"the text {self.job.corpus.path} has changed while it was trained on ({grew}), before step {done}; what the last steps saw "
+            f"is not known; {self._last_good()}restore the text and run the same command, or train on a copy that nobody writes to"
+        )
 
     def _save(self, step: int, token: int, last: bool = False) -> None:
         """Write a checkpoint. One that fails is told of and tried again at the next; at the end it is an error."""
