@@ -18,6 +18,7 @@ NAMES = {
     "planned": "the plan chosen against the best of all plans run, over emulated networks (needs root)",
     "memory": "the fullest rank's memory, predicted against measured: 35 architectures in eight layouts",
     "serve": "placements of workflows: price beside others, planning time",
+    "tensor-plans": "where weft cuts weights beside the tensor plans that transformers ships, 144 models",
     "alpa": "the 21 configurations of Alpa's evaluation, planned and priced",
 }
 
@@ -30,7 +31,7 @@ def main(arguments: list[str]) -> int:
         told = "" if wanted or not arguments else f"unknown benchmark {arguments[0]!r}\n"
         print(f"{told}scripts/bench NAME [--json FILE] [--help]\n{known}", file=sys.stdout if wanted else sys.stderr)
         return 0 if wanted else 2
-    status: int = importlib.import_module(f"bench.{arguments[0]}").main(arguments[1:])
+    status: int = importlib.import_module(f"bench.{arguments[0].replace('-', '_')}").main(arguments[1:])
     return status
 
 

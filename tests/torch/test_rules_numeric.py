@@ -88,7 +88,7 @@ def einsum(draw: Draw) -> Case:
 
 def conv(draw: Draw) -> Case:
     dims = draw(st.integers(1, 3))
-    n, groups, i, o = draw(WIDE), draw(st.sampled_from((1, 1, 2))), draw(st.sampled_from((2, 3))), draw(st.sampled_from((2, 3)))
+    n, groups, i, o = draw(WIDE), draw(st.sampled_from((1, 1, 2, 3, 4))), draw(st.sampled_from((2, 3))), draw(st.sampled_from((2, 3)))
     transposed = draw(st.booleans())
     kernel, stride, padding = draw(st.integers(1, 3)), draw(st.integers(1, 2)), draw(st.integers(0, 1))
     image = [draw(st.sampled_from((4, 6))) for _ in range(dims)]

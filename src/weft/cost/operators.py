@@ -24,9 +24,9 @@ from weft.cost.efficiency import Stack, stack_of
 from weft.cost.memory import Inventory, Widths
 from weft.cost.network import Group, collective_s
 from weft.cost.parts import Local, Parts, gather
-from weft.cost.placed import FEW, about, placed, placed_sizes
+from weft.cost.placed import placed, placed_sizes
 from weft.model.graph import Graph
-from weft.model.sharding import Sharding
+from weft.model.sharding import Sharding, weighed
 from weft.model.work import Work, model_flops
 from weft.plan.axis import EXPERT, axis_of
 from weft.plan.layout import Layout
@@ -111,7 +111,8 @@ class OperatorPricer:
 
     def _asked(self, layout: Layout) -> Cutting:
         sizes = tuple((axis, n) for axis, n in placed_sizes(layout, self.graph.batch_size).items() if n > 1)
-        each = about(-(-(self.placed_for or self.batch_size) // (layout.data * layout.microbatches))) if layout.replica_ranks > 1 else FEW
+        own = -(-(self.placed_for or self.batch_size) // (layout.data * layout.microbatches))
+        each = weighed(own if layout.replica_ranks > 1 else 1)
         return sizes, layout.sequence_parallel == "on", layout.sample_parallel == "on", each
 
     def place(self, layout: Layout, sharding: Sharding) -> None:

@@ -1,6 +1,7 @@
 """Where operators are placed that are priced. In: a graph, a layout, samples of a rank. Out: a sharding, and what it was weighed by.
 
-It follows from a rank's own samples: replicas beside it change nothing. Not modelled: placements between few and many samples.
+It follows from a rank's own samples: replicas beside it change nothing. Not modelled: placements between those that are weighed
+(`weft.model.sharding.weighed`).
 """
 
 from __future__ import annotations
@@ -16,17 +17,8 @@ from weft.model.fold import propagate
 from weft.model.graph import Graph
 from weft.model.sharding import Prices, Sharding, Shards
 from weft.plan.axis import DATA, axis_of
+from weft.plan.grid import PLAIN
 from weft.plan.layout import Layout
-
-FEW, MANY = 4, 128  # samples of a rank, for one of which operators are placed
-
-
-def about(samples: int) -> int:
-    """For how many samples of a rank's microbatch operators are placed: few or many, since more hardly matters and placing takes time.
-
-    It follows from the rank's samples alone: what it computes depends neither on the replicas beside it nor on what else was priced.
-    """
-    return FEW if samples < MANY / 4 else MANY
 
 
 def placed_sizes(layout: Layout, batch_size: int) -> dict[str, int]:
@@ -66,17 +58,20 @@ def prices_of(cluster: Cluster, layout: Layout, samples: int) -> dict[str, Price
 
 
 def placed(graph: Graph, cluster: Cluster, layout: Layout, each: int, shards: Mapping[str, Shards] | None = None) -> Sharding:
-    """The sharding over data and the tensor axes. `each`: samples of a rank's microbatch, about; `shards`: cuts that are given."""
+    """The sharding over data and the tensor axes. `each`: samples of a rank's microbatch, as weighed; `shards`: cuts that are given."""
     sizes, sequence, cuts_samples = placed_sizes(layout, graph.batch_size), layout.sequence_parallel == "on", layout.sample_parallel == "on"
-    prices = prices_of(cluster, layout, each * sizes[DATA])
     running = Prices(samples=each * sizes[DATA])  # as a run has them, which places operators at default prices
+    if not cuts_samples and not layout.grid:
+        # A run is given the weights' cuts alone. Those that other prices find are run in another way than they were found for.
+        found = propagate(graph, sizes, shards, prices=running, sequence=sequence)
+        said = layout.tensor == 1 or PLAIN in (shards or {})
+        return found if said else propagate(graph, sizes, found.shards, prices=running, sequence=sequence)
+    prices = prices_of(cluster, layout, each * sizes[DATA])
     found = propagate(graph, sizes, shards, prices=prices, sequence=sequence, samples=cuts_samples)
     matrices = sum(len(v.tensor.shape) > 1 for v in graph.parameters)
     few = any(2 * len(found.shards.get(axis, ())) < matrices for axis, n in layout.tensor_axes if n > 1)
     if few and not cuts_samples:
         # Too small a model for cuts to pay; but who asks for tensor ranks wants them to share the work.
         found = propagate(graph, sizes, shards, prices=running, sequence=sequence)
-    if max(n for _, n in layout.tensor_axes) > 1:
-        # What runs is propagated from the weights' cuts, which are all that a plan says.
-        found = propagate(graph, sizes, found.shards, prices=running, sequence=sequence, samples=cuts_samples)
-    return found
+    # What runs is propagated from the weights' cuts, which are all that a plan says.
+    return propagate(graph, sizes, found.shards, prices=running, sequence=sequence, samples=cuts_samples)

@@ -110,6 +110,12 @@ def _instance_norm(call: Call) -> fx.Node | None:
     return None
 
 
+def _in_groups(call: Call) -> None:
+    """A convolution of as many groups as this rank has."""
+    if "groups" in call.kernels():
+        call.args[6] = call.args[6] * call.shape[1] // call.made.shape[1]
+
+
 def _in_rows(call: Call) -> fx.Node:
     """It reads memory, and what stands here lies in memory as it was traced: in rows."""
     return call.emit(call.operator, [call.add(torch.ops.aten.contiguous.default, call.args[0]), *call.args[1:]], call.kwargs)
@@ -153,6 +159,7 @@ BY_WORD: dict[str, Way] = {
     "batch": _batch_norm,
     "groups": _group_norm,
     "instances": _instance_norm,
+    "grouped": _in_groups,
     "memory": _in_rows,
     "pairs": _in_pairs,
     "scatter": _scatter,

@@ -164,10 +164,17 @@ class AxisProblem:
             return True
         places = [(value, row.index(label)) for value, row in labelled(op, rule) if label in row]
         pieces = [self.shard(*place) for place in places]
+        if any(not self._of_whole_groups(*place, rule.units[label]) for place in places if label in rule.units):
+            return False
         if all(isinstance(piece, Strided) for piece in pieces) or not any(isinstance(piece, Shard) and piece.lengths for piece in pieces):
             return True
         units = {self.graph.tensors[value].shape[dim] // self._unit(value, dim) for value, dim in places}
         return op.function is None and len(units) == 1  # a function of the user's own is tried on equal pieces
+
+    def _of_whole_groups(self, value: str, dim: int, groups: int) -> bool:
+        """Whether every rank has whole ones of `groups` equal parts of a dimension."""
+        length, form = self.graph.tensors[value].shape[dim], self.shard(value, dim)
+        return isinstance(form, Shard) and all(form.part(length, self.n, i)[1] % (length // groups) == 0 for i in range(self.n))
 
     def compute_s(self, op: Operator) -> float:
         """Seconds of a whole operator, forward and (counted twice as much) backward; what no product is may be cut by a later axis."""

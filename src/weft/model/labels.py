@@ -106,12 +106,12 @@ def granules(graph: Graph, rules: Mapping[str, Rule | None], *, products: bool) 
         for label, places in labelled(op, rule).items():
             if rule.kernels.get(label) != HALO:
                 joined.add(places)
-                said += [(place, multiplies) for place in places]
+                said += [(place, multiplies, rule.units.get(label, 0)) for place in places]
     strong: dict[Dim, int] = {}
     weak: dict[Dim, int] = {}
-    for place, multiplies in said:
+    for place, multiplies, units in said:
         above, counts = joined.root(place), strong if multiplies else weak
-        counts[above] = gcd(counts.get(above, 0), graph.tensors[place[0]].shape[place[1]])
+        counts[above] = gcd(counts.get(above, 0), graph.tensors[place[0]].shape[place[1]], units)
     return {place: strong.get(above) or weak[above] for place in joined.parent if (above := joined.root(place)) in strong or above in weak}
 
 

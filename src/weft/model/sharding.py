@@ -32,6 +32,17 @@ class Prices:
 FREE_LINKS = Prices(flops_per_s=1e3, memory_bytes_per_s=1e3, link_bytes_per_s=1e15, latency_s=0.0)
 
 
+def weighed(samples: int) -> int:
+    """For how many samples of a rank's microbatch operators are placed: of 4, 16 and 64 the largest that it has.
+
+    Planning and running ask for the same, so that what was priced is what runs; they are few, since placing takes time.
+
+    >>> [weighed(n) for n in (1, 4, 15, 32, 1000)]
+    [4, 4, 4, 16, 64]
+    """
+    return next((n for n in (64, 16) if samples >= n), 4)
+
+
 @dataclass(frozen=True, slots=True)
 class Move:
     """One redistribution. `forward` and `backward` name collectives ("" = none), on the value's tensor along `axis`."""

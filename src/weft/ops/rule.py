@@ -31,12 +31,13 @@ class Rule:
     """Labels of every tensor input (in the order of `Operator.inputs`; None = any placement) and output.
 
     `kernels`: label -> name of the implementation that cutting it needs. A label of an input that is in no output
-    is contracted: cutting it leaves a partial sum.
+    is contracted: cutting it leaves a partial sum. `units`: label -> of how many parts, none of which can be cut, its dimensions are.
     """
 
     inputs: tuple[Labels | None, ...]
     outputs: tuple[Labels, ...]
     kernels: Mapping[str, str] = field(default_factory=dict)
+    units: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -121,4 +122,5 @@ def only(rule: Rule, keep: set[str]) -> Rule:
         return tuple(x if x in keep else BLOCKED for x in labels)
 
     kernels = {x: k for x, k in rule.kernels.items() if x in keep}
-    return Rule(tuple(None if i is None else row(i) for i in rule.inputs), tuple(row(o) for o in rule.outputs), kernels)
+    units = {x: n for x, n in rule.units.items() if x in keep}
+    return Rule(tuple(None if i is None else row(i) for i in rule.inputs), tuple(row(o) for o in rule.outputs), kernels, units)

@@ -8,7 +8,7 @@ from math import prod
 from weft.ops.keeps import largest, mean_of_windows, operands, others
 from weft.ops.operator import Operator
 from weft.ops.record import ByTensors, Made, Op, Shape, Tensors, WeightGradient, Windows
-from weft.ops.rule import BLOCKED, HALO, Rule, only
+from weft.ops.rule import BLOCKED, HALO, Labels, Rule, only
 from weft.ops.window import Resample, Sliding, Spreading, Window
 
 
@@ -120,9 +120,18 @@ def _resampling(dims: int, order: int, shift: float = 0.0) -> Windows:
 
 
 def _grouped(op: Operator, rule: Rule, ins: list[Shape]) -> Rule:
-    """In groups no channel is cut; a depthwise convolution could be cut by channel, with its own number of groups."""
+    """In groups whole ones are cut: their channels, read and made, with a number of groups of a rank's own."""
     groups = op.args[6] if len(op.args) > 6 else 1
-    return rule if groups == 1 else only(rule, {"n", *LABELS})
+    if groups == 1 or not isinstance(groups, int):
+        return rule
+
+    def with_groups(row: Labels, dim: int) -> Labels:
+        return (*row[:dim], "o", *row[dim + 1 :])
+
+    sides = only(rule, {"n", *LABELS})
+    x, weight, *bias = (row or () for row in sides.inputs)
+    inputs = (with_groups(x, 1), with_groups(weight, 0), *(("o",) for _ in bias))
+    return Rule(inputs, (with_groups(sides.outputs[0], 1),), {**sides.kernels, "o": "groups"}, {"o": groups})
 
 
 def _pads(op: Operator, tensors: Tensors) -> Mapping[str, Window]:
@@ -154,7 +163,7 @@ def _convolution(name: str, rule: str, dims: int, transposed: bool = False) -> O
     return Op(
         name, rule, _grouped, contracts=not transposed, bias=None if transposed else 2, many_ways=not transposed,
         weight=WeightGradient(1, 0, dims + 2, words), kind="convolution", flops=_flops, keeps=operands, autocast="lower",
-        windows=_spreading(dims) if transposed else _sliding(dims),
+        windows=_spreading(dims) if transposed else _sliding(dims), lowering="grouped",
     )  # fmt: skip
 
 

@@ -32,7 +32,7 @@ from weft.model.normalise import Normalised
 from weft.model.propagate import propagate
 from weft.model.sample_pieces import with_samples_of
 from weft.model.samples import check_samples
-from weft.model.sharding import Prices, Sharding
+from weft.model.sharding import Prices, Sharding, weighed
 from weft.plan.axis import axis_of, sample_axes
 from weft.plan.grid import AXES, PLAIN
 from weft.plan.patterns import expand_all
@@ -200,6 +200,8 @@ def shard_of(plan: Plan, graph: Graph, prices: Prices | None = None) -> Sharding
         )
     layout = plan.layout
     sequence, samples = layout.sequence_parallel == "on", layout.sample_parallel == "on"
+    each = weighed(-(-plan.batch_size // (layout.data * layout.microbatches)))
+    prices = prices or Prices(samples=each * layout.data)
     found = propagate(graph, sizes, cuts, prices=prices, sequence=sequence, samples=samples)
     return with_samples_of(found, graph, shares_of_samples(layout)) if layout.shares else found
 
