@@ -56,7 +56,6 @@ OPEN = {
 }  # fmt: skip
 # What a model needs besides: a number for what its own class leaves open, so that it can be made of its sizes alone.
 ODD: dict[str, dict[str, Any]] = {
-    "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"]},
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "qwen4_exp_text": {"layer_types": ["linear_attention", "full_attention"]},
@@ -68,10 +67,10 @@ LAYERS = ("num_hidden_layers", "num_layers", "depth", "n_layers")
 INNER = ("intermediate_size", "ffn_hidden_size", "expert_dim", "mlp_hidden", "intermediate_size_mlp")
 
 
-def planned() -> dict[str, Any]:
-    """The configuration classes that ship a tensor plan, by model type."""
+def planned(*words: str) -> dict[str, Any]:
+    """The configuration classes that ship a tensor plan, by model type; those of `words` alone, if there are any."""
     auto = importlib.import_module("transformers.models.auto.configuration_auto")
-    classes = {name: auto.CONFIG_MAPPING[name] for name in auto.CONFIG_MAPPING_NAMES}
+    classes = {name: auto.CONFIG_MAPPING[name] for name in words or auto.CONFIG_MAPPING_NAMES}
     return {name: cls for name, cls in classes.items() if getattr(cls, "base_model_tp_plan", None)}
 
 
@@ -90,7 +89,9 @@ def shrunk(cls: Any, scale: int = 1) -> Any:
         rotary = changes.get("rope_parameters") or values.get("rope_parameters") or {"rope_type": "default", "rope_theta": 1e4}
         head = changes.get("head_dim") or values.get("head_dim") or scale * WIDTH // HEADS
         half = int(head * rotary.get("partial_rotary_factor", 1.0)) // 2
-        changes["rope_parameters"] = rotary | {"mrope_section": [half - 2 * (half // 4), half // 4, half // 4]}
+        thirds = {"mrope_section": [half - 2 * (half // 4), half // 4, half // 4]}
+        nested = all(isinstance(part, dict) for part in rotary.values())  # by kind of layer
+        changes["rope_parameters"] = {k: part | thirds for k, part in rotary.items()} if nested else rotary | thirds
     experts = dense_experts.register()
     made = cls(**changes)
     if experts is not None:

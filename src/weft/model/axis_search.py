@@ -1,7 +1,7 @@
 """The search along one axis: a frontier dynamic programme. In: an `AxisProblem`. Out: the cheapest choices, and where variables lie.
 
 Operators in order, states are the forms of the values still needed, the `beam` cheapest distinct states are kept. It is exact while the
-frontier has at most `beam` distinct states.
+frontier has at most `beam` distinct states. Weights that are read again (layers applied several times) stay in it, so that it is wider.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from typing import NamedTuple
 from weft.model.axis_problem import AxisProblem, Choice
 from weft.model.graph import Operator
 from weft.plan.placement import D, Placement, R
+
+MANY_AGAIN, WIDER = 4, 4  # so many weights that are read again ask for a beam so many times as wide
 
 
 class _Decided(NamedTuple):
@@ -25,9 +27,13 @@ class _Decided(NamedTuple):
 def solve(problem: AxisProblem, beam: int) -> tuple[dict[str, Choice], dict[str, Placement]]:
     """The cheapest choices found, and where parameters and buffers lie."""
     last: dict[str, int] = {}
+    again: set[str] = set()
     for i, op in enumerate(problem.graph.operators):
         for value in op.inputs:
+            if value in last and value in problem.weights:
+                again.add(value)
             last[value] = i
+    beam *= WIDER if len(again) >= MANY_AGAIN else 1
     State = tuple[float, dict[str, tuple[Placement, ...]], _Decided | None]
     states: list[State] = [(0.0, {}, None)]
     for i, op in enumerate(problem.graph.operators):
