@@ -240,7 +240,7 @@ def test_broken_twin_depth_without_the_rule_cuts_what_is_put_together(monkeypatc
     graph = gpt(layers=2, hidden=1024, heads=16, sequence=512, vocabulary=4096)
 
     def anything(decided: Decided, sizes: dict[str, int], *_: object) -> object:
-        return {v: {f.dim: sizes[a] for a, f in by.items() if is_shard(f)} for v, by in decided.forms.items()}, frozenset()
+        return {v: {f.dim: sizes[a] for a, f in by.items() if is_shard(f)} for v, by in decided.forms.items()}, frozenset(), frozenset()
 
     monkeypatch.setattr(propagate_module, "nested", anything)
     found = propagate(graph, {"rows": 2, "columns": 2, "depth": 2})

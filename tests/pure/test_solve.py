@@ -515,3 +515,16 @@ def test_bounds_with_full_recomputation_repeat_what_the_price_does(kind: str) ->
     assert whole[1] - whole[0] == pytest.approx(repeated)
     once = [least_s(pricer, Layout(microbatches=4), False, full) for full in (False, True)]
     assert once[1] - once[0] == pytest.approx(4 * repeated)
+
+
+def test_experts_are_spread_where_their_weights_outweigh_their_tokens() -> None:
+    """The planner takes `expert` by itself: each rank sums and keeps 1/n of the weights, and a few tokens travel."""
+    graph = experts(tokens=64, hidden=1024, inner=8192, count=8)
+    plan = search(graph, GPUS, 64, "experts", "tensor=1 pipeline=1")
+    alone = search(graph, GPUS, 64, "experts", "tensor=1 pipeline=1 expert=1")
+    assert plan.layout.expert > 1
+    assert plan.prediction is not None
+    assert alone.prediction is not None
+    assert plan.prediction.step_time_s < 0.7 * alone.prediction.step_time_s
+    few = experts(tokens=4096, hidden=256, inner=64, count=8)
+    assert search(few, GPUS, 4096, "experts", "tensor=1 pipeline=1").layout.expert == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,9 @@ from weft.world.world import World
 from weft.zoo.resolve import resolve
 
 GSHARD = "moe-tiny:layers=2,hidden=16,inner=24,heads=4,sequence=8"
+
+
+CONFIGS = Path(__file__).parents[1] / "torch" / "hf_experts"
 
 
 def verified(name: str, layout: str, batch: int = 8, **options: Any) -> Verification:
@@ -51,6 +55,39 @@ def test_a_layout_that_spreads_experts_equals_serial(more: str, layout: str) -> 
     share = found.divided["expert"]
     assert share["parameters"] > 0.4
     assert share["flops"] > 0.9
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("mixtral", "data=2 expert=2"),
+        ("mixtral", "data=4 expert=2 zero=2"),
+        ("mixtral", "data=2 expert=2 tensor=2 recompute=full"),
+        ("mixtral", "tensor=4"),
+        ("mixtral", "data=2 expert=2 pipeline=2 microbatches=2"),
+        ("qwen3_moe", "data=2 expert=2"),
+        ("qwen3_moe", "data=2 expert=2 tensor=2 zero=1"),
+        ("olmoe", "data=2 expert=2"),
+        ("olmoe", "data=4 expert=4 zero=3 recompute=full"),
+        ("granitemoe", "data=2 expert=2"),
+        ("granitemoe", "data=4 expert=2 tensor=2 recompute=selective"),
+        ("gpt_oss", "data=2 expert=2"),
+        ("gpt_oss", "tensor=2"),
+        ("gpt_oss", "data=4 expert=2 zero=3"),
+        ("deepseek_v3", "data=2 expert=2"),
+        ("deepseek_v3", "data=2 tensor=2"),
+        ("deepseek_v3", "data=2 expert=2 tensor=2 offload=all"),
+    ],
+)
+def test_experts_of_a_library_without_a_limit_of_tokens_equal_serial(name: str, layout: str) -> None:
+    """As many rows to each rank as its experts get; the serial model is the library's own loop over experts."""
+    pytest.importorskip("transformers")
+    found = verified(f"hf:{CONFIGS / name}.json", layout, 4)
+    assert found.ok, found
+    assert found.tolerance == 1e-9
+    for axis, share in found.divided.items():
+        assert share["flops"] > 0.8, (axis, share)
+        assert share["parameters"] > (0.3 if name == "deepseek_v3" else 0.6) or (axis == "data" and "zero" not in layout), (axis, share)
 
 
 def test_broken_twin_gradients_of_other_weights_that_are_not_summed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,6 +134,48 @@ def test_tokens_travel_as_the_formula_says(layout: str, n: int, tensor: int) -> 
     samples, experts, places, hidden = 8, 8, 2 * 8 // 8, 16
     of_rank = 4 * samples // n * experts * places * hidden
     assert launch(_sent, n * tensor, layout, show=False) == [4 * of_rank * (n - 1) // n] * n * tensor
+
+
+def _rows_sent(world: World, name: str) -> list[int]:
+    """Of one step: bytes that this rank sends to others, and those to and from the experts of other ranks that its tokens chose, by what a
+    run of the library's own modules tells."""
+    model, sent, right = resolve(f"hf:{CONFIGS / name}.json"), [], Group.exchange
+    batch, n, index = model.batch(4), world.num_ranks, world.rank
+
+    def counting(self: Group, given: Any, shapes: Any) -> Any:
+        sent.extend(x.numel() * x.element_size() for i, x in enumerate(given) if i != self.index)
+        return right(self, given, shapes)
+
+    engine = weft.parallelize(model.make, batch, loss=model.loss, plan=f"data={n} expert={n}", seed=0, world=world)
+    Group.exchange = counting  # type: ignore[method-assign]
+    try:
+        engine.step(batch)
+    finally:
+        Group.exchange = right  # type: ignore[method-assign]
+    torch.manual_seed(0)
+    net, elsewhere = model.make(), [0]
+
+    def chosen(module: Any, given: Any) -> None:
+        x, which, _ = given
+        ranks = which // (module.num_experts // n)
+        of_token = torch.arange(len(x)).unsqueeze(1) // (len(x) // n)
+        away = ranks != of_token
+        mine = (away & (of_token == index)).sum() + (away & (ranks == index)).sum()  # rows that leave, and what comes back of others'
+        counts = module.num_experts // n * (n - 1) * 8
+        elsewhere[0] += 2 * int(mine) * x.shape[1] * 4 + counts
+
+    for module in net.modules():
+        if hasattr(module, "num_experts") and hasattr(module, "down_proj"):
+            module.register_forward_pre_hook(chosen)
+    net(**batch)
+    return [sum(sent), elsewhere[0]]
+
+
+def test_rows_travel_to_the_ranks_of_their_experts_and_no_others() -> None:
+    """Forward a row goes there and what is made of it comes back; backward gradients take the same ways; and each layer says how many."""
+    pytest.importorskip("transformers")
+    for counted, formula in launch(_rows_sent, 2, "qwen3_moe", show=False):
+        assert counted == formula
 
 
 def test_a_layout_with_experts_prints_and_its_replicas_lie_along_two_axes() -> None:

@@ -26,6 +26,7 @@ from weft.capture.patches import PATCHES
 from weft.errors import ModelError
 from weft.model.graph import Graph
 from weft.run.build import Source
+from weft.zoo.resolve import resolve
 
 ROOT = Path(__file__).parents[2]
 FOLDER = Path(weft.__file__).parent / "capture" / "patches"
@@ -175,6 +176,13 @@ def distributions() -> None:
 def embedding_bag() -> None:
     bags = torch.arange(16).view(8, 2) % 5
     assert "embedding" in words(lambda model, x: F.embedding_bag(bags, model.layer.weight, mode="sum").sum() + x.sum())
+
+
+def experts() -> None:
+    pytest.importorskip("transformers.integrations.moe")
+    model = resolve(f"hf:{ROOT / 'tests' / 'torch' / 'hf_experts' / 'mixtral.json'}")
+    graph = Source.of(model.make).capture(model.batch(2), model.loss, None).graph
+    assert any(op.target.startswith("weft.of_experts") for op in graph.operators)
 
 
 def float64_numbers() -> None:

@@ -331,22 +331,6 @@ def test_sequence_of_a_configuration(transformers: object, tmp_path: Path) -> No
     assert resolve(f"hf:{path}", sequence=33).batch(2)["input_ids"].shape == (2, 33)  # it says -1 positions, which is no limit
 
 
-def test_experts_of_the_library_give_the_same(transformers: object, tmp_path: Path) -> None:
-    """Dense experts against the library's own loop over experts: one loss, one gradient."""
-    values = json.loads((CONFIGS[0].parent / "mixtral.json").read_text())
-    results = []
-    for name in (None, "eager"):
-        path = tmp_path / "config.json"
-        path.write_text(json.dumps({**values, **({"experts_implementation": name} if name else {})}))
-        resolved = resolve(f"hf:{path}")
-        torch.manual_seed(0)
-        model = resolved.make().double()
-        value = call(model, resolved.example(), resolved.loss)
-        value.backward()
-        results.append((value, {n: p.grad for n, p in model.named_parameters()}))
-    torch.testing.assert_close(results[0], results[1])
-
-
 @pytest.mark.parametrize(
     ("values", "said"),
     [

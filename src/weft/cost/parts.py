@@ -7,7 +7,7 @@ that data replicas share although they do not follow the batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from typing import TypeVar
@@ -197,14 +197,11 @@ def gather(inventory: Inventory, sharding: Sharding | None, narrow: frozenset[st
         for axis in axes:
             if cut(sharding, op.name, axis):
                 _inside(inventory, sharding, op, i, axis, moved, forward, backward)
-        if op.name in by_expert:
-            # Tokens go to the experts with the narrower of what a product reads and writes: into the first, out of the last.
-            ends = [v for v in (*op.inputs, op.outputs[0]) if v in inventory.batched]
-            value = min(ends, key=lambda v: graph.tensors[v].size, default="")
-            if value and value not in dispatched:
-                dispatched.add(value)
-                forward.append((i, moved("all_to_all", value, EXPERT)))
-                backward.append((i, moved("all_to_all", value, EXPERT)))
+        value = _travels(inventory, op, by_expert)
+        if value and value not in dispatched:
+            dispatched.add(value)
+            forward.append((i, moved("all_to_all", value, EXPERT)))
+            backward.append((i, moved("all_to_all", value, EXPERT)))
         divide = divided(sharding, op)
         mine = inventory.kept[op.name]
         arriving = places.read(op)
@@ -242,6 +239,19 @@ def gather(inventory: Inventory, sharding: Sharding | None, narrow: frozenset[st
         blocks,
         cores(graph, blocks),
     )
+
+
+def _travels(inventory: Inventory, op: Operator, by_expert: Container[str]) -> str:
+    """What of tokens goes to the ranks of their experts, or back, where these are spread; "" for nothing.
+
+    Into the first product and out of the last it is the narrower of what that reads and writes; of ragged rows all that begin or end.
+    """
+    if ragged := record_of(op).ragged:
+        return op.outputs[0] if ragged == "begins" else op.inputs[0] if ragged == "ends" else ""
+    if op.name not in by_expert:
+        return ""
+    ends = [v for v in (*op.inputs, op.outputs[0]) if v in inventory.batched]
+    return min(ends, key=lambda v: inventory.graph.tensors[v].size, default="")
 
 
 def _beside_pieces(inventory: Inventory, places: Places, op: Operator, divide: float) -> float:

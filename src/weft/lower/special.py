@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from weft.capture.functions import check_cut
 from weft.lower.call import Call
 from weft.lower.kernels.attention import causal, seen
+from weft.lower.kernels.experts import from_ranks, product, to_ranks
 from weft.lower.kernels.extremes import extreme
 from weft.lower.kernels.functions import function
 from weft.lower.kernels.masked import masked_scatter
@@ -28,7 +29,8 @@ from weft.lower.lowering import bind
 from weft.model.graph import Function
 from weft.ops import draws
 from weft.ops.attention import drops_scores, is_causal
-from weft.plan.placement import P, R, is_shard
+from weft.ops.experts import EXPERT
+from weft.plan.placement import P, R, is_shard, piece
 from weft.world.attention import scaled_dot_product_attention
 
 Way = Callable[[Call], fx.Node | None]
@@ -153,7 +155,39 @@ def _targets(call: Call) -> fx.Node | None:
     return call.add(bind(nll, rows), *call.args) if rows else None
 
 
+def _experts_here(call: Call, number: int) -> tuple[str, int, int]:
+    """(axis over which `number` experts are spread, "" where they are not; the first of this rank; how many it has)."""
+    axis = next((axis for axis, label in call.cut.items() if label == EXPERT), "")
+    return (axis, *piece(number, call.low.groups[axis].size, call.low.groups[axis].index)) if axis else ("", 0, -1)
+
+
+def _to_experts(call: Call) -> fx.Node | None:
+    x, which, experts = call.args
+    axis, first, here = _experts_here(call, experts)
+    if not axis:
+        return None
+    if is_shard(call.low.sharding.needs[call.op.name][0][axis]):  # its ranks have other tokens
+        return call.add(bind(to_ranks, call.low.groups[axis]), x, which, experts)
+    return call.add(call.operator, x, which, experts, first, here)
+
+
+def _of_experts(call: Call) -> fx.Node:
+    _, first, _ = _experts_here(call, call.read(2).shape[0])
+    shares = prod(call.low.sharding.sizes[axis] for axis in call.contracted() if call.cut[axis] != EXPERT)
+    return call.emit(bind(product, first=first, shares=shares), call.args)
+
+
+def _from_experts(call: Call) -> fx.Node | None:
+    axis, *_ = _experts_here(call, call.args[3])
+    if axis and is_shard(call.low.sharding.forms[call.op.outputs[0]][axis]):
+        return call.add(bind(from_ranks, call.low.groups[axis]), *call.args)
+    return None
+
+
 BY_WORD: dict[str, Way] = {
+    "into": _to_experts,
+    "in experts": _of_experts,
+    "out of": _from_experts,
     "drop": _drop,
     "attention": _attention,
     "batch": _batch_norm,

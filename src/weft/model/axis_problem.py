@@ -18,11 +18,12 @@ from functools import cached_property
 from weft.errors import LayoutError
 from weft.model.gradients import needs_gradient
 from weft.model.graph import Graph, Operator, Ref, copied_into, writes_buffer, written_buffers
-from weft.model.labels import expert_weights, meanings, positions
+from weft.model.labels import expert_weights, meanings, positions, ragged
 from weft.model.sequences import Run, labelled, reshaped, sequences
 from weft.model.sharding import Prices, transfer_s
 from weft.model.work import batched, differentiable, operator_bytes, operator_flops
-from weft.ops import Rule, record_of, windows_of
+from weft.ops import Rule, draws, record_of, windows_of
+from weft.ops.experts import EXPERT, num_experts
 from weft.ops.linear import passes, passing
 from weft.ops.rule import HALO, KEYS, POSITIONAL
 from weft.plan.axis import axis_of
@@ -64,6 +65,7 @@ class Others:
     taken: Mapping[str, Set[int]] = field(default_factory=dict)  # value -> dims that other axes cut
     inside: Mapping[str, Mapping[int, int]] = field(default_factory=dict)  # value -> {dim: pieces of another axis that may be cut again}
     kernels: frozenset[tuple[str, str]] = frozenset()  # (operator, label) that another axis cuts, which takes a kernel of one group
+    sliced: frozenset[str] = frozenset()  # values whose pieces are cut once more where they are read, and not where they are made
     pinned: Mapping[str, Placement] = field(default_factory=dict)  # variable -> the form that it is read in, whatever else would be cheaper
     more: bool = False  # whether other tensor axes come after this one
     ranks: int = 1  # along the axes before, to scale bytes and FLOPs of what follows the samples
@@ -87,6 +89,7 @@ class AxisProblem:
         self.still = written_buffers(graph) - self.copied_into
         self.weights = {v.value for v in graph.parameters if len(v.tensor.shape) > 1}
         self.rules = graph.rules
+        self.ragged = ragged(graph, self.rules)
         self.heavy = {op.name for op in graph.operators if operator_flops(op, graph.tensors) > 0}
         self.sequence, self.samples = sequence, samples
         self.spreads = sequence or samples  # whether summands may be scattered to what lies between the products
@@ -103,6 +106,8 @@ class AxisProblem:
 
     def cuttable(self, value: str, dim: int) -> bool:
         """Whether every rank gets a piece of a dimension; pieces of another axis' pieces must be equal."""
+        if (value, dim) in self.ragged:  # as many rows as follow from data
+            return True
         size, ways = self.graph.tensors[value].shape[dim], self.inside.get(value, {}).get(dim, 0)
         if self.row.cuts_sequences:
             return self._shares_positions(value, dim, size)
@@ -115,7 +120,7 @@ class AxisProblem:
         of a sequence as they lie there."""
         key = (value, dim)
         if key not in self._shards:
-            again = dim in self.inside.get(value, ())
+            again = dim in self.inside.get(value, ()) or key in self.ragged
             length, unit = self.graph.tensors[value].shape[dim], self._unit(value, dim)
             run = self.sequences.get(key) if self.row.cuts_sequences else None
             if run is not None and run.length < length:
@@ -156,6 +161,9 @@ class AxisProblem:
             return any(self.row.cuts & self.positions.get(place, frozenset()) for place in places)
         if rule.kernels.get(label) in POSITIONAL:
             return False
+        places = ((value, row.index(label)) for value, row in labelled(op, rule) if label in row)
+        if self.ragged and not record_of(op).ragged and not self.ragged.isdisjoint(places):
+            return not draws(op)  # rows of a rank are no piece of those that a serial run draws for
         return self.meanings is None or self.meanings[op.name].admits(label, self.sequence, self.samples)
 
     def _divides(self, op: Operator, rule: Rule, label: str) -> bool:
@@ -212,18 +220,19 @@ class AxisProblem:
 
     def choices(self, op: Operator) -> list[Choice]:
         rule = self.rules[op.name]
-        if rule is not None and self.experts.intersection(op.inputs):
-            return self._of_experts(op, rule)
+        spread = [] if rule is None else self._spread(op, rule)
+        if spread and self.row.cuts_experts:  # tokens come to the experts of a rank, weights never go to the tokens
+            return self._said(op, self.labels.get(op.site), spread)
         seconds = self.compute_s(op)
         whole: list[Placement | None] = [R] * len(op.inputs)
         if rule is not None:
             whole = [None if labels is None else R for labels in rule.inputs]
-        found = [Choice("", tuple(whole), (R,) * len(op.outputs), seconds)]
+        found = [Choice("", tuple(whole), (R,) * len(op.outputs), seconds), *spread]
         said = self.labels.get(op.site)
         if rule is None or writes_buffer(op, self.placed):
             return self._said(op, said, found)
         for label in rule.labels:
-            if said is None and not self.admits(op, rule, label):
+            if (said is None and not self.admits(op, rule, label)) or (record_of(op).ragged and label == EXPERT):
                 continue
             for summed in (True, False) if self.spreads or said is not None else (True,):
                 choice = self._cut(op, rule, label, seconds, summed)
@@ -234,15 +243,28 @@ class AxisProblem:
         if any(value in self.pinned for value in op.inputs):
             needed = [self.pinned.get(value) for value in op.inputs]
             found = [c for c in found if all(p is None or need in (None, p) for p, need in zip(needed, c.needs, strict=True))] or found
-        if self.row.cuts_samples and all(self.graph.tensors[v].can_learn for v in op.outputs):
+        if (self.row.cuts_samples or record_of(op).ragged) and all(self.graph.tensors[v].can_learn for v in op.outputs):
             found += [Choice("", needs, (P,) * len(op.outputs), seconds) for needs in passing(op, self.grads)]
         return self._said(op, said, found)
 
-    def _of_experts(self, op: Operator, rule: Rule) -> list[Choice]:
-        """Of a product that reads experts' weights: tokens come to the experts of a rank, weights never go to the tokens."""
-        labels = {row[0] for value, row in zip(op.inputs, rule.inputs, strict=True) if value in self.experts and row}
-        found = [self._cut(op, rule, label, self.compute_s(op) / self.n, True) for label in labels]
-        return self._said(op, self.labels.get(op.site), [choice for choice in found if choice is not None])
+    def _spread(self, op: Operator, rule: Rule) -> list[Choice]:
+        """How an operator is cut by experts: a product of stacked matrices on the label of these, and operators of ragged rows."""
+        how, seconds = record_of(op).ragged, self.compute_s(op)
+        if not how:
+            labels = {row[0] for value, row in zip(op.inputs, rule.inputs, strict=True) if value in self.experts and row}
+            found = [self._cut(op, rule, label, seconds, True) for label in labels]
+            return [choice for choice in found if choice is not None]
+        number = num_experts(op, self.graph.tensors)
+        sends = self.row.cuts_experts  # its ranks have other tokens; along a tensor axis all have the same
+        if number < self.n or not (sends or self.cuts_weights):
+            return []
+        behind = () if how == "goes on" else op.inputs[0 if how == "begins" else 2 :]
+        if not all(self.cuttable(v, 0) for v in op.inputs if v not in behind or sends):
+            return []
+        whole = {v: D if v in self.grads else R for v in behind} if not sends else {}
+        needs = tuple(whole.get(v) or self.shard(v, 0) for v in op.inputs)
+        makes = tuple(P if how == "ends" and not sends else self.shard(v, 0) for v in op.outputs)
+        return [Choice(EXPERT, needs, makes, seconds / self.n)]
 
     def _reshaped(self, op: Operator, seconds: float) -> list[Choice]:
         """A reshape of which positions are cut, which samples may lie with."""
@@ -273,6 +295,8 @@ class AxisProblem:
         if P in choice.needs:  # what is a summand, and beside it at most what every rank has whole
             return passes(choice.needs, [held.get(value) or self.start(value) or (R,) for value in op.inputs])
         if not choice.label or op.site in self.labels or self.experts.intersection(op.inputs):
+            return True
+        if record_of(op).ragged == "begins" and choice.label == EXPERT:
             return True
         if self.experts and choice.label in self.samples_of[op.name].samples:  # experts hand back what tokens they were sent
             return True
@@ -334,7 +358,7 @@ class AxisProblem:
         for value, labels in zip(op.outputs, rule.outputs, strict=True):
             if label in labels:
                 dim = labels.index(label)
-                if not self.cuttable(value, dim):
+                if not self.cuttable(value, dim) or value in self.others.sliced:
                     return None
                 makes.append(self.shard(value, dim))
             elif kernel == "vocabulary":
@@ -411,7 +435,8 @@ class AxisProblem:
 
     def _barred(self, value: str, source: Placement, target: Placement) -> bool:
         lost = not allowed(source, target) or value in self.still
-        return lost or (is_cut(target) and not self.cuttable(value, target.dim))
+        ragged = any(is_cut(form) and (value, form.dim) in self.ragged for form in (source, target))
+        return lost or ragged or (is_cut(target) and not self.cuttable(value, target.dim))
 
     @cached_property
     def asked(self) -> set[str]:

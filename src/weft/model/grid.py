@@ -14,7 +14,7 @@ from weft.errors import LayoutError
 from weft.model.graph import Graph, Variable
 from weft.plan.axis import Axis, axis_of
 from weft.plan.grid import NESTED
-from weft.plan.placement import Placement, Shard, is_shard
+from weft.plan.placement import Placement, Shard, is_shard, is_whole
 
 
 class Decided(Protocol):
@@ -31,12 +31,12 @@ SEVERAL = ("average", "statistics", "summands")  # kernels that talk along sever
 
 def nested(
     decided: Decided, sizes: Mapping[str, int], under: Collection[str], row: Axis
-) -> tuple[dict[str, dict[int, int]], frozenset[tuple[str, str]]]:
+) -> tuple[dict[str, dict[int, int]], frozenset[tuple[str, str]], frozenset[str]]:
     """What an axis may cut once more of what those in `under` cut: [value][dim] -> pieces that there are; and the (operator, label) that it
     may not.
 
-    A value must lie in the same equal pieces of another axis in whatever form it is made or read. Outputs are handed out whole but for
-    their samples, and most kernels that talk do so along one axis.
+    A value must lie in the same equal pieces of another axis in whatever form it is made or read; for samples it may also be made whole,
+    to be sliced twice (`sliced`). Outputs are handed out whole but for their samples, and most kernels that talk do so along one axis.
     """
     graph = decided.graph
     lies: dict[str, dict[str, set[Placement]]] = {
@@ -54,13 +54,17 @@ def nested(
                     lies[value][axis].add(form)
     whole = set() if row.cuts_samples else {graph.loss, *graph.outputs}
     found: dict[str, dict[int, int]] = {}
+    sliced = set()
     for value, by in lies.items():
         for axis, those in by.items():
+            if row.cuts_samples and len(those) > 1 and is_whole(decided.forms[value][axis]):
+                those = those - {decided.forms[value][axis]}
+                sliced.add(value)
             (form, *others) = those
             if is_shard(form) and not form.lengths and not others and value not in whole:
                 ways = found.setdefault(value, {})
                 ways[form.dim] = ways.get(form.dim, 1) * sizes[axis]
-    return found, frozenset(kernels)
+    return found, frozenset(kernels), frozenset(sliced)
 
 
 def kept_for(

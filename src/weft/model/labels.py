@@ -141,15 +141,32 @@ class _Joined:
             self.parent[self.root(place)] = self.root(places[0])
 
 
+def ragged(graph: Graph, rules: Mapping[str, Rule | None]) -> frozenset[tuple[str, int]]:
+    """(value, dimension) that holds rows of experts, as many as follow from data, see `weft.ops.experts`."""
+    found: set[tuple[str, int]] = set()
+    for op in graph.operators:
+        rule, how = rules[op.name], record_of(op).ragged
+        if how == "begins":
+            found.update((value, 0) for value in op.outputs)
+        elif rule is not None and how != "ends" and found:
+            rows = zip(op.inputs, rule.inputs, strict=True)
+            labels = {row[dim] for value, row in rows if row for dim in range(len(row)) if (value, dim) in found}
+            made = zip(op.outputs, rule.outputs, strict=True)
+            found.update((value, dim) for value, row in made for dim, label in enumerate(row) if label and label in labels)
+    return frozenset(found)
+
+
 def expert_weights(graph: Graph) -> dict[str, str]:
     """Weights of experts, one matrix each in dimension 0, by value: the product that reads them.
 
-    A product keeps the experts apart, sums over one of a matrix's dimensions and makes the other.
+    A product keeps the experts apart, sums over one of a matrix's dimensions and makes the other. What is read with rows of experts, biases
+    too, is theirs.
     """
-    trained = {v.value for v in graph.parameters if v.trainable and len(v.tensor.shape) == 3}
+    trained = {v.value for v in graph.parameters if v.trainable}
+    stacked = {v.value for v in graph.parameters if v.trainable and len(v.tensor.shape) == 3}
     found: dict[str, str] = {}
     for op in graph.operators:
-        weights = [value for value in op.inputs if value in trained]
+        weights = [value for value in op.inputs if value in stacked]
         rule = graph.rules[op.name] if weights and record_of(op).product == "stacked" else None
         if rule is not None:
             rows = dict(zip(op.inputs, rule.inputs, strict=True))
@@ -159,6 +176,6 @@ def expert_weights(graph: Graph) -> dict[str, str]:
                 read = {label for other, row in rows.items() if other != value for label in row or ()}
                 if experts in made and sum(x not in made for x in matrix) == 1 and any(x in made and x not in read for x in matrix):
                     found[value] = op.name
-        elif weights and record_of(op).product == "grouped":
-            found.update(dict.fromkeys(weights, op.name))
+        elif record_of(op).product == "grouped":
+            found.update(dict.fromkeys(trained.intersection(op.inputs[2:]), op.name))
     return found

@@ -105,12 +105,12 @@ def _others(
     again = tuple(a for a in order if axis_of(a).cuts_samples) if samples and row.cuts_weights else ()
     if row.again:
         again = (*again, *(a for a in before if axis_of(a).cuts & row.cuts and not axis_of(a).again))
-    inside, kernels = nested(found, sizes, again, row) if before and again else ({}, frozenset())
+    inside, kernels, sliced = nested(found, sizes, again, row) if before and again else ({}, frozenset[tuple[str, str]](), frozenset[str]())
     later = order[len(before) + 1 :] if row.cuts_weights else []
     reserved, pinned = kept_for(later, given, given[axis] or {})
     taken = {v: found.taken.get(v, set()) | reserved.get(v, set()) for v in (*found.taken, *reserved)}
     replicas = prod(sizes[a] for a in before if not axis_of(a).cuts_weights)
-    return Others(taken, inside, kernels, pinned, bool(later), prod(sizes[a] for a in before), replicas)
+    return Others(taken, inside, kernels, sliced, pinned, bool(later), prod(sizes[a] for a in before), replicas)
 
 
 def _check_axis(problem: AxisProblem) -> None:

@@ -9,7 +9,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 
-from weft.ops import attention, lookups, losses, made, norms, pointwise, products, recurrent, reductions, transforms, views, windows
+from weft.ops import (
+    attention,
+    experts,
+    lookups,
+    losses,
+    made,
+    norms,
+    pointwise,
+    products,
+    recurrent,
+    reductions,
+    transforms,
+    views,
+    windows,
+)
 from weft.ops.operator import Arg, Operator, Ref, Tensor
 from weft.ops.pointwise import of_elements
 from weft.ops.record import ByTensors, Op, Shape
@@ -21,7 +35,7 @@ __all__ = [
     "rule_of", "windows_of", "writes",
 ]  # fmt: skip
 
-FAMILIES = (attention, lookups, losses, made, norms, pointwise, products, recurrent, reductions, transforms, views, windows)
+FAMILIES = (attention, experts, lookups, losses, made, norms, pointwise, products, recurrent, reductions, transforms, views, windows)
 UNKNOWN = Op("")
 
 
@@ -86,7 +100,7 @@ def _given(op: Operator, text: str, tensors: Mapping[str, Tensor]) -> list[Shape
     given: list[Shape | None] = []
     kwargs = dict(op.kwargs)
     entries = text.partition("->")[0].count(",") + 1
-    extra: list[Arg] = [kwargs[k] for k in ("attn_mask", "weight", "bias") if k in kwargs]
+    extra: list[Arg] = [kwargs[k] for k in ("attn_mask", "weight", "bias", "offs") if k in kwargs]
     for position in range(entries):
         arg: Arg = op.args[position] if position < len(op.args) else extra.pop(0) if extra else None
         given.append(tensors[arg.value].shape if isinstance(arg, Ref) else None)

@@ -156,7 +156,10 @@ OPS = (
     Op("tensordot", _tensor_product, contracts=True, kind="linear", flops=_flops, keeps=operands, autocast="lower"),
     Op("bilinear", "b* i, b* j, o i j, o -> b* o", contracts=True, bias=3),
     Op("addmv", kind="linear", flops=_flops_behind_first, keeps=operands_behind_first),
-    Op("_grouped_mm grouped_mm", kind="linear", flops=_flops, product="grouped", many_ways=True, keeps=operands),
+    Op(
+        "_grouped_mm", "!m k, !e k n, !e -> !m n",
+        contracts=True, kind="linear", flops=_flops, many_ways=True, keeps=operands,
+    ),
     Op("addbmm linalg_vecdot", autocast="lower"),
     Op("cdist", "b* n !d, b* m !d -> b* n m", autocast="wider"),
     Op("_cdist_forward _euclidean_dist", "b* n !d, b* m !d -> b* n m"),

@@ -28,6 +28,7 @@ MOVES = ("", "reshape", "expand", "repeat", "part", "same", "rows", "cast", "cop
 LINEAR = ("", "together", "sum", "each", "numerator")
 AUTOCAST = ("", "lower", "wider", "first", "apart", "narrow")
 PRODUCT = ("", "linear", "weight", "stacked", "grouped")
+RAGGED = ("", "begins", "goes on", "ends")
 GRADIENT = ("", "same", "summed", "broadcast", "scattered", "spectrum", "padded")
 
 
@@ -124,6 +125,7 @@ class Op:
     flops: Callable[[Operator, Tensors], float] | None = None
     # A product of an activation with a weight that is (outputs, inputs), "linear", or another, "weight"; of "stacked" matrices; "grouped".
     product: str = ""
+    ragged: str = ""  # whether rows that follow from data begin here, go on or end, see `weft.ops.experts`
     looks_up: bool = False  # it reads rows of a weight
     normalises: bool = False  # it makes weights that sum to one
     fuses_softmax: bool = False  # there is one inside, whose logarithms are written and kept
@@ -148,7 +150,10 @@ class Op:
     decides: int | None = None
 
     def __post_init__(self) -> None:
-        words = ((self.kind, KINDS), (self.moves, MOVES), (self.product, PRODUCT), (self.autocast, AUTOCAST), (self.gradient, GRADIENT))
+        words = (
+            (self.kind, KINDS), (self.moves, MOVES), (self.product, PRODUCT), (self.ragged, RAGGED), (self.autocast, AUTOCAST),
+            (self.gradient, GRADIENT),
+        )  # fmt: skip
         for word, known in (*words, *([(self.linear, LINEAR)] if isinstance(self.linear, str) else [])):
             if word not in known:
                 raise ValueError(f"{self.names}: {word!r} is none of {', '.join(map(repr, known))}")

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from weft.errors import ModelError, said
-from weft.zoo import dense_experts, parts
+from weft.zoo import parts
 from weft.zoo.names import nearest
 from weft.zoo.resolved import Resolved
 
@@ -89,9 +89,7 @@ def _configuration(library: Any, file: str) -> Any:
     if kind not in auto.CONFIG_MAPPING_NAMES:
         near = nearest(kind, auto.CONFIG_MAPPING_NAMES, fallback="; another version may know it, or use file.py:factory")
         raise ModelError(f"{file}: model_type {kind} is unknown to transformers {library.__version__}{near}")
-    experts = dense_experts.register()
-    if experts is not None:
-        values.setdefault("experts_implementation", experts)
+    values.setdefault("experts_implementation", "eager")  # which every dtype has; what runs in its place says `weft.capture.experts`
     try:
         config = auto.CONFIG_MAPPING[kind].from_dict(values)
     except Exception as error:

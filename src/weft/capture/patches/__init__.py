@@ -14,7 +14,7 @@ _CALLS = """
     generators acts_in_backward foreign_parameters data values_of_constants value_checks float64_numbers foreach class_losses ctc
     embedding_bag gaussian_nll affine_grid bincount covariance
 """
-_CALLED = "python_randomness replaced_state autograd_functions distributions causal_masks casts"
+_CALLED = "python_randomness replaced_state autograd_functions distributions causal_masks casts experts"
 _REWRITTEN = "assertions masked_rows complex_parameters own_rows"
 PATCHES: tuple[Patch, ...] = tuple(
     import_module(f"{__name__}.{name}").PATCH for group in (_TRACED, _CALLS, _CALLED, _REWRITTEN) for name in group.split()

@@ -1,0 +1,72 @@
+"""Mixtures of experts: rows sorted by their experts, products of each expert with its own rows, and back (`weft.capture.experts`).
+
+Rows of a piece of the samples are sorted by themselves: they are no piece of all rows, so that pieces of rows are neither put together nor
+taken apart (`ragged`). What lies in pieces of rows over ranks that have experts of their own are the rows of these experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+
+from weft.ops.keeps import Kept, inputs
+from weft.ops.operator import Operator, Tensor
+from weft.ops.record import Op, Shape, Tensors
+from weft.ops.rule import BLOCKED, Labels, Rule
+
+EXPERT = "e"  # the label of what there is one of for each expert
+
+
+def _label(name: str, size: int) -> str:
+    return name if size > 1 else BLOCKED
+
+
+def _to(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule:
+    n, d = _label("n", ins[0][0]), _label("d", ins[0][1])
+    return Rule(((n, d), (n, BLOCKED)), ((n, d), (n,), (n,)))
+
+
+def _of(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule:
+    m, i, e, o = (_label(x, size) for x, size in zip("mieo", (*ins[0], ins[2][0], outs[0][1]), strict=True))
+    rows: list[Labels] = [(m, i), (m,), (e, i, o) if op.args[4] else (e, o, i)]
+    return Rule((*rows, *([(e, o)] if len(ins) > 3 else [])), ((m, o),))
+
+
+def _from(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule:
+    n, d = _label("n", outs[0][0]), _label("d", outs[0][1])
+    return Rule(((n, d), (n,), (n, BLOCKED)), ((n, d),))
+
+
+def _flops(op: Operator, tensors: Tensors) -> float:
+    """Of each row with the matrix of its one expert."""
+    return 2.0 * tensors[op.inputs[0]].size * tensors[op.outputs[0]].shape[1]
+
+
+def _places(op: Operator, tensors: Mapping[str, Tensor], grads: Set[str]) -> Kept:
+    """Where each row comes from."""
+    return op.outputs[2:], 0.0
+
+
+def _operands(op: Operator, tensors: Mapping[str, Tensor], grads: Set[str]) -> Kept:
+    """Each of rows and matrices whose other one has a gradient, and whose the rows are."""
+    rows, ids, weight, *_ = op.inputs
+    return (*((rows,) if weight in grads else ()), ids, *((weight,) if rows in grads else ())), 0.0
+
+
+def num_experts(op: Operator, tensors: Tensors) -> int:
+    """Of one of these operators."""
+    return next((arg for arg in op.args if type(arg) is int), 0) or tensors[op.inputs[2]].shape[0]
+
+
+OPS = (
+    Op(
+        "to_experts", _to, namespace="weft", ragged="begins", linear="numerator", lowering="into", kind="gather", keeps=_places,
+        learns=1,
+    ),
+    Op(
+        "of_experts", _of, namespace="weft", ragged="goes on", contracts=True, lowering="in experts",
+        kind="linear", flops=_flops, product="grouped", many_ways=True, keeps=_operands, autocast="lower",
+    ),
+    Op(
+        "from_experts", _from, namespace="weft", ragged="ends", linear="numerator", lowering="out of", kind="gather", keeps=inputs,
+    ),
+)  # fmt: skip
