@@ -111,8 +111,8 @@ def test_layouts_of_each_stage() -> None:
         ("pipeline=2 inner=4x1/2x3", r"unequal numbers of ranks \(4x1 = 4, 2x3 = 6\)"),
         ("pipeline=3 inner=4x1/2x2", "arranges 2 stages, and pipeline=3"),
         ("data=2 pipeline=2 inner=4x1/2x2", "begins with 4x1, and data=2 tensor=1; leave those out"),
-        ("pipeline=2 inner=4x1/2x2 zero=1", "zero=1 with stages that are arranged differently .* is not built yet; use zero=0"),
-        ("pipeline=2 inner=4x1/2x2 microbatches=2 schedule=zb-h1", "schedule=zb-h1 with stages .* use schedule=sequential or"),
+        ("data=4 pipeline=2 inner=4x1/2x2 shares=3/2/2/1", "shares=3/2/2/1 with stages that are arranged differently .* use shares="),
+        ("pipeline=2 inner=4x1/2x2 microbatches=2 schedule=zb-v", "schedule=zb-v with stages .* use schedule=sequential or"),
     ],
 )
 def test_what_cannot_be_is_refused(text: str, said: str) -> None:

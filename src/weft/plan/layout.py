@@ -41,15 +41,12 @@ RUNS: dict[str, tuple[int | str, ...]] = {
 }
 # What goes with stages that are arranged differently.
 INNER_WITH: dict[str, tuple[int | str, ...]] = {
-    "schedule": ("sequential", "gpipe", "1f1b"),
+    "schedule": ("sequential", "gpipe", "1f1b", "zb-h1", "zb-h2"),
     "chunks": (1,),
     "expert": (1,),
-    "zero": (0,),
     "compress": ("none",),
-    "sample_parallel": ("off",),
     "lend": (AUTO, "off"),
     "context": (1,),
-    "spatial": ("1",),
     "shares": ("",),
     "batch_norm": ("exact",),
 }

@@ -3,7 +3,7 @@
 In: a plan, a graph cut into stages. Out: the sharding of the whole graph as each stage has it; parameters and buffers that stages of
 different meshes read, which are cut over no tensor axis; and by how much a rank's gradient of them counts.
 
-Not modelled: what such stages share being cut, split backwards and ZeRO under them.
+Not modelled: what such stages share being cut.
 """
 
 from __future__ import annotations
