@@ -134,7 +134,8 @@ def test_training_goes_on_with_other_pieces(tmp_path: Path, first: str, second: 
             engine.step(subject.batch)
             if step == 0 and not loads:
                 engine.save(tmp_path)
-        return {name: x.flatten().tolist() for name, x in (engine.full_state_dict() or {}).items()}
+        evaluated = engine.evaluate(subject.batch)
+        return {"": [evaluated]} | {name: x.flatten().tolist() for name, x in (engine.full_state_dict() or {}).items()}
 
     want = launch(lambda world: run(world, first, 2, False), Layout.parse(first).num_ranks, show=False)[0]
     got = launch(lambda world: run(world, second, 1, True), Layout.parse(second).num_ranks, show=False)[0]

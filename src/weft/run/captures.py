@@ -80,7 +80,7 @@ def captured_in(
                 f"stage {stage} of the pipeline reads {v.name} in evaluation, and in training another one does, which is not built yet; "
                 "evaluate the serial model from engine.full_state_dict(), or use a layout without a pipeline"
             )
-        if tuple(held[v.name].shape) != sharding.shape(v.value, v.tensor.shape):
+        if tuple(held[v.name].shape) != sharding.shape(v.value, v.tensor.shape, at=at):
             raise ModelError(f"{v.name} is written otherwise than in training, and lies in other pieces then, which is not built yet")
         variables[v.value] = held[v.name]
     return replace(
