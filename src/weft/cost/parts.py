@@ -313,10 +313,10 @@ def _local(inventory: Inventory, sharding: Sharding | None, op: Operator, siblin
             if sharding is not None and cut(sharding, op.name, axis):
                 form, ranks = sharding.forms[op.inputs[1]].get(axis, R), sharding.ways(op, axis)
                 dim = form.dim if is_shard(form) else None
-                m, n, k = (m, n / ranks, k) if dim == 0 else (m, n, k / ranks) if dim == 1 else (m / ranks, n, k)
+                m, n, k = (m, _of(n, ranks), k) if dim == 0 else (m, n, _of(k, ranks)) if dim == 1 else (_of(m, ranks), n, k)
     elif done.kind == "attention":
         query, key = (tensors[v].shape for v in op.inputs[:2])
-        heads = float(np.prod(query[:-2])) / divide
+        heads = _of(float(np.prod(query[:-2])), divide)
         scores = heads * query[-2] * key[-2]
         head = float(query[-1])
         visible = 0.5 if is_causal(op) else 1.0
@@ -332,6 +332,11 @@ def _local(inventory: Inventory, sharding: Sharding | None, op: Operator, siblin
         _fixed(inventory, op, divide),
     )  # fmt: skip
     return Local(kernel, op.outputs[0] in inventory.batched, cut(sharding, op.name, DATA))
+
+
+def _of(size: float, ways: float) -> float:
+    """A part of a size: of unequal pieces the longest, which is a whole number where the size is."""
+    return size / ways if isinstance(ways, int) else round(size / ways, 6)
 
 
 def _fixed(inventory: Inventory, op: Operator, divide: float) -> Moved:

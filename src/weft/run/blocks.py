@@ -87,7 +87,7 @@ class Blocks:
         # Each element is counted once: by the first of the ranks that hold the same block.
         same = [a for a in mesh.inside if a not in cut]
         counted = at["pipeline"] == holders[0] and all(at[a] == 0 for a in same)
-        counted_piece = all(at[a] == 0 for a in same if a not in axes)
+        counted_piece = v.value in self.across or all(at[a] == 0 for a in same if a not in axes)
         return LocalParameter(
             v.name,
             v.tensor.shape,
