@@ -358,6 +358,20 @@ def cheapest(workflow: Workflow, machines: Machines, ask: Ask, limit_s: float = 
     return problem.read(found, time.monotonic() - begun) if found.values else None
 
 
+def relaxation(workflow: Workflow, machines: Machines, ask: Ask, limit_s: float = 60.0) -> tuple[float, dict[str, str]]:
+    """Where workers may be rented by parts: (what no placement costs less than, the variants that come nearest to it); infinite and empty
+    where nothing is feasible."""
+    problem = _Problem(workflow, machines, ask, free_rate=False)
+    relaxed = problem.milp.solve(limit_s, relaxed=True)
+    if not relaxed.values:
+        return INFINITE, {}
+    milp = Milp()
+    columns = {key: milp.column(1, -relaxed.values[column], whole=True) for key, column in problem.variants.items()}
+    accurate_enough(milp, workflow, ask.accuracy, columns)
+    values = milp.solve(limit_s).values
+    return relaxed.objective, {name: variant for (name, variant), column in columns.items() if values and values[column] > 0.5}
+
+
 def highest_rate(workflow: Workflow, machines: Machines, ask: Ask, limit_s: float = 60.0) -> float:
     """Requests/s that all machines together can do of what is asked for, whatever it costs; 0 where nothing can be."""
     problem = _Problem(workflow, machines, ask, free_rate=True)

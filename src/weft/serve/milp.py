@@ -45,8 +45,9 @@ class Milp:
     def row(self, terms: Mapping[int, float], least: float = -INFINITE, most: float = INFINITE) -> None:
         self.rows.append((least, most, {column: value for column, value in terms.items() if value}))
 
-    def solve(self, limit_s: float = 60.0, start: Mapping[int, float] | None = None) -> Found:
+    def solve(self, limit_s: float = 60.0, start: Mapping[int, float] | None = None, relaxed: bool = False) -> Found:
         """The optimum, or the best solution within `limit_s` seconds. `start`: values of some columns of a solution that is known.
+        `relaxed`: whole columns may be broken.
 
         Raises:
             UsageError: highspy is not installed.
@@ -68,7 +69,7 @@ class Milp:
         problem.a_matrix_.format_ = highs.MatrixFormat.kRowwise
         problem.a_matrix_.start_, problem.a_matrix_.index_, problem.a_matrix_.value_ = starts, columns, values
         kinds = (highs.HighsVarType.kContinuous, highs.HighsVarType.kInteger)
-        problem.integrality_ = [kinds[one] for one in self.whole]
+        problem.integrality_ = [kinds[one and not relaxed] for one in self.whole]
         solver = highs.Highs()
         solver.setOptionValue("output_flag", False)
         solver.setOptionValue("time_limit", float(limit_s))
@@ -82,6 +83,6 @@ class Milp:
         info, status = solver.getInfo(), solver.getModelStatus()
         if info.primal_solution_status != highs.SolutionStatus.kSolutionStatusFeasible:
             return Found((), INFINITE, INFINITE, status == highs.HighsModelStatus.kInfeasible)
-        bound = info.mip_dual_bound if any(self.whole) else info.objective_function_value
+        bound = info.mip_dual_bound if any(self.whole) and not relaxed else info.objective_function_value
         found = tuple(solver.getSolution().col_value)
         return Found(found, info.objective_function_value, bound, status == highs.HighsModelStatus.kOptimal)

@@ -1,15 +1,41 @@
-"""The cheapest placement, searched from a greedy one. In: workflow, machines, what is asked for. Out: `Placed`."""
+"""The cheapest placement of large problems, from good ones on. In: workflow, machines, what is asked for. Out: `Placed`."""
 
 from __future__ import annotations
 
-from weft.serve.assign import Ask, Placed, cheapest
+import time
+from dataclasses import replace
+
+from weft.serve.assign import Ask, Placed, cheapest, relaxation
 from weft.serve.baselines import greedy
-from weft.serve.workflow import Machines, Workflow
+from weft.serve.workflow import Accuracy, Machines, Workflow
 
 MANY = 200  # workers times operators from which a search needs a place to begin
+PART = 0.6  # of the time, for the search among placements of the likeliest variants
 
 
 def place(workflow: Workflow, machines: Machines, ask: Ask, limit_s: float = 60.0) -> Placed | None:
-    """As `cheapest`; a large problem, which may not be proven in time, is never answered worse than greedily."""
-    large = len(machines.workers) * len(workflow.operators) > MANY and not ask.latency_s and not ask.shared and ask.most_spot == 1
-    return cheapest(workflow, machines, ask, limit_s, greedy(workflow, machines, ask) if large else None)
+    """As `cheapest`. A large problem, which may not be proven in time, is first solved for the variants that its relaxation likes best, and
+    is never answered worse than greedily."""
+    if len(machines.workers) * len(workflow.operators) <= MANY or ask.latency_s or ask.shared or ask.most_spot < 1:
+        return cheapest(workflow, machines, ask, limit_s)
+    until = time.monotonic() + limit_s
+    known = [greedy(workflow, machines, ask)]
+    bound, likely = relaxation(workflow, machines, ask, limit_s)
+    if likely:
+        fixed = _with(workflow, likely)
+        known.append(
+            cheapest(fixed, machines, replace(ask, accuracy=0.0), PART * limit_s, greedy(fixed, machines, replace(ask, accuracy=0.0)))
+        )
+    best = min((p for p in known if p is not None), key=lambda p: p.price_per_hour, default=None)
+    found = cheapest(workflow, machines, ask, max(0.1, until - time.monotonic()), best)
+    if found is None:
+        return None
+    gap = min(found.bound_gap, (found.price_per_hour - bound) / found.price_per_hour)
+    return replace(found, bound_gap=max(0.0, gap), planning_time_s=limit_s - (until - time.monotonic()))
+
+
+def _with(workflow: Workflow, variants: dict[str, str]) -> Workflow:
+    """The workflow with these variants alone."""
+    operators = tuple(replace(op, variants=(op.variant(variants[op.name]),)) for op in workflow.operators)
+    table = tuple((row, value) for row, value in workflow.accuracy.table if row == tuple(variants[n] for n in workflow.accuracy.operators))
+    return replace(workflow, operators=operators, accuracy=Accuracy(workflow.accuracy.operators, table, workflow.accuracy.base))
