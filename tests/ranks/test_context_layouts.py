@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
 
 import weft
 from weft.errors import LayoutError
@@ -16,6 +18,7 @@ from weft.plan.layout import Layout
 from weft.plan.placement import D, P, Placement, R, Shard, Strided, positions_of, zigzag
 from weft.run import build
 from weft.run.proof.verify import Verification
+from weft.world.group import Group
 from weft.world.launch import launch
 from weft.world.world import World
 from weft.zoo.resolve import resolve
@@ -42,6 +45,10 @@ def verified(name: str, layout: str, **options: Any) -> Verification:
         ("vit", "context=2"),
         ("shifted", "context=4 offload=activations"),
         ("recurrent", "context=2 data=2 microbatches=2"),
+        ("gpt-tiny", "context=2 tensor=2 attention=ulysses"),
+        ("llama", "context=3 data=2 attention=ulysses"),  # 4 heads: 2, 1 and 1
+        ("gpt2", "context=4 attention=ulysses microbatches=2"),
+        ("t5", "context=2 attention=ulysses"),
     ],
 )
 def test_a_layout_that_cuts_positions_equals_serial(name: str, layout: str) -> None:
@@ -112,6 +119,64 @@ def test_pieces_of_runs_move_as_their_rows_say() -> None:
         assert [row for row in found if not (row[2] and row[3])] == []
 
 
+class Attends(nn.Module):
+    """Causal attention and nothing else that talks; its loss is a mean over positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.k, self.v = (nn.Linear(16, 16).double() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part(x).unflatten(-1, (4, 4)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).square().mean()
+
+
+def _sent(world: World, attention: str) -> tuple[float, float, float]:
+    """The loss, and elements that this rank sends to others in forward and in backward."""
+    counts = [0]
+    exchange, all_gather, reduce_scatter = Group.exchange, Group.all_gather, Group.reduce_scatter
+
+    def exchanging(self: Group, sent: Any, shapes: Any) -> Any:
+        counts[0] += sum(x.numel() for i, x in enumerate(sent) if i != self.index)
+        return exchange(self, sent, shapes)
+
+    def gathering(self: Group, x: torch.Tensor, *more: Any) -> torch.Tensor:
+        counts[0] += x.numel() * (self.size - 1)
+        return all_gather(self, x, *more)
+
+    def scattering(self: Group, x: torch.Tensor, *more: Any) -> torch.Tensor:
+        made = reduce_scatter(self, x, *more)
+        counts[0] += x.numel() - made.numel()
+        return made
+
+    Group.exchange, Group.all_gather, Group.reduce_scatter = exchanging, gathering, scattering  # type: ignore[method-assign]
+    try:
+        x = torch.randn(2, 24, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        with weft.auto_parallelize(batch=(x,), plan=f"context=4 attention={attention} precision=float64", world=world):
+            net = Attends()
+        loss = net(x)
+        forward = counts[0]
+        loss.backward()
+        return float(loss.detach()), forward, counts[0] - forward
+    finally:
+        Group.exchange, Group.all_gather, Group.reduce_scatter = exchange, all_gather, reduce_scatter  # type: ignore[method-assign]
+
+
+KEYS = 2 * 24 // 4 * 16  # elements of one rank's keys: 2 samples, 6 of 24 positions, 16 features
+SENT = {"ulysses": (3 * KEYS, 3 * KEYS), "gather": (6 * KEYS, 6 * KEYS)}
+
+
+@pytest.mark.parametrize("attention", SENT)
+def test_attention_sends_what_the_formula_says(attention: str) -> None:
+    """Of causal attention on 4 ranks with p elements of keys each: exchanged for heads q, k, v and the result send 3/4 p each, both ways;
+    gathered keys and values send 3 p each, and their gradients as much."""
+    want = float(Attends()(torch.randn(2, 24, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))).detach())
+    for loss, *sent in launch(_sent, 4, attention, show=False):
+        assert loss == pytest.approx(want, rel=1e-12)
+        assert tuple(sent) == SENT[attention]
+
+
 def test_zigzag_gives_all_as_much_to_see() -> None:
     """Of causal attention over 64 positions on 4 ranks 520 scores each; in order 136, 392, 648 and 904 (closed form: sums of 1 to 64)."""
     def scores(ranges: Any) -> int:
@@ -132,6 +197,10 @@ def test_a_model_without_sequences_is_refused_by_name() -> None:
 
 
 def test_a_layout_with_context_prints_and_parses() -> None:
+    assert str(Layout.parse("context=2 attention=ulysses")) == "data=1 tensor=1 pipeline=1 context=2 attention=ulysses"
+    assert Layout.parse("attention=ulysses") == Layout()  # alone
+    with pytest.raises(LayoutError, match="attention=heads is unknown"):
+        Layout.parse("context=2 attention=heads")
     layout = Layout.parse("data=2 context=4 tensor=2")
     assert str(layout) == "data=2 tensor=2 pipeline=1 context=4"
     assert Layout.parse(str(layout)) == layout

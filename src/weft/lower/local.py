@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import operator as python_operator
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, fx
 
+from weft.errors import LayoutError
 from weft.lower.arrival import arrived
 from weft.lower.call import Call
 from weft.lower.lowering import Lowering, Nodes, Variant, bind
@@ -22,6 +23,7 @@ from weft.lower.special import called
 from weft.model.graph import Operator, statistics, writes_buffer, written_buffers
 from weft.model.sharding import move_collectives
 from weft.model.stages import Stage
+from weft.plan.axis import axis_of
 from weft.plan.placement import P, Placement, is_shard
 from weft.plan.transition import allowed
 
@@ -103,10 +105,10 @@ class _Builder:
             if all(w is None or w == v for w, v in zip(want, variant, strict=True)):
                 return node
         source = min(have, key=lambda variant: self._moves(variant, want))
+        if self._crossed(source, want):
+            raise LayoutError(f"{value} is read in pieces of heads that two axes cut in another order; use attention=gather")
         node, at = have[source], list(source)
-        # Summands are summed before anything else, so that later moves carry whole tensors; pieces of pieces are put together from within.
-        twice = [is_shard(placement) and at.count(placement) > 1 for placement in at]
-        order = sorted(range(len(at)), key=lambda i: (at[i] is not P, not twice[i], -i if twice[i] else i))
+        order = sorted(range(len(at)), key=lambda i: self._turn(i, at, want))
         for i in order:
             target = want[i]
             if target is None or target == at[i]:
@@ -117,9 +119,22 @@ class _Builder:
             have[tuple(at)] = node
         return node
 
+    def _turn(self, i: int, at: Sequence[Placement], want: Sequence[Placement | None]) -> tuple[int, int]:
+        """When an axis moves. Summands are summed before anything else, so that later moves carry whole tensors; pieces of pieces are put
+        together from within. Heads that two axes cut are pieces of tensor ranks', cut once more among ranks that share a sequence: these
+        come last, and go first."""
+        if axis_of(self.low.axes[i]).cuts_sequences:
+            for mine, turn in ((want[i], 3), (at[i], -1)):
+                if is_shard(mine) and at[i] != want[i] and any(mine in (at[j], want[j]) for j in range(len(at)) if j != i):
+                    return turn, i
+        twice = is_shard(at[i]) and at.count(at[i]) > 1
+        return (0 if at[i] is P else 1 if twice else 2), (-i if twice else i)
+
     def _moves(self, variant: Variant, want: tuple[Placement | None, ...]) -> tuple[int, int]:
         """(collectives, moves) from one variant to another: fewest first."""
         collectives = moves = 0
+        if self._crossed(variant, want):
+            return 1000, 0
         for a, b in zip(variant, want, strict=True):
             if b is None or a == b:
                 continue
@@ -129,6 +144,12 @@ class _Builder:
             collectives += (forward not in ("", "slice")) + (backward not in ("", "slice", "pad"))
             moves += 1
         return collectives, moves
+
+    def _crossed(self, at: Variant, want: tuple[Placement | None, ...]) -> bool:
+        """Whether pieces of heads that ranks of a sequence have would be cut, or put together, along another axis."""
+        pairs = [*zip(at, want, strict=True)]
+        mine = [a for axis, (a, b) in zip(self.low.axes, pairs, strict=True) if axis_of(axis).cuts_sequences and is_shard(a) and a == b]
+        return any(a != b and b is not None and one in (a, b) for one in mine for a, b in pairs)
 
     def _operator(self, op: Operator) -> None:
         low = self.low

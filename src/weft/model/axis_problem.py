@@ -23,10 +23,12 @@ from weft.model.sequences import Run, labelled, reshaped, sequences
 from weft.model.sharding import Prices, transfer_s
 from weft.model.work import batched, differentiable, operator_bytes, operator_flops
 from weft.ops import Rule, draws, record_of, windows_of
+from weft.ops.attention import heads_of
 from weft.ops.experts import EXPERT, num_experts
 from weft.ops.linear import passes, passing
 from weft.ops.rule import HALO, KEYS, POSITIONAL
-from weft.plan.axis import axis_of
+from weft.plan.axis import ULYSSES, axis_of
+from weft.plan.choice import AUTO
 from weft.plan.placement import D, Halo, P, Placement, R, Shard, Strided, dual, halo, is_cut, is_halo, is_piece, is_shard, pieces, shard
 from weft.plan.transition import allowed, transition
 
@@ -52,10 +54,12 @@ class Choice:
 @dataclass(frozen=True, slots=True)
 class Given:
     """What a plan says of an axis: by value where parameters and buffers are cut, and by site the label that an operator is cut on, in
-    the word of its choice. `dims` is None where cuts of parameters are searched as well."""
+    the word of its choice. `dims` is None where cuts of parameters are searched as well. `attention`: how ranks that share sequences attend
+    to one another's positions (`weft.plan.layout`)."""
 
     dims: Mapping[str, int] | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
+    attention: str = AUTO
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +83,7 @@ class AxisProblem:
         self, graph: Graph, axis: str, n: int, prices: Prices, given: Given, others: Others, sequence: bool = False, samples: bool = False
     ):
         self.graph, self.axis, self.n, self.prices, self.others = graph, axis, n, prices, others
-        self.fixed, self.labels = given.dims, given.labels
+        self.fixed, self.labels, self.attention = given.dims, given.labels, given.attention
         self.divide, self.divide_fixed = others.ranks, others.ranks // others.replicas
         self.taken, self.inside, self.more, self.pinned = others.taken, others.inside, others.more, others.pinned
         self.grads = needs_gradient(graph)
@@ -138,6 +142,8 @@ class AxisProblem:
     def _shares_positions(self, value: str, dim: int, size: int) -> bool:
         """Whether ranks can have a piece each of the positions of a dimension of `size`, of which samples may be cut already."""
         run = self.sequences.get((value, dim))
+        if run is None and (value, dim) in self.heads:
+            return size >= self.n and dim not in self.taken.get(value, ())
         if run is None or run.size < self.n:
             return False
         return dim not in self.taken.get(value, ()) or size > run.length
@@ -146,6 +152,16 @@ class AxisProblem:
     def sequences(self) -> Mapping[tuple[str, int], Run]:
         """Which dimensions are positions of a sequence, and how these lie."""
         return sequences(self.graph, self.rules)
+
+    @cached_property
+    def heads(self) -> set[tuple[str, int]]:
+        """Dimensions that are heads of attention, where it reads and makes them; nothing where these are no positions' other side."""
+        found = set()
+        for op in self.graph.operators if self.row.cuts_sequences else ():
+            rule = self.rules[op.name]
+            if rule is not None and (label := heads_of(rule)):
+                found |= {(value, row.index(label)) for value, row in labelled(op, rule) if label in row}
+        return found
 
     @cached_property
     def positions(self) -> Mapping[tuple[str, int], frozenset[str]]:
@@ -157,6 +173,8 @@ class AxisProblem:
         if self.cuts_positions:
             places = ((value, row.index(label)) for value, row in labelled(op, rule) if label in row)
             if self.row.cuts_sequences:
+                if label == heads_of(rule):
+                    return True
                 return record_of(op).moves != "reshape" and all(place in self.sequences for place in places)
             return any(self.row.cuts & self.positions.get(place, frozenset()) for place in places)
         if rule.kernels.get(label) in POSITIONAL:
@@ -240,6 +258,8 @@ class AxisProblem:
                     found.append(choice)
         if self.row.cuts_sequences and record_of(op).moves == "reshape":
             found += self._reshaped(op, seconds)
+        if self.row.cuts_sequences and self.attention != AUTO and (heads := heads_of(rule)):
+            found = [c for c in found if (c.label == heads) is (self.attention == ULYSSES)] or found
         if any(value in self.pinned for value in op.inputs):
             needed = [self.pinned.get(value) for value in op.inputs]
             found = [c for c in found if all(p is None or need in (None, p) for p, need in zip(needed, c.needs, strict=True))] or found
@@ -306,6 +326,8 @@ class AxisProblem:
                 if need in have or (is_halo(need) and self.shard(value, need.dim) in have) or (self.spreads and P in have):
                     return True
                 if self.cuts_weights and value in self.weights and not have:
+                    return True
+                if any((value, form.dim) in self.heads for form in have if is_shard(form)):  # back from heads to positions
                     return True
         return op.name in self.heavy if self.cuts_weights else self.row.cuts_sequences and self._begins(op)
 

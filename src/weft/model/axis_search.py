@@ -1,7 +1,7 @@
 """The search along one axis: a frontier dynamic programme. In: an `AxisProblem`. Out: the cheapest choices, and where variables lie.
 
-Operators in order, states are the forms of the values still needed, the `beam` cheapest distinct states are kept. It is exact while the
-frontier has at most `beam` distinct states. Weights that are read again (layers applied several times) stay in it, so that it is wider.
+Operators in order, states are the forms of the values still needed, the `BEAM` cheapest distinct states are kept. It is exact while the
+frontier has at most that many distinct states. Weights that are read again (layers applied several times) stay in it, so that it is wider.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ class _Decided(NamedTuple):
     stored: dict[str, Placement]  # parameters and buffers that were met here, as they lie
 
 
-def solve(problem: AxisProblem, beam: int) -> tuple[dict[str, Choice], dict[str, Placement]]:
+BEAM = 24
+
+
+def solve(problem: AxisProblem) -> tuple[dict[str, Choice], dict[str, Placement]]:
     """The cheapest choices found, and where parameters and buffers lie."""
     last: dict[str, int] = {}
     again: set[str] = set()
@@ -33,7 +36,7 @@ def solve(problem: AxisProblem, beam: int) -> tuple[dict[str, Choice], dict[str,
             if value in last and value in problem.weights:
                 again.add(value)
             last[value] = i
-    beam *= WIDER if len(again) >= MANY_AGAIN else 1
+    beam = BEAM * (WIDER if len(again) >= MANY_AGAIN else 1)
     State = tuple[float, dict[str, tuple[Placement, ...]], _Decided | None]
     states: list[State] = [(0.0, {}, None)]
     for i, op in enumerate(problem.graph.operators):

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from weft.model.graph import Arg, Graph, Operator, Ref, Variable
 from weft.model.propagate import propagate as propagate_whole
 from weft.model.sharding import Move, Prices, Sharding, Shards
+from weft.plan.choice import AUTO
 from weft.plan.placement import is_shard
 
 LEAST = 5  # copies of a layer that are worth folding
@@ -190,7 +191,7 @@ def propagate(
     prices: Prices | Mapping[str, Prices] | None = None,
     sequence: bool = False,
     samples: bool = False,
-    beam: int = 24,
+    attention: str = AUTO,
 ) -> Sharding:
     """As `weft.model.propagate.propagate`, on repeated layers once where that gives a sharding of the whole."""
     folded = graph.fold
@@ -199,11 +200,12 @@ def propagate(
             given = _given(graph, folded, shards)
         except KeyError:
             break
-        found = folded.expand(propagate_whole(folded.small, sizes, given, prices=prices, sequence=sequence, samples=samples, beam=beam))
+        small = propagate_whole(folded.small, sizes, given, prices=prices, sequence=sequence, samples=samples, attention=attention)
+        found = folded.expand(small)
         if found is not None:
             return found
         folded = folded.later if folded is graph.fold else None
-    return propagate_whole(graph, sizes, shards, prices=prices, sequence=sequence, samples=samples, beam=beam)
+    return propagate_whole(graph, sizes, shards, prices=prices, sequence=sequence, samples=samples, attention=attention)
 
 
 def _given(graph: Graph, folded: Fold, shards: Mapping[str, Shards] | None) -> dict[str, Shards] | None:

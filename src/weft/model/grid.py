@@ -12,6 +12,7 @@ from typing import Protocol
 
 from weft.errors import LayoutError
 from weft.model.graph import Graph, Variable
+from weft.ops.attention import heads_of
 from weft.plan.axis import Axis, axis_of
 from weft.plan.grid import NESTED
 from weft.plan.placement import Placement, Shard, is_shard, is_whole
@@ -65,6 +66,20 @@ def nested(
                 ways = found.setdefault(value, {})
                 ways[form.dim] = ways.get(form.dim, 1) * sizes[axis]
     return found, frozenset(kernels), frozenset(sliced)
+
+
+def heads_in_pieces(found: Decided, sizes: Mapping[str, int]) -> dict[str, dict[int, int]]:
+    """[value][dim] -> pieces of the heads of attention that an axis of sequences cuts, which tensor ranks may cut as well: attention alone
+    reads and makes them so, from and to pieces of positions (`weft.lower.local` cuts the pieces of tensor ranks)."""
+    pieces: dict[str, dict[int, int]] = {}
+    for op in found.graph.operators if any(axis_of(axis).cuts_sequences for axis in sizes) else ():
+        read = [*zip(op.inputs, found.needs[op.name], strict=True)] if heads_of(found.graph.rules[op.name]) else []
+        for axis in (axis for axis in sizes if axis_of(axis).cuts_sequences and read):
+            placed = [(value, row[axis]) for value, row in read] + [(value, found.forms[value][axis]) for value in op.outputs]
+            for value, form in placed:
+                if is_shard(form) and not form.lengths:
+                    pieces.setdefault(value, {})[form.dim] = sizes[axis]
+    return pieces
 
 
 def kept_for(

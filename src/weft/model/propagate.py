@@ -29,10 +29,11 @@ from weft.model.axis_search import solve
 from weft.model.deferral import defer
 from weft.model.gradients import backward_reached
 from weft.model.graph import Graph, copied_into, writes_buffer
-from weft.model.grid import kept_for, nested, twice_cut
+from weft.model.grid import heads_in_pieces, kept_for, nested, twice_cut
 from weft.model.labels import expert_weights
 from weft.model.sharding import Move, Prices, Sharding, Shards, move_collectives
 from weft.plan.axis import axis_of, nothing_to_cut
+from weft.plan.choice import AUTO
 from weft.plan.placement import D, Placement, R, is_cut, is_halo, is_piece, is_shard
 
 
@@ -71,13 +72,14 @@ def propagate(
     sequence: bool = False,
     samples: bool = False,
     labels: Mapping[str, Mapping[str, str]] | None = None,
-    beam: int = 24,
+    attention: str = AUTO,
 ) -> Sharding:
     """Complete the sharding over the axes of `sizes` (those of size 1 are left out), `data` first.
 
     `shards[axis]` says where parameters and buffers are cut; an axis that is missing there is searched (`data` keeps all whole).
     `labels[axis][site]`: the label of an operator that is cut, "" for none, with `+` where it leaves summands; the rest is searched.
     `sequence`: what lies between products may be cut along positions as well (sequence parallelism, Korthikanti et al. 2022).
+    `attention`: how ranks that share sequences attend to one another's positions.
     `samples`: tensor ranks may cut samples as well, operator by operator, the pieces of `data` once more (Krizhevsky 2014).
 
     Raises:
@@ -89,11 +91,11 @@ def propagate(
     given = {axis: given_dims(graph, axis, sizes[axis], shards) for axis in order}
     for axis in order:
         price = prices.get(axis, Prices()) if isinstance(prices, Mapping) else prices or Prices()
-        said = Given(given[axis], (labels or {}).get(axis, {}))
+        said = Given(given[axis], (labels or {}).get(axis, {}), attention)
         others = _others(found, sizes, order, axis, given, samples)
         problem = AxisProblem(graph, axis, sizes[axis], price, said, others, sequence=sequence, samples=samples)
         _check_axis(problem)
-        found.add(problem, *solve(problem, beam))
+        found.add(problem, *solve(problem))
     return found.sharding(sizes)
 
 
@@ -106,6 +108,8 @@ def _others(
     if row.again:
         again = (*again, *(a for a in before if axis_of(a).cuts & row.cuts and not axis_of(a).again))
     inside, kernels, sliced = nested(found, sizes, again, row) if before and again else ({}, frozenset[tuple[str, str]](), frozenset[str]())
+    for value, dims in heads_in_pieces(found, sizes).items() if row.cuts_weights else ():
+        inside.setdefault(value, {}).update(dims)
     later = order[len(before) + 1 :] if row.cuts_weights else []
     reserved, pinned = kept_for(later, given, given[axis] or {})
     taken = {v: found.taken.get(v, set()) | reserved.get(v, set()) for v in (*found.taken, *reserved)}

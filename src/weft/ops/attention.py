@@ -9,7 +9,7 @@ from math import prod
 from weft.ops.keeps import Kept
 from weft.ops.operator import Operator, Ref, Tensor
 from weft.ops.record import Op, Shape, Tensors
-from weft.ops.rule import BLOCKED, Rule, only
+from weft.ops.rule import BLOCKED, QUERIES, Rule, only
 
 
 def _attention(op: Operator, rule: Rule, ins: list[Shape]) -> Rule:
@@ -69,6 +69,15 @@ def is_causal(op: Operator) -> bool:
     """Whether an operator is attention that itself hides what comes later, so that a fused kernel skips half of the scores."""
     causal = op.args[5] if len(op.args) > 5 else dict(op.kwargs).get("is_causal", False)
     return _is_fused(op) and causal is True
+
+
+def heads_of(rule: Rule | None) -> str:
+    """The label of the heads of attention, in front of its queries; empty where there is none."""
+    if rule is None or QUERIES not in rule.kernels.values():
+        return ""
+    row = rule.inputs[0] or ()
+    at = next((i for i, label in enumerate(row) if rule.kernels.get(label) == QUERIES), 0)
+    return row[at - 1] if at > 1 else ""
 
 
 def _scores(op: Operator, tensors: Tensors) -> Shape:

@@ -12,11 +12,16 @@ from dataclasses import dataclass
 from functools import cache
 from math import prod
 
+from weft.plan.choice import AUTO
 from weft.plan.grid import AXES, NESTED, PLAIN, counts
 
 SAMPLES, FEATURES, EXPERTS, OUTERMOST, PLANES, HEIGHT, WIDTH = "samples", "features", "experts", "outermost", "planes", "height", "width"
 POSITIONS = (PLANES, HEIGHT, WIDTH)  # outermost first
 SEQUENCE = "sequence"
+# How ranks that share sequences attend to one another's positions: each gathers all keys; each attends to all positions with some of the
+# heads (Jacobs et al. 2023, DeepSpeed-Ulysses); whatever is cheapest, operator by operator.
+GATHER, ULYSSES = "gather", "ulysses"
+ATTENTION = (AUTO, GATHER, ULYSSES)
 
 
 @dataclass(frozen=True, slots=True)

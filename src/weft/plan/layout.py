@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cache
 
 from weft.errors import LayoutError, nearest
-from weft.plan.axis import DATA, EXPERT, parse_spatial, sample_axes, spatial_ranks
+from weft.plan.axis import ATTENTION, DATA, EXPERT, parse_spatial, sample_axes, spatial_ranks
 from weft.plan.choice import AUTO, refuse_sums
 from weft.plan.choice import NAMES as ALL_REDUCE
 from weft.plan.compression import Compression, refuse_compression, refuse_scaled
@@ -31,6 +31,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "all_reduce": (AUTO, *ALL_REDUCE),
     "lend": (AUTO, "off", "on"),
     "batch_norm": ("exact", "local"),
+    "attention": ATTENTION,
 }
 COUNTS = ("data", "tensor", "pipeline", "microbatches", "chunks", "expert", "context", "segment")
 # What a plan may say and be priced for, and what runs of it: the rest is refused by name when a run starts, never ignored.
@@ -72,7 +73,7 @@ OTHER_NAMES = {
     "checkpointing": "recompute", "dtype": "precision", "recompute_num_layers": "segment",
 }  # fmt: skip
 # Named in the interface, not built yet: refused by name, never ignored.
-LATER = ("attention", "channel", "branch")
+LATER = ("channel", "branch")
 LATER_CHOICES: dict[str, tuple[str, ...]] = {
     "precision": ("float8",),
 }
@@ -88,7 +89,8 @@ class Layout:
     `inner`: data x tensor of every stage, where they differ; `data` and `tensor` are then the first stage's.
     `staleness`: a step's update is applied so many steps later, so that no replica waits for the others before.
     `grid`: rows, columns and depth of the tensor ranks, where they are no line; `tensor` is how many these are. Both print as `tensor=2x2`.
-    `context`: ranks that share a sequence, each with a piece of its positions.
+    `context`: ranks that share a sequence, each with a piece of its positions. `attention`: how they attend to one another's, by
+    gathering all keys, by exchanging positions for heads (Ulysses); `auto`: what is cheapest. Alone a rank has all.
     `spatial`: ranks that share an image, each with a piece of its positions: `4` of the outermost dimension, `2x2` of height and width.
     `lend`: whether pipeline ranks that wait lend their cores to those of their host that compute (processors only); `auto`: where a plan
     predicts that it pays, which then says `on`, and otherwise not. Without a pipeline nobody lends.
@@ -118,6 +120,7 @@ class Layout:
     inner: str = ""
     staleness: int = 0
     context: int = 1
+    attention: str = AUTO
     spatial: str = "1"
     grid: str = ""
     lend: str = AUTO
@@ -180,6 +183,8 @@ class Layout:
             object.__setattr__(self, "batch_norm", "exact")
         if self.pipeline == 1:
             object.__setattr__(self, "lend", AUTO)
+        if self.context == 1:
+            object.__setattr__(self, "attention", AUTO)
 
     def _check_chunks(self) -> None:
         """Chunks are what the schedule has; 1 says nothing."""

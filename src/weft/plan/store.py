@@ -56,6 +56,7 @@ _WORDS = {
     "inner": "data x tensor of every stage, where stages arrange their ranks differently: 4x1/2x2",
     "compress": "gradients on their way between replicas: none, bfloat16, int8, topk:FRACTION",
     "context": "devices that share a sequence, each with a piece of its positions",
+    "attention": f"how these attend to one another's positions: {', '.join(CHOICES['attention'])}",
     "spatial": "devices that share an image, each with a piece: a count, or height x width; 4, 2x2, 2x2x2",
     "grid": "how the tensor ranks are arranged: rows x columns, or rows x columns x depth; 2x2, 2x2x2",
     "lend": "whether ranks that wait in the pipeline lend their cores: auto (no, unless the plan says on), off, on",

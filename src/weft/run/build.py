@@ -153,6 +153,7 @@ class Traced(Source):
             layout.sequence_parallel,
             layout.sample_parallel,
             layout.shares,
+            layout.attention,
             plan.shards,
             graph.batch_size,
             layout.precision,
@@ -202,7 +203,7 @@ def shard_of(plan: Plan, graph: Graph, prices: Prices | None = None) -> Sharding
     sequence, samples = layout.sequence_parallel == "on", layout.sample_parallel == "on"
     each = weighed(-(-plan.batch_size // (layout.data * layout.microbatches)))
     prices = prices or Prices(samples=each * layout.data)
-    found = propagate(graph, sizes, cuts, prices=prices, sequence=sequence, samples=samples)
+    found = propagate(graph, sizes, cuts, prices=prices, sequence=sequence, samples=samples, attention=layout.attention)
     return with_samples_of(found, graph, shares_of_samples(layout)) if layout.shares else found
 
 
