@@ -7,6 +7,7 @@ import sys
 
 NAMES = {
     "train": "weft beside its peers on the same GPT",
+    "split": "every kind of splitting: bytes against its formula, seconds beside the nearest library",
     "pipeline": "pipelines beside torch.distributed.pipelining, on small and large stages",
     "out_of_core": "what trains under a limit of memory, and how fast: GEMS, recomputation, offload",
     "gpu": "a 1.3 B GPT on one GPU beside plain PyTorch with torch.compile",

@@ -9,19 +9,14 @@ from __future__ import annotations
 
 import sys
 
-from torch import Tensor
-
 import weft
 from bench.case import Case, Contender, from_text
 from bench.rank import Line, serve
+from bench.split_models import batch_of
 from weft.plan.plan import Plan
 from weft.plan.store import format_plan, parse_plan
 from weft.world.products import PRODUCTS
 from weft.world.world import World
-
-
-def _batch(tokens: Tensor) -> dict[str, Tensor]:
-    return {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}
 
 
 def make_plan(case: Case, contender: Contender) -> Plan:
@@ -41,7 +36,7 @@ def rank_main(world: World, path: str, text: str, plan_text: str) -> None:
         engine = weft.parallelize(case.model, case.batch, plan=plan, world=world, seed=case.seed, optimizer=optimizer)
         engine.gradients.exchange = contender.options.get("exchange", True)
         about = {"plan": str(plan.layout), "precision": plan.layout.precision, "predicted_s": _predicted(plan, contender)}
-        serve(line, case, lambda tokens: engine.step(_batch(tokens)).loss, world.everyone.barrier, about)
+        serve(line, case, lambda tokens: engine.step(batch_of(case, tokens)).loss, world.everyone.barrier, about)
     except Exception as error:
         line.send({"error": f"{type(error).__name__}: {error}"})
         raise
