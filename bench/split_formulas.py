@@ -89,7 +89,7 @@ def _windows(case: Case, model: nn.Module, n: int) -> Iterator[tuple[tuple[tuple
     pooled = torch.Size((case.batch, model.stem.conv.out_channels, side // 2, side // 2))  # type: ignore[union-attr]
     for shape, k, s, p in [(pooled, 3, 2, 1), *seen[1:]]:
         length = (shape[2] + 2 * p - k) // s + 1
-        reads = [(a * s - p, (b - 1) * s - p + k) for a, b in pieces(length, n)]
+        reads = [(a * s - p, (b - 1) * s - p + k) if a < b else (0, 0) for a, b in pieces(length, n)]
         yield pieces(shape[2], n), reads, WORD * shape[0] * shape[1] * shape[3]
 
 

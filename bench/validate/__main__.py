@@ -17,7 +17,9 @@ from bench.validate import bubbles, collectives, document, layer, sharded, singl
 from weft.errors import WeftError
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMANDS = {"rules": "bench.rules.__main__", "mutations": "bench.mutations.__main__"}
+COMMANDS = {
+    "rules": "bench.rules.__main__", "mutations": "bench.mutations.__main__", "published": "bench.validate.published",
+}  # fmt: skip
 PARTS = {"collectives": collectives, "layer": layer, "bubbles": bubbles, "single_node": single_node, "sharded": sharded}
 
 

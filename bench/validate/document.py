@@ -74,6 +74,13 @@ RULES = """
 [counts and cuts](benchmarks/rules.md).
 """
 
+PUBLISHED = """
+## Published runs of Megatron-LM, 22 B to 1 T
+
+`scripts/validate published` prices the layouts of Megatron-LM's, MT-NLG's and MegaScale's papers on 8 to 12,288 A100, blind: [each row
+and its error](benchmarks/published.md).
+"""
+
 PLANNED = """
 ## The plan chosen, against all plans run
 
@@ -99,6 +106,7 @@ def table(rows: list[Row]) -> str:
 
 def write(path: Path, rows: list[Row]) -> None:
     known = list(load().values())
-    ran = {name: (path.parent / "benchmarks" / f"{name}.md").exists() for name in ("planned", "rules", "memory")}
+    ran = {name: (path.parent / "benchmarks" / f"{name}.md").exists() for name in ("planned", "published", "rules", "memory")}
     alpa = ALPA + summary(known) if known else ""
-    path.write_text(HEAD + table(rows) + "\n" + NOTES + alpa + PLANNED * ran["planned"] + RULES * ran["rules"] + MEMORY * ran["memory"])
+    pages = (PUBLISHED * ran["published"], PLANNED * ran["planned"], RULES * ran["rules"], MEMORY * ran["memory"])
+    path.write_text(HEAD + table(rows) + "\n" + NOTES + alpa + "".join(pages))

@@ -52,6 +52,16 @@ def test_a_product_sends_what_the_lecture_says(gpt: tuple[Setting, tuple[Layer, 
     assert by["inputs"].moved_bytes == pytest.approx(HALO * rows * HIDDEN)
 
 
+def test_attention_by_positions_gathers_keys_and_values(gpt: tuple[Setting, tuple[Layer, ...]]) -> None:
+    """As context parallelism has it: of keys and values a rank gathers what others have, and scatters their gradients."""
+    found = way(gpt[1], "layers.*.attention/scaled_dot_product", "positions")
+    both = 2 * BATCH * SEQUENCE * HIDDEN * 4.0
+    assert (found.forward_bytes, found.backward_bytes) == (HALO * both, HALO * both)
+    assert found.layout.startswith("data=1 tensor=1 pipeline=1 context=4")
+    heads = way(gpt[1], "layers.*.attention/scaled_dot_product", "heads")
+    assert (heads.forward_bytes, heads.flops) == (0.0, found.flops)
+
+
 def test_pieces_of_an_image_send_their_borders() -> None:
     """A kernel of 3 with stride 1 reads a row of each neighbour: B x C x W entries, of two neighbours where a rank has both."""
     _, found = of(RESNET)

@@ -41,6 +41,7 @@ LAYOUTS = {
     "inputs": "tensor={n}", EXPERTS: "data={n} expert={n}", "heads": "tensor={n}", "features": "tensor={n}", "vocabulary": "tensor={n}",
     "positions": "tensor={n} sequence_parallel=on",
 }  # fmt: skip
+CONTEXT = "context={n}"  # of attention, which gathers keys and values
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +169,8 @@ class _Model:
             return
         for label in rule.labels:
             kind = self.kind_of(op, rule, label)
-            layout = Layout.parse(f"{LAYOUTS[kind].format(n=self.ranks)} precision={self.precision}")
+            words = CONTEXT if kind == "positions" and record_of(op).kind == "attention" else LAYOUTS[kind]
+            layout = Layout.parse(f"{words.format(n=self.ranks)} precision={self.precision}")
             try:  # tokens come from samples to experts, and go back
                 cut = next((x for x in rule.labels if self.kind_of(op, rule, x) == SAMPLES), label) if kind == EXPERTS else label
                 yield replace(alone.way(kind, cut, layout), label=label)
@@ -361,6 +363,8 @@ def _sharding(graph: Graph, op: Operator, axis: str, n: int, choice: Choice, ali
     moves: list[Move] = []
     needs[op.name] = tuple({axis: need} for need in choice.needs)
     held = {v.value for v in (*graph.parameters, *graph.buffers)}
+    gathers = axis_of(axis).cuts_sequences  # keys and values come in pieces of positions, as queries do
+    pieces = next((need for need in choice.needs if is_shard(need)), None)
     for value, need in zip(op.inputs, choice.needs, strict=True):
         if need is None:
             continue
@@ -370,6 +374,8 @@ def _sharding(graph: Graph, op: Operator, axis: str, n: int, choice: Choice, ali
                 gradients[value] = (axis,)
             continue
         lies = Shard(need.dim) if is_halo(need) else need if is_shard(need) else R
+        if gathers and pieces is not None and len(graph.tensors[value].shape) > max(2, pieces.dim):
+            lies = pieces
         source: Placement = lies if alike else R
         forms[value] = {axis: source}
         if source is not need and all(m.value != value or m.target is not need for m in moves):
