@@ -28,7 +28,7 @@ from weft.world.world import World
 RANKS = (2, 4, 8)
 REFUSED = (Infeasible, LayoutError, ModelError)
 AT_ONCE = 25
-SAMPLE, LONG = range(24), range(1000, 3000)
+SAMPLE, LONG = range(12), range(1000, 3000)
 
 
 @dataclass(frozen=True)
