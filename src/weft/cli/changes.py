@@ -145,10 +145,10 @@ def moved_along(old: Layout, wanted: Mapping[str, int | str], ranks: int, old_ba
     if "tensor" in wanted:
         choices.setdefault("grid", "")  # a count of tensor ranks is a line of them
     if "data" not in wanted:
-        spatial = str(wanted.get("spatial", old.spatial))
-        share = n["tensor"] * n["pipeline"] * spatial_ranks(spatial)
+        spatial, context = str(wanted.get("spatial", old.spatial)), int(wanted.get("context", old.context))
+        share = n["tensor"] * n["pipeline"] * context * spatial_ranks(spatial)
         if ranks % share:
-            pieces = "" if spatial == "1" else f" x spatial={spatial}"
+            pieces = f" x context={context}" * (context > 1) + f" x spatial={spatial}" * (spatial != "1")
             raise Infeasible(
                 f"{ranks} devices do not divide into tensor={n['tensor']} x pipeline={n['pipeline']}{pieces}; change one of them as well"
             )

@@ -19,7 +19,7 @@ from weft.errors import LayoutError
 from weft.model.gradients import needs_gradient
 from weft.model.graph import Graph, Operator, Ref, copied_into, writes_buffer, written_buffers
 from weft.model.labels import expert_weights, meanings, positions, ragged
-from weft.model.sequences import Run, labelled, reshaped, sequences
+from weft.model.sequences import Run, heads, in_zigzag, labelled, reshapes, sequences
 from weft.model.sharding import Prices, transfer_s
 from weft.model.work import batched, differentiable, operator_bytes, operator_flops
 from weft.ops import Rule, draws, record_of, windows_of
@@ -48,7 +48,6 @@ class Choice:
     def word(self) -> str:
         """What a plan calls it: the label, with `+` where summands are left."""
         return self.label + "+" * (P in self.makes)
-
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +126,8 @@ class AxisProblem:
             again = dim in self.inside.get(value, ()) or key in self.ragged
             length, unit = self.graph.tensors[value].shape[dim], self._unit(value, dim)
             run = self.sequences.get(key) if self.row.cuts_sequences else None
-            if run is not None and run.length < length:
-                self._shards[key] = Strided(dim, run.size, run.inner, False)
+            if run is not None and (run.length < length or self.zigzag):
+                self._shards[key] = Strided(dim, run.size, run.inner, self.zigzag)
             else:
                 self._shards[key] = Shard(dim) if again else shard(dim, length, self.n, unit if run is None else run.inner)
         return self._shards[key]
@@ -154,14 +153,14 @@ class AxisProblem:
         return sequences(self.graph, self.rules)
 
     @cached_property
-    def heads(self) -> set[tuple[str, int]]:
-        """Dimensions that are heads of attention, where it reads and makes them; nothing where these are no positions' other side."""
-        found = set()
-        for op in self.graph.operators if self.row.cuts_sequences else ():
-            rule = self.rules[op.name]
-            if rule is not None and (label := heads_of(rule)):
-                found |= {(value, row.index(label)) for value, row in labelled(op, rule) if label in row}
-        return found
+    def zigzag(self) -> bool:
+        """Whether a rank has positions of the front and of the back, so that all have as much to do."""
+        return self.attention != ULYSSES and in_zigzag(self.graph, self.rules, self.sequences)
+
+    @cached_property
+    def heads(self) -> Set[tuple[str, int]]:
+        """Dimensions that are heads of attention, where it reads and makes them; none where these are no positions' other side."""
+        return heads(self.graph, self.rules) if self.row.cuts_sequences else set()
 
     @cached_property
     def positions(self) -> Mapping[tuple[str, int], frozenset[str]]:
@@ -288,14 +287,11 @@ class AxisProblem:
 
     def _reshaped(self, op: Operator, seconds: float) -> list[Choice]:
         """A reshape of which positions are cut, which samples may lie with."""
-        source, made = self.graph.tensors[op.inputs[0]].shape, self.graph.tensors[op.outputs[0]].shape
         found = []
-        for dim in range(len(source)):
-            run = self.sequences.get((op.inputs[0], dim))
-            there = None if run is None else reshaped(source, dim, run, made)
-            if there is not None and self.cuttable(op.inputs[0], dim) and self.cuttable(op.outputs[0], there[0]):
-                needs, made_as = (self.shard(op.inputs[0], dim), *(None,) * (len(op.inputs) - 1)), self.shard(op.outputs[0], there[0])
-                found.append(Choice(f"d{dim}", needs, (made_as,), seconds / made_as.ways(self.n)))
+        for dim, there in reshapes(op, self.graph, self.sequences):
+            if self.cuttable(op.inputs[0], dim) and self.cuttable(op.outputs[0], there):
+                read, made = self.shard(op.inputs[0], dim), self.shard(op.outputs[0], there)
+                found.append(Choice(f"d{dim}", (read, *(None,) * (len(op.inputs) - 1)), (made,), seconds / made.ways(self.n)))
         return found
 
     def _said(self, op: Operator, said: str | None, choices: list[Choice]) -> list[Choice]:
@@ -421,8 +417,8 @@ class AxisProblem:
 
     def _read(self, op: Operator, value: str, dim: int, label: str) -> Placement | None:
         """What ranks read of a dimension along which windows slide, to make their pieces of the result; None where one reads nothing."""
-        rule = self.rules[op.name]
-        assert rule is not None
+        if (rule := self.rules[op.name]) is None:
+            return None
         made = next((value, row.index(label)) for value, row in zip(op.outputs, rule.outputs, strict=True) if label in row)
         length, window = self.graph.tensors[value].shape[dim], windows_of(op, self.graph.tensors)[label]
         ranges = pieces(self.graph.tensors[made[0]].shape[made[1]], self.n)

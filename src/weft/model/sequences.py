@@ -14,7 +14,8 @@ from math import prod
 
 from weft.model.graph import Graph, Operator
 from weft.model.work import batched, operator_flops
-from weft.ops import Rule, record_of
+from weft.ops import Rule, draws, record_of
+from weft.ops.attention import heads_of, is_causal
 from weft.ops.rule import HALO, KEYS, QUERIES
 
 Place = tuple[str, int]  # value, dimension
@@ -93,6 +94,40 @@ def labelled(op: Operator, rule: Rule) -> Iterator[tuple[str, tuple[str, ...]]]:
     for value, row in (*zip(op.inputs, rule.inputs, strict=True), *zip(op.outputs, rule.outputs, strict=True)):
         if row is not None:
             yield value, row
+
+
+def heads(graph: Graph, rules: Mapping[str, Rule | None]) -> set[Place]:
+    """Dimensions that are heads of attention, where it reads and makes them."""
+    found = set()
+    for op in graph.operators:
+        rule = rules[op.name]
+        if rule is not None and (label := heads_of(rule)):
+            found |= {(value, row.index(label)) for value, row in labelled(op, rule) if label in row}
+    return found
+
+
+def reshapes(op: Operator, graph: Graph, runs: Mapping[Place, Run]) -> Iterator[tuple[int, int]]:
+    """Dimensions of a reshape's operand that are positions, each with that of its result."""
+    source, made = graph.tensors[op.inputs[0]].shape, graph.tensors[op.outputs[0]].shape
+    for dim in range(len(source)):
+        run = runs.get((op.inputs[0], dim))
+        if run is not None and (there := reshaped(source, dim, run, made)) is not None:
+            yield dim, there[0]
+
+
+def in_zigzag(graph: Graph, rules: Mapping[str, Rule | None], runs: Mapping[Place, Run]) -> bool:
+    """Whether ranks may have positions in another order than they lie in, and should: attention is causal, nothing is drawn by where it
+    lies, and no window slides over positions (of numbers that learn; others are read whole)."""
+    if not any(is_causal(op) and heads_of(rules[op.name]) for op in graph.operators) or any(draws(op) for op in graph.operators):
+        return False
+    for op in graph.operators:
+        rule = rules[op.name]
+        slides = {x for x, kernel in rule.kernels.items() if kernel == HALO} if rule is not None else set()
+        if rule is None or not slides or not graph.tensors[op.outputs[0]].is_float:
+            continue
+        if any(label in slides and (value, dim) in runs for value, row in labelled(op, rule) for dim, label in enumerate(row)):
+            return False
+    return True
 
 
 def _seeds(graph: Graph, rules: Mapping[str, Rule | None]) -> Iterator[Place]:

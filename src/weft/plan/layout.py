@@ -75,6 +75,7 @@ OTHER_NAMES = {
 # Named in the interface, not built yet: refused by name, never ignored.
 LATER = ("channel", "branch")
 LATER_CHOICES: dict[str, tuple[str, ...]] = {
+    "attention": ("ring",),
     "precision": ("float8",),
 }
 

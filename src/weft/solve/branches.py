@@ -40,7 +40,9 @@ NEARLY = 1.2  # of the memory: what the first of the most balanced stages may ne
 INFINITE = float("inf")
 Thrift = tuple[int, str, str, int]  # ZeRO stage, recomputation, offload, segment
 # Keys of frames.
-COMPARED = ("data", "tensor", "spatial", "pipeline", "microbatches", "precision", "sequence_parallel", "sample_parallel", "expert")
+COMPARED = (
+    "data", "tensor", "context", "spatial", "pipeline", "microbatches", "precision", "sequence_parallel", "sample_parallel", "expert",
+)  # fmt: skip
 
 
 @dataclass
@@ -205,7 +207,7 @@ class Branches:
         found: dict[tuple[object, ...], tuple[float, Layout]] = {}
         for layout, least in in_grids(self.pricer, list(self.clocked), self._hopeless):
             seconds = self._in_grid(layout, least)
-            mesh = (layout.data, layout.tensor, layout.pipeline, layout.spatial)
+            mesh = (layout.data, layout.tensor, layout.pipeline, layout.context, layout.spatial)
             if mesh not in found or seconds < found[mesh][0]:
                 found[mesh] = seconds, layout
         for first, layout in found.values():
@@ -240,9 +242,9 @@ class Branches:
             return item[0][0] * (1 + 0.5 * (item[2].pipeline - 1) / item[2].microbatches)
 
         # The best of every mesh, since those of one mesh need about as much memory.
-        likely: dict[tuple[int, int, int, str], tuple[tuple[float, ...], int, Layout, bool]] = {}
+        likely: dict[tuple[object, ...], tuple[tuple[float, ...], int, Layout, bool]] = {}
         for item in sorted(self._open, key=guess):
-            likely.setdefault((item[2].data, item[2].tensor, item[2].pipeline, item[2].spatial), item)
+            likely.setdefault((item[2].data, item[2].tensor, item[2].pipeline, item[2].context, item[2].spatial), item)
         found = []
         for item in list(likely.values())[:MOST_GUESSED]:
             savings = self._savings(item[2], item[3])

@@ -1,4 +1,5 @@
-"""In which ways an image may be shared among ranks, for a search. In: a graph, a cluster. Out: words for the layout's key `spatial`.
+"""In which ways an image or a sequence may be shared among ranks, for a search. In: a graph, a cluster. Out: words for the layout's key
+`spatial`, numbers for `context`.
 
 Searched where images are large: of small ones halos are as large as pieces, and samples or layers divide the work. Each way has as many
 ranks as a power of two; of an image of two or three dimensions also the one whose pieces have the shortest borders.
@@ -10,11 +11,14 @@ from math import prod
 
 from weft.cluster.cluster import Cluster
 from weft.model.graph import Graph
+from weft.model.sequences import sequences
 from weft.ops import record_of
 
 LARGE = 1 << 18  # positions of an image from which on it is shared: 512 x 512
 LEAST = 32  # entries of a dimension of each piece
 MOST = 128  # ranks that share an image
+LONG = 1 << 14  # positions of a sequence from which on it is shared
+FEWEST = 1 << 10  # positions of each piece
 
 
 def image_of(graph: Graph) -> tuple[int, ...]:
@@ -37,6 +41,14 @@ def ways(graph: Graph, cluster: Cluster) -> tuple[str, ...]:
             found.append(grid)
         ranks *= 2
     return tuple(found)
+
+
+def contexts(graph: Graph, cluster: Cluster) -> tuple[int, ...]:
+    """Numbers of ranks that may share a sequence, fewest first: powers of two; none where sequences are short. What a sequence needs of
+    memory and attention grows with it, and gathered weights and gradients do not."""
+    longest = max((run.size for run in sequences(graph, graph.rules).values()), default=0)
+    most = min(longest // FEWEST, cluster.num_devices, MOST) if longest >= LONG else 1
+    return tuple(1 << i for i in range(1, most.bit_length()))
 
 
 def _grid(shape: tuple[int, ...], ranks: int) -> str | None:

@@ -15,11 +15,10 @@ from weft.cluster.cluster import Cluster, Level
 from weft.cluster.mixed import mixed
 from weft.cost.step import Pricer
 from weft.errors import Infeasible, LayoutError
-from weft.plan.axis import spatial_ranks
 from weft.plan.layout import Layout
 from weft.plan.plan import Candidate
 from weft.solve.bounds import check_state, least_state_bytes
-from weft.solve.images import ways
+from weft.solve.images import contexts, ways
 from weft.solve.mixed import pricer_of
 from weft.solve.space import Constraint, Space, parse_constraints
 from weft.solve.timing import Priced, price
@@ -77,7 +76,8 @@ def _hints(pricer: Pricer, space: Space, given: Sequence[Constraint]) -> list[st
     if not found:
         for times in TIMES:
             larger = enlarged(space.cluster, times)
-            other, roomier = replace_cluster(pricer, larger), replace(space, cluster=larger, images=ways(pricer.graph, larger))
+            other = replace_cluster(pricer, larger)
+            roomier = replace(space, cluster=larger, images=ways(pricer.graph, larger), contexts=contexts(pricer.graph, larger))
             layout = feasible(other, roomier) if _may_fit(other, roomier) else None
             if layout is not None:
                 devices = "cores" if larger.is_cpu else "devices"
@@ -111,8 +111,8 @@ def _lean(pricer: Pricer, space: Space) -> list[Layout]:
     """The leanest layout of each frame that holds least state, and its plainest one."""
     frames = sorted(islice(space.frames(), 5000), key=lambda f: (least_state_bytes(pricer, replace(f, zero=0)), -f.microbatches))
     lean = sorted(frames, key=lambda f: (least_state_bytes(pricer, replace(f, zero=3, compress="none", staleness=0)), -f.microbatches))
-    # Of large images activations count, and they are least where most ranks share one.
-    shared = sorted((f for f in frames if f.spatial != "1"), key=lambda f: (-spatial_ranks(f.spatial), -f.microbatches))
+    # Of large images and long sequences activations count, and they are least where most ranks share one.
+    shared = sorted((f for f in frames if f.position_ranks > 1), key=lambda f: (-f.position_ranks, -f.microbatches))
     found: dict[Layout, None] = {}
     for some in (lean, frames, shared):
         # Of some frames the constraints leave nothing: ZeRO of one without replicas.

@@ -34,7 +34,7 @@ from weft.solve.bounds import least_saving_s
 from weft.solve.branches import Branches
 from weft.solve.checks import check_layers, check_layout, check_priced, num_blocks, num_experts
 from weft.solve.housing import told
-from weft.solve.images import ways
+from weft.solve.images import contexts, ways
 from weft.solve.mixed import MixedPricer, pricer_of
 from weft.solve.places import useful
 from weft.solve.reasons import differences, reasons, spread
@@ -193,6 +193,7 @@ def _find(pricer: Pricer, limits: Sequence[Constraint], objective: str) -> Branc
         has_unlike_products(pricer.graph, pricer.batch_size),
         num_blocks(pricer.graph),
         ways(graph, pricer.cluster),
+        contexts(graph, pricer.cluster),
     )
     space.check()
     found = Branches(pricer, space, objective)

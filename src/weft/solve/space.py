@@ -24,7 +24,7 @@ from math import isqrt, prod
 
 from weft.cluster.cluster import Cluster
 from weft.errors import Infeasible, LayoutError, UsageError, nearest
-from weft.plan.axis import parse_spatial, spatial_ranks
+from weft.plan.axis import ATTENTION, parse_spatial, spatial_ranks
 from weft.plan.compression import Compression
 from weft.plan.custom import is_file
 from weft.plan.grid import checked_grid, parse_grid
@@ -199,7 +199,7 @@ class Space:
     asked for, and several stages a rank divide them nearly evenly. `experts`: of the model's widest layer, 1 where it has none.
     `fewer`: smaller jobs as well, where all devices give one (for objectives that a smaller job may win). `unlike`: whether products are
     so unlike that tensor ranks may better cut samples for some of them (`weft.solve.unlike`). `num_blocks`: of the model's layers that
-    recomputation repeats. `images`: ways in which ranks may share an image (`weft.solve.images`).
+    recomputation repeats. `images`, `contexts`: ways in which ranks may share an image, or a sequence (`weft.solve.images`).
     """
 
     cluster: Cluster
@@ -212,6 +212,7 @@ class Space:
     unlike: bool = False
     num_blocks: int = 1
     images: tuple[str, ...] = ()
+    contexts: tuple[int, ...] = ()
 
     def admits(self, key: str, value: int | str) -> bool:
         if self.cluster.runs_plans and kind_of(key, value) not in RUNS.get(key, (kind_of(key, value),)):
@@ -289,10 +290,10 @@ class Space:
         for ranks in wanted_ranks(self.cluster, self.constraints):
             if given and self.cluster.num_devices > 16 and not self.fewer:
                 return
-            for data, spatial, tensor, pipeline in self._meshes(ranks):
+            for mesh in self._meshes(ranks):
                 if not self.admits("compress", self.compress):
                     continue
-                for layout in self._frames(data, spatial, tensor, pipeline, precisions):
+                for layout in self._frames(mesh, precisions):
                     try:
                         layout = replace(
                             layout, compress=self.compress, staleness=self.staleness, lend=self.lend, batch_norm=self.batch_norm
@@ -302,16 +303,27 @@ class Space:
                     given = True
                     yield layout
 
-    def _meshes(self, ranks: int) -> Iterator[tuple[int, str, int, int]]:
-        asked = [str(c.value) for c in self.constraints if c.key == "spatial" and c.relation == "="]
-        for spatial in dict.fromkeys(("1", *self.images, *asked)):
-            sharing = spatial_ranks(spatial)
-            if ranks % sharing or not self.admits("spatial", spatial):
+    def _meshes(self, ranks: int) -> Iterator[Layout]:
+        for context, spatial in self._sharing():
+            sharing = context * spatial_ranks(spatial)
+            if ranks % sharing:
                 continue
             for data, tensor, pipeline in self._of_samples(ranks // sharing):
                 # Ranks that share an image have no use for one another's features, unless somebody asks for both.
-                if sharing == 1 or tensor == 1 or self.asked("tensor", tensor):
-                    yield data, spatial, tensor, pipeline
+                if spatial == "1" or tensor == 1 or self.asked("tensor", tensor):
+                    yield Layout(data, tensor, pipeline, context=context, attention=self._attention, spatial=spatial)
+
+    def _sharing(self) -> Iterator[tuple[int, str]]:
+        """Ranks that share a sequence, and ways in which ranks share an image: long sequences and large images, and what is asked for."""
+        asked = {key: [c.value for c in self.constraints if c.key == key and c.relation == "="] for key in ("context", "spatial")}
+        for context in dict.fromkeys((1, *self.contexts, *(int(n) for n in asked["context"]))):
+            for spatial in dict.fromkeys(("1", *self.images, *(str(word) for word in asked["spatial"]))):
+                if self.admits("context", context) and self.admits("spatial", spatial) and (context == 1 or spatial == "1"):
+                    yield context, spatial
+
+    @property
+    def _attention(self) -> str:
+        return next(word for word in ATTENTION if self.admits("attention", word))
 
     def _of_samples(self, ranks: int) -> Iterator[tuple[int, int, int]]:
         for tensor in divisors(ranks):
@@ -331,8 +343,9 @@ class Space:
         most = -(-self.batch_size // data) * data
         return data <= self.batch_size and most <= (1 + WASTED) * self.batch_size
 
-    def _frames(self, data: int, spatial: str, tensor: int, pipeline: int, precisions: Sequence[str]) -> Iterator[Layout]:
-        threads = self._threads(data * spatial_ranks(spatial) * tensor * pipeline)
+    def _frames(self, mesh: Layout, precisions: Sequence[str]) -> Iterator[Layout]:
+        data, tensor = mesh.data, mesh.tensor
+        threads = self._threads(mesh.num_ranks)
         sequences = [s for s in (("off", "on") if tensor > 1 else ("off",)) if self.admits("sequence_parallel", s)]
         equal = self.batch_size % data == 0
         experts = [e for e in divisors(data) if e <= self.experts and self.experts % e == 0 and self.admits("expert", e)]
@@ -345,9 +358,9 @@ class Space:
                 continue
             samples = self._samples(tensor, each if equal else 0, microbatches)
             for precision, count, sequence, sample, expert in product(precisions, threads, sequences, samples, experts):
-                yield Layout(
-                    data, tensor, pipeline, microbatches, precision=precision, threads=count, sequence_parallel=sequence,
-                    sample_parallel=sample, expert=expert, all_reduce=self.sums, grid=self.grid or "", spatial=spatial,
+                yield replace(
+                    mesh, microbatches=microbatches, precision=precision, threads=count, sequence_parallel=sequence,
+                    sample_parallel=sample, expert=expert, all_reduce=self.sums, grid=self.grid or "",
                 )  # fmt: skip
 
     def _samples(self, tensor: int, each: int, microbatches: int) -> list[str]:
