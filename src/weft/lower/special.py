@@ -20,6 +20,7 @@ from weft.lower.kernels.attention import causal, seen
 from weft.lower.kernels.experts import from_ranks, product, to_ranks
 from weft.lower.kernels.extremes import extreme
 from weft.lower.kernels.functions import function
+from weft.lower.kernels.heads import shared_heads
 from weft.lower.kernels.masked import masked_scatter
 from weft.lower.kernels.randomness import attention, drawn, dropout
 from weft.lower.kernels.statistics import group_norm
@@ -30,7 +31,7 @@ from weft.model.graph import Function
 from weft.ops import draws
 from weft.ops.attention import drops_scores, is_causal
 from weft.ops.experts import EXPERT
-from weft.plan.placement import P, R, is_shard, piece
+from weft.plan.placement import P, R, Shard, is_shard, piece
 from weft.world.attention import scaled_dot_product_attention
 
 Way = Callable[[Call], fx.Node | None]
@@ -78,6 +79,7 @@ def _drop(call: Call) -> fx.Node:
 
 def _attention(call: Call) -> fx.Node | None:
     args, low = call.args, call.low
+    _pick_heads(call)
     target = bind(scaled_dot_product_attention, call.operator) if low.device.type == "cpu" else call.operator
     at = call.queries() if is_causal(call.op) else None
     if drops_scores(call.op):
@@ -88,6 +90,20 @@ def _attention(call: Call) -> fx.Node | None:
         named = {key: value for key, value in call.kwargs.items() if key in ("scale", "enable_gqa")}
         return call.emit(bind(causal, target, at), args[:3], named)
     return call.emit(target, args, call.kwargs) if low.device.type == "cpu" else None
+
+
+def _pick_heads(call: Call) -> None:
+    """Of keys and values that are whole where queries are cut by heads, those that this rank's queries read."""
+    rows, rule = call.low.sharding.needs[call.op.name], call.rule if call.cut else None
+    for axis, label in call.cut.items():
+        if rule is None or rule.inputs[0] is None or label not in rule.inputs[0][-3:-2]:
+            continue
+        heads, form, group = call.read(0).shape[-3], rows[0][axis], call.low.groups[axis]
+        assert isinstance(form, Shard)
+        first, count = form.part(heads, group.size, group.index)
+        for i in (1, 2):
+            if label in (rule.inputs[i] or ()) and not is_shard(rows[i][axis]):
+                call.args[i] = call.add(shared_heads, call.args[i], first, count, heads)
 
 
 def _batch_norm(call: Call) -> fx.Node | None:

@@ -187,7 +187,11 @@ class AxisProblem:
         """Whether pieces of a label are pieces of each dimension that has it: equal ones, or of as many units of each."""
         if rule.kernels.get(label) == HALO:
             return True
-        places = [(value, row.index(label)) for value, row in labelled(op, rule) if label in row]
+        everywhere = [(value, row.index(label)) for value, row in labelled(op, rule) if label in row]
+        places = [place for place in everywhere if not self._stays_whole(op, *place)]
+        nested = {dim in self.inside.get(value, ()) for value, dim in places}
+        if record_of(op).repeats and True in nested and (False in nested or places != everywhere):
+            return False  # pieces of another axis' pieces of one operand beside all of another
         pieces = [self.shard(*place) for place in places]
         if any(not self._of_whole_groups(*place, rule.units[label]) for place in places if label in rule.units):
             return False
@@ -195,6 +199,12 @@ class AxisProblem:
             return True
         units = {self.graph.tensors[value].shape[dim] // self._unit(value, dim) for value, dim in places}
         return op.function is None and len(units) == 1  # a function of the user's own is tried on equal pieces
+
+    def _stays_whole(self, op: Operator, value: str, dim: int) -> bool:
+        """Whether an operand has too few entries for all ranks, each of which picks those that its part of the first operand reads."""
+        length = self.graph.tensors[value].shape[dim]
+        repeats = record_of(op).repeats and value in op.inputs[1:3]
+        return repeats and length < self.n and length < self.graph.tensors[op.inputs[0]].shape[dim]
 
     def _of_whole_groups(self, value: str, dim: int, groups: int) -> bool:
         """Whether every rank has whole ones of `groups` equal parts of a dimension."""
@@ -397,6 +407,9 @@ class AxisProblem:
                 needs.append(None)
             elif label in row:
                 dim = row.index(label)
+                if self._stays_whole(op, value, dim):
+                    needs.append(D if value in self.grads else R)
+                    continue
                 read = self._read(op, value, dim, label) if rule.kernels.get(label) == HALO else self.shard(value, dim)
                 if read is None or not self.cuttable(value, dim):
                     return None

@@ -9,28 +9,21 @@ from math import prod
 from weft.ops.keeps import Kept
 from weft.ops.operator import Operator, Ref, Tensor
 from weft.ops.record import Op, Shape, Tensors
-from weft.ops.rule import BLOCKED, QUERIES, Rule, only
+from weft.ops.rule import BLOCKED, QUERIES, Rule
 
 
 def _attention(op: Operator, rule: Rule, ins: list[Shape]) -> Rule:
-    """Heads of grouped-query attention differ in number: the head label is on all of them, each cut into the same parts."""
+    """Heads of grouped-query attention differ in number: the head label is on all of them, each cut into the same parts; one head that all
+    queries share is read whole."""
     rows = list(rule.inputs)
-    heads = [i for i, s in enumerate(ins[:3]) if len(s) >= 4]
-    for i in heads:
-        row = list(rows[i] or ())
-        row[-3] = "h" if ins[i][-3] > 1 else BLOCKED
-        rows[i] = tuple(row)
-    out = list(rule.outputs[0])
+    for i, shape in enumerate(ins[:3]):
+        if len(shape) >= 4:
+            row = rows[i] or ()
+            rows[i] = (*row[:-3], "h" if shape[-3] > 1 else BLOCKED, *row[-2:])
+    out = rule.outputs[0]
     if len(out) >= 4 and out[-3]:
-        out[-3] = "h"
-    if any("h" not in (rows[i] or ()) for i in heads):
-        # One key head for all query heads: cutting queries needs every rank's whole key.
-        return (
-            replace(rule, inputs=tuple(rows), outputs=(tuple(out),))
-            if all(ins[i][-3] > 1 for i in heads)
-            else only(replace(rule, inputs=tuple(rows), outputs=(tuple(out),)), set(rule.labels) - {"h"})
-        )
-    return replace(rule, inputs=tuple(rows), outputs=(tuple(out),))
+        out = (*out[:-3], "h", *out[-2:])
+    return replace(rule, inputs=tuple(rows), outputs=(out,))
 
 
 def _flops(op: Operator, tensors: Tensors) -> float:
@@ -88,7 +81,8 @@ def _scores(op: Operator, tensors: Tensors) -> Shape:
 OPS = (
     Op(
         "scaled_dot_product_attention", "b* h s@ !d, b* h t& !d, b* h t& !e, b* h s@ t& -> b* h s@ !e", _attention,
-        lowering="attention", draws=_drops, drawn_shape=_scores, kind="attention", flops=_flops, keeps=_keeps, autocast="lower",
+        lowering="attention", repeats=True, draws=_drops, drawn_shape=_scores, kind="attention", flops=_flops, keeps=_keeps,
+        autocast="lower",
     ),
     Op(
         "_scaled_dot_product_attention_math _scaled_dot_product_efficient_attention _scaled_dot_product_flash_attention "

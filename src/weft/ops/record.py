@@ -117,6 +117,7 @@ class Op:
     learns: int | None = None  # how many of its tensors it hands a gradient on to; None: all
     closed: tuple[int, ...] = ()  # positions of tensors by which torch does not differentiate
     lowering: str = ""  # how `weft.lower.special` calls it, where that is not as it stands
+    repeats: bool = False  # later operands may have fewer entries of a label, each for several of the first's (heads of keys)
     weight: WeightGradient | None = None  # how its weight gradient is made by itself
     sparse_at: int | None = None  # position of what asks for a sparse one
 
