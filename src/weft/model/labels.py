@@ -47,12 +47,13 @@ class Meaning:
 def meanings(graph: Graph, rules: Mapping[str, Rule | None]) -> dict[str, Meaning]:
     """[operator's name] -> what its labels mean.
 
-    A weight is a parameter of two or more dimensions that a product or an embedding reads; a table of positions that is only added
-    makes no feature of the position.
+    A weight is a parameter of two or more dimensions that a product or an embedding reads, or what is made of parameters alone (its
+    transpose, its direction) and read so; a table of positions that is only added makes no feature of the position.
     """
     samples: dict[str, set[int]] = {v.value: {0} for v in graph.inputs if v.batched and v.tensor.shape}
-    features: dict[str, set[int]] = {}
-    weights = {v.value for v in graph.parameters if len(v.tensor.shape) > 1}
+    made = _made_of_parameters(graph)
+    features = {value: set(range(len(graph.tensors[value].shape))) for value in made}
+    weights = {value for value in (*made, *(v.value for v in graph.parameters)) if len(graph.tensors[value].shape) > 1}
     found: dict[str, Meaning] = {}
     for op in graph.operators:
         rule = rules[op.name]
@@ -60,15 +61,35 @@ def meanings(graph: Graph, rules: Mapping[str, Rule | None]) -> dict[str, Meanin
             found[op.name] = Meaning()
             continue
         rows = [(value, row) for value, row in zip(op.inputs, rule.inputs, strict=True) if row is not None]
-        product = record_of(op).looks_up or operator_flops(op, graph.tensors) > 0
+        product = _reads_weights(graph, op)
         shared = {label for value, row in rows if product and value in weights for label in row if label}
         of_samples = {row[dim] for value, row in rows for dim in samples.get(value, ()) if row[dim]}
         of_features = shared | {row[dim] for value, row in rows for dim in features.get(value, ()) if row[dim]}
         for value, row in zip(op.outputs, rule.outputs, strict=True):
             samples[value] = {dim for dim, label in enumerate(row) if label in of_samples}
-            features[value] = {dim for dim, label in enumerate(row) if label in of_features}
+            features[value] = {dim for dim, label in enumerate(row) if label in of_features} | (features[value] if value in made else set())
         found[op.name] = Meaning(frozenset(of_samples), frozenset(of_features), frozenset(shared) if shared else None)
     return found
+
+
+def _reads_weights(graph: Graph, op: Operator) -> bool:
+    return record_of(op).looks_up or operator_flops(op, graph.tensors) > 0
+
+
+def _made_of_parameters(graph: Graph) -> set[str]:
+    """Weights that products read and that are made of parameters alone, and what they are made of, the parameters themselves too."""
+    known = {v.value for v in (*graph.parameters, *graph.buffers)}
+    chain: list[Operator] = []
+    for op in graph.operators:
+        if op.inputs and known.issuperset(op.inputs):
+            known.update(op.outputs)
+            chain.append(op)
+    made = {value for op in chain for value in op.outputs}
+    read = {value for op in graph.operators if _reads_weights(graph, op) for value in op.inputs if value in made}
+    for op in reversed(chain):
+        if read.intersection(op.outputs):
+            read.update(op.inputs)
+    return read
 
 
 def positions(graph: Graph, rules: Mapping[str, Rule | None]) -> dict[tuple[str, int], frozenset[str]]:
