@@ -279,8 +279,8 @@ def test_a_model_that_draws_is_refused_by_name(subject: Callable[[str], Subject]
 
 def test_rows_tell_refusals_from_failures(subject: Callable[[str], Subject]) -> None:
     model = subject("gpt-tiny")
-    row = run_case(model, Layout(data=3, precision="float64"), "", 60.0)
-    assert (row.status, "does not divide" in row.note) == ("refused", True)
+    row = run_case(model, Layout(microbatches=17, precision="float64"), "", 60.0)
+    assert (row.status, "too few for microbatches=17" in row.note) == ("refused", True)
     assert isinstance(row, Row)
 
 
