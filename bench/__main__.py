@@ -14,6 +14,7 @@ NAMES = {
     "collectives": "all-reduce on one host through shared memory, beside gloo and MPI",
     "staleness": "late updates where ranks are late by chance",
     "shares": "unequal shares of the batch where one rank is slower",
+    "branches": "ranks that own parallel branches beside data parallelism",
     "draws": "what drawing random numbers costs in a step with dropout",
     "plan": "how long planning takes, and how that grows",
     "planned": "the plan chosen against the best of all plans run, over emulated networks (needs root)",

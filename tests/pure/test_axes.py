@@ -44,8 +44,10 @@ def test_rows_say_what_an_axis_may_cut() -> None:
     assert axis_of(DATA).follows
     assert [name for name, row in TABLE.items() if row.cuts_weights] == ["tensor", "rows", "columns", "depth"]
     assert [name for name, row in TABLE.items() if row.cuts_positions] == ["context", "spatial", "planes", "height", "width"]
-    assert [name for name, row in TABLE.items() if row.again] == ["expert", "depth"]
+    assert [name for name, row in TABLE.items() if row.again] == ["expert", "branch", "depth"]
     assert [name for name, row in TABLE.items() if row.cuts_experts] == ["expert"]
+    assert [name for name, row in TABLE.items() if row.owns] == ["branch"]
+    assert [name for name, row in TABLE.items() if row.replicas] == ["data", "expert"]
     assert axis_of(EXPERT).cuts_samples
     assert axis_of("one of a test's own").cuts == {FEATURES}
 

@@ -139,14 +139,15 @@ def moved_along(old: Layout, wanted: Mapping[str, int | str], ranks: int, old_ba
     >>> str(layout), moved
     ('data=16 tensor=4 pipeline=1 microbatches=2', 'data 8 to 16, microbatches 4 to 2')
     """
-    sizes = {key: wanted.get(key, getattr(old, key)) for key in ("data", "tensor", "pipeline", "microbatches", "chunks", "expert")}
+    counts = ("data", "tensor", "pipeline", "microbatches", "chunks", "expert", "branch")
+    sizes = {key: wanted.get(key, getattr(old, key)) for key in counts}
     n = {key: int(value) for key, value in sizes.items()}
     choices: dict[str, int | str] = {key: value for key, value in wanted.items() if key not in n}
     if "tensor" in wanted:
         choices.setdefault("grid", "")  # a count of tensor ranks is a line of them
     if "data" not in wanted:
         spatial, context = str(wanted.get("spatial", old.spatial)), int(wanted.get("context", old.context))
-        share = n["tensor"] * n["pipeline"] * context * spatial_ranks(spatial)
+        share = n["tensor"] * n["pipeline"] * n["branch"] * context * spatial_ranks(spatial)
         if ranks % share:
             pieces = f" x context={context}" * (context > 1) + f" x spatial={spatial}" * (spatial != "1")
             raise Infeasible(

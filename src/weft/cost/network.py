@@ -19,7 +19,7 @@ from weft.errors import UsageError
 from weft.plan.transition import LOCAL
 
 # Bytes through one rank's port, as a part of the whole tensor, for n ranks; and the latencies in a row on a ring.
-FACTORS: dict[str, tuple[Callable[[int], float], Callable[[int], int]]] = {
+FACTORS: dict[str, tuple[Callable[[int], float], Callable[[int], float]]] = {
     "all_reduce": (lambda n: 2 * (n - 1) / n, lambda n: 2 * (n - 1)),
     "all_gather": (lambda n: (n - 1) / n, lambda n: n - 1),
     "reduce_scatter": (lambda n: (n - 1) / n, lambda n: n - 1),
@@ -28,6 +28,9 @@ FACTORS: dict[str, tuple[Callable[[int], float], Callable[[int], int]]] = {
     # Of what a rank sends to its neighbours, which it sends at once.
     "halo_exchange": (lambda n: 1.0, lambda n: 1),
     "halo_add": (lambda n: 1.0, lambda n: 1),
+    # Of the values that enter a region of branches, or leave it, all go at once: each takes its part of one exchange.
+    "gather": (lambda n: (n - 1) / n / n, lambda n: 1 / n),
+    "scatter": (lambda n: (n - 1) / n / n, lambda n: 1 / n),
 }
 FREE = LOCAL  # redistributions that move nothing
 

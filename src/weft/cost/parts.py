@@ -167,7 +167,7 @@ def gather(inventory: Inventory, sharding: Sharding | None, narrow: frozenset[st
     axes = (DATA, *tensor_axes(sharding))
 
     def moved(name: str, value: str, axis: str, size_bytes: float | None = None, by_row: bool = False, ways: float = 0) -> int:
-        shared = (shared_by_data(sharding, value) or by_row) and not axis_of(axis).cuts <= {SAMPLES}
+        shared = (shared_by_data(sharding, value) or by_row) and not (axis_of(axis).replicas and axis_of(axis).cuts <= {SAMPLES})
         size = graph.tensors[value].size_bytes / (ways or ways_of(value, axis)) if size_bytes is None else size_bytes
         follows = by_row or (size_bytes is None and value in inventory.batched)
         return collectives(Collective(name, axis, size, follows, shared, value in narrow, size_bytes is not None))
@@ -177,7 +177,7 @@ def gather(inventory: Inventory, sharding: Sharding | None, narrow: frozenset[st
             if move.op not in position:
                 continue
             at = position[move.op]
-            ways: float = 0 if axis_of(move.axis).cuts_samples else pieces_moving(sharding, graph.operators[at], move)
+            ways: float = 0 if axis_of(move.axis).replicas else pieces_moving(sharding, graph.operators[at], move)
             there, back = _sent(move, sharding.sizes[move.axis])
             ways = ways or ways_of(move.value, move.axis)
             sides = ((move.forward, forward, there), (move.backward if move.value in inventory.grads else "", backward, back))
@@ -302,6 +302,8 @@ def _siblings(inventory: Inventory) -> dict[str, float]:
 def _local(inventory: Inventory, sharding: Sharding | None, op: Operator, siblings: dict[str, float]) -> Local:
     done = inventory.works[op.name]
     tensors = inventory.graph.tensors
+    if sharding is not None and op.name in sharding.elsewhere:
+        return Local(Kernel("view"), op.outputs[0] in inventory.batched, cut(sharding, op.name, DATA))
     divide = divided(sharding, op)
     m = n = k = scores = heads = head = 0.0
     share = visible = 1.0

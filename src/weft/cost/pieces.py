@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import prod
+from math import inf, prod
 
 from weft.model.graph import Operator
 from weft.model.sharding import Move, Sharding
@@ -15,8 +15,8 @@ def cut(sharding: Sharding | None, op: str, axis: str) -> bool:
 
 
 def tensor_axes(sharding: Sharding | None) -> list[str]:
-    """The axes that cut weights: all but data."""
-    return [] if sharding is None else [axis for axis in sharding.sizes if not axis_of(axis).cuts_samples]
+    """The axes of ranks that share their samples: all but data."""
+    return [] if sharding is None else [axis for axis in sharding.sizes if not axis_of(axis).replicas]
 
 
 def shared_by_data(sharding: Sharding | None, value: str) -> bool:
@@ -25,10 +25,13 @@ def shared_by_data(sharding: Sharding | None, value: str) -> bool:
 
 
 def pieces(sharding: Sharding | None, value: str, but: str = "") -> int | float:
-    """Pieces that a value is cut into along the tensor axes, all of them `but` one; where they are unequal, the whole over the longest."""
+    """Pieces that a value is cut into along the tensor axes, all of them `but` one; where they are unequal, the whole over the longest. Of
+    what ranks own that counts which the busiest one has: there is nothing of the rest, in as many pieces as one likes."""
     if sharding is None or value not in sharding.forms:
         return 1
     forms = sharding.forms[value]
+    if not but and value in sharding.elsewhere:
+        return inf
     return prod(form.ways(sharding.sizes[axis]) for axis in tensor_axes(sharding) if axis != but and is_piece(form := forms.get(axis, R)))
 
 
@@ -36,7 +39,8 @@ def pieces_moving(sharding: Sharding, op: Operator, move: Move) -> int | float:
     """Pieces that a value is cut into along the other tensor axes while it moves along one: what moves before and after says
     `weft.lower.local`, summands first, then axis by axis."""
     made, order = sharding.forms[move.value], list(sharding.sizes)
-    need = sharding.needs[op.name][op.inputs.index(move.value)]
+    # What leaves its owner moves where it is made, before anything reads it.
+    need = sharding.needs[op.name][op.inputs.index(move.value)] if move.value in op.inputs else made
     ways: int | float = 1
     for axis in tensor_axes(sharding):
         if axis != move.axis:
@@ -47,5 +51,8 @@ def pieces_moving(sharding: Sharding, op: Operator, move: Move) -> int | float:
 
 
 def divided(sharding: Sharding | None, op: Operator) -> int | float:
-    """Tensor ranks among which an operator's work is divided; where it is unequally, the whole over the most that a rank has."""
+    """Tensor ranks among which an operator's work is divided; where it is unequally, the whole over the most that a rank has. As for
+    `pieces`, nothing is left of what another rank owns than the busiest one."""
+    if sharding is not None and op.name in sharding.elsewhere:
+        return inf
     return 1 if sharding is None else prod(sharding.ways(op, axis) for axis in tensor_axes(sharding))

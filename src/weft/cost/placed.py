@@ -29,7 +29,8 @@ def placed_sizes(layout: Layout, batch_size: int) -> dict[str, int]:
     ([1, 2, 3], 2)
     """
     data = layout.data
-    replicas = _least_factor(gcd(data, batch_size)) or _least_factor(batch_size) or 2
+    each = batch_size // layout.branch or 1
+    replicas = _least_factor(gcd(data, each)) or _least_factor(each) or 2
     return {DATA: replicas if data > 1 else 1, **dict(layout.inner_axes)}
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from math import inf
 
 from weft.cost.memory import Inventory
 from weft.cost.pieces import pieces, shared_by_data
@@ -17,7 +18,7 @@ from weft.cost.runs import Amount
 from weft.model.graph import Operator
 from weft.model.sharding import Sharding, part_length
 from weft.plan.axis import DATA, axis_of
-from weft.plan.placement import Placement, R, is_cut, is_halo, is_shard
+from weft.plan.placement import Placement, R, is_cut, is_halo, is_owned, is_shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +61,9 @@ class Places:
     def ways_read(self, op: Operator, at: int) -> float:
         """Pieces along the inner axes into which an operator's operand is cut where the operator reads it; of windows, which overlap, the
         whole over the widest."""
-        ways = 1.0
+        ways = inf if self.sharding is not None and op.name in self.sharding.elsewhere else 1.0
         for axis, (_, need) in self._forms(op, at).items():
-            if self.sharding is not None and not axis_of(axis).cuts_samples and is_cut(need):
+            if self.sharding is not None and not axis_of(axis).replicas and is_cut(need):
                 n = self.sharding.sizes[axis]
                 ways *= need.size / part_length(need, need.size, n) if is_halo(need) else need.ways(n) if is_shard(need) else n
         return ways
@@ -114,7 +115,8 @@ class Places:
         shared = is_cut(forms.get(DATA, (R, R))[1])
         if moved and any(is_halo(need) for _, need in forms.values()):  # what a rank has, and what it fetched, in a tensor of its own
             return replace(self.own(value, self.ways_read(op, at)), root=f"{value}{moved}", shared=shared, held=False)
-        if not moved or value in self.inventory.held or not self.inventory.is_cpu:
+        owned = any(is_owned(need) for _, need in forms.values())
+        if not moved or value in self.inventory.held or not (self.inventory.is_cpu or owned):
             return self.made[value]
         if self.inventory.works[op.name].kind == "convolution" and self.ways_read(op, at) > self._ways(value):
             return self.made[value]  # measured on grids: what a convolution reads a slice of stays whole

@@ -69,6 +69,14 @@ class Pricer(OperatorPricer):
         """Places where a stage may begin, the first operator's not among them."""
         return tuple(cut for cut in cuts(self.graph) if cut.index > 0)
 
+    def cuts_of(self, layout: Layout) -> tuple[Cut, ...]:
+        """Those of a layout: none between branches of one region, which ranks of the same stage run."""
+        sharding, place = self.sharding(layout), {op.name: i for i, op in enumerate(self.graph.operators)}
+        if sharding is None or not sharding.regions:
+            return self.cuts
+        spans = [(min(numbers), max(numbers)) for r in sharding.regions if (numbers := [place[name] for name in r.ranks])]
+        return tuple(cut for cut in self.cuts if not any(first < cut.index <= last for first, last in spans))
+
     def varied(self, stack: Stack | None = None, batch_size: int = 0) -> Pricer:
         """The same with another efficiency set or batch; what follows from the graph is shared."""
         made = replace(
@@ -141,7 +149,7 @@ class Pricer(OperatorPricer):
         """
         if self.cluster.is_cpu or self.cluster.parts:
             return ()
-        return even_sites(self.cuts, layout.num_stages)
+        return even_sites(self.cuts_of(layout), layout.num_stages)
 
     def stages(
         self, layout: Layout, sites: Sequence[str] = (), *, only: Sequence[int] | None = None, place: int | None = None

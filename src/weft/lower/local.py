@@ -19,12 +19,14 @@ from weft.lower.arrival import arrived
 from weft.lower.call import Call
 from weft.lower.lowering import Lowering, Nodes, Variant, bind
 from weft.lower.redistribute import counted
+from weft.lower.regions import Way, exchanged, runs
 from weft.lower.special import called
+from weft.model.gradients import needs_gradient
 from weft.model.graph import Operator, statistics, writes_buffer, written_buffers
-from weft.model.sharding import move_collectives
+from weft.model.sharding import Owners, move_collectives
 from weft.model.stages import Stage
 from weft.plan.axis import axis_of
-from weft.plan.placement import P, Placement, is_shard
+from weft.plan.placement import D, P, Placement, is_owned, is_shard
 from weft.plan.transition import allowed
 
 __all__ = ["LocalStage", "Lowering", "layer_of", "lower", "snapshot"]
@@ -62,14 +64,16 @@ class _Builder:
         self.tensors = lowering.graph.tensors
         self.written = written_buffers(lowering.graph)
         self.arrived: set[str] = set()
+        self.learning = needs_gradient(lowering.graph) if lowering.sharding.regions else set[str]()
 
     def build(self) -> LocalStage:
         low, stage = self.low, self.stage
         forms: dict[str, Mapping[str, Placement]] = {}
-        for value in stage.variables:
+        mine = tuple(value for value in stage.variables if not self._elsewhere(value))
+        for value in mine:
             self.env[value] = {low.variant(low.sharding.forms[value]): self.nodes.graph.placeholder(_identifier(value))}
             forms[value] = low.sharding.forms[value]
-        for value in stage.variables:
+        for value in mine:
             if low.shares.get(value, 1.0) != 1.0:
                 ((variant, node),) = self.env[value].items()
                 self.env[value] = {variant: self.nodes.add(bind(counted, share=low.shares[value]), (node,))}
@@ -77,12 +81,13 @@ class _Builder:
         for value in received:
             self.env[value] = {low.arriving(value): self.nodes.graph.placeholder(_identifier(value))}
             forms[value] = dict(zip(low.axes, low.arriving(value), strict=True))
-        layer: str | None = None
-        for op in stage.operators:
-            here = layer_of(op.site)
-            if here != layer:
-                layer, self.nodes.layer, self.nodes.part = here, here, (self.nodes.part[0] + 1, bool(here))
-            self._operator(op)
+        for region, operators in runs(stage.operators, low.sharding.regions):
+            if region is not None:
+                self._region(region, operators)
+                continue
+            for op in operators:
+                self._stand(layer_of(op.site))
+                self._operator(op)
         sent = tuple(dict.fromkeys(v for _, values in stage.sends for v in values))
         out = []
         for value in sent:
@@ -90,13 +95,94 @@ class _Builder:
             forms[value] = dict(zip(low.axes, low.crossing(value), strict=True))
         for value in stage.results:
             # A loss stays a summand: its gradient is 1 on every rank, and the sum is only asked for to be shown.
-            want = low.handed_out(value) if low.graph.outputs else low.variant(low.sharding.forms[value])
+            want = low.handed_out(value) if low.graph.outputs else low.lies(value)
             out.append(self.get(value, want))
             forms[value] = dict(zip(low.axes, want, strict=True))
         self.nodes.graph.output(tuple(out))
         self.nodes.graph.lint()
         module = fx.GraphModule(torch.nn.Module(), self.nodes.graph, class_name=f"Stage{stage.index}")
-        return LocalStage(module, stage.variables, received, sent, stage.results, forms)
+        return LocalStage(module, mine, received, sent, stage.results, forms)
+
+    def _stand(self, layer: str) -> None:
+        """The operators that come now stand in this layer."""
+        if layer != self.nodes.layer or not self.nodes.part[0]:
+            self.nodes.layer, self.nodes.part = layer, (self.nodes.part[0] + 1, bool(layer))
+
+    def _elsewhere(self, value: str) -> bool:
+        """Whether another rank owns a variable."""
+        return any(is_owned(form) and form.rank != self.low.at[axis] for axis, form in self.low.sharding.forms[value].items())
+
+    def _region(self, region: Owners, operators: Sequence[Operator]) -> None:
+        """Parallel branches: what their owners read goes to them, each rank runs its own, and what they made goes back to all."""
+        low, me = self.low, self.low.at[region.axis]
+        if len(operators) != len(region.ranks):
+            raise LayoutError(
+                f"a pipeline stage begins between parallel branches that {region.axis}={low.sharding.sizes[region.axis]} gives to ranks, "
+                f"among {operators[0].site} to {operators[-1].site}; let it begin before or behind them"
+            )
+        layers = {layer_of(op.site) for op in operators}
+        around = layers.pop() if len(layers) == 1 else ""
+        self._stand(around)
+        ghosts = self._enter(region, operators)
+        for op in operators:
+            self._stand(layer_of(op.site))
+            if region.ranks[op.name] == me:
+                self._operator(op)
+        self._stand(around)
+        self._leave(region, operators, ghosts)
+
+    def _enter(self, region: Owners, operators: Sequence[Operator]) -> list[fx.Node]:
+        """Bring what branches read to their owners, where it lies in pieces; returns what stands for what others own."""
+        low, i = self.low, self.low.axes.index(region.axis)
+        made = {value for op in operators for value in op.outputs}
+        moves: dict[tuple[str, Placement], tuple[Variant, Way]] = {}
+        for op in operators:
+            for value, row in zip(op.inputs, low.sharding.needs[op.name], strict=True):
+                need, variants = row[region.axis], self.env.get(value, {})
+                assert is_owned(need)
+                source = next((variant for variant in variants if is_shard(variant[i])), None)
+                if value in made or source is None or any(variant[i] is D for variant in variants):
+                    continue
+                moves[value, need] = (source, self._way(value, source, i, need.rank))
+        if not moves:
+            return []
+        group, ways = low.groups[region.axis], tuple(way for _, way in moves.values())
+        sources = [self.env[value][source] for (value, _), (source, _) in moves.items()]
+        node = self.nodes.add(bind(exchanged, True, ways, group), tuple(sources))
+        ghosts = []
+        for k, ((value, need), (source, way)) in enumerate(moves.items()):
+            item = self.nodes.add(python_operator.getitem, (node, k))
+            if way.owner == group.index:
+                self.env[value][(*source[:i], need, *source[i + 1 :])] = item
+            else:
+                ghosts.append(item)
+        return ghosts
+
+    def _leave(self, region: Owners, operators: Sequence[Operator], ghosts: Sequence[fx.Node]) -> None:
+        """Bring what is read behind branches from their owners into pieces; nothing else of them is there any more."""
+        low, i = self.low, self.low.axes.index(region.axis)
+        nodes: list[fx.Node | None] = []
+        left: list[tuple[str, Variant, Way]] = []
+        for op in operators:
+            for value in op.outputs:
+                if value in region.leaves:
+                    source = low.lies(value)
+                    left.append((value, source, self._way(value, source, i, region.ranks[op.name])))
+                    made = low.variant(low.sharding.forms[value])
+                    nodes.append(self.env[value][made] if value in self.env else None)
+        for value in set(self.env) - set(self.placed):
+            self.env[value] = {variant: node for variant, node in self.env[value].items() if not is_owned(variant[i])}
+        node = self.nodes.add(bind(exchanged, False, tuple(way for *_, way in left), low.groups[region.axis]), (*nodes, *ghosts))
+        for k, (value, source, _) in enumerate(left):
+            self.env[value] = {source: self.nodes.add(python_operator.getitem, (node, k))}
+
+    def _way(self, value: str, source: Variant, i: int, owner: int) -> Way:
+        """A value that lies as `source`, in pieces along axis `i`, and its owner there."""
+        low, tensor, form = self.low, self.tensors[value], source[i]
+        assert is_shard(form)
+        others = {axis: placement for k, (axis, placement) in enumerate(zip(low.axes, source, strict=True)) if k != i}
+        shape = low.sharding.shape(value, tensor.shape, others, low.at)
+        return Way(shape, form, owner, getattr(torch, tensor.dtype), value in self.learning)
 
     def get(self, value: str, want: tuple[Placement | None, ...]) -> fx.Node:
         """The node of `value` in form `want` (None: any), moving it where no earlier move did."""

@@ -62,9 +62,13 @@ class Lowering:
     def variant(self, forms: Mapping[str, Placement]) -> Variant:
         return tuple(forms[axis] for axis in self.axes)
 
+    def lies(self, value: str) -> Variant:
+        """The form in which a value is there: as it is made; behind a region of branches, as it has left that."""
+        return self.variant(self.sharding.lies(value))
+
     def crossing(self, value: str) -> Variant:
-        """The form in which a value crosses to another stage: as it is made, summands summed."""
-        return tuple(R if form is P else form for form in self.variant(self.sharding.forms[value]))
+        """The form in which a value crosses to another stage: as it is there, summands summed."""
+        return tuple(R if form is P else form for form in self.lies(value))
 
     def arriving(self, value: str) -> Variant:
         """The form in which a value comes from another stage."""

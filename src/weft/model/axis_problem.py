@@ -523,5 +523,6 @@ class AxisProblem:
                     shape = range(len(v.tensor.shape))
                     dims = (d for d in shape if self.row.cuts & self.positions.get((value, d), frozenset()) and self.cuttable(value, d))
                     return (R, *(self.shard(value, d) for d in dims))  # a rank reads its piece from what it is given
-                return (self.shard(value, 0),) if v.batched and self.row.cuts_samples else (R,)
+                cut = v.batched and self.row.cuts_samples and (not self.row.owns or self.cuttable(value, 0))
+                return (self.shard(value, 0),) if cut else (R,)
         return (R,)

@@ -8,7 +8,7 @@ from collections.abc import Set
 
 from weft.model.graph import Graph
 from weft.plan.axis import axis_of
-from weft.plan.placement import D, P, Placement, R, is_cut
+from weft.plan.placement import D, P, Placement, R, hands_summands
 
 
 def defer(
@@ -25,7 +25,7 @@ def defer(
     and a share count as well: what is cut from D hands back a summand without a collective, where cutting R would need one.
     """
     def passes(needed: set[Placement | None]) -> bool:
-        return all(form is D or (axis_of(axis).follows and (is_cut(form) or form is P)) for form in needed)
+        return all(form is D or (axis_of(axis).follows and (hands_summands(form) or form is P)) for form in needed)
 
     uses: dict[str, set[Placement | None]] = {}
     final = {graph.loss, *graph.outputs}

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from weft.model.graph import Arg, Graph, Operator, Ref, Variable
 from weft.model.propagate import propagate as propagate_whole
 from weft.model.sharding import Move, Prices, Sharding, Shards
+from weft.plan.axis import axis_of
 from weft.plan.choice import AUTO
 from weft.plan.placement import is_shard
 
@@ -194,7 +195,8 @@ def propagate(
     attention: str = AUTO,
 ) -> Sharding:
     """As `weft.model.propagate.propagate`, on repeated layers once where that gives a sharding of the whole."""
-    folded = graph.fold
+    owns = any(axis_of(axis).owns for axis, n in sizes.items() if n > 1)  # layers of branches are balanced, so all count
+    folded = None if owns else graph.fold
     while folded is not None:
         try:
             given = _given(graph, folded, shards)

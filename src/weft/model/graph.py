@@ -15,6 +15,7 @@ from weft.ops import Rule, record_of, rule_of, writes
 from weft.ops.operator import DTYPE_BYTES, FUNCTION, NARROW, Arg, Function, Operator, Ref, Slot, Tensor, Word
 
 if TYPE_CHECKING:
+    from weft.model.branches import Region
     from weft.model.fold import Fold
 
 __all__ = [
@@ -164,6 +165,13 @@ class Graph:
         from weft.model.stages import free_operators  # here, since stages are written in terms of Graph
 
         return frozenset(free_operators(self))
+
+    @cached_property
+    def regions(self) -> tuple[Region, ...]:
+        """Where branches run beside one another, see `weft.model.branches`."""
+        from weft.model.branches import regions  # here, since they are written in terms of Graph
+
+        return regions(self)
 
     @cached_property
     def held_together(self) -> frozenset[int]:

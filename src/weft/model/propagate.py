@@ -24,17 +24,18 @@ from dataclasses import dataclass, field
 from math import prod
 
 from weft.errors import LayoutError
-from weft.model.axis_problem import AxisProblem, Choice, Given, Others
+from weft.model.axis_problem import AxisProblem, Given, Others
 from weft.model.axis_search import solve
 from weft.model.deferral import defer
 from weft.model.gradients import backward_reached
 from weft.model.graph import Graph, copied_into, writes_buffer
 from weft.model.grid import heads_in_pieces, kept_for, nested, twice_cut
 from weft.model.labels import expert_weights
-from weft.model.sharding import Move, Prices, Sharding, Shards, move_collectives
-from weft.plan.axis import axis_of, nothing_to_cut
+from weft.model.owners import Taken, own
+from weft.model.sharding import Move, Owners, Prices, Sharding, Shards, move_collectives
+from weft.plan.axis import Axis, axis_of, nothing_to_cut
 from weft.plan.choice import AUTO
-from weft.plan.placement import D, Placement, R, is_cut, is_halo, is_piece, is_shard
+from weft.plan.placement import D, Placement, R, hands_summands, is_halo, is_owned, is_piece, is_shard
 
 
 def given_dims(graph: Graph, axis: str, n: int, shards: Mapping[str, Shards] | None) -> dict[str, int] | None:
@@ -47,13 +48,19 @@ def given_dims(graph: Graph, axis: str, n: int, shards: Mapping[str, Shards] | N
     row = axis_of(axis)
     if given is None:
         experts = expert_weights(graph) if row.cuts_experts else ()
-        return None if row.cuts_weights else {value: 0 for value in experts if graph.tensors[value].shape[0] >= n}
+        searched = row.cuts_weights or row.owns
+        return None if searched else {value: 0 for value in experts if graph.tensors[value].shape[0] >= n}
     names = {v.name: v for v in (*graph.parameters, *graph.buffers)}
     whole = copied_into(graph)
     fixed = {}
     for name, dim in given:
         if name not in names:
             raise LayoutError(f"the plan cuts {name} over {axis}, but the model has no such parameter or buffer")
+        if row.owns:
+            fixed[names[name].value] = dim
+            if dim >= n:
+                raise LayoutError(f"the plan gives {name} to rank {dim} of {axis}={n}; ranks count from 0 to {n - 1}")
+            continue
         if names[name].value in whole:
             raise LayoutError(f"the plan cuts {name} over {axis}, but the model writes all of it in place; leave that cut out")
         shape = names[name].tensor.shape
@@ -87,16 +94,24 @@ def propagate(
             operator cannot be cut on.
     """
     found = _Found.of(graph)
-    order = sorted((a for a in sizes if sizes[a] > 1), key=lambda a: (not axis_of(a).cuts_samples, axis_of(a).cuts_weights))
+    order = sorted((a for a in sizes if sizes[a] > 1), key=lambda a: _turn(axis_of(a)))
     given = {axis: given_dims(graph, axis, sizes[axis], shards) for axis in order}
     for axis in order:
         price = prices.get(axis, Prices()) if isinstance(prices, Mapping) else prices or Prices()
-        said = Given(given[axis], (labels or {}).get(axis, {}), attention)
+        row, cuts = axis_of(axis), given[axis]
+        said = Given({} if row.owns else cuts, (labels or {}).get(axis, {}), attention)
         others = _others(found, sizes, order, axis, given, samples)
         problem = AxisProblem(graph, axis, sizes[axis], price, said, others, sequence=sequence, samples=samples)
         _check_axis(problem)
-        found.add(problem, *solve(problem))
+        chosen, placed = solve(problem)
+        taken = own(problem, chosen, cuts) if row.owns else Taken(chosen)
+        found.add(problem, taken, placed)
     return found.sharding(sizes)
+
+
+def _turn(row: Axis) -> tuple[bool, bool, bool]:
+    """When an axis is solved: those first that cut samples, weights last; behind another whose pieces it cuts once more."""
+    return not row.cuts_samples, row.cuts_weights, row.again
 
 
 def _others(
@@ -144,18 +159,20 @@ class _Found:
     moves: list[Move] = field(default_factory=list)
     cut: dict[str, Shards] = field(default_factory=dict)
     taken: dict[str, set[int]] = field(default_factory=dict)
+    regions: tuple[Owners, ...] = ()
 
     @classmethod
     def of(cls, graph: Graph) -> _Found:
         needs: dict[str, list[dict[str, Placement | None]]] = {op.name: [{} for _ in op.inputs] for op in graph.operators}
         return cls(graph, {op.name: {} for op in graph.operators}, {value: {} for value in graph.tensors}, needs)
 
-    def add(self, problem: AxisProblem, chosen: Mapping[str, Choice], placed: Mapping[str, Placement]) -> None:
+    def add(self, problem: AxisProblem, taken: Taken, placed: Mapping[str, Placement]) -> None:
         """Write one axis' solution down: forms, needs, deferred gradients, moves."""
-        graph, axis = self.graph, problem.axis
+        graph, axis, chosen = self.graph, problem.axis, taken.choices
+        self.regions += taken.regions
         for v in graph.variables:
             start = problem.start(v.value)
-            self.forms[v.value][axis] = placed.get(v.value, R) if start is None else start[0]
+            self.forms[v.value][axis] = taken.placed.get(v.value) or (placed.get(v.value, R) if start is None else start[0])
         for op in graph.operators:
             choice = chosen[op.name]
             self.ops[op.name][axis] = choice.label
@@ -165,9 +182,10 @@ class _Found:
                 row[axis] = need
         defer(graph, axis, problem.grads, self.ops, self.forms, self.needs)
         self._sum_once(problem)
-        self._move(problem)
-        held = (*graph.parameters, *graph.buffers)
-        self.cut[axis] = tuple((v.name, form.dim) for v in held if is_shard(form := self.forms[v.value][axis]))
+        self._move(problem, {value: form for region in taken.regions for value, form in region.leaves.items()})
+        held = [(v.name, self.forms[v.value][axis]) for v in (*graph.parameters, *graph.buffers)]
+        owners = [(name, form.rank) for name, form in held if is_owned(form)]
+        self.cut[axis] = tuple(owners or [(name, form.dim) for name, form in held if is_shard(form)])
         for value, by_axis in self.forms.items():
             if is_piece(form := by_axis[axis]):
                 self.taken.setdefault(value, set()).add(form.dim)
@@ -186,7 +204,7 @@ class _Found:
         _share_reads(self.graph, problem, uses, self.needs)
         for v in (*self.graph.parameters, *self.graph.inputs):
             wanted = {form for form in uses.get(v.value, ()) if form is not None}
-            summands = wanted == {D} or (problem.row.follows and wanted and all(form is D or is_cut(form) for form in wanted))
+            summands = wanted == {D} or (problem.row.follows and wanted and all(map(hands_summands, wanted)))
             if self.forms[v.value][axis] is R and summands and v.value in problem.grads:
                 self.forms[v.value][axis] = D
                 self.gradients.setdefault(v.value, []).append(axis)
@@ -196,10 +214,17 @@ class _Found:
             if len(read) == 1 and (is_shard(only := read.pop()) or is_halo(only)):
                 self.forms[v.value][axis] = only
 
-    def _move(self, problem: AxisProblem) -> None:
-        """What moves along the axis: each form that a value is needed in, from the cheapest of those that are there."""
+    def _move(self, problem: AxisProblem, leaves: Mapping[str, Placement]) -> None:
+        """What moves along the axis: each form that a value is needed in, from the cheapest of those that are there. `leaves`: what lies in
+        pieces behind a region whose ranks own it."""
         axis = problem.axis
         have = {value: [self.forms[value][axis]] for value in self.graph.tensors if axis in self.forms[value]}
+        producers = self.graph.producer() if leaves else {}
+        for value, form in leaves.items():
+            forward, backward = move_collectives(have[value][0], form)
+            move = Move(value, producers[value].name, axis, have[value][0], form, forward, backward if value in problem.grads else "")
+            self.moves.append(move)
+            have[value].append(form)
         for op in self.graph.operators:
             for value, row in zip(op.inputs, self.needs[op.name], strict=True):
                 need = row[axis]
@@ -222,6 +247,7 @@ class _Found:
             tuple(self.moves),
             tuple(op.site for op in graph.operators if graph.rules[op.name] is None and not writes_buffer(op, held)),
             self.cut,
+            self.regions,
         )
 
 

@@ -53,7 +53,11 @@ def with_samples_of(sharding: Sharding, graph: Graph, shares: Shares) -> Shardin
         replace(move, source=piece(move.value, move.axis, move.source), target=piece(move.value, move.axis, move.target))
         for move in sharding.moves
     )
-    made = replace(sharding, forms=forms, needs=needs, moves=moves)
+    regions = tuple(
+        replace(region, leaves={v: cut for v, form in region.leaves.items() if is_shard(cut := piece(v, region.axis, form))})
+        for region in sharding.regions
+    )
+    made = replace(sharding, forms=forms, needs=needs, moves=moves, regions=regions)
     _check(made, graph)
     return made
 

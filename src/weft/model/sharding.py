@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from weft.errors import LayoutError
 from weft.ops.operator import Operator
@@ -26,6 +27,17 @@ class Prices:
     link_bytes_per_s: float = 1e9
     latency_s: float = 2e-4
     samples: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Owners:
+    """A region of parallel branches along `axis`. `ranks`: by operator its owner. `leaves`: what is read outside of it, and in which pieces
+    of the samples it lies there. `elsewhere`: the operators, and what they alone make or read, of other ranks than the busiest one."""
+
+    axis: str
+    ranks: Mapping[str, int]
+    leaves: Mapping[str, Shard]
+    elsewhere: frozenset[str] = frozenset()
 
 
 # Where links cost nothing and compute is dear, everything is cut that the rules allow: what small models would not be by any other prices.
@@ -72,7 +84,8 @@ class Sharding:
     gradients: Mapping[str, tuple[str, ...]]
     moves: tuple[Move, ...]
     replicated: tuple[str, ...]  # sites of operators that have no rule
-    shards: Mapping[str, Shards] = field(default_factory=dict)  # by axis
+    shards: Mapping[str, Shards] = field(default_factory=dict)  # by axis; of one that owns, (name, owner)
+    regions: tuple[Owners, ...] = ()
 
     def shape(
         self, value: str, shape: tuple[int, ...], forms: Mapping[str, Placement] | None = None, at: Mapping[str, int] | None = None
@@ -101,13 +114,28 @@ class Sharding:
         """The shape of a value of global `shape` for the samples of the rank at `at`, by default one that has most; all else is whole."""
         return self.shape(value, shape, {axis: form for axis, form in self.forms[value].items() if axis_of(axis).cuts_samples}, at)
 
+    @cached_property
+    def elsewhere(self) -> frozenset[str]:
+        """Operators and values that another rank of their region has than the busiest one."""
+        return frozenset().union(*(region.elsewhere for region in self.regions))
+
+    def lies(self, value: str) -> Mapping[str, Placement]:
+        """The placements of a value where it is read: those in which it is made, and behind a region those in which it has left that."""
+        left = {region.axis: region.leaves[value] for region in self.regions if value in region.leaves}
+        return {**self.forms[value], **left} if left else self.forms[value]
+
     def held(self, value: str, shape: tuple[int, ...], at: Mapping[str, int], but: Collection[str] = ()) -> list[tuple[int, int, int]]:
-        """(dimension, start, length) of the part that the rank at `at` holds of a value of `shape`, cut over all axes `but` some.
+        """(dimension, start in what the axes before leave of it, length) of the part that the rank at `at` holds of a value of `shape`, cut
+        over all axes `but` some.
 
         What a graph is given does not lie in several parts (`weft.model.propagate`).
         """
-        cut = [(axis, form) for axis, form in self.forms[value].items() if axis not in but and (is_shard(form) or is_halo(form))]
-        return [(form.dim, *part_of(form, shape[form.dim], self.sizes[axis], at[axis])) for axis, form in cut]
+        found, left = [], list(shape)
+        for axis, form in self.forms[value].items():
+            if axis not in but and (is_shard(form) or is_halo(form)):  # pieces of a dimension may be cut once more
+                start, left[form.dim] = part_of(form, left[form.dim], self.sizes[axis], at[axis])
+                found.append((form.dim, start, left[form.dim]))
+        return found
 
 
 def move_collectives(source: Placement, target: Placement) -> tuple[str, str]:

@@ -26,11 +26,13 @@ ATTENTION = (AUTO, GATHER, ULYSSES)
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """`cuts`: kinds of dimensions that it may cut. `again`: whether it may cut the pieces of another axis once more."""
+    """`cuts`: kinds of dimensions that it may cut. `again`: whether it may cut the pieces of another axis once more. `owns`: whether one
+    of its ranks may run an operator for all."""
 
     name: str
     cuts: frozenset[str] = frozenset()
     again: bool = False
+    owns: bool = False
 
     @property
     def cuts_weights(self) -> bool:
@@ -46,6 +48,11 @@ class Axis:
         return SAMPLES in self.cuts
 
     @property
+    def replicas(self) -> bool:
+        """Whether its ranks are replicas, each with samples of its own; those along the other axes share theirs."""
+        return self.cuts_samples and not self.owns
+
+    @property
     def cuts_positions(self) -> bool:
         return self.cuts_sequences or any(kind in self.cuts for kind in (OUTERMOST, *POSITIONS))
 
@@ -59,11 +66,12 @@ class Axis:
         return not self.cuts_weights
 
 
-DATA, EXPERT, PIPELINE = "data", "expert", "pipeline"
+DATA, EXPERT, BRANCH, PIPELINE = "data", "expert", "branch", "pipeline"
 _ROWS = (
     Axis(PIPELINE),
     Axis(DATA, frozenset({SAMPLES})),
     Axis(EXPERT, frozenset({SAMPLES, EXPERTS}), again=True),
+    Axis(BRANCH, frozenset({SAMPLES}), again=True, owns=True),
     Axis("context", frozenset({SEQUENCE})),
     Axis("spatial", frozenset({OUTERMOST})),
     *(Axis(kind, frozenset({kind})) for kind in POSITIONS),
@@ -79,12 +87,13 @@ def axis_of(name: str) -> Axis:
 
 
 def sample_axes(axes: Iterable[str]) -> tuple[str, ...]:
-    """Those along which ranks have other samples.
+    """Those along which ranks have other samples, the one first whose pieces the next cuts once more.
 
     >>> sample_axes(("data", "expert", "tensor"))
     ('data', 'expert')
     """
-    return tuple(axis for axis in axes if axis_of(axis).cuts_samples)
+    found = {axis for axis in axes if axis_of(axis).cuts_samples}
+    return tuple(axis for axis in TABLE if axis in found)
 
 
 def nothing_to_cut(row: Axis, n: int) -> str:

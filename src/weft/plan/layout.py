@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cache
 
 from weft.errors import LayoutError, nearest
-from weft.plan.axis import ATTENTION, DATA, EXPERT, parse_spatial, sample_axes, spatial_ranks
+from weft.plan.axis import ATTENTION, BRANCH, DATA, EXPERT, parse_spatial, sample_axes, spatial_ranks
 from weft.plan.choice import AUTO, refuse_sums
 from weft.plan.choice import NAMES as ALL_REDUCE
 from weft.plan.compression import Compression, refuse_compression, refuse_scaled
@@ -32,8 +32,9 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "lend": (AUTO, "off", "on"),
     "batch_norm": ("exact", "local"),
     "attention": ATTENTION,
+    "neighbours": ("branch", "data"),
 }
-COUNTS = ("data", "tensor", "pipeline", "microbatches", "chunks", "expert", "context", "segment")
+COUNTS = ("data", "tensor", "pipeline", "microbatches", "chunks", "expert", "branch", "context", "segment")
 # What a plan may say and be priced for, and what runs of it: the rest is refused by name when a run starts, never ignored.
 RUNS: dict[str, tuple[int | str, ...]] = {
     "zero": (0, 1, 2, 3),
@@ -50,6 +51,7 @@ INNER_WITH: dict[str, tuple[int | str, ...]] = {
     "context": (1,),
     "shares": ("",),
     "batch_norm": ("exact",),
+    "branch": (1,),
 }
 # What goes with updates that come late.
 STALE_WITH: dict[str, tuple[int | str, ...]] = {
@@ -65,6 +67,15 @@ STALE_WITH: dict[str, tuple[int | str, ...]] = {
     "spatial": ("1",),
     "precision": tuple(name for name, one in PRECISIONS.items() if not one.scaled),
     "batch_norm": ("exact",),
+    "branch": (1,),
+}
+# What goes with ranks that own branches.
+BRANCH_WITH: dict[str, tuple[int | str, ...]] = {
+    "sample_parallel": ("off",),
+    "expert": (1,),
+    "compress": ("none",),
+    "shares": ("",),
+    "batch_norm": ("exact",),
 }
 # What other programs call a key.
 OTHER_NAMES = {
@@ -73,7 +84,7 @@ OTHER_NAMES = {
     "checkpointing": "recompute", "dtype": "precision", "recompute_num_layers": "segment",
 }  # fmt: skip
 # Named in the interface, not built yet: refused by name, never ignored.
-LATER = ("channel", "branch")
+LATER = ("channel",)
 LATER_CHOICES: dict[str, tuple[str, ...]] = {
     "attention": ("ring",),
     "precision": ("float8",),
@@ -93,6 +104,8 @@ class Layout:
     `context`: ranks that share a sequence, each with a piece of its positions. `attention`: how they attend to one another's, by
     gathering all keys, by exchanging positions for heads (Ulysses); `auto`: what is cheapest. Alone a rank has all.
     `spatial`: ranks that share an image, each with a piece of its positions: `4` of the outermost dimension, `2x2` of height and width.
+    `branch`: ranks of a replica that share its samples, and of which each runs some of the model's parallel branches on all of them.
+    `neighbours`: whose ranks lie side by side, those of one replica's branches (`branch`) or the replicas of one branch (`data`).
     `lend`: whether pipeline ranks that wait lend their cores to those of their host that compute (processors only); `auto`: where a plan
     predicts that it pays, which then says `on`, and otherwise not. Without a pipeline nobody lends.
     `shares`: the part of every batch that each data replica has, where these differ: `3/2/2/1`.
@@ -123,6 +136,8 @@ class Layout:
     context: int = 1
     attention: str = AUTO
     spatial: str = "1"
+    branch: int = 1
+    neighbours: str = BRANCH
     grid: str = ""
     lend: str = AUTO
     segment: int = 1
@@ -157,6 +172,16 @@ class Layout:
         if self.shares and any(given.values()):
             other = next(f"{key}={getattr(self, key)}" for key, is_so in given.items() if is_so)
             raise LayoutError(f"shares={self.shares} with {other}, which takes equal pieces of replicas' samples; leave one out")
+        self._check_branch()
+
+    def _check_branch(self) -> None:
+        """What does not go with branches is refused by name."""
+        for key, known in BRANCH_WITH.items() if self.branch > 1 else ():
+            if getattr(self, key) not in known:
+                raise LayoutError(
+                    f"{key}={getattr(self, key)} with branch={self.branch} is not built; "
+                    f"use {' or '.join(f'{key}={value}' for value in known)}, or branch=1"
+                )
 
     def _check_counts(self) -> None:
         for key in COUNTS:
@@ -182,6 +207,8 @@ class Layout:
         _refuse(refuse_words((named, *ways)))
         if self.data == 1:
             object.__setattr__(self, "batch_norm", "exact")
+        if self.branch == 1:
+            object.__setattr__(self, "neighbours", BRANCH)
         if self.pipeline == 1:
             object.__setattr__(self, "lend", AUTO)
         if self.context == 1:
@@ -264,8 +291,8 @@ class Layout:
 
     @property
     def replicas(self) -> int:
-        """Samples are divided among so many: the `data` of the stage that has most."""
-        return max(data for data, _ in self._inner)
+        """Samples are divided among so many: the `data` of the stage that has most, and ranks of branches."""
+        return max(data for data, _ in self._inner) * self.branch
 
     @property
     def weights(self) -> tuple[int, ...]:
@@ -338,7 +365,7 @@ class Layout:
     @property
     def replica_ranks(self) -> int:
         """Ranks of one pipeline stage that share their samples."""
-        return self.tensor * self.position_ranks
+        return self.tensor * self.position_ranks * self.branch
 
     @property
     def position_ranks(self) -> int:
@@ -358,6 +385,9 @@ class Layout:
         (('pipeline', 1), ('data', 2), ('expert', 2), ('tensor', 1))
         """
         spread = ((DATA, self.data // self.expert), (EXPERT, self.expert)) if self.expert > 1 else ((DATA, self.data),)
+        if self.neighbours == DATA:
+            branch, *inner = self.inner_axes
+            return (("pipeline", self.pipeline), branch, *spread, *inner)
         return (("pipeline", self.pipeline), *spread, *self.inner_axes)
 
     @property
@@ -368,7 +398,7 @@ class Layout:
     @property
     def weight_ranks(self) -> int:
         """Ranks of one pipeline stage that have the same weights, and among which ZeRO divides what is kept of them."""
-        return self.data * self.position_ranks
+        return self.data * self.position_ranks * self.branch
 
     @property
     def inner_axes(self) -> tuple[tuple[str, int], ...]:
@@ -377,8 +407,9 @@ class Layout:
         >>> Layout.parse("spatial=2x2").inner_axes
         (('height', 2), ('width', 2), ('tensor', 1))
         """
+        branch = ((BRANCH, self.branch),) if self.branch > 1 else ()
         context = (("context", self.context),) if self.context > 1 else ()
-        return (*context, *parse_spatial(self.spatial), *self.tensor_axes)
+        return (*branch, *context, *parse_spatial(self.spatial), *self.tensor_axes)
 
     @property
     def tensor_axes(self) -> tuple[tuple[str, int], ...]:
@@ -466,7 +497,7 @@ def refuse_words(words: tuple[str, ...]) -> str:
     """Why one of the `words` for the keys of `CHOICES`, in their order, is no choice; empty where all are. A search makes thousands of
     layouts of the same few words.
 
-    >>> refuse_words(("1f1b", "off", "off", "none", "none", "float8", "auto", "off", "exact"))
+    >>> refuse_words(("1f1b", "off", "off", "none", "none", "float8", "auto", "off", "exact", "auto", "branch"))
     'precision=float8 is not built yet; use one of float32, bfloat16, float16, float64'
     """
     return next((why for key, word in zip(CHOICES, words, strict=True) if (why := refuse_word(key, word))), "")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -59,6 +59,17 @@ class Mesh:
         for name, size in self.axes:
             result = result * size + at.get(name, 0)
         return result
+
+    def place(self, rank: int, axes: Sequence[str]) -> int:
+        """Number of `rank` among those along `axes`, counted along the last of them fastest.
+
+        >>> Mesh((("branch", 2), ("data", 3))).place(4, ("data", "branch"))
+        3
+        """
+        at, found = self.coordinates(rank), 0
+        for axis in axes:
+            found = found * self.size(axis) + at.get(axis, 0)
+        return found
 
     def group(self, rank: int, *axes: str) -> tuple[int, ...]:
         """The ranks that differ from `rank` only along `axes`, in order; (rank,) where none has a size."""

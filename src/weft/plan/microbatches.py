@@ -53,7 +53,7 @@ def replica_sizes(size: int, layout: Layout) -> tuple[int, ...]:
 
 
 def _ranges(size: int, layout: Layout) -> tuple[Range, ...]:
-    return shard(0, size, layout.data, 1, layout.weights).ranges(size, layout.data)
+    return shard(0, size, layout.replicas, 1, layout.weights).ranges(size, layout.replicas)
 
 
 def most_rows(samples: int, layout: Layout, replicas: tuple[int, int] | None = None) -> int:
@@ -89,6 +89,11 @@ def sizes_of_plan(samples: int, layout: Layout) -> tuple[int, ...]:
     """
     if layout.expert > 1:
         check_equal(samples, layout, f"expert={layout.expert} cuts those of replicas once more")
+    if layout.branch > 1 and layout.data > 1 and samples % layout.replicas:
+        raise Infeasible(
+            f"a batch of {samples} samples does not divide into data={layout.data} x branch={layout.branch} equal shares; use a multiple "
+            f"of {layout.replicas}, or drop the rest: branch cuts those of replicas once more"
+        )
     return microbatch_sizes(samples, layout.replicas, layout.microbatches, layout.weights)
 
 

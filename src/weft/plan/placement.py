@@ -10,6 +10,7 @@ A placement says two things: what a rank holds of the value, and what it holds o
     Strided         T2        a piece of each run  a piece of each run  Strided
     Halo            H2        a window of pieces   summands of a window HaloPartial
     HaloPartial     W2        summands of a window a window of pieces   Halo
+    Owned           O1        whole on rank 1      whole on rank 1      Owned
 
 Equal placements are one object: a search compares and hashes them millions of times, at the cost of a pointer.
 """
@@ -151,7 +152,17 @@ class HaloPartial(Interned):
         return f"W{self.dim}"
 
 
-Placement = Replicate | Deferred | Partial | Shard | Strided | Halo | HaloPartial
+@dataclass(frozen=True, slots=True, eq=False)
+class Owned(Interned):
+    """Rank `rank` of the axis holds the whole value and its whole gradient; the others hold nothing."""
+
+    rank: int
+
+    def __str__(self) -> str:
+        return f"O{self.rank}"
+
+
+Placement = Replicate | Deferred | Partial | Shard | Strided | Halo | HaloPartial | Owned
 R, D, P = Replicate(), Deferred(), Partial()
 
 
@@ -178,6 +189,16 @@ def is_whole(placement: Placement) -> bool:
 def is_cut(placement: Placement | None) -> TypeGuard[Shard | Strided | Halo]:
     """Whether ranks hold pieces, or windows of them."""
     return type(placement) is Shard or type(placement) is Strided or type(placement) is Halo
+
+
+def is_owned(placement: Placement | None) -> TypeGuard[Owned]:
+    """Whether one rank holds the value."""
+    return type(placement) is Owned
+
+
+def hands_summands(placement: Placement | None) -> bool:
+    """Whether a gradient that comes back through this form is a rank's summand of the whole one."""
+    return placement is D or is_cut(placement) or is_owned(placement)
 
 
 def dual(placement: Placement) -> Placement:

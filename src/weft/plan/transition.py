@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from weft.errors import LayoutError
-from weft.plan.placement import Deferred, Halo, HaloPartial, Partial, Placement, Range, Replicate, Shard, Strided, pieces, shard
+from weft.plan.placement import Deferred, Halo, HaloPartial, Owned, Partial, Placement, Range, Replicate, Shard, Strided, pieces, shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +61,12 @@ TABLE = {
         Transition(HaloPartial, Shard, "halo_add", allowed=False),
         Transition(HaloPartial, Replicate, "all_reduce", allowed=False),
         Transition(HaloPartial, Partial, "pad", allowed=False),
+        Transition(Replicate, Owned, ""),  # the owner alone reads it
+        Transition(Deferred, Owned, ""),
+        Transition(Owned, Replicate, "broadcast", allowed=False),
+        Transition(Owned, Partial, "", allowed=False),  # the others' summands are zero, and are left out
+        Transition(Shard, Owned, "gather"),
+        Transition(Owned, Shard, "scatter"),
     )
 }
 
@@ -104,6 +110,12 @@ def sent_part(source: Placement, target: Placement, n: int) -> float:
         case "all_to_all", Shard() | Strided(), Shard() | Strided():
             mine, others = _lengths(source, n), _lengths(target, n)
             return _exchanged(mine, others, n) if mine or others else (n - 1) / n / n
+        case "broadcast", _, _:
+            return 1.0
+        case "gather", _, _:
+            return 1 / n  # to each owner, so that what all ranks own together goes as in an all-gather
+        case "scatter", _, _:
+            return (n - 1) / n
         case "halo_exchange", _, Halo(_, size, windows):
             return _busiest(pieces(size, n), windows) / size
         case "halo_add", HaloPartial(_, size, windows), _:

@@ -17,7 +17,7 @@ from weft.model.graph import Graph, Variable, written_buffers
 from weft.model.sharding import Sharding
 from weft.model.stages import Stage
 from weft.plan.mesh import Mesh
-from weft.plan.placement import is_shard
+from weft.plan.placement import is_owned, is_shard
 from weft.plan.program import Program
 from weft.run.parts import holders_of
 from weft.run.state.optimizer import OptimizerSpec
@@ -54,7 +54,9 @@ class Blocks:
         return tuple(offsets), tuple(shape)
 
     def holds(self, v: Variable) -> bool:
-        """Whether a stage of this rank reads it, or nobody does and this rank keeps it."""
+        """Whether a stage of this rank reads it, or nobody does and this rank keeps it; where one rank owns it, whether this one."""
+        if any(is_owned(form) and form.rank != self.at[axis] for axis, form in self.sharding.forms[v.value].items()):
+            return False
         return self.at["pipeline"] in holders_of(self.stages, self.program, v.value)
 
     def specs(
@@ -78,7 +80,7 @@ class Blocks:
         mesh, at = self.mesh, self.at
         holders = holders_of(self.stages, self.program, v.value)
         offsets, shape = self.of(v)
-        cut = {axis for axis, form in self.sharding.forms[v.value].items() if is_shard(form)}
+        cut = {axis for axis, form in self.sharding.forms[v.value].items() if is_shard(form) or is_owned(form)}
         axes = tuple(dict.fromkeys((*self.sharding.gradients.get(v.value, ()), *(axis for axis in self.always if axis not in cut))))
         ranks = [rank for holder in holders for rank in mesh.group(mesh.rank({**at, "pipeline": holder}), *axes)]
         if v.value in self.across:  # every rank of these stages has a share of the gradient, see `shares_of`

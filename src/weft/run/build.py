@@ -261,7 +261,7 @@ def build(
     buffers = source.take(Initial(sharding, at, specs, parameters, flat, of_buffers, world.device, dtype).take, None)
     used, held = {value for stage in mine for value in stage.variables}, {**parameters, **buffers}
     variables: dict[str, Tensor] = {v: t for v, t in constants_of(part.constants, world.device, dtype).items() if v in used}
-    variables |= {v.value: held[v.name] for v in (*graph.parameters, *graph.buffers) if v.value in used}
+    variables |= {v.value: held[v.name] for v in (*graph.parameters, *graph.buffers) if v.value in used and v.name in held}
     return Parts(
         graph, sharding, stages, program, lowered, parameters, specs, flat, buffers, of_buffers, variables, draw, part.structure,
         frozenset(source.model.state_dict(keep_vars=True)), cache(other), where_samples, shardings, lowering, part.coupled,

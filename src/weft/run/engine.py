@@ -98,8 +98,8 @@ class Engine:
         else:
             self.parts = build(plan, source, batch, loss, world, self.spec, seed)
         self.mesh = plan.layout.mesh_of(world.rank)
-        replicas = self.mesh.group(world.rank, *sample_axes(self.mesh.inside))  # each with samples of its own
-        self.data_index, self.data_size, self._rows = replicas.index(world.rank), len(replicas), world.group(replicas)
+        replicas = self.mesh.group(world.rank, *(cut := sample_axes(self.mesh.inside)))  # each with samples of its own
+        self.data_index, self.data_size, self._rows = self.mesh.place(world.rank, cut), len(replicas), world.group(replicas)
         self._counters = {"step": torch.zeros((), dtype=torch.int64)}
         self._everyone = world.group(tuple(range(world.num_ranks)))
         self._pipeline = world.group(self.mesh.group(world.rank, "pipeline"))

@@ -13,12 +13,14 @@ from dataclasses import replace
 from math import prod
 from typing import Protocol
 
+from weft.errors import LayoutError
 from weft.model.graph import Graph
 from weft.model.sharding import Sharding
 from weft.model.stages import Stage
 from weft.plan.layout import Layout
 from weft.plan.mesh import Mesh
 from weft.plan.patterns import expand_all
+from weft.plan.placement import is_owned
 from weft.plan.plan import Plan
 
 
@@ -43,7 +45,9 @@ def stage_shardings(plan: Plan, source: Shards, graph: Graph, stages: Sequence[S
     """The sharding of the graph under each pipeline rank's own mesh."""
     layout = plan.layout
     if not layout.inner:
-        return (source.sharding(plan, graph),) * layout.pipeline
+        sharding = source.sharding(plan, graph)
+        _check_shared(sharding, graph, layout.zero)
+        return (sharding,) * layout.pipeline
     variables = (*graph.parameters, *graph.buffers)
     cuts = expand_all(plan.shards, (v.name for v in variables))
     inner = [layout.of_stage(s) for s in range(layout.pipeline)]
@@ -78,3 +82,15 @@ def shares_of(between: frozenset[str], sharding: Sharding, mesh: Mesh) -> Mappin
     ranks = prod(mesh.size(axis) for axis in mesh.inside)
     summed = {value: prod(mesh.size(axis) for axis in sharding.gradients.get(value, ())) for value in between}
     return {value: number / ranks for value, number in summed.items()}
+
+
+def _check_shared(sharding: Sharding, graph: Graph, zero: int) -> None:
+    """Raise LayoutError where ranks would have to gather what only some of them read: weights that several branches share, under ZeRO."""
+    if zero < 2:
+        return
+    owned = {name for region in sharding.regions for name in region.ranks}
+    read = {value for op in graph.operators if op.name in owned for value in op.inputs}
+    for v in graph.parameters:
+        if v.value in read and not any(is_owned(form) for form in sharding.forms[v.value].values()):
+            axis = sharding.regions[0].axis
+            raise LayoutError(f"zero={zero} with {v.name}, which branches of several ranks of {axis} share, is not built; use zero=1")

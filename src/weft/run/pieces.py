@@ -12,7 +12,7 @@ from torch import Tensor
 
 from weft.model.graph import Variable
 from weft.plan.axis import PIPELINE, axis_of
-from weft.plan.placement import D, is_cut, is_shard
+from weft.plan.placement import D, is_cut, is_owned, is_shard
 from weft.plan.plan import Plan
 from weft.run.parts import Parts
 from weft.run.state.checkpoint import Piece, whole
@@ -50,7 +50,7 @@ def weights_of(parts: Parts, at: Mapping[str, int]) -> list[Piece]:
             found += _pieces_in(group, group.data)
     for name, tensor in parts.buffers.items():
         variable, offsets = parts.blocks[name]
-        cut = {axis for axis, form in parts.sharding.forms[variable.value].items() if is_shard(form)}
+        cut = {axis for axis, form in parts.sharding.forms[variable.value].items() if is_shard(form) or is_owned(form)}
         first = parts.holders(variable.value)[0]
         whole_along = {axis: i for axis, i in at.items() if axis_of(axis).cuts and axis not in cut}
         owner = at[PIPELINE] == first and not any(whole_along.values())

@@ -37,7 +37,7 @@ class Rows:
         Raises:
             Infeasible: more than the plan is for; some of the rows of a replica whose part is not that of the others.
         """
-        plan, data = self.plan, self.layout.data
+        plan, data = self.plan, self.layout.replicas
         each = [self.number(plan.microbatch_sizes, i) for i in range(data)]
         own, alike = each[self.index], len(set(each)) == 1
         is_global = rows > max(each) if whole is None else whole
@@ -50,7 +50,7 @@ class Rows:
 
     def drawn(self, sizes: Sequence[int], is_global: bool) -> list[Samples]:
         """Of every microbatch which samples of the batch it has, as far as what this replica draws for them follows from it."""
-        samples, data = sum(sizes), self.layout.data
+        samples, data = sum(sizes), self.layout.replicas
         before = sum(self.number(sizes, i) for i in range(self.index))
         found, begin = [], 0
         for size in sizes:

@@ -69,7 +69,7 @@ def summing_s(pricer: Pricer, frame: Layout) -> float:
     """Seconds of the network for summing gradients over the replicas, hidden or not: each rank's share of them once, in 16 bits."""
     if frame.data == 1 or frame.compress != "none" or frame.staleness or frame.expert > 1 or pricer.cluster.is_cpu or pricer.cluster.parts:
         return 0.0
-    share = 2.0 * pricer.graph.num_trainable / (frame.tensor * frame.pipeline)
+    share = 2.0 * pricer.graph.num_trainable / (frame.tensor * frame.pipeline * frame.branch)
     # What a bucket or a faster algorithm may still save: half of it, and the latency.
     return 0.5 * pricer.collective("reduce_scatter", share, pricer.group(frame, DATA, EXPERT))
 
@@ -125,7 +125,7 @@ def least_state_bytes(pricer: Pricer, layout: Layout) -> float:
     """Bytes of weights, gradients and optimizer on the fullest rank, at the least: those of an even division."""
     widths = pricer.widths(layout)
     copies = 0.0 if layout.moves_optimizer else widths.copies + widths.moment * pricer.optimizer_states
-    number = pricer.graph.num_parameters / (layout.tensor * layout.pipeline)
+    number = pricer.graph.num_parameters / (layout.tensor * layout.pipeline * layout.branch)
     if layout.expert > 1:
         number /= layout.expert
     return state_bytes(number, layout.zero, layout.data, widths.weight, widths.gradient, copies)

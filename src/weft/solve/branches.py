@@ -41,7 +41,8 @@ INFINITE = float("inf")
 Thrift = tuple[int, str, str, int]  # ZeRO stage, recomputation, offload, segment
 # Keys of frames.
 COMPARED = (
-    "data", "tensor", "context", "spatial", "pipeline", "microbatches", "precision", "sequence_parallel", "sample_parallel", "expert",
+    "data", "branch", "neighbours", "tensor", "context", "spatial", "pipeline", "microbatches", "precision", "sequence_parallel",
+    "sample_parallel", "expert",
 )  # fmt: skip
 
 
@@ -207,7 +208,7 @@ class Branches:
         found: dict[tuple[object, ...], tuple[float, Layout]] = {}
         for layout, least in in_grids(self.pricer, list(self.clocked), self._hopeless):
             seconds = self._in_grid(layout, least)
-            mesh = (layout.data, layout.tensor, layout.pipeline, layout.context, layout.spatial)
+            mesh = (layout.data, layout.branch, layout.tensor, layout.pipeline, layout.context, layout.spatial)
             if mesh not in found or seconds < found[mesh][0]:
                 found[mesh] = seconds, layout
         for first, layout in found.values():
@@ -244,7 +245,8 @@ class Branches:
         # The best of every mesh, since those of one mesh need about as much memory.
         likely: dict[tuple[object, ...], tuple[tuple[float, ...], int, Layout, bool]] = {}
         for item in sorted(self._open, key=guess):
-            likely.setdefault((item[2].data, item[2].tensor, item[2].pipeline, item[2].context, item[2].spatial), item)
+            frame = item[2]
+            likely.setdefault((frame.data, frame.branch, frame.tensor, frame.pipeline, frame.context, frame.spatial), item)
         found = []
         for item in list(likely.values())[:MOST_GUESSED]:
             savings = self._savings(item[2], item[3])
@@ -462,8 +464,8 @@ class Branches:
 
 def _more_and_fewer(space: Space, layout: Layout) -> tuple[list[int], list[int]]:
     """Twice, four times, ... and half, a quarter, ... as many microbatches as a layout has, as a replica's batch divides into."""
-    each, m = -(-space.batch_size // layout.data), layout.microbatches
-    most = min(MOST_MICROBATCHES, space.batch_size // layout.data)
+    each, m = -(-space.batch_size // layout.data) // layout.branch, layout.microbatches
+    most = min(MOST_MICROBATCHES, space.batch_size // layout.data // layout.branch)
     counts = [k for k in divisors(each) if k <= most and space.admits("microbatches", k)]
     more, fewer = {m << j for j in range(1, 10)}, {m >> j for j in range(1, 10)}
     return [k for k in counts if k in more], [k for k in reversed(counts) if k in fewer]

@@ -17,13 +17,14 @@ from weft.units import format_bytes, format_seconds
 
 KEPT = 12  # candidates that the plan keeps
 KEYS = (
-    "data", "tensor", "context", "attention", "spatial", "grid", "sequence_parallel", "sample_parallel", "pipeline", "microbatches",
-    "schedule", "chunks", "expert",
-    "zero", "recompute", "segment", "offload", "precision", "threads",
+    "data", "branch", "neighbours", "tensor", "context", "attention", "spatial", "grid", "sequence_parallel", "sample_parallel",
+    "pipeline", "microbatches", "schedule", "chunks", "expert", "zero", "recompute", "segment", "offload", "precision", "threads",
 )  # fmt: skip
 # The part of a step that each key's choice shows in.
 CAUSE = {
     "data": ("gradients", "summing gradients"),
+    "branch": ("gradients", "summing gradients"),
+    "neighbours": ("gradients", "summing gradients"),
     "tensor": ("tensor", "collectives inside layers"),
     "context": ("tensor", "collectives inside layers"),
     "attention": ("tensor", "collectives inside layers"),

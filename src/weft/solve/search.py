@@ -33,6 +33,7 @@ from weft.schedules import program_of
 from weft.solve.bounds import least_saving_s
 from weft.solve.branches import Branches
 from weft.solve.checks import check_layers, check_layout, check_priced, num_blocks, num_experts
+from weft.solve.forks import counts
 from weft.solve.housing import told
 from weft.solve.images import contexts, ways
 from weft.solve.mixed import MixedPricer, pricer_of
@@ -194,6 +195,7 @@ def _find(pricer: Pricer, limits: Sequence[Constraint], objective: str) -> Branc
         num_blocks(pricer.graph),
         ways(graph, pricer.cluster),
         contexts(graph, pricer.cluster),
+        counts(graph, pricer.cluster),
     )
     space.check()
     found = Branches(pricer, space, objective)

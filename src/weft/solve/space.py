@@ -24,7 +24,7 @@ from math import isqrt, prod
 
 from weft.cluster.cluster import Cluster
 from weft.errors import Infeasible, LayoutError, UsageError, nearest
-from weft.plan.axis import ATTENTION, parse_spatial, spatial_ranks
+from weft.plan.axis import ATTENTION, BRANCH, parse_spatial, spatial_ranks
 from weft.plan.compression import Compression
 from weft.plan.custom import is_file
 from weft.plan.grid import checked_grid, parse_grid
@@ -200,6 +200,7 @@ class Space:
     `fewer`: smaller jobs as well, where all devices give one (for objectives that a smaller job may win). `unlike`: whether products are
     so unlike that tensor ranks may better cut samples for some of them (`weft.solve.unlike`). `num_blocks`: of the model's layers that
     recomputation repeats. `images`, `contexts`: ways in which ranks may share an image, or a sequence (`weft.solve.images`).
+    `branches`: among how many ranks the model's parallel branches may be given (`weft.solve.forks`).
     """
 
     cluster: Cluster
@@ -213,6 +214,7 @@ class Space:
     num_blocks: int = 1
     images: tuple[str, ...] = ()
     contexts: tuple[int, ...] = ()
+    branches: tuple[int, ...] = ()
 
     def admits(self, key: str, value: int | str) -> bool:
         if self.cluster.runs_plans and kind_of(key, value) not in RUNS.get(key, (kind_of(key, value),)):
@@ -304,6 +306,21 @@ class Space:
                     yield layout
 
     def _meshes(self, ranks: int) -> Iterator[Layout]:
+        named = [int(c.value) for c in self.constraints if c.key == "branch" and c.relation == "="]
+        for branch in dict.fromkeys((1, *self.branches, *named)):
+            if ranks % branch or not self.admits("branch", branch):
+                continue
+            # Which of two groups is close makes a difference where not all devices are.
+            beside = [w for w in CHOICES["neighbours"] if self.admits("neighbours", w)] if ranks > self.cluster.node_size else [BRANCH]
+            for mesh in self._of_positions(ranks // branch):
+                # Ranks of branches stand in the place of replicas; beside others they are priced where somebody asks for them.
+                alone = branch in named or mesh.replica_ranks * mesh.pipeline == 1
+                if branch == 1:
+                    yield mesh
+                elif alone and self.batch_size % (mesh.data * branch) == 0:
+                    yield from (replace(mesh, branch=branch, neighbours=near) for near in beside)
+
+    def _of_positions(self, ranks: int) -> Iterator[Layout]:
         for context, spatial in self._sharing():
             sharing = context * spatial_ranks(spatial)
             if ranks % sharing:
@@ -347,13 +364,13 @@ class Space:
         data, tensor = mesh.data, mesh.tensor
         threads = self._threads(mesh.num_ranks)
         sequences = [s for s in (("off", "on") if tensor > 1 else ("off",)) if self.admits("sequence_parallel", s)]
-        equal = self.batch_size % data == 0
+        equal = self.batch_size % data == 0 and mesh.branch == 1
         experts = [e for e in divisors(data) if e <= self.experts and self.experts % e == 0 and self.admits("expert", e)]
         experts = experts if equal else [e for e in experts if e == 1]  # which cut the samples of replicas once more
-        each = -(-self.batch_size // data)
+        each = -(-self.batch_size // data) // mesh.branch
         # Unequal microbatches only where they are asked for: as many as divide the batch are about as good.
         named = {int(c.value) for c in self.constraints if c.key == "microbatches" and c.relation == "="}
-        for microbatches in range(1, min(self.batch_size // data, MOST_MICROBATCHES) + 1):
+        for microbatches in range(1, min(self.batch_size // mesh.replicas, MOST_MICROBATCHES) + 1):
             if (each % microbatches and microbatches not in named) or not self.admits("microbatches", microbatches):
                 continue
             samples = self._samples(tensor, each if equal else 0, microbatches)

@@ -125,16 +125,18 @@ def places(pricer: Pricer, layout: Layout) -> list[Cut]:
     Raises:
         Infeasible: fewer of them than stages need.
     """
-    p = layout.num_stages
-    if len(pricer.cuts) < p - 1:
+    p, cuts = layout.num_stages, pricer.cuts_of(layout)
+    if len(cuts) < p - 1:
         at = f"pipeline={layout.pipeline}" + (f" chunks={layout.chunks}" if layout.chunks > 1 else "")
-        stages = len(pricer.cuts) + 1
+        stages = len(cuts) + 1
         most = f"pipeline<={stages}" if layout.chunks == 1 else f"a schedule with one stage a rank (1f1b), and pipeline<={stages}"
-        raise Infeasible(f"{at} but the model can be cut in {len(pricer.cuts)} places; use {most}")
+        raise Infeasible(f"{at} but the model can be cut in {len(cuts)} places; use {most}")
     # With several stages a rank there are enough of them: borders where least crosses, if those suffice.
     least = p - 1 if layout.chunks == 1 else p // 2
+    if cuts is not pricer.cuts:
+        return useful(cuts, least, _work(pricer))
     if least not in pricer.places:
-        pricer.places[least] = useful(pricer.cuts, least, _work(pricer))
+        pricer.places[least] = useful(cuts, least, _work(pricer))
     return pricer.places[least]
 
 

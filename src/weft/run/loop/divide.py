@@ -51,7 +51,8 @@ def divide(model: nn.Module, source: Source, plan: Plan, batch: Any, world: Worl
             not be captured, whose parts would train something else than the whole.
     """
     layout = plan.layout
-    if layout.num_stages > 1 or layout.microbatches > 1 or layout.zero or layout.compress != "none" or layout.staleness:
+    divides = max(layout.num_stages, layout.microbatches, layout.branch) > 1
+    if divides or layout.zero or layout.compress != "none" or layout.staleness:
         raise Infeasible(f"{layout}: a plain loop owns its backward and its optimizer, so only data and tensor apply; use weft.parallelize")
     check_equal(plan.batch_size, layout, "a plain loop averages gradients over ranks")
     if layout.batch_norm == "local":

@@ -6,9 +6,9 @@ have equally much, 0 where one of them has everything.
 
 `parameters` counts elements. `tensor` divides those that are cut over tensor ranks; a grid also has each of its axes by itself. `pipeline`
 divides them among stages. `data` divides none but with ZeRO, which divides what is kept of them: optimizer state, then gradients, then the
-weights themselves. `flops` counts the forward's products as `model.work` does, and the bytes that operators move where a model has none;
-an operator counts as divided over an axis where each rank computes its part of it, and a pipeline's stages divide them. What is cut into
-pieces that differ counts as divided.
+weights themselves. Of what ranks own (branches) that of the one with most counts. `flops` counts the forward's products as `model.work`
+does, and the bytes that operators move where a model has none; an operator counts as divided over an axis where each rank computes its
+part of it, and a pipeline's stages divide them. What is cut into pieces that differ counts as divided.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from math import prod
 from weft.model.work import operator_bytes, operator_flops
 from weft.plan.axis import DATA, axis_of
 from weft.plan.grid import AXES as GRID
-from weft.plan.placement import R, is_shard
+from weft.plan.placement import R, is_owned, is_shard
 from weft.plan.plan import Plan
 from weft.run.parts import Parts
 
+Share = tuple[float, int, int | None]  # size, into how many pieces it is cut, the one rank that has it
 Divided = dict[str, dict[str, float]]  # axis -> {"parameters": share, "flops": share}
 
 
@@ -51,18 +52,21 @@ def divided(plan: Plan, parts: Parts) -> Divided:
             "flops": _even(max(computed), sum(weighed[name] for name in at), layout.pipeline),
         }
 
-    def parameters(over: tuple[str, ...]) -> Iterable[tuple[float, int]]:
+    def parameters(over: tuple[str, ...]) -> Iterable[Share]:
         for v in graph.parameters:
             sharding = shardings[holders[v.value][0]]
-            cut = [axis for axis in over if is_shard(sharding.forms[v.value].get(axis, R))]
+            forms = {axis: sharding.forms[v.value].get(axis, R) for axis in over}
+            cut = [axis for axis, form in forms.items() if is_shard(form)]
             if layout.zero and v.trainable:
                 cut += [axis for axis in over if axis_of(axis).cuts_samples and axis in sharding.gradients.get(v.value, ())]
-            yield float(v.tensor.size), prod(sharding.sizes[axis] for axis in cut)
+            owner = next((form.rank for form in forms.values() if is_owned(form)), None)
+            yield float(v.tensor.size), prod(sharding.sizes[axis] for axis in cut), owner
 
-    def flops(over: tuple[str, ...]) -> Iterable[tuple[float, int]]:
+    def flops(over: tuple[str, ...]) -> Iterable[Share]:
         for name, stage in at.items():
             sharding = shardings[ranks_of[stage][0]]
-            yield weighed[name], prod(sharding.sizes[axis] for axis in over if sharding.ops[name].get(axis, ""))
+            owner = next((region.ranks[name] for region in sharding.regions if region.axis in over and name in region.ranks), None)
+            yield weighed[name], prod(sharding.sizes[axis] for axis in over if sharding.ops[name].get(axis, "")), owner
 
     for name, over in axes.items():
         n = prod(sizes[a] for a in over)
@@ -83,7 +87,7 @@ def warnings(plan: Plan, shares: Divided, cut_everything: bool = False) -> tuple
             continue
         number = dict(layout.axes).get(axis) or layout.tensor
         if axis_of(axis).cuts_samples and layout.zero and not share["parameters"] and share["flops"]:
-            said.append(f"zero={layout.zero} divides no parameter over data={number}, so nothing is proven about it")
+            said.append(f"zero={layout.zero} divides no parameter over {axis}={number}, so nothing is proven about it")
         if share["flops"]:
             continue
         what = "no product" if share["parameters"] else "no parameter and no product"
@@ -99,10 +103,14 @@ def warnings(plan: Plan, shares: Divided, cut_everything: bool = False) -> tuple
     return tuple(said)
 
 
-def _kept(parts: Iterable[tuple[float, int]]) -> tuple[float, float]:
-    """(what a rank has, what there is) of (size, into how many pieces it is cut)."""
+def _kept(parts: Iterable[Share]) -> tuple[float, float]:
+    """(what the rank has that has most, what there is)."""
     listed = list(parts)
-    return sum(size / ways for size, ways in listed), sum(size for size, _ in listed)
+    owned: dict[int, float] = {}
+    for size, ways, owner in listed:
+        if owner is not None:
+            owned[owner] = owned.get(owner, 0.0) + size / ways
+    return sum(size / ways for size, ways, owner in listed if owner is None) + max(owned.values(), default=0.0), sum(s for s, *_ in listed)
 
 
 def _even(most: float, total: float, n: int) -> float:

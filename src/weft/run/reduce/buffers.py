@@ -55,6 +55,8 @@ class Replicas:
             written = {s: list(_statistics(stage, parts)) for s, stage in enumerate(parts.stages)} | written
         for stage in parts.lowered:
             for value in written.get(stage, ()):
+                if value not in parts.variables:  # another rank owns it
+                    continue
                 buffer = parts.variables[value]
                 holders = (mesh.rank({**at, "pipeline": holder}) for holder in parts.holders(value))
                 ranks = tuple(sorted(rank for holder in holders for rank in mesh.group(holder, *own)))

@@ -138,7 +138,7 @@ class Executors:
         at = self.plan.layout.mesh_of(self.world.rank).coordinates(self.world.rank)
 
         def crossing(v: str) -> Crossing:
-            forms = {axis: R if form is P else form for axis, form in sharding.forms[v].items()}
+            forms = {axis: R if form is P else form for axis, form in sharding.lies(v).items()}
             return Crossing(v, sharding.shape(v, tensors[v].shape, forms, at), dtypes[v], v in grads)
 
         return {(stage.index, q): [crossing(v) for v in values] for stage in self.parts.stages for q, values in stage.sends}

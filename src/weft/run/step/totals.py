@@ -110,6 +110,7 @@ def _along(sharding: Sharding, axes: tuple[str, ...]) -> Sharding:
         ops={name: some(by) for name, by in sharding.ops.items()},
         forms={value: some(by) for value, by in sharding.forms.items()},
         needs={name: tuple(some(row) for row in rows) for name, rows in sharding.needs.items()},
+        regions=(),
     )
 
 

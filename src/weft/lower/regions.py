@@ -1,0 +1,157 @@
+"""Regions of parallel branches on one rank: in which order operators stand, and the exchanges by which values enter and leave.
+
+In: a stage's operators and the regions of its sharding. Out: runs of operators, each of one region or of none, in a legal order; and
+`exchanged`, which takes values from pieces of the samples to their owners or back, all in one collective, whose backward is the same the
+other way round. A rank has an empty tensor in place of what another owns, so that autograd comes to both exchanges on every rank alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.model.graph import Operator
+from weft.model.sharding import Owners
+from weft.plan.placement import Shard
+from weft.world.world import Group
+
+Run = tuple[Owners | None, list[Operator]]
+
+
+def runs(operators: Sequence[Operator], regions: Iterable[Owners]) -> list[Run]:
+    """The operators, those of a region together: behind all that the region reads, before all that reads what leaves it."""
+    of = {name: region for region in regions for name in region.ranks}
+    producer = {value: op for op in operators for value in op.outputs}
+    members: dict[int, list[Operator]] = {}
+    for op in operators:
+        if op.name in of:
+            members.setdefault(id(of[op.name]), []).append(op)
+    found: list[Run] = []
+    done: set[str] = set()
+
+    def place(op: Operator) -> None:
+        todo = [op]
+        while todo:
+            at = todo[-1]
+            region = of.get(at.name)
+            unit = [at] if region is None else members[id(region)]
+            names = {one.name for one in unit}
+            first = next((p for one in unit for v in one.inputs if (p := producer.get(v)) and p.name not in done | names), None)
+            if at.name in done:
+                todo.pop()
+            elif first is not None:
+                todo.append(first)
+            else:
+                found.append((region, unit))
+                done.update(names)
+                todo.pop()
+
+    for op in operators:
+        if op.name not in done:
+            place(op)
+    return found
+
+
+@dataclass(frozen=True)
+class Way:
+    """One value on its way: its whole shape on a rank, in which pieces of the samples it lies outside, its owner, its dtype."""
+
+    shape: tuple[int, ...]
+    form: Shard
+    owner: int
+    dtype: torch.dtype
+    learns: bool  # whether its gradient travels back
+
+    def piece(self, n: int, index: int) -> tuple[int, ...]:
+        """The shape of the piece of rank `index` of n."""
+        dim = self.form.dim
+        return (*self.shape[:dim], self.form.part(self.shape[dim], n, index)[1], *self.shape[dim + 1 :])
+
+
+def _to_owners(xs: Sequence[Tensor | None], ways: Sequence[Way], group: Group) -> list[Tensor]:
+    """From pieces (None: zeros) to whole values on their owners, empty on other ranks."""
+    n, me = group.size, group.index
+    found = [torch.empty(0, dtype=way.dtype, device=group.device) for way in ways]
+    for dtype in dict.fromkeys(way.dtype for way in ways):
+        mine = [(i, way) for i, way in enumerate(ways) if way.dtype is dtype]
+        sent: list[list[Tensor]] = [[] for _ in range(n)]
+        for i, way in mine:
+            x = xs[i]
+            sent[way.owner].append(torch.zeros(way.piece(n, me), dtype=dtype, device=group.device) if x is None else x.to(dtype))
+        owned = [(i, way) for i, way in mine if way.owner == me]
+        arrived = _sent(sent, [[way.piece(n, j) for _, way in owned] for j in range(n)], dtype, group)
+        for k, (i, way) in enumerate(owned):
+            found[i] = torch.cat([parts[k] for parts in arrived], way.form.dim)
+    return found
+
+
+def _from_owners(xs: Sequence[Tensor | None], ways: Sequence[Way], group: Group) -> list[Tensor]:
+    """From whole values on their owners (None: zeros) to pieces."""
+    n, me = group.size, group.index
+    found = [torch.empty(0, dtype=way.dtype, device=group.device) for way in ways]
+    for dtype in dict.fromkeys(way.dtype for way in ways):
+        mine = [(i, way) for i, way in enumerate(ways) if way.dtype is dtype]
+        sent: list[list[Tensor]] = [[] for _ in range(n)]
+        for i, way in mine:
+            if way.owner == me:
+                x = xs[i]
+                whole = torch.zeros(way.shape, dtype=dtype, device=group.device) if x is None else x.to(dtype)
+                for j, (start, stop) in enumerate(way.form.ranges(way.shape[way.form.dim], n)):
+                    sent[j].append(whole.narrow(way.form.dim, start, stop - start))
+        owned = [[(i, way) for i, way in mine if way.owner == j] for j in range(n)]
+        arrived = _sent(sent, [[way.piece(n, me) for _, way in those] for those in owned], dtype, group)
+        for those, parts in zip(owned, arrived, strict=True):
+            for (i, _), part in zip(those, parts, strict=True):
+                found[i] = part
+    return found
+
+
+def _sent(
+    sent: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]], dtype: torch.dtype, group: Group
+) -> list[list[Tensor]]:
+    """`sent[j]` to rank j, all in one; from every rank tensors of `shapes`."""
+    flat = [torch.cat([x.reshape(-1) for x in those]) if those else torch.empty(0, dtype=dtype, device=group.device) for those in sent]
+    arrived = group.exchange(flat, [[sum(prod(shape) for shape in those)] for those in shapes])
+    found = []
+    for x, those in zip(arrived, shapes, strict=True):
+        parts = torch.split(x, [prod(shape) for shape in those]) if those else ()
+        found.append([part.view(shape) for part, shape in zip(parts, those, strict=True)])
+    return found
+
+
+class _Exchanged(torch.autograd.Function):
+    """Values that enter a region, or leave it. `anchor`: what is kept of a pass, so that layers that are computed again are so on all ranks
+    at one time; with a gradient of its own it brings autograd here on ranks that own nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, enters: bool, ways: Sequence[Way], group: Group, *xs: Tensor | None) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.enters, ctx.ways, ctx.group, ctx.beside = enters, ways, group, len(xs) - len(ways)
+        ctx.save_for_backward(anchor)
+        found = (_to_owners if enters else _from_owners)(xs[: len(ways)], ways, group)
+        ctx.mark_non_differentiable(*(x for x, way in zip(found, ways, strict=True) if not way.learns))
+        return tuple(found)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        _ = ctx.saved_tensors
+        # What enters is alike on every rank; of what leaves the owner alone has more than a place.
+        asked = [i for i, way in enumerate(ctx.ways) if way.learns and (ctx.needs_input_grad[4 + i] or not ctx.enters)]
+        back = _from_owners if ctx.enters else _to_owners
+        found: list[Tensor | None] = [None] * (len(ctx.ways) + ctx.beside)
+        for i, x in zip(asked, back([grads[i] for i in asked], [ctx.ways[i] for i in asked], ctx.group), strict=True):
+            found[i] = x if ctx.enters or ctx.ways[i].owner == ctx.group.index else None
+        return None, None, None, None, *found
+
+
+def exchanged(enters: bool, ways: Sequence[Way], group: Group, *xs: Tensor | None) -> tuple[Tensor, ...]:
+    """From pieces to owners where values enter a region, from owners (None elsewhere) to pieces where they leave it. What comes behind the
+    values of `ways` is not sent: it binds this exchange to another."""
+    anchor = torch.empty(0, requires_grad=not enters)
+    found: tuple[Tensor, ...] = _Exchanged.apply(anchor, enters, ways, group, *xs)  # type: ignore[no-untyped-call]
+    return found
