@@ -12,6 +12,7 @@ import weft
 from weft.errors import Infeasible, LayoutError
 from weft.lower import regions
 from weft.model.fold import propagate
+from weft.plan.store import read_plan, write_plan
 from weft.run.build import Source
 from weft.run.proof.verify import Verification
 from weft.zoo.resolve import resolve
@@ -47,6 +48,23 @@ def test_a_layout_whose_ranks_own_branches_equals_serial(name: str, layout: str)
     found = verified(name, layout)
     assert found.ok, found.first_difference
     assert found.divided["branch"]["flops"] > 0.2
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_what_enters_and_leaves_is_as_narrow_as_autocast_makes_it(precision: str) -> None:
+    found = verified("branched", f"branch=2 precision={precision}", dtype=precision)
+    assert found.ok, found.first_difference
+
+
+def test_a_plan_file_says_the_owners(tmp_path: Path) -> None:
+    model = resolve(f"{MODELS}:inception")
+    plan = weft.plan(model.make, batch=model.batch(8), loss=model.loss, layout="branch=2")
+    write_plan(plan, tmp_path / "plan.toml")
+    again = read_plan(tmp_path / "plan.toml")
+    assert dict(again.shards)["branch"] == dict(plan.shards)["branch"]
+    turned = replace(again, shards=tuple((axis, tuple((name, 1 - rank) for name, rank in cuts)) for axis, cuts in again.shards))
+    found = weft.verify(model.make, turned, model.batch(8), loss=model.loss)
+    assert found.ok, found.first_difference
 
 
 def test_tensor_ranks_share_a_branch() -> None:

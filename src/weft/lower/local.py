@@ -182,7 +182,7 @@ class _Builder:
         assert is_shard(form)
         others = {axis: placement for k, (axis, placement) in enumerate(zip(low.axes, source, strict=True)) if k != i}
         shape = low.sharding.shape(value, tensor.shape, others, low.at)
-        return Way(shape, form, owner, getattr(torch, tensor.dtype), value in self.learning)
+        return Way(shape, form, owner, low.dtype(value), value in self.learning)
 
     def get(self, value: str, want: tuple[Placement | None, ...]) -> fx.Node:
         """The node of `value` in form `want` (None: any), moving it where no earlier move did."""

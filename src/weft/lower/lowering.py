@@ -17,6 +17,7 @@ from torch import fx
 from weft.lower.arrival import Arrival
 from weft.lower.kernels.randomness import Draw
 from weft.lower.redistribute import redistribute
+from weft.model.autocast import autocast
 from weft.model.drawn import Fold
 from weft.model.graph import Graph
 from weft.model.sharding import Sharding
@@ -34,7 +35,8 @@ class Lowering:
     whose gradients are summed over ranks that have the same, the part of each that counts. `apart`: what comes from stages that arrange
     their ranks differently: its gradient goes back whole. `folds`: where samples lie in what is drawn, draw by draw. `late`: constants
     that may still be on their way when a stage begins, which `arrival` waits for where they are first read. `own_statistics`:
-    axes along which each rank's statistics of batch norm are of its own samples."""
+    axes along which each rank's statistics of batch norm are of its own samples. `products`: dtype that autocast makes of products'
+    operands; empty where nothing is cast."""
 
     graph: Graph
     sharding: Sharding
@@ -48,6 +50,7 @@ class Lowering:
     late: frozenset[str] = frozenset()
     arrival: Arrival = field(default_factory=Arrival)
     own_statistics: tuple[str, ...] = ()
+    products: str = ""
     tried: set[object] = field(default_factory=set)  # functions of the user's own on pieces that they have been tried on
 
     @property
@@ -78,6 +81,16 @@ class Lowering:
     def handed_out(self, value: str) -> Variant:
         """The form in which the user's own code gets an output: this rank's samples, and of those everything."""
         return tuple(Shard(self.rows[value]) if axis_of(axis).cuts_samples and value in self.rows else R for axis in self.axes)
+
+    def dtype(self, value: str) -> torch.dtype:
+        """Of a value as the run has it."""
+        return getattr(torch, self.products if value in self._narrow else self.graph.tensors[value].dtype)  # type: ignore[no-any-return]
+
+    @cached_property
+    def _narrow(self) -> frozenset[str]:
+        """Values that autocast makes narrow. On GPUs its lists are others, and what is not known to be narrow goes as it was traced."""
+        made = autocast(self.graph).tensors if self.products and self.device.type == "cpu" else {}
+        return frozenset(value for value, t in made.items() if t.dtype != self.graph.tensors[value].dtype)
 
     @cached_property
     def ordinal(self) -> dict[str, int]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import ConfigError, LayoutError, UsageError, WeftError
+from weft.plan.axis import BRANCH, axis_of
 from weft.plan.choice import Choices
 from weft.plan.grid import AXES, PLAIN
 from weft.plan.layout import CHOICES, Layout, actions_of
@@ -32,7 +33,7 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "list": ((list,), "a list in brackets"),
     "dict": ((dict,), "a table"),
 }
-CUT_AXES = (PLAIN, *AXES)
+CUT_AXES = (PLAIN, *AXES, BRANCH)
 _MEMORY = tuple(field.name for field in fields(Memory))
 _ALWAYS = ("data", "tensor", "pipeline", "microbatches", "schedule", "zero", "recompute", "precision")
 _WORDS = {
@@ -170,7 +171,8 @@ def _shards(plan: Plan) -> list[str]:
     if len(dict(plan.shards)) != len(plan.shards):
         raise UsageError("the plan names an axis twice in shards")
     for axis, cuts in plan.shards:
-        lines += ["", f"[shards.{_key(axis)}]  # parameter = dimension that is cut; * stands for any layer number"]
+        said = "rank that owns it" if axis_of(axis).owns else "dimension that is cut"
+        lines += ["", f"[shards.{_key(axis)}]  # parameter = {said}; * stands for any layer number"]
         if len(dict(cuts)) != len(cuts):
             raise UsageError(f"the plan cuts a parameter twice over axis {axis}")
         lines += [f"{_key(name)} = {dim}" for name, dim in cuts]

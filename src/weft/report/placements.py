@@ -13,7 +13,7 @@ from weft.model.graph import Graph, Operator
 from weft.model.sharding import Sharding
 from weft.model.work import MATMUL_KINDS, differentiable, work
 from weft.plan.patterns import pattern_of
-from weft.plan.placement import P, Placement, R, is_shard, is_whole
+from weft.plan.placement import P, Placement, R, is_owned, is_shard, is_whole
 from weft.report.tables import Table
 
 
@@ -88,6 +88,8 @@ def _form_words(forms: Mapping[str, Placement], sizes: Mapping[str, int], whole:
         form = forms.get(axis, R)
         if size > 1 and is_shard(form):
             said.append(f"dim {form.dim} by {axis}")
+        elif size > 1 and is_owned(form):
+            said.append(f"rank {form.rank} of {axis}")
         elif size > 1 and form is P:
             said.append(f"summands over {axis}")
     return ", ".join(said) or whole

@@ -37,6 +37,7 @@ from weft.plan.axis import axis_of, sample_axes
 from weft.plan.grid import AXES, PLAIN
 from weft.plan.patterns import expand_all
 from weft.plan.plan import Plan
+from weft.plan.precision import PRECISIONS
 from weft.run.additive import Part, part_of
 from weft.run.blocks import Blocks, Initial
 from weft.run.meshes import between_meshes, from_other_meshes, shares_of, stage_shardings
@@ -233,15 +234,15 @@ def build(
     at = mesh.coordinates(world.rank)
     shardings = stage_shardings(plan, source, graph, stages)
     sharding = shardings[at["pipeline"]]  # of all stages of a rank
-    mine = [stages[s] for s in program.stages_of[at["pipeline"]]]
-    draw = Draw(seed=seed)
+    mine, draw = [stages[s] for s in program.stages_of[at["pipeline"]]], Draw(seed=seed)
     groups = {axis: world.group(mesh.group(world.rank, axis)) for axis in sharding.sizes}
     rows = rows_of_outputs(source, batch, graph, layout.data) if outputs else {}
     across = between_meshes(layout, stages) & {v.value for v in graph.parameters}
     shares, apart = shares_of(across, sharding, mesh), from_other_meshes(layout, mine)
     arrival, where_samples = Arrival(), folds(plan, source, part.captured, batch, loss)
     late, own = frozenset(total.variable for total in normal.totals), layout.own_statistics
-    lowering = Lowering(graph, sharding, groups, world.device, draw, rows, shares, apart, where_samples, late, arrival, own)
+    narrow = PRECISIONS[layout.precision].products
+    lowering = Lowering(graph, sharding, groups, world.device, draw, rows, shares, apart, where_samples, late, arrival, own, narrow)
     lowered = {stage.index: lower(stage, lowering) for stage in mine}
     known = Sized(normal, lowered, {}, shardings, sharding)
 
