@@ -169,6 +169,7 @@ def main(arguments: Sequence[str]) -> int:
     rows: list[Row] = []
     for file in given.merge or ():
         rows += [Row(**entry) for entry in json.loads(Path(file).read_text(encoding="utf-8"))["rows"]]
+    rows = list({(row.model, row.layout): row for row in rows}.values())  # the last word on each
     for name, make in () if given.merge else subjects():
         if given.models and not any(word in name for word in given.models):
             continue

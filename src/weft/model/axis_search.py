@@ -12,6 +12,7 @@ from weft.model.axis_problem import AxisProblem, Choice
 from weft.model.graph import Operator
 from weft.plan.placement import D, Placement, R
 
+BEAM = 24  # states that are kept
 MANY_AGAIN, WIDER = 4, 4  # so many weights that are read again ask for a beam so many times as wide
 
 
@@ -24,10 +25,7 @@ class _Decided(NamedTuple):
     stored: dict[str, Placement]  # parameters and buffers that were met here, as they lie
 
 
-BEAM = 24
-
-
-def solve(problem: AxisProblem) -> tuple[dict[str, Choice], dict[str, Placement]]:
+def solve(problem: AxisProblem, beam: int = BEAM) -> tuple[dict[str, Choice], dict[str, Placement]]:
     """The cheapest choices found, and where parameters and buffers lie."""
     last: dict[str, int] = {}
     again: set[str] = set()
@@ -36,7 +34,7 @@ def solve(problem: AxisProblem) -> tuple[dict[str, Choice], dict[str, Placement]
             if value in last and value in problem.weights:
                 again.add(value)
             last[value] = i
-    beam = BEAM * (WIDER if len(again) >= MANY_AGAIN else 1)
+    beam *= WIDER if len(again) >= MANY_AGAIN else 1
     State = tuple[float, dict[str, tuple[Placement, ...]], _Decided | None]
     states: list[State] = [(0.0, {}, None)]
     for i, op in enumerate(problem.graph.operators):
