@@ -111,7 +111,8 @@ def test_bfloat16_is_as_near_as_bfloat16_is(subject: Callable[[str], Subject], n
         replace(Layout.parse(layout), precision="bfloat16"), steps=1, eager="free links" if "tensor" in layout else ""
     )
     assert found.ok, found
-    assert found.tolerance == 5e-2
+    assert found.in_noise
+    assert found.tolerance == 4.0
 
 
 def test_gradients_of_inputs_are_compared(subject: Callable[[str], Subject], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _SCHEDULE = "A schedule of your own: the same as schedule=FILE in the layout."
 _LAYOUTS = 'The layout, as often as needed: "data=2 tensor=2 pipeline=2 microbatches=4". The model is traced once for all of them.'
+_DTYPE = "float64, float32, bfloat16 or float16; by default what the layout says (precision=bfloat16), or float64."
 _CUT = "Cut weights wherever the rules allow, however little it pays; small models are else not cut at all."
 _MODEL = """A zoo name (gpt-10m, gpt:layers=12,hidden=768), hf:CONFIG.json, FILE.py:FACTORY that returns a module,
 (module, batch) or (module, batch, loss); or a PLAN.toml, whose layout, cuts and stages are then verified."""
@@ -38,7 +39,7 @@ def verify(  # noqa: PLR0913
     batch: options.Batch = None,
     sequence: options.Sequence = None,
     steps: Annotated[int, typer.Option("--steps", min=1, metavar="N", help="Training steps to compare.")] = 2,
-    dtype: Annotated[str, typer.Option("--dtype", metavar="TYPE", help="float64, float32 or bfloat16.")] = "float64",
+    dtype: Annotated[str | None, typer.Option("--dtype", metavar="TYPE", help=_DTYPE, show_default=False)] = None,
     tolerance: Annotated[
         float | None, typer.Option("--tolerance", metavar="X", help="Largest relative error; 1e-9 in float64.", show_default=False)
     ] = None,
@@ -70,10 +71,12 @@ def verify(  # noqa: PLR0913
             layouts = [_with_schedule(text, schedule) for text in layout or [f"data={ranks or 1}"]]
         for one in layouts:
             _check_ranks(one, ranks)
+        asked = layouts if plan is not None or schedule is not None or not layout else layout
         subject = load_model(plan.model if plan is not None else model, batch, sequence)
-        with out.working(f"comparing {', '.join(map(str, layouts))} with the serial model over {steps} steps in {dtype}"):
+        where = f" in {dtype}" if dtype else ""
+        with out.working(f"comparing {', '.join(map(str, layouts))} with the serial model over {steps} steps{where}"):
             found = api.verify(
-                subject, plan or layouts, batch, steps=steps, dtype=dtype, tolerance=tolerance, device_memory=device_memory or 0,
+                subject, plan or asked, batch, steps=steps, dtype=dtype, tolerance=tolerance, device_memory=device_memory or 0,
                 cut_everything=cut_everything,
             )  # fmt: skip
         results = found.layouts or (found,)
@@ -82,7 +85,7 @@ def verify(  # noqa: PLR0913
         else:
             _show(out, model, results[0])
             if results[0].memory:
-                predicted = api.plan(subject, batch, cluster="1xcpu-2", layout=replace(layouts[0], precision=dtype)).prediction
+                predicted = api.plan(subject, batch, cluster="1xcpu-2", layout=replace(layouts[0], precision=results[0].dtype)).prediction
                 out.table(measured_memory_table(results[0].memory, predicted.memory if predicted else None))
         out.answer((found if len(results) > 1 else results[0]).record())
         if not found.ok:
@@ -118,7 +121,7 @@ def _check_ranks(layout: Layout, ranks: int | None) -> None:
 def _show(out: Output, model: str, found: Verification) -> None:
     """One layout: errors by kind, what each axis divides, what is not proven."""
     rows = tuple((name, f"{error:.3g}") for name, error in found.worst.items())
-    out.text(f"{model}, {found.layout}: worst relative error over {found.steps} steps in {found.dtype}, tolerance {found.tolerance:.0e}")
+    out.text(f"{model}, {found.layout}: worst {found.unit} over {found.steps} steps in {found.dtype}, tolerance {found.tolerance:.0e}")
     out.table(Table("", ("", "error"), rows, right=(1,)))
     for axis, words in found.shares():
         out.text(f"{axis} divides {words}")
@@ -135,7 +138,7 @@ def _show_all(out: Output, model: str, found: Sequence[Verification]) -> None:
 
     columns, rows = table(found)
     one = found[0]
-    title = f"{model}: worst relative error over {one.steps} steps in {one.dtype}, tolerance {one.tolerance:.0e}"
+    title = f"{model}: worst {one.unit} over {one.steps} steps in {one.dtype}, tolerance {one.tolerance:.0e}"
     out.table(Table(title, columns, tuple(rows), right=tuple(range(2, len(columns)))))
     for text in notes(found):
         out.text(text)

@@ -201,12 +201,10 @@ class Layout:
             )
 
     def _check_words(self) -> None:
-        """Words must be known ones; without a pipeline nobody lends, and one replica has all samples."""
+        """Words must be known ones; without a pipeline nobody lends."""
         named = "1f1b" if self.actions else self.schedule
         ways = tuple(getattr(self, key) for key in CHOICES if key != "schedule")
         _refuse(refuse_words((named, *ways)))
-        if self.data == 1:
-            object.__setattr__(self, "batch_norm", "exact")
         if self.branch == 1:
             object.__setattr__(self, "neighbours", BRANCH)
         if self.pipeline == 1:
@@ -393,7 +391,7 @@ class Layout:
     @property
     def own_statistics(self) -> tuple[str, ...]:
         """The mesh axes along which ranks take statistics of batch norm over samples of their own."""
-        return sample_axes(axis for axis, _ in self.axes) if self.batch_norm == "local" else ()
+        return sample_axes(axis for axis, _ in self.axes) if self.batch_norm == "local" and self.data > 1 else ()
 
     @property
     def weight_ranks(self) -> int:

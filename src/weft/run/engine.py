@@ -46,7 +46,7 @@ from weft.run.state import checkpoint
 from weft.run.state.checkpoint import Piece
 from weft.run.state.optimizer import Optimizer, OptimizerSpec
 from weft.run.state.parameters import share
-from weft.run.state.precision import LossScale
+from weft.run.state.precision import FIRST, LossScale
 from weft.run.step.executor import Result
 from weft.run.step.executors import Executors
 from weft.run.step.result import StepResult, mean_of
@@ -59,10 +59,12 @@ from weft.world.world import Group, Work, World
 
 @dataclass(frozen=True)
 class OnDevice:
-    """How an engine uses a rank's device: stages compiled or not, and at most `memory` bytes; 0 for all that there are."""
+    """How an engine uses a rank's device: stages compiled or not, and at most `memory` bytes; 0 for all that there are. `scale`: what the
+    loss is first multiplied by, in float16."""
 
     compile: bool = False
     memory: float = 0.0
+    scale: float = FIRST
 
 
 class Engine:
@@ -115,7 +117,7 @@ class Engine:
         self._counters_of: dict[tuple[int, int, int], Counter] = {}
         self.gradients = self._sums_of_gradients(sums)
         self._rests = Rests(self.gradients.compressed.values(), plan.layout, world.rank)
-        self.scale = LossScale(world.device, plan.layout.precision)
+        self.scale = LossScale(world.device, plan.layout.precision, device.scale)
         how = device.compile, self.scale
         self._executors = Executors(self.parts, plan, world, self.memory, self.gradients, self._gathered, self._host, *how)
         self._executor = self._executors.of(plan.microbatch_sizes)

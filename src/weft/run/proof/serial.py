@@ -36,7 +36,8 @@ from weft.run.uncaptured.draws import Draws
 
 Values = Mapping[str, Mapping[str, Tensor]]  # what is compared: kind -> name -> value
 
-_EPSILON = {name: torch.finfo(getattr(torch, one.rounds_to)).eps for name, one in PRECISIONS.items()}
+EPSILON = {name: torch.finfo(getattr(torch, one.rounds_to)).eps for name, one in PRECISIONS.items()}
+SCALE = 4096.0  # of the loss in float16: what overflows at a sum's edge would be skipped by one of two runs that add up in other orders
 _RUNS = 4  # perturbed runs: one alone can round the same way by chance
 
 
@@ -111,7 +112,7 @@ class Serial:
         self._optimizer = spec.build([(p, spec.decays(p.shape)) for p in trained])
         self._clip, self._slots = spec.clip, spec.slots
         # torch's own loss scaling, one factor for all microbatches of a step; off where nothing is scaled.
-        self._scaler = torch.amp.GradScaler(device.type, enabled=PRECISIONS[plan.layout.precision].scaled)
+        self._scaler = torch.amp.GradScaler(device.type, init_scale=SCALE, enabled=PRECISIONS[plan.layout.precision].scaled)
         self._narrow = products_of(plan.layout.precision)
         if self._carries_inputs():
             self._closed = frozenset(self._batch)
@@ -235,7 +236,7 @@ class Serial:
     def perturb(self, seed: int) -> None:
         """Move every parameter by one unit of rounding, up or down at random."""
         generator = torch.Generator().manual_seed(seed)
-        epsilon = _EPSILON[self._plan.layout.precision]
+        epsilon = EPSILON[self._plan.layout.precision]
         with torch.no_grad():
             for p in self.model.parameters():
                 if p.is_floating_point():

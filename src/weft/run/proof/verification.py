@@ -14,7 +14,8 @@ _WORDS = {"input_gradients": "input gradients"}
 
 @dataclass(frozen=True)
 class Verification:
-    """The result: worst relative error by what was compared, and the first tensor above the tolerance.
+    """The result: worst relative error by what was compared, and the first tensor above the tolerance. In 16 bits (`in_noise`) errors and
+    tolerance are multiples of the rounding noise that serial runs have.
 
     `divided`: by axis the share of parameters and of FLOPs that it divides, see `run/proof/division`. `warnings`: what equality does not
     prove, a sentence each. `memory`: bytes that the fullest device held at most, by part and in `total`; empty where nothing counts them.
@@ -37,6 +38,12 @@ class Verification:
     warnings: tuple[str, ...] = ()
     layouts: tuple[Verification, ...] = ()
     whole_batch: dict[str, float] = field(default_factory=dict)
+    in_noise: bool = False
+
+    @property
+    def unit(self) -> str:
+        """What `worst` is in."""
+        return "difference in multiples of serial rounding noise" if self.in_noise else "relative error"
 
     @classmethod
     def together(cls, results: Sequence[Verification]) -> Verification:
@@ -50,19 +57,25 @@ class Verification:
         said = tuple(dict.fromkeys(text for found in results for text in found.warnings))
         one = results[0]
         return cls(
-            first is None, worst, first, whole, one.tolerance, {}, "", one.steps, one.dtype, warnings=said, layouts=tuple(results)
+            first is None, worst, first, whole, one.tolerance, {}, "", one.steps, one.dtype, warnings=said, layouts=tuple(results),
+            in_noise=one.in_noise,
         )
 
     def __str__(self) -> str:
         if self.layouts:
             return _aligned(*table(self.layouts), notes(self.layouts))
         errors = ", ".join(f"{_WORDS.get(name, name)} {error:.1e}" for name, error in self.worst.items())
-        lines = [f"{'equal' if self.ok else f'differs first in {self.first_difference}'} ({errors}; tolerance {self.tolerance:.0e})"]
+        lines = [f"{'equal' if self.ok else f'differs first in {self.first_difference}'} ({self._in_words(errors)})"]
         if self.layout:
             lines[0] = f"{self.layout}: {lines[0]}"
         lines += [f"  {axis} divides {words}" for axis, words in self.shares()]
         lines += [f"  warning: {text}" for text in self.warnings]
         return "\n".join(lines)
+
+    def _in_words(self, errors: str) -> str:
+        if self.in_noise:
+            return f"{errors} times the rounding noise; tolerance {self.tolerance:g}"
+        return f"{errors}; tolerance {self.tolerance:.0e}"
 
     def shares(self) -> list[tuple[str, str]]:
         """By axis, in words: what it divides."""
@@ -82,6 +95,7 @@ class Verification:
             "warnings": list(self.warnings),
             "layout": self.layout,
             "tolerance": self.tolerance,
+            "unit": self.unit,
             "steps": self.steps,
             "dtype": self.dtype,
             "memory_bytes": self.memory,

@@ -30,10 +30,10 @@ def products_of(precision: str) -> torch.dtype | None:
 class LossScale:
     """What the loss is multiplied by; 1 where the precision is not `scaled`."""
 
-    def __init__(self, device: torch.device, precision: str) -> None:
+    def __init__(self, device: torch.device, precision: str, first: float = FIRST) -> None:
         self.scaled = PRECISIONS[precision].scaled
         self._found = torch.zeros((), device=device)
-        self._factor = torch.tensor(FIRST)
+        self._first, self._factor = first, torch.tensor(first)
         self._steps, self._skipped, self._at = (torch.zeros((), dtype=torch.int64) for _ in range(3))
 
     @property
@@ -80,6 +80,6 @@ class LossScale:
     def loaded(self, step: int) -> None:
         """After `pieces(-1)` were loaded from a checkpoint of `step` steps: begin anew where it had none."""
         if int(self._at) != step:
-            self._factor.fill_(FIRST)
+            self._factor.fill_(self._first)
             self._steps.zero_()
             self._skipped.zero_()
