@@ -229,6 +229,7 @@ def parallelize(  # noqa: PLR0913
         plan: a `Plan`, a layout by hand ("data=2 tensor=2"), a plan file ("plan.toml"), or None to choose one for all ranks here.
         world: this rank's world; by default the one it was started in (`weft.launch`, torchrun, srun), or one rank alone.
         seed: of initial weights, where `model` is a function: they equal `torch.manual_seed(seed); model()` bit for bit.
+        compile: as compile=on in the layout.
         device_memory: what this rank's tensors may take, 2e9 or "2GiB"; 0 is all that there is. It is counted and enforced.
 
     Raises:
@@ -252,7 +253,9 @@ def parallelize(  # noqa: PLR0913
         draw_alike(world)
     limit = parse_bytes(device_memory)
     chosen = _plan_for(subject, plan, cluster, world, limit)
-    return Engine(chosen, make, given, loss, world, optimizer, seed=seed, device=OnDevice(compile, limit))
+    if compile:
+        chosen = replace(chosen, layout=replace(chosen.layout, compile="on"))
+    return Engine(chosen, make, given, loss, world, optimizer, seed=seed, device=OnDevice(limit))
 
 
 def _plan_for(
@@ -320,17 +323,13 @@ def verify(  # noqa: PLR0913
 ) -> Verification:
     """Start the layout's ranks and compare the parallel run with the serial one, in `dtype`, over `steps` steps.
 
-    In bfloat16 and float16 both compute in that precision, and what may lie between them is measured: serial runs whose weights differ by
-    one unit of rounding.
-
     Args:
         model, batch, loss: as for `plan`. Or a plan file ("plan.toml"), which names its model, batch and layout.
         layout: in words, a `Plan` or a plan file, whose cuts and stages are then those that are verified; or several of these, for which
             the model is traced once. "data=2" where nothing else says it.
-        dtype: by default the precision that a layout in words names, or float64.
-        tolerance: largest relative error; 1e-9 in float64 by default, in 16 bits 4 times the measured noise.
-        device_memory: as for `parallelize`, of the parallel run.
-        schedule: a file of actions, in place of the layout's schedule: the same as `schedule=FILE` in the layout.
+        dtype: of both; by default the precision that a layout in words names, or float64.
+        tolerance: largest relative error; 1e-9 in float64 by default, in 16 bits 4 times the measured noise of serial runs.
+        device_memory: as for `parallelize`, of the parallel run. schedule: a file of actions, the same as `schedule=FILE` in the layout.
         cut_everything: cut weights wherever the rules allow, however little it pays: small models would else not be cut at all.
 
     Returns:

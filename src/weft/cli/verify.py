@@ -73,8 +73,7 @@ def verify(  # noqa: PLR0913
             _check_ranks(one, ranks)
         asked = layouts if plan is not None or schedule is not None or not layout else layout
         subject = load_model(plan.model if plan is not None else model, batch, sequence)
-        where = f" in {dtype}" if dtype else ""
-        with out.working(f"comparing {', '.join(map(str, layouts))} with the serial model over {steps} steps{where}"):
+        with out.working(f"comparing {', '.join(map(str, layouts))} with the serial model over {steps} steps"):
             found = api.verify(
                 subject, plan or asked, batch, steps=steps, dtype=dtype, tolerance=tolerance, device_memory=device_memory or 0,
                 cut_everything=cut_everything,

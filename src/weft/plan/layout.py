@@ -8,6 +8,7 @@ from functools import cache
 
 from weft.errors import LayoutError, nearest
 from weft.plan.axis import ATTENTION, BRANCH, DATA, EXPERT, parse_spatial, sample_axes, spatial_ranks
+from weft.plan.beside import BRANCH_WITH, COMPILE_WITH, INNER_WITH, STALE_WITH, refuse_beside
 from weft.plan.choice import AUTO, refuse_sums
 from weft.plan.choice import NAMES as ALL_REDUCE
 from weft.plan.compression import Compression, refuse_compression, refuse_scaled
@@ -33,6 +34,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "batch_norm": ("exact", "local"),
     "attention": ATTENTION,
     "neighbours": ("branch", "data"),
+    "compile": ("off", "on"),
 }
 COUNTS = ("data", "tensor", "pipeline", "microbatches", "chunks", "expert", "branch", "context", "segment")
 # What a plan may say and be priced for, and what runs of it: the rest is refused by name when a run starts, never ignored.
@@ -40,42 +42,6 @@ RUNS: dict[str, tuple[int | str, ...]] = {
     "zero": (0, 1, 2, 3),
     "recompute": ("none", "selective", "full"),
     "offload": ("none", "activations", "optimizer", "all"),
-}
-# What goes with stages that are arranged differently.
-INNER_WITH: dict[str, tuple[int | str, ...]] = {
-    "schedule": ("sequential", "gpipe", "1f1b", "zb-h1", "zb-h2"),
-    "chunks": (1,),
-    "expert": (1,),
-    "compress": ("none",),
-    "lend": (AUTO, "off"),
-    "context": (1,),
-    "shares": ("",),
-    "batch_norm": ("exact",),
-    "branch": (1,),
-}
-# What goes with updates that come late.
-STALE_WITH: dict[str, tuple[int | str, ...]] = {
-    "tensor": (1,),
-    "pipeline": (1,),
-    "chunks": (1,),
-    "schedule": ("1f1b", "gpipe", "sequential"),
-    "expert": (1,),
-    "zero": (0,),
-    "offload": ("none", "activations"),
-    "compress": ("none",),
-    "context": (1,),
-    "spatial": ("1",),
-    "precision": tuple(name for name, one in PRECISIONS.items() if not one.scaled),
-    "batch_norm": ("exact",),
-    "branch": (1,),
-}
-# What goes with ranks that own branches.
-BRANCH_WITH: dict[str, tuple[int | str, ...]] = {
-    "sample_parallel": ("off",),
-    "expert": (1,),
-    "compress": ("none",),
-    "shares": ("",),
-    "batch_norm": ("exact",),
 }
 # What other programs call a key.
 OTHER_NAMES = {
@@ -112,6 +78,7 @@ class Layout:
     `segment`: layers that `recompute=full` repeats together, of which only what enters the first is kept.
     `batch_norm`: whether its statistics are those of the whole (micro)batch, or of each data replica's samples (`local`), which trains
     something else.
+    `compile`: whether what torch computes between collectives is compiled, stage by stage, which takes a minute or more at the start.
     `actions`: of a schedule of the user's own its text, whatever the file says by now that `schedule` names; nothing of a named one.
     """
 
@@ -143,6 +110,7 @@ class Layout:
     segment: int = 1
     shares: str = ""
     batch_norm: str = "exact"
+    compile: str = "off"
     actions: str = field(default="", repr=False)
 
     def __post_init__(self) -> None:
@@ -168,6 +136,8 @@ class Layout:
         object.__setattr__(self, "shares", format_shares(parse_shares(self.shares, self.data)))
         self._check_inner()
         _refuse(refuse_staleness(self))
+        if self.compile == "on":
+            _refuse(refuse_beside(self, COMPILE_WITH, "compile=on", "compile=off"))
         given = {"expert": self.expert > 1, "sample_parallel": self.sample_parallel == "on", "batch_norm": self.batch_norm == "local"}
         if self.shares and any(given.values()):
             other = next(f"{key}={getattr(self, key)}" for key, is_so in given.items() if is_so)
@@ -265,12 +235,7 @@ class Layout:
         if len(set(sizes)) == 1:
             object.__setattr__(self, "inner", "")
             return
-        for key, known in INNER_WITH.items():
-            if getattr(self, key) not in known:
-                raise LayoutError(
-                    f"{key}={getattr(self, key)} with stages that are arranged differently (inner={self.inner}) is not built yet; "
-                    f"use {' or '.join(f'{key}={value}' for value in known)}"
-                )
+        _refuse(refuse_beside(self, INNER_WITH, f"stages that are arranged differently (inner={self.inner})", "leave inner out"))
 
     @property
     def _inner(self) -> Inner:
@@ -495,7 +460,7 @@ def refuse_words(words: tuple[str, ...]) -> str:
     """Why one of the `words` for the keys of `CHOICES`, in their order, is no choice; empty where all are. A search makes thousands of
     layouts of the same few words.
 
-    >>> refuse_words(("1f1b", "off", "off", "none", "none", "float8", "auto", "off", "exact", "auto", "branch"))
+    >>> refuse_words(("1f1b", "off", "off", "none", "none", "float8", "auto", "off", "exact", "auto", "branch", "off"))
     'precision=float8 is not built yet; use one of float32, bfloat16, float16, float64'
     """
     return next((why for key, word in zip(CHOICES, words, strict=True) if (why := refuse_word(key, word))), "")
@@ -526,10 +491,4 @@ def refuse_staleness(layout: Layout) -> str:
         return ""
     if layout.data == 1:
         return f"staleness={layout.staleness} lets replicas run ahead of each other, and data=1 has one; use data=2 or more, or staleness=0"
-    for key, known in STALE_WITH.items():
-        if kind_of(key, value := getattr(layout, key)) not in known:
-            return (
-                f"{key}={value} with staleness={layout.staleness} is not built; "
-                f"use {' or '.join(f'{key}={value}' for value in known)}, or staleness=0"
-            )
-    return ""
+    return refuse_beside(layout, STALE_WITH, f"staleness={layout.staleness}", "staleness=0")

@@ -123,6 +123,7 @@ def check_uncaptured(layout: Layout, why: str) -> None:
         f"{unknown}; use offload=optimizer": layout.moves_layers,
         f"{unknown}; use zero=2": layout.zero > 2,
         f"{unknown}; leave batch_norm out": layout.batch_norm != "exact",
+        f"{unknown}; leave compile out": layout.compile != "off",
     }
     for remedy, is_so in refused.items():
         if is_so:

@@ -59,10 +59,9 @@ from weft.world.world import Group, Work, World
 
 @dataclass(frozen=True)
 class OnDevice:
-    """How an engine uses a rank's device: stages compiled or not, and at most `memory` bytes; 0 for all that there are. `scale`: what the
-    loss is first multiplied by, in float16."""
+    """How an engine uses a rank's device: at most `memory` bytes; 0 for all that there are. `scale`: what the loss is first multiplied by,
+    in float16."""
 
-    compile: bool = False
     memory: float = 0.0
     scale: float = FIRST
 
@@ -118,7 +117,7 @@ class Engine:
         self.gradients = self._sums_of_gradients(sums)
         self._rests = Rests(self.gradients.compressed.values(), plan.layout, world.rank)
         self.scale = LossScale(world.device, plan.layout.precision, device.scale)
-        how = device.compile, self.scale
+        how = plan.layout.compile == "on", self.scale
         self._executors = Executors(self.parts, plan, world, self.memory, self.gradients, self._gathered, self._host, *how)
         self._executor = self._executors.of(plan.microbatch_sizes)
         self._evaluation = cache(partial(self._evaluates, source, batch, loss))

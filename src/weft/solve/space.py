@@ -25,6 +25,7 @@ from math import isqrt, prod
 from weft.cluster.cluster import Cluster
 from weft.errors import Infeasible, LayoutError, UsageError, nearest
 from weft.plan.axis import ATTENTION, BRANCH, parse_spatial, spatial_ranks
+from weft.plan.beside import COMPILE_WITH
 from weft.plan.compression import Compression
 from weft.plan.custom import is_file
 from weft.plan.grid import checked_grid, parse_grid
@@ -298,7 +299,8 @@ class Space:
                 for layout in self._frames(mesh, precisions):
                     try:
                         layout = replace(
-                            layout, compress=self.compress, staleness=self.staleness, lend=self.lend, batch_norm=self.batch_norm
+                            layout, compress=self.compress, staleness=self.staleness, lend=self.lend, batch_norm=self.batch_norm,
+                            compile="on" if self.asked("compile", "on") else "off",
                         )
                     except LayoutError:  # has no replicas to compress for, or no late updates
                         continue
@@ -431,6 +433,8 @@ class Space:
         asked = self.asked("schedule", name)
         chunks = chunks_of(name, 1)
         stages = frame.pipeline * chunks
+        if frame.compile == "on" and name not in COMPILE_WITH["schedule"]:
+            return False
         if not self.admits("schedule", name) or not self.admits("chunks", chunks) or refuse_sizes(name, frame.microbatches):
             return False
         if asked or schedule_of(replace(frame, schedule=name)).has_replicas:

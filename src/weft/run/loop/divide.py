@@ -55,6 +55,8 @@ def divide(model: nn.Module, source: Source, plan: Plan, batch: Any, world: Worl
     if divides or layout.zero or layout.compress != "none" or layout.staleness:
         raise Infeasible(f"{layout}: a plain loop owns its backward and its optimizer, so only data and tensor apply; use weft.parallelize")
     check_equal(plan.batch_size, layout, "a plain loop averages gradients over ranks")
+    if layout.compile == "on":
+        raise Infeasible(f"{layout}: a plain loop's module is not compiled; leave compile out, or use weft.parallelize")
     if layout.batch_norm == "local":
         raise Infeasible(
             f"{layout}: statistics of each replica would be kept apart in a plain loop; leave batch_norm out, or use weft.parallelize"

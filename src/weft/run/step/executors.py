@@ -109,10 +109,8 @@ class Executors:
         grads = needs_gradient(graph) - {v.value for v in graph.inputs}
         dtypes = {value: getattr(torch, t.dtype) for value, t in graph.tensors.items()}
         splits = self.trains and any(isinstance(a, Compute) and a.op is Op.W for row in parts.program.actions for a in row)
-        if compile and (self.gathered.units or layout.moves_layers):
-            raise UsageError(f"compile=True with {layout}, whose layers come and go, is not built yet; leave it out")
         if splits and compile:
-            raise UsageError(f"compile=True with {parts.program.name}, which splits backward, is not built yet; leave it out, or use 1f1b")
+            raise UsageError(f"compile=on with {parts.program.name}, which splits backward, is not built; use compile=off or schedule=1f1b")
         if not self.trains:  # nothing is kept for backward, so nothing need be computed again or moved away
             layout = replace(layout, recompute="none", segment=1, offload="none")
         computing = Computing(self.world.device, self.memory, products_of(layout.precision), compile, self.scale)

@@ -22,6 +22,7 @@ from weft.lower.late import Late, Note
 from weft.lower.local import LocalStage
 from weft.run.residency.host import Moved
 from weft.run.state.precision import LossScale
+from weft.run.step.compiled import compiled
 from weft.world.memory import Accounts
 
 SMALL_BYTES = 64 << 10  # that a stage receives, or sends, of a microbatch; its compute then takes less than a millisecond
@@ -122,7 +123,7 @@ class StageRunner:
         self._args: list[Tensor | None] = [variables.get(value) for value in local.variables]
         self._given = [(i, value) for i, value in enumerate(local.variables) if value not in variables]
         self._autocast, self._device, self._scale = computing.autocast, computing.device, computing.scale
-        self.module: Callable[..., Any] = torch.compile(local.module) if computing.compile else local.module
+        self.module: Callable[..., Any] = compiled(local) if computing.compile else local.module
 
     def forward(self, inputs: Mapping[str, Tensor], received: Sequence[Tensor], input_gradients: bool = False) -> Kept:
         """Run forward. `inputs`: local batch tensors by value name; `received`: in the order of `local.received`."""

@@ -1,0 +1,86 @@
+"""`compile=on`: what torch computes between collectives is compiled, without a graph break, and equal to the serial model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import weft
+from weft.errors import LayoutError
+from weft.plan.layout import Layout
+from weft.run.step import compiled
+from weft.world.world import World
+
+
+class Net(nn.Module):
+    """Wide enough to be cut, with batch norm and dropout, which are kernels of weft's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.out = nn.Linear(12, 16), nn.Linear(16, 16), nn.Linear(16, 4)
+        self.norm, self.over = nn.LayerNorm(16), nn.BatchNorm1d(16)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.norm(F.gelu(self.first(x)))
+        x = x + F.dropout(self.over(F.silu(self.second(x))), 0.1, self.training)
+        return F.cross_entropy(self.out(x), y)
+
+
+def data() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(8, 12, generator=generator), torch.randint(4, (8,), generator=generator)
+
+
+@pytest.mark.parametrize("layout", ["data=2 zero=1", "tensor=2", "pipeline=2 microbatches=2"])
+def test_compiled_stages_equal_serial(layout: str) -> None:
+    """Dynamo raises at a graph break (`fullgraph`), so there is none."""
+    found = weft.verify(Net, f"{layout} compile=on", data(), steps=2, cut_everything=True)
+    assert found.ok, found
+    assert found.tolerance == 1e-9
+
+
+def test_runs_that_are_traced_apart_equal_serial(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same cuts, without the code that the compiler writes, which takes half a minute."""
+    right = torch.compile
+    monkeypatch.setattr(compiled.torch, "compile", lambda part, **options: right(part, backend="aot_eager", **options))
+    found = weft.verify(Net, "data=2 tensor=2 compile=on", data(), steps=2, cut_everything=True)
+    assert found.ok, found
+
+
+def runs(world: World) -> list[str]:
+    engine = weft.parallelize(Net, data(), plan="data=2", seed=0, compile=True, world=world)
+    assert engine.plan.layout.compile == "on"
+    return [type(one).__name__ for one in engine._executor.runners[0].module.children()]  # type: ignore[attr-defined]
+
+
+def test_what_is_compiled_is_what_stands_between_weft_s_own_kernels(ranks: Any) -> None:
+    names = ranks(runs, 2)[0]
+    assert names.count("OptimizedModule") >= 2
+    assert names.count("GraphModule") >= 1  # batch norm over both ranks
+
+
+def test_broken_twin_code_that_is_compiled_wrongly(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = torch.compile
+
+    def wrong(part: Any, **options: Any) -> Any:
+        return right(part, backend=lambda module, inputs: lambda *given: [x * (1 + 1e-7) for x in module(*given)], **options)
+
+    monkeypatch.setattr(compiled.torch, "compile", wrong)
+    assert not weft.verify(Net, "data=2 compile=on", data(), steps=1).ok
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("data=2 zero=3 compile=on", "zero=3 with compile=on is not built; use zero=0 or zero=1 or zero=2, or compile=off"),
+        ("recompute=full compile=on", "recompute=full with compile=on is not built; use recompute=none"),
+        ("pipeline=2 microbatches=2 schedule=zb-h1 compile=on", "schedule=zb-h1 with compile=on is not built"),
+    ],
+)
+def test_what_does_not_go_with_it_is_refused_by_name(words: str, message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
+        Layout.parse(words)
