@@ -58,6 +58,26 @@ tables; plans that weft chooses itself balance their stages.
 """
 
 
+GEMS = """
+## GEMS on 1,024 GPUs
+
+Jain et al. (SC'20) report that ResNet-1k trains with GEMS on 1,024 V100 at 97.32 % of what as many times one pipeline would reach. They do
+not say with which batch and image in what is at hand here, so this is a prediction of one case, not an error. Nothing was fitted to it.
+
+```
+weft scaling resnet-1k --cluster bench/validate/lassen.toml --devices 8,1024 --weak --batch 32 \\
+  --layout "pipeline=8 microbatches=8 schedule=gems-master batch_norm=local"
+```
+
+| statistics of batch norm | step on 8 GPUs | step on 1,024 | efficiency |
+|---|---|---|---|
+| `exact`: of all 4,096 samples | 4.11 s | 6.53 s | 62.9 % |
+| `local`: of each replica's | 4.11 s | 5.08 s | 80.8 % |
+
+What is left to 97 % is not batch norm: with 128 replicas weft puts the ranks of a pipeline 128 apart, so that what stages send crosses
+nodes, and stages are cut where they send little and compute unequally.
+"""
+
 ALPA = """
 ## Alpa's 21 configurations
 
@@ -109,4 +129,4 @@ def write(path: Path, rows: list[Row]) -> None:
     ran = {name: (path.parent / "benchmarks" / f"{name}.md").exists() for name in ("planned", "published", "rules", "memory")}
     alpa = ALPA + summary(known) if known else ""
     pages = (PUBLISHED * ran["published"], PLANNED * ran["planned"], RULES * ran["rules"], MEMORY * ran["memory"])
-    path.write_text(HEAD + table(rows) + "\n" + NOTES + alpa + "".join(pages))
+    path.write_text(HEAD + table(rows) + "\n" + NOTES + GEMS + alpa + "".join(pages))
