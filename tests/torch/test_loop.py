@@ -87,7 +87,7 @@ class SerialEngine:
                 value.zero_()
         self.num_parameters = sum(p.numel() for p in self.model.parameters())
 
-    def step(self, batch: Any, lr: float | None = None, record: bool = False) -> Result:
+    def step(self, batch: Any, lr: float | None = None, record: bool = False, samples: int = 0) -> Result:
         self.before_step(self.step_index)
         self.seen.append((self.step_index, batch))
         self.optimizer.zero_grad()
@@ -102,7 +102,7 @@ class SerialEngine:
     def fullest_memory(self) -> dict[str, float]:
         return {}
 
-    def evaluate(self, batch: Any) -> float:
+    def evaluate(self, batch: Any, whole: bool | None = None, samples: int = 0) -> float:
         with torch.no_grad():
             return float(self._loss(batch))
 
@@ -216,7 +216,7 @@ def test_an_evaluation_takes_every_sample_once(job: Job, monkeypatch: pytest.Mon
     losses: list[tuple[float, int]] = []
     evaluate = SerialEngine.evaluate
 
-    def watched(self: SerialEngine, given: Any) -> float:
+    def watched(self: SerialEngine, given: Any, **_: Any) -> float:
         found = evaluate(self, given)
         rows.extend(given["input_ids"])
         losses.append((found, len(given["input_ids"])))
@@ -325,7 +325,7 @@ def test_a_checkpoint_that_fails_is_told_and_training_goes_on(
 def test_a_model_that_cannot_be_evaluated_is_trained_all_the_same(
     job: Job, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def evaluate(self: SerialEngine, batch: Any) -> float:
+    def evaluate(self: SerialEngine, batch: Any, **_: Any) -> float:
         raise ModelError("the model computes something else in evaluation")
 
     monkeypatch.setattr(SerialEngine, "evaluate", evaluate)

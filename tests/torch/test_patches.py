@@ -141,6 +141,16 @@ def complex_parameters() -> None:
     assert {v.tensor.dtype for v in graph.parameters} == {"float32"}
 
 
+def contiguous() -> None:
+    def forward(model: Any, x: Tensor) -> Tensor:
+        return model.layer(x).sum() + x[:, 1:].contiguous().sum()  # type: ignore[no-any-return]
+
+    source = Source.of(lambda: Model(forward))
+    one, more = ([op.target for op in source.capture((X.float(),), None, samples).graph.operators] for samples in (1, 3))
+    assert one == more
+    assert "aten.contiguous.default" in one
+
+
 def covariance() -> None:
     equal_to_eager(Model(lambda model, x: torch.cov(model.layer(x)).sum() + torch.corrcoef(model.layer(x)).sum()).double(), (X.clone(),))
 

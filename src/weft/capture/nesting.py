@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Mapping
+import zlib
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
 from typing import Any, Self
 
 import torch
@@ -81,54 +84,96 @@ def batch_size_of(batch: Any) -> int:
     raise ModelError("the batch has no tensor with a dimension; its tensors need the samples in dimension 0")
 
 
+def with_samples(batch: Any, samples: int) -> Any:
+    """A batch whose tensors know of how many samples they are rows, so that ranks need not tell each other."""
+    for x in tensors_of(batch).values():
+        x.weft_samples = samples  # type: ignore[attr-defined]
+    return batch
+
+
+def known_samples(batch: Any) -> int:
+    """Of how many samples a batch has rows, where its tensors know; 0 where one does not.
+
+    >>> x = torch.ones(2)
+    >>> known_samples((x,)), known_samples((with_samples(x, 5),)), known_samples((x[:1],))
+    (0, 5, 0)
+    """
+    return min((getattr(x, "weft_samples", 0) for x in tensors_of(batch).values()), default=0)
+
+
+_PLAIN = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device)
+
+
+def is_plain(leaf: Any) -> bool:
+    """Whether a leaf that is no tensor is a value, which two batches may have alike, and not an object that may change."""
+    return leaf is None or isinstance(leaf, _PLAIN)
+
+
 @dataclass(frozen=True)
 class BatchForm:
-    """What a captured model takes for granted of a batch: which tensors there are, and the value of everything else."""
+    """What a capture takes for granted of a batch: which tensors there are, of which shape but for samples, and everything else's value.
 
-    tensors: frozenset[str]
+    `tensors`: by path, whether it has samples in dimension 0, its other sizes, its kind (any floating point is one). `fixed`: what is no
+    tensor, but for None, which is as good as left out.
+
+    >>> one, other = ((torch.zeros(4, 3), None), (torch.zeros(2, 3),))
+    >>> BatchForm.of(one).key == BatchForm.of(other).key, BatchForm.of((torch.zeros(4, 5),)).key == BatchForm.of(other).key
+    (True, False)
+    """
+
+    tensors: Mapping[str, tuple[bool, tuple[int, ...], str]]
     fixed: Mapping[str, Any]
 
     @classmethod
     def of(cls, batch: Any) -> Self:
-        """The form of the batch that a model is captured with."""
-        found = dict(leaves(batch))
-        tensors = frozenset(path for path, leaf in found.items() if isinstance(leaf, torch.Tensor))
-        return cls(tensors, {path: leaf for path, leaf in found.items() if path not in tensors})
+        """The form of a batch."""
+        samples, tensors, fixed = batch_size_of(batch), {}, {}
+        for path, leaf in leaves(batch):
+            if isinstance(leaf, torch.Tensor):
+                batched = leaf.dim() > 0 and leaf.shape[0] == samples
+                kind = "float" if leaf.is_floating_point() else str(leaf.dtype)
+                tensors[path] = batched, tuple(leaf.shape[batched:]), kind
+            elif leaf is not None:
+                fixed[path] = leaf
+        return cls(tensors, fixed)
 
-    def with_tensors_of(self, batch: Any) -> Self:
-        """The form of a batch with other tensors: what is no tensor stays as it was."""
-        tensors = frozenset(path for path, leaf in leaves(batch) if isinstance(leaf, torch.Tensor))
-        fixed = {path: leaf for path, leaf in self.fixed.items() if path not in tensors or leaf is not None}
-        return self if tensors == self.tensors else type(self)(tensors, fixed)
+    @cached_property
+    def key(self) -> Hashable:
+        """Equal for batches that are captured alike, as far as what they hold are tensors and values."""
+        values = ((path, type(leaf), leaf) for path, leaf in self.fixed.items() if is_plain(leaf))
+        return frozenset(self.tensors.items()), frozenset(values)
 
-    def tensors_of(self, batch: Any) -> dict[str, torch.Tensor]:
-        """The tensors of a batch by path.
+    @cached_property
+    def number(self) -> int:
+        """Of the key, the same in every process."""
+        values = {path: (type(leaf).__name__, repr(leaf)) for path, leaf in self.fixed.items() if is_plain(leaf)}
+        return zlib.crc32(repr((sorted(self.tensors.items()), sorted(values.items()))).encode())
 
-        Raises:
-            Infeasible: it lacks a tensor or has another one, or what is no tensor has another value than the model was captured with.
-        """
-        given = dict(leaves(batch))
-        tensors = {path: leaf for path, leaf in given.items() if isinstance(leaf, torch.Tensor)}
-        missing = sorted(self.tensors - tensors.keys())
-        if missing:
-            raise Infeasible(
-                f"the batch lacks {', '.join(missing)}, with which the model was captured; give the same tensors in every batch, "
-                "or plan with those alone that the model is called with (batch=...)"
-            )
-        for path, leaf in given.items():
-            if path in self.tensors or (leaf is None and path not in self.fixed):
-                continue
-            if path not in self.fixed or not _same(leaf, self.fixed[path]):
+    def check_objects(self, form: BatchForm) -> None:
+        """Raise Infeasible where another form holds an object that this one does not: what it holds could change from batch to batch."""
+        for path, leaf in form.fixed.items():
+            if not is_plain(leaf) and not _same(leaf, self.fixed.get(path)):
                 was = f"was captured with {path}={self.fixed[path]!r}" if path in self.fixed else f"was captured without {path}"
-                now = f"a tensor of shape {list(leaf.shape)}" if isinstance(leaf, torch.Tensor) else repr(leaf)
                 raise Infeasible(
-                    f"the batch has {path}={now}, and the model {was}; what is no tensor is part of the captured model, so plan "
-                    "again for another, or leave it out of the batch"
+                    f"the batch has {path}={leaf!r}, and the model {was}; a captured model takes tensors and plain values, so leave it "
+                    "out of the batch"
                 )
-        for path in self.fixed.keys() - given.keys():
-            if self.fixed[path] is not None:
-                raise Infeasible(f"the batch lacks {path}={self.fixed[path]!r}, which the model was captured with; give it in every batch")
-        return tensors
+
+    def check_tensors(self, form: BatchForm) -> None:
+        """Raise Infeasible where another form has other tensors or values, whatever their shapes."""
+        missing, more = sorted(self.tensors.keys() - form.tensors.keys()), sorted(form.tensors.keys() - self.tensors.keys())
+        other = [p for p in {**self.fixed, **form.fixed} if not _same(self.fixed.get(p), form.fixed.get(p))]
+        if missing or more or other:
+            what = f"lacks {', '.join(missing)}" if missing else f"has {', '.join([*more, *other])}"
+            raise Infeasible(
+                f"the batch {what}, and the model, which could not be captured, was divided with another one; give the same tensors and "
+                "values in every batch"
+            )
+
+
+def tensors_of(batch: Any) -> dict[str, torch.Tensor]:
+    """The tensors of a batch by path."""
+    return {path: leaf for path, leaf in leaves(batch) if isinstance(leaf, torch.Tensor)}
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -26,7 +26,7 @@ from weft.model.graph import Operator, statistics, writes_buffer, written_buffer
 from weft.model.sharding import Owners, move_collectives
 from weft.model.stages import Stage
 from weft.plan.axis import axis_of
-from weft.plan.placement import D, P, Placement, is_owned, is_shard
+from weft.plan.placement import D, P, Placement, R, is_owned, is_shard
 from weft.plan.transition import allowed
 
 __all__ = ["LocalStage", "Lowering", "layer_of", "lower", "snapshot"]
@@ -216,6 +216,13 @@ class _Builder:
         twice = is_shard(at[i]) and at.count(at[i]) > 1
         return (0 if at[i] is P else 1 if twice else 2), (-i if twice else i)
 
+    def _entered(self, value: str, x: fx.Node) -> fx.Node:
+        """A variable as an operator reads it whose gradient nobody sums as this graph leaves it."""
+        how = self.low.entering.get(value)
+        for axis in how.summed if how else ():
+            x = self.nodes.move(x, self.low.groups[axis], R, D)
+        return x if how is None or how.share == 1.0 else self.nodes.add(bind(counted, share=how.share), (x,))
+
     def _moves(self, variant: Variant, want: tuple[Placement | None, ...]) -> tuple[int, int]:
         """(collectives, moves) from one variant to another: fewest first."""
         collectives = moves = 0
@@ -244,6 +251,8 @@ class _Builder:
             self.arrived.add(value)
             self.env[value] = {variant: self.nodes.add(bind(arrived, low.arrival), (node,)) for variant, node in self.env[value].items()}
         inputs = [self.get(value, tuple(row[axis] for axis in low.axes)) for value, row in zip(op.inputs, rows, strict=True)]
+        if not low.entering.keys().isdisjoint(op.inputs):  # by each operator, so that a weight that comes and goes is its layer's
+            inputs = [self._entered(value, x) for value, x in zip(op.inputs, inputs, strict=True)]
         if not writes_buffer(op, self.placed):
             # Backward may need what was read, whatever later microbatches write; running statistics are written where they are read.
             kept = self.written - statistics(op)

@@ -29,6 +29,14 @@ from weft.world.world import Group
 Variant = tuple[Placement, ...]  # a value's form along every axis, in the order of `Lowering.axes`
 
 
+@dataclass(frozen=True, slots=True)
+class Entering:
+    """Of a variable's gradient: axes over which it is summed here, and by how much it then counts."""
+
+    summed: tuple[str, ...] = ()
+    share: float = 1.0
+
+
 @dataclass(frozen=True)
 class Lowering:
     """What every operator is lowered with. `rows`: of the model's outputs, which dimension follows the samples. `shares`: of variables
@@ -36,7 +44,8 @@ class Lowering:
     their ranks differently: its gradient goes back whole. `folds`: where samples lie in what is drawn, draw by draw. `late`: constants
     that may still be on their way when a stage begins, which `arrival` waits for where they are first read. `own_statistics`:
     axes along which each rank's statistics of batch norm are of its own samples. `products`: dtype that autocast makes of products'
-    operands; empty where nothing is cast."""
+    operands; empty where nothing is cast. `entering`: of variables, what is done to their gradients beside, where nobody sums over the axes
+    over which this graph leaves summands."""
 
     graph: Graph
     sharding: Sharding
@@ -51,6 +60,7 @@ class Lowering:
     arrival: Arrival = field(default_factory=Arrival)
     own_statistics: tuple[str, ...] = ()
     products: str = ""
+    entering: Mapping[str, Entering] = field(default_factory=dict)
     tried: set[object] = field(default_factory=set)  # functions of the user's own on pieces that they have been tried on
 
     @property

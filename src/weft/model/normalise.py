@@ -226,6 +226,11 @@ class _Rewriting:
         return Ref(out)
 
 
+def has_numbers_of(op: Operator, other: Operator) -> bool:
+    """Whether an operator of a part has the numbers that it has for the whole batch, but for sizes."""
+    return _numbers_of(op, other) == op
+
+
 def _numbers_of(op: Operator, other: Operator) -> Operator:
     """An operator of a part with the numbers that it has for the whole batch, where they are no sizes."""
     if (op.args, op.kwargs) == (other.args, other.kwargs):

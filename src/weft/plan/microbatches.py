@@ -6,9 +6,11 @@ A microbatch's loss counts by its samples, so that the step is that of the mean 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from weft.errors import Infeasible
 from weft.plan.layout import Layout
-from weft.plan.placement import Range, shard
+from weft.plan.placement import Range, piece, shard
 from weft.plan.sizes import sizes_of
 
 
@@ -104,11 +106,35 @@ def sizes_of_part(samples: int, layout: Layout, batch_size: int, fewest: int) ->
     >>> sizes_of_part(5, Layout(microbatches=4), 12, 1), sizes_of_part(5, Layout(microbatches=4, pipeline=2, schedule="chimera"), 12, 2)
     ((3, 2), (3, 2))
 
+    Of fewer samples than replicas the last replicas have none.
+
+    >>> sizes_of_part(1, Layout(data=2), 4, 1)
+    (1,)
+    >>> sizes_of_part(3, Layout(data=2, microbatches=2, pipeline=2, schedule="chimera"), 12, 2)
+    (2, 1)
+
     Raises:
-        Infeasible: it is too small for the fewest microbatches.
+        Infeasible: it is too small for the fewest microbatches, where every replica needs samples (`shares`, `inner`, `expert`).
     """
     whole = sizes_of_plan(batch_size, layout)
     if samples == batch_size:
         return whole
-    count, multiple = -(-samples // whole[0]), sizes_of(layout.schedule).multiple
-    return sizes_of_plan(samples, layout.with_microbatches(max(fewest, -(-count // multiple) * multiple)))
+    count = num_microbatches(samples, whole[0], layout, fewest)
+    if samples < layout.data * count and layout.replicas == layout.data and not layout.shares and not layout.inner and layout.expert == 1:
+        return tuple(map(sum, rows_by_replica([piece(samples, layout.data, i)[1] for i in range(layout.data)], count)))
+    return sizes_of_plan(samples, layout.with_microbatches(count))
+
+
+def num_microbatches(samples: int, most: int, layout: Layout, fewest: int) -> int:
+    """In how many microbatches `samples` run, of `most` at most in each, and at least the `fewest` that the schedule runs."""
+    multiple = sizes_of(layout.schedule).multiple
+    return max(fewest, -(-max(1, -(-samples // most)) // multiple) * multiple)
+
+
+def rows_by_replica(rows: Sequence[int], count: int) -> tuple[tuple[int, ...], ...]:
+    """[microbatch][replica] -> samples, of replicas that have so many `rows` each.
+
+    >>> rows_by_replica([5, 4], 4)
+    ((2, 1), (1, 1), (1, 1), (1, 1))
+    """
+    return tuple(tuple(piece(each, count, m)[1] for each in rows) for m in range(count))

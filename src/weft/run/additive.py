@@ -16,7 +16,7 @@ from torch import Tensor
 from weft.capture.capture import Captured
 from weft.model.additive import Coupling, additive
 from weft.model.graph import Graph, Operator
-from weft.model.normalise import Normalised, counted, normalised
+from weft.model.normalise import Normalised, counted, has_numbers_of, normalised
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,15 @@ def part_of(part: Captured, whole: Captured, step: Captured, alone: bool) -> Par
     constants = {v: _of_batch(x, step.constants[v]) for v, x in part.constants.items()}
     made = normalised(counted(part.graph), counted(step.graph), known)
     return Part(made, constants, part.graph, known.coupled, part.structure)
+
+
+def takes_no_numbers(part: Captured, whole: Captured) -> bool:
+    """Whether nothing in a graph but sizes follows the number of samples, so that the graph of any other number has the same numbers."""
+    if part.graph.batch_size == whole.graph.batch_size or _unlike(part.graph, whole.graph) is not None:
+        return False
+    constants = [(x, whole.constants[v]) for v, x in part.constants.items()]
+    pairs = zip(part.graph.operators, whole.graph.operators, strict=True)
+    return all(x.shape != y.shape or x.equal(y) for x, y in constants) and all(has_numbers_of(mine, its) for mine, its in pairs)
 
 
 def _of_batch(mine: Tensor, its: Tensor) -> Tensor:

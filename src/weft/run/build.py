@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import lru_cache
 from typing import Any, Self
 
 import torch
@@ -38,10 +38,11 @@ from weft.plan.grid import AXES, PLAIN
 from weft.plan.patterns import expand_all
 from weft.plan.plan import Plan
 from weft.plan.precision import PRECISIONS
-from weft.run.additive import Part, part_of
+from weft.run.additive import Part, part_of, takes_no_numbers
 from weft.run.blocks import Blocks, Initial
 from weft.run.meshes import between_meshes, from_other_meshes, shares_of, stage_shardings
 from weft.run.parts import Parts, program_of
+from weft.run.recent import MOST_SIZES
 from weft.run.reduce.summing import choose_sums
 from weft.run.residency.layers import layers_of
 from weft.run.sizes import Sized, constants_of, shares_of_samples, sized
@@ -114,7 +115,8 @@ class Source:
             return replace(other, graph=in_precision(other.graph, plan))
 
         whole = of(plan.batch_size)
-        made = part_of(same, whole, whole if samples == plan.batch_size else of(samples), plan.layout.microbatches == 1)
+        step = whole if samples == plan.batch_size or takes_no_numbers(same, whole) else of(samples)
+        made = part_of(same, whole, step, plan.layout.microbatches == 1)
         return replace(made, captured=captured.graph)
 
     def sharding(self, plan: Plan, graph: Graph) -> Sharding:
@@ -236,12 +238,11 @@ def build(
     sharding = shardings[at["pipeline"]]  # of all stages of a rank
     mine, draw = [stages[s] for s in program.stages_of[at["pipeline"]]], Draw(seed=seed)
     groups = {axis: world.group(mesh.group(world.rank, axis)) for axis in sharding.sizes}
-    rows = rows_of_outputs(source, batch, graph, layout.data) if outputs else {}
+    rows, late = rows_of_outputs(source, batch, graph, layout.data) if outputs else {}, frozenset(t.variable for t in normal.totals)
     across = between_meshes(layout, stages) & {v.value for v in graph.parameters}
     shares, apart = shares_of(across, sharding, mesh), from_other_meshes(layout, mine)
     arrival, where_samples = Arrival(), folds(plan, source, part.captured, batch, loss)
-    late, own = frozenset(total.variable for total in normal.totals), layout.own_statistics
-    narrow = PRECISIONS[layout.precision].products
+    own, narrow = layout.own_statistics, PRECISIONS[layout.precision].products
     lowering = Lowering(graph, sharding, groups, world.device, draw, rows, shares, apart, where_samples, late, arrival, own, narrow)
     lowered = {stage.index: lower(stage, lowering) for stage in mine}
     known = Sized(normal, lowered, {}, shardings, sharding)
@@ -250,7 +251,8 @@ def build(
         if (size, samples) == (first, plan.batch_size) or outputs:
             return known
         that = source.part(plan, batch, loss, size, samples)
-        return sized(known, lowering, that.normal, plan, constants_of(that.constants, world.device, dtype))
+        placed = replace(lowering, folds=where_samples or folds(plan, source, that.captured, batch, loss))
+        return sized(known, placed, that.normal, plan, constants_of(that.constants, world.device, dtype))
 
     # What a plain loop's outputs do not depend on its loss may: a weight for each of several losses, a temperature.
     trainable = {v.value for v in graph.parameters if v.trainable} if outputs else learned(graph)
@@ -265,7 +267,7 @@ def build(
     variables |= {v.value: held[v.name] for v in (*graph.parameters, *graph.buffers) if v.value in used and v.name in held}
     return Parts(
         graph, sharding, stages, program, lowered, parameters, specs, flat, buffers, of_buffers, variables, draw, part.structure,
-        frozenset(source.model.state_dict(keep_vars=True)), cache(other), where_samples, shardings, lowering, part.coupled,
+        frozenset(source.model.state_dict(keep_vars=True)), lru_cache(MOST_SIZES)(other), where_samples, shardings, lowering, part.coupled,
         normal.counted_from, arrival,
     )  # fmt: skip
 
@@ -274,10 +276,10 @@ def folds(
     plan: Plan, source: Source, graph: Graph, batch: Any, loss: Loss | None, modes: Modes | None = None
 ) -> tuple[Fold | None, ...]:
     """Where the samples lie in what a model draws, draw by draw; nothing where a microbatch is the whole batch."""
-    sizes = plan.microbatch_sizes
-    if len(sizes) == 1:
+    sizes = {*plan.microbatch_sizes, plan.batch_size} - {graph.batch_size}
+    if not sizes:
         return ()
-    other = next((size for size in sizes if size != graph.batch_size), plan.batch_size)
+    other = min(sizes)
     return folds_of(graph, lambda: source.capture(batch, loss, other, modes=modes).graph)
 
 

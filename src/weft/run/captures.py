@@ -1,92 +1,170 @@
-"""A model captured once more, in other modes: evaluation beside training. Parameters and buffers are those that are there already.
+"""A model captured once more: in evaluation beside training, of batches of another form. Parameters and buffers are those that are there.
 
-In: this rank's parts, the source of the model, the modes. Out: parts with another graph, lowered over the same divided tensors. A model
-may compute something else in evaluation than in training (no dropout, running statistics, another branch or output), so its evaluation is
-a graph of its own, made when it is first asked for.
+In: this rank's parts, the source of the model, what is asked for. Out: parts with another graph, lowered over the same divided tensors. A
+model may compute something else in evaluation than in training (no dropout, running statistics, another branch or output), of other tensors
+or of tensors with other shapes, so each is a graph of its own, made when it is first asked for, by every rank for itself. Of a graph with
+the same operators the sharding stays the same; of another one it follows from where parameters are cut.
 
-Not modelled: evaluation that reads a parameter on another pipeline stage than training does; it is refused by name.
+Not modelled: a capture that reads a parameter on another pipeline stage than training does; it is refused by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-from functools import cache
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import prod
 from typing import Any
+
+from torch import Tensor
 
 from weft.capture.capture import Loss
 from weft.capture.modes import Modes
-from weft.errors import ModelError
+from weft.errors import Infeasible, ModelError
 from weft.lower.local import Lowering, lower
+from weft.lower.lowering import Entering
+from weft.model.gradients import learned
 from weft.model.graph import Graph
+from weft.model.sample_pieces import with_samples_of
 from weft.model.samples import check_samples
-from weft.model.sharding import Shards
+from weft.model.sharding import Sharding, Shards
+from weft.model.stages import Stage
+from weft.plan.mesh import Mesh
 from weft.plan.plan import Plan
+from weft.plan.precision import PRECISIONS
 from weft.run.build import Source, folds, outputs_of, rows_of_outputs
-from weft.run.meshes import from_other_meshes, stage_shardings
+from weft.run.meshes import between_meshes, from_other_meshes, shares_of, stage_shardings
 from weft.run.parts import Parts, program_of
-from weft.run.sizes import Sized, constants_of, sized
+from weft.run.recent import MOST_SIZES
+from weft.run.sizes import Sized, check_alike, check_divides, constants_of, shares_of_samples, sized
 from weft.run.state.precision import DTYPES
 from weft.world.world import World
 
 
-def captured_in(
-    modes: Modes, parts: Parts, plan: Plan, source: Source, batch: Any, loss: Loss | None, world: World, outputs: bool = False
-) -> Parts:
-    """`parts` of the model in other `modes`, whose random numbers depend on what those of `parts` do. Every rank asks at the same time.
+@dataclass(frozen=True)
+class Asked:
+    """What is captured: the model in `modes` on a batch of this form. `trains`: whether backward runs, into gradients that ranks sum as
+    the plan says. `outputs`: up to the model's outputs, without a loss. `size`: samples of a microbatch, by default the plan's."""
+
+    modes: Modes
+    batch: Any
+    loss: Loss | None = None
+    trains: bool = False
+    outputs: bool = False
+    size: int = 0
+
+
+def captured_in(asked: Asked, parts: Parts, plan: Plan, source: Source, world: World) -> Parts:
+    """`parts` of the model as it is `asked` for, whose random numbers depend on what those of `parts` do.
 
     Raises:
-        ModelError: the model cannot be followed in these modes, or a stage reads a parameter that another one has.
+        ModelError: the model cannot be followed so, a stage reads a parameter that another one has, or one learns that did not.
         Infeasible, LayoutError, ProgramError: the plan does not suit the graph.
     """
-    first = plan.microbatch_sizes[0]
-    part = outputs_of(source, plan, batch, first, modes) if outputs else source.part(plan, batch, loss, first, plan.batch_size, modes)
+    modes, batch, loss, outputs = asked.modes, asked.batch, asked.loss, asked.outputs
+    first, samples = asked.size or plan.microbatch_sizes[0], asked.size or plan.batch_size
+    part = outputs_of(source, plan, batch, first, modes) if outputs else source.part(plan, batch, loss, first, samples, modes)
     graph, normal = part.normal.graph, part.normal
     check_samples(graph, plan.layout)
     sites = _begins(plan.stages, parts.graph, graph)
-    stages = normal.stages(sites, trains=False)
+    stages = normal.stages(sites, asked.trains)
     program = program_of(plan, stages, world)
-    at = plan.layout.mesh_of(world.rank).coordinates(world.rank)
-    # A sharding that `source` keeps is that of training.
-    shardings = stage_shardings(replace(plan, shards=_cuts(parts)), Source(source.model, source.deferred), graph, stages)
+    mesh = plan.layout.mesh_of(world.rank)
+    at = mesh.coordinates(world.rank)
+    shardings = _shardings(parts, plan, source, graph, stages)
     sharding = shardings[at["pipeline"]]
     mine = [stages[s] for s in program.stages_of[at["pipeline"]]]
-    mesh = plan.layout.mesh_of(world.rank)
     groups = {axis: world.group(mesh.group(world.rank, axis)) for axis in sharding.sizes}
     rows = rows_of_outputs(source, batch, graph, plan.layout.data, modes) if outputs else {}
     where_samples = folds(plan, source, part.captured, batch, loss, modes)
     late = frozenset(total.variable for total in normal.totals)
     apart = from_other_meshes(plan.layout, mine)
-    own = plan.layout.own_statistics
-    lowering = Lowering(graph, sharding, groups, world.device, parts.draw, rows, {}, apart, where_samples, late, parts.arrival, own)
+    across = between_meshes(plan.layout, stages) & {v.value for v in graph.parameters} if asked.trains else frozenset()
+    shares, entering = shares_of(across, sharding, mesh), _entering(parts, graph, sharding, mesh, across) if asked.trains else {}
+    own, narrow = plan.layout.own_statistics, PRECISIONS[plan.layout.precision].products
+    lowering = Lowering(
+        graph, sharding, groups, world.device, parts.draw, rows, shares, apart, where_samples, late, parts.arrival, own, narrow, entering
+    )
     lowered = {stage.index: lower(stage, lowering) for stage in mine}
     dtype, known = DTYPES[plan.layout.precision], Sized(normal, lowered, {}, shardings, sharding)
+    cut_here = replace(plan, stages=tuple(sites))
 
-    def other(size: int, samples: int) -> Sized:
-        if (size, samples) == (first, plan.batch_size) or outputs:
+    def other(size: int, count: int) -> Sized:
+        if (size, count) == (first, samples) or outputs:
             return known
-        again = source.part(plan, batch, loss, size, samples, modes)
-        return sized(known, lowering, again.normal, replace(plan, stages=tuple(sites)), constants_of(again.constants, world.device, dtype))
+        again = source.part(plan, batch, loss, size, count, modes)
+        placed = replace(lowering, folds=where_samples or folds(plan, source, again.captured, batch, loss, modes))
+        return sized(known, placed, again.normal, cut_here, constants_of(again.constants, world.device, dtype))
 
+    variables = _variables(parts, graph, sharding, mine, at)
     used = {value for stage in mine for value in stage.variables}
-    variables = {v: t for v, t in constants_of(part.constants, world.device, dtype).items() if v in used}
+    variables |= {v: t for v, t in constants_of(part.constants, world.device, dtype).items() if v in used}
+    return replace(
+        parts, graph=graph, sharding=sharding, stages=stages, program=program, lowered=lowered, variables=variables,
+        structure=part.structure, sized=lru_cache(MOST_SIZES)(other), folds=where_samples, shardings=shardings, lowering=lowering,
+        coupled=part.coupled, counted=normal.counted_from,
+    )  # fmt: skip
+
+
+def _shardings(parts: Parts, plan: Plan, source: Source, graph: Graph, stages: Sequence[Stage]) -> tuple[Sharding, ...]:
+    """The sharding of a graph by pipeline rank: that of `parts` where its operators are the same and its tensors divide as it says."""
+    if parts.lowering is not None:
+        try:
+            check_alike(parts.lowering, graph)
+            again = {id(one): with_samples_of(one, graph, shares_of_samples(plan.layout)) for one in parts.shardings}
+            for one in again.values():
+                check_divides(one, graph)
+            return tuple(again[id(one)] for one in parts.shardings)
+        except Infeasible:
+            pass
+    # A sharding that `source` keeps is that of training.
+    return stage_shardings(replace(plan, shards=_cuts(parts)), Source(source.model, source.deferred), graph, stages)
+
+
+def _variables(parts: Parts, graph: Graph, sharding: Sharding, mine: Sequence[Stage], at: Mapping[str, int]) -> dict[str, Tensor]:
+    """The parameters and buffers that this rank's stages read, which it has already."""
+    used = {value for stage in mine for value in stage.variables}
     held = {**parts.buffers, **parts.parameters}
+    variables: dict[str, Tensor] = {}
     for v in (*graph.parameters, *graph.buffers):
         if v.value not in used:
             continue
         if v.name not in held:
             stage = next(stage.index for stage in mine if v.value in stage.variables)
             raise ModelError(
-                f"stage {stage} of the pipeline reads {v.name} in evaluation, and in training another one does, which is not built yet; "
+                f"stage {stage} of the pipeline reads {v.name} here, and in training another one does, which is not built yet; "
                 "evaluate the serial model from engine.full_state_dict(), or use a layout without a pipeline"
             )
         if tuple(held[v.name].shape) != sharding.shape(v.value, v.tensor.shape, at=at):
             raise ModelError(f"{v.name} is written otherwise than in training, and lies in other pieces then, which is not built yet")
         variables[v.value] = held[v.name]
-    return replace(
-        parts, graph=graph, sharding=sharding, stages=stages, program=program, lowered=lowered, variables=variables,
-        structure=part.structure, sized=cache(other), shardings=shardings, lowering=lowering,
-    )  # fmt: skip
+    return variables
+
+
+def _entering(parts: Parts, graph: Graph, sharding: Sharding, mesh: Mesh, across: AbstractSet[str]) -> dict[str, Entering]:
+    """What is done to gradients of parameters, so that ranks can sum them over the axes over which they sum those of training.
+
+    Raises:
+        ModelError: a parameter learns that does not in training, as every rank finds.
+    """
+    learns, trained = learned(graph), {v.name for v in parts.graph.parameters if v.value in learned(parts.graph)}
+    found = {}
+    for v in graph.parameters:
+        if v.value not in learns or v.value in across:
+            continue
+        if v.name not in trained:
+            raise ModelError(
+                f"{v.name} learns from a batch of this form, and does not from the one that the model was divided with; divide it with a "
+                "batch from which every parameter learns"
+            )
+        if v.name in parts.specs:
+            made, exchanged = set(sharding.gradients.get(v.value, ())), set(parts.specs[v.name].summed_over)
+            more, fewer = made - exchanged, exchanged - made
+            if more or fewer:
+                share = 1.0 / prod(mesh.size(axis) for axis in fewer)
+                found[v.value] = Entering(tuple(axis for axis in sharding.sizes if axis in more), share)
+    return found
 
 
 def _cuts(parts: Parts) -> tuple[tuple[str, Shards], ...]:

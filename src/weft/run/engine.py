@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,32 +16,32 @@ import torch
 from torch import Tensor, nn
 
 from weft.capture.capture import Loss
-from weft.capture.modes import evaluation_modes, in_modes
-from weft.capture.nesting import BatchForm, batch_size_of
+from weft.capture.modes import Modes, evaluation_modes, in_modes, training_modes
+from weft.capture.nesting import BatchForm, batch_size_of, known_samples, tensors_of
 from weft.errors import Infeasible, ModelError, UsageError
 from weft.lower.kernels.randomness import Draw
-from weft.model.graph import Variable
 from weft.model.work import model_flops
 from weft.plan.axis import PIPELINE, sample_axes
 from weft.plan.compression import Compression
-from weft.plan.microbatches import check_equal, sizes_of_part
+from weft.plan.microbatches import check_equal, num_microbatches, replica_sizes, sizes_of_part
 from weft.plan.placement import P
 from weft.plan.plan import Memory, Plan
 from weft.plan.program import Manage, ManageOp
 from weft.plan.timeline import Timeline
-from weft.run.build import Source, build
-from weft.run.captures import captured_in
+from weft.run.build import Source, Traced, build
+from weft.run.capture import Capture
+from weft.run.captures import Asked, captured_in
 from weft.run.parts import Parts
-from weft.run.pieces import full_state, full_tensors, gradient_pieces, input_gradients, narrowed, pieces_of
+from weft.run.pieces import full_state, full_tensors, gradient_pieces, input_gradients, pieces_of
+from weft.run.recent import MOST_FORMS, MOST_SIZES, Recent
 from weft.run.reduce.buffers import Replicas
 from weft.run.reduce.error_feedback import Rests
 from weft.run.reduce.gradients import Gradients
 from weft.run.reduce.stale import Stale
 from weft.run.residency.gathered import Gathered
 from weft.run.residency.host import HostStore
-from weft.run.rows import Rows
+from weft.run.rows import Replica, Rows
 from weft.run.same_inputs import check_same
-from weft.run.sizes import Sized
 from weft.run.state import checkpoint
 from weft.run.state.checkpoint import Piece
 from weft.run.state.optimizer import Optimizer, OptimizerSpec
@@ -50,7 +50,6 @@ from weft.run.state.precision import FIRST, LossScale
 from weft.run.step.executor import Result
 from weft.run.step.executors import Executors
 from weft.run.step.result import StepResult, mean_of
-from weft.run.step.totals import Counter, count
 from weft.run.uncaptured.replicated import build_whole
 from weft.schedules import schedule_of
 from weft.world.memory import HOST, PARTS, accounts_of
@@ -88,39 +87,38 @@ class Engine:
         """
         self.plan, self.world = plan, world
         self.memory = accounts_of(world.device, device.memory)
-        self._form = BatchForm.of(batch)
         self.spec = OptimizerSpec.of(optimizer)
         if not isinstance(model, Source) and seed is not None:
             torch.manual_seed(seed)
-        source = model if isinstance(model, Source) else Source.of(model)
+        source = model if isinstance(model, Source) else Traced.of(model)
         seed = torch.initial_seed() if seed is None else seed
         if plan.uncaptured:
             self.parts = build_whole(plan, source, batch, loss, world, self.spec, seed)
         else:
             self.parts = build(plan, source, batch, loss, world, self.spec, seed)
         self.mesh = plan.layout.mesh_of(world.rank)
-        replicas = self.mesh.group(world.rank, *(cut := sample_axes(self.mesh.inside)))  # each with samples of its own
-        self.data_index, self.data_size, self._rows = self.mesh.place(world.rank, cut), len(replicas), world.group(replicas)
+        sharing = self.mesh.group(world.rank, *(cut := sample_axes(self.mesh.inside)))  # each with samples of its own
+        self.data_index, self.data_size, self._rows = self.mesh.place(world.rank, cut), len(sharing), world.group(sharing)
         self._counters = {"step": torch.zeros((), dtype=torch.int64)}
         self._everyone = world.group(tuple(range(world.num_ranks)))
         self._pipeline = world.group(self.mesh.group(world.rank, "pipeline"))
-        self._draw = self.parts.draw
-        self._replicas = Replicas(self.parts, self.mesh, world)
+        replicas = Replicas(self.parts, self.mesh, world)
         sums = [world.group(g.sum_ranks) if len(g.sum_ranks) > 1 else None for g in self.parts.groups]
-        self._connect(sums)
+        self._connect(sums, replicas.groups)
         late = plan.layout.staleness
         share(self.parts.groups, sums, late + 1)
         self._gathered = Gathered(self.parts.groups, sums, self.memory)
         self._host = HostStore(world.device, self.memory, self.parts.variables.values())
         self._counted: Tensor | None = None  # of this rank's rows, what the loss of the step under way is still to be divided by
-        self._counters_of: dict[tuple[int, int, int], Counter] = {}
         self.gradients = self._sums_of_gradients(sums)
         self._rests = Rests(self.gradients.compressed.values(), plan.layout, world.rank)
         self.scale = LossScale(world.device, plan.layout.precision, device.scale)
         how = plan.layout.compile == "on", self.scale
         self._executors = Executors(self.parts, plan, world, self.memory, self.gradients, self._gathered, self._host, *how)
         self._executor = self._executors.of(plan.microbatch_sizes)
-        self._evaluation = cache(partial(self._evaluates, source, batch, loss))
+        self._trained = Capture(BatchForm.of(batch), self._executors, replicas)
+        self._others = Recent[Capture](MOST_FORMS)
+        self._source, self._loss = source, loss
         moves = plan.layout.moves_optimizer
         self._optimizer = Optimizer(self.spec, self.parts.groups, sums, self._everyone, plan.layout.zero > 0, moves, late > 0, self.scale)
         self._optimizer.load_parameters()
@@ -130,10 +128,10 @@ class Engine:
         self.seconds: dict[str, float] = {}  # of the last step: "program", "gradients" (what is left of their sums after it), "optimizer"
         self.model_flops = model_flops(self.parts.graph) * plan.batch_size / self.parts.graph.batch_size
 
-    def _connect(self, sums: Sequence[Group | None]) -> None:
+    def _connect(self, sums: Sequence[Group | None], others: Sequence[Group]) -> None:
         """Connect every group of this rank, `sums` too, in one order on every rank: two ranks that differ would stop each other."""
         axes = [self.world.group(self.mesh.group(self.world.rank, axis)) for axis in self.parts.sharding.sizes]
-        every = {self._everyone, self._pipeline, self._rows, *axes, *self._replicas.groups, *(g for g in sums if g is not None)}
+        every = {self._everyone, self._pipeline, self._rows, *axes, *others, *(g for g in sums if g is not None)}
         for group in sorted(every, key=lambda g: g.ranks):
             group.connect()
 
@@ -164,13 +162,6 @@ class Engine:
         most = self.world.maximum([int(getattr(peak, part)) for part in PARTS] + [int(peak.total)])
         return dict(zip((*PARTS, "total"), map(float, most), strict=True))
 
-    def _counter_of(self, parts: Parts, size: int, samples: int) -> Counter:
-        """What counts a microbatch's totals on this rank."""
-        key = (id(parts), size, samples)
-        if key not in self._counters_of:
-            self._counters_of[key] = Counter(parts, parts.of_size(size, samples), self._rows)
-        return self._counters_of[key]
-
     @property
     def step_index(self) -> int:
         """Steps that have been made."""
@@ -196,53 +187,62 @@ class Engine:
         """Parameters of the whole model, each tied one once."""
         return self.parts.graph.num_parameters
 
-    def step(self, batch: Any, lr: float | None = None, record: bool = False, whole: bool | None = None) -> StepResult:
+    def step(self, batch: Any, lr: float | None = None, record: bool = False, whole: bool | None = None, samples: int = 0) -> StepResult:
         """One step on a batch: the global one (the same on every rank), or this rank's rows as `weft.shard` gives them.
 
-        A batch may have fewer samples than the plan's, as the last of an epoch has; its mean counts as any other's. `whole`: whether it is
-        the global one; left out, it is where it has more samples than a replica's share of the plan's batch.
+        A batch may have fewer samples than the plan's, as the last of an epoch has; its mean counts as any other's. It may have other
+        tensors, or tensors of other shapes: the model is captured once for each form, and the last forms are kept (`MOST_FORMS`).
+
+        Args:
+            whole: whether the batch is the global one; left out, it is where it has more samples than a replica's share of the plan's.
+            samples: of the global batch, where every rank gives its rows of one batch. Of rows that `weft.shard` gave it is known; else,
+                left out, ranks tell each other how many they have, which may then be any number, of any form.
 
         Raises:
-            Infeasible: more samples than the plan's, or replicas whose shares would differ.
+            Infeasible: more samples than the plan's, or unequal shares of a batch whose samples meet in the model.
         """
         began = time.perf_counter()
-        result = self.forward_backward(batch, record=record, whole=whole)
+        result = self.forward_backward(batch, record=record, whole=whole, samples=samples)
         summed = time.perf_counter()
         norm = self.update(lr)
         waited = self._stale.waited_s if self._stale else 0.0
         self.seconds["optimizer"] = time.perf_counter() - summed - waited
         self.seconds["gradients"] += waited
-        total, work = result.mean or self._mean_of(result)
+        total, work = result.mean or self._mean_of(result, self.parts)
         if self._stale is None:
             work.wait()
         scale = self.scale.factor if self.scale.scaled else None
         return StepResult(norm, time.perf_counter() - began, total, work, scale)
 
-    def forward_backward(self, batch: Any, record: bool = False, want_inputs: bool = False, whole: bool | None = None) -> Result:
+    def forward_backward(
+        self, batch: Any, record: bool = False, want_inputs: bool = False, whole: bool | None = None, samples: int = 0
+    ) -> Result:
         """Forward and backward of all microbatches; summed gradients lie in the flat groups, with staleness once `gradient` is asked."""
-        self._draw.step = self.step_index
-        sizes, inputs = self._divided(batch, whole, trains=True)
-        executor = self._executors.of(sizes)
+        rows = self._rows_of(batch, whole, samples)
+        capture = self._of_form(batch, rows, trains=True)
+        capture.parts.draw.step = self.step_index
+        divided = capture.divided(tensors_of(batch), rows, late=self._stale is not None)
+        self._counted, executor = divided.counted, divided.executor
         if self._stale is not None:
             self._stale.start()
         self.gradients.start()
-        self._replicas.start()
+        capture.replicas.start()
         if record:
             self._everyone.barrier()  # spans count from here, on every rank
         began = time.perf_counter()
         with self.memory.guarded(self.world.rank):
-            result = executor.run(inputs, record=record, want_inputs=want_inputs)
+            result = executor.run(divided.inputs, record=record, want_inputs=want_inputs)
             ended = time.perf_counter()
             self.gradients.finish()
-            self._replicas.finish(executor.program.microbatches)
-            result.mean = self._mean_of(result)  # on its way beside the gradients
+            capture.replicas.finish(executor.program.microbatches)
+            result.mean = self._mean_of(result, capture.parts)  # on its way beside the gradients
             if self._stale is None:
                 self.gradients.wait()
                 self._optimizer.unscale()
             else:
                 total, work = result.mean
                 self._stale.take(work, total[1] if total.dim() else None)
-        self._gathered.release()
+        capture.executors.gathered.release()
         self.seconds = {"program": ended - began, "gradients": time.perf_counter() - ended}
         if record:
             name = f"{self.plan.model} {self.plan.layout}, step {self.step_index}"
@@ -265,8 +265,8 @@ class Engine:
             with self.memory.guarded(self.world.rank):
                 self._stale.drain()
 
-    def evaluate(self, batch: Any, whole: bool | None = None) -> float:
-        """The loss on a batch as the model in evaluation computes it, without training. `whole`: as for `step`.
+    def evaluate(self, batch: Any, whole: bool | None = None, samples: int = 0) -> float:
+        """The loss on a batch as the model in evaluation computes it, without training. `whole` and `samples`: as for `step`.
 
         The first call captures the model in evaluation, which may compute otherwise than in training.
 
@@ -274,46 +274,63 @@ class Engine:
             ModelError: the model cannot be followed in evaluation.
         """
         self.drain()
-        executors, replicas = self._evaluation()
-        parts = executors.parts
+        rows = self._rows_of(batch, whole, samples)
+        capture = self._of_form(batch, rows, trains=False)
+        parts = capture.parts
         parts.draw.step = self.step_index
         # A model that runs whole is the user's module, with modes of its own.
         module = parts.only.module if self.plan.uncaptured else nn.Module()
         with in_modes(module, evaluation_modes(module)), torch.no_grad(), self.memory.guarded(self.world.rank):
-            sizes, inputs = self._divided(batch, whole, parts)
-            executor = executors.of(sizes)
-            replicas.start()
-            result = executor.run(inputs, train=False)
-            replicas.finish(executor.program.microbatches)
+            divided = capture.divided(tensors_of(batch), rows, late=False)
+            self._counted, executor = None, divided.executor
+            capture.replicas.start()
+            result = executor.run(divided.inputs, train=False)
+            capture.replicas.finish(executor.program.microbatches)
             total, work = self._mean_of(result, parts)
             work.wait()
             return float(total)
 
-    def _evaluates(self, source: Source, batch: Any, loss: Loss | None) -> tuple[Executors, Replicas]:
-        """What runs the model in evaluation, and the buffers that it writes there; the weights are those that train."""
+    def _of_form(self, batch: Any, rows: Rows, trains: bool) -> Capture:
+        """The capture that a batch runs in: that of training, or another one, made where this rank has not kept one."""
+        trained, form = self._trained, BatchForm.of(batch)
         if self.plan.uncaptured:
-            return self._executors, self._replicas
-        trained = replace(self.parts, draw=Draw(self._draw.seed))
+            trained.form.check_tensors(form)
+            return trained
+        trained.form.check_objects(form)
+        if trains and form.key == trained.form.key:
+            return trained
+        return self._others.of((trains, form.key), lambda: self._captured(Asked(self._modes(trains), batch, self._loss, trains), form))
+
+    def _modes(self, trains: bool) -> Modes:
+        return (training_modes if trains else evaluation_modes)(self._source.model)
+
+    def _captured(self, asked: Asked, form: BatchForm) -> Capture:
+        """The model as it is asked for: what runs it, and the buffers that it writes; the weights are those that train."""
+        trained = replace(self.parts, draw=Draw(self.parts.draw.seed))
+        # What a source has captured is of one form.
+        source = self._source if form.key == self._trained.form.key else Traced(self._source.model, self._source.deferred)
         try:
-            parts = captured_in(evaluation_modes(source.model), trained, self.plan, source, batch, loss, self.world)
+            parts = captured_in(asked, trained, self.plan, source, self.world)
         except ModelError as error:
-            raise ModelError(f"the model is trained, and cannot be evaluated: {error}") from error
+            cannot = "trained with this batch" if asked.trains else "evaluated"
+            raise ModelError(f"the model is trained, and cannot be {cannot}: {error}") from error
         read = self._gathered.read_by(parts.lowered, {v.value: v.name for v in parts.graph.parameters})
         replicas = Replicas(parts, self.mesh, self.world)
         for group in sorted(replicas.groups, key=lambda g: g.ranks):
             group.connect()
-        made = replace(self._executors, parts=parts, gathered=read, trains=False, made={}, by_size={})
-        return made, replicas
+        executors = replace(
+            self._executors, parts=parts, gathered=read, trains=asked.trains, made=Recent(MOST_SIZES), by_size=Recent(MOST_SIZES)
+        )
+        return Capture(form, executors, replicas)
 
     def loss_of(self, result: Result) -> float:
         """The loss of the whole batch, from every rank's and microbatch's summands."""
-        total, work = result.mean or self._mean_of(result)
+        total, work = result.mean or self._mean_of(result, self.parts)
         work.wait()
         return mean_of(total)
 
-    def _mean_of(self, result: Result, parts: Parts | None = None) -> tuple[Tensor, Work]:
-        """The loss over all microbatches and ranks, and its sum under way. `parts`: what computed it, if not what trains."""
-        parts = parts or self.parts
+    def _mean_of(self, result: Result, parts: Parts) -> tuple[Tensor, Work]:
+        """The loss over all microbatches and ranks, and its sum under way. `parts`: what computed it."""
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         if result.losses:
             loss = parts.graph.loss
@@ -321,13 +338,14 @@ class Engine:
             at = self.mesh.coordinates(self.world.rank)
             if all(form is P or at[axis] == 0 for axis, form in forms.items()):
                 total += torch.stack([x.double() * weight for x, weight in zip(result.losses, result.weights, strict=True)]).sum()
-        if parts is self.parts and self._counted is not None:
+        if self._counted is not None:
             total = torch.stack((total, self._counted))
         return total, self._everyone.all_reduce(total, wait=False).untimed()  # a loss need not be read
 
     def _local(self, batch: Any) -> list[dict[str, Tensor]]:
         """This rank's tensors of every microbatch, by graph value."""
-        return self._divided(batch)[1]
+        rows = self._rows_of(batch, None, 0)
+        return self._of_form(batch, rows, trains=True).divided(tensors_of(batch), rows, late=False).inputs
 
     def sizes_of(self, samples: int) -> tuple[int, ...]:
         """Samples of each microbatch of a batch of so many, all data replicas together.
@@ -345,82 +363,38 @@ class Engine:
         return self._own.of(size)
 
     @cached_property
-    def _own(self) -> Rows:
+    def _own(self) -> Replica:
         """Which rows of a batch are this rank's."""
-        return Rows(self.plan, self.plan.layout.of_stage(self.mesh.coordinates(self.world.rank)[PIPELINE]), self.data_index)
+        return Replica(self.plan, self.plan.layout.of_stage(self.mesh.coordinates(self.world.rank)[PIPELINE]), self.data_index)
 
-    def _divided(
-        self, batch: Any, whole: bool | None = None, parts: Parts | None = None, trains: bool = False
-    ) -> tuple[tuple[int, ...], list[dict[str, Tensor]]]:
-        """Samples of every microbatch, all data replicas together, and this rank's tensors of it by graph value."""
-        parts, data, self._counted = parts or self.parts, self.data_size, None
-        rows = batch_size_of(batch)
-        is_global, samples = self._own.samples(rows, whole)
-        if samples == rows and self.step_index == 0 and self.world.num_ranks > 1:
+    def _rows_of(self, batch: Any, whole: bool | None, samples: int) -> Rows:
+        """Whose samples are whose in a batch, of which every rank has all or its rows."""
+        plan, each, have = self.plan, self._own.each, batch_size_of(batch)
+        is_global = have > max(each) if whole is None else whole
+        told, one_form, samples = [have], True, samples or known_samples(batch)
+        if is_global or self.data_size == 1:
+            samples = have
+        elif not samples:
+            told, one_form = self._told_rows(have, BatchForm.of(batch))
+            samples = sum(told)
+        if samples > plan.batch_size:
+            said = f"{max(each)} for each" if len(set(each)) == 1 else f"{'/'.join(map(str, each))} for the ranks"
+            raise Infeasible(
+                f"the batch has {have} samples; the plan is for {plan.batch_size} in all, which is {said} of data={self.data_size}"
+            )
+        if samples == have and self.step_index == 0 and self.world.num_ranks > 1:
             check_same(batch, self.world)
-        sizes = self.sizes_of(samples)
-        of_batch = self._form.tensors_of(batch)
-        out: list[dict[str, Tensor]] = []
-        needed = {value for local in parts.lowered.values() for value in local.variables}
-        counting: list[tuple[Counter, dict[str, Tensor]]] = []
-        begin = 0
-        for size in sizes:
-            rows = size if is_global else self.rows_of(size)[1]
-            sized = parts.of_size(size, samples)
-            normal = sized.normal
-            counter = self._counter_of(parts, size, samples) if normal.totals else None
-            inputs = [v for v in normal.graph.inputs if v.value in needed]
-            whole_rows = {v.value: of_batch[v.name].narrow(0, begin, rows) if v.batched else of_batch[v.name] for v in inputs}
-            tensors = {v.value: self._own_rows(whole_rows[v.value], v, sized, is_global) for v in inputs}
-            counted = tensors
-            if counter is not None:  # what is counted is of whole rows
-                counted = {v.value: self._taken(whole_rows[v.value], v) for v in inputs if v.value in counter.variables}
-            if normal.share:
-                kind = getattr(torch, normal.graph.tensors[normal.share].dtype)
-                tensors[normal.share] = counted[normal.share] = torch.full((), size / samples, dtype=kind, device=self.world.device)
-            begin += rows
-            if counter is not None:
-                counting.append((counter, counted))
-            out.append(tensors)
-        parts.draw.samples = tuple(self._own.drawn(sizes, is_global))
-        if counting:
-            alone = trains and self._stale is not None and not is_global and data > 1
-            totals = count(counting, is_global, parts.arrival, alone)
-            if alone:
-                totals = self._divided_later(totals, parts.of_size(sizes[0], samples).normal.divisor)
-            if self._executors.compile:
-                parts.arrival.wait()  # compiled code does not
-            for tensors in out:
-                tensors.update(totals)
-        return sizes, out
+        planned = self._own.rows(self.sizes_of(samples), is_global)
+        if len(told) == 1 or (one_form and [sum(column) for column in zip(*planned.table, strict=True)] == told):
+            return planned
+        most, fewest = max(replica_sizes(plan.microbatch_sizes[0], plan.layout)), schedule_of(plan.layout).fewest
+        return self._own.given(told, num_microbatches(max(told), most, plan.layout, fewest), one_form)
 
-    def _own_rows(self, x: Tensor, v: Variable, sized: Sized, is_global: bool) -> Tensor:
-        """Of an input in a microbatch, what this rank computes with; `is_global`: `x` has the rows of all data replicas."""
-        if v.batched and is_global and self.data_size > 1:
-            x = x.narrow(0, *self.rows_of(len(x)))
-        at = self.mesh.coordinates(self.world.rank)
-        want = sized.sharding.rows(v.value, v.tensor.shape, at)
-        if tuple(x.shape) != want and not self.plan.uncaptured:
-            raise Infeasible(
-                f"{v.name} has shape {list(x.shape)} in a microbatch of this rank, and the model was captured with {list(want)}; "
-                "pad or cut batches to one shape, or plan again for this one"
-            )
-        return self._taken(narrowed(x, sized.sharding.held(v.value, x.shape, at, but=sized.sharding.sample_axes)), v)
-
-    def _divided_later(self, totals: Mapping[str, Tensor], divisor: str) -> dict[str, Tensor]:
-        """Totals of this rank's rows, where nobody waits for those of the others: what divides is summed beside the loss."""
-        if not divisor:
-            raise Infeasible(
-                f"{self.plan.layout}: parts of the loss are divided by what is counted over all ranks' rows, for which ranks would "
-                "wait for one another; give every rank the whole batch"
-            )
-        self._counted = totals[divisor].double()  # summed beside the loss, and divides what is raw until then
-        return {divisor: torch.ones_like(totals[divisor])}
-
-    def _taken(self, x: Tensor, v: Variable) -> Tensor:
-        """A tensor of the batch as it is computed with."""
-        dtype = getattr(torch, v.tensor.dtype)
-        return x.to(device=self.world.device, dtype=dtype if x.is_floating_point() else x.dtype, non_blocking=True)
+    def _told_rows(self, rows: int, form: BatchForm) -> tuple[list[int], bool]:
+        """How many rows each replica has of this step's batch, and whether all are of one form."""
+        told = torch.tensor([[rows, form.number]], dtype=torch.int64, device=self.world.device)
+        told_rows, forms = self._rows.all_gather(told, 0).T.tolist()
+        return told_rows, len(set(forms)) == 1
 
     def pieces(self, drain: bool = True) -> list[Piece]:
         """This rank's parameters, buffers, optimizer state, counters and what compressed gradients have not sent; for checkpoints.

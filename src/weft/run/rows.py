@@ -1,6 +1,8 @@
-"""Which rows of a batch are a rank's. In: a plan, the rank's stage and its number among the replicas. Out: `Rows`.
+"""Which rows of a batch are a rank's. In: a plan, the rank's stage, its number among the replicas. Out: `Replica`, and of a batch `Rows`.
 
 A batch is given whole, the same on every rank, or each rank is given its own rows: its part of every microbatch, one after another.
+Replicas have the parts that the plan says; or, where they are given other ones or some have none, each computes as if all had as many
+samples as it has, one at least, which differs in nothing where no sample meets another in the model.
 """
 
 from __future__ import annotations
@@ -8,58 +10,86 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from weft.errors import Infeasible
+import torch
+from torch import Tensor
+
 from weft.lower.kernels.place import Samples
 from weft.plan.layout import Layout
-from weft.plan.microbatches import replica_rows
+from weft.plan.microbatches import replica_rows, replica_sizes, rows_by_replica
 from weft.plan.plan import Plan
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Of replica `index` of a stage that is arranged by `layout`."""
+class Replica:
+    """Replica `index` of a stage that is arranged by `layout`."""
 
     plan: Plan
     layout: Layout
     index: int
 
-    def of(self, size: int, index: int | None = None) -> tuple[int, int]:
-        """(the first, how many) of the rows of a microbatch of `size` samples that this replica has, or that of `index`."""
-        return replica_rows(size, self.layout, self.index if index is None else index)
+    def of(self, size: int) -> tuple[int, int]:
+        """(the first, how many) of the rows of a microbatch of `size` samples that this replica has."""
+        return replica_rows(size, self.layout, self.index)
 
-    def number(self, sizes: Sequence[int], index: int) -> int:
-        """Rows of a replica in microbatches of these sizes."""
-        return sum(self.of(size, index)[1] for size in sizes)
+    @property
+    def each(self) -> list[int]:
+        """Rows of every replica in a batch of the plan."""
+        return [sum(sizes) for sizes in zip(*(replica_sizes(size, self.layout) for size in self.plan.microbatch_sizes), strict=True)]
 
-    def samples(self, rows: int, whole: bool | None) -> tuple[bool, int]:
-        """(whether a batch of so many rows is that of all replicas, its samples of all replicas together). `whole`: which it is, if told.
+    def rows(self, sizes: Sequence[int], is_global: bool) -> Rows:
+        """Those of microbatches of these sizes."""
+        table = tuple(replica_sizes(size, self.layout) for size in sizes)
+        return Rows(table, self.index, is_global, planned=all(map(all, table)))
 
-        Raises:
-            Infeasible: more than the plan is for; some of the rows of a replica whose part is not that of the others.
-        """
-        plan, data = self.plan, self.layout.replicas
-        each = [self.number(plan.microbatch_sizes, i) for i in range(data)]
-        own, alike = each[self.index], len(set(each)) == 1
-        is_global = rows > max(each) if whole is None else whole
-        if is_global and rows <= plan.batch_size:
-            return True, rows
-        if not is_global and (rows == own or (alike and rows < own)):
-            return False, rows * data if alike else plan.batch_size
-        said = f"{own} for each of data={data}" if alike else f"{'/'.join(map(str, each))} for the ranks of data={data}"
-        raise Infeasible(f"the batch has {rows} samples; the plan is for {plan.batch_size} in all, which is {said}")
+    def given(self, rows: Sequence[int], count: int, one_form: bool) -> Rows:
+        """Those of replicas that were given so many `rows` each, in `count` microbatches; `one_form`: of tensors of the same shapes."""
+        return Rows(rows_by_replica(rows, count), self.index, False, planned=False, one_form=one_form)
 
-    def drawn(self, sizes: Sequence[int], is_global: bool) -> list[Samples]:
-        """Of every microbatch which samples of the batch it has, as far as what this replica draws for them follows from it."""
-        samples, data = sum(sizes), self.layout.replicas
-        before = sum(self.number(sizes, i) for i in range(self.index))
-        found, begin = [], 0
-        for size in sizes:
-            first, own = self.of(size)
-            if is_global:
-                found.append(Samples.range(begin, size, samples))
-            elif any(size % data for size in sizes) or self.layout.shares:  # of which only this replica's lie so
-                found.append(Samples.range(before + begin - first, size, samples))
-            else:
-                found.append(Samples(begin, samples, ((data, samples // data), (own, 1))))
-            begin += size if is_global else own
-        return found
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """By microbatch and replica, how many samples: `table[m][i]`. `index`: this replica.
+
+    `is_global`: whether batches hold all. `planned`: whether these are the parts that the plan says, none of them empty. `one_form`:
+    whether what replicas have of a batch is of one form.
+    """
+
+    table: tuple[tuple[int, ...], ...]
+    index: int
+    is_global: bool
+    planned: bool
+    one_form: bool = True
+
+    @property
+    def samples(self) -> int:
+        """Of the whole batch."""
+        return sum(map(sum, self.table))
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Of each microbatch, all replicas together; of what is not planned as if all had what this one has, 0 where it has none."""
+        return tuple(sum(row) if self.planned else len(row) * row[self.index] for row in self.table)
+
+    def share(self, m: int) -> float:
+        """Of the batch's samples, what microbatch `m` has, as this rank computes it; the mean over replicas is what it has."""
+        return self.sizes[m] / self.samples
+
+    def own(self, x: Tensor, m: int) -> Tensor:
+        """This rank's rows of what microbatch `m` has of a batch's tensor; of none a row that stands in."""
+        first = sum(map(sum, self.table[:m])) if self.is_global else sum(row[self.index] for row in self.table[:m])
+        before = sum(self.table[m][: self.index]) if self.is_global else 0
+        if count := self.table[m][self.index]:
+            return x.narrow(0, first + before, count)
+        return x[:1] if len(x) else torch.zeros((1, *x.shape[1:]), dtype=x.dtype, device=x.device)
+
+    def whole(self, x: Tensor, m: int) -> Tensor:
+        """All rows of microbatch `m`, of a batch's tensor that holds them."""
+        return x.narrow(0, sum(map(sum, self.table[:m])), sum(self.table[m]))
+
+    def drawn(self, m: int) -> Samples:
+        """Which samples a microbatch has, as it is computed on this rank (`lower/kernels/place`): its own piece of them are its samples."""
+        row = self.table[m]
+        begin, before, count = sum(map(sum, self.table[:m])), sum(row[: self.index]), max(1, row[self.index])
+        if self.planned:
+            return Samples.range(begin, sum(row), self.samples)
+        return Samples(begin + before - self.index * count, self.samples, ((count * len(row), 1),))

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
+from weft.capture.nesting import with_samples
 from weft.plan.layout import Layout
 from weft.plan.microbatches import check_equal, microbatch_sizes
 from weft.plan.placement import piece
@@ -70,7 +71,9 @@ def shard(batches: Iterable[Batch], where: Coordinate) -> Iterator[Batch]:
     for number, batch in enumerate(batches):
         if number == 0 and world is not None and world.num_ranks > 1:
             check_same(batch, world)
-        yield take(batch, rows_of_part(batch_size(batch), where))
+        samples = batch_size(batch)
+        rows = take(batch, rows_of_part(samples, where))
+        yield with_samples(rows, samples) if where.data_size > 1 else rows
 
 
 def rows_of_part(num_samples: int, where: Coordinate) -> list[int]:

@@ -212,7 +212,7 @@ class _Run:
         rate = learning_rate(step, self.section)
         self.components.before()
         try:
-            result = self.engine.step(batch, lr=rate, record=record)
+            result = self.engine.step(batch, lr=rate, record=record, samples=self.section.batch)
         except IndexError as error:
             raise ConfigError(
                 f"step {step + 1}: {error}; byte tokens go from 0 to 255, so use a model with a vocabulary of at least 256"
@@ -245,17 +245,15 @@ class _Run:
         if not self._evaluates:
             return None
         try:
-            losses = [self.engine.evaluate(source.validation(number, self.rows)) for number in range(count)]
+            losses = [self.engine.evaluate(source.validation(number, self.rows), samples=batch) for number in range(count)]
         except ModelError as error:  # of every rank, before any has sent: what was trained is no worse for it
             self._evaluates = False
             self.show.say(f"not evaluated: {error}")
             return None
         left = source.num_validation - whole * batch
-        left -= left % self.job.plan.layout.replicas
         if left > 0 and self.section.evaluate_batches > whole:
             try:
-                rows = rows_of_part(left, self.engine)
-                last = self.engine.evaluate(source.validation(whole, rows))
+                last = self.engine.evaluate(source.validation(whole, range(left)), whole=True)
             except (Infeasible, ModelError) as error:  # of every rank, before any has sent
                 self.show.say(f"the last {left} validation samples are left out: {error}")
             else:

@@ -12,7 +12,7 @@ from weft.capture.patches.patch import Patch
 _TRACED = "messages cuda_driver recorded_lines lstm_states"
 _CALLS = """
     generators acts_in_backward foreign_parameters data values_of_constants value_checks float64_numbers foreach class_losses ctc
-    embedding_bag gaussian_nll affine_grid bincount covariance
+    embedding_bag gaussian_nll affine_grid bincount contiguous covariance
 """
 _CALLED = "python_randomness replaced_state autograd_functions distributions causal_masks casts experts"
 _REWRITTEN = "assertions masked_rows complex_parameters own_rows"

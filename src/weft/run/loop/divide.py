@@ -71,8 +71,7 @@ def divide(model: nn.Module, source: Source, plan: Plan, batch: Any, world: Worl
     _mark_cut(parts, world, layout.mesh)
     original = Original(model, OWN, fake_mode() if source.deferred is None else source.deferred.fake_mode)
     place(model, parts.parameters, parts.buffers)
-    captures = Captures(parts, plan, source, batch, world, original, inspect.signature(model.forward), {})
-    captures.made[training_modes(model), captures.form.tensors] = parts
+    captures = Captures(parts, plan, source, batch, world, original, inspect.signature(model.forward), training_modes(model))
     Divided(model, plan, world, ByGraphs(model, parts, captures, Unchanged(model))).bind()
     _cut_what_is_loaded(model, parts)
     Exchange(parts.groups, parts.parameters, world)

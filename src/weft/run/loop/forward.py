@@ -8,9 +8,8 @@ summed over other axes is summed where the parameter enters.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.capture.modes import Modes, modes_of
-from weft.capture.nesting import BatchForm, batch_size_of, leaves, rebuild
+from weft.capture.nesting import BatchForm, batch_size_of, is_plain, leaves, rebuild, tensors_of
 from weft.errors import Infeasible, ModelError
 from weft.lower.kernels.randomness import Draw
 from weft.lower.redistribute import counted, redistribute
@@ -27,17 +26,16 @@ from weft.plan.axis import axis_of
 from weft.plan.placement import D, R, is_shard
 from weft.plan.plan import Plan
 from weft.run.build import Source, Traced
-from weft.run.captures import captured_in
+from weft.run.captures import Asked, captured_in
 from weft.run.loop.original import Original
 from weft.run.loop.unchanged import Unchanged
 from weft.run.parts import Parts
 from weft.run.pieces import full_state, narrowed, weights_of
+from weft.run.recent import MOST_FORMS, Recent
 from weft.run.state.checkpoint import Piece
 from weft.run.state.precision import products_of
 from weft.world import private
 from weft.world.world import Group, World
-
-_PLAIN = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device)
 
 
 class NotReturned:
@@ -60,7 +58,7 @@ class NotReturned:
 
 
 def _kept(path: str, leaf: Any) -> Any:
-    return leaf if leaf is None or isinstance(leaf, _PLAIN) else NotReturned(path, type(leaf).__name__)
+    return leaf if is_plain(leaf) else NotReturned(path, type(leaf).__name__)
 
 
 def with_tensors(parts: Parts, parameters: Mapping[str, Any], buffers: Mapping[str, Tensor]) -> Parts:
@@ -109,17 +107,6 @@ class Forward:
         paths, others = self._outputs
         return rebuild(parts.structure, others | dict(zip(paths, out, strict=True)))
 
-    def check(self, given: Mapping[str, Tensor]) -> None:
-        """Raise Infeasible where a tensor has another shape than in the capture."""
-        parts = self.parts
-        for v in parts.graph.inputs:
-            want = parts.sharding.rows(v.value, v.tensor.shape)
-            if tuple(given[v.name].shape) != want:
-                raise Infeasible(
-                    f"{v.name} has shape {list(given[v.name].shape)}, and the model was captured with {list(want)} on each rank; "
-                    "pad or cut batches to one shape"
-                )
-
     @cached_property
     def _outputs(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The model's output by path: tensors, and everything else as it will be returned."""
@@ -166,14 +153,14 @@ class Forward:
         return self.world.group(self.plan.layout.mesh.group(self.world.rank, axis))
 
 
-Call = tuple[Modes, frozenset[str]]  # the model's modes, and which tensors it is called with
+Call = tuple[Modes, Hashable]  # the model's modes, and the key of the form of what it is called with
 
 
 @dataclass(frozen=True)
 class Captures:
-    """The captures of one model, by its modes and by the tensors it is called with: `net(x)` is another graph than `net(x, targets)`.
+    """The captures of one model, by its modes and by what it is called with: `net(x)` is another graph than `net(x, targets)`.
 
-    Copies of the model share them. `parts`: of its training; `batch`: what it was captured with.
+    Copies of the model share them. `parts`: of its training, `modes` and `batch`: what it was captured with, `others`: made since.
     """
 
     parts: Parts
@@ -183,27 +170,31 @@ class Captures:
     world: World
     original: Original
     signature: inspect.Signature
-    made: dict[Call, Parts]
+    modes: Modes
+    others: Recent[Parts] = field(default_factory=lambda: Recent(MOST_FORMS))
 
     @cached_property
     def form(self) -> BatchForm:
-        """What every call has in common."""
+        """Of what it was captured with."""
         return BatchForm.of(self.batch)
 
     def of(self, call: Call, called: Any) -> Parts:
-        """The parts of such a call, captured when it is first made, on every rank."""
-        if call not in self.made:
-            # What a source has captured is of one batch.
-            alike = call[1] == self.form.tensors
-            batch, source = (self.batch, self.source) if alike else (called, Traced(self.source.model, self.source.deferred))
-            try:
-                with self.original.back():
-                    self.made[call] = captured_in(call[0], self.parts, self.plan, source, batch, None, self.world, outputs=True)
-            except ModelError as error:
-                now = "trains" if call[0][0] else "evaluates"
-                names = ", ".join(sorted(call[1]))
-                raise ModelError(f"the model as it {now} now, called with {names}, cannot be divided: {error}") from error
-        return self.made[call]
+        """The parts of such a call, captured when it is first made."""
+        if call == (self.modes, self.form.key):
+            return self.parts
+        return self.others.of(call, lambda: self._captured(call, called))
+
+    def _captured(self, call: Call, called: Any) -> Parts:
+        # What a source has captured is of one form.
+        alike = call[1] == self.form.key
+        batch, source = (self.batch, self.source) if alike else (called, Traced(self.source.model, self.source.deferred))
+        try:
+            with self.original.back():
+                return captured_in(Asked(call[0], batch, outputs=True), self.parts, self.plan, source, self.world)
+        except ModelError as error:
+            now = "trains" if call[0][0] else "evaluates"
+            names = ", ".join(sorted(tensors_of(called)))
+            raise ModelError(f"the model as it {now} now, called with {names}, cannot be divided: {error}") from error
 
     def nested(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call's arguments nested as the batch that the model was captured with: by keyword or in order."""
@@ -231,7 +222,7 @@ class ByGraphs:
     parts: Parts
     captures: Captures
     unchanged: Unchanged
-    forwards: dict[Call, Forward] = field(default_factory=dict)
+    forwards: Recent[Forward] = field(default_factory=lambda: Recent(1 + MOST_FORMS))
 
     @property
     def draw(self) -> Draw:
@@ -245,8 +236,9 @@ class ByGraphs:
     def compute(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The output of this rank's samples."""
         called = self.captures.nested(args, kwargs)
-        form = self.captures.form.with_tensors_of(called)
-        given = form.tensors_of(called)
+        form = BatchForm.of(called)
+        self.captures.form.check_objects(form)
+        given = tensors_of(called)
         plan, have = self.captures.plan, batch_size_of(called)
         rows = plan.batch_size // plan.layout.data
         if have != rows:
@@ -254,17 +246,17 @@ class ByGraphs:
                 f"the model is divided for {plan.batch_size} samples, {rows} on each of data={plan.layout.data}, and was called with "
                 f"{have}; draw batches through weft.shard(loader), with drop_last=True"
             )
-        forward = self._forward_of((modes_of(self.model), form.tensors), called)
-        forward.check(given)
+        forward = self._forward_of((modes_of(self.model), form.key), called)
         forward.parts.draw.step += 1
         return forward(given)
 
     def _forward_of(self, call: Call, called: Any) -> Forward:
-        if call not in self.forwards:
+        def made() -> Forward:
             parts = with_tensors(self.captures.of(call, called), self.parts.parameters, self.parts.buffers)
             exchanged = {name: spec.summed_over for name, spec in parts.specs.items()}
-            self.forwards[call] = Forward(parts, self.captures.plan, self.captures.world, exchanged)
-        return self.forwards[call]
+            return Forward(parts, self.captures.plan, self.captures.world, exchanged)
+
+        return self.forwards.of(call, made)
 
     def of_copy(self, made: nn.Module, memo: Mapping[int, Any]) -> ByGraphs:
         """The same captures over the copy's tensors."""

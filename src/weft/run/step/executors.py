@@ -20,6 +20,7 @@ from weft.plan.placement import P, R
 from weft.plan.plan import Plan
 from weft.plan.program import Compute, Manage, Op
 from weft.run.parts import Parts, program_of
+from weft.run.recent import MOST_SIZES, Recent
 from weft.run.reduce.gradients import Gradients
 from weft.run.residency.gathered import Gathered
 from weft.run.residency.host import HostStore
@@ -49,29 +50,32 @@ class Executors:
     compile: bool
     scale: LossScale
     trains: bool = True
-    made: dict[tuple[int, ...], Executor] = field(default_factory=dict)
-    by_size: dict[tuple[int, int], tuple[dict[int, StageRunner], Crossings]] = field(default_factory=dict)
+    made: Recent[Executor] = field(default_factory=lambda: Recent(MOST_SIZES))
+    by_size: Recent[tuple[dict[int, StageRunner], Crossings]] = field(default_factory=lambda: Recent(MOST_SIZES))
 
-    def of(self, sizes: tuple[int, ...]) -> Executor:
-        """What runs a step of microbatches of these sizes, all data replicas together."""
-        if sizes not in self.made:
-            self.made[sizes] = self._executor(sizes)
-        return self.made[sizes]
+    def of(self, sizes: tuple[int, ...], samples: int = 0) -> Executor:
+        """What runs a step of microbatches of these sizes, all data replicas together, of a batch of `samples`, by default their sum.
 
-    def _executor(self, sizes: tuple[int, ...]) -> Executor:
+        A size of 0 is that of a microbatch of which this rank has nothing: it runs one sample on each data rank, which counts nothing.
+        """
+        samples = samples or sum(sizes)
+        return self.made.of((sizes, samples), lambda: self._executor(sizes, samples))
+
+    def _executor(self, sizes: tuple[int, ...], samples: int) -> Executor:
         parts, layout, world = self.parts, self.plan.layout, self.world
         pipeline = world.group(layout.mesh_of(world.rank).group(world.rank, "pipeline"))
         program = parts.program
         if len(sizes) != layout.microbatches:
-            fewer = replace(self.plan, layout=layout.with_microbatches(len(sizes)), batch_size=sum(sizes))
+            fewer = replace(self.plan, layout=layout.with_microbatches(len(sizes)), batch_size=len(sizes) * layout.replicas)
             program = program_of(fewer, parts.stages, world)
-        samples = sum(sizes)
-        by_size = {size: Sizes(*self.runners_of(size, samples), self._weight(size, samples)) for size in dict.fromkeys(sizes)}
+        by_size = {
+            size: Sizes(*self.runners_of(size or layout.data, samples), self._weight(size, samples)) for size in dict.fromkeys(sizes)
+        }
         by_microbatch = {m: by_size[size] for m, size in zip(program.microbatches, sizes, strict=True)}
         names = {number: frozenset(name for name, _ in mine.values()) for number, mine in self._learned().items()}
         between = None
         if layout.inner:
-            of_size = {m: parts.of_size(size, samples) for m, size in zip(program.microbatches, sizes, strict=True)}
+            of_size = {m: parts.of_size(size or layout.data, samples) for m, size in zip(program.microbatches, sizes, strict=True)}
             between = Resharded(layout, of_size, world, world.everyone)
             crossings = by_microbatch[program.microbatches[0]].crossings
             for group in sorted(between.peers(crossings), key=lambda g: g.ranks):
@@ -95,13 +99,11 @@ class Executors:
 
     def runners_of(self, size: int, samples: int) -> tuple[dict[int, StageRunner], Crossings]:
         """This rank's stages for microbatches of `size` samples of a batch, all data replicas together, and what crosses between stages."""
-        if (size, samples) not in self.by_size:
-            self.by_size[size, samples] = self._build_runners(self.parts.of_size(size, samples))
-        return self.by_size[size, samples]
+        return self.by_size.of((size, samples), lambda: self._build_runners(self.parts.of_size(size, samples)))
 
     def _weight(self, size: int, samples: int) -> float:
         """What the loss of a microbatch counts in the batch's."""
-        return 1.0 if self.parts.of_size(size, samples).normal.adds else size / samples
+        return size / samples if not size or not self.parts.of_size(size, samples).normal.adds else 1.0
 
     def _build_runners(self, sized: Sized) -> tuple[dict[int, StageRunner], Crossings]:
         parts, graph, compile, layout = self.parts, sized.graph, self.compile, self.plan.layout

@@ -115,16 +115,22 @@ def _along(sharding: Sharding, axes: tuple[str, ...]) -> Sharding:
 
 
 def count(
-    microbatches: Sequence[tuple[Counter, Mapping[str, Tensor]]], whole: bool, arrival: Arrival, alone: bool = False
+    microbatches: Sequence[tuple[Counter, Mapping[str, Tensor], bool]], whole: bool, arrival: Arrival, alone: bool = False
 ) -> dict[str, Tensor]:
-    """The totals of a batch, which `arrival` waits for where they are still to come; those of this rank's rows where it is `alone`."""
+    """The totals of a batch, which `arrival` waits for where they are still to come; those of this rank's rows where it is `alone`.
+
+    `microbatches`: with whether this rank has rows of it; what stands in for none is not counted.
+    """
     arrival.wait()
     first = microbatches[0][0]
     totals: dict[str, Tensor] = {}
     with torch.no_grad():
         for number, level in enumerate(first.levels):
             arrival.wait()
-            parts = [counter.run(number, {**tensors, **totals}, whole) for counter, tensors in microbatches]
+            parts = [counter.run(number, {**tensors, **totals}, whole) for counter, tensors, has_rows in microbatches if has_rows]
+            if not parts:
+                counter, tensors, _ = microbatches[0]
+                parts = [[torch.zeros_like(x) for x in counter.run(number, {**tensors, **totals}, whole)]]
             sums = [torch.stack(one).sum(0, dtype=one[0].dtype) for one in zip(*parts, strict=True)]
             totals.update(zip((t.variable for t in level.totals), sums, strict=True))
             if not (whole or alone) and first.group.size > 1:

@@ -1,0 +1,143 @@
+"""One capture of the model at work: what runs its steps, and a batch as its microbatches read it.
+
+In: a rank's parts of the capture, and a batch with whose rows are whose. Out: an executor, and by microbatch this rank's tensors by graph
+value: rows of the batch, shares of it, and totals that are counted over all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from weft.capture.nesting import BatchForm
+from weft.errors import Infeasible
+from weft.model.graph import Variable
+from weft.plan.axis import axis_of, sample_axes
+from weft.plan.transition import LOCAL
+from weft.run.parts import Parts
+from weft.run.pieces import narrowed
+from weft.run.recent import MOST_SIZES, Recent
+from weft.run.reduce.buffers import Replicas
+from weft.run.rows import Rows
+from weft.run.sizes import Sized
+from weft.run.step.executor import Executor
+from weft.run.step.executors import Executors
+from weft.run.step.totals import Counter, count
+
+
+@dataclass
+class Divided:
+    """A batch of one step. `inputs`: by microbatch, by graph value. `counted`: what its loss is still to be divided by, where it is so."""
+
+    executor: Executor
+    inputs: list[dict[str, Tensor]]
+    counted: Tensor | None = None
+
+
+@dataclass
+class Capture:
+    """`form`: of the batches that it is for. `replicas`: buffers that it writes after a step."""
+
+    form: BatchForm
+    executors: Executors
+    replicas: Replicas
+    counters: Recent[Counter] = field(default_factory=lambda: Recent(MOST_SIZES))
+
+    @property
+    def parts(self) -> Parts:
+        """What runs."""
+        return self.executors.parts
+
+    def divided(self, tensors: Mapping[str, Tensor], rows: Rows, late: bool) -> Divided:
+        """A batch's `tensors` by path. `late`: nobody waits for what other ranks count, since updates come late.
+
+        Raises:
+            Infeasible: shares that differ where samples meet, or a microbatch with so many samples computes something else.
+        """
+        parts, samples = self.parts, rows.samples
+        if not rows.planned:
+            self._check_apart(rows)
+        needed = {value for local in parts.lowered.values() for value in local.variables}
+        out: list[dict[str, Tensor]] = []
+        counting: list[tuple[Counter, dict[str, Tensor], bool]] = []
+        together = rows.is_global and rows.planned  # every rank counts what all have
+        for m, size in enumerate(rows.sizes):
+            sized = parts.of_size(size or len(rows.table[m]), samples)
+            normal = sized.normal
+            inputs = [v for v in normal.graph.inputs if v.value in needed]
+            own = {v.value: rows.own(tensors[v.name], m) if v.batched else tensors[v.name] for v in inputs}
+            made = {v.value: self._taken(self._held(own[v.value], v, sized), v) for v in inputs}
+            counter = self._counter_of(sized, size, samples) if normal.totals else None
+            counted = made
+            if counter is not None:  # what is counted is of whole rows
+                read = [v for v in inputs if v.value in counter.variables]
+                full = {v.value: rows.whole(tensors[v.name], m) if together and v.batched else own[v.value] for v in read}
+                counted = {v.value: self._taken(full[v.value], v) for v in read}
+                counting.append((counter, counted, bool(size)))
+            if name := normal.share:
+                kind = getattr(torch, normal.graph.tensors[name].dtype)
+                made[name] = counted[name] = torch.full((), rows.share(m), dtype=kind, device=self.executors.world.device)
+            out.append(made)
+        parts.draw.samples = tuple(map(rows.drawn, range(len(rows.table))))
+        found = Divided(self.executors.of(rows.sizes, samples), out)
+        if counting:
+            alone = late and not together and len(rows.table[0]) > 1
+            totals = count(counting, together, parts.arrival, alone)
+            if alone:
+                found.counted, totals = self._divided_later(totals, counting[0][0].sized.normal.divisor)
+            if self.executors.compile:
+                parts.arrival.wait()  # compiled code does not
+            for made in out:
+                made.update(totals)
+        return found
+
+    def _check_apart(self, rows: Rows) -> None:
+        """Raise where ranks with unequal shares would compute something else than all samples at once."""
+        parts, layout = self.parts, self.executors.plan.layout
+        meets = [f"{one.site} {one.why}" for one in parts.coupled]
+        moves = (move for move in parts.sharding.moves if axis_of(move.axis).cuts_samples and move.forward not in LOCAL)
+        meets += [f"{move.value} moves between data ranks" for move in moves]
+        if parts.lowering is None:
+            meets.append("the model could not be captured")
+        if layout.inner or layout.shares or layout.replicas != layout.data or layout.expert > 1 or layout.sample_parallel == "on":
+            meets.append(f"the parts of ranks follow from {layout}")
+        if meets:
+            each = [sum(row[i] for row in rows.table) for i in range(len(rows.table[0]))]
+            raise Infeasible(
+                f"the batch has {rows.samples} samples, which data={len(each)} ranks share as {', '.join(map(str, each))}"
+                f"{'' if rows.one_form else ', of different shapes'}, and {meets[0]}: use batches that divide into data={len(each)} equal "
+                "shares, or drop the rest"
+            )
+
+    def _counter_of(self, sized: Sized, size: int, samples: int) -> Counter:
+        """What counts a microbatch's totals on this rank."""
+        world = self.executors.world
+        mesh = self.executors.plan.layout.mesh_of(world.rank)
+        group = world.group(mesh.group(world.rank, *sample_axes(mesh.inside)))
+        return self.counters.of((size, samples), lambda: Counter(self.parts, sized, group))
+
+    def _held(self, x: Tensor, v: Variable, sized: Sized) -> Tensor:
+        """Of the rows of this data rank, what this rank computes with."""
+        sharding, executors = sized.sharding, self.executors
+        at = executors.plan.layout.mesh_of(executors.world.rank).coordinates(executors.world.rank)
+        want = sharding.rows(v.value, v.tensor.shape, at)
+        if tuple(x.shape) != want and not executors.plan.uncaptured:
+            raise AssertionError(f"{v.name} has shape {list(x.shape)} in a microbatch of this rank, and its capture is of {list(want)}")
+        return narrowed(x, sharding.held(v.value, x.shape, at, but=sharding.sample_axes))
+
+    def _taken(self, x: Tensor, v: Variable) -> Tensor:
+        """A tensor of the batch as it is computed with."""
+        dtype = getattr(torch, v.tensor.dtype)
+        return x.to(device=self.executors.world.device, dtype=dtype if x.is_floating_point() else x.dtype, non_blocking=True)
+
+    def _divided_later(self, totals: Mapping[str, Tensor], divisor: str) -> tuple[Tensor, dict[str, Tensor]]:
+        """Totals of this rank's rows, where nobody waits for those of the others: what divides is summed beside the loss."""
+        if not divisor:
+            raise Infeasible(
+                f"{self.executors.plan.layout}: parts of the loss are divided by what is counted over all ranks' rows, for which ranks "
+                "would wait for one another; give every rank the whole batch"
+            )
+        return totals[divisor].double(), {divisor: torch.ones_like(totals[divisor])}
