@@ -23,7 +23,7 @@ import torch
 from bench.document import command, header, versions
 from bench.processes import ROOT
 from bench.tiny_models import planned, resolved
-from bench.verify_all import models
+from bench.verify_all import REFUSED, models
 from weft.api import plan as make_plan
 from weft.capture.nesting import batch_size_of
 from weft.ops import FAMILIES
@@ -45,7 +45,7 @@ whole."""
 
 @dataclass(frozen=True)
 class Row:
-    """One model under one layout. `status`: equal, differs, refused or not captured, with `note`; shares of `axis` that are divided."""
+    """One model under one layout. `status`: equal, differs, refused, failed or not captured; shares that its axis divides."""
 
     model: str
     layout: str
@@ -85,7 +85,8 @@ def rows_of(name: str, make: Callable[[], Resolved], wanted: Sequence[str]) -> I
             plan = replace(found, layout=replace(asked, precision="float64"))
             checked = verify_plan(plan, subject.make, batch, subject.loss, source, timeout_s=LIMIT_S, cut_everything=asked.tensor > 1)
         except Exception as error:
-            yield Row(name, layout, "refused", note=_line(error), seconds=time.perf_counter() - began)
+            status = "refused" if isinstance(error, REFUSED) else "failed"
+            yield Row(name, layout, status, note=_line(error), seconds=time.perf_counter() - began)
             continue
         axis = layout.partition("=")[0]
         share: Mapping[str, float] = checked.divided.get(axis, {"parameters": 0.0, "flops": 0.0})
@@ -133,7 +134,7 @@ def document(rows: Sequence[Row], top: Mapping[str, Any]) -> str:
     lines = ["# Coverage", "", INTRO, "", f"`{top['command']}` on {top['machine']}, {top['date']}.", "", "## Models x axes", ""]
     captured = [row for row in rows if row.layout]
     names = dict.fromkeys(row.model for row in captured)
-    count = {status: sum(row.status == status for row in captured) for status in ("equal", "differs", "refused")}
+    count = {status: sum(row.status == status for row in captured) for status in ("equal", "differs", "refused", "failed")}
     lines += [f"{len(names)} models, {len(captured)} runs: " + ", ".join(f"{n} {status}" for status, n in count.items()) + "."]
     worst = max((row.worst for row in captured if row.status == "equal"), default=0.0)
     lines += [f"The worst relative error of those that are equal is {worst:.1e}. Shares: parameters, FLOPs.", ""]
@@ -184,7 +185,7 @@ def main(arguments: Sequence[str]) -> int:
     if given.merge or not given.models:
         words = [word for word in arguments if word != "--merge" and word not in (given.merge or ())]
         PAGE.write_text(document(rows, header(command("coverage", words), versions(("torch", "transformers")))), encoding="utf-8")
-    return 4 if any(row.status == "differs" for row in rows) else 0
+    return 4 if any(row.status in ("differs", "failed") for row in rows) else 0
 
 
 if __name__ == "__main__":
