@@ -138,22 +138,22 @@ def test_no_rule_is_said_and_not_guessed() -> None:
     assert rule("aten.index.Tensor", f(4, 4), (Tensor((4, 4), "bool"),), outs=((3,),)) is None
 
 
-def test_groups_of_a_convolution_are_not_cut() -> None:
+def test_channels_of_a_convolution_in_groups_are_cut_by_groups() -> None:
     pair, zero, one = (1, 1), (0, 0), (1, 1)
     whole = rule("aten.conv2d.default", f(2, 4, 6, 6), f(8, 4, 3, 3), None, pair, zero, one, 1, outs=((2, 8, 4, 4),))
     grouped = rule("aten.conv2d.default", f(2, 4, 6, 6), f(8, 2, 3, 3), None, pair, zero, one, 2, outs=((2, 8, 4, 4),))
     assert whole is not None
     assert grouped is not None
     assert set(whole.labels) == {"n", "o", "i", "h", "w"}
-    assert set(grouped.labels) == {"n", "h", "w"}
+    assert set(grouped.labels) == {"n", "o", "h", "w"}
+    assert (grouped.kernels["o"], grouped.units["o"]) == ("groups", 2)  # whole groups, which take their own channels
 
 
-def test_one_key_head_for_all_queries_is_not_cut_by_heads() -> None:
+def test_one_key_head_for_all_queries_is_cut_by_the_heads_of_queries() -> None:
     def labels(keys: int) -> set[str]:
         q, kv = f(2, 4, 6, 2), f(2, keys, 6, 2)
         found = rule("aten.scaled_dot_product_attention.default", q, kv, kv, outs=((2, 4, 6, 2),))
         assert found is not None
         return set(found.labels)
 
-    assert labels(4) == labels(2) == {"b-1", "h", "s", "t"}
-    assert labels(1) == {"b-1", "s", "t"}
+    assert labels(4) == labels(2) == labels(1) == {"b-1", "h", "s", "t"}

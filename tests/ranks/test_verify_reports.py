@@ -145,8 +145,8 @@ def test_several_layouts_trace_the_model_once(monkeypatch: pytest.MonkeyPatch) -
     assert [line.split()[0] for line in lines[:4]] == ["layout", "data=2", "tensor=2", "pipeline=2"]
     assert all("equal" in line for line in lines[1:4])
     assert "<td>data=2</td>" in found._repr_html_()
-    with pytest.raises(Infeasible, match="data=3"):  # before any rank starts
-        verified(["data=2", "data=3"])
+    with pytest.raises(Infeasible, match="data=9"):  # of 8 samples; before any rank starts
+        verified(["data=2", "data=9"])
 
 
 @pytest.fixture
