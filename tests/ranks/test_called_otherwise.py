@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import weft
-from weft.errors import ModelError
+from weft.errors import Infeasible, ModelError
 from weft.world.world import World
 
 
@@ -69,3 +69,26 @@ def test_every_way_of_calling_trains_the_same_weights(ranks: Callable[..., list[
     means = [sum(each) / 2 for each in zip(*(losses for losses, _ in found), strict=True)]
     assert means == pytest.approx(wanted, rel=1e-12)
     assert all("called with 0, 1" in said for _, said in found)
+
+
+def unlike(world: World, layout: str, shared: bool) -> str:
+    """A loader of each rank's own: batches of one length on all ranks are taken, of another on one rank refused, on all."""
+    torch.manual_seed(0)
+    made = nn.Sequential(nn.Linear(6, 8), nn.Tanh())
+    net = weft.auto_parallelize(made, (torch.zeros(8, 5, 6),), plan=layout, world=world)
+    own = 8 // int(layout[-1]) if layout.startswith("data") else 8
+    for length in (5, 7):
+        net(torch.ones(own, length, 6)).sum().backward()
+    length = 9 if shared or world.rank == 0 else 4
+    try:
+        net(torch.ones(own, length, 6)).sum().backward()
+    except Infeasible as error:
+        return str(error)
+    return "taken"
+
+
+@pytest.mark.parametrize("layout", ["data=2", "tensor=2"])
+def test_ranks_that_call_it_with_other_lengths_are_refused_together(ranks: Callable[..., list[Any]], layout: str) -> None:
+    assert ranks(unlike, 2, layout, True) == ["taken"] * 2
+    for said in ranks(unlike, 2, layout, False):
+        assert "different shapes" in said

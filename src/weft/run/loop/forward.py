@@ -15,10 +15,10 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from weft.capture.modes import Modes, modes_of
-from weft.capture.nesting import BatchForm, batch_size_of, is_plain, leaves, rebuild, tensors_of
+from weft.capture.nesting import BatchForm, batch_size_of, is_plain, known_samples, leaves, rebuild, tensors_of
 from weft.errors import Infeasible, ModelError
 from weft.lower.kernels.randomness import Draw
 from weft.lower.redistribute import counted, redistribute
@@ -106,6 +106,14 @@ class Forward:
             out.append(x)
         paths, others = self._outputs
         return rebuild(parts.structure, others | dict(zip(paths, out, strict=True)))
+
+    @cached_property
+    def talks(self) -> bool:
+        """Whether ranks exchange anything in it, so that all of them must be called, and with tensors of one form."""
+        groups: list[Group] = []
+        for node in getattr(self.parts.only.module, "graph", fx.Graph()).nodes:
+            fx.node.map_aggregate((node.args, node.kwargs), lambda x: groups.append(x) if isinstance(x, Group) and x.size > 1 else None)
+        return bool(groups)
 
     @cached_property
     def _outputs(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -241,6 +249,9 @@ class ByGraphs:
         given = tensors_of(called)
         plan, have = self.captures.plan, batch_size_of(called)
         rows = plan.batch_size // plan.layout.data
+        # Where nothing is learnt and nothing exchanged, a rank may call it alone.
+        if (torch.is_grad_enabled() or self.talks) and not known_samples(called):
+            self._check_one_form(form)
         if have != rows:
             raise Infeasible(
                 f"the model is divided for {plan.batch_size} samples, {rows} on each of data={plan.layout.data}, and was called with "
@@ -249,6 +260,24 @@ class ByGraphs:
         forward = self._forward_of((modes_of(self.model), form.key), called)
         forward.parts.draw.step += 1
         return forward(given)
+
+    @cached_property
+    def talks(self) -> bool:
+        """Whether ranks exchange anything while the model computes, as it was planned."""
+        return Forward(self.parts, self.captures.plan, self.captures.world, {}).talks
+
+    def _check_one_form(self, form: BatchForm) -> None:
+        """Raise Infeasible on all ranks where they call the model with tensors of different forms: they would wait for one another, or add
+        what does not belong together. Batches of `weft.shard` are known to be alike."""
+        world = self.captures.world
+        if world.num_ranks == 1:
+            return
+        numbers = world.everyone.all_gather(torch.tensor([form.number], device=world.device), 0).tolist()
+        if len(set(numbers)) > 1:
+            raise Infeasible(
+                "ranks call the model with tensors of different shapes or kinds, and exchange values and gradients; draw batches through "
+                "weft.shard(loader), or pad them to one shape on all ranks"
+            )
 
     def _forward_of(self, call: Call, called: Any) -> Forward:
         def made() -> Forward:
