@@ -10,6 +10,7 @@ import json
 import math
 import os
 import sysconfig
+import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -32,6 +33,28 @@ _ALL_BYTES = 16 << 30  # of a longer text every so many-th block is read, this m
 _READERS = 4
 
 
+class FileTokens:
+    """Byte tokens [size] of a file, of which slices are read when they are asked for.
+
+    Not mapped into memory: of a file that is cut off meanwhile a mapping has pages that kill the process when they are touched.
+    """
+
+    def __init__(self, path: str, size: int) -> None:
+        self.size, self._path, self._file = size, path, os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._file)
+
+    def __getitem__(self, part: slice) -> Tokens:
+        """Raises RunError where the file has become too short."""
+        start, stop, _ = part.indices(self.size)
+        found = os.pread(self._file, stop - start, start)
+        if len(found) < stop - start:
+            raise RunError(
+                f"the text {self._path} had {self.size:,} bytes and ends before byte {stop:,} now: it was cut off while it was trained on; "
+                "restore it and run the same command, or train on a copy that nobody writes to"
+            )
+        return np.frombuffer(found, np.uint8)
+
+
 @dataclass(frozen=True, slots=True)
 class Corpus:
     """`size` byte tokens in the file `path`. `digest` tells whether they are the same as when a run began: SHA-256 of the size and of the
@@ -42,9 +65,9 @@ class Corpus:
     digest: str
     origin: str
 
-    def tokens(self) -> Tokens:
+    def tokens(self) -> FileTokens:
         """All tokens [size], read from the disk as they are used."""
-        return np.memmap(self.path, dtype=np.uint8, mode="r", shape=(self.size,))
+        return FileTokens(self.path, self.size)
 
     def stamp(self) -> tuple[int, int]:
         """Size and time of change of the file as it lies there now. Raises `RunError` where it is gone."""

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from weft.errors import ConfigError
-from weft.train.corpus import Tokens
+from weft.train.corpus import FileTokens, Tokens
 
 Batch = Any  # a tensor, or a tuple, list or dict of them; samples in dimension 0
 Numbers = npt.NDArray[np.int64]
@@ -86,7 +86,7 @@ class Text:
     validated on lies apart from what is trained on, and in all parts of the text.
     """
 
-    tokens: Tokens
+    tokens: Tokens | FileTokens
     sequence: int
     batch: int
     validation_fraction: float = 0.05
