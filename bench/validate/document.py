@@ -64,9 +64,10 @@ GEMS = """
 Jain et al. (SC'20) report that ResNet-1k trains with GEMS on 1,024 V100 at 97.32 % of what as many times one pipeline would reach. They do
 not say with which batch and image in what is at hand here, so this is a prediction of one case, not an error. Nothing was fitted to it.
 
-```
-weft scaling resnet-1k --cluster bench/validate/lassen.toml --devices 8,1024 --weak --batch 32 \\
-  --layout "pipeline=8 microbatches=8 schedule=gems-master batch_norm=local"
+<!-- long: plans a network of 333 layers four times -->
+```sh
+weft scaling resnet-1k --cluster examples/clusters/lassen.toml --devices 8,1024 --weak --batch 32 --layout "pipeline=8 microbatches=8 \
+schedule=gems-master batch_norm=local"
 ```
 
 | statistics of batch norm | step on 8 GPUs | step on 1,024 | efficiency |
