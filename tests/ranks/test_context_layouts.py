@@ -142,7 +142,7 @@ def _sent(world: World, attention: str) -> tuple[float, float, float]:
         return exchange(self, sent, shapes)
 
     def gathering(self: Group, x: torch.Tensor, *more: Any) -> torch.Tensor:
-        counts[0] += x.numel() * (self.size - 1)
+        counts[0] += x.numel() * (self.size - 1) if x.is_floating_point() else 0  # not the number by which ranks see that all call alike
         return all_gather(self, x, *more)
 
     def scattering(self: Group, x: torch.Tensor, *more: Any) -> torch.Tensor:

@@ -160,7 +160,7 @@ def _continue(world: World, layout: str, folder: str) -> tuple[float, float]:
     engine = Engine(_plan(Layout.parse(layout), 4, -16), Noisy, (x,), None, world, seed=4)
     engine.load(folder)
     evaluated = engine.evaluate((x,))
-    engine._draw.seed = 3
+    engine.parts.draw.seed = 3
     engine.step((x,))
     return evaluated, engine.step((x,)).loss
 

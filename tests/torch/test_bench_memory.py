@@ -88,7 +88,7 @@ def test_one_run_is_predicted_and_measured_and_one_that_fails_says_why() -> None
     assert sum(size for _, size in row.predicted_parts) == pytest.approx(row.predicted_bytes)
     assert dict(row.measured_parts)["parameters"] == 4 * 86_803
     assert abs(row.error) < 0.1
-    failed = measure("vision", "pointnet", "data=3")
+    failed = measure("vision", "pointnet", "data=64")
     assert failed.note.startswith("does not run: ")
     assert str(ROOT) not in failed.note
     assert failed.note in line(failed)

@@ -114,7 +114,8 @@ def test_one_rank_has_no_way_but_whole(gpt: tuple[Setting, tuple[Layer, ...]]) -
     assert all(one.ways[0].communication_s == one.ways[0].gradient_s == 0.0 for one in gpt[1])
 
 
-def test_the_table_marks_what_a_plan_cuts(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_table_marks_what_a_plan_cuts(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
     words = ["plan", GPT, "--cluster", "p4d.24xlarge", "--batch", "8", "--layout", "data=2 tensor=2", "--by-layer"]
     assert run([*words, "--json"]) == 0
     answer: dict[str, Any] = json.loads(capfd.readouterr().out)

@@ -41,7 +41,7 @@ LAYOUTS = {
     "inputs": "tensor={n}", EXPERTS: "data={n} expert={n}", "heads": "tensor={n}", "features": "tensor={n}", "vocabulary": "tensor={n}",
     "positions": "tensor={n} sequence_parallel=on",
 }  # fmt: skip
-CONTEXT = "context={n}"  # of attention, which gathers keys and values
+CONTEXT = "context={n} attention=gather"  # of attention, which gathers keys and values
 
 
 @dataclass(frozen=True, slots=True)

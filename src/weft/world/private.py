@@ -187,6 +187,11 @@ def after_backward(callback: Any) -> None:
     variable._execution_engine.queue_callback(callback)
 
 
+def is_operator(target: Any) -> bool:
+    """Whether what a graph calls is an operator of torch's or of its dispatcher."""
+    return isinstance(target, torch._ops.OpOverload)
+
+
 def makes_view(operator: Any) -> bool:
     """Whether an operator of torch's may hand on the memory of what it gets."""
-    return isinstance(operator, torch._ops.OpOverload) and any(result.alias_info is not None for result in operator._schema.returns)
+    return is_operator(operator) and any(result.alias_info is not None for result in operator._schema.returns)

@@ -13,6 +13,7 @@ from torch import fx, nn
 from torch.fx.passes.split_module import split_module
 
 from weft.lower.local import LocalStage
+from weft.world.private import is_operator
 
 FEWEST = 2  # operators of a run that is worth a call of compiled code
 
@@ -36,7 +37,7 @@ def compiled(local: LocalStage) -> nn.Module:
 
 
 def _is_torchs(node: fx.Node) -> bool:
-    return node.op == "call_function" and (isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem)
+    return node.op == "call_function" and (is_operator(node.target) or node.target is operator.getitem)
 
 
 def _runs(graph: fx.Graph) -> dict[fx.Node, int]:
