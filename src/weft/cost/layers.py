@@ -32,7 +32,7 @@ from weft.ops import Rule, record_of
 from weft.plan.axis import EXPERTS, POSITIONS, SAMPLES, axis_of
 from weft.plan.layout import Layout
 from weft.plan.patterns import pattern_of
-from weft.plan.placement import D, P, Placement, R, Shard, is_halo, is_shard
+from weft.plan.placement import D, P, Placement, R, Shard, is_cut, is_halo
 
 WHOLE = "whole"
 # Kinds of labels by which a layer is cut, and the layout that cuts by them.
@@ -326,7 +326,7 @@ class _Priced:
         if self._is_spread(value):
             return min(self.layout.expert, self.pricer.graph.tensors[value].shape[0])
         forms = self.sharding.forms[value] if self.sharding is not None else {}
-        return prod(self.sizes[axis] for axis, form in forms.items() if is_shard(form))
+        return prod(self.sizes[axis] for axis, form in forms.items() if is_cut(form))
 
     def is_summed(self, value: str) -> bool:
         """Whether the gradient of a variable is summed over the ranks."""
@@ -364,7 +364,7 @@ def _sharding(graph: Graph, op: Operator, axis: str, n: int, choice: Choice, ali
     needs[op.name] = tuple({axis: need} for need in choice.needs)
     held = {v.value for v in (*graph.parameters, *graph.buffers)}
     gathers = axis_of(axis).cuts_sequences  # keys and values come in pieces of positions, as queries do
-    pieces = next((need for need in choice.needs if is_shard(need)), None)
+    pieces = next((need for need in choice.needs if is_cut(need) and not is_halo(need)), None)
     for value, need in zip(op.inputs, choice.needs, strict=True):
         if need is None:
             continue
@@ -373,7 +373,7 @@ def _sharding(graph: Graph, op: Operator, axis: str, n: int, choice: Choice, ali
             if need is D:
                 gradients[value] = (axis,)
             continue
-        lies = Shard(need.dim) if is_halo(need) else need if is_shard(need) else R
+        lies = Shard(need.dim) if is_halo(need) else need if is_cut(need) else R
         if gathers and pieces is not None and len(graph.tensors[value].shape) > max(2, pieces.dim):
             lies = pieces
         source: Placement = lies if alike else R
