@@ -14,7 +14,7 @@ from placements_oracle.tables import Axis, Moves, prune
 from small_graphs import alexnet, chain, convolutions, experts
 
 from weft.errors import Infeasible, LayoutError, UsageError
-from weft.model.axis_problem import Given, Others
+from weft.model.axis_values import Given, Others
 from weft.model.graph import Graph
 from weft.model.propagate import propagate
 from weft.model.sharding import Prices

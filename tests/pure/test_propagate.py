@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.errors import LayoutError
-from weft.model.axis_problem import AxisProblem, Given, Others
+from weft.model.axis_problem import AxisProblem
 from weft.model.axis_search import apply, solve
+from weft.model.axis_values import Given, Others
 from weft.model.graph import Graph, Operator, Ref, Tensor, Variable
 from weft.model.propagate import propagate
 from weft.model.sharding import Prices, Sharding, move_collectives

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from weft.capture.capture import capture
-from weft.model.axis_problem import Given, Others
+from weft.model.axis_values import Given, Others
 from weft.model.graph import Graph
 from weft.model.propagate import propagate
 from weft.model.sharding import Prices

@@ -23,7 +23,8 @@ from weft.cost.operators import OperatorPricer
 from weft.cost.parts import Parts, keeps
 from weft.cost.placed import placed_sizes
 from weft.errors import LayoutError
-from weft.model.axis_problem import AxisProblem, Choice, Given, Others
+from weft.model.axis_problem import AxisProblem, Choice
+from weft.model.axis_values import Given, Others
 from weft.model.graph import Graph, Operator, Ref, Tensor, Variable
 from weft.model.labels import Meaning, expert_weights, meanings, positions
 from weft.model.sharding import Move, Prices, Sharding, move_collectives

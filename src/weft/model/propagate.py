@@ -7,7 +7,8 @@ is needed in.
 A value's forms are `model/sharding.py`'s. A consumer that is cut on a label which an input lacks computes only its share of that
 input's gradient: it needs D.
 
-Axes are solved one after the other: `model/axis_problem.py` says what may be done along one and what that costs,
+Axes are solved one after the other: `model/axis_problem.py` says what operators may do along one and what that costs,
+`model/axis_values.py` how values may lie there and what moving them costs,
 `model/axis_search.py` finds the cheapest. Here stands what every axis leaves to the next, and what is written down of it.
 
 Which labels another axis than `data` may cut says `model/labels.py`: those of weights; positions and samples only where that is asked for.
@@ -24,8 +25,9 @@ from dataclasses import dataclass, field
 from math import prod
 
 from weft.errors import LayoutError
-from weft.model.axis_problem import AxisProblem, Given, Others
+from weft.model.axis_problem import AxisProblem
 from weft.model.axis_search import solve
+from weft.model.axis_values import Given, Others
 from weft.model.deferral import defer
 from weft.model.gradients import backward_reached
 from weft.model.graph import Graph, copied_into, writes_buffer

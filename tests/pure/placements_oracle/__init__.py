@@ -20,7 +20,8 @@ from placements_oracle.price import Cost, price
 from placements_oracle.repeats import representatives
 from placements_oracle.tables import DEFERRED, Axis, Tables, tables
 from weft.errors import Infeasible, UsageError
-from weft.model.axis_problem import Choice, Given, Others
+from weft.model.axis_problem import Choice
+from weft.model.axis_values import Given, Others
 from weft.model.graph import Graph
 from weft.model.propagate import given_dims, propagate
 from weft.model.sharding import Prices, Sharding, Shards
