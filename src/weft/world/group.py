@@ -40,6 +40,7 @@ from weft.world.work import (
     lengths_of,
     packed,
     synchronize,
+    turned,
 )
 
 if TYPE_CHECKING:
@@ -409,13 +410,8 @@ class Group:
         split_dim, concat_dim = split_dim % x.dim(), concat_dim % x.dim()
         if split_dim == concat_dim:
             raise UsageError(f"all_to_all of dimension {split_dim} with itself; split_dim and concat_dim must differ")
-        cuts = cut_into(self, split_lengths or x.shape[split_dim])
-        shapes = []
-        for n in lengths_of(self, x.shape[concat_dim], concat_length):
-            shape = list(x.shape)
-            shape[split_dim], shape[concat_dim] = cuts[self.index], n
-            shapes.append(tuple(shape))
-        return torch.cat(self.exchange(torch.split(x, cuts, split_dim), shapes), concat_dim)
+        parts, shapes = turned(self, x, (split_dim, concat_dim), concat_length, split_lengths)
+        return torch.cat(self.exchange(parts, shapes), concat_dim)
 
     def exchange(self, sent: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
         """Sends `sent[i]` to member i and returns what member i sent here, of `shapes[i]`; all of one dtype."""

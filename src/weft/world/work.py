@@ -136,3 +136,17 @@ def cut_into(group: Group, length: int | Sequence[int]) -> list[int]:
     if len(length) != group.size:
         raise UsageError(f"{len(length)} lengths of pieces for a group of {group.size}; give one for each member")
     return list(length)
+
+
+def turned(
+    group: Group, x: Tensor, dims: tuple[int, int], concat_length: Lengths, split_lengths: Sequence[int]
+) -> tuple[Sequence[Tensor], list[tuple[int, ...]]]:
+    """What each member gets of `x`, and the shapes of what they send here; arguments as of `Group.all_to_all`."""
+    split_dim, concat_dim = dims
+    cuts = cut_into(group, split_lengths or x.shape[split_dim])
+    shapes = []
+    for n in lengths_of(group, x.shape[concat_dim], concat_length):
+        shape = list(x.shape)
+        shape[split_dim], shape[concat_dim] = cuts[group.index], n
+        shapes.append(tuple(shape))
+    return torch.split(x, cuts, split_dim), shapes
