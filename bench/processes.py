@@ -83,7 +83,7 @@ class Running:
             **({} if self.contender.launcher else joined),
             **self.contender.environment(),
             "GLOO_SOCKET_IFNAME": "lo",
-            "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), EXTRA_PATH))),
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), str(ROOT / "src"), EXTRA_PATH))),  # this checkout, also beside another
             "PYTHONWARNINGS": "ignore",
         }
         with self._log.open("ab") as log:
