@@ -11,12 +11,11 @@ import argparse
 import json
 import os
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +24,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from bench.document import command, header, versions
-from bench.measure import turn
+from bench.measure import in_turns
 from weft.api import plan as make_plan
 from weft.run.engine import Engine
 from weft.world.launch import launch
@@ -98,10 +97,7 @@ def measure(name: str, every_layer: bool, ranks: int, samples: int, rounds: int,
 
     def on_rank(world: World) -> list[dict[str, float]]:
         engines = {layout: Engine(plan, make, batch, None, world, seed=0) for layout, plan in plans.items()}
-        found = []
-        for number in range(-1, rounds):  # the first does not count
-            found.append({layout: _timed(engines[layout], world, batch, steps) for layout in turn(list(engines), max(0, number))})
-        return found[1:]
+        return in_turns({layout: partial(engine.step, batch) for layout, engine in engines.items()}, rounds, steps, world.everyone.barrier)
 
     each = launch(on_rank, ranks, timeout_s=600, show=False)[0]
     first = LAYOUTS[ranks][0]
@@ -109,16 +105,6 @@ def measure(name: str, every_layer: bool, ranks: int, samples: int, rounds: int,
         Row(name, ranks, layout, [1e3 * took[layout] for took in each], [took[first] / took[layout] for took in each])
         for layout in LAYOUTS[ranks]
     ]
-
-
-def _timed(engine: Engine, world: World, batch: Any, steps: int) -> float:
-    """Seconds a step, until every rank is there."""
-    world.everyone.barrier()
-    began = time.perf_counter()
-    for _ in range(steps):
-        engine.step(batch)
-    world.everyone.barrier()
-    return (time.perf_counter() - began) / steps
 
 
 def main(arguments: Sequence[str]) -> int:

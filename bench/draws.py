@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,7 +27,7 @@ from rich.table import Table
 from torch import Tensor
 
 from bench.document import command, header, versions
-from bench.measure import turn
+from bench.measure import seconds_a_step, turn
 from bench.pipeline import lines_of
 from bench.processes import ROOT
 from weft.api import plan as make_plan
@@ -128,27 +129,18 @@ def measure(name: str, batch_size: int, rounds: int, steps: int, device: str) ->
         drawing = []
         for number in range(-1, rounds):  # the first does not count
             for way in turn(list(NAMES), max(0, number)):
-                seconds = _seconds(engines[way], batches[way], steps, sync)
+                seconds = seconds_a_step(partial(engines[way].step, batches[way]), steps, sync)
                 if number >= 0:
                     took[way].append(seconds)
             spent = [0.0]
             with _timed(spent, sync):
-                _seconds(engines["weft"], batches["weft"], steps, sync)
+                seconds_a_step(partial(engines["weft"].step, batches["weft"]), steps, sync)
             if number >= 0:
                 drawing.append(spent[0] / steps)
         return took, drawing
 
     took, drawing = launch(on_rank, 1, device=device, threads=1, timeout_s=900, show=False)[0]
     return Found(name, took, drawing)
-
-
-def _seconds(engine: Engine, batch: Any, steps: int, sync: Callable[[], None]) -> float:
-    sync()
-    began = time.perf_counter()
-    for _ in range(steps):
-        engine.step(batch)
-    sync()
-    return (time.perf_counter() - began) / steps
 
 
 def table(found: Sequence[Found]) -> Table:

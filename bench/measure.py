@@ -7,8 +7,10 @@ that no contender always follows the same one. Interruptions of the machine fall
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from bench.arithmetic import Series
 from bench.case import Case, Contender
@@ -29,6 +31,7 @@ class Effort:
 
 
 Say = Callable[[str], None]
+Name = TypeVar("Name")
 
 
 def start(case: Case, contenders: Sequence[Contender], say: Say) -> tuple[dict[str, Running], dict[str, str]]:
@@ -53,7 +56,7 @@ def start(case: Case, contenders: Sequence[Contender], say: Say) -> tuple[dict[s
     return running, skipped
 
 
-def turn(names: Sequence[str], by: int) -> list[str]:
+def turn(names: Sequence[Name], by: int) -> list[Name]:
     """The order of a round: one name later every time.
 
     >>> turn(["a", "b", "c"], 1)
@@ -61,6 +64,24 @@ def turn(names: Sequence[str], by: int) -> list[str]:
     """
     at = by % len(names) if names else 0
     return [*names[at:], *names[:at]]
+
+
+def seconds_a_step(step: Callable[[], Any], steps: int, wait: Callable[[], Any]) -> float:
+    """Of `steps` calls one after another; `wait` returns when everything before it is done, on every rank."""
+    wait()
+    began = time.perf_counter()
+    for _ in range(steps):
+        step()
+    wait()
+    return (time.perf_counter() - began) / steps
+
+
+def in_turns(ways: Mapping[str, Callable[[], Any]], rounds: int, steps: int, wait: Callable[[], Any]) -> list[dict[str, float]]:
+    """[round] -> seconds a step of each way; all take turns in these processes, and a round before the first does not count."""
+    found = []
+    for number in range(-1, rounds):
+        found.append({name: seconds_a_step(ways[name], steps, wait) for name in turn(list(ways), max(0, number))})
+    return found[1:]
 
 
 def measure(

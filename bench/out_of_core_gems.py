@@ -93,7 +93,7 @@ def _of_depth(stages: int, numbers: Sequence[int], rounds: int, model: str, batc
             engines = {n: Engine(plans[n], source, batches[n], subject.loss, world, seed=0) for n in plans}
             seconds: dict[int, list[float]] = {n: [] for n in plans}
             for number in range(-1, rounds):
-                for n in map(int, turn([str(n) for n in plans], number + 1)):
+                for n in turn(list(plans), number + 1):
                     world.everyone.barrier()
                     began = time.perf_counter()
                     for _ in range(max(numbers) // max(n, 1)):  # as many batches in every turn

@@ -12,7 +12,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -22,7 +21,7 @@ from rich.console import Console
 
 from bench.arithmetic import Row
 from bench.document import command, header, versions
-from bench.measure import turn
+from bench.measure import in_turns
 from bench.processes import ROOT
 from weft.api import plan as make_plan
 from weft.run.engine import Engine
@@ -64,18 +63,8 @@ def measure(rounds: int, steps: int, slow: bool) -> list[list[float]]:
     def on_rank(world: World) -> list[list[float]]:
         os.sched_setaffinity(0, {cores[world.rank % len(cores)]})
         engines = {layout: Engine(plan, model.make, batch, model.loss, world, seed=0) for layout, plan in zip(LAYOUTS, plans, strict=True)}
-        found = []
-        for number in range(-1, rounds):  # the first does not count
-            took = {}
-            for layout in turn(list(LAYOUTS), max(0, number)):
-                world.everyone.barrier()
-                began = time.perf_counter()
-                for _ in range(steps):
-                    float(engines[layout].step(batch).loss)
-                world.everyone.barrier()
-                took[layout] = (time.perf_counter() - began) / steps
-            found.append([took[layout] for layout in LAYOUTS])
-        return found[1:]
+        ways = {layout: lambda engine=engine: float(engine.step(batch).loss) for layout, engine in engines.items()}  # type: ignore[misc]
+        return [[took[layout] for layout in LAYOUTS] for took in in_turns(ways, rounds, steps, world.everyone.barrier)]
 
     with busy(cores[-1] if slow else None):
         return launch(on_rank, 2, timeout_s=600, show=False)[0]

@@ -17,14 +17,15 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
-from time import perf_counter
 from typing import Any
 
 import torch
 
 from bench.document import command, header, versions
+from bench.measure import in_turns
 from bench.processes import ROOT
 from bench.tiny_models import model_of, planned, resolved
 from weft.api import plan as make_plan
@@ -140,18 +141,9 @@ def clocked(plans: Sequence[Plan], batch: Any, loss: Any, source: Traced, rounds
 
 def _take_turns(world: World, plans: Sequence[Plan], batch: Any, loss: Any, source: Traced, rounds: int) -> float:
     torch.set_num_threads(1)
-    engines = [Engine(one, source, batch, loss, world, "adamw", seed=0) for one in plans]
-    ratios = []
-    for number in range(-1, rounds):  # the first does not count
-        took = [0.0, 0.0]
-        for i in (0, 1) if number % 2 else (1, 0):
-            began = perf_counter()
-            for _ in range(3):
-                engines[i].step(batch)
-            took[i] = perf_counter() - began
-        if number >= 0:
-            ratios.append(took[1] / took[0])
-    return median(ratios)
+    ours, theirs = (Engine(one, source, batch, loss, world, "adamw", seed=0) for one in plans)
+    ways = {"ours": partial(ours.step, batch), "theirs": partial(theirs.step, batch)}
+    return median(took["theirs"] / took["ours"] for took in in_turns(ways, rounds, 3, world.everyone.barrier))
 
 
 def run(words: Sequence[str] = (), clock: int = 0) -> Iterator[Row]:
