@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
+SAME_LOSS = 1e-3  # relative, over all steps in float32; orders of summation alone reach 1e-5
+
 
 @dataclass(frozen=True, slots=True)
 class Series:
@@ -150,6 +152,16 @@ def judge(targets: Sequence[Target], rows: Sequence[Row], skipped: Mapping[str, 
             why = f"{worst.weft:.3f} s beside {worst.peer:.3f} s of {worst.peer_name}"
             verdicts.append(Verdict(target.name, target.at_least, met, worst.ratio, worst.case, why))
     return verdicts
+
+
+def wrong(rows: Sequence[Row], skipped: Mapping[str, str], name: Callable[[Row], str] = lambda r: r.case) -> list[str]:
+    """What must not be: weft that does not run, or loss curves that part. `name`: what a row is called."""
+    out = [f"{contender}: {reason}" for contender, reason in skipped.items() if contender.startswith("weft")]
+    return out + [
+        f"{name(r)}: the losses of {r.weft_name} and {r.peer_name} differ by {r.loss_difference:.1e}, more than {SAME_LOSS:.0e}"
+        for r in rows
+        if not r.loss_difference <= SAME_LOSS
+    ]
 
 
 def as_json(header: Mapping[str, Any], rows: Sequence[Row], verdicts: Sequence[Verdict], skipped: Mapping[str, str]) -> dict[str, Any]:

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -19,11 +17,10 @@ from statistics import median
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from bench.document import command, header, versions
+from bench.document import command, header, load, terminal, versions
 from bench.measure import in_turns
 from weft.api import plan as make_plan
 from weft.run.engine import Engine
@@ -121,7 +118,7 @@ def main(arguments: Sequence[str]) -> int:
     about = header(
         command("branches", arguments),
         versions(("torch",)),
-        load=f"{os.getloadavg()[0]:.1f} processes were running before (a quiet machine has 0)",
+        load=load(),
         measured=f"{rounds} rounds of {steps} steps of each layout, interleaved; {given.samples} samples of {SEQUENCE} positions a rank",
     )
     rows: list[Row] = []
@@ -134,7 +131,7 @@ def main(arguments: Sequence[str]) -> int:
     for row in rows:
         ratio = f"{median(row.ratio):.2f} ({min(row.ratio):.2f} to {max(row.ratio):.2f})"
         table.add_row(row.case, str(row.ranks), row.layout, f"{median(row.step_ms):.1f}", ratio)
-    console = Console(soft_wrap=True) if not sys.stdout.isatty() else Console()
+    console = terminal()
     console.print(table)
     if given.json:
         given.json.write_text(json.dumps({"about": about, "found": [asdict(row) for row in rows]}, indent=1) + "\n")

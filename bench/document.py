@@ -42,6 +42,16 @@ def header(command: str, versions: Mapping[str, str], **more: Any) -> dict[str, 
     }
 
 
+def load() -> str:
+    """What else the machine does, for the header: taken before anything is measured."""
+    return f"{os.getloadavg()[0]:.1f} processes were running before (a quiet machine has 0)"
+
+
+def terminal() -> Console:
+    """Where a run tells its tables; in a file their lines are as long as they are."""
+    return Console() if sys.stdout.isatty() else Console(soft_wrap=True)
+
+
 def command(name: str, arguments: Sequence[str]) -> str:
     """The command as a page names it: everything but where this run's figures were put besides, which is nobody else's path.
 
@@ -133,6 +143,23 @@ def show(console: Console, rows: Sequence[Row], verdicts: Sequence[Verdict], ski
 def _table(names: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
     cells = [[c.replace("|", "\\|").replace("\n", " ") for c in line] for line in lines]
     return ["| " + " | ".join(names) + " |", "|" + " --- |" * len(names), *("| " + " | ".join(line) + " |" for line in cells), ""]
+
+
+def lines_of(table: Table) -> list[str]:
+    """A table as Markdown."""
+    columns = [[str(cell) for cell in column.cells] for column in table.columns]
+    names = [str(column.header) for column in table.columns]
+    rows = [
+        "| " + " | ".join(cell.split("]")[1].split("[")[0] if cell.startswith("[") else cell for cell in line) + " |"
+        for line in zip(*columns, strict=True)
+    ]
+    return [f"## {table.title}", "", "| " + " | ".join(names) + " |", "|" + " --- |" * len(names), *rows, ""]
+
+
+def opening(title: str, about: Mapping[str, Any], intro: str) -> list[str]:
+    """How a page begins that a run writes without targets."""
+    head = [f"| {key} | {value} |" for key, value in about.items()]
+    return [f"# Benchmark: {title}", "", "Written by the run itself.", "", "|  |  |", "| --- | --- |", *head, "", intro, ""]
 
 
 def markdown(

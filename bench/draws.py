@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,13 +20,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from bench.document import command, header, versions
+from bench.document import command, header, lines_of, load, opening, terminal, versions
 from bench.measure import seconds_a_step, turn
-from bench.pipeline import lines_of
 from bench.processes import ROOT
 from weft.api import plan as make_plan
 from weft.lower import special
@@ -180,18 +176,16 @@ def main(arguments: Sequence[str]) -> int:
     about = header(
         command("draws", arguments),
         versions(("torch",)),
-        load=f"{os.getloadavg()[0]:.1f} processes were running before (a quiet machine has 0)",
+        load=load(),
         measured=f"{rounds} rounds of {given.steps} steps of each, interleaved; {given.batch} samples, one thread, {given.device}",
     )
-    console = Console(soft_wrap=True) if not sys.stdout.isatty() else Console()
+    console = terminal()
     found = [measure(name, given.batch, rounds, given.steps, given.device) for name in models]
     made = table(found)
     console.print(made)
     if given.json:
         given.json.write_text(json.dumps({"about": about, "rows": rows(found), "found": [asdict(f) for f in found]}, indent=1) + "\n")
     if not given.quick and given.device == "cpu":
-        head = [f"| {key} | {value} |" for key, value in about.items()]
-        lines = ["# Benchmark: random numbers", "", "Written by the run itself.", "", "|  |  |", "| --- | --- |", *head, "", INTRO, ""]
-        PAGE.write_text("\n".join([*lines, *lines_of(made)]))
+        PAGE.write_text("\n".join([*opening("random numbers", about, INTRO), *lines_of(made)]))
         console.print(f"wrote {PAGE.relative_to(ROOT)}")
     return 0

@@ -19,15 +19,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from bench.arithmetic import Row, Series, Target, as_json, judge, row
-from bench.document import command, header, markdown, show, versions
+from bench.document import command, header, lines_of, load, markdown, show, terminal, versions
 from bench.measure import turn
 from bench.out_of_core_gems import BATCH, MODEL, Point, measured_shape, shape_of_gems
 from bench.out_of_core_tries import LATE, OWN, SWAPS, Size, Tried, Tries, Way, largest, ways
-from bench.pipeline import lines_of
 from bench.processes import ROOT
 from weft.units import format_bytes, parse_bytes
 from weft.world.launch import ALLOCATOR
@@ -253,14 +251,14 @@ def main(arguments: Sequence[str]) -> int:
     if not given.quick and not ALLOCATOR.items() <= os.environ.items():
         # Ranks are forked from here, and the C library reads how it keeps freed memory when a process starts.
         os.execve(sys.executable, [sys.executable, "-m", "bench", "out_of_core", *arguments], {**os.environ, **ALLOCATOR})
-    console = Console(soft_wrap=True) if not sys.stdout.isatty() else Console()
+    console = terminal()
     say = partial(console.print, highlight=False, markup=False)
     asked = subjects(given)
     about = header(
         command("out_of_core", arguments),
         versions(("torch",)),
         limit=", ".join(f"{s.at.model}: {format_bytes(parse_bytes(s.limit))} for each of two ranks, enforced" for s in asked) or "none",
-        load=f"{os.getloadavg()[0]:.1f} processes were running before (a quiet machine has 0)" if hasattr(os, "getloadavg") else "unknown",
+        load=load(),
         measured=f"{given.rounds} rounds of 1 step after 1, in turn; medians of ratios by round. GEMS: {MODEL}, batches of {BATCH}",
     )
     found, deadline = Found(), time.monotonic() + 60 * given.minutes

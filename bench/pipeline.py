@@ -9,25 +9,22 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
-from bench.arithmetic import Row, Series, Target, as_json, judge, row
+from bench.arithmetic import Row, Series, Target, as_json, judge, row, wrong
 from bench.case import Case, Contender
 from bench.contenders import weft
-from bench.document import command, header, markdown, show, versions
+from bench.document import command, header, lines_of, load, markdown, show, terminal, versions
 from bench.executor import Beside, Overhead, beside, overhead
 from bench.measure import Effort, measure
 from bench.processes import ROOT
 
 PAGE = ROOT / "docs" / "benchmarks" / "pipeline.md"
-SAME_LOSS = 1e-3  # relative, over all steps in float32
 MOST_US = 60.0
 
 SMALL = Case("gpt:layers=8,hidden=64,heads=4,sequence=32,vocabulary=256", batch=16, sequence=32, microbatches=8)
@@ -62,16 +59,6 @@ def contenders(case: Case, ours: str, theirs: str, chunks: int) -> tuple[Contend
     return weft(f"weft {ours}", layout), peer
 
 
-def wrong(rows: Sequence[Row], skipped: dict[str, str]) -> list[str]:
-    """What must not be: weft that does not run, or loss curves that part."""
-    out = [f"{name}: {reason}" for name, reason in skipped.items() if name.startswith("weft")]
-    return out + [
-        f"{r.case}: the losses of {r.weft_name} and {r.peer_name} differ by {r.loss_difference:.1e}, more than {SAME_LOSS:.0e}"
-        for r in rows
-        if not r.loss_difference <= SAME_LOSS
-    ]
-
-
 def overhead_table(found: Sequence[Overhead]) -> Table:
     """What the executor adds."""
     table = Table(title=f"Python beside the compute, at most {MOST_US:.0f} microseconds an action", title_justify="left")
@@ -96,17 +83,6 @@ def beside_table(found: Sequence[Beside]) -> Table:
     return table
 
 
-def lines_of(table: Table) -> list[str]:
-    """A table as Markdown."""
-    columns = [[str(cell) for cell in column.cells] for column in table.columns]
-    names = [str(column.header) for column in table.columns]
-    rows = [
-        "| " + " | ".join(cell.split("]")[1].split("[")[0] if cell.startswith("[") else cell for cell in line) + " |"
-        for line in zip(*columns, strict=True)
-    ]
-    return [f"## {table.title}", "", "| " + " | ".join(names) + " |", "|" + " --- |" * len(names), *rows, ""]
-
-
 def main(arguments: Sequence[str]) -> int:
     """Read the options, measure, tell."""
     p = argparse.ArgumentParser(prog="scripts/bench pipeline", description="pipelines beside torch's", allow_abbrev=False)
@@ -118,11 +94,11 @@ def main(arguments: Sequence[str]) -> int:
     p.add_argument("--quick", action="store_true", help="small stages, three rounds of two steps; does not write the page")
     given = p.parse_args(list(arguments))
     effort = Effort(3, 2, 2) if given.quick else Effort(given.rounds, given.steps)
-    console = Console(soft_wrap=True) if not sys.stdout.isatty() else Console()
+    console = terminal()
     about = header(
         command("pipeline", arguments),
         versions(("torch",)),
-        load=f"{os.getloadavg()[0]:.1f} processes were running before (a quiet machine has 0)" if hasattr(os, "getloadavg") else "unknown",
+        load=load(),
         measured=f"{effort.rounds} rounds of {effort.steps} steps after {effort.warm}, interleaved; medians of ratios by round",
     )
     rows: list[Row] = []

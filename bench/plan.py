@@ -25,7 +25,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench.document import command, header, versions
+from bench.document import command, header, load, versions
 from bench.processes import ROOT
 
 PAGE = ROOT / "docs" / "benchmarks" / "plan.md"
@@ -255,7 +255,7 @@ def main(arguments: Sequence[str]) -> int:
     about = header(
         command("plan", arguments),
         versions(("torch", "transformers")),
-        load=f"{os.getloadavg()[0]:.1f} processes were running before (a quiet machine has 0)",
+        load=load(),
         measured=f"{given.rounds} runs of each, one after another; medians",
     )
     compileall.compile_dir(ROOT / "src", quiet=2)

@@ -17,10 +17,8 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from statistics import median
 
-from rich.console import Console
-
 from bench.arithmetic import Row
-from bench.document import command, header, versions
+from bench.document import command, header, opening, terminal, versions
 from bench.measure import in_turns
 from bench.processes import ROOT
 from weft.api import plan as make_plan
@@ -96,14 +94,13 @@ def main(arguments: list[str]) -> int:
     for row in rows:
         spread = f"{row.ratio_min:.2f} to {row.ratio_max:.2f}"
         lines.append(f"| {row.case} | {row.peer * 1e3:.0f} ms | {row.weft * 1e3:.0f} ms | {row.ratio:.2f} | {spread} |")
-    Console().print("\n".join(lines), markup=False)
+    terminal().print("\n".join(lines), markup=False)
     about = header(command("shares", arguments), versions(("torch",)))
-    table = ["|  |  |", "| --- | --- |", *(f"| {key} | {value} |" for key, value in about.items())]
     if given.json:
         with open(given.json, "w") as file:
             json.dump({"header": about, "rows": [asdict(row) for row in rows]}, file, indent=1)
     if not given.no_page:
-        PAGE.write_text("\n".join(["# Benchmark: unequal shares", "", "Written by the run itself.", "", *table, "", INTRO, "", *lines, ""]))
+        PAGE.write_text("\n".join([*opening("unequal shares", about, INTRO), *lines, ""]))
     return 0 if rows[0].ratio > 1 else 4
 
 

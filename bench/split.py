@@ -8,26 +8,24 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
+from bench import arithmetic
 from bench.arithmetic import Row, Series, Target, as_json, judge, row
 from bench.case import Case, Contender
 from bench.contenders import weft
-from bench.document import command, header, markdown, show, versions
+from bench.document import command, header, lines_of, load, markdown, show, terminal, versions
 from bench.measure import Effort, measure
 from bench.processes import ROOT
 from bench.split_bytes import counted
 from bench.split_formulas import FORMULAS
 
 PAGE = ROOT / "docs" / "benchmarks" / "split.md"
-SAME_LOSS = 1e-3  # relative, over all steps in float32
 NEAR = 0.01  # part by which bytes may differ from the formula: norms' gradients and rows of losses, which formulas leave out
 TEXT = Case("gpt:layers=4,hidden=512,heads=8,sequence=128,vocabulary=512", batch=8, sequence=128, microbatches=4)
 IMAGES = Case("resnet-18:image=160,classes=16", batch=1, sequence=3 * 160 * 160, microbatches=1)
@@ -109,13 +107,8 @@ def bytes_table(found: Sequence[Bytes]) -> Table:
 
 def wrong(rows: Sequence[Row], sent: Sequence[Bytes], skipped: dict[str, str]) -> list[str]:
     """What must not be: weft that does not run, loss curves that part, bytes that the formula does not say."""
-    out = [f"{name}: {reason}" for name, reason in skipped.items() if name.startswith("weft")]
-    out += [f"{b.kind}: {b.counted:,.0f} bytes sent, {b.difference:+.1%} against the formula" for b in sent if abs(b.difference) > NEAR]
-    return out + [
-        f"{r.kind}: the losses of {r.weft_name} and {r.peer_name} differ by {r.loss_difference:.1e}, more than {SAME_LOSS:.0e}"
-        for r in rows
-        if not r.loss_difference <= SAME_LOSS
-    ]
+    bytes_ = [f"{b.kind}: {b.counted:,.0f} bytes sent, {b.difference:+.1%} against the formula" for b in sent if abs(b.difference) > NEAR]
+    return arithmetic.wrong(rows, skipped, lambda r: r.kind) + bytes_
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -129,11 +122,11 @@ def main(arguments: Sequence[str]) -> int:
     p.add_argument("--only-bytes", action="store_true", help="measure no time; does not write the page")
     given = p.parse_args(list(arguments))
     effort = Effort(given.rounds, given.steps)
-    console = Console(soft_wrap=True) if not sys.stdout.isatty() else Console()
+    console = terminal()
     about = header(
         command("split", arguments),
         versions(("torch",)),
-        load=f"{os.getloadavg()[0]:.1f} processes were running before (a quiet machine has 0)" if hasattr(os, "getloadavg") else "unknown",
+        load=load(),
         measured=f"{effort.rounds} rounds of {effort.steps} steps after {effort.warm}, interleaved; medians of ratios by round",
     )
     rows: list[Row] = []
@@ -159,8 +152,6 @@ def main(arguments: Sequence[str]) -> int:
         more = {"bytes": [asdict(b) | {"difference": b.difference} for b in sent]}
         given.json.write_text(json.dumps(as_json(about, rows, verdicts, skipped) | more, indent=1) + "\n")
     if not given.only_bytes and len(given.kinds) == len(KINDS):
-        from bench.pipeline import lines_of
-
         text = markdown(about, rows, verdicts, skipped, series, INTRO, what)
         PAGE.write_text("\n".join([text, *lines_of(table)]))
         console.print(f"wrote {PAGE.relative_to(ROOT)}")

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -21,13 +19,11 @@ from statistics import mean, median
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from bench.document import command, header, versions
+from bench.document import command, header, lines_of, load, opening, terminal, versions
 from bench.measure import turn
-from bench.pipeline import lines_of
 from bench.processes import ROOT
 from weft.api import plan as make_plan
 from weft.run.engine import Engine
@@ -180,10 +176,10 @@ def main(arguments: Sequence[str]) -> int:
     about = header(
         command("staleness", arguments),
         versions(("torch",)),
-        load=f"{os.getloadavg()[0]:.1f} processes were running before (a quiet machine has 0)",
+        load=load(),
         measured=f"{rounds} rounds of {steps} steps of each K, interleaved; ranks sleep {given.sleep_ms:g} ms in the mean",
     )
-    console = Console(soft_wrap=True) if not sys.stdout.isatty() else Console()
+    console = terminal()
     found = []
     for ranks in [2] if given.quick else given.ranks:
         for all_reduce in ("parameter_server", "native"):
@@ -194,8 +190,6 @@ def main(arguments: Sequence[str]) -> int:
     if given.json:
         given.json.write_text(json.dumps({"about": about, "found": [asdict(f) for f in found]}, indent=1) + "\n")
     if not given.quick:
-        head = [f"| {key} | {value} |" for key, value in about.items()]
-        lines = ["# Benchmark: late updates", "", "Written by the run itself.", "", "|  |  |", "| --- | --- |", *head, "", INTRO, ""]
-        PAGE.write_text("\n".join([*lines, *(line for one in made for line in lines_of(one))]))
+        PAGE.write_text("\n".join([*opening("late updates", about, INTRO), *(line for one in made for line in lines_of(one))]))
         console.print(f"wrote {PAGE.relative_to(ROOT)}")
     return 0

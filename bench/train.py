@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import venv
@@ -18,17 +17,17 @@ from pathlib import Path
 
 from rich.console import Console
 
+from bench import arithmetic
 from bench import contenders as who
 from bench.arithmetic import Row, Series, Target, as_json, judge, row
 from bench.case import Case, Contender
 from bench.contenders import Set
-from bench.document import command, header, markdown, show, versions
+from bench.document import command, header, load, markdown, show, terminal, versions
 from bench.measure import Effort, measure
 from bench.processes import ROOT
 
 PAGE = ROOT / "docs" / "benchmarks" / "train.md"
 PACKAGES = ("torch", "accelerate", "lightning-fabric", "deepspeed", "megatron-core", "axonn")
-SAME_LOSS = 1e-3  # relative, over all steps in float32; orders of summation alone reach 1e-5
 
 MODELS = {
     "gpt-10m": Case("gpt-10m", batch=8, sequence=256, microbatches=4),
@@ -143,13 +142,9 @@ def run(models: Sequence[str], kinds: Sequence[str], effort: Effort, console: Co
 
 def wrong(found: Found) -> list[str]:
     """What must not be: weft that does not run, or float32 loss curves that part."""
-    out = [f"{name}: {reason}" for name, reason in found.skipped.items() if name.startswith("weft")]
-    for r in found.rows:
-        alone = r.peer_name in (who.ALONE, who.DDP_ALONE.name)  # every rank trains a model of its own
-        if r.precision == r.peer_precision == "float32" and not alone and not r.loss_difference <= SAME_LOSS:
-            both = f"{r.weft_name} and {r.peer_name}"
-            out.append(f"{r.case}: the losses of {both} differ by {r.loss_difference:.1e}, more than {SAME_LOSS:.0e}")
-    return out
+    alone = (who.ALONE, who.DDP_ALONE.name)  # every rank trains a model of its own
+    same = [r for r in found.rows if r.precision == r.peer_precision == "float32" and r.peer_name not in alone]
+    return arithmetic.wrong(same, found.skipped)
 
 
 def install_peers() -> None:
@@ -196,11 +191,11 @@ def main(arguments: Sequence[str]) -> int:
     models = ["gpt-10m"] if given.quick else given.models
     if given.profile:
         Path(given.profile).mkdir(parents=True, exist_ok=True)
-    console = Console(soft_wrap=True) if not sys.stdout.isatty() else Console()
+    console = terminal()
     about = header(
         command("train", arguments),
         versions(PACKAGES),
-        load=f"{os.getloadavg()[0]:.1f} processes were running before (a quiet machine has 0)" if hasattr(os, "getloadavg") else "unknown",
+        load=load(),
         measured=f"{effort.rounds} rounds of {effort.steps} steps after {effort.warm}, interleaved; medians of ratios by round",
     )
     found = run(models, given.sets, effort, console, str(Path(given.profile).resolve()) if given.profile else "")

@@ -11,10 +11,11 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from bench.arithmetic import Row  # noqa: E402
+from bench.arithmetic import Row, wrong  # noqa: E402
+from bench.document import lines_of  # noqa: E402
 from bench.executor import Overhead, _compared  # noqa: E402
 from bench.peers.pipelining import stages_of  # noqa: E402
-from bench.pipeline import CASES, PAIRS, SCHEDULES, lines_of, wrong  # noqa: E402
+from bench.pipeline import CASES, PAIRS, SCHEDULES  # noqa: E402
 
 from weft.plan.layout import Layout  # noqa: E402
 from weft.plan.program import Compute  # noqa: E402
