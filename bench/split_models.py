@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -24,9 +25,9 @@ def batch_of(case: Case, tokens: Tensor) -> dict[str, Tensor]:
 class Chain(nn.Module):
     """Products one after another."""
 
-    def __init__(self) -> None:
+    def __init__(self, widths: Sequence[int] = WIDTHS) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(a, b, bias=False) for a, b in pairwise(WIDTHS))
+        self.layers = nn.ModuleList(nn.Linear(a, b, bias=False) for a, b in pairwise(widths))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:

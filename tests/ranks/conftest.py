@@ -19,6 +19,7 @@ from weft.world.launch import ENGINE, Launcher
 
 TIMEOUT_S = 60.0
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # tests import `bench`
 
 
 @pytest.fixture(scope="session")
@@ -51,8 +52,6 @@ def _no_rank_is_left(launcher: Launcher) -> Iterator[None]:
 def subject() -> Iterator[Callable[[str], Any]]:
     """Models by name, each traced once."""
     import torch
-
-    sys.path.insert(0, str(ROOT))
     from bench.verify_all import Subject
 
     threads = torch.get_num_threads()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from twins import not_summed_over
 
 import weft
 from weft.errors import LayoutError
 from weft.lower.redistribute import redistribute
 from weft.plan.layout import Layout
 from weft.plan.placement import D, P, Placement, R, Shard, Strided, positions_of, zigzag
-from weft.run import build
 from weft.run.proof.verify import Verification
 from weft.world.group import Group
 from weft.world.launch import launch
@@ -64,13 +63,7 @@ def test_a_layout_that_cuts_positions_equals_serial(name: str, layout: str) -> N
 
 
 def test_broken_twin_gradients_that_are_not_summed_over_positions(monkeypatch: pytest.MonkeyPatch) -> None:
-    shard = build.shard_of
-
-    def without(*given: Any) -> Any:
-        found = shard(*given)
-        return replace(found, gradients={v: tuple(a for a in axes if a != "context") for v, axes in found.gradients.items()})
-
-    monkeypatch.setattr(build, "shard_of", without)
+    not_summed_over(monkeypatch, "context")
     found = verified("shifted", "context=2")
     assert not found.ok
     assert found.worst["gradients"] > 1e-3

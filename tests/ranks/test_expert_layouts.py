@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from twins import not_summed_over
 
 import weft
 from weft.errors import LayoutError
 from weft.plan.layout import Layout
-from weft.run import build
 from weft.run.proof.verify import Verification
 from weft.world.group import Group
 from weft.world.launch import launch
@@ -91,13 +90,7 @@ def test_experts_of_a_library_without_a_limit_of_tokens_equal_serial(name: str, 
 
 
 def test_broken_twin_gradients_of_other_weights_that_are_not_summed(monkeypatch: pytest.MonkeyPatch) -> None:
-    shard = build.shard_of
-
-    def without(*given: Any) -> Any:
-        found = shard(*given)
-        return replace(found, gradients={v: tuple(a for a in axes if a != "expert") for v, axes in found.gradients.items()})
-
-    monkeypatch.setattr(build, "shard_of", without)
+    not_summed_over(monkeypatch, "expert")
     found = verified(GSHARD + ",capacity=2", "data=2 expert=2")
     assert not found.ok
     assert found.worst["gradients"] > 1e-3

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,35 +12,24 @@ from typing import Any
 import pytest
 import test_plain
 import torch
-from torch import Tensor, nn
+from bench.split_models import Chain
+from bench.verify_all import Subject
+from torch import Tensor
+from traced import of, weights_after
+from twins import not_summed_over
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-
-from bench.verify_all import Subject  # noqa: E402
-
-from weft.errors import LayoutError  # noqa: E402
-from weft.model import propagate as propagate_module  # noqa: E402
-from weft.plan.layout import Layout  # noqa: E402
-from weft.plan.placement import is_shard  # noqa: E402
-from weft.plan.plan import Plan  # noqa: E402
-from weft.run import build  # noqa: E402
-from weft.run.build import Traced  # noqa: E402
-from weft.run.engine import Engine  # noqa: E402
-from weft.run.proof.verify import verify_on_rank  # noqa: E402
-from weft.world.group import Group  # noqa: E402
-from weft.world.launch import launch  # noqa: E402
-from weft.world.world import World  # noqa: E402
-
-_made: dict[str, Subject] = {}
-
-
-def of(name: str) -> Subject:
-    """A model on a batch of eight, traced once."""
-    if name not in _made:
-        torch.set_num_threads(1)
-        _made[name] = Subject(name, 8)
-    return _made[name]
+from weft.errors import LayoutError
+from weft.model import propagate as propagate_module
+from weft.plan.layout import Layout
+from weft.plan.placement import is_shard
+from weft.plan.plan import Plan
+from weft.run import build
+from weft.run.build import Traced
+from weft.run.engine import Engine
+from weft.run.proof.verify import verify_on_rank
+from weft.world.group import Group
+from weft.world.launch import launch
+from weft.world.world import World
 
 
 @pytest.mark.parametrize(
@@ -73,13 +61,7 @@ def test_a_grid_that_cuts_whatever_it_can_equals_serial(eager: str) -> None:
 
 def test_a_gradient_that_is_summed_along_one_axis_only_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A broken twin: gradients of parameters that rows have whole are not summed over them."""
-    shard = build.shard_of
-
-    def without(*given: Any) -> Any:
-        found = shard(*given)
-        return replace(found, gradients={v: tuple(a for a in axes if a != "rows") for v, axes in found.gradients.items()})
-
-    monkeypatch.setattr(build, "shard_of", without)
+    not_summed_over(monkeypatch, "rows")
     subject = Subject("gpt-tiny", 8)
     found = subject.check(Layout.parse("tensor=2x2 precision=float64"), eager="")
     assert not found.ok
@@ -111,7 +93,7 @@ def cut_thrice(world: World) -> dict[str, Any] | None:
     plan = Plan(Layout.parse("tensor=2x2x2 precision=float64"), "chain", "1xcpu-2", 8, shards=shards)
     batch = (torch.randn(8, WIDTHS[0], generator=torch.Generator().manual_seed(4)),)
     torch.manual_seed(0)
-    found = verify_on_rank(world, plan, Chain, batch, None, Traced.of(Chain))
+    found = verify_on_rank(world, plan, chain, batch, None, Traced.of(chain))
     return None if found is None else {"ok": found.ok, "worst": found.worst}
 
 
@@ -125,15 +107,8 @@ def test_weights_that_a_plan_cuts_thrice_equal_serial_with_few_samples() -> None
 WIDTHS, BATCH = (64, 128, 64, 128, 64), 512  # so much work that products are cut, and no weight is gathered for them
 
 
-class Chain(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(a, b, bias=False) for a, b in pairwise(WIDTHS))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.relu(layer(x))
-        return x.sum()
+def chain() -> Chain:
+    return Chain(WIDTHS)
 
 
 def counted(world: World) -> tuple[dict[str, int], dict[str, int]]:
@@ -152,7 +127,7 @@ def counted(world: World) -> tuple[dict[str, int], dict[str, int]]:
     layout = Layout.parse("tensor=2x2 precision=float64")
     plan = Plan(layout, "chain", "1xcpu-2", BATCH, shards=(("rows", rows), ("columns", columns)))
     batch = (torch.randn(BATCH, WIDTHS[0], generator=torch.Generator().manual_seed(3)),)
-    engine = Engine(plan, Traced.of(Chain), batch, None, world, optimizer="sgd", seed=0)
+    engine = Engine(plan, Traced.of(chain), batch, None, world, optimizer="sgd", seed=0)
     Group.all_reduce = counting  # type: ignore[method-assign]
     try:
         engine.forward_backward(batch)
@@ -182,13 +157,7 @@ def test_training_goes_on_under_another_arrangement(tmp_path: Path, first: str, 
     def run(world: World, layout: str, steps: int, loads: bool) -> dict[str, list[float]]:
         plan = subject.plan(Layout.parse(f"{layout} precision=float64"))
         engine = Engine(plan, subject.source, subject.batch, subject.loss, world, seed=1 if loads else 0)
-        if loads:
-            engine.load(tmp_path)
-        for step in range(steps):
-            engine.step(subject.batch)
-            if step == 0 and not loads:
-                engine.save(tmp_path)
-        return {name: x.flatten().tolist() for name, x in (engine.full_state_dict() or {}).items()}
+        return weights_after(steps, engine, subject.batch, tmp_path, loads)
 
     want = launch(lambda world: run(world, first, 2, False), Layout.parse(first).num_ranks, show=False)[0]
     got = launch(lambda world: run(world, second, 1, True), Layout.parse(second).num_ranks, show=False)[0]

@@ -2,35 +2,21 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from traced import of
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-
-from bench.verify_all import Subject  # noqa: E402
-
-from weft.plan.layout import Layout  # noqa: E402
-from weft.run import build  # noqa: E402
-from weft.run.engine import Engine  # noqa: E402
-from weft.run.step.resharded import Resharded  # noqa: E402
-from weft.world.launch import launch  # noqa: E402
-from weft.world.world import Work, World  # noqa: E402
+from weft.plan.layout import Layout
+from weft.run import build
+from weft.run.engine import Engine
+from weft.run.step.resharded import Resharded
+from weft.world.launch import launch
+from weft.world.world import Work, World
 
 ODD = "tests/ranks/odd_models.py"
-_made: dict[str, Subject] = {}
-
-
-def of(name: str) -> Subject:
-    """A model on a batch of eight, traced once."""
-    if name not in _made:
-        torch.set_num_threads(1)
-        _made[name] = Subject(str(ROOT / name) if ".py" in name else name, 8)
-    return _made[name]
 
 
 @pytest.mark.parametrize(

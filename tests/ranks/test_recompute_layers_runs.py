@@ -2,34 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-import torch
+from bench.verify_all import Subject
+from traced import of
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-
-from bench.verify_all import Subject  # noqa: E402
-
-from weft.errors import RankError  # noqa: E402
-from weft.plan.layout import Layout  # noqa: E402
-from weft.run.engine import Engine  # noqa: E402
-from weft.run.residency.recompute import Recomputed  # noqa: E402
-from weft.world.launch import launch  # noqa: E402
-from weft.world.world import World  # noqa: E402
-
-_made: dict[tuple[str, int], Subject] = {}
-
-
-def of(name: str, batch: int = 8) -> Subject:
-    """A model, traced once."""
-    if (name, batch) not in _made:
-        torch.set_num_threads(1)
-        _made[name, batch] = Subject(name, batch)
-    return _made[name, batch]
+from weft.errors import RankError
+from weft.plan.layout import Layout
+from weft.run.engine import Engine
+from weft.run.residency.recompute import Recomputed
+from weft.world.launch import launch
+from weft.world.world import World
 
 
 @pytest.mark.parametrize(

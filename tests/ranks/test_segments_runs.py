@@ -2,37 +2,22 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
+from traced import of
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-
-from bench.verify_all import Subject  # noqa: E402
-
-from weft.plan.layout import Layout  # noqa: E402
-from weft.run.engine import Engine  # noqa: E402
-from weft.run.residency.recompute import Recomputed  # noqa: E402
-from weft.world.launch import launch  # noqa: E402
-from weft.world.world import World  # noqa: E402
+from weft.plan.layout import Layout
+from weft.run.engine import Engine
+from weft.run.residency.recompute import Recomputed
+from weft.world.launch import launch
+from weft.world.world import World
 
 GPT = "gpt:layers=5,hidden=16,heads=2,sequence=8,vocabulary=32"
 DROPPING = f"{GPT},dropout=0.2"
 MODELS = Path(__file__).with_name("segment_models.py")
 WRITING, THIN = f"{MODELS}:writing", f"{MODELS}:thin"
-_made: dict[str, Subject] = {}
-
-
-def of(name: str) -> Subject:
-    """A model, traced once."""
-    if name not in _made:
-        torch.set_num_threads(1)
-        _made[name] = Subject(name, 8)
-    return _made[name]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from twins import not_summed_over
 
 import weft
 from weft.errors import LayoutError
@@ -18,7 +18,6 @@ from weft.model.sharding import move_collectives
 from weft.plan.layout import Layout
 from weft.plan.placement import D, Halo, P, R, Shard, halo, pieces, shard
 from weft.plan.transition import sent_part
-from weft.run import build
 from weft.run.proof.verify import Verification
 from weft.world.group import Group
 from weft.world.launch import launch
@@ -68,13 +67,7 @@ def test_a_layout_that_cuts_images_equals_serial(name: str, layout: str) -> None
 
 
 def test_broken_twin_gradients_that_are_not_summed_over_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    shard = build.shard_of
-
-    def without(*given: Any) -> Any:
-        found = shard(*given)
-        return replace(found, gradients={v: tuple(a for a in axes if a != "spatial") for v, axes in found.gradients.items()})
-
-    monkeypatch.setattr(build, "shard_of", without)
+    not_summed_over(monkeypatch, "spatial")
     found = verified("cells", "spatial=2")
     assert not found.ok
     assert found.worst["gradients"] > 1e-3

@@ -2,40 +2,25 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from traced import of
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-
-from bench.verify_all import Subject  # noqa: E402
-
-from weft.errors import Infeasible, RankError  # noqa: E402
-from weft.plan.layout import Layout  # noqa: E402
-from weft.plan.plan import Plan  # noqa: E402
-from weft.run.engine import Engine  # noqa: E402
-from weft.run.step import executors  # noqa: E402
-from weft.run.step.executor import Sizes  # noqa: E402
-from weft.world.launch import launch  # noqa: E402
-from weft.world.world import World  # noqa: E402
+from weft.errors import Infeasible, RankError
+from weft.plan.layout import Layout
+from weft.plan.plan import Plan
+from weft.run.engine import Engine
+from weft.run.step import executors
+from weft.run.step.executor import Sizes
+from weft.world.launch import launch
+from weft.world.world import World
 
 BATCH = 10
-_made: dict[str, Subject] = {}
-
-
-def of(name: str) -> Subject:
-    """A model on a batch of ten, traced once."""
-    if name not in _made:
-        torch.set_num_threads(1)
-        _made[name] = Subject(name, BATCH)
-    return _made[name]
 
 
 @pytest.mark.parametrize(
@@ -58,7 +43,7 @@ def of(name: str) -> Subject:
     ],
 )
 def test_unequal_microbatches_equal_serial(name: str, layout: str) -> None:
-    found = of(name).check(replace(Layout.parse(layout), precision="float64"), eager="free links" if "tensor" in layout else "")
+    found = of(name, BATCH).check(replace(Layout.parse(layout), precision="float64"), eager="free links" if "tensor" in layout else "")
     assert found.ok, found
     assert found.tolerance == 1e-9
 
@@ -66,7 +51,7 @@ def test_unequal_microbatches_equal_serial(name: str, layout: str) -> None:
 def test_microbatches_that_count_alike_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A broken twin: the mean of the microbatches' losses, whatever their sizes, is not the mean of the samples'."""
     monkeypatch.setattr(executors, "Sizes", lambda runners, crossings, share: Sizes(runners, crossings, 0.25))
-    found = of("gpt-tiny").check(Layout.parse("pipeline=2 microbatches=4 precision=float64"))
+    found = of("gpt-tiny", BATCH).check(Layout.parse("pipeline=2 microbatches=4 precision=float64"))
     assert not found.ok
     assert found.worst["gradients"] > 1e-3
 

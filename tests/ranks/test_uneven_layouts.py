@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -10,39 +9,27 @@ from typing import Any
 
 import pytest
 import torch
+from bench.verify_all import Subject
 from torch import Tensor, nn
 from torch.nn import functional as F
+from traced import of, weights_after
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-
-from bench.verify_all import Subject  # noqa: E402
-
-import weft  # noqa: E402
-from weft.lower.call import Call  # noqa: E402
-from weft.model.gradients import needs_gradient  # noqa: E402
-from weft.model.sharding import FREE_LINKS  # noqa: E402
-from weft.plan.layout import Layout  # noqa: E402
-from weft.plan.placement import dual  # noqa: E402
-from weft.plan.transition import sent_part, transition  # noqa: E402
-from weft.run.engine import Engine  # noqa: E402
-from weft.train.data import take  # noqa: E402
-from weft.train.loader import rows_of_part  # noqa: E402
-from weft.world.group import Group  # noqa: E402
-from weft.world.launch import launch  # noqa: E402
-from weft.world.world import World  # noqa: E402
+import weft
+from weft.lower.call import Call
+from weft.model.gradients import needs_gradient
+from weft.model.sharding import FREE_LINKS
+from weft.plan.layout import Layout
+from weft.plan.placement import dual
+from weft.plan.transition import sent_part, transition
+from weft.run.engine import Engine
+from weft.train.data import take
+from weft.train.loader import rows_of_part
+from weft.world.group import Group
+from weft.world.launch import launch
+from weft.world.world import World
 
 GPT = "gpt:layers=2,hidden=40,heads=5,sequence=7,vocabulary=53"  # heads of 8
 LLAMA = "llama:layers=2,hidden=60,heads=10,kv_heads=5,inner=83,sequence=9,vocabulary=47"
-_made: dict[tuple[str, int], Subject] = {}
-
-
-def of(name: str, size: int = 6) -> Subject:
-    """A model on a batch, traced once."""
-    if (name, size) not in _made:
-        torch.set_num_threads(1)
-        _made[name, size] = Subject(name, size)
-    return _made[name, size]
 
 
 @pytest.mark.parametrize(
@@ -59,7 +46,7 @@ def of(name: str, size: int = 6) -> Subject:
     ],
 )
 def test_pieces_that_differ_equal_serial(name: str, layout: str) -> None:
-    found = of(name).check(
+    found = of(name, 6).check(
         replace(Layout.parse(layout), precision="float64"), eager="free links", optimizer={"name": "adamw", "clip": 0.05}
     )
     assert found.ok, found
@@ -82,7 +69,7 @@ def test_gradients_that_leave_out_the_longer_piece_are_found(monkeypatch: pytest
 def sent_bytes(world: World, layout: str) -> tuple[dict[str, int], dict[str, float]]:
     """Bytes that this rank sends to gather, scatter and exchange pieces in a step, and those of the table of transitions for one with
     pieces as long as its own."""
-    subject, found = of(GPT), Counter[str]()
+    subject, found = of(GPT, 6), Counter[str]()
     plan = replace(subject.plan(Layout.parse(f"{layout} precision=float64")), shards=())
     engine = Engine(plan, replace(subject.source, prices=FREE_LINKS), subject.batch, subject.loss, world, seed=0)
     rights = {name: getattr(Group, name) for name in ("all_gather", "reduce_scatter")}
@@ -122,20 +109,14 @@ def test_the_busiest_rank_sends_the_bytes_of_the_table() -> None:
 @pytest.mark.parametrize(("first", "second"), [("tensor=3", "data=2 zero=2"), ("tensor=2 zero=1 data=3", "tensor=3 pipeline=2")])
 def test_training_goes_on_with_other_pieces(tmp_path: Path, first: str, second: str) -> None:
     """A step, a checkpoint, and a step under the other layout, against two steps under the first: weights by name."""
-    subject = of(GPT)
+    subject = of(GPT, 6)
     cuts = replace(subject.source, prices=FREE_LINKS)
 
     def run(world: World, layout: str, steps: int, loads: bool) -> dict[str, list[float]]:
         plan = replace(subject.plan(Layout.parse(f"{layout} precision=float64")), shards=())
         engine = Engine(plan, cuts, subject.batch, subject.loss, world, seed=1 if loads else 0)
-        if loads:
-            engine.load(tmp_path)
-        for step in range(steps):
-            engine.step(subject.batch)
-            if step == 0 and not loads:
-                engine.save(tmp_path)
-        evaluated = engine.evaluate(subject.batch)
-        return {"": [evaluated]} | {name: x.flatten().tolist() for name, x in (engine.full_state_dict() or {}).items()}
+        weights = weights_after(steps, engine, subject.batch, tmp_path, loads)
+        return weights | {"": [engine.evaluate(subject.batch)]}
 
     want = launch(lambda world: run(world, first, 2, False), Layout.parse(first).num_ranks, show=False)[0]
     got = launch(lambda world: run(world, second, 1, True), Layout.parse(second).num_ranks, show=False)[0]
@@ -216,5 +197,5 @@ def test_ranks_are_given_their_own_rows() -> None:
 def test_a_mean_of_means_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A broken twin: every replica counts as much, however many samples it has."""
     monkeypatch.setattr(Call, "share", lambda self, axis: 1 / self.low.groups[axis].size)
-    subject = Subject(f"{ROOT}/tests/ranks/odd_models.py:losses", 8)
+    subject = Subject(str(Path(__file__).with_name("odd_models.py")) + ":losses", 8)
     assert not subject.check(Layout.parse("data=2 shares=5/3 precision=float64")).ok
