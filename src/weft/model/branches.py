@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from weft.model.graph import Graph, writes_buffer
+from weft.model.joined import Joined
 from weft.model.work import closure, operator_flops
 
 MOST_EXACT = 1 << 14  # ways to give branches to ranks that are all tried
@@ -111,20 +112,11 @@ class _Flow:
         return sorted((b for b in found.values() if b & self.heavy), key=min)
 
     def _connected(self, left: set[int]) -> dict[int, int]:
-        """[operator] -> the first operator of those that it is connected with."""
-        parent = {i: i for i in left}
-
-        def root(i: int) -> int:
-            while parent[i] != i:
-                parent[i] = i = parent[parent[i]]
-            return i
-
+        """[operator] -> one of those that it is connected with, the same for all of them."""
+        joined = Joined[int]()
         for i in left:
-            for j in self.after[i]:
-                if j in left:
-                    a, b = sorted((root(i), root(j)))
-                    parent[b] = a
-        return {i: root(i) for i in left}
+            joined.add([i, *(j for j in self.after[i] if j in left)])
+        return {i: joined.root(i) for i in left}
 
 
 def regions(graph: Graph) -> tuple[Region, ...]:

@@ -8,11 +8,12 @@ operators without a rule, behind which nothing is known.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import gcd
 
 from weft.model.graph import Graph, Operator
+from weft.model.joined import Joined
 from weft.model.work import operator_flops
 from weft.ops import Rule, record_of
 from weft.ops.rule import HALO
@@ -94,7 +95,7 @@ def _made_of_parameters(graph: Graph) -> set[str]:
 
 def positions(graph: Graph, rules: Mapping[str, Rule | None]) -> dict[tuple[str, int], frozenset[str]]:
     """[value, dimension] -> which of an image's positions it is, by the kinds of `weft.plan.axis`; others are left out."""
-    joined = _Joined()
+    joined = Joined[Dim]()
     slides: list[tuple[Dim, str]] = []
     for op in graph.operators:
         rule = rules[op.name]
@@ -118,7 +119,7 @@ def granules(graph: Graph, rules: Mapping[str, Rule | None], *, products: bool) 
     """[value, dimension] -> into how many units it can be cut so that the same cut goes through all operators that share it: of features
     of 8 heads of 64 these are 8, however they are shaped. With `products` only operators that multiply have a say, where one does: what
     lies between (three parts in a row) is rather put together. Windows that slide do not join."""
-    joined, said = _Joined(), []
+    joined, said = Joined[Dim](), []
     for op in graph.operators:
         rule = rules[op.name]
         if rule is None:
@@ -144,22 +145,6 @@ def labelled(op: Operator, rule: Rule) -> dict[str, list[Dim]]:
             if label:
                 found.setdefault(label, []).append((value, dim))
     return found
-
-
-class _Joined:
-    """Dimensions that lie alike."""
-
-    def __init__(self) -> None:
-        self.parent: dict[Dim, Dim] = {}
-
-    def root(self, place: Dim) -> Dim:
-        while (above := self.parent.setdefault(place, place)) != place:
-            self.parent[place] = place = self.parent[above]
-        return place
-
-    def add(self, places: Sequence[Dim]) -> None:
-        for place in places:
-            self.parent[self.root(place)] = self.root(places[0])
 
 
 def ragged(graph: Graph, rules: Mapping[str, Rule | None]) -> frozenset[tuple[str, int]]:

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from weft.capture.functions.trace import Joint
 from weft.model.graph import Operator, Ref, Tensor
+from weft.model.joined import Joined
 from weft.ops import Op, by_elements, draws, record_of, rule_of
 from weft.ops.linear import together
 from weft.ops.rule import BLOCKED, Labels, Rule
@@ -76,17 +77,7 @@ def _both(pairs: Sequence[tuple[Joint, Joint]], places: Places, n: int) -> list[
 
 def _candidates(whole: Joint) -> list[dict[int, int]]:
     """Sets of dimensions of inputs that go together by the rules of the operators that they go through."""
-    parent: dict[tuple[str, int], tuple[str, int]] = {}
-
-    def root(at: tuple[str, int]) -> tuple[str, int]:
-        while parent.setdefault(at, at) != at:
-            at = parent[at]
-        return at
-
-    def unite(group: list[tuple[str, int]]) -> None:
-        for at in group[1:]:
-            parent[root(at)] = root(group[0])
-
+    joined = Joined[tuple[str, int]]()
     tensors = dict(whole.tensors)
     for op in whole.operators or ():
         rule = rule_of(op, tensors)
@@ -94,20 +85,20 @@ def _candidates(whole: Joint) -> list[dict[int, int]]:
             continue
         rows = [*zip(op.inputs, rule.inputs, strict=True), *zip(op.outputs, rule.outputs, strict=True)]
         for label in rule.labels:
-            unite([(value, dim) for value, row in rows if row is not None for dim, x in enumerate(row) if x == label])
+            joined.add([(value, dim) for value, row in rows if row is not None for dim, x in enumerate(row) if x == label])
     for value, gradient in (*zip(whole.outputs, whole.seeds, strict=True), *zip(whole.inputs, whole.gradients, strict=True)):
         if gradient is not None:
             for dim in range(len(tensors[value].shape)):
-                unite([(value, dim), (gradient, dim)])
+                joined.add([(value, dim), (gradient, dim)])
     ends = [(v, d) for v in (*whole.outputs, *whole.inputs) for d, n in enumerate(tensors[v].shape) if n > 1]
-    groups: dict[tuple[str, int], dict[int, int]] = {root(at): {} for at in ends}
+    groups: dict[tuple[str, int], dict[int, int]] = {joined.root(at): {} for at in ends}
     twice = set()
     for i, value in enumerate(whole.inputs):
         for dim, size in enumerate(tensors[value].shape):
             if size > 1:
-                group = groups[root((value, dim))]
+                group = groups[joined.root((value, dim))]
                 if i in group:
-                    twice.add(root((value, dim)))
+                    twice.add(joined.root((value, dim)))
                 group[i] = dim
     sized = [(at, group) for at, group in groups.items() if group and at not in twice]
     return [g for _, g in sized if len({tensors[whole.inputs[i]].shape[d] for i, d in g.items()}) == 1]
