@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from weft.errors import LayoutError
 from weft.model.axis_values import AxisValues, Given, Others
 from weft.model.graph import Graph, Operator, Ref, writes_buffer
-from weft.model.labels import expert_weights, meanings
-from weft.model.sequences import labelled, reshapes
+from weft.model.labels import expert_weights, meanings, places_of
+from weft.model.sequences import reshapes
 from weft.model.sharding import Prices, transfer_s
 from weft.model.work import operator_bytes, operator_flops
 from weft.ops import Rule, draws, record_of, windows_of
@@ -60,7 +60,7 @@ class AxisProblem(AxisValues):
     def admits(self, op: Operator, rule: Rule, label: str) -> bool:
         """Whether the axis is for dimensions of this kind."""
         if self.cuts_positions:
-            places = ((value, row.index(label)) for value, row in labelled(op, rule) if label in row)
+            places = places_of(op, rule, label)
             if self.row.cuts_sequences:
                 if label == heads_of(rule):
                     return True
@@ -68,8 +68,7 @@ class AxisProblem(AxisValues):
             return any(self.row.cuts & self.positions.get(place, frozenset()) for place in places)
         if rule.kernels.get(label) in POSITIONAL:
             return False
-        places = ((value, row.index(label)) for value, row in labelled(op, rule) if label in row)
-        if self.ragged and not record_of(op).ragged and not self.ragged.isdisjoint(places):
+        if self.ragged and not record_of(op).ragged and not self.ragged.isdisjoint(places_of(op, rule, label)):
             return not draws(op)  # rows of a rank are no piece of those that a serial run draws for
         return self.meanings is None or self.meanings[op.name].admits(label, self.sequence, self.samples)
 
@@ -77,7 +76,7 @@ class AxisProblem(AxisValues):
         """Whether pieces of a label are pieces of each dimension that has it: equal ones, or of as many units of each."""
         if rule.kernels.get(label) == HALO:
             return True
-        everywhere = [(value, row.index(label)) for value, row in labelled(op, rule) if label in row]
+        everywhere = places_of(op, rule, label)
         places = [place for place in everywhere if not self._stays_whole(op, *place)]
         nested = {dim in self.inside.get(value, ()) for value, dim in places}
         if record_of(op).repeats and True in nested and (False in nested or places != everywhere):
@@ -244,8 +243,7 @@ class AxisProblem(AxisValues):
 
     def _ways(self, op: Operator, rule: Rule, label: str) -> float:
         """An operator's work over that of the rank with most of it."""
-        places = [(value, row.index(label)) for value, row in labelled(op, rule) if label in row]
-        value, dim = places[-1]  # of what windows slide along, the result
+        value, dim = places_of(op, rule, label)[-1]  # of what windows slide along, the result
         return self.shard(value, dim).ways(self.n)
 
     def _summed_s(self, size_bytes: float) -> float:

@@ -8,7 +8,7 @@ operators without a rule, behind which nothing is known.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import gcd
 
@@ -16,7 +16,7 @@ from weft.model.graph import Graph, Operator
 from weft.model.joined import Joined
 from weft.model.work import operator_flops
 from weft.ops import Rule, record_of
-from weft.ops.rule import HALO
+from weft.ops.rule import HALO, Labels
 from weft.plan.axis import OUTERMOST, POSITIONS
 
 Dim = tuple[str, int]  # a value, and one of its dimensions
@@ -101,7 +101,7 @@ def positions(graph: Graph, rules: Mapping[str, Rule | None]) -> dict[tuple[str,
         rule = rules[op.name]
         if rule is None:
             continue
-        for places in labelled(op, rule).values():
+        for places in by_label(op, rule).values():
             joined.add(places)
         if record_of(op).windows is not None and (first := rule.inputs[0]):
             image = len(first) - 2  # behind samples and channels
@@ -125,7 +125,7 @@ def granules(graph: Graph, rules: Mapping[str, Rule | None], *, products: bool) 
         if rule is None:
             continue
         multiplies = products and operator_flops(op, graph.tensors) > 0
-        for label, places in labelled(op, rule).items():
+        for label, places in by_label(op, rule).items():
             if rule.kernels.get(label) != HALO:
                 joined.add(places)
                 said += [(place, multiplies, rule.units.get(label, 0)) for place in places]
@@ -137,11 +137,23 @@ def granules(graph: Graph, rules: Mapping[str, Rule | None], *, products: bool) 
     return {place: strong.get(above) or weak[above] for place in joined.parent if (above := joined.root(place)) in strong or above in weak}
 
 
-def labelled(op: Operator, rule: Rule) -> dict[str, list[Dim]]:
+def labelled(op: Operator, rule: Rule) -> Iterator[tuple[str, Labels]]:
+    """An operator's tensors with their labels."""
+    for value, row in (*zip(op.inputs, rule.inputs, strict=True), *zip(op.outputs, rule.outputs, strict=True)):
+        if row is not None:
+            yield value, row
+
+
+def places_of(op: Operator, rule: Rule, label: str) -> list[Dim]:
+    """The dimension that has a label, of each of an operator's tensors where one has it."""
+    return [(value, row.index(label)) for value, row in labelled(op, rule) if label in row]
+
+
+def by_label(op: Operator, rule: Rule) -> dict[str, list[Dim]]:
     """The dimensions that have each label of an operator."""
     found: dict[str, list[Dim]] = {}
-    for value, row in (*zip(op.inputs, rule.inputs, strict=True), *zip(op.outputs, rule.outputs, strict=True)):
-        for dim, label in enumerate(row or ()):
+    for value, row in labelled(op, rule):
+        for dim, label in enumerate(row):
             if label:
                 found.setdefault(label, []).append((value, dim))
     return found

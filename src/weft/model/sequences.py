@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from math import prod
 
 from weft.model.graph import Graph, Operator
+from weft.model.labels import labelled, places_of
 from weft.model.work import batched, operator_flops
 from weft.ops import Rule, draws, record_of
 from weft.ops.attention import heads_of, is_causal
@@ -89,20 +90,13 @@ def _beside(graph: Graph, op: Operator, rule: Rule | None, place: Place, run: Ru
                     yield (value, dim), Run(shapes[value][dim])
 
 
-def labelled(op: Operator, rule: Rule) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """An operator's tensors with their labels."""
-    for value, row in (*zip(op.inputs, rule.inputs, strict=True), *zip(op.outputs, rule.outputs, strict=True)):
-        if row is not None:
-            yield value, row
-
-
 def heads(graph: Graph, rules: Mapping[str, Rule | None]) -> set[Place]:
     """Dimensions that are heads of attention, where it reads and makes them."""
-    found = set()
+    found = set[Place]()
     for op in graph.operators:
         rule = rules[op.name]
         if rule is not None and (label := heads_of(rule)):
-            found |= {(value, row.index(label)) for value, row in labelled(op, rule) if label in row}
+            found.update(places_of(op, rule, label))
     return found
 
 

@@ -19,6 +19,7 @@ from typing import NamedTuple
 from weft.capture.functions.trace import Joint
 from weft.model.graph import Operator, Ref, Tensor
 from weft.model.joined import Joined
+from weft.model.labels import by_label
 from weft.ops import Op, by_elements, draws, record_of, rule_of
 from weft.ops.linear import together
 from weft.ops.rule import BLOCKED, Labels, Rule
@@ -83,9 +84,8 @@ def _candidates(whole: Joint) -> list[dict[int, int]]:
         rule = rule_of(op, tensors)
         if rule is None:
             continue
-        rows = [*zip(op.inputs, rule.inputs, strict=True), *zip(op.outputs, rule.outputs, strict=True)]
-        for label in rule.labels:
-            joined.add([(value, dim) for value, row in rows if row is not None for dim, x in enumerate(row) if x == label])
+        for places in by_label(op, rule).values():
+            joined.add(places)
     for value, gradient in (*zip(whole.outputs, whole.seeds, strict=True), *zip(whole.inputs, whole.gradients, strict=True)):
         if gradient is not None:
             for dim in range(len(tensors[value].shape)):
