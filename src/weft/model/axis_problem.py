@@ -120,11 +120,10 @@ class AxisProblem(AxisValues):
         return sum(self.graph.tensors[v].size_bytes for v in dict.fromkeys(op.inputs) if v not in self.follows)
 
     def choices(self, op: Operator) -> list[Choice]:
-        rule = self.rules[op.name]
-        spread = [] if rule is None else self._spread(op, rule)
+        rule, seconds = self.rules[op.name], self.compute_s(op)
+        spread = [] if rule is None else self._spread(op, rule, seconds)
         if spread and self.row.cuts_experts:  # tokens come to the experts of a rank, weights never go to the tokens
             return self._said(op, self.labels.get(op.site), spread)
-        seconds = self.compute_s(op)
         whole: list[Placement | None] = [R] * len(op.inputs)
         if rule is not None:
             whole = [None if labels is None else R for labels in rule.inputs]
@@ -150,11 +149,11 @@ class AxisProblem(AxisValues):
             found += [Choice("", needs, (P,) * len(op.outputs), seconds) for needs in passing(op, self.grads)]
         return self._said(op, said, found)
 
-    def _spread(self, op: Operator, rule: Rule) -> list[Choice]:
+    def _spread(self, op: Operator, rule: Rule, seconds: float) -> list[Choice]:
         """How an operator is cut by experts: a product of stacked matrices on the label of these, and operators of ragged rows."""
-        how, seconds = record_of(op).ragged, self.compute_s(op)
+        how = record_of(op).ragged
         if not how:
-            labels = {row[0] for value, row in zip(op.inputs, rule.inputs, strict=True) if value in self.experts and row}
+            labels = dict.fromkeys(row[0] for value, row in zip(op.inputs, rule.inputs, strict=True) if value in self.experts and row)
             found = [self._cut(op, rule, label, seconds, True) for label in labels]
             return [choice for choice in found if choice is not None]
         number = num_experts(op, self.graph.tensors)
