@@ -35,9 +35,9 @@ def with_samples_of(sharding: Sharding, graph: Graph, shares: Shares) -> Shardin
             return form
         length, n = shape[form.dim], sharding.sizes[axis]
         count = counts.get((value, form.dim), length)
-        unit = length // count if count >= n and length % count == 0 else 1
         if count < n:
             raise Infeasible(f"{value} {list(shape)} has {count} samples for {axis}={n}; use a batch of {n} samples or more, or fewer")
+        unit = length // count if length % count == 0 else 1
         return shard(form.dim, length, n, unit, shares.get(axis, ()))
 
     forms = {value: {a: piece(value, a, form) for a, form in by.items()} for value, by in sharding.forms.items()}
@@ -47,7 +47,6 @@ def with_samples_of(sharding: Sharding, graph: Graph, shares: Shares) -> Shardin
             for value, row in zip(op.inputs, sharding.needs[op.name], strict=True)
         )
         for op in graph.operators
-        if op.name in sharding.needs
     }
     moves = tuple(
         replace(move, source=piece(move.value, move.axis, move.source), target=piece(move.value, move.axis, move.target))
