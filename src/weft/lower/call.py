@@ -28,7 +28,7 @@ from weft.ops import Rule, record_of, windows_of
 from weft.ops.record import Op
 from weft.ops.rule import HALO, QUERIES
 from weft.ops.window import Resample
-from weft.plan.placement import Range, Shard, Strided, is_halo, is_piece, is_shard, pieces, positions_of, shard
+from weft.plan.placement import Range, Shard, Strided, is_halo, is_piece, is_shard, pieces, positions_of
 from weft.world.world import Group
 
 
@@ -143,9 +143,9 @@ class Call:
 
     def _shares(self, axis: str) -> tuple[float, ...]:
         """The part that each rank along an axis has of the entries of the label that is cut there."""
-        (placed, length), n = self._piece(axis), self.low.groups[axis].size
-        length = placed.size if isinstance(placed, Strided) else length
-        form = shard(placed.dim, length, n) if isinstance(placed, Strided) else placed
+        (form, length), n = self._piece(axis), self.low.groups[axis].size
+        if isinstance(form, Strided):
+            length, form = form.size, form.run(n)
         return tuple((stop - start) / length for start, stop in form.ranges(length, n)) if form.lengths else (1 / n,) * n
 
     def _piece(self, axis: str) -> tuple[Shard | Strided, int]:
@@ -211,7 +211,7 @@ class Call:
         for axis, label in self.cut.items():
             form, group = forms[axis], low.groups[axis]
             if label in labels and isinstance(form, Strided):
-                start, count = shard(form.dim, form.size, group.size).part(form.size, group.size, group.index)
+                start, count = form.run(group.size).part(form.size, group.size, group.index)
                 runs.append((form.dim, form.size * form.inner, start * form.inner, count * form.inner))
             elif label in labels and (is_shard(form) or is_halo(form)):
                 start, left[form.dim] = part_of(form, left[form.dim], group.size, group.index)

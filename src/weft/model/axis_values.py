@@ -227,8 +227,7 @@ class AxisValues:
         for v in self.graph.inputs:
             if v.value == value:
                 if self.row.cuts_sequences:
-                    places = ((d, self.shard(value, d)) for d in range(len(v.tensor.shape)) if self.cuttable(value, d))
-                    return (R, *(placed for _, placed in places))
+                    return (R, *(self.shard(value, d) for d in range(len(v.tensor.shape)) if self.cuttable(value, d)))
                 if self.cuts_positions:
                     shape = range(len(v.tensor.shape))
                     dims = (d for d in shape if self.row.cuts & self.positions.get((value, d), frozenset()) and self.cuttable(value, d))

@@ -120,9 +120,13 @@ class Strided(Interned):
     inner: int
     zigzag: bool
 
+    def run(self, n: int) -> Shard:
+        """How the positions of a run are cut, in the order of ranks."""
+        return shard(self.dim, self.size, n)
+
     def ways(self, n: int) -> int | float:
         """The whole dimension over the longest piece."""
-        return shard(self.dim, self.size, n).ways(n)
+        return self.run(n).ways(n)
 
     def __str__(self) -> str:
         return f"T{self.dim}"
@@ -319,5 +323,5 @@ def positions_of(placement: Shard | Strided, length: int, num_pieces: int, index
     if isinstance(placement, Strided):
         if placement.zigzag:
             return tuple(r for r in zigzag(placement.size, num_pieces)[index] if r[0] < r[1])
-        placement = shard(placement.dim, length := placement.size, num_pieces)
+        length, placement = placement.size, placement.run(num_pieces)
     return (placement.ranges(length, num_pieces)[index],)

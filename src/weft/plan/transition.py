@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from weft.errors import LayoutError
-from weft.plan.placement import Deferred, Halo, HaloPartial, Owned, Partial, Placement, Range, Replicate, Shard, Strided, pieces, shard
+from weft.plan.placement import Deferred, Halo, HaloPartial, Owned, Partial, Placement, Range, Replicate, Shard, Strided, pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ def sent_part(source: Placement, target: Placement, n: int) -> float:
 
 def _lengths(placement: Shard | Strided, n: int) -> tuple[int, ...]:
     """How long pieces are, in positions; nothing where they are equal."""
-    return placement.lengths if isinstance(placement, Shard) else shard(placement.dim, placement.size, n).lengths
+    return placement.lengths if isinstance(placement, Shard) else placement.run(n).lengths
 
 
 def _exchanged(source: tuple[int, ...], target: tuple[int, ...], n: int) -> float:
