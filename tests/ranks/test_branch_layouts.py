@@ -105,9 +105,9 @@ def test_broken_twin_a_piece_that_goes_to_the_wrong_place_is_seen(monkeypatch: p
 def test_broken_twin_a_gradient_that_owners_do_not_send_back_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     back = regions._from_owners
 
-    def lost(xs: Any, ways: Any, group: Any) -> Any:
-        found = back(xs, ways, group)
-        return [x * 0 for x in found] if len(ways) == 2 else found  # two ways in, and four out
+    def lost(xs: Any, ways: Any, *rest: Any) -> Any:
+        found = back(xs, ways, *rest)
+        return {i: x * 0 for i, x in found.items()} if len(ways) == 2 else found  # two ways in, and four out
 
     monkeypatch.setattr(regions, "_from_owners", lost)
     found = verified("branched", "branch=2", steps=1)

@@ -7,7 +7,7 @@ other way round. A rank has an empty tensor in place of what another owns, so th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -73,42 +73,43 @@ class Way:
         return (*self.shape[:dim], self.form.part(self.shape[dim], n, index)[1], *self.shape[dim + 1 :])
 
 
-def _to_owners(xs: Sequence[Tensor | None], ways: Sequence[Way], group: Group) -> list[Tensor]:
-    """From pieces (None: zeros) to whole values on their owners, empty on other ranks."""
-    n, me = group.size, group.index
+def _exchange(enters: bool, xs: Sequence[Tensor | None], ways: Sequence[Way], group: Group) -> list[Tensor]:
+    """From pieces (None: zeros) to whole values on their owners, empty on other ranks; or the other way."""
     found = [torch.empty(0, dtype=way.dtype, device=group.device) for way in ways]
     for dtype in dict.fromkeys(way.dtype for way in ways):
-        mine = [(i, way) for i, way in enumerate(ways) if way.dtype is dtype]
-        sent: list[list[Tensor]] = [[] for _ in range(n)]
-        for i, way in mine:
-            x = xs[i]
-            sent[way.owner].append(torch.zeros(way.piece(n, me), dtype=dtype, device=group.device) if x is None else x.to(dtype))
-        owned = [(i, way) for i, way in mine if way.owner == me]
-        arrived = _sent(sent, [[way.piece(n, j) for _, way in owned] for j in range(n)], dtype, group)
-        for k, (i, way) in enumerate(owned):
-            found[i] = torch.cat([parts[k] for parts in arrived], way.form.dim)
+        mine = {i: way for i, way in enumerate(ways) if way.dtype is dtype}
+        for i, x in (_to_owners if enters else _from_owners)(xs, mine, dtype, group).items():
+            found[i] = x
     return found
 
 
-def _from_owners(xs: Sequence[Tensor | None], ways: Sequence[Way], group: Group) -> list[Tensor]:
-    """From whole values on their owners (None: zeros) to pieces."""
+def _to_owners(xs: Sequence[Tensor | None], ways: Mapping[int, Way], dtype: torch.dtype, group: Group) -> dict[int, Tensor]:
+    """From pieces to whole values, of those that this rank owns."""
     n, me = group.size, group.index
-    found = [torch.empty(0, dtype=way.dtype, device=group.device) for way in ways]
-    for dtype in dict.fromkeys(way.dtype for way in ways):
-        mine = [(i, way) for i, way in enumerate(ways) if way.dtype is dtype]
-        sent: list[list[Tensor]] = [[] for _ in range(n)]
-        for i, way in mine:
-            if way.owner == me:
-                x = xs[i]
-                whole = torch.zeros(way.shape, dtype=dtype, device=group.device) if x is None else x.to(dtype)
-                for j, (start, stop) in enumerate(way.form.ranges(way.shape[way.form.dim], n)):
-                    sent[j].append(whole.narrow(way.form.dim, start, stop - start))
-        owned = [[(i, way) for i, way in mine if way.owner == j] for j in range(n)]
-        arrived = _sent(sent, [[way.piece(n, me) for _, way in those] for those in owned], dtype, group)
-        for those, parts in zip(owned, arrived, strict=True):
-            for (i, _), part in zip(those, parts, strict=True):
-                found[i] = part
-    return found
+    sent: list[list[Tensor]] = [[] for _ in range(n)]
+    for i, way in ways.items():
+        sent[way.owner].append(_given(xs[i], way.piece(n, me), dtype, group))
+    owned = {i: way for i, way in ways.items() if way.owner == me}
+    arrived = _sent(sent, [[way.piece(n, j) for way in owned.values()] for j in range(n)], dtype, group)
+    return {i: torch.cat([parts[k] for parts in arrived], way.form.dim) for k, (i, way) in enumerate(owned.items())}
+
+
+def _from_owners(xs: Sequence[Tensor | None], ways: Mapping[int, Way], dtype: torch.dtype, group: Group) -> dict[int, Tensor]:
+    """From whole values on their owners to pieces."""
+    n, me = group.size, group.index
+    sent: list[list[Tensor]] = [[] for _ in range(n)]
+    for i, way in ways.items():
+        if way.owner == me:
+            whole = _given(xs[i], way.shape, dtype, group)
+            for j, (start, stop) in enumerate(way.form.ranges(way.shape[way.form.dim], n)):
+                sent[j].append(whole.narrow(way.form.dim, start, stop - start))
+    of = [[i for i, way in ways.items() if way.owner == j] for j in range(n)]
+    arrived = _sent(sent, [[ways[i].piece(n, me) for i in those] for those in of], dtype, group)
+    return {i: part for those, parts in zip(of, arrived, strict=True) for i, part in zip(those, parts, strict=True)}
+
+
+def _given(x: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, group: Group) -> Tensor:
+    return torch.zeros(shape, dtype=dtype, device=group.device) if x is None else x.to(dtype)
 
 
 def _sent(
@@ -133,7 +134,7 @@ class _Exchanged(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.enters, ctx.ways, ctx.group, ctx.beside = enters, ways, group, len(xs) - len(ways)
         ctx.save_for_backward(anchor)
-        found = (_to_owners if enters else _from_owners)(xs[: len(ways)], ways, group)
+        found = _exchange(enters, xs[: len(ways)], ways, group)
         ctx.mark_non_differentiable(*(x for x, way in zip(found, ways, strict=True) if not way.learns))
         return tuple(found)
 
@@ -142,9 +143,9 @@ class _Exchanged(torch.autograd.Function):
         _ = ctx.saved_tensors
         # What enters is alike on every rank; of what leaves the owner alone has more than a place.
         asked = [i for i, way in enumerate(ctx.ways) if way.learns and (ctx.needs_input_grad[4 + i] or not ctx.enters)]
-        back = _from_owners if ctx.enters else _to_owners
         found: list[Tensor | None] = [None] * (len(ctx.ways) + ctx.beside)
-        for i, x in zip(asked, back([grads[i] for i in asked], [ctx.ways[i] for i in asked], ctx.group), strict=True):
+        back = _exchange(not ctx.enters, [grads[i] for i in asked], [ctx.ways[i] for i in asked], ctx.group)
+        for i, x in zip(asked, back, strict=True):
             found[i] = x if ctx.enters or ctx.ways[i].owner == ctx.group.index else None
         return None, None, None, None, *found
 
