@@ -23,8 +23,6 @@ from functools import cache
 from itertools import accumulate
 from typing import Any, ClassVar, Self, TypeGuard
 
-from weft.errors import LayoutError
-
 Range = tuple[int, int]  # start, stop
 
 
@@ -265,20 +263,6 @@ def apportioned(units: int, shares: Sequence[int]) -> tuple[int, ...]:
             break
         counts[most] -= 1
     return tuple(counts)
-
-
-def parse_placement(text: str) -> Placement:
-    """`R`, `+`, `P` or `S<dim>`, as they print.
-
-    Raises:
-        LayoutError: another text.
-    """
-    for placement in (R, D, P):
-        if text == str(placement):
-            return placement
-    if text[:1] == "S" and text[1:].isdecimal() and len(text) < 10:
-        return Shard(int(text[1:]))
-    raise LayoutError(f"placement {text!r} is not R, +, P or S<dim>")
 
 
 def piece(length: int, num_pieces: int, index: int) -> tuple[int, int]:
