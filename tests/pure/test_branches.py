@@ -7,6 +7,8 @@ from random import Random
 
 import pytest
 
+from weft.cluster.cluster import Cluster
+from weft.cost.step import Pricer
 from weft.errors import LayoutError
 from weft.model.branches import balanced, regions
 from weft.model.graph import Graph, Operator, Ref, Tensor, Variable
@@ -15,6 +17,7 @@ from weft.model.sharding import part_length
 from weft.plan.layout import Layout
 from weft.plan.placement import D, Owned, P, R, Shard, dual
 from weft.plan.transition import TABLE, sent_part, transition
+from weft.solve.timing import price
 
 
 def made(*lines: str, batch: int = 8) -> Graph:
@@ -128,3 +131,13 @@ def test_the_layout_has_branch_ranks_inside_data() -> None:
     assert layout.mesh.group(0, "branch") == (0, 2, 4, 6)  # neighbours, but for tensor ranks
     with pytest.raises(LayoutError, match="sample_parallel=on with branch=2 is not built; use sample_parallel=off, or branch=1"):
         Layout.parse("branch=2 tensor=2 sample_parallel=on")
+
+
+def test_prices_do_not_follow_from_what_was_priced_before() -> None:
+    """A pricer keeps what layouts share: not which of two groups lies within a machine."""
+    graph, cluster = made("s = mm x", "a = mm s", "b = mm s", "c = add a b", "d = mm c", "l = loss d", batch=16), Cluster.parse("4xdgx-h100")
+    ways = [Layout.parse(f"data=16 branch=2 neighbours={word}") for word in ("branch", "data")]
+    one = Pricer(graph, cluster, 64)
+    together = [dict(price(one, layout).prediction.parts)["tensor"] for layout in ways]
+    assert together[0] < together[1]
+    assert together == [dict(price(Pricer(graph, cluster, 64), layout).prediction.parts)["tensor"] for layout in ways]

@@ -5,14 +5,17 @@ from __future__ import annotations
 import pytest
 
 import weft
+from weft.cost.step import Pricer
 from weft.model.propagate import propagate
 from weft.model.sequences import sequences
 from weft.model.sharding import Prices
+from weft.plan.layout import Layout
 from weft.plan.placement import dual
 from weft.plan.plan import Plan
 from weft.plan.transition import sent_part
 from weft.run.build import Source
 from weft.solve.images import contexts
+from weft.solve.timing import price
 from weft.zoo.resolve import resolve
 
 LLAMA = "llama:sequence=131072,layers=2"  # layers of Llama-8B
@@ -80,3 +83,14 @@ def test_a_long_sequence_gets_a_plan_with_context_by_itself() -> None:
     other = priced("data=8 tensor=8 zero=3 recompute=full", "llama:sequence=131072").prediction
     assert other is not None
     assert plan.prediction.step_time_s < other.step_time_s
+
+
+def test_prices_do_not_follow_from_what_was_priced_before(source: Source) -> None:
+    """A pricer keeps what layouts share: not how pieces of a sequence attend to one another."""
+    model, cluster = resolve(LLAMA), weft.Cluster.parse("8xdgx-h100")
+    graph = source.capture(model.batch(1), model.loss, 1).graph
+    ways = [Layout.parse(f"data=8 context=8 attention={word}") for word in ("gather", "ulysses")]
+    one = Pricer(graph, cluster, 64)
+    together = [price(one, layout).prediction.step_time_s for layout in ways]
+    assert together[0] != together[1]
+    assert together == [price(Pricer(graph, cluster, 64), layout).prediction.step_time_s for layout in ways]

@@ -40,8 +40,8 @@ MEET_S = 2e-4
 NARROW = ("linear", "attention", "convolution", "recurrent", "activation")  # results are bfloat16 under autocast
 
 Array = NDArray[np.float64]
-# The axes that cut, sequence and sample parallelism, and for how many samples of a rank that was decided.
-Cutting = tuple[tuple[tuple[str, int], ...], bool, bool, int]
+# The axes that cut, sequence and sample parallelism, how pieces of sequences attend, and for how many samples of a rank that was decided.
+Cutting = tuple[tuple[tuple[str, int], ...], bool, bool, str, int]
 
 
 @dataclass
@@ -113,7 +113,7 @@ class OperatorPricer:
         sizes = tuple((axis, n) for axis, n in placed_sizes(layout, self.graph.batch_size).items() if n > 1)
         own = -(-(self.placed_for or self.batch_size) // (layout.data * layout.microbatches))
         each = weighed(own if layout.replica_ranks > 1 else 1)
-        return sizes, layout.sequence_parallel == "on", layout.sample_parallel == "on", each
+        return sizes, layout.sequence_parallel == "on", layout.sample_parallel == "on", layout.attention, each
 
     def place(self, layout: Layout, sharding: Sharding) -> None:
         """Price a layout under `sharding`, not under the best that there is."""
@@ -126,7 +126,7 @@ class OperatorPricer:
         if asked not in self._same:
             sizes, *_, each = asked
             found = placed(self.graph, self.cluster, layout, each, self.shards) if sizes else None
-            like = (key for key, known in self._shardings.items() if key[:3] == asked[:3] and known == found)
+            like = (key for key, known in self._shardings.items() if key[:-1] == asked[:-1] and known == found)
             self._same[asked] = key = next(like, asked)
             self._shardings.setdefault(key, found)
         return self._same[asked]
@@ -165,8 +165,7 @@ class OperatorPricer:
 
     def operator_seconds(self, layout: Layout) -> tuple[Array, Array, Array, Array]:
         """Forward and backward of compute, forward and backward of collectives, by operator."""
-        key = (*self._cut(layout), layout.data, layout.num_ranks, layout.threads, layout.microbatches, layout.precision, layout.expert,
-               layout.batch_norm, layout.shares)  # fmt: skip
+        key = (*self._cut(layout), layout.axes, layout.threads, layout.microbatches, layout.precision, layout.batch_norm, layout.shares)
         if key not in self._times:
             network = self._collectives(layout)
             self._times[key] = (*(self._compute(layout) if self.cluster.is_cpu else self._on_gpu(layout)), *network)

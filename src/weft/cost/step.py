@@ -205,8 +205,8 @@ class Pricer(OperatorPricer):
         return Copies.of(self.cluster, self.speed(layout))
 
     def _bases_of(self, layout: Layout, sites: Sequence[str], only: Sequence[int] | None) -> list[tuple[int, Base]]:
-        key = (*self._cut(layout), layout.data, layout.pipeline, layout.chunks, layout.microbatches, layout.precision, layout.threads,
-               layout.expert, layout.batch_norm, layout.shares, tuple(sites))  # fmt: skip
+        key = (*self._cut(layout), layout.axes, layout.chunks, layout.microbatches, layout.precision, layout.threads, layout.batch_norm,
+               layout.shares, tuple(sites))  # fmt: skip
         bases, split = self._bases.setdefault(key, {}), self.split(sites)
         wanted = only or range(len(split))
         if any(i not in bases for i in wanted):

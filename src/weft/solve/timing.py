@@ -77,8 +77,8 @@ def _stages_of(pricer: Pricer, layout: Layout, sites: Sequence[str]) -> tuple[St
 def balanced(pricer: Pricer, layout: Layout) -> tuple[str, ...]:
     """Where the most balanced stages begin; the same whatever the schedule, ZeRO stage and recomputation."""
     key = (
-        layout.data, layout.inner_axes, layout.pipeline, layout.num_stages, layout.microbatches, layout.precision, layout.threads,
-        layout.sequence_parallel, layout.sample_parallel, layout.expert, layout.batch_norm,
+        layout.axes, layout.num_stages, layout.microbatches, layout.precision, layout.threads, layout.sequence_parallel,
+        layout.sample_parallel, layout.attention, layout.batch_norm, layout.shares,
     )  # fmt: skip
     if key not in pricer.balanced:
         tried = places(pricer, layout)
