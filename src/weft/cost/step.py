@@ -71,9 +71,10 @@ class Pricer(OperatorPricer):
 
     def cuts_of(self, layout: Layout) -> tuple[Cut, ...]:
         """Those of a layout: none between branches of one region, which ranks of the same stage run."""
-        sharding, place = self.sharding(layout), {op.name: i for i, op in enumerate(self.graph.operators)}
+        sharding = self.sharding(layout)
         if sharding is None or not sharding.regions:
             return self.cuts
+        place = {op.name: i for i, op in enumerate(self.graph.operators)}
         spans = [(min(numbers), max(numbers)) for r in sharding.regions if (numbers := [place[name] for name in r.ranks])]
         return tuple(cut for cut in self.cuts if not any(first < cut.index <= last for first, last in spans))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
+from operator import attrgetter
 
 from weft.errors import LayoutError, nearest
 from weft.plan.axis import ATTENTION, BRANCH, DATA, EXPERT, parse_spatial, sample_axes, spatial_ranks
@@ -36,6 +37,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "neighbours": ("branch", "data"),
     "compile": ("off", "on"),
 }
+_words_of = attrgetter(*(key for key in CHOICES if key != "schedule"))
 COUNTS = ("data", "tensor", "pipeline", "microbatches", "chunks", "expert", "branch", "context", "segment")
 # What a plan may say and be priced for, and what runs of it: the rest is refused by name when a run starts, never ignored.
 RUNS: dict[str, tuple[int | str, ...]] = {
@@ -133,25 +135,13 @@ class Layout:
             object.__setattr__(self, "compress", str(Compression.parse(self.compress)))  # in one form
             _refuse(refuse_compression(self.compress, self.data, self.zero, self.all_reduce))
             _refuse(refuse_scaled(self.compress, self.precision))
-        object.__setattr__(self, "shares", format_shares(parse_shares(self.shares, self.data)))
+        self._check_shares()
         self._check_inner()
         _refuse(refuse_staleness(self))
         if self.compile == "on":
             _refuse(refuse_beside(self, COMPILE_WITH, "compile=on", "compile=off"))
-        given = {"expert": self.expert > 1, "sample_parallel": self.sample_parallel == "on", "batch_norm": self.batch_norm == "local"}
-        if self.shares and any(given.values()):
-            other = next(f"{key}={getattr(self, key)}" for key, is_so in given.items() if is_so)
-            raise LayoutError(f"shares={self.shares} with {other}, which takes equal pieces of replicas' samples; leave one out")
-        self._check_branch()
-
-    def _check_branch(self) -> None:
-        """What does not go with branches is refused by name."""
-        for key, known in BRANCH_WITH.items() if self.branch > 1 else ():
-            if getattr(self, key) not in known:
-                raise LayoutError(
-                    f"{key}={getattr(self, key)} with branch={self.branch} is not built; "
-                    f"use {' or '.join(f'{key}={value}' for value in known)}, or branch=1"
-                )
+        if self.branch > 1:
+            _refuse(refuse_beside(self, BRANCH_WITH, f"branch={self.branch}", "branch=1"))
 
     def _check_counts(self) -> None:
         for key in COUNTS:
@@ -173,8 +163,7 @@ class Layout:
     def _check_words(self) -> None:
         """Words must be known ones; without a pipeline nobody lends."""
         named = "1f1b" if self.actions else self.schedule
-        ways = tuple(getattr(self, key) for key in CHOICES if key != "schedule")
-        _refuse(refuse_words((named, *ways)))
+        _refuse(refuse_words((named, *_words_of(self))))
         if self.branch == 1:
             object.__setattr__(self, "neighbours", BRANCH)
         if self.pipeline == 1:
@@ -215,6 +204,16 @@ class Layout:
                 raise LayoutError(reason)
         elif is_file(self.schedule):
             raise LayoutError(f'schedule={self.schedule} is a file, which has not been read; Layout.parse("schedule={self.schedule}") does')
+
+    def _check_shares(self) -> None:
+        """Shares are in lowest terms, and with nothing that takes equal pieces of replicas' samples."""
+        if not self.shares:
+            return
+        object.__setattr__(self, "shares", format_shares(parse_shares(self.shares, self.data)))
+        given = {"expert": self.expert > 1, "sample_parallel": self.sample_parallel == "on", "batch_norm": self.batch_norm == "local"}
+        if self.shares and any(given.values()):
+            other = next(f"{key}={getattr(self, key)}" for key, is_so in given.items() if is_so)
+            raise LayoutError(f"shares={self.shares} with {other}, which takes equal pieces of replicas' samples; leave one out")
 
     def _check_inner(self) -> None:
         """Stages of different inner layouts: `data` and `tensor` are then the first one's."""

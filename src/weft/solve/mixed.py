@@ -33,7 +33,7 @@ from weft.schedules import schedule_of
 class MixedPricer(Pricer):
     """A `Pricer` of a cluster with parts."""
 
-    _apart: dict[int, tuple[Pricer, ...]] = field(default_factory=dict)
+    _apart: dict[int, tuple[Pricer, ...]] = field(default_factory=dict, init=False)  # of this batch and stack alone
 
     @cached_property
     def pricers(self) -> tuple[Pricer, ...]:
