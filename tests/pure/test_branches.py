@@ -135,7 +135,8 @@ def test_the_layout_has_branch_ranks_inside_data() -> None:
 
 def test_prices_do_not_follow_from_what_was_priced_before() -> None:
     """A pricer keeps what layouts share: not which of two groups lies within a machine."""
-    graph, cluster = made("s = mm x", "a = mm s", "b = mm s", "c = add a b", "d = mm c", "l = loss d", batch=16), Cluster.parse("4xdgx-h100")
+    graph = made("s = mm x", "a = mm s", "b = mm s", "c = add a b", "d = mm c", "l = loss d", batch=16)
+    cluster = Cluster.parse("4xdgx-h100")
     ways = [Layout.parse(f"data=16 branch=2 neighbours={word}") for word in ("branch", "data")]
     one = Pricer(graph, cluster, 64)
     together = [dict(price(one, layout).prediction.parts)["tensor"] for layout in ways]

@@ -97,6 +97,14 @@ def test_whole_layers_make_up_the_whole_model(model: str) -> None:
         assert one.ways[0].compute_s == pytest.approx(float(forward[at[one.first]] + backward[at[one.first]]), rel=0.02), one.site
 
 
+def test_autocast_keeps_copies_of_layers() -> None:
+    """Of weights each once, of operands each for its operator: no less than the whole model keeps, and alike in both dtypes of 16 bits."""
+    setting, narrow = of(GPT, ranks=1, precision="bfloat16")
+    kept = [sum(one.count * one.ways[0].kept_bytes for one in found) for found in (narrow, of(GPT, ranks=1, precision="float16")[1])]
+    layout, pricer = Layout(precision="bfloat16"), OperatorPricer(setting.graph, setting.cluster, BATCH)
+    assert kept[0] == kept[1] >= kept_bytes(pricer.held_parts(layout), range(len(setting.graph.operators))).at(1.0, 1)
+
+
 def test_experts_exchange_tokens_where_replicas_sum_weights() -> None:
     """All-to-all of what is dispatched, E x C x M: of its piece a rank keeps one of n parts; weights are divided, and nothing is summed."""
     _, found = of("moe-380m:layers=2", "p3.16xlarge", precision="float16")

@@ -4,13 +4,14 @@ A layer is an operator that has weights, multiplies or keeps something for backw
 out of its model and priced alone by the planner's own pricer: cut by every label of its factor rule that divides, and whole. What it
 sends is what the cut itself asks for, where its neighbours hand on and take what it reads and makes as it lies; `moved` is what comes on
 top where they are whole on every rank. The step is one microbatch. Not modelled: products that run as one where they read the same
-input (q, k and v), storages that a layer keeps and reads a part of, overlap, and cuts of one layer by two labels.
+input (q, k and v), storages that a layer keeps and reads a part of, operands that autocast has narrow already, overlap, and cuts of one
+layer by two labels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
@@ -119,10 +120,6 @@ class _Model:
     batch_size: int
     ranks: int
     precision: str
-    _half: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._half = not self.cluster.is_cpu and self.precision not in ("float32", "float64")
 
     @cached_property
     def meanings(self) -> Mapping[str, Meaning]:
@@ -149,17 +146,18 @@ class _Model:
         found: dict[tuple[str, str], str] = {}
         for op in inventory.graph.operators:
             for value, copy, _ in inventory.kept[op.name].storages:
-                found.setdefault((inventory.root[value], copy), op.name)
+                found.setdefault((inventory.root.get(value, value), copy), op.name)
         return found
 
     def keeps_first(self, op: Operator) -> tuple[bool, ...]:
         """Of each storage that an operator keeps, whether none before it does."""
         root = self.inventory.root
-        return tuple(self.keepers[root[value], copy] == op.name for value, copy, _ in self.inventory.kept[op.name].storages)
+        return tuple(self.keepers[root.get(value, value), copy] == op.name for value, copy, _ in self.inventory.kept[op.name].storages)
 
     @cached_property
     def inventory(self) -> Inventory:
-        return Inventory.of(self.graph, self.cluster.is_cpu, is_cast=self.cluster.is_cpu and self.precision == "bfloat16")
+        pricer = OperatorPricer(self.graph, self.cluster, self.batch_size)
+        return pricer.held_inventory(Layout(precision=self.precision))
 
     def ways(self, op: Operator) -> Iterator[Way]:
         """Whole, then by label."""
@@ -266,7 +264,7 @@ class _Alone:
             label,
             str(layout),
             (done.flops + done.backward_flops) * samples / divided,
-            beside.kept(at, model.keepers, model.inventory.root, model._half),
+            beside.kept(at, model.keepers, model.inventory.root),
             widths.weight * size,
             forward,
             backward,
@@ -346,11 +344,12 @@ class _Priced:
         forward, backward = (sum(parts[i] for i in which) for _, which in (self.parts.forward, self.parts.backward))
         return forward, backward
 
-    def kept(self, at: int, keepers: Mapping[tuple[str, str], str], root: Mapping[str, str], half: bool) -> float:
+    def kept(self, at: int, keepers: Mapping[tuple[str, str], str], root: Mapping[str, str]) -> float:
         """Bytes that the layer keeps and none before it does."""
-        mine = [s for s in self.parts.stored[at] if keepers.get((root.get(s.root.split()[0], ""), s.copy), self.op.name) == self.op.name]
+        known = ((s, s.root.split()[0]) for s in self.parts.stored[at])
+        mine = [s for s, value in known if keepers.get((root.get(value, value), s.copy), self.op.name) == self.op.name]
         alone = replace(self.parts, stored=(*self.parts.stored[:at], tuple(mine), *self.parts.stored[at + 1 :]))
-        return keeps(alone, [at], half)[0].at(self.pricer.microbatch(self.layout), self.layout.data)
+        return keeps(alone, [at], self.pricer.is_half(self.layout))[0].at(self.pricer.microbatch(self.layout), self.layout.data)
 
 
 _ADD = "aten.add.Tensor"

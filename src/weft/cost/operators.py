@@ -159,9 +159,17 @@ class OperatorPricer:
             self._cast_parts[key] = gather(self.cast_inventory, self.sharding(layout), self._narrow)
         return self._cast_parts[key]
 
+    def held_inventory(self, layout: Layout) -> Inventory:
+        """What operators keep and work on in the dtypes that the layout's precision gives them."""
+        return self.cast_inventory if self._is_cast(layout) else self.inventory
+
     def _is_cast(self, layout: Layout) -> bool:
         """Whether operators are cast by autocast, as on processors."""
         return self.cluster.is_cpu and bool(PRECISIONS[layout.precision].products)
+
+    def is_half(self, layout: Layout) -> bool:
+        """Whether what is kept is all of 16 bits, as on GPUs."""
+        return not self.cluster.is_cpu and bool(PRECISIONS[layout.precision].products)
 
     def operator_seconds(self, layout: Layout) -> tuple[Array, Array, Array, Array]:
         """Forward and backward of compute, forward and backward of collectives, by operator."""

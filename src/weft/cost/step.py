@@ -128,13 +128,11 @@ class Pricer(OperatorPricer):
         return self._splits[key]
 
     def _sections_of(self, layout: Layout, sites: tuple[str, ...]) -> Sections:
-        is_cast = self._is_cast(layout)
-        half = not is_cast and layout.precision not in ("float32", "float64")
-        cutting = (*self._cut(layout), is_cast)
+        half, cutting = self.is_half(layout), (*self._cut(layout), self._is_cast(layout))
         key = (*cutting, half, sites)
         if key not in self._sections:
             if cutting not in self._kinds:
-                inventory = self.cast_inventory if is_cast else self.inventory
+                inventory = self.held_inventory(layout)
                 self._kinds[cutting] = Kinds(inventory, self.sharding(layout), self.held_parts(layout), self._experts, self.weighted)
             self._sections[key] = Sections(self._kinds[cutting], self.split(sites), half)
         return self._sections[key]
