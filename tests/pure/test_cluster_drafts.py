@@ -71,6 +71,16 @@ def test_names_that_are_not_there_are_refused(old: str, new: str, said: str) -> 
         loads(BY_NAME.replace(old, new))
 
 
+def test_a_file_that_is_no_text_is_refused_as_such(tmp_path: Path) -> None:
+    file = tmp_path / "ours.toml"
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="is no text: byte 0"):
+        Cluster.parse(str(file))
+    file.write_text("x = " + "[" * 5000)
+    with pytest.raises(ConfigError, match="is not TOML"):
+        Cluster.parse(str(file))
+
+
 @pytest.mark.parametrize("device", names("device"))
 def test_a_draft_of_every_device_reads_back(device: str) -> None:
     try:

@@ -43,7 +43,7 @@ ALLOWED: dict[str, set[str]] = {
     "simulate": PRICED | {"callable"},
     "solve": PRICED | {"simulate"},
     "report": PRICED | {"simulate", "callable"},
-    "serve": BASE,
+    "serve": DATA | {"cluster"},
     "zoo": DATA | {"ops", "model", "capture"},
     "world": DATA,
     "lower": RANKS,

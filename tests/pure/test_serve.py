@@ -176,7 +176,8 @@ def test_broken_twin_traffic_that_is_free_is_found_by_enumeration(vqa: tuple[Wor
 
 
 def test_the_highest_rate_is_where_the_cheapest_ends(vqa: tuple[Workflow, Machines]) -> None:
-    most = highest_rate(*vqa, Ask(1.0, 57.0))
+    most, proven = highest_rate(*vqa, Ask(1.0, 57.0))
+    assert proven
     assert cheapest(*vqa, Ask(most * 0.9999, 57.0)) is not None
     assert cheapest(*vqa, Ask(most * 1.0001, 57.0)) is None
 
@@ -270,6 +271,37 @@ def test_the_command_answers_as_the_interface_says(capfd: pytest.CaptureFixture[
     assert "<svg" in picture.read_text()
 
 
+SMALL = """name = "small"
+rate = 20
+[source.camera]
+output_bytes = 1000
+share = 1.0
+tier = 0
+[operator.see]
+inputs = ["camera"]
+[operator.see.variant.fast]
+output_bytes = 40
+accuracy_factor = 0.9
+latency_s = { edge = 0.03, gpu = { 1 = 0.01, 8 = 0.05 } }
+[operator.track]
+inputs = { see = 2.0 }
+[operator.track.variant.only]
+latency_s = { edge = 0.004 , gpu = 0.002 }
+[accuracy]
+base = 90
+[worker.edge]
+tier = 0
+price_per_hour = 0.1
+count = 4
+[worker.gpu]
+tier = 1
+price_per_hour = 1.2
+spot = true
+[[link]]
+from = 0
+to = 1
+price_per_gib = 0.05
+"""
 BAD: Mapping[str, tuple[str, str, int, str]] = {
     "accuracy": ("", "", 3, "out of reach: the best choice of variants has 58.33"),
     "rate": ("rate = 40", "rate = 1000", 3, "beyond all workers: together they do 107"),
@@ -292,6 +324,39 @@ def test_bad_input_is_refused_with_the_numbers_and_what_can_be(case: str, tmp_pa
     accuracy = {"accuracy": "60", "rate": "0"}.get(case, "54")
     assert run(["serve", "plan", str(file), "--accuracy", accuracy]) == code
     assert said in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("nonsense", ["nan", "-1", "true", '"x"', "[1]", "{ a = 1 }", "[]", "1.5", "0"])
+def test_a_file_with_any_figure_replaced_by_nonsense_is_refused_or_means_something(nonsense: str, tmp_path: Path) -> None:
+    """Every line `key = value` of a small workflow, one after another: an error of the user's, never another, and never a hang."""
+    file = tmp_path / "flow.toml"
+    lines = SMALL.splitlines()
+    refused = 0
+    for at in [i for i, line in enumerate(lines) if " = " in line]:
+        file.write_text("\n".join([*lines[:at], f"{lines[at].partition(' = ')[0]} = {nonsense}", *lines[at + 1 :]]))
+        code = run(["serve", "plan", str(file), "--brief", "--json"])
+        assert code in (0, 2, 3), lines[at]
+        refused += code != 0
+    assert refused > (3 if nonsense in ("1.5", "0") else 10)
+
+
+def test_files_that_are_no_text_and_workers_that_are_not_there(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "flow.toml"
+    file.write_bytes(b"\xff\xfe")
+    assert run(["serve", "plan", str(file)]) == 2
+    assert "is no text" in capfd.readouterr().err
+    file.write_text(SMALL.replace("edge = 0.03", "egde = 0.03"))
+    assert run(["serve", "plan", str(file)]) == 2
+    assert "did you mean edge" in capfd.readouterr().err
+    file.write_text("x = " + "[" * 5000)
+    assert run(["serve", "plan", str(file)]) == 2
+    assert "is not TOML" in capfd.readouterr().err
+
+
+def test_workers_that_cost_nothing_are_compared_too(tmp_path: Path) -> None:
+    file = tmp_path / "flow.toml"
+    file.write_text(SMALL.replace("price_per_hour = 0.1", "price_per_hour = 0").replace("price_per_hour = 1.2", "price_per_hour = 0"))
+    assert run(["serve", "plan", str(file)]) == 0
 
 
 def test_a_latency_out_of_reach_names_the_nearest(vqa: tuple[Workflow, Machines]) -> None:

@@ -43,6 +43,7 @@ def plan(  # noqa: PLR0913
     picture: Annotated[
         Path | None, typer.Option("--picture", metavar="FILE", help="Draw accuracy against price.", show_default=False)
     ] = None,
+    brief: Annotated[bool, typer.Option("--brief", help="The placement alone: no other accuracies, others' choices or reasons.")] = False,
     as_json: options.Json = False,
 ) -> None:
     """Place a workflow at the least price that is accurate enough and keeps up.
@@ -64,6 +65,8 @@ def plan(  # noqa: PLR0913
 
         if picture is not None:
             check_suffix(picture)
+            if brief:
+                raise UsageError("--brief leaves out what --picture draws; give one of them")
         of, machines, usual = read_workflow(workflow)
         machines = read_machines(cluster) if cluster is not None else machines
         if machines is None:
@@ -75,38 +78,37 @@ def plan(  # noqa: PLR0913
             placed = place(of, machines, ask, limit)
             if placed is None:
                 raise refuse(of, machines, ask, limit)
-            record, line, others = _say(of, machines, placed, limit, out)
+        _show_placement(out, of, placed)
+        record = _record(placed) | {"planning_time_s": placed.planning_time_s}
+        if not brief:
+            record |= _beyond(of, machines, placed, limit, picture, out)
         if target is not None:
             target.write_text(format_placed(placed, str(workflow), str(cluster or "")))
             out.text(f"written to {target}")
-        if picture is not None:
-            _draw(of, placed, line, others, picture)
-            out.text(f"written to {picture}")
         out.answer(record)
 
 
 Others = list[tuple[str, "Placed | None"]]
 
 
-def _say(
-    workflow: Workflow, machines: Machines, placed: Placed, limit: float, out: Output
-) -> tuple[dict[str, Any], Sequence[Placed], Others]:
-    """Shows a placement, what accuracy costs, what others would pay, and why; returns a record of that, the frontier, the others."""
+def _beyond(workflow: Workflow, machines: Machines, placed: Placed, limit: float, picture: Path | None, out: Output) -> dict[str, Any]:
+    """Shows and draws what accuracy costs, what others would pay, and why; returns a record of these."""
     from weft.serve.explain import frontier, reasons
 
-    line = frontier(workflow, machines, placed.ask, limit)
-    others = _others(workflow, machines, placed.ask)
-    why = reasons(workflow, machines, placed, line, limit)
-    _show(out, workflow, placed, line, others)
+    with out.working("placing at other accuracies"):
+        line = frontier(workflow, machines, placed.ask, limit)
+        others = _others(workflow, machines, placed.ask)
+        why = reasons(workflow, machines, placed, line, limit)
+    _show_prices(out, placed, line, others)
     out.table(Table("Why", ("", ""), tuple((r.what, r.why) for r in why)))
-    record = {
-        **_record(placed),
-        "planning_time_s": placed.planning_time_s,
+    if picture is not None:
+        _draw(workflow, placed, line, others, picture)
+        out.text(f"written to {picture}")
+    return {
         "reasons": [{"what": r.what, "why": r.why} for r in why],
         "frontier": [_record(p) for p in line],
         "others": {name: p and _record(p) for name, p in others},
     }
-    return record, line, others
 
 
 def _others(workflow: Workflow, machines: Machines, ask: Ask) -> Others:
@@ -119,7 +121,7 @@ def _others(workflow: Workflow, machines: Machines, ask: Ask) -> Others:
     ]
 
 
-def _show(out: Output, workflow: Workflow, placed: Placed, line: Sequence[Placed], others: Others) -> None:
+def _show_placement(out: Output, workflow: Workflow, placed: Placed) -> None:
     rows = []
     for choice in placed.choices:
         for i, s in enumerate(choice.shares):
@@ -134,6 +136,9 @@ def _show(out: Output, workflow: Workflow, placed: Placed, line: Sequence[Placed
         f"${placed.communication_per_hour:,.4f}; accuracy {placed.accuracy:g}"
     )
     out.table(Table(f"{workflow.name} at {placed.ask.rate:g} requests/s", columns, tuple(rows), right=(3, 4, 5, 6), note=note))
+
+
+def _show_prices(out: Output, placed: Placed, line: Sequence[Placed], others: Others) -> None:
     out.table(
         Table(
             "Accuracy and price", ("accuracy", "$ an hour", "workers", "traffic", "variants"),
@@ -144,14 +149,17 @@ def _show(out: Output, workflow: Workflow, placed: Placed, line: Sequence[Placed
             right=(0, 1, 2, 3), marked=tuple(i for i, p in enumerate(line) if abs(p.price_per_hour - placed.price_per_hour) < 1e-9),
         )
     )  # fmt: skip
-    compared = [("weft", placed), *others]
-    rows2 = tuple(
-        (name, f"{p.price_per_hour:,.4f}", f"{p.price_per_hour / placed.price_per_hour:.3f}x", f"{p.accuracy:g}")
-        if p
-        else (name, "none fits", "", "")
-        for name, p in compared
+    rows = []
+    for name, p in (("weft", placed), *others):
+        times = f"{p.price_per_hour / placed.price_per_hour:.3f}x" if p and placed.price_per_hour else ""
+        rows.append((name, f"{p.price_per_hour:,.4f}", times, f"{p.accuracy:g}") if p else (name, "none fits", "", ""))
+    ask = placed.ask
+    note = (
+        "The others keep up alone: neither latency, shared workers nor spot ones count."
+        if ask.latency_s or ask.shared or ask.most_spot < 1
+        else ""
     )
-    out.table(Table("Against others", ("", "$ an hour", "", "accuracy"), rows2, right=(1, 2, 3), marked=(0,)))
+    out.table(Table("Against others", ("", "$ an hour", "", "accuracy"), tuple(rows), right=(1, 2, 3), marked=(0,), note=note))
 
 
 def _draw(workflow: Workflow, placed: Placed, line: Sequence[Placed], others: Others, target: Path) -> None:

@@ -15,6 +15,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from weft.cluster import toml
 from weft.cluster.cluster import Cluster, Device, Level, Link, Speed, Table
 from weft.cluster.mixed import mixed, ordered
 from weft.cluster.resize import resized
@@ -100,7 +101,7 @@ def _machine(text: str, count: int, name: str) -> Cluster:
     if node is None:
         hint = _machines_with(name) or nearest(name, catalogue["node"])
         raise UsageError(f"unknown cluster {text}{hint}; known machines: {', '.join(catalogue['node'])}")
-    _only(f"catalogue node {name}", node, {"device", "size", "link", "network", "price_per_hour", "priced", "power_w", "source"}, "")
+    toml.only(f"catalogue node {name}", node, {"device", "size", "link", "network", "price_per_hour", "priced", "power_w", "source"}, "")
     device = _build(Device, f"device {node['device']}", {"name": node["device"], **catalogue["device"][node["device"]]}, "")
     levels = [Level("node", node["size"], _build(Link, f"link of {name}", catalogue["link"][node["link"]], ""))]
     if count > 1:
@@ -120,26 +121,20 @@ def _machines_with(device: str) -> str:
 
 def load(path: Path) -> Cluster:
     """Read a cluster file. Raises `ConfigError` with the file, the key, the nearest known key and the line."""
-    try:
-        text = path.read_text()
-    except OSError as error:
-        raise UsageError(f"cannot read the cluster file {path}: {error.strerror}; `weft probe -o {path}` writes one") from error
+    text = toml.read(path, "cluster file", f"`weft probe -o {path}` writes one")
     return replace(loads(text, str(path)), origin=str(path))
 
 
 def loads(text: str, where: str = "cluster") -> Cluster:
     """A cluster from TOML text; `where` names it in errors."""
-    try:
-        data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{where} is not TOML: {error}") from error
+    data = toml.parse(text, where)
     version = data.pop("format", FORMAT)
     _check_type(where, "format", version, "int")
     if version != FORMAT:
         raise ConfigError(f"{where}: this weft reads cluster format {FORMAT}; probe again")
     if "part" not in data:
         return _cluster(data, where, text)
-    _only(where, data, {"name", "part", "between"}, text)
+    toml.only(where, data, {"name", "part", "between"}, text)
     for key in ("name", "between"):
         if key not in data:
             raise ConfigError(f"{where} has no {key}; a mixed cluster needs name, [between] (what joins its parts) and [[part]]")
@@ -152,13 +147,13 @@ def loads(text: str, where: str = "cluster") -> Cluster:
 
 def _cluster(data: Mapping[str, Any], where: str, text: str) -> Cluster:
     """A cluster of one kind, from its tables."""
-    _only(where, data, {*WORDS, *NUMBERS, "device", "level", "speed", "table"}, text)
+    toml.only(where, data, {*WORDS, *NUMBERS, "device", "level", "speed", "table"}, text)
     for key in ("name", "device"):
         if key not in data:
             raise ConfigError(f"{where} has no {key}; a cluster needs name, [device] and [[level]]")
     levels = []
     for level in _list(where, data, "level"):
-        _only(f"{where} [[level]]", level, {"name", "size", "link", *_names(Link)}, text)
+        toml.only(f"{where} [[level]]", level, {"name", "size", "link", *_names(Link)}, text)
         for key in ("name", "size"):
             if key not in level:
                 raise ConfigError(f"{where} [[level]] has no {key}")
@@ -256,13 +251,6 @@ def _list(where: str, data: Mapping[str, Any], key: str) -> list[dict[str, Any]]
     return found
 
 
-def _only(where: str, given: Mapping[str, Any], known: set[str], text: str) -> None:
-    for key in given:
-        if key not in known:
-            line = next((f" (line {i})" for i, row in enumerate(text.splitlines(), 1) if re.match(rf"\s*\[*{re.escape(key)}\b", row)), "")
-            raise ConfigError(f"{where}: unknown key {key}{line}{nearest(key, known)}; known: {', '.join(sorted(known))}")
-
-
 def _check_type(where: str, key: str, value: Any, kind: str) -> None:
     kind = "rates" if kind.startswith("tuple[tuple[str") else kind
     wanted = {"int": "a whole number", "float": "a number", "str": "text", "rates": "a table of numbers, { float32 = 19.5e12 }"}
@@ -279,7 +267,7 @@ def _check_type(where: str, key: str, value: Any, kind: str) -> None:
 def _build(kind: Any, where: str, given: Mapping[str, Any], text: str) -> Any:
     """An instance of a frozen dataclass from a TOML table; a table of numbers becomes pairs."""
     known = {f.name: str(f.type) for f in fields(kind)}
-    _only(where, given, set(known), text)
+    toml.only(where, given, set(known), text)
     values: dict[str, Any] = {}
     for key, value in given.items():
         _check_type(where, key, value, known[key])
@@ -299,22 +287,13 @@ def _fields(item: Any) -> list[str]:
     return [f"{f.name} = {_value(getattr(item, f.name))}" for f in fields(item) if getattr(item, f.name) != f.default]
 
 
-def quoted(text: str) -> str:
-    """As TOML has text: quoted, with its quotes escaped."""
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
-
-
-def _key(key: str) -> str:
-    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else f'"{key}"'
-
-
 def _value(value: Any) -> str:
     if isinstance(value, str):
-        return quoted(value)
+        return toml.quoted(value)
     if isinstance(value, float):
         return f"{value:.9g}"
     if isinstance(value, tuple) and value and isinstance(value[0][0], str):
-        return "{ " + ", ".join(f"{_key(key)} = {_value(number)}" for key, number in value) + " }"
+        return "{ " + ", ".join(f"{toml.key(key)} = {_value(number)}" for key, number in value) + " }"
     if isinstance(value, tuple):
         return "[" + ", ".join("[" + ", ".join(_value(float(n)) for n in point) + "]" for point in value) + "]"
     return str(value)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from weft.cluster.catalogue import FORMAT, entry, names, quoted
+from weft.cluster.catalogue import FORMAT, entry, names
+from weft.cluster.toml import quoted
 from weft.errors import UsageError
 
 

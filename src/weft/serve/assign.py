@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import log
 
+from weft.errors import Infeasible
 from weft.serve.milp import INFINITE, Found, Milp
 from weft.serve.queueing import percentile_latency_s
 from weft.serve.workflow import Machines, Operator, Source, Worker, Workflow
@@ -62,7 +63,8 @@ class Choice:
 
 @dataclass(frozen=True)
 class Placed:
-    """A placement. Dollars an hour; `latency_s`: of the asked percentile, 0 where none was asked for; `bound_gap`: 0 is proven best."""
+    """A placement. Dollars an hour; `latency_s`: of the asked percentile, 0 where none was asked for; `bound_gap`: by what part it
+    may be above the least, 0 where it is proven to be that."""
 
     ask: Ask
     accuracy: float
@@ -115,6 +117,7 @@ class _Problem:
         for one in self.options:
             self.by_operator[one.operator].append(one)
         self.traffic: list[tuple[int, float]] = []  # (column, dollars an hour for a request/s)
+        self.zones = self._zones()
         accurate_enough(self.milp, workflow, ask.accuracy, self.variants)
         self._load()
         self._order()
@@ -203,7 +206,7 @@ class _Problem:
 
     def _flows(self, start: str, op: Operator) -> None:
         """Requests of `op` by where their input is and where they are computed, a column each that may carry any."""
-        milp, rates, zones = self.milp, self.workflow.rates, self._zones()
+        milp, rates, zones = self.milp, self.workflow.rates, self.zones
         source = next((s for s in self.workflow.sources if s.name == start), None)
         arriving: dict[object, dict[int, float]] = defaultdict(dict)
         ends: dict[object, list[_Option]] = defaultdict(list)
@@ -211,7 +214,7 @@ class _Problem:
             ends[zones[o.worker.name]].append(o)
         for zone, there in ends.items():
             arriving[zone] = {o.load: -1.0 for o in there}
-        for name, tier, size, sent in self._starts(start, source, rates[op.name], zones):
+        for name, tier, size, sent in self._starts(start, source, rates[op.name]):
             leaving = dict(sent)
             for zone, there in ends.items():
                 end = there[0].worker
@@ -228,9 +231,7 @@ class _Problem:
         for columns in arriving.values():
             milp.row(columns, 0, 0)
 
-    def _starts(
-        self, start: str, source: Source | None, rate: float, zones: Mapping[str, object]
-    ) -> Iterator[tuple[str, int, float, dict[int, float]]]:
+    def _starts(self, start: str, source: Source | None, rate: float) -> Iterator[tuple[str, int, float, dict[int, float]]]:
         """Each place that an input comes from: (a worker or the source, tier, bytes of a message, minus the requests that it hands on)."""
         if source is not None:
             yield source.name, source.tier, source.output_bytes, {self.rate: -rate}
@@ -238,7 +239,7 @@ class _Problem:
         ratio = rate / self.workflow.rates[start]
         groups: dict[tuple[str, object], list[_Option]] = defaultdict(list)
         for o in self.by_operator[start]:
-            groups[o.variant, zones[o.worker.name]].append(o)
+            groups[o.variant, self.zones[o.worker.name]].append(o)
         for (variant, _), options in groups.items():
             size = self.workflow.operator(start).variant(variant).output_bytes
             yield options[0].worker.name, options[0].worker.tier, size, {o.load: -ratio for o in options}
@@ -301,7 +302,7 @@ class _Problem:
         traffic = sum(values[column] * dollars for column, dollars in self.traffic)
         latency = self._latency_of(choices) if self.ask.latency_s else 0.0
         accuracy = self.workflow.accuracy_of({c.operator: c.variant for c in choices})
-        gap = max(0.0, (found.objective - found.bound) / found.objective) if found.objective > 0 and not found.proven else 0.0
+        gap = 0.0 if found.proven else above(found.objective, found.bound)
         return Placed(self.ask, accuracy, tuple(choices), compute, traffic, latency, gap, took_s)
 
     def _latency_of(self, choices: list[Choice]) -> float:
@@ -321,6 +322,15 @@ class _Problem:
                 arrive = max(arrive, done[name] + max(hops, default=0.0))
             done[op.name] = arrive + own
         return max(done[name] for name in self.workflow.sinks)
+
+
+def above(price: float, bound: float) -> float:
+    """By what part a price is above what none can beat, as a plan's `bound_gap`; infinite where nothing is known.
+
+    >>> above(3.0, 2.0), above(2.0, 2.0), above(1.0, 0.0)
+    (0.5, 0.0, inf)
+    """
+    return max(0.0, price / bound - 1) if bound > 0 else float("inf")
 
 
 def accurate_enough(milp: Milp, workflow: Workflow, least: float, variants: Mapping[tuple[str, str], int]) -> None:
@@ -348,13 +358,18 @@ def _most(op: Operator, machines: Machines) -> float:
 
 
 def cheapest(workflow: Workflow, machines: Machines, ask: Ask, limit_s: float = 60.0, known: Placed | None = None) -> Placed | None:
-    """The placement of least price that does what is asked for; None where none was found. Proven unless `limit_s` seconds were too few.
+    """The placement of least price that does what is asked for; None where there is none. Proven unless `limit_s` seconds were too few.
 
     `known`: a placement to begin with, of throughput alone.
+
+    Raises:
+        Infeasible: `limit_s` seconds were too few to find any, or to rule it out.
     """
     begun = time.monotonic()
     problem = _Problem(workflow, machines, ask, free_rate=False)
     found = problem.milp.solve(limit_s, problem.start(known) if known is not None else None)
+    if not found.values and not found.proven:
+        raise Infeasible(f"{limit_s:g} s were too few to find a placement, or to rule it out; give more with --within, or ask for less")
     return problem.read(found, time.monotonic() - begun) if found.values else None
 
 
@@ -372,8 +387,13 @@ def relaxation(workflow: Workflow, machines: Machines, ask: Ask, limit_s: float 
     return relaxed.objective, {name: variant for (name, variant), column in columns.items() if values and values[column] > 0.5}
 
 
-def highest_rate(workflow: Workflow, machines: Machines, ask: Ask, limit_s: float = 60.0) -> float:
-    """Requests/s that all machines together can do of what is asked for, whatever it costs; 0 where nothing can be."""
+def highest_rate(
+    workflow: Workflow, machines: Machines, ask: Ask, limit_s: float = 60.0, known: Placed | None = None
+) -> tuple[float, bool]:
+    """Requests/s that all machines together can do of what is asked for, whatever it costs, and whether that is proven to be the most.
+
+    `known`: a placement that does as many as are asked for.
+    """
     problem = _Problem(workflow, machines, ask, free_rate=True)
-    found = problem.milp.solve(limit_s)
-    return found.values[problem.rate] if found.values else 0.0
+    found = problem.milp.solve(limit_s, problem.start(known) if known is not None else None)
+    return found.values[problem.rate] if found.values else 0.0, found.proven

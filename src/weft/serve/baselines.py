@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from math import inf
 
+from weft.errors import Infeasible
 from weft.serve.assign import GIB, HOUR_S, Ask, Choice, Placed, Share, accurate_enough, cheapest
 from weft.serve.milp import Milp
 from weft.serve.workflow import Link, Machines, Operator, Variant, Worker, Workflow
@@ -48,7 +49,10 @@ def one_size(workflow: Workflow, machines: Machines, ask: Ask, limit_s: float = 
     """The most accurate choice of all, in the highest tier, at the least price there."""
     top = max(w.tier for w in machines.workers)
     there = Machines(tuple(w for w in machines.workers if w.tier == top), _within(machines, top))
-    return cheapest(workflow, there, replace(ask, accuracy=max(workflow.levels())), limit_s)
+    try:
+        return cheapest(workflow, there, replace(ask, accuracy=max(workflow.levels())), limit_s)
+    except Infeasible:  # not found in time
+        return None
 
 
 def _within(machines: Machines, top: int) -> tuple[Link, ...]:

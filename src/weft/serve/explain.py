@@ -29,7 +29,10 @@ def frontier(workflow: Workflow, machines: Machines, ask: Ask, limit_s: float = 
     for level in reversed(workflow.levels()):
         if found and found[-1].accuracy < level:
             continue  # the one before is more accurate at no higher price
-        placed = place(workflow, machines, replace(ask, accuracy=level), limit_s)
+        try:
+            placed = place(workflow, machines, replace(ask, accuracy=level), limit_s)
+        except Infeasible:  # not found in time
+            continue
         if placed is not None and placed.price_per_hour < dearest - 1e-9:
             found.append(placed)
             dearest = placed.price_per_hour
@@ -47,8 +50,9 @@ def reasons(workflow: Workflow, machines: Machines, placed: Placed, line: tuple[
         found.append(Reason("the next cent", f"${more:,.4f} an hour more buys {better.accuracy:g}: {_differences(placed, better)}"))
     else:
         found.append(Reason("the next cent", "buys no accuracy: this is the most accurate choice that these workers can run"))
-    most = highest_rate(workflow, machines, ask, limit_s)
-    found.append(Reason("rate", f"{ask.rate:g} requests/s; all workers together do {most:.4g} at this accuracy"))
+    most, proven = highest_rate(workflow, machines, ask, limit_s, placed)
+    words = f"{ask.rate:g} requests/s; all workers together do {'' if proven else 'at least '}{most:.4g} at this accuracy"
+    found.append(Reason("rate", words))
     full = [f"{s.worker} ({c.operator})" for c in placed.choices for s in c.shares if s.busy >= FULL]
     if full:
         found.append(Reason("full workers", f"{', '.join(full)}: another request/s needs other workers"))
@@ -83,7 +87,11 @@ def refuse(workflow: Workflow, machines: Machines, ask: Ask, limit_s: float = 60
                 f"{', '.join(w.name for w in machines.workers)}; profile it there, or add one of those"
             )
     loose = replace(ask, latency_s=0.0)
-    most = highest_rate(workflow, machines, loose, limit_s)
+    most, proven = highest_rate(workflow, machines, loose, limit_s)
+    if not proven and most < ask.rate:
+        return Infeasible(
+            f"nothing does {ask.rate:g} requests/s at accuracy {ask.accuracy:g}; how many can be done was not found in {limit_s:g} s"
+        )
     unlinked = ", ".join(_unlinked(workflow, machines))
     if most <= 1e-9:
         nowhere = "the variants that are accurate enough run only on workers that no request gets to"

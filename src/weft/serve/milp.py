@@ -16,7 +16,7 @@ INFINITE = float("inf")
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """`values` are empty where nothing is feasible; `bound` is what no solution beats."""
+    """`values` are empty where nothing was found, and nothing is feasible where that is `proven`; `bound` is what no solution beats."""
 
     values: tuple[float, ...]
     objective: float
@@ -82,7 +82,8 @@ class Milp:
         solver.run()
         info, status = solver.getInfo(), solver.getModelStatus()
         if info.primal_solution_status != highs.SolutionStatus.kSolutionStatusFeasible:
-            return Found((), INFINITE, INFINITE, status == highs.HighsModelStatus.kInfeasible)
+            ruled_out = (highs.HighsModelStatus.kInfeasible, highs.HighsModelStatus.kUnboundedOrInfeasible)  # every column is bounded
+            return Found((), INFINITE, INFINITE, status in ruled_out)
         bound = info.mip_dual_bound if any(self.whole) and not relaxed else info.objective_function_value
         found = tuple(solver.getSolution().col_value)
         return Found(found, info.objective_function_value, bound, status == highs.HighsModelStatus.kOptimal)

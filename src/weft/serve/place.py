@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import replace
 
-from weft.serve.assign import Ask, Placed, cheapest, relaxation
+from weft.errors import Infeasible
+from weft.serve.assign import Ask, Placed, above, cheapest, relaxation
 from weft.serve.baselines import greedy
 from weft.serve.workflow import Accuracy, Machines, Workflow
 
@@ -22,16 +24,15 @@ def place(workflow: Workflow, machines: Machines, ask: Ask, limit_s: float = 60.
     known = [greedy(workflow, machines, ask)]
     bound, likely = relaxation(workflow, machines, ask, limit_s)
     if likely:
-        fixed = _with(workflow, likely)
-        known.append(
-            cheapest(fixed, machines, replace(ask, accuracy=0.0), PART * limit_s, greedy(fixed, machines, replace(ask, accuracy=0.0)))
-        )
+        fixed, free = _with(workflow, likely), replace(ask, accuracy=0.0)
+        with suppress(Infeasible):  # not found in time
+            known.append(cheapest(fixed, machines, free, PART * limit_s, greedy(fixed, machines, free)))
     best = min((p for p in known if p is not None), key=lambda p: p.price_per_hour, default=None)
     found = cheapest(workflow, machines, ask, max(0.1, until - time.monotonic()), best)
     if found is None:
         return None
-    gap = min(found.bound_gap, (found.price_per_hour - bound) / found.price_per_hour)
-    return replace(found, bound_gap=max(0.0, gap), planning_time_s=limit_s - (until - time.monotonic()))
+    gap = min(found.bound_gap, above(found.price_per_hour, bound))
+    return replace(found, bound_gap=gap, planning_time_s=limit_s - (until - time.monotonic()))
 
 
 def _with(workflow: Workflow, variants: dict[str, str]) -> Workflow:

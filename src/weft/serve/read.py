@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from weft.errors import ConfigError, UsageError, nearest
+from weft.cluster import toml
+from weft.errors import ConfigError, nearest
 from weft.serve.workflow import Accuracy, Batches, Link, Machines, Operator, Source, Variant, Worker, Workflow
+
+Table = Mapping[str, Any]
 
 
 def read_workflow(path: str | Path) -> tuple[Workflow, Machines | None, float]:
@@ -17,126 +19,141 @@ def read_workflow(path: str | Path) -> tuple[Workflow, Machines | None, float]:
     Raises:
         UsageError: no such file. ConfigError: not TOML, an unknown key, a value of another kind.
     """
-    data = _load(path)
     where = str(path)
-    _only(where, data, {"name", "rate", "source", "operator", "accuracy", "worker", "link"})
+    data = toml.parse(toml.read(path, "workflow"), where)
+    toml.only(where, data, {"name", "rate", "source", "operator", "accuracy", "worker", "link"})
     sources = tuple(
-        Source(name, _number(where, row, "output_bytes"), _number(where, row, "share", 1.0), int(_number(where, row, "tier")))
-        for name, row in _tables(where, data, "source", {"output_bytes", "share", "tier"}).items()
+        Source(name, _number(at, row, "output_bytes"), _number(at, row, "share", 1.0), _whole(at, row, "tier"))
+        for name, at, row in _tables(where, data, "source", {"output_bytes", "share", "tier"})
     )
-    rows = _tables(where, data, "operator", {"inputs", "variant"})
-    operators = tuple(_operator(where, name, row) for name, row in rows.items())
-    workflow = Workflow(str(data.get("name", Path(path).stem)), sources, operators, _accuracy(where, data.get("accuracy", {})))
+    operators = tuple(_operator(name, at, row) for name, at, row in _tables(where, data, "operator", {"inputs", "variant"}))
+    accuracy = _accuracy(f"{where} [accuracy]", _table(where, data, "accuracy"))
+    workflow = Workflow(_text(where, data, "name", Path(path).stem), sources, operators, accuracy)
     machines = _machines(where, data) if "worker" in data else None
+    if machines is not None:
+        _check_workers(where, workflow, machines)
     return workflow, machines, _number(where, data, "rate")
 
 
 def read_machines(path: str | Path) -> Machines:
     """Workers and links of a file of their own. Raises as `read_workflow`."""
-    data = _load(path)
-    _only(str(path), data, {"name", "worker", "link"})
+    data = toml.parse(toml.read(path, "file of workers"), str(path))
+    toml.only(str(path), data, {"name", "worker", "link"})
     return _machines(str(path), data)
 
 
-def _machines(where: str, data: Mapping[str, Any]) -> Machines:
-    rows = _tables(where, data, "worker", {"tier", "price_per_hour", "count", "spot"})
+def _check_workers(where: str, workflow: Workflow, machines: Machines) -> None:
+    """Raise where a variant's latency is of a worker that the file does not have; workers of another file may be fewer."""
+    known = [w.name for w in machines.workers]
+    for op in workflow.operators:
+        for variant in op.variants:
+            for name, _ in variant.latency_s:
+                if name not in known:
+                    said = f"{where}: {op.name}.{variant.name} has a latency_s of {name}, which is no worker"
+                    raise ConfigError(said + nearest(name, known))
+
+
+def _machines(where: str, data: Table) -> Machines:
     workers = tuple(
-        Worker(
-            name, int(_number(where, row, "tier")), _number(where, row, "price_per_hour"), int(_number(where, row, "count", 1)),
-            bool(row.get("spot", False)),
-        )
-        for name, row in rows.items()
-    )  # fmt: skip
-    links = []
-    given = data.get("link", [])
-    if not isinstance(given, list):
+        Worker(name, _whole(at, row, "tier"), _number(at, row, "price_per_hour"), _whole(at, row, "count", 1), _flag(at, row, "spot"))
+        for name, at, row in _tables(where, data, "worker", {"tier", "price_per_hour", "count", "spot"})
+    )
+    given, at = data.get("link", []), f"{where} [[link]]"
+    if not isinstance(given, list) or not all(isinstance(row, dict) for row in given):
         raise ConfigError(f"{where}: link is a list of tables, [[link]]")
+    known = {*(w.name for w in workers), *(str(w.tier) for w in workers), *_table(where, data, "source"), "0"}
+    links = []
     for row in given:
-        _only(f"{where} [[link]]", row, {"from", "to", "price_per_gib", "latency_s", "bandwidth_bytes_per_s"})
-        if "from" not in row or "to" not in row:
-            raise ConfigError(f"{where} [[link]] needs from and to: a tier, a worker or a source")
-        links.append(
-            Link(
-                str(row["from"]), str(row["to"]), _number(where, row, "price_per_gib"), _number(where, row, "latency_s"),
-                _number(where, row, "bandwidth_bytes_per_s", float("inf")),
-            )
-        )  # fmt: skip
-    known = {*(w.name for w in workers), *(str(w.tier) for w in workers), *_names(data, "source"), "0"}
-    for link in links:
-        for end in (link.start, link.end):
-            if end not in known:
-                raise ConfigError(f"{where} [[link]]: {end} is no tier, worker or source{nearest(end, known)}")
+        toml.only(at, row, {"from", "to", "price_per_gib", "latency_s", "bandwidth_bytes_per_s"})
+        ends = [row.get(end) for end in ("from", "to")]
+        for end in ends:
+            if isinstance(end, bool) or not isinstance(end, str | int) or str(end) not in known:
+                raise ConfigError(f"{at}: {end!r} is no tier, worker or source{nearest(str(end), known)}; it goes from one to another")
+        bandwidth = _number(at, row, "bandwidth_bytes_per_s", float("inf"))
+        links.append(Link(str(ends[0]), str(ends[1]), _number(at, row, "price_per_gib"), _number(at, row, "latency_s"), bandwidth))
     return Machines(workers, tuple(links))
 
 
-def _operator(where: str, name: str, row: Mapping[str, Any]) -> Operator:
+def _operator(name: str, where: str, row: Table) -> Operator:
     inputs = row.get("inputs", {})
-    if isinstance(inputs, list):
+    if isinstance(inputs, list) and all(isinstance(one, str) for one in inputs):
         inputs = dict.fromkeys(inputs, 1.0)
-    if not isinstance(inputs, dict) or not all(isinstance(key, str) for key in inputs):
-        raise ConfigError(f"{where}: inputs of {name} are a list of names, or {{ Detector = 3.5 }}, requests of each of the input's")
-    known = {"latency_s", "output_bytes", "accuracy_factor"}
-    variants = tuple(
-        Variant(
-            key, tuple((worker, _batches(f"{where}: {name}.{key}", value)) for worker, value in of.get("latency_s", {}).items()),
-            _number(where, of, "output_bytes"), _number(where, of, "accuracy_factor", 1.0),
-        )
-        for key, of in _tables(f"{where}: operator {name}", row, "variant", known).items()
-    )  # fmt: skip
-    return Operator(name, tuple((key, float(value)) for key, value in inputs.items()), variants)
+    if not isinstance(inputs, dict):
+        raise ConfigError(f"{where}: inputs = {inputs!r}; it is a list of names, or {{ Detector = 3.5 }}, requests for each of the input's")
+    found = []
+    for variant, at, of in _tables(where, row, "variant", {"latency_s", "output_bytes", "accuracy_factor"}):
+        latency = tuple((worker, _batches(at, value)) for worker, value in _table(at, of, "latency_s").items())
+        found.append(Variant(variant, latency, _number(at, of, "output_bytes"), _number(at, of, "accuracy_factor", 1.0)))
+    return Operator(name, tuple((key, _number(where, inputs, key)) for key in inputs), tuple(found))
 
 
 def _batches(where: str, value: Any) -> Batches:
     """Seconds of one request, or a table of seconds by requests together."""
-    given = {"1": value} if isinstance(value, int | float) and not isinstance(value, bool) else value
-    if not isinstance(given, dict) or not all(key.isdecimal() and int(key) > 0 for key in given):
+    given = value if isinstance(value, dict) else {"1": value}
+    if not given or not all(key.isdecimal() and int(key) > 0 for key in given):
         raise ConfigError(f"{where}: latency_s = {value!r}; it is seconds, or a table of seconds by batch, {{ 1 = 0.01, 8 = 0.05 }}")
-    found = tuple(sorted((int(key), float(seconds)) for key, seconds in given.items()))
-    if not found or not all(0 < seconds < float("inf") for _, seconds in found):
+    if not all(_is_number(seconds) and 0 < seconds < float("inf") for seconds in given.values()):
         raise ConfigError(f"{where}: latency_s = {value!r}; seconds are above zero")
-    return found
+    return tuple(sorted((int(key), float(seconds)) for key, seconds in given.items()))
 
 
-def _accuracy(where: str, row: Mapping[str, Any]) -> Accuracy:
-    _only(f"{where} [accuracy]", row, {"operators", "table", "base"})
-    operators, table = tuple(row.get("operators", ())), row.get("table", [])
+def _accuracy(where: str, row: Table) -> Accuracy:
+    toml.only(where, row, {"operators", "table", "base"})
+    operators, table = row.get("operators", []), row.get("table", [])
+    if not isinstance(operators, list) or not isinstance(table, list) or not all(isinstance(name, str) for name in operators):
+        raise ConfigError(f'{where}: operators is a list of names and table a list of rows, ["small", "large", 71.5]')
+    found = []
     for line in table:
-        if not isinstance(line, list) or len(line) != len(operators) + 1 or not isinstance(line[-1], int | float):
-            names = ", ".join(operators)
-            raise ConfigError(f"{where} [accuracy]: a row of the table has a variant for each of {names}, then the accuracy: {line}")
-    return Accuracy(operators, tuple((tuple(map(str, line[:-1])), float(line[-1])) for line in table), _number(where, row, "base", 100.0))
+        if not isinstance(line, list) or len(line) != len(operators) + 1 or not all(isinstance(name, str) for name in line[:-1]):
+            raise ConfigError(f"{where}: a row of the table has a variant of each of {', '.join(operators)}, then the accuracy: {line!r}")
+        found.append((tuple(line[:-1]), _number(where, {"accuracy": line[-1]}, "accuracy")))
+    return Accuracy(tuple(operators), tuple(found), _number(where, row, "base", 100.0))
 
 
-def _load(path: str | Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(Path(path).read_text())
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}") from error
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path} is not TOML: {error}") from error
-
-
-def _names(data: Mapping[str, Any], key: str) -> tuple[str, ...]:
-    return tuple(data.get(key, {}))
-
-
-def _tables(where: str, data: Mapping[str, Any], key: str, known: set[str]) -> dict[str, dict[str, Any]]:
+def _table(where: str, data: Table, key: str) -> dict[str, Any]:
     found = data.get(key, {})
-    if not isinstance(found, dict) or not all(isinstance(row, dict) for row in found.values()):
-        raise ConfigError(f"{where}: {key} is a table of tables, [{key}.NAME]")
-    for name, row in found.items():
-        _only(f"{where} [{key}.{name}]", row, known)
+    if not isinstance(found, dict):
+        raise ConfigError(f"{where}: {key} = {found!r}; it is a table, [{key}]")
     return found
 
 
-def _only(where: str, data: Mapping[str, Any], known: set[str]) -> None:
-    for key in data:
-        if key not in known:
-            raise ConfigError(f"{where}: unknown key {key}{nearest(key, known)}; known: {', '.join(sorted(known))}")
+def _tables(where: str, data: Table, key: str, known: set[str]) -> list[tuple[str, str, dict[str, Any]]]:
+    """(name, where it stands, the table) of each table below `key`."""
+    found = [(name, f"{where} [{key}.{name}]", row) for name, row in _table(where, data, key).items()]
+    for _, at, row in found:
+        if not isinstance(row, dict):
+            raise ConfigError(f"{at} is {row!r}; it is a table")
+        toml.only(at, row, known)
+    return found
 
 
-def _number(where: str, row: Mapping[str, Any], key: str, default: float = 0.0) -> float:
+def _number(where: str, row: Table, key: str, default: float = 0.0) -> float:
     value = row.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
-        raise ConfigError(f"{where}: {key} = {value!r}; it is a number, zero or more")
+    if not _is_number(value) or not (value == default or 0 <= value < float("inf")):
+        raise ConfigError(f"{where}: {key} = {value!r}; it is a number, zero or more, and finite")
     return float(value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _whole(where: str, row: Table, key: str, default: int = 0) -> int:
+    value = row.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ConfigError(f"{where}: {key} = {value!r}; it is a whole number, zero or more")
+    return value
+
+
+def _flag(where: str, row: Table, key: str) -> bool:
+    value = row.get(key, False)
+    if not isinstance(value, bool):
+        raise ConfigError(f"{where}: {key} = {value!r}; it is true or false")
+    return value
+
+
+def _text(where: str, row: Table, key: str, default: str) -> str:
+    value = row.get(key, default)
+    if not isinstance(value, str):
+        raise ConfigError(f"{where}: {key} = {value!r}; it is text")
+    return value

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
 from typing import Any
 
-from weft.errors import ConfigError, UsageError
+from weft.cluster import toml
+from weft.cluster.toml import key, quoted
+from weft.errors import ConfigError
 from weft.serve.assign import Ask, Choice, Placed, Share
 
 KIND = "weft serve plan"
@@ -17,8 +18,8 @@ def format_placed(placed: Placed, workflow: str, machines: str = "") -> str:
     ask = placed.ask
     lines = [
         f'kind = "{KIND}"',
-        f"workflow = {_text(workflow)}",
-        *([f"cluster = {_text(machines)}"] if machines else []),
+        f"workflow = {quoted(workflow)}",
+        *([f"cluster = {quoted(machines)}"] if machines else []),
         f"rate = {ask.rate!r}  # requests/s",
         f"accuracy = {ask.accuracy!r}  # at least; the choice has {placed.accuracy:g}",
         f"latency_s = {ask.latency_s!r}  # 0: throughput alone",
@@ -34,10 +35,10 @@ def format_placed(placed: Placed, workflow: str, machines: str = "") -> str:
         f"bound_gap = {placed.bound_gap!r}",
     ]
     for choice in placed.choices:
-        lines += ["", f"[operator.{_key(choice.operator)}]", f"variant = {_text(choice.variant)}"]
+        lines += ["", f"[operator.{key(choice.operator)}]", f"variant = {quoted(choice.variant)}"]
         for s in choice.shares:
             values = f"machines = {s.machines!r}, load = {s.load!r}, batch = {s.batch}, busy = {s.busy!r}"
-            lines.append(f"workers.{_key(s.worker)} = {{ {values} }}")
+            lines.append(f"workers.{key(s.worker)} = {{ {values} }}")
     return "\n".join(lines) + "\n"
 
 
@@ -47,10 +48,7 @@ def parse_placed(text: str, where: str = "plan") -> tuple[Placed, str, str]:
     Raises:
         ConfigError: not such a file, or one that lacks something.
     """
-    try:
-        data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{where} is not TOML: {error}") from error
+    data = toml.parse(text, where)
     if data.get("kind") != KIND:
         raise ConfigError(f"{where} is no plan of a workflow: it has no kind = {KIND!r}; `weft serve plan WORKFLOW.toml -o` writes one")
     try:
@@ -65,20 +63,9 @@ def parse_placed(text: str, where: str = "plan") -> tuple[Placed, str, str]:
 
 def read_placed(path: str | Path) -> tuple[Placed, str, str]:
     """As `parse_placed`, of a file. Raises `UsageError` where it cannot be read."""
-    try:
-        return parse_placed(Path(path).read_text(), str(path))
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}") from error
+    return parse_placed(toml.read(path, "plan"), str(path))
 
 
 def _choice(name: str, row: dict[str, Any]) -> Choice:
     shares = tuple(Share(worker, s["machines"], s["load"], s["batch"], s["busy"]) for worker, s in row["workers"].items())
     return Choice(name, row["variant"], shares)
-
-
-def _text(text: str) -> str:
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
-
-
-def _key(name: str) -> str:
-    return name if name.replace("-", "").replace("_", "").isalnum() and name.isascii() else _text(name)

@@ -104,12 +104,15 @@ class Machines:
     def worker(self, name: str) -> Worker:
         return next(w for w in self.workers if w.name == name)
 
+    @cached_property
+    def _by_ends(self) -> dict[tuple[str, str], Link]:
+        return {(link.start, link.end): link for link in self.links}
+
     def link(self, start: str, start_tier: int, end: Worker) -> Link | None:
         """The link from a worker or source `start` to a worker: the most particular that is given, None where there is none."""
-        by_ends = {(link.start, link.end): link for link in self.links}
         for key in ((start, end.name), (start, str(end.tier)), (str(start_tier), end.name), (str(start_tier), str(end.tier))):
-            if key in by_ends:
-                return by_ends[key]
+            if key in self._by_ends:
+                return self._by_ends[key]
         return None
 
 
@@ -140,6 +143,11 @@ class Workflow:
         known = [*(s.name for s in self.sources), *(op.name for op in self.operators)]
         if len(set(known)) < len(known) or not self.operators or not self.sources:
             raise ConfigError(f"workflow {self.name} has sources and operators {', '.join(known)}; each needs a name of its own")
+        for source in self.sources:
+            if not 0 < source.share < float("inf"):
+                raise ConfigError(f"source {source.name}: share = {source.share:g} of the rate; it is above zero")
+        if not 0 < self.accuracy.base < float("inf"):
+            raise ConfigError(f"accuracy: base = {self.accuracy.base:g}; it is above zero")
         for op in self.operators:
             if not op.variants or not op.inputs:
                 have = f"{len(op.variants)} variants and {len(op.inputs)} inputs"

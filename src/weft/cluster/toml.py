@@ -1,0 +1,55 @@
+"""TOML files of users: read, with errors that say where, and written. In: a path or text. Out: tables, or text."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from weft.errors import ConfigError, UsageError, nearest
+
+
+def read(path: str | Path, what: str, remedy: str = "") -> str:
+    """The text of a file. Raises `UsageError` where it cannot be read, `ConfigError` where it is no text."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot read the {what} {path}: {error.strerror}{f'; {remedy}' if remedy else ''}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the {what} {path} is no text: byte {error.start} is not UTF-8") from error
+
+
+def parse(text: str, where: str) -> dict[str, Any]:
+    """The tables of a text. Raises `ConfigError`, with the line, where it is not TOML."""
+    try:
+        return tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise ConfigError(f"{where} is not TOML: {error}") from error
+
+
+def only(where: str, given: Mapping[str, Any], known: Collection[str], text: str = "") -> None:
+    """Raise `ConfigError` for a key that is not among the `known`: the nearest of them, and its line where the `text` is given."""
+    for key in given:
+        if key not in known:
+            line = next((f" (line {i})" for i, row in enumerate(text.splitlines(), 1) if re.match(rf"\s*\[*{re.escape(key)}\b", row)), "")
+            raise ConfigError(f"{where}: unknown key {key}{line}{nearest(key, known)}; known: {', '.join(sorted(known))}")
+
+
+def quoted(text: str) -> str:
+    """As TOML has text: quoted, with its quotes escaped.
+
+    >>> quoted('a "b"')
+    '"a \\\\"b\\\\""'
+    """
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
+
+
+def key(text: str) -> str:
+    """As TOML has a key: quoted where it has to be.
+
+    >>> key("cpu-1"), key("two words")
+    ('cpu-1', '"two words"')
+    """
+    return text if re.fullmatch(r"[A-Za-z0-9_-]+", text) else quoted(text)
