@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from weft.cli import options
-from weft.cli.output import output
+from weft.cli.output import output, write_file
 from weft.errors import UsageError
 from weft.report.tables import Table
 from weft.units import format_bytes, format_seconds
@@ -52,7 +52,7 @@ def new(  # noqa: PLR0913
         elif out_file.exists():
             raise UsageError(f"{out_file} exists; give another name, or remove it")
         else:
-            out_file.write_text(text)
+            write_file(out_file, text)
             out.message(f"wrote {out_file}; `weft cluster show {out_file}` has all of its figures, --cluster {out_file} plans for it")
         out.answer({"file": str(out_file or ""), "text": text, **_figures(made)})
 

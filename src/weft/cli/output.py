@@ -12,9 +12,10 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from math import isfinite
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from weft.errors import WeftError
+from weft.errors import UsageError, WeftError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -63,6 +64,16 @@ class Output:
             data = (json.dumps(plain(record), allow_nan=False) + "\n").encode()
             while data:
                 data = data[os.write(self._json_fd, data) :]
+
+
+def write_file(target: Path, text: str) -> int:
+    """Write a file that the user has named; returns its size in bytes. Raises `UsageError` where it cannot be written."""
+    data = text.encode()
+    try:
+        target.write_bytes(data)
+    except OSError as error:
+        raise UsageError(f"cannot write {target}: {error.strerror}; choose a folder that can be written to") from None
+    return len(data)
 
 
 def show_table(table: Table, console: Console) -> None:

@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 
 from weft.cli import options
-from weft.cli.output import output
-from weft.errors import UsageError
+from weft.cli.output import output, write_file
 from weft.report.machine import cluster_tables
 
 
@@ -33,10 +32,7 @@ def probe(
         with out.working("measuring this machine (some seconds)"):
             cluster = measure(not full, fresh=fresh or full)
         if target is not None:
-            try:
-                target.write_text(cluster.to_toml())
-            except OSError as error:
-                raise UsageError(f"cannot write {target}: {error.strerror}; choose a folder that can be written to") from None
+            write_file(target, cluster.to_toml())
             out.message(f"written to {target}; use it with --cluster {target}")
         for table in cluster_tables(cluster):
             out.table(table)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from weft.cli import options
-from weft.cli.output import output
-from weft.errors import UsageError, WeftError
+from weft.cli.output import output, write_file
+from weft.errors import WeftError
 
 if TYPE_CHECKING:
     from weft.plan.plan import Plan
@@ -67,12 +67,7 @@ def write(about: Subject, target: Path) -> int:
     """Write a page and return its size in bytes. Raises `UsageError` where it cannot be written."""
     from weft.report.page import page
 
-    text = page(about)
-    try:
-        target.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"cannot write {target}: {error.strerror}; name a file in a folder that can be written to with -o") from None
-    return len(text.encode())
+    return write_file(target, page(about))
 
 
 def _with_machines(about: Subject, plan: Plan, is_drawn: bool) -> Subject:

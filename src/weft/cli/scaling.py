@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from weft.cli import options
-from weft.cli.output import Output, output
+from weft.cli.output import Output, output, write_file
 from weft.errors import Infeasible, UsageError
 
 if TYPE_CHECKING:
@@ -153,7 +153,4 @@ def _write(target: Path, picture: Picture, table: Table) -> None:
     if target.suffix != PAGE:
         picture.write(target)
         return
-    try:
-        target.write_text(sheet(picture, table), encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"cannot write {target}: {error.strerror}; name a file in a folder that can be written to with -o") from None
+    write_file(target, sheet(picture, table))

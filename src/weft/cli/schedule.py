@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from weft.cli import options
-from weft.cli.output import Output, output
+from weft.cli.output import Output, output, write_file
 from weft.errors import ProgramError, UsageError
 from weft.model.collector import uncollected
 
@@ -178,7 +178,4 @@ def _write(program: Program, found: Summary, target: Path) -> None:
         text = svg(found.timeline, beside=beside(found), headline=headline(program, found), time_text="{:g}".format) + "\n"
     else:
         text = f"{without_transfers(program)}\n" if target.suffix == ".txt" else found.timeline.to_json()
-    try:
-        target.write_text(text)
-    except OSError as error:
-        raise UsageError(f"cannot write {target}: {error.strerror}; choose a folder that can be written to") from None
+    write_file(target, text)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from weft.cli import options
-from weft.cli.output import Output, output
+from weft.cli.output import Output, output, write_file
 from weft.errors import UsageError
 from weft.report.tables import Table
 
@@ -83,7 +83,7 @@ def plan(  # noqa: PLR0913
         if not brief:
             record |= _beyond(of, machines, placed, limit, picture, out)
         if target is not None:
-            target.write_text(format_placed(placed, str(workflow), str(cluster or "")))
+            write_file(target, format_placed(placed, str(workflow), str(cluster or "")))
             out.text(f"written to {target}")
         out.answer(record)
 

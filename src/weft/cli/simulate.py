@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from weft.cli import options
-from weft.cli.output import output
+from weft.cli.output import output, write_file
 from weft.errors import UsageError
 
 
@@ -56,10 +56,7 @@ def simulate(
             chosen = setting.plan(layout=Layout.parse(layout) if layout is not None else None)
         prediction, timeline = api.simulated(chosen, setting.resolved, setting.given, cluster=machines, source=setting.source)
         if target is not None:
-            try:
-                Path(target).write_text(timeline.to_perfetto())
-            except OSError as error:
-                raise UsageError(f"cannot write {target}: {error.strerror}; choose a folder that can be written to") from None
+            write_file(Path(target), timeline.to_perfetto())
             out.message(f"written to {target}; open it in ui.perfetto.dev")
         out.text(gantt(timeline, headline=f"{timeline.name}: {prediction.spent}"))
         out.answer(
