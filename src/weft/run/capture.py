@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from weft.capture.nesting import BatchForm
 from weft.errors import Infeasible
 from weft.model.graph import Variable
 from weft.plan.axis import axis_of, sample_axes
+from weft.plan.mesh import Mesh
 from weft.plan.transition import LOCAL
 from weft.run.parts import Parts
 from weft.run.pieces import narrowed
@@ -81,7 +83,7 @@ class Capture:
                 kind = getattr(torch, normal.graph.tensors[name].dtype)
                 made[name] = counted[name] = torch.full((), rows.share(m), dtype=kind, device=self.executors.world.device)
             out.append(made)
-        parts.draw.samples = tuple(map(rows.drawn, range(len(rows.table))))
+        parts.draw.samples = rows.drawn
         found = Divided(self.executors.of(rows.sizes, samples), out)
         if counting:
             alone = late and not together and len(rows.table[0]) > 1
@@ -114,17 +116,27 @@ class Capture:
 
     def _counter_of(self, sized: Sized, size: int, samples: int) -> Counter:
         """What counts a microbatch's totals on this rank."""
-        world = self.executors.world
-        mesh = self.executors.plan.layout.mesh_of(world.rank)
-        group = world.group(mesh.group(world.rank, *sample_axes(mesh.inside)))
-        return self.counters.of((size, samples), lambda: Counter(self.parts, sized, group))
+
+        def made() -> Counter:
+            world, mesh = self.executors.world, self._mesh
+            return Counter(self.parts, sized, world.group(mesh.group(world.rank, *sample_axes(mesh.inside))))
+
+        return self.counters.of((size, samples), made)
+
+    @cached_property
+    def _mesh(self) -> Mesh:
+        return self.executors.plan.layout.mesh_of(self.executors.world.rank)
+
+    @cached_property
+    def _at(self) -> dict[str, int]:
+        """This rank's place in its mesh."""
+        return self._mesh.coordinates(self.executors.world.rank)
 
     def _held(self, x: Tensor, v: Variable, sized: Sized) -> Tensor:
         """Of the rows of this data rank, what this rank computes with."""
-        sharding, executors = sized.sharding, self.executors
-        at = executors.plan.layout.mesh_of(executors.world.rank).coordinates(executors.world.rank)
+        sharding, at = sized.sharding, self._at
         want = sharding.rows(v.value, v.tensor.shape, at)
-        if tuple(x.shape) != want and not executors.plan.uncaptured:
+        if tuple(x.shape) != want and not self.executors.plan.uncaptured:
             raise AssertionError(f"{v.name} has shape {list(x.shape)} in a microbatch of this rank, and its capture is of {list(want)}")
         return narrowed(x, sharding.held(v.value, x.shape, at, but=sharding.sample_axes))
 

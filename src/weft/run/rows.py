@@ -8,7 +8,9 @@ samples as it has, one at least, which differs in nothing where no sample meets 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -17,6 +19,7 @@ from weft.lower.kernels.place import Samples
 from weft.plan.layout import Layout
 from weft.plan.microbatches import replica_rows, replica_sizes, rows_by_replica
 from weft.plan.plan import Plan
+from weft.run.recent import MOST_SIZES, Recent
 
 
 @dataclass(frozen=True)
@@ -26,27 +29,32 @@ class Replica:
     plan: Plan
     layout: Layout
     index: int
+    made: Recent[Rows] = field(default_factory=lambda: Recent(MOST_SIZES), compare=False)
 
     def of(self, size: int) -> tuple[int, int]:
         """(the first, how many) of the rows of a microbatch of `size` samples that this replica has."""
         return replica_rows(size, self.layout, self.index)
 
-    @property
+    @cached_property
     def each(self) -> list[int]:
         """Rows of every replica in a batch of the plan."""
         return [sum(sizes) for sizes in zip(*(replica_sizes(size, self.layout) for size in self.plan.microbatch_sizes), strict=True)]
 
-    def rows(self, sizes: Sequence[int], is_global: bool) -> Rows:
+    def rows(self, sizes: tuple[int, ...], is_global: bool) -> Rows:
         """Those of microbatches of these sizes."""
-        table = tuple(replica_sizes(size, self.layout) for size in sizes)
-        return Rows(table, self.index, is_global, planned=all(map(all, table)))
+
+        def made() -> Rows:
+            table = tuple(replica_sizes(size, self.layout) for size in sizes)
+            return Rows(table, self.index, is_global, planned=all(map(all, table)))
+
+        return self.made.of((sizes, is_global), made)
 
     def given(self, rows: Sequence[int], count: int, one_form: bool) -> Rows:
         """Those of replicas that were given so many `rows` each, in `count` microbatches; `one_form`: of tensors of the same shapes."""
         return Rows(rows_by_replica(rows, count), self.index, False, planned=False, one_form=one_form)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Rows:
     """By microbatch and replica, how many samples: `table[m][i]`. `index`: this replica.
 
@@ -60,15 +68,25 @@ class Rows:
     planned: bool
     one_form: bool = True
 
-    @property
+    @cached_property
     def samples(self) -> int:
         """Of the whole batch."""
         return sum(map(sum, self.table))
 
-    @property
+    @cached_property
     def sizes(self) -> tuple[int, ...]:
         """Of each microbatch, all replicas together; of what is not planned as if all had what this one has, 0 where it has none."""
         return tuple(sum(row) if self.planned else len(row) * row[self.index] for row in self.table)
+
+    @cached_property
+    def _begins(self) -> tuple[int, ...]:
+        """Samples of all microbatches before each."""
+        return tuple(accumulate(map(sum, self.table), initial=0))
+
+    @cached_property
+    def _own_begins(self) -> tuple[int, ...]:
+        """This replica's among them."""
+        return tuple(accumulate((row[self.index] for row in self.table), initial=0))
 
     def share(self, m: int) -> float:
         """Of the batch's samples, what microbatch `m` has, as this rank computes it; the mean over replicas is what it has."""
@@ -76,20 +94,22 @@ class Rows:
 
     def own(self, x: Tensor, m: int) -> Tensor:
         """This rank's rows of what microbatch `m` has of a batch's tensor; of none a row that stands in."""
-        first = sum(map(sum, self.table[:m])) if self.is_global else sum(row[self.index] for row in self.table[:m])
-        before = sum(self.table[m][: self.index]) if self.is_global else 0
+        first = self._begins[m] + sum(self.table[m][: self.index]) if self.is_global else self._own_begins[m]
         if count := self.table[m][self.index]:
-            return x.narrow(0, first + before, count)
+            return x.narrow(0, first, count)
         return x[:1] if len(x) else torch.zeros((1, *x.shape[1:]), dtype=x.dtype, device=x.device)
 
     def whole(self, x: Tensor, m: int) -> Tensor:
         """All rows of microbatch `m`, of a batch's tensor that holds them."""
-        return x.narrow(0, sum(map(sum, self.table[:m])), sum(self.table[m]))
+        return x.narrow(0, self._begins[m], sum(self.table[m]))
 
-    def drawn(self, m: int) -> Samples:
-        """Which samples a microbatch has, as it is computed on this rank (`lower/kernels/place`): its own piece of them are its samples."""
-        row = self.table[m]
-        begin, before, count = sum(map(sum, self.table[:m])), sum(row[: self.index]), max(1, row[self.index])
+    @cached_property
+    def drawn(self) -> tuple[Samples, ...]:
+        """By microbatch, which samples it has as it is computed on this rank (`lower/kernels/place`); its own piece is its samples."""
         if self.planned:
-            return Samples.range(begin, sum(row), self.samples)
-        return Samples(begin + before - self.index * count, self.samples, ((count * len(row), 1),))
+            return tuple(Samples.range(begin, sum(row), self.samples) for begin, row in zip(self._begins, self.table, strict=False))
+        found = []
+        for begin, row in zip(self._begins, self.table, strict=False):
+            before, count = sum(row[: self.index]), max(1, row[self.index])
+            found.append(Samples(begin + before - self.index * count, self.samples, ((count * len(row), 1),)))
+        return tuple(found)
