@@ -153,6 +153,17 @@ def test_ranks_may_have_rows_of_other_lengths(ranks: Callable[..., list[Any]]) -
         assert ranks(of_lengths, 2, first) == [pytest.approx(losses, rel=1e-9)] * 2
 
 
+def of_one_rank(world: World) -> list[float]:
+    """Rank 1 has all rows of the first batch, rank 0 none."""
+    engine = weft.parallelize(Language, BATCHES[0], optimizer=SGD, plan="data=2 precision=float64", seed=0, world=world)
+    mine = {name: x if world.rank else x[:0] for name, x in BATCHES[0].items()}
+    return [engine.step(mine, whole=False).loss, engine.step(BATCHES[1], whole=True).loss]
+
+
+def test_one_rank_may_have_all_rows(ranks: Callable[..., list[Any]]) -> None:
+    assert ranks(of_one_rank, 2) == [pytest.approx(serial()[0][:2], rel=1e-9)] * 2
+
+
 def counted_alike(world: World) -> list[float]:
     engine = weft.parallelize(Language, BATCHES[0], optimizer=SGD, plan="data=2 precision=float64", seed=0, world=world)
     single = some(1, 5, 4)
