@@ -50,6 +50,7 @@ class Images(nn.Module):
         rng = random.Random(seed)
         self.dims = rng.choice([1, 2, 2, 2, 3])
         self.sizes = [rng.randint(6, 9) if self.dims == 3 else rng.randint(9, 23) for _ in range(self.dims)]
+        self.image = list(self.sizes)
         self.channels, self.dense = rng.randint(1, 4), rng.random() < 0.4
         made, self.given = [], self.channels
         for _ in range(rng.randint(2, 6)):
@@ -60,12 +61,6 @@ class Images(nn.Module):
             made.append(layer.train())
         self.body = nn.Sequential(*made)
         self.head = CONV[self.dims](self.channels, 3, 1) if self.dense else nn.Linear(self.channels, 3)
-        self.image = self._image(seed)
-
-    def _image(self, seed: int) -> list[int]:
-        rng = random.Random(seed)
-        dims = rng.choice([1, 2, 2, 2, 3])
-        return [rng.randint(6, 9) if dims == 3 else rng.randint(9, 23) for _ in range(dims)]
 
     def _layer(self, rng: random.Random) -> nn.Module:
         c, dims = self.channels, self.dims
