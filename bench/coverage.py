@@ -23,21 +23,17 @@ import torch
 from bench.document import command, header, versions
 from bench.processes import ROOT
 from bench.tiny_models import planned, resolved
-from bench.verify_all import REFUSED, models
-from weft.api import plan as make_plan
-from weft.capture.nesting import batch_size_of
+from bench.verify_all import LIMIT_S, REFUSED, TOLERANCE, Subject, models
+from weft.errors import said
 from weft.ops import FAMILIES
 from weft.ops.record import Op
 from weft.plan.layout import Layout
-from weft.run.build import Traced
-from weft.run.proof.verify import verify_plan
 from weft.zoo.resolve import resolve
 from weft.zoo.resolved import Resolved
 
 PAGE = ROOT / "docs" / "coverage.md"
 LAYOUTS = ("tensor=2", "data=2 zero=3", "pipeline=2")
 IMAGES = "spatial=2"  # of models whose first input is one
-LIMIT_S = 60.0
 INTRO = """What weft shards, and what it leaves whole. Shares are of parameters and of FLOPs: 1 where every rank along the axis has
 equally much, 0 where one of them has everything. `tensor` with `--cut-everything`: sizes are so small that the planner would leave much
 whole."""
@@ -68,35 +64,31 @@ def subjects() -> Iterator[tuple[str, Callable[[], Resolved]]]:
 def rows_of(name: str, make: Callable[[], Resolved], wanted: Sequence[str]) -> Iterator[Row]:
     """A row for each layout; one alone where the model cannot be followed."""
     try:
-        subject = make()
-        torch.manual_seed(0)
-        source = Traced.of(subject.make)
-        batch = subject.batch(min(subject.default_batch, 8))
-        graph = source.capture(batch, subject.loss, batch_size_of(batch)).graph
+        model = make()
+        subject = Subject(name, min(model.default_batch, 8), model=model)
+        graph = subject.source.capture(subject.batch, subject.loss, subject.size).graph
     except Exception as error:
-        yield Row(name, "", "not captured", note=_line(error))
+        yield Row(name, "", "not captured", note=_line(said(error)))
         return
     images = any(v.batched and len(v.tensor.shape) > 2 and v.tensor.is_float for v in graph.inputs)
     for layout in [*wanted, *([IMAGES] if images else [])]:
         began = time.perf_counter()
         try:
             asked = Layout.parse(layout)
-            found = make_plan(subject.make, batch, loss=subject.loss, cluster="1xcpu-2", layout=asked, source=source)
-            plan = replace(found, layout=replace(asked, precision="float64"))
-            checked = verify_plan(plan, subject.make, batch, subject.loss, source, timeout_s=LIMIT_S, cut_everything=asked.tensor > 1)
+            checked = subject.check(replace(asked, precision="float64"), limit_s=LIMIT_S, cut_everything=asked.tensor > 1)
         except Exception as error:
             status = "refused" if isinstance(error, REFUSED) else "failed"
-            yield Row(name, layout, status, note=_line(error), seconds=time.perf_counter() - began)
+            yield Row(name, layout, status, note=_line(said(error)), seconds=time.perf_counter() - began)
             continue
         axis = layout.partition("=")[0]
         share: Mapping[str, float] = checked.divided.get(axis, {"parameters": 0.0, "flops": 0.0})
-        status, note = ("equal", "") if checked.ok and checked.tolerance <= 1e-9 else ("differs", checked.first_difference or "")
+        status, note = ("equal", "") if checked.ok and checked.tolerance <= TOLERANCE else ("differs", checked.first_difference or "")
         worst = max(checked.worst.values(), default=0.0)
         yield Row(name, layout, status, worst, share["parameters"], share["flops"], note, time.perf_counter() - began)
 
 
-def _line(error: object) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:160].replace("|", "/")
+def _line(text: str) -> str:
+    return text[:160].replace("|", "/")
 
 
 def rule_words(op: Op) -> str:

@@ -35,6 +35,7 @@ from weft.run.proof.verification import Verification
 from weft.run.proof.verify import verify_plan
 from weft.zoo.names import sizes
 from weft.zoo.resolve import resolve
+from weft.zoo.resolved import Resolved
 
 ROOT = Path(__file__).resolve().parents[1]
 TOLERANCE = 1e-9
@@ -70,10 +71,10 @@ class Row:
 
 
 class Subject:
-    """One model, traced once, verified under many layouts."""
+    """One model, traced once, verified under many layouts. `model`: where the name is not one that resolves."""
 
-    def __init__(self, name: str, batch: int = BATCH, seed: int = 0) -> None:
-        resolved = resolve(name)
+    def __init__(self, name: str, batch: int = BATCH, seed: int = 0, model: Resolved | None = None) -> None:
+        resolved = model or resolve(name)
         most = resolved.default_batch if ".py" in name else batch
         self.name, self.make, self.loss, self.seed = name, resolved.make, resolved.loss, seed
         self.batch = resolved.batch(min(batch, most))
