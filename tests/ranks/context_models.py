@@ -149,3 +149,28 @@ def _shifted(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
 def shifted() -> Made:
     ids = _ids(4, 11)
     return _OfIds(Shifted()), {"input_ids": ids, "labels": _labels(ids)}, _shifted
+
+
+class Placed(nn.Module):
+    """Masked positions take what a table has in order, of samples and positions in one dimension; then each points at a position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.images = nn.Embedding(VOCABULARY, 16), nn.Parameter(torch.randn(64, 16))
+        self.qkv, self.points = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids).flatten(0, 1)
+        x = x.masked_scatter((ids.flatten() % 3 == 0).unsqueeze(-1).expand_as(x), self.images).view(*ids.shape, 16)
+        x = x + F.scaled_dot_product_attention(*self.qkv(x).chunk(3, -1), is_causal=True)
+        pointed: Tensor = self.points(x) @ x.transpose(1, 2)
+        return pointed
+
+
+def _pointed(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1), (batch["labels"] % output.shape[1]).flatten())
+
+
+def placed() -> Made:
+    ids = _ids(4, 8)
+    return _OfIds(Placed()), {"input_ids": ids, "labels": _labels(ids, whole=True)}, _pointed

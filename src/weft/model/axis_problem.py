@@ -20,7 +20,7 @@ from weft.ops import Rule, draws, record_of, windows_of
 from weft.ops.attention import heads_of
 from weft.ops.experts import EXPERT, num_experts
 from weft.ops.linear import passes, passing
-from weft.ops.rule import HALO, KEYS, POSITIONAL
+from weft.ops.rule import HALO, KEYS, ORDERED, POSITIONAL
 from weft.plan.axis import ULYSSES
 from weft.plan.choice import AUTO
 from weft.plan.placement import D, Halo, P, Placement, R, Shard, Strided, halo, is_cut, is_halo, is_shard, pieces
@@ -82,6 +82,8 @@ class AxisProblem(AxisValues):
         if record_of(op).repeats and True in nested and (False in nested or places != everywhere):
             return False  # pieces of another axis' pieces of one operand beside all of another
         pieces = [self.shard(*place) for place in places]
+        if rule.kernels.get(label) in ORDERED and any(isinstance(piece, Strided) for piece in pieces):
+            return False
         if any(not self._of_whole_groups(*place, rule.units[label]) for place in places if label in rule.units):
             return False
         if all(isinstance(piece, Strided) for piece in pieces) or not any(isinstance(piece, Shard) and piece.lengths for piece in pieces):
