@@ -15,33 +15,14 @@ from weft.run.build import Source
 from weft.solve.forks import counts
 from weft.zoo.resolve import resolve
 
-# Lassen (LLNL), on which SUPER ran: nodes of 4 V100 joined by NVLink, two ports of 100 Gbit/s EDR InfiniBand each.
-LASSEN = """format = 1
-name = "lassen-256"
-device = "V100-16"
-
-[[level]]
-name = "node"
-size = 4
-link = "nvlink2"
-
-[[level]]
-name = "machine"
-size = 256
-latency_s = 5e-6
-bandwidth_bytes_per_s = 25e9
-ports = 2
-efficiency = 0.9
-"""
+LASSEN = Path(__file__).parents[2] / "examples" / "clusters" / "lassen.toml"
 
 
-def planned(folder: Path, layers: int, every_layer: bool, layout: str = "", constraints: str = "") -> Plan:
+def planned(layers: int, every_layer: bool, layout: str = "", constraints: str = "") -> Plan:
     """T5-Large's sizes, its heads and feed-forward layers in four branches; one sample of 512 positions a device."""
-    file = folder / "lassen.toml"
-    file.write_text(LASSEN)
     with torch.device("meta"):
         batch = {name: torch.zeros(1024, 512, dtype=torch.long) for name in ("ids", "labels")}
-    cluster = Cluster.parse(str(file))
+    cluster = Cluster.parse(str(LASSEN))
     given = {"layout": layout} if layout else {"constraints": constraints}
     return weft.plan(lambda: FourBranches(layers, 1024, 16, 4096, 32128, every_layer), batch, cluster=cluster, **given)  # type: ignore[arg-type]
 
@@ -50,10 +31,10 @@ def seconds(plan: Plan) -> float:
     return plan.prediction.step_time_s
 
 
-def test_four_branches_at_1024_v100(tmp_path: Path) -> None:
+def test_four_branches_at_1024_v100() -> None:
     """SUPER: up to 3.05 times as fast as data parallelism, which all-reduces every branch's gradients over all devices."""
     data, near, far = (
-        planned(tmp_path, 6, False, f"{layout} precision=float16")
+        planned(6, False, f"{layout} precision=float16")
         for layout in ("data=1024", "data=256 branch=4", "data=256 branch=4 neighbours=data")
     )
     assert seconds(data) / seconds(near) > 1.05
@@ -63,8 +44,8 @@ def test_four_branches_at_1024_v100(tmp_path: Path) -> None:
     assert far.prediction.memory.parameters < 0.6 * data.prediction.memory.parameters
 
 
-def test_the_planner_gives_branches_to_ranks_where_it_pays(tmp_path: Path) -> None:
-    found = planned(tmp_path, 4, False, constraints="tensor=1 pipeline=1 precision=float16")
+def test_the_planner_gives_branches_to_ranks_where_it_pays() -> None:
+    found = planned(4, False, constraints="tensor=1 pipeline=1 precision=float16")
     assert (found.layout.branch, found.layout.neighbours) == (4, "data")
     assert any(key == "branch" for key, _ in found.reasons)
     assert dict(found.shards)["branch"]
