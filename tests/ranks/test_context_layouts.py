@@ -48,6 +48,7 @@ def verified(name: str, layout: str, **options: Any) -> Verification:
         ("llama", "context=3 data=2 attention=ulysses"),  # 4 heads: 2, 1 and 1
         ("gpt2", "context=4 attention=ulysses microbatches=2"),
         ("t5", "context=2 attention=ulysses"),
+        ("placed", "context=2"),
     ],
 )
 def test_a_layout_that_cuts_positions_equals_serial(name: str, layout: str) -> None:
@@ -57,7 +58,7 @@ def test_a_layout_that_cuts_positions_equals_serial(name: str, layout: str) -> N
     share = found.divided["context"]
     assert share["parameters"] == 0.0
     # All but patches of images, which are no positions before they are put together, and steps of recurrences.
-    assert share["flops"] > {"vit": 0.9, "recurrent": 0.2}.get(name, 0.999)
+    assert share["flops"] > {"vit": 0.9, "recurrent": 0.2, "placed": 0.5}.get(name, 0.999)
     if "tensor" in layout:
         assert found.divided["tensor"]["flops"] > 0.999
 

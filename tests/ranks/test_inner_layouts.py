@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor, nn
 from traced import of
 
+import weft
 from weft.plan.layout import Layout
 from weft.run import build
 from weft.run.engine import Engine
@@ -42,6 +44,28 @@ def test_stages_of_different_meshes_equal_serial(name: str, layout: str) -> None
     found = of(name).check(replace(Layout.parse(layout), precision="float64"), optimizer={"name": "adamw", "clip": 0.05})
     assert found.ok, found
     assert found.tolerance == 1e-9
+
+
+def deep() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+
+
+def squares(output: Tensor, batch: tuple[Tensor, ...]) -> Tensor:
+    return output.square().mean()
+
+
+def by_rows(world: World) -> float:
+    x = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
+    plan = "pipeline=2 inner=2x1/1x2 microbatches=2 precision=float64"
+    engine = weft.parallelize(deep, (x,), loss=squares, plan=plan, seed=0, world=world)
+    return engine.step(next(iter(weft.shard([(x,)], engine)))).loss
+
+
+def test_stages_that_have_rows_do_not_wait_for_those_that_have_all() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(8, 8, generator=torch.Generator().manual_seed(0)).double()
+    want = float(squares(deep().double()(x), (x,)).detach())
+    assert launch(by_rows, 4, timeout_s=60) == [pytest.approx(want, rel=1e-9)] * 4
 
 
 def test_a_shared_gradient_that_replicas_count_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

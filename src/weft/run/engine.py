@@ -372,7 +372,8 @@ class Engine:
         plan, each, have = self.plan, self._own.each, batch_size_of(batch)
         is_global = have > max(each) if whole is None else whole
         told, one_form, samples = [have], True, samples or known_samples(batch)
-        shared = is_global or self.data_size == 1  # every rank has all of it
+        by_rows = whole is False or samples > 0  # of stages that are arranged differently only some have all rows then
+        shared = is_global or self.data_size == 1
         if shared:
             samples = have
         elif not samples:
@@ -383,7 +384,7 @@ class Engine:
             raise Infeasible(
                 f"the batch has {have} samples; the plan is for {plan.batch_size} in all, which is {said} of data={self.data_size}"
             )
-        if shared and self.step_index == 0 and self.world.num_ranks > 1:
+        if shared and not (plan.layout.inner and by_rows) and self.step_index == 0 and self.world.num_ranks > 1:
             check_same(batch, self.world)
         planned = self._own.rows(self.sizes_of(samples), is_global)
         if len(told) == 1 or (one_form and [sum(column) for column in zip(*planned.table, strict=True)] == told):

@@ -72,8 +72,7 @@ def shard(batches: Iterable[Batch], where: Coordinate) -> Iterator[Batch]:
         if number == 0 and world is not None and world.num_ranks > 1:
             check_same(batch, world)
         samples = batch_size(batch)
-        rows = take(batch, rows_of_part(samples, where))
-        yield with_samples(rows, samples) if where.data_size > 1 else rows
+        yield with_samples(take(batch, rows_of_part(samples, where)), samples)
 
 
 def rows_of_part(num_samples: int, where: Coordinate) -> list[int]:
