@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from weft.serve.workflow import Machines, Workflow
 
 app = typer.Typer(help="Place workflows of models on workers.", no_args_is_help=True, rich_markup_mode=None)
+_OUTPUT = "Write the plan here (TOML)."
 _CLUSTER = "A file with [worker.NAME] and [[link]] tables; by default those of the workflow."
 _LATENCY = "Seconds within which a share of requests is answered; 0 counts throughput alone."
 
@@ -34,12 +35,8 @@ def plan(  # noqa: PLR0913
     percentile: Annotated[float, typer.Option("--percentile", metavar="P", min=50.0, max=99.99, help="Per cent of requests.")] = 95.0,
     shared: Annotated[bool, typer.Option("--shared", help="A worker may run several operators.")] = False,
     most_spot: Annotated[float, typer.Option("--most-spot", min=0.0, max=1.0, help="Share of load that spot workers may take.")] = 1.0,
-    limit: Annotated[
-        float, typer.Option("--within", metavar="S", min=0.1, help="Seconds for each search; then the best found so far.")
-    ] = 60.0,
-    target: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the plan here (TOML).", show_default=False)
-    ] = None,
+    limit: Annotated[float, typer.Option("--within", metavar="S", min=0.1, help="Seconds a search; then the best found so far.")] = 60.0,
+    target: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help=_OUTPUT, show_default=False)] = None,
     picture: Annotated[
         Path | None, typer.Option("--picture", metavar="FILE", help="Draw accuracy against price.", show_default=False)
     ] = None,
@@ -65,8 +62,8 @@ def plan(  # noqa: PLR0913
 
         if picture is not None:
             check_suffix(picture)
-            if brief:
-                raise UsageError("--brief leaves out what --picture draws; give one of them")
+        if picture is not None and brief:
+            raise UsageError("--brief leaves out what --picture draws; give one of them")
         of, machines, usual = read_workflow(workflow)
         machines = read_machines(cluster) if cluster is not None else machines
         if machines is None:
