@@ -31,8 +31,8 @@ from bench.rank import Line
 from weft.cluster.cluster import Cluster, Level, Link
 from weft.cluster.probe import probe
 from weft.collectives import build
-from weft.cost.collectives import algorithms, choose
-from weft.cost.network import Group as GroupShape
+from weft.cost.network.collectives import algorithms, choose
+from weft.cost.network.network import Group as GroupShape
 from weft.plan.choice import NATIVE
 from weft.world.levels import NAME, Levels
 from weft.world.running import Programs

@@ -25,8 +25,8 @@ from bench.processes import ROOT
 from weft.cluster.cluster import Cluster
 from weft.cluster.probe import probe
 from weft.collectives import ALGORITHMS, build
-from weft.cost.collectives import algorithms, choose
-from weft.cost.network import Group as GroupShape
+from weft.cost.network.collectives import algorithms, choose
+from weft.cost.network.network import Group as GroupShape
 from weft.plan.choice import NATIVE
 from weft.world.launch import Launcher
 from weft.world.running import Programs
@@ -44,7 +44,7 @@ CACHED_BYTES = 8 << 20  # of a rank's tensors at least: one that is summed again
 
 INTRO = f"""\
 All-reduce of float32 by every algorithm that weft runs from its program, messages over shared memory or over gloo, and by the transport
-itself (`native`), one thread a rank. Each cell: measured (the median), and by how much the prediction of `weft.cost.collectives` misses it,
+itself (`native`), one thread a rank. Each cell: measured (the median), and by how much the prediction misses it,
 from what `weft probe` measured just before. `auto` is what `all_reduce=auto` chooses by these predictions, and its measured time against
 that of the fastest. Wanted: predictions within {WITHIN:.0%} above {FROM >> 10} KiB, `auto` within {BEST - 1:.0%} of the best. All
 sizes were gone through {PASSES} times; how many of the first time's are as near to the second's is said beside, as what a prediction could

@@ -23,10 +23,10 @@ from numpy.typing import NDArray
 from bench.validate.document import table
 from bench.validate.rows import Row
 from weft.cluster.cluster import Cluster, Device, Table
-from weft.cost.efficiency import stack_of
-from weft.cost.fit import fit
-from weft.cost.kernels import Kernel
-from weft.cost.network import FACTORS, Group, collective_s
+from weft.cost.calibration.efficiency import stack_of
+from weft.cost.calibration.fit import fit
+from weft.cost.devices.kernels import Kernel
+from weft.cost.network.network import FACTORS, Group, collective_s
 from weft.errors import UsageError
 
 Column = NDArray[np.float64]

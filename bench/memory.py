@@ -23,7 +23,7 @@ from rich.console import Console
 
 from bench.document import command, header, versions
 from bench.processes import ROOT
-from weft.cost.memory import MARGIN
+from weft.cost.memory.memory import MARGIN
 from weft.errors import LayoutError, WeftError, nearest
 from weft.plan.layout import Layout
 

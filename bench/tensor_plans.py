@@ -29,10 +29,10 @@ from bench.measure import in_turns
 from bench.processes import ROOT
 from bench.tiny_models import model_of, planned, resolved
 from weft.api import plan as make_plan
-from weft.cost.memory import Inventory
-from weft.cost.parts import gather
+from weft.cost.memory.memory import Inventory
+from weft.cost.operators.parts import gather
 from weft.model.graph import Graph
-from weft.model.sharding import Sharding
+from weft.model.sharding.sharding import Sharding
 from weft.plan.patterns import expand_all
 from weft.plan.placement import P, R, Shard
 from weft.plan.plan import Plan

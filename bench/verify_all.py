@@ -25,7 +25,7 @@ import torch
 from weft.api import plan as make_plan
 from weft.capture.nesting import batch_size_of
 from weft.errors import Infeasible, LayoutError, ModelError
-from weft.model.sharding import FREE_LINKS, Prices
+from weft.model.sharding.sharding import FREE_LINKS, Prices
 from weft.plan.grid import grids_of
 from weft.plan.layout import Layout
 from weft.plan.plan import Plan

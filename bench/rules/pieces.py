@@ -19,11 +19,11 @@ from weft.capture.functions import Call, call_of, function_of
 from weft.lower.kernels.randomness import Draw
 from weft.lower.local import LocalStage, Lowering, lower
 from weft.model import graph as data
-from weft.model.axis_problem import AxisProblem, Choice
-from weft.model.axis_values import Given, Others
 from weft.model.graph import FUNCTION, Graph, Operator, Ref, Slot, Variable, Word
-from weft.model.sharding import Prices, Sharding
-from weft.model.stages import Stage
+from weft.model.sharding.axis_problem import AxisProblem, Choice
+from weft.model.sharding.axis_values import Given, Others
+from weft.model.sharding.sharding import Prices, Sharding
+from weft.model.stages.stages import Stage
 from weft.plan.placement import D, P, Placement, R, Shard, is_halo, is_shard, shard
 
 TOLERANCE = 1e-10

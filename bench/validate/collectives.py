@@ -14,9 +14,9 @@ import numpy as np
 
 from bench.validate.rows import Row, table
 from weft.cluster.cluster import Cluster
-from weft.cost.efficiency import Line, Protocols, protocols
-from weft.cost.fit import fit
-from weft.cost.network import Group, collective_s
+from weft.cost.calibration.efficiency import Line, Protocols, protocols
+from weft.cost.calibration.fit import fit
+from weft.cost.network.network import Group, collective_s
 
 MIB = 2.0**20
 Point = tuple[int, float, float]  # ranks, bytes, seconds

@@ -17,7 +17,7 @@ from math import log, sqrt
 from pathlib import Path
 
 from bench.validate.collectives import MIB, Point, a100, cluster_of, h100
-from weft.cost.network import Group, library_lines
+from weft.cost.network.network import Group, library_lines
 
 LEAST_FALL = 0.04  # smaller ones are repeat noise: in and out of place differ by 1 %, which is 0.015 in an exponent
 MACHINES = {"dgx-a100-40": a100, "a3-megagpu-8g": h100}

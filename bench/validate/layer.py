@@ -14,8 +14,8 @@ import numpy as np
 from bench.validate.models import gpt
 from bench.validate.rows import Row, table
 from weft.cluster.cluster import Cluster
-from weft.cost.efficiency import Stack, stack_of
-from weft.cost.fit import fit
+from weft.cost.calibration.efficiency import Stack, stack_of
+from weft.cost.calibration.fit import fit
 from weft.cost.step import Pricer
 from weft.plan.layout import Layout
 

@@ -19,8 +19,8 @@ from weft.cluster.cluster import Cluster
 from weft.collectives import build as build_collective
 from weft.errors import ModelError, UsageError
 from weft.model.graph import Graph
-from weft.model.sharding import Shards
-from weft.model.stages import check_trains
+from weft.model.sharding.sharding import Shards
+from weft.model.stages.stages import check_trains
 from weft.plan.custom import read_actions
 from weft.plan.layout import Layout, actions_of
 from weft.plan.patterns import expand_all

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
-from weft.model.axis_problem import AxisProblem, Choice
+from weft.model.sharding.axis_problem import AxisProblem, Choice
 from weft.model.work import differentiable, storages, work
 from weft.plan.placement import D, Placement, R, Shard, is_shard
 

@@ -9,7 +9,7 @@ import pytest
 from gpt_graph import gpt
 
 from weft.cluster.cluster import Cluster
-from weft.cost.kinds import Sections
+from weft.cost.stages.kinds import Sections
 from weft.cost.step import Pricer, StageCost
 from weft.model.graph import Graph, Ref, Variable
 from weft.plan.layout import Layout

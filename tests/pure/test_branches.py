@@ -10,10 +10,10 @@ import pytest
 from weft.cluster.cluster import Cluster
 from weft.cost.step import Pricer
 from weft.errors import LayoutError
-from weft.model.branches import balanced, regions
 from weft.model.graph import Graph, Operator, Ref, Tensor, Variable
-from weft.model.propagate import propagate
-from weft.model.sharding import part_length
+from weft.model.sharding.propagate import propagate
+from weft.model.sharding.sharding import part_length
+from weft.model.stages.branches import balanced, regions
 from weft.plan.layout import Layout
 from weft.plan.placement import D, Owned, P, R, Shard, dual
 from weft.plan.transition import TABLE, sent_part, transition

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.cluster.cluster import Cluster, Table
-from weft.cost.collectives import MARGIN, algorithms
-from weft.cost.network import Group
+from weft.cost.network.collectives import MARGIN, algorithms
+from weft.cost.network.network import Group
 from weft.errors import UsageError
 from weft.plan.choice import NAMES, NATIVE, Choices
 from weft.plan.layout import Layout

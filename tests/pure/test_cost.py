@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.cluster.cluster import Cluster, Device, Level, Link, Speed, Table
-from weft.cost.base import MICROBATCH_S
-from weft.cost.compute import Rates, Seconds, optimizer_s
-from weft.cost.memory import Inventory, state_bytes
-from weft.cost.network import FACTORS, Group, collective_s, ring_s, send_s
-from weft.cost.parts import gather, kept_bytes
+from weft.cost.devices.compute import Rates, Seconds, optimizer_s
+from weft.cost.memory.memory import Inventory, state_bytes
+from weft.cost.network.network import FACTORS, Group, collective_s, ring_s, send_s
+from weft.cost.operators.parts import gather, kept_bytes
+from weft.cost.stages.base import MICROBATCH_S
 from weft.cost.step import Pricer
 from weft.errors import Infeasible, UsageError
-from weft.model.propagate import propagate
+from weft.model.sharding.propagate import propagate
 from weft.model.work import Work
 from weft.plan.layout import Layout
 

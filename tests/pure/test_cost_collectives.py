@@ -9,8 +9,8 @@ import pytest
 
 from weft.cluster.cluster import Cluster, Device, Level, Link, Table
 from weft.collectives import ALGORITHMS, build
-from weft.cost.collectives import FORMS, LEAST, MOST, Hop, Ways, algorithms, all_reduce_s, choose, native_s, ways
-from weft.cost.network import Group, collective_s
+from weft.cost.network.collectives import FORMS, LEAST, MOST, Hop, Ways, algorithms, all_reduce_s, choose, native_s, ways
+from weft.cost.network.network import Group, collective_s
 from weft.errors import UsageError
 from weft.plan.program import Program
 from weft.simulate.messages import Wire, deliver

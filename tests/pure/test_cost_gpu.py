@@ -15,16 +15,16 @@ from hypothesis import strategies as st
 
 from weft.cluster.catalogue import names
 from weft.cluster.cluster import Cluster, Device
-from weft.cost.compute import Seconds
-from weft.cost.efficiency import Stack, parse_protocols, parse_stack, protocols, stack_of
-from weft.cost.fit import fit, mean_abs
-from weft.cost.kernels import Kernel, optimizer_s, scaled, together
-from weft.cost.memory import StageMemory
-from weft.cost.network import Group, collective_s, path
+from weft.cost.calibration.efficiency import Stack, parse_protocols, parse_stack, protocols, stack_of
+from weft.cost.calibration.fit import fit, mean_abs
+from weft.cost.devices.compute import Seconds
+from weft.cost.devices.kernels import Kernel, optimizer_s, scaled, together
+from weft.cost.memory.memory import StageMemory
+from weft.cost.network.network import Group, collective_s, path
 from weft.cost.step import Pricer, StageCost, straggling
 from weft.errors import ConfigError, UsageError
+from weft.model.dims.labels import expert_weights
 from weft.model.graph import Graph, Operator, Ref, Tensor, Variable
-from weft.model.labels import expert_weights
 from weft.plan.layout import Layout
 from weft.plan.plan import Memory
 

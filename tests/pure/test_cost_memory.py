@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.cluster.cluster import Cluster
-from weft.cost.efficiency import stack_of
-from weft.cost.memory import Widths
+from weft.cost.calibration.efficiency import stack_of
+from weft.cost.memory.memory import Widths
 from weft.cost.step import Pricer
 from weft.plan.layout import Layout
 from weft.schedules import schedule_of

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.cost.runs import Amount, Amounts, Runs, behind, starts_of
+from weft.cost.memory.runs import Amount, Amounts, Runs, behind, starts_of
 from weft.model.graph import Operator, Ref
 
 BIG = 25 * 2**20 / 4  # elements of a bucket

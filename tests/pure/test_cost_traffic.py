@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from weft.collectives import ALGORITHMS, build
-from weft.cost.traffic import moved
+from weft.cost.network.traffic import moved
 from weft.errors import UsageError
 from weft.simulate.messages import Wire, deliver, num_steps
 

@@ -15,7 +15,7 @@ from bench.validate.collectives import a100, h100
 from bench.validate.crossings import MACHINES, changes, crossings, curve, falls, nearest
 
 from weft.cluster.cluster import Cluster
-from weft.cost.network import Group, collective_s, library_lines
+from weft.cost.network.network import Group, collective_s, library_lines
 from weft.errors import UsageError
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "validation"  # as scripts/validate has it

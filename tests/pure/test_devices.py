@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from bench.devices import ATTENTION, PRODUCT, Attention, Products, columns, errors, fifths, fitted, held_out, kept, misses
 
 from weft.cluster.cluster import Cluster
-from weft.cost.efficiency import stack_of
-from weft.cost.kernels import Kernel
+from weft.cost.calibration.efficiency import stack_of
+from weft.cost.devices.kernels import Kernel
 from weft.errors import UsageError
 
 DEVICE = Cluster.parse("dgx-h100").device

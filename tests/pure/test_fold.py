@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from gpt_graph import gpt
 
-from weft.model.fold import fold, propagate
 from weft.model.graph import Graph, Operator, Ref, Tensor, Variable
-from weft.model.propagate import propagate as propagate_whole
+from weft.model.sharding.fold import fold, propagate
+from weft.model.sharding.propagate import propagate as propagate_whole
 
 
 @pytest.mark.parametrize("layers", [5, 8, 12])

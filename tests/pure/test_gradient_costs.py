@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.cluster.cluster import Cluster, Device, Level, Link
-from weft.cost.collectives import algorithms
-from weft.cost.gradients import ADD_BYTES, BUCKET_BYTES, BUCKETS, ENCODE_BYTES, Sums, best_bucket_bytes, summing_s
-from weft.cost.network import Group, collective_s
+from weft.cost.network.collectives import algorithms
+from weft.cost.network.network import Group, collective_s
+from weft.cost.stages.gradients import ADD_BYTES, BUCKET_BYTES, BUCKETS, ENCODE_BYTES, Sums, best_bucket_bytes, summing_s
 from weft.cost.step import Pricer
 from weft.errors import Infeasible, LayoutError
 from weft.plan.compression import Compression

@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 
 from weft.cli.changes import moved_along, parse_changes
 from weft.cluster.cluster import Cluster, Device, Level, Link
-from weft.cost import parts as parts_module
-from weft.cost.network import Group, collective_s
+from weft.cost.network.network import Group, collective_s
+from weft.cost.operators import parts as parts_module
 from weft.cost.step import Pricer
 from weft.errors import Infeasible, LayoutError, UsageError
-from weft.model import propagate as propagate_module
 from weft.model.graph import Graph, Operator, Ref, Tensor, Variable
-from weft.model.grid import Decided
-from weft.model.propagate import propagate
-from weft.model.sharding import Sharding
+from weft.model.sharding import propagate as propagate_module
+from weft.model.sharding.grid import Decided
+from weft.model.sharding.propagate import propagate
+from weft.model.sharding.sharding import Sharding
 from weft.plan.grid import NESTED, grids_of, parse_grid
 from weft.plan.layout import Layout
 from weft.plan.patterns import expand_all

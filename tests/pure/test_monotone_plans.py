@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from weft.cluster.cluster import Cluster, Device, Level, Link
 from weft.cluster.mixed import mixed, ordered
-from weft.cost.network import Group, collective_s, straddles
+from weft.cost.network.network import Group, collective_s, straddles
 from weft.errors import Infeasible, LayoutError, UsageError
 from weft.model.graph import Graph
 from weft.plan.layout import Layout

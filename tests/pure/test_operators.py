@@ -111,7 +111,7 @@ def test_who_may_ask_does(place: str) -> None:
     ],
 )
 def test_a_question_is_seen(text: str) -> None:
-    assert wrong(text, "cost/parts.py")
+    assert wrong(text, "cost/operators/parts.py")
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,10 @@ from placements_oracle.tables import Axis, Moves, prune
 from small_graphs import alexnet, chain, convolutions, experts
 
 from weft.errors import Infeasible, LayoutError, UsageError
-from weft.model.axis_values import Given, Others
 from weft.model.graph import Graph
-from weft.model.propagate import propagate
-from weft.model.sharding import Prices
+from weft.model.sharding.axis_values import Given, Others
+from weft.model.sharding.propagate import propagate
+from weft.model.sharding.sharding import Prices
 from weft.plan.placement import D, P, Placement, R, Shard, is_shard
 
 pytest.importorskip("highspy")

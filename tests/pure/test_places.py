@@ -11,7 +11,7 @@ from small_graphs import Builder
 from weft.cluster.cluster import Cluster
 from weft.cost.step import Pricer
 from weft.model.graph import Graph, Ref
-from weft.model.stages import Cut
+from weft.model.stages.stages import Cut
 from weft.plan.layout import Layout
 from weft.solve.places import useful
 from weft.solve.stages import balance

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.errors import LayoutError
-from weft.model.axis_problem import AxisProblem
-from weft.model.axis_search import apply, solve
-from weft.model.axis_values import Given, Others
 from weft.model.graph import Graph, Operator, Ref, Tensor, Variable
-from weft.model.propagate import propagate
-from weft.model.sharding import Prices, Sharding, move_collectives
+from weft.model.sharding.axis_problem import AxisProblem
+from weft.model.sharding.axis_search import apply, solve
+from weft.model.sharding.axis_values import Given, Others
+from weft.model.sharding.propagate import propagate
+from weft.model.sharding.sharding import Prices, Sharding, move_collectives
 from weft.plan.placement import D, P, R, Shard, is_shard
 
 LAYERS = 3

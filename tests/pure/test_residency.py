@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.cluster.cluster import Cluster, Device, Level, Link
-from weft.cost import copies as copies_module
-from weft.cost.base import Load
-from weft.cost.compute import Seconds
-from weft.cost.copies import Copies
+from weft.cost.devices import copies as copies_module
+from weft.cost.devices.compute import Seconds
+from weft.cost.devices.copies import Copies
+from weft.cost.stages.base import Load
 from weft.cost.step import Pricer
 from weft.errors import Infeasible, LayoutError
 from weft.plan.layout import Layout

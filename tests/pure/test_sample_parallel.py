@@ -11,8 +11,8 @@ from small_graphs import alexnet
 
 from weft.cluster.cluster import Cluster, Device, Level, Link
 from weft.errors import Infeasible, LayoutError
-from weft.model.propagate import propagate
-from weft.model.sharding import Prices, Sharding
+from weft.model.sharding.propagate import propagate
+from weft.model.sharding.sharding import Prices, Sharding
 from weft.plan.layout import Layout
 from weft.report.placements import placements
 from weft.solve.search import search

@@ -11,8 +11,8 @@ from closed_forms import BOTH_WAYS, SPLIT, in_flight
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.cost.memory import MARGIN, StageMemory, StageState, Widths, memory_of
-from weft.cost.stage import together
+from weft.cost.memory.memory import MARGIN, StageMemory, StageState, Widths, memory_of
+from weft.cost.stages.stage import together
 from weft.plan.layout import Layout
 from weft.plan.plan import Memory
 from weft.plan.program import Compute, Op, chain

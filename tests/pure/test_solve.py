@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from small_graphs import alexnet, experts
 
 from weft.cluster.cluster import Cluster, Device, Level, Link
-from weft.cost.compute import Seconds
+from weft.cost.devices.compute import Seconds
 from weft.cost.step import Pricer
 from weft.errors import Infeasible, LayoutError, UsageError
 from weft.model.graph import Graph
-from weft.model.stages import links
+from weft.model.stages.stages import links
 from weft.plan.layout import RUNS, Layout
 from weft.plan.plan import Plan
 from weft.plan.sizes import SCHEDULES

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from weft.errors import LayoutError
 from weft.model.graph import Graph, Operator, Ref, Tensor, Variable
-from weft.model.stages import cuts, free_operators, links, split
+from weft.model.stages.stages import cuts, free_operators, links, split
 
 
 def dag(edges: list[tuple[int, int]], from_batch: list[bool]) -> Graph:

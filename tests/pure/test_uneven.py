@@ -7,9 +7,9 @@ from itertools import pairwise
 import pytest
 from gpt_graph import gpt
 
-from weft.model.fold import propagate
-from weft.model.labels import granules
-from weft.model.sharding import Prices
+from weft.model.dims.labels import granules
+from weft.model.sharding.fold import propagate
+from weft.model.sharding.sharding import Prices
 from weft.plan.placement import P, R, Shard, is_shard, pieces, shard
 from weft.plan.transition import sent_part
 

@@ -15,7 +15,7 @@ from bench.validate.collectives import MIB, NETWORK, NODE, cluster_of, constants
 from bench.validate.document import table as markdown
 from bench.validate.rows import Row, table
 
-from weft.cost.efficiency import protocols
+from weft.cost.calibration.efficiency import protocols
 from weft.errors import UsageError
 
 COLUMNS = "model,p,m,T_F_ms,T_B_ms,T_W_ms,T_comm_ms,bubble_1F1B"

@@ -25,7 +25,7 @@ from user_models import MODELS as OF_USERS  # noqa: E402
 import weft  # noqa: E402
 from weft.capture.patched import tracing  # noqa: E402
 from weft.errors import Infeasible, LayoutError, ModelError  # noqa: E402
-from weft.model.propagate import propagate  # noqa: E402
+from weft.model.sharding.propagate import propagate  # noqa: E402
 from weft.plan.layout import Layout  # noqa: E402
 from weft.plan.placement import R, Shard  # noqa: E402
 from weft.plan.plan import Plan  # noqa: E402

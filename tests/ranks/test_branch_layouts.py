@@ -11,7 +11,7 @@ import pytest
 import weft
 from weft.errors import Infeasible, LayoutError
 from weft.lower import regions
-from weft.model.fold import propagate
+from weft.model.sharding.fold import propagate
 from weft.plan.store import read_plan, write_plan
 from weft.run.build import Source
 from weft.run.proof.verify import Verification

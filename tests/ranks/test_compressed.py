@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import weft
-from weft.cost.memory import PACKING
+from weft.cost.memory.memory import PACKING
 from weft.plan.compression import Compression
 from weft.plan.layout import Layout
 from weft.plan.plan import BUCKET_BYTES

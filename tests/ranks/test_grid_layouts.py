@@ -19,7 +19,7 @@ from traced import of, weights_after
 from twins import not_summed_over
 
 from weft.errors import LayoutError
-from weft.model import propagate as propagate_module
+from weft.model.sharding import propagate as propagate_module
 from weft.plan.layout import Layout
 from weft.plan.placement import is_shard
 from weft.plan.plan import Plan

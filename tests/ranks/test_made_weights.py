@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import weft
-from weft.model import labels
+from weft.model.dims import labels
 from weft.run.proof.verify import Verification
 
 

@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT))
 
 from bench.verify_all import Subject  # noqa: E402
 
-from weft.model.stages import links, split  # noqa: E402
+from weft.model.stages.stages import links, split  # noqa: E402
 from weft.plan.check import check as prove  # noqa: E402
 from weft.plan.layout import Layout  # noqa: E402
 from weft.plan.plan import Plan  # noqa: E402

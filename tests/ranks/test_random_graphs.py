@@ -18,7 +18,7 @@ from random_models import batch_of, layout_of, make
 
 import weft
 from weft.errors import Infeasible, LayoutError, ModelError, RankError
-from weft.model.sharding import FREE_LINKS
+from weft.model.sharding.sharding import FREE_LINKS
 from weft.plan.plan import Plan
 from weft.run.build import Traced
 from weft.run.proof.verify import Options, verify_on_rank

@@ -14,7 +14,7 @@ from twins import not_summed_over
 import weft
 from weft.errors import LayoutError
 from weft.lower.redistribute import redistribute
-from weft.model.sharding import move_collectives
+from weft.model.sharding.sharding import move_collectives
 from weft.plan.layout import Layout
 from weft.plan.placement import D, Halo, P, R, Shard, halo, pieces, shard
 from weft.plan.transition import sent_part

@@ -17,7 +17,7 @@ from traced import of, weights_after
 import weft
 from weft.lower.call import Call
 from weft.model.gradients import needs_gradient
-from weft.model.sharding import FREE_LINKS
+from weft.model.sharding.sharding import FREE_LINKS
 from weft.plan.layout import Layout
 from weft.plan.placement import dual
 from weft.plan.transition import sent_part, transition

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.model.additive import additive, coupling_words, microbatch_words
+from weft.model.batch.additive import additive, coupling_words, microbatch_words
+from weft.model.batch.normalise import SHARE, counted, normalised
 from weft.model.graph import Operator, Ref, Word
-from weft.model.normalise import SHARE, counted, normalised
 from weft.run.build import Source
 
 WIDTH, SAMPLES = 6, 8

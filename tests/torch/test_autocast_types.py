@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from weft.api import Source
-from weft.cost.memory import Inventory
-from weft.model import autocast as module
-from weft.model.autocast import autocast
+from weft.cost.memory.memory import Inventory
 from weft.model.graph import Graph, Operator, Ref, Word
+from weft.model.storage import autocast as module
+from weft.model.storage.autocast import autocast
 from weft.ops import Op, record_of
 
 

@@ -17,8 +17,8 @@ from bench.collectives_hosts import HOSTS, INSIDE, emulated
 from bench.collectives_programs import NAMES, Case, lines_of, page, predictions, rank_times, time_word, verdict
 
 from weft.cluster.cluster import Cluster, Device, Level, Link, Table
-from weft.cost.collectives import algorithms
-from weft.cost.network import Group
+from weft.cost.network.collectives import algorithms
+from weft.cost.network.network import Group
 from weft.world.launch import launch
 
 SMALL, LARGE = 64 << 10, 1 << 20

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from bench import memory
 from bench.memory import CAUSES, LAYOUTS, Row, conclusion, found, line, main, markdown, measure, picked
 
-from weft.cost.memory import MARGIN
+from weft.cost.memory.memory import MARGIN
 from weft.plan.layout import Layout
 from weft.zoo.resolve import resolve
 

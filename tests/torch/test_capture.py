@@ -23,8 +23,8 @@ from weft.lower.kernels.randomness import Draw
 from weft.lower.local import Lowering, lower
 from weft.model.gradients import learned
 from weft.model.graph import writes_buffer
-from weft.model.propagate import propagate
-from weft.model.stages import split
+from weft.model.sharding.propagate import propagate
+from weft.model.stages.stages import split
 from weft.run.build import Source
 
 

@@ -6,9 +6,9 @@ import pytest
 
 import weft
 from weft.cost.step import Pricer
-from weft.model.propagate import propagate
-from weft.model.sequences import sequences
-from weft.model.sharding import Prices
+from weft.model.dims.sequences import sequences
+from weft.model.sharding.propagate import propagate
+from weft.model.sharding.sharding import Prices
 from weft.plan.layout import Layout
 from weft.plan.placement import dual
 from weft.plan.plan import Plan

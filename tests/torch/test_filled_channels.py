@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from weft.capture.capture import Graph, capture
 from weft.cluster.cluster import Cluster
-from weft.cost.convolutions import FULL, Filling, filling
+from weft.cost.devices.convolutions import FULL, Filling, filling
 from weft.cost.step import Pricer
 from weft.model.work import differentiable, work
 from weft.plan.layout import Layout

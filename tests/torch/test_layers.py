@@ -11,9 +11,9 @@ import pytest
 from weft.cli import run
 from weft.cli.setting import Setting
 from weft.cluster.cluster import Cluster
-from weft.cost.layers import Layer, Way, layers
-from weft.cost.operators import OperatorPricer
-from weft.cost.parts import kept_bytes
+from weft.cost.operators.layers import Layer, Way, layers
+from weft.cost.operators.operators import OperatorPricer
+from weft.cost.operators.parts import kept_bytes
 from weft.plan.layout import Layout
 
 BATCH, RANKS = 8, 4

@@ -12,8 +12,8 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from weft.capture.capture import capture
-from weft.cost.convolutions import Own, own
-from weft.model.propagate import propagate
+from weft.cost.devices.convolutions import Own, own
+from weft.model.sharding.propagate import propagate
 
 PLAIN = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 TRANSPOSED = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from weft.capture.capture import capture
-from weft.model.axis_values import Given, Others
 from weft.model.graph import Graph
-from weft.model.propagate import propagate
-from weft.model.sharding import Prices
+from weft.model.sharding.axis_values import Given, Others
+from weft.model.sharding.propagate import propagate
+from weft.model.sharding.sharding import Prices
 from weft.plan.placement import Shard
 from weft.zoo.resolve import resolve
 

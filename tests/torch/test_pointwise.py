@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import weft
 from weft.capture.capture import capture
-from weft.model.pointwise import is_product, pays
+from weft.model.sharding.pointwise import is_product, pays
 
 
 class Net(nn.Module):

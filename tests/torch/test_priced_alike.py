@@ -14,7 +14,7 @@ from weft.cli import run
 from weft.cli.setting import Setting
 from weft.cluster.cluster import Cluster
 from weft.cost.step import Pricer
-from weft.model.stages import cuts
+from weft.model.stages.stages import cuts
 from weft.plan.layout import Layout
 from weft.plan.plan import Memory
 

@@ -28,9 +28,9 @@ from weft.cluster.probe.machine import fingerprint
 from weft.cluster.probe.operators import Layers, operators
 from weft.cluster.probe.rank import measure_alone, measure_rank, pace
 from weft.cluster.probe.timing import SURE, Case, Patience, Setting, interval, sample, spread
-from weft.cost.collectives import algorithms, choose
-from weft.cost.compute import Rates, block_work
-from weft.cost.network import Group
+from weft.cost.devices.compute import Rates, block_work
+from weft.cost.network.collectives import algorithms, choose
+from weft.cost.network.network import Group
 from weft.model.work import Work, work
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from weft.capture.capture import capture
-from weft.cost.recurrent import single_steps, workspace_bytes
+from weft.cost.devices.recurrent import single_steps, workspace_bytes
 from weft.model.work import kind_of
 
 PAGES = 8 * 4096  # parts begin at pages

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import weft
 from weft.errors import Infeasible
-from weft.model.samples import samples_elsewhere
+from weft.model.batch.samples import samples_elsewhere
 from weft.run.build import Source
 
 Batch = dict[str, Tensor]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from weft.lower.kernels import draws, stream
 from weft.lower.kernels.place import Box, Place, Samples
-from weft.model.drawn import Fold
+from weft.model.batch.drawn import Fold
 
 CPU = torch.device("cpu")
 KEY = stream.key_of(1, 2, 3)

@@ -9,7 +9,7 @@ import torch
 from test_capture import equal_to_eager
 from torch import Tensor, nn
 
-from weft.model.strided import Steps, as_windows
+from weft.model.storage.strided import Steps, as_windows
 
 
 def run(x: Tensor, steps: Steps) -> Tensor:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from weft.capture.capture import capture
-from weft.model.strides import Layouts, in_order, order_of, viewed
+from weft.model.storage.strides import Layouts, in_order, order_of, viewed
 
 
 @st.composite

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from weft.model.graph import Arg, Operator, Ref, Tensor, Word
-from weft.model.strides import dense
+from weft.model.storage.strides import dense
 from weft.ops import record_of, writes
 
 _SAME = {"contiguous", "to", "type_as", "alias", "clone", "dropout"}  # where they hand back what they were given

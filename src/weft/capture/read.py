@@ -16,7 +16,7 @@ from torch import nn
 
 from weft.errors import ModelError
 from weft.model.graph import FUNCTION, Arg, Function, Operator, Ref, Tensor, Word
-from weft.model.strided import as_windows
+from weft.model.storage.strided import as_windows
 from weft.ops import record_of, writes
 
 if TYPE_CHECKING:

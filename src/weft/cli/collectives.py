@@ -14,7 +14,7 @@ from weft.model.collector import uncollected
 
 if TYPE_CHECKING:
     from weft.cluster.cluster import Cluster
-    from weft.cost.collectives import Ways
+    from weft.cost.network.collectives import Ways
     from weft.plan.program import Program, Value
     from weft.report.canvas import Picture as Drawing
     from weft.report.collectives import Arrow
@@ -230,8 +230,8 @@ def _by_programs(collective: str, machines: Cluster | None, ranks: int, total: f
 
 def _by_forms(collective: str, machines: Cluster | None, ranks: int, total: float) -> Compared:
     """All-reduce programs in closed form."""
-    from weft.cost.collectives import FORMS, all_reduce_s
-    from weft.cost.traffic import moved
+    from weft.cost.network.collectives import FORMS, all_reduce_s
+    from weft.cost.network.traffic import moved
 
     rows, times = [], {}
     for name in FORMS:
@@ -253,8 +253,8 @@ def _ways(machines: Cluster | None, ranks: int, inside: int) -> Ways:
     """The links of a group of the first `ranks` ranks, without what it costs to add, as the programs are run here."""
     from dataclasses import replace
 
-    from weft.cost.collectives import Hop, Ways, ways
-    from weft.cost.network import Group
+    from weft.cost.network.collectives import Hop, Ways, ways
+    from weft.cost.network.network import Group
 
     if machines is None:
         hop = Hop(*EQUAL)
@@ -265,7 +265,7 @@ def _ways(machines: Cluster | None, ranks: int, inside: int) -> Ways:
 
 def _library(collective: str, machines: Cluster | None, ranks: int) -> list[float]:
     """Seconds of the library's own by SIZES; empty without a cluster, or for a collective of which nothing is known."""
-    from weft.cost.network import FACTORS, Group, collective_s
+    from weft.cost.network.network import FACTORS, Group, collective_s
 
     if machines is None or collective not in FACTORS:
         return []

@@ -70,7 +70,7 @@ def plan(  # noqa: PLR0913
 
 def _by_layer(plan: Plan, setting: Setting, out: Output) -> dict[str, object]:
     """The table of layers, over the ranks of the plan that share a machine; and its records."""
-    from weft.cost.layers import layers
+    from weft.cost.operators.layers import layers
     from weft.report.layers import layers_record, layers_table
 
     machines, layout = setting.cluster, plan.layout

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from weft.cli.output import Output
     from weft.cluster.cluster import Cluster
     from weft.model.graph import Graph
-    from weft.model.sharding import Sharding
+    from weft.model.sharding.sharding import Sharding
     from weft.run.build import Traced
     from weft.zoo.resolved import Resolved
 

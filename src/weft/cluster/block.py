@@ -1,4 +1,4 @@
-"""The transformer layers that the probe times whole, by their sizes; what they cost operator by operator is `weft.cost.compute`'s.
+"""The transformer layers that the probe times whole, by their sizes; what they cost operator by operator is `weft.cost.devices.compute`'s.
 
 Operators one by one do not show what a step does to caches, to memory and to the threads that wait for one another.
 """

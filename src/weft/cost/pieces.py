@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import inf, prod
 
 from weft.model.graph import Operator
-from weft.model.sharding import Move, Sharding
+from weft.model.sharding.sharding import Move, Sharding
 from weft.plan.axis import DATA, axis_of
 from weft.plan.placement import P, R, is_cut, is_piece, is_shard
 

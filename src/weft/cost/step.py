@@ -16,22 +16,22 @@ from functools import cache, cached_property, partial
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.cost import kernels
-from weft.cost.base import Base, Ends, Load, base_of, like
-from weft.cost.compute import Seconds, optimizer_s
-from weft.cost.copies import HOST_BYTES_PER_S, Copies
-from weft.cost.efficiency import Stack
-from weft.cost.gradients import exchange_s, summing_s
-from weft.cost.kinds import Kinds, Sections
-from weft.cost.memory import StageMemory, StageState, memory_of
-from weft.cost.network import send_s
-from weft.cost.operators import OperatorPricer
-from weft.cost.parts import even_sites
-from weft.cost.stage import StageCost, straggling, together
+from weft.cost.calibration.efficiency import Stack
+from weft.cost.devices import kernels
+from weft.cost.devices.compute import Seconds, optimizer_s
+from weft.cost.devices.copies import HOST_BYTES_PER_S, Copies
+from weft.cost.memory.memory import StageMemory, StageState, memory_of
+from weft.cost.network.network import send_s
+from weft.cost.operators.operators import OperatorPricer
+from weft.cost.operators.parts import even_sites
+from weft.cost.stages.base import Base, Ends, Load, base_of, like
+from weft.cost.stages.gradients import exchange_s, summing_s
+from weft.cost.stages.kinds import Kinds, Sections
+from weft.cost.stages.stage import StageCost, straggling, together
 from weft.errors import Infeasible
+from weft.model.dims.labels import expert_weights
 from weft.model.graph import statistics
-from weft.model.labels import expert_weights
-from weft.model.stages import Cut, Stage, cuts, split
+from weft.model.stages.stages import Cut, Stage, cuts, split
 from weft.model.work import MATMUL_KINDS
 from weft.plan.layout import Layout
 from weft.plan.plan import Memory, Prediction

@@ -19,11 +19,11 @@ from weft.lower.kernels.place import Place
 from weft.lower.kernels.randomness import Where
 from weft.lower.kernels.statistics import Parts
 from weft.lower.lowering import Lowering, Nodes, bind, operator_of
-from weft.model.drawn import drawn_shape
+from weft.model.batch.drawn import drawn_shape
 from weft.model.graph import Arg, Operator, Ref, Word
 from weft.model.graph import Tensor as Spec
-from weft.model.pointwise import is_product, read_shapes
-from weft.model.sharding import part_of
+from weft.model.sharding.pointwise import is_product, read_shapes
+from weft.model.sharding.sharding import part_of
 from weft.ops import Rule, record_of, windows_of
 from weft.ops.record import Op
 from weft.ops.rule import HALO, QUERIES

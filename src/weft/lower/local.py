@@ -23,8 +23,8 @@ from weft.lower.regions import Way, exchanged, runs
 from weft.lower.special import called
 from weft.model.gradients import needs_gradient
 from weft.model.graph import Operator, statistics, writes_buffer, written_buffers
-from weft.model.sharding import Owners, move_collectives
-from weft.model.stages import Stage
+from weft.model.sharding.sharding import Owners, move_collectives
+from weft.model.stages.stages import Stage
 from weft.plan.axis import axis_of
 from weft.plan.placement import D, P, Placement, R, is_owned, is_shard
 from weft.plan.transition import allowed

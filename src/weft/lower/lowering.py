@@ -17,10 +17,10 @@ from torch import fx
 from weft.lower.arrival import Arrival
 from weft.lower.kernels.randomness import Draw
 from weft.lower.redistribute import redistribute
-from weft.model.autocast import autocast
-from weft.model.drawn import Fold
+from weft.model.batch.drawn import Fold
 from weft.model.graph import Graph
-from weft.model.sharding import Sharding
+from weft.model.sharding.sharding import Sharding
+from weft.model.storage.autocast import autocast
 from weft.ops import draws
 from weft.plan.axis import axis_of
 from weft.plan.placement import D, P, Placement, R, Shard

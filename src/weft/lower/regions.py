@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from weft.model.graph import Operator
-from weft.model.sharding import Owners
+from weft.model.sharding.sharding import Owners
 from weft.plan.placement import Shard
 from weft.world.world import Group
 

@@ -15,8 +15,8 @@ from weft.ops import Rule, record_of, rule_of, writes
 from weft.ops.operator import DTYPE_BYTES, FUNCTION, NARROW, Arg, Function, Operator, Ref, Slot, Tensor, Word
 
 if TYPE_CHECKING:
-    from weft.model.branches import Region
-    from weft.model.fold import Fold
+    from weft.model.sharding.fold import Fold
+    from weft.model.stages.branches import Region
 
 __all__ = [
     "DTYPE_BYTES", "FUNCTION", "NARROW", "Arg", "Function", "Graph", "Operator", "Ref", "Slot", "Tensor", "Variable", "Word", "copied_into",
@@ -143,7 +143,7 @@ class Graph:
     @cached_property
     def fold(self) -> Fold | None:
         """The graph with its repeated layers once; None where too few repeat."""
-        from weft.model.fold import fold  # here, since folding is written in terms of Graph
+        from weft.model.sharding.fold import fold  # here, since folding is written in terms of Graph
 
         return fold(self)
 
@@ -154,29 +154,29 @@ class Graph:
 
     @cached_property
     def granules(self) -> tuple[Mapping[tuple[str, int], int], Mapping[tuple[str, int], int]]:
-        """`weft.model.labels.granules`, without and with `products`."""
-        from weft.model.labels import granules  # here, since labels are written in terms of Graph
+        """`weft.model.dims.labels.granules`, without and with `products`."""
+        from weft.model.dims.labels import granules  # here, since labels are written in terms of Graph
 
         return granules(self, self.rules, products=False), granules(self, self.rules, products=True)
 
     @cached_property
     def free(self) -> frozenset[str]:
-        """Names of the operators that follow from the batch and constants alone, see `weft.model.stages`."""
-        from weft.model.stages import free_operators  # here, since stages are written in terms of Graph
+        """Names of the operators that follow from the batch and constants alone, see `weft.model.stages.stages`."""
+        from weft.model.stages.stages import free_operators  # here, since stages are written in terms of Graph
 
         return frozenset(free_operators(self))
 
     @cached_property
     def regions(self) -> tuple[Region, ...]:
-        """Where branches run beside one another, see `weft.model.branches`."""
-        from weft.model.branches import regions  # here, since they are written in terms of Graph
+        """Where branches run beside one another, see `weft.model.stages.branches`."""
+        from weft.model.stages.branches import regions  # here, since they are written in terms of Graph
 
         return regions(self)
 
     @cached_property
     def held_together(self) -> frozenset[int]:
-        """Numbers of the operators before which no stage can begin, see `weft.model.stages`."""
-        from weft.model.stages import held_together
+        """Numbers of the operators before which no stage can begin, see `weft.model.stages.stages`."""
+        from weft.model.stages.stages import held_together
 
         return frozenset(held_together(self))
 

@@ -147,7 +147,7 @@ def storages(graph: Graph, copied: Collection[str] = frozenset()) -> dict[str, s
 
 
 def work(graph: Graph, cast: Callable[[Operator, Mapping[str, Tensor]], Mapping[str, Tensor]] | None = None) -> dict[str, Work]:
-    """The work of every operator, by its name. `cast`: what it reads in another dtype than it has, see `weft.model.autocast`."""
+    """The work of every operator, by its name. `cast`: what it reads in another dtype than it has, see `weft.model.storage.autocast`."""
     grads, tensors = differentiable(graph), graph.tensors
     found = {}
     for op in graph.operators:

@@ -2,7 +2,7 @@
 
 Kinds of dimensions: samples of the batch; features, which weights have too; experts, of which a weight has a matrix each; positions of
 an image (width is the last dimension, height the one before, planes the one before that; `outermost` is the first that an image has,
-whatever it is); positions of a sequence. `weft.model.labels` tells of each operator's labels which kind they are.
+whatever it is); positions of a sequence. `weft.model.dims.labels` tells of each operator's labels which kind they are.
 """
 
 from __future__ import annotations

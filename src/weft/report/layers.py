@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
-from weft.cost.layers import Layer, Way
+from weft.cost.operators.layers import Layer, Way
 from weft.report.tables import Table
 from weft.units import format_bytes, format_flops, format_seconds
 

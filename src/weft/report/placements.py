@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from weft.model.graph import Graph, Operator
-from weft.model.sharding import Sharding
+from weft.model.sharding.sharding import Sharding
 from weft.model.work import MATMUL_KINDS, differentiable, work
 from weft.plan.patterns import pattern_of
 from weft.plan.placement import P, Placement, R, is_owned, is_shard, is_whole

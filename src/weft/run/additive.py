@@ -14,9 +14,9 @@ from typing import Any
 from torch import Tensor
 
 from weft.capture.capture import Captured
-from weft.model.additive import Coupling, additive
+from weft.model.batch.additive import Coupling, additive
+from weft.model.batch.normalise import Normalised, counted, has_numbers_of, normalised
 from weft.model.graph import Graph, Operator
-from weft.model.normalise import Normalised, counted, has_numbers_of, normalised
 
 
 @dataclass(frozen=True)

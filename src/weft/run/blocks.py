@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from weft.model.graph import Graph, Variable, written_buffers
-from weft.model.sharding import Sharding
-from weft.model.stages import Stage
+from weft.model.sharding.sharding import Sharding
+from weft.model.stages.stages import Stage
 from weft.plan.mesh import Mesh
 from weft.plan.placement import is_owned, is_shard
 from weft.plan.program import Program

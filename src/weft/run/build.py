@@ -24,15 +24,15 @@ from weft.errors import Infeasible, LayoutError, ModelError
 from weft.lower.arrival import Arrival
 from weft.lower.kernels.randomness import Draw
 from weft.lower.local import Lowering, layer_of, lower
+from weft.model.batch.drawn import Fold, folds_of
+from weft.model.batch.normalise import Normalised
+from weft.model.batch.samples import check_samples
 from weft.model.collector import uncollected
-from weft.model.drawn import Fold, folds_of
 from weft.model.gradients import learned
 from weft.model.graph import Graph
-from weft.model.normalise import Normalised
-from weft.model.propagate import propagate
-from weft.model.sample_pieces import with_samples_of
-from weft.model.samples import check_samples
-from weft.model.sharding import Prices, Sharding, weighed
+from weft.model.sharding.propagate import propagate
+from weft.model.sharding.sample_pieces import with_samples_of
+from weft.model.sharding.sharding import Prices, Sharding, weighed
 from weft.plan.axis import axis_of, sample_axes
 from weft.plan.grid import AXES, PLAIN
 from weft.plan.patterns import expand_all

@@ -24,12 +24,12 @@ from weft.capture.modes import Modes
 from weft.errors import Infeasible, ModelError
 from weft.lower.local import Lowering, lower
 from weft.lower.lowering import Entering
+from weft.model.batch.samples import check_samples
 from weft.model.gradients import learned
 from weft.model.graph import Graph
-from weft.model.sample_pieces import with_samples_of
-from weft.model.samples import check_samples
-from weft.model.sharding import Sharding, Shards
-from weft.model.stages import Stage
+from weft.model.sharding.sample_pieces import with_samples_of
+from weft.model.sharding.sharding import Sharding, Shards
+from weft.model.stages.stages import Stage
 from weft.plan.mesh import Mesh
 from weft.plan.plan import Plan
 from weft.plan.precision import PRECISIONS

@@ -15,8 +15,8 @@ from typing import Protocol
 
 from weft.errors import LayoutError
 from weft.model.graph import Graph
-from weft.model.sharding import Sharding
-from weft.model.stages import Stage
+from weft.model.sharding.sharding import Sharding
+from weft.model.stages.stages import Stage
 from weft.plan.layout import Layout
 from weft.plan.mesh import Mesh
 from weft.plan.patterns import expand_all

@@ -12,12 +12,12 @@ from weft.errors import Infeasible
 from weft.lower.arrival import Arrival
 from weft.lower.kernels.randomness import Draw
 from weft.lower.local import LocalStage, Lowering
-from weft.model.additive import Coupling
-from weft.model.drawn import Fold
+from weft.model.batch.additive import Coupling
+from weft.model.batch.drawn import Fold
+from weft.model.batch.normalise import Normalised
 from weft.model.graph import Graph, Variable
-from weft.model.normalise import Normalised
-from weft.model.sharding import Sharding
-from weft.model.stages import Stage, links
+from weft.model.sharding.sharding import Sharding
+from weft.model.stages.stages import Stage, links
 from weft.plan.plan import Plan
 from weft.plan.program import Program
 from weft.run.sizes import Sized

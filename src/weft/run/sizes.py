@@ -17,10 +17,10 @@ from torch import Tensor
 
 from weft.errors import Infeasible
 from weft.lower.local import LocalStage, Lowering, lower
+from weft.model.batch.normalise import Normalised
 from weft.model.graph import Graph, Operator
-from weft.model.normalise import Normalised
-from weft.model.sample_pieces import Shares, with_samples_of
-from weft.model.sharding import Sharding
+from weft.model.sharding.sample_pieces import Shares, with_samples_of
+from weft.model.sharding.sharding import Sharding
 from weft.plan.axis import DATA
 from weft.plan.layout import Layout
 from weft.plan.placement import is_shard

@@ -3,7 +3,7 @@
 Ranks are numbered through the cluster as it is built, neighbours in one node. A message takes the link of the innermost level that has
 both of its ends; where a unit has several ports its ranks share them evenly, each message on one. Not modelled: what posting a message
 costs its sender, which makes many small ones at once look free, and protocols of a library,
-which `weft.cost.network` prices for its own algorithms.
+which `weft.cost.network.network` prices for its own algorithms.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from weft.cost.memory import state_bytes
+from weft.cost.memory.memory import state_bytes
 from weft.cost.step import Pricer
 from weft.errors import Infeasible, LayoutError
 from weft.plan.axis import DATA, EXPERT

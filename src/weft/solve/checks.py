@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from weft.cluster.cluster import Cluster
-from weft.cost.parts import block
+from weft.cost.operators.parts import block
 from weft.cost.step import Pricer, together
 from weft.errors import Infeasible, LayoutError
+from weft.model.dims.labels import expert_weights
 from weft.model.graph import Graph
-from weft.model.labels import expert_weights
 from weft.plan.layout import Layout
 from weft.plan.microbatches import sizes_of_plan
 from weft.schedules import schedule_of

@@ -8,8 +8,8 @@ input are branches as well, and tensor ranks do more for them.
 from __future__ import annotations
 
 from weft.cluster.cluster import Cluster
-from weft.model.branches import Region, balanced
 from weft.model.graph import Graph
+from weft.model.stages.branches import Region, balanced
 from weft.model.work import operator_flops
 
 PART = 0.5  # of the model's FLOPs that branches must be

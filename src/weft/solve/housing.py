@@ -1,7 +1,7 @@
 """A layout that does not fit, with the fewest layers of its stages moved and repeated under which it does, by the prices.
 
 In: a pricer, a layout, where its stages begin. Out: the same layout with layers of every stage moved and repeated under which it fits and
-is fastest: moving costs nothing while copies hide behind the stage's compute (`weft.cost.copies`), repeating costs a forward. Stages of
+is fastest: moving costs nothing while copies hide behind the stage's compute (`devices/copies`), repeating costs a forward. Stages of
 different ranks do not share memory, so the fastest of each rank are the fastest of all. No choice takes less than `least_more_s`.
 
 Not modelled: stages that are on several ranks.
@@ -16,10 +16,10 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.cost.compute import Seconds
-from weft.cost.copies import HOST_SLOWS
-from weft.cost.memory import MARGIN, StageMemory
-from weft.cost.stage import StageCost, by_moment, together
+from weft.cost.devices.compute import Seconds
+from weft.cost.devices.copies import HOST_SLOWS
+from weft.cost.memory.memory import MARGIN, StageMemory
+from weft.cost.stages.stage import StageCost, by_moment, together
 from weft.cost.step import Pricer
 from weft.errors import Infeasible, LayoutError
 from weft.plan.layout import Layout

@@ -10,8 +10,8 @@ from __future__ import annotations
 from math import prod
 
 from weft.cluster.cluster import Cluster
+from weft.model.dims.sequences import sequences
 from weft.model.graph import Graph
-from weft.model.sequences import sequences
 from weft.ops import record_of
 
 LARGE = 1 << 18  # positions of an image from which on it is shared: 512 x 512

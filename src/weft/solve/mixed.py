@@ -15,13 +15,13 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 
 from weft.cluster.cluster import Cluster, Level
-from weft.cost.memory import StageMemory
-from weft.cost.network import send_s
-from weft.cost.operators import Array
+from weft.cost.memory.memory import StageMemory
+from weft.cost.network.network import send_s
+from weft.cost.operators.operators import Array
 from weft.cost.step import Pricer, StageCost
 from weft.errors import Infeasible
 from weft.model.graph import Graph
-from weft.model.sharding import Shards
+from weft.model.sharding.sharding import Shards
 from weft.plan.layout import Layout
 from weft.plan.microbatches import sizes_of_plan
 from weft.plan.placement import apportioned

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-from weft.model.stages import Cut
+from weft.model.stages.stages import Cut
 
 MOST_CUTS = 400
 WIDE, FINE = 0.75, 0.25  # of a stage's even share: work between two places from which on there are more of them, and how much is left

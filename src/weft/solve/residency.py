@@ -17,9 +17,9 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.cost.base import NOTHING, Ends, Load
-from weft.cost.compute import Seconds
-from weft.cost.copies import Copies
+from weft.cost.devices.compute import Seconds
+from weft.cost.devices.copies import Copies
+from weft.cost.stages.base import NOTHING, Ends, Load
 from weft.errors import Infeasible
 from weft.units import format_bytes
 

@@ -15,16 +15,16 @@ from itertools import permutations
 
 from weft.cluster.cluster import Cluster
 from weft.cluster.mixed import reordered
-from weft.cost.gradients import best_bucket_bytes
+from weft.cost.stages.gradients import best_bucket_bytes
 from weft.cost.step import Pricer
 from weft.errors import Infeasible, UsageError
-from weft.model.additive import additive, microbatch_words
+from weft.model.batch.additive import additive, microbatch_words
+from weft.model.batch.normalise import counted
+from weft.model.batch.samples import check_samples, samples_elsewhere
 from weft.model.collector import uncollected
 from weft.model.graph import Graph
-from weft.model.normalise import counted
-from weft.model.samples import check_samples, samples_elsewhere
-from weft.model.sharding import Shards
-from weft.model.stages import links
+from weft.model.sharding.sharding import Shards
+from weft.model.stages.stages import links
 from weft.plan.axis import DATA
 from weft.plan.check import check
 from weft.plan.layout import Layout

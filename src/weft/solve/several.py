@@ -15,7 +15,7 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.cost.stage import StageCost
+from weft.cost.stages.stage import StageCost
 from weft.errors import Infeasible
 from weft.schedules import Held
 from weft.units import format_bytes

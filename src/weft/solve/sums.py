@@ -8,8 +8,8 @@ were measured, the predicted best; of others, two levels.
 from __future__ import annotations
 
 from weft.cluster.cluster import Cluster
-from weft.cost.collectives import MARGIN, algorithms, choose
-from weft.cost.network import Group, path
+from weft.cost.network.collectives import MARGIN, algorithms, choose
+from weft.cost.network.network import Group, path
 from weft.plan.choice import AUTO, NATIVE, Choices
 from weft.plan.layout import Layout
 from weft.plan.plan import BUCKET_BYTES

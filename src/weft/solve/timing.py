@@ -15,11 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft import schedules
-from weft.cost.memory import MARGIN
-from weft.cost.network import send_s
+from weft.cost.memory.memory import MARGIN
+from weft.cost.network.network import send_s
 from weft.cost.step import Pricer, StageCost
 from weft.errors import Infeasible
-from weft.model.stages import Cut, Stage, links
+from weft.model.stages.stages import Cut, Stage, links
 from weft.plan.choice import AUTO
 from weft.plan.layout import Layout
 from weft.plan.microbatches import sizes_of_plan

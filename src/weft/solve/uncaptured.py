@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from weft.cluster.cluster import Cluster
-from weft.cost.memory import state_bytes
+from weft.cost.memory.memory import state_bytes
 from weft.errors import Infeasible
 from weft.plan.layout import Layout
 from weft.plan.plan import Plan, check_uncaptured

@@ -18,7 +18,7 @@ from statistics import median
 from typing import Any
 
 from weft.errors import CheckpointError, ConfigError, Infeasible, ModelError, RunError
-from weft.model.additive import microbatch_words
+from weft.model.batch.additive import microbatch_words
 from weft.plan.plan import Plan
 from weft.run.engine import Engine, OnDevice
 from weft.run.state import checkpoint

@@ -1,7 +1,7 @@
 """An oracle of propagation: which label of every operator is cut over a mesh axis, by integer programming. In: a graph, axes, prices, a
 memory budget. Out: an `Assignment` with its proven bound.
 
-One axis after the other, as `model/propagate` does; `data` is completed by propagation, since it cuts samples and nothing else. Along
+One axis after the other, as propagation does; `data` is completed by propagation, since it cuts samples and nothing else. Along
 an axis the optimum is proven for the prices of the search, with repeated layers placed alike. Not modelled: overlap, and choices of
 two axes that would only pay together.
 """
@@ -20,11 +20,11 @@ from placements_oracle.price import Cost, price
 from placements_oracle.repeats import representatives
 from placements_oracle.tables import DEFERRED, Axis, Tables, tables
 from weft.errors import Infeasible, UsageError
-from weft.model.axis_problem import Choice
-from weft.model.axis_values import Given, Others
 from weft.model.graph import Graph
-from weft.model.propagate import given_dims, propagate
-from weft.model.sharding import Prices, Sharding, Shards
+from weft.model.sharding.axis_problem import Choice
+from weft.model.sharding.axis_values import Given, Others
+from weft.model.sharding.propagate import given_dims, propagate
+from weft.model.sharding.sharding import Prices, Sharding, Shards
 from weft.plan.placement import Placement, R, is_shard
 
 __all__ = ["Assignment", "Budget", "Bytes", "Cost", "Solved", "exceptions", "solve_placements"]

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from placements_oracle.tables import Tables
 from weft.errors import UsageError
-from weft.model.axis_problem import Choice
 from weft.model.graph import Graph
+from weft.model.sharding.axis_problem import Choice
 from weft.model.work import MATMUL_KINDS
 from weft.plan.placement import Placement, R, is_shard
 

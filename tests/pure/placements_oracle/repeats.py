@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from weft.errors import LayoutError
-from weft.model.fold import alike
 from weft.model.graph import Graph
+from weft.model.sharding.fold import alike
 
 WEIGHTED = 2  # operators with a weight matrix that a block has at least
 NEAR = 64  # occurrences of an operator's like that are tried as the beginning of the next block

@@ -3,7 +3,7 @@
 Operators that are placed alike (`model/repeats`) are one `Kind` with the choices that they have in common. Every value is a `Flow`: the
 forms in which it may begin, and its readers in order; values whose flows are equal are one flow with a count.
 
-Prices are finer than those of `model/propagate`: an operator's backward has its own work, a redistribution also copies what it sends,
+Prices are finer than those of propagation: an operator's backward has its own work, a redistribution also copies what it sends,
 and gradients that training never asks for (of the batch) cost nothing.
 
 What is whole on every rank, made by a replicated operator or stored, and read as D alone, is never summed where it is read: the
@@ -21,9 +21,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import cast
 
-from weft.cost.memory import Inventory
-from weft.model.axis_problem import AxisProblem, Choice
+from weft.cost.memory.memory import Inventory
 from weft.model.graph import Graph, Operator, written_buffers
+from weft.model.sharding.axis_problem import AxisProblem, Choice
 from weft.plan.placement import D, Interned, Placement, R, Shard
 
 Word = tuple[Placement, ...]  # the forms in which one operator reads one value, each once; () where any will do

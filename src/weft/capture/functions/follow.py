@@ -17,9 +17,9 @@ from math import isclose
 from typing import NamedTuple
 
 from weft.capture.functions.trace import Joint
+from weft.model.dims.labels import by_label
 from weft.model.graph import Operator, Ref, Tensor
 from weft.model.joined import Joined
-from weft.model.labels import by_label
 from weft.ops import Op, by_elements, draws, record_of, rule_of
 from weft.ops.linear import together
 from weft.ops.rule import BLOCKED, Labels, Rule

@@ -1,4 +1,4 @@
-"""What ranks tell one another, timed. In: a world. Out: seconds by bytes, as tables that `weft.cost.collectives` reads. [torch]"""
+"""What ranks tell one another, timed. In: a world. Out: seconds by bytes, as tables that `weft.cost.network.collectives` reads. [torch]"""
 
 from __future__ import annotations
 

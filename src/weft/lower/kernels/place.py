@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import prod
 
 from weft.errors import LayoutError
-from weft.model.drawn import Fold
+from weft.model.batch.drawn import Fold
 
 Steps = tuple[tuple[int, int], ...]  # (how many, how far apart), the outermost first
 

@@ -25,7 +25,7 @@ from weft.capture.nesting import batch_size_of, leaves, rebuild
 from weft.capture.state import set_state, state_of
 from weft.lower.double import doubled, is_double, widened
 from weft.lower.kernels.place import Samples
-from weft.model.drawn import Fold
+from weft.model.batch.drawn import Fold
 from weft.plan.placement import pieces
 from weft.plan.plan import Plan
 from weft.plan.precision import PRECISIONS

@@ -34,9 +34,9 @@ from torch import Tensor, nn
 from weft.capture.capture import Loss
 from weft.errors import ModelError, WeftError
 from weft.lower.kernels.draws import SUPPORTED
-from weft.model.additive import coupling_words, own_statistics
+from weft.model.batch.additive import coupling_words, own_statistics
 from weft.model.derivatives import without_gradient
-from weft.model.sharding import FREE_LINKS
+from weft.model.sharding.sharding import FREE_LINKS
 from weft.ops import draws
 from weft.plan.compression import Compression
 from weft.plan.layout import Layout

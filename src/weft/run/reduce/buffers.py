@@ -19,7 +19,7 @@ from torch import Tensor
 from weft.errors import Infeasible
 from weft.lower.kernels.statistics import Later
 from weft.model.graph import Operator, writes_buffer, written_buffers
-from weft.model.stages import Stage
+from weft.model.stages.stages import Stage
 from weft.ops import record_of
 from weft.plan.mesh import Mesh
 from weft.plan.program import Compute, Op, Program

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from weft.model.graph import Graph
-from weft.model.stages import Stage
+from weft.model.stages.stages import Stage
 from weft.model.work import stage_work, work
 from weft.plan.layout import Layout
 from weft.plan.lending import beside, threads_of

@@ -18,9 +18,9 @@ from torch import Tensor
 from weft.errors import Infeasible
 from weft.lower.arrival import Arrival
 from weft.lower.local import LocalStage, lower
-from weft.model.normalise import Normalised, Total
-from weft.model.sharding import Sharding
-from weft.model.stages import Stage
+from weft.model.batch.normalise import Normalised, Total
+from weft.model.sharding.sharding import Sharding
+from weft.model.stages.stages import Stage
 from weft.plan.axis import axis_of
 from weft.plan.placement import P, R, is_shard
 from weft.run.parts import Parts

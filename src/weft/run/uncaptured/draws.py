@@ -17,7 +17,7 @@ from torch import Tensor
 from weft.lower.kernels.draws import DROPS, SUPPORTED, drawn, dropped_as, named
 from weft.lower.kernels.place import Place, Samples
 from weft.lower.kernels.randomness import Draw
-from weft.model.drawn import Fold
+from weft.model.batch.drawn import Fold
 from weft.world import private
 
 _COMPOSED = {"dropout", "scaled_dot_product_attention"} | DROPS - {"native_dropout"}  # dispatched as what they are made of

@@ -36,8 +36,8 @@ from weft.lower.local import LocalStage
 from weft.lower.redistribute import redistribute
 from weft.model.graph import Graph, Variable
 from weft.model.graph import Tensor as Spec
-from weft.model.sharding import Sharding
-from weft.model.stages import Stage
+from weft.model.sharding.sharding import Sharding
+from weft.model.stages.stages import Stage
 from weft.plan.axis import DATA
 from weft.plan.layout import Layout
 from weft.plan.placement import D, P, Placement, R, Shard

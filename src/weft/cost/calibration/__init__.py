@@ -1,0 +1,1 @@
+"""Constants that were measured or published, and their fit."""

@@ -1,0 +1,190 @@
+"""Seconds of one operator on one rank of processors. In: its `Work`, how it is cut, a rank's `Speed`. Out: forward and backward seconds.
+
+Roofline (Williams et al. 2009) of the rate that each kind of operator reaches in training: matrix products by FLOPs, the rest by the
+bytes that they move, and the least that a call of its kind takes for each. A product also packs its weights anew in every call, forward,
+for the input's gradient and for their own: what a microbatch costs however few samples it has. Then times what a few whole layers took
+over the sum of their operators, where that was measured (`weft.cluster.block`), since a step finds colder caches than an operator alone;
+what layers with next to nothing in them took says it of the beginning of calls. Weights' gradients are added up by stage
+(`weft.cost.stages.base`). A label cut over an axis divides FLOPs and bytes by the axis's size. Convolutions fill blocks of
+channels (`convolutions`), and in groups of few channels run at rates of their own. GPUs are priced by `kernels`. Not
+modelled: the lower efficiency of odd shapes beyond that, fusion by a compiler, clocks that fall under load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from weft.cluster.block import FEW, WHOLE, Block
+from weft.cluster.cluster import BESIDES, GROUPED, SCORES, START, STEPPED, WEIGHTS, Speed
+from weft.model.work import MATMUL_KINDS, Work
+from weft.plan.precision import PRECISIONS
+
+ATTENTION = 0.6  # against large products, where it was not measured
+GROUPED_PARTS = {1: 0.04, 4: 0.11}  # of the rate of convolutions, groups of so many channels, where they were not measured
+STEP_OPERATORS = 12  # of a GRU, forward
+SCORED_AGAIN = 2.5  # times attention's forward is its backward, as products and as scores
+VIEWS = 5  # of a layer of a `Block`: heads told apart and put in front, and back
+LEAST = 0.5  # of what it takes alone, that an operator takes in a model at least: less would be noise
+
+
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """Forward and backward of one operator or stage, for one microbatch."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.backward
+
+    def __add__(self, other: Seconds) -> Seconds:
+        return Seconds(self.forward + other.forward, self.backward + other.backward)
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """A rank's rates at one precision: FLOP/s and bytes/s by kind of operator; made once, asked for every operator.
+
+    `by_kind`: the speed's rates. In a model over alone: `whole`, seconds that follow sizes, and `begins`, those of beginning a call.
+    """
+
+    speed: Speed
+    precision: str
+    flops: float
+    moved: float  # bytes that move for each that is counted: in float64 twice, in bfloat16 they are counted as autocast has them
+    by_kind: Mapping[str, float]
+    whole: float = 1.0
+    begins: float = 1.0
+    is_cast: bool = False  # products have 16-bit operands
+
+    @classmethod
+    def of(cls, speed: Speed, precision: str) -> Rates:
+        """Raises `KeyError` where the speed has no such precision: the search asks for none that the device lacks."""
+        flops, is_cast = dict(speed.flops), bool(PRECISIONS[precision].products)
+        if precision not in flops and PRECISIONS[precision].scaled:  # not measured on processors: not faster than float32, often slower
+            return replace(cls.of(speed, "float32"), is_cast=True)
+        wide = 2.0 if precision == "float64" else 1.0
+        apart = cls(speed, precision, flops[precision], wide, dict(speed.rates), is_cast=is_cast)
+        threads = max(1, speed.threads)
+        measured = apart.by_kind.get(WHOLE.rate(precision))
+        if measured is None:
+            return apart
+        whole_s, (sized, begun) = threads / measured, apart._block(WHOLE, WHOLE.sequences * threads)
+        if (rate := apart.by_kind.get(FEW.rate(precision))) is None:
+            each = whole_s / (sized + begun)
+            return replace(apart, whole=each, begins=each)
+        # Two blocks and two unknowns: one block is nearly all sizes, the other nearly all beginning.
+        few_s, (few_sized, few_begun) = 1 / rate, apart._block(FEW, FEW.sequences)
+        spread = sized * few_begun - begun * few_sized
+        whole, begins = (whole_s * few_begun - few_s * begun) / spread, (few_s * sized - whole_s * few_sized) / spread
+        return replace(apart, whole=max(LEAST, whole), begins=max(LEAST, begins))
+
+    def _block(self, block: Block, sequences: int) -> tuple[float, float]:
+        """Seconds of a block's operators one by one: those that follow sizes, and those of beginning."""
+        works = list(block_work(block, sequences, self.is_cast))
+        begun = sum(self._host(1, work.kind) + self._host(2, work.kind) for work in works)
+        return sum(self.seconds(work).total for work in works) - begun, begun
+
+    def seconds(self, work: Work, divide: float = 1.0, scale: float = 1.0) -> Seconds:
+        """One operator cut `divide` ways, at `scale` times the graph's batch."""
+        if work.kind == "view":
+            return Seconds(self._host(1, "view"), self._host(2, "view"))
+        part = scale / divide
+        packed = self._packed(work.kind, work.weight_bytes / divide)
+        scored = self._scores(work.scores * part)
+        slower = self._slower(work.channels)
+        weights, casts = work.weight_bytes * part, self._cast(work.cast_bytes * part)
+        stepped = self._stepped(work.steps)
+        forward = self._one(work.kind, slower * work.flops * part, work.bytes * part, 1, weights) + packed + scored + casts + stepped
+        if not work.backward_bytes:
+            return Seconds(forward)
+        backward = self._one(work.kind, slower * work.backward_flops * part, work.backward_bytes * part, 2, 2 * weights)
+        backward += self._cast(work.backward_cast_bytes * part) + 2 * stepped
+        return Seconds(forward, backward + 2 * packed + SCORED_AGAIN * scored)
+
+    @property
+    def known(self) -> str:
+        """The precision whose figures stand for this one's where only products were measured in it."""
+        return "float32" if self.precision == "float64" else self.precision
+
+    def _stepped(self, steps: float) -> float:
+        """To begin the operators of a recurrence's steps, one way: however many samples and states there are."""
+        rate = self.by_kind.get(STEPPED)
+        return steps * (STEP_OPERATORS * self.speed.launch_s if rate is None else 1 / rate)
+
+    def _slower(self, channels: float) -> float:
+        """Times as long a convolution's FLOPs take in groups of few channels, whose own fill little of a vector, into it and out of it."""
+        if not channels:
+            return 1.0
+        whole = self.by_kind.get(f"convolution.{self.precision}", self.flops)
+        one, four = (self.by_kind.get(f"{GROUPED}{n}.{self.known}", part * whole) for n, part in GROUPED_PARTS.items())
+        return max(1.0, whole / max(one, four * (channels / 4) ** 2))
+
+    def _packed(self, kind: str, size_bytes: float) -> float:
+        """To pack a product's weights once, where it was measured what that takes."""
+        rate = self.by_kind.get(WEIGHTS + kind)
+        if rate is None:
+            return 0.0
+        return self._width * size_bytes / rate * self.whole
+
+    @property
+    def _width(self) -> float:
+        """Of a weight that a product reads, against float32."""
+        return 0.5 if self.is_cast else self.moved
+
+    def _cast(self, moved: float) -> float:
+        """To have operands, or their gradients, in another dtype."""
+        return moved / self.by_kind.get("cast", self.speed.memory_bandwidth_bytes_per_s) * self.whole
+
+    def _scores(self, number: float) -> float:
+        """What attention does once for every score, where that was measured apart from its products."""
+        rate = self.by_kind.get(SCORES + self.known)
+        return number / rate * self.whole if rate else 0.0
+
+    def _host(self, launches: int, kind: str) -> float:
+        calls = self.by_kind.get(START + kind)
+        return launches * self.begins * (self.speed.launch_s if calls is None else 1 / calls)
+
+    def _one(self, kind: str, flops: float, moved: float, launches: int, weights: float) -> float:
+        """One way. `weights`: of the bytes that a product moves those of its weights, which it packs."""
+        rates, bandwidth = self.by_kind, self.speed.memory_bandwidth_bytes_per_s
+        besides = rates.get(f"{BESIDES}{kind}.{self.known}")
+        if besides is not None:
+            moved = max(0.0, moved - self._width / self.moved * weights)
+        moved *= self.moved
+        if kind in MATMUL_KINDS:
+            reached = rates.get(f"{kind}.{self.precision}", self.flops * (ATTENTION if kind == "attention" else 1.0))
+            busy = max(flops / reached, moved / bandwidth) if besides is None else flops / reached + moved / besides
+        else:
+            busy = moved / rates.get(kind, bandwidth)
+        return self._host(launches, kind) + busy * self.whole
+
+
+def block_work(block: Block, sequences: int, is_cast: bool = False) -> Iterator[Work]:
+    """What the operators of a block cost for a batch of `sequences`. `is_cast`: under autocast, where norms and sums stay float32."""
+    h, tokens = block.hidden, sequences * block.sequence
+    x, half = 4.0 * tokens * h, 0.5 if is_cast else 1.0
+
+    def linear(into: int, out: int, after_norm: bool = False) -> Work:
+        flops, read, wrote, weight = 2.0 * into * out * tokens, into / h * x, out / h * x, 4.0 * (into * out + out)
+        moved = half * (read + wrote + weight), half * (wrote + 2 * read + 2 * weight)
+        cast = 1.5 * (weight + (read if after_norm else 0.0)) * is_cast
+        return Work("linear", flops, 2 * flops, *moved, weight_bytes=4.0 * into * out, cast_bytes=cast, backward_cast_bytes=cast)
+
+    scores = 4.0 * tokens * block.sequence * h
+    for _ in range(block.layers):
+        yield from (Work("norm", bytes=2 * x, backward_bytes=3 * x),) * 2
+        yield from (linear(h, 3 * h, after_norm=True), linear(h, h), linear(h, 4 * h, after_norm=True), linear(4 * h, h))
+        attended = half * 4 * x, half * 8 * x
+        yield Work("attention", scores, SCORED_AGAIN * scores, *attended, scores=tokens * block.heads * block.sequence)
+        yield Work("activation", bytes=half * 8 * x, backward_bytes=half * 12 * x)
+        yield from (Work("elementwise", bytes=(2 + half) * x, backward_bytes=(2 + half) * x),) * 2
+        yield from (Work("view"),) * VIEWS
+
+
+def optimizer_s(speed: Speed, num_parameters: float, states: int = 2) -> float:
+    """Seconds of an optimizer step: reads weight, gradient and states, writes weight and states, in float32."""
+    moved = 4.0 * num_parameters * (3 + 2 * states)
+    return moved / dict(speed.rates).get("optimizer", speed.memory_bandwidth_bytes_per_s)

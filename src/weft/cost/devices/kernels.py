@@ -1,0 +1,203 @@
+"""Seconds of one operator's kernels on one GPU. In: its local sizes, an efficiency set (`Stack`), a device. Out: forward and backward.
+
+A matrix product takes its FLOPs at the part of the peak that large products reach, and a part of the time that its operands take
+through memory: so efficiency falls smoothly with the smallest of its local m, n and k (for k = n -> infinity it is that part; the
+roofline's ridge, Williams et al. 2009, sets where it halves). What moves bytes only takes them at the part of the bandwidth that such
+kernels reach. Attention either keeps its scores (written and read by each kernel of the softmax) or is one fused kernel, whose rate rises
+with positions and the size of heads, and which skips what a causal mask hides. The host that
+launches kernels runs ahead of them: a layer takes the longer of the two, and a little more where they are close (`together`). Not
+modelled: waves of tiles, and what stays in caches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.cluster.cluster import Device
+from weft.cost.calibration.efficiency import Stack
+from weft.cost.devices.compute import Seconds
+from weft.cost.devices.convolutions import FULL, NEVER, Filling, Own
+from weft.model.work import MATMUL_KINDS
+
+# Kernels that a framework launches for an operator, forward and backward (biases, dropout and casts are in them or fused to them).
+LAUNCHES: dict[str, tuple[int, int]] = {
+    "linear": (2, 4), "attention": (8, 12), "convolution": (2, 4), "recurrent": (4, 8), "norm": (1, 2), "batch_norm": (1, 2),
+    "activation": (1, 1),
+    "elementwise": (2, 2), "softmax": (12, 6), "gather": (2, 4), "make": (1, 0),
+}  # fmt: skip
+FUSED_ATTENTION = (2, 3)
+UNFUSED_SOFTMAX = (10, 6)  # more kernels, where the fused softmax does not apply
+CLOSE = 3.0  # exponent of the mean of host and device; fitted with stack."a100-megatron-deepspeed"
+ALIGNED = 8  # sides of 16-bit products that fill the matrix units: NVIDIA's deep learning performance guide, "matrix multiplication"
+WIDTH = {"float64": 8.0, "float32": 4.0, "tf32": 4.0, "bfloat16": 2.0, "float16": 2.0, "float8": 2.0}  # bytes an element that moves
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Bytes that an operator moves, forward and backward, and those of its casts."""
+
+    bytes: float = 0.0
+    backward_bytes: float = 0.0
+    cast_bytes: float = 0.0
+    backward_cast_bytes: float = 0.0
+
+
+NOTHING = Moved()
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One operator at its local sizes. `flops`, `backward_flops`: of products. `bytes`, `backward_bytes`: moved, in float32.
+
+    `m`, `n`, `k`: of a product, n with those of its siblings (products of one input run as one), of which `share` is this operator's.
+    `scores`, `heads`: of attention: how many scores, and how many heads times samples; `visible`: the part of the scores that a causal
+    mask leaves; `head`: of a head's values. `weight_bytes`: of operands that are the same for
+    every sample, in float32. On processors, `filling`: of blocks of channels; `own`: when torch makes it itself, not oneDNN; `cast_bytes`,
+    `backward_cast_bytes`: moved to cast operands and their gradients; `steps`: of a recurrence that run one by one.
+    `fixed`: of what is moved that of weights and their gradients, which is as much however many rows there are.
+    """
+
+    kind: str
+    flops: float = 0.0
+    backward_flops: float = 0.0
+    bytes: float = 0.0
+    backward_bytes: float = 0.0
+    m: float = 0.0
+    n: float = 0.0
+    k: float = 0.0
+    share: float = 1.0
+    scores: float = 0.0
+    heads: float = 0.0
+    weight_bytes: float = 0.0
+    filling: Filling = FULL
+    own: Own = NEVER
+    cast_bytes: float = 0.0
+    backward_cast_bytes: float = 0.0
+    steps: float = 0.0
+    visible: float = 1.0
+    head: float = 0.0
+    fixed: Moved = NOTHING
+
+    def seconds(self, device: Device, stack: Stack, precision: str) -> tuple[Seconds, Seconds]:
+        """What the host takes to launch it, and what the device takes to run it, forward and backward.
+
+        Raises:
+            Infeasible: the device lacks the precision.
+        """
+        if self.kind == "view":
+            return Seconds(), Seconds()
+        forward, backward = LAUNCHES.get(self.kind, LAUNCHES["elementwise"])
+        if self.kind == "attention":
+            busy, (forward, backward) = self._attention(device, stack, precision)
+        elif self.kind in MATMUL_KINDS:
+            busy = self._product(device, stack, precision)
+        else:
+            busy = self._moved(device, stack, precision)
+        behind = self.backward_bytes > 0
+        host = Seconds(forward * self.share * stack.launch_s, backward * self.share * stack.launch_s * behind)
+        return host, Seconds(busy.forward, busy.backward * behind)
+
+    def _product(self, device: Device, stack: Stack, precision: str) -> Seconds:
+        peak = device.peak(precision) * stack.matmul * stack.sustained
+        width = WIDTH[precision]
+        if not self.n:
+            operands = Seconds(self.bytes * width / 4, self.backward_bytes * width / 4)
+        else:
+            if width == 2.0 and any(side % ALIGNED for side in (int(self.m), int(self.n), int(self.k))):
+                peak *= stack.unaligned
+            one = width * (self.m * self.k + self.k * self.n + self.m * self.n) * self.share
+            operands = Seconds(one, one * self.backward_flops / self.flops)
+        through = stack.operands / device.memory_bandwidth_bytes_per_s
+        begin = stack.product_s * self.share
+        products = self.backward_flops / self.flops if self.flops else 0.0  # one for each operand that has a gradient
+        return Seconds(
+            self.flops / peak + operands.forward * through + begin,
+            self.backward_flops / peak + operands.backward * through + products * begin,
+        )
+
+    def _moved(self, device: Device, stack: Stack, precision: str) -> Seconds:
+        width = WIDTH[precision] / 4
+        factor = stack.traffic
+        if self.kind == "softmax":
+            width, factor = 1.0, stack.loss_traffic  # losses are float32
+        rate = factor * width / (device.memory_bandwidth_bytes_per_s * stack.bandwidth)
+        return Seconds(self.bytes * rate, self.backward_bytes * rate)
+
+    def _attention_rate(self, stack: Stack) -> float:
+        """Part of the peak that fused attention reaches forward, on the scores that it forms."""
+        positions = self.scores / self.heads if self.heads else 0.0  # of queries times those of keys
+        slower = 1 + stack.attention_positions / positions**0.5 if positions else 1.0
+        return stack.attention_peak / slower / (1 + stack.attention_head / self.head if self.head else 1.0)
+
+    def _attention(self, device: Device, stack: Stack, precision: str) -> tuple[Seconds, tuple[int, int]]:
+        bandwidth = device.memory_bandwidth_bytes_per_s * stack.bandwidth
+        moved = Seconds(self.bytes * WIDTH[precision] / 4 / bandwidth, self.backward_bytes * WIDTH[precision] / 4 / bandwidth)
+        if stack.attention == "fused":
+            forward = self.visible * self.flops / (device.peak(precision) * self._attention_rate(stack))
+            backward = self.backward_flops / self.flops / stack.attention_backward if self.flops else 0.0
+            return Seconds(forward, backward * forward) + moved, FUSED_ATTENTION
+        peak = device.peak(precision) * stack.matmul * stack.sustained
+        launches = LAUNCHES["attention"]
+        factor = stack.score_traffic
+        if stack.softmax_batches and self.heads % stack.softmax_batches:
+            launches = (launches[0] + UNFUSED_SOFTMAX[0], launches[1] + UNFUSED_SOFTMAX[1])
+            factor *= 2
+        scores = factor * self.scores * WIDTH[precision] / 2 / bandwidth
+        # Kept scores are not formed again in backward: two products for each of forward's.
+        return Seconds(self.flops / peak + SCORES[0] * scores, 2 * self.flops / peak + SCORES[1] * scores) + moved, launches
+
+
+# Bytes of one 16-bit score through memory: products write and read them (2 + 2), softmax and dropout read and write (2 + 2 each) with
+# a mask (1); backward: 2 + 2 + 2 for the products, 2 + 2 + 2 for softmax, 2 + 2 + 1 for dropout (Korthikanti et al. 2022, section 4).
+SCORES = (13.0, 17.0)
+
+
+def together(host: NDArray[np.float64], device: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Seconds of each operator where the host launches all of them ahead of the device.
+
+    Their sum is (host^q + device^q)^(1/q) of the sums, q = `CLOSE`, shared as the host or the device takes it.
+
+    >>> import numpy as np
+    >>> together(np.array([1.0, 1.0]), np.array([0.01, 0.02])).round(3)
+    array([1., 1.])
+    """
+    launch, busy = float(host.sum()), float(device.sum())
+    longest = max(launch, busy)
+    if longest <= 0:
+        return device
+    a, b = (launch / longest) ** CLOSE, (busy / longest) ** CLOSE
+    part = a / (a + b)
+    shares = part * host / max(launch, 1e-30) + (1 - part) * device / max(busy, 1e-30)
+    return np.asarray(longest * (a + b) ** (1 / CLOSE) * shares, dtype=np.float64)
+
+
+def scaled(kernel: Kernel, by: Fraction) -> Kernel:
+    """The same for `by` times the rows: exact, since kernels ask what divides a number of rows or heads.
+
+    >>> scaled(Kernel("linear", m=1474560.0), Fraction(1, 720)).m
+    2048.0
+    """
+    k, up, down = kernel, by.numerator, by.denominator
+
+    def moved(name: str) -> float:
+        whole, fixed = float(getattr(k, name)), float(getattr(k.fixed, name))
+        return max(0.0, whole - fixed) * up / down + fixed
+
+    return replace(
+        k, flops=k.flops * up / down, backward_flops=k.backward_flops * up / down, m=k.m * up / down, scores=k.scores * up / down,
+        heads=k.heads * up / down, bytes=moved("bytes"), backward_bytes=moved("backward_bytes"), cast_bytes=moved("cast_bytes"),
+        backward_cast_bytes=moved("backward_cast_bytes"),
+    )  # fmt: skip
+
+
+def optimizer_s(device: Device, stack: Stack, num_parameters: float, states: int = 2) -> float:
+    """Seconds of an optimizer step in mixed precision, `stack.optimizer_bytes` a parameter with Adam's two states.
+
+    Read: a 16-bit gradient, float32 weight and states; written: the last three and the 16-bit weight.
+    """
+    moved = stack.optimizer_bytes - 8.0 * (2 - states)
+    return num_parameters * moved / (device.memory_bandwidth_bytes_per_s * stack.bandwidth)

@@ -1,0 +1,1 @@
+"""Bytes on one rank: what is kept, where it lies, what is there for a moment."""

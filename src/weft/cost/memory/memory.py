@@ -1,0 +1,317 @@
+"""Bytes on one rank. In: what its stage keeps and holds, a layout. Out: `Memory` by what it holds.
+
+On processors weights are float32 (bfloat16 is autocast over them), gradients float32, AdamW keeps two float32 moments: 16 bytes a
+parameter. On GPUs 16-bit precisions are Megatron-LM's: 16-bit weights, gradients of the stack's width, a float32 copy of the weights
+beside the moments. Activations are what autograd keeps for backward, each storage once, times the microbatches in flight; with full
+recomputation only what enters each layer and what stands in none, and one layer's of one microbatch. Not modelled: the allocator's
+fragmentation (a margin instead) and workspaces of kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import prod
+
+from weft.cost.devices.convolutions import columns_bytes, relaid_bytes, workspace_bytes
+from weft.cost.devices.recurrent import lstm_bytes
+from weft.cost.memory.working import turned_bytes, working_bytes
+from weft.model.graph import DTYPE_BYTES, Graph, Operator, Tensor
+from weft.model.storage.autocast import autocast, cast
+from weft.model.storage.strides import Layouts, viewed
+from weft.model.work import Work, batched, differentiable, storages, work
+from weft.ops import record_of
+from weft.ops.attention import drops_scores, mask_of
+from weft.ops.recurrent import RECURRENT_KEEPS, num_layers
+from weft.plan.compression import Compression
+from weft.plan.layout import Layout
+from weft.plan.plan import BUCKET_BYTES, Memory
+from weft.schedules import schedule_of
+
+MARGIN = 0.06  # of everything else: fragmentation and workspaces
+# Memory that packing and unpacking a bucket takes besides, in sizes of a bucket: measured.
+PACKING = {"bfloat16": 2.0, "int8": 2.0, "topk": 4.0}
+
+
+def state_bytes(num_parameters: float, zero: int, num_ranks: int, weight: float = 4, gradient: float = 4, optimizer: float = 8) -> float:
+    """Bytes of weights, gradients and optimizer state on each of `num_ranks` data replicas.
+
+    Rajbhandari et al. 2020, section 5, for any widths. Their mixed precision is weight=2, gradient=2, optimizer=12:
+    4Φ + 12Φ/N at stage 1, 2Φ + 14Φ/N at stage 2, 16Φ/N at stage 3.
+    """
+    parts = ((optimizer, 1), (gradient, 2), (weight, 3))
+    return sum(num_parameters * width / (num_ranks if zero >= stage else 1) for width, stage in parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Widths:
+    """Bytes a parameter: of its weight, its gradient and each of the optimizer's float32 copies."""
+
+    weight: float
+    gradient: float
+    copies: float
+    moment: float = 4.0
+
+    @classmethod
+    def of(cls, precision: str, is_cpu: bool, gradient: float = 4.0) -> Widths:
+        """`gradient`: the stack's, for 16-bit precisions on GPUs.
+
+        >>> w = Widths.of("bfloat16", is_cpu=False, gradient=2.0)
+        >>> w.weight + w.gradient + w.copies + 2 * w.moment
+        16.0
+        """
+        if precision == "float64":
+            return cls(8.0, 8.0, 0.0, 8.0)
+        if is_cpu or precision == "float32":
+            return cls(4.0, 4.0, 0.0)
+        return cls(2.0, gradient, 4.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What one operator keeps for backward: storages with their bytes, and the bytes of tensors that its own backward works on (and those
+    of a convolution that torch makes itself, not oneDNN, counted as float32: `own_bytes`), and besides where it is not cut over ranks
+    (`alone_bytes`) and where it is (`spread_bytes`)."""
+
+    # Value, and which copy of it, of how many times its bytes, if in another dtype than it has.
+    storages: tuple[tuple[str, str, float], ...]
+    working_bytes: float
+    own_bytes: float
+    alone_bytes: float
+    spread_bytes: float
+    weight_bytes: float  # the gradients of its weights before they are added up, whatever the batch
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """What follows from the graph alone, computed once."""
+
+    graph: Graph
+    works: Mapping[str, Work]
+    grads: frozenset[str]
+    batched: frozenset[str]
+    root: Mapping[str, str]
+    held: frozenset[str] = field(default=frozenset())  # parameters, buffers, inputs and constants: never counted as activations
+    is_cpu: bool = False
+    is_cast: bool = False  # by autocast; `graph` then has the dtypes that it makes
+    layouts: Layouts | None = None  # on processors
+
+    @classmethod
+    def of(cls, graph: Graph, is_cpu: bool = False, is_cast: bool = False) -> Inventory:
+        """`is_cpu`: for processors' kernels, some of which keep more. `is_cast`: under autocast."""
+        held = frozenset(v.value for v in (*graph.parameters, *graph.buffers, *graph.constants, *graph.inputs))
+        graph = autocast(graph) if is_cast else graph
+        works, grads = work(graph, cast if is_cast else None), frozenset(differentiable(graph))
+        layouts = Layouts(graph) if is_cpu else None
+        if layouts is not None:
+            for op in graph.operators:
+                tensors, done = {**graph.tensors, **cast(op, graph.tensors)} if is_cast else graph.tensors, works[op.name]
+                if op.name in layouts.composed:
+                    keeps, more = _kept_by_composed(op, tensors, grads, layouts)
+                    works[op.name] = replace(done, keeps=keeps, extra_bytes=more)
+                elif more := _kept_by_processors(op, tensors, grads):
+                    works[op.name] = replace(done, extra_bytes=done.extra_bytes + more)
+        root = storages(graph, layouts.copied if layouts is not None else frozenset())
+        return cls(graph, works, grads, frozenset(batched(graph)), root, held, is_cpu, is_cast, layouts)
+
+    def cast_of(self, op: Operator) -> dict[str, float]:
+        """Bytes that are read and written to have an operand in another dtype, by value."""
+        tensors = self.graph.tensors
+        read = cast(op, tensors) if self.is_cast else {}
+        return {v: float(tensors[v].size_bytes + t.size_bytes) for v, t in read.items()}
+
+    @cached_property
+    def kept(self) -> dict[str, Kept]:
+        """By operator; parameters only where a copy of them is kept in another dtype."""
+        found = {}
+        for op in self.graph.operators:
+            read = cast(op, self.graph.tensors) if self.is_cast else {}
+            tensors = {**self.graph.tensors, **read} if read else self.graph.tensors
+            done = self.works[op.name]
+            rows = self.layouts.copies(op) if self.layouts is not None else frozenset[str]()
+            mine = dict.fromkeys(self._storage(op, v, read, v in rows) for v in done.keeps)
+            live = any(v in self.grads for v in op.outputs)
+            mask = mask_of(op) if live and self.layouts is not None and op.name not in self.layouts.composed else None
+            if mask is not None and tensors[mask].dtype == "bool":  # torch makes of it what is added to the scores
+                mine[mask, f"added by {op.name}", float(DTYPE_BYTES[tensors[op.inputs[0]].dtype])] = None
+            size = working_bytes(op, tensors, self.grads, self.held, done.extra_bytes) if live else 0.0
+            if op.function is not None and live:
+                size += op.function.working_bytes
+            if read and live:  # its operands' gradients in both dtypes
+                mine_read = [v for v in read if v in self.grads and v not in self.held]
+                both = sum(t[v].size_bytes for v in mine_read for t in (tensors, self.graph.tensors))
+                # By then the product itself is done, and the copies that it kept are gone.
+                size = max(size, both - sum(tensors[v].size_bytes for v in read if v in done.keeps and v not in self.held))
+            if self.is_cast and live and record_of(op).joins:  # forward has operands that are widened beside their originals
+                size += sum(2.0 * tensors[v].size_bytes for v in op.inputs if tensors[v].dtype == "bfloat16") * (
+                    tensors[op.outputs[0]].dtype == "float32"
+                )
+            weights = alone = spread = relaid = columns = 0.0
+            if self.layouts is not None and live:
+                size += turned_bytes(op, tensors) if self.layouts.turned(op) else 0.0
+                weights = sum(tensors[v].size_bytes for v in op.inputs if v in self.held and v in self.grads)
+                weights *= 2 if done.kind == "convolution" else 1  # convolutions make it in a layout of their own first
+                weights = max(
+                    weights,
+                    sum(tensors[v].size_bytes + self.graph.tensors[v].size_bytes for v in read if v in self.grads and v in self.held),
+                )
+                if done.kind == "convolution":
+                    last = self.layouts.has_channels_last(op.inputs[0])
+                    relaid, columns = relaid_bytes(op, tensors, self.grads, last), columns_bytes(op, tensors)
+                    weights += workspace_bytes(op, tensors) if last else 0.0
+                if record_of(op).over_samples and op.inputs[0] in self.grads:
+                    # It makes as much again as its input's gradient; `weft.lower.kernels.statistics`, of many ranks, does not, but
+                    # computes in float32.
+                    alone = float(tensors[op.inputs[0]].size_bytes)
+                    spread = 4 * alone if tensors[op.inputs[0]].dtype == "bfloat16" else 0.0
+            found[op.name] = Kept(tuple(sorted(one for one in mine if one)), size + relaid, size + columns, alone, spread, weights)
+        return found
+
+    def _storage(self, op: Operator, value: str, read: Mapping[str, Tensor], as_rows: bool) -> tuple[str, str, float] | None:
+        """What an operator keeps of a value. A copy in another dtype, or in rows, is made for each operator, but of a weight once."""
+        if as_rows:
+            width = read[value].size_bytes / self.graph.tensors[value].size_bytes if value in read else 1.0
+            return value, f"rows for {op.name}", width
+        if value in read:
+            whose = "" if value in self.held else f" for {op.name}"
+            return value, f"{read[value].dtype}{whose}", read[value].size_bytes / self.graph.tensors[value].size_bytes
+        return None if self.root.get(value, value) in self.held else (value, "", 1.0)
+
+
+def _kept_by_processors(op: Operator, tensors: Mapping[str, Tensor], grads: frozenset[str]) -> float:
+    """Bytes that torch's kernels for processors keep for backward beside what `weft.model.work` counts, found by watching them.
+
+    RMS norm keeps what it normalised; oneDNN's LSTM a workspace (`weft.cost.devices.recurrent`), other recurrent layers 7 outputs in all.
+    """
+    if not grads.intersection(op.outputs):
+        return 0.0
+    record, out = record_of(op), tensors[op.outputs[0]]
+    if record.keeps_normalised:
+        return out.size_bytes
+    if record.recurrence is not None and not record.recurrence.is_cell:
+        counted = RECURRENT_KEEPS * out.size_bytes * num_layers(op, tensors)
+        return (lstm_bytes(op, tensors) if record.recurrence.states == 2 else 7.0 / RECURRENT_KEEPS * counted) - counted
+    return 0.0
+
+
+def _kept_by_composed(
+    op: Operator, tensors: Mapping[str, Tensor], grads: frozenset[str], layouts: Layouts
+) -> tuple[tuple[str, ...], float]:
+    """The values that attention keeps where it is composed of products and a softmax (`_scaled_dot_product_attention_math`), and bytes of
+    what is no value of the graph.
+
+    Those are copies of queries and keys, each times the root of the scale; of values where their heads do not lie one behind another;
+    the weights, which with dropout are dropped again in backward. Of what is narrower than float32 there are wide copies in place of it.
+    """
+    if not grads.intersection(op.outputs):
+        return (), 0.0
+    query, key, value = (tensors[v] for v in op.inputs[:3])
+    wide = 4.0 / DTYPE_BYTES[query.dtype] if query.dtype == "bfloat16" else 1.0
+    scores = wide * query.size_bytes / query.shape[-1] * key.shape[-2]
+    more = scores + wide * (query.size_bytes + key.size_bytes)
+    shape = value.shape
+    if wide > 1 or (not drops_scores(op) and viewed(shape, layouts.of(op.inputs[2]), (prod(shape[:-2]), *shape[-2:])) is None):
+        return (), more + wide * value.size_bytes
+    return (op.inputs[2],), more
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """Bytes that are there while one operator's backward runs (`runs`): where gradients and weights are whole, where gradients
+    are scattered (stage 2 of ZeRO), where weights are gathered as well (stage 3)."""
+
+    whole: float = 0.0
+    scattered: float = 0.0
+    gathered: float = 0.0
+
+    def of(self, zero: int) -> float:
+        """Of a stage of ZeRO."""
+        return self.gathered if zero == 3 else self.scattered if zero == 2 else self.whole
+
+
+@dataclass(frozen=True, slots=True)
+class StageState:
+    """One stage on one rank: parameters after cutting, layers, and bytes of one microbatch.
+
+    `num_elsewhere` are parameters of experts that other data replicas have: ZeRO divides those too. `num_alike` are trained by every
+    replica with the same gradient, which is not summed: ZeRO leaves those whole.
+
+    `entering_bytes` come from other stages, gradients of `leaving_bytes` come back from those; `kept_bytes` are kept on the device for
+    backward, `scores_bytes` of them by attention's scores. `beside` is what there is for a moment of backward beside what is kept, less
+    what of that is gone by then. Where layers are repeated or moved `there` is what was made again or came back, less what is gone, at
+    that moment, and `beside` the rest. `moved_bytes` of a microbatch go to the host.
+    """
+
+    num_parameters: float
+    num_trainable: float
+    entering_bytes: float
+    num_elsewhere: float = 0.0
+    kept_bytes: float = 0.0
+    scores_bytes: float = 0.0
+    beside: Moments = Moments()
+    there: Moments = Moments()
+    moved_bytes: float = 0.0
+    num_alike: float = 0.0
+    leaving_bytes: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StageMemory:
+    """What one stage holds where its rank has no other: `alone`. Its parts, for a rank that has several: `kept_bytes` of each microbatch
+    that waits for its backward, `there_bytes` and `beside_bytes` of the one that is in it (`StageState`), `entering_bytes` that come for
+    each forward, `leaving_bytes` that come for each backward and `noted_bytes` of each whose weights part is put off."""
+
+    alone: Memory
+    kept_bytes: float = 0.0
+    there_bytes: float = 0.0
+    beside_bytes: float = 0.0
+    entering_bytes: float = 0.0
+    leaving_bytes: float = 0.0
+    noted_bytes: float = 0.0
+
+
+def memory_of(
+    state: StageState,
+    layout: Layout,
+    stage: int,
+    widths: Widths,
+    *,
+    scratch_bytes: float = 0.0,
+    optimizer_states: int = 2,
+    noted_bytes: float = 0.0,
+) -> StageMemory:
+    """The bytes of one rank of a stage (`stage` counts chunks too).
+
+    `noted_bytes`: what was made again or came back for the input part of a microbatch's backward and stays for its weights part.
+    """
+    schedule = schedule_of(layout)
+    rank, holders = schedule.ranks_of[stage][0], len(schedule.ranks_of[stage])
+    several = len(schedule.stages_of[rank])
+    # What other pipeline ranks have too stays whole (`run/state/parameters`); the optimizer's state is shared with those.
+    data, zero = layout.weight_ranks, layout.zero if holders == 1 else min(layout.zero, 1)
+    pieces = zero if data > 1 else 0
+    kept = state.kept_bytes - (state.scores_bytes if layout.recompute == "selective" else 0.0)
+    there = state.there.of(pieces)
+    activation = kept * schedule.in_flight(stage) + there
+    if noted_bytes and several == 1:
+        now = schedule.held(rank)
+        activation = float((now.kept[:, 0] * kept + now.backward[:, 0] * there + now.noted[:, 0] * noted_bytes).max())
+    alike = state.num_alike
+    shared, trained = ((n - alike + state.num_elsewhere) / data + alike for n in (state.num_parameters, state.num_trainable))
+    parameters = widths.weight * (shared if zero == 3 else state.num_parameters)
+    gradients = widths.gradient * (trained if zero >= 2 else state.num_trainable)
+    gradients *= layout.staleness + 1  # each step under way has its own
+    how = Compression.parse(layout.compress)
+    if how.keeps:  # what is not sent: of a rank's own gradients, and of its piece of the sums
+        gradients += widths.gradient * state.num_trainable * (1 + 1 / data * (how.kind == "int8" and not zero))
+    optimizer = (widths.copies + widths.moment * optimizer_states) * (trained / holders if zero else state.num_trainable)
+    if layout.moves_optimizer:
+        optimizer = 0.0
+    beside = state.beside.of(pieces) + PACKING.get(how.kind, 0.0) * min(BUCKET_BYTES, widths.gradient * state.num_trainable)
+    entering, leaving = (size * (layout.pipeline > 1) for size in (state.entering_bytes, state.leaving_bytes))
+    # Receives are posted ahead: a microbatch's gradient is on its way while backward is at the one before.
+    buffers = beside + 2 * entering + leaving
+    margin = scratch_bytes / several + MARGIN * (parameters + gradients + optimizer + activation + buffers)
+    alone = Memory(parameters, gradients, optimizer, activation, buffers, margin)
+    return StageMemory(alone, kept, there, beside, entering, leaving, noted_bytes)

@@ -1,0 +1,1 @@
+"""Operators of a layout, gathered and priced."""

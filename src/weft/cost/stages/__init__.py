@@ -1,0 +1,1 @@
+"""A stage's share of time and memory."""

@@ -1,0 +1,218 @@
+"""What one stage costs whatever the schedule, ZeRO stage, recomputation and offload. In: a pricer, a layout, a stage. Out: `Base`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.cost.devices.compute import Seconds
+from weft.cost.devices.convolutions import takes
+from weft.cost.memory.memory import Moments, StageState
+from weft.cost.memory.runs import Runs, behind
+from weft.cost.stages.gradients import Sums
+from weft.cost.stages.sections import Section, repeated
+from weft.model.stages.stages import Stage
+from weft.plan.layout import Layout
+from weft.plan.precision import PRECISIONS
+from weft.plan.residency import Residency
+
+if TYPE_CHECKING:
+    from weft.cost.step import Pricer
+
+Array = NDArray[np.float64]
+
+MICROBATCH_S = 3e-4  # the executor's own time for one microbatch of one stage of a pipeline, on processors
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One layer of a stage: seconds of its forward's compute, bytes that it keeps of a microbatch for backward and that none behind it
+    does, bytes that enter it and none before it, which outlive a drop, and seconds of its forward's collectives; the most bytes that its
+    backward works on, and that are back at once of what was moved (all, where they are not given)."""
+
+    name: str
+    forward_s: float
+    saved_bytes: float
+    entering_bytes: float
+    collectives_s: float = 0.0
+    working_bytes: float = 0.0
+    back_bytes: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """What stands outside of a stage's layers: the most bytes that backward works on before the first and behind the last, and what is
+    kept behind the last."""
+
+    first_bytes: float = 0.0
+    last_bytes: float = 0.0
+    behind_bytes: float = 0.0
+
+
+NOTHING = Ends()
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """`block` is what recomputing layers repeats, `scores_s` what selective does; `weight_s` are for the gradients of weights. `first`:
+    the first stage that is like it."""
+
+    compute: Seconds
+    tensor: Seconds
+    block: Callable[[Residency], Seconds]  # forward: compute, backward: collectives
+    scores_s: float
+    weight_s: float
+    sums: Sums
+    state: StageState
+    by_layer: Callable[[Residency], StageState]  # the same with what its layers keep
+    loads: Callable[[], tuple[Load, ...]]  # its layers, in order
+    ends: Callable[[], Ends]
+    first: int
+
+
+def base_of(pricer: Pricer, layout: Layout, stage: Stage, section: Section) -> Base:
+    """What a stage of these operators costs under a layout."""
+    parts, ops = pricer.parts(layout), section.operators
+    times = [one[ops] for one in pricer.operator_seconds(layout)]
+    busy, network = Seconds(*(float(t.sum()) for t in times[:2])), Seconds(*(float(t.sum()) for t in times[2:]))
+
+    @cache
+    def repeating(which: Residency) -> Seconds:
+        again = repeated(parts, ops, which, stage.index)
+        return Seconds(float(times[0][again].sum()), float(times[2][again].sum()))
+
+    def block(which: Residency) -> Seconds:
+        return repeating(which.of_stage(stage.index))
+
+    scores_s = float(times[0][parts.attention[ops]].sum()) if pricer.keeps_scores else 0.0
+    held, scale = section.held, pricer.microbatch(layout)
+    widths = pricer.widths(layout)
+    elsewhere = held.expert * (1 - 1 / layout.expert)  # experts of other ranks
+    incoming = sum(pricer.crossing(layout, values) for _, values in stage.receives) / layout.data
+    learn = pricer.inventory.grads
+    leaving = sum(pricer.crossing(layout, [v for v in values if v in learn]) for _, values in stage.sends) / layout.data
+    if pricer.cluster.is_cpu:
+        if layout.num_ranks * layout.microbatches > 1:
+            busy += Seconds(MICROBATCH_S / 2, MICROBATCH_S / 2)
+        # The first microbatch copies its gradients to where they are collected; every other reads, adds to and writes those there.
+        passes = 3 - 1 / layout.microbatches
+        adding = passes * widths.gradient * (held.trainable - elsewhere) / pricer.speed(layout).memory_bandwidth_bytes_per_s
+        busy += Seconds(0.0, adding)
+    else:
+        stack, device = pricer.efficiency, pricer.cluster.device
+        # Wider gradients are read and written wider.
+        moved = stack.accumulate_bytes + 2 * max(0.0, widths.gradient - stack.gradient_bytes)
+        adding = moved * (held.trainable - elsewhere) / (device.memory_bandwidth_bytes_per_s * stack.bandwidth)
+        adding *= layout.microbatches > 1
+        busy += Seconds(stack.microbatch_s / 2, stack.microbatch_s / 2 + adding)
+        outgoing = sum(pricer.transfer_s(layout, pricer.crossing(layout, values)) for _, values in stage.sends)
+        back = sum(pricer.transfer_s(layout, pricer.crossing(layout, values)) for _, values in stage.receives)
+        if layout.microbatches > 1:
+            network += Seconds(stack.exposed_sends * outgoing, stack.exposed_sends * back)
+    scores = 0.0
+    if pricer.keeps_scores:
+        # Two tensors of scores and a mask (Korthikanti et al. 2022, equation 1: 5as/h of sbh).
+        scores = section.score_bytes.at(scale, layout.data) * (1.25 if PRECISIONS[layout.precision].products else 2.25)
+    wide = 2.0 if layout.precision == "float64" else 1.0
+    works, runs, whole = _moments(pricer, layout, section)
+    each_keeps = wide * section.kept.at(scale, layout.data)
+    kept, gone = float(each_keeps.sum()), behind(each_keeps)
+    state = StageState(
+        held.number - elsewhere,
+        held.trainable - elsewhere,
+        incoming,
+        elsewhere,
+        kept + scores,
+        scores,
+        Moments(*(float((works - gone + one).max()) for one in whole)),
+        moved_bytes=kept + scores,
+        num_alike=held.alike if layout.weight_ranks > 1 else 0.0,
+        leaving_bytes=leaving,
+    )
+
+    @cache
+    def staying(which: Residency) -> StageState:
+        mine = section.staying(which, stage.index, layout.num_stages == 1, pricer.layers_moved == 1)
+        each = scores / mine.num_layers if which.recompute.kind != "selective" else 0.0
+        columns = (mine.kept, mine.there, mine.back, mine.forward, mine.at_once)
+        stays, there, back, forward, at_once = (wide * one.at(scale, layout.data) for one in columns)
+        if pricer.layers_moved > 1:  # all of a layer comes back together, and meanwhile the next
+            back = runs.over(at_once + (at_once > 0) * (pricer.layers_moved - 1) * at_once.max(), len(back))
+        # What was dropped or moved is there again beside what works on it, and what those behind it kept is gone by then.
+        moments = np.maximum(works + there + back, forward) + runs.over(each * mine.present, len(back)) - behind(stays)
+        at = [int((moments + one).argmax()) for one in whole]
+        beside = [float(min(works[i], moments[i]) + one[i]) for one, i in zip(whole, at, strict=True)]
+        return replace(
+            state, kept_bytes=float(stays.sum()) + each * (mine.num_layers - float(mine.away.sum())), scores_bytes=0.0,
+            beside=Moments(*beside), there=Moments(*(float(max(0.0, moments[i] - works[i])) for i in at)),
+            moved_bytes=mine.moved.at(scale, layout.data) * wide + each * mine.num_moved,
+        )  # fmt: skip
+
+    def by_layer(which: Residency) -> StageState:
+        return staying(which.of_stage(stage.index))
+
+    @cache
+    def loads() -> tuple[Load, ...]:
+        groups = section.groups
+        each = scores / len(groups.names)
+        moved = section.staying(Residency.parse("none", "activations:*"), stage.index, False, pricer.layers_moved == 1)
+        back, forward = (wide * one.at(scale, layout.data) for one in (moved.back, moved.forward))
+        found = []
+        for name in groups.names:
+            at = groups.where[name]
+            saved, working = groups.adds[name].at(scale, layout.data) * wide + each, float(works[at].max())
+            come = saved if pricer.layers_moved > 1 else float(np.maximum(works + back, forward)[at].max()) - working
+            found.append(Load(
+                name, float(times[0][at].sum()), saved, groups.enters[name].at(scale, layout.data) * wide, float(times[2][at].sum()),
+                working, come,
+            ))  # fmt: skip
+        return tuple(found)
+
+    @cache
+    def ends() -> Ends:
+        where = section.groups.where
+        first, last = min(int(at[0]) for at in where.values()), max(int(at[-1]) for at in where.values())
+        return Ends(float(works[:first].max(initial=0.0)), float((works - gone)[last + 1 :].max(initial=0.0)), float(gone[last]))
+
+    # A product's backward is two products alike, one for its input and one for its weights, and weights' gradients are added up.
+    weight_s = 0.5 * float(times[1][pricer.weighted[ops]].sum()) + adding
+    sums = Sums(held.sums, held.tied, held.number)
+    return Base(busy, network, block, scores_s, weight_s, sums, state, by_layer, loads, ends, stage.index)
+
+
+def like(base: Base, index: int, names: Callable[[], Sequence[str]], own: Callable[[], Base]) -> Base:
+    """What stage `index` costs that is like `base`'s; its `own` is worked out where layers, called `names`, are told apart by name."""
+
+    def block(which: Residency) -> Seconds:
+        return (own() if which.names else base).block(which.of_stage(index))
+
+    def by_layer(which: Residency) -> StageState:
+        return (own() if which.names else base).by_layer(which.of_stage(index))
+
+    def loads() -> tuple[Load, ...]:
+        return tuple(replace(load, name=name) for load, name in zip(base.loads(), names(), strict=True))
+
+    return replace(base, block=block, by_layer=by_layer, loads=loads)
+
+
+def _moments(pricer: Pricer, layout: Layout, section: Section) -> tuple[Array, Runs, tuple[Array, Array, Array]]:
+    """By operator the bytes that its backward works on; the runs; by operator what else is there for a moment, by stage of ZeRO: nothing
+    where gradients and weights are whole, then whole gradients on their way, then gathered weights as well."""
+    parts, ops, runs, widths = pricer.held_parts(layout), section.operators, section.runs(layout.expert), pricer.widths(layout)
+    scale = pricer.microbatch(layout)
+    narrow = 2.0 if layout.precision == "float64" else 0.5 if PRECISIONS[layout.precision].products and not pricer.cluster.is_cpu else 1.0
+    follows = np.where(parts.shared[ops], scale / layout.data, np.where(parts.batched[ops], scale, 1.0))
+    threads = pricer.cluster.threads_of(layout.num_ranks, layout.threads) if pricer.cluster.is_cpu else 1
+    samples, alone, thin = (which[ops] for which in parts.own)
+    each, whole = pricer.samples(layout), pricer.graph.batch_size
+    exact = samples * np.where(parts.shared[ops], each, np.where(parts.batched[ops], each * layout.data, whole)) / whole
+    is_own = (layout.precision == "float64") | takes(exact, alone, thin, threads)
+    tensors = follows * np.where(is_own, parts.own_bytes[ops], parts.working_bytes[ops])
+    works = tensors + parts.weight_bytes[ops] + parts.waiting.of_some(ops).at(scale, layout.data)
+    scattered = runs.scattering(widths.gradient, layout.weight_ranks, len(works))
+    return narrow * works, runs, (np.zeros_like(scattered), scattered, scattered + runs.over(runs.gathered(widths.weight), len(works)))

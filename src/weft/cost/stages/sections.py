@@ -1,0 +1,335 @@
+"""A stage's share of `Parts`: what its operators and its layers keep, whatever the batch, and what of it stays under a choice of residency.
+
+In: `Parts`, the stage's operators. Out: `Section`, which tells `Staying` for every choice of layers that are repeated or moved. A run is
+what stands in one numbered block, or between two: checkpointing and copies are by run (`run.residency.layers`). A storage is counted once:
+by the first run that keeps it, since it is there until that one's backward is over.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property, partial
+from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.cost.memory.places import Stored
+from weft.cost.memory.runs import Amount, Amounts, Runs, starts_of
+from weft.cost.operators.parts import Held, Parts, Seen, keeps, kept_bytes, storages_bytes
+from weft.plan.residency import Residency, joined
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Staying:
+    """What becomes of what a stage keeps of one microbatch for backward, under a choice of layers that are repeated or moved.
+
+    By operator: `kept` on the device from its forward to its backward; `there` besides in its backward, since it was made again, or
+    came `back` from the host as it was asked for; `forward`: of runs that are moved, what is there when it has run, before the run's goes,
+    and of those that are repeated, when it has run again.
+    By run: `at_once`, all that comes back of it, `away`, the layers that do not keep their own, in parts, and `present`, those of them that
+    are there in its backward. `moved` goes to the host.
+    """
+
+    kept: Amounts
+    there: Amounts
+    back: Amounts
+    forward: Amounts
+    at_once: Amounts
+    away: Array
+    present: Array
+    moved: Amount
+    num_moved: int
+    num_layers: int
+
+
+@dataclass(frozen=True)
+class Groups:
+    """A stage's operators by their numbered block; a stage without any is one block. `half` as for `keeps`."""
+
+    parts: Parts
+    operators: Sequence[int]
+    half: bool
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Of the blocks, in order."""
+        return tuple(dict.fromkeys(name for name in self._blocks if name)) or ("",)
+
+    @cached_property
+    def _blocks(self) -> list[str]:
+        return [self.parts.blocks[i] for i in self.operators]
+
+    @cached_property
+    def runs(self) -> list[tuple[str, list[int]]]:
+        """(block, operators) of every run, in order."""
+        starts = starts_of(self._blocks)
+        return [(self._blocks[a], list(self.operators[a:b])) for a, b in zip(starts, [*starts[1:], len(self.operators)], strict=True)]
+
+    @cached_property
+    def where(self) -> dict[str, NDArray[np.intp]]:
+        """By block: its operators' places among those of the stage."""
+        found: dict[str, list[int]] = {}
+        for place, name in enumerate(self._blocks):
+            found.setdefault(name, []).append(place)
+        return {name: np.array(found[name], dtype=np.intp) for name in self.names}
+
+    @cached_property
+    def adds(self) -> dict[str, Amount]:
+        """By block: what it keeps that none behind it does; together they are what all keep.
+
+        What one hands to the next is counted there: it is on the device unless that one moves.
+        """
+        seen = Seen()
+        found = dict.fromkeys(self.names, Amount())
+        for name, mine in reversed(self.runs):
+            if name in found:
+                found[name] += kept_bytes(self.parts, mine, self.half, seen)
+        return found
+
+    @cached_property
+    def enters(self) -> dict[str, Amount]:
+        """By block: what comes into it that comes into none before it."""
+        seen = Seen()
+        found = dict.fromkeys(self.names, Amount())
+        for name, mine in self.runs:
+            if name in found:
+                found[name] += self.entering(mine, seen)
+        return found
+
+    def entering(self, run: Sequence[int], seen: Seen) -> Amount:
+        """What the operators of a run read that others made, and nobody has counted."""
+        mine = set(run)
+        items = (item for i in run for maker, item in self.parts.reads[i] if maker not in mine)
+        return storages_bytes(items, self.half, seen)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Runs that are moved or repeated together, mostly one: the block of the first, the blocks of all, their operators."""
+
+    name: str
+    blocks: tuple[str, ...]
+    operators: list[int]
+    goes: bool
+
+
+def staying(groups: Groups, which: Residency, stage: int, last_stays: bool, piecewise: bool) -> Staying:
+    """`last_stays`: of offload of everything, the last run is not moved. `piecewise`: what was moved comes back as it is asked for, and
+    `back` and `forward` are told; otherwise `at_once` says it all."""
+    parts, half = groups.parts, groups.half
+    repeated = frozenset(which.repeated(stage, groups.names))
+    selective = which.recompute.kind == "selective"
+    cut = _cut(groups, which, stage, last_stays, repeated)
+    kept, seen = _keeping(groups, cut, repeated, selective)
+    there: list[Amount] = []
+    back: list[Amount] = []
+    forward: list[Amount] = []
+    at_once: list[Amount] = []
+    away: list[float] = []
+    present: list[float] = []
+    total, host = Amount(), Seen()
+    num_runs = Counter(name for name, _ in groups.runs)  # of a layer that others interrupt there are several
+    for part in cut:
+        mine, goes = part.operators, part.goes
+        come, none = Amount(), [Amount()] * len(mine)
+        again = asked = passing = none
+        if part.name in repeated:
+            own = set(seen)
+            if goes:
+                total += groups.entering(mine, host)
+                come = groups.entering(mine, own)
+                if piecewise:
+                    asked, passing = [come] * len(mine), _passing(groups, mine, seen, saves=False)
+            elif piecewise:
+                passing = _running(parts, mine, half, seen)
+            again = list(accumulate(keeps(parts, mine, half, own)))  # those behind an operator have given back what they made
+        elif goes:
+            total += kept_bytes(parts, mine, half, host)
+            come = kept_bytes(parts, mine, half, set(seen))
+            if piecewise:
+                asked, passing = _asked_for(parts, mine, half, seen), _passing(groups, mine, seen, saves=True)
+        elif selective:
+            again = _cores_again(groups, mine, seen)
+            passing = _cores_running(groups, mine, seen)
+        there += again
+        back += asked
+        forward += passing
+        at_once += [come, *[Amount()] * (len(part.blocks) - 1)]
+        gone = [(part.name in repeated or goes) * (name in groups.names) / num_runs[name] for name in part.blocks]
+        away += gone
+        present += accumulate(gone)
+    num_moved = len({part.name for part in cut if part.goes and part.name in groups.names})
+    return Staying(
+        Amounts.of(kept), Amounts.of(there), Amounts.of(back), Amounts.of(forward), Amounts.of(at_once), np.array(away), np.array(present),
+        total, num_moved, len(groups.names),
+    )  # fmt: skip
+
+
+def _cut(groups: Groups, which: Residency, stage: int, last_stays: bool, repeated: frozenset[str]) -> list[_Part]:
+    """The runs of a stage, those of a segment together."""
+    runs = groups.runs
+    if which.offload.picks:
+        gone = set(which.moved(stage, groups.names))
+        moved = [name in gone for name, _ in runs]
+    else:
+        moved = [which.offload.of_layers and not (last_stays and at == len(runs) - 1) for at in range(len(runs))]
+    found = []
+    for first, behind in joined([name in repeated for name, _ in runs], which.segment):
+        blocks = tuple(name for name, _ in runs[first:behind])
+        found.append(_Part(blocks[0], blocks, [i for _, mine in runs[first:behind] for i in mine], moved[first]))
+    return found
+
+
+def _keeping(groups: Groups, cut: Sequence[_Part], repeated: frozenset[str], selective: bool) -> tuple[list[Amount], Seen]:
+    """By operator: what it keeps and none before it, of what neither moves nor is made again; and those storages."""
+    kept: list[Amount] = []
+    seen = Seen()
+    for part in cut:
+        mine = part.operators
+        if part.goes:
+            kept += [Amount()] * len(mine)
+        elif part.name in repeated:
+            kept += [groups.entering(mine, seen), *[Amount()] * (len(mine) - 1)]
+        elif selective:
+            kept += _around_cores(groups, mine, seen)
+        else:
+            kept += keeps(groups.parts, mine, groups.half, seen)
+    return kept, seen
+
+
+def _cores_of(parts: Parts, run: Sequence[int]) -> dict[int, list[int]]:
+    """By number: the operators of each core of attention in a run."""
+    found: dict[int, list[int]] = {}
+    for i in run:
+        if parts.cores[i] >= 0:
+            found.setdefault(parts.cores[i], []).append(i)
+    return found
+
+
+def _around_cores(groups: Groups, run: Sequence[int], seen: Seen) -> list[Amount]:
+    """By operator of a run: what it keeps and none before it, where cores of attention keep what enters them alone."""
+    parts, half, found = groups.parts, groups.half, []
+    firsts = {mine[0]: mine for mine in _cores_of(parts, run).values()}
+    for i in run:
+        inside = parts.cores[i] >= 0
+        entering = groups.entering(firsts[i], seen) if i in firsts else Amount()
+        found.append(entering if inside else kept_bytes(parts, [i], half, seen))
+    return found
+
+
+def _cores_again(groups: Groups, run: Sequence[int], seen: Seen) -> list[Amount]:
+    """By operator of a run: what its core has made again while its backward is at it."""
+    parts, found = groups.parts, dict.fromkeys(run, Amount())
+    for mine in _cores_of(parts, run).values():
+        found.update(zip(mine, accumulate(keeps(parts, mine, groups.half, set(seen))), strict=True))
+    return [found[i] for i in run]
+
+
+def _cores_running(groups: Groups, run: Sequence[int], seen: Seen) -> list[Amount]:
+    """By operator of a run: what is there when its core has run again up to it."""
+    parts, found = groups.parts, dict.fromkeys(run, Amount())
+    for mine in _cores_of(parts, run).values():
+        found.update(zip(mine, _running(parts, mine, groups.half, seen), strict=True))
+    return [found[i] for i in run]
+
+
+def _passing(groups: Groups, run: Sequence[int], seen: Seen, saves: bool) -> list[Amount]:
+    """By operator of a run: what is there when it has run forward, beside what `seen` has: what those up to it keep (where it `saves`
+    nothing, what enters it), and what it reads and makes."""
+    parts, half, counted = groups.parts, groups.half, set(seen)
+    kept, found = Amount() if saves else groups.entering(run, counted), []
+    for i in run:
+        if saves:
+            kept += kept_bytes(parts, [i], half, counted)
+        values = (*(item for _, item in parts.reads[i]), *parts.makes[i])
+        found.append(kept + storages_bytes(values, half, set(counted)))
+    return found
+
+
+def _running(parts: Parts, run: Sequence[int], half: bool, seen: Seen) -> list[Amount]:
+    """By operator of a run: what is there when it has run again, beside what `seen` has: what those up to it keep, and what they made that
+    operators behind them will read."""
+    found = list(accumulate(keeps(parts, run, half, set(seen))))
+    first: dict[tuple[str, str], int] = {}
+    last: dict[tuple[str, str], int] = {}
+    kept: dict[tuple[str, str], int] = {}
+    items: dict[tuple[str, str], Stored] = {}
+    for at, i in enumerate(run):
+        for item in parts.stored[i]:
+            kept.setdefault((item.root, item.copy), at)
+        for item in (*(item for _, item in parts.reads[i]), *parts.makes[i]):
+            key = item.root, item.copy
+            first.setdefault(key, at)
+            last[key], items[key] = at, item
+    for key, item in items.items():
+        size = storages_bytes([item], half, set(seen & {key}))
+        for at in range(first[key], min(last[key] + 1, kept.get(key, len(run)))) if size != Amount() else ():
+            found[at] += size
+    return found
+
+
+def _asked_for(parts: Parts, run: Sequence[int], half: bool, seen: Seen) -> list[Amount]:
+    """By operator of a run that was moved: what is back while its backward is at it, of what `seen` does not have already: what it keeps
+    itself, and what operators behind it asked for and it or one before it will read."""
+    first: dict[tuple[str, str], int] = {}
+    last: dict[tuple[str, str], int] = {}
+    items: dict[tuple[str, str], Stored] = {}
+    for at, i in enumerate(run):
+        for item in parts.stored[i]:
+            key = item.root, item.copy
+            first.setdefault(key, at)
+            last[key], items[key] = at, item
+    found = [kept_bytes(parts, [i], half, set(items)) for i in run]  # what is no value of the graph
+    counted = set(seen)
+    for key, item in items.items():
+        size = storages_bytes([item], half, counted)
+        for at in range(first[key], last[key] + 1) if size != Amount() else ():
+            found[at] += size
+    return found
+
+
+def repeated(parts: Parts, operators: NDArray[np.intp], which: Residency, stage: int) -> NDArray[np.bool_]:
+    """By operator of a stage: whether recomputation runs it twice."""
+    if not which.recompute.of_layers:
+        return np.zeros(len(operators), dtype=bool)
+    if not which.recompute.picks and not which.offload.picks:
+        return parts.again[operators]
+    names = [parts.blocks[i] for i in operators.tolist()]
+    layers = list(dict.fromkeys(name for name in names if name)) or [""]
+    chosen = set(which.repeated(stage, layers))
+    return np.array([name in chosen for name in names], dtype=bool)
+
+
+@dataclass(frozen=True)
+class Section:
+    """A stage's share of `Parts`: its operators by number, and what follows from them whatever the batch."""
+
+    operators: NDArray[np.intp]
+    held: Held
+    kept: Amounts  # by operator, what none before it keeps
+    score_bytes: Amount  # float32
+    runs: Callable[[int], Runs]  # by the ranks among which experts are spread
+    groups: Groups
+    staying: Callable[[Residency, int, bool, bool], Staying]  # worked out when it is first asked for
+
+
+def section(parts: Parts, operators: NDArray[np.intp], held: Held, half: bool, runs: Callable[[int], Runs]) -> Section:
+    """`half` as for `keeps`."""
+    scores = []
+    for shared in (True, False):
+        mine = [int(i) for i in operators if bool(parts.shared[i]) is shared]
+        scores.append(sum(4.0 * parts.compute[parts.index[i]].kernel.scores for i in mine if parts.attention[i]))
+    numbers = operators.tolist()
+    kept = Amounts.of(keeps(parts, numbers, half))
+    return Section(operators, held, kept, Amount(*scores), runs, *grouped(parts, numbers, half))
+
+
+def grouped(parts: Parts, operators: Sequence[int], half: bool) -> tuple[Groups, Callable[[Residency, int, bool, bool], Staying]]:
+    """A stage's operators by their block, and what of theirs stays, see `Section`. `half` as for `keeps`."""
+    groups = Groups(parts, operators, half)
+    return groups, cache(partial(staying, groups))

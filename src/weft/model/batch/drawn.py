@@ -1,0 +1,70 @@
+"""Which random numbers a model draws, and where the samples lie in them. In: graphs. Out: shapes, and `Fold`s.
+
+A draw whose samples are known by their way from the batch (`samples`) is told at once. Others (`torch.rand(x.shape[0], 1)`) are held
+against a capture with another number of samples: the dimension that has grown counts them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from weft.errors import ModelError
+from weft.model.batch.samples import places_of_samples
+from weft.model.graph import Graph, Operator, Tensor
+from weft.ops import draws, record_of
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """Dimension `dim` of a tensor is `outer` times the samples times `inner`: rows of (batch, positions), heads of (batch, heads)."""
+
+    dim: int
+    outer: int = 1
+    inner: int = 1
+
+
+def drawn_shape(op: Operator, tensors: Mapping[str, Tensor]) -> Shape:
+    """For which shape an operator draws numbers, one an element."""
+    shape = record_of(op).drawn_shape
+    return shape(op, tensors) if shape is not None else tensors[op.outputs[0]].shape
+
+
+def folds_of(graph: Graph, other: Callable[[], Graph]) -> tuple[Fold | None, ...]:
+    """Of every draw, in order, where its samples lie; None where it has none. `other`: the model captured with more samples.
+
+    A draw that follows the samples in several dimensions is of a model that couples them: no two microbatches are parts of one batch there.
+    """
+    drawing = [op for op in graph.operators if draws(op)]
+    places = places_of_samples(graph)
+    found: list[Fold | None] = []
+    unknown: list[int] = []
+    for i, op in enumerate(drawing):
+        shape, place = drawn_shape(op, graph.tensors), places.get(op.outputs[0])
+        known = place is not None and place.dim < len(shape) and place.size == graph.batch_size
+        if place is None or not known or shape[place.dim] % (place.inner * place.size):
+            unknown.append(i)
+            found.append(None)
+        else:
+            found.append(Fold(place.dim, shape[place.dim] // (place.inner * place.size), place.inner))
+    if not unknown:
+        return tuple(found)
+    shapes: list[Shape] | None = None
+    samples = graph.batch_size
+    try:
+        larger = other()
+        shapes, samples = [drawn_shape(op, larger.tensors) for op in larger.operators if draws(op)], larger.batch_size
+    except ModelError:  # the model knows its number of samples
+        pass
+    for i in unknown:
+        shape = drawn_shape(drawing[i], graph.tensors)
+        if shapes is None or len(shapes) != len(drawing):
+            found[i] = Fold(0) if shape[:1] == (graph.batch_size,) else None
+            continue
+        grown = [dim for dim, (n, m) in enumerate(zip(shape, shapes[i], strict=True)) if n != m]
+        if len(grown) == 1 and shape[grown[0]] * samples == shapes[i][grown[0]] * graph.batch_size:
+            inner, rest = divmod(shape[grown[0]], graph.batch_size)
+            found[i] = None if rest else Fold(grown[0], 1, inner)
+    return tuple(found)

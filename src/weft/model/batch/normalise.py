@@ -1,0 +1,252 @@
+"""A loss whose parts add up: the graph of a part of a batch, so that the sum over parts is the loss of the whole.
+
+In: the graph of a part as it was captured, and what of the whole batch's graph is additive. Out: `Normalised`.
+
+A mean over targets that count (cross-entropy with `ignore_index`) becomes their sum, divided by how many there are; how many is a total,
+which is counted over the whole batch before the step and read as a constant (`Total`). A mean over samples counts by the share of the
+batch's samples that the part has, a constant as well, and so does what does not depend on samples (a penalty on weights) and what cannot
+be put together. Numbers that the model's code takes from the number of its samples (`loss.sum() / len(x)`) are those of the whole batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from weft.model.batch.additive import Additive
+from weft.model.graph import Arg, Graph, Operator, Ref, Tensor, Variable
+from weft.model.stages.stages import Stage, split
+from weft.ops import by_elements, record_of
+from weft.ops.linear import sums, together
+from weft.plan.placement import P
+
+SHARE = "batch_share"
+
+
+@dataclass(frozen=True, slots=True)
+class Total:
+    """`value` is made of a part of the batch; `variable` is the sum over all of them."""
+
+    value: str
+    variable: str
+
+
+@dataclass(frozen=True)
+class Normalised:
+    """`graph`: of a part. `adds`: whether the losses of parts add up to the whole's; else they count by the parts' shares of the samples.
+
+    `share`: the constant that says which share of the batch it is, "" where nothing reads it. `totals`: constants that are counted before
+    the step, in order.
+    """
+
+    graph: Graph
+    adds: bool = False
+    share: str = ""
+    totals: tuple[Total, ...] = ()
+
+    @property
+    def given(self) -> frozenset[str]:
+        """Constants that come with every microbatch."""
+        return frozenset({self.share} - {""} | {total.variable for total in self.totals})
+
+    @property
+    def divisor(self) -> str:
+        """The total that the whole loss, and nothing else in it, is divided by; "" where there is none."""
+        last = next((op for op in self.graph.operators if self.graph.loss in op.outputs), None)
+        if last is None or record_of(last).linear != "numerator" or len(last.args) != 2 or len(self.totals) != 1 or self.share:
+            return ""
+        (total,), by = self.totals, last.args[1]
+        once = sum(op.inputs.count(total.variable) for op in self.graph.operators) == 1
+        return total.variable if once and by == Ref(total.variable) and not self.graph.tensors[total.variable].shape else ""
+
+    @property
+    def counted_from(self) -> frozenset[str]:
+        """What of the batch totals are counted from; no gradient goes back to it by them."""
+        return frozenset(v for op in self.counting(self.totals) for v in op.inputs) & {v.value for v in self.graph.inputs}
+
+    def stages(self, sites: Sequence[str], trains: bool = True) -> tuple[Stage, ...]:
+        """The graph cut into stages, as `split` does. One that reads totals has what they are counted from, too."""
+        variables = {v.value: i for i, v in enumerate(self.graph.variables)}
+        found = []
+        for stage in split(self.graph, sites, trains):
+            mine = self.counted_by(stage)
+            extra = {v for op in self.counting(mine) for v in op.inputs if v in variables}
+            found.append(replace(stage, variables=tuple(sorted({*stage.variables, *extra}, key=variables.__getitem__))))
+        return tuple(found)
+
+    def counted_by(self, stage: Stage) -> tuple[Total, ...]:
+        """The totals that a stage reads, and those that these are counted with."""
+        wanted = set(stage.variables)
+        while True:
+            mine = tuple(t for t in self.totals if t.variable in wanted)
+            more = {v for op in self.counting(mine) for v in op.inputs} - wanted
+            if not more & {t.variable for t in self.totals}:
+                return mine
+            wanted |= more
+
+    def counting(self, totals: Sequence[Total]) -> tuple[Operator, ...]:
+        """The operators that count these totals in a part, in order."""
+        wanted = {total.value for total in totals}
+        found = []
+        for op in reversed(self.graph.operators):
+            if wanted.intersection(op.outputs):
+                wanted.update(op.inputs)
+                found.append(op)
+        return tuple(reversed(found))
+
+
+def counted(graph: Graph) -> Graph:
+    """The graph with a sum and a count in place of every mean over targets that count."""
+    tensors = dict(graph.tensors)
+    operators: list[Operator] = []
+    for op in graph.operators:
+        operators += _counting(op, tensors) or (op,)
+    return replace(graph, operators=tuple(operators), tensors=tensors) if len(operators) > len(graph.operators) else graph
+
+
+def _counting(op: Operator, tensors: dict[str, Tensor]) -> list[Operator]:
+    """A mean over targets that count, taken apart; empty for any other operator."""
+    if not record_of(op).over_classes or tensors[op.inputs[0]].shape == tensors[op.inputs[1]].shape:
+        return []
+    given = dict(zip(("self", "target", "weight", "reduction", "ignore_index", "label_smoothing"), op.args, strict=False)) | dict(op.kwargs)
+    if given.get("reduction", 1) != 1:
+        return []
+    target, weight, (out,) = given["target"], given.get("weight"), op.outputs
+    assert isinstance(target, Ref)
+    made: list[Operator] = []
+
+    def call(word: str, target_of: str, args: tuple[Arg, ...], like: Tensor) -> Ref:
+        tensors[f"{out}_{word}"] = like
+        made.append(Operator(f"{op.name}_{word}", target_of, args, (), (f"{out}_{word}",), f"{op.site}_{word}", autocast=op.autocast))
+        return Ref(f"{out}_{word}")
+
+    of_target = tensors[target.value]
+    counts = call("counts", "aten.ne.Scalar", (target, given.get("ignore_index", -100)), replace(of_target, dtype="bool"))
+    if isinstance(weight, Ref):
+        weighed = replace(of_target, dtype=tensors[weight.value].dtype)
+        rows = call("rows", "aten.mul.Tensor", (target, counts), of_target)
+        picked = call("picked", "aten.index.Tensor", (weight, (rows,)), weighed)
+        counts = call("weighed", "aten.mul.Tensor", (picked, counts), weighed)
+    count = call("count", "aten.sum.default", (counts,), Tensor((), tensors[weight.value].dtype if isinstance(weight, Ref) else "int64"))
+    tail = (given["label_smoothing"],) if "label_smoothing" in given else ()
+    tensors[f"{out}_sum"] = tensors[out]
+    summed = (given["self"], target, weight, 2, given.get("ignore_index", -100), *tail)
+    made.append(replace(op, args=summed, kwargs=(), outputs=(f"{out}_sum",)))
+    quotient = (Ref(f"{out}_sum"), count)
+    return [*made, Operator(f"{op.name}_mean", "aten.div.Tensor", quotient, (), (out,), f"{op.site}_mean", autocast=op.autocast)]
+
+
+def normalised(part: Graph, whole: Graph, known: Additive) -> Normalised:
+    """The graph of a part, whose losses add up to the whole batch's. Both are `counted`, and have the same operators."""
+    return _Rewriting(part, whole, known).result()
+
+
+@dataclass
+class _Rewriting:
+    part: Graph
+    whole: Graph
+    known: Additive
+    tensors: dict[str, Tensor] = field(init=False)
+    made: list[Operator] = field(default_factory=list)
+    instead: dict[str, str] = field(default_factory=dict)  # value -> the total that is read in its place
+    shared: bool = False
+
+    def __post_init__(self) -> None:
+        self.tensors = dict(self.part.tensors)
+
+    def result(self) -> Normalised:
+        """Every operator in turn, the loss last."""
+        for op, other in zip(self.part.operators, self.whole.operators, strict=True):
+            self._operator(op, other)
+        loss, form = self.part.loss, self.known.forms[self.part.loss]
+        if form is not P or loss in self.instead:
+            site = next(op.site for op in reversed(self.part.operators) if loss in op.outputs)
+            loss = self._share(Ref(self.instead.get(loss, loss)), f"{loss}_part", f"{site}_part", "").value
+        read = {v for op in self.made for v in op.inputs} | {loss}
+        totals = tuple(Total(value, variable) for value, variable in self.instead.items() if variable in read)
+        constants = [Variable(t.variable, t.variable, self.tensors[t.variable]) for t in totals]
+        if self.shared:
+            constants.append(Variable(SHARE, SHARE, self.tensors[SHARE]))
+        graph = replace(
+            self.part, operators=tuple(self.made), tensors=self.tensors, loss=loss, constants=(*self.part.constants, *constants)
+        )
+        return Normalised(graph, True, SHARE if self.shared else "", totals)
+
+    def _operator(self, op: Operator, other: Operator) -> None:
+        op = replace(op, args=self._read(op.args), kwargs=tuple((k, self._read(a)) for k, a in op.kwargs))  # type: ignore[arg-type]
+        op = _numbers_of(op, other)
+        if self.known.forms[op.outputs[0]] is P:
+            op = self._in_shares(op, other)
+        if op.name in self.known.averages:
+            self.tensors.update({f"{out}_mean": self.tensors[out] for out in op.outputs})
+            self.made.append(replace(op, outputs=tuple(f"{out}_mean" for out in op.outputs)))
+            for out in op.outputs:
+                self._share(Ref(f"{out}_mean"), out, f"{op.site}_share", op.autocast)
+        else:
+            self.made.append(op)
+        for value in op.outputs:
+            if value in self.known.totals:
+                self.instead[value] = f"{value}_total"
+                self.tensors[f"{value}_total"] = self.tensors[value]
+
+    def _read(self, arg: Arg) -> Arg:
+        if isinstance(arg, Ref):
+            return Ref(self.instead.get(arg.value, arg.value))
+        return tuple(self._read(a) for a in arg) if isinstance(arg, tuple) else arg
+
+    def _in_shares(self, op: Operator, other: Operator) -> Operator:
+        """Of a sum of summands and others: the others count by shares."""
+        summands = {v for v in other.inputs if self.known.forms[v] is P}
+        carried = set(op.inputs) if sums(op) else set(together(op) or ())
+        if not summands or not carried:
+            return op
+
+        def share(arg: Arg, number: int) -> Arg:
+            if isinstance(arg, tuple):
+                return tuple(share(a, 10 * (number + 1) + i) for i, a in enumerate(arg))
+            if isinstance(arg, Ref):
+                return arg if arg.value in summands or arg.value not in carried else self._share(
+                    arg, f"{op.outputs[0]}_part{number}", f"{op.site}_share{number}", op.autocast
+                )
+            if sums(op) and number < 2 and isinstance(arg, int | float):
+                return self._share(arg, f"{op.outputs[0]}_part{number}", f"{op.site}_share{number}", op.autocast)
+            return arg
+
+        target = op.target.replace(".Scalar", ".Tensor") if sums(op) else op.target
+        return replace(op, target=target, args=tuple(share(a, i) for i, a in enumerate(op.args)))
+
+    def _share(self, of: Ref | int | float, out: str, site: str, autocast: str) -> Ref:
+        """`of` times the share of the batch that the part has."""
+        self.shared = True
+        kind = self.part.tensors[self.part.loss].dtype
+        self.tensors.setdefault(SHARE, Tensor((), kind))
+        self.tensors[out] = self.tensors[of.value] if isinstance(of, Ref) and self.tensors[of.value].is_float else self.tensors[SHARE]
+        args = (of, Ref(SHARE)) if isinstance(of, Ref) else (Ref(SHARE), of)
+        self.made.append(Operator(f"{out}_share", "aten.mul.Tensor", args, (), (out,), site, autocast=autocast))
+        return Ref(out)
+
+
+def has_numbers_of(op: Operator, other: Operator) -> bool:
+    """Whether an operator of a part has the numbers that it has for the whole batch, but for sizes."""
+    return _numbers_of(op, other) == op
+
+
+def _numbers_of(op: Operator, other: Operator) -> Operator:
+    """An operator of a part with the numbers that it has for the whole batch, where they are no sizes."""
+    if (op.args, op.kwargs) == (other.args, other.kwargs):
+        return op
+    at = record_of(op).fill_at
+    if at is not None and len(op.args) > at:
+        return replace(op, args=(*op.args[:at], other.args[at], *op.args[at + 1 :]))
+    if not by_elements(op):
+        return op
+
+    def number(mine: Arg, its: Arg) -> Arg:
+        return its if isinstance(mine, int | float) and isinstance(its, int | float) else mine
+
+    kwargs = dict(other.kwargs)
+    return replace(
+        op,
+        args=tuple(number(a, b) for a, b in zip(op.args, other.args, strict=True)),
+        kwargs=tuple((k, number(a, kwargs.get(k))) for k, a in op.kwargs),
+    )

@@ -1,0 +1,1 @@
+"""What dims of tensors stand for: samples, features, positions."""

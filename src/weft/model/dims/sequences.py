@@ -1,0 +1,167 @@
+"""Which dimensions are positions of a sequence, and how these lie there.
+
+In: a graph and its factor rules. Out: for every such dimension a `Run`. Followed through the rules, before and behind, from where positions
+show: queries and keys of attention, also where it is written as a softmax between two products; time steps of a recurrence; numbers
+that are looked up. A reshape may put samples and positions into one dimension, and take them apart again. Not modelled: positions that are
+split into groups, behind which nothing is known of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+
+from weft.model.dims.labels import labelled, places_of
+from weft.model.graph import Graph, Operator
+from weft.model.work import batched, operator_flops
+from weft.ops import Rule, draws, record_of
+from weft.ops.attention import heads_of, is_causal
+from weft.ops.rule import HALO, KEYS, QUERIES
+
+Place = tuple[str, int]  # value, dimension
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A dimension is runs of `size` positions of `inner` entries each; of one run where nothing else lies there."""
+
+    size: int
+    inner: int = 1
+
+    @property
+    def length(self) -> int:
+        return self.size * self.inner
+
+
+def reshaped(source: tuple[int, ...], dim: int, run: Run, target: tuple[int, ...]) -> tuple[int, Run] | None:
+    """Where positions of dimension `dim` lie after a reshape; None where they are split.
+
+    >>> reshaped((4, 8, 6), 1, Run(8), (32, 6)), reshaped((32, 6), 0, Run(8), (4, 8, 2, 3)), reshaped((4, 8), 1, Run(8), (4, 2, 4))
+    ((0, Run(size=8, inner=1)), (1, Run(size=8, inner=1)), None)
+    """
+    inside = prod(source[dim + 1 :])
+    step, extent, apart = run.inner * inside, run.length * inside, 1
+    for at in reversed(range(len(target))):
+        if apart <= step and extent <= apart * target[at]:
+            if step % apart or (apart * target[at]) % extent:
+                return None
+            return at, Run(run.size, step // apart)
+        apart *= target[at]
+    return None
+
+
+def sequences(graph: Graph, rules: Mapping[str, Rule | None]) -> dict[Place, Run]:
+    """[value, dimension] -> how positions of a sequence lie there; other dimensions are left out."""
+    users: dict[str, list[Operator]] = {}
+    for op in graph.operators:
+        for value in dict.fromkeys((*op.inputs, *op.outputs)):
+            users.setdefault(value, []).append(op)
+    found: dict[Place, Run] = {}
+    waiting = [(place, Run(graph.tensors[place[0]].shape[place[1]])) for place in _seeds(graph, rules)]
+    while waiting:
+        place, run = waiting.pop()
+        if place in found or run.size < 2:
+            continue
+        found[place] = run
+        for op in users.get(place[0], ()):
+            waiting += _beside(graph, op, rules[op.name], place, run)
+    return found
+
+
+def _beside(graph: Graph, op: Operator, rule: Rule | None, place: Place, run: Run) -> Iterator[tuple[Place, Run]]:
+    """Where an operator has the same positions in its other tensors."""
+    if rule is None:
+        return
+    shapes = {value: graph.tensors[value].shape for value in (*op.inputs, *op.outputs)}
+    if record_of(op).moves == "reshape":
+        others = op.outputs if place[0] == op.inputs[0] else op.inputs[:1] if place[0] in op.outputs else ()
+        for value in others:
+            if (there := reshaped(shapes[place[0]], place[1], run, shapes[value])) is not None:
+                yield (value, there[0]), there[1]
+        return
+    length = shapes[place[0]][place[1]]
+    for label in {row[place[1]] for value, row in labelled(op, rule) if value == place[0] and row[place[1]]}:
+        for value, row in labelled(op, rule):
+            for dim in (dim for dim, other in enumerate(row) if other == label):
+                if shapes[value][dim] == length:
+                    yield (value, dim), run
+                elif rule.kernels.get(label) == HALO and run == Run(length):
+                    yield (value, dim), Run(shapes[value][dim])
+
+
+def heads(graph: Graph, rules: Mapping[str, Rule | None]) -> set[Place]:
+    """Dimensions that are heads of attention, where it reads and makes them."""
+    found = set[Place]()
+    for op in graph.operators:
+        rule = rules[op.name]
+        if rule is not None and (label := heads_of(rule)):
+            found.update(places_of(op, rule, label))
+    return found
+
+
+def reshapes(op: Operator, graph: Graph, runs: Mapping[Place, Run]) -> Iterator[tuple[int, int]]:
+    """Dimensions of a reshape's operand that are positions, each with that of its result."""
+    source, made = graph.tensors[op.inputs[0]].shape, graph.tensors[op.outputs[0]].shape
+    for dim in range(len(source)):
+        run = runs.get((op.inputs[0], dim))
+        if run is not None and (there := reshaped(source, dim, run, made)) is not None:
+            yield dim, there[0]
+
+
+def in_zigzag(graph: Graph, rules: Mapping[str, Rule | None], runs: Mapping[Place, Run]) -> bool:
+    """Whether ranks may have positions in another order than they lie in, and should: attention is causal, nothing is drawn by where it
+    lies, and no window slides over positions (of numbers that learn; others are read whole)."""
+    if not any(is_causal(op) and heads_of(rules[op.name]) for op in graph.operators) or any(draws(op) for op in graph.operators):
+        return False
+    for op in graph.operators:
+        rule = rules[op.name]
+        slides = {x for x, kernel in rule.kernels.items() if kernel == HALO} if rule is not None else set()
+        if rule is None or not slides or not graph.tensors[op.outputs[0]].is_float:
+            continue
+        if any(label in slides and (value, dim) in runs for value, row in labelled(op, rule) for dim, label in enumerate(row)):
+            return False
+    return True
+
+
+def _seeds(graph: Graph, rules: Mapping[str, Rule | None]) -> Iterator[Place]:
+    """Dimensions that are positions whatever else is."""
+    follows, makers = batched(graph), {value: op for op in graph.operators for value in op.outputs}
+    weights = {v.value for v in graph.parameters}
+    for op in graph.operators:
+        rule, record = rules[op.name], record_of(op)
+        if rule is None:
+            continue
+        for value, row in labelled(op, rule):
+            yield from ((value, dim) for dim, label in enumerate(row) if rule.kernels.get(label) in (QUERIES, KEYS))
+        if record.recurrence is not None and not record.recurrence.is_cell:
+            yield op.inputs[0], (rule.inputs[0] or ("",)).index("")  # steps come whole, and samples do not
+        if record.looks_up and op.inputs[1] in follows:
+            yield from ((op.inputs[1], dim) for dim in range(1, len(graph.tensors[op.inputs[1]].shape)))
+        if record.normalises and op.inputs[0] in follows:
+            yield from _scores(graph, rules, makers, weights, op)
+
+
+def _scores(
+    graph: Graph, rules: Mapping[str, Rule | None], makers: Mapping[str, Operator], weights: set[str], op: Operator
+) -> Iterator[Place]:
+    """Queries and keys of attention that is written out: the softmax is over what is a dimension of the second operand of a product without
+    weights alone; what is one of the first alone are queries."""
+    row = (rules[op.name] or Rule((), ())).inputs[0] or ()
+    blocked = [dim for dim, label in enumerate(row) if not label and graph.tensors[op.inputs[0]].shape[dim] > 1]
+    for dim in blocked:
+        value, at = op.inputs[0], dim
+        while (maker := makers.get(value)) is not None:
+            rule = rules[maker.name]
+            made = None if rule is None else rule.outputs[maker.outputs.index(value)]
+            if rule is None or made is None or not made[at]:
+                break
+            if operator_flops(maker, graph.tensors) > 0:
+                rows = [set(r or ()) for r in rule.inputs[:2]]
+                if len(rows) == 2 and not weights.intersection(maker.inputs) and made[at] in rows[1] - rows[0]:
+                    yield value, at
+                    yield from ((value, d) for d, label in enumerate(made) if label and label in rows[0] - rows[1])
+                break
+            value, at = next(
+                ((v, r.index(made[at])) for v, r in zip(maker.inputs, rule.inputs, strict=True) if r is not None and made[at] in r), ("", 0)
+            )

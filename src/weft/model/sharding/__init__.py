@@ -1,0 +1,1 @@
+"""From factor rules to the placement of every value."""

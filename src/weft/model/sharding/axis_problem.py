@@ -1,0 +1,316 @@
+"""The problem along one axis: what each operator may do there, and what that costs, with the other axes' decisions given.
+
+In: a graph, the axis with its size and prices, what a plan says of it, and what other axes have decided. Out: `AxisProblem`, which answers
+how an operator may be cut and what it costs without moves; and of values what `model/sharding/axis_values` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from weft.errors import LayoutError
+from weft.model.dims.labels import expert_weights, meanings, places_of
+from weft.model.dims.sequences import reshapes
+from weft.model.graph import Graph, Operator, Ref, writes_buffer
+from weft.model.sharding.axis_values import AxisValues, Given, Others
+from weft.model.sharding.sharding import Prices, transfer_s
+from weft.model.work import operator_bytes, operator_flops
+from weft.ops import Rule, draws, record_of, windows_of
+from weft.ops.attention import heads_of
+from weft.ops.experts import EXPERT, num_experts
+from weft.ops.linear import passes, passing
+from weft.ops.rule import HALO, KEYS, ORDERED, POSITIONAL
+from weft.plan.axis import ULYSSES
+from weft.plan.choice import AUTO
+from weft.plan.placement import D, Halo, P, Placement, R, Shard, Strided, halo, is_cut, is_halo, is_shard, pieces
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One way to run an operator along an axis: how it reads its inputs, how it makes its outputs, and what that costs without moves."""
+
+    label: str
+    needs: tuple[Placement | None, ...]
+    makes: tuple[Placement, ...]
+    cost_s: float
+
+    @property
+    def word(self) -> str:
+        """What a plan calls it: the label, with `+` where summands are left."""
+        return self.label + "+" * (P in self.makes)
+
+
+class AxisProblem(AxisValues):
+    """The problem along one axis of `n` ranks. `sequence` and `samples`: as `propagate` has them."""
+
+    def __init__(
+        self, graph: Graph, axis: str, n: int, prices: Prices, given: Given, others: Others, sequence: bool = False, samples: bool = False
+    ):
+        super().__init__(graph, axis, n, prices, given, others)
+        self.labels, self.pinned = given.labels, others.pinned
+        self.weights = {v.value for v in graph.parameters if len(v.tensor.shape) > 1}
+        self.heavy = {op.name for op in graph.operators if operator_flops(op, graph.tensors) > 0}
+        self.sequence, self.samples = sequence, samples
+        self.spreads = sequence or samples  # whether summands may be scattered to what lies between the products
+        self.meanings = meanings(graph, self.rules) if self.cuts_weights else None
+        self.experts = {value for value in expert_weights(graph) if (self.fixed or {}).get(value) == 0} if self.row.cuts_experts else set()
+        self.samples_of = meanings(graph, self.rules) if self.row.cuts_experts else {}
+
+    def admits(self, op: Operator, rule: Rule, label: str) -> bool:
+        """Whether the axis is for dimensions of this kind."""
+        if self.cuts_positions:
+            places = places_of(op, rule, label)
+            if self.row.cuts_sequences:
+                if label == heads_of(rule):
+                    return True
+                return record_of(op).moves != "reshape" and all(place in self.sequences for place in places)
+            return any(self.row.cuts & self.positions.get(place, frozenset()) for place in places)
+        if rule.kernels.get(label) in POSITIONAL:
+            return False
+        if self.ragged and not record_of(op).ragged and not self.ragged.isdisjoint(places_of(op, rule, label)):
+            return not draws(op)  # rows of a rank are no piece of those that a serial run draws for
+        return self.meanings is None or self.meanings[op.name].admits(label, self.sequence, self.samples)
+
+    def _divides(self, op: Operator, rule: Rule, label: str) -> bool:
+        """Whether pieces of a label are pieces of each dimension that has it: equal ones, or of as many units of each."""
+        if rule.kernels.get(label) == HALO:
+            return True
+        everywhere = places_of(op, rule, label)
+        places = [place for place in everywhere if not self._stays_whole(op, *place)]
+        nested = {dim in self.inside.get(value, ()) for value, dim in places}
+        if record_of(op).repeats and True in nested and (False in nested or places != everywhere):
+            return False  # pieces of another axis' pieces of one operand beside all of another
+        pieces = [self.shard(*place) for place in places]
+        if rule.kernels.get(label) in ORDERED and any(isinstance(piece, Strided) for piece in pieces):
+            return False
+        if any(not self._of_whole_groups(*place, rule.units[label]) for place in places if label in rule.units):
+            return False
+        if all(isinstance(piece, Strided) for piece in pieces) or not any(isinstance(piece, Shard) and piece.lengths for piece in pieces):
+            return True
+        units = {self.graph.tensors[value].shape[dim] // self._unit(value, dim) for value, dim in places}
+        return op.function is None and len(units) == 1  # a function of the user's own is tried on equal pieces
+
+    def _stays_whole(self, op: Operator, value: str, dim: int) -> bool:
+        """Whether an operand has too few entries for all ranks, each of which picks those that its part of the first operand reads."""
+        length = self.graph.tensors[value].shape[dim]
+        repeats = record_of(op).repeats and value in op.inputs[1:3]
+        return repeats and length < self.n and length < self.graph.tensors[op.inputs[0]].shape[dim]
+
+    def _of_whole_groups(self, value: str, dim: int, groups: int) -> bool:
+        """Whether every rank has whole ones of `groups` equal parts of a dimension."""
+        length, form = self.graph.tensors[value].shape[dim], self.shard(value, dim)
+        return isinstance(form, Shard) and all(form.part(length, self.n, i)[1] % (length // groups) == 0 for i in range(self.n))
+
+    def compute_s(self, op: Operator) -> float:
+        """Seconds of a whole operator, forward and (counted twice as much) backward; what no product is may be cut by a later axis."""
+        if self.more and op.name not in self.heavy:
+            return 0.0
+        flops, size = operator_flops(op, self.graph.tensors), operator_bytes(op, self.graph.tensors)
+        return 3 * self.longer_s(op, flops, size, self.fixed_bytes(op))
+
+    def longer_s(self, op: Operator, flops: float, size: float, fixed: float) -> float:
+        """Seconds of computing so many FLOPs or of moving so many bytes, `fixed` of them however many samples there are."""
+        value, fixed = op.outputs[0], min(size, fixed)
+        moved = self.share(size - fixed, value) + fixed / self.divide_fixed
+        return max(self.share(flops, value) / self.prices.flops_per_s, moved / self.prices.memory_bytes_per_s)
+
+    def fixed_bytes(self, op: Operator) -> int:
+        """Bytes of the weights that an operator reads, where its other operands follow the samples."""
+        if op.outputs[0] not in self.follows:
+            return 0
+        return sum(self.graph.tensors[v].size_bytes for v in dict.fromkeys(op.inputs) if v not in self.follows)
+
+    def choices(self, op: Operator) -> list[Choice]:
+        rule, seconds = self.rules[op.name], self.compute_s(op)
+        spread = [] if rule is None else self._spread(op, rule, seconds)
+        if spread and self.row.cuts_experts:  # tokens come to the experts of a rank, weights never go to the tokens
+            return self._said(op, self.labels.get(op.site), spread)
+        whole: list[Placement | None] = [R] * len(op.inputs)
+        if rule is not None:
+            whole = [None if labels is None else R for labels in rule.inputs]
+        found = [Choice("", tuple(whole), (R,) * len(op.outputs), seconds), *spread]
+        said = self.labels.get(op.site)
+        if rule is None or writes_buffer(op, self.placed):
+            return self._said(op, said, found)
+        for label in rule.labels:
+            if (said is None and not self.admits(op, rule, label)) or (record_of(op).ragged and label == EXPERT):
+                continue
+            for summed in (True, False) if self.spreads or said is not None else (True,):
+                choice = self._cut(op, rule, label, seconds, summed)
+                if choice is not None and choice not in found:
+                    found.append(choice)
+        if self.row.cuts_sequences and record_of(op).moves == "reshape":
+            found += self._reshaped(op, seconds)
+        if self.row.cuts_sequences and self.attention != AUTO and (heads := heads_of(rule)):
+            found = [c for c in found if (c.label == heads) is (self.attention == ULYSSES)] or found
+        if any(value in self.pinned for value in op.inputs):
+            needed = [self.pinned.get(value) for value in op.inputs]
+            found = [c for c in found if all(p is None or need in (None, p) for p, need in zip(needed, c.needs, strict=True))] or found
+        if (self.row.cuts_samples or record_of(op).ragged) and all(self.graph.tensors[v].can_learn for v in op.outputs):
+            found += [Choice("", needs, (P,) * len(op.outputs), seconds) for needs in passing(op, self.grads)]
+        return self._said(op, said, found)
+
+    def _spread(self, op: Operator, rule: Rule, seconds: float) -> list[Choice]:
+        """How an operator is cut by experts: a product of stacked matrices on the label of these, and operators of ragged rows."""
+        how = record_of(op).ragged
+        if not how:
+            labels = dict.fromkeys(row[0] for value, row in zip(op.inputs, rule.inputs, strict=True) if value in self.experts and row)
+            found = [self._cut(op, rule, label, seconds, True) for label in labels]
+            return [choice for choice in found if choice is not None]
+        number = num_experts(op, self.graph.tensors)
+        sends = self.row.cuts_experts  # its ranks have other tokens; along a tensor axis all have the same
+        if number < self.n or not (sends or self.cuts_weights):
+            return []
+        behind = () if how == "goes on" else op.inputs[0 if how == "begins" else 2 :]
+        if not all(self.cuttable(v, 0) for v in op.inputs if v not in behind or sends):
+            return []
+        whole = {v: D if v in self.grads else R for v in behind} if not sends else {}
+        needs = tuple(whole.get(v) or self.shard(v, 0) for v in op.inputs)
+        makes = tuple(P if how == "ends" and not sends else self.shard(v, 0) for v in op.outputs)
+        return [Choice(EXPERT, needs, makes, seconds / self.n)]
+
+    def _reshaped(self, op: Operator, seconds: float) -> list[Choice]:
+        """A reshape of which positions are cut, which samples may lie with."""
+        found = []
+        for dim, there in reshapes(op, self.graph, self.sequences):
+            if self.cuttable(op.inputs[0], dim) and self.cuttable(op.outputs[0], there):
+                read, made = self.shard(op.inputs[0], dim), self.shard(op.outputs[0], there)
+                found.append(Choice(f"d{dim}", (read, *(None,) * (len(op.inputs) - 1)), (made,), seconds / made.ways(self.n)))
+        return found
+
+    def _said(self, op: Operator, said: str | None, choices: list[Choice]) -> list[Choice]:
+        if said is None:
+            return choices
+        given = [choice for choice in choices if choice.word == said]
+        if not given:
+            possible = ", ".join(choice.word or "none" for choice in choices)
+            raise LayoutError(f"the plan cuts {said!r} of {op.site} over {self.axis}={self.n}, but what can be cut is {possible}")
+        return given
+
+    def worth(self, op: Operator, choice: Choice, held: Mapping[str, tuple[Placement, ...]]) -> bool:
+        """Whether a cut follows from something: an input that is cut there already, or (not over data) work that a cut saves.
+
+        Cuts of cheap operators out of the blue are legal, and crowd out the states that matter.
+        """
+        if P in choice.needs:  # what is a summand, and beside it at most what every rank has whole
+            return passes(choice.needs, [held.get(value) or self.start(value) or (R,) for value in op.inputs])
+        if not choice.label or op.site in self.labels or self.experts.intersection(op.inputs):
+            return True
+        if record_of(op).ragged == "begins" and choice.label == EXPERT:
+            return True
+        if self.experts and choice.label in self.samples_of[op.name].samples:  # experts hand back what tokens they were sent
+            return True
+        for value, need in zip(op.inputs, choice.needs, strict=True):
+            if is_cut(need):
+                have = held.get(value) or self.start(value) or ()
+                if need in have or (is_halo(need) and self.shard(value, need.dim) in have) or (self.spreads and P in have):
+                    return True
+                if self.cuts_weights and value in self.weights and not have:
+                    return True
+                if any((value, form.dim) in self.heads for form in have if is_shard(form)):  # back from heads to positions
+                    return True
+        return op.name in self.heavy if self.cuts_weights else self.row.cuts_sequences and self._begins(op)
+
+    def _begins(self, op: Operator) -> bool:
+        """Whether pieces of a sequence may begin at an operator that reads none: where there is work to divide, or more is made than is
+        read (masks)."""
+        sizes = (sum(self.graph.tensors[v].size for v in values) for values in (dict.fromkeys(op.inputs), op.outputs))
+        return op.name in self.heavy or (bool(op.inputs) and next(sizes) < next(sizes))
+
+    def _cut(self, op: Operator, rule: Rule, label: str, seconds: float, summed: bool) -> Choice | None:
+        """Cut `label`. `summed`: a product whose bias is added once sums its summands first; else each rank adds its share of the bias."""
+        kernel, record = rule.kernels.get(label), record_of(op)
+        if (op.name, label) in self.others.kernels or not self._divides(op, rule, label):
+            return None
+        makes = self._makes(op, rule, label)
+        if makes is None:
+            return None
+        seconds /= self._ways(op, rule, label)
+        contracted = any(form is P for form in makes) and kernel is None
+        bias = op.args[record.bias] if contracted and record.bias is not None and len(op.args) > record.bias else None
+        added = bias.value if isinstance(bias, Ref) and summed else None
+        if added is not None:
+            makes = (R,) * len(makes)  # the kernel reduces before it adds the bias
+            seconds += self._summed_s(self._bytes(op.outputs[0]))
+        needs = self._needs(op, rule, label, added)
+        if needs is None or (record.statistics and not self._lie(op, needs)):
+            return None
+        if kernel == "extreme":
+            seconds += self._summed_s(self._bytes(op.outputs[0]))
+        if kernel == "statistics":
+            seconds += 2 * self._summed_s(16.0 * self.graph.tensors[op.inputs[0]].shape[1])
+        return Choice(label, needs, makes, seconds)
+
+    def _ways(self, op: Operator, rule: Rule, label: str) -> float:
+        """An operator's work over that of the rank with most of it."""
+        value, dim = places_of(op, rule, label)[-1]  # of what windows slide along, the result
+        return self.shard(value, dim).ways(self.n)
+
+    def _summed_s(self, size_bytes: float) -> float:
+        """Seconds of a sum over the axis that an operator's kernel makes."""
+        return transfer_s(P, R, size_bytes, self.n, self.prices)
+
+    def _makes(self, op: Operator, rule: Rule, label: str) -> tuple[Placement, ...] | None:
+        """The forms that an operator makes where `label` is cut; None where it cannot be."""
+        kernel, record = rule.kernels.get(label), record_of(op)
+        if kernel == KEYS:  # of some keys attention is no part of a sum
+            return None
+        makes: list[Placement] = []
+        for value, labels in zip(op.outputs, rule.outputs, strict=True):
+            if label in labels:
+                dim = labels.index(label)
+                if not self.cuttable(value, dim) or value in self.others.sliced:
+                    return None
+                makes.append(self.shard(value, dim))
+            elif kernel == "vocabulary":
+                makes.append(P if record.looks_up else R)
+            elif kernel in ("extreme", "apart"):
+                makes.append(R)
+            elif kernel in ("average", "statistics", "summands") or record.contracts:
+                makes.append(P)
+            else:
+                return None
+        return tuple(makes)
+
+    def _needs(self, op: Operator, rule: Rule, label: str, added: str | None) -> tuple[Placement | None, ...] | None:
+        """The forms in which it reads its inputs; None where one cannot be read so. `added`: the bias that is added once, to the sum."""
+        needs: list[Placement | None] = []
+        for value, row in zip(op.inputs, rule.inputs, strict=True):
+            if row is None:
+                needs.append(None)
+            elif label in row:
+                dim = row.index(label)
+                if self._stays_whole(op, value, dim):
+                    needs.append(D if value in self.grads else R)
+                    continue
+                read = self._read(op, value, dim, label) if rule.kernels.get(label) == HALO else self.shard(value, dim)
+                if read is None or not self.cuttable(value, dim):
+                    return None
+                needs.append(read)
+            elif value == added:
+                needs.append(R)
+            else:
+                needs.append(D if value in self.grads else R)
+        return tuple(needs)
+
+    def _lie(self, op: Operator, needs: tuple[Placement | None, ...]) -> bool:
+        """Whether running statistics lie as they are needed: they are written where they are stored, so they cannot be moved first."""
+        if self.fixed is None:
+            return True
+        held = [v for v in op.inputs if v in self.placed and v not in self.grads]
+        stored = {v: R if (dim := self.fixed.get(v)) is None else self.shard(v, dim) for v in held}
+        return all(need == stored.get(value, need) for value, need in zip(op.inputs, needs, strict=True))
+
+    def _read(self, op: Operator, value: str, dim: int, label: str) -> Placement | None:
+        """What ranks read of a dimension along which windows slide, to make their pieces of the result; None where one reads nothing."""
+        if (rule := self.rules[op.name]) is None:
+            return None
+        made = next((value, row.index(label)) for value, row in zip(op.outputs, rule.outputs, strict=True) if label in row)
+        length, window = self.graph.tensors[value].shape[dim], windows_of(op, self.graph.tensors)[label]
+        ranges = pieces(self.graph.tensors[made[0]].shape[made[1]], self.n)
+        read = halo(dim, length, [window.needs(start, stop, length) for start, stop in ranges])
+        if isinstance(self.shard(value, dim), Strided) or isinstance(self.shard(*made), Strided):  # pieces have no neighbours there
+            return None
+        empty = isinstance(read, Halo) and any(start == stop for start, stop in read.windows)
+        return None if empty else read

@@ -1,0 +1,378 @@
+"""Repeated layers once. In: a graph. Out: a smaller graph in which the middle copies of its repeated layers are left out, and for every
+operator and value of the whole the one that stands for it.
+
+Layers count as repeated where their operators are alike, read from their own layer and the one before alike, and are read from
+nowhere else. Of each run the first two (or three) and the last stay; the last of those in front stands for those between. A sharding
+of the small graph is one of the whole where that layer is cut as the one before it and hands on the same forms.
+Not modelled: layers that repeat with changed shapes, and those whose results are collected (losses of routers): they stay whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.model.graph import Arg, Graph, Operator, Ref, Variable
+from weft.model.sharding.propagate import propagate as propagate_whole
+from weft.model.sharding.sharding import Move, Prices, Sharding, Shards
+from weft.plan.axis import axis_of
+from weft.plan.choice import AUTO
+from weft.plan.placement import is_shard
+
+LEAST = 5  # copies of a layer that are worth folding
+MOST_PERIOD = 2000  # operators of one layer
+MOST_TRIED = 12  # stretches of alike operators that are looked at
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """`count` alike layers of `period` operators from operator `start` on.
+
+    `follows[k][v]`: what layer k + 1 reads where layer k reads v, of variables and of what enters the first layer.
+    """
+
+    start: int
+    period: int
+    count: int
+    follows: tuple[Mapping[str, str], ...]
+    lead: int = 2  # layers that stay in front
+
+    @property
+    def end(self) -> int:
+        return self.start + self.period * self.count
+
+    @property
+    def saves(self) -> int:
+        """By this runs are compared, whatever stays in front."""
+        return _saves(self.count, self.period)
+
+    @property
+    def left_out(self) -> range:
+        """Operators between the layers in front and the last."""
+        return range(self.start + self.lead * self.period, self.start + (self.count - 1) * self.period)
+
+
+@dataclass(frozen=True)
+class Fold:
+    """`small` stands for `whole`. `index[i]`: operator of `small` that stands for operator i of `whole`; `value`: the same of values."""
+
+    whole: Graph
+    small: Graph
+    runs: tuple[Run, ...]
+    index: tuple[int, ...]
+    value: Mapping[str, str]
+
+    @cached_property
+    def later(self) -> Fold | None:
+        """The same with one layer more in front, for what the first layers treat differently."""
+        return _folded(self.whole, tuple(replace(run, lead=run.lead + 1) for run in self.runs))
+
+    @cached_property
+    def operator(self) -> dict[str, str]:
+        """Name of an operator of the whole -> name of the one that stands for it."""
+        return {op.name: self.small.operators[i].name for op, i in zip(self.whole.operators, self.index, strict=True)}
+
+    def expand(self, sharding: Sharding) -> Sharding | None:
+        """The whole's sharding from the small graph's; None where layers do not join as the small graph's do."""
+        moves: dict[str, list[Move]] = {}
+        for move in sharding.moves:
+            moves.setdefault(move.op, []).append(move)
+        if not all(self._joins(run, sharding, moves) for run in self.runs):
+            return None
+        stands = {v: k for k, v in self.value.items() if k in self.small.tensors}
+        found: list[Move] = []
+        for op in self.whole.operators:
+            at = self.operator[op.name]
+            reads = dict(zip(self._small_operator[at].inputs, op.inputs, strict=True))
+            for move in moves.get(at, ()):
+                found.append(replace(move, op=op.name, value=reads.get(move.value, stands.get(move.value, move.value))))
+        forms = {value: sharding.forms[self.value[value]] for value in self.whole.tensors}
+        placed = (*self.whole.parameters, *self.whole.buffers)
+        gradients = {value: sharding.gradients[small] for value, small in self.value.items() if small in sharding.gradients}
+        replicated = set(sharding.replicated)
+        return Sharding(
+            sharding.sizes,
+            {op.name: sharding.ops[self.operator[op.name]] for op in self.whole.operators},
+            forms,
+            {op.name: sharding.needs[self.operator[op.name]] for op in self.whole.operators},
+            gradients,
+            tuple(sorted(found, key=lambda move: list(sharding.sizes).index(move.axis))),
+            tuple(op.site for op in self.whole.operators if self._small_operator[self.operator[op.name]].site in replicated),
+            {a: tuple((v.name, form.dim) for v in placed if is_shard(form := forms[v.value][a])) for a in sharding.shards},
+        )
+
+    @cached_property
+    def _small_operator(self) -> dict[str, Operator]:
+        return {op.name: op for op in self.small.operators}
+
+    def _joins(self, run: Run, sharding: Sharding, moves: Mapping[str, list[Move]]) -> bool:
+        """Whether a copy of the layer that stands for others may follow it as it follows the one before it."""
+        at = run.start + (run.lead - 2) * run.period
+        first = self.whole.operators[at : at + run.period]
+        second = self.whole.operators[at + run.period : at + 2 * run.period]
+        own = {value for op in (*first, *second) for value in op.outputs} | set(run.follows[run.lead - 2].values())
+        for a, b in zip(first, second, strict=True):
+            if sharding.ops[a.name] != sharding.ops[b.name] or sharding.needs[a.name] != sharding.needs[b.name]:
+                return False
+            if any(sharding.forms[u] != sharding.forms[v] for u, v in zip(a.outputs, b.outputs, strict=True)):
+                return False
+            if any(move.value not in own for move in moves.get(b.name, ())):
+                return False  # a value of all layers would be moved once, not in each
+        held = self.whole.held
+        return all(sharding.forms[u] == sharding.forms[v] for u, v in run.follows[run.lead - 2].items() if u in held)
+
+
+def fold(graph: Graph) -> Fold | None:
+    """The graph with its repeated layers once; None where nothing repeats often enough.
+
+    >>> from weft.model.graph import Graph
+    >>> fold(Graph((), (), (), (), (), {}, "loss", 1)) is None
+    True
+    """
+    runs = _runs(graph)
+    return _folded(graph, tuple(runs)) if runs else None
+
+
+def _folded(graph: Graph, runs: tuple[Run, ...]) -> Fold | None:
+    operators = graph.operators
+    index: list[int] = []
+    kept: list[Operator] = []
+    value: dict[str, str] = {v: v for v in graph.tensors}
+    rename: dict[str, str] = {}  # what the last layer reads of the one before it -> the same of the second
+    ended = {i: run for run in runs for i in run.left_out}
+    place: dict[int, int] = {}
+    for i, op in enumerate(operators):
+        run = ended.get(i)
+        if run is None:
+            place[i] = len(kept)
+            index.append(len(kept))
+            kept.append(_renamed(op, rename) if rename else op)
+            continue
+        second = run.start + (run.lead - 1) * run.period + (i - run.start) % run.period
+        index.append(place[second])
+        last_left_out = i >= run.left_out.stop - run.period
+        for u, v in zip(op.outputs, operators[second].outputs, strict=True):
+            value[u] = v
+            if last_left_out:
+                rename[u] = v
+    for run in runs:
+        for pairs in run.follows[run.lead - 1 : -1]:  # variables of the layers left out
+            value.update({v: value[u] for u, v in pairs.items()})
+    used = {u for op in kept for u in op.inputs} | {graph.loss, *graph.outputs}
+    read = {u for op in operators for u in op.inputs}
+
+    def variables_of(group: tuple[Variable, ...]) -> tuple[Variable, ...]:
+        return tuple(v for v in group if v.value in used or v.value not in read)
+
+    small = replace(
+        graph,
+        parameters=variables_of(graph.parameters),
+        buffers=variables_of(graph.buffers),
+        inputs=variables_of(graph.inputs),
+        constants=variables_of(graph.constants),
+        operators=tuple(kept),
+        tensors={},
+    )
+    names = {v.value for v in small.variables} | {u for op in kept for u in op.outputs}
+    small = replace(small, tensors={u: t for u, t in graph.tensors.items() if u in names})
+    if any(value[u] not in small.tensors for u in graph.tensors):
+        return None
+    return Fold(graph, small, runs, tuple(index), value)
+
+
+def propagate(
+    graph: Graph,
+    sizes: Mapping[str, int],
+    shards: Mapping[str, Shards] | None = None,
+    *,
+    prices: Prices | Mapping[str, Prices] | None = None,
+    sequence: bool = False,
+    samples: bool = False,
+    attention: str = AUTO,
+) -> Sharding:
+    """As `weft.model.propagate.propagate`, on repeated layers once where that gives a sharding of the whole."""
+    owns = any(axis_of(axis).owns for axis, n in sizes.items() if n > 1)  # layers of branches are balanced, so all count
+    folded = None if owns else graph.fold
+    while folded is not None:
+        try:
+            given = _given(graph, folded, shards)
+        except KeyError:
+            break
+        small = propagate_whole(folded.small, sizes, given, prices=prices, sequence=sequence, samples=samples, attention=attention)
+        found = folded.expand(small)
+        if found is not None:
+            return found
+        folded = folded.later if folded is graph.fold else None
+    return propagate_whole(graph, sizes, shards, prices=prices, sequence=sequence, samples=samples, attention=attention)
+
+
+def _given(graph: Graph, folded: Fold, shards: Mapping[str, Shards] | None) -> dict[str, Shards] | None:
+    """The shards of the small graph. Raises `KeyError` for a name that is not there, or equal layers that are cut differently."""
+    if shards is None:
+        return None
+    placed = {v.name: v.value for v in (*graph.parameters, *graph.buffers)}
+    kept = {v.name for v in (*folded.small.parameters, *folded.small.buffers)}
+    found: dict[str, Shards] = {}
+    for axis, cut in shards.items():
+        dims = {placed[name]: dim for name, dim in cut}
+        if any(dims.get(value) != dims.get(folded.value[value]) for value in placed.values()):
+            raise KeyError(axis)
+        found[axis] = tuple((name, dim) for name, dim in cut if name in kept)
+    return found
+
+
+def _runs(graph: Graph) -> list[Run]:
+    """Runs of alike layers, the ones that save most first, without overlap, in order."""
+    kinds = np.asarray(alike(graph))
+    found: list[Run] = []
+    segments = [(0, len(kinds))]
+    while segments:
+        low, high = segments.pop()
+        run = _longest(graph, kinds, low, high)
+        if run is not None:
+            found.append(run)
+            segments += [(low, run.start), (run.end, high)]
+    return sorted(found, key=lambda run: run.start)
+
+
+def _saves(count: int, period: int) -> int:
+    """Operators between the third layer and the last."""
+    return (count - 3) * period
+
+
+def _longest(graph: Graph, kinds: NDArray[np.int64], low: int, high: int) -> Run | None:
+    """The run of most operators between the third layer and the last, of the periods that promise most."""
+    part = kinds[low:high]
+    tried: list[tuple[int, int, int, int]] = []  # (operators left out at most, -period, start, length)
+    for period in range(1, min(MOST_PERIOD, len(part) // LEAST) + 1):
+        for start, stop in _stretches(part[:-period] == part[period:]):
+            count = (stop - start) // period + 1
+            if count >= LEAST:
+                tried.append((_saves(count, period), -period, low + start, low + stop))
+    best: Run | None = None
+    for most, negative, start, stop in sorted(tried, reverse=True)[:MOST_TRIED]:
+        if best is not None and most <= best.saves:
+            break
+        period = -negative
+        # What enters the first layer comes from elsewhere than what enters the others.
+        for first, last in _stretches(np.asarray([_reads_on(graph, i, period) for i in range(start, stop)])):
+            begin, end = max(start, start + first - period), start + last + period
+            if _saves((end - begin) // period, period) <= (best.saves if best is not None else 0):
+                continue
+            run = _aligned(graph, begin, period, end - begin)
+            if run is not None and (best is None or run.saves > best.saves):
+                best = run
+    return best
+
+
+def _stretches(which: NDArray[np.bool_]) -> list[tuple[int, int]]:
+    """(first, one behind the last) of every stretch of true ones."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], which, [False]]).astype(np.int8)))
+    return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
+
+
+def _reads_on(graph: Graph, i: int, period: int) -> bool:
+    """Whether operator i + period reads what operator i does: the same, a period later, or a parameter of its own."""
+    place, held = graph.place, graph.held
+    for u, v in zip(graph.operators[i].inputs, graph.operators[i + period].inputs, strict=True):
+        at = place.get(u)
+        if u != v and not (held[u] if at is None else place.get(v) == at + period):
+            return False
+    return True
+
+
+def _aligned(graph: Graph, start: int, period: int, length: int) -> Run | None:
+    """The longest run of layers in [start, start + length) that follow one another alike, over the places where a layer may begin."""
+    best: Run | None = None
+    for phase in range(min(period, length - LEAST * period + 1)):
+        run = _unified(graph, start + phase, period, (length - phase) // period)
+        if run is not None and (best is None or run.count > best.count):
+            best = run
+            if run.count >= length // period - 1:
+                break
+    return best
+
+
+def _unified(graph: Graph, start: int, period: int, count: int) -> Run | None:
+    """Layers of the run that read alike, with what follows what; None where fewer than `LEAST` do."""
+    operators = graph.operators
+    place = graph.place
+    held = graph.held
+    follows: list[dict[str, str]] = []
+    good: list[bool] = []
+    for k in range(count - 1):
+        pairs: dict[str, str] = {}
+        ok = True
+        low = start + k * period
+        for i in range(low, low + period):
+            a, b = operators[i], operators[i + period]
+            for u, v in zip(a.inputs, b.inputs, strict=True):
+                at = place.get(u)
+                if at is None:
+                    ok = u == v or (held[u] and pairs.setdefault(u, v) == v)
+                elif at >= low - period and (k or at >= low):
+                    ok = place.get(v) == at + period and _which(operators[at], u) == _which(operators[at + period], v)
+                else:
+                    # Made before the run: the same for all layers, or what enters the first.
+                    ok = u == v or (k == 0 and place.get(v, -1) in range(low, low + period) and pairs.setdefault(u, v) == v)
+                if not ok:
+                    break
+            if not ok:
+                break
+        good.append(ok and len(set(pairs.values())) == len(pairs))
+        follows.append(pairs)
+    # The longest stretch of layers that follow one another.
+    best, begin = (0, 0), 0
+    for k in range(count):
+        if k == count - 1 or not good[k]:
+            best = max(best, (k + 1 - begin, -begin))
+            begin = k + 1
+    layers, first = best[0], -best[1]
+    if layers < LEAST:
+        return None
+    run = Run(start + first * period, period, layers, tuple(follows[first : first + layers - 1]))
+    readers, final = graph.last_reader, {graph.loss, *graph.outputs}
+    for i in run.left_out:
+        if any(value in final or readers.get(value, -1) >= run.end for value in operators[i].outputs):
+            return None
+    return run
+
+
+def _which(op: Operator, value: str) -> int:
+    return op.outputs.index(value)
+
+
+def _renamed(op: Operator, names: Mapping[str, str]) -> Operator:
+    if not any(value in names for value in op.inputs):
+        return op
+
+    def arg(a: Arg) -> Arg:
+        if isinstance(a, Ref):
+            return Ref(names.get(a.value, a.value))
+        return tuple(arg(item) for item in a) if isinstance(a, tuple) else a
+
+    return replace(op, args=tuple(arg(a) for a in op.args), kwargs=tuple((k, arg(a)) for k, a in op.kwargs))
+
+
+def alike(graph: Graph) -> list[int]:
+    """A number for every operator, the same for those that agree in all but which values they read."""
+    kinds = {v.value: kind for kind in ("parameters", "buffers") for v in getattr(graph, kind)}
+    numbers: dict[object, int] = {}
+
+    def word(arg: Arg) -> object:
+        if isinstance(arg, Ref):
+            return (kinds.get(arg.value, ""), graph.tensors[arg.value])
+        if isinstance(arg, tuple | list):
+            return tuple(word(item) for item in arg)
+        return (type(arg).__name__, arg)
+
+    found = []
+    for op in graph.operators:
+        made = tuple(graph.tensors[value] for value in op.outputs)
+        key = (op.target, word(op.args), word(op.kwargs), made, op.multiple, op.autocast)
+        found.append(numbers.setdefault(key, len(numbers)))
+    return found

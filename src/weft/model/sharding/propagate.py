@@ -1,0 +1,279 @@
+"""From factor rules to a complete sharding: which label of every operator is cut over each mesh axis, and what moves.
+
+In: a graph, the axes with their sizes, and where parameters (and buffers) are cut; or nothing for an axis, and the best cut is
+searched. Out: `Sharding`: for every operator the label that is cut, for every value the form it is made in and the forms it
+is needed in.
+
+A value's forms are `sharding.py`'s. A consumer that is cut on a label which an input lacks computes only its share of that
+input's gradient: it needs D.
+
+Axes are solved one after the other: `axis_problem.py` says what operators may do along one and what that costs,
+`axis_values.py` how values may lie there and what moving them costs,
+`axis_search.py` finds the cheapest. Here stands what every axis leaves to the next, and what is written down of it.
+
+Which labels another axis than `data` may cut says `dims/labels.py`: those of weights; positions and samples only where that is asked for.
+
+One dimension of a tensor is cut by at most one axis, but for `depth`, the last of a grid of tensor ranks, and for samples: there the
+pieces of a dimension may be cut once more, of values that lie in such pieces wherever they are read, so that none is put together without
+the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from math import prod
+
+from weft.errors import LayoutError
+from weft.model.dims.labels import expert_weights
+from weft.model.gradients import backward_reached
+from weft.model.graph import Graph, copied_into, writes_buffer
+from weft.model.sharding.axis_problem import AxisProblem
+from weft.model.sharding.axis_search import solve
+from weft.model.sharding.axis_values import Given, Others
+from weft.model.sharding.deferral import defer
+from weft.model.sharding.grid import heads_in_pieces, kept_for, nested, twice_cut
+from weft.model.sharding.owners import Taken, own
+from weft.model.sharding.sharding import Move, Owners, Prices, Sharding, Shards, move_collectives
+from weft.plan.axis import Axis, axis_of, nothing_to_cut
+from weft.plan.choice import AUTO
+from weft.plan.placement import D, Placement, R, hands_summands, is_halo, is_owned, is_piece, is_shard
+
+
+def given_dims(graph: Graph, axis: str, n: int, shards: Mapping[str, Shards] | None) -> dict[str, int] | None:
+    """[value] -> dimension of it that is cut over `axis`, where that is given (over data nothing is); None where it is searched.
+
+    Raises:
+        LayoutError: a shard names a parameter that the graph does not have, or a dimension of fewer entries than ranks.
+    """
+    given = (shards or {}).get(axis)
+    row = axis_of(axis)
+    if given is None:
+        experts = expert_weights(graph) if row.cuts_experts else ()
+        searched = row.cuts_weights or row.owns
+        return None if searched else {value: 0 for value in experts if graph.tensors[value].shape[0] >= n}
+    names = {v.name: v for v in (*graph.parameters, *graph.buffers)}
+    whole = copied_into(graph)
+    fixed = {}
+    for name, dim in given:
+        if name not in names:
+            raise LayoutError(f"the plan cuts {name} over {axis}, but the model has no such parameter or buffer")
+        if row.owns:
+            fixed[names[name].value] = dim
+            if dim >= n:
+                raise LayoutError(f"the plan gives {name} to rank {dim} of {axis}={n}; ranks count from 0 to {n - 1}")
+            continue
+        if names[name].value in whole:
+            raise LayoutError(f"the plan cuts {name} over {axis}, but the model writes all of it in place; leave that cut out")
+        shape = names[name].tensor.shape
+        if dim >= len(shape) or shape[dim] < n:
+            raise LayoutError(f"the plan cuts dimension {dim} of {name} {list(shape)} over {axis}={n}, which leaves ranks without a piece")
+        fixed[names[name].value] = dim
+    return fixed
+
+
+def propagate(
+    graph: Graph,
+    sizes: Mapping[str, int],
+    shards: Mapping[str, Shards] | None = None,
+    *,
+    prices: Prices | Mapping[str, Prices] | None = None,
+    sequence: bool = False,
+    samples: bool = False,
+    labels: Mapping[str, Mapping[str, str]] | None = None,
+    attention: str = AUTO,
+) -> Sharding:
+    """Complete the sharding over the axes of `sizes` (those of size 1 are left out), `data` first.
+
+    `shards[axis]` says where parameters and buffers are cut; an axis that is missing there is searched (`data` keeps all whole).
+    `labels[axis][site]`: the label of an operator that is cut, "" for none, with `+` where it leaves summands; the rest is searched.
+    `sequence`: what lies between products may be cut along positions as well (sequence parallelism, Korthikanti et al. 2022).
+    `attention`: how ranks that share sequences attend to one another's positions.
+    `samples`: tensor ranks may cut samples as well, operator by operator, the pieces of `data` once more (Krizhevsky 2014).
+
+    Raises:
+        LayoutError: a shard names a parameter that the graph does not have, or a dimension of fewer entries than ranks; a label that an
+            operator cannot be cut on.
+    """
+    found = _Found.of(graph)
+    order = sorted((a for a in sizes if sizes[a] > 1), key=lambda a: _turn(axis_of(a)))
+    given = {axis: given_dims(graph, axis, sizes[axis], shards) for axis in order}
+    for axis in order:
+        price = prices.get(axis, Prices()) if isinstance(prices, Mapping) else prices or Prices()
+        row, cuts = axis_of(axis), given[axis]
+        said = Given({} if row.owns else cuts, (labels or {}).get(axis, {}), attention)
+        others = _others(found, sizes, order, axis, given, samples)
+        problem = AxisProblem(graph, axis, sizes[axis], price, said, others, sequence=sequence, samples=samples)
+        _check_axis(problem)
+        chosen, placed = solve(problem)
+        taken = own(problem, chosen, cuts) if row.owns else Taken(chosen)
+        found.add(problem, taken, placed)
+    return found.sharding(sizes)
+
+
+def _turn(row: Axis) -> tuple[bool, bool, bool]:
+    """When an axis is solved: those first that cut samples, weights last; behind another whose pieces it cuts once more."""
+    return not row.cuts_samples, row.cuts_weights, row.again
+
+
+def _others(
+    found: _Found, sizes: Mapping[str, int], order: list[str], axis: str, given: Mapping[str, Mapping[str, int] | None], samples: bool
+) -> Others:
+    """What `axis` takes from those before it in `order`, and leaves to those after it."""
+    row, before = axis_of(axis), order[: order.index(axis)]
+    again = tuple(a for a in order if axis_of(a).cuts_samples) if samples and row.cuts_weights else ()
+    if row.again:
+        again = (*again, *(a for a in before if axis_of(a).cuts & row.cuts and not axis_of(a).again))
+    inside, kernels, sliced = nested(found, sizes, again, row) if before and again else ({}, frozenset[tuple[str, str]](), frozenset[str]())
+    for value, dims in heads_in_pieces(found, sizes).items() if row.cuts_weights else ():
+        inside.setdefault(value, {}).update(dims)
+    later = order[len(before) + 1 :] if row.cuts_weights else []
+    reserved, pinned = kept_for(later, given, given[axis] or {})
+    taken = {v: found.taken.get(v, set()) | reserved.get(v, set()) for v in (*found.taken, *reserved)}
+    replicas = prod(sizes[a] for a in before if not axis_of(a).cuts_weights)
+    return Others(taken, inside, kernels, sliced, pinned, bool(later), prod(sizes[a] for a in before), replicas)
+
+
+def _check_axis(problem: AxisProblem) -> None:
+    """Refuse a cut that a plan gives where another axis cuts already, and an axis of positions that the model does not have."""
+    fixed = problem.fixed if problem.row.cuts_weights and problem.fixed else {}
+    for v in (*problem.graph.parameters, *problem.graph.buffers):
+        if v.value in fixed and not problem.cuttable(v.value, fixed[v.value]):
+            raise twice_cut(v, fixed[v.value], problem.axis, problem.n)
+    row, n = problem.row, problem.n
+    if row.cuts_sequences:
+        cuts = any(problem.cuttable(*place) for place in problem.sequences)
+    else:
+        cuts = not row.cuts_positions or any(row.cuts & kinds and problem.cuttable(*place) for place, kinds in problem.positions.items())
+    if not cuts:
+        raise LayoutError(f"{nothing_to_cut(row, n)}; leave it out, or use fewer ranks")
+
+
+@dataclass
+class _Found:
+    """What the axes that are solved have decided, as in `Sharding`. `taken`: by value the dimensions that they cut."""
+
+    graph: Graph
+    ops: dict[str, dict[str, str]]
+    forms: dict[str, dict[str, Placement]]
+    needs: dict[str, list[dict[str, Placement | None]]]
+    gradients: dict[str, list[str]] = field(default_factory=dict)
+    moves: list[Move] = field(default_factory=list)
+    cut: dict[str, Shards] = field(default_factory=dict)
+    taken: dict[str, set[int]] = field(default_factory=dict)
+    regions: tuple[Owners, ...] = ()
+
+    @classmethod
+    def of(cls, graph: Graph) -> _Found:
+        needs: dict[str, list[dict[str, Placement | None]]] = {op.name: [{} for _ in op.inputs] for op in graph.operators}
+        return cls(graph, {op.name: {} for op in graph.operators}, {value: {} for value in graph.tensors}, needs)
+
+    def add(self, problem: AxisProblem, taken: Taken, placed: Mapping[str, Placement]) -> None:
+        """Write one axis' solution down: forms, needs, deferred gradients, moves."""
+        graph, axis, chosen = self.graph, problem.axis, taken.choices
+        self.regions += taken.regions
+        for v in graph.variables:
+            start = problem.start(v.value)
+            self.forms[v.value][axis] = taken.placed.get(v.value) or (placed.get(v.value, R) if start is None else start[0])
+        for op in graph.operators:
+            choice = chosen[op.name]
+            self.ops[op.name][axis] = choice.label
+            for value, form in zip(op.outputs, choice.makes, strict=True):
+                self.forms[value][axis] = form
+            for row, need in zip(self.needs[op.name], choice.needs, strict=True):
+                row[axis] = need
+        defer(graph, axis, problem.grads, self.ops, self.forms, self.needs)
+        self._sum_once(problem)
+        self._move(problem, {value: form for region in taken.regions for value, form in region.leaves.items()})
+        held = [(v.name, self.forms[v.value][axis]) for v in (*graph.parameters, *graph.buffers)]
+        owners = [(name, form.rank) for name, form in held if is_owned(form)]
+        self.cut[axis] = tuple(owners or [(name, form.dim) for name, form in held if is_shard(form)])
+        for value, by_axis in self.forms.items():
+            if is_piece(form := by_axis[axis]):
+                self.taken.setdefault(value, set()).add(form.dim)
+        for op in graph.operators:
+            for value, by in zip(op.inputs, self.needs[op.name], strict=True):
+                if is_piece(need := by[axis]):
+                    self.taken.setdefault(value, set()).add(need.dim)
+
+    def _sum_once(self, problem: AxisProblem) -> None:
+        """Variables all of whose readers hand back summands of their gradient: it is summed once a step."""
+        axis = problem.axis
+        uses: dict[str, list[Placement | None]] = {}
+        for op in self.graph.operators:
+            for value, row in zip(op.inputs, self.needs[op.name], strict=True):
+                uses.setdefault(value, []).append(row[axis])
+        _share_reads(self.graph, problem, uses, self.needs)
+        for v in (*self.graph.parameters, *self.graph.inputs):
+            wanted = {form for form in uses.get(v.value, ()) if form is not None}
+            summands = wanted == {D} or (problem.row.follows and wanted and all(map(hands_summands, wanted)))
+            if self.forms[v.value][axis] is R and summands and v.value in problem.grads:
+                self.forms[v.value][axis] = D
+                self.gradients.setdefault(v.value, []).append(axis)
+        for v in self.graph.inputs if problem.row.cuts_positions else ():
+            read = {form for form in uses.get(v.value, ()) if form is not None}
+            # All read the same part: that is what a rank is given, where it is one part.
+            if len(read) == 1 and (is_shard(only := read.pop()) or is_halo(only)):
+                self.forms[v.value][axis] = only
+
+    def _move(self, problem: AxisProblem, leaves: Mapping[str, Placement]) -> None:
+        """What moves along the axis: each form that a value is needed in, from the cheapest of those that are there. `leaves`: what lies in
+        pieces behind a region whose ranks own it."""
+        axis = problem.axis
+        have = {value: [self.forms[value][axis]] for value in self.graph.tensors if axis in self.forms[value]}
+        producers = self.graph.producer() if leaves else {}
+        for value, form in leaves.items():
+            forward, backward = move_collectives(have[value][0], form)
+            move = Move(value, producers[value].name, axis, have[value][0], form, forward, backward if value in problem.grads else "")
+            self.moves.append(move)
+            have[value].append(form)
+        for op in self.graph.operators:
+            for value, row in zip(op.inputs, self.needs[op.name], strict=True):
+                need = row[axis]
+                if need is None or need in have[value]:
+                    continue
+                source = cheapest(problem, value, have[value], need)
+                forward, backward = move_collectives(source, need)
+                self.moves.append(Move(value, op.name, axis, source, need, forward, backward if value in problem.grads else ""))
+                have[value].append(need)
+
+    def sharding(self, sizes: Mapping[str, int]) -> Sharding:
+        graph = self.graph
+        held = {v.value: v for v in (*graph.parameters, *graph.buffers)}
+        return Sharding(
+            {a: n for a, n in sizes.items() if n > 1},
+            self.ops,
+            self.forms,
+            {name: tuple(rows) for name, rows in self.needs.items()},
+            {value: tuple(axes) for value, axes in self.gradients.items()},
+            tuple(self.moves),
+            tuple(op.site for op in graph.operators if graph.rules[op.name] is None and not writes_buffer(op, held)),
+            self.cut,
+            self.regions,
+        )
+
+
+def _share_reads(
+    graph: Graph, problem: AxisProblem, uses: dict[str, list[Placement | None]], needs: Mapping[str, list[dict[str, Placement | None]]]
+) -> None:
+    """Where some read a parameter as D and others, which hand back no gradient, whole: let them all read it as D.
+
+    So an average of weights, which reads the trained ones, does not keep their gradients from being summed once a step.
+    """
+    axis = problem.axis
+    both = {v.value for v in graph.parameters if v.value in problem.grads and {R, D} <= set(uses.get(v.value, ()))}
+    if not both:
+        return
+    reached = backward_reached(graph, problem.grads)
+    for op in graph.operators:
+        if both.intersection(op.inputs) and not any(v in reached and v in problem.grads for v in op.outputs):
+            for value, row in zip(op.inputs, needs[op.name], strict=True):
+                if value in both and row[axis] is R:
+                    row[axis] = D
+    for value in both:
+        uses[value] = [row[axis] for op in graph.operators for v, row in zip(op.inputs, needs[op.name], strict=True) if v == value]
+
+
+def cheapest(problem: AxisProblem, value: str, have: Iterable[Placement], need: Placement) -> Placement:
+    """The form from which `need` is cheapest to get."""
+    return min(have, key=lambda source: problem.exact_s(value, source, need))

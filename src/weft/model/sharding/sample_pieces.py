@@ -1,0 +1,77 @@
+"""A sharding for another number of samples, or for replicas with unequal shares. In: a sharding, a graph, shares by axis. Out: the same
+sharding with other lengths of the pieces into which samples are cut.
+
+What was decided does not depend on how many samples there are: the dimensions that follow the samples hold whole units of them
+(`Graph.granules`), and every replica gets the same units of each. Not modelled: samples that another axis cuts once more, and functions of
+the user's own, which are tried on equal pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from weft.errors import Infeasible
+from weft.model.graph import Graph
+from weft.model.sharding.sharding import Sharding
+from weft.plan.axis import axis_of
+from weft.plan.placement import Placement, is_shard, shard
+
+Shares = Mapping[str, tuple[int, ...]]  # by axis; an axis that is missing, or has none, has equal ones
+
+
+def with_samples_of(sharding: Sharding, graph: Graph, shares: Shares) -> Sharding:
+    """`sharding`, of this graph or of the same model's with another number of samples, with pieces of the samples that `graph` has.
+
+    Raises:
+        Infeasible: a replica without a sample; unequal pieces of what cannot have them.
+    """
+    axes = sharding.sample_axes
+    counts = graph.granules[False]
+
+    def piece(value: str, axis: str, form: Placement) -> Placement:
+        shape = graph.tensors[value].shape if value in graph.tensors else ()
+        if axis not in axes or not is_shard(form) or not shape:
+            return form
+        length, n = shape[form.dim], sharding.sizes[axis]
+        count = counts.get((value, form.dim), length)
+        if count < n:
+            raise Infeasible(f"{value} {list(shape)} has {count} samples for {axis}={n}; use a batch of {n} samples or more, or fewer")
+        unit = length // count if length % count == 0 else 1
+        return shard(form.dim, length, n, unit, shares.get(axis, ()))
+
+    forms = {value: {a: piece(value, a, form) for a, form in by.items()} for value, by in sharding.forms.items()}
+    needs = {
+        op.name: tuple(
+            {a: form if form is None else piece(value, a, form) for a, form in row.items()}
+            for value, row in zip(op.inputs, sharding.needs[op.name], strict=True)
+        )
+        for op in graph.operators
+    }
+    moves = tuple(
+        replace(move, source=piece(move.value, move.axis, move.source), target=piece(move.value, move.axis, move.target))
+        for move in sharding.moves
+    )
+    regions = tuple(
+        replace(region, leaves={v: cut for v, form in region.leaves.items() if is_shard(cut := piece(v, region.axis, form))})
+        for region in sharding.regions
+    )
+    made = replace(sharding, forms=forms, needs=needs, moves=moves, regions=regions)
+    _check(made, graph)
+    return made
+
+
+def _check(sharding: Sharding, graph: Graph) -> None:
+    """Refuse unequal pieces where samples are cut more than once, and of what a function of the user's own reads."""
+    for op in graph.operators:
+        for row in sharding.needs[op.name]:
+            for axis, form in row.items():
+                if not is_shard(form) or not form.lengths or not axis_of(axis).cuts_samples:
+                    continue
+                again = next((a for a, other in row.items() if a != axis and is_shard(other) and other.dim == form.dim), "")
+                if again or op.function is not None:
+                    why = f"{again} cuts them once more" if again else f"{op.site} has a backward of its own, tried on equal pieces"
+                    raise Infeasible(
+                        f"a microbatch of {graph.batch_size} samples would lie in unequal pieces over {axis}={sharding.sizes[axis]}, and "
+                        f"{why}; use microbatches that divide, and equal shares"
+                    )
