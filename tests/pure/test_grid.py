@@ -31,7 +31,7 @@ from weft.plan.plan import Plan
 from weft.plan.store import format_plan, parse_plan
 from weft.solve import grids
 from weft.solve.search import search
-from weft.solve.space import parse_constraints
+from weft.solve.space import Space, parse_constraints
 
 GPU = Device("gpu", "gpu", (("float32", 1e12), ("bfloat16", 4e12)), 1e11, 1e12, 1.0, 5e-6)
 NODE = Cluster("node", GPU, (Level("node", 8, Link(3e-6, 2e11)),))
@@ -325,6 +325,24 @@ def test_a_grid_that_is_asked_for_may_reach_over_nodes() -> None:
     plan = search(WIDE, NODES, 256, "wide", "tensor=2x4 precision=bfloat16")
     assert str(plan.layout).split()[:3] == ["data=1", "tensor=2x4", "pipeline=1"]
     assert {axis for axis, _ in plan.shards} == {"rows", "columns"}
+
+
+def test_the_planner_finds_a_grid_over_nodes_where_no_line_reaches() -> None:
+    """Weights of which a node's ranks cannot hold their part twice: one replica over both nodes, its rows in different ones."""
+    few = replace(GPU, memory_bytes=6e9)
+    machines = replace(NODES, device=few)
+    plan = search(WIDE, machines, 256, "wide", "pipeline=1 offload=none recompute=none precision=bfloat16")
+    assert plan.prediction is not None
+    assert plan.layout.grid
+    assert plan.layout.num_ranks == 8
+    assert plan.layout.tensor == 8
+    for line in ("data=2 tensor=4 zero=2", "data=2 tensor=4 zero=3"):
+        with pytest.raises(Infeasible):
+            search(WIDE, machines, 256, "wide", layout=Layout.parse(f"{line} precision=bfloat16"))
+    # Where a line inside of nodes is faster than what a grid sends between them, none is tried.
+    pricer, space = Pricer(WIDE, NODES, 256), Space(NODES, 256, parse_constraints("pipeline=1"))
+    assert not grids.beyond(pricer, space, 1e-3)
+    assert all(one.admits("data", 1) and one.grid for one in grids.beyond(pricer, space, 1e3))
 
 
 def test_few_layouts_are_tried_in_grids(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from weft.plan.residency import KINDS, kind_of
 from weft.schedules import schedule_of
 from weft.solve.bounds import check_room, check_state, least_s, least_saving_s, least_state_bytes, most_memory, most_room, waiting
 from weft.solve.checks import check_layers, check_layout, check_priced
-from weft.solve.grids import in_grids, left_out
+from weft.solve.grids import beyond, in_grids, left_out
 from weft.solve.housing import housed, least_more_s
 from weft.solve.lending import may_lend
 from weft.solve.mixed import memory_of, share_out
@@ -66,9 +66,17 @@ class Branches:
     _may_fit: dict[Layout, dict[Thrift, Layout]] = field(default_factory=dict)
 
     def run(self) -> None:
-        """Price frames in the order of their bounds until none can be better than the best; then those of smaller jobs that may be."""
+        """Price frames in the order of their bounds until none can be better than the best; then those of smaller jobs that may be, and
+        those with grids of tensor ranks on several nodes."""
         self._price(self.space)
-        if self.best is None or self.objective != "time" or any(c.key == "ranks" for c in self.space.constraints):
+        if self.objective == "time":
+            self._price_fewer()
+            for space in beyond(self.pricer, self.space, INFINITE if self.best is None else self.best.prediction.step_time_s):
+                self._price(space)
+
+    def _price_fewer(self) -> None:
+        """Price smaller jobs that may be faster than the best."""
+        if self.best is None or any(c.key == "ranks" for c in self.space.constraints):
             return
         tried, device = 0, self.pricer.cluster.device
         rate = device.matmul_efficiency * max(flops for _, flops in device.peak_flops)

@@ -1,9 +1,9 @@
 """The fastest plan. In: a graph, a cluster, a batch, constraints or a layout by hand. Out: a `Plan` with reasons and runners-up.
 
 Branch and bound (`weft.solve.branches`), once for every order of the parts of a mixed cluster; the program of what leads is proven. A
-layout by hand goes the same way, alone. Not searched: shards other than those that propagation finds
-best, stages other than the most balanced (that fit), and grids of layouts that do not lead with their tensor ranks in a line; of those that
-do, more and fewer microbatches are.
+layout by hand goes the same way, alone. Not searched: shards other than those that propagation finds best, stages other than the most
+balanced (that fit), and grids of layouts that neither lead with their tensor ranks in a line nor promise to on several nodes; of those
+that do, more and fewer microbatches are.
 """
 
 from __future__ import annotations

@@ -7,9 +7,10 @@ divide, and everything that can be priced.
 
 Each layout is there once, in one form: no sequence parallelism without tensor ranks, no ZeRO without replicas, no schedule without a
 pipeline, no experts spread where the model has none. Gradients are compressed only where a constraint says so, since that changes the
-result. Tensor ranks stand in a line, or as a constraint arranges them: the search arranges those of the leading layouts only. A `frame` is
-what operators' seconds depend on; `variants` are its schedules and what trades time for memory. Not searched: microbatch counts beyond
-`MOST_MICROBATCHES`, chunks beyond `MOST_CHUNKS` or of uneven size, more stages than layers and float64 unless they are asked for.
+result. Tensor ranks stand in a line, or as a constraint arranges them: the search arranges those of the leading layouts, and some on
+several nodes. A `frame` is what operators' seconds depend on; `variants` are its schedules and what trades time for memory. Not searched:
+microbatch counts beyond `MOST_MICROBATCHES`, chunks beyond `MOST_CHUNKS` or of uneven size, more stages than layers and float64 unless
+they are asked for.
 """
 
 from __future__ import annotations
