@@ -10,10 +10,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
+from processes import gone
 
 from weft.errors import RunError, UsageError
-from weft.world.join import first_host, join
+from weft.world.join import agent_of, first_host, join
 from weft.world.launch import Launcher
+from weft.world.recorder import process_state
 from weft.world.world import World
 
 CODE = """
@@ -151,3 +153,33 @@ def test_first_host_of_a_node_list(nodes: str, host: str) -> None:
 def test_an_empty_node_list_is_an_error() -> None:
     with pytest.raises(UsageError, match="names no host"):
         first_host("")
+
+
+AGENT = """
+import os, subprocess, sys, time
+code, rest = sys.argv[1], dict(pair.split("=", 1) for pair in sys.argv[2:])
+for rank in "01":
+    subprocess.Popen([sys.executable, "-c", code], env={**os.environ, **rest, "RANK": rank, "LOCAL_RANK": rank})
+time.sleep(120)
+"""
+LASTING = """
+import os, time
+from weft.world.launch import world_from_environment
+world = world_from_environment("cpu")
+world.everyone.barrier()
+print(os.getpid(), flush=True)
+time.sleep(120)
+"""
+
+
+def test_workers_end_with_the_agent_that_started_them(port: int) -> None:
+    given = [f"{name}={value}" for name, value in torchrun(0, 2, port).items()]
+    agent = subprocess.Popen([sys.executable, "-c", AGENT, LASTING, *given], stdout=subprocess.PIPE, text=True)
+    try:
+        assert agent.stdout is not None
+        workers = {int(agent.stdout.readline()) for _ in range(2)}
+        assert {agent_of(pid) for pid in workers} == {agent.pid}
+    finally:
+        agent.kill()
+        agent.wait()
+    assert not gone(lambda: {pid for pid in workers if process_state(pid) not in ("", "Z")})

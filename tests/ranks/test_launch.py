@@ -210,6 +210,27 @@ def test_a_hang_names_the_rank_that_is_waited_for(ranks: Any, how: str, said: st
     assert "rank 2 (running): in all_reduce #2 float32 [2, 3] (ranks 0,1,2) for" in str(caught.value)
 
 
+def test_a_stopped_rank_is_named_long_before_any_time_is_up(ranks: Any) -> None:
+    with pytest.raises(RankError, match=r"rank 1: its process is stopped \(SIGSTOP") as caught:
+        ranks(fails, 3, "stop", 1, timeout_s=900.0)
+    assert caught.value.rank == 1
+
+
+def hangs_in_a_step(world: World) -> None:
+    """Steps of a moment, in the ninth of which rank 1 sleeps."""
+    for step in range(10):
+        with world.pace.step():
+            if world.rank == 1 and step == 8:
+                time.sleep(600)
+            world.everyone.barrier()
+
+
+def test_a_step_that_lasts_longer_than_those_before_it_is_a_hang(ranks: Any) -> None:
+    with pytest.raises(RankError, match="lasts longer than 1 s: rank 1 did not take part") as caught:
+        ranks(hangs_in_a_step, 3, timeout_s=900.0, hang_after_s=1.0)
+    assert caught.value.rank == 1
+
+
 def test_swapped_collectives_are_shown_rank_by_rank(ranks: Any) -> None:
     with pytest.raises(RankError, match="the ranks are in different collectives"):
         ranks(swapped, 2, timeout_s=1.5)

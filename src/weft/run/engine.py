@@ -124,6 +124,7 @@ class Engine:
         self._optimizer.load_parameters()
         self._stale = Stale(late, self.gradients, self._optimizer) if late else None
         self._count_state()
+        world.pace.steady = plan.layout.compile != "on"
         self.timeline: Timeline | None = None
         self.seconds: dict[str, float] = {}  # of the last step: "program", "gradients" (what is left of their sums after it), "optimizer"
         self.model_flops = model_flops(self.parts.graph) * plan.batch_size / self.parts.graph.batch_size
@@ -201,6 +202,10 @@ class Engine:
         Raises:
             Infeasible: more samples than the plan's, or unequal shares of a batch whose samples meet in the model.
         """
+        with self.world.pace.step():
+            return self._step(batch, lr, record, whole, samples)
+
+    def _step(self, batch: Any, lr: float | None, record: bool, whole: bool | None, samples: int) -> StepResult:
         began = time.perf_counter()
         result = self.forward_backward(batch, record=record, whole=whole, samples=samples)
         summed = time.perf_counter()
@@ -299,7 +304,8 @@ class Engine:
         trained.form.check_objects(form)
         if trains and form.key == trained.form.key:
             return trained
-        return self._others.of((trains, form.key), lambda: self._captured(Asked(self._modes(trains), batch, self._loss, trains), form))
+        with self.world.pace.long():
+            return self._others.of((trains, form.key), lambda: self._captured(Asked(self._modes(trains), batch, self._loss, trains), form))
 
     def _modes(self, trains: bool) -> Modes:
         return (training_modes if trains else evaluation_modes)(self._source.model)

@@ -151,10 +151,14 @@ class PlanSection(_Section):
 
 
 class RunSection(_Section):
-    """`folder`: by default `runs/` and the configuration's name. `sample`: length of the text that is written at the end."""
+    """`folder`: by default `runs/` and the configuration's name. `sample`: length of the text that is written at the end.
+
+    A rank that takes longer than `hang_after_s`, and than ten median steps, for a step is named, and the run ends.
+    """
 
     folder: str = ""
     resume: bool = True
+    hang_after_s: FiniteFloat = Field(default=5.0, gt=0)
     sample: int = Field(default=300, ge=0)
     prompt: str = "def "
 

@@ -70,6 +70,7 @@ def train(config: Config, planner: Planner, world: World | None = None) -> dict[
             threads=layout.threads,
             device=planned.device,
             timeout_s=TIMEOUT_S,
+            hang_after_s=config.run.hang_after_s,
             stop_grace_s=STOP_GRACE_S,
             folder=folder / "logs",
             preload=engine_modules(planned.device),

@@ -130,7 +130,8 @@ class _Run:
             self.memory = self.engine.fullest_memory()
             self._save(step, token, last=True)
             if not stopped and (self.losses or not artifacts.complete(self.job.folder, self.world)):
-                artifacts.write(self.engine, self.job, self.subject, self.world, self.show.say)
+                with self.world.pace.long():
+                    artifacts.write(self.engine, self.job, self.subject, self.world, self.show.say)
         return self._summary(step, stopped)
 
     def _resume(self) -> int:
@@ -170,6 +171,7 @@ class _Run:
     def _steps(self, start: int, token: int, write: Callable[[Row], None]) -> bool:
         """Train from `start`. Returns whether the run was told to stop before the last step."""
         make = partial(self.subject.source.train, rows=self.of_step)
+        self.world.pace.keep()
         with Loader(make, start, self.section.steps, pin=self.world.device.type == "cuda") as loader:
             for step in range(start, self.section.steps):
                 began = time.perf_counter()  # waiting for data counts too
@@ -177,7 +179,8 @@ class _Run:
                 self._untold.append((row, result))
                 done = step + 1
                 if self._every(self.section.evaluate_every, done) or done == self.section.steps:
-                    self.eval_loss = self._evaluate()
+                    with self.world.pace.long():
+                        self.eval_loss = self._evaluate()
                     if self.eval_loss is not None:
                         row["eval_loss"] = self.eval_loss
                 # A loss is known when all ranks have made the step, for which nobody waits before its update is due.
@@ -295,16 +298,9 @@ class _Run:
         }
         began = time.perf_counter()
         try:
-            checkpoint.save(
-                self.checkpoints,
-                step,
-                self.engine.pieces(),
-                extra,
-                self.world,
-                keep=self.section.keep,
-                token=token,
-                warn=self.show.say,
-            )
+            with self.world.pace.long():
+                pieces, keep = self.engine.pieces(), self.section.keep
+                checkpoint.save(self.checkpoints, step, pieces, extra, self.world, keep=keep, token=token, warn=self.show.say)
             self.saved_step = step
         except checkpoint.Replaced:
             raise

@@ -6,9 +6,13 @@ Not modelled: authentication. Whoever reaches the port can join, so the address 
 
 from __future__ import annotations
 
+import os
 import re
+import select
 import socket
+import threading
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 
@@ -18,6 +22,7 @@ from weft.world.prepared_rank import pick_device
 from weft.world.world import TRANSPORT, World
 
 MEET_S = 300.0
+ORPHANED = 4  # the exit code of a worker whose agent is gone
 LARGEST_PORT = 65535
 SLURM_PORTS = (20000, 20000)  # first, count
 
@@ -53,6 +58,8 @@ def join(environment: Mapping[str, str], device: str) -> World:
             f"rank {rank} of {num_ranks} found nobody at {address}:{port}: {str(error).splitlines()[0]}; "
             "check MASTER_ADDR and MASTER_PORT, that rank 0 runs, and the firewall"
         ) from error
+    if agent := agent_of(os.getpid()):
+        _end_with(agent)
     run = env.get("TORCHELASTIC_RUN_ID", env.get("SLURM_JOB_ID", ""))
     host = _own_address(env.get("GLOO_SOCKET_IFNAME", ""), address, port)
     return World(
@@ -67,6 +74,37 @@ def join(environment: Mapping[str, str], device: str) -> World:
         catch_sigterm=True,
         transport=env.get(TRANSPORT, ""),
     )
+
+
+def agent_of(pid: int) -> int:
+    """The torchrun agent that started a process: its nearest ancestor without the variables that an agent gives its workers; 0: none."""
+    try:
+        worker = _given_by_agent(pid)
+        while worker:
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+            if not _given_by_agent(pid):
+                return pid
+    except (OSError, ValueError, IndexError):  # no /proc, or somebody else's process
+        pass
+    return 0
+
+
+def _given_by_agent(pid: int) -> bool:
+    return b"TORCHELASTIC_RUN_ID=" in Path(f"/proc/{pid}/environ").read_bytes()
+
+
+def _end_with(agent: int) -> None:
+    """This process ends when the agent does, even by SIGKILL: its workers would train on, and write beside those that replace them."""
+    try:
+        watched = os.pidfd_open(agent)
+    except (OSError, AttributeError):
+        return
+
+    def wait() -> None:
+        select.select([watched], [], [])
+        os._exit(ORPHANED)
+
+    threading.Thread(target=wait, daemon=True, name="weft-agent").start()
 
 
 def first_host(nodes: str) -> str:

@@ -36,12 +36,15 @@ import torch
 
 from weft.errors import RunError, UsageError
 from weft.world import message, products, recorder
+from weft.world.hangs import Limits
 from weft.world.prepared import LARGEST_MESSAGE
 from weft.world.prepared_rank import FRESH, IMPORTING, Task, run_rank
 from weft.world.watch import caught_signals, supervise
 from weft.world.world import World
 
 START_S = 120.0
+LONGEST_S = 900.0  # one collective, or a silence, of which nobody announced how long it lasts
+HANG_AFTER_S = 5.0
 KILL_S = 10.0
 LOCK = "lock"  # in a launch's folder
 # What building an engine imports beyond torch: 1.5 to 2 s of one core, for each rank again where the prepared process has not done it.
@@ -63,7 +66,8 @@ def launch(  # noqa: PLR0913
     *args: Any,
     threads: int = 0,
     device: str = "cpu",
-    timeout_s: float | None = None,
+    timeout_s: float | None = LONGEST_S,
+    hang_after_s: float = HANG_AFTER_S,
     env: Mapping[str, str] | None = None,
     generation: int = 0,
     folder: Path | None = None,
@@ -75,8 +79,9 @@ def launch(  # noqa: PLR0913
     """Runs `function(world, *args)` on `num_ranks` processes of this machine and returns their results in the order of ranks.
 
     `threads` per rank (0: an equal share of the cores); `device` cpu, cuda or auto; `timeout_s` the longest that one collective, or a
-    silence of one rank, may last (None: no limit); `env` is set before torch is imported; `folder` keeps the record and the
-    logs; `stop_grace_s` how long ranks may go on after SIGTERM or Ctrl-C, which they see as `world.stopping`; `show` rank 0's
+    silence of one rank, may last (None: no limit); `hang_after_s` the same of what ranks announce to last for less, as an engine does
+    of its steps (0: `timeout_s`); `env` is set before torch is imported; `folder` keeps the record and the logs;
+    `stop_grace_s` how long ranks may go on after SIGTERM or Ctrl-C, which they see as `world.stopping`; `show` rank 0's
     output; `allocator` the C library's settings for large tensors; `preload` modules to import once for all ranks (None: those that
     building an engine needs, where this process has needed them too).
 
@@ -88,7 +93,7 @@ def launch(  # noqa: PLR0913
     """
     if reference(function) is None:
         forked = _forked_task(num_ranks, device, timeout_s, env, generation)
-        return _launch_forked(forked, (function, args), folder, timeout_s, stop_grace_s, show)
+        return _launch_forked(forked, (function, args), folder, limits_of(timeout_s, hang_after_s), stop_grace_s, show)
     if preload is None:
         preload = engine_modules(device) if _TRACES in sys.modules else ()
     if num_ranks > 1 and (threads or num_cores() // num_ranks) <= 1:
@@ -101,6 +106,7 @@ def launch(  # noqa: PLR0913
             threads=threads,
             device=device,
             timeout_s=timeout_s,
+            hang_after_s=hang_after_s,
             generation=generation,
             folder=folder,
             stop_grace_s=stop_grace_s,
@@ -221,7 +227,8 @@ class Launcher:
         *args: Any,
         threads: int = 0,
         device: str = "cpu",
-        timeout_s: float | None = None,
+        timeout_s: float | None = LONGEST_S,
+        hang_after_s: float = HANG_AFTER_S,
         env: Mapping[str, str] | None = None,
         generation: int = 0,
         folder: Path | None = None,
@@ -232,12 +239,13 @@ class Launcher:
         named = reference(function)
         if named is None:
             forked = _forked_task(num_ranks, device, timeout_s, env, generation)
-            return _launch_forked(forked, (function, args), folder, timeout_s, stop_grace_s, show)
+            return _launch_forked(forked, (function, args), folder, limits_of(timeout_s, hang_after_s), stop_grace_s, show)
         _check(num_ranks, threads)
         threads = threads or max(1, num_cores() // num_ranks)
         given = {**self._env, **(env or {})}
         task = Task(
-            "", num_ranks, threads, device, generation, _collective_timeout(timeout_s), named, tuple(sys.path), os.getcwd(), given
+            "", num_ranks, threads, device, generation, _collective_timeout(timeout_s), named, tuple(sys.path), os.getcwd(), given,
+            launcher=os.getpid(),
         )  # fmt: skip
         with _Folder(folder) as path:
             task = _prepare(task, path)
@@ -250,13 +258,13 @@ class Launcher:
                 with theirs:
                     self._request(str(path), [theirs.fileno(), *((0, 1, 2) if show else ())])
                 children = self._started(ours, num_ranks)
-                return supervise(children, path, num_ranks, timeout_s, stop_grace_s, stops, show)
+                return supervise(children, path, num_ranks, limits_of(timeout_s, hang_after_s), stop_grace_s, stops, show)
 
     def _started(self, events: socket.socket, num_ranks: int) -> _PreparedRanks:
         """The ranks of one launch. Raises RunError where the prepared process does not name them; the next launch gets a new one."""
         pid = self.pid
         try:
-            return _PreparedRanks(events, num_ranks)
+            return _PreparedRanks(events, num_ranks, pid or 0)
         except TimeoutError:
             if self.pid == pid:  # and no other launch has replaced it meanwhile
                 self.close()
@@ -284,7 +292,8 @@ class Launcher:
 class _PreparedRanks:
     """Ranks whose parent is the prepared process."""
 
-    def __init__(self, events: socket.socket, num_ranks: int) -> None:
+    def __init__(self, events: socket.socket, num_ranks: int, parent: int) -> None:
+        self.keepers = {parent: "the process that starts ranks"}
         self._events = events
         self._living = set(range(num_ranks))
         events.settimeout(START_S)
@@ -320,6 +329,7 @@ class _ForkedRanks:
 
     def __init__(self, pids: list[int]) -> None:
         self.pids = pids
+        self.keepers: dict[int, str] = {}
         self._living = dict(enumerate(pids))
 
     def events(self, wait_s: float) -> list[tuple[int, int]]:
@@ -351,7 +361,7 @@ def _forked_task(num_ranks: int, device: str, timeout_s: float | None, env: Mapp
         raise UsageError(f"this process has used CUDA; {FRESH}")
     return Task(
         "", num_ranks, 1, device, generation, _collective_timeout(timeout_s), ("", "", ""), (), os.getcwd(), dict(env or {}),
-        may_add_threads=_lets_pool_go(),
+        launcher=os.getpid(), may_add_threads=_lets_pool_go(),
     )  # fmt: skip
 
 
@@ -359,7 +369,7 @@ def _launch_forked(
     task: Task,
     call: tuple[Callable[..., Any], tuple[Any, ...]],
     folder: Path | None,
-    timeout_s: float | None,
+    limits: Limits | None,
     stop_grace_s: float,
     show: bool,
 ) -> list[Any]:
@@ -379,7 +389,7 @@ def _launch_forked(
                     gc.freeze()  # the rank shares its parent's pages; its first collection would copy them all
                     run_rank(task, rank, lifeline, parent, (0, 1, 2) if show else None, call)
                 pids.append(pid)
-            return supervise(_ForkedRanks(pids), path, num_ranks, timeout_s, stop_grace_s, stops, show)
+            return supervise(_ForkedRanks(pids), path, num_ranks, limits, stop_grace_s, stops, show)
         finally:
             os.close(held)
             os.close(lifeline)
@@ -449,6 +459,11 @@ def _prepare(task: Task, path: Path) -> Task:
     recorder.create(path / "record", task.num_ranks, task.generation)
     env = {**products.environment({**os.environ, **task.env}, task.device), **task.env}
     return Task.from_json(json.dumps({**json.loads(task.to_json()), "folder": str(path), "env": env}))
+
+
+def limits_of(timeout_s: float | None, hang_after_s: float) -> Limits | None:
+    """How long what may last; None: for ever."""
+    return None if timeout_s is None else Limits(timeout_s, hang_after_s)
 
 
 def _collective_timeout(timeout_s: float | None) -> float:

@@ -29,11 +29,12 @@ from weft import errors
 from weft.errors import UsageError, WeftError
 from weft.world import message, private, products, recorder
 from weft.world.current import set_world
-from weft.world.recorder import Recorder
+from weft.world.recorder import Recorder, process_state
 from weft.world.work import LOST, LostPeer
 from weft.world.world import TRANSPORT, World
 
 BEAT_S = 0.2
+BEATS_A_LOOK = 5
 LINGER_S = 3.0
 # Set while a rank imports the module of its function, so that a script that launches at its top level is told so.
 IMPORTING = "WEFT_RANK_IMPORTING"
@@ -61,6 +62,7 @@ class Task:
     sys_path: tuple[str, ...]
     cwd: str
     env: dict[str, str]
+    launcher: int = 0  # its process
     may_add_threads: bool = True  # False where ranks are forked from a process with a pool of threads, none of which a fork takes along
 
     def to_json(self) -> str:
@@ -115,7 +117,7 @@ def _run(
     _redirect(task, rank, terminal)
     folder = Path(task.folder)
     notes = Recorder(folder / "record", rank, task.generation)
-    threading.Thread(target=_watch, args=(lifeline, notes), daemon=True, name="weft-heartbeat").start()
+    threading.Thread(target=_watch, args=(lifeline, notes, 0 if rank else task.launcher), daemon=True, name="weft-heartbeat").start()
     code = 0
     try:
         os.environ.update(task.env)
@@ -255,14 +257,21 @@ def _redirect(task: Task, rank: int, terminal: tuple[int, int, int] | None) -> N
     faulthandler.enable(sys.stderr, all_threads=False)
 
 
-def _watch(lifeline: int, notes: Recorder) -> None:
-    """The heartbeat, and the end of the process when the launcher's end of the pipe closes."""
+def _watch(lifeline: int, notes: Recorder, launcher: int) -> None:
+    """The heartbeat, the end of the process when the launcher's end of the pipe closes, and a word where the launcher is stopped."""
     poll = select.poll()
     poll.register(lifeline, select.POLLIN | select.POLLHUP)
+    beats, said = 0, False
     while True:
         notes.beat()
         if poll.poll(BEAT_S * 1000):
             os._exit(1)
+        beats += 1
+        if launcher and beats % BEATS_A_LOOK == 0:
+            stopped = process_state(launcher) == "T"
+            if stopped and not said:
+                print(f"the launcher (process {launcher}) is stopped and watches nobody: `kill -CONT {launcher}`", file=sys.stderr)
+            said = stopped
 
 
 def _write(path: Path, data: bytes) -> None:

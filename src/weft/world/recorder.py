@@ -15,6 +15,7 @@ import struct
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 
 from weft.plan import choice
@@ -23,9 +24,10 @@ MAGIC = b"weftrec1"
 HEADER = struct.Struct("<8sIIII")  # magic, ranks, capacity, group slots, generation
 HEADER_BYTES = 64
 STOPPING = 32  # offset in the header: 1 once the launcher was told to stop
-STATUS = struct.Struct("<dQIB")  # heartbeat, collectives started, pid, phase
+STATUS = struct.Struct("<dQIB3xdd")  # heartbeat, collectives started, pid, phase, patience, since
 STATUS_BYTES = 64
 PHASE = 20
+PATIENCE = 24
 NUM_SLOTS = 32
 SLOT_BYTES = 64
 NAME_BYTES = 60  # of a slot; then how many collectives of the group were started, messages left out
@@ -47,6 +49,7 @@ UNNAMED = "?"  # the group of a slot that several share
 _PUT_RECORD = RECORD.pack_into
 _PUT_STEP = struct.Struct("<hi").pack_into
 _PUT_DONE = struct.Struct("<d").pack_into
+_PUT_PATIENCE = struct.Struct("<dd").pack_into
 _GET_START = struct.Struct("<d").unpack_from
 _GET_SLOT = struct.Struct("<H").unpack_from
 _PUT_SEQUENCE = struct.Struct("<Q").pack_into
@@ -90,7 +93,10 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """One rank's state: `phase` is one of PHASES, `last` its newest collective, `counts` how many it has started by group."""
+    """One rank's state: `phase` is one of PHASES, `last` its newest collective, `counts` how many it has started by group.
+
+    `patience_s`: seconds from `since_s` on that what it does may last by its own account; infinite where it has not said.
+    """
 
     rank: int
     pid: int
@@ -99,6 +105,8 @@ class Status:
     num_started: int
     last: Moment | None
     counts: Mapping[str, int] = field(default_factory=dict)
+    patience_s: float = inf
+    since_s: float = 0.0
 
 
 def _rank_bytes(capacity: int) -> int:
@@ -157,7 +165,8 @@ class Recorder:
         self._slots: dict[tuple[int, ...], int] = {}
         self._counts = [0] * NUM_SLOTS
         self.seconds = [0.0] * NUM_SLOTS  # by slot, from the start to the end of every collective so far
-        STATUS.pack_into(self._map, self._base, time.monotonic(), 0, os.getpid(), STARTING)
+        now = time.monotonic()
+        STATUS.pack_into(self._map, self._base, now, 0, os.getpid(), STARTING, inf, now)
 
     def slot(self, ranks: tuple[int, ...]) -> int:
         """The number under which records name the group of `ranks`; the last slot is shared by all groups past the table's size."""
@@ -202,6 +211,10 @@ class Recorder:
     def beat(self) -> None:
         """This process is alive and its interpreter runs."""
         _PUT_DONE(self._map, self._base, time.monotonic())
+
+    def patience(self, seconds: float) -> None:
+        """What begins now may last so long, until the next such mark; infinite: nobody knows."""
+        _PUT_PATIENCE(self._map, self._base + PATIENCE, seconds, time.monotonic())
 
     def phase(self, phase: int) -> None:
         self._map[self._base + PHASE] = phase
@@ -266,8 +279,9 @@ class Reader:
 
     def status(self, rank: int) -> Status:
         base = HEADER_BYTES + rank * _rank_bytes(self._capacity)
-        heartbeat, started, pid, phase = STATUS.unpack_from(self._map, base)
-        return Status(rank, pid, PHASES[phase], heartbeat, started, _newest(self._map, base, self._capacity), _counts(self._map, base))
+        heartbeat, started, pid, phase, patience, since = STATUS.unpack_from(self._map, base)
+        last, counts = _newest(self._map, base, self._capacity), _counts(self._map, base)
+        return Status(rank, pid, PHASES[phase], heartbeat, started, last, counts, patience, since)
 
     def statuses(self) -> list[Status]:
         return [self.status(rank) for rank in range(self.num_ranks)]
@@ -278,3 +292,11 @@ class Reader:
 
     def close(self) -> None:
         self._map.close()
+
+
+def process_state(pid: int) -> str:
+    """The kernel's letter for a process: R, S, D, T (stopped), Z; empty where it cannot be read."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""

@@ -1,7 +1,6 @@
 """The launcher's watch over running ranks. In: the ranks' processes and their record. Out: their results, or one error: the first cause.
 
-A rank that lost its peer is never the first cause while another rank failed by itself. `timeout_s` bounds how long one collective may
-last and how long a rank's interpreter may be silent. Not modelled: a rank that computes for ever while nobody waits for it.
+A rank that lost its peer is never the first cause while another rank failed by itself. Ranks that hang are those that `world/hangs` names.
 """
 
 from __future__ import annotations
@@ -22,23 +21,24 @@ from typing import Any, Protocol
 from weft import errors
 from weft.errors import RankError, RunError, WeftError
 from weft.world import message
+from weft.world.hangs import HangWatch, Limits, each
 from weft.world.prepared_rank import log_file
 from weft.world.recorder import Reader, Status
-from weft.world.stuck import culprit, listed
+from weft.world.stuck import listed
 
 SETTLE_S = 0.05  # others that failed by themselves at the same moment come within this
 LOST_S = 1.5  # the first cause of a lost connection comes within this
 POLL_S = 0.1
 STARTED_S = 300.0  # from its fork to its function a rank takes tenths of a second, beyond the import of the user's module
 DUMP_S = 1.0  # for a rank to write down where it stands
-MOST_SHOWN = 8
 LOG_LINES = 15
 
 
 class Children(Protocol):
-    """The ranks' processes."""
+    """The ranks' processes. `keepers`: other processes that they need, by id."""
 
     pids: list[int]
+    keepers: dict[int, str]
 
     def events(self, wait_s: float) -> list[tuple[int, int]]:
         """(rank, exit code) of ranks that ended, after at most `wait_s`; a negative code is a signal's number."""
@@ -89,16 +89,16 @@ class _Failure:
 
 
 def supervise(
-    children: Children, folder: Path, num_ranks: int, timeout_s: float | None, stop_grace_s: float, stops: Stops, shown: bool
+    children: Children, folder: Path, num_ranks: int, limits: Limits | None, stop_grace_s: float, stops: Stops, shown: bool
 ) -> list[Any]:
-    """Waits for all ranks and returns their results in order.
+    """Waits for all ranks and returns their results in order. `limits`: how long what may last (None: for ever).
 
     Raises RankError (which is also of the failed rank's own class, where that is a WeftError) for the first cause, RunError or
     KeyboardInterrupt where it was stopped. No rank lives afterwards. `shown`: rank 0's output went to the terminal already.
     """
     record = Reader(folder / "record")
     try:
-        return _supervise(children, folder, num_ranks, timeout_s, stop_grace_s, stops, shown, record)
+        return _supervise(children, folder, num_ranks, limits, stop_grace_s, stops, shown, record)
     finally:
         children.kill()
         record.close()
@@ -108,7 +108,7 @@ def _supervise(
     children: Children,
     folder: Path,
     num_ranks: int,
-    timeout_s: float | None,
+    limits: Limits | None,
     stop_grace_s: float,
     stops: Stops,
     shown: bool,
@@ -117,8 +117,8 @@ def _supervise(
     ended: dict[int, int] = {}
     failures: list[_Failure] = []
     decide_s = stop_s = math.inf
-    awake_s = time.monotonic()  # silence counts from here on: the launcher itself may have been stopped
-    before_s = forked_s = awake_s
+    forked_s = time.monotonic()
+    watch = HangWatch(limits or Limits(math.inf), children.keepers, forked_s)
     while len(ended) < num_ranks:
         for rank, code in children.events(POLL_S if not failures else SETTLE_S / 5):
             ended[rank] = code
@@ -127,9 +127,6 @@ def _supervise(
                 failures.append(found)
                 decide_s = min(decide_s, time.monotonic() + (LOST_S if found.lost else SETTLE_S))
         now = time.monotonic()
-        if now - before_s > 1.0:
-            awake_s = now
-        before_s = now
         if now >= decide_s:
             break
         if stops.count:
@@ -137,10 +134,13 @@ def _supervise(
             stop_s = min(stop_s, now + stop_grace_s)
             if now >= stop_s or stops.count > 1:
                 raise _stopped(stops, stop_grace_s)
-        if now - max(forked_s, awake_s) > STARTED_S and not failures:
-            _check_started(record.statuses(), ended, children.pids, folder)
-        if timeout_s is not None and not failures:
-            _check_progress(record.statuses(), ended, now, awake_s, timeout_s, children.pids)
+        if not failures:
+            statuses = record.statuses()
+            hang = watch.look(statuses, ended, children.pids, now) if limits is not None else None
+            if now - max(forked_s, watch.awake_s) > STARTED_S:
+                _check_started(statuses, ended, children.pids, folder)
+            if hang is not None:
+                raise RankError("\n".join([hang.why, *each(statuses, ended)]), hang.rank)
     if failures:
         raise _first_cause(failures, ended, record.statuses(), folder, shown)
     return [message.load((folder / f"result-{rank}").read_bytes()) for rank in range(num_ranks)]
@@ -186,7 +186,7 @@ def _first_cause(failures: list[_Failure], ended: dict[int, int], statuses: list
     if not first.kept or first.lost:
         lines += [f"  at {frame}" for frame in first.frames]
     if first.native or first.lost:
-        lines += _each(statuses, ended)
+        lines += each(statuses, ended)
     if (first.native or not first.kept) and (first.rank > 0 or not shown):
         lines += _output(folder, first.rank)
     error = (_class(first.kept) if first.kept else RankError)("\n".join(lines), first.rank)
@@ -209,48 +209,12 @@ def _check_started(statuses: list[Status], ended: dict[int, int], pids: list[int
             [
                 f"rank {first} did not start within {STARTED_S:g} s (it is {late[0].phase}); a library's thread in the process that forked "
                 "it may have held a lock: start again with OMP_NUM_THREADS=1 and OPENBLAS_NUM_THREADS=1",
-                *_each(statuses, ended),
+                *each(statuses, ended),
                 *_stack(folder, first),
             ]
         ),
         first,
     )
-
-
-def _check_progress(statuses: list[Status], ended: dict[int, int], now: float, awake_s: float, timeout_s: float, pids: list[int]) -> None:
-    """Raises RankError where a rank is silent, or a collective has lasted longer than `timeout_s`."""
-    living = [status for status in statuses if status.rank not in ended and status.phase != "absent"]
-    silent = [status for status in living if now - max(status.heartbeat_s, awake_s) > timeout_s]
-    if silent:
-        first = silent[0].rank
-        stopped = _process_state(pids[first]) in ("T", "t")
-        why = (
-            "its process is stopped (SIGSTOP, or a debugger): continue it with `kill -CONT`, or raise the time-out"
-            if stopped
-            else "native code holds its interpreter, or the machine starves it: see where with py-spy, or raise the time-out"
-        )
-        raise RankError("\n".join([f"rank {first} gave no sign for {timeout_s:g} s; {why}", *_each(statuses, ended)]), first)
-    stuck = [s for s in living if s.last is not None and s.last.running and now - max(s.last.start_s, awake_s) > timeout_s]
-    if stuck:
-        first, what = culprit(statuses, stuck[0].rank)
-        text = f"{stuck[0].last} on rank {stuck[0].rank} lasts longer than {timeout_s:g} s: {what}"
-        remedy = "all members must call the same collectives in the same order; raise the time-out if this step may take so long"
-        raise RankError("\n".join([f"{text}; {remedy}", *_each(statuses, ended)]), first)
-
-
-def _each(statuses: list[Status], ended: dict[int, int]) -> list[str]:
-    """What each rank last did."""
-    lines = []
-    for status in statuses[:MOST_SHOWN]:
-        state = "ended" if status.rank in ended and status.phase == "running" else status.phase
-        if status.last is None:
-            what = "no collective yet"
-        elif status.last.running:
-            what = f"in {status.last} for {time.monotonic() - status.last.start_s:.1f} s"
-        else:
-            what = f"last did {status.last}"
-        lines.append(f"  rank {status.rank} ({state}): {what}")
-    return lines + ([f"  and {len(statuses) - MOST_SHOWN} more ranks"] if len(statuses) > MOST_SHOWN else [])
 
 
 def _output(folder: Path, rank: int) -> list[str]:
@@ -265,14 +229,6 @@ def _stack(folder: Path, rank: int) -> list[str]:
     lines = path.read_text(errors="replace").splitlines() if path.exists() else []
     at = next((i for i, line in enumerate(lines) if "most recent call first" in line), None)
     return [f"  rank {rank} stood in:", *(f"    {line.strip()}" for line in lines[at + 1 : at + 9])] if at is not None else []
-
-
-def _process_state(pid: int) -> str:
-    """The kernel's letter for a process: R, S, D, T (stopped), Z; empty where it cannot be read."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
 
 
 @cache

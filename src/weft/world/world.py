@@ -23,6 +23,7 @@ from weft.errors import RunError, UsageError, WeftError
 from weft.world import private
 from weft.world.group import SHARED, Boxes, Group
 from weft.world.lane import Lane
+from weft.world.pace import Pace
 from weft.world.recorder import Recorder
 from weft.world.shared_memory import segment
 from weft.world.shared_memory.meet import Channel, SharedMemory
@@ -62,7 +63,7 @@ class World:
         threads: int = 1,
         recorder: Recorder | None = None,
         host: str = "127.0.0.1",
-        timeout_s: float = 1800.0,
+        timeout_s: float = 900.0,
         catch_sigterm: bool = False,
         transport: str = "",
         may_add_threads: bool = True,
@@ -79,6 +80,7 @@ class World:
         self.threads = threads
         self.may_add_threads = may_add_threads
         self.recorder = recorder or Recorder(generation=generation)
+        self.pace = Pace(self.recorder)
         self._store = private.prefixed(f"gen{generation}", store) if store is not None else None
         self._host = host
         self._timeout_s = timeout_s

@@ -1,0 +1,114 @@
+"""Ranks that do not get on. In: what each rank last did, and the state of its process. Out: the rank to name, and why; or nothing.
+
+A rank announces how long what it does may last (`world/pace`): a step a multiple of the steps before it, a checkpoint as long as it
+takes. One collective, one silence and one such piece of work may last as long as the most patient living rank allows.
+A process that is stopped needs no such limit: the kernel says so. Not modelled: a rank that works for ever at what nobody announced,
+and that nobody waits for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite
+
+from weft.world.recorder import Status, process_state
+from weft.world.stuck import culprit
+
+STOPPED_S = 0.7  # for so long a process is stopped before it is named; a shell's Ctrl-Z and fg stop launcher and ranks at once
+AWAKE_S = 1.0  # a launcher that has not looked for so long was stopped itself
+MOST_SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """`longest_s`: how long what nobody announced may last; `hang_s`: how long what was announced may last at least, 0 for `longest_s`.
+
+    >>> Limits(900.0, 5.0).of(0.2), Limits(900.0, 5.0).of(30.0), Limits(900.0, 5.0).of(float("inf"))
+    (5.0, 30.0, 900.0)
+    """
+
+    longest_s: float
+    hang_s: float = 0.0
+
+    def of(self, patience_s: float) -> float:
+        """What ranks that announced at most `patience_s` have."""
+        return min(self.longest_s, max(self.hang_s, patience_s)) if self.hang_s else self.longest_s
+
+
+@dataclass(frozen=True, slots=True)
+class Hang:
+    """`rank` holds up the run (-1: what ranks hang on), and `why`, in one line."""
+
+    rank: int
+    why: str
+
+
+class HangWatch:
+    """Looks at the ranks of one launch again and again. `keepers`: other processes that the ranks need, with what each is called."""
+
+    def __init__(self, limits: Limits, keepers: Mapping[int, str], now: float) -> None:
+        self._limits, self._keepers = limits, keepers
+        self._before_s = self.awake_s = now
+        self._stopped: dict[int, float] = {}  # process -> since when
+
+    def look(self, statuses: Sequence[Status], ended: Mapping[int, int], pids: Sequence[int], now: float) -> Hang | None:
+        """The first rank that hangs. Silence counts from here on where this process itself was stopped."""
+        if now - self._before_s > AWAKE_S:
+            self.awake_s = now
+            self._stopped.clear()
+        self._before_s = now
+        living = [s for s in statuses if s.rank not in ended and s.phase != "absent"]
+        return self._stopped_one(living, pids, now) or self._late_one(statuses, living, now)
+
+    def _stopped_one(self, living: Sequence[Status], pids: Sequence[int], now: float) -> Hang | None:
+        named = {**{pids[s.rank]: s.rank for s in living}, **dict.fromkeys(self._keepers, -1)}
+        for pid, rank in named.items():
+            if process_state(pid) != "T":
+                self._stopped.pop(pid, None)
+            elif now - self._stopped.setdefault(pid, now) > STOPPED_S:
+                what = f"rank {rank}: its process is stopped" if rank >= 0 else f"{self._keepers[pid]} (process {pid}) is stopped"
+                return Hang(rank, f"{what} (SIGSTOP, Ctrl-Z, a container that was paused); continue it with `kill -CONT {pid}`")
+        return None
+
+    def _late_one(self, statuses: Sequence[Status], living: Sequence[Status], now: float) -> Hang | None:
+        limit_s = self._limits.of(max((s.patience_s for s in living), default=0.0))
+        since = self.awake_s
+
+        def lasts(start_s: float) -> bool:
+            return now - max(start_s, since) > limit_s
+
+        if silent := next((s for s in living if lasts(s.heartbeat_s)), None):
+            return Hang(
+                silent.rank,
+                f"rank {silent.rank} gave no sign for {limit_s:g} s; native code holds its interpreter, or the machine starves it: "
+                "see where with py-spy, or raise the time-out",
+            )
+        if stuck := next((s for s in living if s.last is not None and s.last.running and lasts(s.last.start_s)), None):
+            first, what = culprit(statuses, stuck.rank)
+            remedy = "all members must call the same collectives in the same order; raise the time-out if this step may take so long"
+            return Hang(first, f"{stuck.last} on rank {stuck.rank} lasts longer than {limit_s:g} s: {what}; {remedy}")
+        working = [s for s in living if isfinite(s.patience_s) and s.phase == "running" and not (s.last is not None and s.last.running)]
+        if busy := next((s for s in working if lasts(s.since_s)), None):
+            return Hang(
+                busy.rank,
+                f"rank {busy.rank} computes for longer than {limit_s:g} s at what it expected to take {busy.patience_s:.1f} s at most; "
+                "see where with py-spy, or raise the time-out",
+            )
+        return None
+
+
+def each(statuses: Sequence[Status], ended: Mapping[int, int]) -> list[str]:
+    """What each rank last did, a line each."""
+    lines = []
+    for status in statuses[:MOST_SHOWN]:
+        state = "ended" if status.rank in ended and status.phase == "running" else status.phase
+        if status.last is None:
+            what = "no collective yet"
+        elif status.last.running:
+            what = f"in {status.last} for {time.monotonic() - status.last.start_s:.1f} s"
+        else:
+            what = f"last did {status.last}"
+        lines.append(f"  rank {status.rank} ({state}): {what}")
+    return lines + ([f"  and {len(statuses) - MOST_SHOWN} more ranks"] if len(statuses) > MOST_SHOWN else [])

@@ -1,0 +1,63 @@
+"""How long a rank's steps last, as it announces to the launcher. In: steps as they begin and end. Out: seconds, into the record.
+
+A step may last ten times the median of the last ones; before there are three, while a model is captured or compiled, and in whatever else
+takes as long as it takes (evaluation, a checkpoint), nothing is announced.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import inf
+from statistics import median
+
+from weft.world.recorder import Recorder
+
+STEPS = 10.0
+LEAST, KEPT = 3, 50
+
+
+class Pace:
+    """The pace of one rank. `steady`: False where a step may stop to compile, which nobody can time.
+
+    >>> pace = Pace(Recorder())
+    >>> [pace.announced(s) for s in (0.5, 0.1, 0.1, 0.1)]
+    [inf, inf, 1.0, 1.0]
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder, self.steady = recorder, True
+        self._seconds: deque[float] = deque(maxlen=KEPT)
+        self._lasts_s, self._keeps = inf, False
+
+    def announced(self, seconds: float) -> float:
+        """What the next step may last, after one of `seconds`."""
+        self._seconds.append(seconds)
+        if len(self._seconds) >= LEAST and self.steady:
+            self._lasts_s = STEPS * median(self._seconds)
+        return self._lasts_s
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around a step."""
+        began = time.monotonic()
+        self._recorder.patience(self._lasts_s)
+        yield
+        self.announced(time.monotonic() - began)
+        self._between()
+
+    def keep(self) -> None:
+        """From now on what lies between two steps belongs to them, too: a loop that says whatever takes long."""
+        self._keeps = True
+
+    @contextmanager
+    def long(self) -> Iterator[None]:
+        """Around what takes as long as it takes."""
+        self._recorder.patience(inf)
+        yield
+        self._between()
+
+    def _between(self) -> None:
+        self._recorder.patience(self._lasts_s if self._keeps else inf)
