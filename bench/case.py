@@ -57,7 +57,7 @@ class Contender:
         if self.settings == "own":
             return threads
         from weft.world.launch import ALLOCATOR  # takes torch with it
-        from weft.world.products import PRODUCTS, products
+        from weft.world.matmul_backend import PRODUCTS, products
 
         return {**ALLOCATOR, PRODUCTS: products().chosen, **threads}
 

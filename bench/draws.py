@@ -28,7 +28,7 @@ from bench.measure import seconds_a_step, turn
 from bench.processes import ROOT
 from weft.api import plan as make_plan
 from weft.lower import special
-from weft.lower.kernels import stream
+from weft.lower.kernels import random_stream
 from weft.run.engine import Engine
 from weft.world.launch import launch
 from weft.world.world import World
@@ -87,7 +87,7 @@ def _torchs_own() -> Iterator[None]:
 @contextmanager
 def _timed(spent: list[float], sync: Callable[[], None]) -> Iterator[None]:
     """Adds to `spent` the seconds of every draw."""
-    kept = stream._drop
+    kept = random_stream._drop
 
     def timed(*args: Any) -> Tensor:
         sync()
@@ -97,11 +97,11 @@ def _timed(spent: list[float], sync: Callable[[], None]) -> Iterator[None]:
         spent[0] += time.perf_counter() - began
         return found
 
-    stream._drop = timed  # type: ignore[assignment]
+    random_stream._drop = timed  # type: ignore[assignment]
     try:
         yield
     finally:
-        stream._drop = kept
+        random_stream._drop = kept
 
 
 def measure(name: str, batch_size: int, rounds: int, steps: int, device: str) -> Found:

@@ -103,7 +103,7 @@ class Ranks:
     """The processes on the hosts. A context manager; the guard of the hosts ends them where this process cannot."""
 
     def __init__(self, hosts: Hosts, threads: int) -> None:
-        from weft.world import products
+        from weft.world import matmul_backend
         from weft.world.launch import ALLOCATOR
 
         self._folder = tempfile.mkdtemp(prefix="weft-planned-")
@@ -115,7 +115,7 @@ class Ranks:
         self._processes = []
         for i in range(hosts.count):
             env = {
-                **os.environ, **ALLOCATOR, **products.environment(os.environ, "cpu"), "RANK": str(i), "WORLD_SIZE": str(hosts.count),
+                **os.environ, **ALLOCATOR, **matmul_backend.environment(os.environ, "cpu"), "RANK": str(i), "WORLD_SIZE": str(hosts.count),
                 "LOCAL_RANK": "0", "MASTER_PORT": str(PORT), "MASTER_ADDR": hosts.address(0), "GLOO_SOCKET_IFNAME": INTERFACE,
                 "WEFT_TRANSPORT": "gloo", "OMP_NUM_THREADS": str(threads),
             }  # fmt: skip
@@ -186,7 +186,7 @@ class Plans:
         """What the search chooses, and every layout of one rank and of `count` ranks that it could have chosen."""
         from weft.errors import WeftError
         from weft.plan.layout import Layout
-        from weft.plan.store import format_plan
+        from weft.plan.plan_file import format_plan
         from weft.run.build import Source
         from weft.solve.mixed import pricer_of
         from weft.solve.search import search

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from bench.rank import Line
-from weft.plan.store import parse_plan
+from weft.plan.plan_file import parse_plan
 from weft.run.build import Traced
 from weft.run.engine import Engine
 from weft.world.group import Group

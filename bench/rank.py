@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bench.case import Case, Contender, corpus, from_text, window_starts
-from weft.world import products
+from weft.world import matmul_backend
 
 Step = Callable[[Tensor], "Tensor | float | None"]
 
@@ -95,7 +95,7 @@ def apply_settings(contender: Contender) -> None:
     if contender.settings == "equal" or not contender.launcher:
         torch.set_num_threads(contender.threads)
     if contender.settings == "equal":
-        products.apply(os.environ[products.PRODUCTS])
+        matmul_backend.apply(os.environ[matmul_backend.PRODUCTS])
 
 
 def join(num_ranks: int) -> None:

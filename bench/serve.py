@@ -22,8 +22,8 @@ from bench.processes import ROOT
 from weft.serve.assign import Ask, Placed
 from weft.serve.baselines import greedy, one_size, two_steps
 from weft.serve.place import place
-from weft.serve.read import read_workflow
 from weft.serve.workflow import Link, Machines, Operator, Source, Variant, Worker, Workflow
+from weft.serve.workflow_files import read_workflow
 
 PAGE = ROOT / "docs" / "benchmarks" / "serve.md"
 DRAWN, LARGE, LIMIT_S = 30, 5, 5.0

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 import weft
-from weft.plan.store import format_plan, parse_plan
+from weft.plan.plan_file import format_plan, parse_plan
 from weft.world import recorder
 from weft.world.group import Group
 from weft.world.recorder import Recorder

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from weft.errors import ModelError, said
-from weft.zoo.parts import random_tokens
 from weft.zoo.resolved import Resolved
+from weft.zoo.shared_layers import random_tokens
 
 VOCABULARY, WIDTH, HEADS, HEAD, SEQUENCE, BATCH = 1024, 64, 4, 16, 16, 4
 MOST_LAYERS = 4

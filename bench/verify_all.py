@@ -29,7 +29,7 @@ from weft.model.sharding.sharding import FREE_LINKS, Prices
 from weft.plan.grid import grids_of
 from weft.plan.layout import Layout
 from weft.plan.plan import Plan
-from weft.plan.sizes import refuse_sizes
+from weft.plan.schedule_sizes import refuse_sizes
 from weft.run.build import Traced
 from weft.run.proof.verification import Verification
 from weft.run.proof.verify import verify_plan

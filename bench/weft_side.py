@@ -14,8 +14,8 @@ from bench.case import Case, Contender, from_text
 from bench.rank import Line, serve
 from bench.split_models import batch_of
 from weft.plan.plan import Plan
-from weft.plan.store import format_plan, parse_plan
-from weft.world.products import PRODUCTS
+from weft.plan.plan_file import format_plan, parse_plan
+from weft.world.matmul_backend import PRODUCTS
 from weft.world.world import World
 
 

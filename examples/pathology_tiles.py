@@ -28,7 +28,7 @@ from torch import Tensor
 
 import weft
 from weft.errors import Infeasible, WeftError
-from weft.plan.store import format_plan, parse_plan
+from weft.plan.plan_file import format_plan, parse_plan
 from weft.units import format_bytes, parse_bytes
 from weft.world.world import World
 from weft.zoo.resolve import resolve

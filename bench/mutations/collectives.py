@@ -23,7 +23,7 @@ from weft.lower import redistribute
 from weft.plan.mesh import Mesh
 from weft.plan.placement import is_shard, piece
 from weft.plan.transition import transition
-from weft.world import work as transport
+from weft.world import pending as transport
 from weft.world.group import Group
 from weft.world.world import World
 
@@ -34,7 +34,7 @@ OPERATIONS = (
 )  # fmt: skip
 MESSAGES = ("isend", "irecv")
 # Whose collectives carry the comparison.
-INSTRUMENT = ("run/proof/verify", "run/proof/everywhere", "run/pieces", "run/proof/lossy", "run/proof/division")
+INSTRUMENT = ("run/proof/verify", "run/proof/everywhere", "run/sharded_state", "run/proof/lossy", "run/proof/division")
 # The dual of the same shape that is not the right one.
 PAIRS = (("", "all_reduce"), ("slice", "reduce_scatter"), ("all_gather", "pad"))
 OTHER_DUAL = {a: b for pair in PAIRS for a, b in (pair, pair[::-1])}

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from bench.case import Case
 from bench.peers.common import Step, adamw, loss_of, model_of, my_rows
-from weft.zoo import gpt, parts
+from weft.zoo import gpt, shared_layers
 
 
 def _config(size: int) -> ModelParallelConfig:
@@ -52,7 +52,7 @@ class Linear(nn.Module):
 class Attention(nn.Module):
     """Attention with one column-parallel layer for q, k and v, as Megatron has it: its input's gradient is summed over ranks once."""
 
-    def __init__(self, plain: parts.Attention, config: ModelParallelConfig, size: int) -> None:
+    def __init__(self, plain: shared_layers.Attention, config: ModelParallelConfig, size: int) -> None:
         super().__init__()
         hidden = plain.q.in_features
         self.qkv = tensor_parallel.ColumnParallelLinear(

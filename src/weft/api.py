@@ -21,18 +21,18 @@ from weft.errors import ModelError, UsageError
 from weft.model.graph import Graph
 from weft.model.sharding.sharding import Shards
 from weft.model.stages.stages import check_trains
-from weft.plan.custom import read_actions
+from weft.plan.custom_schedule import read_actions
 from weft.plan.layout import Layout, actions_of
 from weft.plan.patterns import expand_all
 from weft.plan.plan import Candidate, Plan, Prediction
-from weft.plan.sizes import SCHEDULES
-from weft.plan.store import format_plan, parse_plan, read_plan
+from weft.plan.plan_file import format_plan, parse_plan, read_plan
+from weft.plan.schedule_sizes import SCHEDULES
 from weft.plan.timeline import Timeline
 from weft.run.build import Source, Traced
 from weft.run.engine import Engine, OnDevice
 from weft.run.proof.verification import Verification
 from weft.run.proof.verify import verify_plan
-from weft.run.same_inputs import check_same_model, draw_alike
+from weft.run.rank_agreement import check_same_model, draw_alike
 from weft.run.state.optimizer import OptimizerSpec
 from weft.run.uncaptured.trial import refuse_division
 from weft.solve.mixed import pricer_of

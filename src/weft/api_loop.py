@@ -19,10 +19,10 @@ from weft.model.graph import Graph
 from weft.plan.axis import sample_axes
 from weft.plan.layout import Layout
 from weft.plan.plan import Plan
-from weft.plan.store import format_plan, parse_plan
+from weft.plan.plan_file import format_plan, parse_plan
 from weft.run.build import Source, Traced
 from weft.run.loop.divide import divide
-from weft.run.same_inputs import check_same_model, draw_alike
+from weft.run.rank_agreement import check_same_model, draw_alike
 from weft.solve.search import search
 from weft.solve.uncaptured import without_graph
 from weft.world.current import Place, current_world, set_place

@@ -26,7 +26,7 @@ from weft.cluster.cluster import Cluster
 from weft.cluster.resize import resized
 from weft.errors import UsageError
 from weft.plan.plan import Plan
-from weft.plan.store import read_plan
+from weft.plan.plan_file import read_plan
 from weft.plan.timeline import Timeline
 from weft.zoo.resolve import resolve
 from weft.zoo.resolved import Resolved

@@ -17,8 +17,8 @@ from weft.errors import UsageError
 from weft.plan.choice import NAMES, NATIVE, Choices
 from weft.plan.layout import Layout
 from weft.plan.plan import Plan
-from weft.plan.store import format_plan, read_plan, write_plan
-from weft.solve.sums import offered, sums_of, why
+from weft.plan.plan_file import format_plan, read_plan, write_plan
+from weft.solve.all_reduce_choice import offered, sums_of, why
 
 NAME = st.sampled_from(NAMES)
 CHOICES = st.builds(

@@ -52,7 +52,7 @@ ALLOWED: dict[str, set[str]] = {
 }
 EVERYTHING = {"cli", "api", "api_loop", "api_verbs", "__init__", "__main__"}
 # Measuring a machine with several ranks needs ranks, which compute as they do and run programs.
-EXTRA = {f"cluster/probe/{name}.py": {"world"} for name in ("here", "operators")} | {"cluster/probe/messages.py": {"world", "collectives"}}
+EXTRA = {f"cluster/probe/{name}.py": {"world"} for name in ("here", "operators")} | {"cluster/probe/transfers.py": {"world", "collectives"}}
 
 TORCH_PARTS = {"capture", "zoo", "world", "lower", "run", "train"}
 TORCH_FILES = {"cluster/probe/", "api.py", "api_loop.py", "api_verbs.py"}

@@ -19,7 +19,7 @@ from weft.errors import Infeasible, LayoutError
 from weft.plan.compression import Compression
 from weft.plan.layout import Layout
 from weft.plan.plan import Plan
-from weft.plan.store import format_plan, parse_plan
+from weft.plan.plan_file import format_plan, parse_plan
 from weft.solve.search import search
 from weft.solve.space import parse_constraints
 from weft.units import format_bytes, format_seconds

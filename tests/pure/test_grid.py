@@ -28,7 +28,7 @@ from weft.plan.layout import Layout
 from weft.plan.patterns import expand_all
 from weft.plan.placement import R, is_shard
 from weft.plan.plan import Plan
-from weft.plan.store import format_plan, parse_plan
+from weft.plan.plan_file import format_plan, parse_plan
 from weft.solve import grids
 from weft.solve.search import search
 from weft.solve.space import Space, parse_constraints
@@ -355,7 +355,7 @@ def test_few_layouts_are_tried_in_grids(monkeypatch: pytest.MonkeyPatch) -> None
             tried.append(str(layout))
             yield layout, least
 
-    monkeypatch.setattr("weft.solve.branches.in_grids", counting)
+    monkeypatch.setattr("weft.solve.branch_and_bound.in_grids", counting)
     search(WIDE, DGX, 256, "wide")
     assert 1 <= len(tried) <= grids.MOST_LAYOUTS * grids.MOST_GRIDS
     tried.clear()

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.errors import UsageError
-from weft.world.lane import BOX, Apart, Lane
+from weft.world.connection import BOX, Apart, Lane
 
 ranks = st.lists(st.integers(0, 9), min_size=1, max_size=4, unique=True).map(tuple)
 aparts = st.builds(Apart, st.sampled_from((BOX, "rail", "programs")), st.integers(1, 12), ranks)

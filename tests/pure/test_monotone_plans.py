@@ -16,7 +16,7 @@ from weft.errors import Infeasible, LayoutError, UsageError
 from weft.model.graph import Graph
 from weft.plan.layout import Layout
 from weft.plan.plan import Plan
-from weft.plan.store import format_plan, parse_plan
+from weft.plan.plan_file import format_plan, parse_plan
 from weft.solve.mixed import MixedPricer
 from weft.solve.search import search
 from weft.solve.space import fewer_counts

@@ -19,9 +19,9 @@ ROOT = Path(__file__).parents[2] / "src" / "weft"
 # Kernels and what draws as they do; capture, which rewrites calls; modes and tensors of our own that stand between torch and the user's
 # code; measurements of single operators; models; serving, whose operators are a workflow's.
 MAY = (
-    "ops/", "lower/kernels/", "run/uncaptured/draws.py", "run/loop/combined.py", "run/uncaptured/constant_draws.py", "lower/double.py",
-    "capture/program.py", "capture/read.py", "capture/functional.py", "capture/functions/trace.py", "capture/init/", "capture/patches/",
-    "cluster/probe/", "zoo/", "serve/",
+    "ops/", "lower/kernels/", "run/uncaptured/eager_draws.py", "run/loop/combined.py", "run/uncaptured/constant_draws.py",
+    "lower/double.py", "capture/exported.py", "capture/fx_reader.py", "capture/functional.py", "capture/functions/trace.py",
+    "capture/init/", "capture/patches/", "cluster/probe/", "zoo/", "serve/",
 )  # fmt: skip
 NAMES = {name.split(".")[1] for name in RECORDS}
 # Operators whose names are words of ours besides: kinds of work, collectives, layout keys.

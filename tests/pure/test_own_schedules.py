@@ -14,12 +14,12 @@ from weft.cli.schedule import without_transfers
 from weft.cluster.cluster import Cluster, Device, Level, Link
 from weft.cost.step import Pricer
 from weft.errors import ConfigError, LayoutError, ProgramError, UsageError
-from weft.plan.custom import read_actions
+from weft.plan.custom_schedule import read_actions
 from weft.plan.layout import Layout
 from weft.plan.microbatches import sizes_of_part
 from weft.plan.plan import Candidate, Plan
+from weft.plan.plan_file import format_plan, parse_plan
 from weft.plan.program import Compute, Program, chain
-from weft.plan.store import format_plan, parse_plan
 from weft.schedules import NAMES, build, check_custom, program_of, schedule_of
 from weft.simulate.memory import in_flight
 from weft.solve.search import search

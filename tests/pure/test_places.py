@@ -13,8 +13,8 @@ from weft.cost.step import Pricer
 from weft.model.graph import Graph, Ref
 from weft.model.stages.stages import Cut
 from weft.plan.layout import Layout
-from weft.solve.places import useful
-from weft.solve.stages import balance
+from weft.solve.balance import balance
+from weft.solve.stage_starts import useful
 from weft.solve.timing import crossings_s, places, unit_seconds
 
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from weft.errors import ConfigError, Infeasible, LayoutError, UsageError, WeftError
 from weft.plan.layout import Layout
 from weft.plan.plan import Candidate, Memory, Plan, Prediction
-from weft.plan.sizes import SCHEDULES, refuse_sizes
-from weft.plan.store import CUT_AXES, format_plan, parse_plan, read_plan, write_plan
+from weft.plan.plan_file import CUT_AXES, format_plan, parse_plan, read_plan, write_plan
+from weft.plan.schedule_sizes import SCHEDULES, refuse_sizes
 
 counts = st.integers(1, 4)
 texts = st.text(max_size=12)

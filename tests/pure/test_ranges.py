@@ -12,9 +12,9 @@ from weft.errors import LayoutError, UsageError
 from weft.plan.bound import bound_words
 from weft.plan.layout import Layout
 from weft.plan.plan import Memory, Plan, Prediction
+from weft.plan.plan_file import format_plan, parse_plan
 from weft.plan.ranges import read_counts, read_names, spelled, write_counts, write_names
 from weft.plan.residency import LayerChoice, Residency
-from weft.plan.store import format_plan, parse_plan
 from weft.solve.search import search
 from weft.solve.space import parse_constraints
 

@@ -14,7 +14,7 @@ from weft.errors import ProgramError
 from weft.plan.action import Compute
 from weft.plan.check import check
 from weft.plan.program import Program, chain
-from weft.plan.sizes import chunks_of
+from weft.plan.schedule_sizes import chunks_of
 from weft.plan.text import default_wants
 from weft.schedules import SCHEDULES
 from weft.schedules import rows as rows_of

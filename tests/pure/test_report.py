@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from weft.errors import UsageError
 from weft.plan.layout import Layout
 from weft.plan.plan import Candidate, Memory, Plan, Prediction
-from weft.plan.store import write_plan
+from weft.plan.plan_file import write_plan
 from weft.plan.timeline import Span, Timeline
 from weft.report.chart import Row, Series, compared_bars, line_chart, smooth, stacked_bar, thin, ticks
-from weft.report.folder import read_folder, read_metrics, read_trace
 from weft.report.page import Subject, page
+from weft.report.run_folder import read_folder, read_metrics, read_trace
 from weft.report.tables import Table, candidates_table, memory_table, parts_table, plan_record, plan_tables, summary_table
 
 NASTY = '<script>alert("1")</script>\'"&[bold]'

@@ -21,8 +21,8 @@ from weft.cost.step import Pricer
 from weft.errors import Infeasible, LayoutError
 from weft.plan.layout import Layout
 from weft.plan.plan import Plan
+from weft.plan.plan_file import format_plan, parse_plan
 from weft.plan.residency import Residency
-from weft.plan.store import format_plan, parse_plan
 from weft.solve import residency
 from weft.solve.housing import resident, worded
 from weft.solve.residency import CHOICES, DROP, KEEP, SWAP, Room, Stage, choose, rows

@@ -15,9 +15,9 @@ from weft.model.sharding.propagate import propagate
 from weft.model.sharding.sharding import Prices, Sharding
 from weft.plan.layout import Layout
 from weft.report.placements import placements
+from weft.solve.mixed_traffic import has_unlike_products
 from weft.solve.search import search
 from weft.solve.space import Space
-from weft.solve.unlike import has_unlike_products
 
 BATCH = 1024
 GPU = Device("gpu", "gpu", (("float32", 2e13), ("bfloat16", 3e14)), 80e9, 2e12, 1.0, 1e-7)

@@ -15,9 +15,9 @@ from weft.cost.step import Pricer
 from weft.errors import Infeasible, LayoutError
 from weft.plan.layout import Layout
 from weft.plan.residency import joined
-from weft.solve.places import useful
 from weft.solve.search import clocked, price, search
 from weft.solve.space import Space, parse_constraints
+from weft.solve.stage_starts import useful
 
 
 def cluster(memory_bytes: float, devices: int = 1) -> Cluster:

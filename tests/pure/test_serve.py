@@ -18,10 +18,10 @@ from weft.errors import ConfigError, Infeasible
 from weft.serve.assign import GIB, HOUR_S, Ask, Placed, cheapest, highest_rate
 from weft.serve.baselines import greedy, two_steps
 from weft.serve.explain import frontier, reasons, refuse
+from weft.serve.placed_file import format_placed, parse_placed
 from weft.serve.queueing import percentile_latency_s
-from weft.serve.read import read_workflow
-from weft.serve.store import format_placed, parse_placed
 from weft.serve.workflow import Accuracy, Link, Machines, Operator, Source, Variant, Worker, Workflow
+from weft.serve.workflow_files import read_workflow
 
 pytest.importorskip("highspy")
 VQA = Path(__file__).parents[2] / "examples" / "serve" / "vqa.toml"

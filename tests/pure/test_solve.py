@@ -22,21 +22,21 @@ from weft.model.graph import Graph
 from weft.model.stages.stages import links
 from weft.plan.layout import RUNS, Layout
 from weft.plan.plan import Plan
-from weft.plan.sizes import SCHEDULES
+from weft.plan.schedule_sizes import SCHEDULES
 from weft.schedules import schedule_of
 from weft.simulate.memory import kept_bytes
-from weft.solve import branches
+from weft.solve import branch_and_bound
+from weft.solve.balance import balance
 from weft.solve.bounds import least_s, least_saving_s
 from weft.solve.checks import num_blocks, num_experts
-from weft.solve.places import useful
+from weft.solve.mixed_traffic import has_unlike_products
 from weft.solve.remedies import nothing_fits
 from weft.solve.score import calmest
 from weft.solve.search import check_layout, clocked, price, search
 from weft.solve.space import Space, divisors, layouts, parse_constraints
-from weft.solve.stages import balance
+from weft.solve.stage_starts import useful
 from weft.solve.timing import Priced, least_pipeline_s, rows, timeline, trips_s, waits_to_fill
 from weft.solve.uncaptured import without_graph
-from weft.solve.unlike import has_unlike_products
 from weft.units import parse_bytes
 
 CORE = Device("core", "cpu", (("float32", 1e11), ("bfloat16", 4e11)), 8e9, 2e10, 1.0, 2e-6)
@@ -293,7 +293,7 @@ def test_what_holds_no_weights_is_refused_before_anything_is_priced(monkeypatch:
     def priced(*_: object) -> float:
         raise AssertionError("a frame that cannot fit was bounded")
 
-    monkeypatch.setattr(branches, "least_s", priced)
+    monkeypatch.setattr(branch_and_bound, "least_s", priced)
     held = replace(GPU, memory_bytes=1e9, scratch_bytes=1e9 - 1024)
     with pytest.raises(Infeasible, match="What would do: devices of"):
         search(gpt(4), replace(GPUS, device=held), 16, "gpt")

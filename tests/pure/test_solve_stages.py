@@ -16,9 +16,9 @@ from weft.cluster.cluster import Cluster, Device, Level, Link
 from weft.cluster.mixed import mixed
 from weft.errors import Infeasible
 from weft.plan.layout import Layout
+from weft.solve.balance import arrange, runs_bytes, runs_s
 from weft.solve.mixed import MixedPricer, pricer_of
 from weft.solve.search import search
-from weft.solve.stages import arrange, runs_bytes, runs_s
 from weft.solve.timing import balanced, price
 
 

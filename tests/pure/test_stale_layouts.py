@@ -10,7 +10,7 @@ from weft.cost.step import Pricer
 from weft.errors import Infeasible, LayoutError
 from weft.plan.layout import Layout
 from weft.plan.plan import Plan
-from weft.plan.store import format_plan, parse_plan
+from weft.plan.plan_file import format_plan, parse_plan
 from weft.solve.search import search
 from weft.solve.space import Space, parse_constraints
 

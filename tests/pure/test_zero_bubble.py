@@ -13,9 +13,9 @@ from weft.plan.program import chain
 from weft.plan.timeline import COMPUTE_LANE, Timeline
 from weft.schedules import build, rows
 from weft.schedules.lower import pipeline
+from weft.simulate.bubble_window import bubble_in_window, window_s
 from weft.simulate.clock import simulate
 from weft.simulate.memory import in_flight
-from weft.simulate.window import bubble_in_window, window_s
 
 # p, m, milliseconds of F, I, W and a transfer, and the bubbles of 1F1B, ZB-H1 and ZB-H2: tables 5 and 6 of Qi et al., ICLR 2024.
 TABLE = [

@@ -12,7 +12,7 @@ import weft
 from weft.errors import Infeasible, LayoutError
 from weft.lower import regions
 from weft.model.sharding.fold import propagate
-from weft.plan.store import read_plan, write_plan
+from weft.plan.plan_file import read_plan, write_plan
 from weft.run.build import Source
 from weft.run.proof.verify import Verification
 from weft.zoo.resolve import resolve

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import weft
 from weft.errors import LayoutError
 from weft.plan.layout import Layout
-from weft.run.step import compiled
+from weft.run.step import compiling
 from weft.world.world import World
 
 
@@ -46,7 +46,7 @@ def test_compiled_stages_equal_serial(layout: str) -> None:
 def test_runs_that_are_traced_apart_equal_serial(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same cuts, without the code that the compiler writes, which takes half a minute."""
     right = torch.compile
-    monkeypatch.setattr(compiled.torch, "compile", lambda part, **options: right(part, backend="aot_eager", **options))
+    monkeypatch.setattr(compiling.torch, "compile", lambda part, **options: right(part, backend="aot_eager", **options))
     found = weft.verify(Net, "data=2 tensor=2 compile=on", data(), steps=2, cut_everything=True)
     assert found.ok, found
 
@@ -69,7 +69,7 @@ def test_broken_twin_code_that_is_compiled_wrongly(monkeypatch: pytest.MonkeyPat
     def wrong(part: Any, **options: Any) -> Any:
         return right(part, backend=lambda module, inputs: lambda *given: [x * (1 + 1e-7) for x in module(*given)], **options)
 
-    monkeypatch.setattr(compiled.torch, "compile", wrong)
+    monkeypatch.setattr(compiling.torch, "compile", wrong)
     assert not weft.verify(Net, "data=2 compile=on", data(), steps=1).ok
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from weft.errors import RunError, UsageError
 from weft.plan.placement import piece
-from weft.world.work import LostPeer
+from weft.world.pending import LostPeer
 from weft.world.world import World
 
 NAN = math.nan

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.lower.kernels.place import Place
 from weft.lower.kernels.randomness import Draw, Where, dropout
+from weft.lower.kernels.sample_positions import Place
 from weft.lower.kernels.statistics import batch_norm
 from weft.lower.kernels.vocabulary import cross_entropy, embedding
 from weft.lower.redistribute import redistribute

@@ -23,7 +23,7 @@ import torch
 from processes import children_of, gone
 
 from weft.errors import ConfigError, Infeasible, RankError, RunError, UsageError
-from weft.world import message
+from weft.world import encoding
 from weft.world.launch import ENGINE, Launcher, engine_modules, launch, reference
 from weft.world.recorder import Reader
 from weft.world.world import World
@@ -71,15 +71,15 @@ def returns_world(world: World) -> Any:
 
 def test_messages_keep_types_and_shapes() -> None:
     value = [(), [], {}, {"t": torch.ones(2, 3, dtype=torch.bfloat16).t(), "s": torch.tensor(2.0)}, b"", "tensor", ["list", 1], -0.0]
-    got = message.load(message.dump(value))
+    got = encoding.load(encoding.dump(value))
     assert str(got) == str(value)
     with pytest.raises(UsageError, match="set"):
-        message.dump({1, 2})
+        encoding.dump({1, 2})
     for pair in (torch.tensor([1 + 2j, 3j], dtype=torch.complex128), torch.tensor([[1 + 2j]], dtype=torch.complex128).conj()):
-        assert torch.equal(message.load(message.dump(pair)), pair)
+        assert torch.equal(encoding.load(encoding.dump(pair)), pair)
     for kind, tensor in (("sparse", torch.eye(2).to_sparse()), ("on meta", torch.ones(2, device="meta"))):
         with pytest.raises(UsageError, match=rf"value\[0\] is a .*{kind}"):
-            message.dump([tensor])
+            encoding.dump([tensor])
 
 
 @pytest.mark.parametrize(("num_ranks", "options"), [(0, {}), (2, {"threads": -1})])

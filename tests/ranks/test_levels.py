@@ -12,9 +12,9 @@ from weft.collectives import build
 from weft.errors import UsageError
 from weft.plan.choice import Choices
 from weft.world import private
+from weft.world.all_reduce import Sums
 from weft.world.group import SHARED
 from weft.world.levels import PART_BYTES
-from weft.world.sums import Sums
 from weft.world.world import World
 
 DTYPES = ("float32", "float64", "bfloat16", "int64")

@@ -17,7 +17,7 @@ import weft
 from weft.errors import UsageError, WeftError
 from weft.plan.layout import Layout
 from weft.plan.plan import Plan
-from weft.run.same_inputs import digest
+from weft.run.rank_agreement import digest
 from weft.world.world import World
 
 LAYOUTS = [("data=2", 2), ("tensor=2", 2), ("data=2 tensor=2", 4)]

@@ -20,10 +20,10 @@ from weft.collectives import build
 from weft.errors import RankError, RunError
 from weft.plan.choice import Choices
 from weft.world import private
+from weft.world.all_reduce import Sums
+from weft.world.pending import LostPeer
 from weft.world.recorder import Recorder
 from weft.world.running import Programs
-from weft.world.sums import Sums
-from weft.world.work import LostPeer
 from weft.world.world import World
 
 TIMEOUT_S = 2.0

@@ -25,7 +25,7 @@ from weft.plan.plan import Plan  # noqa: E402
 from weft.plan.program import Effects, Value  # noqa: E402
 from weft.run.engine import Engine  # noqa: E402
 from weft.run.reduce.buffers import Replicas  # noqa: E402
-from weft.run.reduce.gradients import Gradients  # noqa: E402
+from weft.run.reduce.overlapped import Gradients  # noqa: E402
 from weft.run.step import executor  # noqa: E402
 from weft.simulate.memory import peak  # noqa: E402
 from weft.world.launch import launch  # noqa: E402

@@ -17,7 +17,7 @@ from weft.plan.layout import Layout
 from weft.plan.plan import Plan
 from weft.plan.program import Recv
 from weft.run.engine import Engine
-from weft.run.step import dispatch, executor, stage
+from weft.run.step import dispatch, executor, stage_runner
 from weft.world.world import World
 
 ROWS, WIDTH, BLOCKS, MICROBATCHES = 128, 128, 4, 4
@@ -69,7 +69,7 @@ def kept_between(world: World, small_bytes: int) -> dict[str, list[float]]:
     kept: dict[str, list[float]] = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(executor, "Running", begin)
-        patch.setattr(stage, "SMALL_BYTES", small_bytes)
+        patch.setattr(stage_runner, "SMALL_BYTES", small_bytes)
         for schedule in IN_FLIGHT:
             x, found = _batch(), kept.setdefault(schedule, [])
             engine = Engine(Plan(_layout(schedule), "blocks", "here", len(x), CUT), Blocks, (x,), None, world, seed=0)
@@ -86,7 +86,7 @@ def kept_between(world: World, small_bytes: int) -> dict[str, list[float]]:
 
 
 @pytest.mark.usefixtures("counting")
-@pytest.mark.parametrize(("small_bytes", "outputs"), [(stage.SMALL_BYTES, 0), (1 << 40, 1)], ids=["", "held by name"])
+@pytest.mark.parametrize(("small_bytes", "outputs"), [(stage_runner.SMALL_BYTES, 0), (1 << 40, 1)], ids=["", "held by name"])
 def test_what_was_sent_is_not_kept_for_backward(ranks: Callable[..., list[Any]], small_bytes: int, outputs: int) -> None:
     """A twin that holds what it sent, as a stage does where that is small, has one activation more of each microbatch."""
     first, _ = ranks(kept_between, 2, small_bytes)

@@ -21,10 +21,10 @@ from torch import Tensor
 from weft.errors import RankError, RunError
 from weft.world import private
 from weft.world.group import Group
+from weft.world.pending import LostPeer
 from weft.world.shared_memory import library, native
 from weft.world.shared_memory.portable.channel import PortableChannel
-from weft.world.shared_memory.portable.stream import Streams
-from weft.world.work import LostPeer
+from weft.world.shared_memory.portable.slots import Streams
 from weft.world.world import World
 
 KINDS = ("shared_memory", "portable")

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from weft import api
 from weft.errors import Infeasible, LayoutError
 from weft.plan.plan import Plan
-from weft.plan.store import read_plan
+from weft.plan.plan_file import read_plan
 from weft.run.state import checkpoint
 from weft.train import flow
 from weft.train.config import Config

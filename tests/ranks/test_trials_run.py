@@ -14,7 +14,7 @@ from weft import api
 from weft.cluster.cluster import Cluster
 from weft.plan.layout import Layout
 from weft.plan.plan import Plan
-from weft.plan.store import read_plan
+from weft.plan.plan_file import read_plan
 from weft.train import flow
 from weft.train.config import Config
 from weft.train.flow import Planned

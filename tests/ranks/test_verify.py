@@ -125,7 +125,7 @@ def test_gradients_of_inputs_are_compared(subject: Callable[[str], Subject], mon
 
 
 def _spoiled_inputs(*args: Any) -> Any:
-    from weft.run.pieces import input_gradients
+    from weft.run.sharded_state import input_gradients
 
     found = input_gradients(*args)
     return found and {name: x * (1 + 1e-8) for name, x in found.items()}

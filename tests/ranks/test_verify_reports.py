@@ -14,10 +14,10 @@ import weft
 from weft.cli import run
 from weft.errors import Infeasible, UsageError
 from weft.plan.plan import Plan
-from weft.plan.store import write_plan
+from weft.plan.plan_file import write_plan
 from weft.run.build import Source
 from weft.run.engine import Engine
-from weft.run.reduce.gradients import Gradients
+from weft.run.reduce.overlapped import Gradients
 
 
 class Mlp(nn.Module):

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.world.attention import scaled_dot_product_attention
-from weft.world.products import OWN
+from weft.world.attention_backend import scaled_dot_product_attention
+from weft.world.matmul_backend import OWN
 
 WAY = "high"  # torch's name of one that is not its own
 

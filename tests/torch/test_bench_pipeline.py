@@ -19,7 +19,7 @@ from bench.pipeline import CASES, PAIRS, SCHEDULES  # noqa: E402
 
 from weft.plan.layout import Layout  # noqa: E402
 from weft.plan.program import Compute  # noqa: E402
-from weft.plan.sizes import SCHEDULES as ALL  # noqa: E402
+from weft.plan.schedule_sizes import SCHEDULES as ALL  # noqa: E402
 from weft.plan.timeline import Timeline  # noqa: E402
 from weft.schedules import build  # noqa: E402
 from weft.simulate.clock import simulate  # noqa: E402

@@ -18,7 +18,7 @@ from weft import cli
 from weft.cli import app, run
 from weft.plan.layout import Layout
 from weft.plan.plan import Candidate, Memory, Plan, Prediction
-from weft.plan.store import write_plan
+from weft.plan.plan_file import write_plan
 
 MEMORY = Memory(parameters=4e6, gradients=4e6, optimizer=8e6, activations=2e7)
 PREDICTION = Prediction(0.5, 0.4, 1e12, MEMORY, (("compute", 0.4), ("gradients", 0.1)))
@@ -150,7 +150,7 @@ def test_a_page_about_a_plan(plan_file: Path, tmp_path: Path, capfd: pytest.Capt
 
 def test_names_with_markup_are_shown_as_they_are(plan_file: Path, capfd: pytest.CaptureFixture[str]) -> None:
     from weft.cli.output import output
-    from weft.plan.store import read_plan
+    from weft.plan.plan_file import read_plan
     from weft.report.tables import plan_tables
 
     with output(False) as out:

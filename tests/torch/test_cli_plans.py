@@ -16,7 +16,7 @@ from weft.cluster.resize import resized
 from weft.errors import Infeasible, UsageError
 from weft.plan.layout import Layout
 from weft.plan.patterns import expand
-from weft.plan.store import read_plan
+from weft.plan.plan_file import read_plan
 
 MODEL, MACHINES, BATCH = "gpt-125m:layers=4", "2xp4d.24xlarge", 64
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from weft.cli import run
-from weft.plan.sizes import SCHEDULES
+from weft.plan.schedule_sizes import SCHEDULES
 from weft.plan.timeline import Timeline
 from weft.schedules import build
 

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from weft.capture.init import Deferred, fake_copy, materialize, materialize_real
-from weft.capture.init.bounds import bounds_of
+from weft.capture.init.value_bounds import bounds_of
 from weft.errors import ModelError
 
 Make = Callable[[], nn.Module]

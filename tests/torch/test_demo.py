@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from weft.cli import demo, run, subject, train
+from weft.cli import demo, operands, run, train
 from weft.cluster.cluster import Cluster
 
 
@@ -22,7 +22,7 @@ def trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, list[A
         return {"run_folder": "there", "step": 1}
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(subject, "load_cluster", lambda text, out: Cluster.parse("1xcpu-2"))
+    monkeypatch.setattr(operands, "load_cluster", lambda text, out: Cluster.parse("1xcpu-2"))
     monkeypatch.setattr(train, "run", training)
     monkeypatch.setattr(demo, "show_end", lambda folder, out: seen["shown"].append(folder))
     return seen

@@ -13,8 +13,8 @@ import pytest
 
 from weft.cluster.catalogue import loads
 from weft.cluster.doubts import doubts
-from weft.plan.store import format_plan, parse_plan
-from weft.serve.read import read_workflow
+from weft.plan.plan_file import format_plan, parse_plan
+from weft.serve.workflow_files import read_workflow
 from weft.zoo.names import find
 
 ROOT = Path(__file__).parents[2]

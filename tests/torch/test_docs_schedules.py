@@ -10,8 +10,8 @@ import pytest
 
 from weft.cli import run
 from weft.cli.schedule import beside, build_of, headline
-from weft.plan.sizes import SCHEDULES, chunks_of
-from weft.plan.store import read_plan
+from weft.plan.plan_file import read_plan
+from weft.plan.schedule_sizes import SCHEDULES, chunks_of
 from weft.report.gantt import svg
 from weft.simulate.summary import Summary, Times, summarize
 from weft.units import format_percent

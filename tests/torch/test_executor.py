@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.plan.program import Compute, Op, Program, Recv
-from weft.plan.sizes import SCHEDULES
+from weft.plan.schedule_sizes import SCHEDULES
 from weft.run.reduce.buffers import out_of_order
 from weft.run.step.dispatch import HANDLERS, kind_of
 from weft.run.step.executor import Executor

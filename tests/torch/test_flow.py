@@ -11,7 +11,7 @@ import pytest
 from weft.errors import ConfigError, Infeasible, RunError
 from weft.plan.layout import Layout
 from weft.plan.plan import Memory, Plan, Prediction
-from weft.plan.store import read_plan, write_plan
+from weft.plan.plan_file import read_plan, write_plan
 from weft.run.state import checkpoint
 from weft.train import flow
 from weft.train.config import Config

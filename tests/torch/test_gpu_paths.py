@@ -23,15 +23,15 @@ from weft.capture import fakes
 from weft.cluster.catalogue import dump, loads
 from weft.cluster.probe import here
 from weft.errors import RunError
-from weft.lower.kernels.place import Place
 from weft.lower.kernels.randomness import Draw, Where, drawn
+from weft.lower.kernels.sample_positions import Place
 from weft.plan.program import Program, Recv, Send
 from weft.run.proof.serial import Noise
 from weft.run.step.transfers import Crossing, Transfers, pairs_of, posted_before
 from weft.schedules import build
-from weft.world import products
+from weft.world import matmul_backend
+from weft.world.connection import Lane
 from weft.world.group import Group
-from weft.world.lane import Lane
 from weft.world.memory.accounts import CudaAccounts
 from weft.world.recorder import Recorder
 from weft.world.world import World
@@ -238,11 +238,11 @@ def test_a_process_that_has_traced_may_fork_ranks() -> None:
 
 def test_ranks_on_gpus_are_not_told_how_processors_multiply(monkeypatch: pytest.MonkeyPatch) -> None:
     """What lets processors go through oneDNN makes GPUs round to TF32."""
-    monkeypatch.setattr(products, "products", lambda: products.Products((products.Way("medium", 2.0, 1.0),)))
+    monkeypatch.setattr(matmul_backend, "products", lambda: matmul_backend.Products((matmul_backend.Way("medium", 2.0, 1.0),)))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert products.environment({}, "auto") == {}
+    assert matmul_backend.environment({}, "auto") == {}
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert products.environment({}, "auto") == {products.PRODUCTS: "medium"}
+    assert matmul_backend.environment({}, "auto") == {matmul_backend.PRODUCTS: "medium"}
 
 
 def test_a_gpus_accounts_begin_where_nothing_has_used_it(monkeypatch: pytest.MonkeyPatch) -> None:

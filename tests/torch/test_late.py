@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import weft
-from weft.lower.late import FORMULAS, Into, Late
+from weft.lower.split_backward import FORMULAS, Into, Late
 from weft.ops import RECORDS
 from weft.plan.layout import Layout
 from weft.plan.plan import Plan

@@ -25,9 +25,9 @@ from weft.train.config import Config, TrainSection
 from weft.train.corpus import open_corpus
 from weft.train.display import words
 from weft.train.interval import interval_s
+from weft.train.learning_rate import learning_rate
 from weft.train.loop import Job
 from weft.train.metrics import Metrics, read_metrics
-from weft.train.schedule import learning_rate
 from weft.train.subject import Subject, text_form
 from weft.world.world import World
 from weft.zoo.resolve import Resolved

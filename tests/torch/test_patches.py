@@ -168,7 +168,7 @@ def cuda_driver() -> None:
         assert FakeMode.avoid_device_init is type(fake_mode()).avoid_device_init
 
 
-def data() -> None:
+def tensor_data() -> None:
     equal_to_eager(Model(through_data).double(), (X.clone(),))
 
 
@@ -236,7 +236,7 @@ def masked_rows() -> None:
     equal_to_eager(Model(lambda model, x: model.layer(x)[x[:, 0] > 0].square().mean()).double(), (X.clone(),))
 
 
-def messages() -> None:
+def silenced_logs() -> None:
     def forward(model: Any, x: Tensor) -> Tensor:
         warnings.warn("said", stacklevel=1)
         return model.layer(x).sum()  # type: ignore[no-any-return]
@@ -247,7 +247,7 @@ def messages() -> None:
     assert not [str(warning.message) for warning in seen if "said" in str(warning.message)]
 
 
-def own_rows() -> None:
+def row_per_sample() -> None:
     assert "gather" in words(lambda model, x: model.layer(x)[torch.arange(len(x)), x[:, :5].argmax(-1)].sum())
 
 

@@ -21,13 +21,13 @@ from weft.cluster import doctor as doctor_module
 from weft.cluster.block import FEW, WHOLE
 from weft.cluster.cluster import Cluster, Speed
 from weft.cluster.doctor import doctor, writable
-from weft.cluster.probe import here, kept, probe, timing, waits
+from weft.cluster.probe import here, kept, probe, sampling, waits
 from weft.cluster.probe.here import BUSY, MESSAGE_RANKS
 from weft.cluster.probe.kept import BUSY_S, SETTLED_S, VERSION
 from weft.cluster.probe.machine import fingerprint
 from weft.cluster.probe.operators import Layers, operators
 from weft.cluster.probe.rank import measure_alone, measure_rank, pace
-from weft.cluster.probe.timing import SURE, Case, Patience, Setting, interval, sample, spread
+from weft.cluster.probe.sampling import SURE, Case, Patience, Setting, interval, sample, spread
 from weft.cost.devices.compute import Rates, block_work
 from weft.cost.network.collectives import algorithms, choose
 from weft.cost.network.network import Group
@@ -220,7 +220,7 @@ def test_rounds_end_where_every_median_is_known(monkeypatch: pytest.MonkeyPatch)
         calls.append(case.name)
         return given[case.name][calls.count(case.name) - 1]
 
-    monkeypatch.setattr(timing, "_slice", told)
+    monkeypatch.setattr(sampling, "_slice", told)
 
     def rounds(patience: Patience, elsewhere: float = 0.0) -> dict[str, int]:
         calls.clear()

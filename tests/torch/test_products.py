@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from weft.errors import UsageError
-from weft.world import products
+from weft.world import matmul_backend
 from weft.world.launch import launch
-from weft.world.products import OWN, PRODUCTS, WAYS, Products, Way
+from weft.world.matmul_backend import OWN, PRODUCTS, WAYS, Products, Way
 from weft.world.world import World
 
 
@@ -38,9 +38,9 @@ def test_a_narrow_product_is_seen_by_its_error(monkeypatch: pytest.MonkeyPatch) 
     def narrow(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return plain(a.bfloat16().float(), b.bfloat16().float()) if state["now"] == "medium" and a.dtype == torch.float32 else plain(a, b)
 
-    monkeypatch.setattr(products, "apply", lambda name: state.update(now=name))
+    monkeypatch.setattr(matmul_backend, "apply", lambda name: state.update(now=name))
     monkeypatch.setattr(torch.Tensor, "__matmul__", narrow)
-    high, medium = products.measure(("high", "medium"), shapes=((16, 64, 32),))
+    high, medium = matmul_backend.measure(("high", "medium"), shapes=((16, 64, 32),))
     assert high.error == 1.0
     assert medium.error > 100
     assert not Way("medium", 4.0, medium.error).taken
@@ -48,7 +48,7 @@ def test_a_narrow_product_is_seen_by_its_error(monkeypatch: pytest.MonkeyPatch) 
 
 def test_measuring_leaves_the_process_as_it_was() -> None:
     threads, before = torch.get_num_threads(), torch.get_float32_matmul_precision()
-    found = products.measure(WAYS[1:], shapes=((8, 16, 8),))
+    found = matmul_backend.measure(WAYS[1:], shapes=((8, 16, 8),))
     assert [way.name for way in found] == list(WAYS[1:])
     assert all(way.speedup > 0 and way.error > 0 for way in found)
     assert (torch.get_num_threads(), torch.get_float32_matmul_precision()) == (threads, before)
@@ -61,11 +61,11 @@ def test_what_was_found_is_kept_and_read_back(tmp_path: Path, monkeypatch: pytes
         measured.append(1)
         return [Way("high", 1.5 - len(measured) / 10, 1.0), Way("medium", 1.0, 1.0)]
 
-    monkeypatch.setattr(products, "measure", once)
-    first = products.products(tmp_path)
+    monkeypatch.setattr(matmul_backend, "measure", once)
+    first = matmul_backend.products(tmp_path)
     assert len(measured) == 2, "a way that is taken was measured twice"
     assert first.ways[0].speedup == pytest.approx(1.3), "the lesser of the two counts"
-    assert products.products(tmp_path) == first
+    assert matmul_backend.products(tmp_path) == first
     assert len(measured) == 2
     (file,) = tmp_path.iterdir()
     assert json.loads(file.read_text())["ways"][0]["name"] == "high"
@@ -73,22 +73,22 @@ def test_what_was_found_is_kept_and_read_back(tmp_path: Path, monkeypatch: pytes
 
 def test_where_nothing_can_be_kept_torchs_own_stays(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    assert products.products(tmp_path / "file" / "folder").chosen == OWN
+    assert matmul_backend.products(tmp_path / "file" / "folder").chosen == OWN
 
 
 def test_ranks_multiply_as_they_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where this machine would multiply otherwise by itself."""
-    monkeypatch.setattr(products, "products", lambda: Products((Way("medium", 2.0, 1.0),)))
+    monkeypatch.setattr(matmul_backend, "products", lambda: Products((Way("medium", 2.0, 1.0),)))
     assert launch(precision, 1) == ["medium"]
     assert launch(precision, 2, env={PRODUCTS: "high"}) == ["high"] * 2
     monkeypatch.setenv(PRODUCTS, OWN)
     assert launch(precision, 1) == [OWN]
-    assert products.environment({PRODUCTS: "high"}, "cpu") == products.environment({}, "cuda") == {}
+    assert matmul_backend.environment({PRODUCTS: "high"}, "cpu") == matmul_backend.environment({}, "cuda") == {}
 
 
 def test_who_is_told_nothing_multiplies_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """A forked rank goes on as its user's process did."""
-    monkeypatch.setattr(products, "products", lambda: Products())
+    monkeypatch.setattr(matmul_backend, "products", lambda: Products())
     monkeypatch.delenv(PRODUCTS, raising=False)
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")

@@ -16,7 +16,7 @@ from torch import nn
 import weft
 from weft.cli import run
 from weft.errors import Infeasible, UsageError
-from weft.plan.store import write_plan
+from weft.plan.plan_file import write_plan
 
 SCRIPT = Path(__file__).with_name("user_script.py")
 

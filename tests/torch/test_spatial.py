@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from weft.lower.kernels import halo as kernel
-from weft.ops.window import Resample, Sliding, Spreading, Window
+from weft.ops.sliding_window import Resample, Sliding, Spreading, Window
 from weft.plan.axis import POSITIONS
 from weft.plan.placement import Halo, halo, pieces
 

@@ -12,25 +12,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from weft.lower.kernels import draws, stream
-from weft.lower.kernels.place import Box, Place, Samples
+from weft.lower.kernels import draws, random_stream
+from weft.lower.kernels.sample_positions import Box, Place, Samples
 from weft.model.batch.drawn import Fold
 
 CPU = torch.device("cpu")
-KEY = stream.key_of(1, 2, 3)
+KEY = random_stream.key_of(1, 2, 3)
 N = 1 << 18
 
 
 @pytest.fixture(params=["compiled", "torch"])
 def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """With the C library and without."""
-    assert stream.native() is not None
+    assert random_stream.native() is not None
     if request.param == "torch":
-        monkeypatch.setattr(stream, "native", lambda: None)
+        monkeypatch.setattr(random_stream, "native", lambda: None)
     return request.param
 
 
-def split_mix(number: int, key: stream.Key) -> int:
+def split_mix(number: int, key: random_stream.Key) -> int:
     """SplitMix64 in whole numbers, after Steele, Lea and Flood (2014), with the second key word."""
     whole = (1 << 64) - 1
     z = (number * 0x9E3779B97F4A7C15 + key.first) & whole
@@ -61,7 +61,7 @@ BOXES = [
 
 @pytest.mark.parametrize("box", BOXES)
 def test_words_are_those_of_the_formula(box: Box, either: str) -> None:
-    found = [int(x) % (1 << 64) for x in stream.words(KEY, box, CPU).flatten()]
+    found = [int(x) % (1 << 64) for x in random_stream.words(KEY, box, CPU).flatten()]
     assert found == [split_mix(number, KEY) for number in numbers(box)]
 
 
@@ -72,24 +72,24 @@ def test_dropout_keeps_what_even_numbers_say(dtype: torch.dtype, order: Sequence
     box = Place((8, 6, 10), ((0, 4, 4),)).box()
     shape = [(4, 6, 10)[i] for i in order]
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype).permute([order.index(i) for i in range(3)])
-    kept = stream.even(KEY, box, CPU) < 0.7
+    kept = random_stream.even(KEY, box, CPU) < 0.7
     mask = kept.to(dtype) * torch.tensor(1 / 0.7, dtype=dtype)
     leaf = x.detach().requires_grad_()
-    made = stream.dropped(leaf, KEY, box, 1 - 0.7)
+    made = random_stream.dropped(leaf, KEY, box, 1 - 0.7)
     assert torch.equal(made, x * mask)
     assert made.stride() == x.stride()
     made.backward(x)
     assert leaf.grad is not None
     assert torch.equal(leaf.grad, x * mask)
-    assert torch.equal(stream.dropped_(x.clone(), KEY, box, 1 - 0.7), made)
+    assert torch.equal(random_stream.dropped_(x.clone(), KEY, box, 1 - 0.7), made)
 
 
 def test_threads_change_nothing() -> None:
     """In a process of its own: ranks that are forked from one with a pool of threads wait for it."""
     code = f"""
 import torch
-from weft.lower.kernels import stream
-from weft.lower.kernels.place import Place
+from weft.lower.kernels import random_stream as stream
+from weft.lower.kernels.sample_positions import Place
 
 x, box = torch.randn(3, {N // 2 + 1}), Place((3, {N // 2 + 1})).box()
 drawn = []
@@ -107,22 +107,22 @@ assert torch.equal(*drawn)
 )
 def test_microbatches_and_ranks_draw_pieces_of_the_whole_batch(whole: tuple[int, ...], fold: Fold, count: int) -> None:
     """`count` of 12 samples in every microbatch; two ranks of it where they can cut it; and the rows that a rank's loader gives it."""
-    want = stream.words(KEY, Place(whole).box(), CPU)
+    want = random_stream.words(KEY, Place(whole).box(), CPU)
     apart = want.unflatten(fold.dim, (fold.outer, 12, fold.inner))
     shape = tuple(n * count // 12 if dim == fold.dim else n for dim, n in enumerate(whole))
     for start in range(0, 12, count):
         wanted = apart.narrow(fold.dim + 1, start, count).flatten(fold.dim, fold.dim + 2)
         place = Place(shape, (), fold)
-        assert torch.equal(stream.words(KEY, place.box(Samples.range(start, count, 12)), CPU), wanted)
+        assert torch.equal(random_stream.words(KEY, place.box(Samples.range(start, count, 12)), CPU), wanted)
         if shape[fold.dim] % 2 == 0 and count % 2 == 0:
             pieces = [_half(shape, fold, part).box(Samples.range(start, count, 12)) for part in (0, 1)]
-            assert torch.equal(torch.cat([stream.words(KEY, box, CPU) for box in pieces], fold.dim), wanted)
+            assert torch.equal(torch.cat([random_stream.words(KEY, box, CPU) for box in pieces], fold.dim), wanted)
     if count % 2 == 0 and fold.outer == 1:
         for begin in range(0, 6, count // 2):
             samples = Samples(begin, 12, ((2, 6), (count // 2, 1)))
             for part in (0, 1):
                 mine = apart.narrow(fold.dim + 1, 6 * part + begin, count // 2).flatten(fold.dim, fold.dim + 2)
-                got = stream.words(KEY, _half(shape, fold, part).box(samples), CPU)
+                got = random_stream.words(KEY, _half(shape, fold, part).box(samples), CPU)
                 assert torch.equal(got, mine)
 
 
@@ -134,9 +134,9 @@ def _half(shape: tuple[int, ...], fold: Fold, part: int) -> Place:
 def test_pieces_that_differ_draw_theirs() -> None:
     """Three of five samples, which lie in rows of two, and two."""
     whole, fold = (10, 3), Fold(0, 1, 2)
-    want = stream.words(KEY, Place((24, 3)).box(), CPU)[10:20]
+    want = random_stream.words(KEY, Place((24, 3)).box(), CPU)[10:20]
     pieces = [Place(whole, ((0, start, count),), fold).box(Samples.range(5, 5, 12)) for start, count in ((0, 6), (6, 4))]
-    assert torch.equal(torch.cat([stream.words(KEY, box, CPU) for box in pieces]), want)
+    assert torch.equal(torch.cat([random_stream.words(KEY, box, CPU) for box in pieces]), want)
 
 
 def _correlation(x: Tensor, y: Tensor) -> float:
@@ -146,7 +146,7 @@ def _correlation(x: Tensor, y: Tensor) -> float:
 def test_numbers_are_evenly_distributed_and_independent() -> None:
     """Within five standard deviations: mean, variance, chi-square of 256 cells of upper and lower digits; neighbours and other keys."""
     box = Place((N,)).box()
-    x = stream.even(KEY, box, CPU)
+    x = random_stream.even(KEY, box, CPU)
     assert float(x.min()) >= 0.0
     assert float(x.max()) < 1.0
     assert abs(float(x.mean()) - 0.5) < 5 / math.sqrt(12 * N)
@@ -156,18 +156,19 @@ def test_numbers_are_evenly_distributed_and_independent() -> None:
         chi_square = float(((counts - N / 256) ** 2).sum() / (N / 256))
         assert abs(chi_square - 255) < 5 * math.sqrt(2 * 255)
     others = [x.roll(1), x.roll(2), x.roll(64), x.roll(1024)]  # elements; steps, seeds and operators
-    others += [stream.even(stream.key_of(*key), box, CPU) for key in ((1, 2, 4), (1, 3, 3), (2, 2, 3), (2, 1, 3), (1, 2, 3 + (1 << 32)))]
+    keys = [(1, 2, 4), (1, 3, 3), (2, 2, 3), (2, 1, 3), (1, 2, 3 + (1 << 32))]
+    others += [random_stream.even(random_stream.key_of(*key), box, CPU) for key in keys]
     assert all(abs(_correlation(x, y)) < 5 / math.sqrt(N) for y in others)
-    kept = [stream.even(stream.key_of(0, step, 7), Place((256,)).box(), CPU) < 0.9 for step in range(1024)]
+    kept = [random_stream.even(random_stream.key_of(0, step, 7), Place((256,)).box(), CPU) < 0.9 for step in range(1024)]
     share = torch.stack(kept).double().mean(0)  # an element over steps
     assert float((share - 0.9).abs().max()) < 5.5 * math.sqrt(0.9 * 0.1 / 1024)
 
 
 def test_narrow_numbers_are_the_wide_ones_cut_off() -> None:
     box = Place((4096,)).box()
-    wide, narrow = (stream.even(KEY, box, CPU, dtype) for dtype in (torch.float64, torch.float32))
+    wide, narrow = (random_stream.even(KEY, box, CPU, dtype) for dtype in (torch.float64, torch.float32))
     assert torch.equal(narrow.double(), (wide * 2**24).floor() / 2**24)
-    assert float(stream.even(KEY, box, CPU, torch.bfloat16).max()) < 1.0
+    assert float(random_stream.even(KEY, box, CPU, torch.bfloat16).max()) < 1.0
 
 
 def _drawn(name: str, *args: object, shape: tuple[int, ...] = (N,), dtype: torch.dtype = torch.float64) -> Tensor:
@@ -239,7 +240,7 @@ def test_attention_with_dropout_is_that_of_its_formula(causal: bool) -> None:
         return draws.attention(q, k, v, None, causal, None, draws.Dropping(KEY, box, 0.25))
 
     weights = (q @ k.repeat_interleave(2, 1).mT / math.sqrt(3)).masked_fill(torch.ones(5, 5).triu(1).bool() & causal, -math.inf).softmax(-1)
-    want = (weights * (stream.even(KEY, box, CPU) < 0.75) / 0.75) @ v.repeat_interleave(2, 1)
+    want = (weights * (random_stream.even(KEY, box, CPU) < 0.75) / 0.75) @ v.repeat_interleave(2, 1)
     torch.testing.assert_close(run(q, k, v), want)
     assert torch.autograd.gradcheck(run, (q, k, v))
     assert torch.autograd.gradgradcheck(run, (q, k, v))

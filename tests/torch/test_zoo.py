@@ -15,7 +15,7 @@ from weft.capture.capture import call, capture
 from weft.capture.init import Deferred
 from weft.errors import ModelError
 from weft.model.work import work
-from weft.zoo import bert, gpt, lstm, moe, parts, resnet_v2, t5, unet
+from weft.zoo import bert, gpt, lstm, moe, resnet_v2, shared_layers, t5, unet
 from weft.zoo.names import FAMILIES, find, sizes
 
 TINY = sorted(name for name in sizes() if name.endswith("-tiny"))
@@ -421,9 +421,9 @@ def test_generation_refuses_nothing_to_go_on() -> None:
 
 
 def test_rotation_depends_on_distance_alone() -> None:
-    cos, sin = parts.rotary_tables(12, 8, 1e4)
+    cos, sin = shared_layers.rotary_tables(12, 8, 1e4)
     q, k = torch.randn(2, 1, 1, 1, 8).expand(2, 1, 1, 12, 8)
-    scores = parts.rotate(q, cos, sin)[0, 0] @ parts.rotate(k, cos, sin)[0, 0].T
+    scores = shared_layers.rotate(q, cos, sin)[0, 0] @ shared_layers.rotate(k, cos, sin)[0, 0].T
     for offset in range(-11, 12):
         diagonal = scores.diagonal(offset)
         torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=1e-3, atol=1e-4)

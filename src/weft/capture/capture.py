@@ -20,14 +20,14 @@ from torch import nn
 
 from weft.capture.answers import Answers, with_checks_passed
 from weft.capture.blame import why_not
+from weft.capture.exported import Reading
 from weft.capture.fakes import Fake
 from weft.capture.functions import Record
-from weft.capture.init.losses import loss_of
+from weft.capture.fx_reader import Aliased
+from weft.capture.init.factory_losses import loss_of
 from weft.capture.nesting import batch_size_of, leaves, rebuild
 from weft.capture.patched import calling, rewrite, tracing
 from weft.capture.patches.patch import Trace
-from weft.capture.program import Reading
-from weft.capture.read import Aliased
 from weft.capture.state import State, changes, set_state, state_of
 from weft.errors import ModelError
 from weft.model.collector import uncollected

@@ -15,7 +15,7 @@ from weft.cluster.resize import resized
 from weft.errors import Infeasible, LayoutError, UsageError, nearest
 from weft.plan.axis import spatial_ranks
 from weft.plan.compression import Compression
-from weft.plan.custom import is_file
+from weft.plan.custom_schedule import is_file
 from weft.plan.grid import checked_grid
 from weft.plan.layout import CHOICES, KEYS, Layout, actions_of, refuse_word
 from weft.plan.plan import Plan

@@ -40,7 +40,7 @@ def check(
       weft check examples/two_rings.txt
     """
     with output(as_json) as out, uncollected():
-        from weft.plan.custom import refuse_program
+        from weft.plan.custom_schedule import refuse_program
         from weft.schedules.refuted import prove
 
         try:
@@ -68,7 +68,7 @@ def read_program(file: Path, rendezvous: bool = False) -> tuple[Program, Program
     Raises:
         UsageError: a file that cannot be read. ProgramError: text that is no program.
     """
-    from weft.plan.custom import read_actions
+    from weft.plan.custom_schedule import read_actions
     from weft.plan.program import Program
     from weft.schedules.lower import complete
     from weft.schedules.refuted import reworded

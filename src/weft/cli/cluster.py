@@ -71,7 +71,7 @@ def show(
       weft cluster show p4d.24xlarge --toml
     """
     with output(as_json) as out:
-        from weft.cli.subject import load_cluster
+        from weft.cli.operands import load_cluster
 
         if not cluster:
             for table in _catalogue():
@@ -100,7 +100,7 @@ def check(
       weft cluster check ours.toml
     """
     with output(as_json) as out:
-        from weft.cli.subject import load_cluster
+        from weft.cli.operands import load_cluster
         from weft.cluster.doubts import doubts
 
         found = load_cluster(file, out)

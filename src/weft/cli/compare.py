@@ -48,7 +48,7 @@ def compare(first: File, second: File, cluster: options.OtherCluster = None, as_
 
 def _plans(first: Path, second: Path, cluster: str | None, out: Output) -> None:
     from weft.cli.setting import setting_of
-    from weft.plan.store import read_plan
+    from weft.plan.plan_file import read_plan
 
     plans = read_plan(first), read_plan(second)
     with out.working(f"pricing {first} and {second}"):
@@ -106,7 +106,7 @@ def _actions_table(difference: Difference, a: Timeline, b: Timeline) -> Table:
 
 
 def _timelines(first: Path, second: Path, out: Output) -> None:
-    from weft.report.folder import read_trace
+    from weft.report.run_folder import read_trace
 
     for file in (first, second):
         if not file.is_file():

@@ -32,9 +32,9 @@ def demo(
       weft demo --text my.txt steps=200
     """
     with output(False) as out:
-        from weft.cli.subject import load_cluster
+        from weft.cli.operands import load_cluster
         from weft.cli.train import run, summary_of
-        from weft.report.machine import cluster_tables
+        from weft.report.cluster_tables import cluster_tables
 
         if text is not None and not text.exists():
             raise UsageError(f"--text {text} is not there; name a file or a folder of texts")
@@ -68,7 +68,7 @@ def run_folder(runs: Path) -> Path:
 
 def show_end(folder: Path, out: Output) -> None:
     """What the run chose, what it learnt, what it left, and what to try next."""
-    from weft.report.folder import read_folder
+    from weft.report.run_folder import read_folder
     from weft.report.tables import Table, reasons_table, summary_table
 
     subject = read_folder(folder)

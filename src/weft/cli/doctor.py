@@ -28,7 +28,7 @@ def doctor(as_json: options.Json = False) -> None:
         with out.working("looking at this machine"):
             checks = examine()
             if all(check.ok for check in checks if check.name == "torch"):
-                from weft.world.products import products
+                from weft.world.matmul_backend import products
 
                 checks = (*checks, Check("float32 products", True, str(products()), needed=False))
         failed = [check for check in checks if check.needed and not check.ok]

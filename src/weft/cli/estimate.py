@@ -62,8 +62,8 @@ def estimate(  # noqa: PLR0913
       weft estimate gpt-175b --cluster dgx-a100-80 --gpus 1 --tokens 300e9
     """
     with output(as_json) as out:
+        from weft.cli.operands import load_cluster, load_model
         from weft.cli.setting import Setting, named
-        from weft.cli.subject import load_cluster, load_model
         from weft.cluster.resize import resized
 
         machines = load_cluster(cluster, out)

@@ -40,7 +40,7 @@ def explain(
     """
     with output(as_json) as out:
         from weft.cli.setting import setting_of
-        from weft.plan.store import read_plan
+        from weft.plan.plan_file import read_plan
 
         plan = read_plan(file)
         say_why(plan, setting_of(plan, file, out, cluster, sequence), out, most, brief)

@@ -43,10 +43,10 @@ def plan(  # noqa: PLR0913
       weft plan gpt-125m --cluster p4d.24xlarge --batch 64 --by-layer
     """
     with output(as_json) as out:
+        from weft.cli.operands import load_cluster, load_model
         from weft.cli.setting import Setting, named
-        from weft.cli.subject import load_cluster, load_model
         from weft.plan.layout import Layout
-        from weft.plan.store import write_plan
+        from weft.plan.plan_file import write_plan
         from weft.report.tables import plan_record, plan_tables
         from weft.units import parse_bytes
 

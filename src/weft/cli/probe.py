@@ -9,7 +9,7 @@ import typer
 
 from weft.cli import options
 from weft.cli.output import output, write_file
-from weft.report.machine import cluster_tables
+from weft.report.cluster_tables import cluster_tables
 
 
 def probe(

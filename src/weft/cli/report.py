@@ -45,8 +45,8 @@ def write_page(subject: Path, target: Path, timeline: bool = False) -> int:
     Raises:
         UsageError: a subject that cannot be read, or a target that cannot be written.
     """
-    from weft.plan.store import read_plan
-    from weft.report.folder import read_folder
+    from weft.plan.plan_file import read_plan
+    from weft.report.run_folder import read_folder
 
     if subject.is_dir():
         return write(read_folder(subject), target)
@@ -74,7 +74,7 @@ def _with_machines(about: Subject, plan: Plan, is_drawn: bool) -> Subject:
     """What a device has, and the step as the clock sees it; a plan whose model or machines are not at hand does without."""
     from weft.cli.setting import Setting
     from weft.cluster.cluster import Cluster
-    from weft.report.machine import cluster_tables
+    from weft.report.cluster_tables import cluster_tables
 
     if plan.cluster == "here":
         return about

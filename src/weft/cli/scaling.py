@@ -51,8 +51,8 @@ def scaling(  # noqa: PLR0913
       weft scaling gpt-1.3b --cluster 64xdgx-a100-80 --weak --batch 64
     """
     with output(as_json) as out:
+        from weft.cli.operands import load_cluster, load_model
         from weft.cli.setting import Setting, named
-        from weft.cli.subject import load_cluster, load_model
         from weft.plan.layout import Layout
         from weft.report.canvas import check_suffix
         from weft.report.economy import unit_of

@@ -48,7 +48,7 @@ def schedule(
       weft schedule zb-v --stages 4 --microbatches 8 --times f=1,b=1,w=1 -o picture.svg
     """
     with output(as_json) as out, uncollected():
-        from weft.plan.custom import is_file
+        from weft.plan.custom_schedule import is_file
         from weft.schedules.refuted import prove
         from weft.simulate.summary import Times, summarize
 
@@ -90,7 +90,7 @@ def _of_file(name: str) -> tuple[Program, Program, int]:
 
 def _of_name(name: str, stages: int | None, microbatches: int | None, chunks: int | None) -> tuple[Program, int]:
     """(program, stages of each rank) of a schedule by name."""
-    from weft.plan.sizes import SCHEDULES, chunks_of
+    from weft.plan.schedule_sizes import SCHEDULES, chunks_of
 
     if stages is None or microbatches is None:
         missing = " and ".join(o for o, v in (("--stages", stages), ("--microbatches", microbatches)) if v is None)

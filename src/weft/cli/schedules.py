@@ -34,7 +34,7 @@ def schedules(
     """
     with output(as_json) as out, uncollected():
         from weft.plan.check import check
-        from weft.plan.sizes import SCHEDULES, chunks_of
+        from weft.plan.schedule_sizes import SCHEDULES, chunks_of
         from weft.report.tables import Table
         from weft.simulate.summary import Times, summarize
         from weft.units import format_percent

@@ -57,8 +57,8 @@ def plan(  # noqa: PLR0913
         from weft.serve.assign import Ask
         from weft.serve.explain import refuse
         from weft.serve.place import place
-        from weft.serve.read import read_machines, read_workflow
-        from weft.serve.store import format_placed
+        from weft.serve.placed_file import format_placed
+        from weft.serve.workflow_files import read_machines, read_workflow
 
         if picture is not None:
             check_suffix(picture)

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weft.cli.subject import load_cluster, load_model
+from weft.cli.operands import load_cluster, load_model
 from weft.errors import Infeasible, ModelError, UsageError
 from weft.plan.layout import Layout
 from weft.plan.plan import Plan, Prediction
@@ -189,7 +189,7 @@ class Setting:
 
 def setting_of(plan: Plan, file: Path | None, out: Output, cluster: str | None = None, sequence: int | None = None) -> Setting:
     """The setting that a plan is for. Beside a plan of a run folder lies what it was made for; `cluster` says another."""
-    from weft.report.folder import MACHINE
+    from weft.report.run_folder import MACHINE
 
     beside = file.with_name(MACHINE) if file is not None else None
     text = cluster or (str(beside) if beside is not None and beside.exists() else plan.cluster)

@@ -34,12 +34,12 @@ def simulate(
     """
     with output(as_json) as out:
         from weft import api
+        from weft.cli.operands import load_cluster, load_model
         from weft.cli.setting import Setting
-        from weft.cli.subject import load_cluster, load_model
         from weft.plan.layout import Layout
-        from weft.plan.store import read_plan
-        from weft.report.folder import MACHINE
+        from weft.plan.plan_file import read_plan
         from weft.report.gantt import gantt
+        from weft.report.run_folder import MACHINE
         from weft.report.tables import prediction_record
 
         if subject.endswith(".toml"):

@@ -13,7 +13,7 @@ import typer
 from weft.cli import options
 from weft.cli.output import Output, output
 from weft.plan.plan import Memory
-from weft.report.folder import MACHINE, PAGE, SUMMARY
+from weft.report.run_folder import MACHINE, PAGE, SUMMARY
 from weft.report.tables import Table, measured_memory_table, reasons_table, summary_table
 from weft.units import format_count, format_percent, format_seconds, parse_bytes
 
@@ -101,7 +101,7 @@ def make_plan(config: Config, known: Plan | None, out: Output, world: World | No
     `world`: the ranks that exist, of which this is the first; trials are run on them.
     """
     from weft import api
-    from weft.cli.subject import load_cluster, load_model
+    from weft.cli.operands import load_cluster, load_model
     from weft.plan.layout import Layout
     from weft.run.build import Traced
     from weft.train.flow import Planned
@@ -166,7 +166,7 @@ def check_is_here(cluster: Cluster, config: Config, world: World | None) -> None
 
 def _changed(plan: Plan, file: Path) -> str:
     """What to say where the schedule's file is no longer what the plan in `file` has of it; the plan's is what runs."""
-    from weft.plan.custom import read_actions
+    from weft.plan.custom_schedule import read_actions
 
     name = plan.layout.schedule
     if not plan.layout.actions or not Path(name).is_file() or read_actions(name) == plan.layout.actions:

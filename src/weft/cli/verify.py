@@ -62,7 +62,7 @@ def verify(  # noqa: PLR0913
     """
     with output(as_json) as out:
         from weft import api
-        from weft.cli.subject import load_model
+        from weft.cli.operands import load_model
 
         plan = _plan_of(model, batch, layout, schedule) if model.endswith(".toml") else None
         if plan is not None:
@@ -94,7 +94,7 @@ def verify(  # noqa: PLR0913
 
 def _plan_of(file: str, batch: int | None, layout: list[str] | None, schedule: Path | None) -> Plan:
     """The plan in a file, which says itself what else would be asked for."""
-    from weft.plan.store import read_plan
+    from weft.plan.plan_file import read_plan
 
     if layout or schedule:
         raise UsageError(f"{file} is a plan, which has a layout of its own; leave --layout and --schedule out, or plan again")
@@ -105,7 +105,7 @@ def _plan_of(file: str, batch: int | None, layout: list[str] | None, schedule: P
 
 
 def _with_schedule(text: str, schedule: Path | None) -> Layout:
-    from weft.plan.custom import read_actions
+    from weft.plan.custom_schedule import read_actions
     from weft.plan.layout import Layout
 
     layout = Layout.parse(text)

@@ -41,7 +41,7 @@ def whatif(
     with output(as_json) as out:
         from weft.cli.changes import parse_changes
         from weft.cli.setting import setting_of
-        from weft.plan.store import read_plan, write_plan
+        from weft.plan.plan_file import read_plan, write_plan
 
         plan = read_plan(file)
         wanted = parse_changes(changes)

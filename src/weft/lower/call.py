@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, fx
 
 from weft.lower.kernels.halo import Part, windowed
-from weft.lower.kernels.place import Place
 from weft.lower.kernels.randomness import Where
+from weft.lower.kernels.sample_positions import Place
 from weft.lower.kernels.statistics import Parts
 from weft.lower.lowering import Lowering, Nodes, bind, operator_of
 from weft.model.batch.drawn import drawn_shape
@@ -27,7 +27,7 @@ from weft.model.sharding.sharding import part_of
 from weft.ops import Rule, record_of, windows_of
 from weft.ops.record import Op
 from weft.ops.rule import HALO, QUERIES
-from weft.ops.window import Resample
+from weft.ops.sliding_window import Resample
 from weft.plan.placement import Range, Shard, Strided, is_halo, is_piece, is_shard, pieces, positions_of
 from weft.world.world import Group
 

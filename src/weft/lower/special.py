@@ -32,7 +32,7 @@ from weft.ops import draws
 from weft.ops.attention import drops_scores, is_causal
 from weft.ops.experts import EXPERT
 from weft.plan.placement import P, R, Shard, is_shard, piece
-from weft.world.attention import scaled_dot_product_attention
+from weft.world.attention_backend import scaled_dot_product_attention
 
 Way = Callable[[Call], fx.Node | None]
 

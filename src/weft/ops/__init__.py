@@ -28,7 +28,7 @@ from weft.ops.operator import Arg, Operator, Ref, Tensor
 from weft.ops.pointwise import of_elements
 from weft.ops.record import ByTensors, Op, Shape
 from weft.ops.rule import BLOCKED, HALO, Labels, Rule, only, parse
-from weft.ops.window import Window
+from weft.ops.sliding_window import Window
 
 __all__ = [
     "BLOCKED", "RECORDS", "Labels", "Op", "Rule", "by_elements", "draws", "idle", "of_elements", "parse", "record_of", "record_of_target",

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from weft.ops.keeps import Keeps, floats
 from weft.ops.operator import Operator, Tensor
 from weft.ops.rule import Rule
-from weft.ops.window import Window
+from weft.ops.sliding_window import Window
 
 Shape = tuple[int, ...]
 Made = Callable[[Operator, list[Shape], list[Shape]], Rule | None]
@@ -53,7 +53,7 @@ class Recurrence:
 class WeightGradient:
     """How an operator's weight gradient is made by itself: from argument `x`, and the gradient of what is made, for argument `weight`.
 
-    `dims`: that the weight must have. `formulas`: by overload, the name of the function in `weft.lower.late`.
+    `dims`: that the weight must have. `formulas`: by overload, the name of the function in `weft.lower.split_backward`.
     """
 
     weight: int

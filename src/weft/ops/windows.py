@@ -9,7 +9,7 @@ from weft.ops.keeps import largest, mean_of_windows, operands, others
 from weft.ops.operator import Operator
 from weft.ops.record import ByTensors, Made, Op, Shape, Tensors, WeightGradient, Windows
 from weft.ops.rule import BLOCKED, HALO, Labels, Rule, only
-from weft.ops.window import Resample, Sliding, Spreading, Window
+from weft.ops.sliding_window import Resample, Sliding, Spreading, Window
 
 
 def is_transposed(op: Operator) -> bool:

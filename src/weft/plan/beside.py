@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from weft.plan.choice import AUTO
 from weft.plan.precision import PRECISIONS
 from weft.plan.residency import kind_of
-from weft.plan.sizes import SCHEDULES
+from weft.plan.schedule_sizes import SCHEDULES
 
 # What goes with stages that are arranged differently.
 INNER_WITH: dict[str, tuple[int | str, ...]] = {

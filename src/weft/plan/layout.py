@@ -13,15 +13,15 @@ from weft.plan.beside import BRANCH_WITH, COMPILE_WITH, INNER_WITH, STALE_WITH, 
 from weft.plan.choice import AUTO, refuse_sums
 from weft.plan.choice import NAMES as ALL_REDUCE
 from weft.plan.compression import Compression, refuse_compression, refuse_scaled
-from weft.plan.custom import check_name, custom_program, fewer, is_file, read_actions, refuse_custom
+from weft.plan.custom_schedule import check_name, custom_program, fewer, is_file, read_actions, refuse_custom
 from weft.plan.grid import axes_of, checked_grid
 from weft.plan.inner import Inner, parse_inner
 from weft.plan.mesh import Mesh
 from weft.plan.precision import PRECISIONS
 from weft.plan.program import Program
 from weft.plan.residency import Residency, kind_of, refuse_segment
+from weft.plan.schedule_sizes import SCHEDULES, chunks_of, refuse_sizes
 from weft.plan.shares import format_shares, parse_shares
-from weft.plan.sizes import SCHEDULES, chunks_of, refuse_sizes
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "schedule": SCHEDULES,

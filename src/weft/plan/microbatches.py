@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from weft.errors import Infeasible
 from weft.plan.layout import Layout
 from weft.plan.placement import Range, piece, shard
-from weft.plan.sizes import sizes_of
+from weft.plan.schedule_sizes import sizes_of
 
 
 def microbatch_sizes(samples: int, data: int = 1, microbatches: int = 1, shares: tuple[int, ...] = ()) -> tuple[int, ...]:

@@ -19,9 +19,9 @@ from weft.model.stages.stages import Stage
 from weft.plan.mesh import Mesh
 from weft.plan.placement import is_owned, is_shard
 from weft.plan.program import Program
-from weft.run.parts import holders_of
 from weft.run.state.optimizer import OptimizerSpec
 from weft.run.state.parameters import FlatGroup, LocalParameter
+from weft.run.training_parts import holders_of
 
 Units = tuple[tuple[int, int], ...]
 

@@ -38,17 +38,17 @@ from weft.plan.grid import AXES, PLAIN
 from weft.plan.patterns import expand_all
 from weft.plan.plan import Plan
 from weft.plan.precision import PRECISIONS
-from weft.run.additive import Part, part_of, takes_no_numbers
 from weft.run.blocks import Blocks, Initial
 from weft.run.meshes import between_meshes, from_other_meshes, shares_of, stage_shardings
-from weft.run.parts import Parts, program_of
+from weft.run.microbatch import Part, part_of, takes_no_numbers
 from weft.run.recent import MOST_SIZES
 from weft.run.reduce.summing import choose_sums
-from weft.run.residency.layers import layers_of
-from weft.run.sizes import Sized, constants_of, shares_of_samples, sized
+from weft.run.residency.layer_modules import layers_of
+from weft.run.resized import Sized, constants_of, shares_of_samples, sized
 from weft.run.state.optimizer import OptimizerSpec
 from weft.run.state.parameters import build_groups
 from weft.run.state.precision import DTYPES
+from weft.run.training_parts import Parts, program_of
 from weft.world.world import World
 
 

@@ -35,10 +35,10 @@ from weft.plan.plan import Plan
 from weft.plan.precision import PRECISIONS
 from weft.run.build import Source, folds, outputs_of, rows_of_outputs
 from weft.run.meshes import between_meshes, from_other_meshes, shares_of, stage_shardings
-from weft.run.parts import Parts, program_of
 from weft.run.recent import MOST_SIZES
-from weft.run.sizes import Sized, check_alike, check_divides, constants_of, shares_of_samples, sized
+from weft.run.resized import Sized, check_alike, check_divides, constants_of, shares_of_samples, sized
 from weft.run.state.precision import DTYPES
+from weft.run.training_parts import Parts, program_of
 from weft.world.world import World
 
 

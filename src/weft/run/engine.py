@@ -29,19 +29,18 @@ from weft.plan.plan import Memory, Plan
 from weft.plan.program import Manage, ManageOp
 from weft.plan.timeline import Timeline
 from weft.run.build import Source, Traced, build
-from weft.run.capture import Capture
+from weft.run.captured import Capture
 from weft.run.captures import Asked, captured_in
-from weft.run.parts import Parts
-from weft.run.pieces import full_state, full_tensors, gradient_pieces, input_gradients, pieces_of
+from weft.run.rank_agreement import check_same
 from weft.run.recent import MOST_FORMS, MOST_SIZES, Recent
 from weft.run.reduce.buffers import Replicas
 from weft.run.reduce.error_feedback import Rests
-from weft.run.reduce.gradients import Gradients
+from weft.run.reduce.overlapped import Gradients
 from weft.run.reduce.stale import Stale
 from weft.run.residency.gathered import Gathered
 from weft.run.residency.host import HostStore
 from weft.run.rows import Replica, Rows
-from weft.run.same_inputs import check_same
+from weft.run.sharded_state import full_state, full_tensors, gradient_pieces, input_gradients, pieces_of
 from weft.run.state import checkpoint
 from weft.run.state.checkpoint import Piece
 from weft.run.state.optimizer import Optimizer, OptimizerSpec
@@ -50,6 +49,7 @@ from weft.run.state.precision import FIRST, LossScale
 from weft.run.step.executor import Result
 from weft.run.step.executors import Executors
 from weft.run.step.result import StepResult, mean_of
+from weft.run.training_parts import Parts
 from weft.run.uncaptured.replicated import build_whole
 from weft.schedules import schedule_of
 from weft.world.memory import HOST, PARTS, accounts_of

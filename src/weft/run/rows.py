@@ -15,7 +15,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from weft.lower.kernels.place import Samples
+from weft.lower.kernels.sample_positions import Samples
 from weft.plan.layout import Layout
 from weft.plan.microbatches import replica_rows, replica_sizes, rows_by_replica
 from weft.plan.plan import Plan
@@ -105,7 +105,7 @@ class Rows:
 
     @cached_property
     def drawn(self) -> tuple[Samples, ...]:
-        """By microbatch, which samples it has as it is computed on this rank (`lower/kernels/place`); its own piece is its samples."""
+        """By microbatch, which samples it has as computed on this rank (`lower/kernels/sample_positions`); its own shard is its samples."""
         if self.planned:
             return tuple(Samples.range(begin, sum(row), self.samples) for begin, row in zip(self._begins, self.table, strict=False))
         found = []

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from functools import lru_cache
 
 from weft.errors import UsageError, nearest
-from weft.plan.custom import custom_program
+from weft.plan.custom_schedule import custom_program
 from weft.plan.layout import Layout
 from weft.plan.program import Compute, Links, Program, chain
-from weft.plan.sizes import chunks_of, refuse_sizes, sizes_of
+from weft.plan.schedule_sizes import chunks_of, refuse_sizes, sizes_of
 from weft.schedules.chimera import chimera
 from weft.schedules.custom import check_custom, linked
 from weft.schedules.gems import gems

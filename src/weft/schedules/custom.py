@@ -14,7 +14,7 @@ from weft.schedules.refuted import prove, reworded
 def linked(program: Program, links: Links, rendezvous: bool = False) -> Program:
     """The program for stages that are linked so: transfers are put in along the links, unless it has its own.
 
-    >>> from weft.plan.custom import custom_program
+    >>> from weft.plan.custom_schedule import custom_program
     >>> print(linked(custom_program("mine.txt", "0F0 0B0\\n1F0 1B0"), ((0, 1),)))
     program mine.txt
     rank 0: 0F0 x(0,1,0)>1 g(1,0,0)<1 0B0

@@ -2,7 +2,7 @@
 
 In: sizes. Out: the computes of each rank: of replica 1, which has the even microbatches, stage s is on rank s; of replica 2, which has
 the odd ones, on rank p-1-s. Rank r so has stages r and p-1-r, whose gradients it exchanges with rank p-1-r (see
-`weft.schedules.lower.exchange`).
+`weft.schedules.lower.gradient_exchange`).
 """
 
 from __future__ import annotations

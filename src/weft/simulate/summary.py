@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from weft.errors import UsageError
 from weft.plan.program import Compute, Op, Program, Value
 from weft.plan.timeline import Timeline
+from weft.simulate.bubble_window import bubble_in_window
 from weft.simulate.clock import simulate
 from weft.simulate.memory import in_flight
-from weft.simulate.window import bubble_in_window
 
 EXAMPLE = "f=1,b=2"
 _LEAST = 1e-30  # sums and ratios of times beyond are infinite or nothing
@@ -78,8 +78,8 @@ class Times:
 class Summary:
     """What a schedule costs.
 
-    `bubble` is counted within the ranks' own time (see `weft.simulate.window`), `utilisation` of the whole time: where ranks start and end
-    together they add up to 1. `peak_in_flight` and `weights_held` are by rank, in microbatches and in stages of one rank's share of the
+    `bubble` is counted within the ranks' own time (`weft.simulate.bubble_window`), `utilisation` of the whole time: where ranks start and
+    end together they add up to 1. `peak_in_flight` and `weights_held` are by rank, in microbatches and in stages of one rank's share of the
     model: with two stages a rank each counts half.
     """
 

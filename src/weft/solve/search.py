@@ -1,8 +1,8 @@
 """The fastest plan. In: a graph, a cluster, a batch, constraints or a layout by hand. Out: a `Plan` with reasons and runners-up.
 
-Branch and bound (`weft.solve.branches`), once for every order of the parts of a mixed cluster; the program of what leads is proven. A
-layout by hand goes the same way, alone. Not searched: shards other than those that propagation finds best, stages other than the most
-balanced (that fit), and grids of layouts that neither lead with their tensor ranks in a line nor promise to on several nodes; of those
+Branch and bound (`weft.solve.branch_and_bound`), once for every order of the parts of a mixed cluster; the program of what leads is
+proven. A layout by hand goes the same way, alone. Not searched: shards other than those that propagation finds best, stages other than the
+most balanced (that fit), and grids of layouts that neither lead with their tensor ranks in a line nor promise to on several nodes; of those
 that do, more and fewer microbatches are.
 """
 
@@ -30,21 +30,21 @@ from weft.plan.check import check
 from weft.plan.layout import Layout
 from weft.plan.plan import Candidate, Plan
 from weft.schedules import program_of
+from weft.solve.all_reduce_choice import sums_of, why
 from weft.solve.bounds import least_saving_s
-from weft.solve.branches import Branches
+from weft.solve.branch_and_bound import Branches
 from weft.solve.checks import check_layers, check_layout, check_priced, num_blocks, num_experts
 from weft.solve.forks import counts
 from weft.solve.housing import told
 from weft.solve.images import contexts, ways
 from weft.solve.mixed import MixedPricer, pricer_of
-from weft.solve.places import useful
+from weft.solve.mixed_traffic import has_unlike_products
 from weft.solve.reasons import differences, reasons, spread
 from weft.solve.remedies import nothing_fits
 from weft.solve.score import OBJECTIVES, calmest, score
 from weft.solve.space import Constraint, Space, limits_of, parse_constraints
-from weft.solve.sums import sums_of, why
+from weft.solve.stage_starts import useful
 from weft.solve.timing import Priced, clocked, price, step_timeline, timeline, waits_to_fill
-from weft.solve.unlike import has_unlike_products
 from weft.units import format_seconds
 
 __all__ = ["OBJECTIVES", "Priced", "check_layers", "check_layout", "clocked", "price", "search", "step_timeline", "timeline"]

@@ -28,11 +28,11 @@ from weft.errors import Infeasible, LayoutError, UsageError, nearest
 from weft.plan.axis import ATTENTION, BRANCH, parse_spatial, spatial_ranks
 from weft.plan.beside import COMPILE_WITH
 from weft.plan.compression import Compression
-from weft.plan.custom import is_file
+from weft.plan.custom_schedule import is_file
 from weft.plan.grid import checked_grid, parse_grid
 from weft.plan.layout import CHOICES, RUNS, Layout, refuse_word
 from weft.plan.residency import OF_LAYERS, LayerChoice, kind_of
-from weft.plan.sizes import SCHEDULES, chunks_of, refuse_sizes
+from weft.plan.schedule_sizes import SCHEDULES, chunks_of, refuse_sizes
 from weft.schedules import schedule_of
 
 MOST_MICROBATCHES = 512
@@ -200,8 +200,8 @@ class Space:
     `num_layers`: places for stages, at most that many. `num_chunks`: equal layers; more stages than those are tried only where they are
     asked for, and several stages a rank divide them nearly evenly. `experts`: of the model's widest layer, 1 where it has none.
     `fewer`: smaller jobs as well, where all devices give one (for objectives that a smaller job may win). `unlike`: whether products are
-    so unlike that tensor ranks may better cut samples for some of them (`weft.solve.unlike`). `num_blocks`: of the model's layers that
-    recomputation repeats. `images`, `contexts`: ways in which ranks may share an image, or a sequence (`weft.solve.images`).
+    so unlike that tensor ranks may better cut samples for some of them (`weft.solve.mixed_traffic`). `num_blocks`: of the model's layers
+    that recomputation repeats. `images`, `contexts`: ways in which ranks may share an image, or a sequence (`weft.solve.images`).
     `branches`: among how many ranks the model's parallel branches may be given (`weft.solve.forks`).
     """
 

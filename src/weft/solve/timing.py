@@ -28,10 +28,10 @@ from weft.plan.program import Compute, Links, Manage, ManageOp, Value
 from weft.plan.timeline import STEP_LANE, Span, Timeline
 from weft.simulate.clock import simulate
 from weft.simulate.makespan import Times, makespan_s
+from weft.solve.balance import arrange, balance, runs_bytes, runs_s
 from weft.solve.lending import LEAST_GAIN, Lent, compute_seconds, lent_seconds, may_lend
 from weft.solve.mixed import MixedPricer, memory_of, owner
-from weft.solve.places import useful
-from weft.solve.stages import arrange, balance, runs_bytes, runs_s
+from weft.solve.stage_starts import useful
 
 Seconds2 = NDArray[np.float64]
 MOST_LENT = 4_000  # computes of a step for which it is tried out whether lending pays

@@ -15,9 +15,9 @@ from weft.cost.memory.memory import state_bytes
 from weft.errors import Infeasible
 from weft.plan.layout import Layout
 from weft.plan.plan import Plan, check_uncaptured
+from weft.solve.all_reduce_choice import sums_of
 from weft.solve.checks import check_layout
 from weft.solve.space import layouts, parse_constraints
-from weft.solve.sums import sums_of
 
 UNKNOWN = "the model is no graph, in which it could be seen whether microbatches change what is trained: losses count by their samples"
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from weft.errors import ConfigError, Infeasible, RunError
 from weft.plan.plan import Plan
-from weft.plan.store import read_plan, write_plan
+from weft.plan.plan_file import read_plan, write_plan
 from weft.run.state.checkpoint import committed, from_first
 from weft.train import loop, trials
 from weft.train.config import Config

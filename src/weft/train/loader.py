@@ -11,7 +11,7 @@ from weft.capture.nesting import with_samples
 from weft.plan.layout import Layout
 from weft.plan.microbatches import check_equal, microbatch_sizes
 from weft.plan.placement import piece
-from weft.run.same_inputs import check_same
+from weft.run.rank_agreement import check_same
 from weft.train.data import Batch, batch_size, map_tensors, take
 from weft.world.world import World
 

@@ -30,9 +30,9 @@ from weft.train.corpus import Corpus
 from weft.train.data import Batch
 from weft.train.display import Display, display
 from weft.train.interval import Interval
+from weft.train.learning_rate import learning_rate
 from weft.train.loader import Loader, rows_of_part
 from weft.train.metrics import FILE, Metrics, Row, read_metrics
-from weft.train.schedule import learning_rate
 from weft.train.subject import Subject, subject_of
 from weft.units import parse_bytes
 from weft.world.memory import PARTS

@@ -17,7 +17,7 @@ import torch
 
 from weft.errors import Infeasible, WeftError
 from weft.plan.plan import Candidate, Plan
-from weft.plan.store import format_plan, parse_plan
+from weft.plan.plan_file import format_plan, parse_plan
 from weft.run.engine import Engine, OnDevice
 from weft.units import format_seconds
 from weft.world.launch import SLEEPING, Launcher, engine_modules

@@ -19,8 +19,8 @@ from weft.errors import UsageError, nearest
 from weft.plan.choice import AUTO, NAMES, Choices
 from weft.plan.program import Program
 from weft.world import private
+from weft.world.all_reduce import Sums
 from weft.world.group import Group
-from weft.world.sums import Sums
 from weft.world.worker import Worker
 from weft.world.world import World
 

@@ -22,10 +22,8 @@ from torch import Tensor
 
 from weft.errors import RunError, UsageError
 from weft.world import private, recorder
-from weft.world.lane import Apart, Lane
-from weft.world.process_group import ProcessGroup
-from weft.world.recorder import Recorder
-from weft.world.work import (
+from weft.world.connection import Apart, Lane
+from weft.world.pending import (
     DONE,
     DTYPES,
     LOST,
@@ -42,10 +40,12 @@ from weft.world.work import (
     synchronize,
     turned,
 )
+from weft.world.process_group import ProcessGroup
+from weft.world.recorder import Recorder
 
 if TYPE_CHECKING:
+    from weft.world.all_reduce import Sums
     from weft.world.runner import Runner
-    from weft.world.sums import Sums
 
 SHARED = "shared_memory"
 Boxes = tuple[tuple[int, ...], ...]

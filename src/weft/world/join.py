@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from weft.errors import RunError, UsageError
-from weft.world import private, products
+from weft.world import matmul_backend, private
 from weft.world.prepared_rank import pick_device
 from weft.world.world import TRANSPORT, World
 
@@ -30,8 +30,8 @@ SLURM_PORTS = (20000, 20000)  # first, count
 def join(environment: Mapping[str, str], device: str) -> World:
     """The world of these variables; a world of one rank where there are none. See `World.from_environment`."""
     env = _from_slurm(environment) if "RANK" not in environment and "SLURM_PROCID" in environment else dict(environment)
-    if products.PRODUCTS in env:
-        products.apply(env[products.PRODUCTS])
+    if matmul_backend.PRODUCTS in env:
+        matmul_backend.apply(env[matmul_backend.PRODUCTS])
     if "RANK" not in env:
         return World(device=pick_device(device, 0), threads=torch.get_num_threads())
     rank, num_ranks = _number(env, "RANK"), _number(env, "WORLD_SIZE")

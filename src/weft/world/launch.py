@@ -4,7 +4,7 @@ Two ways. A function at the top level of a module or file runs in ranks that a *
 imported once, each rank has its share of the cores. Any other function (a closure, a notebook's cell) runs in ranks forked from this
 process, with one thread each: OpenMP's threads do not survive a fork, and a rank that asked for them would wait for ever.
 
-Arguments and results are what `world/message` can carry. Output of rank 0 goes to this process's terminal, of the others to log files that
+Arguments and results are what `world/encoding` can carry. Output of rank 0 goes to this process's terminal, of the others to log files that
 are shown when their rank fails first. Not modelled: several machines (torchrun and srun start those, see `world/join`).
 """
 
@@ -35,7 +35,7 @@ from typing import IO, Any
 import torch
 
 from weft.errors import RunError, UsageError
-from weft.world import message, products, recorder
+from weft.world import encoding, matmul_backend, recorder
 from weft.world.hangs import Limits
 from weft.world.prepared import LARGEST_MESSAGE
 from weft.world.prepared_rank import FRESH, IMPORTING, Task, run_rank
@@ -249,7 +249,7 @@ class Launcher:
         )  # fmt: skip
         with _Folder(folder) as path:
             task = _prepare(task, path)
-            (path / "arguments").write_bytes(message.dump(args, "args"))
+            (path / "arguments").write_bytes(encoding.dump(args, "args"))
             (path / "task.json").write_text(task.to_json())
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with ours, caught_signals() as stops:
@@ -457,7 +457,7 @@ def _sweep(parent: Path) -> None:
 
 def _prepare(task: Task, path: Path) -> Task:
     recorder.create(path / "record", task.num_ranks, task.generation)
-    env = {**products.environment({**os.environ, **task.env}, task.device), **task.env}
+    env = {**matmul_backend.environment({**os.environ, **task.env}, task.device), **task.env}
     return Task.from_json(json.dumps({**json.loads(task.to_json()), "folder": str(path), "env": env}))
 
 

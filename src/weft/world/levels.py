@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from weft.world import recorder
+from weft.world.connection import BOX
 from weft.world.group import Group
-from weft.world.lane import BOX
+from weft.world.pending import NARROW, Work
 from weft.world.runner import Call, Note, Runner
-from weft.world.work import NARROW, Work
 
 PART_BYTES = 4 << 20
 NAME = "hierarchical"

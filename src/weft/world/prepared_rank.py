@@ -27,10 +27,10 @@ import torch
 
 from weft import errors
 from weft.errors import UsageError, WeftError
-from weft.world import message, private, products, recorder
+from weft.world import encoding, matmul_backend, private, recorder
 from weft.world.current import set_world
+from weft.world.pending import LOST, LostPeer
 from weft.world.recorder import Recorder, process_state
-from weft.world.work import LOST, LostPeer
 from weft.world.world import TRANSPORT, World
 
 BEAT_S = 0.2
@@ -123,8 +123,8 @@ def _run(
         os.environ.update(task.env)
         os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(task.threads)
         torch.set_num_threads(task.threads)
-        if products.PRODUCTS in os.environ:
-            products.apply(os.environ[products.PRODUCTS])
+        if matmul_backend.PRODUCTS in os.environ:
+            matmul_backend.apply(os.environ[matmul_backend.PRODUCTS])
         function, arguments = _sent(task, folder) if inherited is None else inherited
         store = private.file_store(str(folder / "store"), task.num_ranks) if task.num_ranks > 1 else None
         world = World(
@@ -144,7 +144,7 @@ def _run(
         notes.phase(recorder.RUNNING)
         result = function(world, *arguments)
         world.synchronize()  # what others wait for on a GPU is on its way
-        _write(folder / f"result-{rank}", message.dump(result, "the result"))
+        _write(folder / f"result-{rank}", encoding.dump(result, "the result"))
         notes.phase(recorder.DONE)
         _flush()
         # The end of this process would cut off ranks that still receive from it.
@@ -167,7 +167,7 @@ def _sent(task: Task, folder: Path) -> tuple[Callable[..., Any], tuple[Any, ...]
     os.environ[IMPORTING] = "1"
     function = _found(*task.function)
     del os.environ[IMPORTING]
-    return function, message.load((folder / "arguments").read_bytes())
+    return function, encoding.load((folder / "arguments").read_bytes())
 
 
 def pick_device(name: str, local_rank: int) -> torch.device:

@@ -16,7 +16,7 @@ from torch import Tensor
 from weft.errors import RunError
 from weft.world import recorder
 from weft.world.group import Group
-from weft.world.work import DTYPES, LOST, LostPeer, Work
+from weft.world.pending import DTYPES, LOST, LostPeer, Work
 from weft.world.worker import Worker
 
 TAGS = 1 << 30  # above, so that no message of anybody else has one of them

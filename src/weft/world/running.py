@@ -19,9 +19,9 @@ from weft.plan.placement import piece
 from weft.plan.program import Program, Value
 from weft.world import recorder
 from weft.world.group import Group
+from weft.world.pending import NARROW, Work
 from weft.world.programs import Away, Route, Step, Sum, Take, routes
 from weft.world.runner import NUMBERS, Call, Note, Runner
-from weft.world.work import NARROW, Work
 
 Room = Callable[[int, int], Tensor]  # the tensor of places first to last
 

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from weft import errors
 from weft.errors import RankError, RunError, WeftError
-from weft.world import message
+from weft.world import encoding
 from weft.world.hangs import HangWatch, Limits, each
 from weft.world.prepared_rank import log_file
 from weft.world.recorder import Reader, Status
@@ -143,7 +143,7 @@ def _supervise(
                 raise RankError("\n".join([hang.why, *each(statuses, ended)]), hang.rank)
     if failures:
         raise _first_cause(failures, ended, record.statuses(), folder, shown)
-    return [message.load((folder / f"result-{rank}").read_bytes()) for rank in range(num_ranks)]
+    return [encoding.load((folder / f"result-{rank}").read_bytes()) for rank in range(num_ranks)]
 
 
 def _stopped(stops: Stops, grace_s: float) -> BaseException:

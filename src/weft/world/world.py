@@ -21,13 +21,13 @@ import torch.distributed as dist
 from weft import errors
 from weft.errors import RunError, UsageError, WeftError
 from weft.world import private
+from weft.world.connection import Lane
 from weft.world.group import SHARED, Boxes, Group
-from weft.world.lane import Lane
 from weft.world.pace import Pace
+from weft.world.pending import LostPeer, Work, synchronize
 from weft.world.recorder import Recorder
 from weft.world.shared_memory import segment
 from weft.world.shared_memory.meet import Channel, SharedMemory
-from weft.world.work import LostPeer, Work, synchronize
 
 TRANSPORT = "WEFT_TRANSPORT"  # the environment variable that whoever starts ranks passes on
 TOLD_S = 0.5  # after which who waits for rank 0 looks whether it is still there

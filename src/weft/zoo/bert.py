@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from weft.zoo import parts
+from weft.zoo import shared_layers
 
 EPS = 1e-12
 
@@ -32,8 +32,8 @@ class Config:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        parts.check_sizes(self)
-        parts.check_heads(self.hidden, self.heads)
+        shared_layers.check_sizes(self)
+        shared_layers.check_heads(self.hidden, self.heads)
 
 
 class Block(nn.Module):
@@ -41,9 +41,9 @@ class Block(nn.Module):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        self.attention = parts.Attention(config.hidden, config.heads, dropout=config.dropout)
+        self.attention = shared_layers.Attention(config.hidden, config.heads, dropout=config.dropout)
         self.attention_norm = nn.LayerNorm(config.hidden, eps=EPS)
-        self.mlp = parts.FeedForward(config.hidden, 4 * config.hidden)
+        self.mlp = shared_layers.FeedForward(config.hidden, 4 * config.hidden)
         self.mlp_norm = nn.LayerNorm(config.hidden, eps=EPS)
         self.dropout = nn.Dropout(config.dropout)
 
@@ -68,7 +68,7 @@ class Model(nn.Module):
         self.transform = nn.Linear(config.hidden, config.hidden)
         self.transform_norm = nn.LayerNorm(config.hidden, eps=EPS)
         self.head = nn.Linear(config.hidden, config.vocabulary)
-        parts.initialise(self)
+        shared_layers.initialise(self)
         self.head.weight = self.tokens.weight
 
     def forward(self, input_ids: Tensor, token_type_ids: Tensor, labels: Tensor | None = None) -> Tensor:
@@ -90,8 +90,8 @@ SIZES = {
 
 def example_batch(config: Config, batch_size: int, seed: int = 0) -> dict[str, Tensor]:
     """Random tokens, 15 % of them hidden: `input_ids`, `token_type_ids` and `labels`, BS. The second sentence starts anywhere."""
-    ids_BS = parts.random_tokens((batch_size, config.sequence), config.vocabulary, seed)
-    labels_BS = parts.some_labels(ids_BS, seed + 1)
+    ids_BS = shared_layers.random_tokens((batch_size, config.sequence), config.vocabulary, seed)
+    labels_BS = shared_layers.some_labels(ids_BS, seed + 1)
     start_B = torch.randint(1, config.sequence + 1, (batch_size, 1), generator=torch.Generator().manual_seed(seed + 2))
     return {
         "input_ids": ids_BS.masked_fill(labels_BS != -100, config.mask_id),
@@ -102,4 +102,4 @@ def example_batch(config: Config, batch_size: int, seed: int = 0) -> dict[str, T
 
 def loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
     """Mean cross-entropy of the hidden tokens of the whole batch, in nats."""
-    return parts.token_loss(output, batch["labels"])
+    return shared_layers.token_loss(output, batch["labels"])

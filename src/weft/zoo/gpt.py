@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from weft.errors import ModelError
-from weft.zoo import parts
+from weft.zoo import shared_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,8 @@ class Config:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        parts.check_sizes(self, may_be_zero=("inner",))
-        parts.check_heads(self.hidden, self.heads)
+        shared_layers.check_sizes(self, may_be_zero=("inner",))
+        shared_layers.check_heads(self.hidden, self.heads)
         if self.positions not in ("learned", "rotary"):
             raise ModelError(f'positions = "{self.positions}" is unknown; use learned or rotary')
 
@@ -53,9 +53,9 @@ class Block(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(config.hidden)
-        self.attention = parts.Attention(config.hidden, config.heads, causal=True, dropout=config.dropout)
+        self.attention = shared_layers.Attention(config.hidden, config.heads, causal=True, dropout=config.dropout)
         self.mlp_norm = nn.LayerNorm(config.hidden)
-        self.mlp = parts.FeedForward(config.hidden, config.inner or 4 * config.hidden, approximate="tanh")
+        self.mlp = shared_layers.FeedForward(config.hidden, config.inner or 4 * config.hidden, approximate="tanh")
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x_BSD: Tensor, rotary: tuple[Tensor, Tensor] | None = None) -> Tensor:
@@ -77,14 +77,15 @@ class Model(nn.Module):
         if config.positions == "learned":
             self.positions = nn.Embedding(config.sequence, config.hidden)
         else:
-            for name, table in zip(("cos", "sin"), parts.rotary_tables(config.sequence, config.hidden // config.heads, 1e4), strict=True):
+            tables = shared_layers.rotary_tables(config.sequence, config.hidden // config.heads, 1e4)
+            for name, table in zip(("cos", "sin"), tables, strict=True):
                 self.register_buffer(name, table, persistent=False)
         self.dropout = nn.Dropout(config.dropout)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.hidden)
         self.head = nn.Linear(config.hidden, config.vocabulary, bias=False)
-        parts.initialise(self)
-        parts.initialise_residual(self, config.layers)
+        shared_layers.initialise(self)
+        shared_layers.initialise_residual(self, config.layers)
         if config.tied:
             self.head.weight = self.tokens.weight
 
@@ -147,12 +148,12 @@ SIZES = {
 
 def example_batch(config: Config, batch_size: int, seed: int = 0) -> dict[str, Tensor]:
     """Random tokens and the ones that follow them: `input_ids` BS and `labels` BS."""
-    return parts.random_text(config.vocabulary, config.sequence, batch_size, seed)
+    return shared_layers.random_text(config.vocabulary, config.sequence, batch_size, seed)
 
 
 def loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
     """Mean cross-entropy of the next token, in nats."""
-    return parts.token_loss(output, batch["labels"])
+    return shared_layers.token_loss(output, batch["labels"])
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from weft.errors import ModelError, said
-from weft.zoo import parts
+from weft.zoo import shared_layers
 from weft.zoo.names import nearest
 from weft.zoo.resolved import Resolved
 
@@ -136,17 +136,17 @@ def _inputs(config: Any, kind: Any, file: str, sequence: int | None) -> Callable
     size_of = {"vocabulary": text.vocab_size, "labels": getattr(config, "num_labels", 2)}
 
     def tokens(size: int) -> dict[str, Tensor]:
-        ids_BS = parts.random_tokens((size, length), size_of["vocabulary"], seed=0)
+        ids_BS = shared_layers.random_tokens((size, length), size_of["vocabulary"], seed=0)
         if name.endswith(_NEXT_TOKEN):  # these shift the labels themselves
             labels = ids_BS.clone()
         elif name.endswith(_OUTPUT_TEXT):
-            labels = parts.random_tokens((size, length), size_of["vocabulary"], seed=1)
+            labels = shared_layers.random_tokens((size, length), size_of["vocabulary"], seed=1)
         elif name.endswith(_MASKED_TOKENS):
-            labels = parts.some_labels(ids_BS, seed=1)
+            labels = shared_layers.some_labels(ids_BS, seed=1)
         elif name.endswith("ForTokenClassification"):
-            labels = parts.random_classes(size * length, size_of["labels"], seed=1).view(size, length)
+            labels = shared_layers.random_classes(size * length, size_of["labels"], seed=1).view(size, length)
         else:
-            labels = parts.random_classes(size, size_of["labels"], seed=1)
+            labels = shared_layers.random_classes(size, size_of["labels"], seed=1)
         return {"input_ids": ids_BS, "labels": labels}
 
     return tokens
@@ -159,7 +159,7 @@ def _images(config: Any, file: str, sequence: int | None) -> Callable[[int], dic
     height, width = side if isinstance(side, tuple | list) else (side, side)
 
     def images(size: int) -> dict[str, Tensor]:
-        made = parts.random_images((size, config.num_channels, height, width), config.num_labels, seed=0)
+        made = shared_layers.random_images((size, config.num_channels, height, width), config.num_labels, seed=0)
         return {"pixel_values": made["pixels"], "labels": made["labels"]}
 
     return images

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from weft.errors import ModelError
-from weft.zoo import parts
+from weft.zoo import shared_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +30,8 @@ class Config:
     theta: float = 5e5
 
     def __post_init__(self) -> None:
-        parts.check_sizes(self)
-        parts.check_heads(self.hidden, self.heads)
+        shared_layers.check_sizes(self)
+        shared_layers.check_heads(self.hidden, self.heads)
         if self.heads % self.kv_heads:
             raise ModelError(f"heads = {self.heads} does not divide by kv_heads = {self.kv_heads}; each of these serves as many heads")
 
@@ -42,9 +42,9 @@ class Block(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.hidden, eps=1e-5)
-        self.attention = parts.Attention(config.hidden, config.heads, kv_heads=config.kv_heads, bias=False, causal=True)
+        self.attention = shared_layers.Attention(config.hidden, config.heads, kv_heads=config.kv_heads, bias=False, causal=True)
         self.mlp_norm = nn.RMSNorm(config.hidden, eps=1e-5)
-        self.mlp = parts.GatedFeedForward(config.hidden, config.inner)
+        self.mlp = shared_layers.GatedFeedForward(config.hidden, config.inner)
 
     def forward(self, x_BSD: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
         x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), rotary=rotary)
@@ -62,13 +62,13 @@ class Model(nn.Module):
         super().__init__()
         self.config = config
         self.tokens = nn.Embedding(config.vocabulary, config.hidden)
-        cos_SK, sin_SK = parts.rotary_tables(config.sequence, config.hidden // config.heads, config.theta)
+        cos_SK, sin_SK = shared_layers.rotary_tables(config.sequence, config.hidden // config.heads, config.theta)
         self.register_buffer("cos", cos_SK, persistent=False)
         self.register_buffer("sin", sin_SK, persistent=False)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.hidden, eps=1e-5)
         self.head = nn.Linear(config.hidden, config.vocabulary, bias=False)
-        parts.initialise(self)
+        shared_layers.initialise(self)
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
         sequence = input_ids.shape[1]
@@ -90,9 +90,9 @@ SIZES = {
 
 def example_batch(config: Config, batch_size: int, seed: int = 0) -> dict[str, Tensor]:
     """Random tokens and the ones that follow them: `input_ids` BS and `labels` BS."""
-    return parts.random_text(config.vocabulary, config.sequence, batch_size, seed)
+    return shared_layers.random_text(config.vocabulary, config.sequence, batch_size, seed)
 
 
 def loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
     """Mean cross-entropy of the next token, in nats."""
-    return parts.token_loss(output, batch["labels"])
+    return shared_layers.token_loss(output, batch["labels"])

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from weft.zoo import parts
+from weft.zoo import shared_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Config:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        parts.check_sizes(self)
+        shared_layers.check_sizes(self)
 
 
 class Model(nn.Module):
@@ -60,9 +60,9 @@ SIZES = {
 
 def example_batch(config: Config, batch_size: int, seed: int = 0) -> dict[str, Tensor]:
     """Random tokens and the ones that follow them: `input_ids` BS and `labels` BS."""
-    return parts.random_text(config.vocabulary, config.sequence, batch_size, seed)
+    return shared_layers.random_text(config.vocabulary, config.sequence, batch_size, seed)
 
 
 def loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
     """Mean cross-entropy of the next token, in nats."""
-    return parts.token_loss(output, batch["labels"])
+    return shared_layers.token_loss(output, batch["labels"])

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from weft.errors import ModelError
-from weft.zoo import parts
+from weft.zoo import shared_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,8 @@ class Config:
     capacity: float = 0.0
 
     def __post_init__(self) -> None:
-        parts.check_sizes(self, may_be_zero=("inner",))
-        parts.check_heads(self.hidden, self.heads)
+        shared_layers.check_sizes(self, may_be_zero=("inner",))
+        shared_layers.check_heads(self.hidden, self.heads)
         if self.top > self.experts:
             raise ModelError(f"top = {self.top} experts of a token, but there are only experts = {self.experts}")
         if not 0 <= self.capacity <= self.experts:
@@ -121,9 +121,9 @@ class Block(nn.Module):
         super().__init__()
         self.mixed = mixed
         self.attention_norm = nn.LayerNorm(config.hidden)
-        self.attention = parts.Attention(config.hidden, config.heads, causal=True)
+        self.attention = shared_layers.Attention(config.hidden, config.heads, causal=True)
         self.mlp_norm = nn.LayerNorm(config.hidden)
-        self.mlp = Experts(config) if mixed else parts.FeedForward(config.hidden, config.inner or 8 * config.hidden)
+        self.mlp = Experts(config) if mixed else shared_layers.FeedForward(config.hidden, config.inner or 8 * config.hidden)
 
     def forward(self, x_BSD: Tensor) -> tuple[Tensor, Tensor | None]:
         x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD))
@@ -144,8 +144,8 @@ class Model(nn.Module):
         self.layers = nn.ModuleList(Block(config, mixed=i % config.every == config.every - 1) for i in range(config.layers))
         self.norm = nn.LayerNorm(config.hidden)
         self.head = nn.Linear(config.hidden, config.vocabulary, bias=False)
-        parts.initialise(self)
-        parts.initialise_residual(self, config.layers)
+        shared_layers.initialise(self)
+        shared_layers.initialise_residual(self, config.layers)
         self.head.weight = self.tokens.weight
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -176,10 +176,10 @@ SIZES = {
 
 def example_batch(config: Config, batch_size: int, seed: int = 0) -> dict[str, Tensor]:
     """Random tokens and the ones that follow them: `input_ids` BS and `labels` BS."""
-    return parts.random_text(config.vocabulary, config.sequence, batch_size, seed)
+    return shared_layers.random_text(config.vocabulary, config.sequence, batch_size, seed)
 
 
 def loss(output: tuple[Tensor, Tensor], batch: dict[str, Tensor]) -> Tensor:
     """Mean cross-entropy of the next token, in nats, and the weighted balance loss."""
     logits_BSV, balance = output
-    return parts.token_loss(logits_BSV, batch["labels"]) + balance
+    return shared_layers.token_loss(logits_BSV, batch["labels"]) + balance

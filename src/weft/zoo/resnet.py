@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from weft.errors import ModelError
-from weft.zoo import parts
+from weft.zoo import shared_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Config:
     classes: int = 1000
 
     def __post_init__(self) -> None:
-        parts.check_sizes(self)
+        shared_layers.check_sizes(self)
         if self.width != 1 and not self.bottleneck:
             raise ModelError(f"width = {self.width} widens bottlenecks only; use bottleneck=true")
 
@@ -105,7 +105,7 @@ SIZES = {
 
 def example_batch(config: Config, batch_size: int, seed: int = 0) -> dict[str, Tensor]:
     """Random images and classes: `pixels` BCHW, `labels` B."""
-    return parts.random_images((batch_size, config.colours, config.image, config.image), config.classes, seed)
+    return shared_layers.random_images((batch_size, config.colours, config.image, config.image), config.classes, seed)
 
 
 def loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:

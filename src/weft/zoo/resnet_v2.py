@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from weft.zoo import parts
+from weft.zoo import shared_layers
 from weft.zoo.resnet import example_batch, loss
 
 __all__ = ["SIZES", "Config", "Model", "example_batch", "loss"]
@@ -29,7 +29,7 @@ class Config:
     classes: int = 10
 
     def __post_init__(self) -> None:
-        parts.check_sizes(self)
+        shared_layers.check_sizes(self)
 
 
 class NormConv(nn.Module):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from weft.zoo import parts
+from weft.zoo import shared_layers
 
 BUCKETS, FARTHEST = 32, 128  # relative positions share a bias by bucket; those beyond FARTHEST share the last
 
@@ -34,7 +34,7 @@ class Config:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        parts.check_sizes(self)
+        shared_layers.check_sizes(self)
 
 
 def bucket(offset: int, both_ways: bool) -> int:
@@ -109,8 +109,8 @@ class Block(nn.Module):
         return x_BSD
 
 
-def _attention(config: Config) -> parts.Attention:
-    return parts.Attention(config.hidden, config.heads, config.head_dim, bias=False, scale=1.0, dropout=config.dropout)
+def _attention(config: Config) -> shared_layers.Attention:
+    return shared_layers.Attention(config.hidden, config.heads, config.head_dim, bias=False, scale=1.0, dropout=config.dropout)
 
 
 class Stack(nn.Module):
@@ -183,9 +183,9 @@ SIZES = {
 
 def example_batch(config: Config, batch_size: int, seed: int = 0) -> dict[str, Tensor]:
     """Random tokens: `input_ids` BS, `labels` BT, and `decoder_input_ids` BT, the labels one later, after token 0."""
-    labels_BT = parts.random_tokens((batch_size, config.sequence), config.vocabulary, seed + 1)
+    labels_BT = shared_layers.random_tokens((batch_size, config.sequence), config.vocabulary, seed + 1)
     return {
-        "input_ids": parts.random_tokens((batch_size, config.sequence), config.vocabulary, seed),
+        "input_ids": shared_layers.random_tokens((batch_size, config.sequence), config.vocabulary, seed),
         "decoder_input_ids": F.pad(labels_BT[:, :-1], (1, 0)),
         "labels": labels_BT,
     }
@@ -193,4 +193,4 @@ def example_batch(config: Config, batch_size: int, seed: int = 0) -> dict[str, T
 
 def loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
     """Mean cross-entropy of the output tokens, in nats."""
-    return parts.token_loss(output, batch["labels"])
+    return shared_layers.token_loss(output, batch["labels"])

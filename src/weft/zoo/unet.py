@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from weft.errors import ModelError
-from weft.zoo import parts
+from weft.zoo import shared_layers
 from weft.zoo.resnet import ConvNorm
 
 
@@ -29,7 +29,7 @@ class Config:
     classes: int = 2
 
     def __post_init__(self) -> None:
-        parts.check_sizes(self)
+        shared_layers.check_sizes(self)
         if self.image % 2**self.depth:
             raise ModelError(f"image = {self.image} must divide by {2**self.depth} to be halved depth = {self.depth} times")
 
@@ -84,7 +84,7 @@ SIZES = {
 
 def example_batch(config: Config, batch_size: int, seed: int = 0) -> dict[str, Tensor]:
     """Random images, and classes that go with their brightness: `pixels` BCHW, `labels` BHW."""
-    batch = parts.random_images((batch_size, config.colours, config.image, config.image), config.classes, seed)
+    batch = shared_layers.random_images((batch_size, config.colours, config.image, config.image), config.classes, seed)
     rank_BHW = batch["pixels"].mean(1).sigmoid()
     return {"pixels": batch["pixels"], "labels": (rank_BHW * config.classes).long().clamp_(max=config.classes - 1)}
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from weft.errors import ModelError
-from weft.zoo import parts
+from weft.zoo import shared_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +31,8 @@ class Config:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        parts.check_sizes(self)
-        parts.check_heads(self.hidden, self.heads)
+        shared_layers.check_sizes(self)
+        shared_layers.check_heads(self.hidden, self.heads)
         if self.image % self.patch:
             raise ModelError(f"image = {self.image} does not divide by patch = {self.patch}; patches must cover it")
 
@@ -43,9 +43,9 @@ class Block(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(config.hidden, eps=1e-6)
-        self.attention = parts.Attention(config.hidden, config.heads, dropout=config.dropout)
+        self.attention = shared_layers.Attention(config.hidden, config.heads, dropout=config.dropout)
         self.mlp_norm = nn.LayerNorm(config.hidden, eps=1e-6)
-        self.mlp = parts.FeedForward(config.hidden, 4 * config.hidden)
+        self.mlp = shared_layers.FeedForward(config.hidden, 4 * config.hidden)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x_BPD: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ class Model(nn.Module):
         self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.hidden, eps=1e-6)
         self.head = nn.Linear(config.hidden, config.classes)
-        parts.initialise(self)
+        shared_layers.initialise(self)
         nn.init.normal_(self.patches.weight, std=(config.colours * config.patch**2) ** -0.5)
         nn.init.zeros_(self.patches.bias)  # type: ignore[arg-type]
         nn.init.normal_(self.positions, std=0.02)
@@ -93,7 +93,7 @@ SIZES = {
 
 def example_batch(config: Config, batch_size: int, seed: int = 0) -> dict[str, Tensor]:
     """Random images and classes: `pixels` BCHW, `labels` B."""
-    return parts.random_images((batch_size, config.colours, config.image, config.image), config.classes, seed)
+    return shared_layers.random_images((batch_size, config.colours, config.image, config.image), config.classes, seed)
 
 
 def loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from weft.capture.functions.follow import Places, follow, is_linear, rule_by_following
-from weft.capture.functions.record import BASE, Call, Record, plainly, recorded, recording, refusal
+from weft.capture.functions.recording import BASE, Call, Record, plainly, recorded, recording, refusal
 from weft.capture.functions.trace import Joint, joint
 from weft.errors import LayoutError, ModelError
 from weft.model.graph import Function, Operator, Tensor

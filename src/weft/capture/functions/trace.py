@@ -18,9 +18,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from weft.capture.fakes import fake_mode
 from weft.capture.functional import Memory, make_functional
-from weft.capture.functions.record import Call, refusal, told
-from weft.capture.randomness import python_randomness
-from weft.capture.read import Aliased, Reader, exists, spec_of
+from weft.capture.functions.recording import Call, refusal, told
+from weft.capture.fx_reader import Aliased, Reader, exists, spec_of
+from weft.capture.python_randomness import python_randomness
 from weft.errors import ModelError
 from weft.model.graph import Operator, Tensor
 

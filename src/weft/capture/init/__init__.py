@@ -1,7 +1,7 @@
 """Models without memory: build any module on fake tensors, and make real only what a rank keeps."""
 
-from weft.capture.init.block import Deferred, building
-from weft.capture.init.losses import Losses, loss_of, realize_loss
+from weft.capture.init.deferred import Deferred, building
+from weft.capture.init.factory_losses import Losses, loss_of, realize_loss
 from weft.capture.init.materialize import materialize, materialize_real, realize
 from weft.capture.init.twin import fake_copy
 

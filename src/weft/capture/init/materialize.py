@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from weft.capture.fakes import Fake
-from weft.capture.init.block import Deferred
-from weft.capture.init.record import OUTSIDE
+from weft.capture.init.deferred import Deferred
+from weft.capture.init.operator_log import OUTSIDE
 from weft.capture.init.tape import Replay, View
 from weft.errors import ModelError
 

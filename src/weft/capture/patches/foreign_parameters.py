@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from weft.capture.patches.data import ASSIGNS, READS
 from weft.capture.patches.patch import Patch, Trace, Watch
+from weft.capture.patches.tensor_data import ASSIGNS, READS
 from weft.errors import ModelError
 
 MAKES = (

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from weft.capture.patches.patch import Patch, Trace
-from weft.capture.randomness import python_randomness
+from weft.capture.python_randomness import python_randomness
 from weft.errors import ModelError
 
 

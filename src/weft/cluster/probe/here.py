@@ -10,9 +10,9 @@ import torch
 
 from weft.cluster.cluster import BESIDES, SCORES, WEIGHTS, Cluster, Device, Level, Link, Speed, Table
 from weft.cluster.probe.machine import cpu_model, memory_bytes, num_cores, num_waiting
-from weft.cluster.probe.messages import measure_messages
 from weft.cluster.probe.operators import CHANNELS, NARROW, SAMPLES, TAPS, WIDE, few_rows
 from weft.cluster.probe.rank import measure_alone, measure_rank
+from weft.cluster.probe.transfers import measure_messages
 from weft.cluster.probe.waits import measure_waits
 
 BUSY = "while the machine was busy"

@@ -14,8 +14,8 @@ from torch.optim.adamw import adamw
 from weft.cluster.block import FEW, WHOLE, Block
 from weft.cluster.cluster import BESIDES, GROUPED, SCORES, START, STEPPED, WEIGHTS
 from weft.cluster.probe.machine import has_bfloat16
-from weft.cluster.probe.timing import Case
-from weft.world.attention import scaled_dot_product_attention
+from weft.cluster.probe.sampling import Case
+from weft.world.attention_backend import scaled_dot_product_attention
 
 LAUNCH_OPERATORS, START_OPERATORS = 64, 16
 WIDE, NARROW = 64, 16  # elements of a head
@@ -129,7 +129,7 @@ def _recurrence(name: str, samples: int, units: Callable[[float], float]) -> Cas
 def pulse() -> Case:
     """What shows in a tenth of a second whether one core computes as fast as when it was measured: a product and a norm, in its caches.
 
-    In float64, whose products are the same in every process: how ranks multiply in float32 is a setting (`weft.world.products`).
+    In float64, whose products are the same in every process: how ranks multiply in float32 is a setting (`weft.world.matmul_backend`).
     """
     a, b, out = (torch.randn(256, 256, dtype=torch.float64) for _ in range(3))
     x, gain = torch.randn(256, 512), torch.ones(512)

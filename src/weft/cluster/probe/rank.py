@@ -9,7 +9,7 @@ import torch
 
 from weft.cluster.probe.machine import resident_bytes
 from weft.cluster.probe.operators import PULSE, operators, pulse
-from weft.cluster.probe.timing import Case, Patience, Setting, sample
+from weft.cluster.probe.sampling import Case, Patience, Setting, sample
 
 QUICK = Patience(least=2, most=7, spread=0.02, seconds=6.0)
 FULL = Patience(least=6, most=20, spread=0.01, seconds=60.0)

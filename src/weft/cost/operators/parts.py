@@ -26,7 +26,7 @@ from weft.model.dims.labels import expert_weights
 from weft.model.graph import Graph, Operator, Variable
 from weft.model.sharding.pointwise import is_product
 from weft.model.sharding.sharding import Move, Sharding
-from weft.model.stages.cores import cores
+from weft.model.stages.attention_cores import cores
 from weft.model.stages.stages import Cut
 from weft.model.work import num_steps
 from weft.ops import record_of

@@ -18,7 +18,7 @@ from weft.cost.memory.memory import Inventory
 from weft.cost.memory.runs import Runs, starts_of
 from weft.cost.operators.parts import Parts, held_parameters
 from weft.cost.pieces import pieces
-from weft.cost.stages.alike import firsts, operator_kinds, parameter_kinds
+from weft.cost.stages.equal_stages import firsts, operator_kinds, parameter_kinds
 from weft.cost.stages.sections import Section, grouped, section
 from weft.model.sharding.sharding import Sharding
 from weft.model.stages.stages import Stage

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from weft.lower.kernels.place import Box
-from weft.lower.kernels.stream import Key, dropped, dropped_, even, normal
+from weft.lower.kernels.random_stream import Key, dropped, dropped_, even, normal
+from weft.lower.kernels.sample_positions import Box
 
 # Operators of which this module knows what they draw, without overload; in place they have a `_` behind.
 SUPPORTED = frozenset(

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.ops.record import Windows
-from weft.ops.window import Range, Resample, Sliding, Spreading, Window
+from weft.ops.sliding_window import Range, Resample, Sliding, Spreading, Window
 
 
 @dataclass(frozen=True, slots=True)

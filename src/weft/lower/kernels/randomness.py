@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from weft.lower.kernels import draws
-from weft.lower.kernels.place import Box, Place, Samples
+from weft.lower.kernels.random_stream import Key, dropped, key_of
+from weft.lower.kernels.sample_positions import Box, Place, Samples
 from weft.lower.kernels.statistics import Later
-from weft.lower.kernels.stream import Key, dropped, key_of
 
 
 @dataclass

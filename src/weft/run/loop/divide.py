@@ -35,10 +35,10 @@ from weft.run.loop.forward import ByGraphs, Captures
 from weft.run.loop.module import OWN, Divided, divided_of
 from weft.run.loop.original import Original
 from weft.run.loop.unchanged import Unchanged
-from weft.run.parts import Parts
 from weft.run.reduce.exchange import Exchange
 from weft.run.state.optimizer import OptimizerSpec
 from weft.run.state.parameters import place
+from weft.run.training_parts import Parts
 from weft.run.uncaptured.replicated import keep_whole
 from weft.world.world import World
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from weft.capture.fakes import DispatchMode, FakeMode, fake_mode, unlogged
-from weft.capture.read import spec_of
+from weft.capture.fx_reader import spec_of
 from weft.errors import said
 from weft.model.graph import Arg, Operator, Ref, Word
 from weft.model.graph import Tensor as Spec

@@ -29,11 +29,11 @@ from weft.run.build import Source, Traced
 from weft.run.captures import Asked, captured_in
 from weft.run.loop.original import Original
 from weft.run.loop.unchanged import Unchanged
-from weft.run.parts import Parts
-from weft.run.pieces import full_state, narrowed, weights_of
 from weft.run.recent import MOST_FORMS, Recent
+from weft.run.sharded_state import full_state, narrowed, weights_of
 from weft.run.state.checkpoint import Piece
 from weft.run.state.precision import products_of
+from weft.run.training_parts import Parts
 from weft.world import private
 from weft.world.world import Group, World
 

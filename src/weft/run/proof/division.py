@@ -21,7 +21,7 @@ from weft.plan.axis import DATA, axis_of
 from weft.plan.grid import AXES as GRID
 from weft.plan.placement import R, is_owned, is_shard
 from weft.plan.plan import Plan
-from weft.run.parts import Parts
+from weft.run.training_parts import Parts
 
 Share = tuple[float, int, int | None]  # size, into how many pieces it is cut, the one rank that has it
 Divided = dict[str, dict[str, float]]  # axis -> {"parameters": share, "flops": share}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from weft.plan.compression import BLOCK, Compression
-from weft.run.reduce.gradients import Gradients
+from weft.run.reduce.overlapped import Gradients
 
 
 class Emulated:

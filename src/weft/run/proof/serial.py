@@ -24,7 +24,7 @@ from weft.capture.modes import set_modes, training_modes
 from weft.capture.nesting import batch_size_of, leaves, rebuild
 from weft.capture.state import set_state, state_of
 from weft.lower.double import doubled, is_double, widened
-from weft.lower.kernels.place import Samples
+from weft.lower.kernels.sample_positions import Samples
 from weft.model.batch.drawn import Fold
 from weft.plan.placement import pieces
 from weft.plan.plan import Plan
@@ -32,7 +32,7 @@ from weft.plan.precision import PRECISIONS
 from weft.run.proof.everywhere import comparable
 from weft.run.state.optimizer import OptimizerSpec
 from weft.run.state.precision import products_of
-from weft.run.uncaptured.draws import Draws
+from weft.run.uncaptured.eager_draws import Draws
 
 Values = Mapping[str, Mapping[str, Tensor]]  # what is compared: kind -> name -> value
 

@@ -44,12 +44,12 @@ from weft.plan.plan import Plan
 from weft.plan.precision import PRECISIONS
 from weft.run.build import Source, Traced
 from weft.run.engine import Engine, OnDevice
-from weft.run.pieces import full_state, gradient_pieces
 from weft.run.proof.division import divided, warnings
 from weft.run.proof.everywhere import distances, farthest
 from weft.run.proof.lossy import Lossy
 from weft.run.proof.serial import EPSILON, SCALE, Noise, Serial, Traits, Values
 from weft.run.proof.verification import Verification
+from weft.run.sharded_state import full_state, gradient_pieces
 from weft.run.state.optimizer import OptimizerSpec
 from weft.run.step.dispatch import Result
 from weft.world.launch import launch

@@ -23,7 +23,7 @@ from weft.model.stages.stages import Stage
 from weft.ops import record_of
 from weft.plan.mesh import Mesh
 from weft.plan.program import Compute, Op, Program
-from weft.run.parts import Parts
+from weft.run.training_parts import Parts
 from weft.world.world import Group, World
 
 

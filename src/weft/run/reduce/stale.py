@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from weft.run.reduce.gradients import Gradients
+from weft.run.reduce.overlapped import Gradients
 from weft.run.state.optimizer import Optimizer
 from weft.world.world import Work
 

@@ -8,7 +8,7 @@ from weft.collectives import build
 from weft.plan.choice import NATIVE
 from weft.plan.plan import Plan
 from weft.run.state.parameters import FlatGroup
-from weft.world.sums import Sums
+from weft.world.all_reduce import Sums
 from weft.world.world import World
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.lower.local import LocalStage
-from weft.run.residency.layers import Layered, layers_of
+from weft.run.residency.layer_modules import Layered, layers_of
 from weft.run.state.parameters import Bucket, FlatGroup
 from weft.world import private
 from weft.world.memory import Accounts

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.run.residency.host import HostStore, Moved
-from weft.run.residency.layers import Layered
+from weft.run.residency.layer_modules import Layered
 from weft.run.residency.recompute import Recomputed
 
 

@@ -10,7 +10,7 @@ from weft.lower.local import LocalStage
 from weft.plan.layout import Layout
 from weft.run.residency.gathered import Gathered
 from weft.run.residency.host import HostStore
-from weft.run.residency.layers import by_layer
+from weft.run.residency.layer_modules import by_layer
 from weft.run.residency.offloaded import offload_layers
 from weft.run.residency.recompute import in_segments, recompute_attention, recompute_layers
 from weft.world.memory import Accounts

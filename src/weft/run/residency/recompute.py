@@ -20,9 +20,9 @@ from torch.utils.checkpoint import checkpoint
 
 from weft.lower.kernels.randomness import Draw
 from weft.lower.local import LocalStage, snapshot
-from weft.model.stages.cores import Cores
+from weft.model.stages.attention_cores import Cores
 from weft.plan.residency import joined
-from weft.run.residency.layers import Layered, by_layer
+from weft.run.residency.layer_modules import Layered, by_layer
 from weft.world.memory import Accounts
 
 _CORE = "attention_core_"

@@ -17,7 +17,7 @@ from weft.plan.program import Action, Compute, Op, Recv, Send, Value
 from weft.plan.timeline import Span
 from weft.run.step import manage
 from weft.run.step.manage import forwarding
-from weft.run.step.stage import Kept
+from weft.run.step.stage_runner import Kept
 from weft.run.step.transfers import Arriving
 from weft.world.world import Work
 

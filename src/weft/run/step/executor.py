@@ -19,11 +19,11 @@ from weft.errors import ProgramError
 from weft.lower.kernels.randomness import Draw
 from weft.plan.program import Action, Compute, Op, Program, Recv, Send, Value, effects
 from weft.plan.timeline import COMPUTE_LANE, Span
-from weft.run.reduce.gradients import Gradients
+from weft.run.reduce.overlapped import Gradients
 from weft.run.residency.gathered import Gathered
 from weft.run.residency.host import HostStore
 from weft.run.step.dispatch import HANDLERS, Result, Run, Running, kind_of
-from weft.run.step.stage import StageRunner
+from weft.run.step.stage_runner import StageRunner
 from weft.run.step.transfers import Arriving, Between, Crossings, Transfers, posted_before
 from weft.world.world import Group
 

@@ -13,25 +13,25 @@ import torch
 from torch import nn
 
 from weft.errors import UsageError
-from weft.lower.late import with_late_weights
+from weft.lower.split_backward import with_late_weights
 from weft.model.derivatives import without_gradient
 from weft.model.gradients import needs_gradient
 from weft.plan.placement import P, R
 from weft.plan.plan import Plan
 from weft.plan.program import Compute, Manage, Op
-from weft.run.parts import Parts, program_of
 from weft.run.recent import MOST_SIZES, Recent
-from weft.run.reduce.gradients import Gradients
+from weft.run.reduce.overlapped import Gradients
 from weft.run.residency.gathered import Gathered
 from weft.run.residency.host import HostStore
 from weft.run.residency.prepare import prepared
-from weft.run.sizes import Sized
+from weft.run.resized import Sized
 from weft.run.state.precision import LossScale, products_of
 from weft.run.step.executor import Executor, Held, Sizes
 from weft.run.step.lending import lent_threads
 from weft.run.step.resharded import Resharded
-from weft.run.step.stage import Computing, StageRunner
+from weft.run.step.stage_runner import Computing, StageRunner
 from weft.run.step.transfers import Crossing, Crossings, pairs_of
+from weft.run.training_parts import Parts, program_of
 from weft.world.memory import Accounts
 from weft.world.world import World
 

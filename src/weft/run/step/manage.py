@@ -16,9 +16,9 @@ from torch import Tensor
 
 from weft.errors import ProgramError
 from weft.plan.program import Compute, Manage, ManageOp, Value
-from weft.run.residency.layers import reads_written
+from weft.run.residency.layer_modules import reads_written
 from weft.run.residency.recompute import recomputing
-from weft.run.step.stage import Kept
+from weft.run.step.stage_runner import Kept
 
 if TYPE_CHECKING:
     from weft.run.step.dispatch import Run, Running

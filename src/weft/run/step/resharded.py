@@ -16,7 +16,7 @@ from weft.plan.layout import Layout
 from weft.plan.placement import D, is_shard
 from weft.plan.program import Value
 from weft.plan.resharding import Resharding, Side, reshard, within
-from weft.run.sizes import Sized
+from weft.run.resized import Sized
 from weft.run.step.transfers import Arriving, Crossing, Crossings
 from weft.world.world import Group, Work, World
 

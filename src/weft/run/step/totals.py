@@ -23,8 +23,8 @@ from weft.model.sharding.sharding import Sharding
 from weft.model.stages.stages import Stage
 from weft.plan.axis import axis_of
 from weft.plan.placement import P, R, is_shard
-from weft.run.parts import Parts
-from weft.run.sizes import Sized
+from weft.run.resized import Sized
+from weft.run.training_parts import Parts
 from weft.world.world import Group
 
 T = TypeVar("T")

@@ -43,13 +43,13 @@ from weft.plan.layout import Layout
 from weft.plan.placement import D, P, Placement, R, Shard
 from weft.plan.plan import Plan, check_uncaptured
 from weft.run.build import Source, in_precision
-from weft.run.parts import Parts, program_of
 from weft.run.reduce.exchange import Exchange
 from weft.run.reduce.summing import choose_sums
 from weft.run.state.checkpoint import Piece, whole
 from weft.run.state.optimizer import OptimizerSpec
 from weft.run.state.parameters import LocalParameter, build_groups, place
 from weft.run.state.precision import products_of
+from weft.run.training_parts import Parts, program_of
 from weft.run.uncaptured.trial import Output, outputs_of_parts, refuse_division
 from weft.world import private
 from weft.world.world import World

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from weft.capture.capture import Loss, call, called
 from weft.capture.modes import in_modes, modes_of
 from weft.capture.nesting import batch_size_of, leaves, rebuild
-from weft.capture.randomness import python_randomness, python_randomness_kept
+from weft.capture.python_randomness import python_randomness, python_randomness_kept
 from weft.capture.state import changes, set_state, state_of
 from weft.errors import Infeasible, ModelError
 from weft.lower.double import doubled, widened

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 
 from weft.plan.program import Compute, Links, Program, Recv, Send, chain
 from weft.plan.text import default_wants
-from weft.schedules.lower.exchange import exchange_gradients
 from weft.schedules.lower.gather import gather_weights
+from weft.schedules.lower.gradient_exchange import exchange_gradients
 from weft.schedules.lower.keep import offload, recompute
 from weft.schedules.lower.receive import receive_in_time
 from weft.schedules.lower.reduce import reduce_gradients

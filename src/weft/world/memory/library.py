@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from weft.world.compiled import built
+from weft.world.native_build import built
 
 SOURCE = Path(__file__).with_name("count.cpp")
 

@@ -1,6 +1,6 @@
 """The transport's C library: compiled on first use by the system's compiler, kept in the user's cache. Out: the library, or why not.
 
-See `weft.world.compiled`. Without a compiler (or a folder to write) the transport runs in Python (`portable`), slower.
+See `weft.world.native_build`. Without a compiler (or a folder to write) the transport runs in Python (`portable`), slower.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import subprocess
 from ctypes import POINTER, c_char_p, c_double, c_int, c_int64, c_uint64, c_void_p
 from pathlib import Path
 
-from weft.world.compiled import built
+from weft.world.native_build import built
 
 SOURCE = Path(__file__).with_name("source")
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-std=gnu11", "-fPIC", "-shared")

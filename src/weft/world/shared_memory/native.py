@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from weft.world.shared_memory import segment
-from weft.world.shared_memory.late import late, named
+from weft.world.shared_memory.timeouts import late, named
 
 CHUNK_BYTES = 256 << 10
 RING_BYTES = 16 << 20

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from weft.world.shared_memory.portable.job import Jobs
-from weft.world.shared_memory.portable.memory import KINDS, OPS, Layout, Memory, Steps, flat, starts
-from weft.world.shared_memory.portable.message import Messages
-from weft.world.shared_memory.portable.stream import Streams
+from weft.world.shared_memory.portable.rings import Messages
+from weft.world.shared_memory.portable.segment import KINDS, OPS, Layout, Memory, Steps, flat, starts
+from weft.world.shared_memory.portable.slots import Streams
 
 CHECK_S = 0.02
 LONGEST_SLEEP_S = 1e-3

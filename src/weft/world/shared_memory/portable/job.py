@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from weft.world.shared_memory import segment
-from weft.world.shared_memory.portable.memory import JOBS, WORDS, Memory, Steps, added, flat
+from weft.world.shared_memory.portable.segment import JOBS, WORDS, Memory, Steps, added, flat
 
 
 class Jobs:

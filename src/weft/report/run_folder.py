@@ -14,9 +14,9 @@ from typing import Any
 
 from weft.cluster.cluster import Cluster
 from weft.errors import UsageError
-from weft.plan.store import read_plan
+from weft.plan.plan_file import read_plan
 from weft.plan.timeline import Span, Timeline
-from weft.report.machine import cluster_tables
+from weft.report.cluster_tables import cluster_tables
 from weft.report.page import Subject
 from weft.units import format_bytes
 

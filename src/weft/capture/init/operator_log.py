@@ -17,8 +17,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from weft.capture.fakes import NO_FAKE, DispatchMode, Fake, fake_mode, forget, tree_flatten, tree_map
-from weft.capture.init.bounds import Bounds, bounds_of
 from weft.capture.init.tape import Op, Stream, Tape, Version, View
+from weft.capture.init.value_bounds import Bounds, bounds_of
 from weft.errors import ModelError, UsageError
 
 OUTSIDE = "build the model outside the block and pass it to weft.parallelize"

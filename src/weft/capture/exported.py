@@ -1,7 +1,7 @@
 """From what `torch.export` made to a `Graph`: parameters and buffers by name, operators that write nothing, what is needed of them.
 
 In: an exported program, and the model and the batch that it was made of. Out: the graph and the values of its constants; `Aliased` where a
-write cannot be followed here. Not modelled: see `weft.capture.read` and `weft.capture.functional`.
+write cannot be followed here. Not modelled: see `weft.capture.fx_reader` and `weft.capture.functional`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch import nn
 
 from weft.capture.functional import Memory, make_functional
 from weft.capture.functions import Record, function_of
+from weft.capture.fx_reader import Aliased, Reader, exists, spec_of
 from weft.capture.nesting import leaves
 from weft.capture.patched import rewritten
-from weft.capture.read import Aliased, Reader, exists, spec_of
 from weft.errors import ModelError
 from weft.model.gradients import learned, learns_by
 from weft.model.graph import Graph, Operator, Ref, Variable

@@ -2,7 +2,7 @@
 
 Torch: warnings, log entries and lines on the standard error, of what then stands in its exception too.
 Wanted: what stands in the way of a capture is said once, in the error.
-Test: tests/torch/test_patches.py::messages
+Test: tests/torch/test_patches.py::silenced_logs
 Until: not known
 """
 

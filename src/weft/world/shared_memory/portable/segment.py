@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from weft.world.shared_memory.late import late, named
+from weft.world.shared_memory.timeouts import late, named
 
 CHUNK_BYTES = 1 << 20
 RING_BYTES = 4 << 20

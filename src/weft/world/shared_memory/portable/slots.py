@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from weft.world.shared_memory.portable.memory import CHUNK_BYTES, DEPTH, KINDS, WORDS, Memory, Steps, added, flat, starts
+from weft.world.shared_memory.portable.segment import CHUNK_BYTES, DEPTH, KINDS, WORDS, Memory, Steps, added, flat, starts
 
 
 class Streams:

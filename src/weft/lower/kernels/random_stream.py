@@ -4,8 +4,8 @@ In: a key (seed, step, which draw), the numbers of a piece's elements. Out: thei
 Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014) of the element's number, with a second key word between its
 products, so that two draws are no shifted copies of one another.
 
-On the host a C library draws (compiled on first use, see `weft.world.compiled`); on other devices, and where there is no compiler, torch's
-operators on int64 give the same bits.
+On the host a C library draws (compiled on first use, see `weft.world.native_build`); on other devices, and where there is no compiler,
+torch's operators on int64 give the same bits.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from weft.lower.kernels.place import Box
-from weft.world.compiled import built
+from weft.lower.kernels.sample_positions import Box
+from weft.world.native_build import built
 
 SOURCE = Path(__file__).with_name("stream.c")
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-std=gnu11", "-fPIC", "-shared")

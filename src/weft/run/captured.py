@@ -19,15 +19,15 @@ from weft.model.graph import Variable
 from weft.plan.axis import axis_of, sample_axes
 from weft.plan.mesh import Mesh
 from weft.plan.transition import LOCAL
-from weft.run.parts import Parts
-from weft.run.pieces import narrowed
 from weft.run.recent import MOST_SIZES, Recent
 from weft.run.reduce.buffers import Replicas
+from weft.run.resized import Sized
 from weft.run.rows import Rows
-from weft.run.sizes import Sized
+from weft.run.sharded_state import narrowed
 from weft.run.step.executor import Executor
 from weft.run.step.executors import Executors
 from weft.run.step.totals import Counter, count
+from weft.run.training_parts import Parts
 
 
 @dataclass

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from weft.world.shared_memory.portable.memory import RING_BYTES, Memory, Steps
+from weft.world.shared_memory.portable.segment import RING_BYTES, Memory, Steps
 
 HEAD_BYTES = 64  # of a message: bytes, tag
 

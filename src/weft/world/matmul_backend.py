@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from weft.errors import UsageError
-from weft.world.compiled import default_cache, processor
+from weft.world.native_build import default_cache, processor
 
 PRODUCTS = "WEFT_PRODUCTS"  # the environment variable with the way that ranks multiply
 OWN = "highest"

@@ -1,8 +1,8 @@
 """Attention on processors by the library of products that its blocks suit. In: torch's operator and its arguments. Out: its result.
 
-torch multiplies attention's scores block by block. Where float32 products go through oneDNN (`weft.world.products`) every one of them takes
-some microseconds to begin: short sequences and narrow heads are up to 13 times as fast by torch's own products, and long ones up to 1.9
-times as fast by oneDNN's. Forward and backward of one call are done alike.
+torch multiplies attention's scores block by block. Where float32 products go through oneDNN (`weft.world.matmul_backend`) each of them
+takes some microseconds to begin: short sequences and narrow heads are up to 13 times as fast by torch's own products, and long ones up to
+1.9 times as fast by oneDNN's. Forward and backward of one call use the same library.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.world.products import OWN
+from weft.world.matmul_backend import OWN
 
 # Multiplications of one block's product from which on oneDNN is faster: between 0.8 and 1.6 million, over sequences of 32 to 1024 and heads
 # of 16 to 128.

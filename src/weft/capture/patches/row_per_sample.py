@@ -4,7 +4,7 @@ Torch: an index, by which any sample might read any row, so that it has no rule 
 Wanted: where the first index is the number of each row, row b reads row b: a gather along the dimensions behind it, which has a rule. Masks
     that are looked up for each sample, the logit of each target and the last token of each sentence are written like this. Not: such an
     index that is not the first, or whose other indices do not follow it.
-Test: tests/torch/test_patches.py::own_rows
+Test: tests/torch/test_patches.py::row_per_sample
 Until: not known
 """
 

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from weft.lower.kernels.randomness import Draw
-from weft.lower.late import Late, Note
 from weft.lower.local import LocalStage
+from weft.lower.split_backward import Late, Note
 from weft.run.residency.host import Moved
 from weft.run.state.precision import LossScale
-from weft.run.step.compiled import compiled
+from weft.run.step.compiling import compiled
 from weft.world.memory import Accounts
 
 SMALL_BYTES = 64 << 10  # that a stage receives, or sends, of a microbatch; its compute then takes less than a millisecond

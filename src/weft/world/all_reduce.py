@@ -15,8 +15,8 @@ from weft.plan.choice import NATIVE, SCATTERING, Choices
 from weft.plan.program import Program
 from weft.world.group import Group
 from weft.world.levels import NAME, Levels
+from weft.world.pending import Work
 from weft.world.running import Programs
-from weft.world.work import Work
 
 ProgramOf = Callable[[str, str, int], Program]  # (collective, algorithm, ranks)
 

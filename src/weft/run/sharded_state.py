@@ -14,11 +14,11 @@ from weft.model.graph import Variable
 from weft.plan.axis import PIPELINE, axis_of
 from weft.plan.placement import D, is_cut, is_owned, is_shard
 from weft.plan.plan import Plan
-from weft.run.parts import Parts
 from weft.run.state.checkpoint import Piece, whole
 from weft.run.state.optimizer import Optimizer
 from weft.run.state.parameters import FlatGroup
 from weft.run.step.dispatch import Result
+from weft.run.training_parts import Parts
 from weft.world.world import Group
 
 

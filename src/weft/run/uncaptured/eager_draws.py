@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from weft.lower.kernels.draws import DROPS, SUPPORTED, drawn, dropped_as, named
-from weft.lower.kernels.place import Place, Samples
 from weft.lower.kernels.randomness import Draw
+from weft.lower.kernels.sample_positions import Place, Samples
 from weft.model.batch.drawn import Fold
 from weft.world import private
 

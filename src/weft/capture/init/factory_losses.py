@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from weft.capture.init.block import Deferred
+from weft.capture.init.deferred import Deferred
 from weft.capture.init.materialize import realize
 from weft.errors import ModelError
 

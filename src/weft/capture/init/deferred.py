@@ -22,7 +22,7 @@ from torch.nn.modules.module import (
 )
 
 from weft.capture.fakes import FakeMode
-from weft.capture.init.record import Recording
+from weft.capture.init.operator_log import Recording
 from weft.errors import ModelError
 
 

@@ -20,7 +20,7 @@ from weft.model.sharding.sharding import Sharding
 from weft.model.stages.stages import Stage, links
 from weft.plan.plan import Plan
 from weft.plan.program import Program
-from weft.run.sizes import Sized
+from weft.run.resized import Sized
 from weft.run.state.parameters import FlatGroup, LocalParameter
 from weft.schedules import check_custom
 from weft.schedules import program_of as schedule_of
