@@ -49,6 +49,12 @@ def verified(name: str, layout: str, **options: Any) -> Verification:
         ("gpt2", "context=4 attention=ulysses microbatches=2"),
         ("t5", "context=2 attention=ulysses"),
         ("placed", "context=2"),
+        ("gpt-tiny", "context=2 tensor=2 attention=ring"),
+        ("llama", "context=3 attention=ring"),
+        ("llama_padded", "context=2 pipeline=2 microbatches=2 recompute=full attention=ring"),
+        ("mistral", "context=4 attention=ring"),
+        ("gpt2", "context=2 data=2 zero=2 microbatches=2 recompute=selective attention=ring"),
+        ("t5", "context=2 data=2 zero=3 attention=ring"),
     ],
 )
 def test_a_layout_that_cuts_positions_equals_serial(name: str, layout: str) -> None:
@@ -129,7 +135,7 @@ class Attends(nn.Module):
 def _sent(world: World, attention: str) -> tuple[float, float, float]:
     """The loss, and elements that this rank sends to others in forward and in backward."""
     counts = [0]
-    exchange, all_gather, reduce_scatter = Group.exchange, Group.all_gather, Group.reduce_scatter
+    exchange, all_gather, reduce_scatter, isend = Group.exchange, Group.all_gather, Group.reduce_scatter, Group.isend
 
     def exchanging(self: Group, sent: Any, shapes: Any) -> Any:
         counts[0] += sum(x.numel() for i, x in enumerate(sent) if i != self.index)
@@ -144,7 +150,12 @@ def _sent(world: World, attention: str) -> tuple[float, float, float]:
         counts[0] += x.numel() - made.numel()
         return made
 
+    def sending(self: Group, x: torch.Tensor, to_index: int, tag: int = 0) -> Any:
+        counts[0] += x.numel()
+        return isend(self, x, to_index, tag)
+
     Group.exchange, Group.all_gather, Group.reduce_scatter = exchanging, gathering, scattering  # type: ignore[method-assign]
+    Group.isend = sending  # type: ignore[method-assign,assignment]
     try:
         x = torch.randn(2, 24, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
         with weft.auto_parallelize(batch=(x,), plan=f"context=4 attention={attention} precision=float64", world=world):
@@ -155,16 +166,18 @@ def _sent(world: World, attention: str) -> tuple[float, float, float]:
         return float(loss.detach()), forward, counts[0] - forward
     finally:
         Group.exchange, Group.all_gather, Group.reduce_scatter = exchange, all_gather, reduce_scatter  # type: ignore[method-assign]
+        Group.isend = isend  # type: ignore[method-assign]
 
 
 KEYS = 2 * 24 // 4 * 16  # elements of one rank's keys: 2 samples, 6 of 24 positions, 16 features
-SENT = {"ulysses": (3 * KEYS, 3 * KEYS), "gather": (6 * KEYS, 6 * KEYS)}
+SENT = {"ulysses": (3 * KEYS, 3 * KEYS), "gather": (6 * KEYS, 6 * KEYS), "ring": (6 * KEYS, 12 * KEYS)}
 
 
 @pytest.mark.parametrize("attention", SENT)
 def test_attention_sends_what_the_formula_says(attention: str) -> None:
     """Of causal attention on 4 ranks with p elements of keys each: exchanged for heads q, k, v and the result send 3/4 p each, both ways;
-    gathered keys and values send 3 p each, and their gradients as much."""
+    gathered keys and values send 3 p each, and their gradients as much; passed round they send 3 p each, both ways, and their gradients as
+    much."""
     want = float(Attends()(torch.randn(2, 24, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))).detach())
     for loss, *sent in launch(_sent, 4, attention, show=False):
         assert loss == pytest.approx(want, rel=1e-12)
@@ -188,6 +201,12 @@ def test_a_model_without_sequences_is_refused_by_name() -> None:
     short = resolve("gpt-tiny")  # of 32 positions
     with pytest.raises(LayoutError, match=r"context=33 shares sequences, .* over 33 positions or more; leave it out, or use fewer ranks"):
         weft.plan(short.make, short.batch(2), loss=short.loss, cluster="1xcpu-2", layout="context=33")
+
+
+def test_a_ring_without_fused_attention_is_refused_by_name() -> None:
+    model = resolve(f"{MODELS}:llama_eager")
+    with pytest.raises(LayoutError, match=r"attention=ring passes keys round where attention is one operator .*; use attention=gather, or"):
+        weft.plan(model.make, model.batch(2), loss=model.loss, cluster="1xcpu-2", layout="context=2 attention=ring")
 
 
 def test_a_layout_with_context_prints_and_parses() -> None:

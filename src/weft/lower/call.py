@@ -23,7 +23,7 @@ from weft.model.batch.drawn import drawn_shape
 from weft.model.graph import Arg, Operator, Ref, Word
 from weft.model.graph import Tensor as Spec
 from weft.model.sharding.pointwise import is_product, read_shapes
-from weft.model.sharding.sharding import part_of
+from weft.model.sharding.sharding import part_of, passed_round
 from weft.ops import Rule, record_of, windows_of
 from weft.ops.record import Op
 from weft.ops.rule import HALO, QUERIES
@@ -168,6 +168,19 @@ class Call:
             placed, group = self.low.sharding.needs[self.op.name][0][axis], self.low.groups[axis]
             assert is_piece(placed)
             return positions_of(placed, self.read(0).shape[placed.dim], group.size, group.index)
+        return None
+
+    def round(self) -> tuple[Group, tuple[tuple[Range, ...], ...], tuple[tuple[Range, ...], ...]] | None:
+        """Of attention whose keys go round: along which ranks, and the positions that each has of queries and of keys."""
+        for axis in self._cut_for(QUERIES):
+            if not passed_round(self.low.sharding, self.op, self.rule, axis):
+                continue
+            group, rows, found = self.low.groups[axis], self.low.sharding.needs[self.op.name], []
+            for i in (0, 1):
+                form = rows[i][axis]
+                assert is_piece(form)
+                found.append(tuple(positions_of(form, self.read(i).shape[form.dim], group.size, rank) for rank in range(group.size)))
+            return group, found[0], found[1]
         return None
 
     def share(self, axis: str) -> float:

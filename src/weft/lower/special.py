@@ -8,6 +8,7 @@ last the operator as it stands.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -23,6 +24,7 @@ from weft.lower.kernels.functions import function
 from weft.lower.kernels.heads import shared_heads
 from weft.lower.kernels.masked import masked_scatter
 from weft.lower.kernels.randomness import attention, drawn, dropout
+from weft.lower.kernels.ring import Ring, ring_attention
 from weft.lower.kernels.statistics import group_norm
 from weft.lower.kernels.vocabulary import cross_entropy, embedding, nll
 from weft.lower.kernels.written import batch_norm, instance_norm, write_buffer
@@ -80,6 +82,8 @@ def _drop(call: Call) -> fx.Node:
 def _attention(call: Call) -> fx.Node | None:
     args, low = call.args, call.low
     _pick_heads(call)
+    if (round_ := call.round()) is not None:
+        return _ring(call, Ring(*round_, is_causal(call.op), call.kwargs.get("scale")))
     target = bind(scaled_dot_product_attention, call.operator) if low.device.type == "cpu" else call.operator
     at = call.queries() if is_causal(call.op) else None
     if drops_scores(call.op):
@@ -90,6 +94,14 @@ def _attention(call: Call) -> fx.Node | None:
         named = {key: value for key, value in call.kwargs.items() if key in ("scale", "enable_gqa")}
         return call.emit(bind(causal, target, at), args[:3], named)
     return call.emit(target, args, call.kwargs) if low.device.type == "cpu" else None
+
+
+def _ring(call: Call, ring: Ring) -> fx.Node:
+    if drops_scores(call.op):
+        dropped = call.args[4] if len(call.args) > 4 else call.kwargs["dropout_p"]
+        ring = replace(ring, p=dropped, drawing=(call.low.draw, call.where()))
+    mask = call.args[3] if len(call.args) > 3 else call.kwargs.get("attn_mask")
+    return call.emit(bind(ring_attention, ring), [*call.args[:3], mask])
 
 
 def _pick_heads(call: Call) -> None:

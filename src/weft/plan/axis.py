@@ -19,9 +19,10 @@ SAMPLES, FEATURES, EXPERTS, OUTERMOST, PLANES, HEIGHT, WIDTH = "samples", "featu
 POSITIONS = (PLANES, HEIGHT, WIDTH)  # outermost first
 SEQUENCE = "sequence"
 # How ranks that share sequences attend to one another's positions: each gathers all keys; each attends to all positions with some of the
-# heads (Jacobs et al. 2023, DeepSpeed-Ulysses); whatever is cheapest, operator by operator.
-GATHER, ULYSSES = "gather", "ulysses"
-ATTENTION = (AUTO, GATHER, ULYSSES)
+# heads (Jacobs et al. 2023, DeepSpeed-Ulysses); keys go round the ranks (Liu et al. 2023, ring attention); of gathering and exchanging
+# whatever moves fewer bytes, operator by operator.
+GATHER, ULYSSES, RING = "gather", "ulysses", "ring"
+ATTENTION = (AUTO, GATHER, ULYSSES, RING)
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,6 @@ OTHER_NAMES = {
 # Named in the interface, not built yet: refused by name, never ignored.
 LATER = ("channel",)
 LATER_CHOICES: dict[str, tuple[str, ...]] = {
-    "attention": ("ring",),
     "precision": ("float8",),
 }
 
@@ -70,7 +69,8 @@ class Layout:
     `staleness`: a step's update is applied so many steps later, so that no replica waits for the others before.
     `grid`: rows, columns and depth of the tensor ranks, where they are no line; `tensor` is how many these are. Both print as `tensor=2x2`.
     `context`: ranks that share a sequence, each with a piece of its positions. `attention`: how they attend to one another's, by
-    gathering all keys, by exchanging positions for heads (Ulysses); `auto`: what is cheapest. Alone a rank has all.
+    gathering all keys, by exchanging positions for heads (Ulysses), by passing keys round (`ring`); `auto`: of the first two what moves
+    fewer bytes. Alone a rank has all.
     `spatial`: ranks that share an image, each with a piece of its positions: `4` of the outermost dimension, `2x2` of height and width.
     `branch`: ranks of a replica that share its samples, and of which each runs some of the model's parallel branches on all of them.
     `neighbours`: whose ranks lie side by side, those of one replica's branches (`branch`) or the replicas of one branch (`data`).

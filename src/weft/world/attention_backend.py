@@ -7,7 +7,8 @@ takes some microseconds to begin: short sequences and narrow heads are up to 13 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,18 +32,34 @@ def suits(queries: int, keys: int, width: int) -> bool:
     return min(block, queries) * min(KEYS, keys) * width >= LARGE
 
 
-def scaled_dot_product_attention(target: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *more: Any, **named: Any) -> Tensor:
-    """`target` (torch's scaled_dot_product_attention) of queries [..., queries, width], keys [..., keys, width] and values."""
+def _own(q: Tensor, k: Tensor) -> bool:
+    """Whether torch's own products suit attention of these, and are not what it takes anyway."""
+    if torch.get_float32_matmul_precision() == OWN or q.dtype is not torch.float32 or q.device.type != "cpu":
+        return False
+    return not torch.compiler.is_compiling() and not suits(q.shape[-2], k.shape[-2], q.shape[-1])
+
+
+@contextmanager
+def products(q: Tensor, k: Tensor) -> Iterator[None]:
+    """In its block products are those that attention of these queries and keys suits."""
     way = torch.get_float32_matmul_precision()
-    if way == OWN or q.dtype is not torch.float32 or q.device.type != "cpu" or torch.compiler.is_compiling():
-        return target(q, k, v, *more, **named)
-    if torch.is_autocast_enabled("cpu") or suits(q.shape[-2], k.shape[-2], q.shape[-1]):
-        return target(q, k, v, *more, **named)
+    if not _own(q, k):
+        yield
+        return
     try:
         torch.set_float32_matmul_precision(OWN)
-        made = target(q, k, v, *more, **named)
+        yield
     finally:
         torch.set_float32_matmul_precision(way)
+
+
+def scaled_dot_product_attention(target: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *more: Any, **named: Any) -> Tensor:
+    """`target` (torch's scaled_dot_product_attention) of queries [..., queries, width], keys [..., keys, width] and values."""
+    if torch.is_autocast_enabled("cpu") or not _own(q, k):
+        return target(q, k, v, *more, **named)
+    way = torch.get_float32_matmul_precision()
+    with products(q, k):
+        made = target(q, k, v, *more, **named)
     if made.grad_fn is not None:
         made.grad_fn.register_prehook(lambda gradients: torch.set_float32_matmul_precision(OWN))
         made.grad_fn.register_hook(lambda found, gradients: torch.set_float32_matmul_precision(way))

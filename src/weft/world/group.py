@@ -119,13 +119,15 @@ class Group:
         """Connects now what messages go over, for all `pairs` of (sender, receiver) by index. All members must come, with the same pairs.
 
         Only NCCL has a connection for each direction, where both ends wait for one another at the first message: a rank that posted a
-        receive ahead would wait there for a sender that waits for it.
+        receive ahead would wait there for a sender that waits for it. What is connected stays so.
         """
         if self.size > 1:
             self.connect()
         if not self._nccl:
             return
         for source, target in sorted(set(pairs)):  # in one order everywhere
+            if (source, target) in self._lanes:
+                continue
             x = torch.zeros(1, device=self.device)
             if self.index == source:
                 self._call_lane(private.send, x, source, target, 1, 0).wait()

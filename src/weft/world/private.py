@@ -53,6 +53,12 @@ NAMES: tuple[tuple[Any, str], ...] = (
     (torch, "_foreach_norm"),
     (torch, "_amp_foreach_non_finite_check_and_unscale_"),
     (python_dispatch, "TorchDispatchMode"),
+    *(
+        (torch.ops.aten, f"_scaled_dot_product_{name}")
+        for name in (
+            "flash_attention", "flash_attention_backward", "flash_attention_for_cpu", "flash_attention_for_cpu_backward"
+        )
+    ),
 )
 
 # In its block tensors of a class of one's own are as torch's own: what their class does with functions is left out.
@@ -195,3 +201,36 @@ def is_operator(target: Any) -> bool:
 def makes_view(operator: Any) -> bool:
     """Whether an operator of torch's may hand on the memory of what it gets."""
     return is_operator(operator) and any(result.alias_info is not None for result in operator._schema.returns)
+
+
+def fuses_attention(q: Tensor, masked: bool) -> bool:
+    """Whether torch has a kernel for attention of such queries that also tells the logarithm of what each row's weights sum to."""
+    if q.device.type == "cpu":
+        return q.dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    return q.device.type == "cuda" and q.dtype in (torch.bfloat16, torch.float16) and not masked and q.shape[-1] % 8 == 0
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention of queries [B, H, S, d] to keys and values of as many heads or fewer, and that logarithm [B, H, S]."""
+    if q.device.type == "cpu":
+        out, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+    else:
+        out, total, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+    return out, total
+
+
+def attention_backward(
+    grad: Tensor, read: tuple[Tensor, Tensor, Tensor], out: Tensor, total: Tensor, mask: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of queries, keys and values (`read`), of rows of which `out` and `total` may be those over more keys than these."""
+    grad, q, k, v, out, total = (x.contiguous() for x in (grad, *read, out, total))
+    if q.device.type == "cpu":
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        of_q, of_k, of_v = kernel(grad, q, k, v, out, total, 0.0, causal, attn_mask=mask, scale=scale)
+        return of_q, of_k, of_v
+    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of a dropout that there is not
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_backward
+    of_q, of_k, of_v = kernel(
+        grad, q, k, v, out, total, None, None, q.shape[-2], k.shape[-2], 0.0, causal, seed, seed[:0], scale=scale
+    )
+    return of_q, of_k, of_v

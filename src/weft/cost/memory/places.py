@@ -111,12 +111,15 @@ class Places:
 
     def _arriving(self, op: Operator, at: int, value: str) -> Stored:
         forms = self._forms(op, at)
-        moved = "".join(f" {axis}={need}" for axis, (made, need) in forms.items() if need is not made and (is_cut(need) or is_cut(made)))
+        axes = [axis for axis, (made, need) in forms.items() if need is not made and (is_cut(need) or is_cut(made))]
+        moved = "".join(f" {axis}={forms[axis][1]}" for axis in axes)
         shared = is_cut(forms.get(DATA, (R, R))[1])
         if moved and any(is_halo(need) for _, need in forms.values()):  # what a rank has, and what it fetched, in a tensor of its own
             return replace(self.own(value, self.ways_read(op, at)), root=f"{value}{moved}", shared=shared, held=False)
         owned = any(is_owned(need) for _, need in forms.values())
-        if not moved or value in self.inventory.held or not (self.inventory.is_cpu or owned):
+        # On GPUs as in the measured runs of others, which gather again in backward what tensor ranks gather.
+        apart = self.inventory.is_cpu or owned or any(axis_of(axis).cuts_sequences for axis in axes)
+        if not moved or value in self.inventory.held or not apart:
             return self.made[value]
         if self.inventory.works[op.name].kind == "convolution" and self.ways_read(op, at) > self._ways(value):
             return self.made[value]  # measured on grids: what a convolution reads a slice of stays whole

@@ -25,6 +25,7 @@ FACTORS: dict[str, tuple[Callable[[int], float], Callable[[int], float]]] = {
     "reduce_scatter": (lambda n: (n - 1) / n, lambda n: n - 1),
     "all_to_all": (lambda n: (n - 1) / n**2, lambda n: n - 1),
     "broadcast": (lambda n: 1.0, lambda n: n - 1),
+    "ring": (lambda n: (n - 1) / n, lambda n: n - 1),  # pieces that all pass on to the next rank, n - 1 times
     # Of what a rank sends to its neighbours, which it sends at once.
     "halo_exchange": (lambda n: 1.0, lambda n: 1),
     "halo_add": (lambda n: 1.0, lambda n: 1),

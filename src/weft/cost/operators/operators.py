@@ -25,6 +25,7 @@ from weft.cost.network.axes import group_of
 from weft.cost.network.network import Group, collective_s
 from weft.cost.operators.parts import Local, Parts, gather
 from weft.cost.operators.placed import placed, placed_sizes
+from weft.cost.operators.rounds import ROUND
 from weft.model.graph import Graph
 from weft.model.sharding.sharding import Sharding, weighed
 from weft.model.work import Work, model_flops
@@ -175,8 +176,8 @@ class OperatorPricer:
         """Forward and backward of compute, forward and backward of collectives, by operator."""
         key = (*self._cut(layout), layout.axes, layout.threads, layout.microbatches, layout.precision, layout.batch_norm, layout.shares)
         if key not in self._times:
-            network = self._collectives(layout)
-            self._times[key] = (*(self._compute(layout) if self.cluster.is_cpu else self._on_gpu(layout)), *network)
+            compute = self._compute(layout) if self.cluster.is_cpu else self._on_gpu(layout)
+            self._times[key] = (*compute, *self._collectives(layout, compute))
         return self._times[key]
 
     def _compute(self, layout: Layout) -> tuple[Array, Array]:
@@ -214,7 +215,7 @@ class OperatorPricer:
         by = {(True, True): mine, (True, False): mine * layout.data, (False, True): Fraction(1, layout.data), (False, False): Fraction(1)}
         return [(local, by[local.batched, local.shared]) for local in parts.compute]
 
-    def _collectives(self, layout: Layout) -> tuple[Array, Array]:
+    def _collectives(self, layout: Layout, compute: tuple[Array, Array]) -> tuple[Array, Array]:
         parts = self.parts(layout)
         slower = 1.0 if self.cluster.is_cpu else self.efficiency.tensor
         meeting = MEET_S if self._by_gloo(layout) else 0.0
@@ -224,11 +225,17 @@ class OperatorPricer:
             found.append(slower * seconds + meeting * (seconds > 0))
         unique = np.array([*found, 0.0])
         shown = 1.0 if self.cluster.is_cpu else 1.0 - self.efficiency.tensor_overlap
+        # What goes round does so while all blocks but the last are computed; on processors it takes the cores that compute.
+        rounds = np.array([*(one.name == ROUND for one in parts.collectives), False])
+        behind = [0.0 if self.cluster.is_cpu else 1 - 1 / self.moving(layout, one.axis).size for one in parts.collectives]
+        hides = np.array([*behind, 0.0]) * rounds
         both = []
-        for (where, what), part in ((parts.forward, 1.0), (parts.backward, shown)):
-            total = np.zeros(len(parts.index))
-            np.add.at(total, where, part * unique[what])
-            both.append(total)
+        for (where, what), part, busy in ((parts.forward, 1.0, compute[0]), (parts.backward, shown, compute[1])):
+            total, going, hidden = (np.zeros(len(parts.index)) for _ in range(3))
+            np.add.at(total, where, np.where(rounds[what], 0.0, part * unique[what]))
+            np.add.at(going, where, np.where(rounds[what], unique[what], 0.0))
+            np.maximum.at(hidden, where, hides[what])
+            both.append(total + np.maximum(0.0, going - hidden * busy))
         return both[0], both[1]
 
     def moving(self, layout: Layout, axis: str) -> Group:

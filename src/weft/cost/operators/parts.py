@@ -21,6 +21,7 @@ from weft.cost.devices.recurrent import single_steps
 from weft.cost.memory.memory import Inventory
 from weft.cost.memory.places import Places, Stored
 from weft.cost.memory.runs import Amount, Amounts
+from weft.cost.operators.rounds import ROUND, merged, on_the_way, rounds
 from weft.cost.pieces import cut, divided, pieces, pieces_moving, shared_by_data, tensor_axes
 from weft.model.dims.labels import expert_weights
 from weft.model.graph import Graph, Operator, Variable
@@ -269,6 +270,7 @@ def _beside_pieces(inventory: Inventory, places: Places, op: Operator, divide: f
     for value in op.outputs:
         if value in inventory.grads:
             more += tensors[value].size_bytes * max(0.0, 1 / pieces(sharding, value) - 1 / divide)
+    more += on_the_way(inventory, sharding, op)
     return more
 
 
@@ -326,8 +328,9 @@ def _local(inventory: Inventory, sharding: Sharding | None, op: Operator, siblin
     weights = sum(tensors[v].size_bytes / pieces(sharding, v) for v in op.inputs if products and v not in inventory.batched)
     weights *= num_steps(op, tensors)
     kind = "linear" if is_product(op, tensors, sharding) else done.kind
+    more = merged(inventory, sharding, op) if done.kind == "attention" else (0.0, 0.0)
     kernel = Kernel(
-        kind, done.flops / divide, done.backward_flops / divide, done.bytes / divide, done.backward_bytes / divide,
+        kind, done.flops / divide, done.backward_flops / divide, (done.bytes + more[0]) / divide, (done.backward_bytes + more[1]) / divide,
         m, n, k, share, scores, heads, weights, filling(op, tensors, sharding, inventory.grads) if kind == "convolution" else FULL,
         own(op, tensors, sharding) if done.kind == "convolution" and inventory.is_cpu else NEVER,
         done.cast_bytes / divide, done.backward_cast_bytes / divide, single_steps(op, tensors), visible, head,
@@ -366,6 +369,11 @@ def _inside(
     lies = sharding.forms[out].get(axis, R)
     whole = is_whole(lies)
     tensors = inventory.graph.tensors
+    for value in rounds(inventory, sharding, op).get(axis, ()):  # both ways, and its gradient, which is float32
+        forward.append((i, moved(ROUND, value, axis)))
+        if out in inventory.grads:
+            of_value = moved(ROUND, value, axis, tensors[value].size_bytes / pieces(sharding, value, axis), by_row=True)
+            backward += [(i, moved(ROUND, value, axis)), (i, of_value)]
     if record.fuses_softmax and whole:
         # Largest logit, sum and target's logit of every row.
         forward += [(i, moved("all_reduce", out, axis, 4.0 * tensors[op.inputs[1]].size, by_row=True))] * 3

@@ -46,6 +46,20 @@ class Box:
         return prod(count for steps in self.dims for count, _ in steps)
 
 
+def narrowed(box: Box, dim: int, start: int, count: int) -> Box:
+    """`count` entries of a dimension of a box, from `start` on.
+
+    >>> narrowed(Box(7, (((2, 6),), ((6, 1),))), -1, 2, 3)
+    Box(base=9, dims=(((2, 6),), ((3, 1),)))
+
+    Raises:
+        LayoutError: entries that begin in the midst of what lies together.
+    """
+    dims = list(box.dims)
+    more, dims[dim] = _cut(dims[dim], start, count, box.dims)
+    return Box(box.base + more, tuple(dims))
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """`shape` of a whole tensor in one microbatch, and of each cut: which dimension, where this rank's part of what the cuts before left
@@ -105,11 +119,11 @@ class Place:
                 steps = ((count, apart),)
             dims.append(steps)
         for dim, start, count in self.cuts:
-            more, dims[dim] = _cut(dims[dim], start, count, self)
+            more, dims[dim] = _cut(dims[dim], start, count, self.shape)
             base += more
         for dim, run, start, count in self.runs:
             outer, within = _runs(dims[dim], run, self)
-            more, within = _cut(within, start, count, self)
+            more, within = _cut(within, start, count, self.shape)
             base, dims[dim] = base + more, (*outer, *within)
         return Box(base, tuple(dims))
 
@@ -144,7 +158,7 @@ def _runs(steps: Steps, run: int, place: Place) -> tuple[Steps, Steps]:
     return tuple(outer), tuple(inside)
 
 
-def _cut(steps: Steps, start: int, count: int, place: Place) -> tuple[int, Steps]:
+def _cut(steps: Steps, start: int, count: int, shape: Sequence[object]) -> tuple[int, Steps]:
     """(how far it begins from the first, steps) of `count` elements from number `start` on: whole steps of one kind."""
     base, rest = 0, list(steps)
     while rest:
@@ -156,4 +170,4 @@ def _cut(steps: Steps, start: int, count: int, place: Place) -> tuple[int, Steps
         base += first * apart
         if start + count > inside or first >= number:
             break
-    raise LayoutError(f"random numbers for {list(place.shape)} are drawn in pieces {place.cuts} that do not lie along samples")
+    raise LayoutError(f"random numbers for {list(shape)} are drawn in pieces from {start} on, {count} long, that do not lie along samples")

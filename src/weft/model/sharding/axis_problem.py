@@ -20,8 +20,8 @@ from weft.ops import Rule, draws, record_of, windows_of
 from weft.ops.attention import heads_of
 from weft.ops.experts import EXPERT, num_experts
 from weft.ops.linear import passes, passing
-from weft.ops.rule import HALO, KEYS, ORDERED, POSITIONAL
-from weft.plan.axis import ULYSSES
+from weft.ops.rule import HALO, KEYS, ORDERED, POSITIONAL, QUERIES
+from weft.plan.axis import GATHER, RING, ULYSSES
 from weft.plan.choice import AUTO
 from weft.plan.placement import D, Halo, P, Placement, R, Shard, Strided, halo, is_cut, is_halo, is_shard, pieces
 
@@ -142,8 +142,8 @@ class AxisProblem(AxisValues):
                     found.append(choice)
         if self.row.cuts_sequences and record_of(op).moves == "reshape":
             found += self._reshaped(op, seconds)
-        if self.row.cuts_sequences and self.attention != AUTO and (heads := heads_of(rule)):
-            found = [c for c in found if (c.label == heads) is (self.attention == ULYSSES)] or found
+        if self.row.cuts_sequences and QUERIES in rule.kernels.values():
+            found = self._attending(op, rule, found)
         if any(value in self.pinned for value in op.inputs):
             needed = [self.pinned.get(value) for value in op.inputs]
             found = [c for c in found if all(p is None or need in (None, p) for p, need in zip(needed, c.needs, strict=True))] or found
@@ -178,6 +178,34 @@ class AxisProblem(AxisValues):
                 read, made = self.shard(op.inputs[0], dim), self.shard(op.outputs[0], there)
                 found.append(Choice(f"d{dim}", (read, *(None,) * (len(op.inputs) - 1)), (made,), seconds / made.ways(self.n)))
         return found
+
+    def _attending(self, op: Operator, rule: Rule, choices: list[Choice]) -> list[Choice]:
+        """The ways in which attention may be cut as the layout says; all of them where none is so."""
+        if self.attention == AUTO:
+            return choices
+        heads = heads_of(rule) or None
+        ways = {ULYSSES: [c for c in choices if c.label == heads], GATHER: [c for c in choices if c.label != heads]}
+        if self.attention == RING:
+            ways[RING] = [ring for c in choices if (ring := self._passing_round(op, rule, c)) is not None]
+        return ways[self.attention] or choices
+
+    @property
+    def passes_round(self) -> bool:
+        """Whether keys of any attention can be passed round: of that which is one operator."""
+        return any(rule is not None and QUERIES in rule.kernels.values() for rule in self.rules.values())
+
+    def _passing_round(self, op: Operator, rule: Rule, choice: Choice) -> Choice | None:
+        """Attention cut by its queries with keys and values in pieces too, that go round; None where they cannot lie so."""
+        if rule.kernels.get(choice.label) != QUERIES:
+            return None
+        needs = list(choice.needs)
+        for i in (1, 2):
+            value, row = op.inputs[i], rule.inputs[i] or ()
+            dim = next((dim for dim, label in enumerate(row) if rule.kernels.get(label) == KEYS), None)
+            if dim is None or not self.cuttable(value, dim):
+                return None
+            needs[i] = self.shard(value, dim)
+        return Choice(choice.label, tuple(needs), choice.makes, choice.cost_s)
 
     def _said(self, op: Operator, said: str | None, choices: list[Choice]) -> list[Choice]:
         if said is None:

@@ -35,7 +35,7 @@ from weft.model.sharding.deferral import defer
 from weft.model.sharding.grid import heads_in_pieces, kept_for, nested, twice_cut
 from weft.model.sharding.owners import Taken, own
 from weft.model.sharding.sharding import Move, Owners, Prices, Sharding, Shards, move_collectives
-from weft.plan.axis import Axis, axis_of, nothing_to_cut
+from weft.plan.axis import RING, Axis, axis_of, nothing_to_cut
 from weft.plan.choice import AUTO
 from weft.plan.placement import D, Placement, R, hands_summands, is_halo, is_owned, is_piece, is_shard
 
@@ -147,6 +147,11 @@ def _check_axis(problem: AxisProblem) -> None:
         cuts = not row.cuts_positions or any(row.cuts & kinds and problem.cuttable(*place) for place, kinds in problem.positions.items())
     if not cuts:
         raise LayoutError(f"{nothing_to_cut(row, n)}; leave it out, or use fewer ranks")
+    if row.cuts_sequences and problem.attention == RING and not problem.passes_round:
+        raise LayoutError(
+            f"{row.name}={n} attention=ring passes keys round where attention is one operator (scaled_dot_product_attention), and this "
+            "model has none; use attention=gather, or a fused implementation"
+        )
 
 
 @dataclass

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from weft.errors import LayoutError
+from weft.ops import Rule
 from weft.ops.operator import Operator
+from weft.ops.rule import KEYS, QUERIES
 from weft.plan.axis import axis_of, sample_axes
 from weft.plan.placement import Halo, Placement, Shard, Strided, dual, is_cut, is_halo, is_piece, is_shard, piece
 from weft.plan.transition import LOCAL, allowed, sent_part, transition
@@ -148,6 +150,14 @@ def move_collectives(source: Placement, target: Placement) -> tuple[str, str]:
     if not allowed(source, target):
         raise LayoutError(f"no redistribution from {source} to {target}")
     return transition(source, target).collective, transition(dual(target), dual(source)).collective
+
+
+def passed_round(sharding: Sharding, op: Operator, rule: Rule | None, axis: str) -> tuple[str, ...]:
+    """The keys and values of attention that go round the ranks of an axis: those that lie in pieces there, as its queries do."""
+    if rule is None or rule.kernels.get(sharding.ops[op.name].get(axis, "")) != QUERIES:
+        return ()
+    read = zip(op.inputs, rule.inputs, (row[axis] for row in sharding.needs[op.name]), strict=True)
+    return tuple(value for value, row, need in read if row and is_piece(need) and rule.kernels.get(row[need.dim]) == KEYS)
 
 
 def part_of(form: Shard | Halo, length: int, n: int, index: int) -> tuple[int, int]:
