@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from weft.run.engine import Engine
     from weft.run.loop.checkpoints import load, save
     from weft.run.loop.divide import full_state_dict
+    from weft.run.loop.module import accumulate
     from weft.run.proof.verification import Verification
     from weft.world.current import is_main
     from weft.world.current import print_once as print
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "Cluster", "Engine", "Layout", "Plan", "Timeline", "Verification", "auto_parallelize", "comm_hook", "compare", "errors", "estimate",
-    "explain", "full_state_dict", "is_main", "launch", "load", "parallelize", "plan", "print", "report", "save", "shard",
+    "Cluster", "Engine", "Layout", "Plan", "Timeline", "Verification", "accumulate", "auto_parallelize", "comm_hook", "compare", "errors",
+    "estimate", "explain", "full_state_dict", "is_main", "launch", "load", "parallelize", "plan", "print", "report", "save", "shard",
     "simulate", "verify", "whatif",
 ]  # fmt: skip
 
@@ -43,6 +44,7 @@ _HOMES = {
     "Plan": "weft.plan.plan",
     "Timeline": "weft.plan.timeline",
     "Verification": "weft.run.proof.verification",
+    "accumulate": "weft.run.loop.module",
     "is_main": "weft.world.current",
     "launch": "weft.world.launch",
     "print": "weft.world.current:print_once",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ from weft.solve.mixed import pricer_of
 from weft.solve.reasons import reasons
 from weft.solve.search import check_layout, clocked, price, search, step_timeline
 from weft.solve.uncaptured import without_graph
-from weft.train.loader import shard as shard_batches
+from weft.train.loader import Sharded
 from weft.train.trials import Trial, fastest, trial_words, try_all, try_in, unlike
 from weft.units import parse_bytes
 from weft.world.current import current_place, current_world
@@ -289,19 +289,19 @@ def _agreed(text: str, world: World) -> Layout:
     return Layout.parse(text, {name: actions} if actions else {})
 
 
-def shard(loader: Iterable[Any], engine: Engine | None = None) -> Iterator[Any]:
-    """This data coordinate's samples of every batch; ranks that differ in another axis get the same ones.
+def shard(loader: Iterable[Any], engine: Engine | None = None) -> Sharded:
+    """This data coordinate's samples of every batch of a loader, epoch after epoch; ranks that differ in another axis get the same ones.
 
-    Every rank iterates over the same batches, those of the serial run; the first is held against rank 0's.
+    Every rank iterates over the same batches, those of the serial run; the first is held against rank 0's. A batch need not divide, and may
+    have fewer samples than there are ranks. What else is asked of it (`len`, `.dataset`) the loader answers.
 
     Raises:
-        UsageError: no model has been divided yet, or the loader gives this rank another batch than rank 0. Infeasible: a batch that
-            does not divide.
+        UsageError: no model has been divided yet, or the loader gives this rank another batch than rank 0.
     """
     where = engine or current_place()
     if where is None:
         raise UsageError("weft.shard divides batches as the model is divided; use it after weft.auto_parallelize, or give it the engine")
-    return shard_batches(loader, where)
+    return Sharded(loader, where)
 
 
 def verify(  # noqa: PLR0913

@@ -59,8 +59,8 @@ def auto_parallelize(
     """Divide the model that is built in the block, or one that is there: afterwards it holds this rank's part only.
 
     `batch`: a global batch as the loader gives it; the model is called with its first tensors (or keywords), the rest are targets. A
-    layout without a pipeline is chosen for all ranks, or `plan` says which. Given a `model` that is there, it is divided in place and
-    returned; make its optimizer afterwards. In the block a model never takes memory for more than this rank's part.
+    layout without a pipeline is chosen for all ranks, or `plan` says which ("data=2 zero=3"). Given a `model` that is there, it is
+    divided in place and returned; make its optimizer afterwards. In the block a model never takes memory for more than this rank's part.
 
     Raises:
         UsageError: no batch; ranks that were given different models.
@@ -126,15 +126,18 @@ def _plain_plan(
 
 
 def _best_plain_plan(graph: Graph, size: int, name: str, cluster: Cluster | str, num_ranks: int) -> Plan:
-    """The fastest for `num_ranks` ranks without a pipeline. Raises Infeasible where none fits."""
+    """The fastest for `num_ranks` ranks without a pipeline, each with the least ZeRO that fits. Raises Infeasible where none does."""
     machines = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
     found: list[Plan] = []
     refused: list[str] = []
     for tensor in (t for t in range(1, num_ranks + 1) if num_ranks % t == 0):
-        try:
-            found.append(search(graph, machines, size, name, layout=Layout(data=num_ranks // tensor, tensor=tensor)))
-        except Infeasible as error:
-            refused.append(str(error))
+        data = num_ranks // tensor
+        for zero in (0, 1, 2, 3) if data > 1 else (0,):
+            try:
+                found.append(search(graph, machines, size, name, layout=Layout(data=data, tensor=tensor, zero=zero)))
+                break
+            except Infeasible as error:
+                refused.append(str(error))
     if not found:
         raise Infeasible(f"no layout of {num_ranks} ranks without a pipeline fits: {refused[0]}")
     return min(found, key=lambda p: p.prediction.step_time_s if p.prediction else float("inf"))

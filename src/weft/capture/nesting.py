@@ -149,15 +149,18 @@ class BatchForm:
         values = {path: (type(leaf).__name__, repr(leaf)) for path, leaf in self.fixed.items() if is_plain(leaf)}
         return zlib.crc32(repr((sorted(self.tensors.items()), sorted(values.items()))).encode())
 
+    def other_objects(self, form: BatchForm) -> dict[str, Any]:
+        """Objects that another form holds and this one does not, by path: what they hold could change from batch to batch."""
+        return {path: leaf for path, leaf in form.fixed.items() if not is_plain(leaf) and not _same(leaf, self.fixed.get(path))}
+
     def check_objects(self, form: BatchForm) -> None:
-        """Raise Infeasible where another form holds an object that this one does not: what it holds could change from batch to batch."""
-        for path, leaf in form.fixed.items():
-            if not is_plain(leaf) and not _same(leaf, self.fixed.get(path)):
-                was = f"was captured with {path}={self.fixed[path]!r}" if path in self.fixed else f"was captured without {path}"
-                raise Infeasible(
-                    f"the batch has {path}={leaf!r}, and the model {was}; a captured model takes tensors and plain values, so leave it "
-                    "out of the batch"
-                )
+        """Raise Infeasible where another form holds objects that this one does not."""
+        for path, leaf in self.other_objects(form).items():
+            was = f"was captured with {path}={self.fixed[path]!r}" if path in self.fixed else f"was captured without {path}"
+            raise Infeasible(
+                f"the batch has {path}={leaf!r}, and the model {was}; a captured model takes tensors and plain values, so leave it "
+                "out of the batch"
+            )
 
     def check_tensors(self, form: BatchForm) -> None:
         """Raise Infeasible where another form has other tensors or values, whatever their shapes."""

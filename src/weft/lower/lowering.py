@@ -23,7 +23,7 @@ from weft.model.sharding.sharding import Sharding
 from weft.model.storage.autocast import autocast
 from weft.ops import draws
 from weft.plan.axis import axis_of
-from weft.plan.placement import D, P, Placement, R, Shard
+from weft.plan.placement import D, P, Placement, R, shard
 from weft.world.world import Group
 
 Variant = tuple[Placement, ...]  # a value's form along every axis, in the order of `Lowering.axes`
@@ -90,7 +90,14 @@ class Lowering:
 
     def handed_out(self, value: str) -> Variant:
         """The form in which the user's own code gets an output: this rank's samples, and of those everything."""
-        return tuple(Shard(self.rows[value]) if axis_of(axis).cuts_samples and value in self.rows else R for axis in self.axes)
+        return tuple(self._own_rows(value, axis) if axis_of(axis).cuts_samples and value in self.rows else R for axis in self.axes)
+
+    def _own_rows(self, value: str, axis: str) -> Placement:
+        """Of an output, this rank's samples."""
+        dim, n = self.rows[value], self.sharding.sizes[axis]
+        length = self.graph.tensors[value].shape[dim]
+        count = self.graph.granules[False].get((value, dim), length)
+        return shard(dim, length, n, length // count if length % count == 0 else 1)
 
     def dtype(self, value: str) -> torch.dtype:
         """Of a value as the run has it."""

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from weft.model.graph import Graph, Variable, written_buffers
 from weft.model.sharding.sharding import Sharding
 from weft.model.stages.stages import Stage
+from weft.plan.axis import DATA
 from weft.plan.mesh import Mesh
-from weft.plan.placement import is_owned, is_shard
+from weft.plan.placement import Shard, is_owned, is_shard, shard
 from weft.plan.program import Program
 from weft.run.state.optimizer import OptimizerSpec
 from weft.run.state.parameters import FlatGroup, LocalParameter
@@ -81,7 +82,7 @@ class Blocks:
         holders = holders_of(self.stages, self.program, v.value)
         offsets, shape = self.of(v)
         cut = {axis for axis, form in self.sharding.forms[v.value].items() if is_shard(form) or is_owned(form)}
-        axes = tuple(dict.fromkeys((*self.sharding.gradients.get(v.value, ()), *(axis for axis in self.always if axis not in cut))))
+        axes = tuple(dict.fromkeys(a for a in (*self.sharding.gradients.get(v.value, ()), *self.always) if a not in cut))
         ranks = [rank for holder in holders for rank in mesh.group(mesh.rank({**at, "pipeline": holder}), *axes)]
         if v.value in self.across:  # every rank of these stages has a share of the gradient, see `shares_of`
             ranks = [rank for holder in holders for rank in mesh.group(mesh.rank({"pipeline": holder}), *mesh.inside)]
@@ -104,6 +105,30 @@ class Blocks:
             (tuple(holders), tuple(sorted(cut)), tuple(axes)),
             across=len(holders) > 1,
         )
+
+
+def zero_pieces(graph: Graph, sharding: Sharding) -> dict[str, Shard]:
+    """ZeRO in a plain loop: of each parameter that learns, by name, the dim that data ranks have pieces of: the first that divides, or else
+    differs by one, of those that no other axis cuts. What has one dim is little, and stays whole; so does what the model writes itself."""
+    n = sharding.sizes.get(DATA, 1)
+    written = written_buffers(graph)
+    found = {}
+    for v in graph.parameters:
+        cut = {form.dim for form in sharding.forms[v.value].values() if is_shard(form)}
+        shape = v.tensor.shape
+        dims = [dim for dim, length in enumerate(shape) if dim not in cut and length >= n > 1]
+        owned = any(is_owned(form) for form in sharding.forms[v.value].values())
+        if dims and v.trainable and len(shape) > 1 and not (owned or v.pairs or v.value in written):
+            dim = next((dim for dim in dims if shape[dim] % n == 0), dims[0])
+            found[v.name] = shard(dim, shape[dim], n)
+    return found
+
+
+def in_pieces(sharding: Sharding, graph: Graph, pieces: Mapping[str, Shard]) -> Sharding:
+    """`sharding` as parameters are stored where data ranks have pieces of them, whose gradients are then no summands over data."""
+    stored = {v.value: pieces[v.name] for v in graph.parameters if v.name in pieces}
+    forms = {value: {**by, DATA: stored[value]} if value in stored else by for value, by in sharding.forms.items()}
+    return replace(sharding, forms=forms)
 
 
 @dataclass(frozen=True)

@@ -35,10 +35,13 @@ from weft.model.sharding.sample_pieces import with_samples_of
 from weft.model.sharding.sharding import Prices, Sharding, weighed
 from weft.plan.axis import axis_of, sample_axes
 from weft.plan.grid import AXES, PLAIN
+from weft.plan.layout import Layout
+from weft.plan.mesh import Mesh
 from weft.plan.patterns import expand_all
+from weft.plan.placement import is_shard
 from weft.plan.plan import Plan
 from weft.plan.precision import PRECISIONS
-from weft.run.blocks import Blocks, Initial
+from weft.run.blocks import Blocks, Initial, in_pieces, zero_pieces
 from weft.run.meshes import between_meshes, from_other_meshes, shares_of, stage_shardings
 from weft.run.microbatch import Part, part_of, takes_no_numbers
 from weft.run.recent import MOST_SIZES
@@ -221,10 +224,7 @@ def build(
         ProgramError: a schedule of the user's own that is for other links between stages, or is refuted.
     """
     layout = plan.layout
-    layout.check_runs()
-    mesh = layout.mesh_of(world.rank)
-    if mesh.num_ranks != world.num_ranks:
-        raise Infeasible(f"the layout {layout} needs {mesh.num_ranks} ranks, {world.num_ranks} were started")
+    mesh = _mesh_of(layout, world)
     first, dtype = plan.microbatch_sizes[0], DTYPES[layout.precision]
     part = outputs_of(source, plan, batch, first) if outputs else source.part(plan, batch, loss, first, plan.batch_size)
     graph, normal = part.normal.graph, part.normal
@@ -238,7 +238,7 @@ def build(
     sharding = shardings[at["pipeline"]]  # of all stages of a rank
     mine, draw = [stages[s] for s in program.stages_of[at["pipeline"]]], Draw(seed=seed)
     groups = {axis: world.group(mesh.group(world.rank, axis)) for axis in sharding.sizes}
-    rows, late = rows_of_outputs(source, batch, graph, layout.data) if outputs else {}, frozenset(t.variable for t in normal.totals)
+    rows, late = rows_of_outputs(source, batch, graph, sharding) if outputs else {}, frozenset(t.variable for t in normal.totals)
     across = between_meshes(layout, stages) & {v.value for v in graph.parameters}
     shares, apart = shares_of(across, sharding, mesh), from_other_meshes(layout, mine)
     arrival, where_samples = Arrival(), folds(plan, source, part.captured, batch, loss)
@@ -248,28 +248,40 @@ def build(
     known = Sized(normal, lowered, {}, shardings, sharding)
 
     def other(size: int, samples: int) -> Sized:
-        if (size, samples) == (first, plan.batch_size) or outputs:
+        if (size, samples) == (first, plan.batch_size):
             return known
-        that = source.part(plan, batch, loss, size, samples)
-        placed = replace(lowering, folds=where_samples or folds(plan, source, that.captured, batch, loss))
+        that = outputs_of(source, plan, batch, size) if outputs else source.part(plan, batch, loss, size, samples)
+        # Outputs are of whole batches.
+        placed = lowering if outputs else replace(lowering, folds=where_samples or folds(plan, source, that.captured, batch, loss))
         return sized(known, placed, that.normal, plan, constants_of(that.constants, world.device, dtype))
 
     # What a plain loop's outputs do not depend on its loss may: a weight for each of several losses, a temperature.
     trainable = {v.value for v in graph.parameters if v.trainable} if outputs else learned(graph)
-    blocks = Blocks(mesh, at, sharding, stages, program, across, sample_axes(mesh.inside) if outputs else ())
+    pieces = zero_pieces(graph, sharding) if outputs and layout.zero else {}
+    own_blocks = in_pieces(sharding, graph, pieces)
+    blocks = Blocks(mesh, at, own_blocks, stages, program, across, sample_axes(mesh.inside) if outputs else ())
     specs = blocks.specs(graph, trainable, optimizer, dtype, layers_of(lowered))
-    flat, parameters = build_groups(list(specs.values()), world.device, layout.zero, world.rank, plan.bucket_bytes)
+    flat, parameters = build_groups(list(specs.values()), world.device, 0 if outputs else layout.zero, world.rank, plan.bucket_bytes)
     choose_sums(plan, world, flat)
     of_buffers = {v.name: (v, blocks.of(v)[0]) for v in graph.buffers if blocks.holds(v)}
-    buffers = source.take(Initial(sharding, at, specs, parameters, flat, of_buffers, world.device, dtype).take, None)
+    buffers = source.take(Initial(own_blocks, at, specs, parameters, flat, of_buffers, world.device, dtype).take, None)
     used, held = {value for stage in mine for value in stage.variables}, {**parameters, **buffers}
     variables: dict[str, Tensor] = {v: t for v, t in constants_of(part.constants, world.device, dtype).items() if v in used}
     variables |= {v.value: held[v.name] for v in (*graph.parameters, *graph.buffers) if v.value in used and v.name in held}
     return Parts(
         graph, sharding, stages, program, lowered, parameters, specs, flat, buffers, of_buffers, variables, draw, part.structure,
         frozenset(source.model.state_dict(keep_vars=True)), lru_cache(MOST_SIZES)(other), where_samples, shardings, lowering, part.coupled,
-        normal.counted_from, arrival,
+        normal.counted_from, arrival, pieces,
     )  # fmt: skip
+
+
+def _mesh_of(layout: Layout, world: World) -> Mesh:
+    """The mesh of a layout that runs in this world."""
+    layout.check_runs()
+    mesh = layout.mesh_of(world.rank)
+    if mesh.num_ranks != world.num_ranks:
+        raise Infeasible(f"the layout {layout} needs {mesh.num_ranks} ranks, {world.num_ranks} were started")
+    return mesh
 
 
 def folds(
@@ -301,18 +313,23 @@ def _check_dtypes(graph: Graph, precision: str) -> None:
             )
 
 
-def rows_of_outputs(source: Source, batch: Any, graph: Graph, data: int, modes: Modes | None = None) -> dict[str, int]:
-    """Which dimension of each output follows the samples, as a capture with twice as many shows; another may be as long by accident."""
-    if data == 1:  # every rank has all of them
+def rows_of_outputs(source: Source, batch: Any, graph: Graph, sharding: Sharding, modes: Modes | None = None) -> dict[str, int]:
+    """Which dimension of each output follows the samples: the one that ranks with other samples have a part of; of an output that is whole,
+    as a capture with twice as many shows, since another may be as long by accident."""
+    axes = sharding.sample_axes
+    if not axes:  # every rank has all of them
         return {}
+    forms = {v: [form for axis in axes if is_shard(form := sharding.forms[v][axis])] for v in graph.outputs}
+    found = {v: those[0].dim for v, those in forms.items() if those}
+    if all(v in found or not graph.tensors[v].shape for v in graph.outputs):
+        return found
     try:
         twice = source.capture(batch, None, 2 * graph.batch_size, outputs=True, modes=modes).graph
     except ModelError:  # the model knows its number of samples
         return {v: 0 for v in graph.outputs if graph.tensors[v].shape[:1] == (graph.batch_size,)}
-    found: dict[str, int] = {}
     for value, other in zip(graph.outputs, twice.outputs, strict=True):
         shape = graph.tensors[value].shape
-        grown = [dim for dim, (n, m) in enumerate(zip(shape, twice.tensors[other].shape, strict=True)) if n != m and n % data == 0]
+        grown = [dim for dim, (n, m) in enumerate(zip(shape, twice.tensors[other].shape, strict=True)) if n != m]
         if grown:
             found[value] = grown[0]
     return found

@@ -45,7 +45,8 @@ from weft.world.world import World
 @dataclass(frozen=True)
 class Asked:
     """What is captured: the model in `modes` on a batch of this form. `trains`: whether backward runs, into gradients that ranks sum as
-    the plan says. `outputs`: up to the model's outputs, without a loss. `size`: samples of a microbatch, by default the plan's."""
+    the plan says. `outputs`: up to the model's outputs, without a loss. `size`: samples of a microbatch, by default the plan's. `alike`:
+    every replica computes all samples, instead of its part."""
 
     modes: Modes
     batch: Any
@@ -53,6 +54,7 @@ class Asked:
     trains: bool = False
     outputs: bool = False
     size: int = 0
+    alike: bool = False
 
 
 def captured_in(asked: Asked, parts: Parts, plan: Plan, source: Source, world: World) -> Parts:
@@ -72,12 +74,12 @@ def captured_in(asked: Asked, parts: Parts, plan: Plan, source: Source, world: W
     program = program_of(plan, stages, world)
     mesh = plan.layout.mesh_of(world.rank)
     at = mesh.coordinates(world.rank)
-    shardings = _shardings(parts, plan, source, graph, stages)
+    shardings = _shardings(parts, plan, source, graph, stages, asked.alike)
     sharding = shardings[at["pipeline"]]
     mine = [stages[s] for s in program.stages_of[at["pipeline"]]]
     groups = {axis: world.group(mesh.group(world.rank, axis)) for axis in sharding.sizes}
-    rows = rows_of_outputs(source, batch, graph, plan.layout.data, modes) if outputs else {}
-    where_samples = folds(plan, source, part.captured, batch, loss, modes)
+    rows = rows_of_outputs(source, batch, graph, sharding, modes) if outputs else {}
+    where_samples = () if outputs else folds(plan, source, part.captured, batch, loss, modes)  # outputs are of whole batches
     late = frozenset(total.variable for total in normal.totals)
     apart = from_other_meshes(plan.layout, mine)
     across = between_meshes(plan.layout, stages) & {v.value for v in graph.parameters} if asked.trains else frozenset()
@@ -91,10 +93,11 @@ def captured_in(asked: Asked, parts: Parts, plan: Plan, source: Source, world: W
     cut_here = replace(plan, stages=tuple(sites))
 
     def other(size: int, count: int) -> Sized:
-        if (size, count) == (first, samples) or outputs:
+        if (size, count) == (first, samples):
             return known
-        again = source.part(plan, batch, loss, size, count, modes)
-        placed = replace(lowering, folds=where_samples or folds(plan, source, again.captured, batch, loss, modes))
+        again = outputs_of(source, plan, batch, size, modes) if outputs else source.part(plan, batch, loss, size, count, modes)
+        found = () if outputs else where_samples or folds(plan, source, again.captured, batch, loss, modes)
+        placed = replace(lowering, folds=found)
         return sized(known, placed, again.normal, cut_here, constants_of(again.constants, world.device, dtype))
 
     variables = _variables(parts, graph, sharding, mine, at)
@@ -107,9 +110,11 @@ def captured_in(asked: Asked, parts: Parts, plan: Plan, source: Source, world: W
     )  # fmt: skip
 
 
-def _shardings(parts: Parts, plan: Plan, source: Source, graph: Graph, stages: Sequence[Stage]) -> tuple[Sharding, ...]:
+def _shardings(parts: Parts, plan: Plan, source: Source, graph: Graph, stages: Sequence[Stage], alike: bool) -> tuple[Sharding, ...]:
     """The sharding of a graph by pipeline rank: that of `parts` where its operators are the same and its tensors divide as it says."""
-    if parts.lowering is not None:
+    if alike:
+        plan = replace(plan, layout=replace(plan.layout, data=1))
+    elif parts.lowering is not None:
         try:
             check_alike(parts.lowering, graph)
             again = {id(one): with_samples_of(one, graph, shares_of_samples(plan.layout)) for one in parts.shardings}
@@ -136,7 +141,10 @@ def _variables(parts: Parts, graph: Graph, sharding: Sharding, mine: Sequence[St
                 f"stage {stage} of the pipeline reads {v.name} here, and in training another one does, which is not built yet; "
                 "evaluate the serial model from engine.full_state_dict(), or use a layout without a pipeline"
             )
-        if tuple(held[v.name].shape) != sharding.shape(v.value, v.tensor.shape, at=at):
+        want, have, piece = sharding.shape(v.value, v.tensor.shape, at=at), held[v.name].shape, parts.pieces.get(v.name)
+        if [n for dim, n in enumerate(have) if piece is None or dim != piece.dim] != [
+            n for dim, n in enumerate(want) if piece is None or dim != piece.dim
+        ]:
             raise ModelError(f"{v.name} is written otherwise than in training, and lies in other pieces then, which is not built yet")
         variables[v.value] = held[v.name]
     return variables

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,8 @@ from weft.model.batch.normalise import Normalised
 from weft.model.graph import Graph, Variable
 from weft.model.sharding.sharding import Sharding
 from weft.model.stages.stages import Stage, links
+from weft.plan.axis import DATA
+from weft.plan.placement import Placement, Shard
 from weft.plan.plan import Plan
 from weft.plan.program import Program
 from weft.run.resized import Sized
@@ -52,12 +54,18 @@ class Parts:
     coupled: tuple[Coupling, ...] = ()  # where microbatches differ from the whole batch
     counted: frozenset[str] = frozenset()  # inputs from which what the loss divides by is counted
     arrival: Arrival = field(default_factory=Arrival)
+    pieces: Mapping[str, Shard] = field(default_factory=dict)  # in a plain loop with ZeRO: of parameters, by name, which dim data ranks cut
 
     @property
     def only(self) -> LocalStage:
         """The one stage, of a plan without a pipeline."""
         (local,) = self.lowered.values()
         return local
+
+    def stored(self, v: Variable) -> Mapping[str, Placement]:
+        """How a parameter or buffer lies along every axis as it is stored."""
+        forms = self.sharding.forms[v.value]
+        return {**forms, DATA: self.pieces[v.name]} if v.name in self.pieces else forms
 
     def of_size(self, size: int, samples: int) -> Sized:
         """This rank's stages for microbatches of `size` samples of a batch of `samples`, all data replicas together.

@@ -59,8 +59,10 @@ def shard(batches: Iterable[Batch], where: Coordinate) -> Iterator[Batch]:
 
     Every rank must be given the same batches; ranks that differ only in another axis get the same rows.
 
+    In a plain loop all ranks get all of a batch that has fewer samples than there are data ranks, since each must have some.
+
     Raises:
-        Infeasible: a batch that does not divide over data, with the numbers. UsageError: the first batch is another one than rank 0's.
+        UsageError: the first batch is another one than rank 0's.
 
     >>> import torch
     >>> from types import SimpleNamespace
@@ -72,14 +74,40 @@ def shard(batches: Iterable[Batch], where: Coordinate) -> Iterator[Batch]:
         if number == 0 and world is not None and world.num_ranks > 1:
             check_same(batch, world)
         samples = batch_size(batch)
-        yield with_samples(take(batch, rows_of_part(samples, where)), samples)
+        few = samples < where.data_size and not hasattr(where, "sizes_of")
+        rows = batch if few else take(batch, rows_of_part(samples, where))
+        yield with_samples(rows, samples) if where.data_size > 1 else rows
+
+
+class Sharded:
+    """As `shard`, of a loader that is gone through again and again: one epoch at a time, as the loader itself.
+
+    >>> from types import SimpleNamespace
+    >>> import torch
+    >>> mine = Sharded([torch.arange(4), torch.arange(3)], SimpleNamespace(data_index=1, data_size=2))
+    >>> len(mine), [x.tolist() for x in mine], [x.tolist() for x in mine]
+    (2, [[2, 3], [2]], [[2, 3], [2]])
+    """
+
+    def __init__(self, loader: Iterable[Batch], where: Coordinate) -> None:
+        self.loader, self._where = loader, where
+
+    def __iter__(self) -> Iterator[Batch]:
+        return shard(self.loader, self._where)
+
+    def __len__(self) -> int:
+        return len(self.loader)  # type: ignore[arg-type]  # as the loader says
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["loader"], name)
 
 
 def rows_of_part(num_samples: int, where: Coordinate) -> list[int]:
     """As `rows_of`, of a batch that may be smaller than the plan's, in fewer microbatches where it must."""
     sizes_of = getattr(where, "sizes_of", None)  # an Engine has microbatches, a place in a plain loop has none
     if sizes_of is None:
-        return rows_of(num_samples, where.data_index, where.data_size)
+        first, own = piece(num_samples, where.data_size, where.data_index)
+        return list(range(first, first + own))
     return _rows(sizes_of(num_samples), getattr(where, "rows_of", lambda size: piece(size, where.data_size, where.data_index)))
 
 

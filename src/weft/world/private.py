@@ -51,6 +51,8 @@ NAMES: tuple[tuple[Any, str], ...] = (
         )
     ),
     (torch, "_foreach_norm"),
+    (torch.Tensor, "_base"),
+    (torch.Tensor, "_version"),
     (torch, "_amp_foreach_non_finite_check_and_unscale_"),
     (python_dispatch, "TorchDispatchMode"),
     *(
@@ -69,6 +71,16 @@ unscale = torch._amp_foreach_non_finite_check_and_unscale_
 # Casts, and whatever else is dispatched, can be rewritten by a mode of one's own.
 DispatchMode = python_dispatch.TorchDispatchMode
 BatchNorm: type[torch.nn.Module] = torch.nn.modules.batchnorm._BatchNorm  # what all batch norms descend from
+
+
+def viewed(x: Tensor) -> Tensor:
+    """The tensor that this one is a view of, or itself."""
+    return x if x._base is None else x._base
+
+
+def version_of(x: Tensor) -> int:
+    """How often it has been written."""
+    return x._version
 
 
 def gloo(store: Any, rank: int, size: int, timeout_s: float, host: str) -> Any:

@@ -25,7 +25,6 @@ from weft.capture.fakes import fake_mode
 from weft.capture.modes import training_modes
 from weft.errors import Infeasible, UsageError
 from weft.plan.mesh import Mesh
-from weft.plan.microbatches import check_equal
 from weft.plan.placement import is_shard
 from weft.plan.plan import Plan
 from weft.run.build import Source, build
@@ -47,20 +46,24 @@ def divide(model: nn.Module, source: Source, plan: Plan, batch: Any, world: Worl
     """Divide `model` in place under `plan`; `batch` is what it is called with, with the whole batch's samples.
 
     Raises:
-        Infeasible: a plan with a pipeline, microbatches, ZeRO, compressed gradients or staleness, which need the engine; a model that could
+        Infeasible: a plan with a pipeline, microbatches, compressed gradients or staleness, which need the engine; a model that could
             not be captured, whose parts would train something else than the whole.
     """
     layout = plan.layout
     divides = max(layout.num_stages, layout.microbatches, layout.branch) > 1
-    if divides or layout.zero or layout.compress != "none" or layout.staleness:
-        raise Infeasible(f"{layout}: a plain loop owns its backward and its optimizer, so only data and tensor apply; use weft.parallelize")
-    check_equal(plan.batch_size, layout, "a plain loop averages gradients over ranks")
+    if divides or layout.compress != "none" or layout.staleness:
+        raise Infeasible(
+            f"{layout}: a plain loop owns its backward and its optimizer, so pipeline, microbatches, branch, compress and "
+            "staleness do not apply; use weft.parallelize"
+        )
     if layout.compile == "on":
         raise Infeasible(f"{layout}: a plain loop's module is not compiled; leave compile out, or use weft.parallelize")
     if layout.batch_norm == "local":
         raise Infeasible(
             f"{layout}: statistics of each replica would be kept apart in a plain loop; leave batch_norm out, or use weft.parallelize"
         )
+    if plan.uncaptured and layout.zero:
+        raise Infeasible(f"{layout}: {plan.model} could not be captured, so a plain loop keeps all of it on every rank; leave zero out")
     if plan.uncaptured:
         Divided(model, plan, world, keep_whole(model, source, plan, batch, world)).bind()
         return
@@ -72,9 +75,9 @@ def divide(model: nn.Module, source: Source, plan: Plan, batch: Any, world: Worl
     original = Original(model, OWN, fake_mode() if source.deferred is None else source.deferred.fake_mode)
     place(model, parts.parameters, parts.buffers)
     captures = Captures(parts, plan, source, batch, world, original, inspect.signature(model.forward), training_modes(model))
-    Divided(model, plan, world, ByGraphs(model, parts, captures, Unchanged(model))).bind()
+    exchange = Exchange(parts.groups, parts.parameters, world)
+    Divided(model, plan, world, ByGraphs(model, parts, captures, Unchanged(model), exchange)).bind()
     _cut_what_is_loaded(model, parts)
-    Exchange(parts.groups, parts.parameters, world)
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor] | None:
@@ -94,10 +97,10 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor] | None:
 
 def _mark_cut(parts: Parts, world: World, mesh: Mesh) -> None:
     """Let parameters that are cut know it."""
-    values = {v.name: v.value for v in parts.graph.parameters}
+    variables = {v.name: v for v in parts.graph.parameters}
     for name, spec in parts.specs.items():
         if spec.shape != spec.global_shape:
-            forms = parts.sharding.forms[values[name]]
+            forms = parts.stored(variables[name])
             cuts = tuple((form, world.group(mesh.group(world.rank, axis))) for axis, form in forms.items() if is_shard(form))
             whole = Whole(name, spec.global_shape, cuts)
             if (whole.offsets, whole.part) != (spec.offsets, spec.shape):
@@ -105,8 +108,8 @@ def _mark_cut(parts: Parts, world: World, mesh: Mesh) -> None:
             guard_optimizers()
             marked = CutParameter.of(parts.parameters[name], whole)
             parts.parameters[name] = marked
-            if values[name] in parts.variables:
-                parts.variables[values[name]] = marked
+            if variables[name].value in parts.variables:
+                parts.variables[variables[name].value] = marked
 
 
 def _cut_what_is_loaded(model: nn.Module, parts: Parts) -> None:

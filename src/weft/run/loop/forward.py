@@ -22,14 +22,17 @@ from weft.capture.nesting import BatchForm, batch_size_of, is_plain, known_sampl
 from weft.errors import Infeasible, ModelError
 from weft.lower.kernels.randomness import Draw
 from weft.lower.redistribute import counted, redistribute
-from weft.plan.axis import axis_of
-from weft.plan.placement import D, R, is_shard
+from weft.plan.axis import DATA, axis_of, sample_axes
+from weft.plan.placement import D, R, is_shard, piece
 from weft.plan.plan import Plan
 from weft.run.build import Source, Traced
 from weft.run.captures import Asked, captured_in
 from weft.run.loop.original import Original
+from weft.run.loop.pieces import Pieces, Saved, gathering
 from weft.run.loop.unchanged import Unchanged
+from weft.run.loop.whole import with_whole_weights
 from weft.run.recent import MOST_FORMS, Recent
+from weft.run.reduce.exchange import Exchange
 from weft.run.sharded_state import full_state, narrowed, weights_of
 from weft.run.state.checkpoint import Piece
 from weft.run.state.precision import products_of
@@ -71,12 +74,15 @@ def with_tensors(parts: Parts, parameters: Mapping[str, Any], buffers: Mapping[s
 
 @dataclass(frozen=True)
 class Forward:
-    """One capture. `exchanged`: axes over which each parameter's gradient is exchanged, by name."""
+    """One capture. `exchanged`: axes over which each parameter's gradient is exchanged, by name. `alike`: whether every replica computes
+    all samples; `part`: what this replica has of them, in parts of what each would have of equal shares."""
 
     parts: Parts
     plan: Plan
     world: World
     exchanged: Mapping[str, tuple[str, ...]]
+    alike: bool = False
+    part: float = 1.0
 
     def __call__(self, given: Mapping[str, Tensor]) -> Any:
         """The output. `given`: the tensors of the call by path."""
@@ -96,11 +102,15 @@ class Forward:
         kind = self.world.device.type
         theirs = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None  # the user's own, around the call
         autocast = products_of(layout.precision) or theirs
-        with private.as_plain(), torch.autocast(kind, dtype=autocast, enabled=autocast is not None):
-            results = local.module(*values)
+        saved, module = self._gathering
+        with private.as_plain(), torch.autocast(kind, dtype=autocast, enabled=autocast is not None), saved.kept():
+            results = module(*values)
         out = []
         for name, x in zip(local.results, results, strict=True):
             # The same on all data ranks, each of which may make something else of it: a scale of its own samples' scores.
+            has_rows = any(is_shard(local.forms[name].get(axis, R)) for axis in parts.sharding.sample_axes)
+            if has_rows and self.part != 1.0:  # the loop's own mean over this rank's samples counts by how many there are
+                x = counted(x, self.part)
             for axis in parts.sharding.sample_axes if x.is_floating_point() else ():
                 x = x if is_shard(local.forms[name].get(axis, R)) else redistribute(x, R, D, self._group(axis))
             out.append(x)
@@ -113,7 +123,7 @@ class Forward:
         groups: list[Group] = []
         for node in getattr(self.parts.only.module, "graph", fx.Graph()).nodes:
             fx.node.map_aggregate((node.args, node.kwargs), lambda x: groups.append(x) if isinstance(x, Group) and x.size > 1 else None)
-        return bool(groups)
+        return bool(groups or self.parts.pieces)
 
     @cached_property
     def _outputs(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -126,10 +136,26 @@ class Forward:
     def _axes(self) -> dict[str, tuple[set[str], set[str]]]:
         """By graph value of exchanged parameters: the axes over which this capture leaves summands, and those of the exchange."""
         names = {one.name for group in self.parts.groups for one in group.members}
-        gradients = self.parts.sharding.gradients
-        return {
-            v.value: (set(gradients.get(v.value, ())), set(self.exchanged[v.name])) for v in self.parts.graph.parameters if v.name in names
+        gradients, pieces = self.parts.sharding.gradients, self.parts.pieces
+        return {  # of what lies in pieces over data, the gather's backward sums
+            v.value: (set(gradients.get(v.value, ())) - ({DATA} if v.name in pieces else set()), set(self.exchanged[v.name]))
+            for v in self.parts.graph.parameters
+            if v.name in names
         }
+
+    @cached_property
+    def _gathering(self) -> tuple[Saved, nn.Module]:
+        """What computes, where parameters that lie in pieces come together."""
+        parts, saved, module = self.parts, Saved(self.plan.layout.zero == 3), self.parts.only.module
+        names = {v.value: v.name for v in parts.graph.parameters if v.name in parts.pieces}
+        if not names:
+            return saved, module
+        assert isinstance(module, fx.GraphModule)
+        read = R if self.alike else D  # where every rank computes all samples, its gradient is whole
+        pieces = {
+            i: Pieces(names[v], parts.pieces[names[v]], read, self._group(DATA)) for i, v in enumerate(parts.only.variables) if v in names
+        }
+        return saved, gathering(module, pieces, saved)
 
     @cached_property
     def _summed_here(self) -> list[tuple[int, Group]]:
@@ -146,7 +172,7 @@ class Forward:
 
         The exchange takes the mean (see `run/loop/divide`): of what is whole on every data rank it then counts the data ranks' part.
         """
-        data, sizes = self.plan.layout.data, self.parts.sharding.sizes
+        data, sizes = 1 if self.alike else self.plan.layout.data, self.parts.sharding.sizes
         shares = {value: prod(sizes[axis] for axis in made & exchanged) / data for value, (made, exchanged) in self._axes.items()}
         return [(i, shares[v]) for i, v in enumerate(self.parts.only.variables) if shares.get(v, 1.0) != 1.0]
 
@@ -161,7 +187,7 @@ class Forward:
         return self.world.group(self.plan.layout.mesh.group(self.world.rank, axis))
 
 
-Call = tuple[Modes, Hashable]  # the model's modes, and the key of the form of what it is called with
+Call = tuple[Modes, Hashable, bool]  # the model's modes, the form of what it is called with, whether all replicas get the same
 
 
 @dataclass(frozen=True)
@@ -186,19 +212,28 @@ class Captures:
         """Of what it was captured with."""
         return BatchForm.of(self.batch)
 
-    def of(self, call: Call, called: Any) -> Parts:
-        """The parts of such a call, captured when it is first made."""
-        if call == (self.modes, self.form.key):
+    def of(self, call: Call, called: Any, samples: int) -> Parts:
+        """The parts of such a call of so many samples, captured when it is first made."""
+        first = call == (self.modes, self.form.key, False)
+        if first and samples == self.plan.batch_size:
             return self.parts
-        return self.others.of(call, lambda: self._captured(call, called))
+        base = self.parts if first else self.others.of(call, lambda: self._captured(call, called, samples))
+        try:
+            with self.original.back():
+                one = base.of_size(samples, samples)
+        except Infeasible:  # with so many it computes something else
+            return self._captured(call, called, samples)
+        variables = {**base.variables, **{v: x for v, x in one.constants.items() if v in base.variables}}
+        return replace(base, graph=one.normal.graph, sharding=one.sharding, lowered=dict(one.lowered), variables=variables)
 
-    def _captured(self, call: Call, called: Any) -> Parts:
+    def _captured(self, call: Call, called: Any, samples: int) -> Parts:
         # What a source has captured is of one form.
         alike = call[1] == self.form.key
         batch, source = (self.batch, self.source) if alike else (called, Traced(self.source.model, self.source.deferred))
         try:
             with self.original.back():
-                return captured_in(Asked(call[0], batch, outputs=True), self.parts, self.plan, source, self.world)
+                asked = Asked(call[0], batch, outputs=True, size=samples, alike=call[2])
+                return captured_in(asked, self.parts, self.plan, source, self.world)
         except ModelError as error:
             now = "trains" if call[0][0] else "evaluates"
             names = ", ".join(sorted(tensors_of(called)))
@@ -224,12 +259,14 @@ class Captures:
 
 @dataclass(frozen=True)
 class ByGraphs:
-    """The way of a module that was captured (`run/loop/module`). `parts`: of its training, with this module's own tensors."""
+    """The way of a module that was captured (`run/loop/module`). `parts`: of its training, with this module's own tensors.
+    `exchange`: of its gradients; of a copy, which nobody exchanges, None."""
 
     model: nn.Module
     parts: Parts
     captures: Captures
     unchanged: Unchanged
+    exchange: Exchange | None = None
     forwards: Recent[Forward] = field(default_factory=lambda: Recent(1 + MOST_FORMS))
 
     @property
@@ -242,50 +279,91 @@ class ByGraphs:
         self.unchanged.check()
 
     def compute(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The output of this rank's samples."""
+        """The output of this rank's samples; without gradients and with objects that change (generation), by the model's own code."""
         called = self.captures.nested(args, kwargs)
         form = BatchForm.of(called)
-        self.captures.form.check_objects(form)
-        given = tensors_of(called)
-        plan, have = self.captures.plan, batch_size_of(called)
-        rows = plan.batch_size // plan.layout.data
-        # Where nothing is learnt and nothing exchanged, a rank may call it alone.
-        if (torch.is_grad_enabled() or self.talks) and not known_samples(called):
-            self._check_one_form(form)
-        if have != rows:
-            raise Infeasible(
-                f"the model is divided for {plan.batch_size} samples, {rows} on each of data={plan.layout.data}, and was called with "
-                f"{have}; draw batches through weft.shard(loader), with drop_last=True"
-            )
-        forward = self._forward_of((modes_of(self.model), form.key), called)
+        plan, world = self.captures.plan, self.captures.world
+        if torch.is_grad_enabled():
+            self.captures.form.check_objects(form)
+        elif self.captures.form.other_objects(form):
+            with with_whole_weights(self.model, self.parts, plan.layout.mesh, world):
+                return type(self.model).forward(self.model, *args, **kwargs)
+        samples, alike = self._samples_of(called, form)
+        forward = self._forward_of((modes_of(self.model), form.key, alike), samples, called)
         forward.parts.draw.step += 1
-        return forward(given)
+        return forward(tensors_of(called))
 
     @cached_property
     def talks(self) -> bool:
         """Whether ranks exchange anything while the model computes, as it was planned."""
         return Forward(self.parts, self.captures.plan, self.captures.world, {}).talks
 
-    def _check_one_form(self, form: BatchForm) -> None:
-        """Raise Infeasible on all ranks where they call the model with tensors of different forms: they would wait for one another, or add
-        what does not belong together. Batches of `weft.shard` are known to be alike."""
-        world = self.captures.world
-        if world.num_ranks == 1:
-            return
-        numbers = world.everyone.all_gather(torch.tensor([form.number], device=world.device), 0).tolist()
-        if len(set(numbers)) > 1:
+    def _samples_of(self, called: Any, form: BatchForm) -> tuple[int, bool]:
+        """Samples of what all ranks are called with, and whether each is called with all of them.
+
+        Raises:
+            Infeasible: ranks are called with other parts than `weft.shard` gives, or with other forms; on all of them.
+        """
+        have, known, places = batch_size_of(called), known_samples(called), self._places
+        n = max(places) + 1
+        if self.captures.world.num_ranks > 1 and not known:
+            # Where nothing is learnt and nothing exchanged, a rank may call it alone.
+            known = self._told(have, form) if torch.is_grad_enabled() or self.talks else have * n
+        if n == 1:
+            return have, False
+        if known == have and self.captures.plan.layout.expert == 1:
+            return have, True
+        if have != piece(known, n, places[self.captures.world.rank])[1]:
+            raise Infeasible(
+                f"the model was called with {have} of {known} samples, which {self.captures.plan.layout} divides otherwise; draw batches "
+                "through weft.shard(loader)"
+            )
+        return known, False
+
+    @cached_property
+    def _places(self) -> list[int]:
+        """Which part of the samples each rank has."""
+        mesh = self.captures.plan.layout.mesh
+        axes = sample_axes(mesh.inside)
+        return [mesh.group(rank, *axes).index(rank) for rank in range(self.captures.world.num_ranks)]
+
+    def _told(self, have: int, form: BatchForm) -> int:
+        """Samples of all ranks, which tell each other how many they have and of what form: in one message of 16 bytes.
+
+        Raises:
+            Infeasible: on all ranks, where they would wait for one another, or add what does not belong together.
+        """
+        world, places = self.captures.world, self._places
+        told = torch.tensor([[have, form.number]], dtype=torch.int64, device=world.device)
+        counts, forms = world.everyone.all_gather(told, 0).T.tolist()
+        if len(set(forms)) > 1:
             raise Infeasible(
                 "ranks call the model with tensors of different shapes or kinds, and exchange values and gradients; draw batches through "
                 "weft.shard(loader), or pad them to one shape on all ranks"
             )
+        n, by_place, plan = max(places) + 1, dict(zip(places, counts, strict=True)), self.captures.plan
+        samples: int = sum(by_place.values())
+        if torch.is_grad_enabled() and samples > plan.batch_size:
+            raise Infeasible(
+                f"the model is divided for batches of {plan.batch_size} samples, and ranks call it with {samples}, {have} on rank "
+                f"{world.rank}; draw batches through weft.shard(loader), which gives each rank its part"
+            )
+        if counts != [piece(samples, n, place)[1] for place in places]:
+            raise Infeasible(
+                f"ranks call the model with {', '.join(map(str, counts))} samples, which {plan.layout} divides otherwise; "
+                "draw batches through weft.shard(loader), or give every rank as many"
+            )
+        return samples
 
-    def _forward_of(self, call: Call, called: Any) -> Forward:
+    def _forward_of(self, call: Call, samples: int, called: Any) -> Forward:
         def made() -> Forward:
-            parts = with_tensors(self.captures.of(call, called), self.parts.parameters, self.parts.buffers)
+            captures, n = self.captures, max(self._places) + 1
+            parts = with_tensors(captures.of(call, called, samples), self.parts.parameters, self.parts.buffers)
             exchanged = {name: spec.summed_over for name, spec in parts.specs.items()}
-            return Forward(parts, self.captures.plan, self.captures.world, exchanged)
+            part = 1.0 if call[2] else batch_size_of(called) * n / samples
+            return Forward(parts, captures.plan, captures.world, exchanged, call[2], part)
 
-        return self.forwards.of(call, made)
+        return self.forwards.of((call, samples), made)
 
     def of_copy(self, made: nn.Module, memo: Mapping[int, Any]) -> ByGraphs:
         """The same captures over the copy's tensors."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -86,3 +87,23 @@ def divided_of(model: nn.Module) -> Divided | None:
     """How a module was divided; None for one that was not."""
     found = getattr(inspect.unwrap(model.forward), "__self__", None)
     return found if isinstance(found, Divided) else None
+
+
+def accumulate(model: nn.Module, last: bool = False) -> AbstractContextManager[None]:
+    """A block whose backwards add gradients up on this rank; the first backward behind it sums all of them over ranks, in one exchange.
+
+    Without it every `backward()` sums its own, and gradients add up just the same. Where weights lie in pieces (`zero=`) each backward sums
+    its gradients into the pieces in any case. Of a model that is not divided it changes nothing.
+
+    Args:
+        last: whether this is the last backward before the optimizer's step, which sums over ranks.
+
+    >>> import torch, weft
+    >>> net = weft.auto_parallelize(torch.nn.Linear(2, 2), (torch.ones(4, 2),), plan="data=1")
+    >>> for number in (1, 2):
+    ...     with weft.accumulate(net, last=number == 2):
+    ...         (net(torch.ones(4, 2)).mean() / 2).backward()
+    """
+    divided = divided_of(model)
+    exchange = None if divided is None else divided.way.exchange
+    return nullcontext() if last or exchange is None else exchange.holding()

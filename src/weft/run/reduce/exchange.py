@@ -13,7 +13,8 @@ and leaves `torch.autograd.grad` as it is on one rank.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -53,11 +54,23 @@ class Exchange:
         self._left: list[int] = []
         self._works: list[Any] = []
         self._rows = dict.fromkeys(outputs, 0)
+        self._holds = False
+        self._before: set[str] = set()  # used by backwards that exchanged nothing
         for number, (_, _, bucket) in enumerate(self._order):
             for name in bucket.names:
                 with private.as_plain():
                     parameters[name].register_hook(partial(self._arrives, name))  # type: ignore[no-untyped-call]
                     parameters[name].register_post_accumulate_grad_hook(partial(self._arrived, number, name))  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def holding(self) -> Iterator[None]:
+        """A block whose gradients are added up on each rank, for the first backward behind it to exchange together. Of ranks that may use
+        different parameters each backward is exchanged all the same."""
+        held, self._holds = self._holds, not self._unlike
+        try:
+            yield
+        finally:
+            self._holds = held
 
     def begin(self) -> None:
         """Backward runs. Only from within a gradient hook."""
@@ -95,7 +108,8 @@ class Exchange:
         if name not in self._used:
             self._used.add(name)
             self._left[number] -= 1
-            self._launch(finished=False)
+            if not self._holds:
+                self._launch(finished=False)
 
     def _launch(self, finished: bool) -> None:
         """Begin the sums whose turn it is: in one order on all ranks."""
@@ -112,11 +126,26 @@ class Exchange:
 
     def _finish(self) -> None:
         self._running = False
+        if self._holds:
+            self._check_arrived()
+            self._before |= self._used
+            return
         self._launch(finished=True)
         for work in self._works:
             work.wait()
+        self._check_arrived()
+        self._used |= {name for name in self._before if self._parameters[name].grad is not None}
+        self._before.clear()
         with private.as_plain():
             self._hand_over(self._told() if self._unlike else None)
+
+    def _check_arrived(self) -> None:
+        """Raise where a gradient was asked for that is no `.grad`."""
+        if self._arriving:
+            raise UsageError(
+                f"torch.autograd.grad by {min(self._arriving)} gives this rank's gradient, not that of all ranks; call loss.backward() and "
+                "read its .grad"
+            )
 
     def _told(self) -> set[str]:
         """The parameters that any rank used.
@@ -142,11 +171,6 @@ class Exchange:
 
     def _hand_over(self, used: set[str] | None) -> None:
         """Give every parameter that was used, on whatever rank, its mean; as for one process, the others' gradients stay what they were."""
-        if self._arriving:
-            raise UsageError(
-                f"torch.autograd.grad by {min(self._arriving)} gives this rank's gradient, not that of all ranks; call loss.backward() and "
-                "read its .grad"
-            )
         for group, _ in self._summed:
             for name, view in group.views.items():
                 p = self._parameters[name]
