@@ -9,7 +9,7 @@ SPLIT = ("zb-h1", "zb-h2", "zb-v")  # whose backward is split into an input and 
 def in_flight(schedule: str, num_ranks: int, rank: int, microbatches: int, chunks: int = 1) -> float:
     """Microbatches whose activations a rank holds at most at once for each of its stages, on average over them; of GEMS for one of them.
 
-    All (gpipe), p - rank (1f1b). Zero bubble, Qi et al. 2024: p (h1, and v of its two stages each), 2p - 1 (h2), where what waits for its
+    All (gpipe, breadth-first), p - rank (1f1b). Zero bubble, Qi et al. 2024: p (h1, and v of its two stages each), 2p - 1 (h2), where what waits for its
     weights part counts in full. Of Chimera a rank's two stages have half each of p + 1, and fewer with few microbatches towards the ends,
     where half of them arrive late.
     """
@@ -20,6 +20,7 @@ def in_flight(schedule: str, num_ranks: int, rank: int, microbatches: int, chunk
         "gpipe": m,
         "1f1b": min(m, p - rank),
         "interleaved": interleaved(p, m, chunks, rank) / chunks,
+        "breadth-first": m,
         "zb-h1": min(m, p),
         "zb-h2": min(m, 2 * p - 1),
         "zb-v": min(m, p),

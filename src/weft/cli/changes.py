@@ -20,6 +20,7 @@ from weft.plan.grid import checked_grid
 from weft.plan.layout import CHOICES, KEYS, Layout, actions_of, refuse_word
 from weft.plan.plan import Plan
 from weft.plan.residency import Residency, refuse_segment
+from weft.plan.schedule_sizes import CHUNKED
 
 DEVICES = ("gpus", "devices")
 SEQUENCE = ("seq", "sequence")
@@ -168,9 +169,9 @@ def moved_along(old: Layout, wanted: Mapping[str, int | str], ranks: int, old_ba
         schedule = "1f1b"  # one's own is for its ranks and microbatches alone
     if "chunks" in wanted and n["chunks"] > 1 and "schedule" not in wanted:
         schedule = "interleaved"
-    if n["pipeline"] == 1 or schedule != "interleaved":
+    if n["pipeline"] == 1 or schedule not in CHUNKED:
         n["chunks"] = n["chunks"] if "chunks" in wanted else 1
-        schedule = "1f1b" if schedule == "interleaved" and "schedule" not in wanted else schedule
+        schedule = "1f1b" if schedule in CHUNKED and "schedule" not in wanted else schedule
     elif n["chunks"] == 1:
         n["chunks"] = 2
     if "expert" not in wanted:

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from weft.plan.program import Program
     from weft.simulate.summary import Summary
 
-_NAME = "sequential, gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v, chimera, gems-mast or gems-master; or a file of actions."
+_NAME = "sequential, gpipe, 1f1b, interleaved, breadth-first, zb-h1, zb-h2, zb-v, chimera, gems-mast or gems-master; or a file of actions."
 _TARGET = "Write the picture (.svg), the actions (.txt, for check) or the timeline (.json, for compare)."
 SUFFIXES = (".svg", ".txt", ".json")
 Times = Annotated[str, typer.Option("--times", metavar="f=1,b=2[,w=1][,c=0]", help="Time of each kind of action.")]
-_CHUNKS = "Stages of each rank, of interleaved; by default 2."
-Chunks = Annotated[int, typer.Option("--chunks", min=1, metavar="V", help="Stages of each rank, of interleaved.")]
+_CHUNKS = "Stages of each rank, of interleaved and breadth-first; by default 2."
+Chunks = Annotated[int, typer.Option("--chunks", min=1, metavar="V", help="Stages of each rank, of interleaved and breadth-first.")]
 DEFAULT_TIMES = "f=1,b=2"
 
 

@@ -18,6 +18,7 @@ from weft.plan.grid import AXES, NESTED, PLAIN, counts
 SAMPLES, FEATURES, EXPERTS, OUTERMOST, PLANES, HEIGHT, WIDTH = "samples", "features", "experts", "outermost", "planes", "height", "width"
 POSITIONS = (PLANES, HEIGHT, WIDTH)  # outermost first
 SEQUENCE = "sequence"
+CHANNELS = "channels"  # features of an image: what windows multiply, and whatever lies as they do
 # How ranks that share sequences attend to one another's positions: each gathers all keys; each attends to all positions with some of the
 # heads (Jacobs et al. 2023, DeepSpeed-Ulysses); keys go round the ranks (Liu et al. 2023, ring attention); of gathering and exchanging
 # whatever moves fewer bytes, operator by operator.
@@ -38,7 +39,11 @@ class Axis:
     @property
     def cuts_weights(self) -> bool:
         """Whether weights are cut over it, experts' aside; otherwise every rank has them whole, and sums their gradients."""
-        return FEATURES in self.cuts
+        return self.cuts_channels or FEATURES in self.cuts
+
+    @property
+    def cuts_channels(self) -> bool:
+        return CHANNELS in self.cuts
 
     @property
     def cuts_experts(self) -> bool:
@@ -67,7 +72,7 @@ class Axis:
         return not self.cuts_weights
 
 
-DATA, EXPERT, BRANCH, PIPELINE = "data", "expert", "branch", "pipeline"
+DATA, EXPERT, BRANCH, PIPELINE, CHANNEL = "data", "expert", "branch", "pipeline", "channel"
 _ROWS = (
     Axis(PIPELINE),
     Axis(DATA, frozenset({SAMPLES})),
@@ -76,6 +81,7 @@ _ROWS = (
     Axis("context", frozenset({SEQUENCE})),
     Axis("spatial", frozenset({OUTERMOST})),
     *(Axis(kind, frozenset({kind})) for kind in POSITIONS),
+    Axis(CHANNEL, frozenset({CHANNELS})),
     *(Axis(name, frozenset({FEATURES}), again=name == NESTED) for name in (PLAIN, *AXES)),
 )
 TABLE = {row.name: row for row in _ROWS}
@@ -98,13 +104,15 @@ def sample_axes(axes: Iterable[str]) -> tuple[str, ...]:
 
 
 def nothing_to_cut(row: Axis, n: int) -> str:
-    """Why an axis of positions cannot have so many ranks, in a model that has no such positions.
+    """Why an axis of positions or channels cannot have so many ranks, in a model that has none such.
 
     >>> nothing_to_cut(axis_of("context"), 4)
     'context=4 shares sequences, and no attention, recurrence or look-up of this model is over 4 positions or more'
     """
     if row.cuts_sequences:
         return f"{row.name}={n} shares sequences, and no attention, recurrence or look-up of this model is over {n} positions or more"
+    if row.cuts_channels:
+        return f"{row.name}={n} shares channels of images, and no convolution of this model has {n} channels or more"
     along = "any of its dimensions" if OUTERMOST in row.cuts else " or ".join(f"its {kind}" for kind in POSITIONS if kind in row.cuts)
     return f"{row.name}={n} shares images, and no window of this model slides along {along} where that has {n} entries or more"
 

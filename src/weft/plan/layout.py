@@ -8,7 +8,7 @@ from functools import cache
 from operator import attrgetter
 
 from weft.errors import LayoutError, nearest
-from weft.plan.axis import ATTENTION, BRANCH, DATA, EXPERT, parse_spatial, sample_axes, spatial_ranks
+from weft.plan.axis import ATTENTION, BRANCH, CHANNEL, DATA, EXPERT, parse_spatial, sample_axes, spatial_ranks
 from weft.plan.beside import BRANCH_WITH, COMPILE_WITH, INNER_WITH, STALE_WITH, refuse_beside
 from weft.plan.choice import AUTO, refuse_sums
 from weft.plan.choice import NAMES as ALL_REDUCE
@@ -20,7 +20,7 @@ from weft.plan.mesh import Mesh
 from weft.plan.precision import PRECISIONS
 from weft.plan.program import Program
 from weft.plan.residency import Residency, kind_of, refuse_segment
-from weft.plan.schedule_sizes import SCHEDULES, chunks_of, refuse_sizes
+from weft.plan.schedule_sizes import CHUNKED, SCHEDULES, chunks_of, refuse_sizes
 from weft.plan.shares import format_shares, parse_shares
 
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -38,7 +38,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "compile": ("off", "on"),
 }
 _words_of = attrgetter(*(key for key in CHOICES if key != "schedule"))
-COUNTS = ("data", "tensor", "pipeline", "microbatches", "chunks", "expert", "branch", "context", "segment")
+COUNTS = ("data", "tensor", "pipeline", "microbatches", "chunks", "expert", "branch", "context", "channel", "segment")
 # What a plan may say and be priced for, and what runs of it: the rest is refused by name when a run starts, never ignored.
 RUNS: dict[str, tuple[int | str, ...]] = {
     "zero": (0, 1, 2, 3),
@@ -52,7 +52,6 @@ OTHER_NAMES = {
     "checkpointing": "recompute", "dtype": "precision", "recompute_num_layers": "segment",
 }  # fmt: skip
 # Named in the interface, not built yet: refused by name, never ignored.
-LATER = ("channel",)
 LATER_CHOICES: dict[str, tuple[str, ...]] = {
     "precision": ("float8",),
 }
@@ -62,7 +61,7 @@ LATER_CHOICES: dict[str, tuple[str, ...]] = {
 class Layout:
     """Sizes of every axis and the choices that go with them.
 
-    `chunks`: stages of each pipeline rank (interleaved; of zb-v always 2). `expert`: data replicas among which the experts of a layer
+    `chunks`: stages of each pipeline rank (interleaved, breadth-first; of zb-v always 2). `expert`: data replicas among which the experts of a layer
     are spread. `threads=0` shares the machine's cores among its ranks. `all_reduce`: the algorithm that sums gradients; `auto`: by size,
     as the plan says. `recompute` and `offload`: a `Residency`. `compress`: how gradients travel, a `Compression`.
     `inner`: data x tensor of every stage, where they differ; `data` and `tensor` are then the first stage's.
@@ -72,6 +71,7 @@ class Layout:
     gathering all keys, by exchanging positions for heads (Ulysses), by passing keys round (`ring`); `auto`: of the first two what moves
     fewer bytes. Alone a rank has all.
     `spatial`: ranks that share an image, each with a piece of its positions: `4` of the outermost dimension, `2x2` of height and width.
+    `channel`: ranks that share the channels and filters of convolutions, and whatever reads or makes these.
     `branch`: ranks of a replica that share its samples, and of which each runs some of the model's parallel branches on all of them.
     `neighbours`: whose ranks lie side by side, those of one replica's branches (`branch`) or the replicas of one branch (`data`).
     `lend`: whether pipeline ranks that wait lend their cores to those of their host that compute (processors only); `auto`: where a plan
@@ -105,6 +105,7 @@ class Layout:
     context: int = 1
     attention: str = AUTO
     spatial: str = "1"
+    channel: int = 1
     branch: int = 1
     neighbours: str = BRANCH
     grid: str = ""
@@ -180,7 +181,7 @@ class Layout:
             if self.program is not None:
                 stages = self.program.num_stages
                 raise LayoutError(f"chunks={self.chunks}, and schedule={self.schedule} has {stages} stages; leave chunks out")
-            raise LayoutError(f"chunks={self.chunks} needs schedule=interleaved, and this is {self}")
+            raise LayoutError(f"chunks={self.chunks} needs schedule={' or '.join(CHUNKED)}, and this is {self}")
 
     def _check_residency(self) -> None:
         residency = self.residency
@@ -327,7 +328,7 @@ class Layout:
     @property
     def replica_ranks(self) -> int:
         """Ranks of one pipeline stage that share their samples."""
-        return self.tensor * self.position_ranks * self.branch
+        return self.tensor * self.channel * self.position_ranks * self.branch
 
     @property
     def position_ranks(self) -> int:
@@ -371,7 +372,8 @@ class Layout:
         """
         branch = ((BRANCH, self.branch),) if self.branch > 1 else ()
         context = (("context", self.context),) if self.context > 1 else ()
-        return (*branch, *context, *parse_spatial(self.spatial), *self.tensor_axes)
+        channel = ((CHANNEL, self.channel),) if self.channel > 1 else ()
+        return (*branch, *context, *parse_spatial(self.spatial), *channel, *self.tensor_axes)
 
     @property
     def tensor_axes(self) -> tuple[tuple[str, int], ...]:
@@ -414,10 +416,8 @@ class Layout:
             key, eq, value = word.partition("=")
             if not eq or not value:
                 raise LayoutError(f"layout word {word!r} is not key=value; for example data=2")
-            if key in LATER:
-                raise LayoutError(f"layout key {key} is not built yet; use {', '.join(known)}")
             if key not in known:
-                near = f" (did you mean {OTHER_NAMES[key]}?)" if key in OTHER_NAMES else nearest(key, (*known, *LATER))
+                near = f" (did you mean {OTHER_NAMES[key]}?)" if key in OTHER_NAMES else nearest(key, tuple(known))
                 raise LayoutError(f"unknown layout key {key}{near}; known: {', '.join(known)}")
             if key in given:
                 raise LayoutError(f"layout key {key} is given twice")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import ConfigError, LayoutError, UsageError, WeftError
-from weft.plan.axis import BRANCH, axis_of
+from weft.plan.axis import BRANCH, CHANNEL, axis_of
 from weft.plan.choice import Choices
 from weft.plan.grid import AXES, PLAIN
 from weft.plan.layout import CHOICES, Layout, actions_of
@@ -33,7 +33,7 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "list": ((list,), "a list in brackets"),
     "dict": ((dict,), "a table"),
 }
-CUT_AXES = (PLAIN, *AXES, BRANCH)
+CUT_AXES = (PLAIN, *AXES, CHANNEL, BRANCH)
 _MEMORY = tuple(field.name for field in fields(Memory))
 _ALWAYS = ("data", "tensor", "pipeline", "microbatches", "schedule", "zero", "recompute", "precision")
 _WORDS = {
@@ -47,7 +47,7 @@ _WORDS = {
     "segment": "layers that recompute=full repeats together, keeping only what enters the first",
     "precision": f"of matrix products: {', '.join(CHOICES['precision'])}",
     "threads": "cores of each rank; 0 is an equal share",
-    "chunks": "stages of each rank, where schedule is interleaved",
+    "chunks": "stages of each rank, where the schedule takes any number",
     "expert": "replicas among which the experts of a layer are spread",
     "sequence_parallel": f"norms and residuals cut along the sequence over tensor: {', '.join(CHOICES['sequence_parallel'])}",
     "sample_parallel": f"samples cut over tensor as well, where that is cheaper: {', '.join(CHOICES['sample_parallel'])}",
@@ -56,6 +56,7 @@ _WORDS = {
     "shares": "the part of every batch that each replica has, where they differ: 3/2/2/1",
     "inner": "data x tensor of every stage, where stages arrange their ranks differently: 4x1/2x2",
     "compress": "gradients on their way between replicas: none, bfloat16, int8, topk:FRACTION",
+    "channel": "devices that share the channels of convolutions",
     "context": "devices that share a sequence, each with a piece of its positions",
     "attention": f"how these attend to one another's positions: {', '.join(CHOICES['attention'])}",
     "spatial": "devices that share an image, each with a piece: a count, or height x width; 4, 2x2, 2x2x2",

@@ -21,6 +21,7 @@ SIZES = {
     "gpipe": Sizes(),
     "1f1b": Sizes(),
     "interleaved": Sizes(chunks=0),
+    "breadth-first": Sizes(chunks=0),
     "zb-h1": Sizes(),
     "zb-h2": Sizes(),
     "zb-v": Sizes(chunks=2),
@@ -29,6 +30,7 @@ SIZES = {
     "gems-master": Sizes(multiple=2),
 }
 SCHEDULES = tuple(SIZES)
+CHUNKED = tuple(name for name, sizes in SIZES.items() if not sizes.chunks)  # with as many stages a rank as are asked for
 
 
 def sizes_of(schedule: str) -> Sizes:
@@ -37,7 +39,7 @@ def sizes_of(schedule: str) -> Sizes:
 
 
 def chunks_of(schedule: str, chunks: int) -> int:
-    """Stages a rank: what is asked for with `interleaved`, else what the schedule has."""
+    """Stages a rank: what is asked for with a schedule that has any number, else what the schedule has."""
     return sizes_of(schedule).chunks or chunks
 
 

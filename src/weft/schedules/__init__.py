@@ -13,7 +13,8 @@ from weft.errors import UsageError, nearest
 from weft.plan.custom_schedule import custom_program
 from weft.plan.layout import Layout
 from weft.plan.program import Compute, Links, Program, chain
-from weft.plan.schedule_sizes import chunks_of, refuse_sizes, sizes_of
+from weft.plan.schedule_sizes import CHUNKED, chunks_of, refuse_sizes, sizes_of
+from weft.schedules.breadth_first import breadth_first
 from weft.schedules.chimera import chimera
 from weft.schedules.custom import check_custom, linked
 from weft.schedules.gems import gems
@@ -27,12 +28,14 @@ from weft.schedules.zero_bubble import zb_h1, zb_h2, zb_v
 
 __all__ = ["NAMES", "SCHEDULES", "Held", "Schedule", "build", "check_custom", "program_of", "rows", "rows_of", "schedule_of"]
 
-Generator = Callable[[int, int, Links], list[list[Compute]]]  # stages, microbatches, links -> [rank] its computes in order
+# Stages, microbatches, links, and chunks of those that take any number -> [rank] its computes in order.
+Generator = Callable[..., list[list[Compute]]]
 SCHEDULES: dict[str, Generator] = {
     "sequential": sequential,
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
     "interleaved": interleaved,
+    "breadth-first": breadth_first,
     "zb-h1": zb_h1,
     "zb-h2": zb_h2,
     "zb-v": zb_v,
@@ -46,7 +49,7 @@ NAMES = tuple(SCHEDULES)
 def build(
     name: str, num_stages: int, num_microbatches: int, links: Links | None = None, rendezvous: bool = False, chunks: int = 1
 ) -> Program:
-    """The program of a schedule by name: one stage a rank, with `interleaved` `chunks` of them, with `zb-v` two.
+    """The program of a schedule by name: one stage a rank, with `interleaved` and `breadth-first` `chunks` of them, with `zb-v` two.
 
     Of `chimera` and `gems` every stage is on two ranks, for half of the microbatches each; `num_microbatches` counts those of both.
 
@@ -76,10 +79,12 @@ def rows(name: str, num_stages: int, num_microbatches: int, links: Links, chunks
         raise UsageError(f"{name} of {num_stages} stages and {num_microbatches} microbatches; it needs at least 1 of each")
     if reason := refuse_sizes(name, num_microbatches):
         raise UsageError(reason)
-    if chunks > 1 and name != "interleaved" and chunks != chunks_of(name, chunks):
+    if chunks > 1 and chunks != chunks_of(name, chunks):
         raise UsageError(f"{name} has {_count(chunks_of(name, 1))} a rank, not {chunks}; use interleaved with chunks={chunks}")
-    if name == "interleaved":
-        return interleaved(num_stages, num_microbatches, links, chunks)
+    if num_stages % chunks:
+        raise UsageError(f"{num_stages} stages do not divide into {chunks} chunks a rank; use a multiple of {chunks}")
+    if name in CHUNKED:
+        return SCHEDULES[name](num_stages, num_microbatches, links, chunks)
     return SCHEDULES[name](num_stages, num_microbatches, links)
 
 

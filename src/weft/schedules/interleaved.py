@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from weft.errors import UsageError
 from weft.plan.program import Compute, Links, Op
 from weft.schedules.one_f_one_b import one_f_one_b
 
@@ -22,12 +21,7 @@ def interleaved(num_stages: int, num_microbatches: int, links: Links, chunks: in
     it alternates rank r runs 2(p-1-r) + (v-1)p forwards. Where p does not divide m the groups are as equal as can be and larger
     than p, since a shorter one would wait for itself. (Narayanan et al., "Efficient Large-Scale Language Model Training on GPU
     Clusters", SC 2021, section 2.2.)
-
-    Raises:
-        UsageError: stages that do not divide into chunks.
     """
-    if chunks < 1 or num_stages % chunks:
-        raise UsageError(f"{num_stages} stages do not divide into {chunks} chunks a rank; use a multiple of {chunks}")
     if chunks == 1:
         return one_f_one_b(num_stages, num_microbatches, links)
     p = num_stages // chunks

@@ -32,7 +32,7 @@ from weft.plan.custom_schedule import is_file
 from weft.plan.grid import checked_grid, parse_grid
 from weft.plan.layout import CHOICES, RUNS, Layout, refuse_word
 from weft.plan.residency import OF_LAYERS, LayerChoice, kind_of
-from weft.plan.schedule_sizes import SCHEDULES, chunks_of, refuse_sizes
+from weft.plan.schedule_sizes import CHUNKED, SCHEDULES, chunks_of, refuse_sizes
 from weft.schedules import schedule_of
 
 MOST_MICROBATCHES = 512
@@ -324,14 +324,16 @@ class Space:
                     yield from (replace(mesh, branch=branch, neighbours=near) for near in beside)
 
     def _of_positions(self, ranks: int) -> Iterator[Layout]:
-        for context, spatial in self._sharing():
-            sharing = context * spatial_ranks(spatial)
+        named = [int(c.value) for c in self.constraints if c.key == "channel" and c.relation == "="]
+        channels = [n for n in dict.fromkeys((1, *named)) if self.admits("channel", n)]  # of tensor ranks those of convolutions: where asked
+        for (context, spatial), channel in product(self._sharing(), channels):
+            sharing = context * spatial_ranks(spatial) * channel
             if ranks % sharing:
                 continue
             for data, tensor, pipeline in self._of_samples(ranks // sharing):
                 # Ranks that share an image have no use for one another's features, unless somebody asks for both.
                 if spatial == "1" or tensor == 1 or self.asked("tensor", tensor):
-                    yield Layout(data, tensor, pipeline, context=context, attention=self._attention, spatial=spatial)
+                    yield Layout(data, tensor, pipeline, context=context, attention=self._attention, spatial=spatial, channel=channel)
 
     def _sharing(self) -> Iterator[tuple[int, str]]:
         """Ranks that share a sequence, and ways in which ranks share an image: long sequences and large images, and what is asked for."""
@@ -416,13 +418,15 @@ class Space:
             elif frame.microbatches == 1 and not self.admits("schedule", "1f1b"):
                 names = ("gpipe",)
             yield from (replace(frame, schedule=name) for name in names if self.admits("schedule", name))
-        if self.admits("schedule", "interleaved") and frame.microbatches > 1:
+        # Breadth-first keeps all activations to gather weights less often; it is priced where it is asked for.
+        chunked = [one for one in CHUNKED if self.admits("schedule", one) and (one == "interleaved" or self.asked("schedule", one))]
+        if frame.microbatches > 1:
             for chunks in range(2, MOST_CHUNKS + 1):
                 stages = frame.pipeline * chunks
                 even = stages <= self.num_chunks and -(-self.num_chunks // stages) * stages <= UNEVEN * self.num_chunks
                 if self.admits("chunks", chunks) and (even or (self.asked("chunks", chunks) and stages <= self.num_layers)):
-                    yield replace(frame, schedule="interleaved", chunks=chunks)
-        others = (name for name in SCHEDULES if name not in ("sequential", "gpipe", "1f1b", "interleaved"))
+                    yield from (replace(frame, schedule=name, chunks=chunks) for name in chunked)
+        others = (name for name in SCHEDULES if name not in ("sequential", "gpipe", "1f1b", *CHUNKED))
         yield from (replace(frame, schedule=name) for name in others if self._wants(name, frame))
 
     def _wants(self, name: str, frame: Layout) -> bool:

@@ -115,6 +115,20 @@ def positions(graph: Graph, rules: Mapping[str, Rule | None]) -> dict[tuple[str,
     return {place: frozenset(kinds[above]) for place in joined.parent if (above := joined.root(place)) in kinds}
 
 
+def channels(graph: Graph, rules: Mapping[str, Rule | None]) -> frozenset[Dim]:
+    """(value, dimension) that is channels of an image, of what windows slide over or make, and whatever lies as these do."""
+    joined = Joined[Dim]()
+    slid: list[Dim] = []
+    for op in graph.operators:
+        rule = rules[op.name]
+        for places in by_label(op, rule).values() if rule is not None else ():
+            joined.add(places)
+        if rule is not None and record_of(op).windows is not None:
+            slid += [(value, 1) for value in (op.inputs[0], op.outputs[0])]
+    roots = {joined.root(place) for place in slid}
+    return frozenset(place for place in joined.parent if joined.root(place) in roots)
+
+
 def granules(graph: Graph, rules: Mapping[str, Rule | None], *, products: bool) -> dict[Dim, int]:
     """[value, dimension] -> into how many units it can be cut so that the same cut goes through all operators that share it: of features
     of 8 heads of 64 these are 8, however they are shaped. With `products` only operators that multiply have a say, where one does: what

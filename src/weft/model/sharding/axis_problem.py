@@ -68,6 +68,8 @@ class AxisProblem(AxisValues):
             return any(self.row.cuts & self.positions.get(place, frozenset()) for place in places)
         if rule.kernels.get(label) in POSITIONAL:
             return False
+        if self.row.cuts_channels and self.channels.isdisjoint(places_of(op, rule, label)):
+            return False
         if self.ragged and not record_of(op).ragged and not self.ragged.isdisjoint(places_of(op, rule, label)):
             return not draws(op)  # rows of a rank are no piece of those that a serial run draws for
         return self.meanings is None or self.meanings[op.name].admits(label, self.sequence, self.samples)

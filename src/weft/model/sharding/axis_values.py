@@ -14,7 +14,7 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from weft.model.dims.labels import positions, ragged
+from weft.model.dims.labels import channels, positions, ragged
 from weft.model.dims.sequences import Run, heads, in_zigzag, sequences
 from weft.model.gradients import needs_gradient
 from weft.model.graph import Graph, copied_into, written_buffers
@@ -135,6 +135,11 @@ class AxisValues:
     def positions(self) -> Mapping[tuple[str, int], frozenset[str]]:
         """Which dimensions are positions of an image, and which."""
         return positions(self.graph, self.rules)
+
+    @cached_property
+    def channels(self) -> Set[tuple[str, int]]:
+        """Which dimensions are channels of an image."""
+        return channels(self.graph, self.rules)
 
     @cached_property
     def follows(self) -> set[str]:

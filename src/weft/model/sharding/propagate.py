@@ -135,13 +135,15 @@ def _others(
 
 
 def _check_axis(problem: AxisProblem) -> None:
-    """Refuse a cut that a plan gives where another axis cuts already, and an axis of positions that the model does not have."""
+    """Refuse a cut that a plan gives where another axis cuts already, and an axis of positions or channels that the model does not have."""
     fixed = problem.fixed if problem.row.cuts_weights and problem.fixed else {}
     for v in (*problem.graph.parameters, *problem.graph.buffers):
         if v.value in fixed and not problem.cuttable(v.value, fixed[v.value]):
             raise twice_cut(v, fixed[v.value], problem.axis, problem.n)
     row, n = problem.row, problem.n
-    if row.cuts_sequences:
+    if row.cuts_channels:
+        cuts = any(problem.cuttable(*place) for place in problem.channels)
+    elif row.cuts_sequences:
         cuts = any(problem.cuttable(*place) for place in problem.sequences)
     else:
         cuts = not row.cuts_positions or any(row.cuts & kinds and problem.cuttable(*place) for place, kinds in problem.positions.items())

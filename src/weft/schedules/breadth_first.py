@@ -1,0 +1,20 @@
+"""Breadth-first: every rank has several stages, and all microbatches go through one of them before any goes through the next.
+
+In: sizes and links. Out: the computes of each rank, rank r having stages r, r + p, r + 2p, ... of p ranks.
+"""
+
+from __future__ import annotations
+
+from weft.plan.program import Compute, Links, Op
+
+
+def breadth_first(num_stages: int, num_microbatches: int, links: Links, chunks: int = 1) -> list[list[Compute]]:
+    """Idle for (p-1)/(v·m) of the compute, v = `chunks`, as interleaved 1F1B, for m >= p; keeps all v·m activations of a rank.
+
+    What a stage needs for all of its microbatches (weights that ZeRO divides, the sum of its gradients) is needed once a pass and not
+    once a group of microbatches. (Lamy-Poirier, "Breadth-First Pipeline Parallelism", MLSys 2023, section 4.)
+    """
+    p = num_stages // chunks
+    forward = [(c, m) for c in range(chunks) for m in range(num_microbatches)]
+    backward = [(c, m) for c in reversed(range(chunks)) for m in range(num_microbatches)]
+    return [[Compute(op, c * p + r, m) for op, order in ((Op.F, forward), (Op.B, backward)) for c, m in order] for r in range(p)]
