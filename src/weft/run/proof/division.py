@@ -33,7 +33,7 @@ def divided(plan: Plan, parts: Parts) -> Divided:
     shardings = parts.shardings or (parts.sharding,)
     stages_of = parts.program.stages_of
     sizes = {name: max(s.sizes.get(name, 1) for s in shardings) for name in dict.fromkeys(name for s in shardings for name in s.sizes)}
-    tensor = [name for name in sizes if axis_of(name).cuts_weights]
+    tensor = [name for name in sizes if axis_of(name).cuts_weights and not axis_of(name).cuts_channels]
     axes = {name: (name,) for name in sizes if name not in tensor or len(tensor) > 1} | {"tensor": tuple(tensor)}
     axes = {name: those for name, those in axes.items() if prod(sizes.get(a, 1) for a in those) > 1}
     found: Divided = {}
