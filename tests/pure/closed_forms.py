@@ -9,9 +9,9 @@ SPLIT = ("zb-h1", "zb-h2", "zb-v")  # whose backward is split into an input and 
 def in_flight(schedule: str, num_ranks: int, rank: int, microbatches: int, chunks: int = 1) -> float:
     """Microbatches whose activations a rank holds at most at once for each of its stages, on average over them; of GEMS for one of them.
 
-    All (gpipe, breadth-first), p - rank (1f1b). Zero bubble, Qi et al. 2024: p (h1, and v of its two stages each), 2p - 1 (h2), where what waits for its
-    weights part counts in full. Of Chimera a rank's two stages have half each of p + 1, and fewer with few microbatches towards the ends,
-    where half of them arrive late.
+    All (gpipe, breadth-first), p - rank (1f1b). Zero bubble, Qi et al. 2024: p (h1, and v of its two stages each), 2p - 1 (h2), where
+    what waits for its weights part counts in full. Of Chimera a rank's two stages have half each of p + 1, and fewer with few
+    microbatches towards the ends, where half of them arrive late.
     """
     p, m = num_ranks, microbatches
     inward = min(rank, p - 1 - rank)

@@ -42,7 +42,7 @@ def test_broken_twin_a_question_by_name_is_found() -> None:
 def test_rows_say_what_an_axis_may_cut() -> None:
     assert axis_of(DATA).cuts_samples
     assert axis_of(DATA).follows
-    assert [name for name, row in TABLE.items() if row.cuts_weights] == ["tensor", "rows", "columns", "depth"]
+    assert [name for name, row in TABLE.items() if row.cuts_weights] == ["channel", "tensor", "rows", "columns", "depth"]
     assert [name for name, row in TABLE.items() if row.cuts_positions] == ["context", "spatial", "planes", "height", "width"]
     assert [name for name, row in TABLE.items() if row.again] == ["expert", "branch", "depth"]
     assert [name for name, row in TABLE.items() if row.cuts_experts] == ["expert"]

@@ -16,16 +16,17 @@ from weft.cost.stages.stage import together
 from weft.plan.layout import Layout
 from weft.plan.plan import Memory
 from weft.plan.program import Compute, Op, chain
+from weft.plan.sizes import CHUNKED
 from weft.run.step.transfers import posted_before
 from weft.schedules import NAMES, program_of, rows_of, schedule_of
 from weft.simulate.memory import kept_bytes
 
-SEVERAL = ("interleaved", "zb-v", "chimera", "gems-mast", "gems-master")
+SEVERAL = (*CHUNKED, "zb-v", "chimera", "gems-mast", "gems-master")
 
 
 def fitting(name: str, p: int, half: int, chunks: int) -> Layout:
     m = 2 if name == "gems-mast" else 2 * half
-    return Layout(pipeline=p, microbatches=m, schedule=name, chunks=chunks if name == "interleaved" else 1)
+    return Layout(pipeline=p, microbatches=m, schedule=name, chunks=chunks if name in CHUNKED else 1)
 
 
 def as_file(layout: Layout) -> Layout:
@@ -41,7 +42,7 @@ def test_answers_are_those_of_the_closed_forms(name: str, p: int, half: int, chu
     layout = fitting(name, p, half, chunks)
     ranks = {
         "zb-v": [(min(s, 2 * p - 1 - s),) for s in range(2 * p)],
-        "interleaved": [(s % p,) for s in range(layout.num_stages)],
+        **{one: [(s % p,) for s in range(layout.num_stages)] for one in CHUNKED},
     }.get(name, [tuple(dict.fromkeys((s, p - 1 - s))) if name in BOTH_WAYS else (s,) for s in range(p)])
     for one in map(schedule_of, (layout, as_file(layout))):
         assert list(one.ranks_of) == ranks
@@ -74,7 +75,7 @@ def test_what_arrives_beside_a_backward_is_what_the_executor_has_posted(name: st
     stages = layout.num_stages
     kept, beside, x, g = np.random.default_rng(seed).integers(0, 100, (4, stages)).astype(float)
     x[0] = g[-1] = 0  # nothing enters the first stage, nothing leaves the last
-    if name in ("interleaved", "zb-v"):  # neighbours of one rank hand on what stays where it is
+    if name in (*CHUNKED, "zb-v"):  # neighbours of one rank hand on what stays where it is
         for before, after in pairwise(range(stages)):
             if schedule_of(layout).ranks_of[before] == schedule_of(layout).ranks_of[after]:
                 x[after] = g[before] = 0

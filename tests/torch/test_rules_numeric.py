@@ -279,7 +279,7 @@ def losses(draw: Draw) -> Case:
 
 
 UNARY = """
-neg abs sign exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square reciprocal sin cos tan asin acos atan sinh cosh tanh
+neg abs sign exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square reciprocal sin cos tan asin acos atan asinh atanh sinh cosh tanh
 erf erfc sigmoid relu relu6 gelu silu mish hardswish hardsigmoid hardtanh leaky_relu elu selu celu softplus log_sigmoid
 logit floor ceil round trunc frac isnan isinf isfinite nan_to_num contiguous detach alias zeros_like ones_like clone
 """.split()

@@ -53,11 +53,11 @@ def _not_filled(op: Operator, zeros: Container[str]) -> tuple[str, ...] | None:
 OPS = (
     Op(
         """
-        __and__ __lshift__ __or__ __rshift__ __xor__ _conj _fused_adagrad _fused_adam _fused_adamw _fused_sgd acos acosh addcdiv addcmul angle
-        asin asinh atan atanh bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift bitwise_xor celu clamp clamp_max clamp_min clip complex
-        copysign cosh deg2rad digamma elu_backward erfc erfinv fix float_power floor_divide fmax fmin fmod frac gelu_backward hardshrink
-        hardsigmoid hardsigmoid_backward hardswish_backward hardtanh hardtanh_backward heaviside hypot i0 igamma igammac isclose isfinite
-        isinf isnan ldexp leaky_relu leaky_relu_backward lerp lgamma lift log10 log2 logaddexp logaddexp2 logical_and logical_or
+        __and__ __lshift__ __or__ __rshift__ __xor__ _conj _fused_adagrad _fused_adam _fused_adamw _fused_sgd acos acosh addcdiv addcmul
+        angle asin asinh atan atanh bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift bitwise_xor celu clamp clamp_max clamp_min
+        clip complex copysign cosh deg2rad digamma elu_backward erfc erfinv fix float_power floor_divide fmax fmin fmod frac gelu_backward
+        hardshrink hardsigmoid hardsigmoid_backward hardswish_backward hardtanh hardtanh_backward heaviside hypot i0 igamma igammac isclose
+        isfinite isinf isnan ldexp leaky_relu leaky_relu_backward lerp lgamma lift log10 log2 logaddexp logaddexp2 logical_and logical_or
         logical_xor logit logit_backward mish_backward mvlgamma nan_to_num nextafter polygamma positive rad2deg relu6 remainder resolve_neg
         sgn sigmoid_backward sign silu_backward sinc sinh softplus_backward softshrink special_bessel_j0 special_bessel_j1 special_entr
         special_erfcx special_expit special_i0 special_i0e special_i1 special_i1e special_log_ndtr special_ndtr special_ndtri

@@ -61,9 +61,9 @@ LATER_CHOICES: dict[str, tuple[str, ...]] = {
 class Layout:
     """Sizes of every axis and the choices that go with them.
 
-    `chunks`: stages of each pipeline rank (interleaved, breadth-first; of zb-v always 2). `expert`: data replicas among which the experts of a layer
-    are spread. `threads=0` shares the machine's cores among its ranks. `all_reduce`: the algorithm that sums gradients; `auto`: by size,
-    as the plan says. `recompute` and `offload`: a `Residency`. `compress`: how gradients travel, a `Compression`.
+    `chunks`: stages of each pipeline rank (interleaved, breadth-first; of zb-v always 2). `expert`: data replicas among which the experts
+    of a layer are spread. `threads=0` shares the machine's cores among its ranks. `all_reduce`: the algorithm that sums gradients; `auto`:
+    by size, as the plan says. `recompute` and `offload`: a `Residency`. `compress`: how gradients travel, a `Compression`.
     `inner`: data x tensor of every stage, where they differ; `data` and `tensor` are then the first stage's.
     `staleness`: a step's update is applied so many steps later, so that no replica waits for the others before.
     `grid`: rows, columns and depth of the tensor ranks, where they are no line; `tensor` is how many these are. Both print as `tensor=2x2`.

@@ -325,7 +325,7 @@ class Space:
 
     def _of_positions(self, ranks: int) -> Iterator[Layout]:
         named = [int(c.value) for c in self.constraints if c.key == "channel" and c.relation == "="]
-        channels = [n for n in dict.fromkeys((1, *named)) if self.admits("channel", n)]  # of tensor ranks those of convolutions: where asked
+        channels = [n for n in dict.fromkeys((1, *named)) if self.admits("channel", n)]  # where asked: tensor ranks cut them too
         for (context, spatial), channel in product(self._sharing(), channels):
             sharing = context * spatial_ranks(spatial) * channel
             if ranks % sharing:
