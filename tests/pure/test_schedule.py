@@ -16,7 +16,7 @@ from weft.cost.stages.stage import together
 from weft.plan.layout import Layout
 from weft.plan.plan import Memory
 from weft.plan.program import Compute, Op, chain
-from weft.plan.sizes import CHUNKED
+from weft.plan.schedule_sizes import CHUNKED
 from weft.run.step.transfers import posted_before
 from weft.schedules import NAMES, program_of, rows_of, schedule_of
 from weft.simulate.memory import kept_bytes
