@@ -108,7 +108,7 @@ def wait_for(path: Path, lines: int) -> None:
 
 def test_a_rank_that_dies_is_named_and_the_run_goes_on_from_its_checkpoint(config: Path, tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "config"
-    words = [*WEFT, "train", str(config), "steps=400", "checkpoint_every=2", "--json"]
+    words = [*WEFT, "train", str(config), "steps=400", "checkpoint_every=2", "run.protect=none", "--json"]
     launcher = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=environment())
     try:
         wait_for(folder / "metrics.jsonl", 5)

@@ -414,6 +414,13 @@ class Engine:
         found = pieces_of(self.parts, self._optimizer, self.mesh.coordinates(self.world.rank), self._counters)
         return [*found, *self._rests.pieces(self.step_index), *self.scale.pieces(self.step_index, self.world.rank == 0)]
 
+    def state(self) -> tuple[list[Tensor], list[Tensor]]:
+        """(what steps change of this rank's state, what they leave as it is): the memory itself, in one order for a plan."""
+        flat = {name for group in self.parts.groups for name in (member.name for member in group.members)}
+        fixed = [p.detach() for name, p in sorted(self.parts.parameters.items()) if name not in flat]
+        changed = [*(group.data for group in self.parts.groups), *self.parts.buffers.values(), *self._optimizer.own_tensors()]
+        return [*changed, *self._rests.tensors, *self.scale.tensors, *self._counters.values()], fixed
+
     def full_state_dict(self) -> dict[str, Tensor] | None:
         """Parameters and buffers of the whole model under the model's own names (tied ones under each), on rank 0; None elsewhere."""
         return full_state(self.parts, self.pieces(), self._everyone)

@@ -153,12 +153,14 @@ class PlanSection(_Section):
 class RunSection(_Section):
     """`folder`: by default `runs/` and the configuration's name. `sample`: length of the text that is written at the end.
 
-    A rank that takes longer than `hang_after_s`, and than ten median steps, for a step is named, and the run ends.
+    A rank that takes longer than `hang_after_s`, and than ten median steps, for a step is named. With `protect = "memory"` each rank's
+    state is kept in memory that outlives it, twice, where there is room: a rank that is lost is replaced, and no step is.
     """
 
     folder: str = ""
     resume: bool = True
     hang_after_s: FiniteFloat = Field(default=5.0, gt=0)
+    protect: Literal["memory", "none"] = "memory"
     sample: int = Field(default=300, ge=0)
     prompt: str = "def "
 

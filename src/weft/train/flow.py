@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -23,11 +24,15 @@ from weft.run.state.checkpoint import committed, from_first
 from weft.train import loop, trials
 from weft.train.config import Config
 from weft.train.corpus import Corpus, open_corpus, same_text, save_description
+from weft.train.subject import Subject
+from weft.world.children import LostKeeper
 from weft.world.launch import engine_modules, launch
+from weft.world.watch import Recovery
 from weft.world.world import World
 
 CONFIG, PLAN, CORPUS, LOCK = "config.toml", "plan.toml", "corpus.json", ".lock"
 STOP_GRACE_S = 120.0
+RESTARTS = 3
 TIMEOUT_S = 900.0
 # What preparing leaves in a folder before it has a configuration: where it failed, the next attempt has the folder to itself.
 _PREPARED = (PLAN, CORPUS, "corpus.bin", "machine.toml")
@@ -61,29 +66,52 @@ def train(config: Config, planner: Planner, world: World | None = None) -> dict[
         return _train_in(world, config, folder, planner)
     with locked(folder):
         planned = prepare(config, folder, planner)
-        layout = planned.plan.layout
-        results = launch(
-            rank_main,
-            layout.num_ranks,
-            str(folder),
-            planned.peak_flops,
-            threads=layout.threads,
-            device=planned.device,
-            timeout_s=TIMEOUT_S,
-            hang_after_s=config.run.hang_after_s,
-            stop_grace_s=STOP_GRACE_S,
-            folder=folder / "logs",
-            preload=engine_modules(planned.device),
-        )
+        results = _started(config, folder, planned)
     summary: dict[str, Any] = results[0]
     return summary
 
 
+def _started(config: Config, folder: Path, planned: Planned) -> list[Any]:
+    """What the ranks return; they are started again, from the last checkpoint, where all of them were lost together."""
+    layout, recovers = planned.plan.layout, config.run.protect != "none"
+    # What a module asks a GPU's driver when it is imported would spoil the GPU for all forks.
+    modules = engine_modules(planned.device)
+    for left in reversed(range(RESTARTS if recovers and config.run.resume else 1)):
+        try:
+            return launch(
+                rank_main,
+                layout.num_ranks,
+                str(folder),
+                planned.peak_flops,
+                threads=layout.threads,
+                device=planned.device,
+                timeout_s=TIMEOUT_S,
+                hang_after_s=config.run.hang_after_s,
+                stop_grace_s=STOP_GRACE_S,
+                folder=folder / "logs",
+                preload=modules,
+                recovery=Recovery() if recovers else None,
+                prepare=prepare_ranks if recovers and modules else None,
+            )
+        except LostKeeper as error:
+            if not left:
+                raise
+            print(f"{error}; the ranks are started again, from the last checkpoint", file=sys.stderr)
+    raise AssertionError
+
+
+def prepare_ranks(folder: str, peak_flops: float) -> Subject:
+    """What the ranks need, made once before they are forked."""
+    return loop.prepared(_job(Path(folder), peak_flops))
+
+
+def _job(where: Path, peak_flops: float) -> loop.Job:
+    return loop.Job(Config.read(where / CONFIG), read_plan(where / PLAN), where, _read_corpus(where), peak_flops)
+
+
 def rank_main(world: World, folder: str, peak_flops: float) -> dict[str, Any]:
     """What every rank runs; the run folder says the rest."""
-    where = Path(folder)
-    config = Config.read(where / CONFIG)
-    return loop.train(world, loop.Job(config, read_plan(where / PLAN), where, _read_corpus(where), peak_flops))
+    return loop.train(world, _job(Path(folder), peak_flops))
 
 
 def _train_in(world: World, config: Config, folder: Path, planner: Planner) -> dict[str, Any]:

@@ -6,22 +6,27 @@ rate follow from the step, everything else is in the checkpoint. Not modelled: c
 
 from __future__ import annotations
 
+import gc
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import isfinite
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Protocol
+
+import torch
 
 from weft.errors import CheckpointError, ConfigError, Infeasible, ModelError, RunError
 from weft.model.batch.additive import microbatch_words
 from weft.plan.plan import Plan
+from weft.run.build import Traced
 from weft.run.engine import Engine, OnDevice
 from weft.run.state import checkpoint
+from weft.run.state.snapshots import Snapshots, room_bytes
 from weft.run.step.result import StepResult
 from weft.train import artifacts
 from weft.train.components import Components
@@ -35,6 +40,8 @@ from weft.train.loader import Loader, rows_of_part
 from weft.train.metrics import FILE, Metrics, Row, read_metrics
 from weft.train.subject import Subject, subject_of
 from weft.units import parse_bytes
+from weft.world.current import set_world
+from weft.world.kept import available_bytes
 from weft.world.memory import PARTS
 from weft.world.world import World
 
@@ -72,7 +79,9 @@ def make_engine(world: World, job: Job, subject: Subject) -> Engine:
         "decay": section.decay,
     }
     limit = parse_bytes(job.config.plan.device_memory or 0)
-    return Engine(job.plan, subject.make, subject.example, subject.loss, world, optimizer, seed=section.seed, device=OnDevice(memory=limit))
+    torch.manual_seed(section.seed)
+    model = subject.captured or subject.make
+    return Engine(job.plan, model, subject.example, subject.loss, world, optimizer, seed=section.seed, device=OnDevice(memory=limit))
 
 
 def train(world: World, job: Job, make: MakeEngine = make_engine) -> Summary:
@@ -83,9 +92,39 @@ def train(world: World, job: Job, make: MakeEngine = make_engine) -> Summary:
         CheckpointError: a checkpoint of another model, or a folder that another run has taken over.
         ConfigError: text that does not fit the model.
     """
+    inherited: Subject | None = world.survivor.prepared if world.survivor is not None else None
+    subject = inherited or subject_of(job.config, job.corpus)
+    while True:
+        try:
+            return _Run(world, job, subject, make(world, job, subject)).run()
+        except Exception as error:
+            lost = error
+        set_world(world := world.regrouped(lost))
+        del lost  # and with it the frames that hold the engine
+        gc.collect()
+
+
+def prepared(job: Job) -> Subject:
+    """What the ranks of a job need, captured once for all of them, in the process that forks them."""
     subject = subject_of(job.config, job.corpus)
-    engine = make(world, job, subject)
-    return _Run(world, job, subject, engine).run()
+    if job.plan.uncaptured:
+        return subject
+    torch.manual_seed(job.config.train.seed)
+    captured = Traced.of(subject.make)
+    captured.prepare(job.plan, subject.example, subject.loss)
+    return replace(subject, captured=captured)
+
+
+class _Told(Protocol):
+    """What tells a step's loss."""
+
+    @property
+    def loss(self) -> float: ...
+
+
+@dataclass(frozen=True)
+class _Known:
+    loss: float
 
 
 class _Run:
@@ -98,6 +137,8 @@ class _Run:
         # With all rows at hand a rank knows what the loss divides by without the others, who may be late.
         self.of_step = list(range(self.section.batch)) if layout.staleness else self.rows
         self.losses: list[float] = []
+        self.done = 0
+        self.snapshots: Snapshots | None = None
         self.step_times: list[float] = []
         self.eval_loss: float | None = None
         self._evaluates = True
@@ -113,26 +154,51 @@ class _Run:
         self._save_every = 0 if every == "auto" else every
         self.saving_s = 0.0
         self._stamp = job.corpus.stamp() if job.corpus and world.rank == 0 else None
-        self._untold: deque[tuple[Row, StepResult]] = deque()
+        self._untold: deque[tuple[Row, _Told]] = deque()
 
     def run(self) -> Summary:
         _ = self.world.stopping  # from here on SIGTERM is heeded between steps
         token = checkpoint.from_first(self.world, checkpoint.claim(self.checkpoints) if self.world.rank == 0 else 0)
-        start, layout = self._resume(), self.job.plan.layout
+        start, row = self._begin()
+        layout, self.done = self.job.plan.layout, start
         with display(self.world.rank, self.section.steps, start) as self.show, self._metrics(start) as write:
-            if start:
+            if start and not self.world.generation:
                 self.show.say(f"resuming after step {start}")
             if layout.microbatches > 1 and (words := microbatch_words(self.engine.parts.coupled)):
                 self.show.say(words)
-            stopped = self._steps(start, token, write)
-            step = start + len(self.losses)
+            stopped = self._steps(start, row, token, write)
             self.measured = self.components.gather()
             self.memory = self.engine.fullest_memory()
-            self._save(step, token, last=True)
+            self._save(self.done, token, last=True)
             if not stopped and (self.losses or not artifacts.complete(self.job.folder, self.world)):
                 with self.world.pace.long():
                     artifacts.write(self.engine, self.job, self.subject, self.world, self.show.say)
-        return self._summary(step, stopped)
+        self.world.everyone.barrier()  # whoever is lost until here is replaced
+        return self._summary(self.done, stopped)
+
+    def _begin(self) -> tuple[int, Row | None]:
+        """How many steps are done: in the snapshots that all ranks have, where one of them was lost, or in the newest checkpoint. With the
+        row of the last one, where it may not have been told."""
+        self.snapshots = self._protected()
+        if self.snapshots is not None and self.world.generation:
+            step = self.snapshots.vote()
+            if step is not None:
+                row = self.snapshots.restore(step)
+                saved = checkpoint.committed(self.checkpoints)
+                self.saved_step = checkpoint.from_first(self.world, saved[-1].step + 1 if saved else 0) - 1
+                path = self.job.folder / FILE
+                told = self.world.rank == 0 and path.exists() and any(one.get("step") == step for one in read_metrics(path))
+                return step, None if checkpoint.from_first(self.world, int(told)) else row
+            self.snapshots.forget()
+        return self._resume(), None
+
+    def _protected(self) -> Snapshots | None:
+        """Where this rank's state outlives it; None where it is not to, or has no room."""
+        if self.world.survivor is None or self.job.config.run.protect == "none" or self.job.plan.layout.staleness:
+            return None
+        state = self.engine.state()
+        fits = self.world.survivor.kept.inherited is not None or room_bytes(*state) * self.world.num_ranks < available_bytes() / 2
+        return Snapshots(self.world, *state) if not any(self.world.maximum([not fits])) else None
 
     def _resume(self) -> int:
         """Load the newest good checkpoint. Returns how many steps are done."""
@@ -168,33 +234,45 @@ class _Run:
 
             yield write
 
-    def _steps(self, start: int, token: int, write: Callable[[Row], None]) -> bool:
+    def _steps(self, start: int, untold: Row | None, token: int, write: Callable[[Row], None]) -> bool:
         """Train from `start`. Returns whether the run was told to stop before the last step."""
         make = partial(self.subject.source.train, rows=self.of_step)
         self.world.pace.keep()
+        if untold is not None:
+            self.step_times.append(float(untold["step_time_s"] or 0.0))
+            if self._after(untold, _Known(float(untold["loss"] or 0.0)), token, write):
+                return self.done < self.section.steps
         with Loader(make, start, self.section.steps, pin=self.world.device.type == "cuda") as loader:
             for step in range(start, self.section.steps):
                 began = time.perf_counter()  # waiting for data counts too
                 row, result = self._step(step, next(loader), began, record=step + _RECORDED >= self.section.steps)
-                self._untold.append((row, result))
-                done = step + 1
-                if self._every(self.section.evaluate_every, done) or done == self.section.steps:
-                    with self.world.pace.long():
-                        self.eval_loss = self._evaluate()
-                    if self.eval_loss is not None:
-                        row["eval_loss"] = self.eval_loss
-                # A loss is known when all ranks have made the step, for which nobody waits before its update is due.
-                self._tell(write, self.job.plan.layout.staleness)
-                stopping, due = self._agree(done)
-                if due or self._every(self._save_every, done):
-                    self._tell(write)
-                    self._save(done, token)
-                if stopping:
-                    self._tell(write)
-                    self.show.say(f"told to stop: saving after step {done}")
-                    return done < self.section.steps
+                self.done = step + 1
+                if self.snapshots is not None:
+                    self.snapshots.take(self.done, {**row, "loss": result.loss})
+                if self._after(row, result, token, write):
+                    return self.done < self.section.steps
         self._tell(write)
         return False
+
+    def _after(self, row: Row, result: _Told, token: int, write: Callable[[Row], None]) -> bool:
+        """What follows a step: evaluation, its row, a checkpoint. Returns whether the run was told to stop."""
+        done = self.done
+        self._untold.append((row, result))
+        if self._every(self.section.evaluate_every, done) or done == self.section.steps:
+            with self.world.pace.long():
+                self.eval_loss = self._evaluate()
+            if self.eval_loss is not None:
+                row["eval_loss"] = self.eval_loss
+        # A loss is known when all ranks have made the step, for which nobody waits before its update is due.
+        self._tell(write, self.job.plan.layout.staleness)
+        stopping, due = self._agree(done)
+        if due or self._every(self._save_every, done):
+            self._tell(write)
+            self._save(done, token)
+        if stopping:
+            self._tell(write)
+            self.show.say(f"told to stop: saving after step {done}")
+        return stopping
 
     def _tell(self, write: Callable[[Row], None], but: int = 0) -> None:
         """Write the rows of all steps but the last so many."""

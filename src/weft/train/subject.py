@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.errors import ConfigError
+from weft.run.build import Traced
 from weft.train.config import Config
 from weft.train.corpus import Corpus, byte_frequency_loss
 from weft.train.data import Batch, Source, Synthetic, Text, tensors
@@ -34,6 +35,7 @@ class Subject:
     example: Batch
     tokens_per_step: int
     byte_frequency_loss: float = 0.0
+    captured: Traced | None = None  # the model, where it was captured before the ranks were forked
 
 
 def sequence_of(config: Config) -> int | None:

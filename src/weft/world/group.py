@@ -13,8 +13,9 @@ Messages between two ranks: equal tags are matched in the order in which they we
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -39,7 +40,7 @@ from weft.world.pending import (
     packed,
     synchronize,
     turned,
-)
+)  # fmt: skip
 from weft.world.process_group import ProcessGroup
 from weft.world.recorder import Recorder
 
@@ -77,13 +78,11 @@ class Group:
         self._open, self._boxes_of = open_transport, boxes_of
         self._transport: Any = None
         self._closed = False
-        self._staged = False
-        self._nccl = False
-        self.shares_memory = False
+        self._staged = self._nccl = self.shares_memory = False
         self._lanes: dict[tuple[int, int], Any] = {}
         self._runner: Runner | None = None
         self._sums: Sums | None = None
-        self._apart: Counter[str] = Counter()
+        self._apart = defaultdict[str, list[Group]](list)
 
     @property
     def seconds(self) -> float:
@@ -135,7 +134,9 @@ class Group:
                 self._call_lane(private.receive, x, source, target, 0, 0).wait()
 
     def close(self) -> None:
-        """Ends the connection for ever. Those that wait for this rank get a LostPeer, and so do those that will need it."""
+        """Ends the connections for ever. Those that wait for this rank get a LostPeer, and so do those that will need it."""
+        for parted in chain(*self._apart.values()):
+            parted.close()
         if self.shares_memory and self._transport is not None:
             self._transport.close()
         self._transport = None
@@ -152,9 +153,10 @@ class Group:
 
         All of them ask, as often, by the same `name`. It is not recorded.
         """
-        self._apart[name] += 1
-        apart = Apart(name, self._apart[name], self.ranks)
-        return Group(ranks or self.ranks, self._rank, Recorder(), self.device, lambda who, lane: self._open(who, lane.within(apart)))
+        apart = Apart(name, len(self._apart[name]) + 1, self.ranks)
+        made = Group(ranks or self.ranks, self._rank, Recorder(), self.device, lambda who, lane: self._open(who, lane.within(apart)))
+        self._apart[name].append(made)
+        return made
 
     @property
     def runner(self) -> Runner:
@@ -254,13 +256,8 @@ class Group:
             x = self._host(x)
         if x.dtype in WIDER and not self._transport.widens(x.dtype):
             x = x.to(WIDER[x.dtype])
-        finish = None
-        if x is not given:
-
-            def finish() -> None:
-                given.detach().copy_(x.view(torch.bool) if given.dtype is torch.bool else x)
-
-        return self._end(self._call("all_reduce", x, op, wait), at, finish, x, wait)
+        back = None if x is given else lambda: given.detach().copy_(x.view(torch.bool) if given.dtype is torch.bool else x)
+        return self._end(self._call("all_reduce", x, op, wait), at, back, x, wait)
 
     def shared_buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A zeroed flat tensor whose parts the members sum, gather and scatter without a copy: collectives find out by its address.

@@ -39,10 +39,11 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Hang:
-    """`rank` holds up the run (-1: what ranks hang on), and `why`, in one line."""
+    """`rank` holds up the run (-1: process `pid`, which ranks need), and `why`, in one line."""
 
     rank: int
     why: str
+    pid: int = 0
 
 
 class HangWatch:
@@ -69,7 +70,7 @@ class HangWatch:
                 self._stopped.pop(pid, None)
             elif now - self._stopped.setdefault(pid, now) > STOPPED_S:
                 what = f"rank {rank}: its process is stopped" if rank >= 0 else f"{self._keepers[pid]} (process {pid}) is stopped"
-                return Hang(rank, f"{what} (SIGSTOP, Ctrl-Z, a container that was paused); continue it with `kill -CONT {pid}`")
+                return Hang(rank, f"{what} (SIGSTOP, Ctrl-Z, a container that was paused); continue it with `kill -CONT {pid}`", pid)
         return None
 
     def _late_one(self, statuses: Sequence[Status], living: Sequence[Status], now: float) -> Hang | None:

@@ -16,15 +16,12 @@ import gc
 import io
 import json
 import os
-import select
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
-import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -36,10 +33,11 @@ import torch
 
 from weft.errors import RunError, UsageError
 from weft.world import encoding, matmul_backend, recorder
+from weft.world.children import ForkedRanks, LostKeeper, PreparedRanks
 from weft.world.hangs import Limits
 from weft.world.prepared import LARGEST_MESSAGE
-from weft.world.prepared_rank import FRESH, IMPORTING, Task, run_rank
-from weft.world.watch import caught_signals, supervise
+from weft.world.prepared_rank import FRESH, IMPORTING, Made, Task, run_rank
+from weft.world.watch import Recovery, Stops, caught_signals, stopped, supervise
 from weft.world.world import World
 
 START_S = 120.0
@@ -75,6 +73,8 @@ def launch(  # noqa: PLR0913
     show: bool = True,
     allocator: bool = True,
     preload: Sequence[str] | None = None,
+    recovery: Recovery | None = None,
+    prepare: Callable[..., Any] | None = None,
 ) -> list[Any]:
     """Runs `function(world, *args)` on `num_ranks` processes of this machine and returns their results in the order of ranks.
 
@@ -83,7 +83,9 @@ def launch(  # noqa: PLR0913
     of its steps (0: `timeout_s`); `env` is set before torch is imported; `folder` keeps the record and the logs;
     `stop_grace_s` how long ranks may go on after SIGTERM or Ctrl-C, which they see as `world.stopping`; `show` rank 0's
     output; `allocator` the C library's settings for large tensors; `preload` modules to import once for all ranks (None: those that
-    building an engine needs, where this process has needed them too).
+    building an engine needs, where this process has needed them too). With `recovery` a rank that is killed or hangs is replaced by a new
+    process that runs `function` again, while the others get its loss as an exception and go on with `World.regrouped`; `prepare(*args)`
+    is called once before the ranks are forked, which have what it returns as `world.survivor.prepared`.
 
     Raises RankError for the first rank that failed (also of that rank's own class, where it raised a WeftError), UsageError for
     arguments that cannot be sent.
@@ -111,6 +113,8 @@ def launch(  # noqa: PLR0913
             folder=folder,
             stop_grace_s=stop_grace_s,
             show=show,
+            recovery=recovery,
+            prepare=prepare,
         )
 
 
@@ -234,6 +238,8 @@ class Launcher:
         folder: Path | None = None,
         stop_grace_s: float = 0.0,
         show: bool = True,
+        recovery: Recovery | None = None,
+        prepare: Callable[..., Any] | None = None,
     ) -> list[Any]:
         """As the function `launch`, but `env` is set in the ranks only: too late for the C library and for torch's own start."""
         named = reference(function)
@@ -245,7 +251,7 @@ class Launcher:
         given = {**self._env, **(env or {})}
         task = Task(
             "", num_ranks, threads, device, generation, _collective_timeout(timeout_s), named, tuple(sys.path), os.getcwd(), given,
-            launcher=os.getpid(),
+            launcher=os.getpid(), recovers=recovery is not None, prepare=(reference(prepare) if prepare else None) or ("", "", ""),
         )  # fmt: skip
         with _Folder(folder) as path:
             task = _prepare(task, path)
@@ -257,14 +263,19 @@ class Launcher:
                 sys.stderr.flush()
                 with theirs:
                     self._request(str(path), [theirs.fileno(), *((0, 1, 2) if show else ())])
-                children = self._started(ours, num_ranks)
-                return supervise(children, path, num_ranks, limits_of(timeout_s, hang_after_s), stop_grace_s, stops, show)
+                children = self._started(ours, num_ranks, stops)
+                return supervise(children, path, num_ranks, limits_of(timeout_s, hang_after_s), stop_grace_s, stops, show, recovery)
 
-    def _started(self, events: socket.socket, num_ranks: int) -> _PreparedRanks:
+    def _started(self, events: socket.socket, num_ranks: int, stops: Stops) -> PreparedRanks:
         """The ranks of one launch. Raises RunError where the prepared process does not name them; the next launch gets a new one."""
         pid = self.pid
+
+        def check() -> None:
+            if stops.count:
+                raise stopped(stops, 0.0)
+
         try:
-            return _PreparedRanks(events, num_ranks, pid or 0)
+            return PreparedRanks(events, num_ranks, pid or 0, START_S, check)
         except TimeoutError:
             if self.pid == pid:  # and no other launch has replaced it meanwhile
                 self.close()
@@ -272,8 +283,8 @@ class Launcher:
                 f"the process that starts ranks (process {pid}) started none of {num_ranks} within {START_S:g} s: it was stopped (SIGSTOP, "
                 "a debugger), or the machine is overloaded or out of memory; it was ended, so launch again when the machine has room"
             ) from None
-        except (RunError, ConnectionError) as error:
-            raise RunError(f"{error}{self._said()}") from None
+        except (LostKeeper, ConnectionError) as error:
+            raise LostKeeper(f"{error}{self._said()}") from None
 
     def _request(self, folder: str, descriptors: list[int]) -> None:
         """Sends one launch to the prepared process; to a new one where it died since the last."""
@@ -287,71 +298,6 @@ class Launcher:
                 self.close()
                 if last:
                     raise RunError("the process that starts ranks dies as soon as it is up; is there memory for it?") from error
-
-
-class _PreparedRanks:
-    """Ranks whose parent is the prepared process."""
-
-    def __init__(self, events: socket.socket, num_ranks: int, parent: int) -> None:
-        self.keepers = {parent: "the process that starts ranks"}
-        self._events = events
-        self._living = set(range(num_ranks))
-        events.settimeout(START_S)
-        self.pids: list[int] = self._message()["pids"]
-
-    def _message(self) -> dict[str, Any]:
-        data = self._events.recv(LARGEST_MESSAGE)
-        if not data:
-            raise RunError("the process that starts ranks is gone, and its ranks with it; was it killed?")
-        return json.loads(data)  # type: ignore[no-any-return]
-
-    def events(self, wait_s: float) -> list[tuple[int, int]]:
-        found: list[tuple[int, int]] = []
-        while select.select([self._events], [], [], 0 if found else wait_s)[0]:
-            event = self._message()
-            self._living.discard(event["rank"])
-            found.append((event["rank"], event["code"]))
-            if not self._living:
-                break
-        return found
-
-    def kill(self) -> None:
-        with suppress(OSError, RunError):
-            if self._living:
-                self._events.send(b"kill")
-            until = time.monotonic() + KILL_S
-            while self._living and time.monotonic() < until:
-                self.events(0.1)
-
-
-class _ForkedRanks:
-    """Ranks whose parent is this process."""
-
-    def __init__(self, pids: list[int]) -> None:
-        self.pids = pids
-        self.keepers: dict[int, str] = {}
-        self._living = dict(enumerate(pids))
-
-    def events(self, wait_s: float) -> list[tuple[int, int]]:
-        until = time.monotonic() + wait_s
-        while True:
-            found = []
-            for rank, pid in list(self._living.items()):
-                ended, status = os.waitpid(pid, os.WNOHANG)
-                if ended:
-                    del self._living[rank]
-                    found.append((rank, os.waitstatus_to_exitcode(status)))
-            if found or time.monotonic() >= until:
-                return found
-            time.sleep(0.005)
-
-    def kill(self) -> None:
-        for pid in self._living.values():
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        until = time.monotonic() + KILL_S
-        while self._living and time.monotonic() < until:
-            self.events(0.1)
 
 
 def _forked_task(num_ranks: int, device: str, timeout_s: float | None, env: Mapping[str, str] | None, generation: int) -> Task:
@@ -387,9 +333,9 @@ def _launch_forked(
                 if pid == 0:
                     os.close(held)
                     gc.freeze()  # the rank shares its parent's pages; its first collection would copy them all
-                    run_rank(task, rank, lifeline, parent, (0, 1, 2) if show else None, call)
+                    run_rank(task, rank, lifeline, parent, (0, 1, 2) if show else None, Made(*call))
                 pids.append(pid)
-            return supervise(_ForkedRanks(pids), path, num_ranks, limits, stop_grace_s, stops, show)
+            return supervise(ForkedRanks(pids), path, num_ranks, limits, stop_grace_s, stops, show)
         finally:
             os.close(held)
             os.close(lifeline)

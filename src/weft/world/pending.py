@@ -34,6 +34,14 @@ class LostPeer(RunError):
     """A collective ended because another rank is gone, or did not come in time. Never the first cause of a failure."""
 
 
+def is_lost(error: BaseException) -> bool:
+    """Whether an error, or what led to it, is the loss of another rank."""
+    chain: list[BaseException] = [error]
+    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
+        chain.append(cause)
+    return any(isinstance(e, LostPeer) or (type(e) is RuntimeError and any(part in str(e) for part in LOST)) for e in chain)
+
+
 class Work:
     """A collective under way. `wait()` returns when its result may be used; a second wait does nothing."""
 

@@ -17,9 +17,11 @@ import socket
 import sys
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+from weft.world.nest import run_nest
 from weft.world.prepared_rank import Task, run_rank
 
 LARGEST_MESSAGE = 1 << 16
@@ -65,6 +67,8 @@ def serve(control: socket.socket, lifeline: int) -> NoReturn:
                         selector.unregister(run.events)
                         run.events.close()
                     run.kill()
+                case partial() as reap:
+                    reap()
                 case (run, rank, pid):
                     selector.unregister(key.fd)
                     os.close(key.fd)
@@ -86,8 +90,12 @@ def _accept(control: socket.socket, lifeline: int, selector: selectors.BaseSelec
     run = _Run(socket.socket(fileno=events), folder)
     task = Task.from_json((Path(folder) / "task.json").read_text())
     parent = os.getpid()
+    shown = (terminal[0], terminal[1], terminal[2]) if len(terminal) == 3 else None
     sys.stdout.flush()
     sys.stderr.flush()
+    if task.recovers:
+        _start_nest(task, run, lifeline, selector, shown)
+        return True
     for rank in range(task.num_ranks):
         pid = os.fork()
         if pid == 0:
@@ -95,7 +103,7 @@ def _accept(control: socket.socket, lifeline: int, selector: selectors.BaseSelec
             for key in list(selector.get_map().values()):
                 os.close(key.fd)
             os.close(events)
-            run_rank(task, rank, lifeline, parent, (terminal[0], terminal[1], terminal[2]) if len(terminal) == 3 else None)
+            run_rank(task, rank, lifeline, parent, shown)
         run.living[rank] = pid
         selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (run, rank, pid))
     for descriptor in terminal:
@@ -103,6 +111,27 @@ def _accept(control: socket.socket, lifeline: int, selector: selectors.BaseSelec
     selector.register(run.events, selectors.EVENT_READ, run)
     run.tell(pids=[run.living[rank] for rank in range(task.num_ranks)])
     return True
+
+
+def _start_nest(task: Task, run: _Run, lifeline: int, selector: selectors.BaseSelector, shown: tuple[int, int, int] | None) -> None:
+    """Forks the process that forks the ranks, which then speaks with the launcher itself."""
+    parent, events = os.getpid(), run.events.fileno()
+    pid = os.fork()
+    if pid == 0:
+        for key in list(selector.get_map().values()):
+            os.close(key.fd)
+        run_nest(task, events, lifeline, parent, shown)
+    run.events.close()
+    for descriptor in shown or ():
+        os.close(descriptor)
+    watched = os.pidfd_open(pid)
+    selector.register(watched, selectors.EVENT_READ, partial(_reap, selector, watched, pid))
+
+
+def _reap(selector: selectors.BaseSelector, watched: int, pid: int) -> None:
+    selector.unregister(watched)
+    os.close(watched)
+    os.waitpid(pid, 0)
 
 
 def main() -> None:

@@ -19,7 +19,8 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -28,10 +29,11 @@ import torch
 from weft import errors
 from weft.errors import UsageError, WeftError
 from weft.world import encoding, matmul_backend, private, recorder
-from weft.world.current import set_world
-from weft.world.pending import LOST, LostPeer
+from weft.world.current import current_world, set_world
+from weft.world.kept import Kept
+from weft.world.pending import is_lost
 from weft.world.recorder import Recorder, process_state
-from weft.world.world import TRANSPORT, World
+from weft.world.world import TRANSPORT, Survivor, World
 
 BEAT_S = 0.2
 BEATS_A_LOOK = 5
@@ -63,6 +65,8 @@ class Task:
     cwd: str
     env: dict[str, str]
     launcher: int = 0  # its process
+    recovers: bool = False  # whether ranks that are lost are replaced: then a process of their own forks them (`world/nest`)
+    prepare: tuple[str, str, str] = ("", "", "")  # as `function`: called there with the same arguments, once for all ranks
     may_add_threads: bool = True  # False where ranks are forked from a process with a pool of threads, none of which a fork takes along
 
     def to_json(self) -> str:
@@ -71,7 +75,16 @@ class Task:
     @staticmethod
     def from_json(text: str) -> Task:
         data = json.loads(text)
-        return Task(**{**data, "function": tuple(data["function"]), "sys_path": tuple(data["sys_path"])})
+        return Task(**{**data, **{name: tuple(data[name]) for name in ("function", "sys_path", "prepare")}})
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What a rank inherits from the process that forked it: its function, the arguments, and what was prepared for it."""
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    prepared: Any = None
 
 
 def die_with_parent(parent: int) -> None:
@@ -93,11 +106,17 @@ def run_rank(
     lifeline: int,
     parent: int,
     terminal: tuple[int, int, int] | None,
-    inherited: tuple[Callable[..., Any], tuple[Any, ...]] | None = None,
+    inherited: Made | None = None,
+    kept: Kept | None = None,
+    generation: int | None = None,
 ) -> NoReturn:
-    """Runs the task's function as `rank` and ends the process. `terminal`: descriptors for rank 0's input, output and errors."""
+    """Runs the task's function as `rank` and ends the process. `terminal`: descriptors for rank 0's input, output and errors.
+
+    `kept`: memory that outlives the rank, where it is replaced once it is lost. `generation`: None for the task's own.
+    """
     try:
-        _run(task, rank, lifeline, parent, terminal, inherited)
+        task = replace(task, generation=task.generation if generation is None else generation)
+        _run(task, rank, lifeline, parent, terminal, inherited, kept)
     finally:  # whatever happens, a forked rank never goes on with its parent's work
         os._exit(70)
 
@@ -108,7 +127,8 @@ def _run(
     lifeline: int,
     parent: int,
     terminal: tuple[int, int, int] | None,
-    inherited: tuple[Callable[..., Any], tuple[Any, ...]] | None,
+    inherited: Made | None,
+    kept: Kept | None,
 ) -> NoReturn:
     die_with_parent(parent)
     # Ctrl-C reaches every process of the terminal; only the launcher answers it.
@@ -120,30 +140,17 @@ def _run(
     threading.Thread(target=_watch, args=(lifeline, notes, 0 if rank else task.launcher), daemon=True, name="weft-heartbeat").start()
     code = 0
     try:
-        os.environ.update(task.env)
-        os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(task.threads)
-        torch.set_num_threads(task.threads)
-        if matmul_backend.PRODUCTS in os.environ:
-            matmul_backend.apply(os.environ[matmul_backend.PRODUCTS])
-        function, arguments = _sent(task, folder) if inherited is None else inherited
-        store = private.file_store(str(folder / "store"), task.num_ranks) if task.num_ranks > 1 else None
-        world = World(
-            rank,
-            task.num_ranks,
-            store,
-            device=pick_device(task.device, rank),
-            generation=task.generation,
-            threads=task.threads,
-            may_add_threads=task.may_add_threads,
-            recorder=notes,
-            timeout_s=task.collective_timeout_s,
-            catch_sigterm=True,
-            transport=os.environ.get(TRANSPORT, ""),
-        )
+        enter(task, task.threads)
+        if inherited is None:
+            inherited = Made(*sent(task, folder))
+        make = partial(_world, task, rank)
+        world = make(task.generation, notes)
+        if kept is not None:
+            world.survivor = Survivor(kept, inherited.prepared, lambda number: make(number, Recorder(folder / "record", rank, number)))
         set_world(world)
         notes.phase(recorder.RUNNING)
-        result = function(world, *arguments)
-        world.synchronize()  # what others wait for on a GPU is on its way
+        result = inherited.function(world, *inherited.arguments)
+        current_world().synchronize()  # what others wait for on a GPU is on its way
         _write(folder / f"result-{rank}", encoding.dump(result, "the result"))
         notes.phase(recorder.DONE)
         _flush()
@@ -160,12 +167,39 @@ def _run(
         os._exit(code)
 
 
-def _sent(task: Task, folder: Path) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def enter(task: Task, threads: int) -> None:
+    """This process computes as the task has it, with `threads`."""
+    os.environ.update(task.env)
+    os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(threads)
+    torch.set_num_threads(threads)
+    if matmul_backend.PRODUCTS in os.environ:
+        matmul_backend.apply(os.environ[matmul_backend.PRODUCTS])
+
+
+def _world(task: Task, rank: int, generation: int, notes: Recorder) -> World:
+    """The world of a generation; each has a store of its own, so that nobody reads the addresses of the dead."""
+    path = Path(task.folder) / (f"store-{generation}" if generation else "store")
+    return World(
+        rank,
+        task.num_ranks,
+        private.file_store(str(path), task.num_ranks) if task.num_ranks > 1 else None,
+        device=pick_device(task.device, rank),
+        generation=generation,
+        threads=task.threads,
+        may_add_threads=task.may_add_threads,
+        recorder=notes,
+        timeout_s=task.collective_timeout_s,
+        catch_sigterm=True,
+        transport=os.environ.get(TRANSPORT, ""),
+    )
+
+
+def sent(task: Task, folder: Path) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """The function that the task names, found as its launcher would, and the arguments that lie in the task's folder."""
     os.chdir(task.cwd)
     sys.path[:] = task.sys_path
     os.environ[IMPORTING] = "1"
-    function = _found(*task.function)
+    function = found(*task.function)
     del os.environ[IMPORTING]
     return function, encoding.load((folder / "arguments").read_bytes())
 
@@ -190,10 +224,6 @@ def failure(error: BaseException, rank: int) -> dict[str, Any]:
         if isinstance(error, WeftError)
         else ""
     )
-    chain: list[BaseException] = [error]
-    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
-        chain.append(cause)
-    lost = any(isinstance(e, LostPeer) or (type(e) is RuntimeError and any(part in str(e) for part in LOST)) for e in chain)
     text = str(error)
     if any(part in text for part in _SPOILED_FORK):
         text = f"{text.splitlines()[0]}; {FRESH}"
@@ -206,20 +236,20 @@ def failure(error: BaseException, rank: int) -> dict[str, Any]:
         "type": type(error).__qualname__,
         "kept": kept,
         "message": text,
-        "lost": lost,
+        "lost": is_lost(error),
         "traceback": "".join(traceback.format_exception(error)),
         "frames": [f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in frames[-4:]],
     }
 
 
-def _found(module: str, qualname: str, file: str) -> Callable[..., Any]:
+def found(module: str, qualname: str, file: str) -> Callable[..., Any]:
     """The function at module level that `launch` was given, from the module's name or, failing that, from its file."""
     try:
         if module == "__main__":
             raise ModuleNotFoundError(module)
-        found: Any = importlib.import_module(module)
-        if not _same_file(getattr(found, "__file__", None), file):
-            raise ModuleNotFoundError(f"{module} is another file here: {found.__file__}")
+        value: Any = importlib.import_module(module)
+        if not _same_file(getattr(value, "__file__", None), file):
+            raise ModuleNotFoundError(f"{module} is another file here: {value.__file__}")
     except ModuleNotFoundError as error:
         if error.name not in (None, module, module.partition(".")[0]):
             raise
@@ -227,12 +257,12 @@ def _found(module: str, qualname: str, file: str) -> Callable[..., Any]:
         spec = importlib.util.spec_from_file_location(name, file)
         if spec is None or spec.loader is None:
             raise UsageError(f"{file} cannot be imported in a new process") from None
-        found = importlib.util.module_from_spec(spec)
-        sys.modules[name] = found
-        spec.loader.exec_module(found)
+        value = importlib.util.module_from_spec(spec)
+        sys.modules[name] = value
+        spec.loader.exec_module(value)
     for name in qualname.split("."):
-        found = getattr(found, name)
-    return found  # type: ignore[no-any-return]
+        value = getattr(value, name)
+    return value  # type: ignore[no-any-return]
 
 
 def _same_file(a: str | None, b: str) -> bool:

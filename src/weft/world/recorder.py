@@ -24,10 +24,12 @@ MAGIC = b"weftrec1"
 HEADER = struct.Struct("<8sIIII")  # magic, ranks, capacity, group slots, generation
 HEADER_BYTES = 64
 STOPPING = 32  # offset in the header: 1 once the launcher was told to stop
+NOW = 40  # offset in the header: the generation that ranks are to be of
 STATUS = struct.Struct("<dQIB3xdd")  # heartbeat, collectives started, pid, phase, patience, since
 STATUS_BYTES = 64
 PHASE = 20
 PATIENCE = 24
+JOINED, SIDES = 40, 48  # the generation that the rank is of; the steps in its two snapshots, plus one, 0 for nothing
 NUM_SLOTS = 32
 SLOT_BYTES = 64
 NAME_BYTES = 60  # of a slot; then how many collectives of the group were started, messages left out
@@ -54,6 +56,7 @@ _GET_START = struct.Struct("<d").unpack_from
 _GET_SLOT = struct.Struct("<H").unpack_from
 _PUT_SEQUENCE = struct.Struct("<Q").pack_into
 _COUNT = struct.Struct("<I")
+_SIDES = struct.Struct("<QQ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +119,7 @@ def _rank_bytes(capacity: int) -> int:
 def create(path: Path, num_ranks: int, generation: int = 0, capacity: int = CAPACITY) -> None:
     """Makes the run's file for `num_ranks` ranks, each with the newest `capacity` collectives."""
     with open(path, "xb") as file:
-        file.write(HEADER.pack(MAGIC, num_ranks, capacity, NUM_SLOTS, generation))
+        file.write(HEADER.pack(MAGIC, num_ranks, capacity, NUM_SLOTS, generation).ljust(NOW, b"\0") + _COUNT.pack(generation))
         file.truncate(HEADER_BYTES + num_ranks * _rank_bytes(capacity))
 
 
@@ -151,6 +154,7 @@ class Recorder:
         if path is None:
             self._map = mmap.mmap(-1, HEADER_BYTES + _rank_bytes(CAPACITY))
             self._map[: HEADER.size] = HEADER.pack(MAGIC, 1, CAPACITY, NUM_SLOTS, generation)
+            _COUNT.pack_into(self._map, NOW, generation)
             index = 0
         else:
             with open(path, "r+b") as file:
@@ -166,7 +170,9 @@ class Recorder:
         self._counts = [0] * NUM_SLOTS
         self.seconds = [0.0] * NUM_SLOTS  # by slot, from the start to the end of every collective so far
         now = time.monotonic()
+        self._map[self._base + STATUS_BYTES : self._ring] = bytes(self._ring - self._base - STATUS_BYTES)  # of an earlier generation
         STATUS.pack_into(self._map, self._base, now, 0, os.getpid(), STARTING, inf, now)
+        _COUNT.pack_into(self._map, self._base + JOINED, generation)
 
     def slot(self, ranks: tuple[int, ...]) -> int:
         """The number under which records name the group of `ranks`; the last slot is shared by all groups past the table's size."""
@@ -220,6 +226,19 @@ class Recorder:
         self._map[self._base + PHASE] = phase
 
     @property
+    def generation_now(self) -> int:
+        """The generation that ranks are to be of: another than this recorder's once a rank was lost."""
+        return int(_COUNT.unpack_from(self._map, NOW)[0])
+
+    def snapshot(self, side: int, steps: int | None) -> None:
+        """This rank's snapshot of `side` holds the state after so many steps; None: nothing. One store."""
+        _PUT_SEQUENCE(self._map, self._base + SIDES + 8 * side, 0 if steps is None else steps + 1)
+
+    def snapshots(self) -> list[tuple[int | None, int | None]]:
+        """By rank, the steps in its two snapshots."""
+        return _snapshots(self._map, self._capacity)
+
+    @property
     def stopping(self) -> bool:
         """Whether the run was told to stop."""
         return self._map[STOPPING] == 1
@@ -267,6 +286,12 @@ def _counts(data: mmap.mmap, base: int) -> dict[str, int]:
     return {name: _COUNT.unpack_from(data, at + i * SLOT_BYTES)[0] for i in range(NUM_SLOTS) if (name := _slot_name(data, base, i))}
 
 
+def _snapshots(data: mmap.mmap, capacity: int) -> list[tuple[int | None, int | None]]:
+    starts = range(HEADER_BYTES, len(data), _rank_bytes(capacity))
+    pairs = (_SIDES.unpack_from(data, base + SIDES) for base in starts)
+    return [(a - 1 if a else None, b - 1 if b else None) for a, b in pairs]
+
+
 class Reader:
     """The launcher's view of the whole file."""
 
@@ -289,6 +314,19 @@ class Reader:
     def stop(self) -> None:
         """Tells every rank to stop."""
         self._map[STOPPING] = 1
+
+    def publish(self, generation: int) -> None:
+        """Tells every rank to unwind, and to join `generation`."""
+        _COUNT.pack_into(self._map, NOW, generation)
+
+    def joined(self) -> list[int]:
+        """By rank, the generation that it is of."""
+        starts = range(HEADER_BYTES, len(self._map), _rank_bytes(self._capacity))
+        return [int(_COUNT.unpack_from(self._map, base + JOINED)[0]) for base in starts]
+
+    def snapshots(self) -> list[tuple[int | None, int | None]]:
+        """By rank, the steps in its two snapshots."""
+        return _snapshots(self._map, self._capacity)
 
     def close(self) -> None:
         self._map.close()

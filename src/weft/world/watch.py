@@ -9,9 +9,10 @@ import json
 import math
 import os
 import signal
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -21,9 +22,11 @@ from typing import Any, Protocol
 from weft import errors
 from weft.errors import RankError, RunError, WeftError
 from weft.world import encoding
+from weft.world.children import LostKeeper
 from weft.world.hangs import HangWatch, Limits, each
 from weft.world.prepared_rank import log_file
 from weft.world.recorder import Reader, Status
+from weft.world.regroup import Ended, Event, Fail, Fork, Hung, Joined, Kill, Overdue, Publish, Say, Stage, State, advance
 from weft.world.stuck import listed
 
 SETTLE_S = 0.05  # others that failed by themselves at the same moment come within this
@@ -46,6 +49,10 @@ class Children(Protocol):
 
     def kill(self) -> None:
         """SIGKILL for every rank that lives."""
+        ...
+
+    def fork(self, rank: int, generation: int) -> None:
+        """Lets a new process be a rank that has ended."""
         ...
 
 
@@ -88,8 +95,23 @@ class _Failure:
     traceback: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """Ranks that are lost are replaced, up to `most` times at one step; `say` tells of it."""
+
+    most: int = 5
+    say: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True)
+
+
 def supervise(
-    children: Children, folder: Path, num_ranks: int, limits: Limits | None, stop_grace_s: float, stops: Stops, shown: bool
+    children: Children,
+    folder: Path,
+    num_ranks: int,
+    limits: Limits | None,
+    stop_grace_s: float,
+    stops: Stops,
+    shown: bool,
+    recovery: Recovery | None = None,
 ) -> list[Any]:
     """Waits for all ranks and returns their results in order. `limits`: how long what may last (None: for ever).
 
@@ -98,55 +120,121 @@ def supervise(
     """
     record = Reader(folder / "record")
     try:
-        return _supervise(children, folder, num_ranks, limits, stop_grace_s, stops, shown, record)
+        return _Supervisor(children, folder, record, limits, (stops, stop_grace_s), shown, recovery).run(num_ranks)
     finally:
         children.kill()
         record.close()
 
 
-def _supervise(
-    children: Children,
-    folder: Path,
-    num_ranks: int,
-    limits: Limits | None,
-    stop_grace_s: float,
-    stops: Stops,
-    shown: bool,
-    record: Reader,
-) -> list[Any]:
-    ended: dict[int, int] = {}
-    failures: list[_Failure] = []
-    decide_s = stop_s = math.inf
-    forked_s = time.monotonic()
-    watch = HangWatch(limits or Limits(math.inf), children.keepers, forked_s)
-    while len(ended) < num_ranks:
-        for rank, code in children.events(POLL_S if not failures else SETTLE_S / 5):
-            ended[rank] = code
-            found = _failure(folder, rank, code)
-            if found is not None:
-                failures.append(found)
-                decide_s = min(decide_s, time.monotonic() + (LOST_S if found.lost else SETTLE_S))
-        now = time.monotonic()
-        if now >= decide_s:
-            break
-        if stops.count:
-            record.stop()
-            stop_s = min(stop_s, now + stop_grace_s)
-            if now >= stop_s or stops.count > 1:
-                raise _stopped(stops, stop_grace_s)
-        if not failures:
-            statuses = record.statuses()
-            hang = watch.look(statuses, ended, children.pids, now) if limits is not None else None
-            if now - max(forked_s, watch.awake_s) > STARTED_S:
-                _check_started(statuses, ended, children.pids, folder)
-            if hang is not None:
-                raise RankError("\n".join([hang.why, *each(statuses, ended)]), hang.rank)
-    if failures:
-        raise _first_cause(failures, ended, record.statuses(), folder, shown)
-    return [encoding.load((folder / f"result-{rank}").read_bytes()) for rank in range(num_ranks)]
+class _Supervisor:
+    def __init__(
+        self,
+        children: Children,
+        folder: Path,
+        record: Reader,
+        limits: Limits | None,
+        stops: tuple[Stops, float],
+        shown: bool,
+        recovery: Recovery | None,
+    ) -> None:
+        self.children, self.folder, self.record, self.shown = children, folder, record, shown
+        (self.stops, self.grace_s), self.recovery, self.limits = stops, recovery, limits
+        self.ended: dict[int, int] = {}
+        self.failures: list[_Failure] = []
+        self.decide_s = self.stop_s = math.inf
+        self.forked_s = self.published_s = time.monotonic()
+        self.watch = HangWatch(limits or Limits(math.inf), children.keepers, self.forked_s)
+        self.state = State(record.num_ranks, recovery.most if recovery else 0, record.generation)
+
+    def run(self, num_ranks: int) -> list[Any]:
+        """Until all have returned."""
+        while len(self.ended) < num_ranks:
+            for rank, code in self.children.events(self._pause_s):
+                self._end(rank, code)
+            now = time.monotonic()
+            if now >= self.decide_s:
+                break
+            if self.stops.count:
+                self.record.stop()
+                self.stop_s = min(self.stop_s, now + self.grace_s)
+                if now >= self.stop_s or self.stops.count > 1:
+                    raise stopped(self.stops, self.grace_s)
+            if not self.failures:
+                self._look(now)
+        if self.failures:
+            raise _first_cause(self.failures, self.ended, self.record.statuses(), self.folder, self.shown)
+        return [encoding.load((self.folder / f"result-{rank}").read_bytes()) for rank in range(num_ranks)]
+
+    @property
+    def _pause_s(self) -> float:
+        return SETTLE_S / 5 if self.failures or (self.state.stage is not Stage.RUNNING and self.recovery) else POLL_S
+
+    def _end(self, rank: int, code: int) -> None:
+        found = _failure(self.folder, rank, code)
+        if found is not None and self._replaces(found):
+            (self.folder / f"failure-{rank}").unlink(missing_ok=True)
+            done = [max((side for side in pair if side is not None), default=-1) for pair in self.record.snapshots()]
+            self._advance(Ended(rank, f"rank {rank} {found.message}", min(done)))
+            return
+        self.ended[rank] = code
+        if found is not None:
+            self.failures.append(found)
+            self.decide_s = min(self.decide_s, time.monotonic() + (LOST_S if found.lost else SETTLE_S))
+
+    def _replaces(self, found: _Failure) -> bool:
+        """Whether another process takes the place of a rank that ended so: of one that was killed, not of one that says why it failed."""
+        returned = any(code == 0 for code in self.ended.values())
+        return self.recovery is not None and (found.native or found.lost) and not (self.failures or returned)
+
+    def _look(self, now: float) -> None:
+        """At the ranks that live."""
+        statuses = self.record.statuses()
+        if self.recovery is not None and self.state.stage is not Stage.RUNNING:
+            self._regroup(statuses, now)
+        hang = self.watch.look(statuses, self.ended, self.children.pids, now) if self.limits is not None else None
+        if now - max(self.forked_s, self.watch.awake_s) > STARTED_S:
+            _check_started(statuses, self.ended, self.children.pids, self.folder)
+        if hang is None:
+            return
+        if hang.rank < 0:
+            os.kill(hang.pid, signal.SIGKILL)  # which ends the ranks
+            raise LostKeeper(hang.why)
+        if self.recovery is None:
+            raise RankError("\n".join([hang.why, *each(statuses, self.ended)]), hang.rank)
+        self._advance(Hung(hang.rank, hang.why))
+
+    def _regroup(self, statuses: list[Status], now: float) -> None:
+        for rank, generation in enumerate(self.record.joined()):
+            if statuses[rank].phase != "absent":
+                self._advance(Joined(rank, generation))
+        patience_s = max((s.patience_s for s in statuses), default=math.inf)
+        if self.limits is not None and now - self.published_s > self.limits.of(patience_s if patience_s < math.inf else 0.0):
+            self._advance(Overdue())
+
+    def _advance(self, event: Event) -> None:
+        assert self.recovery is not None
+        before = self.state.stage
+        self.state, todo = advance(self.state, event)
+        for instruction in todo:
+            match instruction:
+                case Publish(generation):
+                    self.published_s = time.monotonic()
+                    self.record.publish(generation)
+                case Fork(rank, generation):
+                    self.forked_s = time.monotonic()
+                    self.children.fork(rank, generation)
+                case Kill(rank):
+                    with suppress(ProcessLookupError):
+                        os.kill(self.children.pids[rank], signal.SIGKILL)
+                case Say(text):
+                    self.recovery.say(text)
+                case Fail(rank, why):
+                    raise RankError("\n".join([why, *_output(self.folder, rank)]), rank)
+        if self.state.stage is Stage.RUNNING and before is not Stage.RUNNING and self.state.generation > self.record.generation:
+            self.recovery.say(f"all ranks are together again after {time.monotonic() - self.published_s:.2f} s")
 
 
-def _stopped(stops: Stops, grace_s: float) -> BaseException:
+def stopped(stops: Stops, grace_s: float) -> BaseException:
     if stops.first == signal.SIGINT:
         return KeyboardInterrupt()
     return RunError(f"stopped by SIGTERM before the ranks returned (they had {grace_s:g} s)")

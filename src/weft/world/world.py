@@ -11,6 +11,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from itertools import accumulate
 from typing import Any
@@ -23,17 +24,30 @@ from weft.errors import RunError, UsageError, WeftError
 from weft.world import private
 from weft.world.connection import Lane
 from weft.world.group import SHARED, Boxes, Group
+from weft.world.kept import Kept
 from weft.world.pace import Pace
-from weft.world.pending import LostPeer, Work, synchronize
-from weft.world.recorder import Recorder
+from weft.world.pending import LostPeer, Work, is_lost, synchronize
+from weft.world.recorder import RUNNING, Recorder
 from weft.world.shared_memory import segment
 from weft.world.shared_memory.meet import Channel, SharedMemory
 
 TRANSPORT = "WEFT_TRANSPORT"  # the environment variable that whoever starts ranks passes on
+ASK_S = 0.5  # after which who waits in a store looks whether a rank is lost
+REGROUP_S = 10.0  # until the launcher says that it replaces a lost rank
 TOLD_S = 0.5  # after which who waits for rank 0 looks whether it is still there
 TRANSPORTS = ("", "gloo", SHARED, "portable")
 
 __all__ = ["Group", "LostPeer", "Work", "World"]
+
+
+@dataclass(frozen=True, slots=True)
+class Survivor:
+    """What a rank has that goes on after the loss of another, or in its place: memory that outlives it, what was prepared for it, and
+    how to make the world of a generation."""
+
+    kept: Kept
+    prepared: Any
+    make: Callable[[int], World]
 
 
 class World:
@@ -81,6 +95,7 @@ class World:
         self.may_add_threads = may_add_threads
         self.recorder = recorder or Recorder(generation=generation)
         self.pace = Pace(self.recorder)
+        self.survivor: Survivor | None = None
         self._store = private.prefixed(f"gen{generation}", store) if store is not None else None
         self._host = host
         self._timeout_s = timeout_s
@@ -126,6 +141,51 @@ class World:
             self._catch_sigterm = False
             signal.signal(signal.SIGTERM, lambda number, frame: self.recorder.stop())
         return self.recorder.stopping
+
+    def regrouped(self, error: BaseException) -> World:
+        """The world of the next generation, after `error` has ended the step under way on this rank; this world is closed.
+
+        Raises `error` where it is not the loss of a rank, or nobody replaces that one.
+        """
+        if self.survivor is None or not (is_lost(error) or self._is_over):
+            raise error
+        self.close()
+        until = time.monotonic() + REGROUP_S
+        while not self._is_over:
+            if time.monotonic() > until:
+                raise error
+            time.sleep(1e-3)
+        world = self.survivor.make(self.recorder.generation_now)
+        world.survivor = self.survivor
+        world.recorder.phase(RUNNING)
+        return world
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether a rank was lost, and this world with it."""
+        return self.recorder.generation_now != self.generation
+
+    def close(self) -> None:
+        """Ends all connections: those that wait for this rank are told, and so leave theirs."""
+        for group in self._groups.values():
+            group.close()
+
+    def _ask(self, key: str, store: Any = None) -> bytes:
+        """What a store has under `key`, once it is there. Raises LostPeer where a rank is lost meanwhile."""
+        store = self._store if store is None else store
+        until = time.monotonic() + self._timeout_s
+        while True:
+            try:
+                store.wait([key], timedelta(seconds=ASK_S))
+                return bytes(store.get(key))
+            except dist.DistNetworkError as error:
+                raise LostPeer(f"rank {self.rank} lost the store: {error}") from error
+            except RuntimeError:  # not there yet
+                pass
+            if self._is_over:
+                raise LostPeer(f"rank {self.rank} waits for {key}, and another rank is lost")
+            if time.monotonic() > until:
+                raise LostPeer(f"Timed out after {self._timeout_s:g} s: nobody told rank {self.rank} {key}")
 
     def beat(self) -> None:
         """Tells the launcher that this rank makes progress; a thread of the rank does so by itself."""
@@ -175,11 +235,13 @@ class World:
             return text
         until = time.monotonic() + self._timeout_s
         while not self._answered(key, min(TOLD_S, until - time.monotonic())):
+            if self._is_over:
+                raise LostPeer(f"rank {self.rank} waits for what rank 0 chooses, and another rank is lost")
             if self.recorder.ended(0) and not self._answered(key, 0.0):  # it may have answered, and returned, since
                 raise LostPeer(f"rank {self.rank} waits for what rank 0 chooses, and rank 0 has ended")
             if time.monotonic() >= until:
                 raise RunError(f"rank {self.rank} waited {self._timeout_s:.0f} s for what rank 0 chooses; did rank 0 end?")
-        kind, text = json.loads(self._store.get(key))
+        kind, text = json.loads(self._ask(key))
         if kind:
             raise getattr(errors, kind, RunError)(text)
         return str(text)
@@ -201,13 +263,13 @@ class World:
         index = ranks.index(self.rank)
         name = "group/" + ",".join(map(str, ranks)) + str(lane)
         if self.device.type == "cuda" and dist.is_nccl_available():
-            places = {self._store.get(f"place/{rank}") for rank in ranks}
+            places = {self._ask(f"place/{rank}") for rank in ranks}
             if len(places) == len(ranks):
                 if lane.direction is not None:
                     index, ranks = int(index == lane.direction[1]), lane.direction
                 return private.nccl(private.prefixed(name, self._store), index, len(ranks), self._timeout_s), "nccl"
         if self.device.type == "cpu" and (self._transport != "gloo" or (self._boxes and lane.of_box)):
-            channel = self._share(private.prefixed(f"{name}/memory", self._store), index, ranks, lane)
+            channel = self._share(Asked(self, private.prefixed(f"{name}/memory", self._store)), index, ranks, lane)
             if not isinstance(channel, str):
                 return channel, SHARED
         return private.gloo(private.prefixed(name, self._store), index, len(ranks), self._timeout_s, self._host), "gloo"
@@ -226,8 +288,8 @@ class World:
             return ""
         assert self._store is not None
         if self.device.type == "cuda":
-            return str(self._store.get(f"place/{rank}").decode()).rpartition("/")[0]
-        return str(rank) if self._transport == "gloo" else str(self._store.get(f"host/{rank}").decode())
+            return str(self._ask(f"place/{rank}").decode()).rpartition("/")[0]
+        return str(rank) if self._transport == "gloo" else str(self._ask(f"host/{rank}").decode())
 
     def _share(self, store: Any, index: int, ranks: tuple[int, ...], lane: Lane) -> Channel | str:
         if lane.of_box:
@@ -235,7 +297,7 @@ class World:
         if self._one_host is None:
             assert self._store is not None
             self._one_host = (
-                self._transport in (SHARED, "portable") or len({self._store.get(f"host/{rank}") for rank in range(self.num_ranks)}) == 1
+                self._transport in (SHARED, "portable") or len({self._ask(f"host/{rank}") for rank in range(self.num_ranks)}) == 1
             )
         if not self._one_host:
             return "the ranks of this run are on several hosts"
@@ -249,6 +311,20 @@ class World:
         """What drives shared memory in one thread: a lane has a thread, and so an engine, of its own."""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         return SharedMemory(self.num_ranks > cores, self._timeout_s, native=self._transport != "portable")
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A store in which who waits hears of a lost rank."""
+
+    world: World
+    store: Any
+
+    def set(self, key: str, value: str) -> None:
+        self.store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        return self.world._ask(key, self.store)
 
 
 def _box_sizes(transport: str, num_ranks: int) -> tuple[int, ...]:

@@ -51,6 +51,11 @@ class LossScale:
         """1 where this rank's gradients of the step are not all finite, else 0; to be voted on."""
         return self._found
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What a step changes of it."""
+        return [self._factor, self._steps, self._skipped] if self.scaled else []
+
     def unscale(self, gradients: Sequence[Tensor]) -> None:
         """Divide summed gradients by the factor, and see whether all are finite."""
         self._found.zero_()

@@ -1,0 +1,114 @@
+"""The processes of one launch's ranks, as their launcher sees them. In: who forked them. Out: how each ended.
+
+Not modelled: what they do, which `world/watch` reads in their record.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from weft.errors import RunError
+
+PREPARE_S = 900.0  # for capturing what the ranks need
+KILL_S = 10.0
+LARGEST_MESSAGE = 1 << 16
+
+
+class LostKeeper(RunError):
+    """A process that the ranks need is gone or does not answer, and the ranks with it: nothing is left of them but checkpoints."""
+
+
+class PreparedRanks:
+    """Ranks whose parent is the prepared process, or one that it forked for them.
+
+    Raises TimeoutError where they are not named within `start_s`; what `check` raises, which is called meanwhile.
+    """
+
+    def __init__(self, events: socket.socket, num_ranks: int, parent: int, start_s: float, check: Callable[[], None]) -> None:
+        self.keepers = {parent: "the process that starts ranks"}
+        self._events = events
+        self._living = set(range(num_ranks))
+        events.settimeout(start_s)
+        first = self._message()
+        if "nest" in first:
+            self.keepers[first["nest"]] = "the process that forks the ranks"
+            until = time.monotonic() + PREPARE_S
+            while not select.select([events], [], [], 0.1)[0]:
+                check()
+                if time.monotonic() > until:
+                    raise TimeoutError
+            first = self._message()
+        self.pids: list[int] = first["pids"]
+
+    def _message(self) -> dict[str, Any]:
+        data = self._events.recv(LARGEST_MESSAGE)
+        if not data:
+            raise LostKeeper("the process that starts ranks is gone, and its ranks with it; was it killed?")
+        return json.loads(data)  # type: ignore[no-any-return]
+
+    def events(self, wait_s: float) -> list[tuple[int, int]]:
+        found: list[tuple[int, int]] = []
+        while select.select([self._events], [], [], 0 if found else wait_s)[0]:
+            event = self._message()
+            if "forked" in event:
+                self.pids[event["forked"]] = event["pid"]
+                continue
+            self._living.discard(event["rank"])
+            found.append((event["rank"], event["code"]))
+            if not self._living:
+                break
+        return found
+
+    def fork(self, rank: int, generation: int) -> None:
+        """Lets a new process be `rank`, which has ended."""
+        self._living.add(rank)
+        self._events.send(json.dumps({"fork": rank, "generation": generation}).encode())
+
+    def kill(self) -> None:
+        with suppress(OSError, RunError):
+            if self._living:
+                self._events.send(b"kill")
+            until = time.monotonic() + KILL_S
+            while self._living and time.monotonic() < until:
+                self.events(0.1)
+
+
+class ForkedRanks:
+    """Ranks whose parent is this process."""
+
+    def __init__(self, pids: list[int]) -> None:
+        self.pids = pids
+        self.keepers: dict[int, str] = {}
+        self._living = dict(enumerate(pids))
+
+    def fork(self, rank: int, generation: int) -> None:
+        raise RunError(f"rank {rank} was forked from this process, which does not fork it again")
+
+    def events(self, wait_s: float) -> list[tuple[int, int]]:
+        until = time.monotonic() + wait_s
+        while True:
+            found = []
+            for rank, pid in list(self._living.items()):
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                if ended:
+                    del self._living[rank]
+                    found.append((rank, os.waitstatus_to_exitcode(status)))
+            if found or time.monotonic() >= until:
+                return found
+            time.sleep(0.005)
+
+    def kill(self) -> None:
+        for pid in self._living.values():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        until = time.monotonic() + KILL_S
+        while self._living and time.monotonic() < until:
+            self.events(0.1)

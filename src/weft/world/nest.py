@@ -1,0 +1,110 @@
+"""The process that forks the ranks of one launch, and forks again those that are lost. In: a task. Out: ranks, and how each ended.
+
+It is forked from the prepared process, does once what the ranks would each do (`Task.prepare`: a model is captured), and holds the memory
+that outlives them. It has one thread, so that a fork is safe at any time. It dies with the prepared process, and its ranks with it.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+import traceback
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+from weft.world.kept import Held
+from weft.world.prepared_rank import Made, Task, die_with_parent, enter, found, run_rank, sent
+
+LARGEST_MESSAGE = 1 << 16
+Terminal = tuple[int, int, int] | None
+
+
+def run_nest(task: Task, events: int, lifeline: int, parent: int, terminal: Terminal) -> NoReturn:
+    """Serves one launch, and ends this process."""
+    try:
+        die_with_parent(parent)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        _Nest(task, socket.socket(fileno=events), lifeline, terminal).serve()
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+    finally:
+        os._exit(0)
+
+
+class _Nest:
+    def __init__(self, task: Task, events: socket.socket, lifeline: int, terminal: Terminal) -> None:
+        self._task, self._events, self._lifeline, self._terminal = task, events, lifeline, terminal
+        self._held, self._living = Held(), dict[int, int]()  # rank -> pid
+        self._selector = selectors.DefaultSelector()
+        self._tell(nest=os.getpid())
+        self._call = self._made()
+
+    def _made(self) -> Made | None:
+        """The function, its arguments and what was prepared for it; None where that failed: the ranks then fail likewise, and tell."""
+        try:
+            enter(self._task, 1)
+            function, arguments = sent(self._task, Path(self._task.folder))
+            return Made(function, arguments, found(*self._task.prepare)(*arguments) if self._task.prepare[0] else None)
+        except Exception:
+            traceback.print_exc()
+            return None
+
+    def serve(self) -> NoReturn:
+        """Until the launcher hangs up."""
+        gc.collect()
+        gc.freeze()
+        self._selector.register(self._events, selectors.EVENT_READ, self._told)
+        self._selector.register(self._held.socket, selectors.EVENT_READ, self._held.take)
+        for rank in range(self._task.num_ranks):
+            self._fork(rank, self._task.generation)
+        self._tell(pids=[self._living[rank] for rank in range(self._task.num_ranks)])
+        while True:
+            for key, _ in self._selector.select():
+                key.data()
+
+    def _told(self) -> None:
+        request = self._events.recv(LARGEST_MESSAGE)
+        if request.startswith(b"{"):
+            order = json.loads(request)
+            self._held.take()  # what a rank sent before it died
+            self._fork(order["fork"], order["generation"])
+            self._tell(forked=order["fork"], pid=self._living[order["fork"]])
+            return
+        for pid in self._living.values():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if not request:
+            os._exit(0)
+
+    def _fork(self, rank: int, generation: int) -> None:
+        parent = os.getpid()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pid = os.fork()
+        if pid == 0:
+            # A copy of a socket's end in a rank would hide the death of this process from the launcher.
+            for key in list(self._selector.get_map().values()):
+                if key.fileobj is not self._held.socket:
+                    os.close(key.fd)
+            run_rank(self._task, rank, self._lifeline, parent, self._terminal, self._call, self._held.of(rank), generation)
+        self._living[rank] = pid
+        watched = os.pidfd_open(pid)
+        self._selector.register(watched, selectors.EVENT_READ, lambda: self._ended(watched, rank, pid))
+
+    def _ended(self, watched: int, rank: int, pid: int) -> None:
+        self._selector.unregister(watched)
+        os.close(watched)
+        _, status = os.waitpid(pid, 0)
+        del self._living[rank]
+        self._tell(rank=rank, code=os.waitstatus_to_exitcode(status))
+
+    def _tell(self, **event: Any) -> None:
+        with suppress(OSError):
+            self._events.send(json.dumps(event).encode())

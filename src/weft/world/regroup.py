@@ -1,0 +1,144 @@
+"""The launcher's part in going on after the loss of a rank, as a state machine: events in, instructions out, nothing else.
+
+    Running --Hung--> Lost(rank) --Ended--> Regroup(generation + 1) --all Joined--> Running
+       └────────────────Ended───────────────────┘ (again during Regroup: generation + 2)        too many losses at one step: Failed
+
+A new generation is what tells survivors to unwind. A rank is replaced once it is gone: one that is stopped cannot wake up and write. Losses
+count until a step is done, so that a long run survives any number of them and one that dies of its own step ends with the cause.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+
+
+class Stage(Enum):
+    """What the ranks of a launch are at."""
+
+    RUNNING, LOST, REGROUP, FAILED = range(4)
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """`condemned`: ranks that were killed and are not gone yet. `losses` since `steps` steps were done, of which `most` are borne."""
+
+    num_ranks: int
+    most: int
+    generation: int = 0
+    stage: Stage = Stage.REGROUP
+    joined: frozenset[int] = frozenset()
+    condemned: frozenset[int] = frozenset()
+    losses: int = 0
+    steps: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The process of a rank is gone, `why`; all ranks had done `steps` steps, -1 before there is a snapshot."""
+
+    rank: int
+    why: str
+    steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Hung:
+    """A rank holds up the others."""
+
+    rank: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A rank has unwound, or is new, and is of this generation."""
+
+    rank: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Overdue:
+    """The ranks had time to join."""
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """Let ranks join this generation."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """Let a new process be this rank, in this generation."""
+
+    rank: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Say:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """End the run."""
+
+    rank: int
+    why: str
+
+
+Event = Ended | Hung | Joined | Overdue
+Instruction = Publish | Fork | Kill | Say | Fail
+
+
+def advance(state: State, event: Event) -> tuple[State, list[Instruction]]:
+    """The state after an event, and what is to be done.
+
+    >>> state, todo = advance(State(2, most=3), Ended(1, "rank 1 was killed by SIGKILL", 7))
+    >>> state.stage.name, todo[1:]
+    ('REGROUP', [Publish(generation=1), Fork(rank=1, generation=1)])
+    """
+    if state.stage is Stage.FAILED:
+        return state, []
+    match event:
+        case Ended(rank, why, steps):
+            return _ended(state, rank, why, steps)
+        case Hung(rank, why):
+            if rank in state.condemned:
+                return state, []
+            return replace(state, stage=Stage.LOST, condemned=state.condemned | {rank}), [Say(f"{why}; it is replaced"), Kill(rank)]
+        case Joined(rank, generation):
+            if generation != state.generation or state.stage is not Stage.REGROUP:
+                return state, []
+            joined = state.joined | {rank}
+            return replace(state, joined=joined, stage=Stage.RUNNING if len(joined) == state.num_ranks else Stage.REGROUP), []
+        case Overdue():
+            late = sorted(set(range(state.num_ranks)) - state.joined - state.condemned) if state.stage is Stage.REGROUP else []
+            if not late:
+                return state, []
+            words = f"rank {', '.join(map(str, late))} did not leave the lost step; replaced, too"
+            return replace(state, stage=Stage.LOST, condemned=state.condemned | set(late)), [Say(words), *map(Kill, late)]
+
+
+def _ended(state: State, rank: int, why: str, steps: int) -> tuple[State, list[Instruction]]:
+    losses = state.losses + 1 if steps == state.steps else 1
+    if losses > state.most:
+        at = f"after step {steps}" if steps >= 0 else "before the first step"
+        return replace(state, stage=Stage.FAILED), [Fail(rank, f"{losses} losses of a rank {at}, and no step further; the last: {why}")]
+    condemned, generation = state.condemned - {rank}, state.generation + 1
+    after = replace(
+        state, generation=generation, stage=Stage.LOST if condemned else Stage.REGROUP, joined=frozenset(), condemned=condemned,
+        losses=losses, steps=steps,
+    )  # fmt: skip
+    kept = f"its state after step {steps} is kept" if steps >= 0 else "it begins with the last checkpoint"
+    said = Say(f"{why}; {kept}, and a new process takes its place")
+    return after, [said, Publish(generation), Fork(rank, generation)]
