@@ -35,6 +35,7 @@ from weft.run.proof.verify import verify_plan
 from weft.run.rank_agreement import check_same_model, draw_alike
 from weft.run.state.optimizer import OptimizerSpec
 from weft.run.uncaptured.trial import refuse_division
+from weft.solve.late import late_steps
 from weft.solve.mixed import pricer_of
 from weft.solve.reasons import reasons
 from weft.solve.search import check_layout, clocked, price, search, step_timeline
@@ -403,15 +404,18 @@ def simulated(
     loss: Loss | None = None,
     cluster: Cluster | str | None = None,
     source: Source | None = None,
+    steps: int = 1,
+    late: float = 0.0,
 ) -> tuple[Prediction, Timeline]:
-    """The step that is predicted, and its timeline; arguments as of `simulate`."""
+    """The step that is predicted, and its timeline; arguments as of `simulate`. `steps`: the timeline of so many, of replicas that are late
+    by `late` of a step in the mean (`solve/late`)."""
     _, make, given, loss = subject_of(model if model is not None else plan.model, batch if batch is not None else plan.batch_size, loss)
     machines = cluster if isinstance(cluster, Cluster) else Cluster.parse(cluster or plan.cluster)
     check_layout(plan.layout, machines, plan.batch_size)
     graph = (source or Source.of(make)).capture(given, loss, plan.batch_size).graph
     pricer = pricer_of(graph, machines, plan.batch_size, 2, _shards(plan, graph))
     priced = clocked(pricer, price(pricer, plan.layout, plan.stages))
-    return priced.prediction, step_timeline(pricer, priced)
+    return priced.prediction, step_timeline(pricer, priced) if steps == 1 else late_steps(pricer, priced, steps, late)
 
 
 def comm_hook(name: str = "auto", process_group: Any = None) -> tuple[Any, Any]:

@@ -26,7 +26,7 @@ DEVICES = ("gpus", "devices")
 SEQUENCE = ("seq", "sequence")
 OTHERS = (*DEVICES, *SEQUENCE, "batch", "cluster")
 WORDS = tuple(one.name for one in fields(Layout) if one.type == "str" and one.name in KEYS)
-FROM_ZERO, MOST_DIGITS = ("zero", "threads", "staleness"), 9
+FROM_ZERO, MOST_DIGITS = ("zero", "threads", "staleness", "servers"), 9
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from weft.cli import options
-from weft.cli.output import output, write_file
+from weft.cli.output import Output, output, write_file
 from weft.errors import UsageError
+from weft.units import format_seconds
+
+if TYPE_CHECKING:
+    from weft.cli.setting import Setting
+    from weft.cluster.cluster import Cluster
+    from weft.plan.plan import Plan
+
+_LATE = "So many steps of replicas alone (data=N), late by a part of a step in the mean: 20x0.5."
 
 
 def simulate(
@@ -20,6 +28,7 @@ def simulate(
     ] = None,
     batch: options.Batch = None,
     sequence: options.Sequence = None,
+    late: Annotated[str | None, typer.Option("--late", metavar="NxPART", help=_LATE, show_default=False)] = None,
     target: options.OutFile = None,
     as_json: options.Json = False,
 ) -> None:
@@ -31,34 +40,22 @@ def simulate(
     Example:
       weft simulate plan.toml -o trace.json
       weft simulate gpt-10m --batch 16 --layout "pipeline=2 microbatches=4 schedule=1f1b"
+      weft simulate gpt-10m --batch 16 --layout "data=2 servers=1 staleness=2" --late 20x0.5
     """
     with output(as_json) as out:
         from weft import api
-        from weft.cli.operands import load_cluster, load_model
-        from weft.cli.setting import Setting
-        from weft.plan.layout import Layout
-        from weft.plan.plan_file import read_plan
         from weft.report.gantt import gantt
-        from weft.report.run_folder import MACHINE
         from weft.report.tables import prediction_record
 
-        if subject.endswith(".toml"):
-            if layout is not None:
-                raise UsageError(f"{subject} is a plan and has its layout; edit it there, or name the model with --layout")
-            chosen = read_plan(subject)
-            # A run folder says what its plan was made for.
-            beside = Path(subject).with_name(MACHINE)
-            machines = load_cluster(cluster or (str(beside) if beside.exists() else chosen.cluster), out)
-            setting = Setting(chosen.model, machines, chosen.batch_size, sequence)
-        else:
-            machines = load_cluster(cluster or "here", out)
-            setting = Setting(subject, machines, batch or load_model(subject, None, sequence).default_batch, sequence)
-            chosen = setting.plan(layout=Layout.parse(layout) if layout is not None else None)
-        prediction, timeline = api.simulated(chosen, setting.resolved, setting.given, cluster=machines, source=setting.source)
+        chosen, machines, setting = _chosen(subject, layout, cluster, (batch, sequence), out)
+        steps, part = _of_late(late)
+        model, given, source = setting.resolved, setting.given, setting.source
+        prediction, timeline = api.simulated(chosen, model, given, cluster=machines, source=source, steps=steps, late=part)
         if target is not None:
             write_file(Path(target), timeline.to_perfetto())
             out.message(f"written to {target}; open it in ui.perfetto.dev")
-        out.text(gantt(timeline, headline=f"{timeline.name}: {prediction.spent}"))
+        each_s = timeline.total_s / steps
+        out.text(gantt(timeline, headline=f"{timeline.name}: {prediction.spent if steps == 1 else format_seconds(each_s) + ' a step'}"))
         out.answer(
             {
                 "layout": str(chosen.layout),
@@ -66,5 +63,45 @@ def simulate(
                 "bubble": timeline.bubble,
                 "busy": [timeline.busy(rank) for rank in range(timeline.num_ranks)],
                 "spans": len(timeline.spans),
+                "simulated_step_s": each_s,
             }
         )
+
+
+def _chosen(
+    subject: str, layout: str | None, cluster: str | None, sizes: tuple[int | None, int | None], out: Output
+) -> tuple[Plan, Cluster, Setting]:
+    """The plan, its machines, and what it is about. `sizes`: samples of a batch, and tokens of a sample."""
+    from weft.cli.operands import load_cluster, load_model
+    from weft.cli.setting import Setting
+    from weft.plan.layout import Layout
+    from weft.plan.plan_file import read_plan
+    from weft.report.run_folder import MACHINE
+
+    batch, sequence = sizes
+    if not subject.endswith(".toml"):
+        machines = load_cluster(cluster or "here", out)
+        setting = Setting(subject, machines, batch or load_model(subject, None, sequence).default_batch, sequence)
+        return setting.plan(layout=Layout.parse(layout) if layout is not None else None), machines, setting
+    if layout is not None:
+        raise UsageError(f"{subject} is a plan and has its layout; edit it there, or name the model with --layout")
+    chosen = read_plan(subject)
+    # A run folder says what its plan was made for.
+    beside = Path(subject).with_name(MACHINE)
+    machines = load_cluster(cluster or (str(beside) if beside.exists() else chosen.cluster), out)
+    return chosen, machines, Setting(chosen.model, machines, chosen.batch_size, sequence)
+
+
+def _of_late(text: str | None) -> tuple[int, float]:
+    """Steps, and by what part of one ranks are late.
+
+    >>> _of_late("20x0.5"), _of_late(None)
+    ((20, 0.5), (1, 0.0))
+    """
+    if text is None:
+        return 1, 0.0
+    steps, _, part = text.partition("x")
+    try:
+        return int(steps), float(part or "0")
+    except ValueError:
+        raise UsageError(f"--late {text}: give steps and a part of one, for example --late 20x0.5") from None

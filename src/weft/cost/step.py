@@ -247,7 +247,7 @@ class Pricer(OperatorPricer):
         elif layout.recompute == "selective":
             busy = Seconds(busy.forward, busy.backward + base.scores_s)
         trained = base.state.num_trainable
-        updated = (trained + base.state.num_elsewhere) / layout.weight_ranks if layout.zero else trained
+        updated = (trained + base.state.num_elsewhere) / layout.weight_ranks if layout.zero else trained / max(1, layout.servers)
         states = self.optimizer_states
         if self.cluster.is_cpu:
             optimizer = optimizer_s(self.speed(layout), updated, states)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Protocol
 
 from weft.plan.choice import AUTO
 from weft.plan.precision import PRECISIONS
@@ -39,6 +40,8 @@ STALE_WITH: dict[str, tuple[int | str, ...]] = {
     "batch_norm": ("exact",),
     "branch": (1,),
 }
+# What goes with servers that hold the weights: what goes with late updates, and sums of no other kind.
+SERVED_WITH: dict[str, tuple[int | str, ...]] = {**STALE_WITH, "all_reduce": (AUTO,)}
 # What goes with ranks that own branches.
 BRANCH_WITH: dict[str, tuple[int | str, ...]] = {
     "sample_parallel": ("off",),
@@ -58,6 +61,49 @@ COMPILE_WITH: dict[str, tuple[int | str, ...]] = {
     "offload": ("none", "optimizer"),
     "schedule": tuple(name for name in SCHEDULES if not name.startswith("zb-")),
 }
+
+
+class Replicas(Protocol):
+    """What a layout says of its replicas."""
+
+    @property
+    def data(self) -> int: ...
+    @property
+    def staleness(self) -> int: ...
+    @property
+    def servers(self) -> int: ...
+
+
+def refuse_staleness(layout: Replicas) -> str:
+    """Why updates of a layout cannot come late; empty where they can, or need not."""
+    if layout.staleness < 0:
+        return f"staleness={layout.staleness}; it counts steps, so use staleness=0 for updates at once, or more"
+    if not layout.staleness:
+        return ""
+    if layout.data == 1:
+        return f"staleness={layout.staleness} lets replicas run ahead of each other, and data=1 has one; use data=2 or more, or staleness=0"
+    return refuse_beside(layout, STALE_WITH, f"staleness={layout.staleness}", "staleness=0")
+
+
+def refuse_servers(layout: Replicas) -> str:
+    """Why no replicas of a layout can hold the weights for all; empty where some can, or need not."""
+    if layout.servers < 0:
+        return f"servers={layout.servers}; it counts replicas that hold the weights, so use servers=1 or more, or servers=0 for none"
+    if not layout.servers:
+        return ""
+    if layout.data == 1 or layout.servers > layout.data:
+        have, need = layout.data, max(2, layout.servers)
+        return f"servers={layout.servers} of data={have}: servers are replicas, and serve others; use data={need} or more, or servers=0"
+    return refuse_beside(layout, SERVED_WITH, f"servers={layout.servers}", "servers=0")
+
+
+def server_ranks(data: int, servers: int) -> tuple[int, ...]:
+    """The replicas that are servers, evenly among all, so that hosts share what passes their ports.
+
+    >>> server_ranks(8, 2), server_ranks(3, 3), server_ranks(4, 0)
+    ((0, 4), (0, 1, 2), ())
+    """
+    return tuple(server * data // servers for server in range(servers))
 
 
 def refuse_beside(layout: object, table: Mapping[str, tuple[int | str, ...]], word: str, remedy: str) -> str:

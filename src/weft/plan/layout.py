@@ -9,7 +9,7 @@ from operator import attrgetter
 
 from weft.errors import LayoutError, nearest
 from weft.plan.axis import ATTENTION, BRANCH, CHANNEL, DATA, EXPERT, parse_spatial, sample_axes, spatial_ranks
-from weft.plan.beside import BRANCH_WITH, COMPILE_WITH, INNER_WITH, STALE_WITH, refuse_beside
+from weft.plan.beside import BRANCH_WITH, COMPILE_WITH, INNER_WITH, refuse_beside, refuse_servers, refuse_staleness, server_ranks
 from weft.plan.choice import AUTO, refuse_sums
 from weft.plan.choice import NAMES as ALL_REDUCE
 from weft.plan.compression import Compression, refuse_compression, refuse_scaled
@@ -66,6 +66,7 @@ class Layout:
     by size, as the plan says. `recompute` and `offload`: a `Residency`. `compress`: how gradients travel, a `Compression`.
     `inner`: data x tensor of every stage, where they differ; `data` and `tensor` are then the first stage's.
     `staleness`: a step's update is applied so many steps later, so that no replica waits for the others before.
+    `servers`: replicas that also hold and update the weights, a part of them each, for all; 0: every replica does so for itself.
     `grid`: rows, columns and depth of the tensor ranks, where they are no line; `tensor` is how many these are. Both print as `tensor=2x2`.
     `context`: ranks that share a sequence, each with a piece of its positions. `attention`: how they attend to one another's, by
     gathering all keys, by exchanging positions for heads (Ulysses), by passing keys round (`ring`); `auto`: of the first two what moves
@@ -102,6 +103,7 @@ class Layout:
     compress: str = "none"
     inner: str = ""
     staleness: int = 0
+    servers: int = 0
     context: int = 1
     attention: str = AUTO
     spatial: str = "1"
@@ -138,7 +140,7 @@ class Layout:
             _refuse(refuse_scaled(self.compress, self.precision))
         self._check_shares()
         self._check_inner()
-        _refuse(refuse_staleness(self))
+        _refuse(refuse_staleness(self) or refuse_servers(self))
         if self.compile == "on":
             _refuse(refuse_beside(self, COMPILE_WITH, "compile=on", "compile=off"))
         if self.branch > 1:
@@ -359,6 +361,11 @@ class Layout:
         return sample_axes(axis for axis, _ in self.axes) if self.batch_norm == "local" and self.data > 1 else ()
 
     @property
+    def server_ranks(self) -> tuple[int, ...]:
+        """The ranks that hold the weights for all."""
+        return server_ranks(self.data, self.servers)
+
+    @property
     def weight_ranks(self) -> int:
         """Ranks of one pipeline stage that have the same weights, and among which ZeRO divides what is kept of them."""
         return self.data * self.position_ranks * self.branch
@@ -476,18 +483,3 @@ def refuse_word(key: str, word: str) -> str:
         return ""
     later = value in LATER_CHOICES.get(key, ())
     return f"{key}={value} is {'not built yet' if later else f'unknown{nearest(value, known)}'}; use one of {', '.join(known)}"
-
-
-def refuse_staleness(layout: Layout) -> str:
-    """Why updates of a layout cannot come late; empty where they can, or need not.
-
-    >>> refuse_staleness(Layout(data=2, staleness=1))
-    ''
-    """
-    if layout.staleness < 0:
-        return f"staleness={layout.staleness}; it counts steps, so use staleness=0 for updates at once, or more"
-    if not layout.staleness:
-        return ""
-    if layout.data == 1:
-        return f"staleness={layout.staleness} lets replicas run ahead of each other, and data=1 has one; use data=2 or more, or staleness=0"
-    return refuse_beside(layout, STALE_WITH, f"staleness={layout.staleness}", "staleness=0")

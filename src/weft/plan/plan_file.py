@@ -64,6 +64,7 @@ _WORDS = {
     "neighbours": "whose devices lie side by side: branch, those of one replica's branches; data, the replicas of one branch",
     "grid": "how the tensor ranks are arranged: rows x columns, or rows x columns x depth; 2x2, 2x2x2",
     "lend": "whether ranks that wait in the pipeline lend their cores: auto (no, unless the plan says on), off, on",
+    "servers": "replicas that hold and update the weights for all, a part of them each; 0 is none",
     "staleness": "steps by which updates come late, so that replicas need not wait for one another; 0 is at once",
 }
 

@@ -260,8 +260,8 @@ def build(
     pieces = zero_pieces(graph, sharding) if outputs and layout.zero else {}
     own_blocks = in_pieces(sharding, graph, pieces)
     blocks = Blocks(mesh, at, own_blocks, stages, program, across, sample_axes(mesh.inside) if outputs else ())
-    specs = blocks.specs(graph, trainable, optimizer, dtype, layers_of(lowered))
-    flat, parameters = build_groups(list(specs.values()), world.device, 0 if outputs else layout.zero, world.rank, plan.bucket_bytes)
+    specs, zero = blocks.specs(graph, trainable, optimizer, dtype, layers_of(lowered)), 0 if outputs else layout.zero
+    flat, parameters = build_groups(list(specs.values()), world.device, zero, world.rank, plan.bucket_bytes, layout.server_ranks)
     choose_sums(plan, world, flat)
     of_buffers = {v.name: (v, blocks.of(v)[0]) for v in graph.buffers if blocks.holds(v)}
     buffers = source.take(Initial(own_blocks, at, specs, parameters, flat, of_buffers, world.device, dtype).take, None)

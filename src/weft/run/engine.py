@@ -36,6 +36,7 @@ from weft.run.recent import MOST_FORMS, MOST_SIZES, Recent
 from weft.run.reduce.buffers import Replicas
 from weft.run.reduce.error_feedback import Rests
 from weft.run.reduce.overlapped import Gradients
+from weft.run.reduce.servers import Served, Servers
 from weft.run.reduce.stale import Stale
 from weft.run.residency.gathered import Gathered
 from weft.run.residency.host import HostStore
@@ -119,10 +120,9 @@ class Engine:
         self._trained = Capture(BatchForm.of(batch), self._executors, replicas)
         self._others = Recent[Capture](MOST_FORMS)
         self._source, self._loss = source, loss
-        moves = plan.layout.moves_optimizer
-        self._optimizer = Optimizer(self.spec, self.parts.groups, sums, self._everyone, plan.layout.zero > 0, moves, late > 0, self.scale)
+        self._stale: Stale | Servers | None = None
+        self._optimizer = self._updates(sums)
         self._optimizer.load_parameters()
-        self._stale = Stale(late, self.gradients, self._optimizer) if late else None
         self._count_state()
         world.pace.steady = plan.layout.compile != "on"
         self.timeline: Timeline | None = None
@@ -141,13 +141,26 @@ class Engine:
         reduces = any(isinstance(a, Manage) and a.op is ManageOp.REDUCE_GRAD for row in parts.program.actions for a in row)
         return Gradients(parts.groups, parts.parameters, sums, layout.zero > 0, reduces, Compression.parse(layout.compress))
 
+    def _updates(self, sums: Sequence[Group | None]) -> Optimizer:
+        """What updates this rank's parameters: in step, late, or for all replicas."""
+        groups, layout = self.parts.groups, self.plan.layout
+        if layout.servers:
+            served = Served.of(self.spec, groups, layout.server_ranks, self._everyone)
+            self._stale = Servers(layout.staleness, self.gradients, served, groups, self._everyone)
+            return served.optimizer
+        late, zero = layout.staleness > 0, layout.zero > 0
+        made = Optimizer(self.spec, groups, sums, self._everyone, zero, layout.moves_optimizer, late, self.scale)
+        self._stale = Stale(layout.staleness, self.gradients, made) if late else None
+        return made
+
     def _count_state(self) -> None:
         """What is there from the first step to the last."""
         parts, optimizer = self.parts, self._optimizer
         self.memory.assign("buffers", parts.buffers.values())
         self.memory.assign(HOST if optimizer.offload else "optimizer", optimizer.own_tensors())
-        self.memory.assign("gradients", [*(g for group in parts.groups for g in group.turns), *self._rests.tensors])
-        self.memory.assign("parameters", [*parts.parameters.values(), *(group.data for group in parts.groups)])
+        rooms, weights = (self._stale.rooms, self._stale.weights) if self._stale is not None else ([], [])
+        self.memory.assign("gradients", [*(g for group in parts.groups for g in group.turns), *self._rests.tensors, *rooms])
+        self.memory.assign("parameters", [*parts.parameters.values(), *(group.data for group in parts.groups), *weights])
         self.memory.forget_peak()
         self.memory.check(self.world.rank)
 
@@ -246,7 +259,7 @@ class Engine:
                 self._optimizer.unscale()
             else:
                 total, work = result.mean
-                self._stale.take(work, total[1] if total.dim() else None)
+                self._stale.take(work, total[1] if total.dim() else None, self._counted)
         capture.executors.gathered.release()
         self.seconds = {"program": ended - began, "gradients": time.perf_counter() - ended}
         if record:
@@ -412,6 +425,8 @@ class Engine:
         if drain:
             self.drain()
         found = pieces_of(self.parts, self._optimizer, self.mesh.coordinates(self.world.rank), self._counters)
+        if self.plan.layout.servers and not drain:  # whose state is ahead of the weights
+            found = [piece for piece in found if piece.kind != "optimizer" or not self.plan.layout.staleness]
         return [*found, *self._rests.pieces(self.step_index), *self.scale.pieces(self.step_index, self.world.rank == 0)]
 
     def state(self) -> tuple[list[Tensor], list[Tensor]]:
@@ -459,6 +474,8 @@ class Engine:
         Raises:
             CheckpointError: nothing to load, damaged, or of another model; then nothing has been changed.
         """
+        if self.plan.layout.servers:  # which may be at work
+            self.drain()
         wanted = pieces_of(self.parts, self._optimizer, self.mesh.coordinates(self.world.rank), self._counters)
         optional = [*self._rests.pieces(-1), *self.scale.pieces(-1, self.world.rank == 0)]
         extra = checkpoint.load(folder, [*wanted, *optional], self.world)

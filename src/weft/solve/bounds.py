@@ -67,7 +67,8 @@ def filled(frame: Layout) -> float:
 
 def summing_s(pricer: Pricer, frame: Layout) -> float:
     """Seconds of the network for summing gradients over the replicas, hidden or not: each rank's share of them once, in 16 bits."""
-    if frame.data == 1 or frame.compress != "none" or frame.staleness or frame.expert > 1 or pricer.cluster.is_cpu or pricer.cluster.parts:
+    otherwise = frame.compress != "none" or frame.staleness or frame.servers or frame.expert > 1
+    if frame.data == 1 or otherwise or pricer.cluster.is_cpu or pricer.cluster.parts:
         return 0.0
     share = 2.0 * pricer.graph.num_trainable / (frame.tensor * frame.pipeline * frame.branch)
     # What a bucket or a faster algorithm may still save: half of it, and the latency.

@@ -294,7 +294,7 @@ class Branches:
         if self.objective == "memory":
             zero = max((z for z in range(4) if self.space.admits("zero", z)), default=0) if frame.data > 1 else 0
             offload = "all" if any(kind_of("offload", o) in ("optimizer", "all") for o in self.space.words("offload")) else "none"
-            return (least_state_bytes(self.pricer, replace(frame, zero=zero, offload=offload, compress="none", staleness=0)),)
+            return (least_state_bytes(self.pricer, replace(frame, zero=zero, offload=offload, compress="none", staleness=0, servers=0)),)
         return (worth(frame, seconds, self.pricer.cluster, self.objective),)
 
     def _savings(self, frame: Layout, interleaved: bool) -> dict[Thrift, float]:

@@ -142,7 +142,7 @@ def share_out(pricer: Pricer, layout: Layout) -> Layout | None:
         return None
     width, size = layout.replica_ranks, sizes_of_plan(pricer.batch_size, layout)[0]
     whole = layout.num_ranks == pricer.cluster.num_devices and not any(p.num_devices % width for p in pricer.cluster.parts)
-    if not whole or layout.sample_parallel == "on" or layout.staleness or size < 2 * layout.data:
+    if not whole or layout.sample_parallel == "on" or layout.staleness or layout.servers or size < 2 * layout.data:
         return None
     pricer.sharding(layout)
     each, counts = size // layout.data, [part.num_devices // width for part in pricer.cluster.parts]

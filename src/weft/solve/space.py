@@ -145,7 +145,7 @@ def _check_met(found: Sequence[Constraint]) -> None:
             values = [*CHOICES[key], *(c.value for c in mine)]
         else:
             limits = [c.value for c in mine if isinstance(c.value, int)]
-            least = 0 if key in ("zero", "threads", "staleness") else 1
+            least = 0 if key in ("zero", "threads", "staleness", "servers") else 1
             values = sorted({least, *(max(least, v + d) for v in limits for d in (-1, 0, 1))})
             values = [v for v in values if isinstance(v, int) and (key != "zero" or v <= 3)]
         if not any(all(c.admits(v) for c in mine) for v in values):
@@ -262,11 +262,10 @@ class Space:
         """Whose statistics batch norm takes: the whole batch's unless a constraint asks otherwise, since that trains something else."""
         return "local" if self.asked("batch_norm", "local") else "exact"
 
-    @property
-    def staleness(self) -> int:
-        """Steps by which updates come late: the fewest that constraints admit, since that changes the result."""
-        most = max((int(c.value) for c in self.constraints if c.key == "staleness"), default=0)
-        return next(k for k in range(most + 2) if self.admits("staleness", k))
+    def fewest(self, key: str) -> int:
+        """The least number that constraints admit of a key that no search raises by itself."""
+        most = max((int(c.value) for c in self.constraints if c.key == key), default=0)
+        return next(k for k in range(most + 2) if self.admits(key, k))
 
     def asked(self, key: str, value: int | str) -> bool:
         """Whether a constraint names exactly this value."""
@@ -300,7 +299,8 @@ class Space:
                 for layout in self._frames(mesh, precisions):
                     try:
                         layout = replace(
-                            layout, compress=self.compress, staleness=self.staleness, lend=self.lend, batch_norm=self.batch_norm,
+                            layout, compress=self.compress, staleness=self.fewest("staleness"), lend=self.lend, batch_norm=self.batch_norm,
+                            servers=self.fewest("servers"),
                             compile="on" if self.asked("compile", "on") else "off",
                         )
                     except LayoutError:  # has no replicas to compress for, or no late updates

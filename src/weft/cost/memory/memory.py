@@ -271,6 +271,18 @@ class StageMemory:
     noted_bytes: float = 0.0
 
 
+def served_copies(layout: Layout) -> float:
+    """Weights that the rank of a server holds beside the model's own, in the model's size: its part and, where updates come late, what
+    arrives for the next step and the versions of its part that others may still have to take.
+
+    >>> served_copies(Layout(data=4, servers=2)), served_copies(Layout(data=4, servers=2, staleness=1)), served_copies(Layout(data=4))
+    (0.5, 2.5, 0.0)
+    """
+    if not layout.servers:
+        return 0.0
+    return 1 / layout.servers + (1 + (layout.staleness + 1) / layout.servers if layout.staleness else 0.0)
+
+
 def memory_of(
     state: StageState,
     layout: Layout,
@@ -302,10 +314,14 @@ def memory_of(
     parameters = widths.weight * (shared if zero == 3 else state.num_parameters)
     gradients = widths.gradient * (trained if zero >= 2 else state.num_trainable)
     gradients *= layout.staleness + 1  # each step under way has its own
+    parameters += widths.weight * served_copies(layout) * state.num_trainable
     how = Compression.parse(layout.compress)
     if how.keeps:  # what is not sent: of a rank's own gradients, and of its piece of the sums
         gradients += widths.gradient * state.num_trainable * (1 + 1 / data * (how.kind == "int8" and not zero))
     optimizer = (widths.copies + widths.moment * optimizer_states) * (trained / holders if zero else state.num_trainable)
+    if layout.servers:  # what arrives there of a bucket, from all others
+        gradients += min(BUCKET_BYTES, widths.gradient * state.num_trainable) * (layout.data - 1) / layout.servers
+        optimizer /= layout.servers
     if layout.moves_optimizer:
         optimizer = 0.0
     beside = state.beside.of(pieces) + PACKING.get(how.kind, 0.0) * min(BUCKET_BYTES, widths.gradient * state.num_trainable)

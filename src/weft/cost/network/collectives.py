@@ -144,13 +144,24 @@ def _naive(size: float, w: Ways) -> float:
 
 
 def _parameter_server(size: float, w: Ways) -> float:
-    """All that the server's port takes, one after another, and then all that it gives."""
-    n = w.size
-    busy, added = w.near.sent_s(size) - w.near.latency_s, w.near.add_s(size)
-    if w.nodes == 1:
-        return 2 * w.near.latency_s + _pipelined(busy, added, n - 1) + (n - 1) * busy
-    through = (w.inside - 1) * busy + (n - w.inside) * (w.far.sent_s(size) - w.far.latency_s)
-    return 2 * through + 2 * w.far.latency_s + max(added, (n - 1) * added - through)
+    return sum(served_s(size, w, 1))
+
+
+def served_s(size_bytes: float, ways: Ways, servers: int) -> tuple[float, float]:
+    """(until all gradients are pushed and added, until all weights are pulled) of so many bytes, of which each server has an equal part:
+    all that a server's port takes, one after another, and all that it gives. Servers of one node share its port.
+
+    >>> hop = Hop(0.0, 1.0)
+    >>> served_s(6.0, Ways(hop, hop, 4), 1), served_s(6.0, Ways(hop, hop, 4), 3)
+    ((18.0, 18.0), (6.0, 6.0))
+    """
+    n, part = ways.size, size_bytes / servers
+    busy, added = ways.near.sent_s(part) - ways.near.latency_s, ways.near.add_s(part)
+    if ways.nodes == 1:
+        return ways.near.latency_s + _pipelined(busy, added, n - 1), ways.near.latency_s + (n - 1) * busy
+    shared = max(1.0, min(ceil(servers / ways.nodes), ways.queue))
+    through = (ways.inside - 1) * busy + shared * (n - ways.inside) * (ways.far.sent_s(part) - ways.far.latency_s)
+    return through + ways.far.latency_s + max(added, (n - 1) * added - through), through + ways.far.latency_s
 
 
 def _pipelined(busy: float, added: float, count: int) -> float:

@@ -2,8 +2,9 @@
 
 Sums run in buckets behind the last backward where a framework overlaps them, in one go after it where not. ZeRO (Rajbhandari et al.
 2020): stages 1 and 2 reduce-scatter gradients and gather the new weights; from stage 2 gradients are scattered every microbatch, since
-none is kept whole; stage 3 gathers weights for every forward and backward, two layers ahead of use. Compressed sums are exchanged in
-pieces and gathered (`run.compressed`), and what packs and unpacks them takes the compute's time. Where updates come late,
+none is kept whole; stage 3 gathers weights for every forward and backward, two layers ahead of use. To servers gradients are pushed bucket
+by bucket, and weights are pulled after the update, when nothing hides them; a server's port passes all of it. Compressed sums are exchanged
+in pieces and gathered (`run.compressed`), and what packs and unpacks them takes the compute's time. Where updates come late,
 sums of a step hide behind the next steps too. On GPUs what hides takes a part of its time from the compute that it hides behind. Not
 modelled: buckets that start late, and ranks that are late by chance, for which late updates are.
 """
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from weft.cost.devices.compute import Seconds
 from weft.cost.memory.memory import Widths
+from weft.cost.network.collectives import served_s, ways
 from weft.cost.network.network import Group
 from weft.plan.axis import DATA, EXPERT
 from weft.plan.compression import Compression
@@ -80,10 +82,9 @@ def summing_s(
     `step_s`: the compute of a whole step. With staleness=K a step's sums have those of the next K steps as their window, in which K
     more steps' sums pass too: so per step one is what hides, whatever K.
     """
-    after, packing = 0.0, 0.0
+    after, packing, pulled = 0.0, 0.0, 0.0
     queues: list[_Queue] = []
     inside = Seconds()
-    how = Compression.parse(layout.compress)
     is_cpu = pricer.cluster.is_cpu
     bucketed = is_cpu or overlap > 0
     contention = 0.0 if is_cpu else pricer.efficiency.contention
@@ -96,15 +97,11 @@ def summing_s(
         size = widths.gradient * count
         bucket = min(size, pricer.bucket_bytes) if bucketed else size
         full, rest = divmod(size, bucket)
-        if how.kind != "none":
-            (each, touched), (tail, more) = (
-                compressed_s(pricer, how, part / widths.gradient, group, layout.zero, widths) if part else (0.0, 0.0)
-                for part in (bucket, rest)
-            )
-            packing += (full * touched + more) / pricer.speed(layout).memory_bandwidth_bytes_per_s
-        else:
-            kind = "reduce_scatter" if layout.zero else "all_reduce"
-            each, tail = (pricer.collective(kind, part, group) if part else 0.0 for part in (bucket, rest))
+        parts = [bucket_s(pricer, layout, group, part, widths) if part else (0.0, 0.0) for part in (bucket, rest)]
+        (each, touched), (tail, more) = parts
+        packing += (full * touched + more) / pricer.speed(layout).memory_bandwidth_bytes_per_s if touched + more else 0.0
+        if layout.servers:
+            pulled += served_s(widths.weight * count, ways(pricer.cluster, group), layout.servers)[1]
         queue = _Queue(size, full, bucket, each, tail)
         queues.append(queue)
         weights = pricer.collective("all_gather", widths.weight * count, group) if layout.zero else 0.0
@@ -123,14 +120,14 @@ def summing_s(
     if not is_cpu:
         after += tied
     if layout.staleness:
-        after = max(0.0, after - overlap * step_s)
+        after, pulled = max(0.0, after + pulled - overlap * step_s), 0.0
     elif overlap and after:
         window, whole = overlap * window_s, sum(queue.size_bytes for queue in queues)
         # Without buckets there is the sum of tied weights alone.
         shown = max((queue.left_s(after, window, whole) for queue in queues), default=max(0.0, after - window))
         after = shown + contention * (after - shown)
     # An embedding's gradient is complete with the last backward: between processors nothing is left that its sum would hide behind.
-    after += packing + (tied if is_cpu else 0.0)
+    after += packing + pulled + (tied if is_cpu else 0.0)
     if inside.total:
         # Every microbatch's collectives run beside its compute; what is longer shows.
         hides = 0.0 if is_cpu else max(overlap, ZERO_HIDES)
@@ -138,6 +135,16 @@ def summing_s(
         shown += contention * (1 - shown)
         inside = Seconds(inside.forward * shown, inside.backward * shown)
     return after, inside
+
+
+def bucket_s(pricer: Pricer, layout: Layout, group: Group, size_bytes: float, widths: Widths) -> tuple[float, float]:
+    """(seconds of the network, bytes of memory that packing touches) of summing a bucket; to servers: until it is pushed and added."""
+    how = Compression.parse(layout.compress)
+    if how.kind != "none":
+        return compressed_s(pricer, how, size_bytes / widths.gradient, group, layout.zero, widths)
+    if layout.servers:
+        return served_s(size_bytes, ways(pricer.cluster, group), layout.servers)[0], 0.0
+    return pricer.collective("reduce_scatter" if layout.zero else "all_reduce", size_bytes, group), 0.0
 
 
 def compressed_s(pricer: Pricer, how: Compression, num_elements: float, group: Group, zero: int, widths: Widths) -> tuple[float, float]:

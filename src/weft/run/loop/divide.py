@@ -46,15 +46,15 @@ def divide(model: nn.Module, source: Source, plan: Plan, batch: Any, world: Worl
     """Divide `model` in place under `plan`; `batch` is what it is called with, with the whole batch's samples.
 
     Raises:
-        Infeasible: a plan with a pipeline, microbatches, compressed gradients or staleness, which need the engine; a model that could
-            not be captured, whose parts would train something else than the whole.
+        Infeasible: a plan with a pipeline, microbatches, compressed gradients, staleness or servers, which need the engine; a model that
+            could not be captured, whose parts would train something else than the whole.
     """
     layout = plan.layout
     divides = max(layout.num_stages, layout.microbatches, layout.branch) > 1
-    if divides or layout.compress != "none" or layout.staleness:
+    if divides or layout.compress != "none" or layout.staleness or layout.servers:
         raise Infeasible(
-            f"{layout}: a plain loop owns its backward and its optimizer, so pipeline, microbatches, branch, compress and "
-            "staleness do not apply; use weft.parallelize"
+            f"{layout}: a plain loop owns its backward and its optimizer, so pipeline, microbatches, branch, compress, "
+            "staleness and servers do not apply; use weft.parallelize"
         )
     if layout.compile == "on":
         raise Infeasible(f"{layout}: a plain loop's module is not compiled; leave compile out, or use weft.parallelize")

@@ -15,7 +15,7 @@ so that it is the same on all ranks; where a rank of another stage takes part, w
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -49,8 +49,8 @@ class Gradients:
         # In the order in which backward completes them: a bucket that is complete late must not hold back those that are not.
         ready = {member.name: member.ready for group in groups for member in group.members}
         numbered = [(g, bucket) for g, group in enumerate(groups) for bucket in group.buckets if not group.scattered]
-        self._order = sorted(numbered, key=lambda item: max(ready[name] for name in item[1].names))
-        self._of = {name: k for k, (_, bucket) in enumerate(self._order) for name in bucket.names}
+        self.order = sorted(numbered, key=lambda item: max(ready[name] for name in item[1].names))
+        self._of = {name: k for k, (_, bucket) in enumerate(self.order) for name in bucket.names}
         self._views = {name: view for group in groups for name, view in group.views.items()}
         self._completes: frozenset[str] = frozenset()
         self._first = dict.fromkeys(self._of, True)
@@ -58,8 +58,9 @@ class Gradients:
         self._next = 0
         self._works: list[Work] = []
         self.exchange = True
+        self.push: Callable[[int, Tensor, bool], None] | None = None  # of servers: (place in the order, bucket, whether it is summed)
         # By place in the order; and those of this step that were started, that are met, in that order.
-        self.compressed = {k: made for k, (g, bucket) in enumerate(self._order) if (made := self._compress(compress, g, bucket))}
+        self.compressed = {k: made for k, (g, bucket) in enumerate(self.order) if (made := self._compress(compress, g, bucket))}
         self._started: list[Compressed] = []
         self._met: list[Compressed] = []
         self.before: dict[int, Tensor] | None = None  # where it is a dictionary, copies of what is compressed, by place in the order
@@ -126,7 +127,7 @@ class Gradients:
     def start(self) -> None:
         """Begin a step: nothing has been collected."""
         self._first = dict.fromkeys(self._first, True)
-        self._waiting = [len(bucket.names) for _, bucket in self._order]
+        self._waiting = [len(bucket.names) for _, bucket in self.order]
         self._next = 0
         self._completes = frozenset()
         for name in self._views:
@@ -150,8 +151,8 @@ class Gradients:
             scattered.flush(names)
 
     def _launch(self) -> None:
-        while self._next < len(self._order) and self._waiting[self._next] <= 0:
-            self._sum(*self._order[self._next])
+        while self._next < len(self.order) and self._waiting[self._next] <= 0:
+            self._sum(*self.order[self._next])
             self._next += 1
 
     def _sum(self, number: int, bucket: Bucket) -> None:
@@ -161,9 +162,12 @@ class Gradients:
                 group.views[name].zero_()
                 self._first[name] = False
         over = self._sums[number]
+        whole = group.grad[bucket.start : bucket.stop]
+        if self.push is not None:
+            self.push(self._next, whole, over is not None)
+            return
         if over is None or over.size == 1 or not self.exchange:
             return
-        whole = group.grad[bucket.start : bucket.stop]
         if (compressed := self.compressed.get(self._next)) is not None:
             if self.before is not None:
                 self.before[self._next] = whole.clone()
@@ -188,8 +192,8 @@ class Gradients:
         """After the last backward: launch what is left, in order."""
         for scattered in self._scattered.values():
             scattered.flush()
-        while self._next < len(self._order):
-            self._sum(*self._order[self._next])
+        while self._next < len(self.order):
+            self._sum(*self.order[self._next])
             self._next += 1
 
     def hand_over(self) -> list[Work]:
@@ -213,7 +217,7 @@ class Gradients:
         """After `wait`: bring every rank's pieces together, so that each holds whole sums. Every rank calls it, or none."""
         if not self._sharded:
             return
-        for number, bucket in self._order:
+        for number, bucket in self.order:
             over = self._sums[number]
             if over is not None and over.size > 1:
                 whole = self.groups[number].grad[bucket.start : bucket.stop]

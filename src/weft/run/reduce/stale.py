@@ -40,6 +40,8 @@ class Stale:
         self._divisor: Tensor | None = None  # and what its gradients are still to be divided by
         self._turn = 0
         self.waited_s = 0.0  # by the last `push`
+        self.weights: list[Tensor] = []  # beside those that the model has; and what gradients arrive in
+        self.rooms: list[Tensor] = []
 
     def start(self) -> None:
         """Collect in buffers that no update waits for."""
@@ -49,8 +51,9 @@ class Stale:
             for work in late.works:
                 _ = work.done
 
-    def take(self, loss: Work, divisor: Tensor | None = None) -> None:
-        """The sums of this step are under way, `loss` among them, and with it `divisor`, by which gradients are then divided."""
+    def take(self, loss: Work, divisor: Tensor | None = None, counted: Tensor | None = None) -> None:
+        """The sums of this step are under way, `loss` among them, and with it `divisor`, by which gradients are then divided: the sum of
+        what ranks `counted`."""
         self._works = [*self._gradients.hand_over(), loss]
         self._divisor = divisor
 

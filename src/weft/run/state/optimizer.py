@@ -126,8 +126,10 @@ class Optimizer:
         return copies + [t for state in self.inner.state.values() for t in state.values() if isinstance(t, Tensor)]
 
     def read(self, gradients: Sequence[Tensor]) -> None:
-        """Take gradients from these from now on, one flat tensor a group; where groups are updated whole, and here."""
-        self._mine = [[(p, g) for p, _ in those] for those, g in zip(self._mine, gradients, strict=True)]
+        """Take gradients from these from now on, one flat tensor a group; where groups have whole gradients, and are updated here."""
+        for number, whole in enumerate(gradients):
+            places = zip(self._mine[number], self.pieces(number), strict=True)
+            self._mine[number] = [(p, whole.narrow(0, start, length)) for (p, _), (start, _, length) in places]
 
     def slots(self, number: int) -> list[dict[str, Tensor]]:
         """The optimizer's state tensors of group `number`, by piece as in `pieces(number)`."""

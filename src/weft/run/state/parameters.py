@@ -78,8 +78,8 @@ class Bucket:
 class FlatGroup:
     """Parameters as views of `data`, gradients as views of `grad` (of `padded` elements, a multiple of the number of shards).
 
-    `index`: this rank among the `shards` between which buckets are divided. `scattered`: `grad` is this rank's pieces only, and there are
-    no views; `gathered`: so is `data`.
+    `index`: this rank among the `shards` between which buckets are divided, -1 where others have them all (`reduce/servers`).
+    `scattered`: `grad` is this rank's pieces only, and there are no views; `gathered`: so is `data`.
     """
 
     sum_ranks: tuple[int, ...]
@@ -107,7 +107,7 @@ class FlatGroup:
     def pieces(self) -> list[tuple[int, int, int]]:
         """(start in the flat group, start in the pieces, length) of this rank's share of every bucket."""
         found, at = [], 0
-        for bucket in self.buckets:
+        for bucket in self.buckets if self.index >= 0 else ():
             length = (bucket.stop - bucket.start) // self.shards
             found.append((bucket.start + self.index * length, at, length))
             at += length
@@ -140,11 +140,17 @@ class FlatGroup:
 
 
 def build_groups(
-    parameters: Sequence[LocalParameter], device: torch.device, zero: int = 0, rank: int = 0, bucket_bytes: int = 0
+    parameters: Sequence[LocalParameter],
+    device: torch.device,
+    zero: int = 0,
+    rank: int = 0,
+    bucket_bytes: int = 0,
+    servers: Sequence[int] = (),
 ) -> tuple[list[FlatGroup], dict[str, torch.nn.Parameter]]:
     """Allocate flat groups; returns them and the parameters (views of them) by name.
 
     With `zero` every bucket is padded so that the ranks that sum it get equal pieces; `rank` is this one's number.
+    `servers`: ranks that get equal pieces of every bucket instead.
     `bucket_bytes`: of gradients that are summed at once, 0 for `BUCKET_BYTES`; what is complete first is summed in a bucket of 1 MiB.
     """
     keyed: dict[tuple[object, ...], list[LocalParameter]] = {}
@@ -154,8 +160,8 @@ def build_groups(
     made: dict[str, torch.nn.Parameter] = {}
     for members in keyed.values():
         first = members[0]
-        shards = len(first.sum_ranks) if zero else 1
-        in_pieces = shards > 1 and not (first.across or first.written)
+        shards = len(servers) if servers else len(first.sum_ranks) if zero else 1
+        in_pieces = zero > 0 and shards > 1 and not (first.across or first.written)
         scattered, gathered = in_pieces and zero >= 2, in_pieces and zero == 3
         if scattered:
             members = sorted(members, key=lambda p: tuple((-s, -layer) for s, layer in reversed(p.units)))
@@ -163,9 +169,11 @@ def build_groups(
         size = buckets[-1].stop
         data = torch.zeros(size // shards if gathered else size, dtype=first.dtype, device=device)
         grad = torch.zeros(size // shards if scattered else size, dtype=first.dtype, device=device)
+        of = tuple(servers) or first.sum_ranks
+        index = 0 if shards == 1 and not servers else of.index(rank) if rank in of else -1
         group = FlatGroup(
-            first.sum_ranks, first.counted, first.counted_piece, first.decay, data, grad, tuple(members), tuple(starts), buckets,
-            {}, first.sum_ranks.index(rank) if shards > 1 else 0, shards, scattered, gathered,
+            first.sum_ranks, first.counted, first.counted_piece or bool(servers), first.decay, data, grad, tuple(members), tuple(starts),
+            buckets, {}, index, shards, scattered, gathered,
         )  # fmt: skip
         if not scattered:
             group.collect_in(grad)

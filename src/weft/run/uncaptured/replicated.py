@@ -69,7 +69,7 @@ def build_whole(plan: Plan, source: Source, batch: Any, loss: Loss | None, world
     graph = in_precision(_graph_of(model, batch, plan.microbatch_sizes[0]), plan)
     saved = frozenset(model.state_dict(keep_vars=True))
     specs = _specs(model, layout.mesh.group(world.rank, DATA), world.rank, optimizer.decays)
-    groups, parameters = build_groups(list(specs.values()), world.device, layout.zero, world.rank, plan.bucket_bytes)
+    groups, parameters = build_groups(list(specs.values()), world.device, layout.zero, world.rank, plan.bucket_bytes, layout.server_ranks)
     choose_sums(plan, world, groups)
     with torch.no_grad():
         for name, p in model.named_parameters():

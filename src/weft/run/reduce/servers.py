@@ -1,0 +1,328 @@
+"""Parameter servers: some replicas hold the weights and update them for all (Li et al., OSDI 2014; Ho et al., NIPS 2013).
+
+In: step after step, this rank's gradients, bucket by bucket. Out: before step t the servers' weights with the updates of steps 0 to
+t - 1 - staleness. Every bucket is cut among the servers. A worker pushes each part to its server, which adds the workers' gradients in the
+order of their ranks, updates its part when it has them all, and sends it to every worker: of M bytes of weights 2 M (n - 1) bytes a step.
+
+With staleness=K a server updates as soon as it has everyone's gradients, whatever its own rank is doing, and a worker waits for the update
+of step t - K at the end of step t. So nobody is more than K steps ahead of the slowest, and every run has the same bits. A server keeps the
+last K + 1 versions, since a slow worker takes them late.
+
+A rank has a thread for what it pushes and pulls and, where it is a server, one for what it serves; each has connections of its own. Not
+modelled: servers that compute no gradients; gradients that are pieces, or of which a rank of another stage has a part.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from weft.run.reduce.overlapped import Gradients
+from weft.run.state.optimizer import Optimizer, OptimizerSpec
+from weft.run.state.parameters import FlatGroup
+from weft.world.worker import Job, Worker
+from weft.world.world import Group, Work
+
+PATIENCE_S = 10.0  # in which an idle server looks after what it has sent
+
+
+@dataclass
+class _Thread:
+    """Jobs in order, on connections of their own. After one failed, the others that wait for this rank are told, and nothing more runs."""
+
+    lanes: Sequence[Group]
+    worker: Worker = field(default_factory=Worker)
+    given: int = 0
+    ended: int = 0
+    broken: BaseException | None = None
+
+    def do(self, work: Callable[[], None]) -> Job:
+        def run() -> None:
+            try:
+                if self.broken is not None:
+                    raise self.broken
+                work()
+            except BaseException as error:
+                if self.broken is None:
+                    self.broken = error
+                    for lane in self.lanes:
+                        lane.close()
+                raise
+            finally:
+                self.ended += 1
+
+        self.given += 1
+        return self.worker.do(run)
+
+
+@dataclass(frozen=True)
+class Served:
+    """Who holds the weights, and what this rank holds of them: `masters` are its parts of the groups, which `optimizer` updates."""
+
+    ranks: tuple[int, ...]
+    masters: list[FlatGroup]
+    optimizer: Optimizer
+    lanes: list[Group]  # by server
+
+    @classmethod
+    def of(cls, spec: OptimizerSpec, groups: Sequence[FlatGroup], ranks: tuple[int, ...], everyone: Group) -> Served:
+        """Every rank calls it, with the groups that are cut among servers, which are `ranks`. Connects them."""
+        masters = [replace(g, data=g.data.new_zeros(sum(length for _, _, length in g.pieces())), gathered=True) for g in groups]
+        lanes = [everyone.apart("server") for _ in ranks]
+        norm = lanes[0].apart("norm", ranks) if everyone.index in ranks else everyone
+        for lane in lanes:
+            lane.connect()
+        if everyone.index in ranks:
+            norm.connect()
+        return cls(ranks, masters, Optimizer(spec, masters, [everyone] * len(masters), norm, sharded=True), lanes)
+
+
+class Servers:
+    """One rank's part, as a worker and perhaps as a server. In every step `start` before backward, `take` after it, then `push`."""
+
+    def __init__(self, staleness: int, gradients: Gradients, served: Served, groups: Sequence[FlatGroup], everyone: Group) -> None:
+        self._staleness, self._gradients, self._served, self._groups, self._everyone = staleness, gradients, served, list(groups), everyone
+        self._mine = served.ranks.index(everyone.index) if everyone.index in served.ranks else -1
+        self._others = [rank for rank in range(everyone.size) if rank != everyone.index]
+        self._client = _Thread([lane for server, lane in enumerate(served.lanes) if server != self._mine])
+        self._server = _Thread([served.lanes[self._mine]] if self._mine >= 0 else [])
+        self._buckets = gradients.order
+        self._starts = [[bucket.start for bucket in group.buckets] for group in self._groups]
+        self._turn = self._pushed = self._current = self._asked = 0
+        self._jobs: dict[int, list[Job]] = {turn: [] for turn in range(staleness + 1)}  # pushes and sums, by buffer of gradients
+        self._counted: Tensor | None = None
+        self._settled = True
+        self._pull = Job(lambda: None)
+        self._made: dict[int, Job] = {}  # by version of this rank's part
+        self._norms: dict[int, Tensor] = {}
+        self._sent: deque[list[Work]] = deque()
+        self.waited_s = 0.0  # by the last `push`
+        self._allocate()
+        gradients.push = self._push_bucket
+        self.load()
+
+    def _allocate(self) -> None:
+        part = [self._part(number, start, stop, 0).numel() for number, start, stop in self._ranges()]
+        like = self._groups[0].data if self._groups else torch.empty(0)
+        serves = self._mine >= 0
+        self._rooms = like.new_empty((len(self._others) if serves else 0, max(part, default=0)))
+        kept = self._staleness + 1 if serves and self._staleness else 0
+        self._versions = [[torch.zeros_like(m.data) for m in self._served.masters] for _ in range(kept)]
+        self._staging = [torch.zeros_like(g.data) for g in self._groups] if self._staleness else [g.data for g in self._groups]
+
+    def _ranges(self) -> list[tuple[int, int, int]]:
+        """(group, start, stop) of every bucket, in the order in which they are exchanged."""
+        return [(number, bucket.start, bucket.stop) for number, bucket in self._buckets]
+
+    def _part(self, number: int, start: int, stop: int, server: int, flat: Tensor | None = None) -> Tensor:
+        """What a server has of a bucket, in `flat` or where weights are."""
+        whole = (self._groups[number].data if flat is None else flat)[start:stop]
+        return whole.view(len(self._served.ranks), -1)[server]
+
+    def _own(self, at: int, flats: Sequence[Tensor]) -> Tensor:
+        """This server's part of the bucket at place `at`, in flat tensors of its parts."""
+        number, bucket = self._buckets[at]
+        _, first, length = self._served.masters[number].pieces()[self._starts[number].index(bucket.start)]
+        return flats[number][first : first + length]
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """Those that are held beside the model's own."""
+        masters = [m.data for m in self._served.masters]
+        return [*masters, *(self._staging if self._staleness else ()), *(x for version in self._versions for x in version)]
+
+    @property
+    def rooms(self) -> list[Tensor]:
+        """Where workers' gradients arrive."""
+        return [self._rooms]
+
+    def load(self) -> None:
+        """After weights were written from outside: the servers take them over."""
+        for group, master in zip(self._groups, self._served.masters, strict=True):
+            for start, at, length in master.pieces():
+                master.data[at : at + length].copy_(group.data[start : start + length])
+
+    def start(self) -> None:
+        """Collect in buffers that nobody reads any more."""
+        for job in self._jobs[self._turn]:
+            job.wait()
+        self._jobs[self._turn] = []
+        self._gradients.turn(self._turn)
+
+    def _push_bucket(self, at: int, whole: Tensor, summed: bool) -> None:
+        """The gradients of a bucket are there: push its parts; where this rank is a server, add up its own. What is the same everywhere is
+        not `summed`."""
+        parts = whole.view(len(self._served.ranks), -1)
+        if not summed:
+            return
+        if self._client.lanes:
+            self._jobs[self._turn].append(self._client.do(lambda: self._send(at, parts)))
+        if self._mine >= 0:
+            self._jobs[self._turn].append(self._server.do(lambda: self._add_up(at, parts[self._mine])))
+
+    def _send(self, tag: int, parts: Sequence[Tensor] | Tensor) -> None:
+        works = [
+            lane.isend(parts[server], self._served.ranks[server], tag)
+            for server, lane in enumerate(self._served.lanes)
+            if server != self._mine
+        ]
+        for work in works:
+            work.wait()
+
+    def _add_up(self, tag: int, own: Tensor) -> None:
+        """Add everyone's to `own`, in the order of ranks."""
+        lane = self._served.lanes[self._mine]
+        rooms = self._rooms[:, : own.numel()] if own.dtype is self._rooms.dtype else own.new_empty((len(self._others), own.numel()))
+        arriving = [(rank, room, lane.irecv(room, rank, tag)) for rank, room in zip(self._others, rooms, strict=True)]
+        total: Tensor | None = None
+        for rank, room, work in arriving:
+            work.wait()
+            if total is None:
+                total = own.add_(room) if rank > self._everyone.index else room
+            else:
+                if rank == self._everyone.index + 1:
+                    total = own.add_(total)
+                total.add_(room)
+        if total is not None and total.data_ptr() != own.data_ptr():  # all others come before this rank
+            own.add_(total)
+
+    def take(self, loss: Work, divisor: Tensor | None = None, counted: Tensor | None = None) -> None:
+        """All gradients of the step are on their way. `counted`: this rank's summand of what they are divided by, where that is not known
+        before; `divisor` is its sum."""
+        self._settled = False
+        if divisor is None or counted is None:
+            return
+        tag, counts = len(self._buckets), counted.clone().view(1)
+        if self._client.lanes:
+            self._jobs[self._turn].append(self._client.do(lambda: self._send(tag, [counts] * len(self._served.ranks))))
+        if self._mine >= 0:
+            turn = self._turn
+            self._jobs[turn].append(self._server.do(lambda: self._divide(tag, counts.clone(), turn)))
+
+    def _divide(self, tag: int, counts: Tensor, turn: int) -> None:
+        self._add_up(tag, counts)
+        for group, master in zip(self._groups, self._served.masters, strict=True):
+            for start, _, length in master.pieces():
+                group.turns[turn][start : start + length].div_(counts.to(group.data.dtype))
+
+    def settle(self) -> None:
+        """Bring the sums of the step that is not pushed yet to every rank, so that its gradients can be read. Every rank calls it."""
+        if self._settled:
+            return
+        for job in self._jobs[self._turn]:
+            job.wait()
+        for number, start, stop in self._ranges():
+            for server, rank in enumerate(self._served.ranks):
+                self._everyone.broadcast(self._part(number, start, stop, server, self._groups[number].turns[self._turn]), rank)
+        self._settled = True
+
+    def push(self, lr: float | None) -> float | None:
+        """End a step; take the weights that are due. Returns the gradient norm of their last update where it is clipped."""
+        self._pushed += 1
+        if self._mine >= 0:
+            version, turn = self._pushed, self._turn
+            self._norms[version] = torch.zeros(1, dtype=torch.float64)
+            self._made[version] = self._server.do(lambda: self._update(version, turn, lr))
+            self._server.do(self._look_after)
+        self._turn = self._pushed % (self._staleness + 1)
+        self._settled = True
+        norm = self._advance(self._pushed - self._staleness)
+        if self._staleness and self._asked == self._current < self._pushed:
+            self._ask()  # on its way while the next step computes
+        return norm
+
+    def drain(self) -> None:
+        """Take the weights of all steps made, and let the others have theirs."""
+        self._advance(self._pushed)
+        if self._mine >= 0:
+            self._server.do(self._deliver).wait()
+
+    def _deliver(self) -> None:
+        while self._sent:
+            for work in self._sent.popleft():
+                work.wait()
+
+    def forget(self) -> None:
+        """The weights have become others: nothing waits, after `drain`."""
+        self.load()
+
+    def _update(self, version: int, turn: int, lr: float | None) -> None:
+        """Update this server's part, and send it to the workers."""
+        while len(self._sent) > self._staleness:
+            for work in self._sent.popleft():
+                work.wait()
+        optimizer, lane = self._served.optimizer, self._served.lanes[self._mine]
+        optimizer.read([group.turns[turn] for group in self._groups])
+        norm = optimizer.step(lr)
+        self._norms[version].fill_(norm or 0.0)
+        flats = [master.data for master in self._served.masters]
+        if self._staleness:
+            kept = self._versions[version % len(self._versions)]
+            for source, target in zip(flats, kept, strict=True):
+                target.copy_(source)
+            flats = kept
+        sending = [(at, self._own(at, flats)) for at in range(len(self._buckets))]
+        if optimizer.spec.clip and self._mine == 0:
+            sending.append((len(self._buckets) + 1, self._norms[version]))
+        self._sent.append([lane.isend(x, rank, tag) for tag, x in sending for rank in self._others])
+
+    def _look_after(self) -> None:
+        """Large messages between ranks of a host move when they are looked at, which nobody does while there is nothing to serve."""
+        until, lane = time.monotonic() + PATIENCE_S, self._served.lanes[self._mine]
+        while lane.shares_memory and self._server.given == self._server.ended + 1 and time.monotonic() < until:
+            if all(work.done for works in self._sent for work in works):
+                return
+            time.sleep(2e-4)
+
+    def _ask(self) -> None:
+        self._asked += 1
+        version = self._asked
+        if self._served.optimizer.spec.clip:
+            self._norms.setdefault(version, torch.zeros(1, dtype=torch.float64))
+        self._pull = self._client.do(lambda: self._receive(version)) if self._client.lanes else Job(lambda: None)
+        if not self._client.lanes:
+            self._pull.run()
+
+    def _receive(self, version: int) -> None:
+        works = []
+        for server, lane in enumerate(self._served.lanes):
+            if server == self._mine:
+                continue
+            rank = self._served.ranks[server]
+            for at, (number, start, stop) in enumerate(self._ranges()):
+                works.append(lane.irecv(self._part(number, start, stop, server, self._staging[number]), rank, at))
+            if self._served.optimizer.spec.clip and server == 0:
+                works.append(lane.irecv(self._norms[version], rank, len(self._buckets) + 1))
+        for work in works:
+            work.wait()
+
+    def _advance(self, version: int) -> float | None:
+        """Wait until the weights are those of a version, one after another."""
+        began, norm = time.perf_counter(), None
+        while self._current < version:
+            if self._asked == self._current:
+                self._ask()
+            self._pull.wait()
+            self._current += 1
+            if self._mine >= 0:
+                self._made.pop(self._current).wait()
+            self._copy(self._current)
+            made = self._norms.pop(self._current, None)
+            norm = float(made) if made is not None and self._served.optimizer.spec.clip else None
+        self.waited_s = time.perf_counter() - began
+        return norm
+
+    def _copy(self, version: int) -> None:
+        """What has arrived, and this server's own part, into the weights."""
+        flats = self._versions[version % len(self._versions)] if self._versions else [m.data for m in self._served.masters]
+        for at, (number, start, stop) in enumerate(self._ranges()):
+            for server in range(len(self._served.ranks)):
+                if server == self._mine:
+                    self._part(number, start, stop, server).copy_(self._own(at, flats))
+                elif self._staleness:
+                    self._part(number, start, stop, server).copy_(self._part(number, start, stop, server, self._staging[number]))

@@ -1,0 +1,47 @@
+"""Many steps of a plan whose replicas are late by chance, which the price of one step does not know. In: a pricer, a layout's price.
+
+Out: a timeline (`simulate/late`). In every step every rank is late by a part of a step, drawn from an exponential distribution, alike for
+every layout of as many ranks. Not modelled: pipelines and tensor ranks, with which updates do not come late.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+from weft.cost.network.collectives import served_s, ways
+from weft.cost.step import Pricer
+from weft.errors import UsageError
+from weft.plan.axis import DATA
+from weft.plan.timeline import Timeline
+from weft.simulate.late import Exchange, simulate_steps
+from weft.solve.timing import Priced
+
+
+def late_steps(pricer: Pricer, priced: Priced, steps: int, late: float, seed: int = 0) -> Timeline:
+    """`steps` steps in which ranks are late by `late` of a step's compute in the mean.
+
+    Raises:
+        UsageError: a layout of more than replicas, fewer steps than two, or ranks that are early.
+    """
+    layout = priced.layout
+    if layout.num_ranks != layout.data or steps < 2 or late < 0:
+        raise UsageError(f"{layout}: {steps} steps, late by {late:g}; it takes replicas alone (data=N), two steps or more, and late >= 0")
+    parts = dict(priced.prediction.parts)
+    alone = sum(seconds for name, seconds in parts.items() if name not in ("gradients", "optimizer"))
+    draw = random.Random(seed)
+    compute = [[alone * (1 + (draw.expovariate(1 / late) if late else 0.0)) for _ in range(steps)] for _ in range(layout.data)]
+    return simulate_steps(compute, exchange_of(pricer, priced), f"{layout}, {steps} steps")
+
+
+def exchange_of(pricer: Pricer, priced: Priced) -> Exchange:
+    """What a step's gradients and weights take, hidden or not."""
+    layout, widths, count = priced.layout, pricer.widths(priced.layout), pricer.graph.num_trainable
+    update_s, group = dict(priced.prediction.parts)["optimizer"], pricer.group(layout, DATA)
+    found = Exchange(layout.staleness, pricer.collective("all_reduce", widths.gradient * count, group), 0.0, update_s)
+    if not layout.servers:
+        return found
+    hops, others = ways(pricer.cluster, group), layout.data - 1
+    push_s, _ = served_s(widths.gradient * count, hops, layout.servers)
+    _, pull_s = served_s(widths.weight * count, hops, layout.servers)
+    return replace(found, push_s=push_s / others, pull_s=pull_s / others, servers=layout.server_ranks)
